@@ -1,0 +1,41 @@
+"""Strictness shared by all tests: shapes and dtypes of public functions are checked at every call."""
+
+import jaxtyping
+import pytest
+
+# Before any import of the packages, so that their annotations are checked under pytest.
+jaxtyping.install_import_hook(["rnnlib", "pallas_kernels"], "beartype.beartype")
+
+import jax  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+settings.register_profile(
+    "rnnlib",
+    deadline=None,  # the first example of each shape compiles
+    print_blob=True,
+    derandomize=True,  # the same examples on every machine
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("rnnlib")
+
+
+@pytest.fixture
+def unchecked_shapes():
+    """Turns annotation checks off, for tests of the library's own error messages."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def x64():
+    """Runs a test with 64-bit arrays enabled."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clear_compiled_functions():
+    """Compiled functions of a finished module are dropped: memory on a small machine is short."""
+    yield
+    jax.clear_caches()
