@@ -1,0 +1,129 @@
+"""What every operator does with its arguments before the mathematics: checks, dtypes, choice of implementation."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+IMPLEMENTATIONS = ("scan", "chunked", "triton")
+
+
+def check_shape(operator: str, name: str, array: Array, *allowed: tuple[int, ...], axes: str) -> None:
+    """Raises unless `array` has one of the shapes `allowed`.
+
+    Args:
+        operator: the public function's name, which begins the message.
+        name: the argument's name.
+        array: the argument.
+        *allowed: shapes that the argument may have.
+        axes: the same shapes in words, such as `"[B, T, HV] or [B, T, HV, K]"`.
+
+    Raises:
+        ValueError: names the argument, its shape and what was expected.
+    """
+    if array.shape not in allowed:
+        expected = " or ".join(str(shape) for shape in allowed)
+        raise ValueError(f"{operator}: {name} has shape {array.shape}, expected {axes} = {expected}")
+
+
+def check_rank(operator: str, name: str, array: Array, rank: int, *, axes: str) -> None:
+    """Raises ValueError unless `array` has `rank` axes, none of them empty."""
+    if array.ndim != rank:
+        raise ValueError(f"{operator}: {name} has shape {array.shape}, expected {axes} ({rank} axes)")
+    if 0 in array.shape:
+        raise ValueError(f"{operator}: {name} has shape {array.shape}, expected {axes} with no empty axis")
+
+
+def check_floating(operator: str, **arrays: Array | None) -> None:
+    """Raises TypeError for an array that is not of a floating dtype; `None` is passed over."""
+    for name, array in arrays.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{operator}: {name} has dtype {array.dtype}, expected a floating dtype")
+
+
+def check_segment_ids(operator: str, segment_ids: Array | None, batch: int, length: int) -> None:
+    """Raises unless `segment_ids` is None or an integer array `[B, T]`."""
+    if segment_ids is None:
+        return
+    check_shape(operator, "segment_ids", segment_ids, (batch, length), axes="[B, T]")
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise TypeError(f"{operator}: segment_ids has dtype {segment_ids.dtype}, expected an integer dtype")
+
+
+def check_key_value_heads(operator: str, q: Array, k: Array, v: Array) -> None:
+    """Checks q, k `[B, T, H, K]` and v `[B, T, HV, V]`, where HV is a multiple of H."""
+    check_rank(operator, "q", q, 4, axes="[B, T, H, K]")
+    check_rank(operator, "v", v, 4, axes="[B, T, HV, V]")
+    check_shape(operator, "k", k, q.shape, axes="the shape of q, [B, T, H, K]")
+    if v.shape[:2] != q.shape[:2]:
+        raise ValueError(f"{operator}: v has shape {v.shape}, expected batch and length [B, T] = {q.shape[:2]} as in q")
+    if v.shape[2] % q.shape[2] != 0:
+        raise ValueError(
+            f"{operator}: v has {v.shape[2]} heads (shape {v.shape}), expected a multiple of the {q.shape[2]} key heads"
+        )
+
+
+def check_chunk_size(operator: str, chunk_size: int) -> None:
+    """Raises ValueError unless the chunk size is a power of two from 16 to 256."""
+    if chunk_size not in (16, 32, 64, 128, 256):
+        raise ValueError(f"{operator}: chunk_size is {chunk_size}, expected 16, 32, 64, 128 or 256")
+
+
+def accumulation_dtype(*arrays: Array | None) -> jnp.dtype:
+    """Float64 where any argument is float64, float32 otherwise: the dtype of states and of all accumulation."""
+    is_double = any(array is not None and array.dtype == jnp.float64 for array in arrays)
+    return jnp.dtype(jnp.float64 if is_double else jnp.float32)
+
+
+def matmul_precision(*arrays: Array | None) -> str:
+    """The matmul precision that a computation on these arguments deserves: tf32 suffices where an input is bfloat16."""
+    is_half = any(array is not None and array.dtype in (jnp.bfloat16, jnp.float16) for array in arrays)
+    return "tensorfloat32" if is_half else "highest"
+
+
+def segment_starts(segment_ids: Array) -> Array:
+    """Whether each token begins a new segment, `[B, T]` bool.
+
+    The first token does not: it continues what `initial_state` carries.
+    """
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(changes, ((0, 0), (1, 0)))
+
+
+def choose_implementation(
+    operator: str,
+    implementation: str | None,
+    unsupported: Mapping[str, Callable[[], str | None]],
+    preference: Sequence[str],
+) -> str:
+    """The implementation to run.
+
+    Args:
+        operator: the public function's name.
+        implementation: what the caller asked for; `None` takes the first of `preference` that supports the case.
+        unsupported: for each implementation of this operator, a function that says why it can't serve this case, or
+            returns None where it can.
+        preference: names, best first.
+
+    Raises:
+        ValueError: `implementation` is no implementation's name.
+        NotImplementedError: the implementation named does not support the case; says why.
+    """
+    if implementation is None:
+        return next(name for name in preference if name in unsupported and unsupported[name]() is None)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{operator}: implementation is {implementation!r}, expected None or one of {IMPLEMENTATIONS}")
+    if implementation not in unsupported:
+        raise NotImplementedError(f"{operator}: there is no {implementation!r} implementation of this operator")
+    reason = unsupported[implementation]()
+    if reason is not None:
+        raise NotImplementedError(f"{operator}: implementation {implementation!r} does not support {reason}")
+    return implementation
+
+
+def default_preference(length: int) -> tuple[str, ...]:
+    """Implementations, best first, for sequences of `length` tokens on the default device."""
+    if jax.default_backend() == "gpu":
+        return ("triton", "scan", "chunked") if length == 1 else ("triton", "chunked", "scan")
+    return ("scan", "chunked") if length == 1 else ("chunked", "scan")

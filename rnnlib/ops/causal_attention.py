@@ -1,0 +1,95 @@
+"""Softmax attention, full or over a sliding window: the baseline and the other half of hybrid models."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from rnnlib.ops.arguments import check_floating, check_rank, check_segment_ids
+
+_NAME = "causal_attention"
+
+
+def causal_attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T HK K"],
+    v: Float[Array, "B T HK V"],
+    *,
+    window: int | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T H V"]:
+    """Causal softmax attention, `softmax(q k^T / sqrt(K)) v` over the tokens that each token may see.
+
+    Memory is linear in T for a sliding window: the row is cut into blocks as long as the window, and each block sees
+    itself and the one before.
+
+    Args:
+        q: queries.
+        k: keys. Query heads H are a multiple of key heads HK: query head `j` uses key head `j // (H // HK)`.
+        v: values.
+        window: how many tokens each token sees, itself included; None is all before it.
+        segment_ids: documents packed into a row: tokens see only tokens of their own id.
+
+    Returns:
+        The output in `v`'s dtype.
+
+    Raises:
+        ValueError: a shape or `window` is none of those above.
+        TypeError: an array is not floating, or `segment_ids` is not of integers.
+    """
+    check_floating(_NAME, q=q, k=k, v=v)
+    check_rank(_NAME, "q", q, 4, axes="[B, T, H, K]")
+    check_rank(_NAME, "k", k, 4, axes="[B, T, HK, K]")
+    check_rank(_NAME, "v", v, 4, axes="[B, T, HK, V]")
+    if k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3] or q.shape[2] % k.shape[2] != 0:
+        raise ValueError(
+            f"{_NAME}: k has shape {k.shape}, expected [B, T, HK, K] where q is {q.shape} and HK divides H"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"{_NAME}: v has shape {v.shape}, expected [B, T, HK] = {k.shape[:3]} as in k")
+    if window is not None and window < 1:
+        raise ValueError(f"{_NAME}: window is {window}, expected None or at least 1")
+    batch, length = q.shape[:2]
+    check_segment_ids(_NAME, segment_ids, batch, length)
+
+    if window is None or 2 * window >= length:
+        mask = None if segment_ids is None else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        local = None if window is None else (window - 1, 0)
+        return _attention(q, k, v, mask=mask, is_causal=True, local_window_size=local)
+    return _blockwise_window_attention(q, k, v, window, segment_ids)
+
+
+def _attention(q: Array, k: Array, v: Array, **options) -> Array:
+    # dot_product_attention wants one dtype throughout; values may be of another width than keys.
+    dtype = jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype)
+    pad = [(0, 0)] * 3 + [(0, max(0, q.shape[-1] - v.shape[-1]))]
+    if v.shape[-1] > q.shape[-1]:
+        raise ValueError(f"{_NAME}: v has {v.shape[-1]} channels, expected at most the {q.shape[-1]} of q and k")
+    padded = jnp.pad(v.astype(dtype), pad)
+    out = jax.nn.dot_product_attention(q.astype(dtype), k.astype(dtype), padded, **options)
+    return out[..., : v.shape[-1]].astype(v.dtype)
+
+
+def _blockwise_window_attention(q: Array, k: Array, v: Array, window: int, segment_ids: Array | None) -> Array:
+    batch, length = q.shape[:2]
+    blocks = -(-length // window)
+
+    def with_previous(x: Array) -> Array:
+        """`[B, T, ...]` to `[B * blocks, 2 * window, ...]`: each block behind the one before it."""
+        x = jnp.pad(x, [(0, 0), (window, blocks * window - length)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(batch, blocks + 1, window, *x.shape[2:])
+        pairs = jnp.concatenate([x[:, :-1], x[:, 1:]], axis=2)
+        return pairs.reshape(batch * blocks, 2 * window, *x.shape[3:])
+
+    row = jnp.arange(window)[:, None] + window
+    column = jnp.arange(2 * window)[None, :]
+    in_window = (column <= row) & (column > row - window)
+    # The first block of a row has nothing before it, and padded rows see themselves alone.
+    position = with_previous(jnp.broadcast_to(jnp.arange(1, length + 1), (batch, length)))
+    mask = in_window[None] & (position[:, None, :] > 0) | (row == column)[None]
+    if segment_ids is not None:
+        ids = with_previous(segment_ids)
+        mask = mask & (ids[:, window:, None] == ids[:, None, :])
+    query = with_previous(q)[:, window:]
+    out = _attention(query, with_previous(k), with_previous(v), mask=mask[:, None])
+    return out.reshape(batch, blocks * window, *out.shape[2:])[:, :length]

@@ -1,0 +1,279 @@
+"""The chunk form shared by the delta rule, linear attention and their relatives (DESIGN section 1).
+
+A chunk of C tokens acts on the state as an affine map. Each operator says what its `ChunkFactors` are; what happens between
+chunks, forward and backward, is the same for all and stands here.
+
+Decays are exponentials of sums of log decays over intervals of tokens. The sums are formed as sums, never as differences
+of cumulative sums: no cancellation, and a log decay of -inf (a hard reset) is an ordinary large number.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
+from rnnlib.ops.heads import merge_heads
+
+SUBCHUNK = 16
+# exp(LOG_ZERO) is 0 in float32 and float64, and sums of it stay finite: the place of a log decay of -inf.
+LOG_ZERO = -1e4
+
+
+class ChunkFactors(NamedTuple):
+    """What a chunk does to the state that enters it, `S [K, V]`, for every chunk, batch entry and head (axes `...`).
+
+        R = update - correction S        O = read S + scores R        S_C = Diag(decay) S + write^T R
+
+    Attributes:
+        read: `[..., C, K]`, queries with the decay since the chunk's start.
+        scores: `[..., C, M]`, causal scores of the queries with the M rows that the chunk writes.
+        correction: `[..., M, K]`, or None for an offline rule.
+        update: `[..., M, V]`.
+        write: `[..., M, K]`, write keys with the decay until the chunk's end.
+        decay: `[..., K or 1, 1]`, the decay over the chunk, or None.
+    """
+
+    read: Array
+    scores: Array
+    correction: Array | None
+    update: Array
+    write: Array
+    decay: Array | None
+
+
+def chunk_length(length: int, chunk_size: int) -> int:
+    """The chunk size in use: no more than the sequence, rounded up to a power of two of at least 16."""
+    return min(chunk_size, max(SUBCHUNK, 1 << (length - 1).bit_length()))
+
+
+def split_chunks(x: Array, size: int) -> Array:
+    """`[B, T, H, R, X]` to `[N, B, H, R, C, X]`; the tail is padded with zeros, which leave the state as it is."""
+    batch, length, heads, group, channels = x.shape
+    padded = jnp.pad(x, ((0, 0), (0, -length % size), (0, 0), (0, 0), (0, 0)))
+    return jnp.transpose(padded.reshape(batch, -1, size, heads, group, channels), (1, 0, 3, 4, 2, 5))
+
+
+def join_chunks(x: Array, length: int) -> Array:
+    """The inverse of `split_chunks`: `[N, B, H, R, C, X]` to `[B, T, H, R, X]`."""
+    chunks, batch, heads, group, size, channels = x.shape
+    joined = jnp.transpose(x, (1, 0, 4, 2, 3, 5)).reshape(batch, chunks * size, heads, group, channels)
+    return joined[:, :length]
+
+
+def interval_sums(log_decay: Array) -> Array:
+    """Sums of the log decay over `(s, r]` for every pair of tokens; -inf where `s > r`.
+
+    Args:
+        log_decay: `[..., C, X]`.
+
+    Returns:
+        `[..., C (r), C (s), X]`.
+    """
+    size = log_decay.shape[-2]
+    r, s = jnp.arange(size)[:, None, None], jnp.arange(size)[None, :, None]
+    sums = jnp.cumsum(jnp.where(r > s, log_decay[..., :, None, :], 0.0), axis=-3)
+    return jnp.where(r >= s, sums, -jnp.inf)
+
+
+def decay_since_start(log_decay: Array) -> Array:
+    """Decay from the chunk's start up to and with each token, `[..., C, X]`."""
+    return jnp.exp(jnp.cumsum(log_decay, axis=-2))
+
+
+def decay_until_end(log_decay: Array) -> Array:
+    """Decay from each token, which is left out, to the chunk's end, `[..., C, X]`."""
+    return jnp.exp(_sums_after(log_decay))
+
+
+def _sums_after(log_decay: Array) -> Array:
+    following = jnp.concatenate([log_decay[..., 1:, :], jnp.zeros_like(log_decay[..., :1, :])], axis=-2)
+    return jnp.flip(jnp.cumsum(jnp.flip(following, -2), axis=-2), -2)
+
+
+def causal_scores(rows: Array, columns: Array, log_decay: Array | None, *, strict: bool = False) -> Array:
+    """Decayed inner products `sum_k rows[r, k] exp(sum of log_decay over (s, r]) columns[s, k]`, zero above the diagonal.
+
+    Args:
+        rows: `[..., C, K]`.
+        columns: `[..., C, K]`.
+        log_decay: None, `[..., C, 1]` or `[..., C, K]`, finite.
+        strict: whether the diagonal is zero too.
+
+    Returns:
+        `[..., C, C]`.
+    """
+    size = rows.shape[-2]
+    if log_decay is None:
+        scores = rows @ jnp.swapaxes(columns, -1, -2)
+    elif log_decay.shape[-1] == 1:
+        scores = (rows @ jnp.swapaxes(columns, -1, -2)) * jnp.exp(interval_sums(log_decay)[..., 0])
+    else:
+        scores = _channel_scores(rows, columns, log_decay)
+    lower = jnp.tril(jnp.ones((size, size), bool), -1 if strict else 0)
+    return jnp.where(lower, scores, 0.0)
+
+
+def _channel_scores(rows: Array, columns: Array, log_decay: Array) -> Array:
+    """`causal_scores` where each channel decays on its own, in blocks of 16 tokens.
+
+    A block below the diagonal splits the interval `(s, r]` at its first row, so that both exponents are <= 0; a block
+    on the diagonal takes each pair's own exponent.
+    """
+    size = log_decay.shape[-2]
+    column_sums: list[Array] = []  # for each earlier block, sums over (s, start of this block]
+    score_rows = []
+    for start in range(0, size, SUBCHUNK):
+        block = slice(start, start + SUBCHUNK)
+        row, column, log = rows[..., block, :], columns[..., block, :], log_decay[..., block, :]
+        # [..., 16 (r), 16 (s), K] -> [..., 16, 16]
+        parts = [jnp.sum(row[..., :, None, :] * jnp.exp(interval_sums(log)) * column[..., None, :, :], axis=-1)]
+        if start > 0:
+            earlier = columns[..., :start, :] * jnp.exp(jnp.concatenate(column_sums, axis=-2))
+            parts.insert(0, (row * decay_since_start(log)) @ jnp.swapaxes(earlier, -1, -2))
+        parts.append(jnp.zeros((*parts[0].shape[:-1], size - start - SUBCHUNK), rows.dtype))
+        score_rows.append(jnp.concatenate(parts, axis=-1))
+        total = jnp.sum(log, axis=-2, keepdims=True)
+        column_sums = [sums + total for sums in column_sums] + [_sums_after(log)]
+    return jnp.concatenate(score_rows, axis=-2)
+
+
+def finite_log_decay(log_decay: Array | None, starts: Array | None) -> Array | None:
+    """Log decays with -inf, and the start of a segment, as a finite stand-in whose exponential is zero.
+
+    Args:
+        log_decay: None or `[B, T, H, R, X]`.
+        starts: None or `[B, T]`, true where a segment begins: everything before it is forgotten, which is a log decay of -inf.
+
+    Returns:
+        None where there is neither, otherwise `[B, T, H, R, X]` (X = 1 for starts alone).
+    """
+    if log_decay is not None:
+        log_decay = jnp.maximum(log_decay, LOG_ZERO)
+    if starts is None:
+        return log_decay
+    starts = starts[:, :, None, None, None]
+    return jnp.where(starts, LOG_ZERO, 0.0 if log_decay is None else log_decay)
+
+
+def _states(factors: ChunkFactors, state: Array) -> tuple[Array, Array]:
+    """The state that enters each chunk, `[N, B, H, R, K, V]`, and the one that leaves the last."""
+
+    def step(state: Array, chunk: tuple[Array | None, Array, Array, Array | None]) -> tuple[Array, Array]:
+        correction, update, write, decay = chunk
+        residual = update if correction is None else update - correction @ state
+        decayed = state if decay is None else decay * state
+        return decayed + jnp.swapaxes(write, -1, -2) @ residual, state
+
+    final, entering = jax.lax.scan(step, state, (factors.correction, factors.update, factors.write, factors.decay))
+    return entering, final
+
+
+def _residual(factors: ChunkFactors, states: Array) -> Array:
+    return factors.update if factors.correction is None else factors.update - factors.correction @ states
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def evaluate_chunks(
+    chunk_factors: Callable[[Any, Array | None], ChunkFactors],
+    precision: str,
+    inputs: Any,
+    starts: Array | None,
+    state: Array,
+) -> tuple[Array, Array]:
+    """Runs a rule given by its chunk factors; the backward keeps the states at chunk boundaries and recomputes the rest.
+
+    Args:
+        chunk_factors: from `(inputs, starts)` to the factors of all chunks at once.
+        precision: jax matmul precision.
+        inputs: the rule's arguments, any pytree of float arrays.
+        starts: None or `[B, T]`, true where a segment begins.
+        state: the initial state `[B, H, R, K, V]`.
+
+    Returns:
+        Outputs in chunks `[N, B, H, R, C, V]` and the final state `[B, H, R, K, V]`.
+    """
+    return _evaluate_forward(chunk_factors, precision, inputs, starts, state)[0]
+
+
+def _evaluate_forward(chunk_factors, precision, inputs, starts, state):
+    with jax.default_matmul_precision(precision):
+        factors = chunk_factors(inputs, starts)
+        states, final = _states(factors, state)
+        out = factors.read @ states + factors.scores @ _residual(factors, states)
+    return (out, final), (inputs, starts, states)
+
+
+def _evaluate_backward(chunk_factors, precision, saved, cotangents):
+    inputs, starts, states = saved
+    d_out, d_final = cotangents
+    with jax.default_matmul_precision(precision):
+        factors, factors_vjp = jax.vjp(lambda inputs: chunk_factors(inputs, starts), inputs)
+        d_residual_out = jnp.swapaxes(factors.scores, -1, -2) @ d_out
+        d_state_out = jnp.swapaxes(factors.read, -1, -2) @ d_out
+
+        def step(d_state, chunk):
+            """From the gradient of the state that leaves a chunk to that of the state that enters it."""
+            correction, write, decay, d_residual, d_entering = chunk
+            d_residual = d_residual + write @ d_state
+            d_entering = d_entering + (d_state if decay is None else decay * d_state)
+            if correction is not None:
+                d_entering = d_entering - jnp.swapaxes(correction, -1, -2) @ d_residual
+            return d_entering, (d_state, d_residual)
+
+        chunks = (factors.correction, factors.write, factors.decay, d_residual_out, d_state_out)
+        d_initial, (d_states, d_residual) = jax.lax.scan(step, d_final, chunks, reverse=True)
+
+        residual = _residual(factors, states)
+        states_transposed = jnp.swapaxes(states, -1, -2)
+        d_factors = ChunkFactors(
+            read=d_out @ states_transposed,
+            scores=d_out @ jnp.swapaxes(residual, -1, -2),
+            correction=None if factors.correction is None else -d_residual @ states_transposed,
+            update=d_residual,
+            write=residual @ jnp.swapaxes(d_states, -1, -2),
+            decay=None if factors.decay is None else jnp.sum(states * d_states, axis=-1, keepdims=True),
+        )
+        # A factor shared by the value heads of a group, or by all channels, gathers the gradients of all of them.
+        d_factors = jax.tree.map(_sum_to_shape, d_factors, factors)
+        (d_inputs,) = factors_vjp(d_factors)
+    return d_inputs, None, d_initial
+
+
+def _sum_to_shape(x: Array, like: Array) -> Array:
+    axes = tuple(axis for axis in range(x.ndim) if like.shape[axis] == 1 and x.shape[axis] != 1)
+    return jnp.sum(x, axis=axes, keepdims=True) if axes else x
+
+
+evaluate_chunks.defvjp(_evaluate_forward, _evaluate_backward)
+
+
+def evaluate_rule(
+    chunk_factors: Callable[[Any, Array | None], ChunkFactors],
+    inputs: Any,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+) -> tuple[Array, Array]:
+    """Runs a rule given by its chunk factors on arguments in the public layout.
+
+    Args:
+        chunk_factors: from `(inputs, starts)` to the factors of all chunks at once.
+        inputs: the rule's token-wise arguments, a named tuple with at least `q [B, T, H, K]` and `v [B, T, HV, V]`.
+        initial_state: None (zero) or `[B, HV, K, V]`.
+        segment_ids: None or `[B, T]`.
+
+    Returns:
+        Output `[B, T, HV, V]` in `v`'s dtype and final state `[B, HV, K, V]`.
+    """
+    dtype = accumulation_dtype(*inputs, initial_state)
+    batch, length, heads, key_size = inputs.q.shape
+    value_heads, value_size = inputs.v.shape[2:]
+    state_shape = (batch, heads, value_heads // heads, key_size, value_size)
+    state = jnp.zeros(state_shape, dtype) if initial_state is None else initial_state.astype(dtype).reshape(state_shape)
+    starts = None if segment_ids is None else segment_starts(segment_ids)
+    out, final = evaluate_chunks(chunk_factors, matmul_precision(*inputs), inputs, starts, state)
+    out = merge_heads(join_chunks(out, length)).astype(inputs.v.dtype)
+    return out, final.reshape(batch, value_heads, key_size, value_size)

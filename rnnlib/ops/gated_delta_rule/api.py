@@ -1,0 +1,123 @@
+"""The gated delta rule: checks, choice of implementation, documentation."""
+
+import functools
+
+from jax import Array
+from jaxtyping import Float, Int
+
+from rnnlib.ops.arguments import (
+    check_chunk_size,
+    check_floating,
+    check_key_value_heads,
+    check_segment_ids,
+    check_shape,
+    choose_implementation,
+    default_preference,
+)
+from rnnlib.ops.gated_delta_rule.chunked import gated_delta_rule_chunked
+from rnnlib.ops.gated_delta_rule.inputs import DeltaRuleInputs
+from rnnlib.ops.gated_delta_rule.scan import gated_delta_rule_scan
+
+_NAME = "gated_delta_rule"
+
+
+def gated_delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    *,
+    beta: Float[Array, "B T HV"] | None = None,
+    erase: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+    write: Float[Array, "B T HV"] | Float[Array, "B T HV V"] | None = None,
+    write_key: Float[Array, "B T H K"] | Float[Array, "B T HV K"] | None = None,
+    log_decay: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+    initial_state: Float[Array, "B HV K V"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
+    r"""The delta rule with decay, separate erase and write gates, and a write key of its own.
+
+    Per value head, with the state `S [K, V]` in float32 and `D_t = Diag(exp(log_decay_t))`:
+
+        S_t = D_t S_{t-1} + k~_t (w_t * v_t - (D_t S_{t-1})^T (b_t * k_t))^T        o_t = scale * S_t^T q_t
+
+    where `b` is `erase`, `w` is `write` and `k~` is `write_key`. One recurrence serves many papers: DeltaNet (no decay,
+    `beta`; arXiv 2406.06484, eq. 3), Gated DeltaNet (scalar decay; arXiv 2412.06464, eq. 10), Kimi Delta Attention
+    (channel-wise decay), Gated DeltaNet-2 (channel-wise gates), Preconditioned DeltaNet (`write_key`), Kaczmarz Linear
+    Attention, Longhorn and others (gains in `beta`).
+
+    Args:
+        q: queries.
+        k: read keys. Transitions are stable for `0 <= erase * (k . write_key) <= 2`: normalise keys, or scale the gates.
+        v: values. Value heads HV are a multiple of key heads H: value head `j` uses key head `j // (HV // H)`.
+        beta: short for `erase = write = beta`.
+        erase: gate on the read key, one per head or per key channel; None is 1.
+        write: gate on the value, one per head or per value channel; None is 1.
+        write_key: the key that is written; None is `k`.
+        log_decay: natural logarithm of the decay, `<= 0` (-inf is a hard reset), one per head or per key channel; None
+            is no decay.
+        initial_state: the state before the first token; None is zero.
+        segment_ids: documents packed into a row: the state restarts where the id changes. The first token continues
+            `initial_state`.
+        scale: factor on the output; None is `K ** -0.5`.
+        chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
+        implementation: `"scan"` (token by token: the definition), `"chunked"` (XLA, any device), `"triton"` (Pallas
+            kernels, NVIDIA GPUs), or None for the fastest that supports the case.
+
+    Returns:
+        The output in `v`'s dtype, and the final state (of the last segment) in float32, or float64 for float64 inputs.
+
+    Raises:
+        ValueError: a shape, `chunk_size` or `implementation` is none of those above, or `beta` comes with `erase` or `write`.
+        TypeError: an array is not floating, or `segment_ids` is not of integers.
+        NotImplementedError: the implementation named does not support the case.
+    """
+    check_floating(
+        _NAME,
+        q=q,
+        k=k,
+        v=v,
+        beta=beta,
+        erase=erase,
+        write=write,
+        write_key=write_key,
+        log_decay=log_decay,
+        initial_state=initial_state,
+    )
+    check_key_value_heads(_NAME, q, k, v)
+    batch, length, heads, key_size = q.shape
+    value_heads, value_size = v.shape[2:]
+    per_head = (batch, length, value_heads)
+    per_key_channel = (*per_head, key_size)
+    if beta is not None:
+        if erase is not None or write is not None:
+            given = "erase" if erase is not None else "write"
+            raise ValueError(f"{_NAME}: beta is short for erase = write = beta, so it can't be given with {given}")
+        check_shape(_NAME, "beta", beta, per_head, axes="[B, T, HV]")
+        erase = write = beta
+    if erase is not None:
+        check_shape(_NAME, "erase", erase, per_head, per_key_channel, axes="[B, T, HV] or [B, T, HV, K]")
+    if write is not None:
+        check_shape(_NAME, "write", write, per_head, v.shape, axes="[B, T, HV] or [B, T, HV, V]")
+    if write_key is not None:
+        check_shape(_NAME, "write_key", write_key, q.shape, per_key_channel, axes="[B, T, H, K] or [B, T, HV, K]")
+    if log_decay is not None:
+        check_shape(_NAME, "log_decay", log_decay, per_head, per_key_channel, axes="[B, T, HV] or [B, T, HV, K]")
+    if initial_state is not None:
+        state_shape = (batch, value_heads, key_size, value_size)
+        check_shape(_NAME, "initial_state", initial_state, state_shape, axes="[B, HV, K, V]")
+    check_segment_ids(_NAME, segment_ids, batch, length)
+    check_chunk_size(_NAME, chunk_size)
+    scale = key_size**-0.5 if scale is None else scale
+
+    inputs = DeltaRuleInputs(q, k, v, erase, write, write_key, log_decay)
+    implementations = {
+        "scan": functools.partial(gated_delta_rule_scan, scale=scale),
+        "chunked": functools.partial(gated_delta_rule_chunked, scale=scale, chunk_size=chunk_size),
+    }
+    chosen = choose_implementation(
+        _NAME, implementation, {name: lambda: None for name in implementations}, default_preference(length)
+    )
+    return implementations[chosen](inputs, initial_state, segment_ids)

@@ -1,0 +1,22 @@
+"""Grouped value heads: value head `j` uses key head `j // R`, `R = HV // H`, and nothing is repeated in memory."""
+
+from jax import Array
+
+
+def group_heads(x: Array, heads: int) -> Array:
+    """Splits the head axis into key heads and the value heads that share each of them.
+
+    Args:
+        x: `[B, T, n * H, X]`, or `[B, T, n * H]` (a scalar per head, which gets a channel axis of 1).
+        heads: the number of key heads H.
+
+    Returns:
+        `[B, T, H, n, X]`; `n` is 1 for key heads and broadcasts.
+    """
+    channels = x.shape[3] if x.ndim == 4 else 1
+    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads, channels)
+
+
+def merge_heads(x: Array) -> Array:
+    """The inverse of `group_heads`: `[B, T, H, n, X]` to `[B, T, n * H, X]`."""
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])

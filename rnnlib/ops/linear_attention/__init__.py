@@ -1,0 +1,1 @@
+from rnnlib.ops.linear_attention.api import linear_attention as linear_attention

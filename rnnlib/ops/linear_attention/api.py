@@ -1,0 +1,94 @@
+"""Linear attention: checks, choice of implementation, documentation."""
+
+import functools
+
+from jax import Array
+from jaxtyping import Float, Int
+
+from rnnlib.ops.arguments import (
+    check_chunk_size,
+    check_floating,
+    check_key_value_heads,
+    check_segment_ids,
+    check_shape,
+    choose_implementation,
+    default_preference,
+)
+from rnnlib.ops.linear_attention.chunked import linear_attention_chunked
+from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
+from rnnlib.ops.linear_attention.scan import linear_attention_scan
+
+_NAME = "linear_attention"
+
+
+def linear_attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    *,
+    log_decay: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+    write: Float[Array, "B T HV"] | Float[Array, "B T HV V"] | None = None,
+    initial_state: Float[Array, "B HV K V"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
+    """Linear attention with decay: the rule that only adds, and never reads before it writes.
+
+    Per value head, with the state `S [K, V]` in float32:
+
+        S_t = Diag(exp(log_decay_t)) S_{t-1} + k_t (w_t * v_t)^T        o_t = scale * S_t^T q_t
+
+    Linear attention (Katharopoulos et al., 2020) has no decay; RetNet and Mamba-2 one per head; gated linear attention
+    (arXiv 2312.06635, eq. 3) one per key channel.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values. Value heads HV are a multiple of key heads H: value head `j` uses key head `j // (HV // H)`.
+        log_decay: natural logarithm of the decay, `<= 0` (-inf is a hard reset), one per head or per key channel; None
+            is no decay.
+        write: gate `w` on the value, one per head or per value channel; None is 1.
+        initial_state: the state before the first token; None is zero.
+        segment_ids: documents packed into a row: the state restarts where the id changes. The first token continues
+            `initial_state`.
+        scale: factor on the output; None is `K ** -0.5`.
+        chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
+        implementation: `"scan"` (token by token: the definition), `"chunked"` (XLA, any device), `"triton"` (Pallas
+            kernels, NVIDIA GPUs), or None for the fastest that supports the case.
+
+    Returns:
+        The output in `v`'s dtype, and the final state (of the last segment) in float32, or float64 for float64 inputs.
+
+    Raises:
+        ValueError: a shape, `chunk_size` or `implementation` is none of those above.
+        TypeError: an array is not floating, or `segment_ids` is not of integers.
+        NotImplementedError: the implementation named does not support the case.
+    """
+    check_floating(_NAME, q=q, k=k, v=v, log_decay=log_decay, write=write, initial_state=initial_state)
+    check_key_value_heads(_NAME, q, k, v)
+    batch, length, _, key_size = q.shape
+    value_heads, value_size = v.shape[2:]
+    per_head = (batch, length, value_heads)
+    per_key_channel = (*per_head, key_size)
+    if log_decay is not None:
+        check_shape(_NAME, "log_decay", log_decay, per_head, per_key_channel, axes="[B, T, HV] or [B, T, HV, K]")
+    if write is not None:
+        check_shape(_NAME, "write", write, per_head, v.shape, axes="[B, T, HV] or [B, T, HV, V]")
+    if initial_state is not None:
+        state_shape = (batch, value_heads, key_size, value_size)
+        check_shape(_NAME, "initial_state", initial_state, state_shape, axes="[B, HV, K, V]")
+    check_segment_ids(_NAME, segment_ids, batch, length)
+    check_chunk_size(_NAME, chunk_size)
+    scale = key_size**-0.5 if scale is None else scale
+
+    inputs = LinearAttentionInputs(q, k, v, write, log_decay)
+    implementations = {
+        "scan": functools.partial(linear_attention_scan, scale=scale),
+        "chunked": functools.partial(linear_attention_chunked, scale=scale, chunk_size=chunk_size),
+    }
+    chosen = choose_implementation(
+        _NAME, implementation, {name: lambda: None for name in implementations}, default_preference(length)
+    )
+    return implementations[chosen](inputs, initial_state, segment_ids)
