@@ -1,0 +1,38 @@
+"""Decoder language models over any token mixer, their presets, caches and generation."""
+
+from rnnlib.models.config import (
+    ModelConfig,
+    every_other_sliding_window,
+    gated_deltanet2_cell,
+    swiglu_width,
+    two_global_attention_layers,
+)
+from rnnlib.models.decoder import Block, DecoderCache, DecoderLM, SwiGLU
+from rnnlib.models.generate import Sampling, generate, sample, stream
+from rnnlib.models.presets import ModelPreset, model_preset, preset_details, preset_names
+from rnnlib.models.summary import ParameterCount, abstract_model, cache_bytes, count_parameters, summary
+
+__all__ = [
+    "Block",
+    "DecoderCache",
+    "DecoderLM",
+    "ModelConfig",
+    "ModelPreset",
+    "ParameterCount",
+    "Sampling",
+    "SwiGLU",
+    "abstract_model",
+    "cache_bytes",
+    "count_parameters",
+    "every_other_sliding_window",
+    "gated_deltanet2_cell",
+    "generate",
+    "model_preset",
+    "preset_details",
+    "preset_names",
+    "sample",
+    "stream",
+    "summary",
+    "swiglu_width",
+    "two_global_attention_layers",
+]

@@ -1,0 +1,226 @@
+"""What a decoder language model is made of: one frozen dataclass, and the hybrid patterns of the papers."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+# Options of one mixer, or options of several by the mixers' names, in a form that can be hashed.
+FrozenOptions = tuple[tuple[str, Any], ...]
+
+
+def swiglu_width(width: int, ratio: float | int = 4.0) -> int:
+    """Hidden width of a SwiGLU block: two thirds of `ratio * width`, rounded up to a multiple of 256.
+
+    Three matrices of this width hold as many parameters as the two of a plain feed-forward block of width
+    `ratio * width` (LLaMA's rule, which the DeltaNet and Preconditioned DeltaNet papers follow).
+
+    Args:
+        width: model width.
+        ratio: width of the plain feed-forward block that it replaces, as a multiple of `width`.
+
+    Returns:
+        The hidden width.
+    """
+    return 256 * -(-int(width * ratio * 2 / 3) // 256)
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(name), _freeze(entry)) for name, entry in value.items()))
+    if isinstance(value, list | tuple):
+        return tuple(_freeze(entry) for entry in value)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Configuration of a `DecoderLM`. Frozen and hashable: it is static information of the compiled functions.
+
+    Attributes:
+        vocabulary_size: number of tokens; the logits' last axis.
+        width: width of the residual stream, `D`.
+        num_layers: number of blocks; each is a mixer and a SwiGLU feed-forward, both pre-normalised.
+        num_heads: heads of the recurrent mixers, and of attention where `attention_heads` is None.
+        mixers: names of `rnnlib.layers.presets.mixer_names()`, repeated cyclically over the layers: one name for a
+            plain model, two for every other layer, as many as there are layers for an explicit pattern.
+        mixer_overrides: options of the mixers' configurations, by mixer name (`"*"`: every recurrent mixer), e.g.
+            `{"gated_deltanet": {"output_gate": False}}`. Stored as nested tuples, so that a config can be hashed.
+        attention_heads: heads of the attention layers, None for `num_heads`.
+        head_dim: key and value width of a head in every mixer, None for the mixer's own default.
+        window: tokens that a sliding-window attention layer looks at, itself included; None for the layer's default.
+        rope_base: base of the rotary positions of attention layers; None for the layer's default.
+        mlp_ratio: size of the feed-forward, see `swiglu_width`; 0 leaves the feed-forward blocks out.
+        mlp_width: hidden width of the feed-forward, in place of the one that follows from `mlp_ratio`.
+        tie_embeddings: read the logits out with the embedding matrix.
+        norm_eps: added to the mean square in every RMSNorm of the residual stream.
+        initializer_std: standard deviation of the normal distribution that embedding, head and feed-forward start
+            from. (Mixers initialise themselves.)
+        dtype: dtype of activations and matrix products. Logits, decay and states are float32 at least in any case.
+        param_dtype: dtype in which parameters are stored.
+        remat: recompute each block in the backward pass and store only its input (gradient checkpointing).
+        scan_layers: run repeated blocks as one `jax.lax.scan` in the training pass: compile time then does not grow
+            with depth, at the cost of one stacked copy of the blocks' parameters. The parameters stay one per layer.
+    """
+
+    vocabulary_size: int = 256
+    width: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    mixers: tuple[str, ...] = ("gated_deltanet",)
+    mixer_overrides: Any = ()
+    attention_heads: int | None = None
+    head_dim: int | None = None
+    window: int | None = None
+    rope_base: float | int | None = None
+    mlp_ratio: float | int = 4.0
+    mlp_width: int | None = None
+    tie_embeddings: bool = False
+    norm_eps: float = 1e-6
+    initializer_std: float = 0.02
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    remat: bool = False
+    scan_layers: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.mixers, str):
+            object.__setattr__(self, "mixers", (self.mixers,))
+        object.__setattr__(self, "mixers", tuple(self.mixers))
+        object.__setattr__(self, "mixer_overrides", self._frozen_overrides())
+        self._check()
+
+    def _frozen_overrides(self) -> FrozenOptions:
+        options = self.mixer_overrides
+        entries = options.items() if isinstance(options, Mapping) else options
+        try:
+            by_name = {name: dict(values) for name, values in entries}
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"mixer_overrides={options!r}: expected a mapping from mixer name to a mapping of its options"
+            ) from error
+        return _freeze(by_name)
+
+    def _check(self) -> None:
+        for name in ("vocabulary_size", "width", "num_layers", "num_heads"):
+            _check_positive_integer(name, getattr(self, name))
+        for name in ("attention_heads", "head_dim", "window", "mlp_width"):
+            if getattr(self, name) is not None:
+                _check_positive_integer(name, getattr(self, name))
+        for name in ("norm_eps", "initializer_std", "rope_base"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r}: expected a positive number")
+        if self.mlp_ratio < 0:
+            raise ValueError(f"mlp_ratio={self.mlp_ratio!r}: expected 0 (no feed-forward) or a positive number")
+        for name in ("dtype", "param_dtype"):
+            if getattr(self, name) not in _DTYPES:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(_DTYPES)}")
+        if not self.mixers:
+            raise ValueError("mixers=(): expected at least one mixer name")
+        if len(self.mixers) > self.num_layers:
+            raise ValueError(
+                f"mixers={self.mixers!r} has {len(self.mixers)} entries: expected at most {self.num_layers=} of them"
+            )
+        known = _mixer_names()
+        for name in self.mixers:
+            if name not in known:
+                raise ValueError(f"mixers: {name!r} is no mixer; expected one of {', '.join(known)}")
+        for name, _ in self.mixer_overrides:
+            if name != "*" and name not in known:
+                raise ValueError(f"mixer_overrides: {name!r} is no mixer; expected '*' or one of {', '.join(known)}")
+
+    @property
+    def layer_mixers(self) -> tuple[str, ...]:
+        """The mixer of each layer, `num_layers` names."""
+        return tuple(self.mixers[i % len(self.mixers)] for i in range(self.num_layers))
+
+    @property
+    def feed_forward_width(self) -> int:
+        """Hidden width of the SwiGLU blocks; 0 where there are none."""
+        if self.mlp_width is not None:
+            return self.mlp_width
+        return swiglu_width(self.width, self.mlp_ratio) if self.mlp_ratio else 0
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """`dtype` as a NumPy dtype."""
+        return jnp.dtype(self.dtype)
+
+    @property
+    def storage_dtype(self) -> jnp.dtype:
+        """`param_dtype` as a NumPy dtype."""
+        return jnp.dtype(self.param_dtype)
+
+    def replace(self, **changes: Any) -> "ModelConfig":
+        """A copy with some fields changed, checked anew."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists and numbers, for YAML or JSON; `ModelConfig.from_dict` reads them."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["mixers"] = list(self.mixers)
+        fields["mixer_overrides"] = {
+            name: {key: list(value) if isinstance(value, tuple) else value for key, value in options}
+            for name, options in self.mixer_overrides
+        }
+        return fields
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "ModelConfig":
+        """The config that `to_dict` described; an unknown name is an error."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(fields) - known)
+        if unknown:
+            raise ValueError(f"unknown model options {', '.join(unknown)}; expected some of {', '.join(sorted(known))}")
+        values = dict(fields)
+        if "mixers" in values and not isinstance(values["mixers"], str):
+            values["mixers"] = tuple(values["mixers"])
+        return cls(**values)
+
+
+def _check_positive_integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: expected a positive integer")
+
+
+def _mixer_names() -> tuple[str, ...]:
+    # Imported late: a config is read by command lines that want to fail fast, before the layers are imported.
+    from rnnlib.layers.presets import mixer_names
+
+    return mixer_names()
+
+
+def every_other_sliding_window(mixer: str) -> tuple[str, ...]:
+    """Pattern of two layers: the mixer, then sliding-window attention (DeltaNet paper, section 3.4, after Griffin).
+
+    With `mixer="gated_deltanet2"` it is the hybrid cell of the Gated DeltaNet-2 paper (figure 1): mixer, feed-forward,
+    sliding-window attention, feed-forward.
+    """
+    return (mixer, "sliding_window_attention")
+
+
+def two_global_attention_layers(mixer: str, num_layers: int) -> tuple[str, ...]:
+    """Pattern with full attention on the second and the (N/2 + 1)-th layer, counted from one (DeltaNet, section 3.4).
+
+    Args:
+        mixer: the mixer of the other layers.
+        num_layers: `N`, at least 4: with fewer the two layers would be the same one or no mixer be left between them.
+
+    Returns:
+        `num_layers` names.
+    """
+    if num_layers < 4:
+        raise ValueError(f"{num_layers=}: expected at least 4 layers for two of global attention")
+    layers = [mixer] * num_layers
+    layers[1] = layers[num_layers // 2] = "attention"
+    return tuple(layers)
+
+
+def gated_deltanet2_cell() -> tuple[str, ...]:
+    """The hybrid cell of the Gated DeltaNet-2 paper (section 3.5, figure 1); a feed-forward follows each of the two."""
+    return every_other_sliding_window("gated_deltanet2")

@@ -1,0 +1,277 @@
+"""A decoder-only language model: pre-norm blocks of any token mixer and a SwiGLU feed-forward."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from rnnlib.models.config import ModelConfig
+from rnnlib.models.mixers import build_mixer
+
+# One entry a layer, each the cache of that layer's mixer: a pytree whose arrays keep their shapes from call to call.
+DecoderCache = tuple[Any, ...]
+
+
+class SwiGLU(nnx.Module):
+    """Gated feed-forward `W_down (silu(W_gate x) * W_up x)`, without biases."""
+
+    def __init__(self, width: int, hidden_width: int, *, initializer_std: float, dtype, param_dtype, rngs: nnx.Rngs):
+        """Builds the three maps.
+
+        Args:
+            width: width of input and output, `D`.
+            hidden_width: width in between.
+            initializer_std: standard deviation of the initial weights.
+            dtype: dtype of the products.
+            param_dtype: dtype of the weights.
+            rngs: source of the initial weights.
+        """
+        linear = functools.partial(
+            nnx.Linear,
+            use_bias=False,
+            kernel_init=nnx.initializers.normal(initializer_std),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.gate = linear(width, hidden_width)
+        self.up = linear(width, hidden_width)
+        self.down = linear(hidden_width, width)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Applies the block to `[B, T, D]` activations."""
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """`x + mixer(norm(x))`, then `x + feed_forward(norm(x))`."""
+
+    def __init__(self, config: ModelConfig, mixer: str, *, rngs: nnx.Rngs):
+        """Builds one layer.
+
+        Args:
+            config: the model's configuration.
+            mixer: name of this layer's mixer.
+            rngs: source of the initial weights.
+        """
+        dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.storage_dtype}
+        norm = functools.partial(nnx.RMSNorm, config.width, epsilon=config.norm_eps, rngs=rngs, **dtypes)
+        self.mixer_norm = norm()
+        self.mixer = build_mixer(config, mixer, rngs=rngs)
+        hidden_width = config.feed_forward_width
+        self.feed_forward_norm = norm() if hidden_width else None
+        self.feed_forward = (
+            SwiGLU(config.width, hidden_width, initializer_std=config.initializer_std, rngs=rngs, **dtypes)
+            if hidden_width
+            else None
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        cache: Any = None,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Runs the layer over a sequence, from a cache when one is given.
+
+        Args:
+            x: residual stream `[B, T, D]`.
+            segment_ids: documents of a packed sequence, see `DecoderLM.__call__`.
+            positions: position of each token in its document.
+            cache: what `mixer.init_cache` or an earlier call returned, None in training.
+
+        Returns:
+            The residual stream `[B, T, D]` and the new cache (None without one).
+        """
+        mixed, cache = self.mixer(self.mixer_norm(x), segment_ids=segment_ids, positions=positions, cache=cache)
+        x = x + mixed
+        if self.feed_forward is not None and self.feed_forward_norm is not None:
+            x = x + self.feed_forward(self.feed_forward_norm(x))
+        return x, cache
+
+
+class DecoderLM(nnx.Module):
+    """A causal language model over integer tokens.
+
+    Example:
+        >>> model = DecoderLM(ModelConfig(vocabulary_size=256, width=64, num_layers=2, num_heads=2), rngs=nnx.Rngs(0))
+        >>> logits = model(jnp.zeros([1, 16], jnp.int32))
+        >>> logits.shape
+        (1, 16, 256)
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        """Builds the model with fresh weights.
+
+        Args:
+            config: its configuration.
+            rngs: source of the initial weights.
+        """
+        self.config = config
+        init = nnx.initializers.normal(config.initializer_std)
+        shape = (config.vocabulary_size, config.width)
+        self.embedding = nnx.Param(init(rngs.params(), shape, config.storage_dtype))
+        self.blocks = nnx.List([Block(config, mixer, rngs=rngs) for mixer in config.layer_mixers])
+        self.norm = nnx.RMSNorm(
+            config.width,
+            epsilon=config.norm_eps,
+            dtype=config.compute_dtype,
+            param_dtype=config.storage_dtype,
+            rngs=rngs,
+        )
+        self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), shape, config.storage_dtype))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T vocabulary"]:
+        """Logits of the next token after every prefix: the parallel pass of training.
+
+        Args:
+            tokens: token numbers in `[0, vocabulary_size)`. One outside makes its row's logits NaN.
+            segment_ids: documents packed into a row: state, convolution and attention restart where the id changes.
+            positions: position of each token in its document, for attention's rotary angles.
+
+        Returns:
+            Logits `[B, T, vocabulary_size]`, float32 (float64 in a float64 model).
+        """
+        return self.logits(self.hidden(tokens, segment_ids=segment_ids, positions=positions))
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The normalised residual stream that the head reads, in the compute dtype; arguments as in `__call__`.
+
+        With `logits` it lets a loss over a large vocabulary be taken a part of the sequence at a time.
+        """
+        x = self._embed(tokens)
+        repeats = self._repeats() if self.config.scan_layers else 1
+        done = 0
+        if repeats > 1:
+            done = repeats * len(self.config.mixers)
+            x = self._scan_blocks(x, segment_ids, positions, repeats)
+        for block in self.blocks[done:]:
+            graphdef, state = nnx.split(block)
+            x = self._training_block()(graphdef, state, x, segment_ids, positions)
+        return self.norm(x)
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T vocabulary"]:
+        """Reads logits out of `hidden`'s `[B, T, D]`: float32 `[B, T, vocabulary_size]`, accumulated in float32."""
+        head = self.embedding if self.head is None else self.head
+        return jnp.einsum(
+            "btd,vd->btv",
+            hidden,
+            head[...].astype(self.config.compute_dtype),
+            preferred_element_type=jnp.promote_types(jnp.float32, self.config.compute_dtype),
+        )
+
+    def init_cache(self, batch_size: int, max_length: int) -> DecoderCache:
+        """An empty cache: one entry a layer, of constant size whatever has been read.
+
+        Args:
+            batch_size: rows that are decoded together.
+            max_length: most tokens that will be read through the cache, prompt, padding and new ones together. Only
+                layers of full attention take memory in proportion to it.
+
+        Returns:
+            The cache, for `extend`.
+        """
+        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: expected a positive number")
+        return tuple(block.mixer.init_cache(batch_size, max_length, self.config.compute_dtype) for block in self.blocks)
+
+    def extend(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: DecoderCache,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T vocabulary"], DecoderCache]:
+        """Reads `T >= 1` more tokens after those that the cache stands for.
+
+        Reading a sequence in any pieces gives the logits of reading it at once.
+
+        Args:
+            tokens: token numbers.
+            cache: from `init_cache` or an earlier call.
+            segment_ids: ids that restart what the cache stands for where they change *within this call*. The call's
+                first token continues the cache whatever its id. Left padding is a segment of its own before the prompt.
+
+        Returns:
+            Logits `[B, T, vocabulary_size]` as in `__call__`, and the new cache.
+        """
+        hidden, cache = self.extend_hidden(tokens, cache, segment_ids=segment_ids)
+        return self.logits(hidden), cache
+
+    def extend_hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: DecoderCache,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], DecoderCache]:
+        """`extend` without the head: who needs the last token's logits only reads them out of `[:, -1:]`."""
+        if len(cache) != len(self.blocks):
+            raise ValueError(f"cache has {len(cache)} entries: expected one for each of {len(self.blocks)} layers")
+        x = self._embed(tokens)
+        entries = []
+        for block, entry in zip(self.blocks, cache):
+            graphdef, state = nnx.split(block)
+            x, entry = _extend_block(graphdef, state, x, segment_ids, entry)
+            entries.append(entry)
+        return self.norm(x), tuple(entries)
+
+    def _embed(self, tokens: Array) -> Array:
+        if tokens.ndim != 2 or tokens.shape[1] < 1:
+            raise ValueError(f"tokens has shape {tokens.shape}: expected [batch, at least one token]")
+        # Rows are picked before the cast: casting the table would touch all of it at every step.
+        rows = jnp.take(self.embedding[...], tokens, axis=0, mode="fill", fill_value=jnp.nan)
+        return rows.astype(self.config.compute_dtype)
+
+    def _repeats(self) -> int:
+        return self.config.num_layers // len(self.config.mixers)
+
+    def _training_block(self):
+        if self.config.remat:
+            return jax.checkpoint(_run_block, static_argnums=0)
+        return _run_block
+
+    def _scan_blocks(self, x: Array, segment_ids: Array | None, positions: Array | None, repeats: int) -> Array:
+        period = len(self.config.mixers)
+        graphdefs, stacked = [], []
+        for offset in range(period):
+            parts = [nnx.split(block) for block in self.blocks[offset : repeats * period : period]]
+            graphdefs.append(parts[0][0])
+            stacked.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *(state for _, state in parts)))
+        run = self._training_block()
+
+        def cell(x, states):
+            for graphdef, state in zip(graphdefs, states):
+                x = run(graphdef, state, x, segment_ids, positions)
+            return x, None
+
+        return jax.lax.scan(cell, x, stacked)[0]
+
+
+# Blocks of equal structure share one trace: without this the time to trace a model grows with its depth.
+@functools.partial(jax.jit, static_argnums=0)
+def _run_block(graphdef, state, x, segment_ids, positions):
+    return nnx.merge(graphdef, state)(x, segment_ids=segment_ids, positions=positions)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _extend_block(graphdef, state, x, segment_ids, cache):
+    return nnx.merge(graphdef, state)(x, segment_ids=segment_ids, cache=cache)

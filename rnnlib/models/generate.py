@@ -1,0 +1,267 @@
+"""Generation: parallel prefill of ragged prompts, then decoding with a constant-size cache in one compiled loop."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from rnnlib.models.decoder import DecoderCache, DecoderLM
+
+# Prompts are padded on the left to a multiple of this, so that prompts of all lengths share a few compiled functions.
+PROMPT_BUCKET = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from the logits.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the largest (greedy), and ignores the rest.
+        top_k: draw among the `top_k` likeliest tokens only; None for all.
+        top_p: draw among the fewest likeliest tokens whose probabilities, after `temperature` and `top_k`, sum to at
+            least `top_p` (nucleus sampling); None for all.
+    """
+
+    temperature: float | int = 1.0
+    top_k: int | None = None
+    top_p: float | int | None = None
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature!r}: expected 0 (greedy) or a positive number")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k!r}: expected at least 1, or None for all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p!r}: expected a probability in (0, 1], or None for all tokens")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, with no draw."""
+        return self.temperature == 0
+
+
+class _Carry(NamedTuple):
+    """What decoding goes on from: the logits of the next token, and the cache that they came with."""
+
+    step: Int[Array, ""]
+    logits: Float[Array, "B vocabulary"]
+    finished: Bool[Array, " B"]
+    cache: DecoderCache
+
+
+def sample(logits: Float[Array, "B vocabulary"], keys: Any, sampling: Sampling) -> Int[Array, " B"]:
+    """Draws one token a row.
+
+    Args:
+        logits: `[B, vocabulary]`.
+        keys: one random key a row, as from `jax.random.split(key, B)`; not used when greedy.
+        sampling: how to draw.
+
+    Returns:
+        Token numbers `[B]`, int32.
+    """
+    if sampling.greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / sampling.temperature
+    if sampling.top_k is None and sampling.top_p is None:
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    # Draws by rank and not by a threshold on the logits, which would let ties through.
+    by_rank = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+    ranked = jnp.take_along_axis(logits, by_rank, axis=-1)
+    if sampling.top_k is not None:
+        ranked = jnp.where(jnp.arange(ranked.shape[-1]) < sampling.top_k, ranked, -jnp.inf)
+    if sampling.top_p is not None:
+        probabilities = jax.nn.softmax(ranked, axis=-1)
+        likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
+        # The likeliest token stays whatever rounding does.
+        ranked = jnp.where((likelier < sampling.top_p).at[:, 0].set(True), ranked, -jnp.inf)
+    ranks = jax.vmap(jax.random.categorical)(keys, ranked)
+    return jnp.take_along_axis(by_rank, ranks[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def generate(
+    model: DecoderLM,
+    prompt_tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float | int = 1.0,
+    top_k: int | None = None,
+    top_p: float | int | None = None,
+    seed: int = 0,
+    end_token: int | None = None,
+) -> Int[Array, "B max_new_tokens"]:
+    """Continues prompts.
+
+    What a row gets depends on its prompt, its place in the batch, the seed and the options, not on the other rows
+    (up to rounding).
+
+    Args:
+        model: the language model.
+        prompt_tokens: one prompt a row, of one length (an array `[B, T]`) or several (lists of token numbers); each
+            of at least one token.
+        max_new_tokens: tokens to add to each.
+        temperature: see `Sampling`; 0 is greedy.
+        top_k: see `Sampling`.
+        top_p: see `Sampling`.
+        seed: of the draws.
+        end_token: a row stops after this token, and decoding once all have; None never stops.
+
+    Returns:
+        The new tokens alone, `[B, max_new_tokens]` int32. What follows a row's `end_token` is `end_token` again.
+
+    Raises:
+        ValueError: for an empty prompt, a token outside the vocabulary, or an option out of range.
+    """
+    blocks = stream(
+        model,
+        prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        block_size=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        end_token=end_token,
+    )
+    tokens = next(blocks)
+    missing = max_new_tokens - tokens.shape[1]
+    return jnp.pad(tokens, ((0, 0), (0, missing)), constant_values=0 if end_token is None else end_token)
+
+
+def stream(
+    model: DecoderLM,
+    prompt_tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    block_size: int = 16,
+    temperature: float | int = 1.0,
+    top_k: int | None = None,
+    top_p: float | int | None = None,
+    seed: int = 0,
+    end_token: int | None = None,
+) -> Iterator[Int[Array, "B block"]]:
+    """`generate` in blocks, for showing text while it is made: the same tokens, whatever the block's size.
+
+    Args:
+        model: the language model.
+        prompt_tokens: as in `generate`.
+        max_new_tokens: as in `generate`.
+        block_size: tokens that one compiled loop makes before they are handed over.
+        temperature: as in `generate`.
+        top_k: as in `generate`.
+        top_p: as in `generate`.
+        seed: as in `generate`.
+        end_token: as in `generate`.
+
+    Returns:
+        An iterator over int32 arrays `[B, n]`, `n <= block_size`, `max_new_tokens` columns in all, fewer when every
+        row has ended. The arguments are checked, and the prompt is read, when this is called.
+    """
+    for name, value in (("max_new_tokens", max_new_tokens), ("block_size", block_size)):
+        if value < 1:
+            raise ValueError(f"{name}={value!r}: expected at least 1")
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    vocabulary_size = model.config.vocabulary_size
+    if end_token is not None and not 0 <= end_token < vocabulary_size:
+        raise ValueError(f"{end_token=}: expected a token of the vocabulary, in [0, {vocabulary_size})")
+    tokens, segment_ids = pad_prompts(prompt_tokens, vocabulary_size, multiple=PROMPT_BUCKET)
+    cache = model.init_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens)
+    graphdef, state = nnx.split(model)
+    carry = _prefill(graphdef, state, tokens, segment_ids, cache)
+    decode = functools.partial(_decode, graphdef, min(block_size, max_new_tokens), sampling, end_token, state)
+    return _blocks(decode, carry, jax.random.key(seed), max_new_tokens, block_size)
+
+
+def _blocks(decode, carry: _Carry, key: Array, max_new_tokens: int, block_size: int) -> Iterator[Array]:
+    done = 0
+    while done < max_new_tokens:
+        block, made, carry = decode(carry, key, min(block_size, max_new_tokens - done))
+        block = block[:, : int(made)]
+        done += block.shape[1]
+        yield block
+        if bool(carry.finished.all()):
+            return
+
+
+def pad_prompts(
+    prompts: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]], vocabulary_size: int, *, multiple: int = 1
+) -> tuple[Int[Array, "B length"], Int[Array, "B length"]]:
+    """Prompts as one array, padded on the left, with the padding a segment of its own.
+
+    Args:
+        prompts: token numbers, one row or sequence each.
+        vocabulary_size: tokens are checked against it.
+        multiple: the common length is rounded up to a multiple of this.
+
+    Returns:
+        Tokens `[B, length]` int32 and segment ids `[B, length]` int32: 0 for padding, 1 for the prompt.
+    """
+    rows = [np.asarray(row) for row in prompts]
+    if not rows:
+        raise ValueError("prompt_tokens is empty: expected at least one prompt")
+    for index, row in enumerate(rows):
+        if row.ndim != 1 or row.size == 0:
+            raise ValueError(f"prompt_tokens[{index}] has shape {row.shape}: expected at least one token")
+        if not np.issubdtype(row.dtype, np.integer):
+            raise TypeError(f"prompt_tokens[{index}] has dtype {row.dtype}: expected integers")
+        if row.min() < 0 or row.max() >= vocabulary_size:
+            raise ValueError(
+                f"prompt_tokens[{index}] has tokens from {row.min()} to {row.max()}: "
+                f"expected them in [0, {vocabulary_size})"
+            )
+    length = -(-max(row.size for row in rows) // multiple) * multiple
+    tokens = np.zeros([len(rows), length], np.int32)
+    segment_ids = np.zeros([len(rows), length], np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, length - row.size :] = row
+        segment_ids[index, length - row.size :] = 1
+    return jnp.asarray(tokens), jnp.asarray(segment_ids)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _prefill(graphdef, state, tokens: Array, segment_ids: Array, cache: DecoderCache) -> _Carry:
+    model = nnx.merge(graphdef, state)
+    hidden, cache = model.extend_hidden(tokens, cache, segment_ids=segment_ids)
+    logits = model.logits(hidden[:, -1:])[:, 0]
+    return _Carry(jnp.int32(0), logits, jnp.zeros(tokens.shape[0], bool), cache)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _decode(
+    graphdef,
+    size: int,
+    sampling: Sampling,
+    end_token: int | None,
+    state,
+    carry: _Carry,
+    key: Array,
+    limit: Int[Array, ""] | int,
+) -> tuple[Array, Array, _Carry]:
+    """Makes at most `limit <= size` tokens a row; returns them in `[B, size]`, how many, and what to go on from."""
+    batch = carry.logits.shape[0]
+    rows = jnp.arange(batch)
+    filler = 0 if end_token is None else end_token
+
+    def unfinished(loop):
+        made, _, carry = loop
+        return (made < limit) & ~carry.finished.all()
+
+    def step(loop):
+        made, tokens, carry = loop
+        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, carry.step)))(rows)
+        token = jnp.where(carry.finished, filler, sample(carry.logits, keys, sampling))
+        finished = carry.finished if end_token is None else carry.finished | (token == end_token)
+        model = nnx.merge(graphdef, state)
+        logits, cache = model.extend(token[:, None], carry.cache)
+        return made + 1, tokens.at[:, made].set(token), _Carry(carry.step + 1, logits[:, 0], finished, cache)
+
+    made, tokens, carry = jax.lax.while_loop(
+        unfinished, step, (jnp.int32(0), jnp.full([batch, size], filler, jnp.int32), carry)
+    )
+    return tokens, made, carry

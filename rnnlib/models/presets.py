@@ -1,0 +1,142 @@
+"""Named model sizes: small ones to work with, and the papers' models with their parameter counts."""
+
+import dataclasses
+from typing import Any
+
+from rnnlib.models.config import (
+    ModelConfig,
+    every_other_sliding_window,
+    gated_deltanet2_cell,
+    two_global_attention_layers,
+)
+
+# LLaMA-2's and Mistral's tokenizers, on which all models of the papers below were trained.
+PAPER_VOCABULARY = 32000
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelPreset:
+    """A configuration and where it is from.
+
+    Attributes:
+        config: the configuration.
+        source: paper and section, or what the size is for.
+        stated_parameters: the count that the paper states, None for the sizes that are this library's own.
+    """
+
+    config: ModelConfig
+    source: str
+    stated_parameters: float | None = None
+
+
+def _paper(width: int, num_layers: int, num_heads: int, mixers: Any, **options: Any) -> ModelConfig:
+    defaults: dict[str, Any] = {"tie_embeddings": True, "dtype": "bfloat16", "remat": True}
+    return ModelConfig(PAPER_VOCABULARY, width, num_layers, num_heads, mixers, **(defaults | options))
+
+
+def _own(width: int, num_layers: int, num_heads: int, **options: Any) -> ModelConfig:
+    return _paper(width, num_layers, num_heads, ("gated_deltanet",), **options)
+
+
+# Gated DeltaNet without the output gate, as Preconditioned DeltaNet (appendix E.1) compares with.
+_NO_GATE = {"gated_deltanet": {"output_gate": False}}
+
+
+def _build() -> dict[str, ModelPreset]:
+    deltanet = "DeltaNet, section 4 and table 3"
+    preconditioned = "Preconditioned DeltaNet, appendix E.1"
+    erase_write = "Gated DeltaNet-2, section 4 and appendix E.1"
+    own = "this library's own size"
+    return {
+        "tiny": ModelPreset(
+            ModelConfig(256, 128, 3, 2, ("gated_deltanet",), tie_embeddings=True), f"{own}: bytes, on a CPU"
+        ),
+        "30m": ModelPreset(_own(384, 8, 3), own),
+        "150m": ModelPreset(_own(768, 14, 6), own),
+        "340m": ModelPreset(_own(1024, 24, 8, mixer_overrides=_NO_GATE), own),
+        "760m": ModelPreset(_own(1536, 24, 12, mixer_overrides=_NO_GATE), own),
+        "1.3b": ModelPreset(_own(2048, 24, 16, mixer_overrides=_NO_GATE), own),
+        "transformer_340m": ModelPreset(_paper(1024, 24, 16, ("attention",)), deltanet, 340e6),
+        "transformer_1.3b": ModelPreset(_paper(2048, 24, 32, ("attention",)), deltanet, 1.3e9),
+        "deltanet_340m": ModelPreset(_paper(1024, 24, 8, ("deltanet",)), deltanet, 340e6),
+        "deltanet_1.3b": ModelPreset(_paper(2048, 24, 16, ("deltanet",)), deltanet, 1.3e9),
+        "deltanet_sliding_340m": ModelPreset(
+            _paper(1024, 24, 8, every_other_sliding_window("deltanet")), f"{deltanet}, Sliding Attn", 340e6
+        ),
+        "deltanet_sliding_1.3b": ModelPreset(
+            _paper(2048, 24, 16, every_other_sliding_window("deltanet")), f"{deltanet}, Sliding Attn", 1.3e9
+        ),
+        "deltanet_global_340m": ModelPreset(
+            _paper(1024, 24, 8, two_global_attention_layers("deltanet", 24)), f"{deltanet}, Global Attn", 340e6
+        ),
+        "deltanet_global_1.3b": ModelPreset(
+            _paper(2048, 24, 16, two_global_attention_layers("deltanet", 24)), f"{deltanet}, Global Attn", 1.3e9
+        ),
+        "gated_deltanet_340m": ModelPreset(
+            _paper(1024, 24, 8, ("gated_deltanet",), mixer_overrides=_NO_GATE), preconditioned, 340e6
+        ),
+        "gated_deltanet_1b": ModelPreset(
+            _paper(1792, 24, 14, ("gated_deltanet",), mixer_overrides=_NO_GATE), preconditioned, 1e9
+        ),
+        "kda_340m": ModelPreset(_paper(1024, 24, 8, ("kda",)), preconditioned, 355e6),
+        "kda_1b": ModelPreset(_paper(1680, 24, 14, ("kda",)), preconditioned, 1e9),
+        "kla_0.4b": ModelPreset(
+            _paper(1024, 24, 8, ("kla",), tie_embeddings=False), "Kaczmarz Linear Attention, appendix C", 0.4e9
+        ),
+        # The paper gives width and heads; with its feed-forward 20 layers come to the 1.3B that it states.
+        "gated_deltanet2_1.3b": ModelPreset(_paper(2048, 20, 16, ("gated_deltanet2",)), erase_write, 1.3e9),
+        # The authors' code: width 2304 and 18 layers, which is what 18 attention heads of 128 need.
+        "gated_deltanet2_hybrid_1.3b": ModelPreset(
+            _paper(
+                2304,
+                18,
+                16,
+                gated_deltanet2_cell(),
+                attention_heads=18,
+                head_dim=128,
+                window=2048,
+                rope_base=10000.0,
+                norm_eps=1e-5,
+            ),
+            f"{erase_write}, figure 1",
+            1.3e9,
+        ),
+    }
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names that `model_preset` takes, small models first."""
+    return tuple(_build())
+
+
+def preset_details(name: str) -> ModelPreset:
+    """A preset with its source and the parameter count that its paper states.
+
+    Raises:
+        ValueError: where there is no preset of this name.
+    """
+    presets = _build()
+    if name not in presets:
+        raise ValueError(f"{name!r} is no model preset; expected one of {', '.join(presets)}")
+    return presets[name]
+
+
+def model_preset(name: str, **changes: Any) -> ModelConfig:
+    """The configuration of a named model.
+
+    Args:
+        name: one of `preset_names()`.
+        **changes: fields of `ModelConfig` to set otherwise, e.g. `mixers=("kda",)` for the same size with another
+            mixer, or `vocabulary_size=...`.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: where there is no preset of this name, or a changed field is invalid.
+    """
+    config = preset_details(name).config
+    unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(config)})
+    if unknown:
+        raise ValueError(f"model_preset({name!r}): no option {', '.join(unknown)} in ModelConfig")
+    return config.replace(**changes)
