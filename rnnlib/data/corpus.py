@@ -1,0 +1,180 @@
+"""Documents as one flat array of tokens, in memory or memory-mapped from a cache folder."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import Self
+
+import numpy as np
+from jaxtyping import Int64
+
+from rnnlib.data.config import DataConfig, Split, check_split
+from rnnlib.data.sources import iterate_documents, source_fingerprint
+from rnnlib.data.tokenizers import Tokenizer
+
+_BATCH_CHARACTERS = 4_000_000  # documents are tokenized in batches of about so many characters
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenCorpus:
+    """Documents' tokens, one after the other.
+
+    Attributes:
+        tokens: uint16 (int32 for larger vocabularies) `[num_tokens]`; each document is led by the end-of-document id,
+            from which its first token is predicted.
+        starts: where each document's leading id stands, and at the end the number of tokens.
+        end_of_document: the id that leads each document.
+        text_bytes: bytes of UTF-8 text.
+        fingerprint: hash of tokens and starts; equal corpora have equal fingerprints.
+    """
+
+    tokens: np.ndarray
+    starts: Int64[np.ndarray, " documents_plus_one"]
+    end_of_document: int
+    text_bytes: int
+    fingerprint: str
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.starts) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, the id that leads each document counted."""
+        return int(self.starts[-1])
+
+    @classmethod
+    def from_documents(cls, documents: Iterable[str], tokenizer: Tokenizer, folder: str | None = None) -> Self:
+        """Tokenizes documents.
+
+        Args:
+            documents: texts, read as a stream.
+            tokenizer: gives the ids.
+            folder: an existing folder to write the tokens to (memory-mapped then) instead of keeping them in memory.
+        """
+        dtype = np.dtype(np.uint16 if tokenizer.vocabulary_size <= 2**16 else np.int32)
+        hasher = hashlib.blake2b(digest_size=16)
+        pieces: list[np.ndarray] = []
+        lengths: list[int] = []
+        text_bytes = 0
+        file = open(os.path.join(folder, "tokens.bin"), "wb") if folder else None  # noqa: SIM115
+        try:
+            for batch in _batches(documents):
+                text_bytes += sum(len(text.encode("utf-8", errors="replace")) for text in batch)
+                encoded = tokenizer.encode_batch(batch)
+                lead = np.array([tokenizer.end_of_document])
+                flat = np.concatenate([part for ids in encoded for part in (lead, ids)]).astype(dtype)
+                lengths += [len(ids) + 1 for ids in encoded]
+                hasher.update(flat.tobytes())
+                if file:
+                    flat.tofile(file)
+                else:
+                    pieces.append(flat)
+        finally:
+            if file:
+                file.close()
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(lengths, np.int64), dtype=np.int64)])
+        hasher.update(starts.tobytes())
+        corpus = cls(
+            tokens=np.concatenate(pieces) if pieces else np.zeros(0, dtype),
+            starts=starts,
+            end_of_document=tokenizer.end_of_document,
+            text_bytes=text_bytes,
+            fingerprint=hasher.hexdigest(),
+        )
+        if folder:
+            np.save(os.path.join(folder, "starts.npy"), starts)
+            meta = {
+                "end_of_document": corpus.end_of_document,
+                "text_bytes": text_bytes,
+                "fingerprint": corpus.fingerprint,
+                "dtype": dtype.name,
+            }
+            with open(os.path.join(folder, "corpus.json"), "w", encoding="utf-8") as out:
+                json.dump(meta, out)
+            return cls.load(folder)
+        return corpus
+
+    @classmethod
+    def load(cls, folder: str) -> Self:
+        """Opens a corpus written by `from_documents`; its tokens stay on the disk until they are read."""
+        with open(os.path.join(folder, "corpus.json"), encoding="utf-8") as file:
+            meta = json.load(file)
+        dtype = meta.pop("dtype")
+        tokens = np.memmap(os.path.join(folder, "tokens.bin"), dtype=dtype, mode="r")
+        return cls(tokens=tokens, starts=np.load(os.path.join(folder, "starts.npy")), **meta)
+
+    def __getstate__(self) -> dict[str, object]:
+        # A memory-mapped array travels to worker processes as its path, not as its content.
+        state = dict(self.__dict__)
+        if isinstance(self.tokens, np.memmap) and self.tokens.filename:
+            state["tokens"] = (os.fspath(self.tokens.filename), self.tokens.dtype.name)
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        tokens = state["tokens"]
+        if isinstance(tokens, tuple):
+            state = {**state, "tokens": np.memmap(tokens[0], dtype=tokens[1], mode="r")}
+        self.__dict__.update(state)
+
+
+def load_corpus(config: DataConfig, split: Split, tokenizer: Tokenizer) -> TokenCorpus:
+    """Reads and tokenizes a split, or opens it from the cache folder when its files have not changed since.
+
+    Raises:
+        ValueError: see `iterate_documents`; or the cache folder is not a folder.
+    """
+    check_split(split)
+    if config.cache_folder is None:
+        return TokenCorpus.from_documents(iterate_documents(config, split), tokenizer)
+    if os.path.exists(config.cache_folder) and not os.path.isdir(config.cache_folder):
+        raise ValueError(f"cache_folder: {config.cache_folder!r} is not a folder")
+    folder = os.path.join(config.cache_folder, f"{split}-{_cache_key(config, split, tokenizer)}")
+    if not os.path.isdir(folder):
+        os.makedirs(config.cache_folder, exist_ok=True)
+        temporary = tempfile.mkdtemp(dir=config.cache_folder, prefix=".writing-")
+        try:
+            TokenCorpus.from_documents(iterate_documents(config, split), tokenizer, temporary)
+            try:
+                os.rename(temporary, folder)
+            except OSError:
+                if not os.path.isdir(folder):  # otherwise another process has just written the same
+                    raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return TokenCorpus.load(folder)
+
+
+def _cache_key(config: DataConfig, split: Split, tokenizer: Tokenizer) -> str:
+    fields = (
+        _FORMAT,
+        config.source,
+        config.text_field,
+        config.encoding,
+        config.split_by,
+        config.validation_fraction,
+        config.deduplicate,
+        config.max_bytes(split),
+        tokenizer.fingerprint,
+        source_fingerprint(config),
+    )
+    return hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,220 @@
+"""Documents from files: the installed Python sources, text, JSON lines, Parquet; split and de-duplicated."""
+
+import glob
+import gzip
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+
+import pyarrow
+import pyarrow.parquet
+
+from rnnlib.data.config import DataConfig, Split, check_split
+
+_PYTHON_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
+# Larger files there are generated tables (character maps, opcode lists), which would outweigh what people wrote.
+_PYTHON_MAX_FILE_BYTES = 262_144
+_PYTHON_MIN_FILE_BYTES = 256
+
+
+def iterate_documents(config: DataConfig, split: Split) -> Iterator[str]:
+    """Yields the documents of a split, in a stable order, each once.
+
+    A document belongs to the validation split when the hash of its content falls below `validation_fraction`
+    (`split_by="document"`), so equal documents never stand in both splits. The last document is cut at the byte limit.
+
+    Raises:
+        ValueError: a path, encoding, field or file format is wrong (names it), or the split has no text.
+    """
+    check_split(split)
+    separate_files = bool(config.validation_paths)
+    remaining = config.max_bytes(split)
+    seen: set[bytes] = _digests(config, config.validation_paths) if separate_files and split == "train" else set()
+    found = False
+    for text in _read(config, config.validation_paths if separate_files and split == "validation" else config.paths):
+        digest = _digest(text)
+        if config.deduplicate or separate_files:
+            if digest in seen:
+                continue
+            if config.deduplicate:
+                seen.add(digest)
+        if not separate_files:
+            text = _share(config, split, text, digest)
+        if not text:
+            continue
+        size = len(text) if text.isascii() else len(text.encode())
+        if remaining is not None and size >= remaining:
+            text = text.encode()[:remaining].decode("utf-8", errors="ignore")
+            if text:
+                yield text
+                found = True
+            break
+        yield text
+        found = True
+        if remaining is not None:
+            remaining -= size
+    if not found:
+        raise ValueError(_empty_split_message(config, split))
+
+
+def source_fingerprint(config: DataConfig) -> str:
+    """A hash of the files that a configuration reads (names, sizes, modification times), not of their content."""
+    hasher = hashlib.blake2b(digest_size=16)
+    paths = list(_python_files()) if config.source == "python" else []
+    for group in (config.paths, config.validation_paths):
+        paths += expand_paths(group)
+        paths.append("")
+    for path in paths:
+        status = os.stat(path) if path else None
+        hasher.update(f"{path}\0{status.st_size if status else 0}\0{status.st_mtime_ns if status else 0}\n".encode())
+    return hasher.hexdigest()
+
+
+def expand_paths(patterns: tuple[str, ...]) -> list[str]:
+    """Files that the patterns name, sorted within each pattern, each once.
+
+    Raises:
+        ValueError: a pattern matches no file, or names a folder.
+    """
+    files: dict[str, None] = {}
+    for pattern in patterns:
+        # A file whose name holds glob characters is itself before it is a pattern.
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        if os.path.isdir(pattern):
+            raise ValueError(f"paths: {pattern!r} is a folder; name its files, as in '{pattern.rstrip('/')}/**/*.txt'")
+        matches = [match for match in matches if os.path.isfile(match)]
+        if not matches:
+            is_pattern = glob.has_magic(pattern)
+            raise ValueError(f"paths: {'no file matches' if is_pattern else 'there is no file'} {pattern!r}")
+        files.update(dict.fromkeys(matches))
+    return list(files)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.strip().encode("utf-8", errors="surrogatepass"), digest_size=16).digest()
+
+
+def _digests(config: DataConfig, paths: tuple[str, ...]) -> set[bytes]:
+    return {_digest(text) for text in _read(config, paths)}
+
+
+def _share(config: DataConfig, split: Split, text: str, digest: bytes) -> str:
+    """The part of a document that belongs to a split: all, none, or its head or tail."""
+    if config.split_by == "tail":
+        cut = len(text) - max(1, round(len(text) * config.validation_fraction))
+        return text[:cut] if split == "train" else text[cut:]
+    held_out = int.from_bytes(digest[:8], "big") < config.validation_fraction * 2**64
+    return text if held_out == (split == "validation") else ""
+
+
+def _empty_split_message(config: DataConfig, split: Split) -> str:
+    origin = "source 'python'" if config.source == "python" else f"paths {list(config.paths)}"
+    if config.validation_paths:
+        origin = f"validation_paths {list(config.validation_paths)}" if split == "validation" else origin
+        return f"the {split} split is empty: {origin} holds no text that is not in the other split"
+    return (
+        f"the {split} split is empty: {origin} has no document for it with validation_fraction "
+        f"{config.validation_fraction}; with few documents set split_by='tail', or name validation_paths"
+    )
+
+
+def _read(config: DataConfig, paths: tuple[str, ...]) -> Iterator[str]:
+    """Documents that are not blank."""
+    if config.source == "python":
+        documents = _read_python()
+    else:
+        reader = {"text": _read_text, "jsonl": _read_json_lines, "parquet": _read_parquet}[config.source]
+        documents = (text for path in expand_paths(paths) for text in reader(config, path))
+    return (text for text in documents if text and not text.isspace())
+
+
+def _python_files() -> Iterator[str]:
+    """Sources and documentation under the interpreter's library folders, in a stable mixed order."""
+    folders = sysconfig.get_paths()
+    found: list[tuple[bytes, str]] = []
+    for root in dict.fromkeys(folders[name] for name in ("stdlib", "purelib", "platlib")):
+        for folder, subfolders, names in os.walk(root):
+            # The packages' folder may lie within the standard library's: it is walked as its own root.
+            subfolders[:] = [
+                name for name in subfolders if name not in ("__pycache__", "site-packages", "dist-packages")
+            ]
+            for name in names:
+                if name.endswith(_PYTHON_SUFFIXES) or (name == "METADATA" and folder.endswith(".dist-info")):
+                    path = os.path.join(folder, name)
+                    # Ordered by a hash of the name, so that the first bytes are a sample of everything.
+                    found.append((hashlib.blake2b(os.path.relpath(path, root).encode()).digest(), path))
+    return (path for _, path in sorted(found))
+
+
+def _read_python() -> Iterator[str]:
+    for path in _python_files():
+        try:
+            if not _PYTHON_MIN_FILE_BYTES <= os.path.getsize(path) <= _PYTHON_MAX_FILE_BYTES:
+                continue
+            with open(path, encoding="utf-8") as file:
+                yield file.read()
+        except (UnicodeDecodeError, OSError):  # test files in other encodings, and links that lead nowhere
+            continue
+
+
+def _read_text(config: DataConfig, path: str) -> Iterator[str]:
+    with open(path, "rb") as file:
+        yield _decode(config, path, file.read())
+
+
+def _decode(config: DataConfig, path: str, content: bytes, line: int | None = None) -> str:
+    where = path if line is None else f"{path}, line {line}"
+    try:
+        return content.decode(config.encoding)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where}: not valid {config.encoding} at byte {error.start}; set encoding to the file's"
+        ) from error
+    except LookupError as error:
+        raise ValueError(f"encoding {config.encoding!r} is not known to Python") from error
+
+
+def _read_json_lines(config: DataConfig, path: str) -> Iterator[str]:
+    opener = gzip.open if path.endswith(".gz") else open
+    try:
+        with opener(path, "rb") as file:
+            for number, content in enumerate(file, start=1):
+                line = _decode(config, path, content, number)
+                if not line.isspace():
+                    yield _json_text(config, path, number, line)
+    except gzip.BadGzipFile as error:
+        raise ValueError(f"{path}: not a gzip file") from error
+
+
+def _json_text(config: DataConfig, path: str, number: int, line: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
+    if not isinstance(record, dict) or config.text_field not in record:
+        has = f"has the fields {sorted(record)}" if isinstance(record, dict) else f"is a {type(record).__name__}"
+        raise ValueError(f"{path}, line {number}: no field {config.text_field!r} (text_field); it {has}")
+    text = record[config.text_field]
+    if not isinstance(text, str | None):
+        raise ValueError(f"{path}, line {number}: field {config.text_field!r} holds {type(text).__name__}, not text")
+    return text or ""
+
+
+def _read_parquet(config: DataConfig, path: str) -> Iterator[str]:
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
+    with file:
+        names = file.schema_arrow.names
+        if config.text_field not in names:
+            raise ValueError(f"{path}: no column {config.text_field!r} (text_field); it has the columns {names}")
+        kind = file.schema_arrow.field(config.text_field).type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise ValueError(f"{path}: column {config.text_field!r} holds {kind}, not text")
+        # A row group at a time, so that memory does not grow with the file.
+        for batch in file.iter_batches(batch_size=1024, columns=[config.text_field]):
+            for text in batch.column(0).to_pylist():
+                yield text or ""

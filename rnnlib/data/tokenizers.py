@@ -1,0 +1,203 @@
+"""Byte and byte-pair tokenizers behind one protocol."""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import tokenizers
+from jaxtyping import Int32
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# Names that published tokenizers use for it, in order of preference.
+_END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the pipelines, training and generation need of a tokenizer."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that stands between documents."""
+
+    @property
+    def token_bytes(self) -> Int32[np.ndarray, " vocabulary"]:
+        """Bytes of text that each token stands for; 0 for special tokens."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give equal ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of many texts at once (faster), as integer arrays."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; special tokens are left out."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are ids 0 to 255; 256 ends a document."""
+
+    vocabulary_size = 257
+    end_of_document = 256
+    fingerprint = "byte"
+
+    @property
+    def token_bytes(self) -> Int32[np.ndarray, " vocabulary"]:
+        """One byte each, none for the end of a document."""
+        counts = np.ones(self.vocabulary_size, np.int32)
+        counts[self.end_of_document] = 0
+        return counts
+
+    def encode(self, text: str) -> list[int]:
+        """The UTF-8 bytes of `text`."""
+        return list(text.encode("utf-8", errors="replace"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The UTF-8 bytes of each text."""
+        return [np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text; bytes that are not UTF-8 (a character cut in half) become the replacement character."""
+        return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A Hugging Face `tokenizers` tokenizer."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer):
+        self._tokenizer = tokenizer
+        # Truncation or padding stored with a tokenizer would drop or add tokens of a document.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if not any(tokenizer.token_to_id(name) is not None for name in _END_NAMES):
+            tokenizer.add_special_tokens([END_OF_DOCUMENT])
+        known = (tokenizer.token_to_id(name) for name in _END_NAMES)
+        self.end_of_document: int = next(index for index in known if index is not None)
+        # Ids may have gaps, so the largest counts and not their number.
+        self.vocabulary_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.token_bytes: Int32[np.ndarray, " vocabulary"] = _count_bytes(tokenizer, self.vocabulary_size)
+        self.fingerprint: str = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, without special tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text, encoded in parallel threads."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text; special tokens are left out."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the JSON file; a reader never sees half of it."""
+        folder = os.path.dirname(os.path.abspath(path))
+        os.makedirs(folder, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".tokenizer-", suffix=".json")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self._tokenizer.to_str(pretty=True))
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+def load_tokenizer(name: str | os.PathLike[str]) -> ByteTokenizer | FileTokenizer:
+    """The tokenizer called "byte", or the one in a Hugging Face `tokenizers` JSON file.
+
+    Without a known end-of-document token (such as "<|endoftext|>" or "</s>") one is added after the file's tokens.
+
+    Raises:
+        ValueError: there is no such file, or it is not a tokenizer.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    if not os.path.isfile(name):
+        raise ValueError(f"tokenizer must be 'byte' or a tokenizers JSON file; there is no file {os.fspath(name)!r}")
+    try:
+        return FileTokenizer(tokenizers.Tokenizer.from_file(os.fspath(name)))
+    except Exception as error:  # the package raises Exception itself
+        if type(error) is not Exception:
+            raise
+        raise ValueError(f"{os.fspath(name)}: not a tokenizers JSON file ({error})") from error
+
+
+def train_tokenizer(
+    documents: Iterable[str],
+    *,
+    vocabulary_size: int,
+    path: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+) -> FileTokenizer:
+    """Learns a byte-level byte-pair encoding; any text encodes without unknown tokens, and decodes to itself.
+
+    Args:
+        documents: texts to count pairs in.
+        vocabulary_size: number of tokens, the 256 bytes and the end of document among them. Fewer are learned when
+            the documents are too short for so many merges.
+        path: where to write the tokenizers JSON file (atomically); None does not write it.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: `vocabulary_size` is below 257.
+    """
+    if vocabulary_size < 257:
+        raise ValueError(
+            f"vocabulary_size must be at least 257 (256 bytes and the end of document); got {vocabulary_size}"
+        )
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=progress,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    result = FileTokenizer(tokenizer)
+    if path is not None:
+        result.save(path)
+    return result
+
+
+def _count_bytes(tokenizer: tokenizers.Tokenizer, size: int) -> np.ndarray:
+    """Bytes of text behind each token.
+
+    Exact for byte-level vocabularies (each character of a token is a byte) and for SentencePiece ones (a low line
+    block is a space, <0x41> a byte). Other kinds drop spaces between words, which then are not counted.
+    """
+    definition = json.loads(tokenizer.to_str())
+    byte_level = '"ByteLevel"' in json.dumps([definition["pre_tokenizer"], definition["decoder"]])
+    special = {entry["id"] for entry in definition["added_tokens"] if entry["special"]}
+    added = {entry["id"] for entry in definition["added_tokens"]}
+    counts = np.zeros(size, np.int32)
+    for token, index in tokenizer.get_vocab(with_added_tokens=True).items():
+        if index in special:
+            continue
+        if byte_level and index not in added:
+            counts[index] = len(token)
+        elif re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+            counts[index] = 1
+        else:
+            counts[index] = len(token.replace("▁", " ").removeprefix("##").encode())
+    return counts
