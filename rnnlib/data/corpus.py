@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from typing import Self
 
 import numpy as np
 from jaxtyping import Int64
@@ -50,7 +49,7 @@ class TokenCorpus:
         return int(self.starts[-1])
 
     @classmethod
-    def from_documents(cls, documents: Iterable[str], tokenizer: Tokenizer, folder: str | None = None) -> Self:
+    def from_documents(cls, documents: Iterable[str], tokenizer: Tokenizer, folder: str | None = None) -> "TokenCorpus":
         """Tokenizes documents.
 
         Args:
@@ -102,7 +101,7 @@ class TokenCorpus:
         return corpus
 
     @classmethod
-    def load(cls, folder: str) -> Self:
+    def load(cls, folder: str) -> "TokenCorpus":
         """Opens a corpus written by `from_documents`; its tokens stay on the disk until they are read."""
         with open(os.path.join(folder, "corpus.json"), encoding="utf-8") as file:
             meta = json.load(file)

@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, SupportsInt, runtime_checkable
 
 import numpy as np
 import tokenizers
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of many texts at once (faster), as integer arrays."""
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of token ids; special tokens are left out."""
 
 
@@ -69,7 +69,7 @@ class ByteTokenizer:
         """The UTF-8 bytes of each text."""
         return [np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8) for text in texts]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text; bytes that are not UTF-8 (a character cut in half) become the replacement character."""
         return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode("utf-8", errors="replace")
 
@@ -100,7 +100,7 @@ class FileTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text; special tokens are left out."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 

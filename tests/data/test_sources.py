@@ -1,0 +1,238 @@
+"""Sources: what they read, how they split, and what they say when something is wrong."""
+
+import dataclasses
+import gzip
+import json
+import os
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rnnlib.data import DataConfig, iterate_documents
+
+DOCUMENTS = [f"document {i}: {'words ' * (i % 5)}and é" for i in range(60)]
+
+
+def _write(folder, source, documents):
+    """Writes documents in a source's form and returns their paths."""
+    if source == "text":
+        for i, text in enumerate(documents):
+            (folder / f"{i:03}.txt").write_text(text, encoding="utf-8")
+        return (str(folder / "*.txt"),)
+    if source == "parquet":
+        path = folder / "rows.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": documents}), path, row_group_size=7)
+        return (str(path),)
+    lines = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents))
+    if source == "jsonl.gz":
+        path = folder / "lines.jsonl.gz"
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path = folder / "lines.jsonl"
+        path.write_text(lines + "\n", encoding="utf-8")
+    return (str(path),)
+
+
+def _config(source, paths, **changes):
+    return DataConfig(source=source.removesuffix(".gz"), paths=paths, **{"validation_fraction": 0.3, **changes})
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "jsonl.gz", "parquet"])
+def test_documents_of_each_source(tmp_path, source):
+    config = _config(source, _write(tmp_path, source, [*DOCUMENTS, DOCUMENTS[3], "", "  \n"]))
+    train, validation = (list(iterate_documents(config, split)) for split in ("train", "validation"))
+    # Each once, in order, in one split; the hash of the content decides, so every source splits alike.
+    assert train == [text for text in DOCUMENTS if text in set(train)]
+    assert validation == [text for text in DOCUMENTS if text in set(validation)]
+    assert set(train).isdisjoint(validation) and set(train) | set(validation) == set(DOCUMENTS)
+    assert 8 <= len(validation) <= 30
+    (tmp_path / "fewer").mkdir()
+    fewer = _config(source, _write(tmp_path / "fewer", source, DOCUMENTS[:30]))
+    few = list(iterate_documents(fewer, "validation"))
+    assert few == [text for text in DOCUMENTS[:30] if text in set(validation)]
+
+
+def test_duplicates_are_kept_when_asked(tmp_path):
+    paths = _write(tmp_path, "jsonl", [*DOCUMENTS, *DOCUMENTS])
+    for split in ("train", "validation"):
+        once = list(iterate_documents(_config("jsonl", paths), split))
+        assert list(iterate_documents(_config("jsonl", paths, deduplicate=False), split)) == once + once
+
+
+def test_validation_paths_are_held_out(tmp_path):
+    (tmp_path / "held").mkdir()
+    paths = _write(tmp_path, "jsonl", DOCUMENTS)
+    held = _write(tmp_path / "held", "jsonl", [*DOCUMENTS[:5], "another"])
+    config = _config("jsonl", paths, validation_paths=held)
+    assert list(iterate_documents(config, "validation")) == [*DOCUMENTS[:5], "another"]
+    assert list(iterate_documents(config, "train")) == DOCUMENTS[5:]
+    same = dataclasses.replace(config, paths=held)
+    with pytest.raises(ValueError, match=r"the train split is empty.*not in the other split"):
+        list(iterate_documents(same, "train"))
+
+
+def test_one_document_splits_by_its_tail(tmp_path):
+    (tmp_path / "book.txt").write_text("0123456789" * 10)
+    paths = (str(tmp_path / "book.txt"),)
+    config = _config("text", paths, split_by="tail", validation_fraction=0.25)
+    assert "".join(iterate_documents(config, "train")) == ("0123456789" * 10)[:75]
+    assert "".join(iterate_documents(config, "validation")) == ("0123456789" * 10)[75:]
+    by_document = _config("text", paths, validation_fraction=1e-9)
+    with pytest.raises(ValueError, match=r"validation split is empty.*book\.txt.*split_by='tail'"):
+        list(iterate_documents(by_document, "validation"))
+
+
+@pytest.mark.parametrize("limit", [1, 10, 33, 500])
+def test_byte_limits_cut_the_last_document(tmp_path, limit):
+    paths = _write(tmp_path, "jsonl", ["é" * 20 + str(i) for i in range(40)])
+    config = _config("jsonl", paths, max_train_bytes=limit, validation_fraction=0.01)
+    if limit == 1:  # half a character is none
+        with pytest.raises(ValueError, match="train split is empty"):
+            list(iterate_documents(config, "train"))
+        return
+    read = "".join(iterate_documents(config, "train"))
+    everything = "".join(iterate_documents(dataclasses.replace(config, max_train_bytes=None), "train"))
+    assert everything.startswith(read) and limit - 1 <= len(read.encode()) <= limit
+
+
+def test_python_source():
+    config = DataConfig(max_train_bytes=1_000_000, max_validation_bytes=100_000)
+    splits = {}
+    for split, limit in (("train", 1_000_000), ("validation", 100_000)):
+        documents = splits[split] = list(iterate_documents(config, split))
+        assert sum(len(text.encode()) for text in documents) == limit
+        assert documents == list(iterate_documents(config, split))
+    assert len(splits["train"]) > 20 and len(splits["validation"]) > 3
+    assert len(set(splits["train"])) == len(splits["train"])
+    assert set(splits["train"]).isdisjoint(splits["validation"])
+    assert sum("import " in text for text in splits["train"]) > 10
+
+
+def _bad_encoding(folder):
+    (folder / "x.txt").write_bytes(b"caf\xe9")
+    return _config("text", (str(folder / "x.txt"),)), r"x\.txt: not valid utf-8 at byte 3"
+
+
+def _bad_json(folder):
+    (folder / "x.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    return _config("jsonl", (str(folder / "x.jsonl"),)), r"x\.jsonl, line 2: not JSON"
+
+
+def _missing_field(folder):
+    (folder / "x.jsonl").write_text('{"body": "a"}\n')
+    return _config("jsonl", (str(folder / "x.jsonl"),)), r"x\.jsonl, line 1: no field 'text'.*\['body'\]"
+
+
+def _not_an_object(folder):
+    (folder / "x.jsonl").write_text('"a"\n')
+    return _config("jsonl", (str(folder / "x.jsonl"),)), r"line 1: no field 'text'.*is a str"
+
+
+def _wrong_type(folder):
+    (folder / "x.jsonl").write_text('{"text": 3}\n')
+    return _config("jsonl", (str(folder / "x.jsonl"),)), "holds int, not text"
+
+
+def _json_encoding(folder):
+    (folder / "x.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
+    return _config("jsonl", (str(folder / "x.jsonl"),)), "line 1: not valid utf-8"
+
+
+def _not_gzip(folder):
+    (folder / "x.jsonl.gz").write_text('{"text": "a"}\n')
+    return _config("jsonl", (str(folder / "x.jsonl.gz"),)), r"x\.jsonl\.gz: not a gzip file"
+
+
+def _not_parquet(folder):
+    (folder / "x.parquet").write_text("PAR")
+    return _config("parquet", (str(folder / "x.parquet"),)), r"x\.parquet: not a readable Parquet file"
+
+
+def _missing_column(folder):
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), folder / "x.parquet")
+    return _config("parquet", (str(folder / "x.parquet"),)), r"no column 'text'.*\['body'\]"
+
+
+def _wrong_column_type(folder):
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), folder / "x.parquet")
+    return _config("parquet", (str(folder / "x.parquet"),)), "column 'text' holds int64, not text"
+
+
+def _empty_glob(folder):
+    return _config("text", (str(folder / "*.nothing"),)), r"paths: no file matches '.*\*\.nothing'"
+
+
+def _no_file(folder):
+    return _config("text", (str(folder / "nothing.txt"),)), r"paths: there is no file '.*nothing\.txt'"
+
+
+def _folder(folder):
+    return _config("text", (str(folder),)), r"is a folder; name its files, as in '.*/\*\*/\*\.txt'"
+
+
+def _unknown_encoding(folder):
+    (folder / "x.txt").write_text("a")
+    return _config("text", (str(folder / "x.txt"),), encoding="utf-99"), "encoding 'utf-99' is not known"
+
+
+def _blank(folder):
+    (folder / "x.txt").write_text(" \n")
+    return _config("text", (str(folder / "x.txt"),), split_by="tail"), "the train split is empty"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _bad_encoding,
+        _bad_json,
+        _missing_field,
+        _not_an_object,
+        _wrong_type,
+        _json_encoding,
+        _not_gzip,
+        _not_parquet,
+        _missing_column,
+        _wrong_column_type,
+        _empty_glob,
+        _no_file,
+        _folder,
+        _unknown_encoding,
+        _blank,
+    ],
+)
+def test_one_clear_error(tmp_path, case):
+    config, message = case(tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        list(iterate_documents(config, "train"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"source": "web"}, "source must be one of python, text, jsonl, parquet; got 'web'"),
+        ({"source": "text"}, "source 'text' needs paths"),
+        ({"paths": ("x",)}, "source 'python' takes no paths"),
+        ({"sequence_length": 0}, "sequence_length must be at least 1; got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"prefetch": 0}, "prefetch must be at least 1"),
+        ({"num_workers": -1}, "num_workers must be at least 0"),
+        ({"seed": 2**32}, "seed must be in"),
+        ({"split_by": "day"}, "split_by must be"),
+        ({"validation_fraction": 1.0}, "validation_fraction must lie between 0 and 1"),
+        ({"max_train_bytes": 0}, "max_train_bytes must be at least 1"),
+    ],
+)
+def test_configuration_errors(unchecked_shapes, changes, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**changes)
+
+
+def test_globs_cross_folders_and_names_with_brackets(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "one.txt").write_text("one")
+    (tmp_path / "[two].txt").write_text("two")
+    paths = (os.path.join(tmp_path, "**", "*.txt"), str(tmp_path / "[two].txt"))
+    config = _config("text", paths, validation_fraction=1e-9)
+    assert sorted(iterate_documents(config, "train")) == ["one", "two"]

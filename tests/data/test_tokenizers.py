@@ -1,0 +1,93 @@
+"""Tokenizers: text comes back, bytes are counted, files are whole or absent."""
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rnnlib.data import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+
+TEXTS = ["def decay(state, gate):\n    return state * gate\n" * 3, "the state decays, the gate écrit → 漢字"] * 4
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_tokenizer(TEXTS, vocabulary_size=290)
+
+
+@given(text=st.text(max_size=60))
+def test_text_comes_back(trained, text):
+    text = text.encode("utf-8", errors="replace").decode()  # a lone surrogate has no bytes
+    for tokenizer in (ByteTokenizer(), trained):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.token_bytes[ids].sum() == len(text.encode())
+        assert all(0 <= i < tokenizer.vocabulary_size for i in ids)
+        (batch,) = tokenizer.encode_batch([text])
+        assert batch.tolist() == ids
+        assert tokenizer.decode([*ids, tokenizer.end_of_document]) == text
+
+
+def test_protocol(trained):
+    for tokenizer in (ByteTokenizer(), trained):
+        assert isinstance(tokenizer, Tokenizer)
+        assert tokenizer.token_bytes.shape == (tokenizer.vocabulary_size,)
+        assert tokenizer.token_bytes.dtype == np.int32
+        assert tokenizer.token_bytes[tokenizer.end_of_document] == 0
+    assert trained.vocabulary_size == 290
+    assert len(trained.encode(TEXTS[0])) < 0.5 * len(TEXTS[0])
+
+
+def test_training_writes_the_file_whole(tmp_path, trained):
+    path = tmp_path / "new" / "tokenizer.json"
+    again = train_tokenizer(TEXTS, vocabulary_size=290, path=path)
+    assert again.fingerprint == trained.fingerprint
+    assert [entry.name for entry in path.parent.iterdir()] == ["tokenizer.json"]
+    loaded = load_tokenizer(path)
+    assert loaded.fingerprint == trained.fingerprint
+    assert loaded.encode(TEXTS[1]) == trained.encode(TEXTS[1])
+
+    def interrupted():
+        yield TEXTS[0]
+        raise KeyboardInterrupt
+
+    before = path.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer(interrupted(), vocabulary_size=300, path=path)
+    assert path.read_bytes() == before and len(list(path.parent.iterdir())) == 1
+
+
+def test_partial_characters_do_not_fail():
+    ids = ByteTokenizer().encode("é")
+    assert ByteTokenizer().decode(ids[:1]) == "�"
+
+
+def _word_tokenizer(special=()):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "▁a": 1, "<0xC3>": 2, "é": 3}, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.enable_truncation(2)
+    tokenizer.add_special_tokens(list(special))
+    return tokenizer
+
+
+def test_other_tokenizers_files(tmp_path):
+    path = tmp_path / "words.json"
+    _word_tokenizer().save(str(path))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.end_of_document == 4 and tokenizer.vocabulary_size == 5  # added
+    assert tokenizer.encode("a a a") == [1, 1, 1]  # not truncated
+    assert tokenizer.token_bytes.tolist() == [5, 2, 1, 2, 0]
+    _word_tokenizer(["</s>"]).save(str(path))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.end_of_document == 4 and tokenizer.vocabulary_size == 5  # the file's own
+
+
+def test_errors(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no file 'nowhere\.json'"):
+        load_tokenizer("nowhere.json")
+    (tmp_path / "x.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=r"x\.json: not a tokenizers JSON file"):
+        load_tokenizer(tmp_path / "x.json")
+    with pytest.raises(ValueError, match=r"vocabulary_size must be at least 257.*got 10"):
+        train_tokenizer(TEXTS, vocabulary_size=10)
