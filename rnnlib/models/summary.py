@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+from typing import Any
 
 import jax
 from flax import nnx
@@ -111,5 +112,5 @@ def summary(config: ModelConfig, *, max_length: int = 4096) -> Table:
     return table
 
 
-def _size(module: nnx.Module) -> int:
+def _size(module: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
