@@ -1,6 +1,9 @@
 """Batches for training and evaluation, from text or tasks, with a position that can be saved and restored."""
 
+import multiprocessing
+import os
 import sys
+import threading
 from typing import Any
 
 import grain
@@ -59,7 +62,7 @@ class BatchDataset(grain.IterDataset[Batch]):
             stream, grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
         )
         options = grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=self._prefetch)
-        return iter(stream.mp_prefetch(options))
+        return iter(stream.mp_prefetch(options, worker_init_fn=_end_with_parent))
 
     def __iter__(self) -> "BatchIterator":
         return BatchIterator(self)
@@ -115,6 +118,18 @@ class BatchIterator(grain.DatasetIterator[Batch]):
 
     def __str__(self) -> str:
         return f"BatchIterator(next_batch={self._next_batch})"
+
+
+def _end_with_parent(worker: int, num_workers: int) -> None:
+    """Ends a worker process when the process that started it is gone: killed, it cannot end its workers itself."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def make_dataset(

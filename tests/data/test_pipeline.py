@@ -4,7 +4,12 @@ import dataclasses
 import itertools
 import json
 import os
+import pathlib
 import pickle
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -113,6 +118,37 @@ def test_worker_processes_change_nothing(config, tmp_path):
     plain = iter(_dataset(config))
     plain.set_state(state)
     _assert_equal(_take(plain, 5), batches[7:])
+
+
+def test_workers_end_with_a_killed_process(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import multiprocessing, os, signal\n"
+        "from rnnlib.data import DataConfig, make_dataset\n"
+        "if __name__ == '__main__':\n"
+        "    config = DataConfig(max_train_bytes=10_000, num_workers=1)\n"
+        "    batches = iter(make_dataset(config, split='train', process_index=0, process_count=1))\n"
+        "    next(batches)\n"
+        "    print(multiprocessing.active_children()[0].pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    # A pipe that the worker holds too would keep the reader waiting, hence a file.
+    with open(tmp_path / "output", "w") as output:
+        result = subprocess.run([sys.executable, program], stdout=output, stderr=subprocess.DEVNULL, cwd=os.getcwd())
+    assert result.returncode == -signal.SIGKILL
+    worker = int((tmp_path / "output").read_text())
+    for _ in range(100):
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        # Where nothing reaps orphans the ended process stays in the table.
+        status = pathlib.Path(f"/proc/{worker}/stat")
+        if status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker outlived its process by 10 seconds")
 
 
 def test_processes_share_each_batch(config):
