@@ -1,4 +1,4 @@
-"""Gains: how far one token moves the state, as a function of its key (the `gain` axis of DESIGN section 1).
+"""Gains: how far one token moves the state, as a function of its key (the `gain` axis).
 
 Each returns the `beta` of `rnnlib.ops.gated_delta_rule`, one number per token and head, in float32 (float64 for float64
 keys), and is meant for keys that are *not* normalised. With `x = k . k`:
@@ -48,7 +48,7 @@ def nlms_gain(k: Float[Array, "B T H K"], eps: float = 1e-6) -> Float[Array, "B 
         k: keys, not normalised.
         eps: keeps a zero key's gain finite.
     """
-    square, _ = _square_norm("nlms_gain", k, "k", None)
+    square, _ = _square_norm("nlms_gain", k, "gate", None)
     return 1 / (square + eps)
 
 
