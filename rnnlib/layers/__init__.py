@@ -1,0 +1,96 @@
+"""Token mixers: one recurrence over four axes, the papers' presets of it, and softmax attention."""
+
+from rnnlib.layers.attention import Attention, AttentionCache, AttentionConfig
+from rnnlib.layers.base import MixerConfig, MixerShape, TokenMixer
+from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
+from rnnlib.layers.decay import (
+    Decay,
+    DecayConfig,
+    DecayGate,
+    FixedDecay,
+    LogSigmoidDecay,
+    NoDecay,
+    SoftplusDecay,
+)
+from rnnlib.layers.gain import (
+    ChannelGain,
+    CombaGain,
+    EFLAGain,
+    Gain,
+    GainConfig,
+    KaczmarzGain,
+    LonghornGain,
+    NLMSGain,
+    SigmoidGain,
+    StepGain,
+    UnitGain,
+)
+from rnnlib.layers.gates import Gates
+from rnnlib.layers.initializers import Initializer
+from rnnlib.layers.keys import KeyMap, Keys, KeysConfig, OutputCorrection, PlainKeys
+from rnnlib.layers.mixer import MixerCache, RecurrentMixer, RecurrentMixerConfig
+from rnnlib.layers.normalization import RMSNorm, l2_normalize
+from rnnlib.layers.parameters import takes_weight_decay
+from rnnlib.layers.presets import MixerPreset, mixer_names, mixer_preset, preset_details, register_preset
+from rnnlib.layers.readout import Readout, ReadoutConfig
+from rnnlib.layers.rotary import Rotary
+from rnnlib.layers.solve import Offline, Online, OperatorOptions, Signals, SolveConfig, Solver
+from rnnlib.layers.table import mixer_rows, mixer_table
+
+__all__ = [
+    "Attention",
+    "AttentionCache",
+    "AttentionConfig",
+    "ChannelGain",
+    "CombaGain",
+    "ConvolutionConfig",
+    "Decay",
+    "DecayConfig",
+    "DecayGate",
+    "EFLAGain",
+    "FixedDecay",
+    "Gain",
+    "GainConfig",
+    "Gates",
+    "Initializer",
+    "KaczmarzGain",
+    "KeyMap",
+    "Keys",
+    "KeysConfig",
+    "LogSigmoidDecay",
+    "LonghornGain",
+    "MixerCache",
+    "MixerConfig",
+    "MixerPreset",
+    "MixerShape",
+    "NLMSGain",
+    "NoDecay",
+    "Offline",
+    "Online",
+    "OperatorOptions",
+    "OutputCorrection",
+    "PlainKeys",
+    "RMSNorm",
+    "Readout",
+    "ReadoutConfig",
+    "RecurrentMixer",
+    "RecurrentMixerConfig",
+    "Rotary",
+    "ShortConvolution",
+    "SigmoidGain",
+    "Signals",
+    "SoftplusDecay",
+    "SolveConfig",
+    "Solver",
+    "StepGain",
+    "TokenMixer",
+    "UnitGain",
+    "l2_normalize",
+    "mixer_names",
+    "mixer_preset",
+    "mixer_rows",
+    "mixer_table",
+    "preset_details",
+    "register_preset",
+    "takes_weight_decay",
+]

@@ -1,0 +1,248 @@
+"""Softmax attention, full or over a sliding window, with a key-value cache that is a ring for windows."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, Int
+
+from rnnlib import ops
+from rnnlib.layers.base import MixerConfig, MixerShape, exact_quotient
+from rnnlib.layers.initializers import Initializer
+from rnnlib.layers.normalization import RMSNorm
+from rnnlib.layers.rotary import Rotary, running_positions
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig(MixerConfig):
+    """Softmax attention (Transformer++): rotary positions, no biases.
+
+    Attributes:
+        window: tokens that each token sees, itself included; None is all before it.
+        key_heads: key and value heads, a divisor of the query heads (grouped queries); None is the model's `num_heads`.
+        head_dim: channels of a head; None is `width / num_heads`.
+        rope_base: of the rotary positions; None is no positions.
+        qk_norm: RMS norm of each query and key head, before the rotation (Dehghani et al., 2023, arXiv 2302.05442).
+        eps: of that norm.
+        initializer: of the projections.
+    """
+
+    window: int | None = None
+    key_heads: int | None = None
+    head_dim: int | None = None
+    rope_base: float | None = 10000.0
+    qk_norm: bool = False
+    eps: float = 1e-6
+    initializer: Initializer = dataclasses.field(default_factory=Initializer)
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"AttentionConfig: window is {self.window}, expected None or at least 1")
+
+    def build(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+    ) -> "Attention":
+        """Builds the module; arguments as `MixerConfig.build`.
+
+        Raises:
+            ValueError: heads or sizes do not come out whole, or rotary positions meet an odd head size.
+        """
+        if num_heads < 1:
+            raise ValueError(f"AttentionConfig: num_heads is {num_heads}, expected at least 1")
+        key_heads = num_heads if self.key_heads is None else self.key_heads
+        if key_heads < 1 or num_heads % key_heads != 0:
+            raise ValueError(
+                f"AttentionConfig: key_heads is {key_heads}, expected a divisor of num_heads = {num_heads}"
+            )
+        head_dim = self.head_dim
+        if head_dim is None:
+            head_dim = exact_quotient(width, num_heads, "attention channels (width)")
+        if self.rope_base is not None and head_dim % 2 != 0:
+            raise ValueError(f"AttentionConfig: head_dim is {head_dim}, expected an even one for rotary positions")
+        # Here, unlike in recurrent mixers, it is the keys that are shared by queries: "value heads" are the query's.
+        shape = MixerShape(width, key_heads, num_heads, head_dim, head_dim, dtype, param_dtype, self.initializer)
+        return Attention(self, shape, rngs=rngs)
+
+
+class AttentionCache(NamedTuple):
+    """Keys and values of the tokens that later ones may see; its size does not grow.
+
+    Token `n` (counted from the first call) lies in slot `n % capacity`, where the capacity is the window, or the
+    greatest length for full attention.
+
+    Attributes:
+        key: `[B, capacity, HK, K]`, after norm and rotation.
+        value: `[B, capacity, HK, K]`.
+        segment: `[B, capacity]` int32, the number of segment changes before the token in each slot.
+        length: tokens so far, int32 scalar.
+        current: `[B]` int32, the number of segment changes so far.
+        position: `[B]` int32, the next token's rotary position.
+    """
+
+    key: Array
+    value: Array
+    segment: Array
+    length: Array
+    current: Array
+    position: Array
+
+
+class Attention(nnx.Module):
+    """Causal softmax attention, full or over a sliding window."""
+
+    def __init__(self, config: AttentionConfig, shape: MixerShape, *, rngs: nnx.Rngs):
+        self.config = config
+        self.shape = shape
+        size = shape.key_size
+        self.query = shape.project(shape.value_heads * size, rngs=rngs)
+        self.key = shape.project(shape.key_heads * size, rngs=rngs)
+        self.value = shape.project(shape.key_heads * size, rngs=rngs)
+        self.output = shape.linear(shape.value_heads * size, shape.width, rngs=rngs)
+        self.rotary = None if config.rope_base is None else Rotary(config.rope_base)
+        self.query_norm = self._head_norm() if config.qk_norm else None
+        self.key_norm = self._head_norm() if config.qk_norm else None
+
+    def _head_norm(self) -> RMSNorm:
+        shape = self.shape
+        return RMSNorm(shape.key_size, eps=self.config.eps, dtype=shape.dtype, param_dtype=shape.param_dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        cache: AttentionCache | None = None,
+    ) -> tuple[Float[Array, "B T D"], AttentionCache | None]:
+        """Mixes the tokens of `x`.
+
+        Args:
+            x: input `[B, T, D]`, T >= 1.
+            segment_ids: ids of packed documents: tokens see only their own. The first token of a call continues the
+                cache's last segment, whatever its id.
+            positions: of each token, for the rotation; None counts on from the cache, or from 0.
+            cache: None for the parallel pass; else what `init_cache` or the previous call gave, to continue from.
+
+        Returns:
+            Output `[B, T, D]`, and the next cache (None where none was given).
+
+        Raises:
+            ValueError: `x` is not as wide as the layer, or a call is longer than a full-attention cache.
+        """
+        if x.shape[-1] != self.shape.width:
+            raise ValueError(f"Attention: x has shape {x.shape}, expected [B, T, D] with D = {self.shape.width}")
+        batch, length = x.shape[:2]
+        query, key, value = (
+            projection(x).reshape(batch, length, -1, self.shape.key_size)
+            for projection in (self.query, self.key, self.value)
+        )
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if positions is None:
+            positions = running_positions(None if cache is None else cache.position, batch, length)
+        if self.rotary is not None:
+            query, key = self.rotary(query, positions), self.rotary(key, positions)
+
+        if cache is None:
+            out = ops.causal_attention(query, key, value, window=self.config.window, segment_ids=segment_ids)
+        else:
+            out, cache = self._extend(query, key, value, segment_ids, cache)
+            cache = cache._replace(position=positions[:, -1] + 1)
+        return self.output(out.reshape(batch, length, -1)), cache
+
+    def _extend(
+        self, query: Array, key: Array, value: Array, segment_ids: Array | None, cache: AttentionCache
+    ) -> tuple[Array, AttentionCache]:
+        """Attends to the cache and to the call's own tokens; returns output and the cache with them in it."""
+        batch, length = key.shape[:2]
+        capacity = cache.key.shape[1]
+        if self.config.window is None and length > capacity:
+            raise ValueError(
+                f"Attention: {length} tokens in a call, expected at most the cache's max_length = {capacity}"
+            )
+        segment = jnp.broadcast_to(cache.current[:, None], (batch, length))
+        if segment_ids is not None:
+            changes = (segment_ids[:, 1:] != segment_ids[:, :-1]).astype(jnp.int32)
+            segment = segment + jnp.pad(jnp.cumsum(changes, axis=1), ((0, 0), (1, 0)))
+
+        index = cache.length + jnp.arange(length, dtype=jnp.int32)
+        # Where a call is longer than the ring, only its last tokens stay.
+        kept = slice(max(0, length - capacity), None)
+        slots = index[kept] % capacity
+        updated = cache._replace(
+            key=cache.key.at[:, slots].set(key[:, kept].astype(cache.key.dtype)),
+            value=cache.value.at[:, slots].set(value[:, kept].astype(cache.value.dtype)),
+            segment=cache.segment.at[:, slots].set(segment[:, kept]),
+            length=cache.length + length,
+            current=segment[:, -1],
+        )
+        if self.config.window is None or length == 1:
+            # No slot that these tokens may see was overwritten: the updated ring holds all of it.
+            keys, values, segments = updated.key, updated.value, updated.segment
+            indices = _slot_indices(updated.length, capacity)
+        else:
+            keys = jnp.concatenate([cache.key, key.astype(cache.key.dtype)], axis=1)
+            values = jnp.concatenate([cache.value, value.astype(cache.value.dtype)], axis=1)
+            segments = jnp.concatenate([cache.segment, segment], axis=1)
+            indices = jnp.concatenate([_slot_indices(cache.length, capacity), index])
+        mask = self._mask(index, indices, segment, segments)
+        out = jax.nn.dot_product_attention(
+            query, keys.astype(query.dtype), values.astype(query.dtype), mask=mask[:, None]
+        )
+        return out, updated
+
+    def _mask(
+        self,
+        query_index: Int[Array, "T"],
+        key_index: Int[Array, "S"],
+        query_segment: Int[Array, "B T"],
+        key_segment: Int[Array, "B S"],
+    ) -> Bool[Array, "B T S"]:
+        """Which keys each query sees; a negative key index is an empty slot."""
+        distance = query_index[:, None] - key_index[None, :]
+        seen = (key_index >= 0) & (distance >= 0)
+        if self.config.window is not None:
+            seen &= distance < self.config.window
+        return seen[None] & (query_segment[:, :, None] == key_segment[:, None, :])
+
+    def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike = jnp.float32) -> AttentionCache:
+        """The cache before the first token.
+
+        Args:
+            batch_size: sequences B.
+            max_length: greatest length of the sequences. Full attention forgets its oldest tokens beyond it.
+            dtype: of keys and values.
+
+        Raises:
+            ValueError: `max_length` is below 1.
+        """
+        if max_length < 1:
+            raise ValueError(f"Attention.init_cache: max_length is {max_length}, expected at least 1")
+        window = self.config.window
+        capacity = max_length if window is None else min(window, max_length)
+        keys = jnp.zeros((batch_size, capacity, self.shape.key_heads, self.shape.key_size), dtype)
+        return AttentionCache(
+            key=keys,
+            value=jnp.zeros_like(keys),
+            segment=jnp.zeros((batch_size, capacity), jnp.int32),
+            length=jnp.zeros((), jnp.int32),
+            current=jnp.zeros((batch_size,), jnp.int32),
+            position=jnp.zeros((batch_size,), jnp.int32),
+        )
+
+
+def _slot_indices(length: Int[Array, ""], capacity: int) -> Int[Array, "capacity"]:
+    """The token that lies in each slot of a ring that `length` tokens went through; negative for an empty slot."""
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    # The greatest index below `length` that is `slot` modulo the capacity.
+    return length - 1 - (length - 1 - slot) % capacity

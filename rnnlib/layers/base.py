@@ -1,0 +1,144 @@
+"""What every token mixer is: a configuration that builds a module, and the sizes that its parts share."""
+
+import abc
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from rnnlib.layers.initializers import Initializer
+
+
+@runtime_checkable
+class TokenMixer(Protocol):
+    """A module that mixes tokens of a sequence: recurrent or attention."""
+
+    def __call__(
+        self, x: Array, *, segment_ids: Array | None = None, positions: Array | None = None, cache: Any = None
+    ) -> tuple[Array, Any]:
+        """Mixes `x` `[B, T, D]`; see `rnnlib.layers.mixer.RecurrentMixer`."""
+        ...
+
+    def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike) -> Any:
+        """A cache of constant size for `batch_size` sequences of up to `max_length` tokens."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerConfig(abc.ABC):
+    """Configuration of a token mixer."""
+
+    @abc.abstractmethod
+    def build(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+    ) -> TokenMixer:
+        """Builds the module.
+
+        Args:
+            width: the model's width D.
+            num_heads: heads, for what the configuration leaves open.
+            rngs: source of parameters.
+            dtype: what projections compute in.
+            param_dtype: what parameters are stored in; decay parameters are float32 whatever it is.
+        """
+
+
+def exact_quotient(total: float | int, parts: int, what: str) -> int:
+    """`total / parts` where it is a positive whole number; ValueError, naming `what`, where it is not."""
+    quotient = round(total / parts) if parts > 0 else 0
+    if quotient < 1 or abs(quotient * parts - total) > 1e-6 * max(1.0, abs(total)):
+        raise ValueError(f"{what}: {total:g} does not divide into {parts} heads of a whole size")
+    return quotient
+
+
+class LowRank(nnx.Module):
+    """A map of low rank, `x W_1 W_2 (+ b)`, without a nonlinearity between."""
+
+    def __init__(self, down: nnx.Linear, up: nnx.Linear):
+        self.down = down
+        self.up = up
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[..., D]` to `[..., F]`."""
+        return self.up(self.down(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerShape:
+    """The sizes that a recurrent mixer's parts share, and how their projections are made.
+
+    Attributes:
+        width: the model's width D.
+        key_heads: query and key heads H.
+        value_heads: value heads HV, a multiple of H; value head `j` uses key head `j // (HV // H)`.
+        key_size: channels K of a key head.
+        value_size: channels V of a value head.
+        dtype: what projections compute in.
+        param_dtype: what their parameters are stored in.
+        initializer: how their kernels start.
+    """
+
+    width: int
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+    initializer: Initializer = dataclasses.field(default_factory=Initializer)
+
+    def __post_init__(self) -> None:
+        for field in ("width", "key_heads", "value_heads", "key_size", "value_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"MixerShape: {field} is {getattr(self, field)}, expected at least 1")
+        if self.value_heads % self.key_heads != 0:
+            raise ValueError(
+                f"MixerShape: value_heads is {self.value_heads}, expected a multiple of key_heads = {self.key_heads}"
+            )
+
+    @property
+    def group(self) -> int:
+        """Value heads that share a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def gate_dtype(self) -> Any:
+        """Decays, gates and states: float32, or float64 where the mixer computes in it."""
+        return jnp.promote_types(self.dtype, jnp.float32)
+
+    def linear(self, features_in: int, features: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> nnx.Linear:
+        """A linear map in this mixer's dtypes."""
+        return nnx.Linear(
+            features_in,
+            features,
+            use_bias=use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.initializer.build(),
+            rngs=rngs,
+        )
+
+    def project(
+        self, features: int, *, rngs: nnx.Rngs, rank: int | None = None, use_bias: bool = False
+    ) -> nnx.Linear | LowRank:
+        """A projection of the mixer's input to `features` channels, through `rank` channels where one is given."""
+        if rank is None:
+            return self.linear(self.width, features, rngs=rngs, use_bias=use_bias)
+        if rank < 1:
+            raise ValueError(f"MixerShape.project: rank is {rank}, expected None or at least 1")
+        return LowRank(
+            self.linear(self.width, rank, rngs=rngs), self.linear(rank, features, rngs=rngs, use_bias=use_bias)
+        )
+
+    def repeat_key_heads(self, x: Array) -> Array:
+        """Gives each value head its key head's signal: `[B, T, H, ...]` to `[B, T, HV, ...]`."""
+        return x if self.group == 1 else jnp.repeat(x, self.group, axis=2)

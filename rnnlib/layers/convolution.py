@@ -1,0 +1,70 @@
+"""The short convolution before the recurrence: a depthwise causal filter over a few tokens."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from rnnlib import ops
+from rnnlib.layers.base import MixerShape
+from rnnlib.layers.initializers import Initializer
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvolutionConfig:
+    """Which of a mixer's streams are filtered, and how.
+
+    Attributes:
+        size: tokens that the filter spans, this one included.
+        use_bias: whether there is a bias per channel.
+        query: whether queries are filtered.
+        key: whether keys are.
+        value: whether values are.
+        initializer: how the filter starts (fan-in is `size`).
+    """
+
+    size: int = 4
+    use_bias: bool = False
+    query: bool = True
+    key: bool = True
+    value: bool = True
+    initializer: Initializer = dataclasses.field(default_factory=Initializer)
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"ConvolutionConfig: size is {self.size}, expected at least 1")
+
+
+class ShortConvolution(nnx.Module):
+    """`y_t = sum_i kernel_i * x_(t - size + 1 + i) (+ bias)`, channel by channel, within a segment."""
+
+    def __init__(self, channels: int, config: ConvolutionConfig, shape: MixerShape, *, rngs: nnx.Rngs):
+        self.channels = channels
+        self.size = config.size
+        self.dtype = shape.dtype
+        init = config.initializer.build()
+        self.kernel = nnx.Param(init(rngs.params(), (config.size, channels), shape.param_dtype))
+        self.bias = nnx.Param(jnp.zeros((channels,), shape.param_dtype)) if config.use_bias else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B T C"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: Float[Array, "B S C"] | None = None,
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B S C"]]:
+        """Filters `x`; `state` holds the `size - 1` inputs before it (None: zeros). Returns output and next state."""
+        return ops.short_convolution(
+            x,
+            self.kernel[...].astype(self.dtype),
+            bias=None if self.bias is None else self.bias[...].astype(self.dtype),
+            initial_state=state,
+            segment_ids=segment_ids,
+        )
+
+    def init_state(self, batch_size: int, dtype: DTypeLike) -> Float[Array, "B S C"]:
+        """The state before the first token: zeros."""
+        return jnp.zeros((batch_size, self.size - 1, self.channels), dtype)

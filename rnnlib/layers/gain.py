@@ -1,0 +1,340 @@
+"""The gain axis: how strongly a token erases and writes."""
+
+import abc
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from rnnlib import ops
+from rnnlib.layers.base import MixerShape
+from rnnlib.layers.decay import Decay
+from rnnlib.layers.gates import Gates
+
+
+class Gain(nnx.Module, abc.ABC):
+    """Module of the gain axis: a learned gate, then a normalisation of it by the keys that will be written."""
+
+    @abc.abstractmethod
+    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+        """The learned gates of each token of `x`."""
+
+    def normalize(
+        self, gates: Gates, key: Float[Array, "B T H K"], write_key: Float[Array, "B T HX K"] | None = None
+    ) -> Gates:
+        """The gates made independent of the keys' lengths, for gains that are; unchanged for the others."""
+        return gates
+
+
+@dataclasses.dataclass(frozen=True)
+class GainConfig(abc.ABC):
+    """Configuration of the gain axis."""
+
+    @abc.abstractmethod
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> Gain:
+        """Builds the module."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitGain(GainConfig):
+    """No gate: every token writes with strength 1."""
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "UnitGate":
+        """Builds the module."""
+        return UnitGate()
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "1"
+
+
+class UnitGate(Gain):
+    """Gives no gates."""
+
+    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+        """Empty gates, which stand for 1."""
+        return Gates()
+
+
+@dataclasses.dataclass(frozen=True)
+class SigmoidGain(GainConfig):
+    """`beta = sigmoid(W x)` per value head, the delta rule's writing strength (DeltaNet, equation 5 of GDN-2).
+
+    Attributes:
+        negative_eigenvalues: doubles beta, so that a transition's eigenvalue along the key lies in [-1, 1]
+            (Grazzi et al., 2024, arXiv 2411.12537).
+    """
+
+    negative_eigenvalues: bool = False
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "SigmoidGate":
+        """Builds the module."""
+        return SigmoidGate(shape, bound=2.0 if self.negative_eigenvalues else 1.0, rngs=rngs)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "sigmoid"
+
+
+class SigmoidGate(Gain):
+    """`bound * sigmoid(W x)`."""
+
+    def __init__(self, shape: MixerShape, *, bound: float, rngs: nnx.Rngs):
+        self.shape = shape
+        self.bound = bound
+        self.projection = shape.project(shape.value_heads, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+        """Beta `[B, T, HV]`."""
+        return Gates(beta=self.bound * jax.nn.sigmoid(self.projection(x).astype(self.shape.gate_dtype)))
+
+
+class KeyEnergyGain(GainConfig):
+    """A gain that is a formula of a learned sigmoid gate and of the key's squared length."""
+
+    @abc.abstractmethod
+    def formula(self, key: Array, gate: Array) -> Array:
+        """The gain `[B, T, H]` of keys `[B, T, H, K]` and gates `[B, T, H]`."""
+
+
+class NormalizedGate(SigmoidGate):
+    """A sigmoid gate, then a function of it and of the key's squared length."""
+
+    def __init__(self, config: "KeyEnergyGain", shape: MixerShape, *, bound: float = 1.0, rngs: nnx.Rngs):
+        super().__init__(shape, bound=bound, rngs=rngs)
+        self.config = config
+
+    def normalize(
+        self, gates: Gates, key: Float[Array, "B T H K"], write_key: Float[Array, "B T HX K"] | None = None
+    ) -> Gates:
+        """The gates divided as the gain's formula says."""
+        assert gates.beta is not None
+        grouped = gates.beta.reshape(*gates.beta.shape[:2], self.shape.key_heads, self.shape.group)
+        # The value heads of a group share a key: the keys are broadcast, not repeated.
+        gain = jax.vmap(self.config.formula, in_axes=(None, -1), out_axes=-1)(
+            key.astype(self.shape.gate_dtype), grouped
+        )
+        return Gates(beta=gain.reshape(gates.beta.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class KaczmarzGain(KeyEnergyGain):
+    """`beta = eta / (k.k + eps)`, `eta = sigmoid(W x)`: a relaxed projection onto `S^T k = v` (KLA, equation 3).
+
+    Attributes:
+        eps: stabiliser, in the units of a squared key.
+        negative_eigenvalues: doubles eta; the transition's eigenvalue along the key stays in [-1, 1].
+    """
+
+    eps: float = 1e-6
+    negative_eigenvalues: bool = False
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> NormalizedGate:
+        """Builds the module."""
+        if self.eps <= 0:
+            raise ValueError(f"KaczmarzGain: eps is {self.eps}, expected above 0")
+        return NormalizedGate(self, shape, bound=2.0 if self.negative_eigenvalues else 1.0, rngs=rngs)
+
+    def formula(self, key: Array, gate: Array) -> Array:
+        """`gate / (key.key + eps)`."""
+        return ops.kaczmarz_gain(key, gate, self.eps)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "eta / (k.k + eps)"
+
+
+@dataclasses.dataclass(frozen=True)
+class LonghornGain(KeyEnergyGain):
+    """`b / (1 + b k.k)`, `b = sigmoid(W x)`: the implicit step of online regression (Liu et al., 2024)."""
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> NormalizedGate:
+        """Builds the module."""
+        return NormalizedGate(self, shape, rngs=rngs)
+
+    def formula(self, key: Array, gate: Array) -> Array:
+        """`gate / (1 + gate key.key)`."""
+        return ops.longhorn_gain(key, gate)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "b / (1 + b k.k)"
+
+
+@dataclasses.dataclass(frozen=True)
+class EFLAGain(KeyEnergyGain):
+    """`(1 - exp(-b k.k)) / k.k`, `b = sigmoid(W x)`: the exact step of the continuous-time delta rule (EFLA)."""
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> NormalizedGate:
+        """Builds the module."""
+        return NormalizedGate(self, shape, rngs=rngs)
+
+    def formula(self, key: Array, gate: Array) -> Array:
+        """`(1 - exp(-gate key.key)) / key.key`."""
+        return ops.efla_gain(key, gate)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "(1 - exp(-b k.k)) / k.k"
+
+
+@dataclasses.dataclass(frozen=True)
+class NLMSGain(GainConfig):
+    """`1 / (k.k + eps)`: normalised least mean squares, each write an exact projection (test-time regression).
+
+    Attributes:
+        eps: stabiliser, in the units of a squared key.
+    """
+
+    eps: float = 1e-6
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "NLMSGate":
+        """Builds the module."""
+        if self.eps <= 0:
+            raise ValueError(f"NLMSGain: eps is {self.eps}, expected above 0")
+        return NLMSGate(self, shape)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "1 / k.k"
+
+
+class NLMSGate(Gain):
+    """`1 / (k.k + eps)`."""
+
+    def __init__(self, config: NLMSGain, shape: MixerShape):
+        self.shape = shape
+        self.eps = config.eps
+
+    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+        """Nothing learned."""
+        return Gates()
+
+    def normalize(
+        self, gates: Gates, key: Float[Array, "B T H K"], write_key: Float[Array, "B T HX K"] | None = None
+    ) -> Gates:
+        """Beta `[B, T, HV]` from the keys."""
+        return Gates(beta=self.shape.repeat_key_heads(ops.nlms_gain(key.astype(self.shape.gate_dtype), self.eps)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelGain(GainConfig):
+    """Channel-wise `erase = sigmoid(W_b x)` per key channel and `write = sigmoid(W_w x)` per value channel.
+
+    Gated DeltaNet-2, equations 8 and 11. With grouped value heads the erase gate belongs to the key head.
+
+    Attributes:
+        negative_eigenvalues: doubles the erase gate, and only it: the spectrum is the transition's.
+    """
+
+    negative_eigenvalues: bool = False
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ChannelGates":
+        """Builds the module."""
+        return ChannelGates(self, shape, rngs=rngs)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "erase per key channel, write per value channel"
+
+
+class ChannelGates(Gain):
+    """Erase and write gates per channel."""
+
+    def __init__(self, config: ChannelGain, shape: MixerShape, *, rngs: nnx.Rngs):
+        self.shape = shape
+        self.erase_bound = 2.0 if config.negative_eigenvalues else 1.0
+        self.erase_projection = shape.project(shape.key_heads * shape.key_size, rngs=rngs)
+        self.write_projection = shape.project(shape.value_heads * shape.value_size, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+        """Erase `[B, T, HV, K]` and write `[B, T, HV, V]`."""
+        dtype = self.shape.gate_dtype
+        erase = self.erase_bound * jax.nn.sigmoid(self.erase_projection(x).astype(dtype))
+        write = jax.nn.sigmoid(self.write_projection(x).astype(dtype))
+        erase = erase.reshape(*x.shape[:2], self.shape.key_heads, self.shape.key_size)
+        write = write.reshape(*x.shape[:2], self.shape.value_heads, self.shape.value_size)
+        return Gates(erase=self.shape.repeat_key_heads(erase), write=write)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepGain(GainConfig):
+    """Mamba-2's write gate: the discretisation step of the decay (Dao and Gu, 2024, arXiv 2405.21060)."""
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "StepGate":
+        """Builds the module."""
+        return StepGate()
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "dt"
+
+
+class StepGate(Gain):
+    """Writes with the decay's step."""
+
+    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+        """Write gate `[B, T, HV]`.
+
+        Raises:
+            ValueError: the decay has no step per head.
+        """
+        if decay.step is None or decay.step.ndim != 3:
+            raise ValueError("StepGain: the decay gives no step per head, expected a scalar SoftplusDecay beside it")
+        return Gates(write=decay.step)
+
+
+@dataclasses.dataclass(frozen=True)
+class CombaGain(GainConfig):
+    """Comba's gates: write `beta_t`, erase `sigmoid(b) beta_t / alpha_t` with a learned `b` per value head.
+
+    `S_t = alpha_t S_(t-1) - sigmoid(b) beta_t k_t (S_(t-1)^T k_t)^T + beta_t k_t v_t^T`: the feedback reads the state
+    before it decays, hence the division by the decay alpha_t. Hu et al., 2025 (arXiv 2506.02475); taxonomy row in
+    Preconditioned DeltaNet, table 2.
+
+    Attributes:
+        initial: what `b` starts at.
+        largest_log: the exponent of `1 / alpha_t` is cut off here, far beyond decays that leave anything in the state,
+            so that a reset (`alpha_t = 0`) stays finite.
+    """
+
+    initial: float = 1.0
+    largest_log: float = 60.0
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "CombaGates":
+        """Builds the module."""
+        if not 0 <= self.largest_log <= 80:
+            raise ValueError(
+                f"CombaGain: largest_log is {self.largest_log}, expected 0 to 80 (float32 ends at exp(88))"
+            )
+        return CombaGates(self, shape, rngs=rngs)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "write b, erase s b / decay"
+
+
+class CombaGates(SigmoidGate):
+    """Comba's write and erase gates."""
+
+    def __init__(self, config: CombaGain, shape: MixerShape, *, rngs: nnx.Rngs):
+        super().__init__(shape, bound=1.0, rngs=rngs)
+        self.largest_log = config.largest_log
+        self.feedback = nnx.Param(jnp.full((shape.value_heads,), config.initial, shape.param_dtype))
+
+    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+        """Erase and write `[B, T, HV]`, or erase `[B, T, HV, K]` under a channel-wise decay."""
+        beta = super().__call__(x, decay).beta
+        assert beta is not None
+        erase = beta * jax.nn.sigmoid(self.feedback[...].astype(beta.dtype))
+        if decay.log_decay is not None:
+            inverse = jnp.exp(jnp.minimum(-decay.log_decay, self.largest_log))
+            erase = (erase[..., None] if inverse.ndim == 4 else erase) * inverse
+        return Gates(erase=erase, write=beta)

@@ -1,0 +1,19 @@
+"""What the gain axis gives to the recurrence."""
+
+from typing import NamedTuple
+
+from jax import Array
+
+
+class Gates(NamedTuple):
+    """Erase and write gates, float32; a gate left out is 1.
+
+    Attributes:
+        beta: `[B, T, HV]`, short for `erase = write = beta`.
+        erase: `[B, T, HV]` or `[B, T, HV, K]`.
+        write: `[B, T, HV]` or `[B, T, HV, V]`.
+    """
+
+    beta: Array | None = None
+    erase: Array | None = None
+    write: Array | None = None

@@ -1,0 +1,51 @@
+"""Norms: RMS norm with a learned scale, and the L2 norm of queries and keys."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+
+def l2_normalize(x: Float[Array, "*axes K"], eps: float = 1e-6) -> Float[Array, "*axes K"]:
+    """`x * rsqrt(sum x^2 + eps)` over the last axis, computed in float32 at least; a zero vector stays zero.
+
+    Args:
+        x: vectors `[..., K]`.
+        eps: added to the squared norm.
+
+    Returns:
+        Vectors of unit length, in `x`'s dtype.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """`x / sqrt(mean x^2 + eps) * scale` over the last axis, computed in float32 at least.
+
+    Zhang and Sennrich, 2019 (arXiv 1910.07467). `scale` `[F]` starts at 1.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float = 1e-6,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+    ):
+        if features < 1:
+            raise ValueError(f"RMSNorm: features is {features}, expected at least 1")
+        if eps <= 0:
+            raise ValueError(f"RMSNorm: eps is {eps}, expected above 0")
+        self.eps = eps
+        self.dtype = dtype
+        self.scale = nnx.Param(jnp.ones((features,), param_dtype))
+
+    def __call__(self, x: Float[Array, "*axes F"]) -> Float[Array, "*axes F"]:
+        """Normalises the last axis; the result has the module's `dtype`."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        normalised = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return (normalised * self.scale[...].astype(wide.dtype)).astype(self.dtype)

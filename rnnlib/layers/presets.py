@@ -1,0 +1,385 @@
+"""The papers' mixers, each a choice on every axis. A preset's docstring names its paper and gives its equation.
+
+Below, `S` is `[K, V]` per head, `q, k` are rows of K and `v` of V channels, and `o = scale * S^T q` with
+`scale = K**-0.5` unless said otherwise. Every choice can be overridden: `mixer_preset("gated_deltanet",
+decay=SoftplusDecay(channelwise=True))` is KDA's recurrence in Gated DeltaNet's dress.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from rnnlib.layers.attention import AttentionConfig
+from rnnlib.layers.base import MixerConfig
+from rnnlib.layers.convolution import ConvolutionConfig
+from rnnlib.layers.decay import FixedDecay, LogSigmoidDecay, NoDecay, SoftplusDecay
+from rnnlib.layers.gain import (
+    ChannelGain,
+    CombaGain,
+    EFLAGain,
+    KaczmarzGain,
+    LonghornGain,
+    NLMSGain,
+    SigmoidGain,
+    StepGain,
+    UnitGain,
+)
+from rnnlib.layers.initializers import Initializer
+from rnnlib.layers.keys import OutputCorrection, PlainKeys
+from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.layers.readout import ReadoutConfig
+from rnnlib.layers.rotary import Rotary
+from rnnlib.layers.solve import Offline, Online
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerPreset:
+    """A preset of the registry.
+
+    Attributes:
+        name: what `mixer_preset` takes.
+        title: the model's name in its paper.
+        paper: where it is from.
+        config: its configuration.
+        description: the preset's docstring: paper, equation, choices.
+    """
+
+    name: str
+    title: str
+    paper: str
+    config: MixerConfig
+    description: str
+
+
+_PRESETS: dict[str, MixerPreset] = {}
+
+
+def register_preset(title: str, paper: str) -> Callable[[Callable[[], MixerConfig]], Callable[[], MixerConfig]]:
+    """Registers the decorated function, under its name, as a preset: it returns the configuration.
+
+    Args:
+        title: the model's name in its paper.
+        paper: author, year and arXiv number.
+
+    Raises:
+        ValueError: there is a preset of this name already, or the function has no docstring.
+    """
+
+    def register(function: Callable[[], MixerConfig]) -> Callable[[], MixerConfig]:
+        name = function.__name__
+        if name in _PRESETS:
+            raise ValueError(f"register_preset: there is a preset {name!r} already")
+        description = inspect.getdoc(function)
+        if not description:
+            raise ValueError(f"register_preset: {name!r} has no docstring, expected its paper and equation")
+        _PRESETS[name] = MixerPreset(name, title, paper, function(), description)
+        return function
+
+    return register
+
+
+# Keys that keep their length need filters that do: the default N(0, 0.02) shrinks a stream thirtyfold.
+_LENGTH_PRESERVING = ConvolutionConfig(initializer=Initializer("fan_in_uniform", 1.0))
+
+
+@register_preset("Linear attention", "Katharopoulos et al. 2020, arXiv 2006.16236")
+def linear_attention() -> MixerConfig:
+    """Linear attention, Katharopoulos et al. 2020; `S_t = S_{t-1} + k_t v_t^T` (GDN-2 paper, equation 1).
+
+    Identity feature map and no denominator, as in the later papers; `feature_map="elu_plus_one"` is the original map.
+    """
+    return RecurrentMixerConfig(
+        decay=NoDecay(),
+        gain=UnitGain(),
+        keys=PlainKeys(),
+        solve=Offline(),
+        readout=ReadoutConfig(gate="none"),
+        convolution=None,
+        feature_map="identity",
+        value_map="identity",
+        query_norm="none",
+        key_norm="none",
+    )
+
+
+@register_preset("RetNet", "Sun et al. 2023, arXiv 2307.08621")
+def retnet() -> MixerConfig:
+    """Retention, Sun et al. 2023; `S_t = gamma S_{t-1} + k_t v_t^T`, `gamma_h = 1 - 2^(-5-h)`, q and k rotated.
+
+    Values twice as wide as keys, norm per head and SiLU gate; no convolution.
+    """
+    return RecurrentMixerConfig(
+        decay=FixedDecay(),
+        gain=UnitGain(),
+        keys=PlainKeys(),
+        solve=Offline(),
+        readout=ReadoutConfig(gate="silu"),
+        convolution=None,
+        feature_map="identity",
+        value_map="identity",
+        query_norm="none",
+        key_norm="none",
+        rotary=Rotary(),
+        value_expansion=2.0,
+    )
+
+
+@register_preset("Mamba-2", "Dao and Gu 2024, arXiv 2405.21060")
+def mamba2() -> MixerConfig:
+    """Mamba-2, Dao and Gu 2024; `S_t = exp(-A dt_t) S_{t-1} + dt_t k_t v_t^T`, `o_t = S_t^T q_t + D v_t`.
+
+    One query and key head (B and C of the paper, state size 128) for all value heads, `dt = softplus(W x + dt_bias)`,
+    convolution with bias, `norm(o * silu(z))` over all heads, scale 1. Values are twice the model's width: the paper's
+    heads of 64 channels are `num_heads = width / 32`.
+    """
+    return RecurrentMixerConfig(
+        decay=SoftplusDecay(rate=(1.0, 16.0)),
+        gain=StepGain(),
+        keys=PlainKeys(),
+        solve=Offline(),
+        readout=ReadoutConfig(gate="silu", gate_first=True, norm="all", eps=1e-5, skip=True),
+        convolution=ConvolutionConfig(use_bias=True, initializer=Initializer("fan_in_uniform", 1.0)),
+        query_norm="none",
+        key_norm="none",
+        value_expansion=2.0,
+        key_heads=1,
+        head_dim=128,
+        scale=1.0,
+    )
+
+
+@register_preset("GLA", "Yang et al. 2023, arXiv 2312.06635")
+def gla() -> MixerConfig:
+    """Gated Linear Attention, Yang et al. 2023; `S_t = Diag(alpha_t) S_{t-1} + k_t v_t^T`.
+
+    `alpha_t = sigmoid(W_2 W_1 x + b)^(1/16)` through rank 16; keys half as wide as values; no convolution, SiLU gate.
+    """
+    return RecurrentMixerConfig(
+        decay=LogSigmoidDecay(channelwise=True, rank=16, divisor=16.0),
+        gain=UnitGain(),
+        keys=PlainKeys(),
+        solve=Offline(),
+        readout=ReadoutConfig(gate="silu"),
+        convolution=None,
+        feature_map="identity",
+        value_map="identity",
+        query_norm="none",
+        key_norm="none",
+        key_expansion=0.5,
+    )
+
+
+@register_preset("DeltaNet", "Yang et al. 2024, arXiv 2406.06484")
+def deltanet() -> MixerConfig:
+    """DeltaNet, Yang et al. 2024; `S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T` (GDN-2 paper, equation 5).
+
+    q and k: convolution, SiLU, L2 norm (section 3.3). Norm per head, no output gate.
+    """
+    return RecurrentMixerConfig(
+        decay=NoDecay(), gain=SigmoidGain(), keys=PlainKeys(), solve=Online(), readout=ReadoutConfig(gate="none")
+    )
+
+
+@register_preset("Gated DeltaNet", "Yang et al. 2024, arXiv 2412.06464")
+def gated_deltanet() -> MixerConfig:
+    """Gated DeltaNet, Yang et al. 2024; `S_t = alpha_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T` (GDN-2, 6).
+
+    `alpha_t = exp(-exp(A_log) softplus(W x + dt_bias))` per head, SiLU gate. The authors' code also offers
+    `key_expansion=0.75, value_expansion=1.5`; Preconditioned DeltaNet compares with `output_gate=False`.
+    """
+    return RecurrentMixerConfig(
+        decay=SoftplusDecay(), gain=SigmoidGain(), keys=PlainKeys(), solve=Online(), readout=ReadoutConfig(gate="silu")
+    )
+
+
+@register_preset("Kimi Delta Attention", "Kimi Team 2025, arXiv 2510.26692")
+def kda() -> MixerConfig:
+    """Kimi Delta Attention, 2025; `S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T` (GDN-2, 7).
+
+    Decay per key channel and sigmoid output gate, both through rank V.
+    """
+    return RecurrentMixerConfig(
+        decay=SoftplusDecay(channelwise=True, rank="value_size", rate=(1.0, 16.0)),
+        gain=SigmoidGain(),
+        keys=PlainKeys(),
+        solve=Online(),
+        readout=ReadoutConfig(gate="sigmoid", gate_rank="value_size", gate_bias=True),
+    )
+
+
+@register_preset("Gated DeltaNet-2", "Hatamizadeh et al. 2026, arXiv 2605.22791")
+def gated_deltanet2() -> MixerConfig:
+    """Gated DeltaNet-2, 2026; `S_t = (I - k_t (b_t * k_t)^T) Diag(alpha_t) S_{t-1} + k_t (w_t * v_t)^T` (equation 10).
+
+    Erase gate b per key channel and write gate w per value channel, sigmoids of full-rank maps (equation 11); decay per
+    key channel with its key head (equation 12; the authors' code goes through rank V:
+    `{"decay.rank": "value_size"}`). SiLU gate through rank V with bias, Xavier-uniform kernels of gain 2^-2.5.
+    """
+    return RecurrentMixerConfig(
+        decay=SoftplusDecay(channelwise=True, heads="key", rate=(1.0, 16.0)),
+        gain=ChannelGain(),
+        keys=PlainKeys(),
+        solve=Online(),
+        readout=ReadoutConfig(gate="silu", gate_rank="value_size", gate_bias=True, eps=1e-5),
+        initializer=Initializer("xavier_uniform", 2.0**-2.5),
+    )
+
+
+@register_preset("Kaczmarz Linear Attention", "Kaczmarz Linear Attention 2026")
+def kla() -> MixerConfig:
+    """Kaczmarz Linear Attention, 2026; Gated DeltaNet with `beta_t = eta_t / (k_t.k_t + eps)` (equation 3).
+
+    `eta_t = sigmoid(W x)`, `eps = 1e-6`; keys keep their length, queries are L2-normalised (section 3.3).
+    """
+    return RecurrentMixerConfig(
+        decay=SoftplusDecay(),
+        gain=KaczmarzGain(),
+        keys=PlainKeys(),
+        solve=Online(),
+        readout=ReadoutConfig(gate="silu"),
+        key_norm="none",
+    )
+
+
+@register_preset("Longhorn", "Liu et al. 2024, arXiv 2407.14207")
+def longhorn() -> MixerConfig:
+    """Longhorn, Liu et al. 2024; DeltaNet with gain `b_t / (1 + b_t k_t.k_t)` (Preconditioned DeltaNet, table 2).
+
+    The rule in DeltaNet's layer, as the taxonomies compare it; keys keep their length.
+    """
+    return RecurrentMixerConfig(
+        decay=NoDecay(),
+        gain=LonghornGain(),
+        keys=PlainKeys(),
+        solve=Online(),
+        readout=ReadoutConfig(gate="none"),
+        convolution=_LENGTH_PRESERVING,
+        key_norm="none",
+    )
+
+
+@register_preset("NLMS", "Wang et al. 2025, arXiv 2501.12352")
+def nlms() -> MixerConfig:
+    """Normalised least mean squares, test-time regression, Wang et al. 2025; DeltaNet with gain `1 / k_t.k_t`.
+
+    Preconditioned DeltaNet, table 2. `eps = 1e-6` keeps zero keys finite; keys keep their length.
+    """
+    return RecurrentMixerConfig(
+        decay=NoDecay(),
+        gain=NLMSGain(),
+        keys=PlainKeys(),
+        solve=Online(),
+        readout=ReadoutConfig(gate="none"),
+        convolution=_LENGTH_PRESERVING,
+        key_norm="none",
+    )
+
+
+@register_preset("EFLA", "Error-free linear attention 2025")
+def efla() -> MixerConfig:
+    """Error-free linear attention, 2025; DeltaNet with gain `(1 - exp(-b_t k_t.k_t)) / k_t.k_t`.
+
+    Preconditioned DeltaNet, table 2; keys keep their length.
+    """
+    return RecurrentMixerConfig(
+        decay=NoDecay(),
+        gain=EFLAGain(),
+        keys=PlainKeys(),
+        solve=Online(),
+        readout=ReadoutConfig(gate="none"),
+        convolution=_LENGTH_PRESERVING,
+        key_norm="none",
+    )
+
+
+@register_preset("Comba", "Hu et al. 2025, arXiv 2506.02475")
+def comba() -> MixerConfig:
+    """Comba, Hu et al. 2025; `S_t = (alpha_t I - s beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T`.
+
+    Read by `q_t - d k_t`. `s = sigmoid(b)` and `d` are learned per head; the feedback reads the state before it decays,
+    so the erase gate is `s beta_t / alpha_t` (Preconditioned DeltaNet, table 2). Sigmoid output gate. The authors' code
+    corrects the query before the norms, and its kernels then normalise `s k`, which takes `s` out again; here the
+    equation holds.
+    """
+    return RecurrentMixerConfig(
+        decay=SoftplusDecay(),
+        gain=CombaGain(),
+        keys=OutputCorrection(),
+        solve=Online(),
+        readout=ReadoutConfig(gate="sigmoid"),
+    )
+
+
+@register_preset("Attention", "Vaswani et al. 2017, arXiv 1706.03762")
+def attention() -> MixerConfig:
+    """Softmax attention of Transformer++, Vaswani et al. 2017; `o_t = sum_{s <= t} softmax_s(q_t.k_s / sqrt(K)) v_s`.
+
+    Rotary positions, no biases.
+    """
+    return AttentionConfig()
+
+
+@register_preset("Sliding-window attention", "Beltagy et al. 2020, arXiv 2004.05150")
+def sliding_window_attention() -> MixerConfig:
+    """Softmax attention over the last 2048 tokens, Beltagy et al. 2020.
+
+    The local half of hybrids (GDN-2 paper, section 3.5; DeltaNet paper, section 3.4).
+    """
+    return AttentionConfig(window=2048)
+
+
+def mixer_names() -> tuple[str, ...]:
+    """Names that `mixer_preset` takes."""
+    return tuple(_PRESETS)
+
+
+def preset_details(name: str) -> MixerPreset:
+    """A preset with its title, paper and description.
+
+    Raises:
+        ValueError: there is no preset of this name.
+    """
+    if name not in _PRESETS:
+        raise ValueError(f"mixer is {name!r}, expected one of {', '.join(_PRESETS)}")
+    return _PRESETS[name]
+
+
+def mixer_preset(name: str, **overrides: Any) -> MixerConfig:
+    """The configuration of a named mixer.
+
+    Args:
+        name: one of `mixer_names()`.
+        **overrides: fields to set otherwise: of the configuration (`decay=...`, `head_dim=64`), or of an axis by its
+            path (`**{"gain.negative_eigenvalues": True}`). Two paths have short names:
+            `negative_eigenvalues=True` and `output_gate=False` (or the gate's activation).
+
+    Returns:
+        A frozen dataclass; its `build` makes the module.
+
+    Raises:
+        ValueError: there is no preset of this name, or it has no such field, or a value is invalid.
+    """
+    config = preset_details(name).config
+    for path, value in overrides.items():
+        path, value = _expand_short_name(path, value)
+        config = _replace_path(config, path.split("."), value, name=name)
+    return config
+
+
+def _expand_short_name(path: str, value: Any) -> tuple[str, Any]:
+    if path == "negative_eigenvalues":
+        return "gain.negative_eigenvalues", value
+    if path == "output_gate":
+        return "readout.gate", {False: "none", True: "silu"}.get(value, value)
+    return path, value
+
+
+def _replace_path(config: Any, path: list[str], value: Any, *, name: str) -> Any:
+    field, *rest = path
+    fields = [f.name for f in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
+    if field not in fields:
+        raise ValueError(f"mixer_preset({name!r}): {type(config).__name__} has no field {field!r}, expected {fields}")
+    if rest:
+        value = _replace_path(getattr(config, field), rest, value, name=name)
+    return dataclasses.replace(config, **{field: value})

@@ -1,0 +1,52 @@
+"""Rotary positions: queries and keys turn with the token's position, so that their product knows the distance."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding (Su et al., 2021, arXiv 2104.09864).
+
+    Attributes:
+        base: channel pair `i` of K/2 turns by `base^(-2i/K)` radians a token.
+    """
+
+    base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if self.base <= 1:
+            raise ValueError(f"Rotary: base is {self.base}, expected above 1")
+
+    def __call__(self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]) -> Float[Array, "B T H K"]:
+        """Turns the channel pairs `(i, i + K/2)` of each head by the position's angle, computed in float32 at least.
+
+        Args:
+            x: queries or keys, K even.
+            positions: of each token, in tokens.
+
+        Returns:
+            Turned queries or keys, in `x`'s dtype.
+
+        Raises:
+            ValueError: K is odd.
+        """
+        channels = x.shape[-1]
+        if channels % 2 != 0:
+            raise ValueError(f"Rotary: x has shape {x.shape}, expected an even number of channels K")
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        frequency = self.base ** (-jnp.arange(0, channels, 2, dtype=dtype) / channels)
+        angle = positions[:, :, None, None].astype(dtype) * frequency
+        cosine, sine = jnp.cos(angle), jnp.sin(angle)
+        first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+        turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+        return turned.astype(x.dtype)
+
+
+def running_positions(first: Int[Array, "B"] | None, batch: int, length: int) -> Int[Array, "B T"]:
+    """Positions of `length` tokens that follow each other, from `first` (0 where it is None)."""
+    start = jnp.zeros((batch,), jnp.int32) if first is None else first
+    return start[:, None] + jnp.arange(length, dtype=jnp.int32)

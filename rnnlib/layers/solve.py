@@ -1,0 +1,191 @@
+"""The solve axis: which operator turns queries, keys, values and gates into outputs."""
+
+import abc
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from rnnlib import ops
+from rnnlib.layers.base import MixerShape
+from rnnlib.layers.decay import Decay
+from rnnlib.layers.gates import Gates
+from rnnlib.layers.keys import Keys
+
+
+class Signals(NamedTuple):
+    """All that a recurrence takes: what the other axes gave.
+
+    Attributes:
+        keys: query, key and write key.
+        value: `[B, T, HV, V]`.
+        gates: erase and write gates.
+        decay: log decay.
+    """
+
+    keys: Keys
+    value: Array
+    gates: Gates
+    decay: Decay
+
+
+@dataclasses.dataclass(frozen=True)
+class OperatorOptions:
+    """How a mixer's operator is called.
+
+    Attributes:
+        scale: factor on the output; None is `K**-0.5`.
+        chunk_size: tokens in a chunk of the chunked implementations.
+        implementation: `"scan"`, `"chunked"`, `"triton"`, or None for the best that supports the case.
+    """
+
+    scale: float | None = None
+    chunk_size: int = 64
+    implementation: str | None = None
+
+
+class Solver(nnx.Module, abc.ABC):
+    """Module of the solve axis."""
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        signals: Signals,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: Any = None,
+    ) -> tuple[Float[Array, "B T HV V"], Any]:
+        """Output and next state.
+
+        Args:
+            x: the mixer's input, for solvers with projections of their own.
+            signals: what the other axes gave.
+            segment_ids: packed documents; the state restarts where the id changes.
+            state: None (as `init_state` gives) or what the previous call returned.
+        """
+
+    @abc.abstractmethod
+    def init_state(self, batch_size: int) -> Any:
+        """The state before the first token, a pytree of arrays."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SolveConfig(abc.ABC):
+    """Configuration of the solve axis."""
+
+    @abc.abstractmethod
+    def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> Solver:
+        """Builds the module."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+
+
+class MatrixStateSolver(Solver):
+    """A solver whose state is one matrix `[B, HV, K, V]`, float32."""
+
+    def __init__(self, shape: MixerShape, options: OperatorOptions):
+        self.shape = shape
+        self.options = options
+
+    def init_state(self, batch_size: int) -> Float[Array, "B HV K V"]:
+        """The state before the first token: zeros."""
+        shape = self.shape
+        return jnp.zeros((batch_size, shape.value_heads, shape.key_size, shape.value_size), shape.gate_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Online(SolveConfig):
+    """The delta rule, `S_t = D_t S_(t-1) + k~_t (w_t v_t - (D_t S_(t-1))^T (b_t k_t))^T`."""
+
+    def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "OnlineSolver":
+        """Builds the module."""
+        return OnlineSolver(shape, options)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "online"
+
+
+class OnlineSolver(MatrixStateSolver):
+    """Calls `rnnlib.ops.gated_delta_rule`."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        signals: Signals,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: Any = None,
+    ) -> tuple[Float[Array, "B T HV V"], Any]:
+        """Output and next state."""
+        return ops.gated_delta_rule(
+            signals.keys.query,
+            signals.keys.key,
+            signals.value,
+            beta=signals.gates.beta,
+            erase=signals.gates.erase,
+            write=signals.gates.write,
+            write_key=signals.keys.write_key,
+            log_decay=signals.decay.log_decay,
+            initial_state=state,
+            segment_ids=segment_ids,
+            scale=self.options.scale,
+            chunk_size=self.options.chunk_size,
+            implementation=self.options.implementation,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Offline(SolveConfig):
+    """Linear attention, `S_t = D_t S_(t-1) + k_t (w_t v_t)^T`: nothing is erased."""
+
+    def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "OfflineSolver":
+        """Builds the module."""
+        return OfflineSolver(shape, options)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "offline"
+
+
+class OfflineSolver(MatrixStateSolver):
+    """Calls `rnnlib.ops.linear_attention`."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        signals: Signals,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: Any = None,
+    ) -> tuple[Float[Array, "B T HV V"], Any]:
+        """Output and next state.
+
+        Raises:
+            ValueError: the gain gives an erase gate, or the keys axis a write key: linear attention has neither.
+        """
+        gates, keys = signals.gates, signals.keys
+        if gates.erase is not None:
+            raise ValueError(
+                "Offline: the gain gives an erase gate, expected beta or write: linear attention erases nothing"
+            )
+        if keys.write_key is not None:
+            raise ValueError("Offline: the keys axis gives a write key, expected none: linear attention has one key")
+        return ops.linear_attention(
+            keys.query,
+            keys.key,
+            signals.value,
+            log_decay=signals.decay.log_decay,
+            write=gates.beta if gates.write is None else gates.write,
+            initial_state=state,
+            segment_ids=segment_ids,
+            scale=self.options.scale,
+            chunk_size=self.options.chunk_size,
+            implementation=self.options.implementation,
+        )

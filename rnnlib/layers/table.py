@@ -1,0 +1,35 @@
+"""The table of mixers, rendered from the presets."""
+
+from rnnlib.layers.attention import AttentionConfig
+from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.layers.presets import mixer_names, preset_details
+
+_COLUMNS = ("mixer", "decay", "gain", "keys", "solve", "paper")
+
+
+def mixer_rows() -> list[tuple[str, ...]]:
+    """A row per preset: name, decay, gain, keys, solve, paper."""
+    rows = []
+    for name in mixer_names():
+        preset = preset_details(name)
+        config = preset.config
+        if isinstance(config, RecurrentMixerConfig):
+            axes = tuple(axis.describe() for axis in (config.decay, config.gain, config.keys, config.solve))
+        elif isinstance(config, AttentionConfig):
+            span = "all tokens" if config.window is None else f"last {config.window} tokens"
+            axes = ("-", "-", "-", f"softmax over {span}")
+        else:
+            axes = ("-", "-", "-", "-")
+        rows.append((name, *axes, f"{preset.title}: {preset.paper}"))
+    return rows
+
+
+def mixer_table() -> str:
+    """The presets over the axes, as a Markdown table."""
+    lines = [_line(_COLUMNS), _line(("---",) * len(_COLUMNS))]
+    lines += [_line((f"`{name}`", *cells)) for name, *cells in mixer_rows()]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(cells) + " |"
