@@ -1,0 +1,68 @@
+"""Training: configs, optimizer, loop, evaluation, checkpoints, metrics."""
+
+from rnnlib.training.checkpoint import CheckpointError, Checkpoints, Progress
+from rnnlib.training.config import CheckpointConfig, EvaluationConfig, LoggingConfig, TrainConfig
+from rnnlib.training.config_file import ConfigError, from_plain, load_config, save_config, to_plain
+from rnnlib.training.evaluation import Evaluation, evaluate
+from rnnlib.training.loop import NonFiniteLossError, Trainer, TrainResult, train
+from rnnlib.training.loss import LossSums, bits_per_byte, loss_sums
+from rnnlib.training.metrics import read_csv
+from rnnlib.training.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
+from rnnlib.training.picture import loss_picture
+from rnnlib.training.progress import ProgressReporter, StepReport
+from rnnlib.training.run import LoadedRun, RunError, load_run, load_run_config, next_run_folder
+from rnnlib.training.step import (
+    StepMetrics,
+    TrainState,
+    init_train_state,
+    make_evaluation_step,
+    make_mesh,
+    make_train_step,
+    put_batch,
+    put_state,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointError",
+    "Checkpoints",
+    "ConfigError",
+    "Evaluation",
+    "EvaluationConfig",
+    "LoadedRun",
+    "LoggingConfig",
+    "LossSums",
+    "NonFiniteLossError",
+    "OptimizerConfig",
+    "Progress",
+    "ProgressReporter",
+    "RunError",
+    "StepMetrics",
+    "StepReport",
+    "TrainConfig",
+    "TrainResult",
+    "TrainState",
+    "Trainer",
+    "bits_per_byte",
+    "decay_mask",
+    "evaluate",
+    "from_plain",
+    "init_train_state",
+    "learning_rate_schedule",
+    "load_config",
+    "load_run",
+    "load_run_config",
+    "loss_picture",
+    "loss_sums",
+    "make_evaluation_step",
+    "make_mesh",
+    "make_optimizer",
+    "make_train_step",
+    "next_run_folder",
+    "put_batch",
+    "put_state",
+    "read_csv",
+    "save_config",
+    "to_plain",
+    "train",
+]

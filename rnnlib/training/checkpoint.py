@@ -1,0 +1,195 @@
+"""Checkpoints through orbax: model, optimizer, counters and the position in the data, saved in the background."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from rnnlib.training.step import TrainState
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing or does not fit the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What a run has done, beside the arrays of its state.
+
+    Attributes:
+        step: Training steps done, skipped ones included.
+        tokens: Tokens predicted in them.
+        data_state: The data iterator's state after them, as JSON holds it.
+    """
+
+    step: int
+    tokens: int
+    data_state: Any
+
+
+def _name(path) -> str:
+    # An nnx variable is a pytree node of its own, whose one leaf is called "value".
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+
+
+def _is_key(value: Any) -> bool:
+    return jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _wrap_key(data: np.ndarray, dtype: Any) -> jax.Array:
+    # `jax.random.key_impl` wants a key and not the shape of one.
+    for implementation in ("threefry2x32", "rbg", "unsafe_rbg"):
+        key = jax.random.wrap_key_data(jax.numpy.asarray(data), impl=implementation)
+        if key.dtype == dtype:
+            return key
+    raise CheckpointError(f"random keys of type {dtype} cannot be restored")
+
+
+def to_host(tree: Any) -> dict[str, np.ndarray]:
+    """A pytree of arrays as NumPy arrays by path, copied: the originals may be donated or deleted afterwards.
+
+    Random keys become their key data. On a CPU, `jax.device_get` alone may share memory with the device's buffer.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    arrays = {_name(path): jax.random.key_data(value) if _is_key(value) else value for path, value in leaves}
+    return {name: np.array(value) for name, value in jax.device_get(arrays).items()}
+
+
+def from_host(template: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Rebuilds a pytree like `template` out of `to_host`'s arrays.
+
+    Raises:
+        CheckpointError: If an array is missing, or its shape or dtype is not the template's.
+    """
+
+    def rebuild(path, value):
+        name = _name(path)
+        if name not in arrays:
+            raise CheckpointError(f"the checkpoint holds no {name}: it is of another model or optimizer")
+        stored = arrays[name]
+        if _is_key(value):
+            return _wrap_key(stored, value.dtype)
+        if stored.shape != value.shape or stored.dtype != value.dtype:
+            raise CheckpointError(
+                f"the checkpoint's {name} is {stored.dtype}{list(stored.shape)}, "
+                f"but the model's is {value.dtype}{list(value.shape)}"
+            )
+        return stored
+
+    return jax.tree_util.tree_map_with_path(rebuild, template)
+
+
+def _split(state: TrainState) -> dict[str, Any]:
+    # The model on its own: generation and evaluation do not read the optimizer.
+    return {
+        "model": {"parameters": state.parameters, "other": state.other},
+        "optimizer": {"optimizer": state.optimizer, "updates": state.updates, "skipped": state.skipped},
+    }
+
+
+class Checkpoints:
+    """The checkpoints of a run, `<folder>/<step>/`.
+
+    A checkpoint appears under its name only when it is whole (orbax writes to a temporary folder and renames it), so a
+    process that is killed while saving leaves the checkpoint before it as the latest.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2, writable: bool = True):
+        """Opens the folder.
+
+        Args:
+            folder: Where checkpoints are; created if `writable`.
+            keep: How many of the latest are kept.
+            writable: Also removes what interrupted saves left behind.
+
+        Raises:
+            CheckpointError: If not writable and the folder does not exist.
+        """
+        from orbax.checkpoint import v1 as ocp  # takes seconds to import; `--help` does without
+
+        self.folder = folder.absolute()
+        if not writable and not self.folder.is_dir():
+            raise CheckpointError(f"{folder} holds no checkpoint")
+        self._checkpointer = ocp.training.Checkpointer(
+            self.folder,
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            cleanup_tmp_directories=writable,
+        )
+        self._saving: Any = None
+
+    @property
+    def latest_step(self) -> int | None:
+        """Step of the latest whole checkpoint."""
+        latest = self._checkpointer.latest
+        return None if latest is None else latest.step
+
+    def save(self, state: TrainState, progress: Progress) -> None:
+        """Copies the state to the host and starts to write it in the background; a save under way is awaited first.
+
+        Args:
+            state: The training state; may be donated as soon as this returns.
+            progress: Step, tokens and data position that belong to it.
+        """
+        self.wait()
+        written = {name: to_host(part) for name, part in _split(state).items()}
+        text = json.dumps(dataclasses.asdict(progress)).encode()
+        written["progress"] = {"json": np.frombuffer(text, np.uint8)}
+        self._saving = self._checkpointer.save_checkpointables_async(progress.step, written, force=True)
+
+    def wait(self) -> None:
+        """Waits until nothing is being written; raises what went wrong in the background."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    def restore(self, state: TrainState) -> tuple[TrainState, Progress]:
+        """Reads the latest checkpoint.
+
+        Args:
+            state: A state of the run's structure (arrays or `jax.ShapeDtypeStruct`s).
+
+        Returns:
+            The saved state as NumPy arrays, and its progress.
+
+        Raises:
+            CheckpointError: If there is none, or it is not of this model and optimizer.
+        """
+        parts = _split(state)
+        loaded = self._load(*parts, "progress")
+        restored = {name: from_host(part, loaded[name]) for name, part in parts.items()}
+        progress = Progress(**json.loads(bytes(loaded["progress"]["json"])))
+        return (TrainState(**restored["model"], **restored["optimizer"]), progress)
+
+    def restore_model(self, parameters: Any, other: Any) -> tuple[Any, Any, Progress]:
+        """Reads only the model (and the progress) of the latest checkpoint; arguments and errors as in `restore`."""
+        loaded = self._load("model", "progress")
+        model = from_host({"parameters": parameters, "other": other}, loaded["model"])
+        return model["parameters"], model["other"], Progress(**json.loads(bytes(loaded["progress"]["json"])))
+
+    def _load(self, *names: str) -> dict[str, Any]:
+        if self.latest_step is None:
+            raise CheckpointError(f"{self.folder} holds no checkpoint")
+        # None as template: everything that was saved, on this machine's terms; from_host compares it with the model.
+        return self._checkpointer.load_checkpointables(None, dict.fromkeys(names))
+
+    def path(self, step: int) -> Path:
+        """Folder of a step's checkpoint."""
+        return self.folder / str(step)
+
+    def close(self) -> None:
+        """Waits for a save under way and ends the background threads."""
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()

@@ -1,0 +1,107 @@
+"""Everything that one training run depends on."""
+
+import dataclasses
+from dataclasses import field
+
+from rnnlib.data import DataConfig
+from rnnlib.models import ModelConfig
+from rnnlib.training.optimizer import OptimizerConfig, learning_rate_schedule
+
+
+def _check_at_least(config, section: str, minimum: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < minimum:
+            raise ValueError(f"{section}{name} must be at least {minimum}, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation on held-out text during training."""
+
+    every: int = 50
+    """Training steps between evaluations; one more follows the last step."""
+    batches: int | None = 8
+    """Batches of validation text per evaluation, always the same ones. None: all of the validation text."""
+
+    def __post_init__(self):
+        """Checks every value."""
+        _check_at_least(self, "evaluation.", 1, "every", "batches")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are saved, and how many are kept."""
+
+    every: int = 100
+    """Training steps between checkpoints; one more follows the last step, and one a SIGTERM or Ctrl-C."""
+    keep: int = 2
+    """How many of the latest checkpoints are kept."""
+
+    def __post_init__(self):
+        """Checks every value."""
+        _check_at_least(self, "checkpoint.", 1, "every", "keep")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingConfig:
+    """What is recorded beside the checkpoints."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files next to metrics.csv."""
+    picture: bool = True
+    """Draw loss.png at the end."""
+    plain_seconds: float = 10.0
+    """Seconds between lines of progress where the output is not a terminal."""
+
+    def __post_init__(self):
+        """Checks every value."""
+        if not self.plain_seconds >= 0:
+            raise ValueError(f"logging.plain_seconds must not be negative, got {self.plain_seconds}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One training run: model, data, optimizer and what is written on the way.
+
+    The defaults are the main job of the README: a byte-level language model of gated delta-net blocks on the Python
+    sources that are installed with the interpreter, a few minutes on two CPU cores.
+    """
+
+    model: ModelConfig = field(
+        default_factory=lambda: ModelConfig(
+            vocabulary_size=257, width=128, num_layers=2, num_heads=2, mixers=("gated_deltanet",), tie_embeddings=True
+        )
+    )
+    """The language model. A vocabulary smaller than the tokenizer's is raised to it."""
+    data: DataConfig = field(default_factory=lambda: DataConfig(sequence_length=256, batch_size=16))
+    """Text, tokenizer, batch size and sequence length."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Evaluation on held-out text."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """Records."""
+    steps: int = 300
+    """Training steps; each takes one batch."""
+    accumulation_steps: int = 1
+    """Parts that each batch is computed in, in turn, to save memory; the update is that of the whole batch."""
+    max_skipped_steps: int = 0
+    """Steps of non-finite loss or gradient that are left out before training stops with an error."""
+    seed: int = 0
+    """Seed of the initial weights."""
+    devices: int | None = None
+    """Devices that share each batch; left out, all of this machine."""
+
+    def __post_init__(self):
+        """Checks every value that can be checked without reading data."""
+        _check_at_least(self, "", 1, "steps", "accumulation_steps", "devices")
+        _check_at_least(self, "", 0, "max_skipped_steps", "seed")
+        learning_rate_schedule(self.optimizer, self.steps)
+        if self.data.batch_size % self.accumulation_steps:
+            raise ValueError(
+                f"data.batch_size ({self.data.batch_size}) must be a multiple of accumulation_steps "
+                f"({self.accumulation_steps})"
+            )

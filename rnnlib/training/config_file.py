@@ -1,0 +1,154 @@
+"""Frozen dataclass configs from and to YAML, with every name and type checked."""
+
+import dataclasses
+import os
+import tempfile
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A config that cannot be read: an unknown name, or a value of the wrong type or size."""
+
+
+def to_plain(value: Any) -> Any:
+    """A config as dictionaries, lists, strings and numbers, in the order of its fields."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if dataclasses.is_dataclass(value):
+        return {entry.name: to_plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(entry) for entry in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
+
+
+def from_plain[Config](cls: type[Config], plain: Any, *, default: Config | None = None, name: str = "") -> Config:
+    """The config that `to_plain` described.
+
+    Args:
+        cls: The dataclass.
+        plain: A mapping from field names to values; fields left out keep their defaults.
+        default: A config to take the left-out fields from, in place of the dataclass's defaults.
+        name: Where in the whole config this is, for messages.
+
+    Raises:
+        ConfigError: Naming the field, its value and what was expected.
+    """
+    if not isinstance(plain, Mapping):
+        raise ConfigError(f"{name or cls.__name__}: expected a mapping of {cls.__name__}'s fields, got {plain!r}")
+    fields = {entry.name: entry for entry in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = [str(key) for key in plain if key not in fields]
+    if unknown:
+        place = f"{name}.{unknown[0]}" if name else unknown[0]
+        raise ConfigError(f"{place}: no such setting; expected one of {', '.join(fields)}")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in plain.items():
+        place = f"{name}.{key}" if name else key
+        values[key] = _convert(hints[key], value, place, None if default is None else getattr(default, key))
+    try:
+        return cls(**values) if default is None else dataclasses.replace(default, **values)  # type: ignore[type-var]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: {error}" if name and name not in str(error) else str(error)) from error
+
+
+def _convert(hint: Any, value: Any, name: str, default: Any) -> Any:
+    origin = typing.get_origin(hint)
+    if hint is Any:
+        return value
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        # Left-out settings of a section keep the section's defaults in this config, not those of its class.
+        return from_plain(hint, value, default=default, name=name)
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        errors = []
+        for option in options:
+            if option is type(None):
+                continue
+            try:
+                return _convert(option, value, name, default)
+            except ConfigError as error:
+                errors.append(error)
+        raise errors[0]
+    if origin is Literal:
+        if value in typing.get_args(hint):
+            return value
+        raise ConfigError(f"{name}: expected one of {', '.join(map(str, typing.get_args(hint)))}, got {value!r}")
+    if origin in (tuple, list):
+        if isinstance(value, str) or not isinstance(value, list | tuple):
+            raise ConfigError(f"{name}: expected a list, got {value!r}")
+        entry = typing.get_args(hint)[0]
+        return origin(_convert(entry, item, f"{name}[{i}]", None) for i, item in enumerate(value))
+    if hint is float and isinstance(value, str):
+        # YAML reads 1e-3 as a string: its numbers want a point and a sign.
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint in (bool, str) and isinstance(value, hint):
+        return value
+    if hint is Path and isinstance(value, str | os.PathLike):
+        return Path(value)
+    expected = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(hint, str(hint))
+    raise ConfigError(f"{name}: expected {expected}, got {value!r}")
+
+
+def load_config[Config](cls: type[Config], path: str | os.PathLike, *, default: Config | None = None) -> Config:
+    """Reads a config from a YAML file.
+
+    Args:
+        cls: The config's dataclass.
+        path: The file.
+        default: A config to take left-out fields from.
+
+    Raises:
+        ConfigError: If the file cannot be read, is not YAML, or holds a wrong name or value; names the file.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            plain = yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(f"config file {os.fspath(path)}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {os.fspath(path)} is not YAML: {' '.join(str(error).split())}") from error
+    try:
+        return from_plain(cls, {} if plain is None else plain, default=default)
+    except ConfigError as error:
+        raise ConfigError(f"config file {os.fspath(path)}: {error}") from error
+
+
+def save_config(config: Any, path: str | os.PathLike) -> None:
+    """Writes a config as YAML, whole or not at all."""
+    text = yaml.safe_dump(to_plain(config), sort_keys=False, default_flow_style=False)
+    write_atomically(path, text.encode())
+
+
+def write_atomically(path: str | os.PathLike, content: bytes) -> None:
+    """Writes a file such that a reader, or a run after a crash, finds the old content or the new one, whole."""
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,400 @@
+"""The training loop: compiled steps, evaluation, checkpoints, records, and a clean stop at any moment."""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from rnnlib.data import Tokenizer, load_tokenizer, make_dataset
+from rnnlib.models import DecoderLM
+from rnnlib.training.checkpoint import Checkpoints, Progress
+from rnnlib.training.config import TrainConfig
+from rnnlib.training.config_file import save_config
+from rnnlib.training.evaluation import Evaluation, evaluate_with, evaluation_view
+from rnnlib.training.loss import bits_per_byte
+from rnnlib.training.metrics import RunLog
+from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
+from rnnlib.training.picture import loss_picture
+from rnnlib.training.progress import ProgressReporter, StepReport
+from rnnlib.training.run import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    RunError,
+    check_continues,
+    check_new_folder,
+    create_run,
+    load_run_config,
+    load_run_tokenizer,
+    lock_run,
+)
+from rnnlib.training.step import (
+    BATCH_FIELDS,
+    StepMetrics,
+    TrainState,
+    check_batch_size,
+    init_train_state,
+    make_evaluation_step,
+    make_mesh,
+    make_train_step,
+    put_batch,
+    put_state,
+)
+
+
+class NonFiniteLossError(ArithmeticError):
+    """Loss or gradient was not finite in more steps than may be skipped."""
+
+
+class _Interrupted(Exception):
+    """A signal asked to stop in the middle of an evaluation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """How a call of `train` ended.
+
+    Attributes:
+        folder: The run's folder.
+        step: Steps done, saved in the latest checkpoint.
+        tokens: Tokens trained on.
+        evaluation: The last evaluation on held-out text; None when stopped before any in this call.
+        stopped_by: The signal that stopped training early; None when all steps are done.
+        seconds: Time that this call took.
+    """
+
+    folder: Path
+    step: int
+    tokens: int
+    evaluation: Evaluation | None
+    stopped_by: signal.Signals | None
+    seconds: float
+
+
+class _StopSignals:
+    """While entered, SIGTERM and the first Ctrl-C only ask to stop; a second Ctrl-C interrupts at once."""
+
+    def __init__(self):
+        self.received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if self.received == signal.SIGINT == number:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
+
+    def __enter__(self) -> "_StopSignals":
+        # Only the main thread may set handlers; elsewhere the caller decides what signals do.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+class _Speed:
+    """Tokens per second over the last steps, without the time that evaluation and saving take."""
+
+    def __init__(self, window: int = 20):
+        self._marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=window + 1)
+        self._paused = 0.0
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - start
+
+    def mark(self, tokens: int) -> tuple[float, float | None]:
+        """Notes that a step is done; returns tokens per second and seconds per step (NaN, None after the first)."""
+        self._marks.append((time.perf_counter() - self._paused, tokens))
+        (start, first), (end, last) = self._marks[0], self._marks[-1]
+        if end <= start:
+            return float("nan"), None
+        return (last - first) / (end - start), (end - start) / (len(self._marks) - 1)
+
+
+class Trainer:
+    """A training run in three parts: all that can be wrong with a config, then the folder, then the steps.
+
+    Making a `Trainer` reads the data and traces the training step, so that a wrong path, size or name is an error
+    before there is a folder; `open` makes or restores the run folder; `run` trains.
+    """
+
+    def __init__(self, config: TrainConfig, *, tokenizer: Tokenizer | None = None):
+        """Prepares a run and checks it; writes nothing.
+
+        Args:
+            config: What to train, on what.
+            tokenizer: In place of the one that `config.data.tokenizer` names.
+
+        Raises:
+            ValueError: If a path, size or name in the config is wrong; the message names it.
+        """
+        self._tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.data.tokenizer)
+        vocabulary = max(config.model.vocabulary_size, self._tokenizer.vocabulary_size)
+        model_config = dataclasses.replace(config.model, vocabulary_size=vocabulary)
+        self.config = config = dataclasses.replace(config, model=model_config)
+        self._mesh = make_mesh(config.devices)
+        check_batch_size(config.data.batch_size, config.accumulation_steps, self._mesh)
+        self._optimizer = make_optimizer(config.optimizer, config.steps)
+        # Shapes alone: a model that does not fit its own sizes fails here, and in seconds.
+        model = nnx.eval_shape(self._new_model)
+        graphdef = nnx.split(model)[0]
+        token_bytes = self._tokenizer.token_bytes
+        schedule = learning_rate_schedule(config.optimizer, config.steps)
+        self._train_step = make_train_step(graphdef, self._optimizer, schedule, token_bytes, self._mesh)
+        self._evaluation_step = make_evaluation_step(nnx.split(evaluation_view(model))[0], token_bytes, self._mesh)
+        self._template: TrainState = jax.eval_shape(self._new_state)
+        self._train_data = make_dataset(config.data, split="train", tokenizer=self._tokenizer)
+        self._validation_data = make_dataset(config.data, split="validation", tokenizer=self._tokenizer)
+        jax.eval_shape(self._train_step, self._template, self._abstract_batch())
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained numbers in the model."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self._template.parameters))
+
+    @property
+    def device_description(self) -> str:
+        """What trains, for people."""
+        device = jax.local_devices()[0]
+        count = 1 if self._mesh is None else self._mesh.size
+        return f"{count} x {device.device_kind}" if device.platform != "cpu" else "CPU"
+
+    def _new_model(self) -> DecoderLM:
+        return DecoderLM(self.config.model, rngs=nnx.Rngs(self.config.seed))
+
+    def _new_state(self) -> TrainState:
+        return init_train_state(self._new_model(), self._optimizer)[1]
+
+    def _abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        parts, data = self.config.accumulation_steps, self.config.data
+        shape = (parts, data.batch_size // parts, data.sequence_length)
+        dtypes = {name: np.float32 if name == "loss_weights" else np.int32 for name in BATCH_FIELDS}
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+
+    def open(self, folder: str | os.PathLike, *, resume: bool = False) -> None:
+        """Makes the run folder, or restores what is in it; nothing is changed in a folder that does not fit.
+
+        Args:
+            folder: The run's folder.
+            resume: Continue the run in it, from its latest checkpoint (or from the start, if it has none yet).
+
+        Raises:
+            ValueError: If the folder exists (new run), is no run or is one of another model or other data (resume).
+        """
+        folder = Path(folder)
+        if not resume:
+            create_run(folder, self.config, self._tokenizer)
+        saved = load_run_config(folder)
+        check_continues(self.config, saved)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lock_run(folder))
+            checkpoints = stack.enter_context(Checkpoints(folder / CHECKPOINTS, keep=self.config.checkpoint.keep))
+            self._batches = iter(self._train_data)
+            if checkpoints.latest_step is None:
+                self._state = put_state(self._new_state(), self._mesh)
+                self._step = self._tokens = 0
+            else:
+                state, progress = checkpoints.restore(self._template)
+                if progress.step > self.config.steps:
+                    raise RunError(f"run {folder} is at step {progress.step}, beyond the {self.config.steps} asked for")
+                self._batches.set_state(progress.data_state)
+                self._state = put_state(state, self._mesh)
+                self._step, self._tokens = progress.step, progress.tokens
+            if saved != self.config:
+                save_config(self.config, folder / CONFIG_FILE)
+            self._log = RunLog(folder, last_step=self._step, tensorboard=self.config.logging.tensorboard)
+            stack.callback(self._log.close)
+            self._checkpoints = checkpoints
+            self._resources = stack.pop_all()
+        self.folder = folder
+        self.start_step = self._saved_step = self._step
+
+    def run(self, reporter: ProgressReporter | None = None) -> TrainResult:
+        """Trains to the last step, or until a signal asks to stop; then everything is saved. Closes the run.
+
+        Args:
+            reporter: Shows progress; by default on standard output.
+
+        Raises:
+            NonFiniteLossError: If loss or gradient is not finite in more than `max_skipped_steps` steps.
+        """
+        config = self.config
+        if reporter is None:
+            reporter = ProgressReporter(config.steps, plain_seconds=config.logging.plain_seconds)
+        start = time.perf_counter()
+        self._evaluation: Evaluation | None = None
+        self._pending: collections.deque[tuple[int, StepMetrics]] = collections.deque()
+        self._speed = _Speed()
+        with self._resources, _StopSignals() as self._signals, reporter:
+            self._reporter = reporter
+            self._evaluate_if_due()
+            while self._step < config.steps and not self._signals.received:
+                try:
+                    batch = next(self._batches)
+                except Exception:
+                    # Ctrl-C reaches the data's worker processes as well.
+                    if self._signals.received:
+                        break
+                    raise
+                self._state, metrics = self._train_step(
+                    self._state, put_batch(batch, self._mesh, config.accumulation_steps)
+                )
+                self._step += 1
+                self._pending.append((self._step, metrics))
+                # One step behind, so that the device always has the next step to go on with.
+                self._record_pending(leave=1)
+                self._evaluate_if_due()
+                if self._step % config.checkpoint.every == 0:
+                    self._save()
+            self._record_pending()
+            if self._saved_step != self._step:
+                self._save()
+            self._checkpoints.wait()
+            if config.logging.picture and self._step > 0:
+                loss_picture(self.folder, title=self._title())
+        return TrainResult(
+            folder=self.folder,
+            step=self._step,
+            tokens=self._tokens,
+            evaluation=self._evaluation,
+            stopped_by=self._signals.received if self._step < config.steps else None,
+            seconds=time.perf_counter() - start,
+        )
+
+    def trained_model(self) -> DecoderLM:
+        """The model as trained so far."""
+        graphdef = nnx.split(nnx.eval_shape(self._new_model))[0]
+        state = jax.device_put((self._state.parameters, self._state.other), jax.local_devices()[0])
+        return nnx.merge(graphdef, *state)
+
+    def _title(self) -> str:
+        model = self.config.model
+        mixers = " + ".join(dict.fromkeys(model.layer_mixers))
+        return f"{mixers}, {self.num_parameters:,} parameters, width {model.width}, {model.num_layers} layers"
+
+    def _record_pending(self, leave: int = 0) -> None:
+        while len(self._pending) > leave:
+            step, metrics = self._pending.popleft()
+            metrics = jax.device_get(metrics)
+            nats, tokens = float(metrics.nats), float(metrics.tokens)
+            self._tokens += round(tokens)
+            loss = nats / tokens if tokens > 0 else float("nan")
+            bits = bits_per_byte(nats, float(metrics.bytes))
+            tokens_per_second, step_seconds = self._speed.mark(self._tokens)
+            self._log.train(
+                {
+                    "step": step,
+                    "tokens": self._tokens,
+                    "loss": loss,
+                    "bits_per_byte": bits,
+                    "learning_rate": float(metrics.learning_rate),
+                    "gradient_norm": float(metrics.gradient_norm),
+                    "skipped": int(metrics.skipped),
+                    "tokens_per_second": round(tokens_per_second, 1),
+                }
+            )
+            left = None if step_seconds is None else step_seconds * (self.config.steps - step)
+            self._reporter.step(StepReport(step, self._tokens, loss, bits, tokens_per_second, left))
+            if not metrics.finite:
+                self._not_finite(step, loss, metrics)
+
+    def _not_finite(self, step: int, loss: float, metrics: StepMetrics) -> None:
+        what = f"step {step}: loss {loss} or gradient norm {metrics.gradient_norm} is not finite"
+        if metrics.skipped <= self.config.max_skipped_steps:
+            allowed = self.config.max_skipped_steps
+            self._reporter.message(f"{what}; the update is left out ({metrics.skipped} of at most {allowed})")
+            return
+        self._checkpoints.wait()
+        last = self._checkpoints.latest_step
+        good = "there is no checkpoint yet" if last is None else f"last good checkpoint: {self._checkpoints.path(last)}"
+        raise NonFiniteLossError(f"{what}; {good}")
+
+    def _evaluate_if_due(self) -> None:
+        due = self._step % self.config.evaluation.every == 0 or self._step == self.config.steps
+        if not due or self._step == 0 or self._log.has_validation(self._step):
+            return
+        self._record_pending()
+
+        def batches():
+            for batch in itertools.islice(self._validation_data, self.config.evaluation.batches):
+                if self._signals.received:
+                    raise _Interrupted
+                yield batch
+
+        self._reporter.phase("evaluating")
+        with self._speed.pause():
+            try:
+                result = evaluate_with(
+                    self._evaluation_step, self._state.parameters, self._state.other, batches(), self._mesh
+                )
+            except _Interrupted:
+                return  # the resumed run makes up for it
+        self._evaluation = result
+        self._log.validation(
+            {
+                "step": self._step,
+                "tokens": self._tokens,
+                "loss": result.loss,
+                "bits_per_byte": result.bits_per_byte,
+                "perplexity": result.perplexity,
+                "validation_tokens": result.tokens,
+                "validation_bytes": result.bytes,
+            }
+        )
+        self._reporter.evaluation(self._step, result)
+
+    def _save(self) -> None:
+        self._record_pending()
+        with self._speed.pause():
+            # Before the checkpoint that counts on them.
+            self._log.sync()
+            self._checkpoints.save(self._state, Progress(self._step, self._tokens, self._batches.get_state()))
+        self._saved_step = self._step
+
+
+def train(
+    config: TrainConfig,
+    folder: str | os.PathLike,
+    *,
+    resume: bool = False,
+    reporter: ProgressReporter | None = None,
+) -> TrainResult:
+    """Trains a language model in a run folder; see `Trainer` for the parts.
+
+    Args:
+        config: What to train, on what.
+        folder: The run's folder.
+        resume: Continue the run in it.
+        reporter: Shows progress; by default on standard output.
+
+    Raises:
+        ValueError: If the config or the folder is wrong.
+        NonFiniteLossError: If loss or gradient is not finite in more than `config.max_skipped_steps` steps.
+    """
+    folder = Path(folder)
+    tokenizer = None
+    if resume:
+        tokenizer = load_run_tokenizer(folder, load_run_config(folder))
+    else:
+        check_new_folder(folder)
+    trainer = Trainer(config, tokenizer=tokenizer)
+    trainer.open(folder, resume=resume)
+    return trainer.run(reporter)

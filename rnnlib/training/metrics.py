@@ -1,0 +1,136 @@
+"""Metrics as CSV files that survive kills and resumes, and as TensorBoard events."""
+
+import csv
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rnnlib.training.config_file import write_atomically
+
+Row = Mapping[str, int | float]
+
+TRAIN_FILE = "metrics.csv"
+TRAIN_FIELDS = (
+    "step",
+    "tokens",
+    "loss",
+    "bits_per_byte",
+    "learning_rate",
+    "gradient_norm",
+    "skipped",
+    "tokens_per_second",
+)
+VALIDATION_FILE = "validation.csv"
+VALIDATION_FIELDS = ("step", "tokens", "loss", "bits_per_byte", "perplexity", "validation_tokens", "validation_bytes")
+
+
+def read_csv(path: str | os.PathLike) -> list[dict[str, float]]:
+    """Rows of a metrics file, numbers as floats; a last row that a kill cut short is left out.
+
+    Args:
+        path: The file; without it there are no rows.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            text = file.read()
+    except FileNotFoundError:
+        return []
+    lines = text.splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    reader = csv.DictReader(io.StringIO("".join(lines)))
+    return [{name: float(value) for name, value in row.items()} for row in reader]
+
+
+class CsvLog:
+    """A CSV file with one row a step, in order, without gaps or repeats across resumes."""
+
+    def __init__(self, path: Path, fields: Sequence[str], *, last_step: int = 0):
+        """Opens the file to append after `last_step`; rows of later steps, which a resumed run does again, are dropped.
+
+        Args:
+            path: The file, created where it does not exist.
+            fields: Column names, the first of which is "step".
+            last_step: The last step to keep.
+        """
+        self._fields = tuple(fields)
+        kept = []
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            # The step is the first column, and a kill may have cut the last line short.
+            kept = [line for line in lines[1:] if line.endswith("\n") and int(line.split(",")[0]) <= last_step]
+        content = ",".join(self._fields) + "\n" + "".join(kept)
+        write_atomically(path, content.encode())
+        self.steps = {int(line.split(",")[0]) for line in kept}
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the log is)
+
+    def write(self, row: Row) -> None:
+        """Appends a row and hands it to the operating system, so that a killed process loses none."""
+        values = (row[name] for name in self._fields)
+        self._file.write(",".join(repr(value) for value in values) + "\n")
+        self._file.flush()
+        self.steps.add(int(row["step"]))
+
+    def sync(self) -> None:
+        """Waits until the rows are on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class RunLog:
+    """What a run records: `metrics.csv`, `validation.csv` and TensorBoard events."""
+
+    def __init__(self, folder: Path, *, last_step: int = 0, tensorboard: bool = True):
+        """Opens the records to continue after `last_step`.
+
+        Args:
+            folder: The run's folder.
+            last_step: Step of the checkpoint that the run resumes from, 0 for a new run.
+            tensorboard: Also write TensorBoard events, into `<folder>/tensorboard`.
+        """
+        self._train = CsvLog(folder / TRAIN_FILE, TRAIN_FIELDS, last_step=last_step)
+        self._validation = CsvLog(folder / VALIDATION_FILE, VALIDATION_FIELDS, last_step=last_step)
+        self._events = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            # Events after the checkpoint are taken back: the resumed run writes those steps again.
+            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1)
+
+    def train(self, row: Row) -> None:
+        """Records one training step; keys are `TRAIN_FIELDS`."""
+        self._train.write(row)
+        self._write_events("train", row)
+
+    def validation(self, row: Row) -> None:
+        """Records one evaluation; keys are `VALIDATION_FIELDS`."""
+        self._validation.write(row)
+        self._write_events("validation", row)
+
+    def _write_events(self, group: str, row: Row) -> None:
+        if self._events is not None:
+            for name, value in row.items():
+                # The CSV file keeps numbers that are not finite; TensorBoard cannot draw them.
+                if name != "step" and math.isfinite(value):
+                    self._events.add_scalar(f"{group}/{name}", value, int(row["step"]))
+
+    def has_validation(self, step: int) -> bool:
+        """Whether the evaluation after this step is recorded."""
+        return step in self._validation.steps
+
+    def sync(self) -> None:
+        """Waits until all rows are on the disk: before a checkpoint that counts on them."""
+        self._train.sync()
+        self._validation.sync()
+
+    def close(self) -> None:
+        """Closes all files."""
+        self._train.close()
+        self._validation.close()
+        if self._events is not None:
+            self._events.close()

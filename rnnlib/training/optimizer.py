@@ -1,0 +1,158 @@
+"""Learning-rate schedules and the AdamW optimizer."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Schedule = Callable[[jax.Array | int], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, its schedule and gradient clipping (defaults of the papers' language models, but for the peak rate)."""
+
+    learning_rate: float = 4e-3
+    """Peak learning rate, reached at the end of the warmup."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warmup: "cosine" decay, "wsd" (warmup, stable, then linear decay at the end), or "constant"."""
+    warmup_steps: int | None = None
+    """Updates of linear warmup from 0; left out, 5% of all steps."""
+    final_fraction: float = 0.1
+    """Learning rate at the end, as a fraction of the peak ("cosine" and "wsd")."""
+    decay_fraction: float = 0.2
+    """Part of all steps that "wsd" spends in its final decay."""
+    beta1: float = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW's decay of the second moment."""
+    epsilon: float = 1e-8
+    """AdamW's term in the denominator."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, times the learning rate; only on matrices that mix features (see `decay_mask`)."""
+    clip_norm: float | None = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it. None: no clipping."""
+
+    def __post_init__(self):
+        """Checks every value."""
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"optimizer.learning_rate must be a positive number, got {self.learning_rate}")
+        if self.schedule not in ("cosine", "wsd", "constant"):
+            raise ValueError(f'optimizer.schedule must be "cosine", "wsd" or "constant", got {self.schedule!r}')
+        if self.warmup_steps is not None and self.warmup_steps < 0:
+            raise ValueError(f"optimizer.warmup_steps must not be negative, got {self.warmup_steps}")
+        for name in ("final_fraction", "decay_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"optimizer.{name} must lie in [0, 1], got {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} must lie in [0, 1), got {getattr(self, name)}")
+        if not self.epsilon > 0:
+            raise ValueError(f"optimizer.epsilon must be positive, got {self.epsilon}")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"optimizer.weight_decay must not be negative, got {self.weight_decay}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"optimizer.clip_norm must be positive or None, got {self.clip_norm}")
+
+
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> Schedule:
+    """Learning rate as a function of the number of updates made before.
+
+    The first update already has a rate above 0 (`peak / warmup`), the last one has `final_fraction * peak`.
+
+    Args:
+        config: Peak, schedule and warmup.
+        steps: Number of updates of the whole run.
+
+    Returns:
+        A function of an integer count in `[0, steps)`, usable under jit, that gives a float32 scalar.
+
+    Raises:
+        ValueError: If the warmup (and the decay of "wsd") does not fit in `steps`.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    warmup = math.ceil(0.05 * steps) if config.warmup_steps is None else config.warmup_steps
+    decay = math.ceil(config.decay_fraction * steps)
+    if warmup > steps:
+        raise ValueError(f"optimizer.warmup_steps is {warmup}, more than all {steps} steps")
+    if config.schedule == "wsd" and warmup + decay > steps:
+        raise ValueError(
+            f"optimizer.warmup_steps ({warmup}) and the decay of {decay} steps (optimizer.decay_fraction "
+            f"{config.decay_fraction}) are more than all {steps} steps"
+        )
+    peak, final = config.learning_rate, config.final_fraction
+
+    def after_warmup(count: jax.Array) -> jax.Array:
+        match config.schedule:
+            case "cosine":
+                progress = jnp.clip((count - warmup + 1) / max(steps - warmup, 1), 0, 1)
+                return final + (1 - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+            case "wsd":
+                progress = jnp.clip((count - (steps - decay) + 1) / max(decay, 1), 0, 1)
+                return 1 - (1 - final) * progress
+            case _:
+                return jnp.ones_like(count)
+
+    def schedule(count: jax.Array | int) -> jax.Array:
+        count = jnp.asarray(count, jnp.float32)
+        return peak * jnp.where(count < warmup, (count + 1) / max(warmup, 1), after_warmup(count))
+
+    return schedule
+
+
+def decay_mask(parameters):
+    """Which parameters weight decay acts on.
+
+    Decayed: matrices that mix features (projections, MLP, untied head) and short-convolution kernels. Not decayed:
+    vectors and scalars (norm scales, biases, `A_log`, `dt_bias`, per-head scales), whatever is named so even where it
+    has a channel axis, and token embeddings: a row of the table is used only when its token occurs, yet decay would
+    shrink it at every step, and pre-norm blocks undo the embedding's scale anyway. A tied head is the embedding, so
+    it is not decayed.
+
+    Args:
+        parameters: A pytree of arrays, nested by the modules' attribute names.
+
+    Returns:
+        A pytree of bools of the same structure.
+    """
+
+    def decayed(path, value) -> bool:
+        names = [str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path]
+        names = [name for name in names if name != "value"]
+        if value.ndim < 2:
+            return False
+        last = names[-1].lower() if names else ""
+        if any(part in last for part in ("bias", "a_log", "scale", "norm")):
+            return False
+        return not any("embed" in name.lower() for name in names)
+
+    return jax.tree_util.tree_map_with_path(decayed, parameters)
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """AdamW with decoupled weight decay on `decay_mask`, the schedule's rate and global-norm clipping.
+
+    Args:
+        config: The optimizer's settings.
+        steps: Number of updates of the whole run (the schedule's length).
+
+    Returns:
+        An optax transformation; moments are float32 like the parameters.
+    """
+    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(
+        clip,
+        optax.adamw(
+            learning_rate_schedule(config, steps),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            mask=decay_mask,
+        ),
+    )

@@ -1,0 +1,111 @@
+"""Progress on the screen: a live bar on a terminal, a plain line now and then elsewhere."""
+
+import dataclasses
+import sys
+import time
+from types import TracebackType
+from typing import Any, TextIO
+
+from rnnlib.training.evaluation import Evaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """One training step as shown and recorded.
+
+    Attributes:
+        step: Steps done.
+        tokens: Tokens predicted in all steps so far.
+        loss: Nats per token of this step's batch.
+        bits_per_byte: Bits per byte of this step's batch.
+        tokens_per_second: Recent speed; NaN for the step that compiles.
+        seconds_left: Estimated time to the last step; None before it can be told.
+    """
+
+    step: int
+    tokens: int
+    loss: float
+    bits_per_byte: float
+    tokens_per_second: float
+    seconds_left: float | None
+
+
+def format_seconds(seconds: float | None) -> str:
+    """`1:02:03`, `4:05`, or `-:--` for None."""
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class ProgressReporter:
+    """Shows training progress; used as a context manager around the loop."""
+
+    def __init__(self, steps: int, *, plain_seconds: float = 10.0, stream: TextIO | None = None):
+        """Prepares the display.
+
+        Args:
+            steps: Steps of the whole run.
+            plain_seconds: Seconds between lines where the stream is not a terminal.
+            stream: Where to; standard output by default.
+        """
+        self._steps = steps
+        self._plain_seconds = plain_seconds
+        self._stream = stream if stream is not None else sys.stdout
+        self._last_line = -float("inf")
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> "ProgressReporter":
+        if self._stream.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                console=Console(file=self._stream),
+            )
+            self._task = self._bar.add_task("compiling", total=self._steps, numbers="")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, report: StepReport) -> None:
+        """Shows a training step."""
+        numbers = (
+            f"loss {report.loss:.3f} nats/token  {report.bits_per_byte:.3f} bits/byte  "
+            f"{report.tokens_per_second:,.0f} tokens/s  {format_seconds(report.seconds_left)} left"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=report.step, description="training", numbers=numbers)
+        elif report.step == self._steps or time.monotonic() - self._last_line >= self._plain_seconds:
+            self._last_line = time.monotonic()
+            self.message(f"step {report.step}/{self._steps}  {numbers}")
+
+    def evaluation(self, step: int, result: Evaluation) -> None:
+        """Shows an evaluation."""
+        self.message(
+            f"step {step}/{self._steps}  validation: loss {result.loss:.3f} nats/token  "
+            f"{result.bits_per_byte:.3f} bits/byte  perplexity {result.perplexity:.2f}"
+        )
+
+    def phase(self, name: str) -> None:
+        """Names what is going on, where there is a live display."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=name)
+
+    def message(self, text: str) -> None:
+        """Shows a line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=self._stream, flush=True)

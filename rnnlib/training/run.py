@@ -1,0 +1,166 @@
+"""Run folders: making one, continuing one, and reading a trained model back.
+
+A run folder holds `config.yaml`, `checkpoints/<step>/`, `metrics.csv`, `validation.csv`, `tensorboard/`, `loss.png`
+and, for any tokenizer but the bytes, `tokenizer.json`.
+"""
+
+import dataclasses
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+from flax import nnx
+
+from rnnlib.data import FileTokenizer, Tokenizer, load_tokenizer
+from rnnlib.models import DecoderLM
+from rnnlib.training.checkpoint import Checkpoints
+from rnnlib.training.config import TrainConfig
+from rnnlib.training.config_file import load_config, save_config, to_plain
+from rnnlib.training.step import put_state, split_model
+
+CONFIG_FILE = "config.yaml"
+TOKENIZER_FILE = "tokenizer.json"
+CHECKPOINTS = "checkpoints"
+
+# What may differ between a run and its continuation: nothing here changes the batches or the model's arrays.
+_MAY_CHANGE = ("optimizer", "evaluation", "checkpoint", "logging", "steps", "accumulation_steps", "devices")
+_MAY_CHANGE_DATA = ("num_workers", "prefetch", "cache_folder")
+
+
+class RunError(ValueError):
+    """A run folder that cannot be made, continued or read; the message says which and why."""
+
+
+def next_run_folder(parent: Path) -> Path:
+    """The first of `parent/001`, `parent/002`, ... after all that exist."""
+    numbers = [int(entry.name) for entry in parent.iterdir() if entry.name.isdigit()] if parent.is_dir() else []
+    return parent / f"{max(numbers, default=0) + 1:03}"
+
+
+def check_new_folder(folder: Path) -> None:
+    """Raises RunError where a new run cannot be made, before anything is computed."""
+    if folder.exists() or folder.is_symlink():
+        raise RunError(f"run folder {folder} exists: choose another, or continue it with --resume")
+    parent = folder.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise RunError(f"run folder {folder} cannot be made: {parent} is not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise RunError(f"run folder {folder} cannot be made: {parent} cannot be written to")
+
+
+def create_run(folder: Path, config: TrainConfig, tokenizer: Tokenizer) -> None:
+    """Makes a run folder that holds its config and tokenizer from the moment that it is there.
+
+    Raises:
+        RunError: If it exists or cannot be made.
+    """
+    check_new_folder(folder)
+    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}-"))
+    try:
+        save_config(config, temporary / CONFIG_FILE)
+        if isinstance(tokenizer, FileTokenizer):
+            tokenizer.save(temporary / TOKENIZER_FILE)
+        temporary.chmod(0o755)
+        os.rename(temporary, folder)
+    except OSError as error:
+        raise RunError(f"run folder {folder} cannot be made: {error.strerror}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def lock_run(folder: Path) -> IO[str]:
+    """Takes the run for this process; the lock ends with the returned file, or the process.
+
+    Raises:
+        RunError: If another process trains in it.
+    """
+    file = open(folder / ".lock", "w")  # noqa: SIM115 (open as long as the lock is held)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise RunError(f"run {folder} is being trained by another process") from None
+    return file
+
+
+def load_run_config(folder: Path) -> TrainConfig:
+    """The config that a run was started with (or last continued with).
+
+    Raises:
+        RunError: If the folder is no run.
+        ConfigError: If its config file is damaged.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        reason = "is not a run folder: it has no config.yaml" if folder.is_dir() else "does not exist"
+        raise RunError(f"run {folder} {reason}")
+    return load_config(TrainConfig, folder / CONFIG_FILE)
+
+
+def load_run_tokenizer(folder: Path, config: TrainConfig) -> Tokenizer:
+    """The run's tokenizer, from its own copy where it is a file."""
+    copy = folder / TOKENIZER_FILE
+    return load_tokenizer(copy if copy.is_file() else config.data.tokenizer)
+
+
+def check_continues(config: TrainConfig, saved: TrainConfig) -> None:
+    """Raises RunError if `config` cannot continue a run of `saved`, naming the first setting that differs."""
+
+    def compare(new: Any, old: Any, name: str) -> None:
+        if isinstance(new, dict) and isinstance(old, dict) and new.keys() == old.keys():
+            for key in new:
+                compare(new[key], old[key], f"{name}.{key}" if name else key)
+        elif new != old:
+            raise RunError(f"{name} is {new!r} but {old!r} in the run to continue: it cannot change in a run")
+
+    def fixed(config: TrainConfig) -> dict[str, Any]:
+        plain = {
+            key: value for key, value in to_plain(config).items() if key not in (*_MAY_CHANGE, "max_skipped_steps")
+        }
+        plain["data"] = {key: value for key, value in plain["data"].items() if key not in _MAY_CHANGE_DATA}
+        return plain
+
+    compare(fixed(config), fixed(saved), "")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRun:
+    """A trained model with what is needed to use it.
+
+    Attributes:
+        folder: The run's folder.
+        config: Its config.
+        model: The model at the latest checkpoint.
+        tokenizer: Its tokenizer.
+        step: Training steps done.
+        tokens: Tokens trained on.
+    """
+
+    folder: Path
+    config: TrainConfig
+    model: DecoderLM
+    tokenizer: Tokenizer
+    step: int
+    tokens: int
+
+
+def load_run(folder: str | os.PathLike) -> LoadedRun:
+    """Reads the model of a run's latest checkpoint.
+
+    Raises:
+        RunError, ConfigError, CheckpointError: All ValueErrors, saying what is missing.
+    """
+    folder = Path(folder)
+    config = load_run_config(folder)
+    tokenizer = load_run_tokenizer(folder, config)
+    model = nnx.eval_shape(lambda: DecoderLM(config.model, rngs=nnx.Rngs(config.seed)))
+    graphdef, parameters, other = split_model(model)
+    with Checkpoints(folder / CHECKPOINTS, writable=False) as checkpoints:
+        parameters, other, progress = checkpoints.restore_model(parameters, other)
+    model = nnx.merge(graphdef, *put_state((parameters, other), None))
+    return LoadedRun(folder, config, model, tokenizer, progress.step, progress.tokens)

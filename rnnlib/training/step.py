@@ -1,0 +1,268 @@
+"""The compiled training and evaluation steps, on one device or with the batch split over several."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from rnnlib.training.loss import LossSums, loss_sums
+from rnnlib.training.optimizer import Schedule
+
+Batch = Mapping[str, Any]
+BATCH_FIELDS = ("inputs", "targets", "segment_ids", "positions", "loss_weights")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that the training step reads and writes; donated to it.
+
+    Attributes:
+        parameters: The model's `nnx.Param` variables.
+        other: Its other variables (random streams, statistics).
+        optimizer: The optimizer's state.
+        updates: int32 scalar, updates applied.
+        skipped: int32 scalar, updates left out because loss or gradient was not finite.
+    """
+
+    parameters: Any
+    other: Any
+    optimizer: Any
+    updates: Any
+    skipped: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+    """What one training step reports: float32 scalars, `skipped` int32 and `finite` bool.
+
+    Attributes:
+        nats: Sum of the loss over the batch's tokens.
+        tokens: Sum of the loss weights.
+        bytes: Bytes that the predicted tokens stand for.
+        gradient_norm: Global norm of the gradient of the mean loss, before clipping.
+        learning_rate: Rate of this update.
+        finite: Whether loss and gradient were finite, that is, the update was applied.
+        skipped: Updates left out so far, this one included.
+    """
+
+    nats: Any
+    tokens: Any
+    bytes: Any
+    gradient_norm: Any
+    learning_rate: Any
+    finite: Any
+    skipped: Any
+
+
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+
+
+def make_mesh(devices: int | None = None) -> Mesh | None:
+    """A mesh with the one axis "data" over local devices, or None for a single device.
+
+    Args:
+        devices: How many of `jax.local_devices()` to use; None for all.
+
+    Raises:
+        ValueError: If there are fewer devices than asked for.
+    """
+    available = jax.local_devices()
+    count = len(available) if devices is None else devices
+    if not 1 <= count <= len(available):
+        raise ValueError(f"devices={devices}: this machine has {len(available)} {available[0].platform} device(s)")
+    if count == 1:
+        return None
+    return jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=available[:count])
+
+
+def put_state(state: Any, mesh: Mesh | None) -> Any:
+    """Puts a pytree of arrays on the device, or a copy on every device of the mesh."""
+    target = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.device_put(state, target)
+
+
+def put_batch(batch: Batch, mesh: Mesh | None, accumulation_steps: int = 1) -> dict[str, jax.Array]:
+    """Puts a batch of NumPy arrays on the device(s), as `accumulation_steps` parts `[A, B / A, T]`.
+
+    Rows are dealt to the parts in order; with a mesh each part's rows are split over its devices.
+    """
+    target = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec(None, "data"))
+    parts = {}
+    for name in BATCH_FIELDS:
+        array = np.asarray(batch[name])
+        parts[name] = array.reshape(accumulation_steps, array.shape[0] // accumulation_steps, *array.shape[1:])
+    return jax.device_put(parts, target)
+
+
+def check_batch_size(batch_size: int, accumulation_steps: int, mesh: Mesh | None) -> None:
+    """Raises ValueError unless the batch splits evenly over parts and devices."""
+    devices = 1 if mesh is None else mesh.size
+    if batch_size % (accumulation_steps * devices):
+        raise ValueError(
+            f"a batch of {batch_size} sequences does not split evenly into {accumulation_steps} accumulation step(s) "
+            f"on {devices} device(s)"
+        )
+
+
+def split_model(model: nnx.Module) -> tuple[Any, Any, Any]:
+    """The model's static graph, its parameters and its other variables; `nnx.merge` puts them together again."""
+    parts: Any = nnx.split(model, nnx.Param, ...)
+    return parts
+
+
+def init_train_state(model: nnx.Module, optimizer: optax.GradientTransformation) -> tuple[nnx.GraphDef, TrainState]:
+    """Splits a model into its static graph and the state of its training.
+
+    Args:
+        model: The module to train.
+        optimizer: The optax transformation.
+
+    Returns:
+        The graph definition, and a state that shares the model's arrays (which the first training step donates).
+    """
+    graphdef, parameters, other = split_model(model)
+    zero = jnp.zeros([], jnp.int32)
+    return graphdef, TrainState(parameters, other, optimizer.init(parameters), zero, jnp.zeros([], jnp.int32))
+
+
+def _forward(graphdef, parameters, other, token_bytes, batch: Batch) -> tuple[LossSums, Any]:
+    model = nnx.merge(graphdef, parameters, other, copy=True)
+    logits = model(batch["inputs"], segment_ids=batch["segment_ids"], positions=batch["positions"])
+    sums = loss_sums(logits, batch["targets"], batch["loss_weights"], token_bytes)
+    return sums, nnx.state(model, nnx.Not(nnx.Param))
+
+
+def _over_devices(function, mesh: Mesh | None, reduced: int):
+    """Runs `function(parameters, other, batch)` on each device's rows; sums its first `reduced` outputs over devices.
+
+    shard_map and not the automatic partitioner: each device runs the single-device program, custom kernels included.
+    """
+    if mesh is None:
+        return function
+
+    def local(parameters, other, batch):
+        outputs = function(parameters, other, batch)
+        return (*jax.lax.psum(outputs[:reduced], "data"), *outputs[reduced:])
+
+    batch_spec = dict.fromkeys(BATCH_FIELDS, PartitionSpec(None, "data"))
+    replicated = PartitionSpec()
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(replicated, replicated, batch_spec), out_specs=replicated, check_vma=False
+    )
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    schedule: Schedule,
+    token_bytes: np.ndarray,
+    mesh: Mesh | None = None,
+) -> TrainStep:
+    """Compiles the training step.
+
+    The gradient is that of the mean loss over all tokens of the batch, however the batch is split into accumulation
+    steps and devices: gradients of sums are added up and divided once by the number of tokens. Where loss or gradient
+    is not finite, parameters and optimizer stay as they were, and `skipped` counts it.
+
+    Args:
+        graphdef: The model's static part, from `init_train_state`.
+        optimizer: The optax transformation.
+        schedule: Learning rate by number of updates, for the report.
+        token_bytes: int32, bytes that each token stands for.
+        mesh: From `make_mesh`.
+
+    Returns:
+        A jitted function of a state (donated) and a batch from `put_batch`, giving the new state and the metrics.
+    """
+    byte_counts = jnp.asarray(token_bytes, jnp.int32)
+
+    def sums_and_gradients(parameters, other, batch):
+        def loss(parameters, other, part):
+            sums, other = _forward(graphdef, parameters, other, byte_counts, part)
+            return sums.nats, (sums, other)
+
+        def add_part(carry, part):
+            gradients, sums, other = carry
+            part_gradients, (part_sums, other) = jax.grad(loss, has_aux=True)(parameters, other, part)
+            return (
+                jax.tree.map(jnp.add, gradients, part_gradients),
+                jax.tree.map(jnp.add, sums, part_sums),
+                other,
+            ), None
+
+        if next(iter(batch.values())).shape[0] == 1:
+            gradients, (sums, other) = jax.grad(loss, has_aux=True)(
+                parameters, other, {k: v[0] for k, v in batch.items()}
+            )
+            return gradients, sums, other
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), parameters)
+        carry = (zeros, LossSums(*(jnp.zeros([], jnp.float32) for _ in LossSums._fields)), other)
+        (gradients, sums, other), _ = jax.lax.scan(add_part, carry, batch)
+        return gradients, sums, other
+
+    sums_and_gradients = _over_devices(sums_and_gradients, mesh, reduced=2)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        gradients, sums, other = sums_and_gradients(state.parameters, state.other, batch)
+        sums = LossSums(*sums)
+        scale = 1 / jnp.where(sums.tokens > 0, sums.tokens, 1)
+        gradients = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), gradients, state.parameters)
+        gradient_norm = optax.tree.norm(gradients)
+        finite = jnp.isfinite(sums.nats) & jnp.isfinite(gradient_norm)
+        changes, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
+        parameters = optax.apply_updates(state.parameters, changes)
+
+        def applied_if_finite(new, old):
+            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+        def statistics_if_finite(new, old):
+            # Random streams advance in any case: their counters are integers.
+            keep = not jnp.issubdtype(old.dtype, jnp.inexact)
+            return new if keep else jnp.where(finite, new, old)
+
+        skipped = state.skipped + jnp.where(finite, 0, 1)
+        metrics = StepMetrics(
+            nats=sums.nats,
+            tokens=sums.tokens,
+            bytes=sums.bytes,
+            gradient_norm=gradient_norm,
+            learning_rate=schedule(state.updates),
+            finite=finite,
+            skipped=skipped,
+        )
+        state = TrainState(
+            parameters=applied_if_finite(parameters, state.parameters),
+            other=jax.tree.map(statistics_if_finite, other, state.other),
+            optimizer=applied_if_finite(optimizer_state, state.optimizer),
+            updates=state.updates + jnp.where(finite, 1, 0),
+            skipped=skipped,
+        )
+        return state, metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_evaluation_step(
+    graphdef: nnx.GraphDef, token_bytes: np.ndarray, mesh: Mesh | None = None
+) -> Callable[[Any, Any, Batch], LossSums]:
+    """Compiles the evaluation step: `(parameters, other, batch) -> LossSums` of one batch from `put_batch`."""
+    byte_counts = jnp.asarray(token_bytes, jnp.int32)
+
+    def sums(parameters, other, batch):
+        return (_forward(graphdef, parameters, other, byte_counts, {k: v[0] for k, v in batch.items()})[0],)
+
+    over_devices = _over_devices(sums, mesh, reduced=1)
+
+    @jax.jit
+    def step(parameters, other, batch) -> LossSums:
+        return LossSums(*over_devices(parameters, other, batch)[0])
+
+    return step

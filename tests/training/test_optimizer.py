@@ -1,0 +1,100 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rnnlib.training import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
+
+
+def rates(config, steps):
+    return np.asarray(learning_rate_schedule(config, steps)(jnp.arange(steps)))
+
+
+def test_cosine_warms_up_linearly_and_ends_at_a_tenth():
+    config = OptimizerConfig(learning_rate=2.0, warmup_steps=10, schedule="cosine", final_fraction=0.1)
+    got = rates(config, 100)
+    np.testing.assert_allclose(got[:10], 2.0 * np.arange(1, 11) / 10, rtol=1e-6)
+    np.testing.assert_allclose(got[-1], 0.2, rtol=1e-5)
+    # Halfway through the decay: the mean of peak and end.
+    np.testing.assert_allclose(got[10 + 45 - 1], 0.5 * (2.0 + 0.2), rtol=1e-5)
+    assert np.all(np.diff(got[10:]) < 0)
+
+
+def test_wsd_is_stable_then_falls_linearly():
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=5, schedule="wsd", decay_fraction=0.2, final_fraction=0.0)
+    got = rates(config, 50)
+    np.testing.assert_allclose(got[4:40], 1.0)
+    np.testing.assert_allclose(got[40:], 1 - np.arange(1, 11) / 10, atol=1e-6)
+
+
+def test_constant_and_default_warmup():
+    got = rates(OptimizerConfig(learning_rate=3.0, schedule="constant"), 100)
+    np.testing.assert_allclose(got[:5], 3.0 * np.arange(1, 6) / 5, rtol=1e-6)
+    np.testing.assert_allclose(got[5:], 3.0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_one_step_without_warmup(schedule):
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=0, schedule=schedule, decay_fraction=1.0)
+    assert np.isfinite(rates(config, 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rate": -1.0}, "learning_rate"),
+        ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"schedule": "linear"}, "cosine"),
+        ({"beta2": 1.0}, "beta2"),
+        ({"clip_norm": 0.0}, "clip_norm"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"final_fraction": 1.5}, "final_fraction"),
+    ],
+)
+def test_bad_settings_are_named(unchecked_shapes, change, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**change)
+
+
+def test_warmup_longer_than_the_run_is_refused():
+    with pytest.raises(ValueError, match="warmup_steps is 20, more than all 10 steps"):
+        learning_rate_schedule(OptimizerConfig(warmup_steps=20), 10)
+    with pytest.raises(ValueError, match="decay_fraction"):
+        learning_rate_schedule(OptimizerConfig(warmup_steps=9, schedule="wsd"), 10)
+
+
+class Mixer(nnx.Module):
+    """One parameter of each kind, named as in the library."""
+
+    def __init__(self):
+        self.A_log = nnx.Param(jnp.ones([4]))
+        self.dt_bias = nnx.Param(jnp.ones([4, 16]))
+        self.query = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.norm = nnx.RMSNorm(4, rngs=nnx.Rngs(0))
+        self.kernel = nnx.Param(jnp.ones([4, 8]))
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.embedding = nnx.Param(jnp.ones([8, 4]))
+        self.blocks = nnx.List([Mixer()])
+        self.head = nnx.Param(jnp.ones([8, 4]))
+
+
+def test_weight_decay_spares_norms_biases_decays_and_embeddings():
+    parameters = nnx.state(Model(), nnx.Param)
+    mask = jax.tree_util.tree_leaves_with_path(decay_mask(parameters))
+    decayed = {jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value") for path, on in mask if on}
+    assert decayed == {"blocks/0/query/kernel", "blocks/0/kernel", "head"}
+
+
+def test_weight_decay_alone_moves_only_decayed_parameters():
+    parameters = nnx.state(Model(), nnx.Param)
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, warmup_steps=0, schedule="constant")
+    optimizer = make_optimizer(config, 10)
+    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    changes, _ = optimizer.update(zeros, optimizer.init(parameters), parameters)
+    np.testing.assert_allclose(changes["head"][...], -0.05 * np.ones([8, 4]), rtol=1e-6)
+    assert not np.any(changes["embedding"][...]) and not np.any(changes["blocks"][0]["dt_bias"][...])

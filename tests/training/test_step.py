@@ -1,0 +1,157 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from rnnlib.training import (
+    OptimizerConfig,
+    evaluate,
+    init_train_state,
+    learning_rate_schedule,
+    loss_sums,
+    make_optimizer,
+    make_train_step,
+    put_batch,
+)
+from tests.training.stand_in import VOCABULARY, TinyModel, random_batch
+
+TOKEN_BYTES = np.arange(VOCABULARY, dtype=np.int32)
+CONFIG = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.05)
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def train_step():
+    optimizer = make_optimizer(CONFIG, STEPS)
+    graphdef, _ = init_train_state(TinyModel(rngs=nnx.Rngs(0)), optimizer)
+    return make_train_step(graphdef, optimizer, learning_rate_schedule(CONFIG, STEPS), TOKEN_BYTES)
+
+
+def new_state():
+    return init_train_state(TinyModel(rngs=nnx.Rngs(0)), make_optimizer(CONFIG, STEPS))[1]
+
+
+def assert_trees_equal(got, expected, **tolerance):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected)):
+        a, b = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b))
+        np.testing.assert_allclose(a, b, err_msg=jax.tree_util.keystr(path), **tolerance)
+
+
+def test_loss_ignores_what_is_masked():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(2, 3, VOCABULARY)).astype(np.float32)
+    targets = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
+    weights = np.array([[1, 0, 2], [0, 1, 0]], np.float32)
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = -sum(weights[b, t] * log_probabilities[b, t, targets[b, t]] for b in range(2) for t in range(3))
+    hidden = weights == 0
+    logits[hidden], targets[hidden] = np.nan, 10**6
+
+    def nats(logits):
+        return loss_sums(logits, jnp.asarray(targets), jnp.asarray(weights), jnp.asarray(TOKEN_BYTES)).nats
+
+    got, gradient = jax.value_and_grad(nats)(jnp.asarray(logits))
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    assert np.isfinite(gradient).all() and not np.any(np.asarray(gradient)[hidden])
+    sums = loss_sums(jnp.asarray(logits), jnp.asarray(targets), jnp.asarray(weights), jnp.asarray(TOKEN_BYTES))
+    assert (float(sums.tokens), float(sums.bytes)) == (4.0, 1 + 2 * 3 + 5)
+
+
+def test_step_equals_optax_on_the_mean_loss(train_step):
+    batch = random_batch(np.random.default_rng(1))
+    model = TinyModel(rngs=nnx.Rngs(0))
+    graphdef, parameters, other = nnx.split(model, nnx.Param, ...)
+
+    def mean_loss(parameters):
+        logits = nnx.merge(graphdef, parameters, other)(batch["inputs"], positions=batch["positions"])
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return jnp.sum(nats * batch["loss_weights"]) / jnp.sum(batch["loss_weights"])
+
+    loss, gradients = jax.value_and_grad(mean_loss)(parameters)
+    norm = optax.tree.norm(gradients)
+    assert norm > CONFIG.clip_norm  # so that clipping is seen
+    gradients = jax.tree.map(lambda g: g * CONFIG.clip_norm / norm, gradients)
+    # AdamW's first step: the moments' bias corrections leave g / (|g| + epsilon).
+    rate = CONFIG.learning_rate / 2
+    decayed = {"hidden/kernel"}
+
+    def update(path, p, g):
+        name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+        return p - rate * (g / (jnp.abs(g) + CONFIG.epsilon) + CONFIG.weight_decay * (name in decayed) * p)
+
+    expected = jax.tree_util.tree_map_with_path(update, parameters, gradients)
+    state, metrics = train_step(new_state(), put_batch(batch, None))
+    assert_trees_equal(state.parameters, expected, atol=2e-6)
+    np.testing.assert_allclose(metrics.nats / metrics.tokens, loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics.gradient_norm, norm, rtol=1e-5)
+    np.testing.assert_allclose(metrics.learning_rate, rate, rtol=1e-6)
+    assert int(state.updates) == 1 and int(state.skipped) == 0 and bool(metrics.finite)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulation_equals_the_large_batch(train_step, parts):
+    # Parts of very different weight: a mean of the parts' means would differ.
+    rng = np.random.default_rng(2)
+    whole, split = new_state(), new_state()
+    for _ in range(3):
+        batch = random_batch(rng)
+        batch["loss_weights"][1:] *= 0.01
+        whole, whole_metrics = train_step(whole, put_batch(batch, None))
+        split, split_metrics = train_step(split, put_batch(batch, None, parts))
+        np.testing.assert_allclose(split_metrics.nats, whole_metrics.nats, rtol=1e-6)
+        np.testing.assert_allclose(split_metrics.gradient_norm, whole_metrics.gradient_norm, rtol=1e-5)
+    assert_trees_equal(split.parameters, whole.parameters, atol=1e-5)
+
+
+def test_a_step_that_is_not_finite_changes_nothing(train_step):
+    rng = np.random.default_rng(3)
+    good, bad = random_batch(rng), random_batch(rng, poison=True)
+    state, _ = train_step(new_state(), put_batch(good, None))
+    before = jax.tree.map(jnp.copy, (state.parameters, state.optimizer, state.updates))
+    state, metrics = train_step(state, put_batch(bad, None))
+    assert not bool(metrics.finite) and int(metrics.skipped) == 1 and int(state.skipped) == 1
+    assert_trees_equal((state.parameters, state.optimizer, state.updates), before, rtol=0)
+    # The step after it goes on as if it had not been.
+    expected, _ = train_step(new_state(), put_batch(good, None))
+    expected, _ = train_step(expected, put_batch(good, None))
+    state, metrics = train_step(state, put_batch(good, None))
+    assert bool(metrics.finite)
+    assert_trees_equal(state.parameters, expected.parameters, rtol=0)
+
+
+def test_a_batch_without_weights_leaves_the_gradient_zero(train_step):
+    batch = random_batch(np.random.default_rng(4))
+    batch["loss_weights"][:] = 0
+    state, metrics = train_step(new_state(), put_batch(batch, None))
+    assert bool(metrics.finite) and float(metrics.gradient_norm) == 0.0
+
+
+def test_the_state_is_donated(train_step):
+    state = new_state()
+    train_step(state, put_batch(random_batch(np.random.default_rng(5)), None))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.parameters))
+
+
+def test_evaluation_is_the_mean_over_all_tokens_without_dropout():
+    rng = np.random.default_rng(6)
+    batches = [random_batch(rng) for _ in range(3)]
+    model = TinyModel(rngs=nnx.Rngs(0), dropout=0.5)
+    result = evaluate(model, batches, token_bytes=TOKEN_BYTES)
+    plain = TinyModel(rngs=nnx.Rngs(0))
+    nats = tokens = num_bytes = 0.0
+    for batch in batches:
+        logits = plain(batch["inputs"], positions=batch["positions"])
+        part = loss_sums(
+            logits, jnp.asarray(batch["targets"]), jnp.asarray(batch["loss_weights"]), jnp.asarray(TOKEN_BYTES)
+        )
+        nats, tokens, num_bytes = nats + part.nats, tokens + part.tokens, num_bytes + part.bytes
+    np.testing.assert_allclose(result.loss, nats / tokens, rtol=1e-5)
+    np.testing.assert_allclose(result.bits_per_byte, nats / np.log(2) / num_bytes, rtol=1e-5)
+    np.testing.assert_allclose(result.perplexity, np.exp(nats / tokens), rtol=1e-5)
+
+
+def test_evaluation_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="no token"):
+        evaluate(TinyModel(rngs=nnx.Rngs(0)), [], token_bytes=TOKEN_BYTES)
