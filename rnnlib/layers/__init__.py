@@ -1,4 +1,9 @@
-"""Token mixers: one recurrence over four axes, the papers' presets of it, and softmax attention."""
+"""Token mixers: one recurrence over four axes, the papers' presets of it, and softmax attention.
+
+Parameters that an optimizer should decay are matrices: kernels of projections and convolutions. All others are vectors:
+norms' `scale`, `bias`, `A_log` and `dt_bias` (float32 whatever `param_dtype` is), and the learned scalars per head
+`skip`, `feedback` and `correction`.
+"""
 
 from rnnlib.layers.attention import Attention, AttentionCache, AttentionConfig
 from rnnlib.layers.base import MixerConfig, MixerShape, TokenMixer
@@ -30,7 +35,6 @@ from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import KeyMap, Keys, KeysConfig, OutputCorrection, PlainKeys
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer, RecurrentMixerConfig
 from rnnlib.layers.normalization import RMSNorm, l2_normalize
-from rnnlib.layers.parameters import takes_weight_decay
 from rnnlib.layers.presets import MixerPreset, mixer_names, mixer_preset, preset_details, register_preset
 from rnnlib.layers.readout import Readout, ReadoutConfig
 from rnnlib.layers.rotary import Rotary
@@ -92,5 +96,4 @@ __all__ = [
     "mixer_table",
     "preset_details",
     "register_preset",
-    "takes_weight_decay",
 ]

@@ -128,8 +128,8 @@ class Attention(nnx.Module):
 
         Args:
             x: input `[B, T, D]`, T >= 1.
-            segment_ids: ids of packed documents: tokens see only their own. The first token of a call continues the
-                cache's last segment, whatever its id.
+            segment_ids: ids of packed documents: tokens see nothing from before the last change of id. The first token
+                of a call continues the cache's last segment, whatever its id.
             positions: of each token, for the rotation; None counts on from the cache, or from 0.
             cache: None for the parallel pass; else what `init_cache` or the previous call gave, to continue from.
 

@@ -91,6 +91,11 @@ def segment_starts(segment_ids: Array) -> Array:
     return jnp.pad(changes, ((0, 0), (1, 0)))
 
 
+def segment_index(segment_ids: Array) -> Array:
+    """The number of changes of id before and at each token, `[B, T]`: tells apart documents that share an id."""
+    return jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
+
+
 def choose_implementation(
     operator: str,
     implementation: str | None,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from rnnlib.ops.arguments import check_floating, check_rank, check_segment_ids
+from rnnlib.ops.arguments import check_floating, check_rank, check_segment_ids, segment_index
 
 _NAME = "causal_attention"
 
@@ -28,7 +28,7 @@ def causal_attention(
         k: keys. Query heads H are a multiple of key heads HK: query head `j` uses key head `j // (H // HK)`.
         v: values.
         window: how many tokens each token sees, itself included; None is all before it.
-        segment_ids: documents packed into a row: tokens see only tokens of their own id.
+        segment_ids: documents packed into a row: tokens see nothing from before the last change of id.
 
     Returns:
         The output in `v`'s dtype.
@@ -51,6 +51,8 @@ def causal_attention(
         raise ValueError(f"{_NAME}: window is {window}, expected None or at least 1")
     batch, length = q.shape[:2]
     check_segment_ids(_NAME, segment_ids, batch, length)
+    if segment_ids is not None:
+        segment_ids = segment_index(segment_ids)
 
     if window is None or 2 * window >= length:
         mask = None if segment_ids is None else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from rnnlib.ops.arguments import check_floating, check_rank, check_segment_ids, check_shape
+from rnnlib.ops.arguments import check_floating, check_rank, check_segment_ids, check_shape, segment_index
 
 _NAME = "short_convolution"
 
@@ -50,6 +50,7 @@ def short_convolution(
     past = jnp.zeros(state_shape, x.dtype) if initial_state is None else initial_state.astype(x.dtype)
     padded = jnp.concatenate([past, x], axis=1)
     if segment_ids is not None:
+        segment_ids = segment_index(segment_ids)
         past_ids = jnp.broadcast_to(segment_ids[:, :1], (batch, width - 1))
         padded_ids = jnp.concatenate([past_ids, segment_ids], axis=1)
 
