@@ -1,14 +1,14 @@
-"""The chunk form shared by the delta rule, linear attention and their relatives (DESIGN section 1).
+"""The chunk form shared by the delta rule, linear attention and their relatives.
 
-A chunk of C tokens acts on the state as an affine map. Each operator says what its `ChunkFactors` are; what happens between
-chunks, forward and backward, is the same for all and stands here.
+A chunk of C tokens acts on the state as an affine map. Each operator says what its `ChunkFactors` are; what happens
+between chunks, forward and backward, is the same for all and stands here.
 
-Decays are exponentials of sums of log decays over intervals of tokens. The sums are formed as sums, never as differences
-of cumulative sums: no cancellation, and a log decay of -inf (a hard reset) is an ordinary large number.
+Decays are exponentials of sums of log decays over intervals of tokens. The sums are formed as sums, never as
+differences of cumulative sums: no cancellation, and a log decay of -inf (a hard reset) is an ordinary large number.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,51 +94,80 @@ def _sums_after(log_decay: Array) -> Array:
     return jnp.flip(jnp.cumsum(jnp.flip(following, -2), axis=-2), -2)
 
 
-def causal_scores(rows: Array, columns: Array, log_decay: Array | None, *, strict: bool = False) -> Array:
-    """Decayed inner products `sum_k rows[r, k] exp(sum of log_decay over (s, r]) columns[s, k]`, zero above the diagonal.
+def causal_scores(rows: Sequence[Array], columns: Array, log_decay: Array | None) -> list[Array]:
+    """Decayed inner products `sum_k rows[r, k] exp(sum of log_decay over (s, r]) columns[s, k]` where `s <= r`, or 0.
 
     Args:
-        rows: `[..., C, K]`.
+        rows: arrays `[..., C, K]` that are scored against the same columns.
         columns: `[..., C, K]`.
         log_decay: None, `[..., C, 1]` or `[..., C, K]`, finite.
-        strict: whether the diagonal is zero too.
 
     Returns:
-        `[..., C, C]`.
+        `[..., C, C]` for each of `rows`.
     """
-    size = rows.shape[-2]
+    columns_transposed = jnp.swapaxes(columns, -1, -2)
     if log_decay is None:
-        scores = rows @ jnp.swapaxes(columns, -1, -2)
-    elif log_decay.shape[-1] == 1:
-        scores = (rows @ jnp.swapaxes(columns, -1, -2)) * jnp.exp(interval_sums(log_decay)[..., 0])
-    else:
-        scores = _channel_scores(rows, columns, log_decay)
-    lower = jnp.tril(jnp.ones((size, size), bool), -1 if strict else 0)
-    return jnp.where(lower, scores, 0.0)
+        return [jnp.tril(row @ columns_transposed) for row in rows]
+    if log_decay.shape[-1] == 1:
+        decay = jnp.exp(interval_sums(log_decay)[..., 0])
+        return [(row @ columns_transposed) * decay for row in rows]
+    return _channel_scores(rows, columns, log_decay)
 
 
-def _channel_scores(rows: Array, columns: Array, log_decay: Array) -> Array:
+def _channel_scores(rows: Sequence[Array], columns: Array, log_decay: Array) -> list[Array]:
     """`causal_scores` where each channel decays on its own, in blocks of 16 tokens.
 
-    A block below the diagonal splits the interval `(s, r]` at its first row, so that both exponents are <= 0; a block
-    on the diagonal takes each pair's own exponent.
+    A block on the diagonal takes each pair's own exponent. A block below it splits the interval `(s, r]` at its first
+    row, so that both exponents are <= 0.
     """
     size = log_decay.shape[-2]
+    on_diagonal = [pairs.reshape(*pairs.shape[:-3], size, SUBCHUNK) for pairs in _pair_scores(rows, columns, log_decay)]
     column_sums: list[Array] = []  # for each earlier block, sums over (s, start of this block]
-    score_rows = []
+    scores: list[list[Array]] = [[] for _ in rows]
     for start in range(0, size, SUBCHUNK):
         block = slice(start, start + SUBCHUNK)
-        row, column, log = rows[..., block, :], columns[..., block, :], log_decay[..., block, :]
-        # [..., 16 (r), 16 (s), K] -> [..., 16, 16]
-        parts = [jnp.sum(row[..., :, None, :] * jnp.exp(interval_sums(log)) * column[..., None, :, :], axis=-1)]
+        log = log_decay[..., block, :]
+        since_start = decay_since_start(log)
         if start > 0:
             earlier = columns[..., :start, :] * jnp.exp(jnp.concatenate(column_sums, axis=-2))
-            parts.insert(0, (row * decay_since_start(log)) @ jnp.swapaxes(earlier, -1, -2))
-        parts.append(jnp.zeros((*parts[0].shape[:-1], size - start - SUBCHUNK), rows.dtype))
-        score_rows.append(jnp.concatenate(parts, axis=-1))
+        for row, diagonal, out in zip(rows, on_diagonal, scores):
+            parts = [diagonal[..., block, :]]
+            if start > 0:
+                parts.insert(0, (since_start * row[..., block, :]) @ jnp.swapaxes(earlier, -1, -2))
+            after = size - start - SUBCHUNK
+            out.append(jnp.pad(jnp.concatenate(parts, axis=-1), [(0, 0)] * (log.ndim - 1) + [(0, after)]))
         total = jnp.sum(log, axis=-2, keepdims=True)
         column_sums = [sums + total for sums in column_sums] + [_sums_after(log)]
-    return jnp.concatenate(score_rows, axis=-2)
+    return [jnp.concatenate(out, axis=-2) for out in scores]
+
+
+def _pair_scores(rows: Sequence[Array], columns: Array, log_decay: Array) -> list[Array]:
+    """`causal_scores` within each block of 16 tokens, `[..., C / 16, 16, 16]`, one lag `r - s` after the other.
+
+    By lags no `[16, 16, K]` tensor is formed, and the interval sums grow by one token at a time.
+    """
+    blocks = (*log_decay.shape[:-2], log_decay.shape[-2] // SUBCHUNK, SUBCHUNK)
+    log_decay = log_decay.reshape(*blocks, log_decay.shape[-1])
+    columns = columns.reshape(*columns.shape[:-2], *blocks[-2:], columns.shape[-1])
+    rows = [row.reshape(*row.shape[:-2], *blocks[-2:], row.shape[-1]) for row in rows]
+    by_lag: list[list[Array]] = [[] for _ in rows]  # each [..., 16 (r)], zero where r < lag
+    sums = jnp.zeros_like(log_decay)
+    for lag in range(SUBCHUNK):
+        if lag > 0:
+            sums = sums[..., 1:, :] + log_decay[..., 1 : SUBCHUNK - lag + 1, :]
+        decayed = jnp.exp(sums) * columns[..., : SUBCHUNK - lag, :]
+        for row, out in zip(rows, by_lag):
+            score = jnp.sum(row[..., lag:, :] * decayed, axis=-1)
+            out.append(jnp.pad(score, [(0, 0)] * (score.ndim - 1) + [(lag, 0)]))
+    return [_skew(jnp.stack(out[::-1], axis=-1)) for out in by_lag]
+
+
+def _skew(x: Array) -> Array:
+    """From `x[..., r, n - 1 - lag]` to `[..., r, r - lag]`, lower triangular, `[..., n, n]`."""
+    size = x.shape[-1]
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+    flat = padded.reshape(*x.shape[:-2], size * (size + 1))
+    return jnp.tril(flat[..., size - 1 : size - 1 + size * size].reshape(x.shape))
 
 
 def finite_log_decay(log_decay: Array | None, starts: Array | None) -> Array | None:
@@ -146,7 +175,7 @@ def finite_log_decay(log_decay: Array | None, starts: Array | None) -> Array | N
 
     Args:
         log_decay: None or `[B, T, H, R, X]`.
-        starts: None or `[B, T]`, true where a segment begins: everything before it is forgotten, which is a log decay of -inf.
+        starts: None or `[B, T]`, true where a segment begins: all before it is forgotten, as by a log decay of -inf.
 
     Returns:
         None where there is neither, otherwise `[B, T, H, R, X]` (X = 1 for starts alone).
@@ -184,7 +213,7 @@ def evaluate_chunks(
     starts: Array | None,
     state: Array,
 ) -> tuple[Array, Array]:
-    """Runs a rule given by its chunk factors; the backward keeps the states at chunk boundaries and recomputes the rest.
+    """Runs a rule given by its chunk factors; keeps the states at chunk boundaries for the backward, and no more.
 
     Args:
         chunk_factors: from `(inputs, starts)` to the factors of all chunks at once.

@@ -50,7 +50,7 @@ def gated_delta_rule(
 
     Args:
         q: queries.
-        k: read keys. Transitions are stable for `0 <= erase * (k . write_key) <= 2`: normalise keys, or scale the gates.
+        k: read keys. Transitions are stable for `0 <= erase * (k . write_key) <= 2`: normalise keys or scale gates.
         v: values. Value heads HV are a multiple of key heads H: value head `j` uses key head `j // (HV // H)`.
         beta: short for `erase = write = beta`.
         erase: gate on the read key, one per head or per key channel; None is 1.
@@ -70,7 +70,8 @@ def gated_delta_rule(
         The output in `v`'s dtype, and the final state (of the last segment) in float32, or float64 for float64 inputs.
 
     Raises:
-        ValueError: a shape, `chunk_size` or `implementation` is none of those above, or `beta` comes with `erase` or `write`.
+        ValueError: a shape, `chunk_size` or `implementation` is none of those above, or `beta` comes with `erase` or
+            `write`.
         TypeError: an array is not floating, or `segment_ids` is not of integers.
         NotImplementedError: the implementation named does not support the case.
     """
@@ -87,7 +88,7 @@ def gated_delta_rule(
         initial_state=initial_state,
     )
     check_key_value_heads(_NAME, q, k, v)
-    batch, length, heads, key_size = q.shape
+    batch, length, _, key_size = q.shape
     value_heads, value_size = v.shape[2:]
     per_head = (batch, length, value_heads)
     per_key_channel = (*per_head, key_size)

@@ -2,20 +2,26 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.lax.linalg import triangular_solve
 
 from rnnlib.ops import chunk
 from rnnlib.ops.arguments import accumulation_dtype
 from rnnlib.ops.gated_delta_rule.inputs import DeltaRuleInputs
+from rnnlib.ops.triangular import unit_lower_inverse
 
 
 def delta_rule_factors(inputs: DeltaRuleInputs, starts: Array | None, *, scale: float, size: int) -> chunk.ChunkFactors:
     """The chunk form of the gated delta rule: the WY representation of a product of Householder-like transitions.
 
-    Source: DeltaNet (arXiv 2406.06484) section 3.2 and Gated DeltaNet-2 section 3, with the write key told apart from the
-    read key (Preconditioned DeltaNet, figure 9); DESIGN section 1.
+    With `G_r` the log decay summed over the chunk up to and with token r, `E_bar_r = exp(G_r) * e_r` and
+    `K_bar_s = exp(-G_s) * k~_s` (never formed like this), the rows of a chunk obey
+
+        T = tril(E_bar K_bar^T, -1)    Y = (I + T)^-1 E_bar    U = (I + T)^-1 Z    R = U - Y S_0
+
+    Source: DeltaNet (arXiv 2406.06484) section 3.2, Gated DeltaNet-2 section 3, with the write key told apart from the
+    read key (Preconditioned DeltaNet, figure 9).
 
     Args:
         inputs: the rule's arguments in their own dtypes.
@@ -27,7 +33,7 @@ def delta_rule_factors(inputs: DeltaRuleInputs, starts: Array | None, *, scale: 
     grouped = inputs.group_heads()
     decay = None if grouped.log_decay is None else grouped.log_decay.astype(dtype)
     grouped = grouped._replace(log_decay=chunk.finite_log_decay(decay, starts))
-    c = DeltaRuleInputs(*(None if x is None else chunk.split_chunks(x.astype(dtype), size) for x in grouped))
+    c = jax.tree.map(lambda x: chunk.split_chunks(x.astype(dtype), size), grouped)
 
     # Rows are tokens of a chunk: [N, B, H, R, C, K or V].
     e = c.k if c.erase is None else c.erase * c.k
@@ -42,17 +48,13 @@ def delta_rule_factors(inputs: DeltaRuleInputs, starts: Array | None, *, scale: 
         k_tail = chunk.decay_until_end(c.log_decay) * write_key
         total = jnp.swapaxes(since_start[..., -1:, :], -1, -2)
 
-    # (I + T) [Y, U] = [E_bar, Z], by forward substitution: stable for repeated keys with a gate of 1.
-    t = chunk.causal_scores(e, write_key, c.log_decay, strict=True)
-    group = max(t.shape[3], e_bar.shape[3], z.shape[3])
-    t, e_bar, z = (jnp.broadcast_to(x, (*x.shape[:3], group, *x.shape[4:])) for x in (t, e_bar, z))
-    y_u = triangular_solve(t, jnp.concatenate([e_bar, z], axis=-1), left_side=True, lower=True, unit_diagonal=True)
-    y, u = jnp.split(y_u, [e_bar.shape[-1]], axis=-1)
+    e_scores, q_scores = chunk.causal_scores((e, q), write_key, c.log_decay)
+    inverse = unit_lower_inverse(jnp.tril(e_scores, -1))
     return chunk.ChunkFactors(
         read=q_bar,
-        scores=chunk.causal_scores(q, write_key, c.log_decay),
-        correction=y,
-        update=u,
+        scores=q_scores,
+        correction=inverse @ e_bar,
+        update=inverse @ z,
         write=k_tail,
         decay=total,
     )

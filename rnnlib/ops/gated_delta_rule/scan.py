@@ -12,7 +12,7 @@ from rnnlib.ops.heads import merge_heads
 def gated_delta_rule_scan(
     inputs: DeltaRuleInputs, initial_state: Array | None, segment_ids: Array | None, *, scale: float
 ) -> tuple[Array, Array]:
-    """Evaluates the recurrence of DESIGN section 1 with `jax.lax.scan` over tokens.
+    """Evaluates the recurrence that `rnnlib.ops.gated_delta_rule` states with `jax.lax.scan` over tokens.
 
     Args:
         inputs: token-wise arguments.
@@ -24,16 +24,12 @@ def gated_delta_rule_scan(
         Output `[B, T, HV, V]` in `v`'s dtype and final state `[B, HV, K, V]` in float32 (float64 for float64 inputs).
     """
     dtype = accumulation_dtype(*inputs, initial_state)
-    batch, length, heads, key_size = inputs.q.shape
+    batch, _, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
-    grouped = inputs.group_heads()
-    tokens = DeltaRuleInputs(*(None if x is None else jnp.moveaxis(x.astype(dtype), 1, 0) for x in grouped))
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), inputs.group_heads())
     starts = None if segment_ids is None else jnp.moveaxis(segment_starts(segment_ids), 1, 0)
     state_shape = (batch, heads, value_heads // heads, key_size, value_size)
-    if initial_state is None:
-        state = jnp.zeros(state_shape, dtype)
-    else:
-        state = initial_state.astype(dtype).reshape(state_shape)
+    state = jnp.zeros(state_shape, dtype) if initial_state is None else initial_state.astype(dtype).reshape(state_shape)
 
     def step(state: Array, token: tuple[DeltaRuleInputs, Array | None]) -> tuple[Array, Array]:
         t, start = token

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -13,7 +14,7 @@ from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
 def linear_attention_factors(
     inputs: LinearAttentionInputs, starts: Array | None, *, scale: float, size: int
 ) -> chunk.ChunkFactors:
-    """The chunk form of linear attention: that of the delta rule with no correction, `R = Z` (DESIGN section 1).
+    """The chunk form of linear attention: that of the delta rule with no correction, `R = Z`.
 
     Args:
         inputs: the rule's arguments in their own dtypes.
@@ -25,7 +26,7 @@ def linear_attention_factors(
     grouped = inputs.group_heads()
     decay = None if grouped.log_decay is None else grouped.log_decay.astype(dtype)
     grouped = grouped._replace(log_decay=chunk.finite_log_decay(decay, starts))
-    c = LinearAttentionInputs(*(None if x is None else chunk.split_chunks(x.astype(dtype), size) for x in grouped))
+    c = jax.tree.map(lambda x: chunk.split_chunks(x.astype(dtype), size), grouped)
 
     z = c.v if c.write is None else c.write * c.v
     q = scale * c.q
@@ -36,7 +37,7 @@ def linear_attention_factors(
         q_bar = since_start * q
         k_tail = chunk.decay_until_end(c.log_decay) * c.k
         total = jnp.swapaxes(since_start[..., -1:, :], -1, -2)
-    scores = chunk.causal_scores(q, c.k, c.log_decay)
+    (scores,) = chunk.causal_scores((q,), c.k, c.log_decay)
     return chunk.ChunkFactors(read=q_bar, scores=scores, correction=None, update=z, write=k_tail, decay=total)
 
 

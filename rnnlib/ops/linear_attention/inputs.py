@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 from jax import Array
 
 from rnnlib.ops.heads import group_heads
@@ -26,5 +27,4 @@ class LinearAttentionInputs(NamedTuple):
 
     def group_heads(self) -> "LinearAttentionInputs":
         """Splits heads into `[B, T, H, R, X]`, R = HV // H or 1, and gives per-head gates a channel axis of 1."""
-        heads = self.q.shape[2]
-        return LinearAttentionInputs(*(None if x is None else group_heads(x, heads) for x in self))
+        return jax.tree.map(lambda x: group_heads(x, self.q.shape[2]), self)

@@ -26,8 +26,7 @@ def linear_attention_scan(
     dtype = accumulation_dtype(*inputs, initial_state)
     batch, _, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
-    grouped = inputs.group_heads()
-    tokens = LinearAttentionInputs(*(None if x is None else jnp.moveaxis(x.astype(dtype), 1, 0) for x in grouped))
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), inputs.group_heads())
     starts = None if segment_ids is None else jnp.moveaxis(segment_starts(segment_ids), 1, 0)
     state_shape = (batch, heads, value_heads // heads, key_size, value_size)
     state = jnp.zeros(state_shape, dtype) if initial_state is None else initial_state.astype(dtype).reshape(state_shape)
