@@ -48,10 +48,11 @@ class ModelConfig:
         num_heads: heads of the recurrent mixers, and of attention where `attention_heads` is None.
         mixers: names of `rnnlib.layers.presets.mixer_names()`, repeated cyclically over the layers: one name for a
             plain model, two for every other layer, as many as there are layers for an explicit pattern.
-        mixer_overrides: options of the mixers' configurations, by mixer name (`"*"`: every recurrent mixer), e.g.
-            `{"gated_deltanet": {"output_gate": False}}`. Stored as nested tuples, so that a config can be hashed.
+        mixer_overrides: what `mixer_preset` takes as overrides, by mixer name (`"*"`: every recurrent mixer), e.g.
+            `{"gated_deltanet": {"output_gate": False, "gain.negative_eigenvalues": True}}`. Stored as nested tuples,
+            so that a config can be hashed.
         attention_heads: heads of the attention layers, None for `num_heads`.
-        head_dim: key and value width of a head in every mixer, None for the mixer's own default.
+        head_dim: width of a key head in every mixer (values: times the mixer's expansion), None for its own default.
         window: tokens that a sliding-window attention layer looks at, itself included; None for the layer's default.
         rope_base: base of the rotary positions of attention layers; None for the layer's default.
         mlp_ratio: size of the feed-forward, see `swiglu_width`; 0 leaves the feed-forward blocks out.

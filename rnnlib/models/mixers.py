@@ -4,27 +4,36 @@ from typing import Any
 
 from flax import nnx
 
-from rnnlib.layers.base import TokenMixer
+from rnnlib.layers.base import MixerConfig, TokenMixer
 from rnnlib.layers.presets import mixer_preset
 from rnnlib.models.config import ModelConfig
 
 ATTENTION = ("attention", "sliding_window_attention")
 
 
-def mixer_options(config: ModelConfig, mixer: str) -> dict[str, Any]:
-    """Options that `config` gives the mixers of one name: shared ones, then the overrides for `"*"` and by name."""
-    options: dict[str, Any] = {}
-    if config.head_dim is not None:
-        options["head_dim"] = config.head_dim
-    if mixer in ATTENTION and config.rope_base is not None:
+def mixer_config(config: ModelConfig, mixer: str) -> MixerConfig:
+    """The configuration of a model's mixers of one name: the preset, what the model sets, then its overrides.
+
+    Args:
+        config: the model's configuration.
+        mixer: the mixer's name.
+
+    Returns:
+        The mixer's configuration.
+
+    Raises:
+        ValueError: where an override names no field of it, or has an invalid value.
+    """
+    options: dict[str, Any] = {"head_dim": config.head_dim}
+    if mixer in ATTENTION:
         options["rope_base"] = config.rope_base
-    if mixer == "sliding_window_attention" and config.window is not None:
-        options["window"] = config.window
+        if mixer == "sliding_window_attention":
+            options["window"] = config.window
+    options = {name: value for name, value in options.items() if value is not None}
     overrides = {name: dict(values) for name, values in config.mixer_overrides}
     if mixer not in ATTENTION:
-        options.update(overrides.get("*", {}))
-    options.update(overrides.get(mixer, {}))
-    return options
+        options |= overrides.get("*", {})
+    return mixer_preset(mixer, **(options | overrides.get(mixer, {})))
 
 
 def build_mixer(config: ModelConfig, mixer: str, *, rngs: nnx.Rngs) -> TokenMixer:
@@ -41,6 +50,6 @@ def build_mixer(config: ModelConfig, mixer: str, *, rngs: nnx.Rngs) -> TokenMixe
     num_heads = config.num_heads
     if mixer in ATTENTION and config.attention_heads is not None:
         num_heads = config.attention_heads
-    return mixer_preset(mixer, **mixer_options(config, mixer)).build(
+    return mixer_config(config, mixer).build(
         config.width, num_heads, rngs=rngs, dtype=config.compute_dtype, param_dtype=config.storage_dtype
     )

@@ -1,0 +1,98 @@
+"""Prefill and decoding through a cache give the logits of the parallel pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rnnlib.layers.presets import mixer_names
+from rnnlib.models import (
+    DecoderLM,
+    ModelConfig,
+    every_other_sliding_window,
+    gated_deltanet2_cell,
+    two_global_attention_layers,
+)
+
+SMALL = ModelConfig(vocabulary_size=29, width=32, num_layers=1, num_heads=2, window=5, mlp_width=32)
+LENGTH, PREFIX = 14, 9
+TOKENS = jax.random.randint(jax.random.key(11), (2, LENGTH), 0, 29)
+# The second row's prompt has 4 tokens and is padded on the left.
+SEGMENTS = jnp.stack([jnp.ones(LENGTH, jnp.int32), (jnp.arange(LENGTH) >= PREFIX - 4).astype(jnp.int32)])
+
+HYBRIDS = {
+    "every other layer sliding": SMALL.replace(num_layers=2, mixers=every_other_sliding_window("gated_deltanet")),
+    "two global": SMALL.replace(num_layers=4, mixers=two_global_attention_layers("deltanet", 4)),
+    "gated_deltanet2 cell": SMALL.replace(num_layers=2, mixers=gated_deltanet2_cell(), attention_heads=4),
+    "three kinds": SMALL.replace(num_layers=3, mixers=("kla", "mamba2", "attention"), tie_embeddings=True),
+}
+# Larger weights than a fresh model's, so that an error in the state is an error in the logits.
+STD = 0.3
+
+
+def build(config):
+    return nnx.split(DecoderLM(config.replace(initializer_std=STD), rngs=nnx.Rngs(5)))
+
+
+def parallel(graphdef, state, tokens, segment_ids):
+    run = jax.jit(lambda state, *arguments: nnx.merge(graphdef, state)(arguments[0], segment_ids=arguments[1]))
+    return run(state, tokens, segment_ids)
+
+
+def extender(graphdef, state):
+    run = jax.jit(
+        lambda state, tokens, cache, segment_ids: nnx.merge(graphdef, state).extend(
+            tokens, cache, segment_ids=segment_ids
+        )
+    )
+    return lambda *arguments: run(state, *arguments)
+
+
+def shapes(cache):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), cache)
+
+
+@pytest.mark.parametrize("name", [*mixer_names(), *HYBRIDS])
+def test_prefill_and_decode_equal_the_parallel_pass(name):
+    config = HYBRIDS.get(name) or SMALL.replace(mixers=(name,))
+    graphdef, state = build(config)
+    expected = parallel(graphdef, state, TOKENS, SEGMENTS)
+    extend = extender(graphdef, state)
+    cache = nnx.merge(graphdef, state).init_cache(2, LENGTH)
+    empty = shapes(cache)
+    logits, cache = extend(TOKENS[:, :PREFIX], cache, SEGMENTS[:, :PREFIX])
+    parts = [logits]
+    assert shapes(cache) == empty
+    for t in range(PREFIX, LENGTH):
+        logits, cache = extend(TOKENS[:, t : t + 1], cache, None)
+        parts.append(logits)
+    assert shapes(cache) == empty
+    logits = jnp.concatenate(parts, axis=1)
+    assert float(jnp.abs(expected).max()) > 0.5
+    np.testing.assert_allclose(logits[0], expected[0], atol=1e-4)
+    np.testing.assert_allclose(logits[1, PREFIX - 4 :], expected[1, PREFIX - 4 :], atol=1e-4)
+
+
+def test_any_pieces_equal_the_parallel_pass():
+    graphdef, state = build(HYBRIDS["every other layer sliding"])
+    expected = parallel(graphdef, state, TOKENS, None)
+    extend = extender(graphdef, state)
+    cache = nnx.merge(graphdef, state).init_cache(2, LENGTH)
+    parts = []
+    # One of the pieces is longer than the window.
+    for start, stop in ((0, 6), (6, 7), (7, 8), (8, 14)):
+        logits, cache = extend(TOKENS[:, start:stop], cache, None)
+        parts.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, atol=1e-4)
+
+
+def test_a_segment_that_starts_within_a_later_piece_restarts_the_cache():
+    graphdef, state = build(HYBRIDS["every other layer sliding"])
+    segments = jnp.broadcast_to(jnp.where(jnp.arange(LENGTH) < 11, 1, 2), (2, LENGTH))
+    expected = parallel(graphdef, state, TOKENS, segments)
+    extend = extender(graphdef, state)
+    cache = nnx.merge(graphdef, state).init_cache(2, LENGTH)
+    _, cache = extend(TOKENS[:, :7], cache, segments[:, :7])
+    logits, cache = extend(TOKENS[:, 7:], cache, segments[:, 7:])
+    np.testing.assert_allclose(logits, expected[:, 7:], atol=1e-4)

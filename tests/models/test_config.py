@@ -1,0 +1,77 @@
+import dataclasses
+
+import pytest
+
+from rnnlib.models import (
+    ModelConfig,
+    every_other_sliding_window,
+    gated_deltanet2_cell,
+    swiglu_width,
+    two_global_attention_layers,
+)
+
+
+@pytest.mark.parametrize(("width", "expected"), [(1024, 2816), (1792, 4864), (2048, 5632), (2304, 6144), (64, 256)])
+def test_swiglu_width_is_the_papers(width, expected):
+    assert swiglu_width(width) == expected
+    assert ModelConfig(width=width).feed_forward_width == expected
+
+
+def test_one_mixer_fills_all_layers_and_two_alternate():
+    assert ModelConfig(num_layers=3, mixers=("kda",)).layer_mixers == ("kda",) * 3
+    alternating = ModelConfig(num_layers=5, mixers=every_other_sliding_window("kda")).layer_mixers
+    assert alternating == ("kda", "sliding_window_attention", "kda", "sliding_window_attention", "kda")
+    assert gated_deltanet2_cell() == ("gated_deltanet2", "sliding_window_attention")
+
+
+@pytest.mark.parametrize("num_layers", [4, 7, 24])
+def test_global_attention_stands_on_the_second_and_the_middle_layer(num_layers):
+    layers = two_global_attention_layers("deltanet", num_layers)
+    # Counted from one, as the paper does: layers 2 and N/2 + 1.
+    assert [i + 1 for i, name in enumerate(layers) if name == "attention"] == [2, num_layers // 2 + 1]
+    assert len(layers) == num_layers
+
+
+def test_two_global_layers_need_four_layers():
+    with pytest.raises(ValueError, match="num_layers=3"):
+        two_global_attention_layers("deltanet", 3)
+
+
+def test_config_is_hashable_and_round_trips_through_plain_values():
+    config = ModelConfig(
+        num_layers=4,
+        mixers=("kda", "attention"),
+        mixer_overrides={"kda": {"readout.gate": "none"}, "*": {"convolution": None, "value_expansion": 2.0}},
+        window=16,
+    )
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    assert hash(ModelConfig.from_dict(config.to_dict())) == hash(config)
+    assert dataclasses.replace(config) == config
+    assert config.replace(window=8) != config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 0}, "width=0"),
+        ({"num_layers": -1}, "num_layers=-1"),
+        ({"mixers": ()}, "at least one mixer"),
+        ({"mixers": ("kda", "no_such_mixer")}, "'no_such_mixer' is no mixer; expected one of .*gated_deltanet"),
+        ({"num_layers": 1, "mixers": ("kda", "attention")}, "2 entries"),
+        ({"mixer_overrides": {"no_such_mixer": {}}}, "'no_such_mixer' is no mixer"),
+        ({"mixer_overrides": {"kda": 3}}, "mixer_overrides="),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"window": 0}, "window=0"),
+        ({"mlp_ratio": -1.0}, "mlp_ratio=-1.0"),
+        ({"initializer_std": 0.0}, "initializer_std=0.0"),
+        ({"rope_base": -1.0}, "rope_base=-1.0"),
+    ],
+)
+def test_bad_options_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**changes)
+
+
+def test_an_unknown_field_is_named():
+    with pytest.raises(ValueError, match="unknown model options widht"):
+        ModelConfig.from_dict({"widht": 3})

@@ -1,0 +1,166 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from rnnlib.models import DecoderLM, ModelConfig
+
+SMALL = ModelConfig(vocabulary_size=29, width=32, num_layers=2, num_heads=2, head_dim=16)
+TOKENS = jax.random.randint(jax.random.key(7), (2, 24), 0, 29)
+
+
+@functools.cache
+def small_model() -> DecoderLM:
+    return DecoderLM(SMALL, rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def compiled():
+    graphdef, state = nnx.split(small_model())
+    run = jax.jit(lambda state, tokens, segment_ids: nnx.merge(graphdef, state)(tokens, segment_ids=segment_ids))
+    return functools.partial(run, state)
+
+
+def small_logits(tokens, segment_ids):
+    return compiled()(tokens, segment_ids)
+
+
+def loss_and_gradients(config, tokens=TOKENS):
+    model = DecoderLM(config, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def run(state):
+        def loss(state):
+            logits = nnx.merge(graphdef, state)(tokens[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        return jax.value_and_grad(loss)(state)
+
+    return run(state)
+
+
+def test_no_logit_depends_on_a_later_token():
+    segments = jnp.ones_like(TOKENS)
+    changed = TOKENS.at[:, 12].set((TOKENS[:, 12] + 1) % 29)
+    before, after = small_logits(TOKENS, segments), small_logits(changed, segments)
+    np.testing.assert_array_equal(before[:, :12], after[:, :12])
+    assert not np.allclose(before[:, 12], after[:, 12])
+
+
+def test_packed_documents_do_not_see_each_other():
+    segments = jnp.broadcast_to(jnp.where(jnp.arange(24) < 9, 3, 5), (2, 24))
+    packed = small_logits(TOKENS, segments)
+    # The second document alone: with another first document before it.
+    other = TOKENS.at[:, :9].set((TOKENS[:, :9] + 5) % 29)
+    np.testing.assert_allclose(small_logits(other, segments)[:, 9:], packed[:, 9:], atol=1e-6)
+    alone = small_logits(jnp.roll(TOKENS, -9, axis=1), jnp.ones_like(TOKENS))
+    np.testing.assert_allclose(alone[:, :15], packed[:, 9:], atol=1e-5)
+    assert not np.allclose(small_logits(TOKENS, jnp.ones_like(TOKENS))[:, 9:], packed[:, 9:], atol=1e-3)
+
+
+def test_hybrid_packs_documents_too():
+    config = SMALL.replace(num_layers=3, mixers=("deltanet", "sliding_window_attention", "attention"), window=6)
+    model = DecoderLM(config, rngs=nnx.Rngs(1))
+    segments = jnp.broadcast_to(jnp.where(jnp.arange(24) < 9, 3, 5), (2, 24))
+    run = jax.jit(lambda tokens, segments: model(tokens, segment_ids=segments))
+    alone = run(jnp.roll(TOKENS, -9, axis=1), jnp.ones_like(TOKENS))
+    np.testing.assert_allclose(alone[:, :15], run(TOKENS, segments)[:, 9:], atol=1e-5)
+
+
+@pytest.mark.parametrize("mixers", [("gated_deltanet",), ("deltanet", "attention")])
+def test_remat_and_scanned_layers_change_nothing(mixers):
+    # Five layers of two mixers leave one layer outside of the scan.
+    config = SMALL.replace(mixers=mixers, num_layers=5 if len(mixers) == 2 else 2)
+    loss, gradients = loss_and_gradients(config)
+    other_loss, other_gradients = loss_and_gradients(config.replace(remat=True, scan_layers=True))
+    np.testing.assert_allclose(loss, other_loss, rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(other_gradients), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6, rtol=1e-4)
+
+
+def test_remat_stores_less_for_the_backward_pass():
+    def stored(config):
+        model = DecoderLM(config, rngs=nnx.Rngs(0))
+        graphdef, state = nnx.split(model)
+        _, pullback = jax.eval_shape(lambda s: jax.vjp(lambda s: nnx.merge(graphdef, s)(TOKENS), s), state)
+        return sum(leaf.size for leaf in jax.tree.leaves(pullback))
+
+    config = SMALL.replace(num_layers=4)
+    assert stored(config.replace(remat=True)) < 0.7 * stored(config)
+
+
+def test_bfloat16_computes_low_and_keeps_parameters_logits_and_decay_high():
+    config = SMALL.replace(dtype="bfloat16")
+    model = DecoderLM(config, rngs=nnx.Rngs(0))
+    run = jax.jit(lambda model: (model(TOKENS), model.hidden(TOKENS)))
+    logits, hidden = run(model)
+    assert logits.dtype == jnp.float32
+    assert hidden.dtype == jnp.bfloat16
+    reference = small_logits(TOKENS, jnp.ones_like(TOKENS))
+    assert jnp.linalg.norm(logits - reference) / jnp.linalg.norm(reference) < 0.03
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"float32"}
+    low = DecoderLM(config.replace(param_dtype="bfloat16"), rngs=nnx.Rngs(0))
+    dtypes = {".".join(map(str, k)): v[...].dtype.name for k, v in nnx.to_flat_state(nnx.state(low, nnx.Param))}
+    assert dtypes["embedding"] == "bfloat16"
+    decay = {name: dtype for name, dtype in dtypes.items() if "A_log" in name or "dt_bias" in name}
+    assert decay and set(decay.values()) == {"float32"}
+
+
+def test_initial_weights_are_normal_with_the_configured_deviation():
+    model = DecoderLM(SMALL.replace(vocabulary_size=2000, width=64), rngs=nnx.Rngs(3))
+    block = model.blocks[0]
+    for weights in (model.embedding, model.head, block.feed_forward.gate.kernel, block.feed_forward.down.kernel):
+        assert float(weights[...].std()) == pytest.approx(0.02, rel=0.05)
+        assert abs(float(weights[...].mean())) < 1e-3
+
+
+def test_tied_head_reads_the_embedding():
+    tied = DecoderLM(SMALL.replace(tie_embeddings=True), rngs=nnx.Rngs(0))
+    hidden = tied.hidden(TOKENS)
+    np.testing.assert_allclose(tied.logits(hidden), hidden @ tied.embedding[...].T, atol=1e-5)
+
+
+def test_a_model_without_feed_forward_is_mixers_alone():
+    model = DecoderLM(SMALL.replace(mlp_ratio=0), rngs=nnx.Rngs(0))
+    assert all(block.feed_forward is None for block in model.blocks)
+    assert model(TOKENS).shape == (2, 24, 29)
+
+
+def test_a_token_outside_the_vocabulary_gives_nan_and_not_a_neighbour():
+    logits = small_logits(TOKENS.at[0, 3].set(29), jnp.ones_like(TOKENS))
+    assert jnp.isnan(logits[0, 3:]).all()
+    assert jnp.isfinite(logits[1]).all()
+
+
+def test_bad_shapes_are_named(unchecked_shapes):
+    with pytest.raises(ValueError, match=r"tokens has shape \(2,\)"):
+        small_model()(TOKENS[:, 0])
+    with pytest.raises(ValueError, match="cache has 1 entries: expected one for each of 2 layers"):
+        small_model().extend(TOKENS, small_model().init_cache(2, 30)[:1])
+    with pytest.raises(ValueError, match="batch_size=0"):
+        small_model().init_cache(0, 30)
+
+
+def test_a_few_steps_learn_a_repeating_sequence():
+    tokens = jnp.tile(jnp.arange(8), 4)[None]
+    model = DecoderLM(SMALL, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss(model):
+            logits = model(tokens[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        value, gradients = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradients)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(40)]
+    assert losses[0] == pytest.approx(np.log(29), rel=0.1)
+    assert losses[-1] < 0.3

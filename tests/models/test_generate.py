@@ -1,0 +1,147 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rnnlib.models import DecoderLM, ModelConfig, Sampling, generate, sample, stream
+from rnnlib.models.generate import pad_prompts
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [2]]
+NEW = 12
+
+
+@functools.cache
+def model() -> DecoderLM:
+    config = ModelConfig(
+        vocabulary_size=29,
+        width=32,
+        num_layers=2,
+        num_heads=2,
+        mixers=("gated_deltanet", "sliding_window_attention"),
+        window=6,
+        mlp_width=32,
+        initializer_std=0.3,
+    )
+    return DecoderLM(config, rngs=nnx.Rngs(5))
+
+
+@functools.cache
+def greedy() -> np.ndarray:
+    return np.asarray(generate(model(), PROMPTS, max_new_tokens=NEW, temperature=0))
+
+
+def test_greedy_equals_the_parallel_pass_token_by_token_for_prompts_of_all_lengths():
+    run = jax.jit(model().__call__)
+    for row, prompt in enumerate(PROMPTS):
+        tokens = list(prompt)
+        for _ in range(NEW):
+            # Causal: what stands after the last token does not matter, and one length compiles once.
+            padded = np.zeros([1, 24], np.int32)
+            padded[0, : len(tokens)] = tokens
+            tokens.append(int(run(padded)[0, len(tokens) - 1].argmax()))
+        assert greedy()[row].tolist() == tokens[len(prompt) :]
+
+
+def test_stream_makes_the_same_tokens_in_blocks():
+    options = {"max_new_tokens": NEW, "temperature": 0.8, "top_k": 20, "seed": 4}
+    blocks = list(stream(model(), PROMPTS, block_size=5, **options))
+    assert [block.shape for block in blocks] == [(3, 5), (3, 5), (3, 2)]
+    np.testing.assert_array_equal(jnp.concatenate(blocks, axis=1), generate(model(), PROMPTS, **options))
+
+
+def test_seed_decides_and_rows_do_not_depend_on_other_rows():
+    draw = functools.partial(generate, model(), max_new_tokens=NEW, temperature=1.0)
+    one = draw(PROMPTS, seed=1)
+    np.testing.assert_array_equal(one, draw(PROMPTS, seed=1))
+    assert (one != draw(PROMPTS, seed=2)).any()
+    assert (one != greedy()).any()
+    other = draw([PROMPTS[0], [7, 7], [8]], seed=1)
+    np.testing.assert_array_equal(one[0], other[0])
+    equal_prompts = draw([PROMPTS[0]] * 3, seed=1)
+    assert (equal_prompts[0] != equal_prompts[1]).any()
+
+
+def test_end_token_stops_rows_and_then_the_loop():
+    end = int(greedy()[0, 4])
+    stopped = np.asarray(generate(model(), PROMPTS, max_new_tokens=NEW, temperature=0, end_token=end))
+    for row, free in zip(stopped, greedy(), strict=True):
+        kept = free.tolist().index(end) + 1 if end in free else NEW
+        assert row[:kept].tolist() == free[:kept].tolist()
+        assert (row[kept:] == end).all()
+    first = greedy()[:1].tolist()[0].index(end) + 1
+    blocks = list(stream(model(), PROMPTS[:1], max_new_tokens=1000, block_size=16, temperature=0, end_token=end))
+    assert sum(block.shape[1] for block in blocks) == first
+
+
+def test_an_array_of_prompts_is_taken_too():
+    prompts = np.asarray([PROMPTS[0], PROMPTS[0]])
+    out = generate(model(), prompts, max_new_tokens=NEW, temperature=0)
+    assert out.shape == (2, NEW)
+    np.testing.assert_array_equal(out[0], greedy()[0])
+
+
+LOGITS = jnp.log(jnp.array([[0.4, 0.3, 0.15, 0.1, 0.05]]))
+
+
+def draws(sampling, number=4000):
+    keys = jax.random.split(jax.random.key(0), number)
+    return np.asarray(sample(jnp.broadcast_to(LOGITS, (number, 5)), keys, sampling))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), [0.4, 0.3, 0.15, 0.1, 0.05]),
+        (Sampling(temperature=0.5), np.array([16, 9, 2.25, 1, 0.25]) / 28.5),
+        (Sampling(top_k=2), [4 / 7, 3 / 7, 0, 0, 0]),
+        (Sampling(top_k=99), [0.4, 0.3, 0.15, 0.1, 0.05]),
+        # 0.4 + 0.3 < 0.8 <= 0.4 + 0.3 + 0.15
+        (Sampling(top_p=0.8), [0.4 / 0.85, 0.3 / 0.85, 0.15 / 0.85, 0, 0]),
+        (Sampling(top_p=1.0), [0.4, 0.3, 0.15, 0.1, 0.05]),
+        (Sampling(top_p=0.01), [1, 0, 0, 0, 0]),
+        # Of the two likeliest, 4/7 alone reaches a half.
+        (Sampling(top_k=2, top_p=0.5), [1, 0, 0, 0, 0]),
+        (Sampling(temperature=0), [1, 0, 0, 0, 0]),
+    ],
+)
+def test_frequencies_are_those_of_the_filtered_distribution(sampling, expected):
+    frequencies = np.bincount(draws(sampling), minlength=5) / 4000
+    np.testing.assert_allclose(frequencies, expected, atol=0.03)
+    assert (frequencies[np.asarray(expected) == 0] == 0).all()
+
+
+def test_ties_do_not_widen_top_k():
+    keys = jax.random.split(jax.random.key(0), 64)
+    drawn = sample(jnp.zeros([64, 5]), keys, Sampling(top_k=2))
+    assert set(np.asarray(drawn).tolist()) == {0, 1}
+
+
+def test_padding_is_left_and_its_own_segment():
+    tokens, segment_ids = pad_prompts([[1, 2], [3]], 10, multiple=4)
+    assert tokens.tolist() == [[0, 0, 1, 2], [0, 0, 0, 3]]
+    assert segment_ids.tolist() == [[0, 0, 1, 1], [0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_tokens": []}, "prompt_tokens is empty"),
+        ({"prompt_tokens": [[1], []]}, r"prompt_tokens\[1\] has shape \(0,\)"),
+        ({"prompt_tokens": [[1, 29]]}, r"tokens from 1 to 29: expected them in \[0, 29\)"),
+        ({"prompt_tokens": [[-1]]}, r"tokens from -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"end_token": 29}, "end_token=29"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    arguments = {"prompt_tokens": [[1]], "max_new_tokens": 2} | options
+    with pytest.raises(ValueError, match=message):
+        generate(model(), **arguments)
