@@ -1,0 +1,121 @@
+"""The ridge solve: checks, choice of implementation, documentation."""
+
+import functools
+from collections.abc import Callable
+from typing import cast
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from rnnlib.ops.arguments import (
+    accumulation_dtype,
+    check_chunk_size,
+    check_floating,
+    check_rank,
+    check_segment_ids,
+    check_shape,
+    choose_implementation,
+    default_preference,
+)
+from rnnlib.ops.ridge_solve.chunked import ridge_solve_chunked
+from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
+from rnnlib.ops.ridge_solve.scan import ridge_solve_scan
+from rnnlib.ops.ridge_solve.solvers import Solver
+
+_NAME = "ridge_solve"
+
+
+def ridge_solve(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    *,
+    ridge: float | Float[Array, ""] | Float[Array, "H"] | Float[Array, "H K"] = 0.02,
+    adaptive: bool = True,
+    log_decay: Float[Array, "B T H"] | None = None,
+    iterations: int = 30,
+    solver: str | Solver = "chebyshev",
+    initial_gram: Float[Array, "B H K K"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B H K K"]]:
+    r"""Queries of a ridge regression over the past: `x_t = (H_t + Diag(lambda_t))^-1 q_t`.
+
+    Per head, with the Gram matrix `H [K, K]` of the keys in float32:
+
+        H_t = exp(log_decay_t) H_{t-1} + k_t k_t^T        lambda_t = ridge * ||H_t||_F  (adaptive)  or  ridge
+
+    Reading linear attention's state with `x_t` instead of `q_t` predicts by the linear map that best fits all past
+    keys to their values. Gated KalmaNet (equation CH and section 4.1) solves by Chebyshev's iteration with an adaptive
+    ridge, which bounds the condition number by `1 + 1 / ridge`; MesaNet by conjugate gradients with a learned constant
+    one.
+
+    The gradient is that of the solution of the equation, found by solving once more with the same method (implicit
+    differentiation; Gated KalmaNet, table 1). For the methods other than conjugate gradients, which apply a fixed
+    polynomial of a symmetric matrix, the gradient of `q` is exact after any number of iterations (lemma 2); the errors
+    of the other gradients fall with the iterations. `Solver` has exact alternatives.
+
+    Args:
+        q: queries.
+        k: keys. The solve is meant for keys of about unit length.
+        ridge: strength of the regularisation, positive: one number, one per head, or one per head and channel.
+        adaptive: whether the ridge is relative to `||H_t||_F`. A Gram matrix of norm 1e-10 or less then counts as zero,
+            and the solution there is zero.
+        log_decay: natural logarithm of the decay, `<= 0` (-inf is a hard reset); None is no decay.
+        iterations: of the solver, at least 1; `"exact"` has none.
+        solver: `"chebyshev"`, `"conjugate_gradient"`, `"gradient_descent"`, `"nesterov"`, `"exact"` (Cholesky), or a
+            `Solver`, which also says how to differentiate and in which precision to multiply. All start from zero; all
+            but conjugate gradients take a gradient step before they count.
+        initial_gram: the Gram matrix before the first token, symmetric and positive semidefinite; None is zero. Its
+            symmetric part is used.
+        segment_ids: documents packed into a row: the Gram matrix restarts where the id changes. The first token
+            continues `initial_gram`.
+        chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
+        implementation: `"scan"` (token by token, forming every `H_t`: the definition), `"chunked"` (XLA, any device;
+            forms none), or None for the fastest that supports the case.
+
+    Returns:
+        Solutions in `q`'s dtype, and the final Gram matrix (of the last segment) in float32, or float64 for float64
+        inputs.
+
+    Raises:
+        ValueError: a shape, `ridge`, `iterations`, `solver`, `chunk_size` or `implementation` is none of those above.
+        TypeError: an array is not floating, or `segment_ids` is not of integers.
+        NotImplementedError: the implementation named does not support the case.
+    """
+    array = None if isinstance(ridge, (int, float)) else ridge
+    check_floating(_NAME, q=q, k=k, ridge=array, log_decay=log_decay, initial_gram=initial_gram)
+    check_rank(_NAME, "q", q, 4, axes="[B, T, H, K]")
+    check_shape(_NAME, "k", k, q.shape, axes="the shape of q, [B, T, H, K]")
+    batch, length, heads, key_size = q.shape
+    if array is not None:
+        check_shape(_NAME, "ridge", array, (), (heads,), (heads, key_size), axes="a number, [H] or [H, K]")
+    elif not cast(float, ridge) > 0:
+        raise ValueError(f"{_NAME}: ridge is {ridge}, expected a positive number")
+    if log_decay is not None:
+        check_shape(_NAME, "log_decay", log_decay, (batch, length, heads), axes="[B, T, H]")
+    if initial_gram is not None:
+        gram_shape = (batch, heads, key_size, key_size)
+        check_shape(_NAME, "initial_gram", initial_gram, gram_shape, axes="[B, H, K, K]")
+    check_segment_ids(_NAME, segment_ids, batch, length)
+    check_chunk_size(_NAME, chunk_size)
+    if iterations < 1:
+        raise ValueError(f"{_NAME}: iterations is {iterations}, expected at least 1")
+    if isinstance(solver, str):
+        solver = Solver(solver)
+
+    strength = jnp.asarray(ridge, None if array is not None else accumulation_dtype(q, k, log_decay, initial_gram))
+    by_channel = strength if strength.ndim == 2 else strength.reshape(-1, 1)
+    inputs = RidgeInputs(q, k, by_channel, log_decay)
+    options = SolveOptions(adaptive, iterations, solver)
+    implementations = {
+        "scan": functools.partial(ridge_solve_scan, options=options),
+        "chunked": functools.partial(ridge_solve_chunked, options=options, chunk_size=chunk_size),
+    }
+    unsupported: dict[str, Callable[[], str | None]] = {
+        "scan": lambda: "running backwards through the iterations" if solver.differentiation == "reversed" else None,
+        "chunked": lambda: "the exact solver, which factorises every Gram matrix" if solver.method == "exact" else None,
+    }
+    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
+    return implementations[chosen](inputs, initial_gram, segment_ids)

@@ -1,0 +1,225 @@
+"""Solvers of `(H + Diag(ridge)) x = b` that see `H` only through its products with vectors.
+
+All work on arrays `[..., K]`: one system for each leading index. Bounds on the eigenvalues of `H + Diag(ridge)` are
+`lower = min ridge` and `upper = ||H||_F + max ridge`, as Gated KalmaNet takes them (section 4.1).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+METHODS = ("chebyshev", "conjugate_gradient", "gradient_descent", "nesterov", "exact")
+DIFFERENTIATIONS = ("implicit", "unrolled", "reversed")
+
+Product = Callable[[Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Solver:
+    """How `rnnlib.ops.ridge_solve` solves and how it is differentiated.
+
+    Attributes:
+        method: `"chebyshev"`, `"conjugate_gradient"`, `"gradient_descent"`, `"nesterov"`, or `"exact"` (Cholesky).
+        differentiation: `"implicit"` solves once more with the same method (Gated KalmaNet, table 1); `"unrolled"` is
+            automatic differentiation through the iterations, which stores them all; `"reversed"` runs Chebyshev's
+            iterations backwards and so stores two (appendix C.1). The last two are exact derivatives of what was
+            computed, and serve comparison.
+        product_dtype: the factors of every product `H x` are rounded to this dtype and the products accumulated in
+            float32, as matrix units do; None leaves them in float32 (float64 for float64 inputs).
+    """
+
+    method: str = "chebyshev"
+    differentiation: str = "implicit"
+    product_dtype: DTypeLike | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"Solver: method is {self.method!r}, expected one of {METHODS}")
+        if self.differentiation not in DIFFERENTIATIONS:
+            raise ValueError(f"Solver: differentiation is {self.differentiation!r}, expected one of {DIFFERENTIATIONS}")
+        if self.differentiation == "reversed" and self.method != "chebyshev":
+            raise ValueError(f"Solver: only 'chebyshev' runs reversed, method is {self.method!r}")
+
+    def product(self, *factors: Array) -> Array:
+        """The matrix product of `factors`, from left to right, each rounded as this solver says."""
+        left = factors[0]
+        for right in factors[1:]:
+            if self.product_dtype is None:
+                left = left @ right
+            else:
+                rounded = (x.astype(self.product_dtype) for x in (left, right))
+                left = jnp.matmul(*rounded, preferred_element_type=left.dtype)
+        return left
+
+
+class Coefficients(NamedTuple):
+    """Chebyshev's step and weights, which depend on the eigenvalue bounds alone.
+
+    Attributes:
+        step: `2 / (upper + lower)`, `[..., 1]`.
+        contraction: `rho^2`, `rho = (upper - lower) / (upper + lower)`, `[..., 1]`.
+    """
+
+    step: Array
+    contraction: Array
+
+
+def eigenvalue_bounds(ridge: Array, norm: Array) -> tuple[Array, Array]:
+    """Bounds on the eigenvalues of `H + Diag(ridge)`.
+
+    Args:
+        ridge: `[..., 1 or K]`, positive.
+        norm: Frobenius norm of `H`, `[..., 1]`.
+
+    Returns:
+        Lower and upper bound, `[..., 1]`.
+    """
+    return jnp.min(ridge, axis=-1, keepdims=True), norm + jnp.max(ridge, axis=-1, keepdims=True)
+
+
+def chebyshev_coefficients(ridge: Array, norm: Array) -> Coefficients:
+    """Step and contraction from the eigenvalue bounds; arguments as `eigenvalue_bounds`."""
+    lower, upper = eigenvalue_bounds(ridge, norm)
+    return Coefficients(2 / (upper + lower), jnp.square((upper - lower) / (upper + lower)))
+
+
+def next_weight(weight: Array, contraction: Array) -> Array:
+    """Chebyshev's weight schedule, `omega_i = 4 / (4 - rho^2 omega_(i-1))` with `omega_0 = 2`.
+
+    Gated KalmaNet, algorithm 1 (which prints `omega_0 = 0`; lemma 3 and the iteration's optimality need 2).
+    """
+    return 1 / (1 - contraction * weight / 4)
+
+
+def limit_weight(contraction: Array) -> Array:
+    """The fixed point that the weights fall to, `2 (1 - sqrt(1 - rho^2)) / rho^2` (Gated KalmaNet, lemma 3)."""
+    return 2 / (1 + jnp.sqrt(1 - contraction))
+
+
+def chebyshev_step(product: Product, b: Array, ridge: Array, coefficients: Coefficients, carry: Any) -> Any:
+    """One iteration; the carry is the last two iterates and the last weight."""
+    x, previous, weight = carry
+    weight = next_weight(weight, coefficients.contraction)
+    residual = product(x) + ridge * x - b
+    following = x + (weight - 1) * (x - previous) - coefficients.step * weight * residual
+    return following, x, weight
+
+
+def chebyshev_start(b: Array, coefficients: Coefficients) -> tuple[Array, Array, Array]:
+    """The carry before the first iteration: a gradient step from zero, zero, and the weight 2."""
+    return coefficients.step * b, jnp.zeros_like(b), jnp.full_like(coefficients.step, 2)
+
+
+def _chebyshev(product: Product, b: Array, ridge: Array, norm: Array) -> tuple[Any, Callable[[Any], Any]]:
+    coefficients = chebyshev_coefficients(ridge, norm)
+    return chebyshev_start(b, coefficients), lambda carry: chebyshev_step(product, b, ridge, coefficients, carry)
+
+
+def _gradient_descent(product: Product, b: Array, ridge: Array, norm: Array) -> tuple[Any, Callable[[Any], Any]]:
+    """Steps of `2 / (upper + lower)`, the best constant one, from the same start as Chebyshev's."""
+    step = chebyshev_coefficients(ridge, norm).step
+    return (step * b,), lambda carry: (carry[0] - step * (product(carry[0]) + ridge * carry[0] - b),)
+
+
+def _nesterov(product: Product, b: Array, ridge: Array, norm: Array) -> tuple[Any, Callable[[Any], Any]]:
+    """Accelerated gradient descent with the step and momentum that are best for quadratics.
+
+    Lessard, Recht and Packard, 2016 (arXiv 1408.3595), proposition 1: step `4 / (3 upper + lower)`, momentum
+    `(sqrt(3 kappa + 1) - 2) / (sqrt(3 kappa + 1) + 2)`, which contracts by `1 - 2 / sqrt(3 kappa + 1)` an iteration.
+    """
+    lower, upper = eigenvalue_bounds(ridge, norm)
+    root = jnp.sqrt(3 * upper / lower + 1)
+    step, momentum = 4 / (3 * upper + lower), (root - 2) / (root + 2)
+
+    def iterate(carry: Any) -> Any:
+        x, previous = carry
+        ahead = x + momentum * (x - previous)
+        return ahead - step * (product(ahead) + ridge * ahead - b), x
+
+    start = chebyshev_coefficients(ridge, norm).step * b
+    return (start, start), iterate
+
+
+class ConjugateState(NamedTuple):
+    """What conjugate gradients carry: iterate, residual `b - A x`, direction, the residual's squared norm, `beta`."""
+
+    x: Array
+    residual: Array
+    direction: Array
+    square: Array
+    ratio: Array
+
+
+def _conjugate_gradient(product: Product, b: Array, ridge: Array, norm: Array) -> tuple[Any, Callable[[Any], Any]]:
+    """Hestenes and Stiefel's iteration from zero; a system whose residual has vanished stays where it is."""
+
+    def quotient(numerator: Array, denominator: Array) -> Array:
+        is_positive = denominator > 0
+        return jnp.where(is_positive, numerator / jnp.where(is_positive, denominator, 1), 0)
+
+    def iterate(state: ConjugateState) -> ConjugateState:
+        image = product(state.direction) + ridge * state.direction
+        length = quotient(state.square, jnp.sum(state.direction * image, axis=-1, keepdims=True))
+        residual = state.residual - length * image
+        square = jnp.sum(jnp.square(residual), axis=-1, keepdims=True)
+        ratio = quotient(square, state.square)
+        return ConjugateState(
+            state.x + length * state.direction, residual, residual + ratio * state.direction, square, ratio
+        )
+
+    square = jnp.sum(jnp.square(b), axis=-1, keepdims=True)
+    return ConjugateState(jnp.zeros_like(b), b, b, square, jnp.zeros_like(square)), iterate
+
+
+_ITERATIONS = {
+    "chebyshev": _chebyshev,
+    "gradient_descent": _gradient_descent,
+    "nesterov": _nesterov,
+    "conjugate_gradient": _conjugate_gradient,
+}
+
+
+def iteration(method: str, product: Product, b: Array, ridge: Array, norm: Array) -> tuple[Any, Callable[[Any], Any]]:
+    """An iterative method as its start and its step, for callers that look at every iterate.
+
+    Args:
+        method: any of `METHODS` but `"exact"`.
+        product: `x -> H x` on `[..., K]`.
+        b: right-hand sides `[..., K]`.
+        ridge: `[..., 1 or K]`, positive.
+        norm: Frobenius norm of `H`, `[..., 1]`.
+
+    Returns:
+        The carry before the first iteration, whose first entry is the iterate, and the function that advances it.
+    """
+    return _ITERATIONS[method](product, b, ridge, norm)
+
+
+def iterate(method: str, product: Product, b: Array, ridge: Array, norm: Array, iterations: int) -> Any:
+    """Runs `iterations` steps of a method; arguments as `iteration`.
+
+    Returns:
+        The last carry: a tuple whose first entry is the solution `[..., K]`.
+    """
+    carry, step = iteration(method, product, b, ridge, norm)
+    return jax.lax.fori_loop(0, iterations, lambda _, carry: step(carry), carry)
+
+
+def cholesky_solve(gram: Array, b: Array, ridge: Array) -> Array:
+    """Solves `(gram + Diag(ridge)) x = b` by Cholesky factorisation.
+
+    Args:
+        gram: `[..., K, K]`, symmetric and positive semidefinite.
+        b: `[..., K]`.
+        ridge: `[..., 1 or K]`, positive.
+    """
+    size = gram.shape[-1]
+    matrix = gram + jnp.broadcast_to(ridge, b.shape)[..., None] * jnp.eye(size, dtype=gram.dtype)
+    factor = jnp.linalg.cholesky(matrix)
+    half = jax.lax.linalg.triangular_solve(factor, b[..., None], left_side=True, lower=True)
+    return jax.lax.linalg.triangular_solve(factor, half, left_side=True, lower=True, transpose_a=True)[..., 0]
