@@ -1,0 +1,1 @@
+from rnnlib.ops.dplr.api import dplr as dplr

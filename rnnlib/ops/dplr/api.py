@@ -1,0 +1,103 @@
+"""The diagonal-plus-low-rank recurrence: checks, choice of implementation, documentation."""
+
+import functools
+
+from jax import Array
+from jaxtyping import Float, Int
+
+from rnnlib.ops.arguments import (
+    check_chunk_size,
+    check_floating,
+    check_rank,
+    check_segment_ids,
+    check_shape,
+    choose_implementation,
+    default_preference,
+)
+from rnnlib.ops.dplr.chunked import dplr_chunked
+from rnnlib.ops.dplr.inputs import DPLRInputs
+from rnnlib.ops.dplr.scan import dplr_scan
+
+_NAME = "dplr"
+
+
+def dplr(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"] | Float[Array, "B T HV K"],
+    v: Float[Array, "B T HV V"],
+    *,
+    a: Float[Array, "B T H K"] | Float[Array, "B T HV K"],
+    b: Float[Array, "B T H K"] | Float[Array, "B T HV K"],
+    log_decay: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+    initial_state: Float[Array, "B HV K V"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
+    """The general recurrence with a diagonal-plus-low-rank transition, its vectors untied.
+
+    Per value head, with the state `S [K, V]` in float32 and `D_t = Diag(exp(log_decay_t))`:
+
+        S_t = (D_t - b_t a_t^T) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
+
+    which in the papers' transposed notation is `S_t = S_{t-1} (D_t - a_t b_t^T) + v_t k_t^T` (Preconditioned DeltaNet,
+    arXiv 2604.21100, equation D.2.1). Note that `a` reads the state *before* it decays. Ties of table 3: DeltaNet,
+    Gated DeltaNet, KDA and Comba have a, b and k along one key; the preconditioned rules have b = k and a free; RWKV-7
+    has a and b along one key and k free. For all but the last, `rnnlib.ops.gated_delta_rule` takes half the work.
+
+    Args:
+        q: queries.
+        k: keys that values are written along.
+        v: values. Value heads HV are a multiple of key heads H: value head `j` uses key head `j // (HV // H)`.
+        a: what the previous state is read with.
+        b: what that reading is subtracted along. Transitions are stable for `0 <= a . b <= 2` where nothing decays.
+        log_decay: natural logarithm of the decay, `<= 0` (-inf forgets the state, but what `a` removes of it is still
+            removed), one per head or per key channel; None is no decay.
+        initial_state: the state before the first token; None is zero.
+        segment_ids: documents packed into a row: the state restarts where the id changes. The first token continues
+            `initial_state`.
+        scale: factor on the output; None is `K ** -0.5`.
+        chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` implementation.
+        implementation: `"scan"` (token by token: the definition), `"chunked"` (XLA, any device), or None for the
+            fastest that supports the case.
+
+    Returns:
+        The output in `v`'s dtype, and the final state (of the last segment) in float32, or float64 for float64 inputs.
+
+    Raises:
+        ValueError: a shape, `chunk_size` or `implementation` is none of those above.
+        TypeError: an array is not floating, or `segment_ids` is not of integers.
+        NotImplementedError: the implementation named does not exist for this operator.
+    """
+    check_floating(_NAME, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay, initial_state=initial_state)
+    check_rank(_NAME, "q", q, 4, axes="[B, T, H, K]")
+    check_rank(_NAME, "v", v, 4, axes="[B, T, HV, V]")
+    batch, length, heads, key_size = q.shape
+    value_heads, value_size = v.shape[2:]
+    if v.shape[:2] != (batch, length) or value_heads % heads != 0:
+        raise ValueError(
+            f"{_NAME}: v has shape {v.shape}, expected [B, T, HV, V] with [B, T] = {(batch, length)} and HV a multiple "
+            f"of {heads}"
+        )
+    per_head = (batch, length, value_heads)
+    for name, vector in (("k", k), ("a", a), ("b", b)):
+        check_shape(_NAME, name, vector, q.shape, (*per_head, key_size), axes="[B, T, H, K] or [B, T, HV, K]")
+    if log_decay is not None:
+        axes = "[B, T, HV] or [B, T, HV, K]"
+        check_shape(_NAME, "log_decay", log_decay, per_head, (*per_head, key_size), axes=axes)
+    if initial_state is not None:
+        state_shape = (batch, value_heads, key_size, value_size)
+        check_shape(_NAME, "initial_state", initial_state, state_shape, axes="[B, HV, K, V]")
+    check_segment_ids(_NAME, segment_ids, batch, length)
+    check_chunk_size(_NAME, chunk_size)
+    scale = key_size**-0.5 if scale is None else scale
+
+    implementations = {
+        "scan": functools.partial(dplr_scan, scale=scale),
+        "chunked": functools.partial(dplr_chunked, scale=scale, chunk_size=chunk_size),
+    }
+    chosen = choose_implementation(
+        _NAME, implementation, {name: lambda: None for name in implementations}, default_preference(length)
+    )
+    return implementations[chosen](DPLRInputs(q, k, v, a, b, log_decay), initial_state, segment_ids)

@@ -1,0 +1,1 @@
+from rnnlib.ops.exact_preconditioner.api import exact_preconditioner as exact_preconditioner

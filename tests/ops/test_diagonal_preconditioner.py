@@ -1,0 +1,341 @@
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rnnlib import ops
+
+IMPLEMENTATIONS = ("scan", "chunked")
+BATCH, HEADS, CHANNELS = 2, 2, 5
+LENGTHS = (1, 70)
+LOG_DECAYS = np.array([0.0, -1e-3, -0.3, -20.0, -1000.0, -np.inf])
+
+
+def draw_arguments(seed, length, per_channel, scale=1.0):
+    """Float64 arguments with repeated and zero keys, hard resets and segments of any length."""
+    rng = np.random.default_rng(seed)
+    k = scale * rng.normal(size=(BATCH, length, HEADS, CHANNELS))
+    k[:, rng.random(length) < 0.2] = 0.0
+    gates = (BATCH, length, HEADS, CHANNELS) if per_channel else (BATCH, length, HEADS)
+    weights = rng.dirichlet(np.ones(len(LOG_DECAYS)))
+    return {
+        "k": k,
+        "log_decay": rng.choice(LOG_DECAYS, size=gates, p=weights),
+        "gain": rng.uniform(size=gates),
+        "center": rng.normal(size=HEADS),
+        "initial_state": rng.uniform(size=(BATCH, HEADS, CHANNELS)),
+        "segment_ids": np.cumsum(rng.random((BATCH, length)) < 0.1, axis=1),
+    }
+
+
+def reference_gram(k, log_decay=None, gain=None, initial_state=None, segment_ids=None):
+    """A_t = exp(log_decay_t) A_(t-1) + gain_t k_t^2 in a loop, float64."""
+    decay, gain = kept(k, log_decay, segment_ids), per_channel(k, gain)
+    state = np.zeros_like(k[:, 0]) if initial_state is None else initial_state
+    states = []
+    for t in range(k.shape[1]):
+        state = decay[:, t] * state + gain[:, t] * k[:, t] ** 2
+        states.append(state)
+    return np.stack(states, axis=1)
+
+
+def per_channel(k, gate):
+    if gate is None:
+        return np.ones_like(k)
+    return np.broadcast_to(gate if gate.ndim == 4 else gate[..., None], k.shape)
+
+
+def kept(k, log_decay, segment_ids):
+    """What each token keeps of A, resets at segments included."""
+    decay = np.exp(per_channel(np.zeros_like(k), log_decay)) if log_decay is not None else np.ones_like(k)
+    if segment_ids is not None:
+        starts = np.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+        decay = np.where(starts[:, :, None, None], 0.0, decay)
+    return decay
+
+
+def reference_preconditioner(gram, center, bound=1.5, eps=1e-6):
+    """Equation 9 of Preconditioned DeltaNet."""
+    r = np.log(gram + eps) - np.asarray(center).reshape(-1, 1)
+    return np.exp(-np.log(bound) * r / (1 + np.abs(r)))
+
+
+def reference_loss(k, log_decay, gain, center, initial_state, segment_ids):
+    """The scalar of `loss`, float64."""
+    grams = reference_gram(k, log_decay, gain, initial_state, segment_ids)
+    return np.sum(loss_weights(k) * reference_preconditioner(grams, center)) + np.sum(np.sin(grams[:, -1]))
+
+
+def reference_gradients(k, log_decay, gain, center, initial_state, segment_ids):
+    """The gradient of `reference_loss`, by hand: a recurrence that runs from the last token to the first."""
+    grams = reference_gram(k, log_decay, gain, initial_state, segment_ids)
+    decay = kept(k, log_decay, segment_ids)
+    r = np.log(grams + 1e-6) - center[:, None]
+    d_r = -loss_weights(k) * reference_preconditioner(grams, center) * np.log(1.5) / (1 + np.abs(r)) ** 2
+    d_gram = d_r / (grams + 1e-6)
+    d_gram[:, -1] += np.cos(grams[:, -1])
+    for t in range(k.shape[1] - 2, -1, -1):
+        d_gram[:, t] += decay[:, t + 1] * d_gram[:, t + 1]
+    before = np.concatenate([initial_state[:, None], grams[:, :-1]], axis=1)
+    grads = {
+        "k": 2 * per_channel(k, gain) * k * d_gram,
+        "log_decay": decay * before * d_gram,
+        "gain": k**2 * d_gram,
+        "center": -np.sum(d_r, axis=(0, 1, 3)),
+        "initial_state": decay[:, 0] * d_gram[:, 0],
+    }
+    if gain.ndim == 3:
+        grads |= {name: grads[name].sum(-1) for name in ("log_decay", "gain")}
+    return grads
+
+
+def loss_weights(k):
+    return np.cos(np.arange(k.size)).reshape(k.shape)
+
+
+def to_arrays(arguments, dtype):
+    return {name: jnp.asarray(x, jnp.int32 if name == "segment_ids" else dtype) for name, x in arguments.items()}
+
+
+def loss(floats, segment_ids, weights, implementation):
+    """A scalar that every output enters."""
+    out, final = ops.diagonal_preconditioner(**floats, segment_ids=segment_ids, implementation=implementation)
+    return jnp.sum(out * weights) + jnp.sum(jnp.sin(final)), (out, final)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def value_and_grad(floats, segment_ids, weights, implementation):
+    (_, out), grads = jax.value_and_grad(loss, has_aux=True)(floats, segment_ids, weights, implementation)
+    return out, grads
+
+
+def evaluate(arguments, implementation):
+    arrays = to_arrays(arguments, jnp.float32)
+    segment_ids = arrays.pop("segment_ids")
+    weights = jnp.asarray(loss_weights(arguments["k"]), jnp.float32)
+    return jax.tree.map(np.asarray, value_and_grad(arrays, segment_ids, weights, implementation))
+
+
+def relative_error(x, reference):
+    return np.linalg.norm(x - reference) / max(np.linalg.norm(reference), 1e-30)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@given(
+    seed=st.integers(0, 2**31),
+    length=st.sampled_from(LENGTHS),
+    per_channel=st.booleans(),
+    scale=st.sampled_from([0.1, 1.0]),
+)
+@settings(max_examples=15)
+def test_outputs_and_gradients_match_the_recurrence_in_float64(implementation, seed, length, per_channel, scale):
+    arguments = draw_arguments(seed, length, per_channel, scale)
+    (out, final), grads = evaluate(arguments, implementation)
+    assert out.dtype == final.dtype == np.float32
+
+    grams = reference_gram(**{name: x for name, x in arguments.items() if name != "center"})
+    assert relative_error(out, reference_preconditioner(grams, arguments["center"])) < 1e-5
+    assert relative_error(final, grams[:, -1]) < 1e-5
+    exact = reference_gradients(**arguments)
+    for name, grad in grads.items():
+        assert np.all(np.isfinite(grad)), name
+        assert relative_error(grad, exact[name]) < 1e-5, name
+
+
+def test_reference_gradients_match_finite_differences():
+    arguments = draw_arguments(3, 6, True)
+    arguments["log_decay"] = np.clip(arguments["log_decay"], -1.0, -0.1)
+    grads = reference_gradients(**arguments)
+    rng = np.random.default_rng(0)
+    direction = {name: rng.normal(size=grad.shape) for name, grad in grads.items()}
+
+    def shifted(step):
+        return reference_loss(**(arguments | {name: arguments[name] + step * d for name, d in direction.items()}))
+
+    slope = (shifted(1e-6) - shifted(-1e-6)) / 2e-6
+    np.testing.assert_allclose(sum(np.sum(grads[name] * direction[name]) for name in grads), slope, rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_arguments_left_out_have_their_neutral_values(implementation):
+    k = draw_arguments(1, 33, False)["k"]
+    out, final = ops.diagonal_preconditioner(jnp.asarray(k, jnp.float32), implementation=implementation)
+    grams = reference_gram(k)
+    assert relative_error(out, reference_preconditioner(grams, np.zeros(HEADS))) < 1e-5
+    assert relative_error(final, grams[:, -1]) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_any_pieces_give_the_whole(implementation):
+    arguments = draw_arguments(5, 33, False)
+    del arguments["segment_ids"]
+    whole = to_arrays(arguments, jnp.float32)
+    run = jax.jit(functools.partial(ops.diagonal_preconditioner, implementation=implementation))
+    out, final = run(**whole)
+    pieces, state = [], whole["initial_state"]
+    for start, stop in itertools.pairwise((0, 1, 17, 33)):
+        piece = {name: np.asarray(whole[name])[:, start:stop] for name in ("k", "log_decay", "gain")}
+        part, state = run(**piece, center=whole["center"], initial_state=state)
+        pieces.append(np.asarray(part))
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), out, rtol=1e-5)
+    np.testing.assert_allclose(state, final, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_half_precision_keys_are_accumulated_in_float32(implementation):
+    k = jnp.asarray(draw_arguments(6, 130, False)["k"], jnp.bfloat16)
+    out, final = ops.diagonal_preconditioner(k, implementation=implementation)
+    grams = reference_gram(np.asarray(k, np.float64))
+    assert out.dtype == final.dtype == jnp.float32
+    assert relative_error(final, grams[:, -1]) < 1e-6
+    assert relative_error(out, reference_preconditioner(grams, np.zeros(HEADS))) < 1e-5
+
+
+@pytest.mark.parametrize("squash", ["rational", "tanh"])
+@pytest.mark.parametrize(
+    "interval, low, high", [("symmetric", 1 / 1.6, 1.6), ("amplify", 1, 1.6), ("dampen", 1 / 1.6, 1)]
+)
+def test_intervals_are_filled_and_decrease_with_the_gram(interval, low, high, squash):
+    gram = jnp.logspace(-30, 30, 200)[:, None, None]
+    out = ops.squash_to_interval(gram, bound=1.6, eps=1e-30, interval=interval, squash=squash)[:, 0, 0]
+    assert jnp.all(out >= low * (1 - 1e-6)) and jnp.all(out <= high * (1 + 1e-6))
+    # r runs to 69, so that the rational squash reaches 69 / 70 of the exponent.
+    np.testing.assert_allclose([out[-1], out[0]], [low, high], rtol=0.01)
+    assert jnp.all(jnp.diff(out) <= 1e-6)
+    middle = ops.squash_to_interval(jnp.ones((1, 1)), center=0.0, bound=1.6, interval=interval, squash=squash)
+    np.testing.assert_allclose(middle, np.sqrt(low * high), rtol=1e-5)
+
+
+def test_bound_of_one_is_no_preconditioning():
+    k = jnp.asarray(draw_arguments(2, 33, False)["k"], jnp.float32)
+    out, _ = ops.diagonal_preconditioner(k, bound=1.0)
+    np.testing.assert_array_equal(out, 1.0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_query_is_divided_by_the_gram(implementation):
+    arguments = draw_arguments(7, 33, False)
+    del arguments["center"]
+    grams = reference_gram(**arguments)
+    q = np.random.default_rng(1).normal(size=grams.shape)
+    out, final = ops.precondition_query(
+        jnp.asarray(q, jnp.float32),
+        **to_arrays(arguments, jnp.float32),
+        ridge=jnp.array([0.1, 2.0]),
+        implementation=implementation,
+    )
+    assert relative_error(out, q / (grams + np.array([[0.1], [2.0]]))) < 1e-5
+    assert relative_error(final, grams[:, -1]) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sherman_morrison_key_uses_the_previous_gram(implementation):
+    arguments = draw_arguments(8, 33, False)
+    del arguments["center"]
+    grams = reference_gram(**arguments)
+    k, ids = arguments["k"], arguments["segment_ids"]
+    out, _ = ops.sherman_morrison_key(**to_arrays(arguments, jnp.float32), ridge=0.5, implementation=implementation)
+    expected = np.empty_like(k)
+    for b, t in itertools.product(range(BATCH), range(k.shape[1])):
+        is_start = t > 0 and ids[b, t] != ids[b, t - 1]
+        before = 0.0 if is_start else arguments["initial_state"][b] if t == 0 else grams[b, t - 1]
+        preconditioned = k[b, t] / (before + 0.5)
+        expected[b, t] = preconditioned / (1 + np.sum(k[b, t] * preconditioned, axis=-1, keepdims=True))
+    assert relative_error(out, expected) < 1e-5
+    product = jnp.sum(out * k, axis=-1)
+    assert jnp.all((product >= 0) & (product < 1))  # appendix C.3
+
+
+def test_diagonal_approximations_disagree():
+    """Theorem C.2: with one token, ridge 1 and k = v = (1, 1), ATQ gives 1/2 and ATK 1/3 of the outer product."""
+    ones = jnp.ones((1, 1, 1, 2))
+    query, _ = ops.precondition_query(ones, ones)
+    write_key, _ = ops.sherman_morrison_key(ones)
+    np.testing.assert_allclose(query, 1 / 2, rtol=1e-6)
+    np.testing.assert_allclose(write_key, 1 / 3, rtol=1e-6)
+    _, offline = ops.linear_attention(ones, ones, ones)
+    _, online = ops.gated_delta_rule(ones, ones, ones, write_key=write_key)
+    # The offline state is read with the preconditioned query: S P = 1 1^T / 2.
+    np.testing.assert_allclose(offline * query[0, 0, 0][:, None], jnp.full((1, 1, 2, 2), 1 / 2), rtol=1e-6)
+    np.testing.assert_allclose(online, jnp.full((1, 1, 2, 2), 1 / 3), rtol=1e-6)
+
+
+def test_write_key_normalizations():
+    rng = np.random.default_rng(0)
+    k, write_key = rng.uniform(size=(2, 1, 3, 2, 4))
+    gain, decay = rng.uniform(size=(2, 1, 3, 2))
+    m = np.sum(k * write_key, axis=-1)
+    expected = {
+        "projection": 1 / m,
+        "implicit": 1 / (1 + m),
+        "decayed_implicit": 1 / (decay + gain * m),
+    }
+    for kind, factor in expected.items():
+        out = ops.write_key_normalization(
+            jnp.asarray(k, jnp.float32),
+            jnp.asarray(write_key, jnp.float32),
+            kind,
+            gain=jnp.asarray(gain, jnp.float32),
+            log_decay=jnp.asarray(np.log(decay), jnp.float32),
+        )
+        np.testing.assert_allclose(out, factor, rtol=1e-4)
+
+
+def test_transforms_of_jax(x64):
+    arguments = to_arrays(draw_arguments(9, 20, False), jnp.float64)
+    arguments["log_decay"] = jnp.maximum(arguments["log_decay"], -1.0)
+
+    def out(k, implementation):
+        return ops.diagonal_preconditioner(**(arguments | {"k": k}), implementation=implementation)[0]
+
+    def scalar(k, implementation):
+        return jnp.sum(jax.checkpoint(out, static_argnums=1)(k, implementation) ** 2)
+
+    keys = jnp.stack([arguments["k"], 2 * arguments["k"]])
+    results = [
+        (
+            jax.jit(jax.vmap(functools.partial(out, implementation=name)))(keys),
+            jax.jit(jax.grad(functools.partial(scalar, implementation=name)))(keys[0]),
+        )
+        for name in IMPLEMENTATIONS
+    ]
+    for scan, chunked in zip(*results):
+        np.testing.assert_allclose(chunked, scan, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"k": jnp.ones((1, 3, 2))}, ValueError, r"k has shape \(1, 3, 2\), expected \[B, T, H, K\]"),
+        ({"k": jnp.ones((1, 3, 2, 4), int)}, TypeError, "k has dtype int32, expected a floating dtype"),
+        ({"gain": jnp.ones((1, 3, 4))}, ValueError, r"gain has shape \(1, 3, 4\), expected \[B, T, H\] or"),
+        ({"log_decay": jnp.ones((1, 2, 2))}, ValueError, r"log_decay has shape \(1, 2, 2\)"),
+        ({"initial_state": jnp.ones((1, 2, 3))}, ValueError, r"initial_state has shape \(1, 2, 3\)"),
+        ({"center": jnp.ones((4,))}, ValueError, r"center has shape \(4,\), expected a number or \[H\]"),
+        ({"segment_ids": jnp.ones((1, 3))}, TypeError, "segment_ids has dtype float32"),
+        ({"bound": 2.5}, ValueError, "bound is 2.5, expected 1 <= bound <= 2"),
+        ({"eps": 0.0}, ValueError, "eps is 0.0, expected a positive number"),
+        ({"interval": "wide"}, ValueError, "interval is 'wide', expected one of"),
+        ({"squash": "erf"}, ValueError, "squash is 'erf', expected one of"),
+        ({"implementation": "fast"}, ValueError, "implementation is 'fast'"),
+    ],
+)
+def test_bad_arguments_are_named(unchecked_shapes, changes, error, message):
+    with pytest.raises(error, match=message) as info:
+        ops.diagonal_preconditioner(**({"k": jnp.ones((1, 3, 2, 4))} | changes))
+    assert str(info.value).startswith("diagonal_preconditioner: ")
+
+
+def test_bad_ridge_is_named(unchecked_shapes):
+    k = jnp.ones((1, 3, 2, 4))
+    with pytest.raises(ValueError, match="precondition_query: ridge is 0, expected a positive number"):
+        ops.precondition_query(k, k, ridge=0)
+    with pytest.raises(ValueError, match=r"sherman_morrison_key: ridge has shape \(3,\)"):
+        ops.sherman_morrison_key(k, ridge=jnp.ones(3))
+    with pytest.raises(ValueError, match="write_key_normalization: kind is 'unit'"):
+        ops.write_key_normalization(k, k, "unit")
