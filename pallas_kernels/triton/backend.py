@@ -1,0 +1,183 @@
+"""Everything that is particular to Pallas on its Triton backend; no other module here imports that backend.
+
+Kernels are functions of one namespace of references, in which an absent optional operand is None. `call` runs them: on
+an NVIDIA GPU through Triton, on a CPU interpreted. Both are chosen by the device that the call is traced for.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+# The Triton backend is deprecated upstream in favour of Mosaic GPU, whose kernels would stand beside these.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+
+Place = Callable[..., tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel is compiled.
+
+    Attributes:
+        num_warps: warps of 32 threads in a program.
+        num_stages: depth of the software pipeline that loads ahead of matrix products in loops.
+        block: width of the program's block along the axis that the kernel splits (value or key channels).
+    """
+
+    num_warps: int = 4
+    num_stages: int = 2
+    block: int = 64
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array in memory with the part of it that each program sees.
+
+    Attributes:
+        array: the array, or its shape and dtype for an output.
+        block: block shape; None for an axis of which a program sees one index.
+        place: from the grid's indices to the block's index along each axis.
+    """
+
+    array: Array | jax.ShapeDtypeStruct
+    block: tuple[int | None, ...]
+    place: Place
+
+    @property
+    def spec(self) -> pl.BlockSpec:
+        """The operand's `BlockSpec`."""
+        return pl.BlockSpec(self.block, self.place)
+
+
+def platform() -> str:
+    """The platform that is being traced for: an abstract device's if one is set, else the default device's."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.platform is not None:
+        return abstract.platform
+    default = jax.config.jax_default_device
+    if default is not None:
+        return default if isinstance(default, str) else default.platform
+    return jax.default_backend()
+
+
+def interpreted() -> bool:
+    """Whether kernels run interpreted, as they do where there is no GPU."""
+    return platform() == "cpu"
+
+
+def device_kind() -> str:
+    """The name of the device that is being traced for, such as `NVIDIA H200`."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.device_kind is not None:
+        return abstract.device_kind
+    return jax.devices()[0].device_kind
+
+
+def call(
+    kernel: Callable[..., None],
+    name: str,
+    grid: tuple[int, ...],
+    inputs: Mapping[str, Operand | None],
+    outputs: Mapping[str, Operand | None],
+    launch: Launch,
+    **static: Any,
+) -> dict[str, Array | None]:
+    """Runs `kernel(namespace, **static)` over `grid`.
+
+    Args:
+        kernel: reads and writes the references in its namespace, named as `inputs` and `outputs` are.
+        name: the kernel's name in profiles.
+        grid: number of programs along up to three axes; the first varies fastest.
+        inputs: operands; None is passed on as None.
+        outputs: likewise; None is not written.
+        launch: compilation parameters.
+        **static: passed to the kernel.
+
+    Returns:
+        The outputs by name, None where none was asked for.
+    """
+    given = {key: operand for key, operand in inputs.items() if operand is not None}
+    wanted = {key: operand for key, operand in outputs.items() if operand is not None}
+    absent = dict.fromkeys([*inputs, *outputs])
+
+    def body(*refs):
+        kernel(SimpleNamespace(**{**absent, **dict(zip([*given, *wanted], refs))}), **static)
+
+    body.__name__ = body.__qualname__ = name
+    results = pl.pallas_call(
+        body,
+        name=name,
+        grid=grid,
+        in_specs=[operand.spec for operand in given.values()],
+        out_specs=[operand.spec for operand in wanted.values()],
+        out_shape=[jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype) for operand in wanted.values()],
+        interpret=interpreted(),
+        compiler_params=None
+        if interpreted()
+        else plt.CompilerParams(num_warps=launch.num_warps, num_stages=launch.num_stages),
+    )(*(operand.array for operand in given.values()))
+    return {**dict.fromkeys(outputs), **dict(zip(wanted, results))}
+
+
+def _dot(a: Array, b: Array, contract: tuple[int, int], precise: bool | None) -> Array:
+    """A product of two matrices in float32; `precise` (default: as the inputs ask) keeps float32 inputs' accuracy."""
+    precision = None
+    if a.dtype == jnp.float32 and not interpreted():
+        presets = lax.DotAlgorithmPreset
+        precision = presets.TF32_TF32_F32 if precise is False else presets.TF32_TF32_F32_X3
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def dot(a: Array, b: Array, precise: bool | None = None) -> Array:
+    """`a @ b`, accumulated in float32. Float32 operands are split in three tf32 products unless `precise` is False."""
+    return _dot(a, b, (1, 0), precise)
+
+
+def dot_nt(a: Array, b: Array, precise: bool | None = None) -> Array:
+    """`a @ b.T`, accumulated in float32."""
+    return _dot(a, b, (1, 1), precise)
+
+
+def dot_tn(a: Array, b: Array, precise: bool | None = None) -> Array:
+    """`a.T @ b`, accumulated in float32."""
+    return _dot(a, b, (0, 0), precise)
+
+
+def iota(shape: tuple[int, ...], axis: int) -> Array:
+    """Indices along `axis`, int32."""
+    return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def next_power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size` and 16, the smallest side of a matrix product."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def cdiv(a: int, b: int) -> int:
+    """`ceil(a / b)`."""
+    return -(-a // b)
+
+
+__all__ = [
+    "Launch",
+    "Operand",
+    "call",
+    "cdiv",
+    "device_kind",
+    "dot",
+    "dot_nt",
+    "dot_tn",
+    "interpreted",
+    "iota",
+    "next_power_of_two",
+    "platform",
+]

@@ -1,0 +1,120 @@
+"""The whole family in one differentiable function: delta rule and linear attention, any gates, forward and backward."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.triton.backend import next_power_of_two
+from pallas_kernels.triton.decay import CHUNK
+from pallas_kernels.triton.gradients import Saved, argument_gradients
+from pallas_kernels.triton.prepare import Prepared, prepare
+from pallas_kernels.triton.problem import Inputs, Problem, problem_of
+from pallas_kernels.triton.reverse import reverse_offsets, reverse_pass
+from pallas_kernels.triton.schedule import Schedule
+from pallas_kernels.triton.state import fold_segments, output_pass, segment_maps, states_pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of a call: see `Problem` and `Schedule`."""
+
+    online: bool
+    scale: float
+    schedule: Schedule
+
+
+def _problem(options: Options, inputs: Inputs) -> Problem:
+    return problem_of(inputs, online=options.online, scale=options.scale, segments=options.schedule.segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` for padded inputs; differentiable."""
+    return _forward(options, inputs)[0]
+
+
+def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
+    problem, schedule = _problem(options, inputs), options.schedule
+    prepared = prepare(problem, inputs, schedule.prepare)
+    maps = starts = None
+    if problem.segments > 1:
+        maps = segment_maps(problem, inputs, prepared, schedule.maps)
+        starts = fold_segments(problem, maps, maps, inputs.initial_state, schedule.fold)
+    results = output_pass(problem, inputs, prepared, starts, schedule.output)
+    # Matrices as large as the inputs are made again in the backward; what is a number a token is kept.
+    kept = prepared._replace(read=None, erased=None, written=None)
+    return results, (inputs, kept, maps, starts)
+
+
+def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
+    inputs, prepared, maps, starts = residuals
+    d_out, d_final_state = cotangents
+    problem, schedule = _problem(options, inputs), options.schedule
+    again = prepare(problem, inputs, schedule.prepare, with_pairs=False) if _has_wide_factors(inputs) else prepared
+    prepared = prepared._replace(read=again.read, erased=again.erased, written=again.written)
+    states, residual = states_pass(problem, inputs, prepared, starts, schedule.states)
+    ends = None
+    if problem.segments > 1:
+        offsets = reverse_offsets(problem, inputs, prepared, d_out, schedule.reverse)
+        ends = fold_segments(problem, maps, offsets, d_final_state, schedule.fold, reverse=True)
+    d_states, d_values, d_initial_state = reverse_pass(
+        problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse
+    )
+    saved = Saved(states, residual, d_states, d_values)
+    gradients = argument_gradients(problem, inputs, d_out, saved, schedule.gradients)
+    if inputs.initial_state is not None:
+        gradients = gradients._replace(initial_state=d_initial_state.astype(inputs.initial_state.dtype))
+    return (gradients,)
+
+
+def _has_wide_factors(inputs: Inputs) -> bool:
+    return any(x is not None and x.ndim == 4 for x in (inputs.log_decay, inputs.erase))
+
+
+chunked_pass.defvjp(_forward, _backward)
+
+
+def pad_inputs(inputs: Inputs) -> Inputs:
+    """Pads the sequence to whole chunks and channels to powers of two with tokens and channels that do nothing."""
+    _, length, _, key_size = inputs.q.shape
+    value_size = inputs.v.shape[3]
+    tokens = -length % CHUNK
+    keys, values = next_power_of_two(key_size) - key_size, next_power_of_two(value_size) - value_size
+    if not (tokens or keys or values):
+        return inputs
+
+    def pad(x, channels):
+        if x is None:
+            return None
+        widths = [(0, 0), (0, tokens), (0, 0), (0, channels)]
+        return jnp.pad(x, widths[: x.ndim])
+
+    def pad_state(x):
+        return None if x is None else jnp.pad(x, [(0, 0), (0, 0), (0, keys), (0, values)])
+
+    return Inputs(
+        q=pad(inputs.q, keys),
+        k=pad(inputs.k, keys),
+        v=pad(inputs.v, values),
+        write_key=pad(inputs.write_key, keys),
+        erase=pad(inputs.erase, keys),
+        write=pad(inputs.write, values),
+        log_decay=pad(inputs.log_decay, keys),
+        initial_state=pad_state(inputs.initial_state),
+        starts=pad(inputs.starts, 0),
+    )
+
+
+def run(options: Options, inputs: Inputs) -> tuple[Array, Array]:
+    """Output and final state of inputs of any length and width."""
+    _, length, _, key_size = inputs.q.shape
+    value_size = inputs.v.shape[3]
+    out, state = chunked_pass(options, pad_inputs(inputs))
+    return out[:, :length, :, :value_size], state[:, :, :key_size, :value_size]
+
+
+__all__ = ["Options", "Prepared", "chunked_pass", "pad_inputs", "run"]

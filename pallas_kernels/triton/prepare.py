@@ -1,0 +1,178 @@
+"""First stage: everything of a chunk that does not need the state, one program for each chunk of each value head.
+
+    T = tril(Ebar Kbar^T, -1)    A = (I + T)^-1    P = scale * tril(Q_G Kbar^T)
+
+and the factors with which queries, erase keys and write keys meet the state at the chunk's ends. A factor that is one
+number a token is stored as that number; only one that differs by channel is multiplied into its matrix and stored.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.triton.backend import Launch, call, iota
+from pallas_kernels.triton.decay import (
+    CHUNK,
+    ChunkDecay,
+    decay_from_start,
+    decay_of_chunk,
+    decay_to_end,
+    load_decay,
+    pair_products,
+)
+from pallas_kernels.triton.inverse import unit_lower_inverse
+from pallas_kernels.triton.problem import Inputs, Problem
+
+
+class Prepared(NamedTuple):
+    """What the first stage leaves for the passes over chunks. N is the number of chunks, C = 64.
+
+    Attributes:
+        inverse: A, `[B, HV, N, C, C]`; None for linear attention.
+        scores: P, `[B, HV, N, C, C]`.
+        read: `scale * q * exp(G)`, `[B, HV, T, K]`, if the decay is channel-wise, else None.
+        erased: `erase * k * exp(G)`, `[B, HV, T, K]`, if either factor is channel-wise, else None.
+        written: `write_key * exp(G_C - G)`, `[B, HV, T, K]`, if the decay is channel-wise, else None.
+        read_rows: `scale * exp(G)` where it is a number a token, `[B, HV, T]` float32, else None.
+        erased_rows: `erase * exp(G)` likewise.
+        written_rows: `exp(G_C - G)` likewise.
+        kept: `exp(G_C)`, `[B, HV, N]` or `[B, HV, N, K]` float32; None without decay.
+    """
+
+    inverse: Array | None
+    scores: Array | None
+    read: Array | None
+    erased: Array | None
+    written: Array | None
+    read_rows: Array | None
+    erased_rows: Array | None
+    written_rows: Array | None
+    kept: Array | None
+
+
+def product(*factors: Array | None) -> Array | None:
+    """Product of the factors that are not None, `[C]` factors along the rows of `[C, K]` ones; None if all are."""
+    result = None
+    for factor in factors:
+        if factor is None:
+            continue
+        if result is None:
+            result = factor
+        elif result.ndim < factor.ndim:
+            result = result[:, None] * factor
+        elif result.ndim > factor.ndim:
+            result = result * factor[:, None]
+        else:
+            result = result * factor
+    return result
+
+
+def load_wide(ref) -> Array | None:
+    """A reference's value in float32; None for None."""
+    return None if ref is None else ref[...].astype(jnp.float32)
+
+
+def erase_key(k: Array, erase: Array | None) -> Array:
+    """`erase * k` in the dtype of `k`, `[C, K]`."""
+    return k if erase is None else product(erase, k.astype(jnp.float32)).astype(k.dtype)  # type: ignore[union-attr]
+
+
+def _prepare_kernel(r, *, scale: float, with_pairs: bool):
+    k = r.k[...]
+    erase = load_wide(r.erase)
+    decay = load_decay(r.log_decay, r.starts)
+    if with_pairs:
+        _store_pairs(r, k, erase, decay, scale)
+
+    from_start = decay_from_start(decay)
+    if r.read is not None:
+        q = r.q[...].astype(jnp.float32)
+        r.read[...] = (scale * q * from_start).astype(r.read.dtype)
+    if r.written is not None:
+        key = (k if r.write_key is None else r.write_key[...]).astype(jnp.float32)
+        r.written[...] = (key * decay_to_end(decay)).astype(r.written.dtype)
+    if r.erased is not None:
+        r.erased[...] = product(erase, from_start, k.astype(jnp.float32)).astype(r.erased.dtype)
+    if r.read_rows is not None:
+        r.read_rows[...] = scale * from_start
+    if r.written_rows is not None:
+        r.written_rows[...] = decay_to_end(decay)
+    if r.erased_rows is not None:
+        r.erased_rows[...] = product(erase, from_start)
+    if r.kept is not None:
+        r.kept[...] = decay_of_chunk(decay)
+
+
+def _store_pairs(r, k: Array, erase: Array | None, decay: ChunkDecay, scale: float):
+    q = r.q[...]
+    key = k if r.write_key is None else r.write_key[...]
+    if r.inverse is None:
+        (scores,) = pair_products([q], key, decay)
+    elif erase is not None and erase.ndim == 1:  # a number a token: multiplied after the product
+        scores, erased = pair_products([q, k], key, decay)
+        erased = erase[:, None] * erased
+    else:
+        scores, erased = pair_products([q, erase_key(k, erase)], key, decay)
+    r.scores[...] = (scale * scores).astype(r.scores.dtype)
+    if r.inverse is not None:
+        i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+        inverse = unit_lower_inverse(jnp.where(i > j, erased, 0.0), precise=k.dtype == jnp.float32)
+        r.inverse[...] = inverse.astype(r.inverse.dtype)
+
+
+def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool = True) -> Prepared:
+    """Runs the first stage; `with_pairs=False` leaves out the two `[C, C]` matrices of each chunk."""
+    p, x = problem, inputs
+    decay_ndim = 0 if x.log_decay is None else x.log_decay.ndim
+    erase_ndim = 0 if x.erase is None else x.erase.ndim
+
+    def at(h, n, b):
+        return b, n, h, 0
+
+    matrix = p.per_head(p.chunks, CHUNK, CHUNK)
+    channels = p.per_head(p.length, p.key_size)
+    rows = p.per_head(p.length, dtype=jnp.float32)
+    kept = p.per_head(p.chunks, *((p.key_size,) if decay_ndim == 4 else ()), dtype=jnp.float32)
+    is_erased_wide = p.online and 4 in (decay_ndim, erase_ndim)
+
+    def of_pairs(wanted):
+        return p.of_head(matrix if wanted else None, (None, CHUNK, CHUNK), lambda h, n, b: (b, h, n, 0, 0))
+
+    def of_channels(wanted):
+        return p.of_head(channels if wanted else None, (CHUNK, p.key_size), lambda h, n, b: (b, h, n, 0))
+
+    def of_rows(wanted):
+        return p.of_head(rows if wanted else None, (CHUNK,), lambda h, n, b: (b, h, n))
+
+    if decay_ndim == 4:
+        kept_operand = p.of_head(kept, (None, p.key_size), lambda h, n, b: (b, h, n, 0))
+    else:
+        kept_operand = p.of_head(kept if decay_ndim else None, (None,), lambda h, n, b: (b, h, n))
+    outputs = {
+        "inverse": of_pairs(with_pairs and p.online),
+        "scores": of_pairs(with_pairs),
+        "read": of_channels(decay_ndim == 4),
+        "erased": of_channels(is_erased_wide),
+        "written": of_channels(decay_ndim == 4),
+        "read_rows": of_rows(decay_ndim == 3),
+        "erased_rows": of_rows(p.online and not is_erased_wide and max(decay_ndim, erase_ndim) == 3),
+        "written_rows": of_rows(decay_ndim == 3),
+        "kept": kept_operand,
+    }
+    if not any(outputs.values()):
+        return Prepared(**dict.fromkeys(outputs))
+    names = {"q": x.q, "k": x.k, "write_key": x.write_key, "erase": x.erase, "log_decay": x.log_decay}
+    operands = {name: p.of_token(array, CHUNK, at) for name, array in names.items()}
+    operands["starts"] = p.of_position(x.starts, at)
+    results = call(
+        _prepare_kernel,
+        "delta_prepare",
+        p.chunk_grid,
+        operands,
+        outputs,
+        launch,
+        scale=p.scale,
+        with_pairs=with_pairs,
+    )
+    return Prepared(**results)

@@ -1,0 +1,122 @@
+"""What a call is about: its arrays, its static facts, and where a program finds its part of each array."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.triton.backend import Operand, cdiv
+from pallas_kernels.triton.decay import CHUNK
+
+
+class Inputs(NamedTuple):
+    """Arguments of a call, lengths padded to whole chunks and channels to powers of two.
+
+    Attributes:
+        q: `[B, T, H, K]`.
+        k: `[B, T, H, K]`.
+        v: `[B, T, HV, V]`.
+        write_key: None (`k`), `[B, T, H, K]` or `[B, T, HV, K]`.
+        erase: None (1), `[B, T, HV]` or `[B, T, HV, K]`.
+        write: None (1), `[B, T, HV]` or `[B, T, HV, V]`.
+        log_decay: None, `[B, T, HV]` or `[B, T, HV, K]`.
+        initial_state: None (zero) or `[B, HV, K, V]` float32.
+        starts: None, or `[B, T]` int32, 1 at each token that starts a segment.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    write_key: Array | None = None
+    erase: Array | None = None
+    write: Array | None = None
+    log_decay: Array | None = None
+    initial_state: Array | None = None
+    starts: Array | None = None
+
+
+At = Callable[..., tuple[Any, Any, Any, Any]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Static facts of a call.
+
+    Attributes:
+        batch: B.
+        length: T, a multiple of the chunk's 64.
+        key_heads: H.
+        value_heads: HV.
+        key_size: K.
+        value_size: V.
+        dtype: dtype of q, k and v, and of the operands of matrix products.
+        online: whether writes correct what the state already holds (delta rule), or just add (linear attention).
+        scale: factor on the output.
+        segments: into how many equal parts of whole chunks the sequence is split to run side by side.
+    """
+
+    batch: int
+    length: int
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    dtype: Any
+    online: bool
+    scale: float
+    segments: int = 1
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return self.length // CHUNK
+
+    @property
+    def chunks_per_segment(self) -> int:
+        """Number of chunks in a segment (the last may have fewer)."""
+        return cdiv(self.chunks, self.segments)
+
+    @property
+    def chunk_grid(self) -> tuple[int, int, int]:
+        """One program for each chunk of each value head."""
+        return self.value_heads, self.chunks, self.batch
+
+    def of_token(self, x: Array | jax.ShapeDtypeStruct | None, rows: int, at: At, width: int = 0) -> Operand | None:
+        """Rows of one head of `[B, T, heads]` or `[B, T, heads, D]`, `width` channels of D (0: all).
+
+        `at` maps the grid's indices to (batch, block of rows, value head, block of channels).
+        """
+        if x is None:
+            return None
+        group = self.value_heads // x.shape[2]
+
+        def place(*indices):
+            b, t, h, c = at(*indices)
+            h = h if group == 1 else lax.div(h, group)
+            return (b, t, h, c) if x.ndim == 4 else (b, t, h)
+
+        tail = (width or x.shape[3],) if x.ndim == 4 else ()
+        return Operand(x, (None, rows, None, *tail), place)
+
+    def of_position(self, x: Array | None, at: At) -> Operand | None:
+        """One chunk of `[B, T]`."""
+        return None if x is None else Operand(x, (None, CHUNK), lambda *indices: at(*indices)[:2])
+
+    def of_head(self, x: Array | jax.ShapeDtypeStruct | None, block: tuple[int | None, ...], place) -> Operand | None:
+        """A block of `[B, HV, ...]`, whose first two axes a program sees at one index."""
+        return None if x is None else Operand(x, (None, None, *block), place)
+
+    def per_head(self, *shape: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of an array `[B, HV, *shape]`."""
+        return jax.ShapeDtypeStruct((self.batch, self.value_heads, *shape), dtype or self.dtype)
+
+
+def problem_of(inputs: Inputs, *, online: bool, scale: float, segments: int = 1) -> Problem:
+    """The static facts of a call on `inputs`."""
+    batch, length, key_heads, key_size = inputs.q.shape
+    value_heads, value_size = inputs.v.shape[2:]
+    dtype = jnp.dtype(inputs.v.dtype)
+    return Problem(batch, length, key_heads, value_heads, key_size, value_size, dtype, online, scale, segments)

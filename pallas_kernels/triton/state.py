@@ -1,0 +1,339 @@
+"""Passes over the chunks of a sequence, first to last, with the state in registers.
+
+    R = A (Z - Ebar S_0)      O = Q_G S_0 + P R      S_C = Diag(exp(G_C)) S_0 + K_tail^T R
+
+A program owns one head and a block of value channels. It keeps the state transposed, `[value block, K]`: every link of the
+chain from one chunk to the next is then a product whose left side is the last one's result, in registers already.
+
+A sequence may be split into segments that run side by side. What a segment does to the state is an affine map,
+`S -> M S + N`: `segment_maps` finds M and N of all segments, `fold_segments` applies them in order to find the state at
+each segment's start, and the last pass starts there. Nothing is approximated, with or without decay.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt, iota
+from pallas_kernels.triton.decay import CHUNK
+from pallas_kernels.triton.prepare import Prepared
+from pallas_kernels.triton.problem import Inputs, Problem
+
+
+def row_factor(ref, rows, x: Array) -> Array:
+    """`x` `[..., C]` times one number for each of the chunk's tokens, from `[T]`; `x` for None."""
+    return x if ref is None else x * ref[rows].astype(jnp.float32)[None, :]
+
+
+def keep_factor(ref, n) -> Any:
+    """What chunk `n` keeps of the state `[V, K]`, from `[N]` or `[N, K]`; 1 for None."""
+    if ref is None:
+        return 1.0
+    return ref[n] if len(ref.shape) == 1 else ref[n, :][None, :]
+
+
+def segment_range(problem: Problem, segment) -> tuple[Any, Any]:
+    """First chunk of a segment and its number of chunks, which is static where all segments are alike."""
+    size = problem.chunks_per_segment
+    first = segment * size
+    if problem.chunks == size * problem.segments:
+        return first, size
+    return first, jnp.clip(problem.chunks - first, 0, size)
+
+
+def loop(count, body, init):
+    """`fori_loop` from 0 to `count`."""
+    return lax.fori_loop(0, count, body, init)
+
+
+def _chunk_step(r, n, state: Array, problem: Problem, is_value=None) -> tuple[Array, Array]:
+    """One chunk from the state `[V, K]` before it: the residuals, transposed `[V, C]`, and the state after it."""
+    rows = pl.ds(n * CHUNK, CHUNK)
+    written = r.written[rows, :]
+    residual = r.v[rows, :].astype(jnp.float32)
+    if r.write is not None:
+        residual = residual * (r.write[rows][:, None] if len(r.write.shape) == 1 else r.write[rows, :])
+    residual = residual.T.astype(jnp.float32)
+    if is_value is not None:
+        residual = jnp.where(is_value, residual, 0.0)
+    if problem.online:
+        erased = written if r.erased is None else r.erased[rows, :]
+        residual = residual - row_factor(r.erased_rows, rows, dot_nt(state.astype(problem.dtype), erased))
+        residual = dot_nt(residual.astype(problem.dtype), r.inverse[n, :, :])
+    update = dot(row_factor(r.written_rows, rows, residual).astype(problem.dtype), written)
+    return residual, keep_factor(r.kept, n) * state + update
+
+
+def _start_state(r, problem: Problem, block: int) -> Array:
+    """The state `[block, K]` that a program starts from."""
+    if r.starts_of_segments is not None:
+        return r.starts_of_segments[...]
+    if r.initial_state is not None:
+        return r.initial_state[...].astype(jnp.float32).T
+    return jnp.zeros((block, problem.key_size), jnp.float32)
+
+
+def _output_kernel(r, *, problem: Problem, block: int):
+    segment = lax.rem(pl.program_id(2), problem.segments)
+    first, count = segment_range(problem, segment)
+
+    def body(m, state):
+        n = first + m
+        rows = pl.ds(n * CHUNK, CHUNK)
+        residual, after = _chunk_step(r, n, state, problem)
+        out = row_factor(r.read_rows, rows, dot_nt(state.astype(problem.dtype), r.read[rows, :]))
+        if r.kept is None:
+            out = problem.scale * out
+        out = out + dot_nt(residual.astype(problem.dtype), r.scores[n, :, :])
+        r.out[rows, :] = out.T.astype(r.out.dtype)
+        return after
+
+    state = loop(count, body, _start_state(r, problem, block))
+
+    @pl.when(segment == problem.segments - 1)
+    def _():
+        r.final_state[...] = state.T
+
+
+def _states_kernel(r, *, problem: Problem, block: int):
+    first, count = segment_range(problem, lax.rem(pl.program_id(2), problem.segments))
+
+    def body(m, state):
+        n = first + m
+        r.states[n, :, :] = state.astype(r.states.dtype)
+        residual, after = _chunk_step(r, n, state, problem)
+        r.residuals[n, :, :] = residual.astype(r.residuals.dtype)
+        return after
+
+    loop(count, body, _start_state(r, problem, block))
+
+
+def _maps_kernel(r, *, problem: Problem, block: int):
+    first, count = segment_range(problem, lax.rem(pl.program_id(2), problem.segments))
+    column = pl.program_id(0) - problem.value_size // block
+    is_value = column < 0  # else a block of columns of M: what becomes of unit states, nothing being written
+    shape = (block, problem.key_size)
+    is_unit = (iota(shape, 0) + column * block == iota(shape, 1)) & jnp.logical_not(is_value)
+
+    def body(m, state):
+        return _chunk_step(r, first + m, state, problem, is_value)[1]
+
+    r.maps[...] = loop(count, body, jnp.where(is_unit, 1.0, 0.0))
+
+
+def _fold_kernel(r, *, problem: Problem, block: int, reverse: bool):
+    rows = pl.ds(pl.program_id(0) * block, block)
+    transition = pl.ds(problem.value_size, problem.key_size)
+    state = jnp.zeros((block, problem.key_size), jnp.float32)
+    if r.boundary is not None:
+        state = r.boundary[...].astype(jnp.float32).T
+
+    def body(m, state):
+        p = problem.segments - 1 - m if reverse else m
+        r.folded[p, :, :] = state
+        product = dot_nt if reverse else dot  # maps hold M transposed; gradients go back through M itself
+        return product(state, r.maps[p, transition, :]) + r.offsets[p, rows, :]
+
+    loop(problem.segments, body, state)
+
+
+def fold_segments(
+    problem: Problem, maps: Array, offsets: Array, boundary: Array | None, launch: Launch, reverse: bool = False
+) -> Array:
+    """The state at each segment's start or, in `reverse`, its gradient at each segment's end.
+
+    Args:
+        problem: static facts.
+        maps: `[B, HV, P, V + K, K]` float32: N transposed, then M transposed, of each segment.
+        offsets: N transposed (`[B, HV, P, V, K]` or more rows), forward or of the gradient.
+        boundary: `[B, HV, K, V]`, the state before the sequence or the gradient after it; None for zero.
+        launch: compilation.
+        reverse: from the last segment to the first.
+
+    Returns:
+        `[B, HV, P, V, K]` float32.
+    """
+    p = problem
+    block = min(launch.block, p.value_size)
+
+    def whole(c, h, b):
+        return b, h, 0, 0, 0
+
+    folded = p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32)
+    result = call(
+        _fold_kernel,
+        "delta_fold_segments",
+        (p.value_size // block, p.value_heads, p.batch),
+        {
+            "maps": p.of_head(maps, maps.shape[2:], whole),
+            "offsets": p.of_head(offsets, offsets.shape[2:], whole),
+            "boundary": p.of_head(boundary, (p.key_size, block), lambda c, h, b: (b, h, 0, c)),
+        },
+        {"folded": p.of_head(folded, (p.segments, block, p.key_size), lambda c, h, b: (b, h, 0, c, 0))},
+        launch,
+        problem=p,
+        block=block,
+        reverse=reverse,
+    )
+    return result["folded"]  # type: ignore[return-value]
+
+
+def pass_operands(
+    problem: Problem, inputs: Inputs, prepared: Prepared, at, block: int | None, with_reads: bool
+) -> dict[str, Operand | None]:
+    """What the passes over chunks read of the inputs and of the first stage's results.
+
+    Args:
+        problem: static facts.
+        inputs: arguments.
+        prepared: the first stage's results.
+        at: maps the grid's indices to (batch, 0, value head, block of value channels).
+        block: width of the value block; None leaves the values out.
+        with_reads: whether queries and scores take part.
+    """
+    p, x = problem, inputs
+
+    def head(array, shape):
+        return p.of_head(array, shape, lambda *g: (at(*g)[0], at(*g)[2], *(0 for _ in shape)))
+
+    def key_like(stored, raw):
+        if stored is not None:
+            return head(stored, (p.length, p.key_size))
+        return p.of_token(raw, p.length, lambda *g: (*at(*g)[:3], 0))
+
+    has_own_erased = p.online and (
+        prepared.erased is not None or prepared.written is not None or x.write_key is not None
+    )
+    pairs = (p.chunks, CHUNK, CHUNK)
+    operands = {
+        "written": key_like(prepared.written, x.k if x.write_key is None else x.write_key),
+        "written_rows": head(prepared.written_rows, (p.length,)),
+        "erased": key_like(prepared.erased, x.k) if has_own_erased else None,
+        "erased_rows": head(prepared.erased_rows, (p.length,)),
+        "inverse": head(prepared.inverse, pairs),
+        "kept": None if prepared.kept is None else head(prepared.kept, prepared.kept.shape[2:]),
+        "v": None if block is None else p.of_token(x.v, p.length, at, block),
+        "write": None if block is None or x.write is None else p.of_token(x.write, p.length, at, block),
+        "read": key_like(prepared.read, x.q) if with_reads else None,
+        "read_rows": head(prepared.read_rows, (p.length,)) if with_reads else None,
+        "scores": head(prepared.scores, pairs) if with_reads else None,
+    }
+    return operands
+
+
+def sequence_grid(problem: Problem, columns: int, block: int) -> tuple[tuple[int, int, int], Any]:
+    """A program for each block of columns, value head, and segment of each sequence; and where each finds its part."""
+    grid = (columns // block, problem.value_heads, problem.batch * problem.segments)
+
+    def at(c, h, z):
+        return lax.div(z, problem.segments) if problem.segments > 1 else z, 0, h, c
+
+    return grid, at
+
+
+def start_operands(problem: Problem, inputs: Inputs, starts: Array | None, block: int) -> dict[str, Operand | None]:
+    """The states that programs start from: the segments' if there are several, or the initial one."""
+    p = problem
+    if starts is not None:
+        segments = p.segments
+
+        def place(c, h, z):
+            return lax.div(z, segments), h, lax.rem(z, segments), c, 0
+
+        return {
+            "starts_of_segments": p.of_head(starts, (None, block, p.key_size), place),
+            "initial_state": None,
+        }
+    initial = p.of_head(inputs.initial_state, (p.key_size, block), lambda c, h, z: (z, h, 0, c))
+    return {"starts_of_segments": None, "initial_state": initial}
+
+
+def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch) -> Array:
+    """N and M of each segment, transposed, `[B, HV, P, V + K, K]` float32."""
+    p = problem
+    block = min(launch.block, p.value_size, p.key_size)
+    value_blocks = p.value_size // block
+    grid, at = sequence_grid(p, p.value_size + p.key_size, block)
+
+    def at_value(c, h, z):  # programs that own columns of M read some values and drop them
+        b, t, h, c = at(c, h, z)
+        return b, t, h, lax.rem(c, value_blocks)
+
+    maps = p.per_head(p.segments, p.value_size + p.key_size, p.key_size, dtype=jnp.float32)
+    segments = p.segments
+
+    def place(c, h, z):
+        return lax.div(z, segments), h, lax.rem(z, segments), c, 0
+
+    result = call(
+        _maps_kernel,
+        "delta_segment_maps",
+        grid,
+        pass_operands(p, inputs, prepared, at_value, block, with_reads=False),
+        {"maps": p.of_head(maps, (None, block, p.key_size), place)},
+        launch,
+        problem=p,
+        block=block,
+    )
+    return result["maps"]  # type: ignore[return-value]
+
+
+def output_pass(
+    problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch
+) -> tuple[Array, Array]:
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the segments' starts."""
+    p = problem
+    block = min(launch.block, p.value_size)
+    grid, at = sequence_grid(p, p.value_size, block)
+    out = jax.ShapeDtypeStruct(inputs.v.shape, p.dtype)
+    final = p.per_head(p.key_size, p.value_size, dtype=jnp.float32)
+    results = call(
+        _output_kernel,
+        "delta_output",
+        grid,
+        {
+            **pass_operands(p, inputs, prepared, at, block, with_reads=True),
+            **start_operands(p, inputs, starts, block),
+        },
+        {
+            "out": p.of_token(out, p.length, at, block),
+            "final_state": p.of_head(final, (p.key_size, block), lambda c, h, z: (at(c, h, z)[0], h, 0, c)),
+        },
+        launch,
+        problem=p,
+        block=block,
+    )
+    return results["out"], results["final_state"]  # type: ignore[return-value]
+
+
+def states_pass(
+    problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch
+) -> tuple[Array, Array]:
+    """For the backward: the state before each chunk `[B, HV, N, V, K]` and the residuals `[B, HV, N, V, C]`."""
+    p = problem
+    block = min(launch.block, p.value_size)
+    grid, at = sequence_grid(p, p.value_size, block)
+
+    def place(c, h, z):
+        return at(c, h, z)[0], h, 0, c, 0
+
+    results = call(
+        _states_kernel,
+        "delta_states",
+        grid,
+        {
+            **pass_operands(p, inputs, prepared, at, block, with_reads=False),
+            **start_operands(p, inputs, starts, block),
+        },
+        {
+            "states": p.of_head(p.per_head(p.chunks, p.value_size, p.key_size), (p.chunks, block, p.key_size), place),
+            "residuals": p.of_head(p.per_head(p.chunks, p.value_size, CHUNK), (p.chunks, block, CHUNK), place),
+        },
+        launch,
+        problem=p,
+        block=block,
+    )
+    return results["states"], results["residuals"]  # type: ignore[return-value]
