@@ -15,4 +15,5 @@ from rnnlib.ops.gains import longhorn_gain as longhorn_gain
 from rnnlib.ops.gains import nlms_gain as nlms_gain
 from rnnlib.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from rnnlib.ops.linear_attention import linear_attention as linear_attention
+from rnnlib.ops.ridge_solve import ridge_solve as ridge_solve
 from rnnlib.ops.short_convolution import short_convolution as short_convolution
