@@ -164,7 +164,7 @@ def make_dataset(
         ValueError: a path, size or name is wrong, or the split is empty (names it).
     """
     check_split(split)
-    index, count = _processes(config.batch_size, process_index, process_count)
+    index, count = share_by_process(config.batch_size, process_index, process_count)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.tokenizer)
     corpus = corpus if corpus is not None else load_corpus(config, split, tokenizer)
     finite = split == "validation" if finite is None else finite
@@ -181,7 +181,12 @@ def make_dataset(
     return BatchDataset(batches, fingerprint=fingerprint, num_workers=workers, prefetch=config.prefetch)
 
 
-def _processes(batch_size: int, index: int | None, count: int | None) -> tuple[int, int]:
+def share_by_process(batch_size: int, index: int | None, count: int | None) -> tuple[int, int]:
+    """This process's number and how many share a batch, by default JAX's.
+
+    Raises:
+        ValueError: the number is out of range, or the processes do not divide the batch.
+    """
     if index is None or count is None:
         import jax
 

@@ -1,0 +1,205 @@
+"""Needles in a haystack, in RULER's form."""
+
+import dataclasses
+import functools
+import re
+import uuid
+from typing import Literal
+
+import numpy as np
+
+from rnnlib.data.config import DataConfig
+from rnnlib.data.sources import iterate_documents
+from rnnlib.data.tasks.base import Example, Task, TaskSplit, check_at_least, check_fraction
+from rnnlib.data.tasks.needle_words import ADJECTIVES, NOUNS
+from rnnlib.data.tokenizers import Tokenizer, load_tokenizer
+
+Kind = Literal["words", "numbers", "uuids"]
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+_INTRODUCTION = (
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n"
+)
+_QUESTION = (
+    "What is the special magic {kind} for {key} mentioned in the provided text? "
+    "The special magic {kind} for {key} mentioned in the provided text is"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeedleInHaystack(Task):
+    """A sentence that gives a key's value, hidden in a long text, and a question for it (RULER, Hsieh et al. 2024).
+
+    The text is RULER's: introduction, haystack with needles at random sentences, question; the answer's tokens (a space
+    and the value) are to be predicted, and are one query, right when all of them are. RULER's tasks are presets:
+
+    | task | haystack | keys | values |
+    |---|---|---|---|
+    | S-NIAH-1 | one noise sentence repeated | 1 word | number |
+    | S-NIAH-2 | essay | 1 word | number |
+    | S-NIAH-3 | essay | 1 word | uuid |
+    | MK-NIAH-1 | essay | 4 words, one asked for | number |
+    | MK-NIAH-2 | other needles | word | number |
+    | MK-NIAH-3 | other needles | uuid | uuid |
+
+    The haystack takes all the room that is left in T tokens. RULER's essays cannot be bundled, so the essay is the
+    Python language reference that comes with the interpreter (`pydoc_data`), or the text files that `essay_paths`
+    names, begun at a random word. Byte-pair tokens are made word by word, so that the cut fits to the token.
+
+    Attributes:
+        sequence_length: T.
+        haystack: "repeat", "essay" or "needles".
+        key_kind: "words" (adjective-noun), "numbers" (seven digits) or "uuids".
+        value_kind: likewise.
+        num_keys: needles, of which one is asked for.
+        depth: where that needle stands in the haystack, 0 (beginning) to 1 (end); None draws it.
+        tokenizer: "byte" or a tokenizers JSON file.
+        essay_paths: text files for the essay, globs allowed.
+        random_start: begin the essay at a random word (RULER always begins with the first).
+        train_on_all_tokens: in training every next token has loss weight 1; otherwise only the answer.
+    """
+
+    sequence_length: int = 1024
+    haystack: Literal["repeat", "essay", "needles"] = "repeat"
+    key_kind: Kind = "words"
+    value_kind: Kind = "numbers"
+    num_keys: int = 1
+    depth: float | None = None
+    tokenizer: str = "byte"
+    essay_paths: tuple[str, ...] = ()
+    random_start: bool = True
+    train_on_all_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "num_keys", "sequence_length")
+        if self.depth is not None:
+            check_fraction(self, "depth")
+        if self.haystack not in ("repeat", "essay", "needles"):
+            raise ValueError(f"haystack must be 'repeat', 'essay' or 'needles'; got {self.haystack!r}")
+        for name in ("key_kind", "value_kind"):
+            if getattr(self, name) not in ("words", "numbers", "uuids"):
+                raise ValueError(f"{name} must be 'words', 'numbers' or 'uuids'; got {getattr(self, name)!r}")
+        if self.essay_paths and self.haystack != "essay":
+            raise ValueError(f"essay_paths goes with haystack='essay'; got haystack={self.haystack!r}")
+        _tokenizer(self.tokenizer)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The tokenizer's."""
+        return _tokenizer(self.tokenizer).vocabulary_size
+
+    def generate(self, rng: np.random.Generator, split: TaskSplit) -> Example:
+        """Draws keys, values and places."""
+        tokenizer = _tokenizer(self.tokenizer)
+        needles: dict[str, str] = {}
+        while len(needles) < self.num_keys:
+            needles[_draw(rng, self.key_kind)] = _draw(rng, self.value_kind)
+        asked, answer = next(iter(needles.items()))
+        kind = self.value_kind.removesuffix("s")
+        first = tokenizer.encode(_INTRODUCTION.format(kind=kind))
+        line_break = "\n" if self.haystack == "essay" else ""  # the other haystacks are whole lines
+        last = tokenizer.encode(line_break + _QUESTION.format(kind=kind, key=asked))
+        reply = tokenizer.encode(f" {answer}")
+        sentences = [
+            _sentence(tokenizer, _NEEDLE.format(kind=self.value_kind, key=key, value=value), self.haystack == "essay")
+            for key, value in needles.items()
+        ]
+        fixed = len(first) + len(last) + len(reply) + sum(map(len, sentences))
+        room = self.sequence_length + 1 - fixed
+        hay = self._hay(rng, tokenizer, room, set(needles))
+        if not hay:
+            raise ValueError(
+                f"sequence_length={self.sequence_length} is too short: needles, question and answer alone are "
+                f"{fixed} tokens, and at least one sentence of haystack must fit"
+            )
+        # Where among the haystack's sentences each needle stands; the one asked for is the first of them.
+        places = rng.integers(len(hay) + 1, size=len(sentences))
+        if self.depth is not None:
+            places[0] = round(self.depth * len(hay))
+        order = np.argsort(places, kind="stable").tolist()
+        text = list(first)
+        for i in range(len(hay) + 1):
+            while order and places[order[0]] == i:
+                text += sentences[order.pop(0)]
+            if i < len(hay):
+                text += hay[i]
+        text += last + reply
+        query_ids = np.zeros(len(text) - 1, np.int32)
+        query_ids[-len(reply) :] = 1
+        everywhere = self.train_on_all_tokens and split == "train"
+        weights = np.ones(len(query_ids), np.float32) if everywhere else None
+        return self._finish(text[:-1], text[1:], query_ids, weights)
+
+    def _hay(self, rng: np.random.Generator, tokenizer: Tokenizer, room: int, taken: set[str]) -> list[list[int]]:
+        """Sentences of at most `room` tokens together, each with the space or line that parts it from the next."""
+        if self.haystack == "essay":
+            return _essay_cut(self.tokenizer, self.essay_paths, rng if self.random_start else None, room)
+        if self.haystack == "repeat":
+            line = _sentence(tokenizer, _NOISE, False)
+            return [line] * (max(room, 0) // len(line))
+        lines: list[list[int]] = []
+        while True:
+            key, value = _draw(rng, self.key_kind), _draw(rng, self.value_kind)
+            if key in taken:
+                continue
+            taken.add(key)
+            line = _sentence(tokenizer, _NEEDLE.format(kind=self.value_kind, key=key, value=value), False)
+            room -= len(line)
+            if room < 0:
+                return lines
+            lines.append(line)
+
+
+@functools.lru_cache(maxsize=4)
+def _tokenizer(name: str) -> Tokenizer:
+    return load_tokenizer(name)
+
+
+def _sentence(tokenizer: Tokenizer, text: str, in_essay: bool) -> list[int]:
+    """Tokens of a sentence: within an essay led by a space, otherwise a line."""
+    return tokenizer.encode(f" {text}" if in_essay else f"{text}\n")
+
+
+def _draw(rng: np.random.Generator, kind: Kind) -> str:
+    if kind == "words":
+        return f"{ADJECTIVES[rng.integers(len(ADJECTIVES))]}-{NOUNS[rng.integers(len(NOUNS))]}"
+    if kind == "numbers":
+        return str(rng.integers(10**6, 10**7))
+    return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+
+
+@functools.lru_cache(maxsize=4)
+def _essay(tokenizer_name: str, paths: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """An essay's tokens, where each of its words ends, and whether a sentence ends with the word."""
+    if paths:
+        config = DataConfig(source="text", paths=paths, max_train_bytes=None, validation_fraction=1e-9)
+        text = " ".join(iterate_documents(config, "train"))
+    else:
+        from pydoc_data.topics import topics
+
+        text = " ".join(topics[name] for name in sorted(topics))
+    words = text.split()
+    encoded = _tokenizer(tokenizer_name).encode_batch([f" {word}" for word in words])
+    ends_sentence = np.array([bool(re.search(r"[.!?][\"')\]]*$", word)) for word in words])
+    return np.concatenate(encoded), np.cumsum([len(ids) for ids in encoded]), ends_sentence
+
+
+def _essay_cut(
+    tokenizer_name: str, paths: tuple[str, ...], rng: np.random.Generator | None, room: int
+) -> list[list[int]]:
+    """As many words of the essay as fit, by sentences; past its end the essay begins again."""
+    tokens, ends, ends_sentence = _essay(tokenizer_name, paths)
+    word = int(rng.integers(len(ends))) if rng is not None else 0
+    sentences: list[list[int]] = []
+    sentence: list[int] = []
+    while True:
+        ids = tokens[ends[word - 1] if word else 0 : ends[word]].tolist()
+        room -= len(ids)
+        if room < 0:
+            return [*sentences, sentence] if sentence else sentences
+        sentence += ids
+        if ends_sentence[word]:
+            sentences.append(sentence)
+            sentence = []
+        word = (word + 1) % len(ends)
