@@ -71,9 +71,10 @@ class RecurrentMixerConfig(MixerConfig):
         value_expansion: `num_heads` value heads together have `value_expansion * width` channels.
         key_heads: query and key heads H; None is the model's `num_heads`.
         value_heads: value heads HV, a multiple of H; None is the model's `num_heads`.
-        head_dim: channels K of a key head; None is `key_expansion * width / num_heads`.
-        value_head_dim: channels V of a value head; None is `head_dim * value_expansion / key_expansion` where
-            `head_dim` is given, else `value_expansion * width / num_heads`.
+        head_dim: channels of a head where it does not follow from the width: K is `head_dim`, V is
+            `head_dim * value_expansion / key_expansion`.
+        key_head_dim: channels K of a key head, whatever the above say.
+        value_head_dim: channels V of a value head, likewise.
         initializer: of the projections.
         scale: factor on the recurrence's output; None is `K**-0.5`.
         chunk_size: tokens in a chunk of the chunked implementations.
@@ -96,6 +97,7 @@ class RecurrentMixerConfig(MixerConfig):
     key_heads: int | None = None
     value_heads: int | None = None
     head_dim: int | None = None
+    key_head_dim: int | None = None
     value_head_dim: int | None = None
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
     scale: float | None = None
@@ -111,6 +113,14 @@ class RecurrentMixerConfig(MixerConfig):
         for field in ("query_norm", "key_norm"):
             if getattr(self, field) not in ("none", "l2"):
                 raise ValueError(f"RecurrentMixerConfig: {field} is {getattr(self, field)!r}, expected 'none' or 'l2'")
+        for field in ("key_expansion", "value_expansion"):
+            if getattr(self, field) <= 0:
+                raise ValueError(f"RecurrentMixerConfig: {field} is {getattr(self, field)}, expected above 0")
+        for field in ("key_heads", "value_heads", "head_dim", "key_head_dim", "value_head_dim"):
+            if getattr(self, field) is not None and getattr(self, field) < 1:
+                raise ValueError(
+                    f"RecurrentMixerConfig: {field} is {getattr(self, field)}, expected None or at least 1"
+                )
 
     def shape(
         self,
@@ -129,16 +139,14 @@ class RecurrentMixerConfig(MixerConfig):
             raise ValueError(f"RecurrentMixerConfig: num_heads is {num_heads}, expected at least 1")
         key_heads = num_heads if self.key_heads is None else self.key_heads
         value_heads = num_heads if self.value_heads is None else self.value_heads
-        key_size, value_size = self.head_dim, self.value_head_dim
-        if value_size is None and key_size is not None:
-            value_channels = key_size * num_heads * self.value_expansion / self.key_expansion
-            value_size = exact_quotient(value_channels, num_heads, "value channels (head_dim * num_heads * expansion)")
+        # All key channels of `num_heads` heads, for sizes that are not given outright.
+        channels = self.key_expansion * width if self.head_dim is None else float(self.head_dim * num_heads)
+        ratio = self.value_expansion / self.key_expansion
+        key_size, value_size = self.key_head_dim, self.value_head_dim
         if key_size is None:
-            key_size = exact_quotient(self.key_expansion * width, num_heads, "key channels (key_expansion * width)")
+            key_size = exact_quotient(channels, num_heads, "key channels")
         if value_size is None:
-            value_size = exact_quotient(
-                self.value_expansion * width, num_heads, "value channels (value_expansion * width)"
-            )
+            value_size = exact_quotient(channels * ratio, num_heads, "value channels")
         return MixerShape(
             width=width,
             key_heads=key_heads,

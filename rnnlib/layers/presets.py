@@ -142,9 +142,10 @@ def mamba2() -> MixerConfig:
         convolution=ConvolutionConfig(use_bias=True, initializer=Initializer("fan_in_uniform", 1.0)),
         query_norm="none",
         key_norm="none",
+        key_expansion=2.0,
         value_expansion=2.0,
         key_heads=1,
-        head_dim=128,
+        key_head_dim=128,
         scale=1.0,
     )
 
@@ -322,7 +323,7 @@ def attention() -> MixerConfig:
 
 @register_preset("Sliding-window attention", "Beltagy et al. 2020, arXiv 2004.05150")
 def sliding_window_attention() -> MixerConfig:
-    """Softmax attention over the last 2048 tokens, Beltagy et al. 2020.
+    """Softmax attention over the last 2048 tokens, Beltagy et al. 2020; `t - 2048 < s <= t` in the sum.
 
     The local half of hybrids (GDN-2 paper, section 3.5; DeltaNet paper, section 3.4).
     """

@@ -1,0 +1,246 @@
+"""The papers' layers in NumPy, float64, token by token: written from the equations, sharing nothing with the library.
+
+Each takes a module's parameters (nested dicts of arrays) and one document `x [T, D]`, and gives the layer's output.
+Heads: 2 of every kind (one key head in Mamba-2), channels follow from the parameters' shapes.
+"""
+
+import numpy as np
+
+HEADS = 2
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def softplus(x):
+    return np.log1p(np.exp(x))
+
+
+def l2(x):
+    return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def rms(x, scale, eps=1e-6):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * scale
+
+
+def linear(p, x):
+    if "down" in p:
+        return linear(p["up"], linear(p["down"], x))
+    return x @ p["kernel"] + p.get("bias", 0.0)
+
+
+def convolve(p, x):
+    width = len(p["kernel"])
+    padded = np.concatenate([np.zeros((width - 1, x.shape[1])), x])
+    y = sum(p["kernel"][i] * padded[i : i + len(x)] for i in range(width))
+    return y + p.get("bias", 0.0)
+
+
+def stream(p, x, *, heads=HEADS, conv=True, act=silu):
+    y = linear(p["projection"], x)
+    if conv:
+        y = convolve(p["convolution"], y)
+    return act(y).reshape(len(x), heads, -1)
+
+
+def rotate(x, base=10000.0):
+    half = x.shape[-1] // 2
+    angle = np.arange(len(x))[:, None] * base ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[:, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def state_space_decay(p, x, channels=False):
+    """alpha = exp(-exp(A_log) softplus(W x + dt_bias)), and dt."""
+    dt = softplus(linear(p["projection"], x) + p["dt_bias"])
+    rate = np.exp(p["A_log"])
+    if channels:
+        dt, rate = dt.reshape(len(x), len(rate), -1), rate[:, None]
+    return np.exp(-rate * dt), dt
+
+
+def run(step, q, v, scale):
+    """Applies `S = step(t, h, S)` per head h, and reads with q."""
+    heads = v.shape[1]
+    out = np.zeros((len(v), heads, v.shape[-1]))
+    for h in range(heads):
+        g = h * q.shape[1] // heads
+        S = np.zeros((q.shape[-1], v.shape[-1]))
+        for t in range(len(v)):
+            S = step(t, h, S)
+            out[t, h] = scale * S.T @ q[t, g]
+    return out
+
+
+def read(p, x, o, gate=None, eps=1e-6):
+    y = rms(o, p["norm"]["scale"], eps)
+    if gate is not None:
+        y = y * gate(linear(p["gate"], x)).reshape(o.shape)
+    return linear(p["output"], y.reshape(len(x), -1))
+
+
+def identity(x):
+    return x
+
+
+def linear_attention(p, x):
+    q, k, v = (stream(p[n], x, conv=False, act=identity) for n in ("query", "key", "value"))
+    o = run(lambda t, h, S: S + np.outer(k[t, h], v[t, h]), q, v, q.shape[-1] ** -0.5)
+    return read(p["readout"], x, o)
+
+
+def retnet(p, x):
+    q, k, v = (stream(p[n], x, conv=False, act=identity) for n in ("query", "key", "value"))
+    q, k = rotate(q), rotate(k)
+    gamma = [1 - 2.0 ** (-5 - h) for h in range(HEADS)]
+    o = run(lambda t, h, S: gamma[h] * S + np.outer(k[t, h], v[t, h]), q, v, q.shape[-1] ** -0.5)
+    return read(p["readout"], x, o, silu)
+
+
+def mamba2(p, x):
+    c, b = (stream(p[n], x, heads=1) for n in ("query", "key"))
+    v = stream(p["value"], x)
+    alpha, dt = state_space_decay(p["decay"], x)
+    o = run(lambda t, h, S: alpha[t, h] * S + dt[t, h] * np.outer(b[t, 0], v[t, h]), c, v, 1.0)
+    r = p["readout"]
+    y = (o + r["skip"][:, None] * v).reshape(len(x), -1) * silu(linear(r["gate"], x))
+    return linear(r["output"], rms(y, r["norm"]["scale"], 1e-5))
+
+
+def gla(p, x):
+    q, k, v = (stream(p[n], x, conv=False, act=identity) for n in ("query", "key", "value"))
+    alpha = (sigmoid(linear(p["decay"]["projection"], x)) ** (1 / 16)).reshape(k.shape)
+    o = run(lambda t, h, S: alpha[t, h][:, None] * S + np.outer(k[t, h], v[t, h]), q, v, q.shape[-1] ** -0.5)
+    return read(p["readout"], x, o, silu)
+
+
+def delta(q, k, v, beta, alpha=None):
+    """S = (I - beta k k^T) Diag(alpha) S + beta k v^T."""
+    eye = np.eye(k.shape[-1])
+
+    def step(t, h, S):
+        kept = S if alpha is None else alpha[t, h].reshape(-1, 1) * S
+        transition = eye - beta[t, h] * np.outer(k[t, h], k[t, h])
+        return transition @ kept + beta[t, h] * np.outer(k[t, h], v[t, h])
+
+    return run(step, q, v, q.shape[-1] ** -0.5)
+
+
+def deltanet(p, x, gain=None):
+    q, k, v = (stream(p[n], x) for n in ("query", "key", "value"))
+    if gain is None:
+        k = l2(k)
+        beta = sigmoid(linear(p["gain"]["projection"], x))
+    else:
+        beta = gain(p.get("gain"), x, np.sum(k * k, axis=-1))
+    return read(p["readout"], x, delta(l2(q), k, v, beta))
+
+
+def longhorn(p, x):
+    def gain(g, x, kk):
+        b = sigmoid(linear(g["projection"], x))
+        return b / (1 + b * kk)
+
+    return deltanet(p, x, gain)
+
+
+def nlms(p, x):
+    return deltanet(p, x, lambda g, x, kk: 1 / (kk + 1e-6))
+
+
+def efla(p, x):
+    return deltanet(p, x, lambda g, x, kk: (1 - np.exp(-sigmoid(linear(g["projection"], x)) * kk)) / kk)
+
+
+def gated_deltanet(p, x):
+    q, k, v = (stream(p[n], x) for n in ("query", "key", "value"))
+    alpha, _ = state_space_decay(p["decay"], x)
+    beta = sigmoid(linear(p["gain"]["projection"], x))
+    return read(p["readout"], x, delta(l2(q), l2(k), v, beta, alpha), silu)
+
+
+def kla(p, x):
+    q, k, v = (stream(p[n], x) for n in ("query", "key", "value"))
+    alpha, _ = state_space_decay(p["decay"], x)
+    beta = sigmoid(linear(p["gain"]["projection"], x)) / (np.sum(k * k, axis=-1) + 1e-6)
+    return read(p["readout"], x, delta(l2(q), k, v, beta, alpha), silu)
+
+
+def kda(p, x):
+    q, k, v = (stream(p[n], x) for n in ("query", "key", "value"))
+    alpha, _ = state_space_decay(p["decay"], x, channels=True)
+    beta = sigmoid(linear(p["gain"]["projection"], x))
+    return read(p["readout"], x, delta(l2(q), l2(k), v, beta, alpha), sigmoid)
+
+
+def gated_deltanet2(p, x):
+    q, k, v = (stream(p[n], x) for n in ("query", "key", "value"))
+    q, k = l2(q), l2(k)
+    alpha, _ = state_space_decay(p["decay"], x, channels=True)
+    b = sigmoid(linear(p["gain"]["erase_projection"], x)).reshape(k.shape)
+    w = sigmoid(linear(p["gain"]["write_projection"], x)).reshape(v.shape)
+
+    def step(t, h, S):
+        transition = np.eye(k.shape[-1]) - np.outer(k[t, h], b[t, h] * k[t, h])
+        return transition @ np.diag(alpha[t, h]) @ S + np.outer(k[t, h], w[t, h] * v[t, h])
+
+    return read(p["readout"], x, run(step, q, v, q.shape[-1] ** -0.5), silu, eps=1e-5)
+
+
+def comba(p, x):
+    q, k, v = (stream(p[n], x) for n in ("query", "key", "value"))
+    q, k = l2(q), l2(k)
+    alpha, _ = state_space_decay(p["decay"], x)
+    beta = sigmoid(linear(p["gain"]["projection"], x))
+    s = sigmoid(p["gain"]["feedback"])
+
+    def step(t, h, S):
+        transition = alpha[t, h] * np.eye(k.shape[-1]) - s[h] * beta[t, h] * np.outer(k[t, h], k[t, h])
+        return transition @ S + beta[t, h] * np.outer(k[t, h], v[t, h])
+
+    query = q - p["keys"]["correction"][:, None] * k
+    return read(p["readout"], x, run(step, query, v, q.shape[-1] ** -0.5), sigmoid)
+
+
+def attention(p, x, window=None):
+    q, k, v = (linear(p[n], x).reshape(len(x), HEADS, -1) for n in ("query", "key", "value"))
+    q, k = rotate(q), rotate(k)
+    out = np.zeros_like(v)
+    for h in range(HEADS):
+        for t in range(len(x)):
+            first = 0 if window is None else max(0, t + 1 - window)
+            weights = np.exp(k[first : t + 1, h] @ q[t, h] / np.sqrt(q.shape[-1]))
+            out[t, h] = weights @ v[first : t + 1, h] / weights.sum()
+    return linear(p["output"], out.reshape(len(x), -1))
+
+
+def sliding_window_attention(p, x):
+    return attention(p, x, window=5)
+
+
+LAYERS = {
+    layer.__name__: layer
+    for layer in (
+        linear_attention,
+        retnet,
+        mamba2,
+        gla,
+        deltanet,
+        gated_deltanet,
+        kda,
+        gated_deltanet2,
+        kla,
+        longhorn,
+        nlms,
+        efla,
+        comba,
+        attention,
+        sliding_window_attention,
+    )
+}

@@ -1,0 +1,155 @@
+"""Each preset is its paper's layer: the whole mixer against NumPy in float64, alone, packed, and from a cache."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from reference import LAYERS
+from tiny import HEADS, WIDTH, compiled, inputs, parameters, relative_error, tiny
+
+from rnnlib.layers import (
+    AttentionConfig,
+    Initializer,
+    RecurrentMixerConfig,
+    SoftplusDecay,
+    mixer_names,
+    mixer_preset,
+    mixer_table,
+    preset_details,
+    register_preset,
+)
+
+LENGTH = 70
+DOCUMENTS = (31, 1, 38)  # lengths: boundaries inside a chunk, and a document of one token
+
+
+def test_every_preset_has_a_reference():
+    assert set(mixer_names()) == set(LAYERS)
+
+
+@functools.cache
+def parallel_pass(name):
+    """A mixer, its compiled call, and what it gives in parallel: computed once for the tests below."""
+    module = tiny(name)
+    call = compiled(module)
+    x = inputs(2, LENGTH)
+    # The first row is one document, the second three; the last of them has the first one's id again.
+    ids = np.stack([np.full(LENGTH, 4), np.repeat([7, 3, 7], DOCUMENTS)]).astype(np.int32)
+    y, cache = call(x, ids)
+    assert cache is None
+    return module, call, x, ids, np.asarray(y)
+
+
+@pytest.mark.parametrize("name", mixer_names())
+def test_mixer_is_the_papers_layer(name):
+    module, _, x, _, y = parallel_pass(name)
+    p, wide = parameters(module), x.astype(np.float64)
+    assert relative_error(y[0], LAYERS[name](p, wide[0])) < 1e-5
+    documents = np.split(wide[1], np.cumsum(DOCUMENTS)[:-1])
+    assert relative_error(y[1], np.concatenate([LAYERS[name](p, document) for document in documents])) < 1e-5
+
+
+@pytest.mark.parametrize("name", mixer_names())
+def test_prefill_in_pieces_and_decoding_give_the_parallel_pass(name):
+    module, call, x, ids, expected = parallel_pass(name)
+    cache = module.init_cache(2, 96, np.float32)
+    sizes = [leaf.shape for leaf in jax.tree.leaves(cache)]
+    pieces, start = [], 0
+    # The second row's documents end inside the first piece: all but the last are what left padding is.
+    for length in (33, 33, 1, 1, 1, 1):
+        piece = slice(start, start + length)
+        y, cache = call(x[:, piece], ids[:, piece], cache)
+        pieces.append(y)
+        start += length
+        assert [leaf.shape for leaf in jax.tree.leaves(cache)] == sizes
+    actual = np.concatenate(pieces, axis=1)
+    np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=0)
+    assert relative_error(actual, expected) < 1e-5
+
+
+# Parameters of a mixer at the default tiny size, counted by hand: d = width, 2 heads of K = V = 8.
+D, K, LOW = WIDTH, WIDTH // HEADS, WIDTH * (WIDTH // HEADS)
+QKVO, CONVOLUTION, PER_HEAD, NORM = 4 * D * D, 3 * 4 * D, D * HEADS, K
+COUNTS = {
+    "linear_attention": QKVO + NORM,
+    "retnet": 2 * D * D + 3 * 2 * D * D + 2 * NORM,
+    "gla": 2 * D * D // 2 + 3 * D * D + (16 * D + 16 * D // 2 + D // 2) + NORM,
+    "deltanet": QKVO + CONVOLUTION + PER_HEAD + NORM,
+    "gated_deltanet": QKVO + CONVOLUTION + (PER_HEAD + 2 * HEADS) + PER_HEAD + D * D + NORM,
+    "kda": QKVO + CONVOLUTION + (2 * LOW + HEADS + D) + PER_HEAD + (2 * LOW + D) + NORM,
+    "gated_deltanet2": QKVO + CONVOLUTION + (D * D + HEADS + D) + 2 * D * D + (2 * LOW + D) + NORM,
+    "kla": QKVO + CONVOLUTION + (PER_HEAD + 2 * HEADS) + PER_HEAD + D * D + NORM,
+    "longhorn": QKVO + CONVOLUTION + PER_HEAD + NORM,
+    "nlms": QKVO + CONVOLUTION + NORM,
+    "efla": QKVO + CONVOLUTION + PER_HEAD + NORM,
+    "comba": QKVO + CONVOLUTION + (PER_HEAD + 2 * HEADS) + (PER_HEAD + HEADS) + HEADS + D * D + NORM,
+    "attention": QKVO,
+    "sliding_window_attention": QKVO,
+    # Values 2 d wide, one query and key head of 8 channels, convolution with bias, gate, skip, norm over all heads.
+    "mamba2": 2 * D * 8 + 3 * 2 * D * D + 5 * (2 * 8 + 2 * D) + (PER_HEAD + 2 * HEADS) + HEADS + 2 * D,
+}
+
+
+@pytest.mark.parametrize("name", mixer_names())
+def test_parameter_counts(name):
+    assert sum(leaf.size for leaf in jax.tree.leaves(parameters(tiny(name)))) == COUNTS[name]
+
+
+def test_mamba2_has_the_papers_sizes():
+    shape = mixer_preset("mamba2").shape(1024, 32)
+    assert (shape.key_heads, shape.key_size, shape.value_heads, shape.value_size) == (1, 128, 32, 64)
+
+
+def test_overrides_reach_fields_axes_and_short_names():
+    assert mixer_preset("kda", head_dim=64).head_dim == 64
+    assert mixer_preset("kda", **{"decay.rank": None}).decay == SoftplusDecay(channelwise=True, rate=(1.0, 16.0))
+    assert mixer_preset("kda", negative_eigenvalues=True).gain.negative_eigenvalues
+    assert mixer_preset("gated_deltanet2", negative_eigenvalues=True).gain.negative_eigenvalues
+    assert mixer_preset("kda", output_gate=False).readout.gate == "none"
+    nested = mixer_preset("kda", **{"convolution.initializer.scale": 0.5})
+    assert nested.convolution.initializer == Initializer("normal", 0.5)
+    assert mixer_preset("sliding_window_attention", window=7) == AttentionConfig(window=7)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mixer_preset("kda").head_dim = 3
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("gated_delta_net", {}, "mixer is 'gated_delta_net', expected one of linear_attention, retnet"),
+        ("kda", {"head_size": 3}, r"mixer_preset\('kda'\): RecurrentMixerConfig has no field 'head_size'"),
+        ("kda", {"gain.bound": 3}, "SigmoidGain has no field 'bound', expected"),
+        ("linear_attention", {"negative_eigenvalues": True}, "UnitGain has no field 'negative_eigenvalues'"),
+        ("attention", {"gain": None}, "AttentionConfig has no field 'gain'"),
+        ("linear_attention", {"convolution.size": 3}, "NoneType has no field 'size'"),
+    ],
+)
+def test_bad_names_are_named(name, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        mixer_preset(name, **overrides)
+
+
+def test_a_new_preset_costs_a_function():
+    def gated_deltanet():
+        """Twice."""
+        return RecurrentMixerConfig()
+
+    with pytest.raises(ValueError, match="there is a preset 'gated_deltanet' already"):
+        register_preset("Twice", "nowhere")(gated_deltanet)
+
+
+def test_presets_name_paper_and_equation():
+    for name in mixer_names():
+        preset = preset_details(name)
+        assert "`" in preset.description, f"{name} gives no equation"
+        assert any(character.isdigit() for character in preset.paper), f"{name} gives no year"
+
+
+def test_table_shows_every_preset_on_its_axes():
+    lines = mixer_table().splitlines()
+    assert len(lines) == 2 + len(mixer_names())
+    assert len({line.count("|") for line in lines}) == 1
+    assert any(line.startswith("| `kda` | channel | sigmoid | k | online |") for line in lines)
+    assert any(line.startswith("| `mamba2` | scalar | dt | k | offline |") for line in lines)
