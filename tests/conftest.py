@@ -1,5 +1,7 @@
 """Strictness shared by all tests: shapes and dtypes of public functions are checked at every call."""
 
+import pathlib
+
 import jaxtyping
 import pytest
 
@@ -8,6 +10,10 @@ jaxtyping.install_import_hook(["rnnlib", "pallas_kernels"], "beartype.beartype")
 
 import jax  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+# Compiled functions are kept between runs: most of the tests' time is compilation.
+jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 settings.register_profile(
     "rnnlib",
