@@ -1,0 +1,1 @@
+"""The command line: `rnnlib train | eval | generate | mixers | tokenizer`."""

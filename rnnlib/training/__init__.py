@@ -10,7 +10,15 @@ from rnnlib.training.metrics import read_csv
 from rnnlib.training.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
 from rnnlib.training.picture import loss_picture
 from rnnlib.training.progress import ProgressReporter, StepReport
-from rnnlib.training.run import LoadedRun, RunError, load_run, load_run_config, next_run_folder
+from rnnlib.training.run import (
+    LoadedRun,
+    RunError,
+    check_new_folder,
+    load_run,
+    load_run_config,
+    load_run_tokenizer,
+    next_run_folder,
+)
 from rnnlib.training.step import (
     StepMetrics,
     TrainState,
@@ -44,6 +52,7 @@ __all__ = [
     "TrainState",
     "Trainer",
     "bits_per_byte",
+    "check_new_folder",
     "decay_mask",
     "evaluate",
     "from_plain",
@@ -52,6 +61,7 @@ __all__ = [
     "load_config",
     "load_run",
     "load_run_config",
+    "load_run_tokenizer",
     "loss_picture",
     "loss_sums",
     "make_evaluation_step",

@@ -134,6 +134,12 @@ class Trainer:
 
     Making a `Trainer` reads the data and traces the training step, so that a wrong path, size or name is an error
     before there is a folder; `open` makes or restores the run folder; `run` trains.
+
+    Attributes:
+        config: The config, its vocabulary size made that of the tokenizer.
+        tokenizer: The tokenizer.
+        folder: The run's folder, once open.
+        start_step: The step that training goes on from, once open.
     """
 
     def __init__(self, config: TrainConfig, *, tokenizer: Tokenizer | None = None):
@@ -146,8 +152,8 @@ class Trainer:
         Raises:
             ValueError: If a path, size or name in the config is wrong; the message names it.
         """
-        self._tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.data.tokenizer)
-        vocabulary = max(config.model.vocabulary_size, self._tokenizer.vocabulary_size)
+        self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.data.tokenizer)
+        vocabulary = max(config.model.vocabulary_size, self.tokenizer.vocabulary_size)
         model_config = dataclasses.replace(config.model, vocabulary_size=vocabulary)
         self.config = config = dataclasses.replace(config, model=model_config)
         self._mesh = make_mesh(config.devices)
@@ -156,13 +162,13 @@ class Trainer:
         # Shapes alone: a model that does not fit its own sizes fails here, and in seconds.
         model = nnx.eval_shape(self._new_model)
         graphdef = nnx.split(model)[0]
-        token_bytes = self._tokenizer.token_bytes
+        token_bytes = self.tokenizer.token_bytes
         schedule = learning_rate_schedule(config.optimizer, config.steps)
         self._train_step = make_train_step(graphdef, self._optimizer, schedule, token_bytes, self._mesh)
         self._evaluation_step = make_evaluation_step(nnx.split(evaluation_view(model))[0], token_bytes, self._mesh)
         self._template: TrainState = jax.eval_shape(self._new_state)
-        self._train_data = make_dataset(config.data, split="train", tokenizer=self._tokenizer)
-        self._validation_data = make_dataset(config.data, split="validation", tokenizer=self._tokenizer)
+        self._train_data = make_dataset(config.data, split="train", tokenizer=self.tokenizer)
+        self._validation_data = make_dataset(config.data, split="validation", tokenizer=self.tokenizer)
         jax.eval_shape(self._train_step, self._template, self._abstract_batch())
 
     @property
@@ -201,7 +207,7 @@ class Trainer:
         """
         folder = Path(folder)
         if not resume:
-            create_run(folder, self.config, self._tokenizer)
+            create_run(folder, self.config, self.tokenizer)
         saved = load_run_config(folder)
         check_continues(self.config, saved)
         with contextlib.ExitStack() as stack:

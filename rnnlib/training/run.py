@@ -60,9 +60,11 @@ def create_run(folder: Path, config: TrainConfig, tokenizer: Tokenizer) -> None:
         RunError: If it exists or cannot be made.
     """
     check_new_folder(folder)
-    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}-"))
+    parent = folder.absolute().parent
+    temporary = None
     try:
+        parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=parent, prefix=f".{folder.name}-"))
         save_config(config, temporary / CONFIG_FILE)
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(temporary / TOKENIZER_FILE)
@@ -71,7 +73,8 @@ def create_run(folder: Path, config: TrainConfig, tokenizer: Tokenizer) -> None:
     except OSError as error:
         raise RunError(f"run folder {folder} cannot be made: {error.strerror}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def lock_run(folder: Path) -> IO[str]:

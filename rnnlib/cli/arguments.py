@@ -1,0 +1,78 @@
+"""Typed arguments through tyro, with wrong ones as one line."""
+
+import contextlib
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+
+from rnnlib.cli.errors import CommandError
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def parse[Arguments](
+    cls: type[Arguments], argv: Sequence[str], *, command: str, default: Arguments | None = None
+) -> Arguments:
+    """Parses a command's arguments into a frozen dataclass; `--help` prints and exits.
+
+    Args:
+        cls: The dataclass; docstrings of its fields are the help.
+        argv: The command's arguments.
+        command: The command's name.
+        default: Values of what is left out, in place of the dataclass's defaults.
+
+    Raises:
+        CommandError: With what is wrong, in one line.
+    """
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            parsed: Any = tyro.cli(cls, args=list(argv), prog=f"rnnlib {command}", default=default)
+            return parsed
+    except SystemExit as error:
+        if error.code in (0, None):
+            raise
+        raise CommandError(_one_line(captured.getvalue()) or "wrong arguments") from None
+
+
+def _one_line(box: str) -> str:
+    """What tyro says in a box of several lines, as one."""
+    lines = [line.strip().strip("│").strip() for line in _ANSI.sub("", box).splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("╭", "╰"))]
+    sections: list[list[str]] = [[]]
+    for line in lines:
+        if set(line) == {"─"}:
+            sections.append([])
+        else:
+            sections[-1].append(line)
+    message = " ".join(sections[0])
+    # What a config says of itself already names the setting.
+    message = re.sub(r"^Error parsing (?!--)[\w.]+: ", "", message)
+    message = re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"expected an integer, got \1", message)
+    message = re.sub(r"could not convert string to float: (.*)", r"expected a number, got \1", message)
+    hints = [line.split()[0] for section in sections[1:] if section[:1] == ["Perhaps you meant:"] for line in section]
+    options = [hint for hint in hints if hint.startswith("--")]
+    return f"{message} (perhaps {options[0]}?)" if options else message
+
+
+def take_option(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """Takes `name VALUE` or `name=VALUE` out of the arguments: the last value, and the arguments without it.
+
+    Raises:
+        CommandError: If the value is missing.
+    """
+    value, rest = None, []
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument == name:
+            value = next(arguments, None)
+            if value is None:
+                raise CommandError(f"{name} needs a value")
+        elif argument.startswith(f"{name}="):
+            value = argument.removeprefix(f"{name}=")
+        else:
+            rest.append(argument)
+    return value, rest

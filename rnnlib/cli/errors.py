@@ -1,0 +1,32 @@
+"""Wrong input as one clear line."""
+
+import contextlib
+from collections.abc import Iterator
+
+
+class CommandError(Exception):
+    """Ends the command with one line on standard error.
+
+    Attributes:
+        exit_code: The process's exit code: 2 for wrong input, 1 for a failure while running.
+    """
+
+    def __init__(self, message: str, exit_code: int = 2):
+        # One line, whatever the message held.
+        super().__init__(" ".join(message.split()))
+        self.exit_code = exit_code
+
+
+@contextlib.contextmanager
+def input_errors() -> Iterator[None]:
+    """Within it, errors about what the user named (paths, sizes, names) become a CommandError.
+
+    It goes around reading and checking, not around computing: there an error is the library's, and keeps its traceback.
+    """
+    try:
+        yield
+    except OSError as error:
+        named = f"{error.filename}: " if error.filename is not None else ""
+        raise CommandError(f"{named}{error.strerror or error}") from error
+    except (ValueError, NotImplementedError) as error:
+        raise CommandError(str(error) or type(error).__name__) from error

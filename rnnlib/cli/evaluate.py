@@ -1,0 +1,75 @@
+"""`rnnlib eval`: evaluates a run on held-out text."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from rnnlib.cli.arguments import parse
+from rnnlib.cli.errors import CommandError, input_errors
+from rnnlib.data import DataConfig, SourceName, make_dataset
+from rnnlib.training import evaluate, load_run
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalArguments:
+    """Evaluates the model of a run's latest checkpoint on the run's validation text, or on other text."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """The run's folder."""
+    batches: int | None = None
+    """Batches to evaluate on; left out, all of the text."""
+    batch_size: int | None = None
+    """Rows a batch; left out, as in training."""
+    sequence_length: int | None = None
+    """Tokens a row; left out, as in training."""
+    source: SourceName = "text"
+    """What --paths are: "text" (a document a file), "jsonl" or "parquet"."""
+    paths: tuple[str, ...] = ()
+    """Files or glob patterns of other text to evaluate on, all of it."""
+    text_field: str = "text"
+    """The field (JSON lines) or column (Parquet) that holds the text."""
+    json: bool = False
+    """Print one line of JSON."""
+
+
+def _data(arguments: EvalArguments, trained_on: DataConfig) -> DataConfig:
+    changes = {name: getattr(arguments, name) for name in ("batch_size", "sequence_length")}
+    data = dataclasses.replace(trained_on, **{name: value for name, value in changes.items() if value is not None})
+    if not arguments.paths:
+        return data
+    return dataclasses.replace(
+        data,
+        source=arguments.source,
+        paths=arguments.paths,
+        validation_paths=arguments.paths,
+        text_field=arguments.text_field,
+        deduplicate=False,
+        max_validation_bytes=None,
+    )
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    arguments = parse(EvalArguments, argv, command="eval")
+    if arguments.batches is not None and arguments.batches < 1:
+        raise CommandError(f"--batches must be at least 1, got {arguments.batches}")
+    with input_errors():
+        loaded = load_run(arguments.run)
+        dataset = make_dataset(_data(arguments, loaded.config.data), split="validation", tokenizer=loaded.tokenizer)
+    result = evaluate(
+        loaded.model, itertools.islice(dataset, arguments.batches), token_bytes=loaded.tokenizer.token_bytes
+    )
+    if arguments.json:
+        print(json.dumps({"step": loaded.step, "trained_tokens": loaded.tokens, **dataclasses.asdict(result)}))
+        return 0
+    print(f"run {arguments.run}, step {loaded.step}, trained on {loaded.tokens:,} tokens")
+    print(f"evaluated on {result.tokens:,} tokens, {result.bytes:,} bytes")
+    print(f"loss           {result.loss:.4f} nats/token")
+    print(f"bits per byte  {result.bits_per_byte:.4f}")
+    print(f"perplexity     {result.perplexity:.4f} per token")
+    return 0

@@ -1,0 +1,75 @@
+"""Entry point: finds the command; everything heavy is imported by the command that needs it."""
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+
+from rnnlib.cli.errors import CommandError
+
+# Name: (module with `run(argv) -> exit code`, summary).
+COMMANDS = {
+    "train": ("rnnlib.cli.train", "train a language model (without arguments: a small one, in minutes on a CPU)"),
+    "eval": ("rnnlib.cli.evaluate", "evaluate a run on held-out text"),
+    "generate": ("rnnlib.cli.generate", "continue a prompt with a run's model"),
+    "mixers": ("rnnlib.cli.mixers", "list the token mixers and where each stands on the axes"),
+    "tokenizer": ("rnnlib.cli.tokenizer", "train a byte-pair tokenizer on text"),
+}
+
+
+def help_text() -> str:
+    """What `rnnlib --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: rnnlib COMMAND [OPTIONS]",
+            "",
+            "Delta-rule recurrent sequence models in JAX.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`rnnlib COMMAND --help` explains a command's options.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: Arguments without the program's name; those of the process by default.
+
+    Returns:
+        Exit code: 0 done, 1 failed while running, 2 wrong input (one line on standard error), 130 and 143 stopped by
+        Ctrl-C and SIGTERM.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else None
+    if command in (None, "-h", "--help", "help"):
+        print(help_text(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    if command == "--version":
+        print(importlib.metadata.version("rnnlib"))
+        return 0
+    if command not in COMMANDS:
+        print(f"rnnlib: error: there is no command {command!r}; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        return importlib.import_module(COMMANDS[command][0]).run(arguments[1:])
+    except CommandError as error:
+        print(f"rnnlib {command}: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"rnnlib {command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
