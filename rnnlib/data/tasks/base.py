@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class Task(abc.ABC):
         rng = np.random.default_rng([seed, TASK_SPLITS.index(split), index])
         return self.generate(rng, split)
 
-    def at_length(self, sequence_length: int) -> Self:
+    def at_length(self, sequence_length: int) -> "Task":
         """The same task at another length, for extrapolation."""
         return dataclasses.replace(self, sequence_length=sequence_length)
 

@@ -137,8 +137,10 @@ class FuzzyRecall(Task):
 
         probe_key, probe_value = key(), value()
         probe_length = len(probe_key) + len(probe_value)
-        limit = self.sequence_length - probe_length - (self.max_key_tokens + self.max_value_tokens)
-        probe_at = int(rng.integers(limit))
+        longest = self.max_key_tokens + self.max_value_tokens
+        limit = self.sequence_length - probe_length - longest
+        # Early enough that the pairs before it cannot pass over it.
+        probe_at = int(rng.integers(max(1, limit - longest + 1)))
         shown: dict[tuple[int, ...], tuple[int, ...]] = {}
         text: list[int] = []
         answered: list[int] = []  # for each token the query that it answers
