@@ -6,6 +6,7 @@ from typing import Literal
 SourceName = Literal["python", "text", "jsonl", "parquet"]
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
+_PYTHON_BYTES: dict[Split, int] = {"train": 16_000_000, "validation": 262_144}
 SOURCES: tuple[SourceName, ...] = ("python", "text", "jsonl", "parquet")
 
 
@@ -29,8 +30,9 @@ class DataConfig:
             change when other documents come or go; "tail" holds out the end of every document (for a few long ones).
         validation_fraction: the share of documents (or of each document's characters) held out. 0 < fraction < 1.
         deduplicate: drop documents whose content was seen before (in the same split and, by the hash, in the other).
-        max_train_bytes: at most so many bytes of training text are read (UTF-8); None reads everything.
-        max_validation_bytes: likewise for validation text.
+        max_train_bytes: at most so many bytes of training text are read (UTF-8). None reads everything that `paths`
+            name, but only 16 MB of the source "python", so that a first run starts at once; give a number to read more.
+        max_validation_bytes: likewise for validation text; None reads 256 KiB of the source "python".
         num_workers: worker processes that prepare training batches; 0 prepares them in this process. The batches are
             the same for any number.
         prefetch: batches prepared ahead, per worker.
@@ -50,8 +52,8 @@ class DataConfig:
     split_by: Literal["document", "tail"] = "document"
     validation_fraction: float = 0.05
     deduplicate: bool = True
-    max_train_bytes: int | None = 16_000_000
-    max_validation_bytes: int | None = 262_144
+    max_train_bytes: int | None = None
+    max_validation_bytes: int | None = None
     num_workers: int = 0
     prefetch: int = 2
     cache_folder: str | None = None
@@ -84,8 +86,11 @@ class DataConfig:
                 raise ValueError(f"{name} must be at least 1 or None; got {value}")
 
     def max_bytes(self, split: Split) -> int | None:
-        """The limit on the bytes of text read for a split."""
-        return self.max_train_bytes if split == "train" else self.max_validation_bytes
+        """The limit on the bytes of text read for a split, None for no limit."""
+        limit = self.max_train_bytes if split == "train" else self.max_validation_bytes
+        if limit is None and self.source == "python":
+            return _PYTHON_BYTES[split]
+        return limit
 
 
 def check_split(split: str) -> None:

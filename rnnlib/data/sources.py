@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 
 import pyarrow
 import pyarrow.parquet
@@ -126,7 +127,7 @@ def _read(config: DataConfig, paths: tuple[str, ...]) -> Iterator[str]:
         documents = _read_python()
     else:
         reader = {"text": _read_text, "jsonl": _read_json_lines, "parquet": _read_parquet}[config.source]
-        documents = (text for path in expand_paths(paths) for text in reader(config, path))
+        documents = (text for path in expand_paths(paths) for text in _named_errors(config, path, reader))
     return (text for text in documents if text and not text.isspace())
 
 
@@ -159,6 +160,15 @@ def _read_python() -> Iterator[str]:
             continue
 
 
+def _named_errors(config: DataConfig, path: str, reader: Callable[[DataConfig, str], Iterator[str]]) -> Iterator[str]:
+    """A file's documents; what the file system or a format's reader says becomes one line that names the file."""
+    try:
+        yield from reader(config, path)
+    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{path}: not readable as {config.source} ({reason})") from error
+
+
 def _read_text(config: DataConfig, path: str) -> Iterator[str]:
     with open(path, "rb") as file:
         yield _decode(config, path, file.read())
@@ -178,14 +188,11 @@ def _decode(config: DataConfig, path: str, content: bytes, line: int | None = No
 
 def _read_json_lines(config: DataConfig, path: str) -> Iterator[str]:
     opener = gzip.open if path.endswith(".gz") else open
-    try:
-        with opener(path, "rb") as file:
-            for number, content in enumerate(file, start=1):
-                line = _decode(config, path, content, number)
-                if not line.isspace():
-                    yield _json_text(config, path, number, line)
-    except gzip.BadGzipFile as error:
-        raise ValueError(f"{path}: not a gzip file") from error
+    with opener(path, "rb") as file:
+        for number, content in enumerate(file, start=1):
+            line = _decode(config, path, content, number)
+            if not line.isspace():
+                yield _json_text(config, path, number, line)
 
 
 def _json_text(config: DataConfig, path: str, number: int, line: str) -> str:
@@ -203,11 +210,7 @@ def _json_text(config: DataConfig, path: str, number: int, line: str) -> str:
 
 
 def _read_parquet(config: DataConfig, path: str) -> Iterator[str]:
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
-    with file:
+    with pyarrow.parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if config.text_field not in names:
             raise ValueError(f"{path}: no column {config.text_field!r} (text_field); it has the columns {names}")

@@ -83,6 +83,13 @@ def test_one_document_splits_by_its_tail(tmp_path):
         list(iterate_documents(by_document, "validation"))
 
 
+def test_only_the_embedded_source_is_limited_by_default():
+    for split, limit in (("train", 16_000_000), ("validation", 262_144)):
+        assert DataConfig().max_bytes(split) == limit
+        assert DataConfig(max_train_bytes=7, max_validation_bytes=7).max_bytes(split) == 7
+        assert DataConfig(source="text", paths=("x",)).max_bytes(split) is None
+
+
 @pytest.mark.parametrize("limit", [1, 10, 33, 500])
 def test_byte_limits_cut_the_last_document(tmp_path, limit):
     paths = _write(tmp_path, "jsonl", ["é" * 20 + str(i) for i in range(40)])
@@ -141,12 +148,25 @@ def _json_encoding(folder):
 
 def _not_gzip(folder):
     (folder / "x.jsonl.gz").write_text('{"text": "a"}\n')
-    return _config("jsonl", (str(folder / "x.jsonl.gz"),)), r"x\.jsonl\.gz: not a gzip file"
+    return _config("jsonl", (str(folder / "x.jsonl.gz"),)), r"x\.jsonl\.gz: not readable as jsonl \(Not a gzip"
 
 
 def _not_parquet(folder):
     (folder / "x.parquet").write_text("PAR")
-    return _config("parquet", (str(folder / "x.parquet"),)), r"x\.parquet: not a readable Parquet file"
+    return _config("parquet", (str(folder / "x.parquet"),)), r"x\.parquet: not readable as parquet \("
+
+
+def _cut_gzip(folder):
+    content = gzip.compress(b"".join(b'{"text": "%d"}\n' % i for i in range(1000)))
+    (folder / "x.jsonl.gz").write_bytes(content[: len(content) // 2])
+    return _config("jsonl", (str(folder / "x.jsonl.gz"),)), r"x\.jsonl\.gz: not readable as jsonl \("
+
+
+def _broken_parquet(folder):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["some text"] * 99}), folder / "x.parquet")
+    content = (folder / "x.parquet").read_bytes()
+    (folder / "x.parquet").write_bytes(content[:4] + b"?" * 60 + content[64:])
+    return _config("parquet", (str(folder / "x.parquet"),)), r"x\.parquet: not readable as parquet \("
 
 
 def _missing_column(folder):
@@ -191,7 +211,9 @@ def _blank(folder):
         _wrong_type,
         _json_encoding,
         _not_gzip,
+        _cut_gzip,
         _not_parquet,
+        _broken_parquet,
         _missing_column,
         _wrong_column_type,
         _empty_glob,
