@@ -9,6 +9,8 @@ from flax import nnx
 
 from rnnlib.models import DecoderLM, ModelConfig
 
+# Compilation takes nearly all of these tests' time, and half of it is optimisation.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 SMALL = ModelConfig(vocabulary_size=29, width=32, num_layers=2, num_heads=2, head_dim=16)
 TOKENS = jax.random.randint(jax.random.key(7), (2, 24), 0, 29)
 
@@ -21,7 +23,7 @@ def small_model() -> DecoderLM:
 @functools.cache
 def compiled():
     graphdef, state = nnx.split(small_model())
-    run = jax.jit(lambda state, tokens, segment_ids: nnx.merge(graphdef, state)(tokens, segment_ids=segment_ids))
+    run = quick_jit(lambda state, tokens, segment_ids: nnx.merge(graphdef, state)(tokens, segment_ids=segment_ids))
     return functools.partial(run, state)
 
 
@@ -33,7 +35,7 @@ def loss_and_gradients(config, tokens=TOKENS):
     model = DecoderLM(config, rngs=nnx.Rngs(0))
     graphdef, state = nnx.split(model)
 
-    @jax.jit
+    @quick_jit
     def run(state):
         def loss(state):
             logits = nnx.merge(graphdef, state)(tokens[:, :-1])
@@ -67,7 +69,7 @@ def test_hybrid_packs_documents_too():
     config = SMALL.replace(num_layers=3, mixers=("deltanet", "sliding_window_attention", "attention"), window=6)
     model = DecoderLM(config, rngs=nnx.Rngs(1))
     segments = jnp.broadcast_to(jnp.where(jnp.arange(24) < 9, 3, 5), (2, 24))
-    run = jax.jit(lambda tokens, segments: model(tokens, segment_ids=segments))
+    run = quick_jit(lambda tokens, segments: model(tokens, segment_ids=segments))
     alone = run(jnp.roll(TOKENS, -9, axis=1), jnp.ones_like(TOKENS))
     np.testing.assert_allclose(alone[:, :15], run(TOKENS, segments)[:, 9:], atol=1e-5)
 
@@ -97,7 +99,7 @@ def test_remat_stores_less_for_the_backward_pass():
 def test_bfloat16_computes_low_and_keeps_parameters_logits_and_decay_high():
     config = SMALL.replace(dtype="bfloat16")
     model = DecoderLM(config, rngs=nnx.Rngs(0))
-    run = jax.jit(lambda model: (model(TOKENS), model.hidden(TOKENS)))
+    run = quick_jit(lambda model: (model(TOKENS), model.hidden(TOKENS)))
     logits, hidden = run(model)
     assert logits.dtype == jnp.float32
     assert hidden.dtype == jnp.bfloat16
