@@ -45,7 +45,7 @@ def parallel_pass(name):
 @pytest.mark.parametrize("name", mixer_names())
 def test_mixer_is_the_papers_layer(name):
     module, _, x, _, y = parallel_pass(name)
-    p, wide = parameters(module), x.astype(np.float64)
+    p, wide = parameters(module), np.asarray(x, np.float64)
     assert relative_error(y[0], LAYERS[name](p, wide[0])) < 1e-5
     documents = np.split(wide[1], np.cumsum(DOCUMENTS)[:-1])
     assert relative_error(y[1], np.concatenate([LAYERS[name](p, document) for document in documents])) < 1e-5

@@ -34,7 +34,7 @@ def tiny(name, **options):
 
 
 def inputs(batch, length, seed=1):
-    return np.random.default_rng(seed).standard_normal((batch, length, WIDTH)).astype(np.float32)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((batch, length, WIDTH)), jnp.float32)
 
 
 def compiled(module):

@@ -1,0 +1,122 @@
+"""Softmax attention: grouped heads, norms, windows, and the cache that is a ring."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from reference import linear, rms, rotate
+from tiny import HEADS, WIDTH, compiled, inputs, parameters, randomize, relative_error
+
+from rnnlib.layers import AttentionConfig
+
+
+def build(**options):
+    heads = options.pop("num_heads", HEADS)
+    return randomize(AttentionConfig(**options).build(WIDTH, heads, rngs=nnx.Rngs(0)))
+
+
+def test_grouped_queries_and_norms():
+    """4 query heads, 2 key heads, RMS norm of queries and keys before the rotation, no window."""
+    module = build(num_heads=4, key_heads=2, qk_norm=True)
+    p, x = parameters(module), np.asarray(inputs(1, 11))
+    q, k, v = (linear(p[n], x[0].astype(np.float64)).reshape(11, -1, 4) for n in ("query", "key", "value"))
+    q, k = rotate(rms(q, p["query_norm"]["scale"])), rotate(rms(k, p["key_norm"]["scale"]))
+    out = np.zeros_like(q)
+    for h in range(4):
+        for t in range(11):
+            weights = np.exp(k[: t + 1, h // 2] @ q[t, h] / 2)
+            out[t, h] = weights @ v[: t + 1, h // 2] / weights.sum()
+    expected = linear(p["output"], out.reshape(11, -1))
+    assert relative_error(compiled(module)(x)[0][0], expected) < 1e-5
+    assert p["key"]["kernel"].shape == p["value"]["kernel"].shape == (WIDTH, 8)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 32])
+def test_any_cut_into_calls_gives_the_parallel_pass(window):
+    """Calls shorter than, as long as and longer than the ring, wrapping round it, for a window and without one."""
+    module = build(window=window, num_heads=2, key_heads=1)
+    call, x = compiled(module), inputs(2, 13)
+    expected, _ = call(x)
+    for lengths in ((3, 1, 1, 4, 4), (9, 3, 1), (1, 1, 1, 1, 9)):
+        cache, start, pieces = module.init_cache(2, 13), 0, []
+        for length in lengths:
+            y, cache = call(x[:, start : start + length], None, cache)
+            pieces.append(y)
+            start += length
+        assert cache.key.shape[1] == (13 if window is None else min(window, 13))
+        assert relative_error(np.concatenate(pieces, axis=1), expected) < 1e-5
+
+
+def test_left_padding_does_not_show():
+    """A prompt padded on the left by another id, then decoded without ids, is the prompt alone."""
+    for window in (None, 4):
+        module = build(window=window)
+        call, x = compiled(module), inputs(1, 9)
+        padding = 5 * jnp.ones((1, 3, WIDTH))
+        alone, _ = call(x)
+        ids = jnp.asarray([[0] * 3 + [1] * 7])
+        cache = module.init_cache(1, 16)
+        prefix, cache = call(jnp.concatenate([padding, x[:, :7]], axis=1), ids, cache)
+        pieces = [prefix[:, 3:]]
+        for t in (7, 8):
+            y, cache = call(x[:, t : t + 1], None, cache)
+            pieces.append(y)
+        assert relative_error(np.concatenate(pieces, axis=1), alone) < 1e-5
+
+
+def test_positions_are_kept_by_the_cache():
+    """Positions given in one call are counted on from in the next, row by row; only distances matter."""
+    module = build()
+    x = inputs(2, 6)
+    expected, _ = module(x)
+    positions = jnp.asarray([[5], [100]]) + jnp.arange(5)
+    y, cache = module(x[:, :5], positions=positions, cache=module.init_cache(2, 6))
+    np.testing.assert_array_equal(cache.position, [10, 105])
+    last, _ = module(x[:, 5:], cache=cache)
+    assert relative_error(np.concatenate([y, last], axis=1), expected) < 1e-4
+    # Other distances give another result: positions are not ignored.
+    stretched, _ = module(x, positions=3 * jnp.broadcast_to(jnp.arange(6), (2, 6)))
+    assert relative_error(stretched, expected) > 1e-2
+
+
+def test_without_rotary_positions_order_in_the_past_does_not_matter():
+    module = build(rope_base=None)
+    x = inputs(1, 6)
+    swapped = x[:, jnp.asarray([1, 0, 2, 3, 4, 5])]
+    np.testing.assert_allclose(module(x)[0][:, 2:], module(swapped)[0][:, 2:], atol=1e-5)
+
+
+def test_cache_keeps_its_dtype_and_size():
+    module = AttentionConfig(window=4).build(WIDTH, HEADS, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    cache = module.init_cache(3, 64, jnp.bfloat16)
+    assert cache.key.shape == (3, 4, HEADS, WIDTH // HEADS)
+    y, after = module(inputs(3, 2).astype(jnp.bfloat16), cache=cache)
+    assert y.dtype == jnp.bfloat16
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), after) == jax.tree.map(lambda a: (a.shape, a.dtype), cache)
+    assert int(after.length) == 2
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: build(window=0), "window is 0, expected None or at least 1"),
+        (lambda: build(num_heads=0), "num_heads is 0, expected at least 1"),
+        (lambda: build(num_heads=4, key_heads=3), "key_heads is 3, expected a divisor of num_heads = 4"),
+        (lambda: build(num_heads=3), "16 does not divide into 3 heads"),
+        (lambda: build(head_dim=3), "head_dim is 3, expected an even one"),
+        (lambda: build(rope_base=1.0)(inputs(1, 2)), "base is 1.0, expected above 1"),
+        (lambda: build().init_cache(1, 0), "max_length is 0, expected at least 1"),
+        (lambda: build()(jnp.zeros((1, 2, 3))), r"x has shape \(1, 2, 3\), expected \[B, T, D\] with D = 16"),
+        (lambda: _too_long(), "5 tokens in a call, expected at most the cache's max_length = 4"),
+    ],
+)
+def test_bad_values_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def _too_long():
+    module = build()
+    return module(inputs(1, 5), cache=module.init_cache(1, 4))

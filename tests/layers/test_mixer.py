@@ -1,0 +1,344 @@
+"""What holds for mixers beyond their equations: ties between them, heads, eigenvalues, dtypes, gradients, errors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from reference import sigmoid, softplus
+from tiny import HEADS, WIDTH, compiled, inputs, parameters, randomize, relative_error, tiny
+
+from rnnlib import ops
+from rnnlib.layers import (
+    ChannelGain,
+    CombaGain,
+    Decay,
+    FixedDecay,
+    Gates,
+    Initializer,
+    KaczmarzGain,
+    MixerShape,
+    NLMSGain,
+    Offline,
+    PlainKeys,
+    ReadoutConfig,
+    RecurrentMixerConfig,
+    SigmoidGain,
+    SoftplusDecay,
+    StepGain,
+    UnitGain,
+    mixer_names,
+    mixer_preset,
+)
+
+SIZE = WIDTH // HEADS
+# Where the equation itself is not in question, the quickest form to compile.
+SCAN = {"implementation": "scan"}
+
+
+def copy_into(target, source):
+    """Gives `target` those of `source`'s parameters that have the same path and shape."""
+    given = {path: v for path, v in nnx.to_flat_state(nnx.state(source, nnx.Param))}
+    for path, variable in nnx.to_flat_state(nnx.state(target, nnx.Param)):
+        if path in given and given[path].shape == variable.shape:
+            variable[...] = given[path][...]
+
+
+def build(**options):
+    config = RecurrentMixerConfig(implementation="scan", readout=ReadoutConfig(gate="none"), **options)
+    return randomize(config.build(WIDTH, HEADS, rngs=nnx.Rngs(0)))
+
+
+def per_channel(kernel, channels):
+    """A kernel of one column a head, repeated over the head's channels."""
+    return jnp.repeat(kernel, channels, axis=1)
+
+
+def test_tied_gates_reduce_gated_deltanet2_to_kda_to_gated_deltanet_to_deltanet():
+    channelwise = SoftplusDecay(channelwise=True)
+    gdn2 = build(decay=channelwise, gain=ChannelGain())
+    kda = build(decay=channelwise, gain=SigmoidGain())
+    gdn = build(decay=SoftplusDecay(), gain=SigmoidGain())
+    deltanet = build(gain=SigmoidGain())
+    x = inputs(1, 19)
+
+    # Both channel gates tied to the scalar one.
+    copy_into(gdn2, kda)
+    for projection in (gdn2.gain.erase_projection, gdn2.gain.write_projection):
+        projection.kernel[...] = per_channel(kda.gain.projection.kernel[...], SIZE)
+    y, _ = compiled(kda)(x)
+    assert relative_error(compiled(gdn2)(x)[0], y) < 1e-6
+
+    # The decay tied over the channels of a head.
+    copy_into(kda, gdn)
+    kda.decay.projection.kernel[...] = per_channel(gdn.decay.projection.kernel[...], SIZE)
+    kda.decay.dt_bias[...] = jnp.repeat(gdn.decay.dt_bias[...], SIZE)
+    y, _ = compiled(gdn)(x)
+    assert relative_error(compiled(kda)(x)[0], y) < 1e-6
+
+    # No decay.
+    copy_into(deltanet, gdn)
+    gdn.decay.A_log[...] = jnp.full((HEADS,), -jnp.inf)
+    y, _ = compiled(deltanet)(x)
+    assert relative_error(compiled(gdn)(x)[0], y) < 1e-6
+
+
+def test_kaczmarz_with_unit_keys_is_gated_deltanet():
+    kla = build(decay=SoftplusDecay(), gain=KaczmarzGain(eps=1e-12))
+    gdn = build(decay=SoftplusDecay(), gain=SigmoidGain())
+    copy_into(kla, gdn)
+    x = inputs(1, 19)
+    assert relative_error(compiled(kla)(x)[0], compiled(gdn)(x)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet2", "kla", "nlms", "mamba2", "comba"])
+def test_grouped_value_heads_share_their_key_head(name):
+    """A mixer of 2 key and 4 value heads is the mixer of 4 and 4 whose key heads are repeated."""
+    value_heads, key_heads = 4, 1 if name == "mamba2" else 2
+    sizes = {"head_dim": 4} | SCAN
+    grouped = randomize(
+        mixer_preset(name, value_heads=value_heads, key_heads=key_heads, **sizes).build(WIDTH, 2, rngs=nnx.Rngs(0))
+    )
+    full = mixer_preset(name, value_heads=4, key_heads=4, **sizes).build(WIDTH, 2, rngs=nnx.Rngs(0))
+    repeats = value_heads // key_heads
+
+    def repeat_heads(array, shape):
+        """Repeats the key-head axis within the one axis where the shapes differ."""
+        (axis,) = [i for i in range(array.ndim) if array.shape[i] != shape[i]]
+        assert shape[axis] == repeats * array.shape[axis]
+        split = array.reshape(*array.shape[:axis], key_heads, -1, *array.shape[axis + 1 :])
+        return jnp.repeat(split, repeats, axis=axis).reshape(shape)
+
+    given = dict(nnx.to_flat_state(nnx.state(grouped, nnx.Param)))
+    repeated = set()
+    for path, variable in nnx.to_flat_state(nnx.state(full, nnx.Param)):
+        array = given[path][...]
+        if array.shape != variable.shape:
+            repeated.add(path[0])
+            array = repeat_heads(array, variable.shape)
+        variable[...] = array
+    assert {"query", "key"} <= repeated <= {"query", "key", "decay", "gain", "keys"}
+    x = inputs(2, 9)
+    assert relative_error(compiled(grouped)(x)[0], compiled(full)(x)[0]) < 1e-5
+    assert grouped.init_cache(3, 9).state.shape[1] == value_heads
+
+
+@pytest.mark.parametrize(
+    ("gain", "lowest"),
+    [
+        (SigmoidGain(), 0.0),
+        (SigmoidGain(negative_eigenvalues=True), -1.0),
+        (ChannelGain(), 0.0),
+        (ChannelGain(negative_eigenvalues=True), -1.0),
+        (KaczmarzGain(negative_eigenvalues=True), -1.0),
+    ],
+)
+def test_eigenvalues_of_transitions(gain, lowest):
+    module = build(gain=gain, key_norm="none" if isinstance(gain, KaczmarzGain) else "l2")
+    signals, _ = module.signals(20 * inputs(1, 50))
+    gates, k = signals.gates, signals.keys.key[0]
+    erase = (gates.erase if gates.beta is None else gates.beta)[0]
+    erase = erase if erase.ndim == 3 else erase[..., None]
+    # I - k (b k)^T has eigenvalue 1 - b k.k once, and 1 elsewhere.
+    eigenvalue = 1 - np.sum(erase * k * k, axis=-1)
+    assert eigenvalue.min() >= lowest - 1e-5
+    assert eigenvalue.max() <= 1
+    assert eigenvalue.min() < lowest + 0.3, "the range is not reached: the test is blind"
+    if isinstance(gain, ChannelGain):
+        assert gates.write.max() <= 1
+
+
+def test_comba_erases_the_state_before_its_decay_even_at_a_reset():
+    shape = MixerShape(WIDTH, HEADS, HEADS, SIZE, SIZE)
+    comba = CombaGain().build(shape, rngs=nnx.Rngs(0))
+    x = jnp.asarray(inputs(1, 3))
+    log_decay = jnp.asarray([[[-0.5, 0.0], [-1000.0, -20.0], [-jnp.inf, -70.0]]])
+
+    def erased(log_decay):
+        gates = comba(x, Decay(log_decay=log_decay))
+        return gates.erase * jnp.exp(log_decay) / gates.write, gates
+
+    share, gates = erased(log_decay)
+    assert np.all(np.isfinite(gates.erase))
+    expected = np.where(log_decay >= -60, sigmoid(1.0), 0.0)
+    np.testing.assert_allclose(share, expected, atol=1e-4)
+    gradient = jax.grad(lambda d: jnp.sum(comba(x, Decay(log_decay=d)).erase * jnp.exp(d)))(log_decay)
+    assert np.all(np.isfinite(gradient))
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet2", "mamba2"])
+def test_half_precision_keeps_states_gates_and_decay_parameters_wide(name):
+    options = {"head_dim": 8} | SCAN
+    module = mixer_preset(name, **options).build(
+        WIDTH, HEADS, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
+    )
+    kept = {"A_log", "dt_bias"}
+    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        assert variable.dtype == (jnp.float32 if path[-1] in kept else jnp.bfloat16), path
+    x = inputs(1, 5).astype(jnp.bfloat16)
+    cache = module.init_cache(1, 8, jnp.bfloat16)
+    signals, _ = module.signals(x)
+    assert signals.decay.log_decay.dtype == jnp.float32
+    assert all(gate.dtype == jnp.float32 for gate in signals.gates if gate is not None)
+    assert signals.keys.key.dtype == signals.value.dtype == jnp.bfloat16
+    y, after = module(x, cache=cache)
+    assert y.dtype == jnp.bfloat16
+    assert after.state.dtype == jnp.float32
+    assert jax.tree.map(lambda a: a.dtype, after) == jax.tree.map(lambda a: a.dtype, cache)
+
+
+def test_half_precision_is_close_to_single():
+    wide = tiny("gated_deltanet", **SCAN)
+    half = mixer_preset("gated_deltanet", **SCAN).build(WIDTH, HEADS, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    copy_into(half, wide)
+    x = inputs(1, 30)
+    error = relative_error(np.asarray(compiled(half)(x.astype(jnp.bfloat16))[0], np.float32), compiled(wide)(x)[0])
+    assert 1e-5 < error < 3e-2
+
+
+def test_gradients_reach_every_parameter_and_are_finite():
+    x = inputs(2, 6)
+
+    @nnx.jit
+    def gradients(module):
+        return nnx.grad(lambda module: jnp.sum(jnp.square(module(x)[0])))(module)
+
+    for name in ("comba", "gated_deltanet2"):
+        for path, gradient in nnx.to_flat_state(gradients(tiny(name, **SCAN))):
+            assert np.all(np.isfinite(gradient[...])), (name, path)
+            assert np.any(gradient[...] != 0), (name, path)
+
+
+def test_modules_of_one_configuration_share_a_graph():
+    """Layers can be stacked and scanned: nothing that differs between two of them hides outside their arrays."""
+    for name in mixer_names():
+        config = mixer_preset(name)
+        first, second = (nnx.eval_shape(lambda: config.build(64, 2, rngs=nnx.Rngs(0))) for _ in range(2))
+        assert nnx.graphdef(first) == nnx.graphdef(second), name
+        assert hash(config) == hash(mixer_preset(name))
+        assert dataclasses.replace(config) == config
+
+
+def test_implementation_chunk_size_and_scale_are_forwarded(monkeypatch):
+    seen = {}
+
+    def record(q, k, v, **options):
+        seen.update(options)
+        return v, jnp.zeros((1, HEADS, SIZE, SIZE))
+
+    for operator, name in (("gated_delta_rule", "deltanet"), ("linear_attention", "linear_attention")):
+        seen.clear()
+        monkeypatch.setattr(ops, operator, record)
+        tiny(name, implementation="scan", chunk_size=32, scale=0.25)(inputs(1, 3))
+        assert (seen["implementation"], seen["chunk_size"], seen["scale"]) == ("scan", 32, 0.25)
+
+
+@pytest.mark.parametrize("decay", [SoftplusDecay(), SoftplusDecay(channelwise=True, rate=(1.0, 16.0))])
+def test_state_space_decay_starts_in_its_ranges(decay):
+    shape = MixerShape(16, 256, 256, 2, 2)
+    module = decay.build(shape, rngs=nnx.Rngs(3))
+    rate, step = np.exp(module.A_log[...]), softplus(np.asarray(module.dt_bias[...], np.float64))
+    assert decay.rate[0] < rate.min() < decay.rate[0] + 1
+    assert 15 < rate.max() <= 16
+    assert 1e-3 * 0.999 <= step.min() < 2e-3
+    assert 0.05 < step.max() <= 0.1 * 1.001
+    # Log-uniform: half of them lie below the geometric mean.
+    assert abs(np.mean(step < 1e-2) - 0.5) < 0.15
+
+
+def test_initializers_have_the_stated_spread():
+    for initializer, deviation, bound in (
+        (Initializer(), 0.02, None),
+        (Initializer("xavier_uniform", 2.0**-2.5), 2.0**-2.5 * np.sqrt(2 / 400), 2.0**-2.5 * np.sqrt(6 / 400)),
+        (Initializer("fan_in_uniform", 1.0), 0.1 / np.sqrt(3), 0.1),
+    ):
+        kernel = np.asarray(initializer.build()(jax.random.key(0), (100, 300), jnp.float32))
+        assert abs(kernel.std() / deviation - 1) < 0.03
+        assert bound is None or 0.98 * bound < np.abs(kernel).max() <= bound
+
+
+def test_value_stream_without_convolution_and_head_sizes():
+    config = mixer_preset("deltanet", head_dim=6, value_expansion=2.0, **{"convolution.value": False})
+    module = config.build(WIDTH, HEADS, rngs=nnx.Rngs(0))
+    assert module.value.convolution is None
+    assert module.query.convolution is not None
+    shapes = {path: p.shape for path, p in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+    assert shapes["key", "projection", "kernel"] == (WIDTH, 12)
+    assert shapes["value", "projection", "kernel"] == (WIDTH, 24)
+    assert module.init_cache(1, 1).value_tail is None
+    assert parameters(module)["key"]["convolution"]["kernel"].shape == (4, 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "width", "heads", "message"),
+    [
+        ({}, 16, 0, "num_heads is 0, expected at least 1"),
+        ({}, 16, 3, "key channels: 16 does not divide into 3 heads of a whole size"),
+        ({"value_expansion": 0.3}, 20, 4, "value channels: 6 does not divide into 4 heads"),
+        ({"key_heads": 2, "value_heads": 3}, 16, 2, "value_heads is 3, expected a multiple of key_heads = 2"),
+    ],
+)
+def test_sizes_that_do_not_come_out_are_named(options, width, heads, message):
+    with pytest.raises(ValueError, match=message):
+        mixer_preset("deltanet", **options).build(width, heads, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RecurrentMixerConfig(feature_map="gelu"), "feature_map is 'gelu', expected one of"),
+        (lambda: RecurrentMixerConfig(key_norm="l1"), "key_norm is 'l1', expected 'none' or 'l2'"),
+        (lambda: RecurrentMixerConfig(key_expansion=0.0), "key_expansion is 0.0, expected above 0"),
+        (lambda: RecurrentMixerConfig(head_dim=0), "head_dim is 0, expected None or at least 1"),
+        (lambda: build(initializer=Initializer("ones")), "kind is 'ones', expected 'normal'"),
+        (lambda: ReadoutConfig(gate="tanh"), "gate is 'tanh', expected 'none', 'silu' or 'sigmoid'"),
+        (lambda: ReadoutConfig(norm="batch"), "norm is 'batch', expected 'head', 'all' or 'none'"),
+        (lambda: mixer_preset("deltanet", **{"convolution.size": 0}), "size is 0, expected at least 1"),
+        (lambda: build(decay=SoftplusDecay(rate=(2.0, 1.0))), r"rate is \(2.0, 1.0\), expected 0 <= low <= high"),
+        (lambda: build(decay=SoftplusDecay(step=(0.0, 1.0))), r"step is \(0.0, 1.0\), expected 0 < low <= high"),
+        (lambda: build(decay=SoftplusDecay(rank=0)), "rank is 0, expected None or at least 1"),
+        (lambda: build(decay=FixedDecay(0.0)), "first_exponent is 0.0, expected above 0"),
+        (lambda: build(gain=KaczmarzGain(eps=0.0)), "KaczmarzGain: eps is 0.0, expected above 0"),
+        (lambda: build(gain=NLMSGain(eps=-1.0)), "NLMSGain: eps is -1.0, expected above 0"),
+        (lambda: build(gain=CombaGain(largest_log=100.0)), "largest_log is 100.0, expected 0 to 80"),
+        (lambda: build(gain=StepGain())(inputs(1, 2)), "the decay gives no step per head"),
+        (lambda: build(gain=ChannelGain(), solve=Offline())(inputs(1, 2)), "the gain gives an erase gate"),
+        (lambda: build()(jnp.zeros((1, 2, 5))), r"x has shape \(1, 2, 5\), expected \[B, T, D\] with D = 16"),
+        (lambda: build()(inputs(1, 2), segment_ids=jnp.zeros((1, 3), int)), "segment_ids has shape"),
+        (lambda: build(chunk_size=48)(inputs(1, 2)), "chunk_size is 48"),
+    ],
+)
+def test_bad_values_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_signals_are_what_the_operator_gets():
+    """The axes can be looked into: running the operator on the signals and reading out is the call."""
+    module = tiny("comba", **SCAN)
+    x = jnp.asarray(inputs(1, 6))
+    signals, carried = module.signals(x)
+    assert carried.state is None
+    gates = signals.gates
+    out, _ = ops.gated_delta_rule(
+        signals.keys.query,
+        signals.keys.key,
+        signals.value,
+        erase=gates.erase,
+        write=gates.write,
+        log_decay=signals.decay.log_decay,
+        implementation="scan",
+    )
+    np.testing.assert_allclose(module.readout(x, out, signals.value), module(x)[0], rtol=1e-5, atol=1e-6)
+    assert isinstance(gates, Gates)
+
+
+def test_unit_gain_online_overwrites_a_repeated_key():
+    """The delta rule with gain 1 and unit keys: reading with the key just written gives its value."""
+    module = build(gain=UnitGain(), keys=PlainKeys())
+    signals, _ = module.signals(jnp.asarray(inputs(1, 12)))
+    out, _ = module.solve(inputs(1, 12), signals._replace(keys=signals.keys._replace(query=signals.keys.key)))
+    np.testing.assert_allclose(out * SIZE**0.5, signals.value, rtol=1e-4, atol=1e-4)
