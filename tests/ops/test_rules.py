@@ -1,0 +1,248 @@
+"""Every implementation of the recurrent rules against their definition: the scan in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+
+from rnnlib import ops
+from rnnlib.ops.triangular import unit_lower_inverse
+from tests.ops.rules import (
+    Case,
+    assert_matches_reference,
+    cases,
+    outputs_and_gradients,
+    reference,
+    relative_error,
+)
+
+PLAIN = Case(
+    shape=(1, 150, 2, 4, 20, 16),
+    decay="head",
+    erase="head",
+    write="head",
+    write_key=None,
+    segments="one",
+    values="random",
+    seed=0,
+)
+CHANNELS = dataclasses.replace(PLAIN, decay="channel", erase="channel", write="head", write_key="value")
+RULE = jax.jit(ops.gated_delta_rule, static_argnames=("implementation", "chunk_size"))
+HARDEST = (
+    dataclasses.replace(CHANNELS, values="extreme", segments="random"),
+    dataclasses.replace(CHANNELS, values="repeated keys"),
+    dataclasses.replace(CHANNELS, values="zero keys", segments="every"),
+)
+
+
+@settings(max_examples=40)
+@given(case=cases())
+@example(case=HARDEST[0])
+@example(case=HARDEST[1])
+@example(case=HARDEST[2])
+def test_chunked_delta_rule_is_the_scan(case):
+    assert_matches_reference(ops.gated_delta_rule, case, "chunked", 1e-5)
+
+
+@settings(max_examples=20)
+@given(case=cases())
+@example(case=HARDEST[0])
+def test_chunked_linear_attention_is_the_scan(case):
+    assert_matches_reference(ops.linear_attention, case, "chunked", 1e-5)
+
+
+def test_float32_scan_is_the_float64_scan():
+    case = HARDEST[0]
+    assert_matches_reference(ops.gated_delta_rule, case, "scan", 1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["scan", "chunked"])
+def test_bfloat16(implementation):
+    """Inputs and output are bfloat16, states and accumulation float32: the error is that of rounding the results."""
+    case = dataclasses.replace(PLAIN, segments="random")
+    assert_matches_reference(ops.gated_delta_rule, case, implementation, 1e-2, dtype=jnp.bfloat16)
+    assert_matches_reference(ops.linear_attention, case, implementation, 1e-2, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("rule", [ops.gated_delta_rule, ops.linear_attention])
+def test_float64_chunks_are_exact(x64, rule):
+    case = dataclasses.replace(CHANNELS, segments="random")
+    arguments = case.arguments(jnp.float64, delta=rule is ops.gated_delta_rule)
+    expected = reference(rule, arguments, case.segment_ids())
+    for chunk_size in (16, 64):
+        actual = outputs_and_gradients(rule, arguments, case.segment_ids(), "chunked", chunk_size)
+        assert actual["out"].dtype == actual["state"].dtype == jnp.float64
+        assert max(relative_error(actual[name], expected[name]) for name in expected) < 1e-12
+
+
+def test_scan_is_the_recurrence_of_the_papers():
+    """The scan against the recurrence in loops over heads and tokens, as it is printed."""
+    case = dataclasses.replace(CHANNELS, shape=(2, 37, 2, 4, 8, 12), write="channel", segments="random")
+    arguments = case.arguments(jnp.float32, delta=True)
+    out, final = ops.gated_delta_rule(**arguments, segment_ids=case.segment_ids(), implementation="scan", scale=0.7)
+    a = {name: np.asarray(x, np.float64) for name, x in arguments.items()}
+    ids = np.asarray(case.segment_ids())
+    batch, length, value_heads, _ = a["v"].shape
+    for b in range(batch):
+        for j in range(value_heads):
+            h = j // (value_heads // a["q"].shape[2])
+            state = a["initial_state"][b, j]
+            for t in range(length):
+                if t > 0 and ids[b, t] != ids[b, t - 1]:
+                    state = np.zeros_like(state)
+                decayed = np.diag(np.exp(a["log_decay"][b, t, j])) @ state
+                erased = a["erase"][b, t, j] * a["k"][b, t, h]
+                written = a["write"][b, t, j] * a["v"][b, t, j]
+                state = decayed + np.outer(a["write_key"][b, t, j], written - decayed.T @ erased)
+                np.testing.assert_allclose(out[b, t, j], 0.7 * state.T @ a["q"][b, t, h], rtol=2e-4, atol=2e-6)
+            np.testing.assert_allclose(final[b, j], state, rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["scan", "chunked"])
+def test_segments_are_separate_documents(implementation):
+    """A packed row gives what its documents give alone; the final state is that of the last."""
+    arguments = PLAIN.arguments(jnp.float32, delta=True)
+    del arguments["initial_state"]
+    lengths = (1, 63, 64, 22)
+    ids = jnp.asarray(np.repeat(np.arange(4), lengths), jnp.int32)[None]
+    out, final = RULE(**arguments, segment_ids=ids, implementation=implementation)
+    start = 0
+    for length in lengths:
+        part = {name: x[:, start : start + length] for name, x in arguments.items()}
+        alone, state = RULE(**part, implementation=implementation)
+        np.testing.assert_allclose(out[:, start : start + length], alone, atol=1e-5)
+        start += length
+    np.testing.assert_allclose(final, state, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["scan", "chunked"])
+def test_state_carries_a_sequence_over_a_cut(implementation):
+    arguments = PLAIN.arguments(jnp.float32, delta=True)
+    whole, final = RULE(**arguments, implementation=implementation)
+    state = arguments.pop("initial_state")
+    outs = []
+    for part in (slice(0, 1), slice(1, 70), slice(70, 150)):
+        piece = {name: x[:, part] for name, x in arguments.items()}
+        out, state = RULE(**piece, initial_state=state, implementation=implementation)
+        outs.append(out)
+    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), whole, atol=1e-5)
+    np.testing.assert_allclose(state, final, atol=1e-5)
+
+
+def test_gates_reduce_to_each_other():
+    """GDN-2 with tied gates is KDA, KDA with equal channels is GDN, GDN without decay is DeltaNet."""
+    arguments = dataclasses.replace(CHANNELS, write_key=None).arguments(jnp.float32, delta=True)
+    q, k, v = arguments["q"], arguments["k"], arguments["v"]
+    beta, head_decay = arguments["erase"][..., 0], arguments["log_decay"][..., 0]
+    channel_decay = arguments["log_decay"]
+    tied = {"erase": beta[..., None].repeat(20, -1), "write": beta}
+    kda = RULE(q, k, v, beta=beta, log_decay=channel_decay)[0]
+    np.testing.assert_allclose(RULE(q, k, v, **tied, log_decay=channel_decay)[0], kda, atol=1e-6)
+    gdn = RULE(q, k, v, beta=beta, log_decay=head_decay)[0]
+    np.testing.assert_allclose(
+        RULE(q, k, v, beta=beta, log_decay=head_decay[..., None].repeat(20, -1))[0], gdn, atol=2e-6
+    )
+    deltanet = RULE(q, k, v, beta=beta)[0]
+    np.testing.assert_allclose(RULE(q, k, v, beta=beta, log_decay=jnp.zeros_like(head_decay))[0], deltanet, atol=1e-6)
+    assert relative_error(kda, gdn) > 1e-2 and relative_error(gdn, deltanet) > 1e-2
+
+
+@pytest.mark.parametrize("values", ["near one", "random"])
+def test_unit_lower_inverse(values, x64):
+    """Exact for equal keys, where the powers of L grow to thousands; its gradient is the inverse's."""
+    lower = np.ones((3, 64, 64)) if values == "near one" else np.random.default_rng(0).standard_normal((3, 64, 64)) / 8
+    lower = np.tril(lower, -1)
+    expected = np.linalg.inv(np.eye(64) + lower)
+    tolerance = 1e-6 if values == "near one" else 1e-5
+    assert relative_error(unit_lower_inverse(jnp.asarray(lower, jnp.float32)), expected) < tolerance
+    weight = np.random.default_rng(1).standard_normal((3, 64, 64))
+    gradient = jax.grad(lambda x: jnp.sum(weight * unit_lower_inverse(x)))(jnp.asarray(lower))
+    exact = jax.grad(lambda x: jnp.sum(weight * jnp.linalg.inv(jnp.eye(64) + jnp.tril(x, -1))))(jnp.asarray(lower))
+    assert relative_error(gradient, exact) < 1e-9
+
+
+def test_backward_keeps_boundary_states_only():
+    """Beside its arguments the chunked backward keeps one state a chunk, and nothing of a size of tokens."""
+    arguments = dataclasses.replace(PLAIN, shape=(1, 256, 2, 4, 20, 16)).arguments(jnp.float32, delta=True)
+    del arguments["initial_state"]
+    _, backward = jax.vjp(lambda a: ops.gated_delta_rule(**a, implementation="chunked")[0], arguments)
+    kept = sorted(x.shape for x in jax.tree.leaves(backward) if hasattr(x, "shape") and x.size > 1)
+    given = [x.shape for x in arguments.values()]
+    for shape in given:
+        kept.remove(shape)
+    assert kept == [(4, 1, 2, 2, 20, 16)], kept
+
+
+def test_transformations():
+    """jit, vmap, grad and checkpoint compose with the chunked form."""
+    arguments = PLAIN.arguments(jnp.float32, delta=True)
+    two = jax.tree.map(lambda x: jnp.stack([x, x[:, ::1] * 0.5]), arguments)
+
+    def loss(arguments):
+        return jnp.sum(ops.gated_delta_rule(**arguments, implementation="chunked")[0] ** 2)
+
+    mapped = jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(two)
+    for i in range(2):
+        alone = jax.jit(jax.grad(loss))(jax.tree.map(lambda x: x[i], two))
+        assert max(relative_error(mapped[name][i], alone[name]) for name in alone) < 1e-5
+
+
+def test_shard_map_over_batch_and_heads():
+    """Each shard computes its own batch entries and heads, forward and backward."""
+    mesh = jax.make_mesh((1, 1), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    arguments = PLAIN.arguments(jnp.float32, delta=True)
+    state = arguments.pop("initial_state")
+    spec = jax.sharding.PartitionSpec("batch", None, "heads")
+    state_spec = jax.sharding.PartitionSpec("batch", "heads")
+
+    def rule(arguments, state):
+        return ops.gated_delta_rule(**arguments, initial_state=state, implementation="chunked")
+
+    sharded = jax.shard_map(
+        rule, mesh=mesh, in_specs=({name: spec for name in arguments}, state_spec), out_specs=(spec, state_spec),
+        check_vma=False,
+    )  # fmt: skip
+    gradient = jax.jit(jax.grad(lambda a: jnp.sum(sharded(a, state)[0] ** 2)))(arguments)
+    alone = jax.jit(jax.grad(lambda a: jnp.sum(rule(a, state)[0] ** 2)))(arguments)
+    assert max(relative_error(gradient[name], alone[name]) for name in alone) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": (1, 150, 2, 21)}, r"k has shape \(1, 150, 2, 21\), expected the shape of q"),
+        ({"v": (1, 150, 3, 16)}, "v has 3 heads .* expected a multiple of the 2 key heads"),
+        ({"v": (1, 149, 4, 16)}, r"v has shape .* expected batch and length \[B, T\] = \(1, 150\)"),
+        ({"log_decay": (1, 150, 2)}, r"log_decay has shape \(1, 150, 2\), expected \[B, T, HV\] or \[B, T, HV, K\]"),
+        ({"erase": (1, 150, 4, 16)}, r"erase has shape .* = \(1, 150, 4\) or \(1, 150, 4, 20\)"),
+        ({"write": (1, 150, 4, 20)}, "write has shape"),
+        ({"write_key": (1, 150, 3, 20)}, "write_key has shape"),
+        ({"initial_state": (1, 2, 20, 16)}, r"initial_state has shape .* expected \[B, HV, K, V\] = \(1, 4, 20, 16\)"),
+        ({"beta": (1, 150, 4)}, "beta is short for erase = write = beta, so it can't be given with erase"),
+    ],
+)
+def test_bad_shapes_are_named(change, message, unchecked_shapes):
+    arguments = PLAIN.arguments(jnp.float32, delta=True)
+    arguments |= {name: jnp.ones(shape) for name, shape in change.items()}
+    with pytest.raises(ValueError, match=message):
+        ops.gated_delta_rule(**arguments)
+
+
+def test_bad_values_are_named(unchecked_shapes):
+    arguments = PLAIN.arguments(jnp.float32, delta=True)
+    with pytest.raises(ValueError, match="chunk_size is 48, expected 16, 32, 64, 128 or 256"):
+        ops.gated_delta_rule(**arguments, chunk_size=48)
+    with pytest.raises(ValueError, match="implementation is 'cuda', expected None or one of"):
+        ops.gated_delta_rule(**arguments, implementation="cuda")
+    with pytest.raises(TypeError, match="q has dtype int32, expected a floating dtype"):
+        ops.gated_delta_rule(**{**arguments, "q": jnp.ones(arguments["q"].shape, jnp.int32)})
+    with pytest.raises(TypeError, match="segment_ids has dtype float32, expected an integer dtype"):
+        ops.gated_delta_rule(**arguments, segment_ids=jnp.zeros((1, 150)))
+    with pytest.raises(ValueError, match=r"segment_ids has shape \(1, 3\), expected \[B, T\] = \(1, 150\)"):
+        ops.linear_attention(arguments["q"], arguments["k"], arguments["v"], segment_ids=jnp.zeros((1, 3), jnp.int32))
+    with pytest.raises(ValueError, match="no empty axis"):
+        empty = jnp.zeros((1, 0, 2, 4))
+        ops.gated_delta_rule(empty, empty, empty)

@@ -1,0 +1,128 @@
+"""Gains, the short convolution and softmax attention against their formulas in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rnnlib import ops
+
+RNG = np.random.default_rng(0)
+
+
+def test_gains_are_their_formulas():
+    k = RNG.standard_normal((2, 5, 3, 8))
+    beta = RNG.uniform(0, 1, (2, 5, 3))
+    square = np.sum(k**2, axis=-1)
+    k32, beta32 = jnp.asarray(k, jnp.float32), jnp.asarray(beta, jnp.float32)
+    np.testing.assert_allclose(ops.kaczmarz_gain(k32, beta32), beta / (square + 1e-6), rtol=1e-5)
+    np.testing.assert_allclose(ops.longhorn_gain(k32, beta32), beta / (1 + beta * square), rtol=1e-5)
+    np.testing.assert_allclose(ops.nlms_gain(k32, 0.1), 1 / (square + 0.1), rtol=1e-5)
+    np.testing.assert_allclose(ops.efla_gain(k32, beta32), (1 - np.exp(-beta * square)) / square, rtol=1e-5)
+
+
+@pytest.mark.parametrize("gain", [ops.kaczmarz_gain, ops.longhorn_gain, ops.efla_gain])
+def test_gains_of_a_zero_key_are_finite(gain):
+    k, beta = jnp.zeros((1, 2, 1, 4)), jnp.full((1, 2, 1), 0.5)
+    value, gradients = jax.value_and_grad(lambda k, beta: jnp.sum(gain(k, beta)), argnums=(0, 1))(k, beta)
+    assert np.isfinite(value) and all(np.isfinite(g).all() for g in gradients)
+
+
+@pytest.mark.parametrize("square", [1e-12, 1e-6, 2e-3, 1.0, 100.0])
+def test_efla_gain_is_accurate_for_short_keys(square, x64):
+    """Float32 against the quotient in float64, through the switch to the series."""
+    k = np.zeros((1, 1, 1, 4))
+    k[..., 0] = np.sqrt(square)
+    gain = ops.efla_gain(jnp.asarray(k, jnp.float32), jnp.full((1, 1, 1), 0.7, jnp.float32))
+    np.testing.assert_allclose(gain, -np.expm1(-0.7 * square) / square, rtol=1e-5)
+
+
+def convolve(x, kernel, bias, past, ids):
+    """`short_convolution` as its docstring states it, token by token."""
+    batch, length, _ = x.shape
+    width = kernel.shape[0]
+    y = np.tile(bias, (batch, length, 1)).astype(np.float64)
+    for b in range(batch):
+        for t in range(length):
+            for i in range(width):
+                source = t - i
+                # A tap stops at the nearest change of id on its way back.
+                if any(ids[b, j] != ids[b, j - 1] for j in range(max(source, 0) + 1, t + 1)):
+                    continue
+                value = x[b, source] if source >= 0 else past[b, source + width - 1]
+                y[b, t] += kernel[width - 1 - i] * value
+    return y
+
+
+@settings(max_examples=12)
+@given(length=st.sampled_from((1, 2, 9)), packed=st.booleans(), seed=st.integers(0, 99))
+def test_short_convolution(length, packed, seed):
+    rng = np.random.default_rng(seed)
+    x, kernel = rng.standard_normal((2, length, 3)), rng.standard_normal((4, 3))
+    bias, past = rng.standard_normal(3), rng.standard_normal((2, 3, 3))
+    ids = np.cumsum(rng.uniform(size=(2, length)) < 0.3, axis=1) % 2 if packed else np.zeros((2, length), int)
+    y, tail = ops.short_convolution(
+        jnp.asarray(x, jnp.float32),
+        jnp.asarray(kernel, jnp.float32),
+        bias=jnp.asarray(bias, jnp.float32),
+        initial_state=jnp.asarray(past, jnp.float32),
+        segment_ids=jnp.asarray(ids, jnp.int32) if packed else None,
+    )
+    np.testing.assert_allclose(y, convolve(x, kernel, bias, past, ids), atol=1e-5)
+    # What follows continues from the tail: one more token of the last segment.
+    more = rng.standard_normal((2, 1, 3))
+    next_y, _ = ops.short_convolution(
+        jnp.asarray(more, jnp.float32), jnp.asarray(kernel, jnp.float32), initial_state=tail
+    )
+    whole = convolve(
+        np.concatenate([x, more], axis=1), kernel, np.zeros(3), past, np.concatenate([ids, ids[:, -1:]], axis=1)
+    )
+    np.testing.assert_allclose(next_y[:, 0], whole[:, -1], atol=1e-5)
+
+
+def attend(q, k, v, window, ids):
+    """Softmax attention with an explicit mask."""
+    batch, length, heads, size = q.shape
+    group = heads // k.shape[2]
+    row, column = np.arange(length)[:, None], np.arange(length)[None]
+    visible = column <= row
+    if window is not None:
+        visible &= column > row - window
+    out = np.zeros((batch, length, heads, v.shape[-1]))
+    for b in range(batch):
+        mask = visible if ids is None else visible & (ids[b][:, None] == ids[b][None])
+        for h in range(heads):
+            scores = np.where(mask, q[b, :, h] @ k[b, :, h // group].T / np.sqrt(size), -np.inf)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            out[b, :, h] = weights / weights.sum(axis=-1, keepdims=True) @ v[b, :, h // group]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 50])
+@pytest.mark.parametrize("packed", [False, True])
+def test_causal_attention(window, packed):
+    q, k = RNG.standard_normal((2, 23, 4, 8)), RNG.standard_normal((2, 23, 2, 8))
+    v = RNG.standard_normal((2, 23, 2, 6))
+    ids = np.cumsum(RNG.uniform(size=(2, 23)) < 0.2, axis=1) if packed else None
+    out = ops.causal_attention(
+        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
+        window=window,
+        segment_ids=None if ids is None else jnp.asarray(ids, jnp.int32),
+    )
+    np.testing.assert_allclose(out, attend(q, k, v, window, ids), atol=1e-5)
+
+
+def test_bad_arguments_are_named(unchecked_shapes):
+    x = jnp.ones((2, 5, 3))
+    with pytest.raises(ValueError, match=r"kernel has shape \(4, 2\), expected \[W, D\] = \(4, 3\)"):
+        ops.short_convolution(x, jnp.ones((4, 2)))
+    with pytest.raises(ValueError, match=r"initial_state has shape .* expected \[B, W - 1, D\] = \(2, 3, 3\)"):
+        ops.short_convolution(x, jnp.ones((4, 3)), initial_state=jnp.ones((2, 4, 3)))
+    with pytest.raises(ValueError, match="window is 0, expected None or at least 1"):
+        ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), window=0)
+    with pytest.raises(ValueError, match="HK divides H"):
+        ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 3, 8)), jnp.ones((1, 4, 3, 8)))
+    with pytest.raises(ValueError, match=r"eta has shape \(1, 2\), expected \[B, T, H\] = \(1, 2, 1\)"):
+        ops.kaczmarz_gain(jnp.ones((1, 2, 1, 4)), jnp.ones((1, 2)))
