@@ -2,9 +2,10 @@
 
 Parameters that an optimizer should decay are matrices: kernels of projections and convolutions. All others are vectors:
 norms' `scale`, `bias`, `A_log` and `dt_bias` (float32 whatever `param_dtype` is), and the learned scalars per head
-`skip`, `feedback` and `correction`.
+`skip`, `feedback` and `correction`, and the preconditioners' `center` and `ridge` (float32).
 """
 
+import rnnlib.layers.preconditioned_presets  # noqa: F401  (registers its presets)
 from rnnlib.layers.attention import Attention, AttentionCache, AttentionConfig
 from rnnlib.layers.base import MixerConfig, MixerShape, TokenMixer
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
@@ -35,6 +36,15 @@ from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import KeyMap, Keys, KeysConfig, OutputCorrection, PlainKeys
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer, RecurrentMixerConfig
 from rnnlib.layers.normalization import RMSNorm, l2_normalize
+from rnnlib.layers.preconditioner import (
+    ApplyToBoth,
+    ApplyToKey,
+    ApplyToKeyUnstable,
+    ApplyToQuery,
+    GramConfig,
+    GramKeyMap,
+    PreconditionedGain,
+)
 from rnnlib.layers.presets import MixerPreset, mixer_names, mixer_preset, preset_details, register_preset
 from rnnlib.layers.readout import Readout, ReadoutConfig
 from rnnlib.layers.rotary import Rotary
@@ -42,6 +52,10 @@ from rnnlib.layers.solve import Offline, Online, OperatorOptions, Signals, Solve
 from rnnlib.layers.table import mixer_rows, mixer_table
 
 __all__ = [
+    "ApplyToBoth",
+    "ApplyToKey",
+    "ApplyToKeyUnstable",
+    "ApplyToQuery",
     "Attention",
     "AttentionCache",
     "AttentionConfig",
@@ -56,6 +70,8 @@ __all__ = [
     "Gain",
     "GainConfig",
     "Gates",
+    "GramConfig",
+    "GramKeyMap",
     "Initializer",
     "KaczmarzGain",
     "KeyMap",
@@ -74,6 +90,7 @@ __all__ = [
     "OperatorOptions",
     "OutputCorrection",
     "PlainKeys",
+    "PreconditionedGain",
     "RMSNorm",
     "Readout",
     "ReadoutConfig",

@@ -6,7 +6,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-from reference import LAYERS
+from preconditioned_reference import PRECONDITIONED_LAYERS
+from reference import LAYERS as PLAIN_LAYERS
 from tiny import HEADS, WIDTH, compiled, inputs, parameters, relative_error, tiny
 
 from rnnlib.layers import (
@@ -21,6 +22,7 @@ from rnnlib.layers import (
     register_preset,
 )
 
+LAYERS = PLAIN_LAYERS | PRECONDITIONED_LAYERS
 LENGTH = 70
 DOCUMENTS = (31, 1, 38)  # lengths: boundaries inside a chunk, and a document of one token
 
@@ -89,6 +91,20 @@ COUNTS = {
     "sliding_window_attention": QKVO,
     # Values 2 d wide, one query and key head of 8 channels, convolution with bias, gate, skip, norm over all heads.
     "mamba2": 2 * D * 8 + 3 * 2 * D * D + 5 * (2 * 8 + 2 * D) + (PER_HEAD + 2 * HEADS) + HEADS + 2 * D,
+}
+# The preconditioner's own gates (two projections, A_log, dt_bias) and center; a ridge per head.
+ATK, ATQ = 2 * PER_HEAD + 3 * HEADS, HEADS
+COUNTS |= {
+    "pdn": COUNTS["deltanet"] + ATK,
+    "pgdn": COUNTS["gated_deltanet"] - D * D + ATK,
+    "pkda": COUNTS["kda"] + ATK,
+    "pla": COUNTS["deltanet"] - PER_HEAD + ATQ,
+    "pmamba2": COUNTS["gated_deltanet"] - D * D + ATQ,
+    "pgla": COUNTS["deltanet"] - PER_HEAD + (2 * 16 * D + D) + ATQ,
+    "pgdn_atq": COUNTS["gated_deltanet"] - D * D + ATK + ATQ,
+    "pgdn2": COUNTS["gated_deltanet2"] + ATK,
+    "pkla": COUNTS["kla"] + ATK,
+    "kla_atq": COUNTS["kla"] + ATQ,
 }
 
 

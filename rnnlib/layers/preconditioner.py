@@ -1,0 +1,415 @@
+"""Preconditioners on the keys axis: applied to the write key (ATK), to the query (ATQ), or to both.
+
+Preconditioned DeltaNet (Tumma, Loo and Rus 2026, arXiv 2604.21100).
+"""
+
+import abc
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from rnnlib import ops
+from rnnlib.layers.base import MixerShape
+from rnnlib.layers.decay import Decay, DecayConfig, NoDecay, SoftplusDecay
+from rnnlib.layers.gain import Gain, GainConfig, SigmoidGain
+from rnnlib.layers.gates import Gates
+from rnnlib.layers.keys import KeyMap, Keys, KeysConfig
+from rnnlib.layers.normalization import l2_normalize
+
+
+@dataclasses.dataclass(frozen=True)
+class GramConfig:
+    """The recurrence of the diagonal Gram, `A_t = alpha_t A_(t-1) + beta_t k_t^2`.
+
+    Attributes:
+        gates: where alpha and beta come from. `"own"`: `decay`, one per key head, and a sigmoid, from projections of
+            the layer's input. `"tied"`: the main recurrence's decay and gain (MesaNet does so; the paper found it worse
+            for ATK, table 6). `"none"`: both are 1, equation 7.
+        decay: of the preconditioner's own gates.
+        unit_keys: gives the recurrence keys of unit length where the main recurrence's keep theirs.
+    """
+
+    gates: Literal["own", "tied", "none"] = "own"
+    decay: DecayConfig = dataclasses.field(default=SoftplusDecay())
+    unit_keys: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gates not in ("own", "tied", "none"):
+            raise ValueError(f"GramConfig: gates is {self.gates!r}, expected 'own', 'tied' or 'none'")
+
+
+class GramGates(nnx.Module):
+    """What drives the diagonal Gram: keys, decay and gain."""
+
+    def __init__(self, config: GramConfig, shape: MixerShape, *, rngs: nnx.Rngs):
+        if config.gates == "tied" and shape.group != 1:
+            raise ValueError(
+                f"GramConfig: gates are tied, expected as many value heads as the {shape.key_heads} key heads, "
+                f"not {shape.value_heads}"
+            )
+        self.config = config
+        self.shape = shape
+        key_heads = dataclasses.replace(shape, value_heads=shape.key_heads)
+        own = config.gates == "own"
+        self.decay = (config.decay if own else NoDecay()).build(key_heads, rngs=rngs)
+        self.gain = SigmoidGain().build(key_heads, rngs=rngs) if own else None
+
+    def __call__(
+        self, x: Float[Array, "B T D"], key: Float[Array, "B T H K"], decay: Decay, gates: Gates
+    ) -> dict[str, Array | None]:
+        """The arguments `k`, `log_decay` and `gain` of `rnnlib.ops.diagonal_gram`."""
+        key = key.astype(self.shape.gate_dtype)
+        if self.config.unit_keys:
+            key = l2_normalize(key)
+        if self.config.gates == "tied":
+            gain = gates.beta if gates.beta is not None else gates.write
+            if gain is not None and gain.ndim == 4:
+                gain = gates.erase  # a write gate per value channel has no place on a key; the erase gate has
+            return {"k": key, "log_decay": decay.log_decay, "gain": gain}
+        own_gain = None if self.gain is None else self.gain(x, decay).beta
+        return {"k": key, "log_decay": self.decay(x).log_decay, "gain": own_gain}
+
+
+class GramKeyMap(KeyMap):
+    """A key map whose state is the diagonal Gram, `[B, H, K]` float32."""
+
+    def __init__(self, gram: GramConfig, shape: MixerShape, *, rngs: nnx.Rngs):
+        self.shape = shape
+        self.gram = GramGates(gram, shape, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        query: Float[Array, "B T H K"],
+        key: Float[Array, "B T H K"],
+        *,
+        decay: Decay,
+        gates: Gates,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: Any = None,
+    ) -> tuple[Keys, Any]:
+        """The preconditioned keys, and the diagonal Gram after the last token."""
+        recurrence = self.gram(x, key, decay, gates) | {"initial_state": state, "segment_ids": segment_ids}
+        return self.precondition(query, key, recurrence, decay, gates)
+
+    @abc.abstractmethod
+    def precondition(
+        self, query: Array, key: Array, recurrence: dict[str, Any], decay: Decay, gates: Gates
+    ) -> tuple[Keys, Array]:
+        """The preconditioned keys and the next Gram.
+
+        Args:
+            query: queries `[B, T, H, K]`.
+            key: keys likewise.
+            recurrence: arguments of `rnnlib.ops.diagonal_gram`.
+            decay: what the decay axis gave.
+            gates: what the gain axis gave.
+        """
+
+    def init_state(self, batch_size: int) -> Float[Array, "B H K"]:
+        """The diagonal Gram before the first token: zeros."""
+        return jnp.zeros((batch_size, self.shape.key_heads, self.shape.key_size), self.shape.gate_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ApplyToKey(KeysConfig):
+    """The stable apply-to-key preconditioner: writes along `B_t * k_t`, equation 9.
+
+    `B_t = exp(-log(bound) s)`, `s = r / (1 + |r|)`, `r = log(A_t + eps) - center`, `center` learned per key head.
+
+    Attributes:
+        gram: the recurrence of A.
+        bound: x; B lies in [1/x, x]. The delta rule's transitions are stable for a gain of up to `2 / x`.
+        interval: `"symmetric"` is [1/x, x], `"amplify"` [1, x], `"dampen"` [1/x, 1].
+        squash: s: `"rational"` as above, or `"tanh"`.
+        normalization: factor on the write key, of `rnnlib.ops.write_key_normalization`; the paper's is none (table 7).
+        positive_center: learns log(center), as the paper writes, and not center, as its authors' code does. Keys of
+            unit length have most of A below 1, so that a positive center leaves B mostly above 1.
+        initial_center: what `center` (or, where it is positive, its logarithm) starts at.
+        eps: added to A under the logarithm.
+    """
+
+    gram: GramConfig = GramConfig()
+    bound: float = 1.5
+    interval: Literal["symmetric", "amplify", "dampen"] = "symmetric"
+    squash: Literal["rational", "tanh"] = "rational"
+    normalization: Literal["projection", "implicit", "decayed_implicit"] | None = None
+    positive_center: bool = False
+    initial_center: float = -0.2
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bound <= 2:
+            raise ValueError(f"ApplyToKey: bound is {self.bound}, expected 1 <= bound <= 2")
+        names = (None, "projection", "implicit", "decayed_implicit")
+        if self.normalization not in names:
+            raise ValueError(f"ApplyToKey: normalization is {self.normalization!r}, expected one of {names}")
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ApplyToKeyMap":
+        """Builds the module."""
+        return ApplyToKeyMap(self, shape, rngs=rngs)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "k, write B k (ATK)"
+
+
+class ApplyToKeyMap(GramKeyMap):
+    """Write keys `B_t * k_t`."""
+
+    def __init__(self, config: ApplyToKey, shape: MixerShape, *, rngs: nnx.Rngs):
+        super().__init__(config.gram, shape, rngs=rngs)
+        self.config = config
+        self.center = nnx.Param(jnp.full((shape.key_heads,), config.initial_center, jnp.float32))
+
+    def precondition(
+        self, query: Array, key: Array, recurrence: dict[str, Any], decay: Decay, gates: Gates
+    ) -> tuple[Keys, Array]:
+        """The write key beside query and read key."""
+        preconditioner, gram = self.preconditioner(recurrence)
+        write_key = preconditioner * key.astype(preconditioner.dtype)
+        if self.config.normalization is not None:
+            write_key = self._normalization(key, write_key, decay, gates)[..., None] * write_key
+        return Keys(query, key, write_key.astype(key.dtype)), gram
+
+    def preconditioner(self, recurrence: dict[str, Any]) -> tuple[Array, Array]:
+        """B `[B, T, H, K]`, and A after the last token.
+
+        Args:
+            recurrence: arguments of `rnnlib.ops.diagonal_gram`.
+        """
+        config = self.config
+        return ops.diagonal_preconditioner(
+            **recurrence,
+            center=self.centers(),
+            bound=config.bound,
+            eps=config.eps,
+            interval=config.interval,
+            squash=config.squash,
+        )
+
+    def centers(self) -> Float[Array, " H"]:
+        """The learned log A at which B is in the middle of its interval, per key head."""
+        center = self.center[...].astype(self.shape.gate_dtype)
+        return jnp.exp(center) if self.config.positive_center else center
+
+    def _normalization(self, key: Array, write_key: Array, decay: Decay, gates: Gates) -> Array:
+        kind = self.config.normalization
+        assert kind is not None
+        if kind != "decayed_implicit":
+            return ops.write_key_normalization(key, write_key, kind)
+        if self.shape.group != 1:
+            raise ValueError(
+                f"ApplyToKey: normalization is {kind!r}, expected as many value heads as the {self.shape.key_heads} "
+                f"key heads, not {self.shape.value_heads}"
+            )
+        if gates.beta is None or (decay.log_decay is not None and decay.log_decay.ndim == 4):
+            raise ValueError(
+                f"ApplyToKey: normalization is {kind!r}, expected a gain that gives beta and a decay that is not "
+                "channelwise"
+            )
+        return ops.write_key_normalization(key, write_key, kind, gain=gates.beta, log_decay=decay.log_decay)
+
+
+@dataclasses.dataclass(frozen=True)
+class ApplyToKeyUnstable(KeysConfig):
+    """The write key of Sherman and Morrison's formula with the previous diagonal Gram, equation 8 and appendix F.1.2.
+
+    `k~_t = P k_t / (1 + k_t^T P k_t)`, `P = Diag(A_(t-1) + ridge)^-1`. What the stable form replaced: the paper found
+    it to train worse than no preconditioner (table 6).
+
+    Attributes:
+        gram: the recurrence of A.
+        initial_ridge: what the learned ridge, one per key head, starts at.
+    """
+
+    gram: GramConfig = GramConfig()
+    initial_ridge: float = 1.0
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ApplyToKeyUnstableMap":
+        """Builds the module."""
+        return ApplyToKeyUnstableMap(self, shape, rngs=rngs)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "k, write k / (A + ridge) normalised (unstable ATK)"
+
+
+class Ridge(nnx.Module):
+    """A learned positive number per key head, `softplus(p)`."""
+
+    def __init__(self, initial: float, shape: MixerShape):
+        if initial <= 0:
+            raise ValueError(f"initial_ridge is {initial}, expected above 0")
+        self.dtype = shape.gate_dtype
+        start = initial + math.log(-math.expm1(-initial))  # softplus(start) = initial
+        self.ridge = nnx.Param(jnp.full((shape.key_heads,), start, jnp.float32))
+
+    def __call__(self) -> Float[Array, " H"]:
+        """The ridge of each head."""
+        return jax.nn.softplus(self.ridge[...].astype(self.dtype))
+
+
+class ApplyToKeyUnstableMap(GramKeyMap):
+    """Write keys of Sherman and Morrison's formula."""
+
+    def __init__(self, config: ApplyToKeyUnstable, shape: MixerShape, *, rngs: nnx.Rngs):
+        super().__init__(config.gram, shape, rngs=rngs)
+        self.ridge = Ridge(config.initial_ridge, shape)
+
+    def precondition(
+        self, query: Array, key: Array, recurrence: dict[str, Any], decay: Decay, gates: Gates
+    ) -> tuple[Keys, Array]:
+        """The write key beside query and read key."""
+        write_key, gram = ops.sherman_morrison_key(**recurrence, ridge=self.ridge())
+        return Keys(query, key, write_key.astype(key.dtype)), gram
+
+
+@dataclasses.dataclass(frozen=True)
+class ApplyToQuery(KeysConfig):
+    """The apply-to-query preconditioner: reads with `q_t / (A_t + ridge)`, equation 8 and appendix F.1.1.
+
+    Gates tied to the main recurrence's make linear attention's state and A weigh past tokens alike, which is what
+    least squares asks for; they are the default here.
+
+    Attributes:
+        gram: the recurrence of A.
+        initial_ridge: what the learned ridge, one per key head, starts at.
+    """
+
+    gram: GramConfig = GramConfig(gates="tied")
+    initial_ridge: float = 1.0
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ApplyToQueryMap":
+        """Builds the module."""
+        return ApplyToQueryMap(self, shape, rngs=rngs)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "k, query q / (A + ridge) (ATQ)"
+
+
+class ApplyToQueryMap(GramKeyMap):
+    """Queries divided by the diagonal Gram."""
+
+    def __init__(self, config: ApplyToQuery, shape: MixerShape, *, rngs: nnx.Rngs):
+        super().__init__(config.gram, shape, rngs=rngs)
+        self.ridge = Ridge(config.initial_ridge, shape)
+
+    def precondition(
+        self, query: Array, key: Array, recurrence: dict[str, Any], decay: Decay, gates: Gates
+    ) -> tuple[Keys, Array]:
+        """The preconditioned query beside the key."""
+        preconditioned, gram = ops.precondition_query(query, **recurrence, ridge=self.ridge())
+        return Keys(preconditioned.astype(query.dtype), key), gram
+
+
+@dataclasses.dataclass(frozen=True)
+class ApplyToBoth(KeysConfig):
+    """Two maps at once: the write key of one, the query of the other (appendix B names it as future work).
+
+    Attributes:
+        key: gives the write key.
+        query: gives the query.
+    """
+
+    key: KeysConfig = ApplyToKey()
+    query: KeysConfig = ApplyToQuery()
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ApplyToBothMap":
+        """Builds the module."""
+        return ApplyToBothMap(self, shape, rngs=rngs)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "k, write B k, query q / (A + ridge) (ATK and ATQ)"
+
+
+class ApplyToBothMap(KeyMap):
+    """The write key of one map and the query of another; each keeps its own state."""
+
+    def __init__(self, config: ApplyToBoth, shape: MixerShape, *, rngs: nnx.Rngs):
+        self.key_map = config.key.build(shape, rngs=rngs)
+        self.query_map = config.query.build(shape, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        query: Float[Array, "B T H K"],
+        key: Float[Array, "B T H K"],
+        *,
+        decay: Decay,
+        gates: Gates,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: Any = None,
+    ) -> tuple[Keys, Any]:
+        """Both maps of the same queries and keys."""
+        key_state, query_state = (None, None) if state is None else state
+        shared: dict[str, Any] = {"decay": decay, "gates": gates, "segment_ids": segment_ids}
+        written, key_state = self.key_map(x, query, key, **shared, state=key_state)
+        read, query_state = self.query_map(x, query, key, **shared, state=query_state)
+        return Keys(read.query, written.key, written.write_key), (key_state, query_state)
+
+    def init_state(self, batch_size: int) -> tuple[Any, Any]:
+        """The states of both maps before the first token."""
+        return self.key_map.init_state(batch_size), self.query_map.init_state(batch_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreconditionedGain(GainConfig):
+    """A gain that stays within what a preconditioner in [1/x, x] allows, `gain * x <= 2` (lemma E.2).
+
+    Attributes:
+        gain: a gain in [0, 1], which any preconditioner allows, with a field `negative_eigenvalues` that doubles it.
+        negative_eigenvalues: stretches the gain to [0, 2/x], so that a transition's eigenvalue along the key lies in
+            [-1, 1]. The doubled gain of other mixers would leave the unit disk (appendix E.4).
+        bound: the preconditioner's x.
+    """
+
+    gain: GainConfig = dataclasses.field(default=SigmoidGain())
+    negative_eigenvalues: bool = False
+    bound: float = 1.5
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bound <= 2:
+            raise ValueError(f"PreconditionedGain: bound is {self.bound}, expected 1 <= bound <= 2")
+        if not any(field.name == "negative_eigenvalues" for field in dataclasses.fields(self.gain)):
+            raise ValueError(
+                f"PreconditionedGain: gain is {self.gain}, expected one with a field 'negative_eigenvalues'"
+            )
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "PreconditionedGate":
+        """Builds the module."""
+        changes: dict[str, Any] = {"negative_eigenvalues": self.negative_eigenvalues}
+        gain = dataclasses.replace(self.gain, **changes).build(shape, rngs=rngs)
+        return PreconditionedGate(gain, 1 / self.bound if self.negative_eigenvalues else 1.0)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return self.gain.describe()
+
+
+class PreconditionedGate(Gain):
+    """Another gain's gates, what erases scaled by a constant."""
+
+    def __init__(self, gain: Gain, scale: float):
+        self.gain = gain
+        self.scale = scale
+
+    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+        """The gates of each token of `x`."""
+        gates = self.gain(x, decay)
+        scaled = {name: self.scale * gate for name in ("beta", "erase") if (gate := getattr(gates, name)) is not None}
+        return gates._replace(**scaled)
+
+    def normalize(
+        self, gates: Gates, key: Float[Array, "B T H K"], write_key: Float[Array, "B T HX K"] | None = None
+    ) -> Gates:
+        """As the gain inside does."""
+        return self.gain.normalize(gates, key, write_key)
