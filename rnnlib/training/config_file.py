@@ -54,11 +54,18 @@ def from_plain[Config](cls: type[Config], plain: Any, *, default: Config | None 
     values = {}
     for key, value in plain.items():
         place = f"{name}.{key}" if name else key
-        values[key] = _convert(hints[key], value, place, None if default is None else getattr(default, key))
+        entry_default = _field_default(fields[key]) if default is None else getattr(default, key)
+        values[key] = _convert(hints[key], value, place, entry_default)
     try:
         return cls(**values) if default is None else dataclasses.replace(default, **values)  # type: ignore[type-var]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: {error}" if name and name not in str(error) else str(error)) from error
+
+
+def _field_default(entry: dataclasses.Field) -> Any:
+    if entry.default is not dataclasses.MISSING:
+        return entry.default
+    return None if entry.default_factory is dataclasses.MISSING else entry.default_factory()
 
 
 def _convert(hint: Any, value: Any, name: str, default: Any) -> Any:

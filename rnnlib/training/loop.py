@@ -285,6 +285,10 @@ class Trainer:
             seconds=time.perf_counter() - start,
         )
 
+    def close(self) -> None:
+        """Closes an open run without training it; what is saved stays."""
+        self._resources.close()
+
     def trained_model(self) -> DecoderLM:
         """The model as trained so far."""
         graphdef = nnx.split(nnx.eval_shape(self._new_model))[0]

@@ -52,6 +52,6 @@ def loss_sums(
     )
 
 
-def bits_per_byte(nats: float, num_bytes: float) -> float:
+def bits_per_byte(nats: float | int, num_bytes: float | int) -> float:
     """Bits per byte of text, `nats / ln 2 / bytes`, comparable between tokenizers; NaN where there is no byte."""
     return nats / math.log(2) / num_bytes if num_bytes > 0 else math.nan

@@ -4,7 +4,7 @@ import dataclasses
 import sys
 import time
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from rnnlib.training.evaluation import Evaluation
 
@@ -30,7 +30,7 @@ class StepReport:
     seconds_left: float | None
 
 
-def format_seconds(seconds: float | None) -> str:
+def format_seconds(seconds: float | int | None) -> str:
     """`1:02:03`, `4:05`, or `-:--` for None."""
     if seconds is None:
         return "-:--"
@@ -42,13 +42,13 @@ def format_seconds(seconds: float | None) -> str:
 class ProgressReporter:
     """Shows training progress; used as a context manager around the loop."""
 
-    def __init__(self, steps: int, *, plain_seconds: float = 10.0, stream: TextIO | None = None):
+    def __init__(self, steps: int, *, plain_seconds: float | int = 10.0, stream: Any = None):
         """Prepares the display.
 
         Args:
             steps: Steps of the whole run.
             plain_seconds: Seconds between lines where the stream is not a terminal.
-            stream: Where to; standard output by default.
+            stream: Text file to write to; standard output by default.
         """
         self._steps = steps
         self._plain_seconds = plain_seconds

@@ -124,7 +124,7 @@ def test_a_step_that_is_not_finite_changes_nothing(train_step):
 def test_a_batch_without_weights_leaves_the_gradient_zero(train_step):
     batch = random_batch(np.random.default_rng(4))
     batch["loss_weights"][:] = 0
-    state, metrics = train_step(new_state(), put_batch(batch, None))
+    _state, metrics = train_step(new_state(), put_batch(batch, None))
     assert bool(metrics.finite) and float(metrics.gradient_norm) == 0.0
 
 

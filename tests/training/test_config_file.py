@@ -1,0 +1,125 @@
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from rnnlib.models import ModelConfig
+from rnnlib.training import ConfigError, TrainConfig, from_plain, load_config, save_config, to_plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    size: int = 3
+    rate: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner = Inner()
+    names: tuple[str, ...] = ("a",)
+    kind: Literal["x", "y"] = "x"
+    limit: int | None = None
+    flag: bool = False
+    folder: Path | None = None
+
+    def __post_init__(self):
+        if self.limit == 13:
+            raise ValueError("limit must not be 13")
+
+
+def test_yaml_round_trip(tmp_path):
+    config = Outer(Inner(4, 1e-5), ("b", "c"), "y", 7, True, Path("some/folder"))
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(Outer, tmp_path / "config.yaml") == config
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_the_whole_training_config_round_trips(tmp_path):
+    model = ModelConfig(
+        width=64,
+        mixers=("kda", "sliding_window_attention"),
+        mixer_overrides={"kda": {"scale": 0.5}},
+    )
+    config = TrainConfig(model=model, steps=7)
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(TrainConfig, tmp_path / "config.yaml") == config
+
+
+def test_what_is_left_out_keeps_its_default():
+    assert from_plain(Outer, {"inner": {"size": 5}}) == Outer(Inner(5))
+    assert from_plain(Outer, {"inner": {"size": 5}}, default=Outer(Inner(1, 0.25), flag=True)) == Outer(
+        Inner(5, 0.25), flag=True
+    )
+    # The section's default in this config and not that of its class.
+    assert from_plain(TrainConfig, {"model": {"num_layers": 3}}).model.width == TrainConfig().model.width
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ({"widht": 3}, "widht: no such setting; expected one of inner, names"),
+        ({"inner": {"sice": 3}}, "inner.sice: no such setting"),
+        ({"inner": {"size": "three"}}, "inner.size: expected an integer, got 'three'"),
+        ({"inner": {"size": 3.5}}, "inner.size: expected an integer"),
+        ({"inner": {"size": True}}, "inner.size: expected an integer, got True"),
+        ({"inner": {"rate": "fast"}}, "inner.rate: expected a number, got 'fast'"),
+        ({"inner": 3}, "inner: expected a mapping"),
+        ({"names": "abc"}, "names: expected a list, got 'abc'"),
+        ({"names": ["a", 3]}, r"names\[1\]: expected a string, got 3"),
+        ({"kind": "z"}, "kind: expected one of x, y, got 'z'"),
+        ({"limit": "no"}, "limit: expected an integer"),
+        ({"limit": 13}, "limit must not be 13"),
+        ({"flag": 1}, "flag: expected true or false, got 1"),
+    ],
+)
+def test_wrong_names_and_values_are_named(plain, message):
+    with pytest.raises(ConfigError, match=message):
+        from_plain(Outer, plain)
+
+
+def test_numbers_as_yaml_reads_them(tmp_path):
+    (tmp_path / "config.yaml").write_text("inner: {rate: 1e-3}\n")  # a string to YAML
+    assert load_config(Outer, tmp_path / "config.yaml").inner.rate == 1e-3
+    (tmp_path / "config.yaml").write_text("inner: {rate: 2}\n")
+    assert load_config(Outer, tmp_path / "config.yaml").inner.rate == 2.0
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent.yaml: No such file"):
+        load_config(Outer, tmp_path / "absent.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [1,\nb")
+    with pytest.raises(ConfigError, match=r"broken.yaml is not YAML"):
+        load_config(Outer, tmp_path / "broken.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match=r"list.yaml: Outer: expected a mapping"):
+        load_config(Outer, tmp_path / "list.yaml")
+
+
+def test_to_plain_is_plain():
+    assert to_plain(Outer(folder=Path("x"))) == {
+        "inner": {"size": 3, "rate": 0.5},
+        "names": ["a"],
+        "kind": "x",
+        "limit": None,
+        "flag": False,
+        "folder": "x",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"accumulation_steps": 3}, r"data.batch_size \(16\) must be a multiple"),
+        ({"max_skipped_steps": -1}, "max_skipped_steps must be at least 0"),
+        ({"evaluation": {"every": 0}}, "evaluation.every must be at least 1"),
+        ({"checkpoint": {"keep": 0}}, "checkpoint.keep must be at least 1"),
+        ({"steps": 10, "optimizer": {"warmup_steps": 11}}, "warmup_steps is 11"),
+        ({"model": {"mixers": ["nosuch"]}}, "'nosuch' is no mixer"),
+    ],
+)
+def test_wrong_training_settings_are_named(change, message):
+    default = from_plain(TrainConfig, {"data": {"batch_size": 16}})
+    with pytest.raises(ConfigError, match=message):
+        from_plain(TrainConfig, change, default=default)

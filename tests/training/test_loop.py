@@ -1,0 +1,125 @@
+"""The training loop in this process: learning, errors, self-contained runs, several devices."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from rnnlib.data import make_dataset, train_tokenizer
+from rnnlib.training import (
+    NonFiniteLossError,
+    Trainer,
+    evaluate,
+    load_run,
+    read_csv,
+    train,
+)
+
+pytestmark = pytest.mark.usefixtures("compilation_cache")
+
+
+def replace(config, section, **changes):
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **changes)})
+
+
+def test_training_learns_and_the_run_can_be_read_back(tmp_path, corpus, tiny_config):
+    tokenizer = train_tokenizer((path.read_text() for path in sorted(corpus.iterdir())), vocabulary_size=300)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    config = replace(tiny_config, "data", tokenizer=str(tmp_path / "tokenizer.json"))
+    config = dataclasses.replace(config, steps=120, accumulation_steps=2)
+    result = train(config, tmp_path / "run")
+    (tmp_path / "tokenizer.json").unlink()  # the run holds a copy
+    loaded = load_run(tmp_path / "run")
+    assert loaded.config.model.vocabulary_size == tokenizer.vocabulary_size
+    assert loaded.tokenizer.fingerprint == tokenizer.fingerprint
+    rows = read_csv(tmp_path / "run" / "metrics.csv")
+    assert rows[-1]["tokens"] == result.tokens == loaded.tokens
+    assert rows[0]["loss"] == pytest.approx(np.log(300), rel=0.05)
+    assert np.mean([row["loss"] for row in rows[-10:]]) < 0.6 * rows[0]["loss"]
+    validation = read_csv(tmp_path / "run" / "validation.csv")
+    assert [row["step"] for row in validation] == [50, 100, 120]
+    assert validation[-1]["loss"] < validation[0]["loss"]
+    # What was recorded is what the saved model gives.
+    dataset = make_dataset(config.data, split="validation", tokenizer=loaded.tokenizer)
+    batches = [batch for batch, _ in zip(dataset, range(config.evaluation.batches or 0))]
+    again = evaluate(loaded.model, batches, token_bytes=loaded.tokenizer.token_bytes)
+    assert again.loss == pytest.approx(validation[-1]["loss"], rel=1e-6)
+    assert again == result.evaluation
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_step_and_checkpoint(tmp_path, tiny_config):
+    # One update of this size and the next loss is not a number.
+    config = replace(tiny_config, "optimizer", learning_rate=1e30, warmup_steps=0)
+    config = dataclasses.replace(replace(config, "checkpoint", every=1), steps=20)
+    with pytest.raises(NonFiniteLossError, match=r"step 2: .* not finite; last good checkpoint: .*/checkpoints/1$"):
+        train(config, tmp_path / "run")
+    assert load_run(tmp_path / "run").step == 1
+    assert [row["skipped"] for row in read_csv(tmp_path / "run" / "metrics.csv")] == [0, 1]
+
+
+def test_steps_that_are_not_finite_are_skipped_up_to_a_count(tmp_path, tiny_config, capsys):
+    config = replace(tiny_config, "optimizer", learning_rate=1e30, warmup_steps=0)
+    config = dataclasses.replace(replace(config, "checkpoint", every=100), steps=20, max_skipped_steps=3)
+    with pytest.raises(NonFiniteLossError, match=r"step 5: .* there is no checkpoint yet"):
+        train(config, tmp_path / "run")
+    assert "the update is left out (3 of at most 3)" in capsys.readouterr().out
+    # Stopped by hand before the limit, the count goes on from the checkpoint.
+    config = dataclasses.replace(config, steps=3)
+    train(config, tmp_path / "resumed")
+    with pytest.raises(NonFiniteLossError, match=r"step 5: .* last good checkpoint: .*/checkpoints/3$"):
+        train(dataclasses.replace(config, steps=20), tmp_path / "resumed", resume=True)
+
+
+def test_vocabulary_is_at_least_the_tokenizers(tiny_config):
+    assert Trainer(tiny_config).config.model.vocabulary_size == 257
+    padded = replace(tiny_config, "model", vocabulary_size=320)
+    assert Trainer(padded).config.model.vocabulary_size == 320
+
+
+def test_more_devices_than_there_are_is_refused(tiny_config):
+    with pytest.raises(ValueError, match=r"devices=64: this machine has \d+ cpu device"):
+        Trainer(dataclasses.replace(tiny_config, devices=64))
+
+
+TWO_DEVICES = """
+import dataclasses, json, sys
+import jax, numpy as np
+from flax import nnx
+from rnnlib.training import *
+from tests.training.stand_in import VOCABULARY, TinyModel, random_batch
+
+config = OptimizerConfig(learning_rate=1e-2, warmup_steps=0)
+optimizer = make_optimizer(config, 10)
+results = []
+for mesh in (make_mesh(1), make_mesh(2)):
+    graphdef, state = init_train_state(TinyModel(rngs=nnx.Rngs(0)), optimizer)
+    state = put_state(state, mesh)
+    counts = np.ones(VOCABULARY, np.int32)
+    step = make_train_step(graphdef, optimizer, learning_rate_schedule(config, 10), counts, mesh)
+    rng = np.random.default_rng(0)
+    losses = []
+    for _ in range(3):
+        batch = random_batch(rng)
+        batch["loss_weights"][2:] *= 0.1  # the devices' shares weigh differently
+        state, metrics = step(state, put_batch(batch, mesh, 2))
+        losses.append([float(metrics.nats), float(metrics.tokens), float(metrics.gradient_norm)])
+    model = nnx.merge(graphdef, state.parameters, state.other)
+    evaluation = evaluate(model, [random_batch(rng)], token_bytes=counts, mesh=mesh)
+    losses.append([evaluation.loss, evaluation.tokens, evaluation.perplexity])
+    results.append(losses)
+assert len(jax.tree.leaves(state.parameters)[0].sharding.device_set) == 2
+print(json.dumps(results))
+"""
+
+
+def test_two_devices_train_as_one(process_environment):
+    environment = process_environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    process = subprocess.run(
+        [sys.executable, "-c", TWO_DEVICES], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
+    one, two = json.loads(process.stdout.splitlines()[-1])
+    np.testing.assert_allclose(two, one, rtol=1e-5)

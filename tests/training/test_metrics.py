@@ -1,0 +1,100 @@
+import io
+import math
+
+import pytest
+
+from rnnlib.training import Evaluation, ProgressReporter, StepReport, loss_picture, read_csv
+from rnnlib.training.metrics import TRAIN_FIELDS, VALIDATION_FIELDS, RunLog
+
+
+def train_row(step, **changes):
+    return dict.fromkeys(TRAIN_FIELDS, 0.5) | {"step": step, "tokens": 100 * step, "skipped": 0} | changes
+
+
+def validation_row(step):
+    return dict.fromkeys(VALIDATION_FIELDS, 0.25) | {"step": step, "tokens": 100 * step}
+
+
+def test_a_resumed_log_repeats_and_misses_no_step(tmp_path):
+    log = RunLog(tmp_path, tensorboard=False)
+    for step in range(1, 8):
+        log.train(train_row(step))
+        if step % 3 == 0:
+            log.validation(validation_row(step))
+    log.close()
+    with open(tmp_path / "metrics.csv", "a") as file:
+        file.write("8,800,0.1")  # cut short by a kill
+    assert [row["step"] for row in read_csv(tmp_path / "metrics.csv")] == [1, 2, 3, 4, 5, 6, 7]
+    log = RunLog(tmp_path, last_step=5, tensorboard=False)
+    assert log.has_validation(3) and not log.has_validation(6)
+    for step in range(6, 10):
+        log.train(train_row(step, loss=0.75))
+    log.close()
+    rows = read_csv(tmp_path / "metrics.csv")
+    assert [(row["step"], row["loss"]) for row in rows] == [(s, 0.5 if s <= 5 else 0.75) for s in range(1, 10)]
+    assert [row["step"] for row in read_csv(tmp_path / "validation.csv")] == [3]
+
+
+def test_numbers_are_kept_to_the_last_bit(tmp_path):
+    log = RunLog(tmp_path, tensorboard=False)
+    log.train(train_row(1, loss=1 / 3, bits_per_byte=math.inf, gradient_norm=math.nan))
+    log.close()
+    (row,) = read_csv(tmp_path / "metrics.csv")
+    assert row["loss"] == 1 / 3 and row["bits_per_byte"] == math.inf and math.isnan(row["gradient_norm"])
+
+
+def test_tensorboard_events_are_written(tmp_path):
+    log = RunLog(tmp_path)
+    log.train(train_row(1, loss=math.nan))
+    log.validation(validation_row(1))
+    log.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    assert b"train/bits_per_byte" in content and b"validation/perplexity" in content
+
+
+def test_picture(tmp_path):
+    with pytest.raises(ValueError, match="records no step"):
+        loss_picture(tmp_path)
+    log = RunLog(tmp_path, tensorboard=False)
+    for step in range(1, 120):
+        log.train(train_row(step, bits_per_byte=8 / step if step != 60 else math.nan))
+    log.validation(validation_row(100))
+    log.close()
+    path = loss_picture(tmp_path, title="a run")
+    assert path == tmp_path / "loss.png" and path.read_bytes().startswith(b"\x89PNG")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def report(step):
+    return StepReport(step, 100 * step, 2.0, 2.885, 1234.4, 65.0)
+
+
+def test_plain_progress_is_a_line_now_and_then():
+    stream = io.StringIO()
+    with ProgressReporter(10, plain_seconds=3600, stream=stream) as reporter:
+        for step in range(1, 11):
+            reporter.step(report(step))
+        reporter.evaluation(10, Evaluation(2.0, 2.885, 7.39, 50, 60))
+    lines = stream.getvalue().splitlines()
+    assert lines == [
+        "step 1/10  loss 2.000 nats/token  2.885 bits/byte  1,234 tokens/s  1:05 left",
+        "step 10/10  loss 2.000 nats/token  2.885 bits/byte  1,234 tokens/s  1:05 left",
+        "step 10/10  validation: loss 2.000 nats/token  2.885 bits/byte  perplexity 7.39",
+    ]
+
+
+def test_live_progress_shows_the_numbers(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    stream = Terminal()
+    with ProgressReporter(10, stream=stream) as reporter:
+        reporter.step(report(4))
+        reporter.message("a line that stays")
+    shown = stream.getvalue()
+    assert "2.885 bits/byte" in shown and "1,234 tokens/s" in shown and "1:05 left" in shown and "4/10" in shown
+    assert "a line that stays" in shown

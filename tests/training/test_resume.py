@@ -1,0 +1,207 @@
+"""Runs that are stopped in every way and continued end as if they had not been."""
+
+import dataclasses
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rnnlib.training import (
+    CheckpointError,
+    ProgressReporter,
+    RunError,
+    Trainer,
+    load_run,
+    load_run_config,
+    read_csv,
+    save_config,
+    train,
+)
+
+pytestmark = pytest.mark.usefixtures("compilation_cache")
+
+# Kills its own process right after a checkpoint's writing has begun in the background.
+KILLED_WHILE_SAVING = """
+import os, signal, sys
+from rnnlib.cli.main import main
+from rnnlib.training import Checkpoints
+
+save = Checkpoints.save
+
+def save_and_die(self, state, progress):
+    save(self, state, progress)
+    if progress.step == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Checkpoints.save = save_and_die
+main(sys.argv[2:])
+"""
+
+
+def records(folder):
+    """What must not depend on interruptions, as written."""
+    columns = ("step", "tokens", "loss", "bits_per_byte", "learning_rate", "gradient_norm", "skipped")
+    train_rows = [[row[name] for name in columns] for row in read_csv(folder / "metrics.csv")]
+    return train_rows, read_csv(folder / "validation.csv")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, tiny_config):
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    result = train(tiny_config, folder)
+    assert (result.step, result.stopped_by) == (tiny_config.steps, None)
+    return folder
+
+
+def wait_for_rows(folder, process, count):
+    deadline = time.monotonic() + 120
+    while len(read_csv(folder / "metrics.csv")) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_killed_and_terminated_runs_continue_bit_for_bit(uninterrupted, tmp_path, tiny_config, process_environment):
+    folder = tmp_path / "run"
+    save_config(tiny_config, tmp_path / "config.yaml")
+
+    def start(*program):
+        return subprocess.Popen(
+            [sys.executable, *program],
+            env=process_environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    command = ["-m", "rnnlib.cli.main", "train", "--run", str(folder), "--resume", "--prompt", ""]
+    # kill -9 while a checkpoint is being written ...
+    process = start(
+        "-c", KILLED_WHILE_SAVING, "60", "train", "--config", str(tmp_path / "config.yaml"), "--run", str(folder)
+    )
+    output = process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL, output
+    saved = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert "40" in saved and "60" not in saved, "the kill came after the checkpoint was whole"
+    # ... kill -9 at any other moment ...
+    process = start(*command)
+    wait_for_rows(folder, process, 110)
+    process.kill()
+    process.communicate(timeout=300)
+    rows_when_killed = len(read_csv(folder / "metrics.csv"))
+    assert rows_when_killed < tiny_config.steps
+    # ... SIGTERM ...
+    process = start(*command)
+    wait_for_rows(folder, process, rows_when_killed + 20)
+    process.terminate()
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    stopped = len(read_csv(folder / "metrics.csv"))
+    assert stopped < tiny_config.steps and f"SIGTERM: saved at step {stopped}" in output
+    assert (folder / "checkpoints" / str(stopped)).is_dir()
+    # ... and to the end.
+    process = start(*command)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert f"continuing after step {stopped}" in output
+    train_rows, validation_rows = records(folder)
+    assert [row[0] for row in train_rows] == list(range(1, tiny_config.steps + 1))
+    assert (train_rows, validation_rows) == records(uninterrupted)
+    assert len(validation_rows) == 8 and (folder / "loss.png").is_file()
+
+
+class SignalAt(ProgressReporter):
+    """Sends this process a signal at a step, or in the evaluation after it."""
+
+    def __init__(self, steps, step, number, *, evaluating=False):
+        super().__init__(steps, plain_seconds=3600)
+        self._at, self._number, self._evaluating, self._now = step, number, evaluating, 0
+
+    def step(self, report):
+        self._now = report.step
+        if self._now == self._at and not self._evaluating:
+            signal.raise_signal(self._number)
+
+    def phase(self, name):
+        if self._evaluating and self._now == self._at:
+            signal.raise_signal(self._number)
+
+
+@pytest.mark.parametrize(
+    ("number", "step", "evaluating"), [(signal.SIGINT, 33, False), (signal.SIGTERM, 100, True)], ids=["ctrl-c", "eval"]
+)
+def test_a_signal_saves_and_stops(uninterrupted, tmp_path, tiny_config, number, step, evaluating):
+    folder = tmp_path / "run"
+    before = signal.getsignal(number)
+    result = train(tiny_config, folder, reporter=SignalAt(tiny_config.steps, step, number, evaluating=evaluating))
+    assert signal.getsignal(number) is before
+    assert result.stopped_by == number and step <= result.step <= step + 1
+    assert load_run(folder).step == result.step
+    # What an interrupted evaluation has not recorded, the next one makes up for.
+    assert train(tiny_config, folder, resume=True).step == tiny_config.steps
+    assert records(folder) == records(uninterrupted)
+
+
+def test_a_finished_run_can_be_extended(uninterrupted, tiny_config, tmp_path):
+    folder = tmp_path / "run"
+    short = dataclasses.replace(tiny_config, steps=30)
+    train(short, folder)
+    assert train(short, folder, resume=True).step == 30  # nothing to do
+    assert len(read_csv(folder / "metrics.csv")) == 30
+    assert train(dataclasses.replace(short, steps=40), folder, resume=True).step == 40
+    assert load_run_config(folder).steps == 40
+    assert [row["step"] for row in read_csv(folder / "metrics.csv")] == list(range(1, 41))
+    with pytest.raises(RunError, match="is at step 40, beyond the 30"):
+        train(short, folder, resume=True)
+
+
+def test_folders_that_do_not_fit_are_refused_and_left_alone(uninterrupted, tmp_path, tiny_config):
+    def content():
+        return {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*") if path.name != ".lock"}
+
+    before = content()
+    with pytest.raises(RunError, match="exists: choose another, or continue it with --resume"):
+        train(tiny_config, uninterrupted)
+    with pytest.raises(RunError, match="does not exist"):
+        train(tiny_config, tmp_path / "absent", resume=True)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RunError, match=r"not a run folder: it has no config.yaml"):
+        train(tiny_config, tmp_path / "other", resume=True)
+    wider = dataclasses.replace(tiny_config, model=dataclasses.replace(tiny_config.model, width=32))
+    with pytest.raises(RunError, match=r"model.width is 32 but 16 in the run"):
+        train(wider, uninterrupted, resume=True)
+    reseeded = dataclasses.replace(tiny_config, seed=1)
+    with pytest.raises(RunError, match=r"seed is 1 but 0 in the run"):
+        train(reseeded, uninterrupted, resume=True)
+    assert content() == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="is not a folder"):
+        train(tiny_config, tmp_path / "file" / "run")
+    bad = dataclasses.replace(tiny_config, data=dataclasses.replace(tiny_config.data, paths=("/nonexistent/*.txt",)))
+    with pytest.raises(ValueError, match=r"no file matches '/nonexistent/\*.txt'"):
+        train(bad, tmp_path / "new")
+    bad = dataclasses.replace(tiny_config, model=dataclasses.replace(tiny_config.model, num_heads=3))
+    with pytest.raises(ValueError, match="3 heads"):
+        train(bad, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_two_processes_cannot_train_in_one_run(tmp_path, tiny_config):
+    config = dataclasses.replace(tiny_config, steps=3)
+    first, second = Trainer(config), Trainer(config)
+    first.open(tmp_path / "run")
+    with pytest.raises(RunError, match="is being trained by another process"):
+        second.open(tmp_path / "run", resume=True)
+    assert first.run().step == 3
+
+
+def test_a_run_without_a_checkpoint_cannot_be_loaded_but_resumed(tmp_path, tiny_config):
+    config = dataclasses.replace(tiny_config, steps=3)
+    trainer = Trainer(config)
+    trainer.open(tmp_path / "run")
+    trainer.close()
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load_run(tmp_path / "run")
+    assert train(config, tmp_path / "run", resume=True).step == 3
