@@ -5,7 +5,8 @@ norms' `scale`, `bias`, `A_log` and `dt_bias` (float32 whatever `param_dtype` is
 `skip`, `feedback` and `correction`, and the preconditioners' `center` and `ridge` (float32).
 """
 
-import rnnlib.layers.preconditioned_presets  # noqa: F401  (registers its presets)
+import rnnlib.layers.preconditioned_presets
+import rnnlib.layers.ridge_presets  # noqa: F401  (registers its presets)
 from rnnlib.layers.attention import Attention, AttentionCache, AttentionConfig
 from rnnlib.layers.base import MixerConfig, MixerShape, TokenMixer
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
@@ -47,6 +48,7 @@ from rnnlib.layers.preconditioner import (
 )
 from rnnlib.layers.presets import MixerPreset, mixer_names, mixer_preset, preset_details, register_preset
 from rnnlib.layers.readout import Readout, ReadoutConfig
+from rnnlib.layers.ridge import FixedProjection, RidgeRegression, RidgeState
 from rnnlib.layers.rotary import Rotary
 from rnnlib.layers.solve import Offline, Online, OperatorOptions, Signals, SolveConfig, Solver
 from rnnlib.layers.table import mixer_rows, mixer_table
@@ -67,6 +69,7 @@ __all__ = [
     "DecayGate",
     "EFLAGain",
     "FixedDecay",
+    "FixedProjection",
     "Gain",
     "GainConfig",
     "Gates",
@@ -96,6 +99,8 @@ __all__ = [
     "ReadoutConfig",
     "RecurrentMixer",
     "RecurrentMixerConfig",
+    "RidgeRegression",
+    "RidgeState",
     "Rotary",
     "ShortConvolution",
     "SigmoidGain",

@@ -70,13 +70,16 @@ class SigmoidGain(GainConfig):
     Attributes:
         negative_eigenvalues: doubles beta, so that a transition's eigenvalue along the key lies in [-1, 1]
             (Grazzi et al., 2024, arXiv 2411.12537).
+        use_bias: whether the projection has a bias, `sigmoid(W x + b)`.
     """
 
     negative_eigenvalues: bool = False
+    use_bias: bool = False
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "SigmoidGate":
         """Builds the module."""
-        return SigmoidGate(shape, bound=2.0 if self.negative_eigenvalues else 1.0, rngs=rngs)
+        bound = 2.0 if self.negative_eigenvalues else 1.0
+        return SigmoidGate(shape, bound=bound, use_bias=self.use_bias, rngs=rngs)
 
     def describe(self) -> str:
         """The axis in a few words, for the table of mixers."""
@@ -84,12 +87,12 @@ class SigmoidGain(GainConfig):
 
 
 class SigmoidGate(Gain):
-    """`bound * sigmoid(W x)`."""
+    """`bound * sigmoid(W x (+ b))`."""
 
-    def __init__(self, shape: MixerShape, *, bound: float, rngs: nnx.Rngs):
+    def __init__(self, shape: MixerShape, *, bound: float, use_bias: bool = False, rngs: nnx.Rngs):
         self.shape = shape
         self.bound = bound
-        self.projection = shape.project(shape.value_heads, rngs=rngs)
+        self.projection = shape.project(shape.value_heads, use_bias=use_bias, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
         """Beta `[B, T, HV]`."""
@@ -153,7 +156,10 @@ class KaczmarzGain(KeyEnergyGain):
 
 @dataclasses.dataclass(frozen=True)
 class LonghornGain(KeyEnergyGain):
-    """`b / (1 + b k.k)`, `b = sigmoid(W x)`: the implicit step of online regression (Liu et al., 2024)."""
+    """`b / (1 + b k.k)`, `b = sigmoid(W x)`: the implicit step of online regression.
+
+    Liu et al., 2024 (arXiv 2407.14207).
+    """
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> NormalizedGate:
         """Builds the module."""
@@ -170,7 +176,10 @@ class LonghornGain(KeyEnergyGain):
 
 @dataclasses.dataclass(frozen=True)
 class EFLAGain(KeyEnergyGain):
-    """`(1 - exp(-b k.k)) / k.k`, `b = sigmoid(W x)`: the exact step of the continuous-time delta rule (EFLA)."""
+    """`(1 - exp(-b k.k)) / k.k`, `b = sigmoid(W x)`: the exact step of the continuous-time delta rule.
+
+    Lei et al., 2025 (arXiv 2512.12602).
+    """
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> NormalizedGate:
         """Builds the module."""
