@@ -1,0 +1,1 @@
+"""The scan against the chunk form on a CPU, forward and backward."""
