@@ -31,7 +31,7 @@ def kaczmarz_gain(k: Float[Array, "B T H K"], eta: Float[Array, "B T H"], eps: f
 
 
 def longhorn_gain(k: Float[Array, "B T H K"], beta: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
-    """`beta / (1 + beta k . k)`: the implicit online-learning step of Longhorn (arXiv 2407.14207, eq. 6).
+    """`beta / (1 + beta k . k)`: the implicit online-learning step of Longhorn (arXiv 2407.14207).
 
     Args:
         k: keys, not normalised.

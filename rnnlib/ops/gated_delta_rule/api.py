@@ -44,7 +44,7 @@ def gated_delta_rule(
         S_t = D_t S_{t-1} + k~_t (w_t * v_t - (D_t S_{t-1})^T (b_t * k_t))^T        o_t = scale * S_t^T q_t
 
     where `b` is `erase`, `w` is `write` and `k~` is `write_key`. One recurrence serves many papers: DeltaNet (no decay,
-    `beta`; arXiv 2406.06484, eq. 3), Gated DeltaNet (scalar decay; arXiv 2412.06464, eq. 10), Kimi Delta Attention
+    `beta`; arXiv 2406.06484), Gated DeltaNet (scalar decay; arXiv 2412.06464), Kimi Delta Attention
     (channel-wise decay), Gated DeltaNet-2 (channel-wise gates), Preconditioned DeltaNet (`write_key`), Kaczmarz Linear
     Attention, Longhorn and others (gains in `beta`).
 

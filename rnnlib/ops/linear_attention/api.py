@@ -41,7 +41,7 @@ def linear_attention(
         S_t = Diag(exp(log_decay_t)) S_{t-1} + k_t (w_t * v_t)^T        o_t = scale * S_t^T q_t
 
     Linear attention (Katharopoulos et al., 2020) has no decay; RetNet and Mamba-2 one per head; gated linear attention
-    (arXiv 2312.06635, eq. 3) one per key channel.
+    (arXiv 2312.06635) one per key channel.
 
     Args:
         q: queries.
