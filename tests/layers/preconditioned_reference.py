@@ -1,7 +1,8 @@
 """Preconditioned DeltaNet's layers and their compositions in NumPy, float64, token by token; see `reference.py`."""
 
 import numpy as np
-from reference import l2, linear, read, run, sigmoid, silu, softplus, state_space_decay, stream
+
+from .reference import l2, linear, read, run, sigmoid, silu, softplus, state_space_decay, stream
 
 
 def gram(k, alpha, beta):

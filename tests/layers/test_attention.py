@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from reference import linear, rms, rotate
-from tiny import HEADS, WIDTH, compiled, inputs, parameters, randomize, relative_error
 
 from rnnlib.layers import AttentionConfig
+
+from .reference import linear, rms, rotate
+from .tiny import HEADS, WIDTH, compiled, inputs, parameters, randomize, relative_error
 
 
 def build(**options):

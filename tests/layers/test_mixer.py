@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from reference import sigmoid, softplus
-from tiny import HEADS, WIDTH, compiled, inputs, parameters, randomize, relative_error, tiny
 
 from rnnlib import ops
 from rnnlib.layers import (
@@ -32,6 +30,9 @@ from rnnlib.layers import (
     mixer_names,
     mixer_preset,
 )
+
+from .reference import sigmoid, softplus
+from .tiny import HEADS, WIDTH, compiled, inputs, parameters, randomize, relative_error, tiny
 
 SIZE = WIDTH // HEADS
 # Where the equation itself is not in question, the quickest form to compile.

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from reference import convolve, l2, rms, rotate
-from tiny import inputs, parameters, randomize, relative_error
 
 from rnnlib.layers import (
     ConvolutionConfig,
@@ -19,6 +17,9 @@ from rnnlib.layers import (
     ShortConvolution,
     l2_normalize,
 )
+
+from .reference import convolve, l2, rms, rotate
+from .tiny import inputs, parameters, randomize, relative_error
 
 SHAPE = MixerShape(width=16, key_heads=2, value_heads=4, key_size=4, value_size=6)
 

@@ -6,9 +6,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-from preconditioned_reference import PRECONDITIONED_LAYERS
-from reference import LAYERS as PLAIN_LAYERS
-from tiny import HEADS, WIDTH, compiled, inputs, parameters, relative_error, tiny
 
 from rnnlib.layers import (
     AttentionConfig,
@@ -22,7 +19,12 @@ from rnnlib.layers import (
     register_preset,
 )
 
-LAYERS = PLAIN_LAYERS | PRECONDITIONED_LAYERS
+from .preconditioned_reference import PRECONDITIONED_LAYERS
+from .reference import LAYERS as PLAIN_LAYERS
+from .ridge_reference import RIDGE_LAYERS
+from .tiny import HEADS, WIDTH, compiled, inputs, parameters, relative_error, tiny
+
+LAYERS = PLAIN_LAYERS | PRECONDITIONED_LAYERS | RIDGE_LAYERS
 LENGTH = 70
 DOCUMENTS = (31, 1, 38)  # lengths: boundaries inside a chunk, and a document of one token
 
@@ -106,6 +108,10 @@ COUNTS |= {
     "pkla": COUNTS["kla"] + ATK,
     "kla_atq": COUNTS["kla"] + ATQ,
 }
+# A connection with bias per head in place of the delta rule's gain.
+COUNTS["gated_kalmanet"] = COUNTS["gated_deltanet"] + HEADS
+# Filters of q and k, two gates with bias, a ridge per channel.
+COUNTS["mesanet"] = QKVO + 2 * 4 * D + 2 * (PER_HEAD + HEADS) + D + NORM
 
 
 @pytest.mark.parametrize("name", mixer_names())
