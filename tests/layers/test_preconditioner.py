@@ -24,7 +24,7 @@ from rnnlib.layers import (
     mixer_preset,
 )
 
-from .tiny import HEADS, WIDTH, inputs, randomize, tiny
+from .tiny import HEADS, WIDTH, compiled, inputs, randomize, tiny
 
 SIZE = WIDTH // HEADS
 SCAN = {"implementation": "scan"}
