@@ -1,6 +1,7 @@
 """The ridge solve: reading with the solution of a ridge regression over all past keys (Gated KalmaNet, MesaNet)."""
 
 import dataclasses
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -117,19 +118,21 @@ class RidgeSolver(Solver):
         self.config = config
         self.shape = shape
         self.options = options
-        heads, size = shape.key_heads, shape.key_size
-        self.solved_size = size if config.sketch_size is None else config.sketch_size
-        self.alpha = shape.project(heads, use_bias=True, rngs=rngs) if config.alpha_connection else None
-        self.ridge = None
-        if config.learned:
-            # softplus(p) = ridge - lower_bound; a vector, so that no optimizer decays it.
-            start = jnp.log(jnp.expm1(config.ridge - config.lower_bound))
-            self.ridge = nnx.Param(jnp.full((heads * self.solved_size,), start, jnp.float32))
-        self.projection = None
-        if config.sketch_size is not None:
-            normal = jax.random.normal(rngs.params(), (heads, size, config.sketch_size), jnp.float32)
-            kind = nnx.Param if config.sketch == "trained" else FixedProjection
-            self.projection = kind(jnp.linalg.qr(normal)[0].astype(shape.param_dtype))
+        self.solved_size = shape.key_size if config.sketch_size is None else config.sketch_size
+        self.alpha = shape.project(shape.key_heads, use_bias=True, rngs=rngs) if config.alpha_connection else None
+        self.ridge = self._initial_ridge() if config.learned else None
+        self.projection = None if config.sketch_size is None else self._initial_projection(rngs)
+
+    def _initial_ridge(self) -> nnx.Param:
+        """`p` with `softplus(p) = ridge - lower_bound`; a vector, so that no optimizer decays it."""
+        start = math.log(math.expm1(self.config.ridge - self.config.lower_bound))
+        return nnx.Param(jnp.full((self.shape.key_heads * self.solved_size,), start, jnp.float32))
+
+    def _initial_projection(self, rngs: nnx.Rngs) -> nnx.Variable:
+        shape = self.shape
+        normal = jax.random.normal(rngs.params(), (shape.key_heads, shape.key_size, self.solved_size), jnp.float32)
+        orthonormal = jnp.linalg.qr(normal)[0].astype(shape.param_dtype)
+        return nnx.Param(orthonormal) if self.config.sketch == "trained" else FixedProjection(orthonormal)
 
     def __call__(
         self,
