@@ -1,0 +1,63 @@
+"""Multi-query associative recall: every mixer against the task's size and the model's width.
+
+Claims: DeltaNet solves the hardest setting without convolutions (DeltaNet paper, section 4.1, figure 1);
+preconditioning keeps or improves the accuracy (Preconditioned DeltaNet, figures 5 and 10); Gated KalmaNet beats every
+linear baseline at all lengths and widths, also where the width is smaller than the number of pairs (its figure 3a).
+"""
+
+from experiments.sweep import Cell, Mixer, Study
+from experiments.sweep.study import Setting
+from rnnlib.data.tasks import MQAR
+
+MIXERS = (
+    Mixer.of("attention", "attention"),
+    Mixer.of("Mamba-2", "mamba2"),
+    Mixer.of("GLA", "gla"),
+    Mixer.of("DeltaNet", "deltanet"),
+    Mixer.of("DeltaNet, no conv", "deltanet", convolution=None),
+    Mixer.of("PDN", "pdn"),
+    Mixer.of("Gated DeltaNet", "gated_deltanet"),
+    Mixer.of("PGDN", "pgdn"),
+    Mixer.of("KDA", "kda"),
+    Mixer.of("PKDA", "pkda"),
+    Mixer.of("Gated DeltaNet-2", "gated_deltanet2"),
+    Mixer.of("KLA", "kla"),
+)
+
+
+def study(setting: Setting) -> Study:
+    """The study at a setting."""
+    if setting == "small":
+        task = MQAR(sequence_length=32, num_pairs=4, vocabulary_size=64)
+        cells: tuple[Cell, ...] = (
+            Cell(
+                "T=32, 4 pairs, width 32", task, width=32, num_layers=1, steps=300, batch_size=32, train_examples=4096
+            ),
+        )
+        return Study(
+            "mqar", "MQAR, small", (MIXERS[0], MIXERS[3], MIXERS[6]), cells, (1e-3, 1e-2), (0, 1, 2), figure="bars"
+        )
+    cells = tuple(
+        Cell(
+            f"T={length}, {pairs} pairs, width {width}",
+            MQAR(sequence_length=length, num_pairs=pairs),
+            width=width,
+            steps=2000,
+            batch_size=128,
+            train_examples=100_000,
+            validation_examples=1000,
+            test_examples=3000,
+        )
+        for length, pairs in ((64, 4), (128, 8), (256, 64))
+        for width in (32, 64)
+        if (length, width) != (64, 64)
+    )
+    return Study(
+        "mqar",
+        "MQAR: test accuracy over the task's size and the model's width",
+        MIXERS,
+        cells,
+        (1e-3, 3e-3, 1e-2),
+        (0, 1, 2),
+        figure="bars",
+    )

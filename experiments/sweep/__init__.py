@@ -1,0 +1,6 @@
+"""One mechanism for all studies: mixers x tasks x learning rates x seeds, trained in one compiled loop, resumable."""
+
+from experiments.sweep.command import main
+from experiments.sweep.study import Cell, Mixer, Study
+
+__all__ = ["Cell", "Mixer", "Study", "main"]

@@ -1,0 +1,116 @@
+"""The command line of every study."""
+
+import dataclasses
+import importlib
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+from rich.console import Console
+
+from experiments.sweep.results import command_line, environment
+from experiments.sweep.study import Study
+
+EXPERIMENTS = pathlib.Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepOptions:
+    """Trains what is missing of a study, then writes its table and figure."""
+
+    setting: Literal["small", "real"] = "small"
+    """"small" runs on a CPU in minutes, "real" on one GPU."""
+    mixers: tuple[str, ...] = ()
+    """Only mixers whose label contains one of these."""
+    cells: tuple[str, ...] = ()
+    """Only cells whose name contains one of these."""
+    seeds: int | None = None
+    """Number of seeds, in place of the study's."""
+    steps: int | None = None
+    """Training steps, in place of the study's."""
+    report_only: bool = False
+    """Train nothing; write table and figure from the results that are there."""
+    output: pathlib.Path | None = None
+    """Folder for results and figures, in place of the study's own."""
+    data_workers: int = 0
+    """Processes that generate data; 0 generates in this one."""
+    compile_workers: int = 1
+    """Threads that compile ahead."""
+    seconds: float | None = None
+    """Begin no new group of runs after this time."""
+    commit: str | None = None
+    """Commit to record where there is no git repository."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("seeds", 1), ("steps", 1), ("data_workers", 0), ("compile_workers", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def load_study(name: str, options: SweepOptions) -> Study:
+    """The study of a folder under `experiments`, at a setting, reduced as the options say.
+
+    Raises:
+        ValueError: nothing is left of it.
+    """
+    study: Study = importlib.import_module(f"experiments.{name}.study").study(options.setting)
+    mixers = [m for m in study.mixers if not options.mixers or any(part in m.label for part in options.mixers)]
+    cells = [c for c in study.cells if not options.cells or any(part in c.name for part in options.cells)]
+    if not mixers or not cells:
+        raise ValueError(
+            f"study {name!r} has mixers {', '.join(m.label for m in study.mixers)} and cells "
+            f"{', '.join(c.name for c in study.cells)}; got {options.mixers} and {options.cells}"
+        )
+    if options.steps is not None:
+        cells = [dataclasses.replace(c, steps=options.steps, chunks=1) for c in cells]
+    seeds = study.seeds if options.seeds is None else tuple(range(options.seeds))
+    return dataclasses.replace(study, mixers=tuple(mixers), cells=tuple(cells), seeds=seeds)
+
+
+def folders(name: str, options: SweepOptions) -> tuple[pathlib.Path, pathlib.Path]:
+    """A study's folder, and that of its results."""
+    folder = (EXPERIMENTS if options.output is None else options.output) / name
+    return folder, folder / "results" / options.setting
+
+
+def run(names: Sequence[str], options: SweepOptions, console: Console, *, module: str) -> bool:
+    """Runs studies and writes their reports.
+
+    Returns:
+        Whether all runs are there.
+    """
+    from experiments.sweep.report import write_report
+    from experiments.sweep.runner import run_studies
+
+    studies = [(load_study(name, options), *folders(name, options)) for name in names]
+    finished = True
+    if not options.report_only:
+        finished = run_studies(
+            [(study, results) for study, _, results in studies],
+            environment=environment(command_line(module), options.commit),
+            console=console,
+            data_workers=options.data_workers,
+            compile_workers=options.compile_workers,
+            seconds=options.seconds,
+        )
+    whole = not (options.mixers or options.cells or options.seeds or options.steps)
+    for study, folder, results in studies:
+        text = write_report(study, folder, results, readme=options.setting == "real" and whole)
+        console.print(f"\n{study.title}\n", highlight=False, markup=False)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    return finished
+
+
+def main(name: str, argv: Sequence[str] | None = None) -> None:
+    """`python -m experiments.<name>`."""
+    import tyro
+
+    module = f"experiments.{name}"
+    options = tyro.cli(SweepOptions, args=argv, prog=f"python -m {module}")
+    try:
+        finished = run([name], options, Console(), module=module)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    sys.exit(0 if finished else 1)

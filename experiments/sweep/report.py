@@ -1,0 +1,246 @@
+"""Tables and figures from result files: for each mixer the learning rate that was best in validation."""
+
+import dataclasses
+import math
+import pathlib
+import statistics
+from typing import Any
+
+from experiments.sweep.results import read_runs, write_text
+from experiments.sweep.study import Cell, Mixer, Study
+
+BEGIN, END = "<!-- results: written by the report, do not edit -->", "<!-- end of results -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A mixer's result in a cell, at its learning rate.
+
+    Attributes:
+        learning_rate: the best by the mean of validation over seeds.
+        at_edge: whether it is the smallest or the largest that was tried.
+        runs: the seeds' runs at it.
+    """
+
+    learning_rate: float
+    at_edge: bool
+    runs: tuple[dict[str, Any], ...]
+
+    def values(self, metric: str, length: int) -> list[float]:
+        """Test accuracy of each seed, percent."""
+        return [100 * run["test"][str(length)][metric] for run in self.runs]
+
+    def mean(self, metric: str, length: int) -> float:
+        """Mean over seeds, percent."""
+        return statistics.fmean(self.values(metric, length))
+
+    def spread(self, metric: str, length: int) -> float:
+        """Standard deviation over seeds (n - 1), percent; 0 with one seed."""
+        values = self.values(metric, length)
+        return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def choose(study: Study, folder: pathlib.Path, mixer: Mixer, cell: Cell) -> Outcome | None:
+    """A mixer's outcome in a cell; None until all its runs are there. Test results are not looked at."""
+    done = read_runs(folder, mixer, cell)
+    if any(lane not in done for lane in study.lanes):
+        return None
+
+    def quality(rate: float) -> tuple[float, float]:
+        runs = [done[lane]["validation"] for lane in study.lanes if lane.learning_rate == rate]
+        loss = statistics.fmean(math.inf if run["loss"] is None else run["loss"] for run in runs)
+        return statistics.fmean(run[study.metric] for run in runs), -loss
+
+    best = max(study.learning_rates, key=quality)
+    runs = tuple(done[lane] for lane in study.lanes if lane.learning_rate == best)
+    edge = len(study.learning_rates) > 1 and best in (min(study.learning_rates), max(study.learning_rates))
+    return Outcome(best, edge, runs)
+
+
+def outcomes(study: Study, folder: pathlib.Path) -> dict[tuple[str, str], Outcome]:
+    """All outcomes that are there, by (mixer's label, cell's name)."""
+    found = {(m.label, c.name): choose(study, folder, m, c) for c in study.cells for m in study.mixers}
+    return {key: outcome for key, outcome in found.items() if outcome is not None}
+
+
+def table(study: Study, folder: pathlib.Path) -> str:
+    """A Markdown table: mean and standard deviation over seeds of test accuracy, percent; then what it rests on."""
+    found = outcomes(study, folder)
+    cells = [cell for cell in study.cells if any(name == cell.name for _, name in found)]
+    if not cells:
+        return "No results yet.\n"
+    columns = [(cell, length) for cell in cells for length in cell.test_lengths]
+    head = ["mixer"] + [
+        cell.name if len(cell.test_lengths) == 1 else f"{cell.name}, T={length}" for cell, length in columns
+    ]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for mixer in study.mixers:
+        row = [mixer.label]
+        for cell, length in columns:
+            outcome = found.get((mixer.label, cell.name))
+            row.append("" if outcome is None else _number(outcome, study, length))
+        if any(row[1:]):
+            lines.append("| " + " | ".join(row) + " |")
+    for name in dict.fromkeys(row[0] for row in study.paper):
+        given = {(cell, length): value for row, cell, length, value in study.paper if row == name}
+        values = [given.get((cell.name, length)) for cell, length in columns]
+        if any(value is not None for value in values):
+            lines.append(f"| *{name}* | " + " | ".join("" if v is None else f"*{v:g}*" for v in values) + " |")
+    return "\n".join(lines) + "\n\n" + _foundation(study, cells, found)
+
+
+def _number(outcome: Outcome, study: Study, length: int) -> str:
+    return f"{outcome.mean(study.metric, length):.1f} ± {outcome.spread(study.metric, length):.1f}"
+
+
+def _foundation(study: Study, cells: list[Cell], found: dict[tuple[str, str], Outcome]) -> str:
+    kind = "answer tokens" if study.metric == "token_accuracy" else "whole answers"
+    environments = [run["environment"] for outcome in found.values() for run in outcome.runs]
+    devices = ", ".join(sorted({e["device"] for e in environments}))
+    versions = ", ".join(sorted({f"jax {e['packages']['jax']}, flax {e['packages']['flax']}" for e in environments}))
+    dates = sorted({e["date"][:10] for e in environments})
+    commits = ", ".join(sorted({e["commit"][:7] for e in environments}))
+    lines = [
+        f"Test accuracy of {kind}, percent: mean ± standard deviation over {len(study.seeds)} seeds, at the learning "
+        f"rate of {', '.join(f'{rate:g}' for rate in study.learning_rates)} that had the best mean validation "
+        f"accuracy. Rows in italics are the papers' numbers. Device: {devices}; {versions}; commit {commits}; "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+        "",
+        "| cell | width, layers, heads | steps x batch | training set | chosen learning rates (* at the grid's edge) |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for cell in cells:
+        rates: dict[str, list[str]] = {}
+        for mixer in study.mixers:
+            outcome = found.get((mixer.label, cell.name))
+            if outcome is not None:
+                rates.setdefault(f"{outcome.learning_rate:g}{'*' * outcome.at_edge}", []).append(mixer.label)
+        chosen = "; ".join(f"{rate}: {', '.join(labels)}" for rate, labels in rates.items())
+        lines.append(
+            f"| {cell.name} | {cell.width}, {cell.num_layers}, {cell.num_heads} | {cell.steps} x {cell.batch_size} | "
+            f"{cell.train_examples} | {chosen} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
+    """Draws the study's figure; False where there is nothing to draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = outcomes(study, folder)
+    cells = [cell for cell in study.cells if any(name == cell.name for _, name in found)]
+    if not cells:
+        return False
+    colors = {m.label: plt.get_cmap("tab20")(i % 20) for i, m in enumerate(study.mixers)}
+    markers = {m.label: "osD^vP*X<>"[i % 10] for i, m in enumerate(study.mixers)}
+    chance = dict(study.chance)
+    if study.figure == "cells":
+        drawing, axes = plt.subplots(figsize=(7, 4), squeeze=False, layout="constrained")
+        for mixer in study.mixers:
+            picked = [(i, found[mixer.label, c.name], c) for i, c in enumerate(cells) if (mixer.label, c.name) in found]
+            if picked:
+                _line(axes[0, 0], study, mixer.label, picked, colors, markers)
+        axes[0, 0].set_xticks(range(len(cells)), [cell.name for cell in cells], fontsize=8)
+    else:
+        across = min(len(cells), 3)
+        down = -(-len(cells) // across)
+        size = (
+            (4.2 * across, 3.2 * down) if study.figure == "lengths" else (4.2 * across, (1 + 0.26 * len(colors)) * down)
+        )
+        drawing, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+        for panel, cell in zip(axes.flat, cells):
+            rows = [(m.label, found[m.label, cell.name]) for m in study.mixers if (m.label, cell.name) in found]
+            if study.figure == "lengths":
+                for label, outcome in rows:
+                    _line(panel, study, label, [(n, outcome, n) for n in cell.test_lengths], colors, markers)
+                panel.set_xscale("log", base=2)
+                panel.set_xticks(cell.test_lengths, [str(n) for n in cell.test_lengths])
+                panel.set_xticks([], minor=True)
+                panel.set_xlabel(f"test length (trained at {cell.task.sequence_length})")
+            else:
+                _bars(panel, study, cell, rows, colors)
+            if cell.name in chance:
+                line = panel.axhline if study.figure == "lengths" else panel.axvline
+                line(chance[cell.name], color="grey", linestyle=":", linewidth=1)
+            panel.set_title(cell.name, fontsize=10)
+        for panel in list(axes.flat)[len(cells) :]:
+            panel.axis("off")
+    if study.figure != "bars":
+        for row in axes:
+            row[0].set_ylabel("test accuracy, %")
+        handles: dict[str, Any] = {}
+        for panel in axes.flat:
+            for handle, label in zip(*panel.get_legend_handles_labels()):
+                handles.setdefault(label, handle)
+        drawing.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=8, frameon=False)
+    drawing.suptitle(study.title, fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # No date or version inside, so that a rebuilt figure is the same file.
+    drawing.savefig(path, dpi=130, metadata={"Software": None})
+    plt.close(drawing)
+    return True
+
+
+def _line(panel: Any, study: Study, label: str, points: list[Any], colors: Any, markers: Any) -> None:
+    xs, means, spreads = [], [], []
+    for x, outcome, where in points:
+        length = where if isinstance(where, int) else where.test_lengths[0]
+        xs.append(x)
+        means.append(outcome.mean(study.metric, length))
+        spreads.append(outcome.spread(study.metric, length))
+    panel.errorbar(
+        xs,
+        means,
+        spreads,
+        label=label,
+        color=colors[label],
+        marker=markers[label],
+        markersize=4,
+        linewidth=1.2,
+        capsize=2,
+    )
+    panel.set_ylim(-3, 103)
+    panel.grid(alpha=0.3)
+
+
+def _bars(panel: Any, study: Study, cell: Cell, rows: list[Any], colors: Any) -> None:
+    length = cell.test_lengths[-1]
+    for i, (label, outcome) in enumerate(rows):
+        panel.barh(
+            i,
+            outcome.mean(study.metric, length),
+            xerr=outcome.spread(study.metric, length),
+            color=colors[label],
+            error_kw={"capsize": 2, "linewidth": 1},
+        )
+    panel.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlim(0, 103)
+    panel.set_xlabel(f"test accuracy at T={length}, %", fontsize=8)
+    panel.grid(alpha=0.3, axis="x")
+
+
+def write_report(study: Study, folder: pathlib.Path, results: pathlib.Path, *, readme: bool) -> str:
+    """Writes a study's figure and, between the marks in its README, its table.
+
+    Args:
+        study: the study.
+        folder: of the study: the figure goes under it.
+        results: folder of the result files.
+        readme: whether to update README.md.
+
+    Returns:
+        The table.
+    """
+    text = table(study, results)
+    figure(study, results, folder / "figures" / f"{results.name}.png")
+    page = folder / "README.md"
+    if readme and page.exists():
+        content = page.read_text()
+        if BEGIN in content and END in content:
+            before, rest = content.split(BEGIN, 1)
+            write_text(page, f"{before}{BEGIN}\n{text}{END}{rest.split(END, 1)[1]}")
+    return text

@@ -1,0 +1,109 @@
+"""Runs what is missing of a study: compiling the next groups while one trains."""
+
+import concurrent.futures
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from experiments.sweep.data import CellData, DataFactory
+from experiments.sweep.results import read_runs, write_runs
+from experiments.sweep.study import Study
+from experiments.sweep.training import CompiledGroup, DeviceData, Group, compile_group, train_group
+
+
+def missing_groups(study: Study, folder: pathlib.Path) -> list[Group]:
+    """Runs of a study that have no result yet, in groups to train side by side; cell by cell, mixer by mixer."""
+    groups = []
+    for cell in study.cells:
+        for mixer in study.mixers:
+            done = read_runs(folder, mixer, cell)
+            lanes = [lane for lane in study.lanes if lane not in done]
+            parts = -(-len(lanes) // cell.max_lanes)
+            groups += [Group(mixer, cell, tuple(lanes[part::parts])) for part in range(parts)]
+    return groups
+
+
+def run_studies(
+    studies: Sequence[tuple[Study, pathlib.Path]],
+    *,
+    environment: dict[str, Any],
+    console: Console,
+    data_workers: int = 0,
+    compile_workers: int = 1,
+    seconds: float | None = None,
+) -> bool:
+    """Trains everything that is missing, writing each group's results as soon as it is done.
+
+    Args:
+        studies: studies, each with the folder of its results.
+        environment: recorded with each run.
+        console: what progress is shown on: a bar on a terminal, a line for each group elsewhere.
+        data_workers: processes that generate data.
+        compile_workers: threads that compile the next groups while one trains.
+        seconds: begins no group after this time; the rest is left for another call.
+
+    Returns:
+        Whether all runs are there.
+    """
+    begin = time.monotonic()
+    work = [(study, folder, group) for study, folder in studies for group in missing_groups(study, folder)]
+    if not work:
+        return True
+    factory = DataFactory(data_workers)
+    compilers = concurrent.futures.ThreadPoolExecutor(compile_workers)
+    on_device = DeviceData()
+    ahead: dict[int, concurrent.futures.Future[tuple[CompiledGroup, CellData]]] = {}
+
+    def prepare(group: Group) -> tuple[CompiledGroup, CellData]:
+        data = factory.get(group.cell)
+        return compile_group(group, data), data
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    finished = True
+    try:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("steps", total=sum(group.cell.steps for _, _, group in work))
+            for number, (study, folder, group) in enumerate(work):
+                if seconds is not None and time.monotonic() - begin > seconds:
+                    console.print(f"out of time: {len(work) - number} of {len(work)} groups are left")
+                    finished = False
+                    break
+                for later in range(number, min(number + 1 + compile_workers, len(work))):
+                    if later not in ahead:
+                        factory.request(work[later][2].cell)
+                        ahead[later] = compilers.submit(prepare, work[later][2])
+                progress.update(bar, description=f"{study.name} {group.cell.name} {group.mixer.label}")
+                waited = time.monotonic()
+                compiled, data = ahead.pop(number).result()
+                waited = time.monotonic() - waited
+                start = time.monotonic()
+                runs = train_group(
+                    compiled, on_device.put(group.cell, data), lambda steps: progress.advance(bar, steps)
+                )
+                for run in runs:
+                    run["environment"] = environment
+                write_runs(folder, study, group.mixer, group.cell, runs, num_parameters=compiled.num_parameters)
+                best = max(run["validation"][study.metric] for run in runs)
+                console.print(
+                    f"{time.monotonic() - begin:6.1f} s  {number + 1}/{len(work)}  {study.name}  {group.cell.name}  "
+                    f"{group.mixer.label}: best validation {100 * best:.1f} %, {len(runs)} runs in "
+                    f"{time.monotonic() - start:.1f} s (compiled in {compiled.seconds:.1f} s, waited {waited:.1f} s)",
+                    highlight=False,
+                    soft_wrap=True,
+                )
+    finally:
+        for future in ahead.values():
+            future.cancel()
+        compilers.shutdown(cancel_futures=True)
+        factory.close()
+    return finished

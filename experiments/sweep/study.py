@@ -1,0 +1,174 @@
+"""What a study is: mixers, cells (a task and a model size), learning rates, seeds."""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from rnnlib.data.tasks import Task
+from rnnlib.models import ModelConfig
+from rnnlib.training import OptimizerConfig
+
+Setting = Literal["small", "real"]
+SETTINGS: tuple[Setting, ...] = ("small", "real")
+
+
+def slug(text: str) -> str:
+    """A file name for a label: lower case, everything but letters and digits an underscore."""
+    return re.sub(r"[^a-z0-9]+", "_", text.lower().replace("-1", "minus1")).strip("_")
+
+
+class Lane(NamedTuple):
+    """One of the runs that are trained side by side: they differ in nothing else."""
+
+    learning_rate: float
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixer:
+    """One line of a table: a mixer preset, or a pattern of several, with overrides.
+
+    Attributes:
+        label: its name in tables and figures; unique in a study.
+        preset: names of `rnnlib.layers.mixer_names()`, repeated over the layers.
+        overrides: what `mixer_preset` takes, for the recurrent mixers among them, as pairs.
+    """
+
+    label: str
+    preset: tuple[str, ...]
+    overrides: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, label: str, *preset: str, **overrides: Any) -> "Mixer":
+        """`Mixer.of("DeltaNet [-1, 1]", "deltanet", negative_eigenvalues=True)`; paths as `**{"keys.bound": 1.2}`."""
+        return cls(label, preset, tuple(sorted(overrides.items())))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A task, a model size and a training budget: one column (or one curve) of a study.
+
+    Attributes:
+        name: unique in a study.
+        task: what is trained on.
+        lengths: sequence lengths that are tested; () for that of the task. Examples of other lengths are the task's
+            `at_length`.
+        width: of the residual stream.
+        num_layers: blocks, each a mixer and a SwiGLU.
+        num_heads: of every mixer.
+        steps: optimizer steps.
+        chunks: pieces that the steps are compiled as; the loss curve has a point for each. Divides `steps`.
+        batch_size: examples a step.
+        train_examples: size of the training set; it is read in epochs, in another order for each seed.
+        validation_examples: held out, the learning rate is chosen on them.
+        test_examples: held out, never chosen on, for each length.
+        weight_decay: AdamW's.
+        warmup_fraction: part of the steps with linear warmup; then a cosine to a hundredth.
+        evaluation_tokens: tokens of a batch in evaluation, for each run.
+        max_lanes: most runs that are trained side by side.
+        data_seed: of the examples, the same for all runs.
+    """
+
+    name: str
+    task: Task
+    lengths: tuple[int, ...] = ()
+    width: int = 64
+    num_layers: int = 2
+    num_heads: int = 2
+    steps: int = 2000
+    chunks: int = 10
+    batch_size: int = 128
+    train_examples: int = 20_000
+    validation_examples: int = 500
+    test_examples: int = 500
+    weight_decay: float = 0.1
+    warmup_fraction: float = 0.05
+    evaluation_tokens: int = 16_384
+    max_lanes: int = 12
+    data_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps % self.chunks:
+            raise ValueError(f"cell {self.name!r}: chunks ({self.chunks}) must divide steps ({self.steps})")
+        if self.batch_size > self.train_examples:
+            raise ValueError(
+                f"cell {self.name!r}: batch_size is {self.batch_size}, more than {self.train_examples} train_examples"
+            )
+
+    @property
+    def test_lengths(self) -> tuple[int, ...]:
+        """Sequence lengths that are tested."""
+        return self.lengths or (self.task.sequence_length,)
+
+    def model_config(self, mixer: Mixer) -> ModelConfig:
+        """The model of a mixer at this size."""
+        return ModelConfig(
+            vocabulary_size=self.task.vocabulary_size,
+            width=self.width,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            mixers=mixer.preset,
+            mixer_overrides={"*": dict(mixer.overrides)} if mixer.overrides else {},
+        )
+
+    def optimizer_config(self) -> OptimizerConfig:
+        """AdamW with a peak rate of 1: a run's rate multiplies its updates, which are linear in it."""
+        return OptimizerConfig(
+            learning_rate=1.0,
+            warmup_steps=max(1, round(self.warmup_fraction * self.steps)),
+            final_fraction=0.01,
+            weight_decay=self.weight_decay,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A study at one setting.
+
+    Attributes:
+        name: of its folder under `experiments`.
+        title: of its figure.
+        mixers: rows.
+        cells: columns.
+        learning_rates: tried for every mixer alike.
+        seeds: of initial weights and of the order of examples.
+        metric: what is reported and chosen by.
+        figure: `"lengths"` draws accuracy over test lengths, one panel a cell; `"cells"` accuracy over cells in the
+            order given; `"bars"` a bar for each mixer, one panel a cell.
+        chance: accuracy of guessing, by cell name, drawn as a line.
+        paper: a paper's numbers, percent, by (its name for the row, cell name, length).
+    """
+
+    name: str
+    title: str
+    mixers: tuple[Mixer, ...]
+    cells: tuple[Cell, ...]
+    learning_rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    metric: Literal["token_accuracy", "query_accuracy"] = "token_accuracy"
+    figure: Literal["lengths", "cells", "bars"] = "lengths"
+    chance: tuple[tuple[str, float], ...] = ()
+    paper: tuple[tuple[str, str, int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for kind, names in (("mixers", [m.label for m in self.mixers]), ("cells", [c.name for c in self.cells])):
+            if len(set(map(slug, names))) != len(names):
+                raise ValueError(f"study {self.name!r}: {kind} must have different names; got {names}")
+        if not (self.mixers and self.cells and self.learning_rates and self.seeds):
+            raise ValueError(f"study {self.name!r}: mixers, cells, learning_rates and seeds must not be empty")
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """All runs of a mixer in a cell."""
+        return tuple(Lane(rate, seed) for rate in self.learning_rates for seed in self.seeds)
+
+
+StudyFactory = Callable[[Setting], Study]
+
+
+def fingerprint(mixer: Mixer, cell: Cell) -> str:
+    """Changes when anything that a run depends on does, other than the code."""
+    described = repr((mixer.preset, mixer.overrides, dataclasses.replace(cell, name="", max_lanes=1)))
+    return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
