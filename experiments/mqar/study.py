@@ -42,15 +42,13 @@ def study(setting: Setting) -> Study:
             f"T={length}, {pairs} pairs, width {width}",
             MQAR(sequence_length=length, num_pairs=pairs),
             width=width,
-            steps=2000,
+            steps=1500,
             batch_size=128,
             train_examples=100_000,
             validation_examples=1000,
             test_examples=3000,
         )
-        for length, pairs in ((64, 4), (128, 8), (256, 64))
-        for width in (32, 64)
-        if (length, width) != (64, 64)
+        for length, pairs, width in ((64, 4, 32), (128, 8, 32), (256, 64, 64))
     )
     return Study(
         "mqar",

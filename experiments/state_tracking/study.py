@@ -34,7 +34,7 @@ def study(setting: Setting) -> Study:
     sizes = (
         {"width": 32, "num_layers": 1, "steps": 300, "batch_size": 32, "train_examples": 4096}
         if small
-        else {"width": 64, "num_layers": 2, "steps": 2000, "batch_size": 128, "train_examples": 100_000}
+        else {"width": 64, "num_layers": 2, "steps": 1500, "batch_size": 128, "train_examples": 100_000}
     )
     cells = (
         Cell("parity", Parity(sequence_length=lengths[0], supervise="all"), lengths, weight_decay=0.01, **sizes),
