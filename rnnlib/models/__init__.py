@@ -2,6 +2,7 @@
 
 from rnnlib.models.config import (
     ModelConfig,
+    attention_at,
     every_other_sliding_window,
     gated_deltanet2_cell,
     swiglu_width,
@@ -22,6 +23,7 @@ __all__ = [
     "Sampling",
     "SwiGLU",
     "abstract_model",
+    "attention_at",
     "cache_bytes",
     "count_parameters",
     "every_other_sliding_window",

@@ -1,7 +1,7 @@
 """What a decoder language model is made of: one frozen dataclass, and the hybrid patterns of the papers."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -225,3 +225,22 @@ def two_global_attention_layers(mixer: str, num_layers: int) -> tuple[str, ...]:
 def gated_deltanet2_cell() -> tuple[str, ...]:
     """The hybrid cell of the Gated DeltaNet-2 paper (section 3.5, figure 1); a feed-forward follows each of the two."""
     return every_other_sliding_window("gated_deltanet2")
+
+
+def attention_at(mixer: str, num_layers: int, indices: Sequence[int]) -> tuple[str, ...]:
+    """Pattern with full attention on some layers, counted from zero.
+
+    Gated KalmaNet's hybrid (appendix I) has 30 layers with attention at 6, 14, 22 and 29.
+
+    Args:
+        mixer: the mixer of the other layers.
+        num_layers: how many names.
+        indices: the attention layers.
+
+    Returns:
+        `num_layers` names.
+    """
+    outside = [index for index in indices if not 0 <= index < num_layers]
+    if outside:
+        raise ValueError(f"attention_at: indices has {outside}, expected layers from 0 to {num_layers - 1}")
+    return tuple("attention" if layer in indices else mixer for layer in range(num_layers))

@@ -5,6 +5,7 @@ from typing import Any
 
 from rnnlib.models.config import (
     ModelConfig,
+    attention_at,
     every_other_sliding_window,
     gated_deltanet2_cell,
     two_global_attention_layers,
@@ -12,6 +13,8 @@ from rnnlib.models.config import (
 
 # LLaMA-2's and Mistral's tokenizers, on which all models of the papers below were trained.
 PAPER_VOCABULARY = 32000
+# GPT-2's tokenizer, on which Gated KalmaNet's models were trained.
+GPT2_VOCABULARY = 50257
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,12 @@ def _own(width: int, num_layers: int, num_heads: int, **options: Any) -> ModelCo
     return _paper(width, num_layers, num_heads, ("gated_deltanet",), **options)
 
 
+def _kalmanet(
+    width: int, num_layers: int, num_heads: int, mixers: Any = ("gated_kalmanet",), **options: Any
+) -> ModelConfig:
+    return _paper(width, num_layers, num_heads, mixers, **options).replace(vocabulary_size=GPT2_VOCABULARY)
+
+
 # Gated DeltaNet without the output gate, as Preconditioned DeltaNet (appendix E.1) compares with.
 _NO_GATE = {"gated_deltanet": {"output_gate": False}}
 
@@ -46,6 +55,7 @@ def _build() -> dict[str, ModelPreset]:
     deltanet = "DeltaNet, section 4 and table 3"
     preconditioned = "Preconditioned DeltaNet, appendix E.1"
     erase_write = "Gated DeltaNet-2, section 4 and appendix E.1"
+    kalmanet = "Gated KalmaNet, table 3"
     own = "this library's own size"
     return {
         "tiny": ModelPreset(
@@ -102,6 +112,22 @@ def _build() -> dict[str, ModelPreset]:
             ),
             f"{erase_write}, figure 1",
             1.3e9,
+        ),
+        "gated_kalmanet_440m": ModelPreset(_kalmanet(1024, 28, 8), kalmanet, 440e6),
+        # With a tied head the paper's sizes come to 0.94B here, and to 2.68B for the hybrid.
+        "gated_kalmanet_1b": ModelPreset(_kalmanet(1536, 28, 12, tie_embeddings=False), kalmanet, 1e9),
+        "gated_kalmanet_2.8b": ModelPreset(_kalmanet(2560, 32, 20), kalmanet, 2.8e9),
+        "gated_kalmanet_hybrid_2.8b": ModelPreset(
+            _kalmanet(
+                2560,
+                30,
+                20,
+                attention_at("gated_kalmanet", 30, (6, 14, 22, 29)),
+                mixer_overrides={"attention": {"qk_norm": True}},
+                tie_embeddings=False,
+            ),
+            "Gated KalmaNet, appendix I",
+            2.8e9,
         ),
     }
 

@@ -4,6 +4,7 @@ import pytest
 
 from rnnlib.models import (
     ModelConfig,
+    attention_at,
     every_other_sliding_window,
     gated_deltanet2_cell,
     swiglu_width,
@@ -35,6 +36,14 @@ def test_global_attention_stands_on_the_second_and_the_middle_layer(num_layers):
 def test_two_global_layers_need_four_layers():
     with pytest.raises(ValueError, match="num_layers=3"):
         two_global_attention_layers("deltanet", 3)
+
+
+def test_attention_stands_where_gated_kalmanets_hybrid_has_it():
+    layers = attention_at("gated_kalmanet", 30, (6, 14, 22, 29))
+    assert [i for i, name in enumerate(layers) if name == "attention"] == [6, 14, 22, 29]
+    assert layers.count("gated_kalmanet") == 26
+    with pytest.raises(ValueError, match=r"indices has \[30\], expected layers from 0 to 29"):
+        attention_at("gated_kalmanet", 30, (6, 30))
 
 
 def test_config_is_hashable_and_round_trips_through_plain_values():
