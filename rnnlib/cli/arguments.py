@@ -39,15 +39,21 @@ def parse[Arguments](
 
 
 def _one_line(box: str) -> str:
-    """What tyro says in a box of several lines, as one."""
+    """What tyro says in a box of several lines, as one.
+
+    A box has its title in the upper border or, where the terminal is not UTF-8, as a first section; then the message,
+    then hints, with rules between them.
+    """
     lines = [line.strip().strip("│").strip() for line in _ANSI.sub("", box).splitlines()]
     lines = [line for line in lines if line and not line.startswith(("╭", "╰"))]
     sections: list[list[str]] = [[]]
     for line in lines:
-        if set(line) == {"─"}:
+        if set(line) in ({"─"}, {"-"}):
             sections.append([])
         else:
             sections[-1].append(line)
+    if "╭" not in box and len(sections) > 1:
+        del sections[0]
     message = " ".join(sections[0])
     # What a config says of itself already names the setting.
     message = re.sub(r"^Error parsing (?!--)[\w.]+: ", "", message)

@@ -52,7 +52,7 @@ def test_training_learns_and_the_run_can_be_read_back(tmp_path, corpus, tiny_con
 
 def test_a_loss_that_is_not_finite_stops_and_names_step_and_checkpoint(tmp_path, tiny_config):
     # One update of this size and the next loss is not a number.
-    config = replace(tiny_config, "optimizer", learning_rate=1e30, warmup_steps=0)
+    config = replace(tiny_config, "optimizer", learning_rate=1e30, warmup_steps=0, schedule="constant")
     config = dataclasses.replace(replace(config, "checkpoint", every=1), steps=20)
     with pytest.raises(NonFiniteLossError, match=r"step 2: .* not finite; last good checkpoint: .*/checkpoints/1$"):
         train(config, tmp_path / "run")
@@ -61,7 +61,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_step_and_checkpoint(tmp_path,
 
 
 def test_steps_that_are_not_finite_are_skipped_up_to_a_count(tmp_path, tiny_config, capsys):
-    config = replace(tiny_config, "optimizer", learning_rate=1e30, warmup_steps=0)
+    config = replace(tiny_config, "optimizer", learning_rate=1e30, warmup_steps=0, schedule="constant")
     config = dataclasses.replace(replace(config, "checkpoint", every=100), steps=20, max_skipped_steps=3)
     with pytest.raises(NonFiniteLossError, match=r"step 5: .* there is no checkpoint yet"):
         train(config, tmp_path / "run")

@@ -146,7 +146,8 @@ def test_a_signal_saves_and_stops(uninterrupted, tmp_path, tiny_config, number, 
 
 def test_a_finished_run_can_be_extended(uninterrupted, tiny_config, tmp_path):
     folder = tmp_path / "run"
-    short = dataclasses.replace(tiny_config, steps=30)
+    # A schedule without an end in the program: runs of all lengths share what is compiled.
+    short = dataclasses.replace(tiny_config, steps=30, optimizer=constant(tiny_config))
     train(short, folder)
     assert train(short, folder, resume=True).step == 30  # nothing to do
     assert len(read_csv(folder / "metrics.csv")) == 30
@@ -188,8 +189,12 @@ def test_folders_that_do_not_fit_are_refused_and_left_alone(uninterrupted, tmp_p
     assert not (tmp_path / "new").exists()
 
 
+def constant(config):
+    return dataclasses.replace(config.optimizer, schedule="constant", warmup_steps=0)
+
+
 def test_two_processes_cannot_train_in_one_run(tmp_path, tiny_config):
-    config = dataclasses.replace(tiny_config, steps=3)
+    config = dataclasses.replace(tiny_config, steps=3, optimizer=constant(tiny_config))
     first, second = Trainer(config), Trainer(config)
     first.open(tmp_path / "run")
     with pytest.raises(RunError, match="is being trained by another process"):
@@ -198,7 +203,7 @@ def test_two_processes_cannot_train_in_one_run(tmp_path, tiny_config):
 
 
 def test_a_run_without_a_checkpoint_cannot_be_loaded_but_resumed(tmp_path, tiny_config):
-    config = dataclasses.replace(tiny_config, steps=3)
+    config = dataclasses.replace(tiny_config, steps=3, optimizer=constant(tiny_config))
     trainer = Trainer(config)
     trainer.open(tmp_path / "run")
     trainer.close()

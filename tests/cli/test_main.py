@@ -1,0 +1,227 @@
+"""The command line: what works, and that what is wrong gives one line and exit code 2."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from rnnlib.cli.main import COMMANDS, main
+from rnnlib.layers import mixer_names
+from rnnlib.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    TrainConfig,
+    load_run_config,
+    next_run_folder,
+    read_csv,
+    save_config,
+)
+
+pytestmark = pytest.mark.usefixtures("compilation_cache")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_config, process_environment):
+    """A run that the installed program made from a config file and flags, in a process of its own."""
+    folder = tmp_path_factory.mktemp("cli")
+    config = dataclasses.replace(tiny_config, steps=999, logging=LoggingConfig(tensorboard=False))
+    save_config(config, folder / "config.yaml")
+    flags = ["--steps", "40", "--checkpoint.every", "15", "--optimizer.schedule", "wsd", "--prompt", "7 plus"]
+    process = subprocess.run(
+        [sys.executable, "-m", "rnnlib.cli.main", "train", "--config", "config.yaml", "--run", "made/run", *flags],
+        cwd=folder,
+        env=process_environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    return folder / "made" / "run", process.stdout
+
+
+def test_train_shows_records_and_samples(trained):
+    folder, output = trained
+    assert re.search(r"step 40/40  loss \d\.\d+ nats/token  \d\.\d+ bits/byte  [\d,]+ tokens/s", output)
+    assert re.search(r"step 40/40  validation: loss \d\.\d+ nats/token  \d\.\d+ bits/byte  perplexity", output)
+    assert output.split("sample:\n")[1].startswith("7 plus")
+    assert {path.name for path in folder.iterdir()} == {
+        ".lock",
+        "checkpoints",
+        "config.yaml",
+        "loss.png",
+        "metrics.csv",
+        "validation.csv",
+    }
+    assert len(read_csv(folder / "metrics.csv")) == 40
+
+
+def test_flags_override_the_config_file(trained, tiny_config):
+    config = load_run_config(trained[0])
+    assert config == dataclasses.replace(
+        tiny_config,
+        model=dataclasses.replace(tiny_config.model, vocabulary_size=257),
+        steps=40,
+        checkpoint=CheckpointConfig(every=15),
+        optimizer=dataclasses.replace(tiny_config.optimizer, schedule="wsd"),
+        logging=LoggingConfig(tensorboard=False),
+    )
+
+
+def test_eval(trained, capsys, tmp_path):
+    folder, _ = trained
+    assert main(["eval", str(folder), "--json", "--batches", "2"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["loss"] == pytest.approx(read_csv(folder / "validation.csv")[-1]["loss"], rel=1e-6)
+    assert (result["step"], result["trained_tokens"]) == (40, read_csv(folder / "metrics.csv")[-1]["tokens"])
+    (tmp_path / "text.txt").write_text("1 plus 1 is 2; 1 plus 2 is 3; " * 5)
+    assert main(["eval", str(folder), "--paths", str(tmp_path / "text.txt")]) == 0
+    output = capsys.readouterr().out
+    # The text's 150 bytes, and perhaps the end of the document.
+    assert re.search(r"evaluated on 1(49|50|51) tokens, 1(49|50) bytes", output)
+    assert re.search(r"bits per byte  \d\.\d{4}", output)
+
+
+def test_generate_is_seeded(trained, capsys):
+    def generate(*flags):
+        assert main(["generate", str(trained[0]), "--prompt", "3 plus 4", "--max-new-tokens", "20", *flags]) == 0
+        return capsys.readouterr().out
+
+    first = generate("--seed", "1")
+    assert first.startswith("3 plus 4") and len(first) > 10
+    assert generate("--seed", "1") == first
+    assert generate("--seed", "2") != first
+
+
+def test_resume_goes_on_with_the_runs_settings(trained, capsys):
+    folder, _ = trained
+    assert main(["train", "--run", str(folder), "--resume", "--prompt", ""]) == 0
+    output = capsys.readouterr().out
+    assert "continuing after step 40" in output and "sample:" not in output
+    assert len(read_csv(folder / "metrics.csv")) == 40
+
+
+def test_mixers_lists_every_preset(capsys):
+    assert main(["mixers"]) == 0
+    output = capsys.readouterr().out
+    assert all(f"`{name}`" in output for name in mixer_names())
+
+
+def test_tokenizer(tmp_path, corpus, capsys):
+    command = ["tokenizer", str(tmp_path / "t.json"), "--source", "text", "--paths", f"{corpus}/*.txt"]
+    assert main([*command, "--vocabulary-size", "280"]) == 0
+    assert "t.json: 280 tokens" in capsys.readouterr().out
+    assert main(command) == 2
+    assert "exists: choose another, or replace it with --overwrite" in capsys.readouterr().err
+    assert main([*command, "--vocabulary-size", "270", "--overwrite"]) == 0
+    assert "t.json: 270 tokens" in capsys.readouterr().out
+    assert main(["tokenizer", str(tmp_path / "new.json"), "--vocabulary-size", "9"]) == 2
+    assert not (tmp_path / "new.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nosuch"], "there is no command 'nosuch'; expected one of train, eval"),
+        (["train", "--model.widht", "3"], "Unrecognized options: --model.widht, 3 (perhaps --model.width?)"),
+        (["train", "--steps", "many"], "--steps: expected an integer, got 'many'"),
+        (["train", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["train", "--optimizer.learning-rate", "fast"], "--optimizer.learning-rate: expected a number, got 'fast'"),
+        (["train", "--optimizer.learning-rate", "-1"], "optimizer.learning_rate must be a positive number"),
+        (["train", "--model.width", "-8"], "width=-8"),
+        (["train", "--model.mixers", "nosuch"], "'nosuch' is no mixer; expected one of"),
+        (["train", "--model.width", "100", "--model.num-heads", "3"], "3 heads"),
+        (["train", "--model.mixer-overrides", "{kda: {nosuch: 1}}", "--model.mixers", "kda"], "'nosuch'"),
+        (["train", "--model.mixer-overrides", "nosuch"], "--model.mixer-overrides: expected a mapping"),
+        (["train", "--preset", "nosuch"], "'nosuch' is no model preset; expected one of tiny"),
+        (["train", "--config", "nosuch.yaml"], "config file nosuch.yaml: No such file"),
+        (["train", "--config"], "--config needs a value"),
+        (["train", "--config", "wrong.yaml"], "config file wrong.yaml: model.widht: no such setting"),
+        (["train", "--data.source", "text", "--data.paths", "nosuch/*.txt"], "no file matches 'nosuch/*.txt'"),
+        (["train", "--data.tokenizer", "nosuch.json"], "there is no file 'nosuch.json'"),
+        (["train", "--run", "file"], "run folder file exists"),
+        (["train", "--run", "file/run"], "is not a folder"),
+        (["train", "--resume"], "--resume needs --run"),
+        (["train", "--resume", "--run", "nosuch"], "run nosuch does not exist"),
+        (["train", "--devices", "99"], "devices=99: this machine has"),
+        (["eval"], "Missing from rnnlib eval"),
+        (["eval", "nosuch"], "run nosuch does not exist"),
+        (["eval", "nosuch", "--batches", "0"], "--batches must be at least 1"),
+        (["generate", "."], "is not a run folder: it has no config.yaml"),
+        (["generate", "nosuch", "--prompt", ""], "--prompt is empty"),
+        (["tokenizer", "out.json", "--source", "nosuch"], "nosuch"),
+        (["tokenizer", "out.json", "--source", "text", "--paths", "nosuch.txt"], "there is no file 'nosuch.txt'"),
+        (["mixers", "--nosuch"], "Unrecognized options: --nosuch"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_input_is_one_line(arguments, message, tmp_path, monkeypatch, capsys, unchecked_shapes):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "wrong.yaml").write_text("model: {widht: 3}")
+    before = set(tmp_path.rglob("*"))
+    assert main(arguments) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.startswith("rnnlib") and errors.count("\n") == 1
+    assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("flag", ["--temperature=-1", "--top-k=0", "--top-p=2", "--max-new-tokens=0"])
+def test_wrong_sampling_is_one_line(trained, flag, capsys, unchecked_shapes):
+    assert main(["generate", str(trained[0]), flag]) == 2
+    errors = capsys.readouterr().err
+    assert flag.split("=")[0].strip("-").replace("-", "_") in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_every_option(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as exit_status:
+        main([command, "--help"])
+    assert exit_status.value.code == 0
+    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    # The explanation stands beside a short flag, below a long one.
+    unexplained = [
+        line
+        for line, below in zip(lines, lines[1:])
+        if re.match("--[a-z]", line)
+        and re.search(r"  (?!\()", line) is None
+        and (not below or below.startswith(("-", "(default", "(required")))
+    ]
+    assert not unexplained
+    shown = " ".join(lines)
+    if command == "train":
+        sections = {"optimizer": OptimizerConfig, "evaluation": EvaluationConfig, "checkpoint": CheckpointConfig}
+        for section, config in sections.items():
+            for field in dataclasses.fields(config):
+                assert f"--{section}.{field.name.replace('_', '-')}" in shown
+
+
+def test_help_is_quick_and_heavy_imports_wait():
+    program = """
+import sys
+from rnnlib.cli.main import main
+assert main(["--help"]) == 0
+heavy = {"jax", "flax", "numpy", "orbax", "tyro", "grain", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert all(re.search(rf"^  {name} +\w", process.stdout, re.MULTILINE) for name in COMMANDS)
+
+
+def test_run_folders_are_numbered(tmp_path):
+    assert next_run_folder(tmp_path / "runs").name == "001"
+    for name in ("001", "007", "mine"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert next_run_folder(tmp_path / "runs").name == "008"
+
+
+def test_the_default_is_the_readmes_job():
+    config = TrainConfig()
+    assert config.data.source == "python" and config.data.tokenizer == "byte"
+    assert set(config.model.layer_mixers) == {"gated_deltanet"}
