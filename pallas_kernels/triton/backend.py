@@ -30,11 +30,13 @@ class Launch:
         num_warps: warps of 32 threads in a program.
         num_stages: depth of the software pipeline that loads ahead of matrix products in loops.
         block: width of the program's block along the axis that the kernel splits (value or key channels).
+        inner: width of the blocks that the kernel loops over, where it does.
     """
 
     num_warps: int = 4
     num_stages: int = 2
     block: int = 64
+    inner: int = 64
 
 
 @dataclass(frozen=True)

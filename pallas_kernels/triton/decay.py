@@ -1,11 +1,12 @@
 """Decay and restarts inside one chunk, and products of its token pairs, as values inside a kernel.
 
-With `G_r` the inclusive cumulative log decay, a pair of tokens `r >= s` is weighted by `exp(G_r - G_s)`. `exp(-G_s)` is
-never formed: a scalar decay takes the exponential of the masked difference; a channel-wise decay multiplies each side of
-the product relative to a reference row so that no exponent can overflow.
+With `G_r` the inclusive cumulative log decay, a pair of tokens `r >= s` is weighted by `exp(G_r - G_s)`. `exp(-G_s)`
+is never formed: a scalar decay takes the exponential of the masked difference; a channel-wise decay multiplies each
+side of the product relative to a reference row so that no exponent can overflow: the chunk's middle row where the decay
+is mild, else, for the pairs that part at each level of halving the chunk, the first row of the later half.
 
-A token that starts a segment begins a new run: pairs of different runs do not meet, tokens after the first run do not see
-the state before the chunk, and tokens before the last run do not reach the state after it.
+A token that starts a segment begins a new run: pairs of different runs do not meet, tokens after the first run do not
+see the state before the chunk, and tokens before the last run do not reach the state after it.
 """
 
 from collections.abc import Sequence
@@ -189,8 +190,8 @@ def pair_gradients(
 ) -> tuple[tuple[Array, ...], Array, Array | None]:
     """Transposes `pair_products`.
 
-    The decay's gradient is `sum_c x dx - k dk`, in which a pair whose tokens both come later must cancel: both terms are
-    taken from the same rounded operands.
+    The decay's gradient is `sum_c x dx - k dk`, in which a pair whose tokens both come later must cancel: both terms
+    are taken from the same rounded operands.
 
     Args:
         gradients: cotangents `[C, C]` float32, one for each reader.

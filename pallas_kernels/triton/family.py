@@ -10,12 +10,14 @@ from jax import Array
 
 from pallas_kernels.triton.backend import next_power_of_two
 from pallas_kernels.triton.decay import CHUNK
+from pallas_kernels.triton.decode import decode
 from pallas_kernels.triton.gradients import Saved, argument_gradients
-from pallas_kernels.triton.prepare import Prepared, prepare
+from pallas_kernels.triton.prepare import prepare
 from pallas_kernels.triton.problem import Inputs, Problem, problem_of
 from pallas_kernels.triton.reverse import reverse_offsets, reverse_pass
 from pallas_kernels.triton.schedule import Schedule
-from pallas_kernels.triton.state import fold_segments, output_pass, segment_maps, states_pass
+from pallas_kernels.triton.segments import fold_segments, segment_maps
+from pallas_kernels.triton.state import output_pass, states_pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any
     maps = starts = None
     if problem.segments > 1:
         maps = segment_maps(problem, inputs, prepared, schedule.maps)
-        starts = fold_segments(problem, maps, maps, inputs.initial_state, schedule.fold)
+        starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
     results = output_pass(problem, inputs, prepared, starts, schedule.output)
     # Matrices as large as the inputs are made again in the backward; what is a number a token is kept.
     kept = prepared._replace(read=None, erased=None, written=None)
@@ -59,15 +61,16 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     states, residual = states_pass(problem, inputs, prepared, starts, schedule.states)
     ends = None
     if problem.segments > 1:
-        offsets = reverse_offsets(problem, inputs, prepared, d_out, schedule.reverse)
-        ends = fold_segments(problem, maps, offsets, d_final_state, schedule.fold, reverse=True)
+        offsets = reverse_offsets(problem, inputs, prepared, d_out, schedule.offsets)
+        back = maps._replace(offset=offsets)
+        ends = fold_segments(problem, back, d_final_state, schedule.fold, reverse=True)
     d_states, d_values, d_initial_state = reverse_pass(
         problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse
     )
     saved = Saved(states, residual, d_states, d_values)
     gradients = argument_gradients(problem, inputs, d_out, saved, schedule.gradients)
     if inputs.initial_state is not None:
-        gradients = gradients._replace(initial_state=d_initial_state.astype(inputs.initial_state.dtype))
+        gradients = gradients._replace(initial_state=d_initial_state.astype(inputs.initial_state.dtype))  # type: ignore[union-attr]
     return (gradients,)
 
 
@@ -78,24 +81,17 @@ def _has_wide_factors(inputs: Inputs) -> bool:
 chunked_pass.defvjp(_forward, _backward)
 
 
-def pad_inputs(inputs: Inputs) -> Inputs:
-    """Pads the sequence to whole chunks and channels to powers of two with tokens and channels that do nothing."""
-    _, length, _, key_size = inputs.q.shape
-    value_size = inputs.v.shape[3]
-    tokens = -length % CHUNK
+def pad_inputs(inputs: Inputs, tokens: int) -> Inputs:
+    """Appends `tokens` tokens and channels up to powers of two, all of which do nothing."""
+    key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
     keys, values = next_power_of_two(key_size) - key_size, next_power_of_two(value_size) - value_size
     if not (tokens or keys or values):
         return inputs
 
     def pad(x, channels):
-        if x is None:
-            return None
-        widths = [(0, 0), (0, tokens), (0, 0), (0, channels)]
-        return jnp.pad(x, widths[: x.ndim])
+        return None if x is None else jnp.pad(x, [(0, 0), (0, tokens), (0, 0), (0, channels)][: x.ndim])
 
-    def pad_state(x):
-        return None if x is None else jnp.pad(x, [(0, 0), (0, 0), (0, keys), (0, values)])
-
+    state = inputs.initial_state
     return Inputs(
         q=pad(inputs.q, keys),
         k=pad(inputs.k, keys),
@@ -104,17 +100,39 @@ def pad_inputs(inputs: Inputs) -> Inputs:
         erase=pad(inputs.erase, keys),
         write=pad(inputs.write, values),
         log_decay=pad(inputs.log_decay, keys),
-        initial_state=pad_state(inputs.initial_state),
+        initial_state=None if state is None else jnp.pad(state, [(0, 0), (0, 0), (0, keys), (0, values)]),
         starts=pad(inputs.starts, 0),
     )
 
 
-def run(options: Options, inputs: Inputs) -> tuple[Array, Array]:
-    """Output and final state of inputs of any length and width."""
-    _, length, _, key_size = inputs.q.shape
-    value_size = inputs.v.shape[3]
-    out, state = chunked_pass(options, pad_inputs(inputs))
+def _run_chunks(options: Options, inputs: Inputs) -> tuple[Array, Array]:
+    """`chunked_pass` for inputs of any length and width."""
+    length, key_size, value_size = inputs.q.shape[1], inputs.q.shape[3], inputs.v.shape[3]
+    out, state = chunked_pass(options, pad_inputs(inputs, -length % CHUNK))
     return out[:, :length, :, :value_size], state[:, :, :key_size, :value_size]
 
 
-__all__ = ["Options", "Prepared", "chunked_pass", "pad_inputs", "run"]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_one_token(options: Options, inputs: Inputs) -> tuple[Array, Array]:
+    """One token through the decode kernel; its gradient goes through `chunked_pass`."""
+    key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
+    padded = pad_inputs(inputs, 0)
+    out, state = decode(_problem(options, padded), padded, options.schedule.decode)
+    return out[..., :value_size], state[:, :, :key_size, :value_size]
+
+
+def _one_token_forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
+    return jax.vjp(functools.partial(_run_chunks, options), inputs)
+
+
+def _one_token_backward(options: Options, transposed: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
+    (gradients,) = transposed(cotangents)
+    return (gradients._replace(starts=None),)
+
+
+_run_one_token.defvjp(_one_token_forward, _one_token_backward)
+
+
+def run(options: Options, inputs: Inputs) -> tuple[Array, Array]:
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` of inputs of any length and width; differentiable."""
+    return _run_one_token(options, inputs) if inputs.q.shape[1] == 1 else _run_chunks(options, inputs)

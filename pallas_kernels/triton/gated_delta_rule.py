@@ -1,12 +1,38 @@
-"""The gated delta rule and linear attention through Triton kernels: public functions."""
+"""Public functions: the gated delta rule and linear attention through Triton kernels."""
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from pallas_kernels.triton.backend import platform
+from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.family import Options, run
 from pallas_kernels.triton.problem import Inputs
 from pallas_kernels.triton.schedule import Schedule
+from pallas_kernels.triton.tuning import choose_schedule
+
+_MAX_CHANNELS = 256
+
+
+def unsupported(q: Array, k: Array, v: Array, *, chunk_size: int = CHUNK) -> str | None:
+    """Why the kernels here can't serve a call, as a noun phrase, or None if they can.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`.
+        chunk_size: tokens in a chunk.
+    """
+    if platform() not in ("gpu", "cuda", "cpu"):
+        return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"
+    if chunk_size != CHUNK:
+        return f"chunk_size {chunk_size} (only {CHUNK})"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"{name} of dtype {x.dtype} (only bfloat16 and float32)"
+    if q.shape[3] > _MAX_CHANNELS or v.shape[3] > _MAX_CHANNELS:
+        return f"key size {q.shape[3]} with value size {v.shape[3]} (at most {_MAX_CHANNELS} each)"
+    return None
 
 
 def gated_delta_rule(
@@ -21,21 +47,117 @@ def gated_delta_rule(
     initial_state: Float[Array, "B HV K V"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     scale: float | None = None,
+    chunk_size: int = CHUNK,
     schedule: Schedule | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
-    """Doc."""
+    r"""The delta rule with decay, erase and write gates and a write key, forward and backward in Triton kernels.
+
+    Per value head, with the state `S [K, V]` in float32 and `D_t = Diag(exp(log_decay_t))`:
+
+        S_t = D_t S_{t-1} + k~_t (w_t * v_t - (D_t S_{t-1})^T (b_t * k_t))^T        o_t = scale * S_t^T q_t
+
+    evaluated in chunks of 64 tokens (equations 21 to 24 of Gated DeltaNet-2, arXiv 2605.22791, with `k~` and `k` told
+    apart). The backward keeps the segments' starting states and two `[64, 64]` matrices a chunk and recomputes the
+    rest. Runs are bit-identical. A single token takes a kernel of its own that moves the state once.
+
+    Args:
+        q: queries, bfloat16 or float32.
+        k: read keys.
+        v: values; value head `j` uses key head `j // (HV // H)`.
+        erase: gate on the read key; None is 1.
+        write: gate on the value; None is 1.
+        write_key: the key that is written; None is `k`.
+        log_decay: natural logarithm of the decay, `<= 0`, -inf included; None is no decay.
+        initial_state: the state before the first token; None is zero.
+        segment_ids: the state restarts where the id changes; the first token continues `initial_state`.
+        scale: factor on the output; None is `K ** -0.5`.
+        chunk_size: only 64.
+        schedule: how the call is cut into programs; None takes the device's tuned one.
+
+    Returns:
+        The output in `v`'s dtype and the final state in float32.
+
+    Raises:
+        NotImplementedError: `unsupported` has an objection.
+    """
+    _refuse_unsupported("gated_delta_rule", q, k, v, chunk_size)
     inputs = _inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return run(Options(True, scale, schedule or Schedule()), inputs)
+    return _run(inputs, True, scale, schedule, v.dtype)
+
+
+def linear_attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    *,
+    log_decay: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+    write: Float[Array, "B T HV"] | Float[Array, "B T HV V"] | None = None,
+    initial_state: Float[Array, "B HV K V"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+    chunk_size: int = CHUNK,
+    schedule: Schedule | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
+    """Linear attention with decay: `S_t = D_t S_{t-1} + k_t (w_t * v_t)^T`, `o_t = scale * S_t^T q_t`.
+
+    The delta rule's kernels without the inverse: what a token writes does not depend on the state.
+
+    Args:
+        q: queries, bfloat16 or float32.
+        k: keys.
+        v: values; value head `j` uses key head `j // (HV // H)`.
+        log_decay: natural logarithm of the decay, `<= 0`, -inf included; None is no decay.
+        write: gate on the value; None is 1.
+        initial_state: the state before the first token; None is zero.
+        segment_ids: the state restarts where the id changes; the first token continues `initial_state`.
+        scale: factor on the output; None is `K ** -0.5`.
+        chunk_size: only 64.
+        schedule: how the call is cut into programs; None takes the device's tuned one.
+
+    Returns:
+        The output in `v`'s dtype and the final state in float32.
+
+    Raises:
+        NotImplementedError: `unsupported` has an objection.
+    """
+    _refuse_unsupported("linear_attention", q, k, v, chunk_size)
+    inputs = _inputs(q, k, v, None, None, write, log_decay, initial_state, segment_ids)
+    return _run(inputs, False, scale, schedule, v.dtype)
+
+
+def _refuse_unsupported(operator: str, q: Array, k: Array, v: Array, chunk_size: int) -> None:
+    reason = unsupported(q, k, v, chunk_size=chunk_size)
+    if reason is not None:
+        raise NotImplementedError(f"{operator}: the Triton kernels do not support {reason}")
+
+
+def _run(inputs: Inputs, online: bool, scale: float | None, schedule: Schedule | None, dtype) -> tuple[Array, Array]:
+    scale = inputs.q.shape[-1] ** -0.5 if scale is None else float(scale)
+    out, state = run(Options(online, scale, schedule or choose_schedule(inputs, online)), inputs)
+    return out.astype(dtype), state
 
 
 def _inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids) -> Inputs:
-    dtype = v.dtype
+    """Brings the matrices to one dtype and the gates to one that kernels load, and marks the segments' first tokens."""
+    dtype = jnp.result_type(q, k, v)
     starts = None
-    if segment_ids is not None:
+    if segment_ids is not None and q.shape[1] > 1:
         changes = segment_ids[:, 1:] != segment_ids[:, :-1]
         starts = jnp.pad(changes, ((0, 0), (1, 0))).astype(jnp.int32)
         if log_decay is None:
             log_decay = jnp.zeros(v.shape[:3], jnp.float32)
-    write_key = None if write_key is None else write_key.astype(dtype)
-    return Inputs(q.astype(dtype), k.astype(dtype), v, write_key, erase, write, log_decay, initial_state, starts)
+
+    def gate(x):
+        return x if x is None or x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
+
+    return Inputs(
+        q=q.astype(dtype),
+        k=k.astype(dtype),
+        v=v.astype(dtype),
+        write_key=None if write_key is None else write_key.astype(dtype),
+        erase=gate(erase),
+        write=gate(write),
+        log_decay=gate(log_decay),
+        initial_state=gate(initial_state),
+        starts=starts,
+    )

@@ -1,13 +1,13 @@
-"""Last stage of the backward: gradients of the arguments, one program for each chunk, value head and block of key channels.
+"""Last stage of the backward: gradients of the arguments, by chunk, value head and block of key channels.
 
 Given the state before the chunk, the gradient of the state after it, the residuals R and `dW` (see `reverse`):
 
     dP = tril(dO R^T)      dT = -tril(dW R^T, -1)
     dQ_G = dO S_0^T + dP Kbar      dEbar = -dW S_0^T + dT Kbar      dKbar = dP^T Q_G + dT^T Ebar      dK_tail = R dS_C^T
 
-`dT` is equation 66 of the Gated DeltaNet-2 paper, `-tril(A^T dA A^T, -1)` with `dA = dR W^T`, shortened by `R = A W` and
-`dW = A^T dR`; both gates are inside these products. Cumulative log decay: `dG = q dq + e de - k~ dk~` for each channel, and
-on the chunk's last row what the decay of the state and of the writes up to there adds (equations 60 and 72).
+`dT` is equation 66 of the Gated DeltaNet-2 paper, `-tril(A^T dA A^T, -1)` with `dA = dR W^T`, shortened by `R = A W`
+and `dW = A^T dR`; both gates are inside these products. Cumulative log decay: `dG = q dq + e de - k~ dk~` for each
+channel, and on the chunk's last row what the decay of the state and of the writes adds (equations 60 and 72).
 """
 
 from typing import Any, NamedTuple
@@ -49,36 +49,46 @@ class Saved(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Products over the value channels of one chunk, float32: pairs `[C, C]`, reads `[C, K]`, and dS_C * S_0 over V."""
+    """Products over the value channels of one chunk, float32: of pairs `[C, C]`, with states `[C, K]`, dS_C * S_0."""
 
     d_scores: Array
-    d_erased: Array | None
+    d_erased: Any
     read: Array
-    erased: Array | None
+    erased: Any
     written: Array
-    kept: Array
+    kept: Any
 
 
 def _value_products(r, problem: Problem, width: int, block: int, with_decay: bool) -> Products:
     """Sums the products over blocks of value channels."""
-    sums: list[Any] = [None] * 6
-    for start in range(0, problem.value_size, block):
-        part = pl.ds(start, block)
+
+    def body(n, sums):
+        part = pl.ds(n * block, block)
         d_out, residual, d_value = r.d_out[:, part], r.residuals[part, :], r.d_values[part, :]
         state, d_state = r.states[part, :], r.d_states[part, :]
-        kept = None
+        kept = sums.kept
         if with_decay:
-            kept = jnp.sum(state.astype(jnp.float32) * d_state.astype(jnp.float32), axis=0)
-        terms = (
-            dot(d_out, residual),
-            dot_tn(d_value, residual) if problem.online else None,
-            dot(d_out, state),
-            dot_tn(d_value, state) if problem.online else None,
-            dot_tn(residual, d_state),
-            kept,
+            kept = kept + state.astype(jnp.float32) * d_state.astype(jnp.float32)
+        return Products(
+            d_scores=sums.d_scores + dot(d_out, residual),
+            d_erased=sums.d_erased + dot_tn(d_value, residual) if problem.online else None,
+            read=sums.read + dot(d_out, state),
+            erased=sums.erased + dot_tn(d_value, state) if problem.online else None,
+            written=sums.written + dot_tn(residual, d_state),
+            kept=kept,
         )
-        sums = [x if total is None else total + x for total, x in zip(sums, terms)]
-    return Products(*sums)
+
+    pairs, channels = jnp.zeros((CHUNK, CHUNK), jnp.float32), jnp.zeros((CHUNK, width), jnp.float32)
+    sums = Products(
+        d_scores=pairs,
+        d_erased=pairs if problem.online else None,
+        read=channels,
+        erased=channels if problem.online else None,
+        written=channels,
+        kept=jnp.zeros((block, width), jnp.float32) if with_decay else None,
+    )
+    sums = lax.fori_loop(0, problem.value_size // block, body, sums)
+    return sums._replace(kept=jnp.sum(sums.kept, axis=0)) if with_decay else sums
 
 
 def _gradients_kernel(r, *, problem: Problem, width: int, block: int):
@@ -102,10 +112,10 @@ def _gradients_kernel(r, *, problem: Problem, width: int, block: int):
     if problem.online:
         d_reads.append(product(from_start, -sums.erased))
     d_written = product(decay_to_end(decay), sums.written)
-    d_readers = [near + far for near, far in zip(d_readers, d_reads)]
-    r.d_q[...] = d_readers[0].astype(r.d_q.dtype)
+    d_rows = [near + far for near, far in zip(d_readers, d_reads)]
+    r.d_q[...] = d_rows[0].astype(r.d_q.dtype)
     d_key = d_key + d_written
-    _store_key_gradients(r, k, erase, d_readers[1] if problem.online else None, d_key)
+    _store_key_gradients(r, k, erase, d_rows[1] if problem.online else None, d_key)
 
     if has_decay:
         far = [x.astype(jnp.float32) * dx for x, dx in zip(readers, d_reads)]
@@ -114,7 +124,7 @@ def _gradients_kernel(r, *, problem: Problem, width: int, block: int):
     _store_value_gradients(r, problem)
 
 
-def _store_key_gradients(r, k: Array, erase: Array | None, d_erased: Array | None, d_key: Array):
+def _store_key_gradients(r, k: Array, erase: Any, d_erased: Any, d_key: Array):
     """Gradients of the read key, the write key and the erase gate from those of `erase * k` and of the write key."""
     if d_erased is None:
         r.d_k[...] = d_key.astype(r.d_k.dtype)
@@ -132,9 +142,10 @@ def _store_key_gradients(r, k: Array, erase: Array | None, d_erased: Array | Non
         r.d_erase[...] = d_erase.astype(r.d_erase.dtype)
 
 
-def _store_decay_gradient(r, decay: ChunkDecay, d_total: Array, far: Array, d_end: Array, kept: Array):
+def _store_decay_gradient(r, decay: ChunkDecay, d_total: Any, far: Array, d_end: Array, kept: Array):
     """Gradient of the log decay: `dG` added up from each token to the chunk's end; zero where it was clamped."""
-    d_last = decay_of_chunk(decay) * kept  # [K]
+    factor: Any = decay_of_chunk(decay)
+    d_last = factor * kept  # [K]
     d_total = d_total + _like(d_total, far - d_end)
     d_last = d_last + jnp.sum(d_end, axis=0)
     d_last = jnp.sum(d_last) if d_total.ndim == 1 else d_last[None, :]
@@ -244,7 +255,7 @@ def argument_gradients(problem: Problem, inputs: Inputs, d_out: Array, saved: Sa
         launch,
         problem=p,
         width=width,
-        block=min(128, p.value_size),
+        block=min(launch.inner, p.value_size),
     )
 
     def summed(name: str, like: Array | None) -> Array | None:
@@ -259,4 +270,4 @@ def argument_gradients(problem: Problem, inputs: Inputs, d_out: Array, saved: Sa
         return part.astype(like.dtype)
 
     names = ("q", "k", "v", "write_key", "erase", "write", "log_decay")
-    return Inputs(**{name: summed(name, getattr(x, name)) for name in names})
+    return Inputs(**{name: summed(name, getattr(x, name)) for name in names})  # type: ignore[arg-type]

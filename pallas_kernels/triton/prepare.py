@@ -6,7 +6,7 @@ and the factors with which queries, erase keys and write keys meet the state at 
 number a token is stored as that number; only one that differs by channel is multiplied into its matrix and stored.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -51,9 +51,9 @@ class Prepared(NamedTuple):
     kept: Array | None
 
 
-def product(*factors: Array | None) -> Array | None:
+def product(*factors: Array | None) -> Any:
     """Product of the factors that are not None, `[C]` factors along the rows of `[C, K]` ones; None if all are."""
-    result = None
+    result: Any = None
     for factor in factors:
         if factor is None:
             continue
@@ -68,24 +68,24 @@ def product(*factors: Array | None) -> Array | None:
     return result
 
 
-def load_wide(ref) -> Array | None:
+def load_wide(ref) -> Any:
     """A reference's value in float32; None for None."""
     return None if ref is None else ref[...].astype(jnp.float32)
 
 
 def erase_key(k: Array, erase: Array | None) -> Array:
     """`erase * k` in the dtype of `k`, `[C, K]`."""
-    return k if erase is None else product(erase, k.astype(jnp.float32)).astype(k.dtype)  # type: ignore[union-attr]
+    return k if erase is None else product(erase, k.astype(jnp.float32)).astype(k.dtype)
 
 
-def _prepare_kernel(r, *, scale: float, with_pairs: bool):
+def _prepare_kernel(r, *, scale: float, with_pairs: bool, block: int):
     k = r.k[...]
     erase = load_wide(r.erase)
     decay = load_decay(r.log_decay, r.starts)
     if with_pairs:
-        _store_pairs(r, k, erase, decay, scale)
+        _store_pairs(r, k, erase, decay, scale, block)
 
-    from_start = decay_from_start(decay)
+    from_start: Any = decay_from_start(decay)
     if r.read is not None:
         q = r.q[...].astype(jnp.float32)
         r.read[...] = (scale * q * from_start).astype(r.read.dtype)
@@ -104,7 +104,7 @@ def _prepare_kernel(r, *, scale: float, with_pairs: bool):
         r.kept[...] = decay_of_chunk(decay)
 
 
-def _store_pairs(r, k: Array, erase: Array | None, decay: ChunkDecay, scale: float):
+def _store_pairs(r, k: Array, erase: Array | None, decay: ChunkDecay, scale: float, block: int):
     q = r.q[...]
     key = k if r.write_key is None else r.write_key[...]
     if r.inverse is None:
@@ -117,7 +117,7 @@ def _store_pairs(r, k: Array, erase: Array | None, decay: ChunkDecay, scale: flo
     r.scores[...] = (scale * scores).astype(r.scores.dtype)
     if r.inverse is not None:
         i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
-        inverse = unit_lower_inverse(jnp.where(i > j, erased, 0.0), precise=k.dtype == jnp.float32)
+        inverse = unit_lower_inverse(jnp.where(i > j, erased, 0.0), k.dtype == jnp.float32, block)
         r.inverse[...] = inverse.astype(r.inverse.dtype)
 
 
@@ -174,5 +174,6 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
         launch,
         scale=p.scale,
         with_pairs=with_pairs,
+        block=launch.inner,
     )
     return Prepared(**results)

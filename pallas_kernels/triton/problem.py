@@ -101,6 +101,13 @@ class Problem:
         tail = (width or x.shape[3],) if x.ndim == 4 else ()
         return Operand(x, (None, rows, None, *tail), place)
 
+    def of_one_token(self, x: Array | jax.ShapeDtypeStruct | None, at: At, width: int = 0) -> Operand | None:
+        """One head of one token of `[B, 1, heads]` (a number) or `[B, 1, heads, D]` (`width` channels; 0: all)."""
+        operand = self.of_token(x, 1, at, width)
+        if operand is None:
+            return None
+        return Operand(operand.array, (None, None, *operand.block[2:]), operand.place)
+
     def of_position(self, x: Array | None, at: At) -> Operand | None:
         """One chunk of `[B, T]`."""
         return None if x is None else Operand(x, (None, CHUNK), lambda *indices: at(*indices)[:2])

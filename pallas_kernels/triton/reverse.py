@@ -4,8 +4,8 @@ With `W = Z - Ebar S_0`, so that `R = A W`, equations 53 to 65 of the Gated Delt
 
     dR = P^T dO + K_tail dS_C      dW = A^T dR      dS_0 = Diag(exp(G_C)) dS_C + Q_G^T dO - Ebar^T dW
 
-and `dW` is the gradient of `Z`. As in `state`, everything is kept transposed, a program owns a block of value channels, and
-segments of the sequence run side by side: gradients go back through a segment by `dS -> M^T dS + N'`, with the same M.
+and `dW` is the gradient of `Z`. As in `state`, everything is kept transposed, a program owns a block of value channels,
+and segments of the sequence run side by side: the gradient goes back through one by `dS -> M^T dS + N'`.
 """
 
 import jax.numpy as jnp

@@ -2,12 +2,10 @@
 
     R = A (Z - Ebar S_0)      O = Q_G S_0 + P R      S_C = Diag(exp(G_C)) S_0 + K_tail^T R
 
-A program owns one head and a block of value channels. It keeps the state transposed, `[value block, K]`: every link of the
-chain from one chunk to the next is then a product whose left side is the last one's result, in registers already.
+A program owns one head and a block of value channels. It keeps the state transposed, `[value block, K]`: every link of
+the chain from one chunk to the next is then a product whose left side is the last one's result, in registers already.
 
-A sequence may be split into segments that run side by side. What a segment does to the state is an affine map,
-`S -> M S + N`: `segment_maps` finds M and N of all segments, `fold_segments` applies them in order to find the state at
-each segment's start, and the last pass starts there. Nothing is approximated, with or without decay.
+A sequence may be split into segments that run side by side; `segments` finds the state at each one's start.
 """
 
 from typing import Any
@@ -17,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt, iota
+from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.prepare import Prepared
 from pallas_kernels.triton.problem import Inputs, Problem
@@ -49,7 +47,7 @@ def loop(count, body, init):
     return lax.fori_loop(0, count, body, init)
 
 
-def _chunk_step(r, n, state: Array, problem: Problem, is_value=None) -> tuple[Array, Array]:
+def chunk_step(r, n, state: Array, problem: Problem, is_value=None) -> tuple[Array, Array]:
     """One chunk from the state `[V, K]` before it: the residuals, transposed `[V, C]`, and the state after it."""
     rows = pl.ds(n * CHUNK, CHUNK)
     written = r.written[rows, :]
@@ -83,7 +81,7 @@ def _output_kernel(r, *, problem: Problem, block: int):
     def body(m, state):
         n = first + m
         rows = pl.ds(n * CHUNK, CHUNK)
-        residual, after = _chunk_step(r, n, state, problem)
+        residual, after = chunk_step(r, n, state, problem)
         out = row_factor(r.read_rows, rows, dot_nt(state.astype(problem.dtype), r.read[rows, :]))
         if r.kept is None:
             out = problem.scale * out
@@ -104,81 +102,11 @@ def _states_kernel(r, *, problem: Problem, block: int):
     def body(m, state):
         n = first + m
         r.states[n, :, :] = state.astype(r.states.dtype)
-        residual, after = _chunk_step(r, n, state, problem)
+        residual, after = chunk_step(r, n, state, problem)
         r.residuals[n, :, :] = residual.astype(r.residuals.dtype)
         return after
 
     loop(count, body, _start_state(r, problem, block))
-
-
-def _maps_kernel(r, *, problem: Problem, block: int):
-    first, count = segment_range(problem, lax.rem(pl.program_id(2), problem.segments))
-    column = pl.program_id(0) - problem.value_size // block
-    is_value = column < 0  # else a block of columns of M: what becomes of unit states, nothing being written
-    shape = (block, problem.key_size)
-    is_unit = (iota(shape, 0) + column * block == iota(shape, 1)) & jnp.logical_not(is_value)
-
-    def body(m, state):
-        return _chunk_step(r, first + m, state, problem, is_value)[1]
-
-    r.maps[...] = loop(count, body, jnp.where(is_unit, 1.0, 0.0))
-
-
-def _fold_kernel(r, *, problem: Problem, block: int, reverse: bool):
-    rows = pl.ds(pl.program_id(0) * block, block)
-    transition = pl.ds(problem.value_size, problem.key_size)
-    state = jnp.zeros((block, problem.key_size), jnp.float32)
-    if r.boundary is not None:
-        state = r.boundary[...].astype(jnp.float32).T
-
-    def body(m, state):
-        p = problem.segments - 1 - m if reverse else m
-        r.folded[p, :, :] = state
-        product = dot_nt if reverse else dot  # maps hold M transposed; gradients go back through M itself
-        return product(state, r.maps[p, transition, :]) + r.offsets[p, rows, :]
-
-    loop(problem.segments, body, state)
-
-
-def fold_segments(
-    problem: Problem, maps: Array, offsets: Array, boundary: Array | None, launch: Launch, reverse: bool = False
-) -> Array:
-    """The state at each segment's start or, in `reverse`, its gradient at each segment's end.
-
-    Args:
-        problem: static facts.
-        maps: `[B, HV, P, V + K, K]` float32: N transposed, then M transposed, of each segment.
-        offsets: N transposed (`[B, HV, P, V, K]` or more rows), forward or of the gradient.
-        boundary: `[B, HV, K, V]`, the state before the sequence or the gradient after it; None for zero.
-        launch: compilation.
-        reverse: from the last segment to the first.
-
-    Returns:
-        `[B, HV, P, V, K]` float32.
-    """
-    p = problem
-    block = min(launch.block, p.value_size)
-
-    def whole(c, h, b):
-        return b, h, 0, 0, 0
-
-    folded = p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32)
-    result = call(
-        _fold_kernel,
-        "delta_fold_segments",
-        (p.value_size // block, p.value_heads, p.batch),
-        {
-            "maps": p.of_head(maps, maps.shape[2:], whole),
-            "offsets": p.of_head(offsets, offsets.shape[2:], whole),
-            "boundary": p.of_head(boundary, (p.key_size, block), lambda c, h, b: (b, h, 0, c)),
-        },
-        {"folded": p.of_head(folded, (p.segments, block, p.key_size), lambda c, h, b: (b, h, 0, c, 0))},
-        launch,
-        problem=p,
-        block=block,
-        reverse=reverse,
-    )
-    return result["folded"]  # type: ignore[return-value]
 
 
 def pass_operands(
@@ -249,36 +177,6 @@ def start_operands(problem: Problem, inputs: Inputs, starts: Array | None, block
         }
     initial = p.of_head(inputs.initial_state, (p.key_size, block), lambda c, h, z: (z, h, 0, c))
     return {"starts_of_segments": None, "initial_state": initial}
-
-
-def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch) -> Array:
-    """N and M of each segment, transposed, `[B, HV, P, V + K, K]` float32."""
-    p = problem
-    block = min(launch.block, p.value_size, p.key_size)
-    value_blocks = p.value_size // block
-    grid, at = sequence_grid(p, p.value_size + p.key_size, block)
-
-    def at_value(c, h, z):  # programs that own columns of M read some values and drop them
-        b, t, h, c = at(c, h, z)
-        return b, t, h, lax.rem(c, value_blocks)
-
-    maps = p.per_head(p.segments, p.value_size + p.key_size, p.key_size, dtype=jnp.float32)
-    segments = p.segments
-
-    def place(c, h, z):
-        return lax.div(z, segments), h, lax.rem(z, segments), c, 0
-
-    result = call(
-        _maps_kernel,
-        "delta_segment_maps",
-        grid,
-        pass_operands(p, inputs, prepared, at_value, block, with_reads=False),
-        {"maps": p.of_head(maps, (None, block, p.key_size), place)},
-        launch,
-        problem=p,
-        block=block,
-    )
-    return result["maps"]  # type: ignore[return-value]
 
 
 def output_pass(

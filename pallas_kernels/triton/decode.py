@@ -1,0 +1,68 @@
+"""One token: the recurrence itself, in one kernel that reads the state once and writes it once."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.triton.backend import Launch, call
+from pallas_kernels.triton.prepare import load_wide
+from pallas_kernels.triton.problem import Inputs, Problem
+
+
+def _decode_kernel(r, *, problem: Problem, width: int):
+    state = jnp.zeros((problem.key_size, width), jnp.float32) if r.state is None else load_wide(r.state)  # [K, V block]
+    decay = load_wide(r.log_decay)
+    if decay is not None:
+        state = state * (jnp.exp(decay) if decay.ndim == 0 else jnp.exp(decay)[:, None])
+    k = load_wide(r.k)
+    key = k if r.write_key is None else load_wide(r.write_key)
+    residual = load_wide(r.v)
+    if r.write is not None:
+        residual = residual * load_wide(r.write)
+    if problem.online:
+        erased = k if r.erase is None else k * load_wide(r.erase)
+        residual = residual - jnp.sum(state * erased[:, None], axis=0)
+    state = state + key[:, None] * residual[None, :]
+    out = jnp.sum(state * load_wide(r.q)[:, None], axis=0)
+    r.out[...] = (problem.scale * out).astype(r.out.dtype)
+    r.final_state[...] = state
+
+
+def decode(problem: Problem, inputs: Inputs, launch: Launch) -> tuple[Array, Array]:
+    """Output `[B, 1, HV, V]` and state `[B, HV, K, V]` after one token; sizes are powers of two."""
+    p, x = problem, inputs
+    width = min(launch.block, p.value_size)
+
+    def at_key(c, h, b):
+        return b, 0, h, 0
+
+    def at_value(c, h, b):
+        return b, 0, h, c
+
+    def of_state(array):
+        return p.of_head(array, (p.key_size, width), lambda c, h, b: (b, h, 0, c))
+
+    final = p.per_head(p.key_size, p.value_size, dtype=jnp.float32)
+    results = call(
+        _decode_kernel,
+        "delta_decode",
+        (p.value_size // width, p.value_heads, p.batch),
+        {
+            "q": p.of_one_token(x.q, at_key),
+            "k": p.of_one_token(x.k, at_key),
+            "write_key": p.of_one_token(x.write_key, at_key),
+            "erase": p.of_one_token(x.erase, at_key),
+            "log_decay": p.of_one_token(x.log_decay, at_key),
+            "v": p.of_one_token(x.v, at_value, width),
+            "write": p.of_one_token(x.write, at_value, width),
+            "state": of_state(x.initial_state),
+        },
+        {
+            "out": p.of_one_token(jax.ShapeDtypeStruct(x.v.shape, x.v.dtype), at_value, width),
+            "final_state": of_state(final),
+        },
+        launch,
+        problem=p,
+        width=width,
+    )
+    return results["out"], results["final_state"]  # type: ignore[return-value]

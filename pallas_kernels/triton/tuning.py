@@ -1,0 +1,55 @@
+"""Schedules measured and checked on a card, and what to do on one that has none."""
+
+import functools
+import json
+import logging
+from importlib import resources
+from typing import Any
+
+from pallas_kernels.triton.backend import Launch, device_kind, interpreted
+from pallas_kernels.triton.problem import Inputs
+from pallas_kernels.triton.schedule import Schedule, choose_segments, with_segments
+
+_DEFAULT_PROCESSORS = 132
+
+
+def variant_name(inputs: Inputs, online: bool) -> str:
+    """The table's key: what decides which code a kernel is compiled to, apart from the number of programs."""
+    kinds = {0: "none", 3: "scalar", 4: "channel"}
+    decay = kinds[0 if inputs.log_decay is None else inputs.log_decay.ndim]
+    solve = "delta" if online else "linear"
+    key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
+    return f"{solve}-{decay}-{key_size}x{value_size}-{inputs.v.dtype.name}"
+
+
+def table_name(kind: str) -> str:
+    """File name of a device's table."""
+    return "".join(c if c.isalnum() else "_" for c in kind.lower()) + ".json"
+
+
+@functools.cache
+def load_table(kind: str) -> dict | None:
+    """The table of a device, or None, with a note in the log the first time."""
+    file = resources.files("pallas_kernels.triton") / "tables" / table_name(kind)
+    if file.is_file():
+        return json.loads(file.read_text())
+    logging.getLogger("pallas_kernels").warning(
+        "no measured schedule for %r: using a safe default; `python -m pallas_kernels.triton.tune` measures one", kind
+    )
+    return None
+
+
+def choose_schedule(inputs: Inputs, online: bool) -> Schedule:
+    """The schedule for a call: the device's table where it has the variant, else defaults."""
+    batch, length, value_heads, value_size = inputs.v.shape
+    if interpreted():  # blocks and warps mean nothing there; two segments keep that path exercised
+        return Schedule(segments=1 if length <= 128 else 2)
+    table = load_table(device_kind()) or {}
+    entry = table.get("variants", {}).get(variant_name(inputs, online), {})
+    launches: dict[str, Any] = {stage: Launch(**parameters) for stage, parameters in entry.items()}
+    schedule = Schedule(**launches)
+    programs = batch * value_heads * max(1, value_size // 64)
+    segments = choose_segments(programs, length, table.get("processors", _DEFAULT_PROCESSORS))
+    if inputs.q.shape[3] > 128:  # a segment's transition of 256 by 256 does not fit in shared memory
+        segments = 1
+    return with_segments(schedule, segments)

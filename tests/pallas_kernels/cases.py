@@ -1,0 +1,123 @@
+"""Inputs and references that the kernels' tests share."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import triton
+from rnnlib import ops
+
+NO, SCALAR, CHANNEL = None, "scalar", "channel"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape and which optional arguments are given, each `None`, `"scalar"` or `"channel"`."""
+
+    shape: tuple[int, ...]  # B, T, H, HV, K, V
+    decay: str | None = SCALAR
+    erase: str | None = SCALAR
+    write: str | None = SCALAR
+    write_key: bool = False
+    initial_state: bool = True
+    packed: bool = False
+    extreme: bool = False
+    online: bool = True
+    segments: int = 1
+    dtype: Any = jnp.float32
+
+    def __str__(self) -> str:
+        parts = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(type(self), name, None)]
+        return ",".join(str(p) for p in parts).replace(" ", "")
+
+    @property
+    def operator(self) -> str:
+        return "gated_delta_rule" if self.online else "linear_attention"
+
+
+def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """Differentiable arguments, and segment ids or None."""
+    batch, length, heads, value_heads, key_size, value_size = case.shape
+    random = np.random.default_rng(seed)
+    normal = random.standard_normal
+
+    def unit(*shape):
+        x = normal(shape)
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    def sigmoid(kind, size):
+        shape = (batch, length, value_heads, *((size,) if kind == CHANNEL else ()))
+        return 1 / (1 + np.exp(-normal(shape)))
+
+    arrays = {
+        "q": unit(batch, length, heads, key_size),
+        "k": unit(batch, length, heads, key_size),
+        "v": normal((batch, length, value_heads, value_size)),
+    }
+    if case.online and case.erase:
+        arrays["erase"] = sigmoid(case.erase, key_size)
+    if case.write:
+        arrays["write"] = sigmoid(case.write, value_size)
+    if case.write_key:
+        arrays["write_key"] = unit(batch, length, heads, key_size)
+    if case.initial_state:
+        arrays["initial_state"] = normal((batch, value_heads, key_size, value_size))
+    arrays = {name: jnp.asarray(x, case.dtype) for name, x in arrays.items()}
+    if case.decay:
+        log_decay = np.log(sigmoid(case.decay, key_size))
+        if case.extreme:
+            dice = random.random(log_decay.shape)
+            for limit, value in ((0.3, 0.0), (0.12, -20.0), (0.07, -1000.0), (0.02, -np.inf)):
+                log_decay = np.where(dice < limit, value, log_decay)
+        arrays["log_decay"] = jnp.asarray(log_decay, jnp.float32)
+    if "initial_state" in arrays:
+        arrays["initial_state"] = arrays["initial_state"].astype(jnp.float32)
+    ids = None
+    if case.packed:
+        ids = jnp.asarray(np.cumsum(random.random((batch, length)) < 0.06, axis=1), jnp.int32)
+    return arrays, ids
+
+
+def value_and_gradients(function, arrays, out_shape, state_shape, seed: int = 1):
+    """Output, final state, and the gradients of a random linear form of both."""
+    random = np.random.default_rng(seed)
+    d_out, d_state = random.standard_normal(out_shape), random.standard_normal(state_shape)
+
+    def loss(arrays):
+        out, state = function(**arrays)
+        dtype = jnp.promote_types(out.dtype, jnp.float32)
+        return jnp.sum(out.astype(dtype) * d_out.astype(dtype)) + jnp.sum(state * d_state.astype(state.dtype)), (
+            out,
+            state,
+        )
+
+    (_, results), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
+    return results, gradients
+
+
+def errors(case: Case, seed: int = 0, **options) -> dict[str, float]:
+    """Relative error of output, final state and every gradient against the scan in float64."""
+    arrays, ids = make_inputs(case, seed)
+    batch, _, _, value_heads, key_size, value_size = case.shape
+    shapes = arrays["v"].shape, (batch, value_heads, key_size, value_size)
+    with jax.enable_x64(True):
+        doubles = {name: x.astype(jnp.float64) for name, x in arrays.items()}
+        reference = value_and_gradients(
+            lambda **x: getattr(ops, case.operator)(**x, segment_ids=ids, implementation="scan"), doubles, *shapes
+        )
+        reference = jax.tree.map(np.asarray, reference)
+    results = value_and_gradients(
+        lambda **x: getattr(triton, case.operator)(**x, segment_ids=ids, **options), arrays, *shapes
+    )
+    named = {"out": (results[0][0], reference[0][0]), "state": (results[0][1], reference[0][1])}
+    named |= {f"d_{name}": (x, reference[1][name]) for name, x in results[1].items()}
+    return {name: relative_error(*pair) for name, pair in named.items()}
+
+
+def relative_error(x, reference) -> float:
+    """`||x - reference|| / ||reference||`; NaN never passes."""
+    x, reference = np.asarray(x, np.float64), np.asarray(reference, np.float64)
+    return float(np.linalg.norm(x - reference) / max(np.linalg.norm(reference), 1e-30))

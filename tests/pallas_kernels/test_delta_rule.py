@@ -1,0 +1,170 @@
+"""The kernels, interpreted on a CPU, against the scan in float64: outputs, final states and every gradient."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import triton
+from pallas_kernels.triton import Schedule
+from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, Case, errors, make_inputs, relative_error
+
+CASES = {
+    "delta_rule": Case((1, 128, 1, 1, 16, 32), decay=NO),
+    "bare": Case((1, 100, 1, 2, 16, 16), decay=NO, erase=NO, write=NO, initial_state=False),
+    "gated": Case((2, 150, 1, 2, 32, 16)),
+    "extreme_scalar_decay_packed": Case((1, 200, 1, 1, 32, 16), write_key=True, packed=True, extreme=True),
+    "write_key_three_segments": Case((1, 250, 1, 2, 16, 16), write_key=True, segments=3),
+    "channel_decay": Case((1, 130, 1, 2, 16, 16), decay=CHANNEL, segments=2),
+    "extreme_channel_decay_packed": Case(
+        (1, 130, 1, 1, 16, 16), decay=CHANNEL, write_key=True, packed=True, extreme=True
+    ),
+    "channel_everything": Case((1, 140, 1, 1, 16, 16), CHANNEL, CHANNEL, CHANNEL, packed=True, segments=2),
+    "channel_gates_scalar_decay_padded": Case((1, 130, 1, 1, 24, 20), SCALAR, CHANNEL, SCALAR, segments=2),
+    "channel_gates_no_decay_packed": Case((1, 80, 1, 1, 16, 16), NO, CHANNEL, CHANNEL, packed=True),
+    "linear_attention": Case((1, 100, 1, 2, 16, 32), NO, online=False),
+    "linear_attention_channel_decay": Case((1, 130, 1, 1, 16, 16), CHANNEL, online=False, extreme=True, segments=2),
+    "linear_attention_packed": Case((1, 130, 1, 1, 16, 16), SCALAR, write=NO, online=False, packed=True),
+    "two_key_blocks": Case((1, 64, 1, 1, 128, 128), SCALAR, SCALAR, SCALAR),
+    "one_token": Case((2, 1, 1, 2, 16, 32), CHANNEL, CHANNEL, CHANNEL, write_key=True),
+    "one_token_linear_padded": Case((3, 1, 1, 2, 24, 20), SCALAR, online=False),
+}
+# A channel's decay of -1000 is clamped to -100, and later sums in its chunk have the digits of numbers near 100.
+LOOSE = {"extreme_channel_decay_packed", "linear_attention_channel_decay"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_equals_the_scan(name):
+    case = CASES[name]
+    found = errors(case, schedule=Schedule(segments=case.segments))
+    limit = 5e-5 if name in LOOSE else 5e-6
+    assert all(error < limit for error in found.values()), found
+
+
+@pytest.mark.parametrize("decay", [SCALAR, CHANNEL])
+def test_bfloat16_stays_within_rounding(decay):
+    found = errors(Case((1, 192, 1, 1, 32, 32), decay, dtype=jnp.bfloat16), schedule=Schedule(segments=3))
+    assert all(error < 1e-2 for error in found.values()), found
+
+
+def test_repeated_keys_with_gate_one_and_no_decay():
+    """A run of equal tokens: the inverse of a triangle full of ones, in which powers of the matrix would blow up."""
+    arrays, _ = make_inputs(Case((1, 128, 1, 1, 16, 16), NO, initial_state=False))
+    arrays["k"] = jnp.broadcast_to(arrays["k"][:, :1], arrays["k"].shape)
+    arrays["erase"], arrays["write"] = jnp.ones_like(arrays["erase"]), jnp.ones_like(arrays["write"])
+    out, _ = jax.jit(triton.gated_delta_rule)(**arrays)
+    # Each write replaces what the key held, so a query reads the last value.
+    expected = 16**-0.5 * jnp.sum(arrays["q"] * arrays["k"], axis=-1, keepdims=True) * arrays["v"]
+    assert relative_error(out, expected) < 1e-5
+
+
+def test_reset_forgets_exactly_whatever_came_before():
+    arrays, _ = make_inputs(Case((1, 128, 1, 1, 16, 16)))
+    arrays["log_decay"] = arrays["log_decay"].at[:, 70].set(-jnp.inf)
+    run = jax.jit(triton.gated_delta_rule)
+    out, state = run(**arrays)
+    changed = {**arrays, "v": arrays["v"].at[:, :70].multiply(-3.0), "initial_state": 1e6 * arrays["initial_state"]}
+    other_out, other_state = run(**changed)
+    np.testing.assert_array_equal(out[:, 70:], other_out[:, 70:])
+    np.testing.assert_array_equal(state, other_state)
+
+
+def test_reruns_are_bit_identical():
+    arrays, _ = make_inputs(Case((1, 100, 1, 1, 16, 16)))
+    run = jax.jit(jax.grad(lambda x: sum(jnp.sum(y) for y in triton.gated_delta_rule(**x))))
+    jax.tree.map(np.testing.assert_array_equal, run(arrays), run(arrays))
+
+
+def test_vmap_remat_and_shard_map():
+    arrays, _ = make_inputs(Case((2, 80, 1, 1, 16, 16), initial_state=False))
+
+    def loss(arrays):
+        out, state = jax.checkpoint(lambda x: triton.gated_delta_rule(**x))(arrays)
+        return jnp.sum(out**2) + jnp.sum(state)
+
+    expected = jax.jit(jax.grad(loss))(arrays)
+
+    def per_row(arrays):
+        return jax.vmap(lambda row: loss(jax.tree.map(lambda x: x[None], row)))(arrays).sum()
+
+    mesh = jax.make_mesh((1, 1), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharded = jax.shard_map(
+        lambda x: loss(x)[None, None],
+        mesh=mesh,
+        in_specs=({name: P("batch", None, "heads") for name in arrays},),
+        out_specs=P("batch", "heads"),
+        check_vma=False,
+    )
+    for function in (per_row, lambda arrays: sharded(arrays).sum()):
+        found = jax.jit(jax.grad(function))(arrays)
+        for name, gradient in found.items():
+            assert relative_error(gradient, expected[name]) < 1e-5, name
+
+
+def test_memory_kept_for_the_backward_is_linear_and_small():
+    """Besides the arguments: two matrices of 64 numbers a token, a few numbers a token, and the segments' states."""
+    size, length = 128, 1024
+    like = jax.ShapeDtypeStruct((1, length, 1, size), jnp.bfloat16)
+    gate = jax.ShapeDtypeStruct((1, length, 1), jnp.bfloat16)
+    schedule = Schedule(segments=4)
+
+    def residuals(q, k, v, beta, log_decay):
+        def function(*x):
+            return triton.gated_delta_rule(*x[:3], erase=x[3], write=x[3], log_decay=x[4], schedule=schedule)
+
+        return jax.tree.leaves(jax.vjp(function, q, k, v, beta, log_decay)[1])
+
+    decay = jax.ShapeDtypeStruct((1, length, 1, size), jnp.float32)
+    kept = jax.eval_shape(residuals, like, like, like, gate, decay)
+    arguments = sum(x.size * x.dtype.itemsize for x in (like, like, like, gate, gate, decay))
+    states = schedule.segments * size * size * (4 + 4 + 2 + 2)
+    total = sum(x.size * x.dtype.itemsize for x in kept)
+    assert total <= arguments + states + length * (2 * 64 * 2 + 4 * 4) + (length // 64) * size * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"chunk_size": 32}, "chunk_size 32"),
+        ({"dtype": jnp.float16}, "float16"),
+        ({"size": 512}, "key size 512"),
+    ],
+)
+def test_unsupported_says_why(change, reason):
+    x = jnp.zeros((1, 64, 1, change.get("size", 16)), change.get("dtype", jnp.float32))
+    chunk_size = change.get("chunk_size", 64)
+    assert reason in triton.unsupported(x, x, x, chunk_size=chunk_size)
+    with pytest.raises(NotImplementedError, match=reason):
+        triton.gated_delta_rule(x, x, x, chunk_size=chunk_size)
+    assert triton.unsupported(*(jnp.zeros((1, 64, 1, 16)),) * 3) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name, dtype):
+    """The same cases at sizes that models have."""
+    batch, length, heads, value_heads, _, _ = CASES[name].shape
+    shape = (batch, 5 * length, 2 * heads, 2 * value_heads, 128, 128) if length > 1 else CASES[name].shape
+    found = errors(dataclasses.replace(CASES[name], dtype=dtype, shape=shape))
+    limit = {jnp.float32: 2e-4 if name in LOOSE else 2e-5, jnp.bfloat16: 1e-2}[dtype]
+    assert all(error < limit for error in found.values()), found
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_two_to_the_31_elements():
+    """The last head of an array that large equals the same head alone."""
+    length, heads, size = 131072, 136, 128
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (1, length, heads, size), jnp.bfloat16) * size**-0.5 for key in keys)
+    assert q.size > 2**31
+    schedule = Schedule()
+    out, state = jax.jit(lambda *x: triton.gated_delta_rule(*x, schedule=schedule))(q, k, v)
+    alone, alone_state = jax.jit(lambda *x: triton.gated_delta_rule(*x, schedule=schedule))(
+        *(x[:, :, -1:] for x in (q, k, v))
+    )
+    np.testing.assert_array_equal(out[:, :, -1:], alone)
+    np.testing.assert_array_equal(state[:, -1:], alone_state)

@@ -1,0 +1,101 @@
+"""Every kernel lowers for an H200 on a machine without a GPU, and the tables and schedules hold together."""
+
+import json
+from importlib import resources
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels import triton
+from pallas_kernels.triton import Schedule
+from pallas_kernels.triton.backend import Launch, interpreted
+from pallas_kernels.triton.schedule import choose_segments
+
+H200 = AbstractMesh(
+    (1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+)
+# Forward: prepare and output, with segments also maps and fold. Backward: states, reverse, gradients; with segments
+# also offsets and fold; with factors by channel, these once more.
+KERNELS = {
+    ("none", 1): 5,
+    ("none", 2): 9,
+    ("scalar", 1): 5,
+    ("scalar", 2): 9,
+    ("channel", 1): 6,
+    ("channel", 2): 10,
+}
+
+
+def count_kernels(function, *arguments):
+    with jax.sharding.use_abstract_mesh(H200):
+        assert not interpreted()
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("xla.gpu.triton")
+
+
+def arguments(decay, channels, dtype, size=(128, 128), length=256, **extra):
+    batch, heads, value_heads = 1, 1, 2
+    rows = (batch, length, value_heads)
+    shapes = {
+        "q": (batch, length, heads, size[0]),
+        "k": (batch, length, heads, size[0]),
+        "v": (*rows, size[1]),
+        "erase": (*rows, size[0]) if channels else rows,
+        "write": (*rows, size[1]) if channels else rows,
+        "write_key": (batch, length, heads, size[0]),
+        "initial_state": (batch, value_heads, *size),
+    }
+    x = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    if decay != "none":
+        x["log_decay"] = jax.ShapeDtypeStruct((*rows, size[0]) if decay == "channel" else rows, jnp.float32)
+    return x
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("decay", "segments"), KERNELS)
+def test_forward_and_backward_lower(decay, segments, dtype):
+    def loss(x):
+        out, state = triton.gated_delta_rule(**x, schedule=Schedule(segments=segments))
+        return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(state)
+
+    assert count_kernels(jax.grad(loss), arguments(decay, False, dtype)) == KERNELS[decay, segments]
+
+
+@pytest.mark.parametrize("size", [(16, 16), (64, 256), (256, 256)], ids=str)
+def test_packed_channel_gates_of_any_size_lower(size):
+    ids = jax.ShapeDtypeStruct((1, 200), jnp.int32)
+    schedule = Schedule(segments=1 if size[0] == 256 else 2)  # a key size of 256 is not split
+
+    def loss(x, ids):
+        out, _ = triton.gated_delta_rule(**x, segment_ids=ids, schedule=schedule)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    x = arguments("channel", True, jnp.bfloat16, size, 200)
+    assert count_kernels(jax.grad(loss), x, ids) == KERNELS["channel", schedule.segments]
+
+
+def test_linear_attention_and_one_token_lower():
+    x = arguments("scalar", False, jnp.bfloat16)
+    linear = {name: x[name] for name in ("q", "k", "v", "write", "log_decay", "initial_state")}
+    assert count_kernels(lambda x: triton.linear_attention(**x, schedule=Schedule()), linear) == 2
+    for decay in ("none", "scalar", "channel"):
+        one = arguments(decay, decay == "channel", jnp.bfloat16, length=1)
+        assert count_kernels(lambda x: triton.gated_delta_rule(**x), one) == 1
+
+
+def test_tables_are_of_stages_and_launches():
+    tables = [f for f in (resources.files("pallas_kernels.triton") / "tables").iterdir() if f.name.endswith(".json")]
+    for file in tables:
+        table = json.loads(file.read_text())
+        assert table["processors"] > 0
+        for variant in table["variants"].values():
+            Schedule(**{stage: Launch(**parameters) for stage, parameters in variant.items()})
+
+
+def test_segments_fill_an_idle_card_only():
+    assert choose_segments(programs=16, length=8192, processors=132) >= 8
+    assert choose_segments(programs=256, length=4096, processors=132) == 1
+    assert choose_segments(programs=16, length=64, processors=132) == 1
+    assert all(choose_segments(16, length, 132) <= max(1, (length + 63) // 128) for length in (1, 64, 128, 256, 1000))
