@@ -1,6 +1,7 @@
 """The command line: what works, and that what is wrong gives one line and exit code 2."""
 
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -187,7 +188,7 @@ def test_help_explains_every_option(command, capsys, monkeypatch):
     # The explanation stands beside a short flag, below a long one.
     unexplained = [
         line
-        for line, below in zip(lines, lines[1:])
+        for line, below in itertools.pairwise(lines)
         if re.match("--[a-z]", line)
         and re.search(r"  (?!\()", line) is None
         and (not below or below.startswith(("-", "(default", "(required")))
