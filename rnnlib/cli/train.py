@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import tyro
 import yaml
 
@@ -109,6 +110,14 @@ def run(argv: Sequence[str]) -> int:
         result = trainer.run()
     except NonFiniteLossError as error:
         raise CommandError(str(error), exit_code=1) from error
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        tokens = f"{config.data.batch_size} x {config.data.sequence_length} tokens a step"
+        raise CommandError(
+            f"{trainer.device_description}: out of memory with {tokens}; raise --accumulation-steps, "
+            "lower --data.batch-size or set --model.remat"
+        ) from error
     if result.stopped_by is not None:
         print(f"{result.stopped_by.name}: saved at step {result.step}; continue with")
         print(f"  rnnlib train --run {folder} --resume", flush=True)

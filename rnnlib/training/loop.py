@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import shutil
 import signal
 import threading
 import time
@@ -210,7 +211,11 @@ class Trainer:
             create_run(folder, self.config, self.tokenizer)
         saved = load_run_config(folder)
         check_continues(self.config, saved)
+        self.folder = folder
+        self._recorded = 0
         with contextlib.ExitStack() as stack:
+            if not resume:
+                stack.push(self._remove_if_nothing_was_done)
             stack.enter_context(lock_run(folder))
             checkpoints = stack.enter_context(Checkpoints(folder / CHECKPOINTS, keep=self.config.checkpoint.keep))
             self._batches = iter(self._train_data)
@@ -230,8 +235,12 @@ class Trainer:
             stack.callback(self._log.close)
             self._checkpoints = checkpoints
             self._resources = stack.pop_all()
-        self.folder = folder
         self.start_step = self._saved_step = self._step
+
+    def _remove_if_nothing_was_done(self, kind: Any, error: Any, traceback: Any) -> None:
+        # An error before the first step is done (the batch does not fit in memory): no half-made run is left.
+        if kind is not None and self._recorded == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, reporter: ProgressReporter | None = None) -> TrainResult:
         """Trains to the last step, or until a signal asks to stop; then everything is saved. Closes the run.
@@ -306,6 +315,7 @@ class Trainer:
             metrics = jax.device_get(metrics)
             nats, tokens = float(metrics.nats), float(metrics.tokens)
             self._tokens += round(tokens)
+            self._recorded += 1
             loss = nats / tokens if tokens > 0 else float("nan")
             bits = bits_per_byte(nats, float(metrics.bytes))
             tokens_per_second, step_seconds = self._speed.mark(self._tokens)

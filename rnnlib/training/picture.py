@@ -26,6 +26,7 @@ def loss_picture(folder: str | os.PathLike, *, title: str = "") -> Path:
     # The object interface: no global state, and no display needed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     folder = Path(folder)
     train, validation = read_csv(folder / TRAIN_FILE), read_csv(folder / VALIDATION_FILE)
@@ -56,6 +57,7 @@ def loss_picture(folder: str | os.PathLike, *, title: str = "") -> Path:
         lowest = min([finite.min(), *(row["bits_per_byte"] for row in validation)])
         axes.set_ylim(lowest * 0.95, max(np.quantile(finite, 0.97), lowest * 1.1) * 1.05)
     axes.set_title(title or folder.name)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set_xlabel("training tokens")
     axes.set_ylabel("loss (bits per byte)")
     axes.grid(alpha=0.3)

@@ -73,6 +73,20 @@ def test_steps_that_are_not_finite_are_skipped_up_to_a_count(tmp_path, tiny_conf
         train(dataclasses.replace(config, steps=20), tmp_path / "resumed", resume=True)
 
 
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path, tiny_config, monkeypatch):
+    trainer = Trainer(tiny_config)
+    trainer.open(tmp_path / "run")
+    assert (tmp_path / "run" / "config.yaml").exists()
+
+    def no_memory(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(trainer, "_train_step", no_memory)
+    with pytest.raises(MemoryError):
+        trainer.run()
+    assert not (tmp_path / "run").exists()
+
+
 def test_vocabulary_is_at_least_the_tokenizers(tiny_config):
     assert Trainer(tiny_config).config.model.vocabulary_size == 257
     padded = replace(tiny_config, "model", vocabulary_size=320)
