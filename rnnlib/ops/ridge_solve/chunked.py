@@ -61,7 +61,7 @@ def _solve(options: SolveOptions, k: Array, p: _Prepared, b: Array) -> tuple[Arr
     """The last carry of the iteration for right-hand sides `b` `[N, B, H, C, K]`; its first entry is the solution."""
     product = grams.gram_product(options.solver, k, p.decay, p.starts)
     b = solvable(b, p.norm, options.adaptive)
-    return solvers.iterate(options.solver.method, product, b, p.ridge, p.norm, options.iterations)
+    return solvers.iterate(options.solver, product, b, p.ridge, p.norm, options.iterations)
 
 
 def _unrolled(options: SolveOptions, precision: str, chunks: Chunks) -> tuple[Array, Array]:

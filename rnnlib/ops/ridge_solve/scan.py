@@ -35,7 +35,7 @@ def solve_gram(solver: Solver, iterations: int, gram: Array, b: Array, ridge: Ar
     def product(x: Array) -> Array:
         return solver.product(gram, x[..., None])[..., 0]
 
-    return iterate(solver.method, product, b, ridge, norm, iterations)[0]
+    return iterate(solver, product, b, ridge, norm, iterations)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
