@@ -1,0 +1,72 @@
+"""Times the kernels and their peers on this machine's GPU, and writes results, tables and pictures.
+
+`uv run python -m experiments.kernel_benchmarks --help` lists what can be chosen; `--from-json` makes the tables
+and pictures again from committed results.
+"""
+
+import dataclasses
+import datetime
+import json
+import pathlib
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+
+import tyro
+from rich.console import Console
+
+from experiments.kernel_benchmarks.config import BenchmarkConfig
+from experiments.kernel_benchmarks.figures import write_figures
+from experiments.kernel_benchmarks.records import commit, write_results
+from experiments.kernel_benchmarks.report import markdown, show
+from experiments.kernel_benchmarks.run import measure, versions
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; 1 where nothing could be measured."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        config = tyro.cli(
+            BenchmarkConfig, args=arguments, prog="python -m experiments.kernel_benchmarks", description=__doc__
+        )
+    except ValueError as error:
+        console.print(f"error: {error}")
+        return 2
+    path = config.output / f"{config.name}.json"
+    if config.from_json:
+        if not path.exists():
+            console.print(f"error: --from-json: there is no {path}")
+            return 2
+        results = json.loads(path.read_text())
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = config.keep or pathlib.Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True)
+            records = measure(config, folder, console)
+        settings = {
+            name: value
+            for name, value in dataclasses.asdict(config).items()
+            if name not in ("output", "from_json", "commit", "keep")
+        }
+        results = {
+            "device": next((record["device"] for record in records if record["kind"] == "worker"), None),
+            "versions": versions(),
+            "commit": config.commit or commit(),
+            "command": shlex.join(["python", "-m", "experiments.kernel_benchmarks", *arguments]),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "config": settings,
+            "records": records,
+        }
+        write_results(path, results)
+        results = json.loads(path.read_text())
+    path.with_suffix(".md").write_text(markdown(results))
+    pictures = write_figures(results, config.output, config.name)
+    show(results, console)
+    console.print("wrote", *(str(p) for p in (path, path.with_suffix(".md"), *pictures)), soft_wrap=True)
+    return 0 if any(record["kind"] in ("time", "error") for record in results["records"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""What is measured: the command's configuration, and the list of measurements that follows from it."""
+
+import pathlib
+from dataclasses import dataclass
+from typing import Literal
+
+from experiments.kernel_benchmarks.inputs import CASES, Shape
+from experiments.kernel_benchmarks.operators import OPERATORS
+
+Sizes = tuple[int, int, int]
+
+TABLE_SHAPES = ((1, 2048, 8), (1, 8192, 8), (1, 32768, 8), (4, 4096, 8), (8, 4096, 16), (2, 16384, 16))
+Implementation = Literal["triton", "chunked", "scan", "fla", "flash_qla"]
+OURS: tuple[Implementation, ...] = ("triton", "chunked", "scan")
+PEERS: tuple[Implementation, ...] = ("fla", "flash_qla")
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """Times our implementations and, where they are installed, the peers; writes JSON, tables and pictures."""
+
+    name: str = "h200"
+    """Results go to NAME.json, NAME.md and NAME_*.png."""
+    output: pathlib.Path = pathlib.Path(__file__).parent / "results"
+    """Folder of the results."""
+    from_json: bool = False
+    """Measure nothing: make tables and pictures again from NAME.json."""
+    commit: str | None = None
+    """The source's commit, where the folder it runs from is no checkout."""
+    keep: pathlib.Path | None = None
+    """Folder for the worker processes' own files and logs, kept; left out, they are removed."""
+
+    operators: tuple[str, ...] = tuple(OPERATORS)
+    """Operators to measure."""
+    implementations: tuple[Implementation, ...] = ("triton", "chunked", "scan", "fla", "flash_qla")
+    """Ours and the peers; peers that are not installed are passed over."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of q, k, v and the gates; decays are always float32."""
+    head_size: int = 128
+    """K = V."""
+
+    shapes: tuple[Sizes, ...] = TABLE_SHAPES
+    """(B, T, H) of the table."""
+    chunked_shapes: tuple[Sizes, ...] = ((1, 8192, 8), (4, 4096, 8))
+    """Those of them at which "chunked" is timed."""
+    sweep_operators: tuple[str, ...] = ("gated_deltanet", "kda")
+    """Operators timed against T."""
+    sweep_lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+    """T, at one row and at rows that fill `sweep_tokens`."""
+    sweep_tokens: int = 131072
+    """B * T of the sweep."""
+    sweep_heads: int = 8
+    """H of the sweep."""
+    error_shapes: tuple[Sizes, ...] = TABLE_SHAPES
+    """(B, T, H) at which errors against the float64 scan are measured."""
+    case_shape: Sizes = (1, 2048, 8)
+    """(B, T, H) at which errors on special inputs are measured."""
+    cases: tuple[str, ...] = CASES[1:]
+    """Special inputs."""
+    scan_shapes: tuple[tuple[int, int, int, int], ...] = (
+        (1, 2048, 32, 64),
+        (1, 4096, 32, 64),
+        (1, 8192, 32, 64),
+        (1, 2048, 16, 128),
+        (1, 4096, 16, 128),
+        (1, 2048, 8, 256),
+    )
+    """(B, T, H, K) at which DeltaNet's "triton" and "scan" are compared, as in table 1 of arXiv 2406.06484."""
+    decode_batch: int = 64
+    """Sequences decoded at once; 0 leaves decoding out."""
+    decode_heads: int = 32
+    """Heads while decoding."""
+
+    repeats: int = 15
+    """Timed calls of each; medians are reported."""
+    time_limit: float = 1800.0
+    """Seconds after which no further measurement starts; those left out are listed in the results."""
+
+    def __post_init__(self) -> None:
+        """Checks names."""
+        for field, known in (("operators", OPERATORS), ("sweep_operators", OPERATORS), ("cases", CASES)):
+            unknown = set(getattr(self, field)) - set(known)
+            if unknown:
+                raise ValueError(f"{field} has {sorted(unknown)}, expected some of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measurement.
+
+    Attributes:
+        kind: what is measured.
+        operator: key of `OPERATORS`.
+        implementation: of `OURS` or `PEERS`.
+        shape: (B, T, H, K, V).
+        case: inputs of an error measurement.
+    """
+
+    kind: Literal["time", "error", "decode"]
+    operator: str
+    implementation: str
+    shape: Shape
+    case: str = "random"
+
+
+def timed_points(config: BenchmarkConfig) -> list[tuple[str, Shape, bool]]:
+    """(operator, shape, whether in the table) of all timed points without the scan's, each once, the table first."""
+    size = config.head_size
+    points: dict[tuple[str, Shape], bool] = {}
+    for batch, length, heads in config.shapes:
+        for operator in config.operators:
+            points[operator, (batch, length, heads, size, size)] = True
+    for length in config.sweep_lengths:
+        for batch in (1, max(1, config.sweep_tokens // length)):
+            for operator in config.sweep_operators:
+                points.setdefault((operator, (batch, length, config.sweep_heads, size, size)), False)
+    return [(operator, shape, in_table) for (operator, shape), in_table in points.items()]
+
+
+def plan(config: BenchmarkConfig) -> list[Measurement]:
+    """All measurements, the most wanted first."""
+    size, chosen = config.head_size, config.implementations
+    peers = [name for name in PEERS if name in chosen]
+    timed: list[Measurement] = []
+    for operator, shape, in_table in timed_points(config):
+        wanted = ["triton", *peers] if in_table or operator == "gated_deltanet" else ["triton"]
+        if in_table and shape[:3] in config.chunked_shapes:
+            wanted.append("chunked")
+        timed += [Measurement("time", operator, name, shape) for name in wanted if name in chosen]
+    errors: list[Measurement] = []
+    cases = [(sizes, "random") for sizes in config.error_shapes] + [(config.case_shape, case) for case in config.cases]
+    for (batch, length, heads), case in cases:
+        for operator in config.operators:
+            for name in ("triton", *peers):
+                if name in chosen and not (case == "packed" and batch > 1 and name in PEERS):
+                    errors.append(Measurement("error", operator, name, (batch, length, heads, size, size), case))
+    decoded: list[Measurement] = []
+    if config.decode_batch:
+        shape = (config.decode_batch, 1, config.decode_heads, size, size)
+        for operator in config.operators:
+            decoded += [
+                Measurement("decode", operator, name, shape) for name in ("triton", "scan", "fla") if name in chosen
+            ]
+    scanned: list[Measurement] = []
+    if "deltanet" in config.operators:
+        for batch, length, heads, key_size in config.scan_shapes:
+            shape = (batch, length, heads, key_size, key_size)
+            names = [name for name in ("triton", "scan") if name in chosen]
+            scanned += [Measurement("time", "deltanet", name, shape) for name in names]
+    seen = dict.fromkeys([*timed, *decoded, *errors, *scanned])
+    return list(seen)

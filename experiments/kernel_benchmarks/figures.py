@@ -1,0 +1,178 @@
+"""Pictures of a run: time against length, ours against peers, and both against the roofline."""
+
+import pathlib
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+
+from experiments.kernel_benchmarks.operators import OPERATORS
+from experiments.kernel_benchmarks.report import TITLES
+from experiments.kernel_benchmarks.roofline import moved_bytes, operations
+from experiments.kernel_benchmarks.view import PASSES, View, sizes_text
+
+# One colour a subject, told apart under the common colour-vision deficiencies; peers keep theirs in all pictures.
+OPERATOR_COLORS = {
+    "linear_attention": "#7f7f7f",
+    "deltanet": "#0072b2",
+    "gated_deltanet": "#009e73",
+    "kda": "#d55e00",
+    "gated_deltanet2": "#cc79a7",
+    "write_key": "#56b4e9",
+}
+STYLES = {"triton": ("-", "o"), "fla": ("--", "s"), "flash_qla": (":", "D"), "chunked": ("-.", "^")}
+PEER_COLORS = {"fla": "#e69f00", "flash_qla": "#6a3d9a", "chunked": "#999999"}
+
+
+def _title(view: View, what: str, results: dict[str, Any]) -> str:
+    size = view.config["head_size"]
+    return f"{what}\n{results['device']}, {view.config['dtype']}, K = V = {size}"
+
+
+def _color(operator: str) -> str:
+    return OPERATOR_COLORS.get(operator, "black")
+
+
+def _lengths_panel(axes: Axes, view: View, run: str, *, filled: bool) -> None:
+    for operator in view.config["sweep_operators"]:
+        for name in ("triton", "fla", "flash_qla"):
+            points = []
+            for shape in view.sweep_shapes(filled=filled):
+                t = view.time(name, operator, shape, run)
+                if t is not None:
+                    per = shape[0] * shape[1] * shape[2]
+                    points.append((shape[1], t * 1e6 / per if filled else t))
+            if not points:
+                continue
+            line, marker = STYLES[name]
+            label = f"{OPERATORS[operator].title}, {TITLES[name]}"
+            axes.plot(*zip(*points), line, marker=marker, markersize=4, color=_color(operator), label=label)
+    lengths = view.config["sweep_lengths"]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    heads = view.config["sweep_heads"]
+    if filled:
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("ns a token and head")
+        axes.set_title(f"{PASSES[run]}, B T = {view.config['sweep_tokens']}, H = {heads}", fontsize=10)
+    else:
+        axes.set_yscale("log")
+        axes.set_ylabel("device time, ms")
+        axes.set_title(f"{PASSES[run]}, B = 1, H = {heads}", fontsize=10)
+
+
+def time_against_length(results: dict[str, Any], path: pathlib.Path) -> None:
+    """Device time against T at B = 1, and time a token at a fixed number of tokens."""
+    view = View(results)
+    figure, panels = plt.subplots(2, 2, figsize=(10, 7.5), sharex=True)
+    for column, run in enumerate(PASSES):
+        _lengths_panel(panels[0, column], view, run, filled=False)
+        _lengths_panel(panels[1, column], view, run, filled=True)
+        panels[1, column].set_xlabel("T")
+    if panels[0, 0].get_legend_handles_labels()[0]:
+        panels[0, 0].legend(fontsize=8)
+    figure.suptitle(_title(view, "Time against sequence length", results), fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def ratios(results: dict[str, Any], path: pathlib.Path) -> None:
+    """How many times faster we are than each peer, for every operator and shape of the table."""
+    view = View(results)
+    peers = [name for name in PEER_COLORS if view.has(name)]
+    points = view.table_points()
+    figure, panels = plt.subplots(1, 2, figsize=(11, 1.5 + 0.24 * len(points)), sharey=True)
+    places, labels, place = [], [], 0.0
+    previous = None
+    for operator, shape in points:
+        place += 1.0 if operator == previous else 1.8
+        previous = operator
+        places.append(place)
+        labels.append(f"{OPERATORS[operator].title}  {sizes_text(shape)}")
+    for axes, run in zip(panels, PASSES):
+        for peer in peers:
+            marker = STYLES[peer][1]
+            found = []
+            for y, (operator, shape) in zip(places, points):
+                ours, theirs = view.time("triton", operator, shape, run), view.time(peer, operator, shape, run)
+                if ours and theirs:
+                    found.append((theirs / ours, y))
+            if found:
+                axes.scatter(*zip(*found), s=26, marker=marker, color=PEER_COLORS[peer], label=f"{TITLES[peer]} / ours")
+        axes.axvline(1, color="black", linewidth=1)
+        axes.set_xscale("log")
+        ticks = [t for t in (0.25, 0.5, 1, 2, 4, 8, 16, 32) if axes.get_xlim()[0] <= t <= axes.get_xlim()[1]]
+        axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.set_title(PASSES[run], fontsize=10)
+        axes.set_xlabel("device time, theirs over ours (right of the line: ours is faster)")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    panels[0].set_yticks(places, labels, fontsize=8)
+    if places:
+        panels[0].set_ylim(places[-1] + 1, places[0] - 1)
+    figure.suptitle(_title(view, "Ours against peers, (B,T,H) of each operator", results), fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def roofline(results: dict[str, Any], path: pathlib.Path) -> None:
+    """Operations a second against operations a byte, under what the card reaches."""
+    view = View(results)
+    copy, product = view.ceilings
+    figure, panels = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
+    for axes, run in zip(panels, PASSES):
+        intensities = []
+        for operator, shape in view.table_points():
+            intensity = operations(operator, shape, run) / moved_bytes(operator, shape, run)
+            for name, size in (("triton", 42), ("fla", 16), ("flash_qla", 16)):
+                t = view.time(name, operator, shape, run)
+                if t:
+                    intensities.append(intensity)
+                    face = _color(operator) if name == "triton" else "none"
+                    reached = operations(operator, shape, run) / t / 1e9
+                    label = {"facecolors": face, "edgecolors": _color(operator), "marker": STYLES[name][1]}
+                    axes.scatter(intensity, reached, s=size, **label)
+        if copy and intensities:
+            x = np.geomspace(min(intensities) / 2, max(max(intensities) * 2, 2e3 * product / copy), 100)
+            axes.plot(x, np.minimum(x * copy / 1e3, product), color="black", linewidth=1)
+            axes.text(x[-1], product * 1.08, f"{product:.0f} TFLOP/s", ha="right", fontsize=8)
+            axes.text(x[2], x[2] * copy / 1e3 * 1.3, f"{copy:.0f} GB/s", fontsize=8, rotation=30)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+        axes.set_title(PASSES[run], fontsize=10)
+        axes.set_xlabel("operations a byte that must move")
+    panels[0].set_ylabel("TFLOP/s")
+    for operator in view.config["operators"]:
+        panels[0].scatter([], [], color=_color(operator), label=OPERATORS[operator].title)
+    for name in ("triton", "fla", "flash_qla"):
+        if view.has(name):
+            face = "black" if name == "triton" else "none"
+            panels[1].scatter([], [], facecolors=face, edgecolors="black", marker=STYLES[name][1], label=TITLES[name])
+    for axes in panels:
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, loc="lower right")
+    figure.suptitle(_title(view, "Roofline: each point is a shape of the table", results), fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def write_figures(results: dict[str, Any], folder: pathlib.Path, name: str) -> list[pathlib.Path]:
+    """Draws all pictures as `NAME_*.png` in `folder`."""
+    written = []
+    for draw in (time_against_length, ratios, roofline):
+        path = folder / f"{name}_{draw.__name__}.png"
+        draw(results, path)
+        written.append(path)
+    return written

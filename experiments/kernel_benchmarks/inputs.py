@@ -1,0 +1,128 @@
+"""Random arguments, the same numbers for every framework: drawn by NumPy from a seed, an array's name and its shape."""
+
+import concurrent.futures
+import os
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+Shape = tuple[int, int, int, int, int]  # B, T, H, K, V
+
+FLOAT32_ARRAYS = ("head_decay", "channel_decay", "d_state")
+"""Arrays that stay in float32; all others are rounded to the dtype that is measured."""
+
+CASES = ("random", "repeated keys", "hard resets", "extreme gates", "packed")
+
+
+def _normal(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng([17, zlib.crc32(name.encode())]).standard_normal(shape, dtype=np.float32)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def _log_decay(x: np.ndarray) -> np.ndarray:
+    # As the peers' benchmarks draw it, shifted to what trained models have: a mean decay of 0.95 a token.
+    return -np.log1p(np.exp(-(x + 3)))
+
+
+def draw(name: str, shape: Shape, case: str = "random") -> np.ndarray:
+    """An argument in float32.
+
+    Args:
+        name: its name in `operators.ARGUMENTS`, or `d_out` and `d_state`, cotangents of the results.
+        shape: (B, T, H, K, V).
+        case: one of `CASES`.
+
+    Returns:
+        `[B, T, H, ...]`, or `[B, H, K, V]` for `d_state`.
+    """
+    batch, length, heads, key_size, value_size = shape
+    per_head = (batch, length, heads)
+    if name == "d_state":
+        return _normal(name, (batch, heads, key_size, value_size))
+    if name in ("v", "d_out"):
+        return _normal(name, (*per_head, value_size))
+    if name == "q":
+        return _unit(_normal(name, (*per_head, key_size)))
+    repeats = case == "repeated keys"
+    if name in ("k", "write_key"):
+        keys = _unit(_normal("k", (batch, 1 if repeats else length, heads, key_size)))
+        keys = np.broadcast_to(keys, (*per_head, key_size))
+        # A diagonal preconditioner's write key: the read key with each channel scaled by up to 1.5 either way.
+        return keys if name == "k" else keys * np.float32(1.5) ** np.tanh(_normal(name, keys.shape))
+    tail = {"erase": (key_size,), "channel_decay": (key_size,), "write": (value_size,)}.get(name, ())
+    noise = _normal(name, (*per_head, *tail))
+    if not name.endswith("decay"):
+        return np.ones_like(noise) if repeats else _sigmoid(noise)
+    if repeats:
+        return np.zeros_like(noise)
+    log_decay = _log_decay(noise)
+    if case == "hard resets":
+        return np.where(noise > 2, np.float32(-1000), log_decay)
+    if case == "extreme gates":
+        return np.where(noise > 0, np.float32(-20), np.float32(0))
+    return log_decay
+
+
+def draw_segments(shape: Shape) -> np.ndarray:
+    """Boundaries of packed documents of uneven lengths (single tokens among them): starts, and T last."""
+    length = shape[1]
+    random = np.random.default_rng(5)
+    starts = np.unique(np.concatenate([[0, 1, 2], random.integers(0, length, max(1, length // 150))]))
+    return np.append(starts[starts < length], length).astype(np.int32)
+
+
+def segment_ids(shape: Shape) -> np.ndarray:
+    """The same boundaries as ids `[B, T]` int32, equal in all rows."""
+    bounds = draw_segments(shape)
+    ids = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
+    return np.broadcast_to(ids, shape[:2])
+
+
+def compared_rows(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """Batch and head indices of the rows that are compared with the float64 scan: the corners, at most 4."""
+    batch, _, heads = shape[:3]
+    pairs = sorted({(b, h) for b in (0, batch - 1) for h in (0, heads - 1)})
+    return np.array([b for b, _ in pairs]), np.array([h for _, h in pairs])
+
+
+def take_rows(name: str, array: Any, shape: Shape) -> Any:
+    """The compared rows of an array of any framework: `[R, T, 1, ...]`, or `[R, 1, K, V]` of a state."""
+    b, h = compared_rows(shape)
+    return array[b, h][:, None] if name in ("d_state", "final_state") else array[b, :, h][:, :, None]
+
+
+def tile_shape(shape: Shape, tokens: int = 4096) -> Shape:
+    """The part of `shape` that is drawn for timing, where the rest repeats it."""
+    batch, length, *rest = shape
+    length = min(length, tokens)
+    return (max(1, min(batch, tokens // length)), length, *rest)  # type: ignore[return-value]
+
+
+def relative_errors(results: Iterable[tuple[str, np.ndarray, np.ndarray]]) -> dict[str, float | None]:
+    """`||result - reference|| / ||reference||` in float64 by name; None where it is not finite."""
+    errors: dict[str, float | None] = {}
+    for name, result, reference in results:
+        result, reference = np.asarray(result, np.float64), np.asarray(reference, np.float64)
+        scale = float(np.linalg.norm(reference))
+        error = float(np.linalg.norm(result - reference)) / (scale if scale > 0 else 1.0)
+        errors[name] = float(f"{error:.3e}") if np.isfinite(error) else None
+    return errors
+
+
+Drawn = dict[tuple[str, Shape, str], np.ndarray]
+
+
+def draw_all(keys: Iterable[tuple[str, Shape, str]]) -> Drawn:
+    """`draw` for each of (name, shape, case), on all cores."""
+    unique = list(dict.fromkeys(keys))
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        return dict(zip(unique, pool.map(lambda key: draw(*key), unique)))

@@ -1,0 +1,335 @@
+"""The process that measures our implementations. Its parent is `__main__`; records go to a file as they are made.
+
+It compiles everything and computes the float64 references first, while peers compile too, and times only once its
+parent writes a line to its standard input: nothing else uses the GPU then.
+"""
+
+import concurrent.futures
+import glob
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.kernel_benchmarks.config import Measurement
+from experiments.kernel_benchmarks.inputs import (
+    FLOAT32_ARRAYS,
+    Drawn,
+    Shape,
+    draw,
+    draw_all,
+    relative_errors,
+    segment_ids,
+    take_rows,
+    tile_shape,
+)
+from experiments.kernel_benchmarks.operators import OPERATORS, Operator
+from experiments.kernel_benchmarks.records import Record, RecordWriter
+from experiments.kernel_benchmarks.work import Work, read_work, reference_path
+
+Results = dict[str, Any]
+REFERENCE_BLOCK = 256
+
+
+def array_dtype(name: str, dtype: str) -> Any:
+    """The dtype in which an argument is measured."""
+    return jnp.dtype(jnp.float32 if name in FLOAT32_ARRAYS else dtype)
+
+
+def array_shape(name: str, shape: Shape) -> tuple[int, ...]:
+    """An argument's shape."""
+    batch, length, heads, *sizes = shape
+    drawn = draw(name, (1, 1, 1, *sizes)).shape  # type: ignore[arg-type]
+    return (batch, heads, *sizes) if name == "d_state" else (batch, length, heads, *drawn[3:])
+
+
+def forward(operator: Operator, implementation: str, arrays: Results, ids: Any = None) -> Results:
+    """Output and final state."""
+    out, state = operator.run(arrays, implementation, segment_ids=ids)
+    return {"out": out, "final_state": state}
+
+
+def forward_backward(operator: Operator, implementation: str, arrays: Results, ids: Any = None) -> Results:
+    """Output, final state and the gradient in every array, for cotangents `d_out` and `d_state` among `arrays`."""
+    inputs = {name: arrays[name] for name in operator.arrays}
+    (out, state), pull_back = jax.vjp(lambda x: operator.run(x, implementation, segment_ids=ids), inputs)
+    (gradients,) = pull_back((arrays["d_out"], arrays["d_state"].astype(state.dtype)))
+    return {"out": out, "final_state": state, **gradients}
+
+
+def reference(operator: Operator, arrays: Results, ids: Any = None) -> Results:
+    """The same by the scan, in blocks whose states alone are kept; meant for float64 arrays."""
+    length = arrays["q"].shape[1]
+    if ids is not None or length % REFERENCE_BLOCK:
+        return forward_backward(operator, "scan", arrays, ids)
+
+    def run(inputs: Results) -> tuple[jax.Array, jax.Array]:
+        blocks = jax.tree.map(
+            lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, REFERENCE_BLOCK, *x.shape[2:]), 1, 0), inputs
+        )
+
+        @jax.checkpoint
+        def step(state: jax.Array, block: Results) -> tuple[jax.Array, jax.Array]:
+            out, state = operator.run(block, "scan", initial_state=state)
+            return state, out
+
+        state, out = jax.lax.scan(step, jnp.zeros_like(arrays["d_state"]), blocks)
+        return jnp.moveaxis(out, 0, 1).reshape(inputs["v"].shape), state
+
+    inputs = {name: arrays[name] for name in operator.arrays}
+    (out, state), pull_back = jax.vjp(run, inputs)
+    (gradients,) = pull_back((arrays["d_out"], arrays["d_state"]))
+    return {"out": out, "final_state": state, **gradients}
+
+
+def argument_names(operator: Operator) -> tuple[str, ...]:
+    """Arrays of an operator and cotangents of its results."""
+    return (*operator.arrays, "d_out", "d_state")
+
+
+def timing_inputs(names: tuple[str, ...], shape: Shape, dtype: str) -> Results:
+    """Arguments on the device for timing: some tokens are drawn and the rest repeats them."""
+    drawn = tile_shape(shape)
+    arrays = {}
+    for name in names:
+        part = jnp.asarray(draw(name, drawn)).astype(array_dtype(name, dtype))
+        whole = array_shape(name, shape)
+        arrays[name] = jnp.tile(part, [-(-a // b) for a, b in zip(whole, part.shape)])[tuple(map(slice, whole))]
+    return arrays
+
+
+def compute_reference(measurement: Measurement, work: Work, drawn: Drawn) -> None:
+    """Computes the reference for an error measurement and keeps it for all workers."""
+    path = reference_path(work, measurement)
+    operator, shape, case = OPERATORS[measurement.operator], measurement.shape, measurement.case
+    with jax.enable_x64(True):
+        arrays = {}
+        for name in argument_names(operator):
+            rows = take_rows(name, drawn[name, shape, case], shape)
+            arrays[name] = jnp.asarray(rows).astype(array_dtype(name, work.dtype)).astype(jnp.float64)
+        ids = jnp.asarray(segment_ids((len(rows), *shape[1:]))) if case == "packed" else None
+        results = jax.jit(lambda arrays: reference(operator, arrays, ids))(arrays)
+        # Float32 rounds a reference by 3e-8, far below every error that is compared here.
+        np.savez(path, **{name: np.asarray(x, np.float32) for name, x in results.items()})  # type: ignore[arg-type]
+
+
+Compiled = dict[str, Callable[..., Results]]
+
+
+def compile_passes(measurement: Measurement, work: Work) -> Compiled:
+    """The passes that a measurement runs, compiled."""
+    operator, shape = OPERATORS[measurement.operator], measurement.shape
+    arguments = {
+        name: jax.ShapeDtypeStruct(array_shape(name, shape), array_dtype(name, work.dtype))
+        for name in argument_names(operator)
+    }
+    inputs = {name: arguments[name] for name in operator.arrays}
+    implementation = measurement.implementation
+    if measurement.kind == "decode":
+        state = jax.ShapeDtypeStruct(array_shape("d_state", shape), jnp.float32)
+
+        def step(arrays, state):
+            return operator.run(arrays, implementation, initial_state=state)
+
+        return {"decode": jax.jit(step, donate_argnums=1).lower(inputs, state).compile()}
+    ids = jnp.asarray(segment_ids(shape)) if measurement.case == "packed" else None
+    passes = {}
+    if measurement.kind == "time":
+        passes["forward"] = jax.jit(lambda arrays: forward(operator, implementation, arrays, ids)).lower(inputs)
+    both = jax.jit(lambda arrays: forward_backward(operator, implementation, arrays, ids)).lower(arguments)
+    return {name: lowered.compile() for name, lowered in {**passes, "forward_backward": both}.items()}
+
+
+def wall_milliseconds(call: Callable[[], Any], repeats: int) -> float:
+    """Median time of a call from an idle device until its results are there."""
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    once = time.perf_counter() - start
+    times = []
+    for _ in range(max(3, min(repeats, int(2 / once)))):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def kernel_milliseconds(call: Callable[[], Any], calls: int = 5) -> dict[str, float] | None:
+    """Mean device time a call of each GPU kernel, by name, from a trace; None where no GPU was seen."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(calls):
+                results = call()
+            jax.block_until_ready(results)
+        kernels: dict[str, float] = {}
+        for path in glob.glob(f"{folder}/**/*.xplane.pb", recursive=True):
+            for plane in jax.profiler.ProfileData.from_file(path).planes:
+                if "GPU" not in plane.name:
+                    continue
+                for line in plane.lines:
+                    if line.name.startswith("Stream"):
+                        for event in line.events:
+                            kernels[event.name] = kernels.get(event.name, 0.0) + event.duration_ns / 1e6 / calls
+    return kernels or None
+
+
+def timed_record(call: Callable[[], Any], repeats: int, *, with_kernels: bool) -> Record:
+    """Wall time, device time and the kernels' shares of it."""
+    wall = wall_milliseconds(call, repeats)
+    kernels = kernel_milliseconds(call) if with_kernels else None
+    ordered = dict(sorted((kernels or {}).items(), key=lambda item: -item[1]))
+    return {
+        "wall_ms": round(wall, 4),
+        "device_ms": round(sum(kernels.values()), 4) if kernels else None,
+        "kernels": {name: round(ms, 4) for name, ms in ordered.items()},
+    }
+
+
+class Session:
+    """Compiled passes, and arrays of the shape that was measured last."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.compiled: dict[Measurement, Compiled | str] = {}
+        self._arrays: Results = {}
+        self._key: Any = None
+        self._drawn: Drawn = {}
+
+    def prepare(self) -> None:
+        """Compiles all passes and computes all references, side by side."""
+        references = {reference_path(self.work, m): m for m in self.work.measurements if m.kind == "error"}
+        self._drawn = draw_all(
+            (name, m.shape, m.case) for m in references.values() for name in argument_names(OPERATORS[m.operator])
+        )
+        mine = [m for m in self.work.measurements if m.implementation in self.work.workers["jax"]]
+        with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            jobs: dict[concurrent.futures.Future[Any], Measurement] = {}
+            for m in mine:
+                jobs[pool.submit(compile_passes, m, self.work)] = m
+            for m in references.values():
+                jobs[pool.submit(compute_reference, m, self.work, self._drawn)] = m
+            for job in concurrent.futures.as_completed(jobs):
+                m, error = jobs[job], job.exception()
+                if error is not None:  # recorded where it is measured: one failure must not stop the others
+                    self.compiled[m] = "".join(traceback.format_exception_only(error)).strip()[:400]
+                elif job.result() is not None:
+                    self.compiled[m] = job.result()
+                print(f"prepared {m}", flush=True)
+
+    def arrays(self, m: Measurement) -> Results:
+        """Arguments of a measurement."""
+        names = argument_names(OPERATORS[m.operator])
+        key = (m.shape, m.case, m.kind == "error")
+        if key != self._key:
+            self._arrays, self._key = {}, key
+        missing = tuple(name for name in names if name not in self._arrays)
+        if m.kind == "error":
+            for name in missing:
+                array = jnp.asarray(self._drawn[name, m.shape, m.case])
+                self._arrays[name] = array.astype(array_dtype(name, self.work.dtype))
+        else:
+            self._arrays.update(timing_inputs(missing, m.shape, self.work.dtype))
+        return {name: self._arrays[name] for name in names}
+
+    def measure(self, m: Measurement) -> list[Record]:
+        """Records of a measurement."""
+        compiled = self.compiled.pop(m, "not compiled")
+        if isinstance(compiled, str):
+            return [{"kind": "failure", "of": m.kind, "reason": compiled}]
+        arrays = self.arrays(m)
+        inputs = {name: arrays[name] for name in OPERATORS[m.operator].arrays}
+        if m.kind == "error":
+            return [self._error_record(m, compiled["forward_backward"], arrays)]
+        if m.kind == "decode":
+            return [self._decode_record(m, compiled["decode"], inputs)]
+        records = []
+        for name, call in compiled.items():
+            given = inputs if name == "forward" else arrays
+            # A scan's trace would hold ten kernels a token; its wall time is its device time.
+            timing = timed_record(lambda: call(given), self.work.repeats, with_kernels=m.implementation != "scan")
+            memory = call.memory_analysis()  # type: ignore[attr-defined]
+            peak = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+            records.append({"kind": "time", "pass": name, **timing, "peak_mib": round(peak / 2**20, 1)})
+        return records
+
+    def _error_record(self, m: Measurement, call: Callable[..., Results], arrays: Results) -> Record:
+        results, again = call(arrays), call(arrays)
+        identical = all(bool(jnp.array_equal(results[name], again[name])) for name in results)
+        with np.load(reference_path(self.work, m)) as expected:
+            errors = relative_errors(
+                (name, np.asarray(take_rows(name, x, m.shape).astype(jnp.float32)), expected[name])
+                for name, x in results.items()
+            )
+        return {"kind": "error", "case": m.case, "errors": errors, "identical": identical}
+
+    def _decode_record(self, m: Measurement, call: Callable[..., Any], inputs: Results) -> Record:
+        state = [jnp.zeros(array_shape("d_state", m.shape), jnp.float32)]
+
+        def step() -> Any:
+            out, state[0] = call(inputs, state[0])
+            return out, state[0]
+
+        timing = timed_record(step, self.work.repeats, with_kernels=True)
+        moved = 2 * state[0].nbytes + sum(x.nbytes for x in inputs.values()) + inputs["v"].nbytes
+        return {"kind": "decode", **timing, "bytes": moved}
+
+
+def ceilings(repeats: int) -> Record:
+    """What the card reaches: a large copy (bytes read and written) and a large bfloat16 product."""
+    size = (2**30, 8192) if jax.default_backend() == "gpu" else (2**16, 128)
+    x = jax.random.bits(jax.random.key(0), (size[0],), jnp.uint32)
+    copy = jax.jit(lambda x: x + 1).lower(x).compile()
+    a, b = (jax.random.normal(jax.random.key(i), (size[1], size[1])).astype(jnp.bfloat16) for i in (1, 2))
+    product = jax.jit(lambda a, b: a @ b).lower(a, b).compile()
+    times = []
+    for call in (lambda: copy(x), lambda: product(a, b)):
+        timing = timed_record(call, repeats, with_kernels=True)
+        times.append((timing["device_ms"] or timing["wall_ms"]) / 1e3)
+    return {
+        "kind": "ceiling",
+        "copy_gb_s": round(2 * x.nbytes / times[0] / 1e9, 1),
+        "matmul_tflops": float(f"{2 * size[1] ** 3 / times[1] / 1e12:.4g}"),
+    }
+
+
+def main(folder: pathlib.Path) -> None:
+    """Prepares, waits for a line on standard input, measures."""
+    work = read_work(folder)
+    write = RecordWriter(folder / "jax.jsonl")
+    device = jax.devices()[0]
+    write({"kind": "worker", "worker": "jax", "jax": jax.__version__, "device": device.device_kind})
+    session = Session(work)
+    start = time.time()
+    session.prepare()
+    write({"kind": "prepared", "worker": "jax", "seconds": round(time.time() - start, 1)})
+    sys.stdin.readline()
+    write(ceilings(work.repeats))
+    for m in work.measurements:
+        if m.implementation not in work.workers["jax"]:
+            continue
+        what = {"operator": m.operator, "implementation": m.implementation, "shape": m.shape}
+        if time.time() > work.deadline:
+            write({**what, "kind": "failure", "of": m.kind, "reason": "time limit"})
+            continue
+        try:
+            for record in session.measure(m):
+                write({**what, **record})
+        except Exception as error:
+            reason = "".join(traceback.format_exception_only(error)).strip()[:400]
+            write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": reason})
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))

@@ -1,0 +1,121 @@
+"""The peers' calls for each operator; what they need is imported only when they are asked for.
+
+A call takes torch tensors named as `operators.ARGUMENTS` names them and returns the output and the final state (None
+unless `final` asks for it). `bounds` are the boundaries of packed documents.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Tensors = Mapping[str, Any]
+Call = Callable[..., tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library with kernels of these operators.
+
+    Attributes:
+        title: its name in tables.
+        module: what must be importable.
+        packages: distributions whose versions are recorded.
+        calls: gives the calls by operator.
+        decode: gives the calls that continue a state by single tokens, by operator.
+        not_same: operators for which the peer's nearest call does something else besides, and parts of the names of the
+            kernels that do it: their device time is left out, and errors and wall time aren't compared.
+    """
+
+    title: str
+    module: str
+    packages: tuple[str, ...]
+    calls: Callable[[], dict[str, Call]]
+    decode: Callable[[], dict[str, Call]] = dict
+    not_same: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+def _fla_calls() -> dict[str, Call]:
+    import fla.ops.common.chunk_o as chunk_o
+    import torch
+    from fla.ops.delta_rule import chunk_delta_rule
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gdn2 import chunk_gdn2
+    from fla.ops.kda import chunk_kda
+    from fla.ops.linear_attn import chunk_linear_attn
+    from fla.ops.precond_gated_delta_rule import chunk_precond_gated_delta_rule
+
+    # FLA refuses its gated backward on Hopper with Triton 3.4 to 3.7.0 as numerically wrong. It is measured all the
+    # same, and its errors are reported beside its times.
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+
+    def write_key(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
+        # FLA has a separate write key only together with the preconditioner that makes it.
+        decay, beta = x["head_decay"], x["beta"]
+        scale = torch.zeros(decay.shape[2], device=decay.device)
+        return chunk_precond_gated_delta_rule(
+            *(x["q"], x["k"], x["v"], decay, decay, beta, beta),
+            output_final_state=final,
+            use_qk_l2norm_in_kernel=False,
+            cu_seqlens=bounds,
+            log_atk_scale=scale,
+        )[:2]
+
+    def of(function: Callable[..., Any], *names: str, **fixed: Any) -> Call:
+        def call(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
+            return function(*(x[name] for name in names), output_final_state=final, cu_seqlens=bounds, **fixed)[:2]
+
+        return call
+
+    return {
+        "linear_attention": of(chunk_linear_attn, "q", "k", "v", normalize=False),
+        "deltanet": of(chunk_delta_rule, "q", "k", "v", "beta"),
+        "gated_deltanet": of(chunk_gated_delta_rule, "q", "k", "v", "head_decay", "beta"),
+        "kda": of(chunk_kda, "q", "k", "v", "channel_decay", "beta"),
+        "gated_deltanet2": of(chunk_gdn2, "q", "k", "v", "channel_decay", "erase", "write"),
+        "write_key": write_key,
+    }
+
+
+def _fla_decode() -> dict[str, Call]:
+    from fla.ops.delta_rule import fused_recurrent_delta_rule
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+    from fla.ops.kda import fused_recurrent_kda
+
+    def of(function: Callable[..., Any], *names: str, **keywords: str) -> Call:
+        def call(x: Tensors, state: Any) -> tuple[Any, Any]:
+            named = {argument: x[name] for argument, name in keywords.items()}
+            return function(*(x[name] for name in names), **named, initial_state=state, output_final_state=True)[:2]
+
+        return call
+
+    return {
+        "deltanet": of(fused_recurrent_delta_rule, "q", "k", "v", "beta"),
+        "gated_deltanet": of(fused_recurrent_gated_delta_rule, "q", "k", "v", g="head_decay", beta="beta"),
+        "kda": of(fused_recurrent_kda, "q", "k", "v", g="channel_decay", beta="beta"),
+    }
+
+
+def _flash_qla_calls() -> dict[str, Call]:
+    import flash_qla
+
+    def gated_deltanet(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
+        return flash_qla.chunk_gated_delta_rule(
+            *(x["q"], x["k"], x["v"], x["head_decay"], x["beta"].float()),
+            output_final_state=final,
+            cu_seqlens=None if bounds is None else bounds.long(),
+        )
+
+    return {"gated_deltanet": gated_deltanet}
+
+
+PEERS = {
+    "fla": Peer(
+        "FLA",
+        "fla",
+        ("fla-core", "triton"),
+        _fla_calls,
+        _fla_decode,
+        (("write_key", ("_atk_", "_forward_chunk_summary", "_forward_pass_chunks", "_forward_chunk_out")),),
+    ),
+    "flash_qla": Peer("FlashQLA", "flash_qla", ("flash-qla", "tilelang"), _flash_qla_calls),
+}

@@ -1,0 +1,51 @@
+"""Records of a run: lines of JSON that workers append, and the one file that is made of them."""
+
+import json
+import pathlib
+import subprocess
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class RecordWriter:
+    """Appends records to a file, each line whole as soon as it is measured: a worker that crashes loses nothing."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+
+    def __call__(self, record: Record) -> None:
+        """Appends a record."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def read_records(path: pathlib.Path) -> list[Record]:
+    """Records that a worker has written so far."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def write_results(path: pathlib.Path, results: dict[str, Any]) -> None:
+    """Writes results with a record a line, so that versions of the file can be compared."""
+    head = {key: value for key, value in results.items() if key != "records"}
+    lines = ",\n".join("  " + json.dumps(record) for record in results["records"])
+    text = json.dumps(head, indent=1)[:-2] + ',\n "records": [\n' + lines + "\n ]\n}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def commit() -> str | None:
+    """The checked-out commit, if this is a checkout."""
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=pathlib.Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()

@@ -1,0 +1,211 @@
+"""Tables of results and the marks that they meet or miss, on the terminal and as markdown."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.kernel_benchmarks.marks import Mark, evaluate
+from experiments.kernel_benchmarks.operators import OPERATORS
+from experiments.kernel_benchmarks.roofline import floor_milliseconds
+from experiments.kernel_benchmarks.view import PASSES, View, sizes_text
+
+TITLES = {"triton": "ours", "chunked": "XLA chunks", "scan": "scan", "fla": "FLA", "flash_qla": "FlashQLA"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with its heading and a sentence on how to read it."""
+
+    title: str
+    note: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for a table; a dash for what was not measured."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _ratio(ours: float | None, theirs: float | None) -> str:
+    return "-" if ours is None or not theirs else f"{ours / theirs:.2f}"
+
+
+def _times(view: View) -> Iterator[Section]:
+    peers = [name for name in ("fla", "flash_qla", "chunked") if view.has(name)]
+    copy, product = view.ceilings
+    for run, title in PASSES.items():
+        rows = []
+        for operator, shape in view.table_points():
+            device = view.time("triton", operator, shape, run)
+            row = [OPERATORS[operator].title, sizes_text(shape), number(device)]
+            for peer in peers:
+                theirs = view.time(peer, operator, shape, run)
+                row += [number(theirs), _ratio(device, theirs)]
+            floor = floor_milliseconds(operator, shape, run, copy, product) if copy else None
+            rows.append((*row, number(floor)))
+        header = ["operator", "B,T,H", "ours"]
+        for peer in peers:
+            header += [TITLES[peer], "ratio"]
+        note = (
+            "Sum of the GPU kernels' times, ms. Ratio: ours over theirs. Floor: bytes or operations at the card's pace."
+        )
+        yield Section(f"Device time, {title}", note, (*header, "floor"), tuple(rows))
+
+
+def _wall_and_memory(view: View) -> Section:
+    names = [name for name in ("triton", "fla", "flash_qla") if view.has(name)]
+    rows = []
+    for operator, shape in view.table_points():
+        row = [OPERATORS[operator].title, sizes_text(shape)]
+        for run in PASSES:
+            row += [number(view.time(name, operator, shape, run, "wall_ms")) for name in names]
+        row += [number(view.time(name, operator, shape, "forward_backward", "peak_mib"), 0) for name in names]
+        rows.append(tuple(row))
+    header = ["operator", "B,T,H"]
+    for what in ("forward", "fwd + bwd", "MiB"):
+        header += [f"{what} {TITLES[name]}" for name in names]
+    note = (
+        "Wall time, ms: median from an idle device to results there. MiB: peak memory of forward + backward beyond the "
+        "arguments (ours: the compiler's buffers and results; peers: torch's peak)."
+    )
+    return Section("Wall time and memory", note, tuple(header), tuple(rows))
+
+
+def _errors(view: View) -> Section:
+    rows = []
+    for (operator, shape, case), by_name in view.errors().items():
+        results = list(dict.fromkeys(name for record in by_name.values() for name in record["errors"]))
+        for name in (n for n in ("triton", "fla", "flash_qla") if n in by_name):
+            record = by_name[name]
+            errors = " ".join(f"{key} {_error(record['errors'].get(key))}" for key in results)
+            identical = "yes" if record["identical"] else "NO"
+            row = (OPERATORS[operator].title, sizes_text(shape), case, TITLES[name], errors, identical)
+            rows.append(row)
+    note = "Norm of the difference to the float64 scan over the scan's norm, on the same inputs. Rerun: bit-identical."
+    return Section("Errors", note, ("operator", "B,T,H", "inputs", "by", "errors", "rerun"), tuple(rows))
+
+
+def _error(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.1e}"
+
+
+def _sweep(view: View) -> Section:
+    rows = []
+    for operator in view.config["sweep_operators"]:
+        for name in (n for n in ("triton", "fla", "flash_qla") if view.has(n)):
+            for shape in view.sweep_shapes():
+                times = [view.time(name, operator, shape, run) for run in PASSES]
+                if times[1] is None:
+                    continue
+                tokens = shape[0] * shape[1] * shape[2]
+                each = [number(None if t is None else t * 1e6 / tokens) for t in times]
+                shown = (OPERATORS[operator].title, TITLES[name], sizes_text(shape))
+                rows.append((*shown, number(times[0]), each[0], number(times[1]), each[1]))
+    note = "Device time, ms, and ns a token and head."
+    header = ("operator", "by", "B,T,H", "forward", "ns", "fwd + bwd", "ns")
+    return Section("Time against length", note, header, tuple(rows))
+
+
+def _scan(view: View) -> Section:
+    rows = []
+    for shape, paper, ratios in view.scan_speedups():
+        rows.append((sizes_text(shape), str(shape[3]), *(number(r, 1) for r in ratios), number(paper, 1)))
+    note = "DeltaNet, wall time of the scan over ours; the paper's (arXiv 2406.06484, table 1) on an H100."
+    header = ("B,T,H", "K = V", "forward", "fwd + bwd", "paper")
+    return Section("Chunk form against recurrence", note, header, tuple(rows))
+
+
+def _decode(view: View) -> Section:
+    rows = []
+    for record in view.records:
+        if record["kind"] == "decode" and record["device_ms"]:
+            speed = record["bytes"] / record["device_ms"] / 1e6
+            share = f"{speed / view.ceilings[0]:.0%}" if view.ceilings[0] else "-"
+            names = (OPERATORS[record["operator"]].title, TITLES[record["implementation"]])
+            times = (number(record["device_ms"], 4), number(record["wall_ms"], 4))
+            rows.append((*names, sizes_text(record["shape"]), *times, number(speed, 0), share))
+    note = "One token: the state is read and written once. Share: of the card's copy bandwidth."
+    header = ("operator", "by", "B,T,H", "device ms", "wall ms", "GB/s", "share")
+    return Section("Decoding", note, header, tuple(rows))
+
+
+def _kernels(view: View) -> Section:
+    rows = []
+    for operator, shape in view.table_points():
+        for run in PASSES:
+            record = view.record("triton", operator, shape, run)
+            if record and record["kernels"]:
+                parts = ", ".join(f"{name} {ms:.3f}" for name, ms in list(record["kernels"].items())[:10])
+                rows.append((OPERATORS[operator].title, sizes_text(shape), PASSES[run], parts))
+    note = "Device time of our kernels, ms."
+    return Section("Where the time goes", note, ("operator", "B,T,H", "pass", "kernels"), tuple(rows))
+
+
+def _marks(view: View) -> Section:
+    rows = tuple((m.title, m.wanted, m.measured, _verdict(m)) for m in evaluate(view))
+    return Section("Marks", "What was aimed at, and what was reached.", ("mark", "wanted", "measured", "met"), rows)
+
+
+def _verdict(mark: Mark) -> str:
+    return {True: "yes", False: "NO", None: "not measured"}[mark.met]
+
+
+def _failures(view: View) -> Section:
+    rows = tuple(
+        (
+            TITLES.get(str(r.get("implementation")), str(r.get("implementation"))),
+            OPERATORS[r["operator"]].title if "operator" in r else "-",
+            sizes_text(r["shape"]) if "shape" in r else "-",
+            f"{r['of']} {r.get('case', '')}".strip(),
+            " ".join(r["reason"].split())[-300:].replace("|", "/"),
+        )
+        for r in view.records
+        if r["kind"] == "failure"
+    )
+    return Section("Not measured", "", ("by", "operator", "B,T,H", "what", "why"), rows)
+
+
+def sections(results: dict[str, Any]) -> list[Section]:
+    """All tables that have rows."""
+    view = View(results)
+    found = [_marks(view), *_times(view), _wall_and_memory(view), _sweep(view), _decode(view), _scan(view)]
+    found += [_errors(view), _kernels(view), _failures(view)]
+    return [section for section in found if section.rows]
+
+
+def _preamble(results: dict[str, Any]) -> list[str]:
+    view = View(results)
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    copy, product = view.ceilings
+    lines = [f"{results['device']}, {results['date']}, commit {results['commit']}; {versions}."]
+    lines.append(f"Made by `{results['command']}`.")
+    if copy:
+        lines.append(f"This card copies {copy:.0f} GB/s and multiplies bfloat16 matrices at {product:.0f} TFLOP/s.")
+    return lines
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The report as markdown."""
+    lines = ["# Kernel benchmarks", "", *_preamble(results)]
+    for section in sections(results):
+        lines += ["", f"## {section.title}", "", section.note, "", "| " + " | ".join(section.header) + " |"]
+        lines.append("|" + "---|" * len(section.header))
+        lines += ["| " + " | ".join(row) + " |" for row in section.rows]
+    return "\n".join(lines) + "\n"
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Prints the tables that fit a terminal."""
+    for line in _preamble(results):
+        console.print(line, highlight=False)
+    for section in sections(results):
+        if section.title == "Where the time goes":
+            continue
+        table = Table(*section.header, title=section.title, caption=section.note)
+        for row in section.rows:
+            table.add_row(*row)
+        console.print(table)

@@ -1,0 +1,260 @@
+"""The process that measures one peer: `FOLDER PEER` measures, `FOLDER PEER warm OPERATOR HEADS` only compiles.
+
+Peers choose among dozens of compiled candidates for each kernel at an operator's first run. Compiling is the slow part,
+so processes of the second form do it side by side beforehand, and keep nothing but the compiler's cache.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import pathlib
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.kernel_benchmarks.config import Measurement
+from experiments.kernel_benchmarks.inputs import (
+    FLOAT32_ARRAYS,
+    Drawn,
+    Shape,
+    draw,
+    draw_all,
+    draw_segments,
+    relative_errors,
+    take_rows,
+    tile_shape,
+)
+from experiments.kernel_benchmarks.operators import OPERATORS
+from experiments.kernel_benchmarks.peers import PEERS, Call
+from experiments.kernel_benchmarks.records import Record, RecordWriter
+from experiments.kernel_benchmarks.work import Work, read_work, reference_path
+
+Tensors = dict[str, torch.Tensor]
+
+
+def to_device(name: str, array: np.ndarray, dtype: str) -> torch.Tensor:
+    """An argument on the GPU in the dtype that is measured."""
+    kept = torch.float32 if name in FLOAT32_ARRAYS else getattr(torch, dtype)
+    return torch.from_numpy(np.ascontiguousarray(array)).cuda().to(kept)
+
+
+def timing_inputs(operator: str, shape: Shape, dtype: str) -> Tensors:
+    """Arguments for timing: some tokens are drawn and the rest repeats them."""
+    drawn, tensors = tile_shape(shape), {}
+    for name in (*OPERATORS[operator].arrays, "d_out"):
+        part = to_device(name, draw(name, drawn), dtype)
+        repeats = [-(-a // b) for a, b in zip(shape[:2], part.shape)]
+        tensors[name] = part.repeat(*repeats, *[1] * (part.ndim - 2))[: shape[0], : shape[1]].contiguous()
+    return tensors
+
+
+def short_trials(*, once: bool) -> None:
+    """Makes Triton's search spend 25 ms a candidate, or (`once`) just compile and run each candidate once."""
+    import triton.testing
+
+    long = triton.testing.do_bench
+
+    def do_bench(call: Callable[[], Any], warmup: int = 0, rep: int = 0, quantiles: Any = None, **others: Any) -> Any:
+        if once:
+            call()
+            return [0.0] * len(quantiles) if quantiles else 0.0
+        return long(call, warmup=5, rep=20, quantiles=quantiles, **others)
+
+    triton.testing.do_bench = do_bench
+
+
+def passes(operator: str, call: Call, tensors: Tensors) -> dict[str, Callable[[], Any]]:
+    """Forward, and forward + backward for a cotangent of the output."""
+    inputs = [tensors[name].requires_grad_() for name in OPERATORS[operator].arrays if name != "write_key"]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return call(tensors, final=False)[0]
+
+    def forward_backward() -> Any:
+        out = call(tensors, final=False)[0]
+        return torch.autograd.grad(out, inputs, tensors["d_out"])
+
+    return {"forward": forward, "forward_backward": forward_backward}
+
+
+def wall_milliseconds(call: Callable[[], Any], repeats: int) -> float:
+    """Median time of a call from an idle device until its results are there."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def kernel_milliseconds(call: Callable[[], Any], calls: int = 5) -> dict[str, float]:
+    """Mean device time a call of each GPU kernel, by name."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    kernels: dict[str, float] = {}
+    for event in trace.key_averages():
+        if event.device_time_total > 0:
+            kernels[event.key] = kernels.get(event.key, 0.0) + event.device_time_total / calls / 1e3
+    return kernels
+
+
+def timed_record(call: Callable[[], Any], repeats: int, left_out: tuple[str, ...] = ()) -> Record:
+    """Wall time, device time and the kernels' shares of it, without kernels with `left_out` in their names."""
+    wall = wall_milliseconds(call, repeats)
+    kernels = sorted(kernel_milliseconds(call).items(), key=lambda item: -item[1])
+    counted = [ms for name, ms in kernels if not any(part in name for part in left_out)]
+    return {
+        "wall_ms": None if left_out else round(wall, 4),
+        "device_ms": round(sum(counted), 4),
+        "kernels": {name[:60]: round(ms, 4) for name, ms in kernels},
+    }
+
+
+class Session:
+    """A peer's calls."""
+
+    def __init__(self, work: Work, peer: str) -> None:
+        self.work, self.peer = work, peer
+        self.calls = PEERS[peer].calls()
+        self.decode = PEERS[peer].decode()
+        self.not_same = dict(PEERS[peer].not_same)
+        self.drawn: Drawn = {}
+
+    def measure(self, m: Measurement) -> list[Record]:
+        """Records of a measurement."""
+        calls = self.decode if m.kind == "decode" else self.calls
+        if m.operator not in calls or (m.kind == "error" and m.operator in self.not_same):
+            return []
+        if m.kind == "error":
+            return [self._error_record(m)]
+        tensors = timing_inputs(m.operator, m.shape, self.work.dtype)
+        if m.kind == "decode":
+            batch, _, heads, *sizes = m.shape
+            state = torch.zeros(batch, heads, *sizes, device="cuda")
+            moved = 2 * state.nbytes + sum(x.nbytes for x in tensors.values())  # d_out stands for the output
+            timing = timed_record(lambda: calls[m.operator](tensors, state), self.work.repeats)
+            return [{"kind": "decode", **timing, "bytes": moved}]
+        records = []
+        for name, call in passes(m.operator, calls[m.operator], tensors).items():
+            timing = timed_record(call, self.work.repeats, self.not_same.get(m.operator, ()))
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call()
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+            records.append({"kind": "time", "pass": name, **timing, "peak_mib": round(peak / 2**20, 1)})
+        return records
+
+    def _error_record(self, m: Measurement) -> Record:
+        names = OPERATORS[m.operator].arrays
+        tensors = {
+            name: to_device(name, self.drawn[name, m.shape, m.case], self.work.dtype)
+            for name in (*names, "d_out", "d_state")
+        }
+        bounds = torch.from_numpy(draw_segments(m.shape)).cuda() if m.case == "packed" else None
+
+        def run() -> Tensors:
+            inputs = [tensors[name].detach().requires_grad_() for name in names]
+            out, state = self.calls[m.operator](dict(zip(names, inputs)), final=True, bounds=bounds)
+            d_state = torch.zeros_like(state)
+            d_state[-len(tensors["d_state"]) :] = tensors["d_state"]  # the final state is that of the last document
+            gradients = torch.autograd.grad([out, state], inputs, [tensors["d_out"], d_state])
+            return {"out": out, "final_state": state[-m.shape[0] :], **dict(zip(names, gradients))}
+
+        results, again = run(), run()
+        identical = all(torch.equal(results[name], again[name]) for name in results)
+        with np.load(reference_path(self.work, m)) as expected:
+            errors = relative_errors(
+                (name, take_rows(name, x.detach(), m.shape).float().cpu().numpy(), expected[name])
+                for name, x in results.items()
+            )
+        return {"kind": "error", "case": m.case, "errors": errors, "identical": identical}
+
+
+def warm(work: Work, peer: str, operator: str, heads: int) -> None:
+    """Compiles what an operator needs at a number of heads: short sequences, and both passes."""
+    short_trials(once=True)
+    session = Session(work, peer)
+    mine = [m for m in work.measurements if (m.implementation, m.operator, m.shape[2]) == (peer, operator, heads)]
+    with contextlib.suppress(KeyError):
+        for m in mine:
+            if m.kind == "decode":
+                tensors = timing_inputs(operator, m.shape, work.dtype)
+                batch, _, heads, *sizes = m.shape
+                session.decode[operator](tensors, torch.zeros(batch, heads, *sizes, device="cuda"))
+        shape = next(m.shape for m in mine if m.kind != "decode")
+        for call in passes(
+            operator, session.calls[operator], timing_inputs(operator, (1, 1024, *shape[2:]), work.dtype)
+        ).values():
+            call()
+    torch.cuda.synchronize()
+
+
+def tune(session: Session, measurements: list[Measurement]) -> None:
+    """Lets the peer choose its kernels for each operator and number of heads at a shape of middling size."""
+    timed: dict[Any, list[Shape]] = {(m.operator, m.shape[2:]): [] for m in measurements if m.kind == "time"}
+    for m in measurements:
+        if m.kind == "time" and m.operator in session.calls:
+            timed[m.operator, m.shape[2:]].append(m.shape)
+    for (operator, _), shapes in timed.items():
+        ordered = sorted(shapes, key=lambda shape: shape[0] * shape[1])
+        # What fails here fails again, and is recorded, where it is measured.
+        with contextlib.suppress(Exception):
+            tensors = timing_inputs(operator, ordered[len(ordered) // 2], session.work.dtype)
+            for call in passes(operator, session.calls[operator], tensors).values():
+                call()
+
+
+def main(folder: pathlib.Path, peer: str) -> None:
+    """Measures a peer."""
+    work = read_work(folder)
+    write = RecordWriter(folder / f"{peer}.jsonl")
+    mine = [m for m in work.measurements if m.implementation == peer]
+    versions = {name: importlib.metadata.version(name) for name in ("torch", *PEERS[peer].packages)}
+    write({"kind": "worker", "worker": peer, **versions, "device": torch.cuda.get_device_name()})
+    short_trials(once=False)
+    session = Session(work, peer)
+    tune(session, mine)
+    session.drawn = draw_all(
+        (name, m.shape, m.case)
+        for m in mine
+        if m.kind == "error" and m.operator in session.calls
+        for name in (*OPERATORS[m.operator].arrays, "d_out", "d_state")
+    )
+    for m in mine:
+        what = {"operator": m.operator, "implementation": peer, "shape": m.shape}
+        if time.time() > work.deadline:
+            write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": "time limit"})
+            continue
+        try:
+            for record in session.measure(m):
+                write({**what, **record})
+        except Exception as error:
+            reason = "".join(traceback.format_exception_only(error)).strip()[:400]
+            write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": reason})
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    if arguments[2:3] == ["warm"]:
+        # Times taken while other processes run must not choose anybody's kernels.
+        os.environ.setdefault("FLA_CACHE_RESULTS", "0")
+        warm(read_work(pathlib.Path(arguments[0])), arguments[1], arguments[3], int(arguments[4]))
+    else:
+        main(pathlib.Path(arguments[0]), arguments[1])

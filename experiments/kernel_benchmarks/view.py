@@ -1,0 +1,94 @@
+"""Look-ups in a run's records."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from experiments.kernel_benchmarks.inputs import Shape
+from experiments.kernel_benchmarks.records import Record
+
+PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
+
+PAPER_SPEEDUPS = {
+    (2048, 64): 5.5,
+    (4096, 64): 7.6,
+    (8192, 64): 11.5,
+    (2048, 128): 8.9,
+    (4096, 128): 13.2,
+    (2048, 256): 13.7,
+}
+"""Chunk form over recurrence by (L, head size): table 1 of arXiv 2406.06484, on an H100."""
+
+
+def sizes_text(shape: Any) -> str:
+    """B, T and H as tables show them."""
+    return ",".join(str(size) for size in shape[:3])
+
+
+class View:
+    """A run's results by what they measure.
+
+    Attributes:
+        config: the run's configuration.
+        records: all records.
+        ceilings: copy bandwidth in GB/s and bfloat16 products in TFLOP/s, both 0 where they were not measured.
+    """
+
+    def __init__(self, results: dict[str, Any]) -> None:
+        self.config = results["config"]
+        self.records: list[Record] = results["records"]
+        ceiling = next((r for r in self.records if r["kind"] == "ceiling"), None)
+        self.ceilings = (ceiling["copy_gb_s"], ceiling["matmul_tflops"]) if ceiling else (0.0, 0.0)
+        self._times = {
+            (r["implementation"], r["operator"], tuple(r["shape"]), r["pass"]): r
+            for r in self.records
+            if r["kind"] == "time"
+        }
+
+    def has(self, implementation: str) -> bool:
+        """Whether any time of an implementation was measured."""
+        return any(key[0] == implementation for key in self._times)
+
+    def record(self, implementation: str, operator: str, shape: Shape, run: str) -> Record | None:
+        """The record of a time."""
+        return self._times.get((implementation, operator, shape, run))
+
+    def time(
+        self, implementation: str, operator: str, shape: Shape, run: str, field: str = "device_ms"
+    ) -> float | None:
+        """A field of the record of a time; None where it was not measured."""
+        record = self.record(implementation, operator, shape, run)
+        return record[field] if record else None
+
+    def _shape(self, sizes: Any) -> Shape:
+        return (*sizes, self.config["head_size"], self.config["head_size"])
+
+    def table_points(self) -> list[tuple[str, Shape]]:
+        """(operator, shape) of the table."""
+        return [(op, self._shape(sizes)) for op in self.config["operators"] for sizes in self.config["shapes"]]
+
+    def sweep_shapes(self, *, filled: bool | None = None) -> list[Shape]:
+        """Shapes of the sweep over T: at one row (`filled` False), at a fixed number of tokens (True), or both."""
+        heads, tokens = self.config["sweep_heads"], self.config["sweep_tokens"]
+        single = [self._shape((1, length, heads)) for length in self.config["sweep_lengths"]]
+        full = [self._shape((max(1, tokens // length), length, heads)) for length in self.config["sweep_lengths"]]
+        return {False: single, True: full, None: list(dict.fromkeys([*full, *single]))}[filled]
+
+    def errors(self) -> dict[tuple[str, Shape, str], dict[str, Record]]:
+        """Error records by (operator, shape, case) and implementation."""
+        found: dict[tuple[str, Shape, str], dict[str, Record]] = {}
+        for r in self.records:
+            if r["kind"] == "error":
+                found.setdefault((r["operator"], tuple(r["shape"]), r["case"]), {})[r["implementation"]] = r
+        return found
+
+    def scan_speedups(self) -> Iterator[tuple[Shape, float | None, list[float | None]]]:
+        """(shape, the paper's speed-up, ours of forward and of forward + backward), by wall time."""
+        for batch, length, heads, size in self.config["scan_shapes"]:
+            shape = (batch, length, heads, size, size)
+            ratios: list[float | None] = []
+            for run in PASSES:
+                ours = self.time("triton", "deltanet", shape, run, "wall_ms")
+                scan = self.time("scan", "deltanet", shape, run, "wall_ms")
+                ratios.append(scan / ours if ours and scan else None)
+            if any(ratios):
+                yield shape, PAPER_SPEEDUPS.get((length, size)), ratios

@@ -1,0 +1,144 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.kernel_benchmarks import jax_worker, marks
+from experiments.kernel_benchmarks.__main__ import main
+from experiments.kernel_benchmarks.config import BenchmarkConfig, Measurement, plan
+from experiments.kernel_benchmarks.inputs import CASES, draw, draw_segments, relative_errors, segment_ids, take_rows
+from experiments.kernel_benchmarks.operators import OPERATORS
+from experiments.kernel_benchmarks.roofline import floor_milliseconds, operations
+from experiments.kernel_benchmarks.view import View
+
+SHAPE = (1, 24, 2, 16, 16)
+
+
+def test_command_measures_on_a_cpu_and_rebuilds_from_its_json(tmp_path, capsys):
+    arguments = ["--output", str(tmp_path), "--name", "cpu"]
+    sizes = "--head-size 16 --dtype float32 --repeats 3 --shapes 1 24 2 --chunked-shapes 1 24 2 --error-shapes 1 24 2"
+    less = (
+        "--cases --scan-shapes --sweep-lengths 24 --sweep-tokens 48 --sweep-heads 2 --decode-batch 2 --decode-heads 1"
+    )
+    which = "--operators gated_deltanet --sweep-operators gated_deltanet --implementations chunked scan"
+    assert main([*arguments, *sizes.split(), *less.split(), *which.split()]) == 0
+    results = json.loads((tmp_path / "cpu.json").read_text())
+    records = {record["kind"]: record for record in results["records"]}
+    assert records.keys() >= {"time", "decode", "ceiling"} and "failure" not in records
+    assert {r["pass"] for r in results["records"] if r["kind"] == "time"} == {"forward", "forward_backward"}
+    assert results["versions"]["jax"] == jax.__version__ and "float32" in results["command"]
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(before) == {
+        "cpu.json",
+        "cpu.md",
+        "cpu_time_against_length.png",
+        "cpu_ratios.png",
+        "cpu_roofline.png",
+    }
+    (tmp_path / "cpu.md").unlink()
+    assert main([*arguments, "--from-json"]) == 0
+    assert (tmp_path / "cpu.md").read_bytes() == before["cpu.md"]
+
+
+def test_missing_results_are_an_error(tmp_path):
+    assert main(["--output", str(tmp_path), "--from-json"]) == 2
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="operators has"):
+        BenchmarkConfig(operators=("deltanets",))
+
+
+def test_plan_measures_every_operator_and_shape_once():
+    config = BenchmarkConfig()
+    measurements = plan(config)
+    assert len(set(measurements)) == len(measurements)
+    for operator in OPERATORS:
+        for sizes in config.shapes:
+            shape = (*sizes, 128, 128)
+            for name in ("triton", "fla"):
+                assert Measurement("time", operator, name, shape) in measurements
+                assert Measurement("error", operator, name, shape) in measurements
+
+
+def test_cases_are_what_they_are_called():
+    key = draw("k", SHAPE, "repeated keys")
+    assert np.all(key == key[:, :1]) and np.all(draw("beta", SHAPE, "repeated keys") == 1)
+    assert np.all(draw("head_decay", SHAPE, "repeated keys") == 0)
+    long = (1, 512, 2, 16, 16)
+    assert np.any(draw("head_decay", long, "hard resets") == -1000)
+    assert set(np.unique(draw("channel_decay", long, "extreme gates"))) == {-20, 0}
+    for name in ("head_decay", "channel_decay"):
+        assert all(np.all(draw(name, SHAPE, case) <= 0) for case in CASES)
+    ids = segment_ids(long)[0]
+    starts = np.flatnonzero(np.diff(ids)) + 1
+    assert np.array_equal(starts, draw_segments(long)[1:-1])
+
+
+def test_reference_is_the_scan_at_rows_compared():
+    operator, shape = OPERATORS["kda"], (2, 8, 3, 16, 16)
+    names = jax_worker.argument_names(operator)
+    whole = {name: jnp.asarray(draw(name, shape)) for name in names}
+    rows = {name: take_rows(name, x, shape) for name, x in whole.items()}
+    block, jax_worker.REFERENCE_BLOCK = jax_worker.REFERENCE_BLOCK, 4
+    try:
+        found = jax.jit(lambda x: jax_worker.reference(operator, x))(rows)
+    finally:
+        jax_worker.REFERENCE_BLOCK = block
+    wanted = jax.jit(lambda x: jax_worker.forward_backward(operator, "scan", x))(whole)
+    errors = relative_errors((name, take_rows(name, x, shape), found[name]) for name, x in wanted.items())
+    assert set(errors) == {"out", "final_state", *operator.arrays}
+    assert max(errors.values()) < 1e-5
+
+
+def test_relative_error_of_what_is_not_finite():
+    assert relative_errors([("x", np.array([np.nan]), np.array([1.0]))]) == {"x": None}
+    assert relative_errors([("x", np.array([1.0, 3.0]), np.array([1.0, 2.0]))])["x"] == pytest.approx(5**-0.5, rel=1e-3)
+
+
+def test_operations_and_floor_of_a_known_case():
+    shape = (1, 32768, 8, 128, 128)
+    # 4096 chunks of 11.5 million operations; q, k, v and o alone are 268 MB.
+    assert operations("gated_deltanet", shape, "forward") == pytest.approx(4096 * 11.5e6, rel=0.01)
+    assert floor_milliseconds("gated_deltanet", shape, "forward", 4300, 790) == pytest.approx(0.0635, rel=0.02)
+
+
+def test_marks_tell_met_from_missed():
+    config = {
+        "operators": ["gated_deltanet", "kda"],
+        "sweep_operators": ["gated_deltanet"],
+        "shapes": [[1, 32768, 8]],
+        "sweep_lengths": [2048, 4096],
+        "sweep_tokens": 4096,
+        "sweep_heads": 8,
+        "scan_shapes": [[1, 2048, 32, 64]],
+        "head_size": 128,
+    }
+
+    def record(implementation, operator, shape, ms, **others):
+        what = {"kind": "time", "pass": "forward", "implementation": implementation, "operator": operator}
+        return {**what, "shape": shape, "device_ms": ms, "wall_ms": ms, "kernels": {}, "peak_mib": 1.0, **others}
+
+    long = [1, 32768, 8, 128, 128]
+    records = [
+        record("triton", "gated_deltanet", long, 0.2),
+        record("fla", "gated_deltanet", long, 1.0),
+        record("flash_qla", "gated_deltanet", long, 0.19),
+        record("triton", "kda", long, 0.3),
+        record("triton", "gated_deltanet", [2, 2048, 8, 128, 128], 1.0),
+        record("triton", "gated_deltanet", [1, 4096, 8, 128, 128], 1.1),
+        {"kind": "error", "implementation": "triton", "operator": "kda", "shape": long, "case": "random"}
+        | {"errors": {"out": None}, "identical": True},
+        {"kind": "error", "implementation": "fla", "operator": "kda", "shape": long, "case": "random"}
+        | {"errors": {"out": 0.01}, "identical": False},
+    ]
+    found = {mark.title: mark for mark in marks.evaluate(View({"config": config, "records": records}))}
+    assert found["Device time, forward, over FLA's"].met is True
+    assert found["Device time, forward + backward, over FLA's"].met is None
+    assert found["GDN, forward, over FlashQLA's"].met is False
+    assert found["KDA over Gated DeltaNet"].met is False
+    assert found["Gated DeltaNet, forward: time a token over T, largest over smallest"].met is True
+    assert found["Error over FLA's, any result"].met is False  # not finite
+    assert found["Reruns bit-identical"].met is True
