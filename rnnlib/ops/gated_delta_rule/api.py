@@ -17,6 +17,8 @@ from rnnlib.ops.arguments import (
 from rnnlib.ops.gated_delta_rule.chunked import gated_delta_rule_chunked
 from rnnlib.ops.gated_delta_rule.inputs import DeltaRuleInputs
 from rnnlib.ops.gated_delta_rule.scan import gated_delta_rule_scan
+from rnnlib.ops.gated_delta_rule.triton import gated_delta_rule_triton
+from rnnlib.ops.kernels import triton_unsupported
 
 _NAME = "gated_delta_rule"
 
@@ -64,7 +66,8 @@ def gated_delta_rule(
         scale: factor on the output; None is `K ** -0.5`.
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
         implementation: `"scan"` (token by token: the definition), `"chunked"` (XLA, any device), `"triton"` (Pallas
-            kernels, NVIDIA GPUs), or None for the fastest that supports the case.
+            kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves tests), or None for the fastest that
+            supports the case.
 
     Returns:
         The output in `v`'s dtype, and the final state (of the last segment) in float32, or float64 for float64 inputs.
@@ -117,8 +120,12 @@ def gated_delta_rule(
     implementations = {
         "scan": functools.partial(gated_delta_rule_scan, scale=scale),
         "chunked": functools.partial(gated_delta_rule_chunked, scale=scale, chunk_size=chunk_size),
+        "triton": functools.partial(gated_delta_rule_triton, scale=scale, chunk_size=chunk_size),
     }
-    chosen = choose_implementation(
-        _NAME, implementation, {name: lambda: None for name in implementations}, default_preference(length)
-    )
+    unsupported = {
+        "scan": lambda: None,
+        "chunked": lambda: None,
+        "triton": lambda: triton_unsupported(q, k, v, chunk_size),
+    }
+    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
     return implementations[chosen](inputs, initial_state, segment_ids)

@@ -14,9 +14,11 @@ from rnnlib.ops.arguments import (
     choose_implementation,
     default_preference,
 )
+from rnnlib.ops.kernels import triton_unsupported
 from rnnlib.ops.linear_attention.chunked import linear_attention_chunked
 from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
 from rnnlib.ops.linear_attention.scan import linear_attention_scan
+from rnnlib.ops.linear_attention.triton import linear_attention_triton
 
 _NAME = "linear_attention"
 
@@ -56,7 +58,8 @@ def linear_attention(
         scale: factor on the output; None is `K ** -0.5`.
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
         implementation: `"scan"` (token by token: the definition), `"chunked"` (XLA, any device), `"triton"` (Pallas
-            kernels, NVIDIA GPUs), or None for the fastest that supports the case.
+            kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves tests), or None for the fastest that
+            supports the case.
 
     Returns:
         The output in `v`'s dtype, and the final state (of the last segment) in float32, or float64 for float64 inputs.
@@ -87,8 +90,12 @@ def linear_attention(
     implementations = {
         "scan": functools.partial(linear_attention_scan, scale=scale),
         "chunked": functools.partial(linear_attention_chunked, scale=scale, chunk_size=chunk_size),
+        "triton": functools.partial(linear_attention_triton, scale=scale, chunk_size=chunk_size),
     }
-    chosen = choose_implementation(
-        _NAME, implementation, {name: lambda: None for name in implementations}, default_preference(length)
-    )
+    unsupported = {
+        "scan": lambda: None,
+        "chunked": lambda: None,
+        "triton": lambda: triton_unsupported(q, k, v, chunk_size),
+    }
+    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
     return implementations[chosen](inputs, initial_state, segment_ids)

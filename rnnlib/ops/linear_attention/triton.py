@@ -1,0 +1,32 @@
+"""Linear attention on NVIDIA GPUs: the kernels of `pallas_kernels.triton`."""
+
+from jax import Array
+
+from rnnlib.ops.kernels import triton_kernels
+from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
+
+
+def linear_attention_triton(
+    inputs: LinearAttentionInputs,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    *,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Array, Array]:
+    """Evaluates linear attention by kernels; arguments and results as `linear_attention_scan`.
+
+    Args:
+        inputs: token-wise arguments.
+        initial_state: None (zero) or `[B, HV, K, V]`.
+        segment_ids: None or `[B, T]`.
+        scale: factor on the output.
+        chunk_size: tokens in a chunk.
+    """
+    return triton_kernels().linear_attention(
+        **inputs._asdict(),
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        scale=scale,
+        chunk_size=chunk_size,
+    )
