@@ -62,7 +62,7 @@ class GramGates(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], key: Float[Array, "B T H K"], decay: Decay, gates: Gates
-    ) -> dict[str, Array | None]:
+    ) -> dict[str, Any]:
         """The arguments `k`, `log_decay` and `gain` of `rnnlib.ops.diagonal_gram`."""
         key = key.astype(self.shape.gate_dtype)
         if self.config.unit_keys:
@@ -184,15 +184,21 @@ class ApplyToKeyMap(GramKeyMap):
         Args:
             recurrence: arguments of `rnnlib.ops.diagonal_gram`.
         """
+        return ops.diagonal_preconditioner(**recurrence, **self._squash_options())
+
+    def squash(self, gram: Float[Array, "*batch H K"]) -> Float[Array, "*batch H K"]:
+        """B of a diagonal Gram A."""
+        return ops.squash_to_interval(gram, **self._squash_options())
+
+    def _squash_options(self) -> dict[str, Any]:
         config = self.config
-        return ops.diagonal_preconditioner(
-            **recurrence,
-            center=self.centers(),
-            bound=config.bound,
-            eps=config.eps,
-            interval=config.interval,
-            squash=config.squash,
-        )
+        return {
+            "center": self.centers(),
+            "bound": config.bound,
+            "eps": config.eps,
+            "interval": config.interval,
+            "squash": config.squash,
+        }
 
     def centers(self) -> Float[Array, " H"]:
         """The learned log A at which B is in the middle of its interval, per key head."""

@@ -1,0 +1,177 @@
+"""Spectra of key Gram matrices, and how far their diagonals tell them (Preconditioned DeltaNet, figure 1)."""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float
+
+from rnnlib.analysis.layers import LayerSignals
+
+
+def key_gram(key: Float[Array, "B T H K"]) -> Float[np.ndarray, "B H K K"]:
+    """`sum_t k_t k_t^T` of each sequence and head, float64."""
+    keys = np.swapaxes(np.asarray(key, np.float64), 1, 2)
+    return np.swapaxes(keys, -1, -2) @ keys
+
+
+class GramSpectrum(NamedTuple):
+    """How a Gram matrix compares with its diagonal.
+
+    Attributes:
+        eigenvalues: `[..., K]`, largest first.
+        diagonal: `[..., K]`, largest first.
+        correlation: Pearson's, of the two `[...]`. Two sorted lists always correlate; see `diagonal_share`.
+        alignment: the eigenvectors' largest absolute entries, averaged with the eigenvalues as weights `[...]`: 1 where
+            they are axes, and at least `K**-0.5`.
+        diagonal_share: the diagonal's part of the squared Frobenius norm `[...]`: 1 for a diagonal matrix, and for one
+            of equal eigenvalues in any basis.
+    """
+
+    eigenvalues: np.ndarray
+    diagonal: np.ndarray
+    correlation: np.ndarray
+    alignment: np.ndarray
+    diagonal_share: np.ndarray
+
+
+def gram_spectrum(gram: ArrayLike) -> GramSpectrum:
+    """Eigenvalues, diagonal, and their correlation and alignment.
+
+    Args:
+        gram: symmetric positive semidefinite matrices `[..., K, K]`.
+    """
+    gram = np.asarray(gram, np.float64)
+    eigenvalues, vectors = np.linalg.eigh(gram)
+    eigenvalues = np.maximum(eigenvalues, 0.0)
+    weights = eigenvalues / _positive(eigenvalues.sum(axis=-1, keepdims=True))
+    alignment = np.sum(weights * np.abs(vectors).max(axis=-2), axis=-1)
+    diagonal = np.diagonal(gram, axis1=-2, axis2=-1)
+    share = np.sum(diagonal**2, axis=-1) / _positive(np.sum(gram**2, axis=(-2, -1)))
+    eigenvalues, diagonal = eigenvalues[..., ::-1], np.sort(diagonal, axis=-1)[..., ::-1]
+    return GramSpectrum(eigenvalues, diagonal, _correlation(eigenvalues, diagonal), alignment, share)
+
+
+def _correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    x, y = (z - z.mean(axis=-1, keepdims=True) for z in (x, y))
+    norm = np.sqrt(np.sum(x * x, axis=-1) * np.sum(y * y, axis=-1))
+    return np.asarray(np.sum(x * y, axis=-1) / _positive(norm))
+
+
+def _positive(x: ArrayLike) -> np.ndarray:
+    x = np.asarray(x)
+    return np.where(x > 0, x, 1.0)
+
+
+def gram_over_time(
+    key: Float[Array, "B T H K"],
+    times: Sequence[int],
+    *,
+    log_decay: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    gain: Float[Array, "B T H"] | None = None,
+) -> Float[np.ndarray, "N B H K K"]:
+    """`G_t = alpha_t G_(t-1) + beta_t k_t k_t^T` after `t` tokens, for each `t` of `times`, float64.
+
+    Args:
+        key: keys.
+        times: numbers of tokens, increasing, each from 1 to T.
+        log_decay: log alpha; None is no decay. One per channel decays rows and columns alike, by their geometric mean.
+        gain: beta; None is 1.
+
+    Raises:
+        ValueError: `times` are not increasing numbers from 1 to T.
+    """
+    times = list(times)
+    if not times or times[0] < 1 or times[-1] > key.shape[1] or any(b <= a for a, b in itertools.pairwise(times)):
+        raise ValueError(f"times is {times}, expected increasing numbers from 1 to {key.shape[1]}")
+    # [B, H, T, K] and [B, H, T]
+    keys = np.swapaxes(np.asarray(key, np.float64), 1, 2)
+    weights = np.ones(keys.shape[:3]) if gain is None else np.swapaxes(np.asarray(gain, np.float64), 1, 2)
+    logs = np.zeros(keys.shape[:3]) if log_decay is None else np.swapaxes(_per_head(log_decay), 1, 2)
+    grams = []
+    for time in times:
+        # Sums over the tokens after each one, as sums: a log decay of -inf needs no exception.
+        after = np.cumsum(logs[..., 1:time][..., ::-1], axis=-1)[..., ::-1]
+        weight = weights[..., :time] * np.exp(np.pad(after, ((0, 0), (0, 0), (0, 1))))
+        grams.append(np.swapaxes(weight[..., None] * keys[..., :time, :], -1, -2) @ keys[..., :time, :])
+    return np.stack(grams)
+
+
+def _per_head(log_decay: ArrayLike) -> np.ndarray:
+    log_decay = np.asarray(log_decay, np.float64)
+    return log_decay.mean(axis=-1) if log_decay.ndim == 4 else log_decay
+
+
+def condition_number(gram: ArrayLike, scale: ArrayLike | None = None, *, ridge: float = 1e-2) -> np.ndarray:
+    """Effective condition number, `(largest eigenvalue + r) / (smallest + r)`, of `Diag(scale)^1/2 G Diag(scale)^1/2`.
+
+    What governs how fast gradient steps with the preconditioner Diag(scale) solve the regression on the keys.
+
+    Args:
+        gram: `[..., K, K]`.
+        scale: the preconditioner's diagonal `[..., K]`, `>= 0`; None is 1.
+        ridge: r, in units of the mean eigenvalue, so that the number does not depend on the preconditioner's size.
+
+    Returns:
+        `[...]`, at least 1; at most `1 + K / ridge`.
+    """
+    gram = np.asarray(gram, np.float64)
+    if scale is not None:
+        root = np.sqrt(np.asarray(scale, np.float64))
+        gram = root[..., :, None] * gram * root[..., None, :]
+    eigenvalues = np.maximum(np.linalg.eigvalsh(gram), 0.0)
+    r = ridge * _positive(eigenvalues.mean(axis=-1))
+    return np.asarray((eigenvalues[..., -1] + r) / (eigenvalues[..., 0] + r))
+
+
+class ConditionNumbers(NamedTuple):
+    """Effective condition numbers of a layer's key Gram over time.
+
+    Attributes:
+        times: numbers of tokens `[N]`.
+        plain: of the Gram itself `[N, B, H]`.
+        jacobi: scaled by its own diagonal's inverse `[N, B, H]`: what a diagonal preconditioner without bounds does.
+        preconditioned: scaled by the layer's B `[N, B, H]`; None for layers without.
+    """
+
+    times: np.ndarray
+    plain: np.ndarray
+    jacobi: np.ndarray
+    preconditioned: np.ndarray | None
+
+
+def conditions_over_time(signals: LayerSignals, times: Sequence[int], *, ridge: float = 1e-2) -> ConditionNumbers:
+    """Effective condition numbers of a layer's key Gram.
+
+    Where the layer has a preconditioner the Gram has that one's keys, decay and gain (if they are one a head), so that
+    its diagonal is A.
+
+    Args:
+        signals: of the layer.
+        times: numbers of tokens, increasing, each from 1 to T.
+        ridge: as in `condition_number`.
+    """
+    preconditioner = signals.preconditioner
+    if preconditioner is None:
+        grams = gram_over_time(signals.key, times)
+    else:
+        gain = preconditioner.gain
+        grams = gram_over_time(
+            preconditioner.key,
+            times,
+            log_decay=preconditioner.log_decay,
+            gain=None if gain is None or gain.ndim == 4 else gain,
+        )
+    diagonal = np.diagonal(grams, axis1=-2, axis2=-1)
+    applied = None
+    if preconditioner is not None and preconditioner.applied is not None:
+        applied = np.moveaxis(np.asarray(preconditioner.applied)[:, np.asarray(times) - 1], 1, 0)
+    return ConditionNumbers(
+        times=np.asarray(times),
+        plain=condition_number(grams, ridge=ridge),
+        jacobi=condition_number(grams, 1 / _positive(diagonal), ridge=ridge),
+        preconditioned=None if applied is None else condition_number(grams, applied, ridge=ridge),
+    )

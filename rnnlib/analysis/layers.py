@@ -1,0 +1,143 @@
+"""A model's layers, one after the other: what each recurrence is given for a text."""
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from rnnlib import ops
+from rnnlib.layers import Online, RecurrentMixer
+from rnnlib.layers.preconditioner import ApplyToBothMap, ApplyToKeyMap, GramKeyMap
+from rnnlib.models import DecoderLM
+
+
+@dataclasses.dataclass(frozen=True)
+class Preconditioner:
+    """The diagonal preconditioner of a layer.
+
+    Attributes:
+        key: what A accumulates, `[B, T, H, K]`: the layer's keys, at unit length where the preconditioner asks for it.
+        gram: A after each token `[B, T, H, K]`, float32.
+        log_decay: of A's recurrence, None, `[B, T, H]` or `[B, T, H, K]`.
+        gain: likewise, None for 1.
+        applied: B `[B, T, H, K]`, for the stable apply-to-key form; else None.
+        center: log A at which B is in the middle of its interval `[H]`; else None.
+    """
+
+    key: Array
+    gram: Array
+    log_decay: Array | None
+    gain: Array | None
+    applied: Array | None
+    center: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSignals:
+    """What a layer's recurrence is given, for every token and head.
+
+    Attributes:
+        layer: number of the block, from 0.
+        mixer: the mixer's name in the model's configuration.
+        query: `[B, T, H, K]`, preconditioned where the layer does so.
+        key: the read key, `[B, T, H, K]`.
+        write_key: `[B, T, H, K]` or `[B, T, HV, K]`; the key itself where the layer has no other.
+        erase: gate on the read key, `[B, T, HV]` or `[B, T, HV, K]`; zero for rules that erase nothing.
+        write: gate on the value, `[B, T, HV]` or `[B, T, HV, V]`.
+        log_decay: None, `[B, T, HV]` or `[B, T, HV, K]`.
+        preconditioner: the layer's diagonal preconditioner, or None.
+    """
+
+    layer: int
+    mixer: str
+    query: Array
+    key: Array
+    write_key: Array
+    erase: Array
+    write: Array
+    log_decay: Array | None
+    preconditioner: Preconditioner | None
+
+
+def iterate_layers(
+    model: DecoderLM,
+    tokens: Int[Array, "B T"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    layers: Collection[int] | None = None,
+) -> Iterator[LayerSignals]:
+    """Runs a model block by block and gives what each recurrence gets. Attention layers are passed over.
+
+    One layer's activations are held at a time, and no logits are formed. A trained model and its tokenizer come from
+    `rnnlib.training.load_run(folder)`.
+
+    Args:
+        model: the model.
+        tokens: token numbers, such as `jnp.asarray([tokenizer.encode(text)])`.
+        segment_ids: documents packed into a row.
+        layers: numbers of the blocks to give; None gives all.
+
+    Yields:
+        The signals of each recurrent layer, first to last.
+
+    Raises:
+        ValueError: `layers` names a block that the model does not have.
+    """
+    names = model.config.layer_mixers
+    wanted = set(range(len(names)) if layers is None else layers)
+    if not wanted <= set(range(len(names))):
+        raise ValueError(f"layers is {sorted(wanted)}, expected numbers of blocks from 0 to {len(names) - 1}")
+    rows = jnp.take(model.embedding[...], tokens, axis=0, mode="fill", fill_value=jnp.nan)
+    x = rows.astype(model.config.compute_dtype)
+    for layer, block in enumerate(model.blocks[: max(wanted, default=-1) + 1]):
+        graphdef, state = nnx.split(block)
+        if layer in wanted and isinstance(block.mixer, RecurrentMixer):
+            yield LayerSignals(layer, names[layer], **_layer_signals(graphdef, state, x, segment_ids))
+        x = _run_block(graphdef, state, x, segment_ids)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_block(graphdef, state, x, segment_ids):
+    return nnx.merge(graphdef, state)(x, segment_ids=segment_ids)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _layer_arrays(graphdef, state, x, segment_ids):
+    block = nnx.merge(graphdef, state)
+    mixer = block.mixer
+    x = block.mixer_norm(x)
+    signals, _ = mixer.signals(x, segment_ids=segment_ids)
+    keys, gates, log_decay = signals.keys, signals.gates, signals.decay.log_decay
+    erase = gates.beta if gates.erase is None else gates.erase
+    write = gates.beta if gates.write is None else gates.write
+    ones = jnp.ones((*x.shape[:2], mixer.shape.value_heads), mixer.shape.gate_dtype)
+    if not isinstance(mixer.config.solve, Online):
+        erase = jnp.zeros_like(ones)
+    arrays = {
+        "query": keys.query,
+        "key": keys.key,
+        "write_key": keys.key if keys.write_key is None else keys.write_key,
+        "erase": ones if erase is None else erase,
+        "write": ones if write is None else write,
+        "log_decay": log_decay,
+    }
+    key_map = mixer.keys.key_map if isinstance(mixer.keys, ApplyToBothMap) else mixer.keys
+    if not isinstance(key_map, GramKeyMap):
+        return arrays, None
+    recurrence = key_map.gram(x, keys.key, signals.decay, mixer.gain(x, signals.decay))
+    gram, _ = ops.diagonal_gram(**recurrence, segment_ids=segment_ids)
+    applied = center = None
+    if isinstance(key_map, ApplyToKeyMap):
+        applied, center = key_map.squash(gram), key_map.centers()
+    return arrays, (recurrence["k"], gram, recurrence["log_decay"], recurrence["gain"], applied, center)
+
+
+def _layer_signals(graphdef, state, x: Float[Array, "B T D"], segment_ids: Array | None) -> dict[str, Any]:
+    arrays, preconditioner = _layer_arrays(graphdef, state, x, segment_ids)
+    return arrays | {"preconditioner": None if preconditioner is None else Preconditioner(*preconditioner)}

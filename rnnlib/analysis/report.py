@@ -1,0 +1,117 @@
+"""All statistics of a model on a text, layer by layer."""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+from jax import Array
+from jaxtyping import Int
+
+from rnnlib.analysis.distribution import Distribution, distribution
+from rnnlib.analysis.dynamics import decays, key_products, write_eigenvalues
+from rnnlib.analysis.gram import ConditionNumbers, GramSpectrum, conditions_over_time, gram_spectrum, key_gram
+from rnnlib.analysis.layers import LayerSignals, iterate_layers
+from rnnlib.analysis.saturation import Saturation, log_gram, saturation
+from rnnlib.models import DecoderLM
+
+
+@dataclasses.dataclass(frozen=True)
+class PreconditionerReport:
+    """Statistics of a diagonal preconditioner (figures 2 and 11 to 13).
+
+    Attributes:
+        log_gram: distribution of log A, before squashing.
+        applied: distribution of B, after it; None for preconditioners that do not squash.
+        saturation: how far squash functions saturate, over time; None likewise.
+        center: learned centers `[H]`; None likewise.
+    """
+
+    log_gram: Distribution
+    applied: Distribution | None
+    saturation: Saturation | None
+    center: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """Statistics of one layer.
+
+    Attributes:
+        layer: number of the block.
+        mixer: the mixer's name.
+        spectrum: of the key Gram of each sequence and head.
+        conditions: effective condition numbers over time.
+        key_product: distribution of `k . k~`.
+        write_eigenvalue: distribution of the eigenvalue along the write key.
+        decay: distribution of alpha.
+        gain: distribution of the erase gate.
+        preconditioner: of the layer's preconditioner; None without one.
+    """
+
+    layer: int
+    mixer: str
+    spectrum: GramSpectrum
+    conditions: ConditionNumbers
+    key_product: Distribution
+    write_eigenvalue: Distribution
+    decay: Distribution
+    gain: Distribution
+    preconditioner: PreconditionerReport | None
+
+
+def iterate_reports(
+    model: DecoderLM,
+    tokens: Int[Array, "B T"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    layers: Collection[int] | None = None,
+    times: Sequence[int] | None = None,
+    every: int = 16,
+) -> Iterator[LayerReport]:
+    """The statistics of each recurrent layer, one layer held at a time.
+
+    Args:
+        model: the model.
+        tokens: token numbers.
+        segment_ids: documents packed into a row.
+        layers: numbers of blocks; None gives all.
+        times: numbers of tokens at which condition numbers are taken; None is 8 of them, doubling up to T.
+        every: eigenvalues of transitions with a decay per channel are taken of every n-th token.
+    """
+    length = tokens.shape[1]
+    if times is None:
+        times = sorted({max(1, length >> shift) for shift in range(8)})
+    for signals in iterate_layers(model, tokens, segment_ids=segment_ids, layers=layers):
+        yield report(signals, times=times, every=every)
+
+
+def report(signals: LayerSignals, *, times: Sequence[int], every: int = 16) -> LayerReport:
+    """The statistics of one layer's signals; arguments as `iterate_reports`."""
+    alpha = decays(signals)
+    step = every if alpha.ndim == 4 else 1
+    return LayerReport(
+        layer=signals.layer,
+        mixer=signals.mixer,
+        spectrum=gram_spectrum(key_gram(signals.key)),
+        conditions=conditions_over_time(signals, times),
+        key_product=distribution(key_products(signals), head_axis=2),
+        write_eigenvalue=distribution(write_eigenvalues(signals, every=step), head_axis=2, bounds=(-1.0, 1.0)),
+        decay=distribution(alpha, head_axis=2, bounds=(0.0, 1.0)),
+        gain=distribution(signals.erase, head_axis=2, bounds=(0.0, max(1.0, float(np.max(signals.erase))))),
+        preconditioner=_preconditioner_report(signals),
+    )
+
+
+def _preconditioner_report(signals: LayerSignals) -> PreconditionerReport | None:
+    preconditioner = signals.preconditioner
+    if preconditioner is None:
+        return None
+    logs = distribution(log_gram(preconditioner.gram), head_axis=2)
+    if preconditioner.applied is None or preconditioner.center is None:
+        return PreconditionerReport(logs, None, None, None)
+    return PreconditionerReport(
+        log_gram=logs,
+        applied=distribution(preconditioner.applied, head_axis=2),
+        saturation=saturation(preconditioner.gram, preconditioner.center),
+        center=np.asarray(preconditioner.center),
+    )
