@@ -280,6 +280,8 @@ class Trainer:
                 if self._step % config.checkpoint.every == 0:
                     self._save()
             self._record_pending()
+            if self._signals.received:
+                self._reporter.message(f"{self._signals.received.name}: saving and stopping")
             if self._saved_step != self._step:
                 self._save()
             self._checkpoints.wait()

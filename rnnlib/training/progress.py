@@ -60,14 +60,16 @@ class ProgressReporter:
     def __enter__(self) -> "ProgressReporter":
         if self._stream.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+            from rich.progress import BarColumn, Progress, TextColumn
+            from rich.table import Column
 
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)),
+                TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
                 console=Console(file=self._stream),
+                expand=True,
             )
             self._task = self._bar.add_task("compiling", total=self._steps, numbers="")
             self._bar.start()
@@ -81,15 +83,16 @@ class ProgressReporter:
 
     def step(self, report: StepReport) -> None:
         """Shows a training step."""
-        numbers = (
-            f"loss {report.loss:.3f} nats/token  {report.bits_per_byte:.3f} bits/byte  "
-            f"{report.tokens_per_second:,.0f} tokens/s  {format_seconds(report.seconds_left)} left"
+        rest = (
+            f"{report.bits_per_byte:.3f} bits/byte  {report.tokens_per_second:,.0f} tokens/s  "
+            f"{format_seconds(report.seconds_left)} left"
         )
         if self._bar is not None:
+            numbers = f"loss {report.loss:.3f}  {rest}"
             self._bar.update(self._task, completed=report.step, description="training", numbers=numbers)
         elif report.step == self._steps or time.monotonic() - self._last_line >= self._plain_seconds:
             self._last_line = time.monotonic()
-            self.message(f"step {report.step}/{self._steps}  {numbers}")
+            self.message(f"step {report.step}/{self._steps}  loss {report.loss:.3f} nats/token  {rest}")
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         """Shows an evaluation."""
