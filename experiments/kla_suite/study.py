@@ -14,8 +14,6 @@ MIXERS = (
     Mixer.of("DeltaNet", "deltanet"),
     Mixer.of("Gated DeltaNet", "gated_deltanet"),
     Mixer.of("KLA", "kla"),
-    Mixer.of("Gated DeltaNet-2", "gated_deltanet2"),
-    Mixer.of("PGDN", "pgdn"),
 )
 
 _LENGTHS = (256, 512, 1024, 2048)
@@ -48,12 +46,12 @@ def study(setting: Setting) -> Study:
             Cell("Stack", Stack(sequence_length=24, num_stacks=2, num_elements=4), (24, 48), **sizes),  # type: ignore[arg-type]
             Cell("S-NIAH-1", make_task("s_niah_1", sequence_length=256), (256,), **(sizes | {"steps": 20})),  # type: ignore[arg-type]
         )
-        return Study("kla_suite", "KLA's suite, small", MIXERS[2:4], cells, (3e-3, 1e-2), (0, 1, 2))
+        return Study("kla_suite", "KLA's suite, small", MIXERS[2:], cells, (3e-3, 1e-2), (0, 1, 2))
     sizes = {"width": 128, "batch_size": 64, "train_examples": 40_000, "validation_examples": 256, "test_examples": 512}
     cells = (
-        Cell("MQAR", MQAR(sequence_length=256, num_pairs=32), _LENGTHS, steps=2000, **sizes),  # type: ignore[arg-type]
-        Cell("Stack", Stack(sequence_length=256), _LENGTHS, steps=2000, **sizes),  # type: ignore[arg-type]
-        Cell("Palindrome", Palindrome(sequence_length=256), _LENGTHS, steps=2000, **sizes),  # type: ignore[arg-type]
+        Cell("MQAR", MQAR(sequence_length=256, num_pairs=32, vocabulary_size=4096), _LENGTHS, steps=1500, **sizes),  # type: ignore[arg-type]
+        Cell("Stack", Stack(sequence_length=256), _LENGTHS, steps=1500, **sizes),  # type: ignore[arg-type]
+        Cell("Palindrome", Palindrome(sequence_length=256), _LENGTHS, steps=1500, **sizes),  # type: ignore[arg-type]
     )
     paper = tuple(
         (f"{mixer}, KLA paper", task, length, value)

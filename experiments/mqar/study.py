@@ -5,6 +5,7 @@ preconditioning keeps or improves the accuracy (Preconditioned DeltaNet, figures
 linear baseline at all lengths and widths, also where the width is smaller than the number of pairs (its figure 3a).
 """
 
+from experiments.cells import recall_cell, small_recall_cell
 from experiments.sweep import Cell, Mixer, Study
 from experiments.sweep.study import Setting
 from rnnlib.data.tasks import MQAR
@@ -22,39 +23,37 @@ MIXERS = (
     Mixer.of("PKDA", "pkda"),
     Mixer.of("Gated DeltaNet-2", "gated_deltanet2"),
     Mixer.of("KLA", "kla"),
+    Mixer.of("Gated KalmaNet", "gated_kalmanet"),
 )
 
 
 def study(setting: Setting) -> Study:
     """The study at a setting."""
     if setting == "small":
-        task = MQAR(sequence_length=32, num_pairs=4, vocabulary_size=64)
-        cells: tuple[Cell, ...] = (
-            Cell(
-                "T=32, 4 pairs, width 32", task, width=32, num_layers=1, steps=300, batch_size=32, train_examples=4096
-            ),
-        )
         return Study(
-            "mqar", "MQAR, small", (MIXERS[0], MIXERS[3], MIXERS[6]), cells, (1e-3, 1e-2), (0, 1, 2), figure="bars"
+            "mqar",
+            "MQAR, small",
+            (MIXERS[0], MIXERS[3], MIXERS[6]),
+            (small_recall_cell(),),
+            (1e-3, 1e-2),
+            (0, 1, 2),
+            figure="bars",
         )
-    cells = tuple(
-        Cell(
-            f"T={length}, {pairs} pairs, width {width}",
-            MQAR(sequence_length=length, num_pairs=pairs),
-            width=width,
-            steps=1500,
-            batch_size=128,
-            train_examples=100_000,
-            validation_examples=1000,
-            test_examples=3000,
-        )
-        for length, pairs, width in ((64, 4, 32), (128, 8, 32), (256, 64, 64))
+    papers = Cell(
+        "T=64, 4 pairs, width 32",
+        MQAR(sequence_length=64, num_pairs=4),
+        width=32,
+        steps=1500,
+        batch_size=128,
+        train_examples=100_000,
+        validation_examples=1000,
+        test_examples=3000,
     )
     return Study(
         "mqar",
         "MQAR: test accuracy over the task's size and the model's width",
         MIXERS,
-        cells,
+        (recall_cell(128, 32, 64), recall_cell(64, 16, 32), papers),
         (1e-3, 3e-3, 1e-2),
         (0, 1, 2),
         figure="bars",

@@ -43,17 +43,18 @@ class Outcome:
 def choose(study: Study, folder: pathlib.Path, mixer: Mixer, cell: Cell) -> Outcome | None:
     """A mixer's outcome in a cell; None until all its runs are there. Test results are not looked at."""
     done = read_runs(folder, mixer, cell)
-    if any(lane not in done for lane in study.lanes):
+    if any(lane not in done for lane in study.lanes(cell)):
         return None
 
     def quality(rate: float) -> tuple[float, float]:
-        runs = [done[lane]["validation"] for lane in study.lanes if lane.learning_rate == rate]
+        runs = [done[lane]["validation"] for lane in study.lanes(cell) if lane.learning_rate == rate]
         loss = statistics.fmean(math.inf if run["loss"] is None else run["loss"] for run in runs)
         return statistics.fmean(run[study.metric] for run in runs), -loss
 
-    best = max(study.learning_rates, key=quality)
-    runs = tuple(done[lane] for lane in study.lanes if lane.learning_rate == best)
-    edge = len(study.learning_rates) > 1 and best in (min(study.learning_rates), max(study.learning_rates))
+    rates = study.rates(cell)
+    best = max(rates, key=quality)
+    runs = tuple(done[lane] for lane in study.lanes(cell) if lane.learning_rate == best)
+    edge = len(rates) > 1 and best in (min(rates), max(rates))
     return Outcome(best, edge, runs)
 
 
@@ -102,12 +103,12 @@ def _foundation(study: Study, cells: list[Cell], found: dict[tuple[str, str], Ou
     commits = ", ".join(sorted({e["commit"][:7] for e in environments}))
     lines = [
         f"Test accuracy of {kind}, percent: mean ± standard deviation over {len(study.seeds)} seeds, at the learning "
-        f"rate of {', '.join(f'{rate:g}' for rate in study.learning_rates)} that had the best mean validation "
-        f"accuracy. Rows in italics are the papers' numbers. Device: {devices}; {versions}; commit {commits}; "
+        f"rate with the best mean validation accuracy. Rows in italics are the papers' numbers. Device: {devices}; {versions}; "
+        f"commit {commits}; "
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
         "",
-        "| cell | width, layers, heads | steps x batch | training set | chosen learning rates (* at the grid's edge) |",
-        "| --- | --- | --- | --- | --- |",
+        "| cell | width, layers, heads | steps x batch | training set | rates tried | chosen (* at the grid's edge) |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for cell in cells:
         rates: dict[str, list[str]] = {}
@@ -118,7 +119,7 @@ def _foundation(study: Study, cells: list[Cell], found: dict[tuple[str, str], Ou
         chosen = "; ".join(f"{rate}: {', '.join(labels)}" for rate, labels in rates.items())
         lines.append(
             f"| {cell.name} | {cell.width}, {cell.num_layers}, {cell.num_heads} | {cell.steps} x {cell.batch_size} | "
-            f"{cell.train_examples} | {chosen} |"
+            f"{cell.train_examples} | {', '.join(f'{rate:g}' for rate in study.rates(cell))} | {chosen} |"
         )
     return "\n".join(lines) + "\n"
 

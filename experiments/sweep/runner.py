@@ -1,6 +1,7 @@
 """Runs what is missing of a study: compiling the next groups while one trains."""
 
 import concurrent.futures
+import json
 import pathlib
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from experiments.sweep.data import CellData, DataFactory
 from experiments.sweep.results import read_runs, write_runs
-from experiments.sweep.study import Study
+from experiments.sweep.study import Lane, Study, fingerprint
 from experiments.sweep.training import CompiledGroup, DeviceData, Group, compile_group, train_group
 
 
@@ -21,10 +22,31 @@ def missing_groups(study: Study, folder: pathlib.Path) -> list[Group]:
     for cell in study.cells:
         for mixer in study.mixers:
             done = read_runs(folder, mixer, cell)
-            lanes = [lane for lane in study.lanes if lane not in done]
+            lanes = [lane for lane in study.lanes(cell) if lane not in done]
             parts = -(-len(lanes) // cell.max_lanes)
             groups += [Group(mixer, cell, tuple(lanes[part::parts])) for part in range(parts)]
     return groups
+
+
+def adopt_results(studies: Sequence[tuple[Study, pathlib.Path]]) -> None:
+    """Copies results that another study has for the same model, task and budget: they are measured once."""
+    known: dict[str, list[dict[str, Any]]] = {}
+    for _, folder in studies:
+        # <studies>/<study>/results/<setting>
+        for path in sorted(folder.parents[2].glob(f"*/results/{folder.name}/*.json")):
+            content = json.loads(path.read_text())
+            if "fingerprint" in content:
+                known.setdefault(content["fingerprint"], []).append(content)
+    for study, folder in studies:
+        for cell in study.cells:
+            for mixer in study.mixers:
+                done = read_runs(folder, mixer, cell)
+                for content in known.get(fingerprint(mixer, cell), []):
+                    runs = [run for run in content["runs"] if Lane(run["learning_rate"], run["seed"]) not in done]
+                    runs = [run for run in runs if Lane(run["learning_rate"], run["seed"]) in study.lanes(cell)]
+                    if runs:
+                        write_runs(folder, study, mixer, cell, runs, num_parameters=content["num_parameters"])
+                        done = read_runs(folder, mixer, cell)
 
 
 def run_studies(
@@ -50,11 +72,19 @@ def run_studies(
         Whether all runs are there.
     """
     begin = time.monotonic()
-    work = [(study, folder, group) for study, folder in studies for group in missing_groups(study, folder)]
+    adopt_results(studies)
+    work = []
+    planned: set[tuple[str, tuple[Lane, ...]]] = set()
+    for study, folder in studies:
+        for group in missing_groups(study, folder):
+            key = (fingerprint(group.mixer, group.cell), group.lanes)
+            if key not in planned:
+                planned.add(key)
+                work.append((study, folder, group))
     # The first cell of every study, then the second of every one: whenever it ends, each study has something.
     work.sort(key=lambda entry: entry[0].cells.index(entry[2].cell))
     if not work:
-        return True
+        return not any(missing_groups(study, folder) for study, folder in studies)
     factory = DataFactory(data_workers)
     compilers = concurrent.futures.ThreadPoolExecutor(compile_workers)
     on_device = DeviceData()
@@ -108,4 +138,5 @@ def run_studies(
             future.cancel()
         compilers.shutdown(cancel_futures=True)
         factory.close()
+    adopt_results(studies)
     return finished

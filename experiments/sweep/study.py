@@ -69,6 +69,7 @@ class Cell:
         evaluation_tokens: tokens of a batch in evaluation, for each run.
         max_lanes: most runs that are trained side by side.
         data_seed: of the examples, the same for all runs.
+        learning_rates: tried for every mixer alike, in place of the study's; () for those.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Cell:
     evaluation_tokens: int = 16_384
     max_lanes: int = 12
     data_seed: int = 0
+    learning_rates: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.steps % self.chunks:
@@ -159,10 +161,13 @@ class Study:
         if not (self.mixers and self.cells and self.learning_rates and self.seeds):
             raise ValueError(f"study {self.name!r}: mixers, cells, learning_rates and seeds must not be empty")
 
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
+    def rates(self, cell: Cell) -> tuple[float, ...]:
+        """The learning rates that are tried in a cell."""
+        return cell.learning_rates or self.learning_rates
+
+    def lanes(self, cell: Cell) -> tuple[Lane, ...]:
         """All runs of a mixer in a cell."""
-        return tuple(Lane(rate, seed) for rate in self.learning_rates for seed in self.seeds)
+        return tuple(Lane(rate, seed) for rate in self.rates(cell) for seed in self.seeds)
 
 
 StudyFactory = Callable[[Setting], Study]
@@ -170,5 +175,7 @@ StudyFactory = Callable[[Setting], Study]
 
 def fingerprint(mixer: Mixer, cell: Cell) -> str:
     """Changes when anything that a run depends on does, other than the code."""
-    described = repr((mixer.preset, mixer.overrides, dataclasses.replace(cell, name="", max_lanes=1)))
+    left_out = ("name", "chunks", "max_lanes", "learning_rates", "evaluation_tokens")
+    fields = [field.name for field in dataclasses.fields(cell) if field.name not in left_out]
+    described = repr((mixer.preset, mixer.overrides, [(name, getattr(cell, name)) for name in fields]))
     return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
