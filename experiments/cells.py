@@ -5,13 +5,13 @@ from rnnlib.data.tasks import MQAR
 
 
 def recall_cell(sequence_length: int, num_pairs: int, width: int, steps: int = 1000) -> Cell:
-    """MQAR with a vocabulary of 512 and as many pairs as fit: many more pairs than a head has key channels.
+    """MQAR with a vocabulary of 256 and as many pairs as fit: many more pairs than a head has key channels.
 
     The papers' vocabulary of 8192 takes most of the training to learn the tokens: see the MQAR study's first cell.
     """
     return Cell(
         f"MQAR T={sequence_length}, {num_pairs} pairs, width {width}",
-        MQAR(sequence_length=sequence_length, num_pairs=num_pairs, vocabulary_size=512),
+        MQAR(sequence_length=sequence_length, num_pairs=num_pairs, vocabulary_size=256),
         width=width,
         steps=steps,
         batch_size=128,

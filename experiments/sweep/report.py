@@ -103,8 +103,8 @@ def _foundation(study: Study, cells: list[Cell], found: dict[tuple[str, str], Ou
     commits = ", ".join(sorted({e["commit"][:7] for e in environments}))
     lines = [
         f"Test accuracy of {kind}, percent: mean ± standard deviation over {len(study.seeds)} seeds, at the learning "
-        f"rate with the best mean validation accuracy. Rows in italics are the papers' numbers. Device: {devices}; {versions}; "
-        f"commit {commits}; "
+        f"rate with the best mean validation accuracy. Rows in italics are the papers' numbers. Device: {devices}; "
+        f"{versions}; commit {commits}; "
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
         "",
         "| cell | width, layers, heads | steps x batch | training set | rates tried | chosen (* at the grid's edge) |",
