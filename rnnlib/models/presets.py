@@ -59,7 +59,8 @@ def _build() -> dict[str, ModelPreset]:
     own = "this library's own size"
     return {
         "tiny": ModelPreset(
-            ModelConfig(256, 128, 3, 2, ("gated_deltanet",), tie_embeddings=True), f"{own}: bytes, on a CPU"
+            ModelConfig(256, 128, 3, 2, ("gated_deltanet",), tie_embeddings=True, initializer_std=0.08),
+            f"{own}: bytes, on a CPU",
         ),
         "30m": ModelPreset(_own(384, 9, 3), own),
         "150m": ModelPreset(_own(768, 16, 6), own),
