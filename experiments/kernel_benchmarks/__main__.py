@@ -12,6 +12,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -21,6 +22,19 @@ from experiments.kernel_benchmarks.figures import write_figures
 from experiments.kernel_benchmarks.records import commit, write_results
 from experiments.kernel_benchmarks.report import markdown, show
 from experiments.kernel_benchmarks.run import measure, versions
+
+
+def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """New results, and of those from before what other implementations have, and what only they measured."""
+    measured = {record.get("implementation") for record in results["records"]}
+    seen = {record["kind"] for record in results["records"] if "implementation" not in record}
+    kept = [
+        record
+        for record in before["records"]
+        if (record["implementation"] not in measured if "implementation" in record else record["kind"] not in seen)
+    ]
+    commands = f"{before['command']} && {results['command']}"
+    return {**results, "command": commands, "config": before["config"], "records": [*kept, *results["records"]]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = {
             name: value
             for name, value in dataclasses.asdict(config).items()
-            if name not in ("output", "from_json", "commit", "keep")
+            if name not in ("output", "from_json", "add", "commit", "keep")
         }
         results = {
             "device": next((record["device"] for record in records if record["kind"] == "worker"), None),
@@ -59,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "config": settings,
             "records": records,
         }
+        if config.add and path.exists():
+            results = add(results, json.loads(path.read_text()))
         write_results(path, results)
         results = json.loads(path.read_text())
     path.with_suffix(".md").write_text(markdown(results))

@@ -6,6 +6,7 @@ from typing import Literal
 
 from experiments.kernel_benchmarks.inputs import CASES, Shape
 from experiments.kernel_benchmarks.operators import OPERATORS
+from experiments.kernel_benchmarks.peers import supports
 
 Sizes = tuple[int, int, int]
 
@@ -25,6 +26,8 @@ class BenchmarkConfig:
     """Folder of the results."""
     from_json: bool = False
     """Measure nothing: make tables and pictures again from NAME.json."""
+    add: bool = False
+    """Keep what NAME.json has of implementations that are not measured now."""
     commit: str | None = None
     """The source's commit, where the folder it runs from is no checkout."""
     keep: pathlib.Path | None = None
@@ -41,7 +44,7 @@ class BenchmarkConfig:
 
     shapes: tuple[Sizes, ...] = TABLE_SHAPES
     """(B, T, H) of the table."""
-    chunked_shapes: tuple[Sizes, ...] = ((1, 8192, 8), (4, 4096, 8))
+    chunked_shapes: tuple[Sizes, ...] = ((1, 8192, 8),)
     """Those of them at which "chunked" is timed."""
     sweep_operators: tuple[str, ...] = ("gated_deltanet", "kda")
     """Operators timed against T."""
@@ -132,7 +135,7 @@ def plan(config: BenchmarkConfig) -> list[Measurement]:
     for (batch, length, heads), case in cases:
         for operator in config.operators:
             for name in ("triton", *peers):
-                if name in chosen and not (case == "packed" and batch > 1 and name in PEERS):
+                if name in chosen and not (case == "packed" and batch > 1 and name != "triton"):
                     errors.append(Measurement("error", operator, name, (batch, length, heads, size, size), case))
     decoded: list[Measurement] = []
     if config.decode_batch:
@@ -147,5 +150,5 @@ def plan(config: BenchmarkConfig) -> list[Measurement]:
             shape = (batch, length, heads, key_size, key_size)
             names = [name for name in ("triton", "scan") if name in chosen]
             scanned += [Measurement("time", "deltanet", name, shape) for name in names]
-    seen = dict.fromkeys([*timed, *decoded, *errors, *scanned])
-    return list(seen)
+    wanted_once = dict.fromkeys([*timed, *decoded, *errors, *scanned])
+    return [m for m in wanted_once if m.implementation in OURS or supports(m.implementation, m.operator, m.kind)]

@@ -9,6 +9,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.report import TITLES
@@ -63,6 +64,9 @@ def _lengths_panel(axes: Axes, view: View, run: str, *, filled: bool) -> None:
         axes.set_title(f"{PASSES[run]}, B T = {view.config['sweep_tokens']}, H = {heads}", fontsize=10)
     else:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_ylabel("device time, ms")
         axes.set_title(f"{PASSES[run]}, B = 1, H = {heads}", fontsize=10)
 
@@ -115,7 +119,7 @@ def ratios(results: dict[str, Any], path: pathlib.Path) -> None:
         axes.set_title(PASSES[run], fontsize=10)
         axes.set_xlabel("device time, theirs over ours (right of the line: ours is faster)")
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
+            axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.05), ncols=len(peers), frameon=False)
     panels[0].set_yticks(places, labels, fontsize=8)
     if places:
         panels[0].set_ylim(places[-1] + 1, places[0] - 1)
@@ -140,8 +144,9 @@ def roofline(results: dict[str, Any], path: pathlib.Path) -> None:
                     intensities.append(intensity)
                     face = _color(operator) if name == "triton" else "none"
                     reached = operations(operator, shape, run) / t / 1e9
-                    label = {"facecolors": face, "edgecolors": _color(operator), "marker": STYLES[name][1]}
-                    axes.scatter(intensity, reached, s=size, **label)
+                    style = {"facecolors": face, "marker": STYLES[name][1], "zorder": 2 if name == "triton" else 3}
+                    edge = _color(operator) if name == "triton" else "black"
+                    axes.scatter(intensity, reached, s=size, edgecolors=edge, linewidths=0.8, **style)
         if copy and intensities:
             x = np.geomspace(min(intensities) / 2, max(max(intensities) * 2, 2e3 * product / copy), 100)
             axes.plot(x, np.minimum(x * copy / 1e3, product), color="black", linewidth=1)
@@ -149,6 +154,10 @@ def roofline(results: dict[str, Any], path: pathlib.Path) -> None:
             axes.text(x[2], x[2] * copy / 1e3 * 1.3, f"{copy:.0f} GB/s", fontsize=8, rotation=30)
         axes.set_xscale("log")
         axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(ScalarFormatter())
+            axis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
         axes.set_title(PASSES[run], fontsize=10)
         axes.set_xlabel("operations a byte that must move")

@@ -12,8 +12,8 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -33,8 +33,8 @@ from experiments.kernel_benchmarks.inputs import (
     tile_shape,
 )
 from experiments.kernel_benchmarks.operators import OPERATORS, Operator
-from experiments.kernel_benchmarks.records import Record, RecordWriter
-from experiments.kernel_benchmarks.work import Work, read_work, reference_path
+from experiments.kernel_benchmarks.records import Record, RecordWriter, describe
+from experiments.kernel_benchmarks.work import Work, calls_in_a_row, read_work, reference_path
 
 Results = dict[str, Any]
 REFERENCE_BLOCK = 256
@@ -122,44 +122,58 @@ def compute_reference(measurement: Measurement, work: Work, drawn: Drawn) -> Non
         np.savez(path, **{name: np.asarray(x, np.float32) for name, x in results.items()})  # type: ignore[arg-type]
 
 
-Compiled = dict[str, Callable[..., Results]]
+@dataclass(frozen=True)
+class Unit:
+    """Something to compile; measurements share it."""
+
+    run: str
+    operator: str
+    implementation: str
+    shape: Shape
+    packed: bool
 
 
-def compile_passes(measurement: Measurement, work: Work) -> Compiled:
-    """The passes that a measurement runs, compiled."""
-    operator, shape = OPERATORS[measurement.operator], measurement.shape
+def units_of(m: Measurement) -> list[Unit]:
+    """What a measurement runs."""
+    runs = {"time": ("forward", "forward_backward"), "error": ("forward_backward",), "decode": ("decode",)}[m.kind]
+    return [Unit(run, m.operator, m.implementation, m.shape, m.case == "packed") for run in runs]
+
+
+def compile_unit(unit: Unit, work: Work) -> Callable[..., Any]:
+    """Compiles for arguments of the measured shapes and dtypes, before there are any."""
+    operator, shape = OPERATORS[unit.operator], unit.shape
     arguments = {
         name: jax.ShapeDtypeStruct(array_shape(name, shape), array_dtype(name, work.dtype))
         for name in argument_names(operator)
     }
     inputs = {name: arguments[name] for name in operator.arrays}
-    implementation = measurement.implementation
-    if measurement.kind == "decode":
+    implementation = unit.implementation
+    if unit.run == "decode":
         state = jax.ShapeDtypeStruct(array_shape("d_state", shape), jnp.float32)
 
         def step(arrays, state):
             return operator.run(arrays, implementation, initial_state=state)
 
-        return {"decode": jax.jit(step, donate_argnums=1).lower(inputs, state).compile()}
-    ids = jnp.asarray(segment_ids(shape)) if measurement.case == "packed" else None
-    passes = {}
-    if measurement.kind == "time":
-        passes["forward"] = jax.jit(lambda arrays: forward(operator, implementation, arrays, ids)).lower(inputs)
-    both = jax.jit(lambda arrays: forward_backward(operator, implementation, arrays, ids)).lower(arguments)
-    return {name: lowered.compile() for name, lowered in {**passes, "forward_backward": both}.items()}
+        return jax.jit(step, donate_argnums=1).lower(inputs, state).compile()
+    ids = jnp.asarray(segment_ids(shape)) if unit.packed else None
+    if unit.run == "forward":
+        return jax.jit(lambda arrays: forward(operator, implementation, arrays, ids)).lower(inputs).compile()
+    return jax.jit(lambda arrays: forward_backward(operator, implementation, arrays, ids)).lower(arguments).compile()
 
 
 def wall_milliseconds(call: Callable[[], Any], repeats: int) -> float:
-    """Median time of a call from an idle device until its results are there."""
+    """Median time of a call among calls that follow one another, as the steps of a training loop do."""
     jax.block_until_ready(call())
     start = time.perf_counter()
     jax.block_until_ready(call())
     once = time.perf_counter() - start
-    times = []
-    for _ in range(max(3, min(repeats, int(2 / once)))):
+    calls, times = calls_in_a_row(once), []
+    for _ in range(max(2, min(repeats, int(1 / (once * calls))))):
         start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
+        for _ in range(calls):
+            results = call()
+        jax.block_until_ready(results)
+        times.append((time.perf_counter() - start) / calls)
     return statistics.median(times) * 1e3
 
 
@@ -202,7 +216,7 @@ class Session:
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.compiled: dict[Measurement, Compiled | str] = {}
+        self.compiled: dict[Unit, Callable[..., Any] | str] = {}
         self._arrays: Results = {}
         self._key: Any = None
         self._drawn: Drawn = {}
@@ -213,20 +227,19 @@ class Session:
         self._drawn = draw_all(
             (name, m.shape, m.case) for m in references.values() for name in argument_names(OPERATORS[m.operator])
         )
-        mine = [m for m in self.work.measurements if m.implementation in self.work.workers["jax"]]
+        mine = [m for m in self.work.measurements if m.implementation in self.work.ours]
         with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-            jobs: dict[concurrent.futures.Future[Any], Measurement] = {}
-            for m in mine:
-                jobs[pool.submit(compile_passes, m, self.work)] = m
+            jobs: dict[concurrent.futures.Future[Any], Unit | Measurement] = {}
+            for unit in dict.fromkeys(unit for m in mine for unit in units_of(m)):
+                jobs[pool.submit(compile_unit, unit, self.work)] = unit
             for m in references.values():
                 jobs[pool.submit(compute_reference, m, self.work, self._drawn)] = m
             for job in concurrent.futures.as_completed(jobs):
-                m, error = jobs[job], job.exception()
-                if error is not None:  # recorded where it is measured: one failure must not stop the others
-                    self.compiled[m] = "".join(traceback.format_exception_only(error)).strip()[:400]
-                elif job.result() is not None:
-                    self.compiled[m] = job.result()
-                print(f"prepared {m}", flush=True)
+                what, error = jobs[job], job.exception()
+                if isinstance(what, Unit):
+                    # A failure is recorded where its measurement's turn comes, and doesn't stop the others.
+                    self.compiled[what] = job.result() if error is None else describe(error)
+                print(f"{time.strftime('%X')} prepared {what} {error or ''}", flush=True)
 
     def arrays(self, m: Measurement) -> Results:
         """Arguments of a measurement."""
@@ -245,9 +258,10 @@ class Session:
 
     def measure(self, m: Measurement) -> list[Record]:
         """Records of a measurement."""
-        compiled = self.compiled.pop(m, "not compiled")
-        if isinstance(compiled, str):
-            return [{"kind": "failure", "of": m.kind, "reason": compiled}]
+        compiled: dict[str, Any] = {unit.run: self.compiled[unit] for unit in units_of(m)}
+        for reason in compiled.values():
+            if isinstance(reason, str):
+                return [{"kind": "failure", "of": m.kind, "case": m.case, "reason": reason}]
         arrays = self.arrays(m)
         inputs = {name: arrays[name] for name in OPERATORS[m.operator].arrays}
         if m.kind == "error":
@@ -259,7 +273,7 @@ class Session:
             given = inputs if name == "forward" else arrays
             # A scan's trace would hold ten kernels a token; its wall time is its device time.
             timing = timed_record(lambda: call(given), self.work.repeats, with_kernels=m.implementation != "scan")
-            memory = call.memory_analysis()  # type: ignore[attr-defined]
+            memory = call.memory_analysis()
             peak = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
             records.append({"kind": "time", "pass": name, **timing, "peak_mib": round(peak / 2**20, 1)})
         return records
@@ -317,18 +331,17 @@ def main(folder: pathlib.Path) -> None:
     sys.stdin.readline()
     write(ceilings(work.repeats))
     for m in work.measurements:
-        if m.implementation not in work.workers["jax"]:
+        if m.implementation not in work.ours:
             continue
         what = {"operator": m.operator, "implementation": m.implementation, "shape": m.shape}
         if time.time() > work.deadline:
-            write({**what, "kind": "failure", "of": m.kind, "reason": "time limit"})
+            write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": "time limit"})
             continue
         try:
             for record in session.measure(m):
                 write({**what, **record})
         except Exception as error:
-            reason = "".join(traceback.format_exception_only(error)).strip()[:400]
-            write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": reason})
+            write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": describe(error)})
 
 
 if __name__ == "__main__":

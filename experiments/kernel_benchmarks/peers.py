@@ -20,8 +20,12 @@ class Peer:
         title: its name in tables.
         module: what must be importable.
         packages: distributions whose versions are recorded.
+        operators: what `calls` has.
         calls: gives the calls by operator.
+        decoded: what `decode` has.
         decode: gives the calls that continue a state by single tokens, by operator.
+        environment: variables of its processes.
+        by_shape: whether it has kernels of its own for one row (short or long) and for batches.
         not_same: operators for which the peer's nearest call does something else besides, and parts of the names of the
             kernels that do it: their device time is left out, and errors and wall time aren't compared.
     """
@@ -29,8 +33,12 @@ class Peer:
     title: str
     module: str
     packages: tuple[str, ...]
+    operators: tuple[str, ...]
     calls: Callable[[], dict[str, Call]]
+    decoded: tuple[str, ...] = ()
     decode: Callable[[], dict[str, Call]] = dict
+    environment: tuple[tuple[str, str], ...] = ()
+    by_shape: bool = False
     not_same: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
@@ -44,8 +52,8 @@ def _fla_calls() -> dict[str, Call]:
     from fla.ops.linear_attn import chunk_linear_attn
     from fla.ops.precond_gated_delta_rule import chunk_precond_gated_delta_rule
 
-    # FLA refuses its gated backward on Hopper with Triton 3.4 to 3.7.0 as numerically wrong. It is measured all the
-    # same, and its errors are reported beside its times.
+    # FLA refuses its gated backward on Hopper with Triton 3.4 to 3.7.0 as numerically wrong, unless TileLang is there
+    # to take that kernel's place. It is measured all the same, and its errors are reported beside its times.
     chunk_o.TRITON_ABOVE_3_7_1 = True
 
     def write_key(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
@@ -100,7 +108,7 @@ def _flash_qla_calls() -> dict[str, Call]:
 
     def gated_deltanet(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
         return flash_qla.chunk_gated_delta_rule(
-            *(x["q"], x["k"], x["v"], x["head_decay"], x["beta"].float()),
+            *(x["q"], x["k"], x["v"], x["head_decay"], x["beta"]),
             output_final_state=final,
             cu_seqlens=None if bounds is None else bounds.long(),
         )
@@ -110,12 +118,30 @@ def _flash_qla_calls() -> dict[str, Call]:
 
 PEERS = {
     "fla": Peer(
-        "FLA",
-        "fla",
-        ("fla-core", "triton"),
-        _fla_calls,
-        _fla_decode,
-        (("write_key", ("_atk_", "_forward_chunk_summary", "_forward_pass_chunks", "_forward_chunk_out")),),
+        title="FLA",
+        module="fla",
+        packages=("fla-core", "triton"),
+        operators=("linear_attention", "deltanet", "gated_deltanet", "kda", "gated_deltanet2", "write_key"),
+        calls=_fla_calls,
+        decoded=("deltanet", "gated_deltanet", "kda"),
+        decode=_fla_decode,
+        environment=(("FLA_FLASH_QLA", "0"),),  # where FlashQLA is installed, FLA would call it
+        not_same=(("write_key", ("_atk_", "_forward_chunk_summary", "_forward_pass_chunks", "_forward_chunk_out")),),
     ),
-    "flash_qla": Peer("FlashQLA", "flash_qla", ("flash-qla", "tilelang"), _flash_qla_calls),
+    "flash_qla": Peer(
+        title="FlashQLA",
+        module="flash_qla",
+        packages=("flash-qla", "tilelang"),
+        operators=("gated_deltanet",),
+        calls=_flash_qla_calls,
+        by_shape=True,
+    ),
 }
+
+
+def supports(peer: str, operator: str, kind: str) -> bool:
+    """Whether a peer can be measured: `kind` is as in `config.Measurement`."""
+    described = PEERS[peer]
+    if kind == "decode":
+        return operator in described.decoded
+    return operator in described.operators and not (kind == "error" and operator in dict(described.not_same))

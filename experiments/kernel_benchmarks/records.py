@@ -3,6 +3,7 @@
 import json
 import pathlib
 import subprocess
+import traceback
 from typing import Any
 
 Record = dict[str, Any]
@@ -34,6 +35,11 @@ def write_results(path: pathlib.Path, results: dict[str, Any]) -> None:
     text = json.dumps(head, indent=1)[:-2] + ',\n "records": [\n' + lines + "\n ]\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+def describe(error: BaseException) -> str:
+    """An error as a record keeps it."""
+    return "".join(traceback.format_exception_only(error)).strip()[:400]
 
 
 def commit() -> str | None:

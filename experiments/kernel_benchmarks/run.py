@@ -1,5 +1,6 @@
 """Runs the workers of a benchmark and gathers their records."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -8,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.kernel_benchmarks.config import OURS, PEERS, BenchmarkConfig, plan
+from experiments.kernel_benchmarks.inputs import Shape
+from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS as PEER_LIBRARIES
 from experiments.kernel_benchmarks.records import Record, read_records
 from experiments.kernel_benchmarks.work import Work, write_work
@@ -22,35 +24,16 @@ from experiments.kernel_benchmarks.work import Work, write_work
 Process = subprocess.Popen[str]
 
 
-def _environment(worker: str) -> dict[str, str]:
+def _environment(peer: str) -> dict[str, str]:
     environment = dict(os.environ)
     # Frameworks share the card: none may take most of its memory at its start.
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    if worker == "torch":
-        environment["JAX_PLATFORMS"] = "cpu"
+    if peer:
+        environment |= {"JAX_PLATFORMS": "cpu", **dict(PEER_LIBRARIES[peer].environment)}
     return environment
 
 
-def _start(module: str, *arguments: str, log: pathlib.Path, stdin: int = subprocess.DEVNULL) -> Process:
-    with log.open("w") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", f"experiments.kernel_benchmarks.{module}", *arguments],
-            env=_environment("torch" if module == "torch_worker" else "jax"),
-            stdin=stdin,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-
-def _failure(worker: str, process: Process, log: pathlib.Path) -> list[Record]:
-    if process.returncode == 0:
-        return []
-    reason = f"exit {process.returncode}: {log.read_text()[-1500:]}"
-    return [{"kind": "failure", "of": "worker", "implementation": worker, "reason": reason}]
-
-
-@contextmanager
+@contextlib.contextmanager
 def _processes() -> Iterator[list[Process]]:
     """Processes that end with this block."""
     running: list[Process] = []
@@ -73,8 +56,58 @@ def installed_peers(config: BenchmarkConfig) -> list[str]:
     ]
 
 
+class Runner:
+    """Starts a run's processes, shows their progress and reads their records."""
+
+    def __init__(self, work: Work, progress: Progress, running: list[Process]) -> None:
+        self.work, self._progress, self._running = work, progress, running
+        self._folder = work.folder
+        self._logs: dict[Process, pathlib.Path] = {}
+
+    def start(self, module: str, *arguments: str, stdin: int = subprocess.DEVNULL) -> Process:
+        """Starts a worker."""
+        log = self._folder / f"{'_'.join((module, *arguments))}.log"
+        peer = arguments[0] if arguments else ""
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"experiments.kernel_benchmarks.{module}", str(self._folder), *arguments],
+                env=_environment(peer),
+                stdin=stdin,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        self._logs[process] = log
+        self._running.append(process)
+        return process
+
+    def wait(self, title: str, processes: dict[Process, str], total: int | None = None) -> list[Record]:
+        """Waits for processes, each with the file that its records go to (or ""), and reads these.
+
+        Progress is that of records where a total is given, else of processes.
+        """
+        files = [self._folder / file for file in dict.fromkeys(processes.values()) if file]
+        task = self._progress.add_task(title, total=len(processes) if total is None else total)
+        while any(process.poll() is None for process in processes):
+            if total is None:
+                done = sum(process.poll() is not None for process in processes)
+            else:
+                records = [record for file in files for record in read_records(file)]
+                done = len({(r["operator"], str(r["shape"]), r.get("case")) for r in records if "operator" in r})
+            self._progress.update(task, completed=done)
+            time.sleep(0.2)
+        self._progress.update(task, total=1, completed=1)
+        records = [record for file in files for record in read_records(file)]
+        for process in processes:
+            if process.returncode != 0:
+                log = self._logs[process]
+                reason = f"{log.stem}: exit {process.returncode}: {log.read_text()[-1500:]}"
+                records.append({"kind": "failure", "of": "worker", "reason": reason})
+        return records
+
+
 def measure(config: BenchmarkConfig, folder: pathlib.Path, console: Console) -> list[Record]:
-    """Runs all measurements, one worker process after the other, while nothing else uses the GPU.
+    """Runs all measurements; whatever is timed has the GPU for itself.
 
     Args:
         config: what to measure.
@@ -89,59 +122,56 @@ def measure(config: BenchmarkConfig, folder: pathlib.Path, console: Console) -> 
     measurements = tuple(m for m in plan(config) if m.implementation in (*ours, *peers))
     work = Work(
         measurements=measurements,
-        workers={"jax": ours, **{peer: (peer,) for peer in peers}},
+        ours=ours,
         dtype=config.dtype,
         repeats=config.repeats,
         deadline=time.time() + config.time_limit,
         folder=folder,
     )
     write_work(work)
-    records: list[Record] = []
-    columns = (TextColumn("{task.description:<42}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, _processes() as running:
-        jax_log = folder / "jax.log"
-        jax_worker = _start("jax_worker", str(folder), log=jax_log, stdin=subprocess.PIPE)
-        running.append(jax_worker)
-        compiling = [
-            _start("torch_worker", str(folder), *job, log=folder / f"warm_{'_'.join(job)}.log")
-            for job in _compile_jobs(work, peers)
-        ]
-        running += compiling
-        task = progress.add_task("compiling peers", total=len(compiling))
-        while any(process.poll() is None for process in compiling) and jax_worker.poll() is None:
-            progress.update(task, completed=sum(process.poll() is not None for process in compiling))
-            time.sleep(0.2)
-        progress.update(task, completed=len(compiling))
-        if jax_worker.poll() is None:
-            assert jax_worker.stdin is not None
+        runner = Runner(work, progress, running)
+        jax_worker = runner.start("jax_worker", stdin=subprocess.PIPE)
+        compiling = {runner.start("torch_worker", *job): "" for job in _compile_jobs(work, peers)}
+        records = runner.wait("compiling peers", compiling)
+        assert jax_worker.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it may have ended, and its log says why
             jax_worker.stdin.write("measure\n")
             jax_worker.stdin.flush()
-        for worker in work.workers:
-            process = jax_worker
-            log = jax_log
-            if worker != "jax":
-                log = folder / f"{worker}.log"
-                process = _start("torch_worker", str(folder), worker, log=log)
-                running.append(process)
-            mine = [m for m in measurements if m.implementation in work.workers[worker]]
-            task = progress.add_task(f"measuring {worker}", total=len(mine))
-            while process.poll() is None:
-                done = read_records(folder / f"{worker}.jsonl")
-                keys = {(r.get("operator"), r.get("implementation"), str(r.get("shape")), r.get("case")) for r in done}
-                progress.update(task, completed=min(len(keys), len(mine)))
-                time.sleep(0.2)
-            progress.update(task, completed=len(mine))
-            records += read_records(folder / f"{worker}.jsonl") + _failure(worker, process, log)
+        total = sum(m.implementation in ours for m in measurements)
+        records += runner.wait("measuring ours", {jax_worker: "jax.jsonl"}, total)
+        for peer in peers:
+            total = sum(m.implementation == peer and m.kind != "error" for m in measurements)
+            process = runner.start("torch_worker", peer, "time")
+            records += runner.wait(f"timing {PEER_LIBRARIES[peer].title}", {process: f"{peer}.jsonl"}, total)
+        jobs = sorted({(m.implementation, m.operator) for m in measurements if m.kind == "error"} - set(_pairs(ours)))
+        checking = {
+            runner.start("torch_worker", peer, "errors", operator): f"{peer}_errors_{operator}.jsonl"
+            for peer, operator in jobs
+        }
+        records += runner.wait("checking peers", checking)
     return records
 
 
+def _pairs(implementations: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [(name, operator) for name in implementations for operator in OPERATORS]
+
+
 def _compile_jobs(work: Work, peers: list[str]) -> list[tuple[str, ...]]:
-    jobs = {
-        (m.implementation, "warm", m.operator, str(m.shape[2]))
-        for m in work.measurements
-        if m.implementation in peers and m.kind != "decode"
-    }
-    return sorted(jobs)
+    """For each operator and number of heads a shape, or one row, short and long, and a batch."""
+    shapes: dict[tuple[str, str, int], list[Shape]] = {}
+    for m in work.measurements:
+        if m.implementation in peers and m.kind == "time":
+            shapes.setdefault((m.implementation, m.operator, m.shape[2]), []).append(m.shape)
+    jobs = []
+    for (peer, operator, _), found in sorted(shapes.items()):
+        single = sorted(shape for shape in found if shape[0] == 1)
+        several = sorted((shape for shape in found if shape[0] > 1), key=lambda shape: shape[0] * shape[1])
+        chosen = [*single[:1], *single[-1:], *several[:1]]
+        for shape in dict.fromkeys(chosen if PEER_LIBRARIES[peer].by_shape else chosen[:1]):
+            jobs.append((peer, "warm", operator, *map(str, shape)))
+    return jobs
 
 
 def versions() -> dict[str, Any]:

@@ -1,17 +1,16 @@
-"""The process that measures one peer: `FOLDER PEER` measures, `FOLDER PEER warm OPERATOR HEADS` only compiles.
+"""A process that measures one peer, in one of three ways.
 
-Peers choose among dozens of compiled candidates for each kernel at an operator's first run. Compiling is the slow part,
-so processes of the second form do it side by side beforehand, and keep nothing but the compiler's cache.
+`FOLDER PEER warm OPERATOR SIZES` only compiles: peers choose among dozens of compiled candidates for each kernel at an
+operator's first run, and such processes compile them side by side beforehand. `FOLDER PEER time` chooses and times,
+alone on the GPU. `FOLDER PEER errors OPERATOR` compares with the float64 references, beside others.
 """
 
 import contextlib
 import importlib.metadata
-import os
 import pathlib
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +31,8 @@ from experiments.kernel_benchmarks.inputs import (
 )
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS, Call
-from experiments.kernel_benchmarks.records import Record, RecordWriter
-from experiments.kernel_benchmarks.work import Work, read_work, reference_path
+from experiments.kernel_benchmarks.records import Record, RecordWriter, describe
+from experiments.kernel_benchmarks.work import Work, calls_in_a_row, read_work, reference_path
 
 Tensors = dict[str, torch.Tensor]
 
@@ -41,7 +40,7 @@ Tensors = dict[str, torch.Tensor]
 def to_device(name: str, array: np.ndarray, dtype: str) -> torch.Tensor:
     """An argument on the GPU in the dtype that is measured."""
     kept = torch.float32 if name in FLOAT32_ARRAYS else getattr(torch, dtype)
-    return torch.from_numpy(np.ascontiguousarray(array)).cuda().to(kept)
+    return torch.from_numpy(np.array(array)).cuda().to(kept)
 
 
 def timing_inputs(operator: str, shape: Shape, dtype: str) -> Tensors:
@@ -55,18 +54,25 @@ def timing_inputs(operator: str, shape: Shape, dtype: str) -> Tensors:
 
 
 def short_trials(*, once: bool) -> None:
-    """Makes Triton's search spend 25 ms a candidate, or (`once`) just compile and run each candidate once."""
+    """Makes Triton's search spend 25 ms a candidate, or (`once`) just compile each candidate and keep no choice."""
+    import triton.runtime.cache
     import triton.testing
 
-    long = triton.testing.do_bench
+    search, cache = triton.testing.do_bench, triton.runtime.cache.FileCacheManager
+    put = cache.put
 
     def do_bench(call: Callable[[], Any], warmup: int = 0, rep: int = 0, quantiles: Any = None, **others: Any) -> Any:
         if once:
             call()
             return [0.0] * len(quantiles) if quantiles else 0.0
-        return long(call, warmup=5, rep=20, quantiles=quantiles, **others)
+        return search(call, warmup=5, rep=20, quantiles=quantiles, **others)
+
+    def put_code(self: Any, data: Any, filename: str, binary: bool = True) -> str:
+        return "" if filename.endswith(".autotune.json") else put(self, data, filename, binary)
 
     triton.testing.do_bench = do_bench
+    if once:
+        cache.put = put_code
 
 
 def passes(operator: str, call: Call, tensors: Tensors) -> dict[str, Callable[[], Any]]:
@@ -85,16 +91,20 @@ def passes(operator: str, call: Call, tensors: Tensors) -> dict[str, Callable[[]
 
 
 def wall_milliseconds(call: Callable[[], Any], repeats: int) -> float:
-    """Median time of a call from an idle device until its results are there."""
+    """Median time of a call among calls that follow one another, as the steps of a training loop do."""
     for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
+        torch.cuda.synchronize()
         start = time.perf_counter()
         call()
         torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        once = time.perf_counter() - start
+    calls, times = calls_in_a_row(once), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / calls)
     return statistics.median(times) * 1e3
 
 
@@ -137,8 +147,6 @@ class Session:
     def measure(self, m: Measurement) -> list[Record]:
         """Records of a measurement."""
         calls = self.decode if m.kind == "decode" else self.calls
-        if m.operator not in calls or (m.kind == "error" and m.operator in self.not_same):
-            return []
         if m.kind == "error":
             return [self._error_record(m)]
         tensors = timing_inputs(m.operator, m.shape, self.work.dtype)
@@ -180,37 +188,25 @@ class Session:
         identical = all(torch.equal(results[name], again[name]) for name in results)
         with np.load(reference_path(self.work, m)) as expected:
             errors = relative_errors(
-                (name, take_rows(name, x.detach(), m.shape).float().cpu().numpy(), expected[name])
+                (name, take_rows(name, x.detach().float().cpu().numpy(), m.shape), expected[name])
                 for name, x in results.items()
             )
         return {"kind": "error", "case": m.case, "errors": errors, "identical": identical}
 
 
-def warm(work: Work, peer: str, operator: str, heads: int) -> None:
-    """Compiles what an operator needs at a number of heads: short sequences, and both passes."""
+def warm(session: Session, operator: str, shape: Shape) -> None:
+    """Compiles what timing an operator needs at a shape."""
     short_trials(once=True)
-    session = Session(work, peer)
-    mine = [m for m in work.measurements if (m.implementation, m.operator, m.shape[2]) == (peer, operator, heads)]
-    with contextlib.suppress(KeyError):
-        for m in mine:
-            if m.kind == "decode":
-                tensors = timing_inputs(operator, m.shape, work.dtype)
-                batch, _, heads, *sizes = m.shape
-                session.decode[operator](tensors, torch.zeros(batch, heads, *sizes, device="cuda"))
-        shape = next(m.shape for m in mine if m.kind != "decode")
-        for call in passes(
-            operator, session.calls[operator], timing_inputs(operator, (1, 1024, *shape[2:]), work.dtype)
-        ).values():
-            call()
+    for call in passes(operator, session.calls[operator], timing_inputs(operator, shape, session.work.dtype)).values():
+        call()
     torch.cuda.synchronize()
 
 
 def tune(session: Session, measurements: list[Measurement]) -> None:
     """Lets the peer choose its kernels for each operator and number of heads at a shape of middling size."""
-    timed: dict[Any, list[Shape]] = {(m.operator, m.shape[2:]): [] for m in measurements if m.kind == "time"}
+    timed: dict[Any, list[Shape]] = {}
     for m in measurements:
-        if m.kind == "time" and m.operator in session.calls:
-            timed[m.operator, m.shape[2:]].append(m.shape)
+        timed.setdefault((m.operator, m.shape[2:]), []).append(m.shape)
     for (operator, _), shapes in timed.items():
         ordered = sorted(shapes, key=lambda shape: shape[0] * shape[1])
         # What fails here fails again, and is recorded, where it is measured.
@@ -220,41 +216,46 @@ def tune(session: Session, measurements: list[Measurement]) -> None:
                 call()
 
 
-def main(folder: pathlib.Path, peer: str) -> None:
-    """Measures a peer."""
-    work = read_work(folder)
-    write = RecordWriter(folder / f"{peer}.jsonl")
-    mine = [m for m in work.measurements if m.implementation == peer]
-    versions = {name: importlib.metadata.version(name) for name in ("torch", *PEERS[peer].packages)}
-    write({"kind": "worker", "worker": peer, **versions, "device": torch.cuda.get_device_name()})
-    short_trials(once=False)
-    session = Session(work, peer)
-    tune(session, mine)
-    session.drawn = draw_all(
-        (name, m.shape, m.case)
-        for m in mine
-        if m.kind == "error" and m.operator in session.calls
-        for name in (*OPERATORS[m.operator].arrays, "d_out", "d_state")
-    )
-    for m in mine:
-        what = {"operator": m.operator, "implementation": peer, "shape": m.shape}
-        if time.time() > work.deadline:
+def measure(session: Session, measurements: list[Measurement], write: RecordWriter) -> None:
+    """Measures in order, and records what fails."""
+    for m in measurements:
+        what = {"operator": m.operator, "implementation": session.peer, "shape": m.shape}
+        if time.time() > session.work.deadline:
             write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": "time limit"})
             continue
         try:
             for record in session.measure(m):
                 write({**what, **record})
         except Exception as error:
-            reason = "".join(traceback.format_exception_only(error)).strip()[:400]
-            write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": reason})
+            write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": describe(error)})
         torch.cuda.empty_cache()
 
 
-if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    if arguments[2:3] == ["warm"]:
-        # Times taken while other processes run must not choose anybody's kernels.
-        os.environ.setdefault("FLA_CACHE_RESULTS", "0")
-        warm(read_work(pathlib.Path(arguments[0])), arguments[1], arguments[3], int(arguments[4]))
+def main(folder: pathlib.Path, peer: str, mode: str, *arguments: str) -> None:
+    """Does a process's part."""
+    work = read_work(folder)
+    mine = [m for m in work.measurements if m.implementation == peer]
+    session = Session(work, peer)
+    if mode == "warm":
+        operator, *sizes = arguments
+        batch, length, heads, key_size, value_size = map(int, sizes)
+        warm(session, operator, (batch, length, heads, key_size, value_size))
+    elif mode == "time":
+        write = RecordWriter(folder / f"{peer}.jsonl")
+        versions = {name: importlib.metadata.version(name) for name in ("torch", *PEERS[peer].packages)}
+        write({"kind": "worker", "worker": peer, **versions, "device": torch.cuda.get_device_name()})
+        short_trials(once=False)
+        tune(session, [m for m in mine if m.kind == "time"])
+        write({"kind": "prepared", "worker": peer})
+        measure(session, [m for m in mine if m.kind != "error"], write)
     else:
-        main(pathlib.Path(arguments[0]), arguments[1])
+        (operator,) = arguments
+        short_trials(once=True)
+        mine = [m for m in mine if m.kind == "error" and m.operator == operator]
+        names = (*OPERATORS[operator].arrays, "d_out", "d_state")
+        session.drawn = draw_all((name, m.shape, m.case) for m in mine for name in names)
+        measure(session, mine, RecordWriter(folder / f"{peer}_errors_{operator}.jsonl"))
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), *sys.argv[2:])

@@ -14,7 +14,7 @@ class Work:
 
     Attributes:
         measurements: all of the run's; a worker does those of its implementations, in this order.
-        workers: implementations by worker.
+        ours: implementations that the JAX worker measures.
         dtype: of q, k, v and the gates.
         repeats: timed calls of each.
         deadline: time (as `time.time()`) after which no measurement starts.
@@ -22,7 +22,7 @@ class Work:
     """
 
     measurements: tuple[Measurement, ...]
-    workers: dict[str, tuple[str, ...]]
+    ours: tuple[str, ...]
     dtype: str
     repeats: int
     deadline: float
@@ -43,6 +43,11 @@ def read_work(folder: pathlib.Path) -> Work:
         Measurement(**{**fields, "shape": tuple(fields["shape"])}) for fields in content["measurements"]
     )
     return Work(**content, folder=folder)
+
+
+def calls_in_a_row(seconds: float) -> int:
+    """How many calls of about `seconds` follow one another before the device is waited for."""
+    return max(1, min(20, int(0.05 / seconds)))
 
 
 def reference_path(work: Work, measurement: Measurement) -> pathlib.Path:

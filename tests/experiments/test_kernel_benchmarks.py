@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.kernel_benchmarks import jax_worker, marks
-from experiments.kernel_benchmarks.__main__ import main
+from experiments.kernel_benchmarks.__main__ import add, main
 from experiments.kernel_benchmarks.config import BenchmarkConfig, Measurement, plan
 from experiments.kernel_benchmarks.inputs import CASES, draw, draw_segments, relative_errors, segment_ids, take_rows
 from experiments.kernel_benchmarks.operators import OPERATORS
@@ -37,6 +37,10 @@ def test_command_measures_on_a_cpu_and_rebuilds_from_its_json(tmp_path, capsys):
         "cpu_ratios.png",
         "cpu_roofline.png",
     }
+    peer = {**records["time"], "implementation": "fla"}
+    added = add({**results, "records": [peer]}, results)
+    assert added["records"] == [*results["records"], peer]
+    assert add(results, added)["records"] == [peer, *results["records"]]
     (tmp_path / "cpu.md").unlink()
     assert main([*arguments, "--from-json"]) == 0
     assert (tmp_path / "cpu.md").read_bytes() == before["cpu.md"]
@@ -55,12 +59,13 @@ def test_plan_measures_every_operator_and_shape_once():
     config = BenchmarkConfig()
     measurements = plan(config)
     assert len(set(measurements)) == len(measurements)
+    assert {m.operator for m in measurements if m.implementation == "flash_qla"} == {"gated_deltanet"}
     for operator in OPERATORS:
         for sizes in config.shapes:
             shape = (*sizes, 128, 128)
+            assert Measurement("error", operator, "triton", shape) in measurements
             for name in ("triton", "fla"):
                 assert Measurement("time", operator, name, shape) in measurements
-                assert Measurement("error", operator, name, shape) in measurements
 
 
 def test_cases_are_what_they_are_called():

@@ -1,0 +1,286 @@
+"""The sweep runner: lanes, resuming, choice of the learning rate, reports."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from experiments.sweep import Cell, Mixer, Study
+from experiments.sweep.data import DataFactory, batched, epoch_orders, gather_answers
+from experiments.sweep.report import BEGIN, END, choose, table, write_report
+from experiments.sweep.results import read_runs, result_path, write_runs
+from experiments.sweep.runner import missing_groups, run_studies
+from experiments.sweep.study import Lane, fingerprint
+from experiments.sweep.training import DeviceData, Group, compile_group, train_group
+from rnnlib.data.tasks import MQAR, RegBench
+from rnnlib.models import DecoderLM
+from rnnlib.training import loss_sums, make_optimizer
+
+MIXER = Mixer.of("linear", "linear_attention", implementation="scan")
+CELL = Cell(
+    "recall",
+    MQAR(sequence_length=8, num_pairs=2, vocabulary_size=16),
+    lengths=(8, 12),
+    width=8,
+    num_layers=1,
+    num_heads=1,
+    steps=4,
+    chunks=2,
+    batch_size=4,
+    train_examples=10,
+    validation_examples=6,
+    test_examples=5,
+    evaluation_tokens=32,
+)
+STUDY = Study("toy", "Toy", (MIXER,), (CELL,), (1e-3, 1e-1), (0, 1))
+ENVIRONMENT = {
+    "device": "test",
+    "packages": {"jax": "0", "flax": "0"},
+    "commit": "0000000",
+    "command": "pytest",
+    "date": "2026-01-01T00:00:00+00:00",
+}
+
+
+def run(study, folder, **options):
+    return run_studies([(study, folder)], environment=ENVIRONMENT, console=Console(quiet=True), **options)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The toy study, run."""
+    folder = tmp_path_factory.mktemp("studies") / "toy" / "results" / "real"
+    assert run(STUDY, folder)
+    return folder
+
+
+def test_gathered_answers_are_the_tasks_answers():
+    task = RegBench(sequence_length=20, num_symbols=6, max_states=5)
+    examples = [task.example(i) for i in range(5)]
+    arrays = {name: np.stack([e[name] for e in examples]) for name in examples[0]}
+    gathered = gather_answers(arrays, arrays["loss_weights"])
+    for i in range(5):
+        asked = np.flatnonzero(arrays["loss_weights"][i])
+        kept = gathered["weights"][i] > 0
+        np.testing.assert_array_equal(gathered["where"][i][kept], asked)
+        for name in ("targets", "query_ids", "allowed_targets"):
+            np.testing.assert_array_equal(gathered[name][i][kept], arrays[name][i][asked])
+    assert gathered["weights"].sum() == arrays["loss_weights"].sum()
+
+
+def test_batches_are_filled_with_rows_that_ask_nothing():
+    arrays = batched({"weights": np.ones((5, 3)), "inputs": np.arange(15).reshape(5, 3)}, 4)
+    assert arrays["inputs"].shape == (2, 4, 3)
+    np.testing.assert_array_equal(arrays["inputs"].reshape(8, 3)[:5].ravel(), np.arange(15))
+    assert arrays["weights"].sum() == 15
+
+
+def test_epochs_are_permutations_and_depend_on_the_seed_alone():
+    orders = epoch_orders(10, 7, 4, [3, 5])
+    assert orders.shape == (7, 2, 4)
+    for epoch in range(3):  # two steps of four fit in an epoch of ten
+        taken = orders[2 * epoch : 2 * epoch + 2, 0].ravel()
+        assert len(set(taken.tolist())) == 8
+    assert (orders[:, 0] != orders[:, 1]).any()
+    np.testing.assert_array_equal(epoch_orders(10, 7, 4, [5])[:, 0], orders[:, 1])
+    np.testing.assert_array_equal(epoch_orders(10, 4, 4, [3])[:, 0], orders[:4, 0])
+
+
+def test_a_lane_is_a_plain_training_run(finished):
+    """What a vmapped lane with a scaled update gives is what a loop with that learning rate gives."""
+    lane = Lane(1e-1, 1)
+    data = DataFactory().get(CELL)
+    config = dataclasses.replace(CELL.optimizer_config(), learning_rate=lane.learning_rate)
+    optimizer = make_optimizer(config, CELL.steps)
+    model = DecoderLM(CELL.model_config(MIXER), rngs=nnx.Rngs(jax.random.key(lane.seed)))
+    graphdef, parameters = nnx.split(model)
+    moments = optimizer.init(parameters)
+    examples = [CELL.task.example(i) for i in range(CELL.train_examples)]
+    no_bytes = np.zeros(CELL.task.vocabulary_size, np.int32)
+
+    def loss(parameters, inputs, targets, weights):
+        logits = nnx.merge(graphdef, parameters)(inputs)
+        sums = loss_sums(logits, targets, weights, no_bytes)
+        return sums.nats / sums.tokens
+
+    step = jax.jit(jax.value_and_grad(loss))
+    losses = []
+    for order in epoch_orders(CELL.train_examples, CELL.steps, CELL.batch_size, [lane.seed])[:, 0]:
+        batch = [np.stack([examples[i][name] for i in order]) for name in ("inputs", "targets", "loss_weights")]
+        value, gradients = step(parameters, *batch)
+        changes, moments = optimizer.update(gradients, moments, parameters)
+        parameters = optax.apply_updates(parameters, changes)
+        losses.append(float(value))
+    per_chunk = np.reshape(losses, (CELL.chunks, -1)).mean(1)
+    recorded = read_runs(finished, MIXER, CELL)[lane]
+    np.testing.assert_allclose(recorded["train_loss"], per_chunk, rtol=2e-4)
+    assert np.ptp(per_chunk) > 1e-2  # something was learned at all
+
+    # Accuracy in the record is that of the whole test set.
+    for length in CELL.test_lengths:
+        task = CELL.task.at_length(length)
+        tests = [task.example(i, split="test") for i in range(CELL.test_examples)]
+        right = asked = 0
+        for example in tests:
+            predicted = np.argmax(nnx.merge(graphdef, parameters)(example["inputs"][None])[0], -1)
+            asked += (example["query_ids"] > 0).sum()
+            right += ((predicted == example["targets"]) & (example["query_ids"] > 0)).sum()
+        assert recorded["test"][str(length)]["token_accuracy"] == pytest.approx(right / asked)
+    assert data.train["where"].shape == (CELL.train_examples, 2)
+
+
+def test_finished_runs_are_skipped_and_missing_ones_are_added(finished, tmp_path):
+    folder = tmp_path / "toy" / "results" / "real"
+    folder.mkdir(parents=True)
+    path = result_path(folder, MIXER, CELL)
+    path.write_text(result_path(finished, MIXER, CELL).read_text())
+    assert missing_groups(STUDY, folder) == []
+    before = path.stat().st_mtime_ns
+    assert run(STUDY, folder)
+    assert path.stat().st_mtime_ns == before
+
+    content = json.loads(path.read_text())
+    kept = [run for run in content["runs"] if run["seed"] != 1]
+    path.write_text(json.dumps(content | {"runs": kept}))
+    (group,) = missing_groups(STUDY, folder)
+    assert group.lanes == (Lane(1e-3, 1), Lane(1e-1, 1))
+
+    longer = dataclasses.replace(CELL, steps=8)
+    (group,) = missing_groups(dataclasses.replace(STUDY, cells=(longer,)), folder)
+    assert len(group.lanes) == 4, "another budget is another run"
+
+
+def test_lanes_do_not_depend_on_each_other(finished):
+    data = DataFactory().get(CELL)
+    group = Group(MIXER, CELL, (Lane(1e-1, 1),))
+    steps = []
+    (alone,) = train_group(compile_group(group, data), DeviceData().put(CELL, data), steps.append)
+    together = read_runs(finished, MIXER, CELL)[Lane(1e-1, 1)]
+    np.testing.assert_allclose(alone["train_loss"], together["train_loss"], rtol=2e-4)
+    assert sum(steps) == CELL.steps
+
+
+def test_a_run_that_ends_early_says_so_and_leaves_no_half_files(tmp_path):
+    folder = tmp_path / "toy" / "results" / "real"
+    assert not run(STUDY, folder, seconds=-1.0)
+    assert not list(tmp_path.rglob("*.json*"))
+
+
+def test_another_studys_equal_runs_are_adopted(finished):
+    folder = finished.parents[2] / "other" / "results" / "real"
+    other = dataclasses.replace(
+        STUDY,
+        name="other",
+        mixers=(dataclasses.replace(MIXER, label="another name"),),
+        cells=(dataclasses.replace(CELL, name="another cell"),),
+    )
+    assert run(other, folder, seconds=-1.0), "nothing was left to train"
+    original = read_runs(finished, MIXER, CELL)
+    assert read_runs(folder, other.mixers[0], other.cells[0]) == original
+
+
+def test_many_lanes_are_split_evenly():
+    cell = dataclasses.replace(CELL, max_lanes=3)
+    groups = missing_groups(dataclasses.replace(STUDY, cells=(cell,)), result_path_folder())
+    assert [len(group.lanes) for group in groups] == [2, 2]
+    assert {lane for group in groups for lane in group.lanes} == set(STUDY.lanes(cell))
+
+
+def result_path_folder():
+    import pathlib
+
+    return pathlib.Path("does-not-exist")
+
+
+def _record(rate, seed, validation, test, loss=1.0):
+    def entry(accuracy):
+        return {"loss": loss, "token_accuracy": accuracy, "query_accuracy": accuracy}
+
+    return {
+        "learning_rate": rate,
+        "seed": seed,
+        "train_loss": [1.0],
+        "validation": entry(validation),
+        "test": {"8": entry(test), "12": entry(test / 2)},
+        "environment": ENVIRONMENT,
+    }
+
+
+def test_the_learning_rate_is_chosen_on_validation_only(tmp_path):
+    folder = tmp_path / "results" / "real"
+    runs = [
+        _record(1e-3, 0, validation=0.9, test=0.2),
+        _record(1e-3, 1, validation=0.7, test=0.4),
+        _record(1e-1, 0, validation=0.1, test=1.0),
+        _record(1e-1, 1, validation=1.0, test=1.0),
+    ]
+    write_runs(folder, STUDY, MIXER, CELL, runs[:3], num_parameters=1)
+    assert choose(STUDY, folder, MIXER, CELL) is None, "a seed is missing"
+    write_runs(folder, STUDY, MIXER, CELL, runs[3:], num_parameters=1)
+    outcome = choose(STUDY, folder, MIXER, CELL)
+    assert outcome.learning_rate == 1e-3
+    assert outcome.at_edge
+    assert outcome.mean("token_accuracy", 8) == pytest.approx(30.0)
+    assert outcome.spread("token_accuracy", 8) == pytest.approx(100 * np.std([0.2, 0.4], ddof=1))
+    assert "| linear | 30.0 ± 14.1 | 15.0 ± 7.1 |" in table(STUDY, folder)
+
+
+def test_a_diverged_run_counts_against_its_learning_rate(tmp_path):
+    runs = [
+        _record(1e-3, 0, validation=0.5, test=0.5, loss=3.0),
+        _record(1e-3, 1, validation=0.5, test=0.5, loss=3.0),
+        _record(1e-1, 0, validation=1.0, test=1.0, loss=0.1),
+        _record(1e-1, 1, validation=0.0, test=0.0, loss=None),
+    ]
+    write_runs(tmp_path, STUDY, MIXER, CELL, runs, num_parameters=1)
+    assert choose(STUDY, tmp_path, MIXER, CELL).learning_rate == 1e-3
+
+
+@pytest.mark.parametrize("kind", ["lengths", "cells", "bars"])
+def test_reports_are_rebuilt_from_results_alone(finished, tmp_path, kind):
+    study = dataclasses.replace(STUDY, figure=kind, paper=(("a paper", "recall", 12, 73.84),))
+    (tmp_path / "README.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    text = write_report(study, tmp_path, finished, readme=True)
+    page = (tmp_path / "README.md").read_text()
+    assert page == f"before\n{BEGIN}\n{text}{END}\nafter\n"
+    assert "*73.84*" in page
+    picture = (tmp_path / "figures" / "real.png").read_bytes()
+    write_report(study, tmp_path, finished, readme=True)
+    assert (tmp_path / "figures" / "real.png").read_bytes() == picture
+    assert (tmp_path / "README.md").read_text() == page
+
+
+def test_records_say_where_they_were_made(finished):
+    content = json.loads(result_path(finished, MIXER, CELL).read_text())
+    assert content["cell"]["task"]["kind"] == "MQAR"
+    assert content["mixer"] == {
+        "label": "linear",
+        "preset": ["linear_attention"],
+        "overrides": {"implementation": "scan"},
+    }
+    assert all(run["environment"] == ENVIRONMENT for run in content["runs"])
+
+
+def test_fingerprints_follow_what_matters():
+    same = dataclasses.replace(CELL, name="other", max_lanes=1)
+    assert fingerprint(MIXER, same) == fingerprint(MIXER, CELL)
+    changes = ({"steps": 8}, {"width": 16}, {"data_seed": 1}, {"task": CELL.task.at_length(12)}, {"weight_decay": 0.0})
+    prints = {fingerprint(MIXER, dataclasses.replace(CELL, **change)) for change in changes}
+    prints |= {fingerprint(MIXER, CELL), fingerprint(Mixer.of("linear", "linear_attention"), CELL)}
+    assert len(prints) == len(changes) + 2
+
+
+def test_errors_name_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"'recall': chunks \(2\) must divide steps \(5\)"):
+        dataclasses.replace(CELL, steps=5)
+    with pytest.raises(ValueError, match="batch_size is 11, more than 10 train_examples"):
+        dataclasses.replace(CELL, batch_size=11)
+    with pytest.raises(ValueError, match="mixers must have different names"):
+        dataclasses.replace(STUDY, mixers=(MIXER, MIXER))
+    with pytest.raises(ValueError, match="must not be empty"):
+        dataclasses.replace(STUDY, seeds=())
