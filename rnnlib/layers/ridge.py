@@ -48,6 +48,7 @@ class RidgeRegression(SolveConfig):
         iterations: of the solver.
         differentiation: `"implicit"`, `"unrolled"` or `"reversed"`, see `rnnlib.ops.ridge_solve.Solver`.
         product_dtype: what the solver's products are rounded to; None is float32.
+        epsilon: added to the divisors of conjugate gradients.
         alpha_connection: reads with `q + alpha (x - q)`, `alpha = sigmoid(W x + b)` per head (Gated KalmaNet, section
             4.3).
         squared_gain: weighs tokens by `beta^2`: Gated KalmaNet's code multiplies both key and value by beta.
@@ -64,6 +65,7 @@ class RidgeRegression(SolveConfig):
     iterations: int = 30
     differentiation: str = "implicit"
     product_dtype: str | None = None
+    epsilon: float = 0.0
     alpha_connection: bool = True
     squared_gain: bool = False
     sketch_size: int | None = None
@@ -82,18 +84,18 @@ class RidgeRegression(SolveConfig):
             raise ValueError(f"RidgeRegression: sketch_size is {self.sketch_size}, expected None or at least 1")
         if self.sketch not in ("trained", "random"):
             raise ValueError(f"RidgeRegression: sketch is {self.sketch!r}, expected 'trained' or 'random'")
-        self.method()
 
     def method(self) -> RidgeMethod:
         """The operator's solver."""
-        return RidgeMethod(self.solver, self.differentiation, self.product_dtype)
+        return RidgeMethod(self.solver, self.differentiation, self.product_dtype, self.epsilon)
 
     def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "RidgeSolver":
         """Builds the module.
 
         Raises:
-            ValueError: value heads share key heads, or the sketch is not smaller than a key.
+            ValueError: value heads share key heads, the sketch is larger than a key, or there is no such solver.
         """
+        self.method()
         if shape.group != 1:
             raise ValueError(
                 f"RidgeRegression: expected as many value heads as the {shape.key_heads} key heads, whose Gram "

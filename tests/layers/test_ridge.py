@@ -145,7 +145,7 @@ def build(**options):
             "lower_bound is 0.25, expected at least 0",
         ),
         (lambda: RidgeRegression(iterations=0), "iterations is 0, expected at least 1"),
-        (lambda: RidgeRegression(solver="jacobi"), "method is 'jacobi', expected one of"),
+        (lambda: build(**{"solve.solver": "jacobi"}), "method is 'jacobi', expected one of"),
         (lambda: RidgeRegression(sketch="fixed"), "sketch is 'fixed', expected 'trained' or 'random'"),
         (lambda: RidgeRegression(sketch_size=0), "sketch_size is 0, expected None or at least 1"),
         (lambda: build(**{"solve.sketch_size": 9}), "sketch_size is 9, expected at most the 8 channels"),

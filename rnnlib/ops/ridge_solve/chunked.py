@@ -1,7 +1,7 @@
 """The ridge solve in chunks: matrix products in XLA, on any device; only the `H_t` at chunk boundaries are formed."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def _prepare(options: SolveOptions, chunks: Chunks) -> _Prepared:
     return _Prepared(decay, starts, final, norm, effective_ridge(chunks.ridge, norm, options.adaptive))
 
 
-def _solve(options: SolveOptions, k: Array, p: _Prepared, b: Array) -> tuple[Array, ...]:
+def _solve(options: SolveOptions, k: Array, p: _Prepared, b: Array) -> Any:
     """The last carry of the iteration for right-hand sides `b` `[N, B, H, C, K]`; its first entry is the solution."""
     product = grams.gram_product(options.solver, k, p.decay, p.starts)
     b = solvable(b, p.norm, options.adaptive)
@@ -80,7 +80,7 @@ def _forward(options, precision, chunks):
     with jax.default_matmul_precision(precision):
         prepared = _prepare(options, chunks)
         carry = _solve(options, chunks.k, prepared, chunks.q)
-    kept = carry[:2] if options.solver.differentiation == "reversed" else carry[:1]
+    kept = (carry.x, carry.previous) if options.solver.differentiation == "reversed" else carry[:1]
     return (carry[0], prepared.final), (chunks, kept)
 
 

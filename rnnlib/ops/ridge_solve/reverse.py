@@ -1,7 +1,7 @@
 """Chebyshev's iterations run backwards: an exact gradient from two stored iterates (Gated KalmaNet, appendix C.1)."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,39 @@ def weight_schedule(contraction: Array, iterations: int) -> Array:
         return following, following
 
     return jnp.concatenate([start[None], jax.lax.scan(step, start, None, length=iterations)[1]])
+
+
+class UndoneStep(NamedTuple):
+    """An iteration undone, `xi_i = omega_i (xi_(i-1) - step r_(i-1)) - (omega_i - 1) xi_(i-2)`.
+
+    Attributes:
+        earlier: `xi_(i-2)`.
+        descended: `xi_(i-1) - step r_(i-1)`.
+        residual: `r_(i-1) = A xi_(i-1) - b`.
+    """
+
+    earlier: Array
+    descended: Array
+    residual: Array
+
+
+def undo_step(matrix_product: Product, b: Array, step: Array, weight: Array, x: Array, before: Array) -> UndoneStep:
+    """Recovers the iterate before two that follow each other (equation 59, with `c_i q` subtracted).
+
+    Args:
+        matrix_product: `x -> A x`.
+        b: right-hand sides `[..., K]`.
+        step: `2 / (L + mu)`, `[..., 1]`.
+        weight: `omega_i`, `[..., 1]`.
+        x: `xi_i`.
+        before: `xi_(i-1)`.
+    """
+    residual = matrix_product(before) - b
+    descended = before - step * residual
+    # The division is harmless but where H = 0: there the first iterate was the solution already.
+    momentum = weight - 1
+    earlier = jnp.where(momentum > 0, (weight * descended - x) / jnp.where(momentum > 0, momentum, 1), x)
+    return UndoneStep(earlier, descended, residual)
 
 
 def reverse_chebyshev(
@@ -67,15 +100,11 @@ def reverse_chebyshev(
         return jnp.sum(x * y, axis=-1, keepdims=True)
 
     def reverse(carry: Any, pair: tuple[Array, Array]) -> tuple[Any, None]:
-        """Undoes `xi_i = omega_i (xi_(i-1) - step r_(i-1)) - (omega_i - 1) xi_(i-2)`, `r = A xi - b`."""
+        """Undoes one iteration and passes its gradients on."""
         x, before, d_x, d_before, d_weight, totals = carry
         weight, previous_weight = pair
         d_b, d_gram, d_ridge, d_step, d_contraction = totals
-        residual = matrix_product(before) - b
-        descended = before - step * residual
-        # xi_(i-2), by a division that is harmless but where H = 0: there the first iterate was the solution already.
-        momentum = weight - 1
-        earlier = jnp.where(momentum > 0, (weight * descended - x) / jnp.where(momentum > 0, momentum, 1), x)
+        earlier, descended, residual = undo_step(matrix_product, b, step, weight, x, before)
         d_residual = -step * weight * d_x
         d_weight = d_weight + inner(d_x, descended - earlier)
         d_contraction = d_contraction + d_weight * weight**2 * previous_weight / 4
@@ -87,7 +116,7 @@ def reverse_chebyshev(
             d_step - weight * inner(d_x, residual),
             d_contraction,
         )
-        d_before, d_earlier = d_before + weight * d_x + matrix_product(d_residual), -momentum * d_x
+        d_before, d_earlier = d_before + weight * d_x + matrix_product(d_residual), -(weight - 1) * d_x
         return (before, earlier, d_before, d_earlier, d_weight * weight**2 * contraction / 4, totals), None
 
     zeros = jnp.zeros_like(b)
