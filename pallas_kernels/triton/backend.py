@@ -90,6 +90,8 @@ def call(
     inputs: Mapping[str, Operand | None],
     outputs: Mapping[str, Operand | None],
     launch: Launch,
+    *,
+    updates: Mapping[str, Operand] | None = None,
     **static: Any,
 ) -> dict[str, Array | None]:
     """Runs `kernel(namespace, **static)` over `grid`.
@@ -101,12 +103,15 @@ def call(
         inputs: operands; None is passed on as None.
         outputs: likewise; None is not written.
         launch: compilation parameters.
+        updates: outputs that exist already, by the names of `outputs`: what the kernel does not write stays.
         **static: passed to the kernel.
 
     Returns:
         The outputs by name, None where none was asked for.
     """
-    given = {key: operand for key, operand in inputs.items() if operand is not None}
+    updates = updates or {}
+    given = {f"before_{key}": operand for key, operand in updates.items()}
+    given |= {key: operand for key, operand in inputs.items() if operand is not None}
     wanted = {key: operand for key, operand in outputs.items() if operand is not None}
     absent = dict.fromkeys([*inputs, *outputs])
 
@@ -121,6 +126,7 @@ def call(
         in_specs=[operand.spec for operand in given.values()],
         out_specs=[operand.spec for operand in wanted.values()],
         out_shape=[jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype) for operand in wanted.values()],
+        input_output_aliases={n: list(wanted).index(key) for n, key in enumerate(updates)},
         interpret=interpreted(),
         compiler_params=None
         if interpreted()

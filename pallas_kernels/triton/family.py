@@ -11,7 +11,7 @@ from jax import Array
 from pallas_kernels.triton.backend import next_power_of_two
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.decode import decode
-from pallas_kernels.triton.gradients import Saved, argument_gradients
+from pallas_kernels.triton.gradients import Saved, argument_gradients, value_gradients
 from pallas_kernels.triton.prepare import prepare
 from pallas_kernels.triton.problem import Inputs, Problem, problem_of
 from pallas_kernels.triton.reverse import reverse_offsets, reverse_pass
@@ -68,7 +68,8 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse
     )
     saved = Saved(states, residual, d_states, d_values)
-    gradients = argument_gradients(problem, inputs, d_out, saved, schedule.gradients)
+    from_values = value_gradients(problem, inputs, d_out, saved, schedule.value_gradients)
+    gradients = argument_gradients(problem, inputs, d_out, saved, from_values, prepared.extreme, schedule.gradients)
     if inputs.initial_state is not None:
         gradients = gradients._replace(initial_state=d_initial_state.astype(inputs.initial_state.dtype))  # type: ignore[union-attr]
     return (gradients,)

@@ -1,4 +1,4 @@
-"""Last stage of the backward: gradients of the arguments, by chunk, value head and block of key channels.
+"""Last stage of the backward: gradients of the arguments; no chunk waits for another.
 
 Given the state before the chunk, the gradient of the state after it, the residuals R and `dW` (see `reverse`):
 
@@ -8,8 +8,12 @@ Given the state before the chunk, the gradient of the state after it, the residu
 `dT` is equation 66 of the Gated DeltaNet-2 paper, `-tril(A^T dA A^T, -1)` with `dA = dR W^T`, shortened by `R = A W`
 and `dW = A^T dR`; both gates are inside these products. Cumulative log decay: `dG = q dq + e de - k~ dk~` for each
 channel, and on the chunk's last row what the decay of the state and of the writes adds (equations 60 and 72).
+
+Two kernels: the first sums over value channels (dP, dT, and what concerns the values), the second takes a block of key
+channels. One kernel for both would hold so many registers that a processor could run but one program at a time.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -17,17 +21,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_tn, iota
+from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_tn
 from pallas_kernels.triton.decay import (
     CHUNK,
     MIN_LOG_DECAY,
     ChunkDecay,
+    chunk_decay,
     decay_from_start,
     decay_of_chunk,
     decay_to_end,
-    load_decay,
-    pair_gradients,
 )
+from pallas_kernels.triton.pairs import pair_gradients, weigh_pairs
 from pallas_kernels.triton.prepare import erase_key, load_wide, product
 from pallas_kernels.triton.problem import Inputs, Problem
 
@@ -48,80 +52,120 @@ class Saved(NamedTuple):
     d_values: Array
 
 
-class Products(NamedTuple):
-    """Products over the value channels of one chunk, float32: of pairs `[C, C]`, with states `[C, K]`, dS_C * S_0."""
+class ValueGradients(NamedTuple):
+    """What the first kernel finds.
+
+    Attributes:
+        d_scores: dP, weighted by a scalar decay, `[B, HV, N, C, C]`.
+        d_erased: dT, likewise; None for linear attention.
+        d_v: gradient of the values, `[B, T, HV, V]`.
+        d_write: gradient of the write gate in its shape, or None.
+    """
 
     d_scores: Array
-    d_erased: Any
+    d_erased: Array | None
+    d_v: Array
+    d_write: Array | None
+
+
+def _blocks(size: int, block: int) -> list:
+    return [pl.ds(start, block) for start in range(0, size, block)]
+
+
+def _chunk_decay(r) -> ChunkDecay:
+    return chunk_decay(load_wide(r.log_decay), None if r.starts is None else r.starts[...])
+
+
+def _values_kernel(r, *, problem: Problem, block: int):
+    d_scores = d_erased = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    for part in _blocks(problem.value_size, block):
+        residual = r.residuals[part, :]
+        d_scores += dot(r.d_out[:, part], residual)
+        if problem.online:
+            d_erased -= dot_tn(r.d_values[part, :], residual)
+    # Of a channel-wise decay only the restarts concern the pairs' mask.
+    decay = _chunk_decay(r)
+    r.d_scores[...] = weigh_pairs(problem.scale * d_scores, decay, strict=False).astype(r.d_scores.dtype)
+    if problem.online:
+        r.d_erased[...] = weigh_pairs(d_erased, decay, strict=True).astype(r.d_erased.dtype)
+
+    d_value = r.d_values[...].T.astype(jnp.float32)
+    write = load_wide(r.write)
+    r.d_v[...] = product(write, d_value).astype(r.d_v.dtype)
+    if r.d_write is not None:
+        d_write = d_value * r.v[...].astype(jnp.float32)
+        if write.ndim == 1:
+            d_write = jnp.sum(d_write, axis=1)
+        r.d_write[...] = d_write.astype(r.d_write.dtype)
+
+
+class _StateProducts(NamedTuple):
+    """Sums over the value channels of one chunk: `dO S_0^T`, `dW S_0^T`, `R dS_C^T` `[C, K]`, and dS_C * S_0 `[K]`."""
+
     read: Array
     erased: Any
     written: Array
     kept: Any
 
 
-def _value_products(r, problem: Problem, width: int, block: int, with_decay: bool) -> Products:
-    """Sums the products over blocks of value channels."""
-
-    def body(n, sums):
-        part = pl.ds(n * block, block)
-        d_out, residual, d_value = r.d_out[:, part], r.residuals[part, :], r.d_values[part, :]
+def _state_products(r, problem: Problem, block: int) -> _StateProducts:
+    result: Any = None
+    for part in _blocks(problem.value_size, block):
         state, d_state = r.states[part, :], r.d_states[part, :]
-        kept = sums.kept
-        if with_decay:
-            kept = kept + state.astype(jnp.float32) * d_state.astype(jnp.float32)
-        return Products(
-            d_scores=sums.d_scores + dot(d_out, residual),
-            d_erased=sums.d_erased + dot_tn(d_value, residual) if problem.online else None,
-            read=sums.read + dot(d_out, state),
-            erased=sums.erased + dot_tn(d_value, state) if problem.online else None,
-            written=sums.written + dot_tn(residual, d_state),
+        kept = None
+        if r.log_decay is not None:
+            kept = jnp.sum(state.astype(jnp.float32) * d_state.astype(jnp.float32), axis=0)
+        terms = _StateProducts(
+            read=dot(r.d_out[:, part], state),
+            erased=dot_tn(r.d_values[part, :], state) if problem.online else None,
+            written=dot_tn(r.residuals[part, :], d_state),
             kept=kept,
         )
-
-    pairs, channels = jnp.zeros((CHUNK, CHUNK), jnp.float32), jnp.zeros((CHUNK, width), jnp.float32)
-    sums = Products(
-        d_scores=pairs,
-        d_erased=pairs if problem.online else None,
-        read=channels,
-        erased=channels if problem.online else None,
-        written=channels,
-        kept=jnp.zeros((block, width), jnp.float32) if with_decay else None,
-    )
-    sums = lax.fori_loop(0, problem.value_size // block, body, sums)
-    return sums._replace(kept=jnp.sum(sums.kept, axis=0)) if with_decay else sums
+        result = terms if result is None else jax.tree.map(jnp.add, result, terms)
+    return result
 
 
-def _gradients_kernel(r, *, problem: Problem, width: int, block: int):
-    k = r.k[...]
+def _keys_kernel(r, *, problem: Problem, block: int, extreme: bool):
+    if extreme:
+        pl.when(r.extreme[...] != 0)(lambda: _store_key_side(r, problem, block, True))
+    else:
+        _store_key_side(r, problem, block, False)
+
+
+def _store_key_side(r, problem: Problem, block: int, extreme: bool):
+    """Gradients of queries, keys, erase gate and log decay."""
+    q, k, erase = r.q[...], r.k[...], load_wide(r.erase)
     key = k if r.write_key is None else r.write_key[...]
-    q = r.q[...]
-    erase = load_wide(r.erase)
-    decay = load_decay(r.log_decay, r.starts)
-    has_decay = decay.total is not None
-    sums = _value_products(r, problem, width, block, has_decay)
-
-    readers, d_pairs = [q], [problem.scale * sums.d_scores]
+    decay = _chunk_decay(r)
+    sums = _state_products(r, problem, block)
+    readers, scores = [q], [r.d_scores[...]]
     if problem.online:
-        i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
         readers.append(erase_key(k, erase))
-        d_pairs.append(jnp.where(i > j, -sums.d_erased, 0.0))
-    d_readers, d_key, d_total = pair_gradients(d_pairs, readers, key, decay)
+        scores.append(r.d_erased[...])
+    d_near, d_key_near, d_total = pair_gradients(scores, readers, key, decay, extreme)
 
     from_start = decay_from_start(decay)
-    d_reads = [product(from_start, problem.scale * sums.read)]
+    d_far = [product(from_start, problem.scale * sums.read)]
     if problem.online:
-        d_reads.append(product(from_start, -sums.erased))
-    d_written = product(decay_to_end(decay), sums.written)
-    d_rows = [near + far for near, far in zip(d_readers, d_reads)]
-    r.d_q[...] = d_rows[0].astype(r.d_q.dtype)
-    d_key = d_key + d_written
-    _store_key_gradients(r, k, erase, d_rows[1] if problem.online else None, d_key)
+        d_far.append(product(from_start, -sums.erased))
+    d_key_far = product(decay_to_end(decay), sums.written)
+    d_readers = [near + far for near, far in zip(d_near, d_far)]
+    d_key = d_key_near + d_key_far
+    r.d_q[...] = d_readers[0].astype(r.d_q.dtype)
+    _store_key_gradients(r, k, erase, d_readers[1] if problem.online else None, d_key)
 
-    if has_decay:
-        far = [x.astype(jnp.float32) * dx for x, dx in zip(readers, d_reads)]
-        d_end = key.astype(jnp.float32) * d_written
-        _store_decay_gradient(r, decay, d_total, sum(far[1:], far[0]), d_end, sums.kept)
-    _store_value_gradients(r, problem)
+    if decay.total is not None:
+        d_end = key.astype(jnp.float32) * d_key_far
+        if decay.is_scalar:
+            both = [x.astype(jnp.float32) * dx for x, dx in zip(readers, d_readers)]
+            d_total = jnp.sum(sum(both[1:], both[0]) - key.astype(jnp.float32) * d_key, axis=1)
+            d_end = jnp.sum(d_end, axis=1)
+        else:
+            far = [x.astype(jnp.float32) * dx for x, dx in zip(readers, d_far)]
+            d_total = d_total + sum(far[1:], far[0]) - d_end
+        starts = None if r.starts is None else r.starts[...]
+        d_log_decay = _log_decay_gradient(decay, load_wide(r.log_decay), starts, d_total, d_end, sums.kept)
+        r.d_log_decay[...] = d_log_decay.astype(r.d_log_decay.dtype)
 
 
 def _store_key_gradients(r, k: Array, erase: Any, d_erased: Any, d_key: Array):
@@ -142,43 +186,78 @@ def _store_key_gradients(r, k: Array, erase: Any, d_erased: Any, d_key: Array):
         r.d_erase[...] = d_erase.astype(r.d_erase.dtype)
 
 
-def _store_decay_gradient(r, decay: ChunkDecay, d_total: Any, far: Array, d_end: Array, kept: Array):
-    """Gradient of the log decay: `dG` added up from each token to the chunk's end; zero where it was clamped."""
+def _log_decay_gradient(
+    decay: ChunkDecay, log_decay: Array, starts: Array | None, d_total: Array, d_end: Array, kept: Array
+) -> Array:
+    """`dG` added up from each token to the chunk's end; zero where the decay was clamped or a segment starts.
+
+    Args:
+        decay: the chunk's decay.
+        log_decay: `[C]` or `[C, K]`.
+        starts: `[C]` or None.
+        d_total: `dG` but for the last row's special part, in the shape of `log_decay`.
+        d_end: what each token's write adds to the last row, likewise.
+        kept: `dS_C * S_0` summed over the values, `[K]`.
+    """
     factor: Any = decay_of_chunk(decay)
-    d_last = factor * kept  # [K]
-    d_total = d_total + _like(d_total, far - d_end)
-    d_last = d_last + jnp.sum(d_end, axis=0)
-    d_last = jnp.sum(d_last) if d_total.ndim == 1 else d_last[None, :]
-    d_log_decay = jnp.sum(d_total, axis=0, keepdims=True) - jnp.cumsum(d_total, axis=0) + d_total + d_last
-    log_decay = r.log_decay[...].astype(jnp.float32)
-    d_log_decay = jnp.where(log_decay > MIN_LOG_DECAY, d_log_decay, 0.0)
-    if r.starts is not None:
-        is_start = r.starts[...] > 0
-        d_log_decay = jnp.where(is_start if d_total.ndim == 1 else is_start[:, None], 0.0, d_log_decay)
-    r.d_log_decay[...] = d_log_decay.astype(r.d_log_decay.dtype)
+    d_last = factor * kept
+    d_last = jnp.sum(d_end, axis=0) + (jnp.sum(d_last) if d_total.ndim == 1 else d_last)
+    gradient = jnp.sum(d_total, axis=0)[None] - jnp.cumsum(d_total, axis=0) + d_total + d_last[None]
+    is_flat = log_decay <= MIN_LOG_DECAY
+    if starts is not None:
+        is_flat = is_flat | (starts > 0 if d_total.ndim == 1 else (starts > 0)[:, None])
+    return jnp.where(is_flat, 0.0, gradient)
 
 
-def _like(total: Array, x: Array) -> Array:
-    """`[C, K]` added up over channels if `total` is one number a token."""
-    return jnp.sum(x, axis=1) if total.ndim == 1 else x
+def value_gradients(problem: Problem, inputs: Inputs, d_out: Array, saved: Saved, launch: Launch) -> ValueGradients:
+    """DP and dT of each chunk, `[B, HV, N, C, C]`, and the gradients of the values and of the write gate."""
+    p, x = problem, inputs
+
+    def at(h, n, b):
+        return b, n, h, 0
+
+    def of_matrix(array, rows):
+        return p.of_head(array, (None, rows, CHUNK), lambda h, n, b: (b, h, n, 0, 0))
+
+    def token(array):
+        return p.of_token(array, CHUNK, at)
+
+    pairs = of_matrix(p.per_head(p.chunks, CHUNK, CHUNK), CHUNK)
+    results = call(
+        _values_kernel,
+        "delta_value_gradients",
+        p.chunk_grid,
+        {
+            "v": token(x.v) if x.write is not None else None,
+            "write": token(x.write),
+            "log_decay": token(x.log_decay) if x.log_decay is not None and x.log_decay.ndim == 3 else None,
+            "starts": p.of_position(x.starts, at),
+            "d_out": token(d_out),
+            "residuals": of_matrix(saved.residuals, p.value_size),
+            "d_values": of_matrix(saved.d_values, p.value_size),
+        },
+        {
+            "d_scores": pairs,
+            "d_erased": pairs if p.online else None,
+            "d_v": token(x.v),
+            "d_write": token(x.write),
+        },
+        launch,
+        problem=p,
+        block=min(launch.inner, p.value_size),
+    )
+    return ValueGradients(**results)  # type: ignore[arg-type]
 
 
-def _store_value_gradients(r, problem: Problem):
-    """Gradients of the values and of the write gate, by the programs of the first block of key channels."""
-
-    @pl.when(lax.rem(pl.program_id(2), pl.num_programs(2) // problem.batch) == 0)
-    def _():
-        d_value = r.d_values[...].T.astype(jnp.float32)
-        write = load_wide(r.write)
-        r.d_v[...] = product(write, d_value).astype(r.d_v.dtype)
-        if r.d_write is not None:
-            d_write = d_value * r.v[...].astype(jnp.float32)
-            if write.ndim == 1:
-                d_write = jnp.sum(d_write, axis=1)
-            r.d_write[...] = d_write.astype(r.d_write.dtype)
-
-
-def argument_gradients(problem: Problem, inputs: Inputs, d_out: Array, saved: Saved, launch: Launch) -> Inputs:
+def argument_gradients(
+    problem: Problem,
+    inputs: Inputs,
+    d_out: Array,
+    saved: Saved,
+    from_values: ValueGradients,
+    extreme: Array | None,
+    launch: Launch,
+) -> Inputs:
     """Gradients of all token-wise arguments.
 
     Args:
@@ -186,6 +265,8 @@ def argument_gradients(problem: Problem, inputs: Inputs, d_out: Array, saved: Sa
         inputs: arguments.
         d_out: `[B, T, HV, V]`.
         saved: results of the passes over chunks.
+        from_values: what `value_gradients` found.
+        extreme: the first stage's flags.
         launch: compilation; `block` is the width of a block of key channels.
 
     Returns:
@@ -217,46 +298,63 @@ def argument_gradients(problem: Problem, inputs: Inputs, d_out: Array, saved: Sa
         return Operand(struct, (None, None, CHUNK, None), lambda *g: (at_key(*g)[3], *at_key(*g)[:3]))
 
     def of_state(array):
-        return p.of_head(
-            array, (None, p.value_size, width), lambda h, n, z: (at_key(h, n, z)[0], h, n, 0, at_key(h, n, z)[3])
-        )
+        def place(*g):
+            b, n, h, c = at_key(*g)
+            return b, h, n, 0, c
 
-    def of_residual(array):
-        return p.of_head(array, (None, p.value_size, CHUNK), lambda h, n, z: (at_key(h, n, z)[0], h, n, 0, 0))
+        return p.of_head(array, (None, p.value_size, width), place)
 
+    def of_matrix(array, rows):
+        return p.of_head(array, (None, rows, CHUNK), lambda *g: (at_key(*g)[0], at_key(*g)[2], at_key(*g)[1], 0, 0))
+
+    outputs = {
+        "d_q": gradient(x.q),
+        "d_k": gradient(x.k),
+        "d_write_key": gradient(x.write_key),
+        "d_erase": gradient(x.erase),
+        "d_log_decay": gradient(x.log_decay),
+    }
+    operands = {
+        "q": token(x.q),
+        "k": token(x.k),
+        "write_key": token(x.write_key),
+        "erase": token(x.erase),
+        "log_decay": token(x.log_decay),
+        "starts": p.of_position(x.starts, at_key),
+        "d_out": token(d_out, at_value, p.value_size),
+        "states": of_state(saved.states),
+        "d_states": of_state(saved.d_states),
+        "residuals": of_matrix(saved.residuals, p.value_size),
+        "d_values": of_matrix(saved.d_values, p.value_size),
+        "d_scores": of_matrix(from_values.d_scores, CHUNK),
+        "d_erased": of_matrix(from_values.d_erased, CHUNK),
+        "extreme": None,
+    }
+    grid = (p.value_heads, p.chunks, p.batch * key_blocks)
+    block = min(launch.inner, p.value_size)
     results = call(
-        _gradients_kernel,
-        "delta_gradients",
-        (p.value_heads, p.chunks, p.batch * key_blocks),
-        {
-            "q": token(x.q),
-            "k": token(x.k),
-            "write_key": token(x.write_key),
-            "erase": token(x.erase),
-            "log_decay": token(x.log_decay),
-            "starts": p.of_position(x.starts, at_key),
-            "v": token(x.v, at_value, p.value_size) if x.write is not None else None,
-            "write": token(x.write, at_value, p.value_size),
-            "d_out": token(d_out, at_value, p.value_size),
-            "states": of_state(saved.states),
-            "residuals": of_residual(saved.residuals),
-            "d_states": of_state(saved.d_states),
-            "d_values": of_residual(saved.d_values),
-        },
-        {
-            "d_q": gradient(x.q),
-            "d_k": gradient(x.k),
-            "d_v": token(x.v, at_value, p.value_size),
-            "d_write_key": gradient(x.write_key),
-            "d_erase": gradient(x.erase),
-            "d_write": token(x.write, at_value, p.value_size),
-            "d_log_decay": gradient(x.log_decay),
-        },
-        launch,
-        problem=p,
-        width=width,
-        block=min(launch.inner, p.value_size),
+        _keys_kernel, "delta_gradients", grid, operands, outputs, launch, problem=p, block=block, extreme=False
     )
+    if extreme is not None:
+        operands["extreme"] = p.of_head(extreme, (None,), lambda *g: (at_key(*g)[0], at_key(*g)[2], at_key(*g)[1]))
+        updates = {
+            name: dataclasses.replace(operand, array=results[name])
+            for name, operand in outputs.items()
+            if operand is not None
+        }
+        results = call(
+            _keys_kernel,
+            "delta_gradients_extreme",
+            grid,
+            operands,
+            outputs,
+            launch,
+            updates=updates,
+            problem=p,
+            block=block,
+            extreme=True,
+        )
+    results |= {"d_v": from_values.d_v, "d_write": from_values.d_write}
 
     def summed(name: str, like: Array | None) -> Array | None:
         """Adds up the parts of key blocks and of the value heads that share a key head."""

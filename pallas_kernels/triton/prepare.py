@@ -6,22 +6,24 @@ and the factors with which queries, erase keys and write keys meet the state at 
 number a token is stored as that number; only one that differs by channel is multiplied into its matrix and stored.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import pallas as pl
 
 from pallas_kernels.triton.backend import Launch, call, iota
 from pallas_kernels.triton.decay import (
     CHUNK,
     ChunkDecay,
+    chunk_decay,
     decay_from_start,
     decay_of_chunk,
     decay_to_end,
-    load_decay,
-    pair_products,
 )
 from pallas_kernels.triton.inverse import unit_lower_inverse
+from pallas_kernels.triton.pairs import is_extreme, pair_products
 from pallas_kernels.triton.problem import Inputs, Problem
 
 
@@ -38,6 +40,7 @@ class Prepared(NamedTuple):
         erased_rows: `erase * exp(G)` likewise.
         written_rows: `exp(G_C - G)` likewise.
         kept: `exp(G_C)`, `[B, HV, N]` or `[B, HV, N, K]` float32; None without decay.
+        extreme: 1 where a channel-wise decay is too strong for one product of pairs, `[B, HV, N]` int32, else None.
     """
 
     inverse: Array | None
@@ -49,6 +52,7 @@ class Prepared(NamedTuple):
     erased_rows: Array | None
     written_rows: Array | None
     kept: Array | None
+    extreme: Array | None = None
 
 
 def product(*factors: Array | None) -> Any:
@@ -81,9 +85,11 @@ def erase_key(k: Array, erase: Array | None) -> Array:
 def _prepare_kernel(r, *, scale: float, with_pairs: bool, block: int):
     k = r.k[...]
     erase = load_wide(r.erase)
-    decay = load_decay(r.log_decay, r.starts)
+    decay = chunk_decay(load_wide(r.log_decay), None if r.starts is None else r.starts[...])
     if with_pairs:
-        _store_pairs(r, k, erase, decay, scale, block)
+        _store_pairs(r, k, erase, decay, scale, block, extreme=False)
+    if r.extreme is not None:
+        r.extreme[...] = is_extreme(decay.total).astype(jnp.int32)  # type: ignore[arg-type]
 
     from_start: Any = decay_from_start(decay)
     if r.read is not None:
@@ -104,16 +110,23 @@ def _prepare_kernel(r, *, scale: float, with_pairs: bool, block: int):
         r.kept[...] = decay_of_chunk(decay)
 
 
-def _store_pairs(r, k: Array, erase: Array | None, decay: ChunkDecay, scale: float, block: int):
+def _extreme_kernel(r, *, scale: float, block: int):
+    @pl.when(r.extreme[...] != 0)
+    def _():
+        decay = chunk_decay(load_wide(r.log_decay), None if r.starts is None else r.starts[...])
+        _store_pairs(r, r.k[...], load_wide(r.erase), decay, scale, block, extreme=True)
+
+
+def _store_pairs(r, k: Array, erase: Array | None, decay: ChunkDecay, scale: float, block: int, extreme: bool):
     q = r.q[...]
     key = k if r.write_key is None else r.write_key[...]
     if r.inverse is None:
-        (scores,) = pair_products([q], key, decay)
+        (scores,) = pair_products([q], key, decay, extreme)
     elif erase is not None and erase.ndim == 1:  # a number a token: multiplied after the product
-        scores, erased = pair_products([q, k], key, decay)
+        scores, erased = pair_products([q, k], key, decay, extreme)
         erased = erase[:, None] * erased
     else:
-        scores, erased = pair_products([q, erase_key(k, erase)], key, decay)
+        scores, erased = pair_products([q, erase_key(k, erase)], key, decay, extreme)
     r.scores[...] = (scale * scores).astype(r.scores.dtype)
     if r.inverse is not None:
         i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
@@ -145,6 +158,9 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
     def of_rows(wanted):
         return p.of_head(rows if wanted else None, (CHUNK,), lambda h, n, b: (b, h, n))
 
+    def of_flag(array):
+        return p.of_head(array, (None,), lambda h, n, b: (b, h, n))
+
     if decay_ndim == 4:
         kept_operand = p.of_head(kept, (None, p.key_size), lambda h, n, b: (b, h, n, 0))
     else:
@@ -159,6 +175,7 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
         "erased_rows": of_rows(p.online and not is_erased_wide and max(decay_ndim, erase_ndim) == 3),
         "written_rows": of_rows(decay_ndim == 3),
         "kept": kept_operand,
+        "extreme": of_flag(p.per_head(p.chunks, dtype=jnp.int32) if with_pairs and decay_ndim == 4 else None),
     }
     if not any(outputs.values()):
         return Prepared(**dict.fromkeys(outputs))
@@ -176,4 +193,20 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
         with_pairs=with_pairs,
         block=launch.inner,
     )
-    return Prepared(**results)
+    if results["extreme"] is None:
+        return Prepared(**results)
+    pairs = {
+        name: operand for name, operand in outputs.items() if name in ("inverse", "scores") and operand is not None
+    }
+    exact = call(
+        _extreme_kernel,
+        "delta_prepare_extreme",
+        p.chunk_grid,
+        {**operands, "extreme": of_flag(results["extreme"])},
+        {"inverse": None, "scores": None, **pairs},
+        launch,
+        updates={name: dataclasses.replace(operand, array=results[name]) for name, operand in pairs.items()},
+        scale=p.scale,
+        block=launch.inner,
+    )
+    return Prepared(**{**results, **exact})

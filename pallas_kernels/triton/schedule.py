@@ -20,7 +20,8 @@ class Schedule:
         states: recomputed states, in the backward.
         offsets: affine maps of the state's gradient.
         reverse: the state's gradient.
-        gradients: gradients of the arguments; `block` is a block of key channels, `inner` one of value channels.
+        value_gradients: gradients of the pairs, values and write gate; `inner` is a block of value channels.
+        gradients: gradients of the rest; `block` is a block of key channels, `inner` one of value channels.
         decode: the step of a single token.
     """
 
@@ -32,8 +33,33 @@ class Schedule:
     states: Launch = Launch(num_warps=4, num_stages=2)
     offsets: Launch = Launch(num_warps=4, num_stages=2)
     reverse: Launch = Launch(num_warps=4, num_stages=2)
-    gradients: Launch = Launch(num_warps=8, num_stages=2, block=64, inner=64)
+    value_gradients: Launch = Launch(num_warps=4, num_stages=1, inner=128)
+    gradients: Launch = Launch(num_warps=4, num_stages=1, block=64, inner=128)
     decode: Launch = Launch(num_warps=4, num_stages=1)
+
+
+def default_schedule(key_size: int, dtype: str, segments: int = 1) -> Schedule:
+    """A schedule that fits in the shared memory of a card since Ampere with 160 KiB a processor or more.
+
+    Args:
+        key_size: K, a power of two.
+        dtype: name of the matrices' dtype.
+        segments: number of segments.
+    """
+    if key_size * (4 if dtype == "float32" else 2) <= 256:
+        return Schedule(segments=segments)
+    loop = Launch(num_warps=4, num_stages=1)
+    return Schedule(
+        segments=segments,
+        maps=loop,
+        fold=Launch(num_warps=4, num_stages=1, block=32),
+        output=loop,
+        states=loop,
+        offsets=loop,
+        reverse=loop,
+        value_gradients=Launch(num_warps=4, num_stages=1, inner=32),
+        gradients=Launch(num_warps=4, num_stages=1, block=32, inner=32),
+    )
 
 
 def choose_segments(programs: int, length: int, processors: int) -> int:

@@ -1,14 +1,15 @@
 """Schedules measured and checked on a card, and what to do on one that has none."""
 
+import dataclasses
 import functools
 import json
 import logging
 from importlib import resources
 from typing import Any
 
-from pallas_kernels.triton.backend import Launch, device_kind, interpreted
+from pallas_kernels.triton.backend import Launch, device_kind, interpreted, next_power_of_two
 from pallas_kernels.triton.problem import Inputs
-from pallas_kernels.triton.schedule import Schedule, choose_segments, with_segments
+from pallas_kernels.triton.schedule import Schedule, choose_segments, default_schedule, with_segments
 
 _DEFAULT_PROCESSORS = 132
 
@@ -47,9 +48,10 @@ def choose_schedule(inputs: Inputs, online: bool) -> Schedule:
     table = load_table(device_kind()) or {}
     entry = table.get("variants", {}).get(variant_name(inputs, online), {})
     launches: dict[str, Any] = {stage: Launch(**parameters) for stage, parameters in entry.items()}
-    schedule = Schedule(**launches)
+    default = default_schedule(next_power_of_two(inputs.q.shape[3]), inputs.v.dtype.name)
+    schedule = dataclasses.replace(default, **launches)
     programs = batch * value_heads * max(1, value_size // 64)
     segments = choose_segments(programs, length, table.get("processors", _DEFAULT_PROCESSORS))
-    if inputs.q.shape[3] > 128:  # a segment's transition of 256 by 256 does not fit in shared memory
-        segments = 1
+    if next_power_of_two(inputs.q.shape[3]) * inputs.v.dtype.itemsize > 256:
+        segments = 1  # a segment's transition does not fit in shared memory
     return with_segments(schedule, segments)

@@ -16,15 +16,15 @@ from pallas_kernels.triton.schedule import choose_segments
 H200 = AbstractMesh(
     (1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 )
-# Forward: prepare and output, with segments also maps and fold. Backward: states, reverse, gradients; with segments
-# also offsets and fold; with factors by channel, these once more.
+# Forward: prepare and output, with segments also maps and fold. Backward: states, reverse, two of gradients; with
+# segments also offsets and fold. Channel-wise decay: two kernels for extreme chunks, and the factors once more.
 KERNELS = {
-    ("none", 1): 5,
-    ("none", 2): 9,
-    ("scalar", 1): 5,
-    ("scalar", 2): 9,
-    ("channel", 1): 6,
-    ("channel", 2): 10,
+    ("none", 1): 6,
+    ("none", 2): 10,
+    ("scalar", 1): 6,
+    ("scalar", 2): 10,
+    ("channel", 1): 9,
+    ("channel", 2): 13,
 }
 
 

@@ -1,0 +1,170 @@
+"""Products of the token pairs of one chunk under its decay, and their transposes, as values inside a kernel.
+
+With `G_r` the inclusive cumulative log decay, a pair of tokens `r >= s` is weighted by `exp(G_r - G_s)`. `exp(-G_s)` is
+never formed. A scalar decay takes the exponential of the masked difference. A channel-wise decay multiplies each side
+of the product relative to a reference row, so that no exponent can overflow: where the decay is mild, the chunk's
+middle row; where it is extreme, the first row of the later half of each block, for the pairs that part at each level of
+halving the chunk. The extreme form is exact for any decay at six times the work, so it is left to kernels of its own,
+which rewrite the chunks that the first stage flagged.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.triton.backend import dot, dot_nt, dot_tn, iota
+from pallas_kernels.triton.decay import CHUNK, ChunkDecay, causal_mask, pick_row
+
+# Largest exponent on either side of a product taken relative to the chunk's middle row.
+_MAX_EXPONENT = 70.0
+_LEVELS = CHUNK.bit_length() - 1
+
+
+def is_extreme(total: Array) -> Array:
+    """Whether an exponent relative to the chunk's middle row is too large for one product; `total` is `[C, K]`."""
+    first, middle, last = (pick_row(total, n) for n in (0, CHUNK // 2, CHUNK - 1))
+    return jnp.max(jnp.maximum(first - middle, middle - last)) > _MAX_EXPONENT
+
+
+def weigh_pairs(pairs: Array, decay: ChunkDecay, strict: bool) -> Array:
+    """Pairs `[C, C]` that are causal and of one run, times a scalar decay's `exp(G_r - G_s)`; zero elsewhere.
+
+    A channel-wise decay has no such factor: it is inside the products.
+    """
+    mask = causal_mask(decay, strict)
+    if not decay.is_scalar:
+        return jnp.where(mask, pairs, 0.0)
+    difference = decay.total[:, None] - decay.total[None, :]  # type: ignore[index]
+    if decay.fine is not None:
+        difference = difference + (decay.fine[:, None] - decay.fine[None, :])
+    return pairs * jnp.exp(jnp.where(mask, difference, -jnp.inf))
+
+
+def _around_middle(total: Array) -> tuple[Array, Array]:
+    """Factors `[C, K]` on the rows' side and on the columns' side relative to the middle row."""
+    offset = total - pick_row(total, CHUNK // 2)[None]
+    return jnp.exp(offset), jnp.exp(-offset)
+
+
+def _around_half(total: Array, level: Array) -> tuple[Array, Array, Array]:
+    """Factors relative to the first row of the later half of each block of `2 * half` rows, `half = C / 2, C / 4 .. 1`.
+
+    Each pair `r > s` parts at exactly one level, `r` in the later half of a block and `s` in the earlier. Every row is
+    on one side only: later rows read, earlier rows are read. No exponent is positive, but for the rounding of the
+    reference, which is the same on both sides.
+
+    Returns:
+        Factors `[C, K]` of later rows and of earlier rows, zero elsewhere, and the mask `[C, C]` of pairs in one block.
+    """
+    half = lax.shift_right_logical(jnp.int32(CHUNK // 2), level)
+    i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+    is_reference = j == lax.div(i, 2 * half) * (2 * half) + half
+    reference = dot(jnp.where(is_reference, 1.0, 0.0), total, precise=True)
+    is_later = lax.rem(lax.div(iota(total.shape, 0), half), 2) == 1
+    factor = jnp.exp(jnp.where(is_later, total - reference, reference - total))
+    in_block = lax.div(i, 2 * half) == lax.div(j, 2 * half)
+    return jnp.where(is_later, factor, 0.0), jnp.where(is_later, 0.0, factor), in_block
+
+
+def pair_products(readers: Sequence[Array], key: Array, decay: ChunkDecay, extreme: bool = False) -> tuple[Array, ...]:
+    """`sum_c x_rc exp(G_rc - G_sc) k_sc` for pairs `r >= s` of one run, zero elsewhere.
+
+    Args:
+        readers: matrices `[C, K]` whose rows read.
+        key: `[C, K]`, whose rows are read.
+        decay: the chunk's decay.
+        extreme: whether a channel-wise decay may be too strong for one product.
+
+    Returns:
+        One `[C, C]` float32 for each reader.
+    """
+    dtype = key.dtype
+    if decay.total is None or decay.is_scalar:
+        return tuple(weigh_pairs(dot_nt(x, key), decay, strict=False) for x in readers)
+    total = decay.total
+    wide_readers = [x.astype(jnp.float32) for x in readers]
+    wide_key = key.astype(jnp.float32)
+    if not extreme:
+        reads, written = _around_middle(total)
+        keys = (wide_key * written).astype(dtype)
+        products = tuple(dot_nt((x * reads).astype(dtype), keys) for x in wide_readers)
+    else:
+        i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+        diagonals = tuple(jnp.where(i == j, jnp.sum(x * wide_key, axis=1)[:, None], 0.0) for x in wide_readers)
+
+        def add_level(level, products):
+            later, earlier, in_block = _around_half(total, level)
+            keys = (wide_key * earlier).astype(dtype)
+            parts = (dot_nt((x * later).astype(dtype), keys) for x in wide_readers)
+            return tuple(p + jnp.where(in_block, part, 0.0) for p, part in zip(products, parts))
+
+        products = lax.fori_loop(0, _LEVELS, add_level, diagonals)
+    return tuple(weigh_pairs(p, decay, strict=False) for p in products)
+
+
+def pair_gradients(
+    scores: Sequence[Array], readers: Sequence[Array], key: Array, decay: ChunkDecay, extreme: bool = False
+) -> tuple[tuple[Array, ...], Array, Array | None]:
+    """Transposes `pair_products`.
+
+    The decay's gradient is `sum_c x dx - k dk`, in which a pair whose tokens both come later must cancel: both terms
+    are taken from the same rounded operands.
+
+    Args:
+        scores: cotangents `[C, C]` after `weigh_pairs`, in the dtype of `key`, one for each reader.
+        readers: matrices `[C, K]`.
+        key: `[C, K]`.
+        decay: the chunk's decay.
+        extreme: whether a channel-wise decay may be too strong for one product.
+
+    Returns:
+        Float32 gradients: `[C, K]` for each reader, `[C, K]` for the key, and, if the decay is channel-wise, of the
+        cumulative log decay, `[C, K]`. A scalar one follows from the others: no operand was scaled.
+    """
+    dtype = key.dtype
+    if decay.total is None or decay.is_scalar:
+        d_key = _sum([dot_tn(d, x) for d, x in zip(scores, readers)])
+        return tuple(dot(d, key) for d in scores), d_key, None
+    total = decay.total
+    wide_readers = [x.astype(jnp.float32) for x in readers]
+    wide_key = key.astype(jnp.float32)
+    if not extreme:
+        reads, written = _around_middle(total)
+        *d_readers, d_key, d_total = _scaled_gradients(scores, wide_readers, wide_key, reads, written, dtype)
+        return tuple(d_readers), d_key, d_total
+
+    i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+    diagonals = [jnp.sum(jnp.where(i == j, d.astype(jnp.float32), 0.0), axis=1)[:, None] for d in scores]
+    result = [*(d * wide_key for d in diagonals), _sum([d * x for d, x in zip(diagonals, wide_readers)])]
+    result.append(jnp.zeros_like(wide_key))
+
+    def add_level(level, result):
+        later, earlier, in_block = _around_half(total, level)
+        parted = [jnp.where(in_block, d.astype(jnp.float32), 0.0).astype(dtype) for d in scores]
+        parts = _scaled_gradients(parted, wide_readers, wide_key, later, earlier, dtype)
+        return tuple(x + part for x, part in zip(result, parts))
+
+    *d_readers, d_key, d_total = lax.fori_loop(0, _LEVELS, add_level, tuple(result))
+    return tuple(d_readers), d_key, d_total
+
+
+def _scaled_gradients(scores, readers, key, reads, written, dtype) -> tuple[Array, ...]:
+    """Gradients of readers, key and log decay for products `(x * reads) (k * written)^T` with cotangents `scores`."""
+    keys = (key * written).astype(dtype)
+    d_readers, d_key, d_total = [], jnp.zeros_like(key), jnp.zeros_like(key)
+    for score, x in zip(scores, readers):
+        rows = (x * reads).astype(dtype)
+        d_rows = dot(score, keys)
+        d_key += dot_tn(score, rows)
+        d_total += rows.astype(jnp.float32) * d_rows
+        d_readers.append(reads * d_rows)
+    return *d_readers, written * d_key, d_total - keys.astype(jnp.float32) * d_key
+
+
+def _sum(terms: list[Array]) -> Array:
+    """Sum of a list that is not empty."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
