@@ -27,6 +27,7 @@ from experiments.kernel_benchmarks.inputs import (
     Shape,
     draw,
     draw_all,
+    draw_tile,
     relative_errors,
     segment_ids,
     take_rows,
@@ -101,7 +102,7 @@ def timing_inputs(names: tuple[str, ...], shape: Shape, dtype: str) -> Results:
     drawn = tile_shape(shape)
     arrays = {}
     for name in names:
-        part = jnp.asarray(draw(name, drawn)).astype(array_dtype(name, dtype))
+        part = jnp.asarray(draw_tile(name, drawn)).astype(array_dtype(name, dtype))
         whole = array_shape(name, shape)
         arrays[name] = jnp.tile(part, [-(-a // b) for a, b in zip(whole, part.shape)])[tuple(map(slice, whole))]
     return arrays

@@ -22,9 +22,9 @@ from experiments.kernel_benchmarks.inputs import (
     FLOAT32_ARRAYS,
     Drawn,
     Shape,
-    draw,
     draw_all,
     draw_segments,
+    draw_tile,
     relative_errors,
     take_rows,
     tile_shape,
@@ -47,7 +47,7 @@ def timing_inputs(operator: str, shape: Shape, dtype: str) -> Tensors:
     """Arguments for timing: some tokens are drawn and the rest repeats them."""
     drawn, tensors = tile_shape(shape), {}
     for name in (*OPERATORS[operator].arrays, "d_out"):
-        part = to_device(name, draw(name, drawn), dtype)
+        part = to_device(name, draw_tile(name, drawn), dtype)
         repeats = [-(-a // b) for a, b in zip(shape[:2], part.shape)]
         tensors[name] = part.repeat(*repeats, *[1] * (part.ndim - 2))[: shape[0], : shape[1]].contiguous()
     return tensors
