@@ -1,5 +1,4 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -27,8 +26,6 @@ def test_weights_come_back_bit_for_bit_with_their_configuration(tmp_path):
     before, after = nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(loaded))
     jax.tree.map(np.testing.assert_array_equal, before, after)
     assert jax.tree.map(lambda leaf: leaf.dtype.name, before) == jax.tree.map(lambda leaf: leaf.dtype.name, after)
-    tokens = jnp.arange(10)[None]
-    np.testing.assert_array_equal(model(tokens), loaded(tokens))
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
