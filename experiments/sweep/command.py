@@ -97,7 +97,7 @@ def run(names: Sequence[str], options: SweepOptions, console: Console, *, module
         )
     whole = not (options.mixers or options.cells or options.seeds or options.steps)
     for study, folder, results in studies:
-        text = write_report(study, folder, results, readme=options.setting == "real" and whole)
+        text = write_report(study, folder, results, readme=whole and options.output is None)
         console.print(f"\n{study.title}\n", highlight=False, markup=False)
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     return finished

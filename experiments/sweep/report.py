@@ -9,7 +9,12 @@ from typing import Any
 from experiments.sweep.results import read_runs, write_text
 from experiments.sweep.study import Cell, Mixer, Study
 
-BEGIN, END = "<!-- results: written by the report, do not edit -->", "<!-- end of results -->"
+SOLVED = 0.9
+
+
+def marks(setting: str) -> tuple[str, str]:
+    """What stands before and after the table of a setting in a README."""
+    return f"<!-- {setting} setting: written by the report, do not edit -->", f"<!-- end of the {setting} setting -->"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +25,13 @@ class Outcome:
         learning_rate: the best by the mean of validation over seeds.
         at_edge: whether it is the smallest or the largest that was tried.
         runs: the seeds' runs at it.
+        solved: how many of all runs, at every rate, are right in 90 % of validation.
     """
 
     learning_rate: float
     at_edge: bool
     runs: tuple[dict[str, Any], ...]
+    solved: str
 
     def values(self, metric: str, length: int) -> list[float]:
         """Test accuracy of each seed, percent."""
@@ -55,7 +62,8 @@ def choose(study: Study, folder: pathlib.Path, mixer: Mixer, cell: Cell) -> Outc
     best = max(rates, key=quality)
     runs = tuple(done[lane] for lane in study.lanes(cell) if lane.learning_rate == best)
     edge = len(rates) > 1 and best in (min(rates), max(rates))
-    return Outcome(best, edge, runs)
+    every = [done[lane]["validation"][study.metric] for lane in study.lanes(cell)]
+    return Outcome(best, edge, runs, f"{sum(accuracy >= SOLVED for accuracy in every)}/{len(every)}")
 
 
 def outcomes(study: Study, folder: pathlib.Path) -> dict[tuple[str, str], Outcome]:
@@ -70,21 +78,24 @@ def table(study: Study, folder: pathlib.Path) -> str:
     cells = [cell for cell in study.cells if any(name == cell.name for _, name in found)]
     if not cells:
         return "No results yet.\n"
-    columns = [(cell, length) for cell in cells for length in cell.test_lengths]
-    head = ["mixer"] + [
-        cell.name if len(cell.test_lengths) == 1 else f"{cell.name}, T={length}" for cell, length in columns
-    ]
+    head = ["mixer"]
+    for cell in cells:
+        several = len(cell.test_lengths) > 1
+        head += [f"{cell.name}, T={length}" if several else cell.name for length in cell.test_lengths] + ["solved"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for mixer in study.mixers:
         row = [mixer.label]
-        for cell, length in columns:
+        for cell in cells:
             outcome = found.get((mixer.label, cell.name))
-            row.append("" if outcome is None else _number(outcome, study, length))
+            if outcome is None:
+                row += [""] * (len(cell.test_lengths) + 1)
+            else:
+                row += [_number(outcome, study, length) for length in cell.test_lengths] + [outcome.solved]
         if any(row[1:]):
             lines.append("| " + " | ".join(row) + " |")
     for name in dict.fromkeys(row[0] for row in study.paper):
         given = {(cell, length): value for row, cell, length, value in study.paper if row == name}
-        values = [given.get((cell.name, length)) for cell, length in columns]
+        values = [given.get((c.name, length)) for c in cells for length in (*c.test_lengths, None)]
         if any(value is not None for value in values):
             lines.append(f"| *{name}* | " + " | ".join("" if v is None else f"*{v:g}*" for v in values) + " |")
     return "\n".join(lines) + "\n\n" + _foundation(study, cells, found)
@@ -103,8 +114,8 @@ def _foundation(study: Study, cells: list[Cell], found: dict[tuple[str, str], Ou
     commits = ", ".join(sorted({e["commit"][:7] for e in environments}))
     lines = [
         f"Test accuracy of {kind}, percent: mean ± standard deviation over {len(study.seeds)} seeds, at the learning "
-        f"rate with the best mean validation accuracy. Rows in italics are the papers' numbers. Device: {devices}; "
-        f"{versions}; commit {commits}; "
+        f"rate with the best mean validation accuracy. Solved: runs of all rates and seeds with at least {SOLVED:.0%} in "
+        f"validation. Rows in italics are the papers' numbers. Device: {devices}; {versions}; commit {commits}; "
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
         "",
         "| cell | width, layers, heads | steps x batch | training set | rates tried | chosen (* at the grid's edge) |",
@@ -241,7 +252,8 @@ def write_report(study: Study, folder: pathlib.Path, results: pathlib.Path, *, r
     page = folder / "README.md"
     if readme and page.exists():
         content = page.read_text()
-        if BEGIN in content and END in content:
-            before, rest = content.split(BEGIN, 1)
-            write_text(page, f"{before}{BEGIN}\n{text}{END}{rest.split(END, 1)[1]}")
+        begin, end = marks(results.name)
+        if begin in content and end in content:
+            before, rest = content.split(begin, 1)
+            write_text(page, f"{before}{begin}\n{text}{end}{rest.split(end, 1)[1]}")
     return text

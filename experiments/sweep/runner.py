@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import pathlib
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ def run_studies(
         seconds: begins no group after this time; the rest is left for another call.
 
     Returns:
-        Whether all runs are there.
+        Whether all runs are there. A group that fails is shown with its error, and the others go on.
     """
     begin = time.monotonic()
     adopt_results(studies)
@@ -116,12 +117,18 @@ def run_studies(
                         ahead[later] = compilers.submit(prepare, work[later][2])
                 progress.update(bar, description=f"{study.name} {group.cell.name} {group.mixer.label}")
                 waited = time.monotonic()
-                compiled, data = ahead.pop(number).result()
-                waited = time.monotonic() - waited
-                start = time.monotonic()
-                runs = train_group(
-                    compiled, on_device.put(group.cell, data), lambda steps: progress.advance(bar, steps)
-                )
+                try:
+                    compiled, data = ahead.pop(number).result()
+                    waited = time.monotonic() - waited
+                    start = time.monotonic()
+                    runs = train_group(
+                        compiled, on_device.put(group.cell, data), lambda steps: progress.advance(bar, steps)
+                    )
+                except Exception as error:  # one mixer's failure must not cost the others their results
+                    console.print(f"FAILED {study.name} {group.cell.name} {group.mixer.label}", markup=False)
+                    console.print("".join(traceback.format_exception(error)), markup=False, highlight=False)
+                    finished = False
+                    continue
                 for run in runs:
                     run["environment"] = environment
                 write_runs(folder, study, group.mixer, group.cell, runs, num_parameters=compiled.num_parameters)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from experiments.sweep import Cell, Mixer, Study
 from experiments.sweep.data import DataFactory, batched, epoch_orders, gather_answers
-from experiments.sweep.report import BEGIN, END, choose, table, write_report
+from experiments.sweep.report import choose, marks, table, write_report
 from experiments.sweep.results import read_runs, result_path, write_runs
 from experiments.sweep.runner import missing_groups, run_studies
 from experiments.sweep.study import Lane, fingerprint
@@ -101,7 +102,7 @@ def test_a_lane_is_a_plain_training_run(finished):
     graphdef, parameters = nnx.split(model)
     moments = optimizer.init(parameters)
     examples = [CELL.task.example(i) for i in range(CELL.train_examples)]
-    no_bytes = np.zeros(CELL.task.vocabulary_size, np.int32)
+    no_bytes = jax.numpy.zeros(CELL.task.vocabulary_size, int)
 
     def loss(parameters, inputs, targets, weights):
         logits = nnx.merge(graphdef, parameters)(inputs)
@@ -127,7 +128,7 @@ def test_a_lane_is_a_plain_training_run(finished):
         tests = [task.example(i, split="test") for i in range(CELL.test_examples)]
         right = asked = 0
         for example in tests:
-            predicted = np.argmax(nnx.merge(graphdef, parameters)(example["inputs"][None])[0], -1)
+            predicted = np.argmax(nnx.merge(graphdef, parameters)(jax.numpy.asarray(example["inputs"][None]))[0], -1)
             asked += (example["query_ids"] > 0).sum()
             right += ((predicted == example["targets"]) & (example["query_ids"] > 0)).sum()
         assert recorded["test"][str(length)]["token_accuracy"] == pytest.approx(right / asked)
@@ -186,15 +187,9 @@ def test_another_studys_equal_runs_are_adopted(finished):
 
 def test_many_lanes_are_split_evenly():
     cell = dataclasses.replace(CELL, max_lanes=3)
-    groups = missing_groups(dataclasses.replace(STUDY, cells=(cell,)), result_path_folder())
+    groups = missing_groups(dataclasses.replace(STUDY, cells=(cell,)), pathlib.Path("does-not-exist"))
     assert [len(group.lanes) for group in groups] == [2, 2]
     assert {lane for group in groups for lane in group.lanes} == set(STUDY.lanes(cell))
-
-
-def result_path_folder():
-    import pathlib
-
-    return pathlib.Path("does-not-exist")
 
 
 def _record(rate, seed, validation, test, loss=1.0):
@@ -227,7 +222,7 @@ def test_the_learning_rate_is_chosen_on_validation_only(tmp_path):
     assert outcome.at_edge
     assert outcome.mean("token_accuracy", 8) == pytest.approx(30.0)
     assert outcome.spread("token_accuracy", 8) == pytest.approx(100 * np.std([0.2, 0.4], ddof=1))
-    assert "| linear | 30.0 ± 14.1 | 15.0 ± 7.1 |" in table(STUDY, folder)
+    assert "| linear | 30.0 ± 14.1 | 15.0 ± 7.1 | 2/4 |" in table(STUDY, folder)
 
 
 def test_a_diverged_run_counts_against_its_learning_rate(tmp_path):
@@ -244,10 +239,11 @@ def test_a_diverged_run_counts_against_its_learning_rate(tmp_path):
 @pytest.mark.parametrize("kind", ["lengths", "cells", "bars"])
 def test_reports_are_rebuilt_from_results_alone(finished, tmp_path, kind):
     study = dataclasses.replace(STUDY, figure=kind, paper=(("a paper", "recall", 12, 73.84),))
-    (tmp_path / "README.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    begin, end = marks("real")
+    (tmp_path / "README.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     text = write_report(study, tmp_path, finished, readme=True)
     page = (tmp_path / "README.md").read_text()
-    assert page == f"before\n{BEGIN}\n{text}{END}\nafter\n"
+    assert page == f"before\n{begin}\n{text}{end}\nafter\n"
     assert "*73.84*" in page
     picture = (tmp_path / "figures" / "real.png").read_bytes()
     write_report(study, tmp_path, finished, readme=True)
