@@ -9,7 +9,7 @@ from rnnlib.models.config import (
     two_global_attention_layers,
 )
 from rnnlib.models.decoder import Block, DecoderCache, DecoderLM, SwiGLU
-from rnnlib.models.generate import Sampling, generate, sample, stream
+from rnnlib.models.generation import Sampling, generate, sample, stream
 from rnnlib.models.presets import ModelPreset, model_preset, preset_details, preset_names
 from rnnlib.models.summary import ParameterCount, abstract_model, cache_bytes, count_parameters, summary
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from rnnlib.models import DecoderLM, ModelConfig, Sampling, generate, sample, stream
-from rnnlib.models.generate import pad_prompts
+from rnnlib.models.generation import pad_prompts
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [2]]
 NEW = 12
