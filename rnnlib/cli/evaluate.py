@@ -1,7 +1,6 @@
 """`rnnlib eval`: evaluates a run on held-out text."""
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import tyro
 from rnnlib.cli.arguments import parse
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.data import DataConfig, SourceName, make_dataset
-from rnnlib.training import evaluate, load_run
+from rnnlib.training import evaluate, load_run, spread_batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +21,7 @@ class EvalArguments:
     run: Annotated[Path, tyro.conf.Positional]
     """The run's folder."""
     batches: int | None = None
-    """Batches to evaluate on; left out, all of the text."""
+    """Batches to evaluate on, spread over the text; left out, all of it."""
     batch_size: int | None = None
     """Rows a batch; left out, as in training."""
     sequence_length: int | None = None
@@ -62,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
         loaded = load_run(arguments.run)
         dataset = make_dataset(_data(arguments, loaded.config.data), split="validation", tokenizer=loaded.tokenizer)
     result = evaluate(
-        loaded.model, itertools.islice(dataset, arguments.batches), token_bytes=loaded.tokenizer.token_bytes
+        loaded.model, spread_batches(dataset, arguments.batches), token_bytes=loaded.tokenizer.token_bytes
     )
     if arguments.json:
         print(json.dumps({"step": loaded.step, "trained_tokens": loaded.tokens, **dataclasses.asdict(result)}))

@@ -3,7 +3,7 @@
 from rnnlib.training.checkpoint import CheckpointError, Checkpoints, Progress
 from rnnlib.training.config import CheckpointConfig, EvaluationConfig, LoggingConfig, TrainConfig
 from rnnlib.training.config_file import ConfigError, from_plain, load_config, save_config, to_plain
-from rnnlib.training.evaluation import Evaluation, evaluate
+from rnnlib.training.evaluation import Evaluation, evaluate, spread_batches
 from rnnlib.training.loop import NonFiniteLossError, Trainer, TrainResult, train
 from rnnlib.training.loss import LossSums, bits_per_byte, loss_sums
 from rnnlib.training.metrics import read_csv
@@ -73,6 +73,7 @@ __all__ = [
     "put_state",
     "read_csv",
     "save_config",
+    "spread_batches",
     "to_plain",
     "train",
 ]

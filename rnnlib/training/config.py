@@ -19,10 +19,10 @@ def _check_at_least(config, section: str, minimum: int, *names: str) -> None:
 class EvaluationConfig:
     """Evaluation on held-out text during training."""
 
-    every: int = 50
+    every: int = 100
     """Training steps between evaluations; one more follows the last step."""
-    batches: int | None = 8
-    """Batches of validation text per evaluation, always the same ones. None: all of the validation text."""
+    batches: int | None = 32
+    """Batches per evaluation, spread over the validation text, always the same ones. None: all of the text."""
 
     def __post_init__(self):
         """Checks every value."""
@@ -33,7 +33,7 @@ class EvaluationConfig:
 class CheckpointConfig:
     """When checkpoints are saved, and how many are kept."""
 
-    every: int = 100
+    every: int = 200
     """Training steps between checkpoints; one more follows the last step, and one a SIGTERM or Ctrl-C."""
     keep: int = 2
     """How many of the latest checkpoints are kept."""
@@ -70,11 +70,17 @@ class TrainConfig:
 
     model: ModelConfig = field(
         default_factory=lambda: ModelConfig(
-            vocabulary_size=257, width=128, num_layers=2, num_heads=2, mixers=("gated_deltanet",), tie_embeddings=True
+            vocabulary_size=257,
+            width=128,
+            num_layers=3,
+            num_heads=2,
+            mixers=("gated_deltanet",),
+            mlp_width=256,
+            tie_embeddings=True,
         )
     )
     """The language model. A vocabulary smaller than the tokenizer's is raised to it."""
-    data: DataConfig = field(default_factory=lambda: DataConfig(sequence_length=256, batch_size=16))
+    data: DataConfig = field(default_factory=lambda: DataConfig(sequence_length=256, batch_size=4))
     """Text, tokenizer, batch size and sequence length."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its schedule."""
@@ -84,7 +90,7 @@ class TrainConfig:
     """Saving."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Records."""
-    steps: int = 300
+    steps: int = 1000
     """Training steps; each takes one batch."""
     accumulation_steps: int = 1
     """Parts that each batch is computed in, in turn, to save memory; the update is that of the whole batch."""
@@ -92,6 +98,8 @@ class TrainConfig:
     """Steps of non-finite loss or gradient that are left out before training stops with an error."""
     seed: int = 0
     """Seed of the initial weights."""
+    deterministic: bool = True
+    """On a GPU, use only kernels that give the same bits every time, so that a resumed run repeats them."""
     devices: int | None = None
     """Devices that share each batch; left out, all of this machine."""
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from rnnlib.data import BatchDataset
 from rnnlib.training.loss import LossSums, bits_per_byte
 from rnnlib.training.step import Batch, make_evaluation_step, put_batch, put_state, split_model
 
@@ -54,6 +55,16 @@ def evaluate(
     graphdef, parameters, other = split_model(evaluation_view(model))
     step = make_evaluation_step(graphdef, token_bytes, mesh)
     return evaluate_with(step, put_state(parameters, mesh), put_state(other, mesh), batches, mesh)
+
+
+def spread_batches(dataset: BatchDataset, count: int | None) -> Iterator[Batch]:
+    """Reads `count` batches at even distances through a finite dataset, always the same ones; None or too many: all.
+
+    The first batches alone would be a few documents, and say little about the rest.
+    """
+    length = len(dataset)
+    count = length if count is None else min(count, length)
+    return (dataset.read(index * length // count) for index in range(count))
 
 
 def evaluation_view(model: nnx.Module) -> nnx.Module:

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import itertools
 import os
 import shutil
 import signal
@@ -22,7 +21,7 @@ from rnnlib.models import DecoderLM
 from rnnlib.training.checkpoint import Checkpoints, Progress
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.config_file import save_config
-from rnnlib.training.evaluation import Evaluation, evaluate_with, evaluation_view
+from rnnlib.training.evaluation import Evaluation, evaluate_with, evaluation_view, spread_batches
 from rnnlib.training.loss import bits_per_byte
 from rnnlib.training.metrics import RunLog
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
@@ -165,8 +164,10 @@ class Trainer:
         graphdef = nnx.split(model)[0]
         token_bytes = self.tokenizer.token_bytes
         schedule = learning_rate_schedule(config.optimizer, config.steps)
-        self._train_step = make_train_step(graphdef, self._optimizer, schedule, token_bytes, self._mesh)
-        self._evaluation_step = make_evaluation_step(nnx.split(evaluation_view(model))[0], token_bytes, self._mesh)
+        options: dict[str, Any] = {"deterministic": config.deterministic}
+        self._train_step = make_train_step(graphdef, self._optimizer, schedule, token_bytes, self._mesh, **options)
+        evaluation_graphdef = nnx.split(evaluation_view(model))[0]
+        self._evaluation_step = make_evaluation_step(evaluation_graphdef, token_bytes, self._mesh, **options)
         self._template: TrainState = jax.eval_shape(self._new_state)
         self._train_data = make_dataset(config.data, split="train", tokenizer=self.tokenizer)
         self._validation_data = make_dataset(config.data, split="validation", tokenizer=self.tokenizer)
@@ -219,6 +220,7 @@ class Trainer:
             stack.enter_context(lock_run(folder))
             checkpoints = stack.enter_context(Checkpoints(folder / CHECKPOINTS, keep=self.config.checkpoint.keep))
             self._batches = iter(self._train_data)
+            stack.callback(self._batches.close)
             if checkpoints.latest_step is None:
                 self._state = put_state(self._new_state(), self._mesh)
                 self._step = self._tokens = 0
@@ -356,7 +358,7 @@ class Trainer:
         self._record_pending()
 
         def batches():
-            for batch in itertools.islice(self._validation_data, self.config.evaluation.batches):
+            for batch in spread_batches(self._validation_data, self.config.evaluation.batches):
                 if self._signals.received:
                     raise _Interrupted
                 yield batch

@@ -16,7 +16,7 @@ Schedule = Callable[[jax.Array | int], jax.Array]
 class OptimizerConfig:
     """AdamW, its schedule and gradient clipping (defaults of the papers' language models, but for the peak rate)."""
 
-    learning_rate: float = 4e-3
+    learning_rate: float = 3e-3
     """Peak learning rate, reached at the end of the warmup."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warmup: "cosine" decay, "wsd" (warmup, stable, then linear decay at the end), or "constant"."""

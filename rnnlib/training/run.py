@@ -26,7 +26,16 @@ TOKENIZER_FILE = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
 
 # What may differ between a run and its continuation: nothing here changes the batches or the model's arrays.
-_MAY_CHANGE = ("optimizer", "evaluation", "checkpoint", "logging", "steps", "accumulation_steps", "devices")
+_MAY_CHANGE = (
+    "optimizer",
+    "evaluation",
+    "checkpoint",
+    "logging",
+    "steps",
+    "accumulation_steps",
+    "deterministic",
+    "devices",
+)
 _MAY_CHANGE_DATA = ("num_workers", "prefetch", "cache_folder")
 
 

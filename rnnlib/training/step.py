@@ -65,6 +65,15 @@ class StepMetrics:
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
 
 
+def _compiler_options(deterministic: bool) -> dict[str, Any] | None:
+    """Options with which XLA's GPU programs give the same bits every time; elsewhere they do so anyway.
+
+    Without them, scatter-adds (the embedding's gradient) sum in the order of arrival, and the choice among algorithms
+    of a matrix product is timed anew in every process.
+    """
+    return {"xla_gpu_deterministic_ops": True} if deterministic and jax.default_backend() == "gpu" else None
+
+
 def make_mesh(devices: int | None = None) -> Mesh | None:
     """A mesh with the one axis "data" over local devices, or None for a single device.
 
@@ -165,6 +174,8 @@ def make_train_step(
     schedule: Schedule,
     token_bytes: np.ndarray,
     mesh: Mesh | None = None,
+    *,
+    deterministic: bool = True,
 ) -> TrainStep:
     """Compiles the training step.
 
@@ -178,6 +189,7 @@ def make_train_step(
         schedule: Learning rate by number of updates, for the report.
         token_bytes: int32, bytes that each token stands for.
         mesh: From `make_mesh`.
+        deterministic: On a GPU, the same state and batch give the same bits in every process.
 
     Returns:
         A jitted function of a state (donated) and a batch from `put_batch`, giving the new state and the metrics.
@@ -247,11 +259,11 @@ def make_train_step(
         )
         return state, metrics
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(deterministic))
 
 
 def make_evaluation_step(
-    graphdef: nnx.GraphDef, token_bytes: np.ndarray, mesh: Mesh | None = None
+    graphdef: nnx.GraphDef, token_bytes: np.ndarray, mesh: Mesh | None = None, *, deterministic: bool = True
 ) -> Callable[[Any, Any, Batch], LossSums]:
     """Compiles the evaluation step: `(parameters, other, batch) -> LossSums` of one batch from `put_batch`."""
     byte_counts = jnp.asarray(token_bytes, jnp.int32)
@@ -261,8 +273,7 @@ def make_evaluation_step(
 
     over_devices = _over_devices(sums, mesh, reduced=1)
 
-    @jax.jit
     def step(parameters, other, batch) -> LossSums:
         return LossSums(*over_devices(parameters, other, batch)[0])
 
-    return step
+    return jax.jit(step, compiler_options=_compiler_options(deterministic))

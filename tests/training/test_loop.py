@@ -15,6 +15,7 @@ from rnnlib.training import (
     evaluate,
     load_run,
     read_csv,
+    spread_batches,
     train,
 )
 
@@ -44,10 +45,20 @@ def test_training_learns_and_the_run_can_be_read_back(tmp_path, corpus, tiny_con
     assert validation[-1]["loss"] < validation[0]["loss"]
     # What was recorded is what the saved model gives.
     dataset = make_dataset(config.data, split="validation", tokenizer=loaded.tokenizer)
-    batches = [batch for batch, _ in zip(dataset, range(config.evaluation.batches or 0))]
+    batches = spread_batches(dataset, config.evaluation.batches)
     again = evaluate(loaded.model, batches, token_bytes=loaded.tokenizer.token_bytes)
     assert again.loss == pytest.approx(validation[-1]["loss"], rel=1e-6)
     assert again == result.evaluation
+
+
+def test_evaluation_batches_are_spread_over_the_text(tiny_config):
+    dataset = make_dataset(tiny_config.data, split="validation")
+    every = [batch["inputs"] for batch in dataset]
+    assert len(every) > 6
+    assert np.array_equal([batch["inputs"] for batch in spread_batches(dataset, None)], every)
+    assert np.array_equal([batch["inputs"] for batch in spread_batches(dataset, 10**6)], every)
+    expected = [every[0], every[len(every) // 3], every[2 * len(every) // 3]]
+    assert np.array_equal([batch["inputs"] for batch in spread_batches(dataset, 3)], expected)
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_step_and_checkpoint(tmp_path, tiny_config):
