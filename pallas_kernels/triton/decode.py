@@ -1,4 +1,8 @@
-"""One token: the recurrence itself, in one kernel that reads the state once and writes it once."""
+"""One token: the recurrence itself, in one kernel that reads the state once and writes it once.
+
+The new state takes the old one's memory, so that a loop that carries the state, or a step to which it is donated, moves
+nothing else. A caller who keeps the old state pays for a copy of it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +13,9 @@ from pallas_kernels.triton.prepare import load_wide
 from pallas_kernels.triton.problem import Inputs, Problem
 
 
-def _decode_kernel(r, *, problem: Problem, width: int):
-    state = jnp.zeros((problem.key_size, width), jnp.float32) if r.state is None else load_wide(r.state)  # [K, V block]
+def _decode_kernel(r, *, problem: Problem, width: int, continues: bool):
+    fresh = (problem.key_size, width)  # [K, block of V]
+    state = r.before_final_state[...] if continues else jnp.zeros(fresh, jnp.float32)
     decay = load_wide(r.log_decay)
     if decay is not None:
         state = state * (jnp.exp(decay) if decay.ndim == 0 else jnp.exp(decay)[:, None])
@@ -42,6 +47,8 @@ def decode(problem: Problem, inputs: Inputs, launch: Launch) -> tuple[Array, Arr
     def of_state(array):
         return p.of_head(array, (p.key_size, width), lambda c, h, b: (b, h, 0, c))
 
+    state = None if x.initial_state is None else of_state(x.initial_state.astype(jnp.float32))
+    updates = {} if state is None else {"final_state": state}
     final = p.per_head(p.key_size, p.value_size, dtype=jnp.float32)
     results = call(
         _decode_kernel,
@@ -55,14 +62,15 @@ def decode(problem: Problem, inputs: Inputs, launch: Launch) -> tuple[Array, Arr
             "log_decay": p.of_one_token(x.log_decay, at_key),
             "v": p.of_one_token(x.v, at_value, width),
             "write": p.of_one_token(x.write, at_value, width),
-            "state": of_state(x.initial_state),
         },
         {
             "out": p.of_one_token(jax.ShapeDtypeStruct(x.v.shape, x.v.dtype), at_value, width),
             "final_state": of_state(final),
         },
         launch,
+        updates=updates,
         problem=p,
         width=width,
+        continues=x.initial_state is not None,
     )
     return results["out"], results["final_state"]  # type: ignore[return-value]

@@ -14,13 +14,14 @@ from pallas_kernels.triton.tuning import choose_schedule
 _MAX_CHANNELS = 256
 
 
-def unsupported(q: Array, k: Array, v: Array, *, chunk_size: int = CHUNK) -> str | None:
+def unsupported(q: Array, k: Array, v: Array, *gates: Array | None, chunk_size: int = CHUNK) -> str | None:
     """Why the kernels here can't serve a call, as a noun phrase, or None if they can.
 
     Args:
         q: queries `[B, T, H, K]`.
         k: keys `[B, T, H, K]`.
         v: values `[B, T, HV, V]`.
+        *gates: erase gate and log decay, or None.
         chunk_size: tokens in a chunk.
     """
     if platform() not in ("gpu", "cuda", "cpu"):
@@ -32,6 +33,9 @@ def unsupported(q: Array, k: Array, v: Array, *, chunk_size: int = CHUNK) -> str
             return f"{name} of dtype {x.dtype} (only bfloat16 and float32)"
     if q.shape[3] > _MAX_CHANNELS or v.shape[3] > _MAX_CHANNELS:
         return f"key size {q.shape[3]} with value size {v.shape[3]} (at most {_MAX_CHANNELS} each)"
+    has_channel_gates = any(x is not None and x.ndim == 4 for x in gates)
+    if platform() != "cpu" and has_channel_gates and q.shape[3] > 128 and jnp.result_type(q, k, v) == jnp.float32:
+        return f"key size {q.shape[3]} in float32 with channel-wise gates (at most 128: shared memory is too small)"
     return None
 
 
@@ -80,7 +84,7 @@ def gated_delta_rule(
     Raises:
         NotImplementedError: `unsupported` has an objection.
     """
-    _refuse_unsupported("gated_delta_rule", q, k, v, chunk_size)
+    _refuse_unsupported("gated_delta_rule", q, k, v, erase, log_decay, chunk_size=chunk_size)
     inputs = _inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids)
     return _run(inputs, True, scale, schedule, v.dtype)
 
@@ -120,13 +124,13 @@ def linear_attention(
     Raises:
         NotImplementedError: `unsupported` has an objection.
     """
-    _refuse_unsupported("linear_attention", q, k, v, chunk_size)
+    _refuse_unsupported("linear_attention", q, k, v, log_decay, chunk_size=chunk_size)
     inputs = _inputs(q, k, v, None, None, write, log_decay, initial_state, segment_ids)
     return _run(inputs, False, scale, schedule, v.dtype)
 
 
-def _refuse_unsupported(operator: str, q: Array, k: Array, v: Array, chunk_size: int) -> None:
-    reason = unsupported(q, k, v, chunk_size=chunk_size)
+def _refuse_unsupported(operator: str, *arrays: Array | None, chunk_size: int) -> None:
+    reason = unsupported(*arrays, chunk_size=chunk_size)  # type: ignore[arg-type]
     if reason is not None:
         raise NotImplementedError(f"{operator}: the Triton kernels do not support {reason}")
 

@@ -16,10 +16,10 @@ def triton_kernels() -> ModuleType:
     return triton
 
 
-def triton_unsupported(q: Array, k: Array, v: Array, chunk_size: int) -> str | None:
-    """Why the Triton kernels can't serve a call, as a noun phrase, or None if they can."""
+def triton_unsupported(q: Array, k: Array, v: Array, *gates: Array | None, chunk_size: int) -> str | None:
+    """Why the Triton kernels can't serve a call, as a noun phrase, or None if they can; `gates` are erase and decay."""
     try:
         kernels = triton_kernels()
     except ImportError as error:
         return f"this installation: {error}"
-    return kernels.unsupported(q, k, v, chunk_size=chunk_size)
+    return kernels.unsupported(q, k, v, *gates, chunk_size=chunk_size)

@@ -142,6 +142,24 @@ def test_unsupported_says_why(change, reason):
     assert triton.unsupported(*(jnp.zeros((1, 64, 1, 16)),) * 3) is None
 
 
+def test_a_loop_of_single_tokens_equals_the_sequence():
+    """The state is updated in its own memory; what was given stays as it was."""
+    arrays, _ = make_inputs(Case((1, 5, 1, 2, 16, 16), CHANNEL))
+    initial = arrays.pop("initial_state")
+    before = np.array(initial)
+
+    @jax.jit
+    def step(state, token):
+        out, state = triton.gated_delta_rule(**{name: x[:, None] for name, x in token.items()}, initial_state=state)
+        return state, out[:, 0]
+
+    state, out = jax.lax.scan(step, initial, {name: jnp.moveaxis(x, 1, 0) for name, x in arrays.items()})
+    expected, expected_state = jax.jit(triton.gated_delta_rule)(**arrays, initial_state=initial)
+    assert relative_error(jnp.moveaxis(out, 0, 1), expected) < 1e-5
+    assert relative_error(state, expected_state) < 1e-5
+    np.testing.assert_array_equal(initial, before)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)

@@ -85,6 +85,14 @@ def test_linear_attention_and_one_token_lower():
         assert count_kernels(lambda x: triton.gated_delta_rule(**x), one) == 1
 
 
+def test_what_does_not_fit_in_shared_memory_is_refused_on_a_gpu_only():
+    x, gate = jax.ShapeDtypeStruct((1, 64, 1, 256), jnp.float32), jax.ShapeDtypeStruct((1, 64, 1), jnp.float32)
+    assert triton.unsupported(x, x, x, x, None) is None
+    with jax.sharding.use_abstract_mesh(H200):
+        assert "shared memory" in triton.unsupported(x, x, x, x, None)
+        assert triton.unsupported(x, x, x, gate, None) is None
+
+
 def test_tables_are_of_stages_and_launches():
     tables = [f for f in (resources.files("pallas_kernels.triton") / "tables").iterdir() if f.name.endswith(".json")]
     for file in tables:

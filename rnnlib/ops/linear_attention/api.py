@@ -95,7 +95,7 @@ def linear_attention(
     unsupported = {
         "scan": lambda: None,
         "chunked": lambda: None,
-        "triton": lambda: triton_unsupported(q, k, v, chunk_size),
+        "triton": lambda: triton_unsupported(q, k, v, log_decay, chunk_size=chunk_size),
     }
     chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
     return implementations[chosen](inputs, initial_state, segment_ids)
