@@ -93,6 +93,11 @@ def _build() -> dict[str, ModelPreset]:
         "kda_340m": ModelPreset(_paper(1024, 24, 8, ("kda",)), preconditioned, 355e6),
         # The paper's width and 24 layers come to 0.90B with a tied head.
         "kda_1b": ModelPreset(_paper(1680, 24, 14, ("kda",), tie_embeddings=False), preconditioned, 1e9),
+        "pdn_340m": ModelPreset(_paper(1024, 24, 8, ("pdn",)), preconditioned, 340e6),
+        "pgdn_340m": ModelPreset(_paper(1024, 24, 8, ("pgdn",)), preconditioned, 340e6),
+        "pgdn_1b": ModelPreset(_paper(1792, 24, 14, ("pgdn",)), preconditioned, 1e9),
+        "pkda_340m": ModelPreset(_paper(1024, 24, 8, ("pkda",)), preconditioned, 355e6),
+        "pkda_1b": ModelPreset(_paper(1680, 24, 14, ("pkda",), tie_embeddings=False), preconditioned, 1e9),
         "kla_0.4b": ModelPreset(
             _paper(1024, 24, 8, ("kla",), tie_embeddings=False), "Kaczmarz Linear Attention, appendix C", 0.4e9
         ),
