@@ -12,6 +12,7 @@ from rnnlib.models.decoder import Block, DecoderCache, DecoderLM, SwiGLU
 from rnnlib.models.generation import Sampling, generate, sample, stream
 from rnnlib.models.presets import ModelPreset, model_preset, preset_details, preset_names
 from rnnlib.models.summary import ParameterCount, abstract_model, cache_bytes, count_parameters, summary
+from rnnlib.models.weights import load_weights, save_weights
 
 __all__ = [
     "Block",
@@ -29,10 +30,12 @@ __all__ = [
     "every_other_sliding_window",
     "gated_deltanet2_cell",
     "generate",
+    "load_weights",
     "model_preset",
     "preset_details",
     "preset_names",
     "sample",
+    "save_weights",
     "stream",
     "summary",
     "swiglu_width",

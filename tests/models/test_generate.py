@@ -24,6 +24,8 @@ def model() -> DecoderLM:
         window=6,
         mlp_width=32,
         initializer_std=0.3,
+        # Mixers that matter: what was read before, and padding if it were read, decide the tokens.
+        mixer_overrides={name: {"initializer.scale": 0.3} for name in ("*", "sliding_window_attention")},
     )
     return DecoderLM(config, rngs=nnx.Rngs(5))
 
