@@ -31,11 +31,20 @@ PEER_COLORS = {"fla": "#e69f00", "flash_qla": "#6a3d9a", "chunked": "#999999"}
 
 def _title(view: View, what: str, results: dict[str, Any]) -> str:
     size = view.config["head_size"]
-    return f"{what}\n{results['device']}, {view.config['dtype']}, K = V = {size}"
+    return f"{what}\n{results['device']}, {view.config['dtype']}, K = V = {size}; commit {results['commit']}"
 
 
 def _color(operator: str) -> str:
     return OPERATOR_COLORS.get(operator, "black")
+
+
+def _has_sweep(view: View, filled: bool) -> bool:
+    """Whether any operator was timed at several lengths."""
+    times = [
+        [view.time("triton", operator, shape, "forward_backward") for shape in view.sweep_shapes(filled=filled)]
+        for operator in view.config["sweep_operators"]
+    ]
+    return any(sum(t is not None for t in row) > 1 for row in times)
 
 
 def _lengths_panel(axes: Axes, view: View, run: str, *, filled: bool) -> None:
@@ -74,11 +83,12 @@ def _lengths_panel(axes: Axes, view: View, run: str, *, filled: bool) -> None:
 def time_against_length(results: dict[str, Any], path: pathlib.Path) -> None:
     """Device time against T at B = 1, and time a token at a fixed number of tokens."""
     view = View(results)
-    figure, panels = plt.subplots(2, 2, figsize=(10, 7.5), sharex=True)
+    rows = [filled for filled in (False, True) if _has_sweep(view, filled)]
+    figure, panels = plt.subplots(len(rows), 2, figsize=(10, 1 + 3.25 * len(rows)), sharex=True, squeeze=False)
     for column, run in enumerate(PASSES):
-        _lengths_panel(panels[0, column], view, run, filled=False)
-        _lengths_panel(panels[1, column], view, run, filled=True)
-        panels[1, column].set_xlabel("T")
+        for row, filled in enumerate(rows):
+            _lengths_panel(panels[row, column], view, run, filled=filled)
+        panels[-1, column].set_xlabel("T")
     if panels[0, 0].get_legend_handles_labels()[0]:
         panels[0, 0].legend(fontsize=8)
     figure.suptitle(_title(view, "Time against sequence length", results), fontsize=11)
@@ -91,8 +101,12 @@ def ratios(results: dict[str, Any], path: pathlib.Path) -> None:
     """How many times faster we are than each peer, for every operator and shape of the table."""
     view = View(results)
     peers = [name for name in PEER_COLORS if view.has(name)]
-    points = view.table_points()
-    figure, panels = plt.subplots(1, 2, figsize=(11, 1.5 + 0.24 * len(points)), sharey=True)
+    points = [
+        point
+        for point in view.table_points()
+        if any(view.time(peer, *point, run) is not None for peer in peers for run in PASSES)
+    ]
+    figure, panels = plt.subplots(1, 2, figsize=(11, 1.8 + 0.24 * len(points)), sharey=True, layout="constrained")
     places, labels, place = [], [], 0.0
     previous = None
     for operator, shape in points:
@@ -118,13 +132,11 @@ def ratios(results: dict[str, Any], path: pathlib.Path) -> None:
         axes.grid(alpha=0.3)
         axes.set_title(PASSES[run], fontsize=10)
         axes.set_xlabel("device time, theirs over ours (right of the line: ours is faster)")
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.05), ncols=len(peers), frameon=False)
     panels[0].set_yticks(places, labels, fontsize=8)
     if places:
         panels[0].set_ylim(places[-1] + 1, places[0] - 1)
     figure.suptitle(_title(view, "Ours against peers, (B,T,H) of each operator", results), fontsize=11)
-    figure.tight_layout()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(peers), fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -178,9 +190,14 @@ def roofline(results: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def write_figures(results: dict[str, Any], folder: pathlib.Path, name: str) -> list[pathlib.Path]:
-    """Draws all pictures as `NAME_*.png` in `folder`."""
-    written = []
-    for draw in (time_against_length, ratios, roofline):
+    """Draws the pictures for which there are times as `NAME_*.png` in `folder`."""
+    view, written = View(results), []
+    drawn = {
+        time_against_length: _has_sweep(view, False) or _has_sweep(view, True),
+        ratios: any(view.has(peer) for peer in PEER_COLORS),
+        roofline: view.ceilings[0] > 0,
+    }
+    for draw in (draw for draw, has_times in drawn.items() if has_times):
         path = folder / f"{name}_{draw.__name__}.png"
         draw(results, path)
         written.append(path)

@@ -45,6 +45,8 @@ def _times(view: View) -> Iterator[Section]:
             for peer in peers:
                 theirs = view.time(peer, operator, shape, run)
                 row += [number(theirs), _ratio(device, theirs)]
+            if all(cell == "-" for cell in row[2:]):
+                continue
             floor = floor_milliseconds(operator, shape, run, copy, product) if copy else None
             rows.append((*row, number(floor)))
         header = ["operator", "B,T,H", "ours"]
@@ -64,12 +66,13 @@ def _wall_and_memory(view: View) -> Section:
         for run in PASSES:
             row += [number(view.time(name, operator, shape, run, "wall_ms")) for name in names]
         row += [number(view.time(name, operator, shape, "forward_backward", "peak_mib"), 0) for name in names]
-        rows.append(tuple(row))
+        if any(cell != "-" for cell in row[2:]):
+            rows.append(tuple(row))
     header = ["operator", "B,T,H"]
     for what in ("forward", "fwd + bwd", "MiB"):
         header += [f"{what} {TITLES[name]}" for name in names]
     note = (
-        "Wall time, ms: median from an idle device to results there. MiB: peak memory of forward + backward beyond the "
+        "Wall time, ms a call, of calls that follow one another. MiB: peak memory of forward + backward beyond the "
         "arguments (ours: the compiler's buffers and results; peers: torch's peak)."
     )
     return Section("Wall time and memory", note, tuple(header), tuple(rows))
@@ -155,18 +158,16 @@ def _verdict(mark: Mark) -> str:
 
 
 def _failures(view: View) -> Section:
-    rows = tuple(
-        (
-            TITLES.get(str(r.get("implementation")), str(r.get("implementation"))),
-            OPERATORS[r["operator"]].title if "operator" in r else "-",
-            sizes_text(r["shape"]) if "shape" in r else "-",
-            f"{r['of']} {r.get('case', '')}".strip(),
-            " ".join(r["reason"].split())[-300:].replace("|", "/"),
-        )
-        for r in view.records
-        if r["kind"] == "failure"
-    )
-    return Section("Not measured", "", ("by", "operator", "B,T,H", "what", "why"), rows)
+    grouped: dict[tuple[str, str, str, str], list[str]] = {}
+    for r in view.records:
+        if r["kind"] == "failure":
+            by = TITLES.get(str(r.get("implementation")), str(r.get("implementation")))
+            operator = OPERATORS[r["operator"]].title if "operator" in r else "-"
+            what = f"{r['of']} {r.get('case', '')}".removesuffix(" random")
+            why = " ".join(r["reason"].split())[-300:].replace("|", "/")
+            grouped.setdefault((by, operator, what, why), []).append(sizes_text(r["shape"]) if "shape" in r else "-")
+    rows = tuple((by, operator, what, "; ".join(at), why) for (by, operator, what, why), at in grouped.items())
+    return Section("Not measured", "", ("by", "operator", "what", "B,T,H", "why"), rows)
 
 
 def sections(results: dict[str, Any]) -> list[Section]:
@@ -183,6 +184,7 @@ def _preamble(results: dict[str, Any]) -> list[str]:
     copy, product = view.ceilings
     lines = [f"{results['device']}, {results['date']}, commit {results['commit']}; {versions}."]
     lines.append(f"Made by `{results['command']}`.")
+    lines += results.get("notes", [])
     if copy:
         lines.append(f"This card copies {copy:.0f} GB/s and multiplies bfloat16 matrices at {product:.0f} TFLOP/s.")
     return lines
@@ -190,7 +192,7 @@ def _preamble(results: dict[str, Any]) -> list[str]:
 
 def markdown(results: dict[str, Any]) -> str:
     """The report as markdown."""
-    lines = ["# Kernel benchmarks", "", *_preamble(results)]
+    lines = ["# Kernel benchmarks", "", "\n\n".join(_preamble(results))]
     for section in sections(results):
         lines += ["", f"## {section.title}", "", section.note, "", "| " + " | ".join(section.header) + " |"]
         lines.append("|" + "---|" * len(section.header))
