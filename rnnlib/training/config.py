@@ -19,9 +19,9 @@ def _check_at_least(config, section: str, minimum: int, *names: str) -> None:
 class EvaluationConfig:
     """Evaluation on held-out text during training."""
 
-    every: int = 100
+    every: int = 150
     """Training steps between evaluations; one more follows the last step."""
-    batches: int | None = 32
+    batches: int | None = 64
     """Batches per evaluation, spread over the validation text, always the same ones. None: all of the text."""
 
     def __post_init__(self):
@@ -33,7 +33,7 @@ class EvaluationConfig:
 class CheckpointConfig:
     """When checkpoints are saved, and how many are kept."""
 
-    every: int = 200
+    every: int = 300
     """Training steps between checkpoints; one more follows the last step, and one a SIGTERM or Ctrl-C."""
     keep: int = 2
     """How many of the latest checkpoints are kept."""
@@ -90,7 +90,7 @@ class TrainConfig:
     """Saving."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Records."""
-    steps: int = 1000
+    steps: int = 1200
     """Training steps; each takes one batch."""
     accumulation_steps: int = 1
     """Parts that each batch is computed in, in turn, to save memory; the update is that of the whole batch."""
