@@ -40,8 +40,8 @@ def study(setting: Setting) -> Study:
     small = setting == "small"
     return Study(
         "ablations",
-        "Ablations on recall" + ", small" * small,
-        (MIXERS[0], MIXERS[1], MIXERS[10]) if small else MIXERS,
+        "Ablations on recall" + ", small setting" * small,
+        MIXERS,
         (small_recall_cell() if small else recall_cell(128, 32, 64),),
         (1e-3, 1e-2) if small else (1e-3, 3e-3, 1e-2),
         (0, 1, 2),

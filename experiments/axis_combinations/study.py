@@ -24,8 +24,8 @@ def study(setting: Setting) -> Study:
     small = setting == "small"
     return Study(
         "axis_combinations",
-        "Combinations of the axes on recall" + ", small" * small,
-        MIXERS[3:5] if small else MIXERS,
+        "Combinations of the axes on recall" + ", small setting" * small,
+        MIXERS,
         (small_recall_cell() if small else recall_cell(128, 32, 64),),
         (1e-3, 1e-2) if small else (1e-3, 3e-3, 1e-2),
         (0, 1, 2),

@@ -10,6 +10,7 @@ from experiments.sweep.results import read_runs, write_text
 from experiments.sweep.study import Cell, Mixer, Study
 
 SOLVED = 0.9
+_NEGATIVE = " [-1, 1]"
 
 
 def marks(setting: str) -> tuple[str, str]:
@@ -114,8 +115,8 @@ def _foundation(study: Study, cells: list[Cell], found: dict[tuple[str, str], Ou
     commits = ", ".join(sorted({e["commit"][:7] for e in environments}))
     lines = [
         f"Test accuracy of {kind}, percent: mean ± standard deviation over {len(study.seeds)} seeds, at the learning "
-        f"rate with the best mean validation accuracy. Solved: runs of all rates and seeds with at least {SOLVED:.0%} in "
-        f"validation. Rows in italics are the papers' numbers. Device: {devices}; {versions}; commit {commits}; "
+        f"rate with the best mean validation accuracy. Solved: runs of all rates and seeds with at least {SOLVED:.0%} "
+        f"in validation. Rows in italics are the papers' numbers. Device: {devices}; {versions}; commit {commits}; "
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
         "",
         "| cell | width, layers, heads | steps x batch | training set | rates tried | chosen (* at the grid's edge) |",
@@ -146,8 +147,11 @@ def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
     cells = [cell for cell in study.cells if any(name == cell.name for _, name in found)]
     if not cells:
         return False
-    colors = {m.label: plt.get_cmap("tab20")(i % 20) for i, m in enumerate(study.mixers)}
-    markers = {m.label: "osD^vP*X<>"[i % 10] for i, m in enumerate(study.mixers)}
+    # A mixer and the same with negative eigenvalues share a colour; the line of the one without is dashed.
+    families = list(dict.fromkeys(m.label.removesuffix(_NEGATIVE) for m in study.mixers))
+    palette = plt.get_cmap("tab10" if len(families) <= 10 else "tab20")
+    colors = {m.label: palette(families.index(m.label.removesuffix(_NEGATIVE))) for m in study.mixers}
+    markers = {m.label: "osD^vP*X<>"[families.index(m.label.removesuffix(_NEGATIVE)) % 10] for m in study.mixers}
     chance = dict(study.chance)
     if study.figure == "cells":
         drawing, axes = plt.subplots(figsize=(7, 4), squeeze=False, layout="constrained")
@@ -159,9 +163,8 @@ def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
     else:
         across = min(len(cells), 3)
         down = -(-len(cells) // across)
-        size = (
-            (4.2 * across, 3.2 * down) if study.figure == "lengths" else (4.2 * across, (1 + 0.26 * len(colors)) * down)
-        )
+        height = 3.6 if study.figure == "lengths" else 1 + 0.26 * len(study.mixers)
+        size = (max(4.2 * across, 7.5), height * down)
         drawing, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
         for panel, cell in zip(axes.flat, cells):
             rows = [(m.label, found[m.label, cell.name]) for m in study.mixers if (m.label, cell.name) in found]
@@ -203,13 +206,17 @@ def _line(panel: Any, study: Study, label: str, points: list[Any], colors: Any, 
         xs.append(x)
         means.append(outcome.mean(study.metric, length))
         spreads.append(outcome.spread(study.metric, length))
+    low = [min(spread, mean) for mean, spread in zip(means, spreads)]
+    high = [min(spread, 100 - mean) for mean, spread in zip(means, spreads)]
+    paired = any(other.label == label + _NEGATIVE for other in study.mixers)
     panel.errorbar(
         xs,
         means,
-        spreads,
+        (low, high),
         label=label,
         color=colors[label],
         marker=markers[label],
+        linestyle="--" if paired else "-",
         markersize=4,
         linewidth=1.2,
         capsize=2,
@@ -221,17 +228,13 @@ def _line(panel: Any, study: Study, label: str, points: list[Any], colors: Any, 
 def _bars(panel: Any, study: Study, cell: Cell, rows: list[Any], colors: Any) -> None:
     length = cell.test_lengths[-1]
     for i, (label, outcome) in enumerate(rows):
-        panel.barh(
-            i,
-            outcome.mean(study.metric, length),
-            xerr=outcome.spread(study.metric, length),
-            color=colors[label],
-            error_kw={"capsize": 2, "linewidth": 1},
-        )
+        panel.barh(i, outcome.mean(study.metric, length), color=colors[label], alpha=0.7)
+        values = outcome.values(study.metric, length)
+        panel.plot(values, [i] * len(values), "o", color="black", markersize=3, clip_on=False)
     panel.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
     panel.invert_yaxis()
     panel.set_xlim(0, 103)
-    panel.set_xlabel(f"test accuracy at T={length}, %", fontsize=8)
+    panel.set_xlabel(f"test accuracy at T={length}, %: mean, and a dot for each seed", fontsize=8)
     panel.grid(alpha=0.3, axis="x")
 
 
