@@ -339,3 +339,24 @@ def test_bad_ridge_is_named(unchecked_shapes):
         ops.sherman_morrison_key(k, ridge=jnp.ones(3))
     with pytest.raises(ValueError, match="write_key_normalization: kind is 'unit'"):
         ops.write_key_normalization(k, k, "unit")
+
+
+def test_sharded_over_batch_and_heads():
+    arguments = to_arrays(draw_arguments(10, 20, False), jnp.float32)
+    expected = jax.jit(ops.diagonal_preconditioner)(**arguments)
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    batch, heads = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec("data", None, "model")
+    specs = {"k": heads, "log_decay": heads, "gain": heads, "segment_ids": batch}
+    specs |= {
+        "center": jax.sharding.PartitionSpec("model"),
+        "initial_state": jax.sharding.PartitionSpec("data", "model"),
+    }
+    sharded = jax.shard_map(
+        lambda arguments: ops.diagonal_preconditioner(**arguments),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=(heads, jax.sharding.PartitionSpec("data", "model")),
+        check_vma=False,
+    )
+    for out, right in zip(jax.jit(sharded)(arguments), expected):
+        np.testing.assert_allclose(out, right, rtol=1e-6)
