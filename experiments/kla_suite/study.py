@@ -41,10 +41,10 @@ def study(setting: Setting) -> Study:
     if setting == "small":
         sizes = {"width": 32, "num_layers": 1, "steps": 200, "batch_size": 32, "train_examples": 2048}
         cells: tuple[Cell, ...] = (
-            Cell("MQAR", MQAR(sequence_length=32, num_pairs=4, vocabulary_size=64), (32, 64), **sizes),  # type: ignore[arg-type]
+            Cell("MQAR", MQAR(sequence_length=32, num_pairs=4, vocabulary_size=128), (32, 64), **sizes),  # type: ignore[arg-type]
             Cell("Palindrome", Palindrome(sequence_length=16, num_symbols=8), (16, 32), **sizes),  # type: ignore[arg-type]
             Cell("Stack", Stack(sequence_length=24, num_stacks=2, num_elements=4), (24, 48), **sizes),  # type: ignore[arg-type]
-            Cell("S-NIAH-1", make_task("s_niah_1", sequence_length=448), (448,), **(sizes | {"steps": 20})),  # type: ignore[arg-type]
+            Cell("S-NIAH-1", make_task("s_niah_1", sequence_length=512), (512,), **(sizes | {"steps": 20})),  # type: ignore[arg-type]
         )
         return Study("kla_suite", "KLA's suite, small", MIXERS[2:], cells, (3e-3, 1e-2), (0, 1, 2))
     sizes = {"width": 128, "batch_size": 64, "train_examples": 40_000, "validation_examples": 256, "test_examples": 512}
