@@ -1,0 +1,1 @@
+"""Language modelling: every mixer on the same text, tokens and learning rates."""

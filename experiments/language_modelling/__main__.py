@@ -1,0 +1,144 @@
+"""`python -m experiments.language_modelling`: see README.md."""
+
+import dataclasses
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import tyro
+
+from experiments.language_modelling.runs import get_tokenizer, hold_out, read_run, train_and_test
+from experiments.language_modelling.study import LanguageStudy, study
+from experiments.sweep.report import marks
+from experiments.sweep.results import command_line, environment, write_text
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Trains the language models that are missing, then writes table and figure."""
+
+    setting: Literal["small", "real"] = "small"
+    """"small" runs on a CPU in minutes, "real" on one GPU."""
+    mixers: tuple[str, ...] = ()
+    """Only mixers whose label contains one of these."""
+    steps: int | None = None
+    """Training steps, in place of the study's."""
+    report_only: bool = False
+    """Train nothing."""
+    output: pathlib.Path = FOLDER
+    """Folder for results and figures."""
+    work: pathlib.Path = pathlib.Path("runs/language_modelling")
+    """Folder for checkpoints."""
+    seconds: float | None = None
+    """Begin no new run after this time."""
+    commit: str | None = None
+    """Commit to record where there is no git repository."""
+
+
+def chosen(plan: LanguageStudy, results: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
+    """For each mixer all of whose runs are there: its seeds at the rate with the fewest bits in validation."""
+    found = {}
+    for mixer in plan.mixers:
+        runs = [read_run(plan, results, mixer, rate, seed) for rate in plan.learning_rates for seed in plan.seeds]
+        done = [run for run in runs if run is not None]
+        if len(done) < len(runs):
+            continue
+
+        def bits(rate: float) -> float:
+            return statistics.fmean(r["validation"]["bits_per_byte"] for r in done if r["learning_rate"] == rate)
+
+        best = min(plan.learning_rates, key=bits)
+        found[mixer.label] = [run for run in done if run["learning_rate"] == best]
+    return found
+
+
+def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]]) -> str:
+    """Bits per byte at each length, Markdown."""
+    if not found:
+        return "No results yet.\n"
+    head = ["mixer", "parameters", "rate", *(f"T={n}" for n in plan.lengths), "training tokens/s"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for label, runs in found.items():
+        bits = [statistics.fmean(run["test"][str(n)]["bits_per_byte"] for run in runs) for n in plan.lengths]
+        speed = runs[0]["median_tokens_per_second"]
+        row = [label, f"{runs[0]['num_parameters']:,}", f"{runs[0]['learning_rate']:g}", *(f"{b:.4f}" for b in bits)]
+        lines.append("| " + " | ".join([*row, "" if speed is None else f"{speed:,}"]) + " |")
+    first = next(iter(found.values()))[0]
+    where = first["environment"]
+    return "\n".join(lines) + (
+        f"\n\nBits per byte of held-out text, mean over {len(plan.seeds)} seed(s), after {first['train_tokens']:,} "
+        f"tokens; {where['device']}, jax {where['packages']['jax']}, {where['date'][:10]}.\n"
+    )
+
+
+def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
+    """Training loss over steps, and bits per byte by position in the document."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    drawing, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for label, runs in found.items():
+        left.plot(*zip(*runs[0]["train_loss"]), label=label, linewidth=1)
+        longest = max(runs[0]["test"], key=int)
+        right.plot(*zip(*runs[0]["test"][longest]["by_position"]), marker="o", markersize=3, linewidth=1)
+        right.set_xlabel(f"position in the document, up to (rows of {longest} tokens)")
+    left.set_xlabel("step")
+    left.set_ylabel("training loss, nats a token")
+    right.set_ylabel("bits per byte")
+    right.set_xscale("log", base=2)
+    drawing.legend(loc="outside right center", fontsize=8, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, dpi=130, metadata={"Software": None})
+    plt.close(drawing)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the study; returns the exit code."""
+    options = tyro.cli(Options, args=argv, prog="python -m experiments.language_modelling")
+    plan = study(options.setting)
+    mixers = tuple(m for m in plan.mixers if not options.mixers or any(part in m.label for part in options.mixers))
+    if not mixers:
+        sys.exit(f"error: mixers are {', '.join(m.label for m in plan.mixers)}; got {options.mixers}")
+    train = plan.train if options.steps is None else dataclasses.replace(plan.train, steps=options.steps)
+    plan = dataclasses.replace(plan, mixers=mixers, train=train)
+    results = options.output / "results" / options.setting
+    work = options.work / options.setting
+    begin = time.monotonic()
+    missing = [
+        (mixer, rate, seed)
+        for mixer in plan.mixers
+        for rate in plan.learning_rates
+        for seed in plan.seeds
+        if read_run(plan, results, mixer, rate, seed) is None
+    ]
+    if missing and not options.report_only:
+        tokenizer = get_tokenizer(plan, work)
+        held_out = hold_out(dataclasses.replace(plan.train.data, tokenizer=tokenizer[1]), tokenizer[0])
+        where = environment(command_line("experiments.language_modelling"), options.commit)
+        while missing and (options.seconds is None or time.monotonic() - begin < options.seconds):
+            mixer, rate, seed = missing.pop(0)
+            print(f"{mixer.label}, learning rate {rate:g}, seed {seed}; {len(missing)} more runs after it", flush=True)
+            places = {"work": work, "results": results, "tokenizer": tokenizer, "held_out": held_out}
+            train_and_test(plan, mixer, rate, seed, environment=where, **places)
+    found = chosen(plan, results)
+    text = table(plan, found)
+    if found:
+        figure(found, options.output / "figures" / f"{options.setting}.png")
+    page = options.output / "README.md"
+    before, after = marks(options.setting)
+    if not options.mixers and options.steps is None and page.exists() and before in page.read_text():
+        head, rest = page.read_text().split(before, 1)
+        write_text(page, f"{head}{before}\n{text}{after}{rest.split(after, 1)[1]}")
+    print(text)
+    return 0 if options.report_only or not missing else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

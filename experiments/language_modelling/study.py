@@ -1,0 +1,100 @@
+"""Which language models are compared, on what."""
+
+import dataclasses
+
+from experiments.sweep.study import Mixer, Setting
+from rnnlib.data import DataConfig
+from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset
+from rnnlib.training import CheckpointConfig, EvaluationConfig, LoggingConfig, OptimizerConfig, TrainConfig
+
+MIXERS = (
+    Mixer.of("Transformer++", "attention"),
+    Mixer.of("Mamba-2", "mamba2"),
+    Mixer.of("GLA", "gla"),
+    Mixer.of("DeltaNet", "deltanet"),
+    Mixer.of("PDN", "pdn"),
+    Mixer.of("Gated DeltaNet", "gated_deltanet"),
+    Mixer.of("PGDN", "pgdn"),
+    Mixer.of("KDA", "kda"),
+    Mixer.of("PKDA", "pkda"),
+    Mixer.of("Gated DeltaNet-2", "gated_deltanet2"),
+    Mixer.of("KLA", "kla"),
+    Mixer.of("Gated KalmaNet", "gated_kalmanet"),
+    Mixer.of("Gated DeltaNet-2 + sliding window", *every_other_sliding_window("gated_deltanet2")),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageStudy:
+    """Language models that differ in their mixer alone: same text, same order, same tokens, same rates.
+
+    Attributes:
+        mixers: rows.
+        train: everything but mixer, learning rate and seed.
+        vocabulary_size: of a byte-pair tokenizer learned on the training text; 0 reads bytes.
+        learning_rates: tried for every mixer alike; chosen on half of the held-out documents, reported on the other.
+        seeds: of the initial weights.
+        lengths: that the model is tested at.
+        test_tokens: tokens in a batch of testing.
+    """
+
+    mixers: tuple[Mixer, ...]
+    train: TrainConfig
+    vocabulary_size: int
+    learning_rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    lengths: tuple[int, ...]
+    test_tokens: int
+
+
+def model_config(base: ModelConfig, mixer: Mixer) -> ModelConfig:
+    """The model of a mixer at a size."""
+    overrides = {"*": dict(mixer.overrides)} if mixer.overrides else {}
+    return base.replace(mixers=mixer.preset, mixer_overrides=overrides)
+
+
+def study(setting: Setting) -> LanguageStudy:
+    """The study at a setting: "real" is 30M parameters and 100M tokens of Python text for each run."""
+    quiet = {"logging": LoggingConfig(tensorboard=False)}
+    if setting == "small":
+        return LanguageStudy(
+            mixers=(MIXERS[0], MIXERS[5], MIXERS[6]),
+            train=TrainConfig(
+                model=ModelConfig(vocabulary_size=257, width=64, num_layers=2, num_heads=2, tie_embeddings=True),
+                data=DataConfig(
+                    sequence_length=128, batch_size=8, max_train_bytes=2_000_000, max_validation_bytes=65_536
+                ),
+                evaluation=EvaluationConfig(every=100, batches=4),
+                checkpoint=CheckpointConfig(every=1000, keep=1),
+                steps=200,
+                **quiet,
+            ),
+            vocabulary_size=0,
+            learning_rates=(4e-3,),
+            seeds=(0,),
+            lengths=(128, 256),
+            test_tokens=2048,
+        )
+    return LanguageStudy(
+        mixers=MIXERS,
+        train=TrainConfig(
+            model=model_preset("30m").replace(dtype="bfloat16"),
+            data=DataConfig(
+                sequence_length=4096,
+                batch_size=16,
+                max_train_bytes=400_000_000,
+                max_validation_bytes=8_000_000,
+                num_workers=4,
+            ),
+            optimizer=OptimizerConfig(),
+            evaluation=EvaluationConfig(every=200, batches=8),
+            checkpoint=CheckpointConfig(every=500, keep=1),
+            steps=1600,
+            **quiet,
+        ),
+        vocabulary_size=16_384,
+        learning_rates=(1e-3, 3e-3),
+        seeds=(0,),
+        lengths=(2048, 4096, 8192, 16_384, 32_768),
+        test_tokens=65_536,
+    )

@@ -1,0 +1,72 @@
+"""The language-modelling study: bits per byte, halves of the held-out text, one command end to end."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.language_modelling.__main__ import main
+from experiments.language_modelling.runs import hold_out, test_model
+from experiments.language_modelling.study import MIXERS, model_config, study
+from rnnlib.data import DataConfig, TokenCorpus, load_tokenizer
+from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.models.mixers import mixer_config
+
+test_model.__test__ = False  # it tests a model, and is no test
+
+
+def test_every_mixer_can_be_configured():
+    plan = study("real")
+    assert plan.train.steps * plan.train.data.batch_size * plan.train.data.sequence_length >= 100e6
+    for mixer in MIXERS:
+        config = model_config(plan.train.model, mixer)
+        assert len({type(mixer_config(config, layer)) for layer in config.layer_mixers}) == len(mixer.preset)
+
+
+def test_bits_per_byte_are_those_of_every_document_read_alone():
+    tokenizer = load_tokenizer("byte")
+    texts = ["one two three", "a longer text than the first", "short"]
+    corpus = TokenCorpus.from_documents(texts, tokenizer)
+    config = ModelConfig(vocabulary_size=257, width=8, num_layers=1, num_heads=1, mixers=("linear_attention",))
+    model = DecoderLM(config, rngs=nnx.Rngs(0))
+    result = test_model(model, corpus, 64, 128, tokenizer)
+    nats, num_bytes = 0.0, 0
+    for text in texts:
+        # The end of each document is predicted too, and stands for no byte.
+        end = tokenizer.end_of_document
+        tokens = jnp.asarray([[end, *tokenizer.encode(text), end]], jnp.int32)
+        logits = np.asarray(model(tokens[:, :-1])[0], np.float64)
+        logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+        nats -= logits[np.arange(len(text) + 1), np.asarray(tokens[0, 1:])].sum()
+        num_bytes += len(text)
+    assert result["bits_per_byte"] == pytest.approx(nats / np.log(2) / num_bytes, rel=1e-4)
+    assert result["tokens"] == num_bytes + len(texts)
+    assert [position for position, _ in result["by_position"]] == [1, 2, 4, 8, 16, 32]
+
+
+def test_held_out_halves_share_no_document():
+    data = DataConfig(max_train_bytes=100_000, max_validation_bytes=60_000)
+    held_out = hold_out(data, load_tokenizer("byte"))
+
+    def documents(corpus):
+        return {corpus.tokens[a:b].tobytes() for a, b in zip(corpus.starts[:-1], corpus.starts[1:])}
+
+    first, second = documents(held_out.validation), documents(held_out.test)
+    assert first and second and not first & second
+
+
+def test_one_command_trains_and_reports(tmp_path, capsys):
+    arguments = ["--mixers", "Transformer", "--steps", "1", "--output", str(tmp_path), "--work", str(tmp_path / "work")]
+    assert main(arguments) == 0
+    (file,) = (tmp_path / "results" / "small").glob("*.json")
+    content = json.loads(file.read_text())
+    assert content["steps"] == 1 and content["train_tokens"] > 0
+    assert content["test"]["256"]["bits_per_byte"] == pytest.approx(8, abs=1)  # untrained: a byte costs eight bits
+    assert (tmp_path / "figures" / "small.png").exists()
+    written = file.stat().st_mtime_ns
+    capsys.readouterr()
+    assert main(arguments) == 0
+    assert file.stat().st_mtime_ns == written, "a finished run is skipped"
+    assert "| Transformer++ |" in capsys.readouterr().out
