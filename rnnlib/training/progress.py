@@ -1,6 +1,7 @@
 """Progress on the screen: a live bar on a terminal, a plain line now and then elsewhere."""
 
 import dataclasses
+import math
 import sys
 import time
 from types import TracebackType
@@ -83,10 +84,9 @@ class ProgressReporter:
 
     def step(self, report: StepReport) -> None:
         """Shows a training step."""
-        rest = (
-            f"{report.bits_per_byte:.3f} bits/byte  {report.tokens_per_second:,.0f} tokens/s  "
-            f"{format_seconds(report.seconds_left)} left"
-        )
+        speed = "-" if math.isnan(report.tokens_per_second) else f"{report.tokens_per_second:,.0f}"
+        left = format_seconds(report.seconds_left)
+        rest = f"{report.bits_per_byte:.3f} bits/byte  {speed} tokens/s  {left} left"
         if self._bar is not None:
             numbers = f"loss {report.loss:.3f}  {rest}"
             self._bar.update(self._task, completed=report.step, description="training", numbers=numbers)
