@@ -55,6 +55,7 @@ def plot_distribution(
     """A histogram as a density: of one head, or of all together."""
     counts = distribution.counts.sum(axis=0) if head is None else distribution.counts[head]
     density = counts / max(counts.sum(), 1) / np.diff(distribution.edges)
+    color = f"C{len(ax.patches) % 10}" if color is None else color
     ax.stairs(density, distribution.edges, fill=True, alpha=0.4, label=label, color=color)
     ax.set_ylabel("density")
 
@@ -88,8 +89,10 @@ def plot_heads(ax: Axes, values: ArrayLike, *, layers: Sequence[int], label: str
     """
     values = np.asarray(values)
     image = ax.imshow(values, aspect="auto", cmap="viridis")
+    middle = (values.min() + values.max()) / 2
     for (row, column), value in np.ndenumerate(values):
-        ax.text(column, row, f"{value:.2f}", ha="center", va="center", color="white", fontsize="small")
+        color = "white" if value <= middle else "black"
+        ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=color, fontsize="small")
     ax.set(xlabel="head", ylabel="layer", xticks=range(values.shape[1]), yticks=range(len(layers)))
     ax.set_yticklabels([str(layer) for layer in layers])
     ax.figure.colorbar(image, ax=ax, label=label)
