@@ -7,7 +7,9 @@ from typing import Literal
 import tyro
 from rich.console import Console
 
+from experiments.language_modelling.__main__ import main as language_modelling
 from experiments.sweep.command import SweepOptions, run
+from experiments.sweep.study import SETTINGS
 
 STUDIES = ("state_tracking", "mqar", "kla_suite", "ablations", "axis_combinations", "regbench_mad")
 
@@ -28,8 +30,13 @@ def main() -> None:
     unknown = sorted(set(options.studies) - set(STUDIES))
     if unknown:
         sys.exit(f"error: unknown studies {', '.join(unknown)}; expected some of {', '.join(STUDIES)}")
+    if options.report_only:  # everything that has results, at either setting
+        for setting in SETTINGS:
+            run(options.studies, dataclasses.replace(options, setting=setting), Console(), module="experiments")
+            language_modelling(["--report-only", "--setting", setting])
+        return
     finished = run(options.studies, options, Console(), module="experiments")
-    sys.exit(0 if finished or options.report_only else 1)
+    sys.exit(0 if finished else 1)
 
 
 if __name__ == "__main__":
