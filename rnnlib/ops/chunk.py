@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
 from rnnlib.ops.heads import merge_heads
@@ -43,6 +44,15 @@ class ChunkFactors(NamedTuple):
     update: Array
     write: Array
     decay: Array | None
+
+
+def zero_state(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Zeros that the compiler does not see to be zeros.
+
+    XLA for CPUs (jaxlib 0.11.2) gives uninitialised memory for `sum((x @ zeros) * y, -1)`, a reduced batched product
+    with a constant matrix: what a chunk does to a state that starts at zero.
+    """
+    return jax.lax.optimization_barrier(jnp.zeros(shape, dtype))
 
 
 def chunk_length(length: int, chunk_size: int) -> int:
@@ -301,7 +311,10 @@ def evaluate_rule(
     batch, length, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
     state_shape = (batch, heads, value_heads // heads, key_size, value_size)
-    state = jnp.zeros(state_shape, dtype) if initial_state is None else initial_state.astype(dtype).reshape(state_shape)
+    if initial_state is None:
+        state = zero_state(state_shape, dtype)
+    else:
+        state = initial_state.astype(dtype).reshape(state_shape)
     starts = None if segment_ids is None else segment_starts(segment_ids)
     out, final = evaluate_chunks(chunk_factors, matmul_precision(*inputs), inputs, starts, state)
     out = merge_heads(join_chunks(out, length)).astype(inputs.v.dtype)

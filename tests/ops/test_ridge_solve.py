@@ -117,6 +117,18 @@ def test_nothing_to_solve_with_is_finite(values, adaptive):
         np.testing.assert_allclose(actual["x"], np.broadcast_to(expected, call.shape), rtol=1e-6)
 
 
+def test_a_single_chunk_that_starts_at_zero():
+    """A state that the compiler knows to be zero is one that it miscompiles, see `rnnlib.ops.chunk.zero_state`."""
+    call = dataclasses.replace(GKA, shape=(1, 64, 2, 64), bare=True, iterations=3)
+    arguments = call.arguments(jnp.float32)
+    actual = run(call, "chunked", arguments)
+    expected = run(call, "chunked", arguments | {"initial_gram": jnp.zeros((1, 2, 64, 64))})
+    expected.pop("d_initial_gram")
+    assert_close(actual, expected, 1e-6)
+    x, _ = jax.jit(functools.partial(ops.ridge_solve, iterations=3, implementation="chunked"))(**arguments)
+    np.testing.assert_allclose(x, expected["x"], atol=1e-5)
+
+
 def test_defaults_take_the_scan_for_one_token_and_for_exact():
     arguments = dataclasses.replace(GKA, shape=(2, 1, 2, 8)).arguments(jnp.float32)
     many = GKA.arguments(jnp.float32)

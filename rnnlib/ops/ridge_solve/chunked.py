@@ -87,6 +87,7 @@ def _forward(options, precision, chunks):
 def _backward(options, precision, saved, cotangents):
     chunks, kept = saved
     d_x, d_final = cotangents
+    d_final = jax.lax.optimization_barrier(d_final)  # often zeros: see `chunk.zero_state`
     with jax.default_matmul_precision(precision):
         p = _prepare(options, chunks)
         if options.solver.differentiation == "reversed":
@@ -169,7 +170,7 @@ def ridge_solve_chunked(
         log_decay = jnp.broadcast_to(log_decay, (batch, length, heads, 1, 1)).astype(dtype)
         log_decay = split(log_decay[..., 0])[..., 0]
     if initial_gram is None:
-        initial = jnp.zeros((batch, heads, key_size, key_size), dtype)
+        initial = chunk.zero_state((batch, heads, key_size, key_size), dtype)
     else:
         initial = symmetric(initial_gram.astype(dtype))
     ridge = inputs.ridge.astype(dtype)[:, None, :]
