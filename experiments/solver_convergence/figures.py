@@ -128,7 +128,7 @@ def strength_figure(results: dict[str, Any], path: pathlib.Path) -> None:
         left.semilogy(history["largest"], color=color, label=f"ridge {ridge}")
         right.plot(history["bare"], color=color, label=f"ridge {ridge}")
     left.set(title="with the ridge (paper: figure 8)", ylabel="largest $\\|(H_t + \\lambda_t) x - q_t\\|$")
-    right.set(title="without: what the regression misses", ylabel="largest $\\|H_t x - q_t\\|$", ylim=(0, None))
+    right.set(title="without: what the regression misses", ylabel="median $\\|H_t x - q_t\\|$", ylim=(0, None))
     for ax in (left, right):
         ax.set_xlabel("iteration")
         ax.grid(alpha=0.3)

@@ -52,7 +52,7 @@ def strengths(config: SolverConvergenceConfig) -> dict[str, Any]:
     curves = {}
     for ridge in config.ridges:
         history = residual_history(systems(config, ridge), SOLVERS["Chebyshev"], config.iterations, "float32")
-        curves[str(ridge)] = {"largest": history.largest.tolist(), "bare": history.largest_bare.tolist()}
+        curves[str(ridge)] = {"largest": history.largest.tolist(), "bare": history.median_bare.tolist()}
     return curves
 
 

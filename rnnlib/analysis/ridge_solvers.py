@@ -96,12 +96,12 @@ class ResidualHistory(NamedTuple):
     Attributes:
         largest: of `||(H + lambda) x - q||`, over all systems.
         median: likewise.
-        largest_bare: of `||H x - q||`, which the ridge keeps from vanishing, over all systems.
+        median_bare: median of `||H x - q||`, which the ridge keeps from vanishing.
     """
 
     largest: np.ndarray
     median: np.ndarray
-    largest_bare: np.ndarray
+    median_bare: np.ndarray
 
 
 def residual_history(systems: RidgeSystems, solver: Solver | str, iterations: int, arithmetic: str) -> ResidualHistory:
@@ -165,7 +165,7 @@ def _residuals(
         x = carry[0].astype(jnp.float64)
         bare = product(x) - systems.q
         norms = jnp.linalg.norm(bare + systems.ridge * x, axis=-1)
-        return step(carry), (jnp.max(norms), jnp.median(norms), jnp.max(jnp.linalg.norm(bare, axis=-1)))
+        return step(carry), (jnp.max(norms), jnp.median(norms), jnp.median(jnp.linalg.norm(bare, axis=-1)))
 
     return jax.lax.scan(measure, start, None, length=iterations + 1)[1]
 
@@ -249,11 +249,13 @@ def _undo_conjugate_gradient(
     def undo(carry: tuple[Array, Array, Array], ratio: Array) -> tuple[tuple[Array, Array, Array], Array]:
         x, residual, direction = carry
         square = jnp.sum(jnp.square(residual), axis=-1, keepdims=True) / ratio
-        direction = (direction - residual) / ratio
-        image = matrix_product(direction)
-        length = square / jnp.sum(direction * image, axis=-1, keepdims=True)
-        x = x - length * direction
-        return (x, residual + length * image, direction), x
+        earlier_direction = (direction - residual) / ratio
+        image = matrix_product(earlier_direction)
+        length = square / jnp.sum(earlier_direction * image, axis=-1, keepdims=True)
+        undone = (x - length * earlier_direction, residual + length * image, earlier_direction)
+        # Where the system had been solved already, the iteration did nothing.
+        x, residual, direction = (jnp.where(ratio > 0, one, other) for one, other in zip(undone, carry))
+        return (x, residual, direction), x
 
     ratios = jnp.concatenate([before.ratio[1:], end.ratio[None]])
     _, recovered = jax.lax.scan(undo, (end.x, end.residual, end.direction), ratios, reverse=True)

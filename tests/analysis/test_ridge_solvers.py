@@ -50,7 +50,7 @@ def test_residuals_fall_as_far_as_the_arithmetic_lets_them():
     assert 1e-4 < chebyshev["bfloat16 products"].largest[-1] < 0.1
     assert chebyshev["bfloat16 products"].median[-1] < chebyshev["bfloat16 products"].largest[-1]
     # Without the ridge the residual stays: that is what the ridge costs.
-    assert chebyshev["float64"].largest_bare[-1] > 0.1
+    assert 0.01 < chebyshev["float64"].median_bare[-1] < 1
 
 
 def test_printed_and_incremental_chebyshev_are_the_same_iteration():

@@ -202,9 +202,8 @@ def _conjugate_gradient(
         residual = state.residual - length * image
         square = jnp.sum(jnp.square(residual), axis=-1, keepdims=True)
         ratio = quotient(square, state.square)
-        return ConjugateState(
-            state.x + length * state.direction, residual, residual + ratio * state.direction, square, ratio
-        )
+        direction = jnp.where(is_live, residual + ratio * state.direction, state.direction)
+        return ConjugateState(state.x + length * state.direction, residual, direction, square, ratio)
 
     return ConjugateState(jnp.zeros_like(b), b, b, square, jnp.zeros_like(square)), iterate
 
