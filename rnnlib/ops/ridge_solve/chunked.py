@@ -80,8 +80,9 @@ def _forward(options, precision, chunks):
     with jax.default_matmul_precision(precision):
         prepared = _prepare(options, chunks)
         carry = _solve(options, chunks.k, prepared, chunks.q)
-    kept = (carry.x, carry.previous) if options.solver.differentiation == "reversed" else carry[:1]
-    return (carry[0], prepared.final), (chunks, kept)
+    is_reversed = options.solver.differentiation == "reversed"
+    kept = (chunks.q, carry.x, carry.previous) if is_reversed else (carry[0],)
+    return (carry[0], prepared.final), (chunks._replace(q=None), kept)
 
 
 def _backward(options, precision, saved, cotangents):
@@ -92,14 +93,14 @@ def _backward(options, precision, saved, cotangents):
         p = _prepare(options, chunks)
         if options.solver.differentiation == "reversed":
             product = grams.gram_product(options.solver, chunks.k, p.decay, p.starts)
-            q = solvable(chunks.q, p.norm, options.adaptive)
+            q, *iterates = kept
             result = reverse_chebyshev(
                 product,
                 functools.partial(grams.outer_gradients, chunks.k, p.decay, p.starts),
-                q,
+                solvable(q, p.norm, options.adaptive),
                 p.ridge,
                 p.norm,
-                kept,
+                tuple(iterates),
                 solvable(d_x, p.norm, options.adaptive),
                 options.iterations,
             )
@@ -121,7 +122,7 @@ def _backward(options, precision, saved, cotangents):
         inside = jax.tree.map(jnp.add, inside, grams.norm_gradients(chunks.k, p.decay, p.starts, weight))
         d_k, d_decay, d_initial = grams.finish_gradients(chunks.k, p.decay, p.starts, inside, d_final)
         d_log_decay = jnp.zeros_like(chunks.log_decay)
-        if chunks.log_decay.shape[:3] == chunks.q.shape[:3]:
+        if chunks.log_decay.shape[:3] == chunks.k.shape[:3]:
             (d_log_decay,) = jax.vjp(grams.decays, chunks.log_decay)[1](d_decay)
     return (Chunks(d_q, d_k, _sum_to_shape(d_given, chunks.ridge.shape), d_log_decay, d_initial),)
 
