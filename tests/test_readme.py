@@ -1,0 +1,36 @@
+"""What the README shows is run, and its tables are what the code says."""
+
+import json
+import pathlib
+import re
+
+from rnnlib.layers import mixer_table
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def between(marker: str) -> str:
+    return README.split(f"<!-- {marker} -->\n")[1].split(f"<!-- /{marker} -->")[0]
+
+
+def test_python_blocks_run():
+    """In order and in one namespace, as a reader would paste them."""
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) >= 4
+    namespace: dict = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert namespace["out"].shape == namespace["v"].shape
+    assert namespace["tokens"].shape == (2, 8)
+
+
+def test_table_of_mixers_is_the_presets():
+    assert between("mixers") == mixer_table(), "write the output of rnnlib.layers.mixer_table() into the README"
+
+
+def test_cpu_figures_are_those_measured():
+    rows = json.loads((ROOT / "experiments" / "cpu_benchmark" / "results.json").read_text())["rows"]
+    for row in rows:
+        line = f"| {row['decay']} | {row['scan_ms']:.0f} | {row['chunked_ms']:.0f} | {row['ratio']:.1f} |"
+        assert line in between("cpu")
