@@ -10,10 +10,10 @@ from experiments.sweep.study import Setting
 from rnnlib.data.tasks import MQAR, Palindrome, Stack, make_task
 
 MIXERS = (
-    Mixer.of("Mamba-2", "mamba2"),
-    Mixer.of("DeltaNet", "deltanet"),
     Mixer.of("Gated DeltaNet", "gated_deltanet"),
     Mixer.of("KLA", "kla"),
+    Mixer.of("Mamba-2", "mamba2"),
+    Mixer.of("DeltaNet", "deltanet"),
 )
 
 _LENGTHS = (256, 512, 1024, 2048)
@@ -46,12 +46,22 @@ def study(setting: Setting) -> Study:
             Cell("Stack", Stack(sequence_length=24, num_stacks=2, num_elements=4), (24, 48), **sizes),  # type: ignore[arg-type]
             Cell("S-NIAH-1", make_task("s_niah_1", sequence_length=512), (512,), **(sizes | {"steps": 20})),  # type: ignore[arg-type]
         )
-        return Study("kla_suite", "KLA's suite, small", MIXERS[2:], cells, (3e-3, 1e-2), (0, 1, 2))
-    sizes = {"width": 128, "batch_size": 64, "train_examples": 40_000, "validation_examples": 256, "test_examples": 512}
+        return Study("kla_suite", "KLA's suite, small", MIXERS[:2], cells, (3e-3, 1e-2), (0, 1, 2))
+    sizes = {
+        "width": 128,
+        "steps": 4000,
+        "batch_size": 64,
+        "train_examples": 40_000,
+        "validation_examples": 256,
+        "test_examples": 512,
+        "dtype": "bfloat16",
+    }
+    needle = sizes | {"steps": 3000, "batch_size": 32, "train_examples": 16_000, "test_examples": 256}
     cells = (
-        Cell("MQAR", MQAR(sequence_length=256, num_pairs=32, vocabulary_size=4096), _LENGTHS, steps=1500, **sizes),  # type: ignore[arg-type]
-        Cell("Stack", Stack(sequence_length=256), _LENGTHS, steps=1500, **sizes),  # type: ignore[arg-type]
-        Cell("Palindrome", Palindrome(sequence_length=256), _LENGTHS, steps=1500, **sizes),  # type: ignore[arg-type]
+        Cell("Stack", Stack(sequence_length=256), _LENGTHS, **sizes),  # type: ignore[arg-type]
+        Cell("Palindrome", Palindrome(sequence_length=256), _LENGTHS, **sizes),  # type: ignore[arg-type]
+        Cell("MQAR", MQAR(sequence_length=256, num_pairs=32, vocabulary_size=4096), _LENGTHS, **sizes),  # type: ignore[arg-type]
+        Cell("S-NIAH-1", make_task("s_niah_1", sequence_length=1024), (1024, 2048, 4096, 8192), **needle),  # type: ignore[arg-type]
     )
     paper = tuple(
         (f"{mixer}, KLA paper", task, length, value)
@@ -64,7 +74,7 @@ def study(setting: Setting) -> Study:
         "KLA's suite: test accuracy beyond the length of training",
         MIXERS,
         cells,
-        (1e-3, 3e-3),
+        (7e-4, 2e-3),
         (0, 1, 2),
         paper=paper,
     )

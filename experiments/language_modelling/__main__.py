@@ -14,6 +14,7 @@ from experiments.language_modelling.runs import get_tokenizer, hold_out, read_ru
 from experiments.language_modelling.study import LanguageStudy, study
 from experiments.sweep.report import marks
 from experiments.sweep.results import command_line, environment, write_text
+from experiments.sweep.study import pick
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -25,7 +26,7 @@ class Options:
     setting: Literal["small", "real"] = "small"
     """"small" runs on a CPU in minutes, "real" on one GPU."""
     mixers: tuple[str, ...] = ()
-    """Only mixers whose label contains one of these."""
+    """Only mixers of these labels, or whose label contains one of these."""
     steps: int | None = None
     """Training steps, in place of the study's."""
     report_only: bool = False
@@ -36,6 +37,10 @@ class Options:
     """Folder for checkpoints."""
     seconds: float | None = None
     """Begin no new run after this time."""
+    exclusive: pathlib.Path | None = None
+    """Lock file: of several such commands on one device one trains at a time, while the others compile."""
+    until: float | None = None
+    """With `exclusive`: begin no run that would end after this time (since the epoch), judged by the run before it."""
     commit: str | None = None
     """Commit to record where there is no git repository."""
 
@@ -103,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the study; returns the exit code."""
     options = tyro.cli(Options, args=argv, prog="python -m experiments.language_modelling")
     plan = study(options.setting)
-    mixers = tuple(m for m in plan.mixers if not options.mixers or any(part in m.label for part in options.mixers))
+    mixers = pick(plan.mixers, options.mixers)
     if not mixers:
         sys.exit(f"error: mixers are {', '.join(m.label for m in plan.mixers)}; got {options.mixers}")
     train = plan.train if options.steps is None else dataclasses.replace(plan.train, steps=options.steps)
@@ -126,7 +131,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             mixer, rate, seed = missing.pop(0)
             print(f"{mixer.label}, learning rate {rate:g}, seed {seed}; {len(missing)} more runs after it", flush=True)
             places = {"work": work, "results": results, "tokenizer": tokenizer, "held_out": held_out}
-            train_and_test(plan, mixer, rate, seed, environment=where, **places)
+            done = train_and_test(
+                plan,
+                mixer,
+                rate,
+                seed,
+                environment=where,
+                exclusive=options.exclusive,
+                until=options.until,
+                **places,
+            )
+            if done is None:
+                missing.insert(0, (mixer, rate, seed))
+                break
     found = chosen(plan, results)
     text = table(plan, found)
     if found:

@@ -1,11 +1,16 @@
 """Training and testing one language model, and the file that its result goes to."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import math
 import pathlib
-from typing import Any
+import time
+from collections.abc import Iterator
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +21,20 @@ from flax import nnx
 from experiments.language_modelling.study import LanguageStudy, model_config
 from experiments.sweep.results import write_text
 from experiments.sweep.study import Mixer, slug
-from rnnlib.data import DataConfig, TokenCorpus, Tokenizer, iterate_documents, load_tokenizer, make_dataset
+from rnnlib.data import (
+    DataConfig,
+    TokenCorpus,
+    Tokenizer,
+    iterate_documents,
+    load_corpus,
+    load_tokenizer,
+    make_dataset,
+)
 from rnnlib.data import train_tokenizer as learn_tokenizer
 from rnnlib.models import DecoderLM
 from rnnlib.training import TrainConfig, Trainer, bits_per_byte, read_csv
+
+_BATCH = ("inputs", "targets", "segment_ids", "positions", "loss_weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +50,10 @@ def get_tokenizer(study: LanguageStudy, work: pathlib.Path) -> tuple[Tokenizer, 
     if not study.vocabulary_size:
         return load_tokenizer("byte"), "byte"
     path = work / f"tokenizer-{study.vocabulary_size}.json"
-    if not path.exists():
-        work.mkdir(parents=True, exist_ok=True)
-        sample = dataclasses.replace(study.train.data, max_train_bytes=16_000_000)
-        learn_tokenizer(iterate_documents(sample, "train"), vocabulary_size=study.vocabulary_size, path=path)
+    with turn(work / "tokenizer.lock"):
+        if not path.exists():
+            sample = dataclasses.replace(study.train.data, max_train_bytes=16_000_000)
+            learn_tokenizer(iterate_documents(sample, "train"), vocabulary_size=study.vocabulary_size, path=path)
     return load_tokenizer(path), str(path)
 
 
@@ -83,46 +98,74 @@ def read_run(study: LanguageStudy, results: pathlib.Path, mixer: Mixer, rate: fl
     return content if content["fingerprint"] == fingerprint(study, mixer, rate, seed) else None
 
 
-def test_model(model: DecoderLM, corpus: TokenCorpus, length: int, tokens: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Bits per byte of a text, in all and by the position in the document.
+class BitsPerByte:
+    """Bits per byte of a text, in all and by the position in the document; compiled when it is made."""
 
-    Args:
-        model: the model.
-        corpus: the text, packed into rows of `length` tokens; a document that is longer goes on in the next row from
-            an empty state.
-        length: tokens a row.
-        tokens: tokens a batch.
-        tokenizer: gives the bytes that each token stands for.
+    def __init__(self, model: DecoderLM, length: int, tokens: int, tokenizer: Tokenizer):
+        """Compiles.
 
-    Returns:
-        `bits_per_byte`, `tokens`, and `by_position`: pairs of the largest position of a bucket and its bits per byte.
-    """
-    token_bytes = jnp.asarray(tokenizer.token_bytes, jnp.float32)
-    graphdef, state = nnx.split(model)
+        Args:
+            model: the model, or one of shapes alone.
+            length: tokens a row. A document that is longer goes on in the next row from an empty state.
+            tokens: tokens a batch.
+            tokenizer: gives the bytes that each token stands for.
+        """
+        token_bytes = jnp.asarray(tokenizer.token_bytes, jnp.float32)
+        graphdef, state = nnx.split(model)
+        buckets = math.ceil(math.log2(length)) + 1
 
-    @jax.jit
-    def sums(state: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        run: Any = nnx.merge(graphdef, state)
-        logits = run(batch["inputs"], segment_ids=batch["segment_ids"], positions=batch["positions"])
-        weights = batch["loss_weights"]
-        nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(weights > 0, batch["targets"], 0))
-        bucket = jnp.ceil(jnp.log2(batch["positions"] + 1.0)).astype(jnp.int32)
-        values = jnp.stack([nats * weights, token_bytes[batch["targets"]] * weights, weights], -1)
-        return jnp.zeros((buckets, 3)).at[bucket].add(values)
+        def sums(state: Any, batch: dict[str, jax.Array]) -> jax.Array:
+            run: Any = nnx.merge(graphdef, state)
+            logits = run(batch["inputs"], segment_ids=batch["segment_ids"], positions=batch["positions"])
+            weights = batch["loss_weights"]
+            nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(weights > 0, batch["targets"], 0))
+            bucket = jnp.ceil(jnp.log2(batch["positions"] + 1.0)).astype(jnp.int32)
+            values = jnp.stack([nats * weights, token_bytes[batch["targets"]] * weights, weights], -1)
+            return jnp.zeros((buckets, 3)).at[bucket].add(values)
 
-    buckets = math.ceil(math.log2(length)) + 1
-    rows = DataConfig(sequence_length=length, batch_size=max(1, tokens // length))
-    totals = np.zeros((buckets, 3))
-    for batch in make_dataset(rows, split="validation", tokenizer=tokenizer, corpus=corpus):
-        totals += jax.device_get(sums(state, dict(batch)))
-    nats, num_bytes, num_tokens = totals.sum(0).tolist()
-    return {
-        "bits_per_byte": bits_per_byte(nats, num_bytes),
-        "tokens": round(num_tokens),
-        "by_position": [
-            [2**i, round(bits_per_byte(n, b), 5)] for i, (n, b, count) in enumerate(totals.tolist()) if count and b
-        ],
-    }
+        self._rows = DataConfig(sequence_length=length, batch_size=max(1, tokens // length))
+        self._tokenizer = tokenizer
+        shape = (self._rows.batch_size, length)
+        integers = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in _BATCH if name != "loss_weights"}
+        batch = integers | {"loss_weights": jax.ShapeDtypeStruct(shape, jnp.float32)}
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        self._sums = jax.jit(sums).lower(shapes, batch).compile()
+
+    def __call__(self, model: DecoderLM, corpus: TokenCorpus) -> dict[str, Any]:
+        """Tests a model of the shapes that this was made for.
+
+        Args:
+            model: the model.
+            corpus: the text.
+
+        Returns:
+            `bits_per_byte`, `tokens`, and `by_position`: pairs of the largest position of a bucket and its bits per
+            byte.
+        """
+        state = nnx.split(model)[1]
+        batches = make_dataset(self._rows, split="validation", tokenizer=self._tokenizer, corpus=corpus)
+        parts = [self._sums(state, {name: batch[name] for name in _BATCH}) for batch in batches]
+        totals = np.sum([np.asarray(part, np.float64) for part in parts], axis=0)
+        nats, num_bytes, num_tokens = totals.sum(0).tolist()
+        return {
+            "bits_per_byte": bits_per_byte(nats, num_bytes),
+            "tokens": round(num_tokens),
+            "by_position": [
+                [2**i, round(bits_per_byte(n, b), 5)] for i, (n, b, count) in enumerate(totals.tolist()) if count and b
+            ],
+        }
+
+
+@contextlib.contextmanager
+def turn(path: pathlib.Path | None) -> Iterator[IO[str] | None]:
+    """Waits for a lock file: several commands on one device compile side by side and train one after another."""
+    if path is None:
+        yield None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
 
 
 def train_and_test(
@@ -136,22 +179,64 @@ def train_and_test(
     tokenizer: tuple[Tokenizer, str],
     held_out: HeldOut,
     environment: dict[str, Any],
-) -> dict[str, Any]:
-    """Trains a run (or goes on with one that was stopped), tests it and writes its result."""
+    exclusive: pathlib.Path | None = None,
+    until: float | None = None,
+) -> dict[str, Any] | None:
+    """Trains a run (or goes on with one that was stopped), tests it and writes its result.
+
+    Args:
+        study: the study.
+        mixer: of the model.
+        rate: learning rate.
+        seed: of the initial weights.
+        work: folder for checkpoints and tokens.
+        results: folder of the result files.
+        tokenizer: from `get_tokenizer`.
+        held_out: from `hold_out`.
+        environment: recorded with the run.
+        exclusive: lock file of the device: training and testing wait for it, compiling does not.
+        until: time (since the epoch) by which the run must be done; one that would take longer is not begun.
+
+    Returns:
+        The result, or None where there was no time.
+    """
     config = run_config(study, mixer, rate, seed, tokenizer[1])
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_folder=str(work / "tokens")))
     folder = work / f"{slug(mixer.label)}--{rate:g}--{seed}-{fingerprint(study, mixer, rate, seed)}"
-    trainer = Trainer(config, tokenizer=tokenizer[0])
+    with turn(work / "tokens.lock"):
+        corpus = load_corpus(config.data, "train", tokenizer[0])
+        trainer = Trainer(config, tokenizer=tokenizer[0])
+    print(f"{mixer.label}: {corpus.num_tokens:,} tokens of text; compiling", flush=True)
+    shapes = trainer.abstract_model()
+    lengths = dict.fromkeys((config.data.sequence_length, *study.lengths))
+    with concurrent.futures.ThreadPoolExecutor(len(lengths) + 1) as pool:
+        compiling = pool.submit(trainer.compile)
+        made = {n: pool.submit(BitsPerByte, shapes, n, study.test_tokens, tokenizer[0]) for n in lengths}
+        compiling.result()
+        testers = {n: future.result() for n, future in made.items()}
     trainer.open(folder, resume=folder.exists())
-    outcome = trainer.run()
-    if outcome.stopped_by is not None:
-        raise KeyboardInterrupt
+    with turn(exclusive) as lock:
+        begin = time.time()
+        if lock is not None:
+            lock.seek(0)
+            expected = float(lock.read() or 0.0)
+            if until is not None and begin + expected > until:
+                print(f"{mixer.label}: no time left", flush=True)
+                trainer.close()
+                return None
+        print(f"{mixer.label}: training", flush=True)
+        outcome = trainer.run()
+        if outcome.stopped_by is not None:
+            raise KeyboardInterrupt
+        memory = jax.local_devices()[0].memory_stats()
+        model = trainer.trained_model()
+        validation = testers[config.data.sequence_length](model, held_out.validation)
+        tests = {str(n): testers[n](model, held_out.test) for n in study.lengths}
+        if lock is not None:
+            lock.truncate(0)
+            lock.write(f"{time.time() - begin:.1f}")
     rows = read_csv(folder / "metrics.csv")
     rates = [row["tokens_per_second"] for row in rows if math.isfinite(row.get("tokens_per_second", math.nan))]
-    model = trainer.trained_model()
-
-    def test(corpus: TokenCorpus, length: int) -> dict[str, Any]:
-        return test_model(model, corpus, length, study.test_tokens, tokenizer[0])
-
     content = {
         "study": "language_modelling",
         "mixer": {"label": mixer.label, "preset": list(mixer.preset), "overrides": repr(mixer.overrides)},
@@ -161,10 +246,19 @@ def train_and_test(
         "num_parameters": trainer.num_parameters,
         "train_tokens": outcome.tokens,
         "steps": outcome.step,
+        "seconds": round(outcome.seconds, 1),
         "median_tokens_per_second": round(float(np.median(rates))) if rates else None,
+        "peak_bytes": None if not memory else memory.get("peak_bytes_in_use"),
+        "corpus": {
+            "fingerprint": corpus.fingerprint,
+            "documents": corpus.num_documents,
+            "bytes": corpus.text_bytes,
+            "tokens": corpus.num_tokens,
+            "tokenizer": tokenizer[0].fingerprint,
+        },
         "train_loss": [[row["step"], round(row["loss"], 5)] for row in rows[:: max(1, len(rows) // 200)]],
-        "validation": test(held_out.validation, config.data.sequence_length),
-        "test": {str(length): test(held_out.test, length) for length in study.lengths},
+        "validation": validation,
+        "test": tests,
         "config": repr(config),
         "environment": environment,
     }

@@ -10,7 +10,7 @@ from typing import Literal
 from rich.console import Console
 
 from experiments.sweep.results import command_line, environment
-from experiments.sweep.study import Study
+from experiments.sweep.study import Study, pick
 
 EXPERIMENTS = pathlib.Path(__file__).parents[1]
 
@@ -22,7 +22,7 @@ class SweepOptions:
     setting: Literal["small", "real"] = "small"
     """"small" runs on a CPU in minutes, "real" on one GPU."""
     mixers: tuple[str, ...] = ()
-    """Only mixers whose label contains one of these."""
+    """Only mixers of these labels, or whose label contains one of these."""
     cells: tuple[str, ...] = ()
     """Only cells whose name contains one of these."""
     seeds: int | None = None
@@ -56,7 +56,7 @@ def load_study(name: str, options: SweepOptions) -> Study:
         ValueError: nothing is left of it.
     """
     study: Study = importlib.import_module(f"experiments.{name}.study").study(options.setting)
-    mixers = [m for m in study.mixers if not options.mixers or any(part in m.label for part in options.mixers)]
+    mixers = pick(study.mixers, options.mixers)
     cells = [c for c in study.cells if not options.cells or any(part in c.name for part in options.cells)]
     if not mixers or not cells:
         raise ValueError(
@@ -66,7 +66,7 @@ def load_study(name: str, options: SweepOptions) -> Study:
     if options.steps is not None:
         cells = [dataclasses.replace(c, steps=options.steps, chunks=1) for c in cells]
     seeds = study.seeds if options.seeds is None else tuple(range(options.seeds))
-    return dataclasses.replace(study, mixers=tuple(mixers), cells=tuple(cells), seeds=seeds)
+    return dataclasses.replace(study, mixers=mixers, cells=tuple(cells), seeds=seeds)
 
 
 def folders(name: str, options: SweepOptions) -> tuple[pathlib.Path, pathlib.Path]:

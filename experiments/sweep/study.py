@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, NamedTuple
 
 from rnnlib.data.tasks import Task
@@ -46,6 +46,15 @@ class Mixer:
         return cls(label, preset, tuple(sorted(overrides.items())))
 
 
+def pick(mixers: Iterable[Mixer], parts: Collection[str]) -> tuple[Mixer, ...]:
+    """The mixers whose label is one of `parts` or, for a part that is no mixer's label, contains it; () picks all."""
+    mixers = tuple(mixers)
+    labels = {mixer.label for mixer in mixers}
+    return tuple(
+        m for m in mixers if not parts or any(p == m.label or (p not in labels and p in m.label) for p in parts)
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """A task, a model size and a training budget: one column (or one curve) of a study.
@@ -70,6 +79,7 @@ class Cell:
         max_lanes: most runs that are trained side by side.
         data_seed: of the examples, the same for all runs.
         learning_rates: tried for every mixer alike, in place of the study's; () for those.
+        dtype: of activations and products; parameters, states and the optimizer are float32 in any case.
     """
 
     name: str
@@ -90,6 +100,7 @@ class Cell:
     max_lanes: int = 12
     data_seed: int = 0
     learning_rates: tuple[float, ...] = ()
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.steps % self.chunks:
@@ -113,6 +124,7 @@ class Cell:
             num_heads=self.num_heads,
             mixers=mixer.preset,
             mixer_overrides={"*": dict(mixer.overrides)} if mixer.overrides else {},
+            dtype=self.dtype,
         )
 
     def optimizer_config(self) -> OptimizerConfig:
@@ -177,5 +189,7 @@ def fingerprint(mixer: Mixer, cell: Cell) -> str:
     """Changes when anything that a run depends on does, other than the code."""
     left_out = ("name", "chunks", "max_lanes", "learning_rates", "evaluation_tokens")
     fields = [field.name for field in dataclasses.fields(cell) if field.name not in left_out]
+    if cell.dtype == "float32":  # results from before there was a choice stay valid
+        fields.remove("dtype")
     described = repr((mixer.preset, mixer.overrides, [(name, getattr(cell, name)) for name in fields]))
     return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import check_floating, check_rank, check_segment_ids, segment_index
@@ -68,8 +69,16 @@ def _attention(q: Array, k: Array, v: Array, **options) -> Array:
     if v.shape[-1] > q.shape[-1]:
         raise ValueError(f"{_NAME}: v has {v.shape[-1]} channels, expected at most the {q.shape[-1]} of q and k")
     padded = jnp.pad(v.astype(dtype), pad)
+    options["implementation"] = _backend(q, dtype)
     out = jax.nn.dot_product_attention(q.astype(dtype), k.astype(dtype), padded, **options)
     return out[..., : v.shape[-1]].astype(v.dtype)
+
+
+def _backend(q: Array, dtype: DTypeLike) -> str | None:
+    """`"cudnn"` (flash attention, memory linear in T) where it serves the case, else None for XLA's own products."""
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    fits = q.shape[1] % 64 == 0 and q.shape[3] % 8 == 0 and q.shape[3] <= 128
+    return "cudnn" if half and fits and jax.default_backend() == "gpu" else None
 
 
 def _blockwise_window_attention(q: Array, k: Array, v: Array, window: int, segment_ids: Array | None) -> Array:

@@ -197,6 +197,21 @@ class Trainer:
         dtypes = {name: np.float32 if name == "loss_weights" else np.int32 for name in BATCH_FIELDS}
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
+    def compile(self) -> None:
+        """Compiles both steps now and not when each is first used; on several devices it does nothing."""
+        if self._mesh is not None:
+            return
+        batch = self._abstract_batch()
+        jitted: Any = self._train_step
+        self._train_step = jitted.lower(self._template, batch).compile()
+        first_part = {
+            name: jax.ShapeDtypeStruct((1, self.config.data.batch_size, *x.shape[2:]), x.dtype)
+            for name, x in batch.items()
+        }
+        arguments = (self._template.parameters, self._template.other, first_part)
+        jitted = self._evaluation_step
+        self._evaluation_step = jitted.lower(*arguments).compile()
+
     def open(self, folder: str | os.PathLike, *, resume: bool = False) -> None:
         """Makes the run folder, or restores what is in it; nothing is changed in a folder that does not fit.
 
@@ -301,6 +316,10 @@ class Trainer:
     def close(self) -> None:
         """Closes an open run without training it; what is saved stays."""
         self._resources.close()
+
+    def abstract_model(self) -> DecoderLM:
+        """The model with shapes in place of arrays."""
+        return nnx.eval_shape(self._new_model)
 
     def trained_model(self) -> DecoderLM:
         """The model as trained so far."""

@@ -144,7 +144,8 @@ def init_train_state(model: nnx.Module, optimizer: optax.GradientTransformation)
 
 def _forward(graphdef, parameters, other, token_bytes, batch: Batch) -> tuple[LossSums, Any]:
     model = nnx.merge(graphdef, parameters, other, copy=True)
-    logits = model(batch["inputs"], segment_ids=batch["segment_ids"], positions=batch["positions"])
+    # Without segment ids every row is one document (batches of the data pipelines always have them).
+    logits = model(batch["inputs"], segment_ids=batch.get("segment_ids"), positions=batch["positions"])
     sums = loss_sums(logits, batch["targets"], batch["loss_weights"], token_bytes)
     return sums, nnx.state(model, nnx.Not(nnx.Param))
 

@@ -8,13 +8,11 @@ import pytest
 from flax import nnx
 
 from experiments.language_modelling.__main__ import main
-from experiments.language_modelling.runs import hold_out, test_model
+from experiments.language_modelling.runs import BitsPerByte, hold_out
 from experiments.language_modelling.study import MIXERS, model_config, study
 from rnnlib.data import DataConfig, TokenCorpus, load_tokenizer
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.models.mixers import mixer_config
-
-test_model.__test__ = False  # it tests a model, and is no test
 
 
 def test_every_mixer_can_be_configured():
@@ -31,7 +29,7 @@ def test_bits_per_byte_are_those_of_every_document_read_alone():
     corpus = TokenCorpus.from_documents(texts, tokenizer)
     config = ModelConfig(vocabulary_size=257, width=8, num_layers=1, num_heads=1, mixers=("linear_attention",))
     model = DecoderLM(config, rngs=nnx.Rngs(0))
-    result = test_model(model, corpus, 64, 128, tokenizer)
+    result = BitsPerByte(model, 64, 128, tokenizer)(model, corpus)
     nats, num_bytes = 0.0, 0
     for text in texts:
         # The end of each document is predicted too, and stands for no byte.

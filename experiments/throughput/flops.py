@@ -1,0 +1,66 @@
+"""The floating-point operations that a training step needs by its mathematics, whatever the kernels do."""
+
+import dataclasses
+
+from rnnlib.layers import Attention, Offline, Online, RidgeRegression
+from rnnlib.models import ModelConfig, abstract_model, count_parameters
+
+# Dense bfloat16 products of one H100 or H200 (SXM), NVIDIA's data sheet, operations a second.
+PEAK = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFlops:
+    """Operations of forward and backward pass for one token.
+
+    Attributes:
+        weights: `6 N`: two for each weight forward, four backward. N counts the head, tied or not, not the look-up.
+        mixing: of attention or recurrence, three times the forward pass's.
+    """
+
+    weights: float
+    mixing: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.weights + self.mixing
+
+
+def step_flops(config: ModelConfig, length: int) -> StepFlops:
+    """Operations for one token of a row of `length`.
+
+    Forward, a head and token: causal attention `2 K T`, half of `q k^T` and of `p v`, and with a window W of the mean
+    number of tokens seen in place of T / 2; linear attention `4 K V` (write and read of the state); the delta rule
+    `6 K V` (the erased value is read too); a ridge solve by n iterations `4 K V + 2 K^2 + 2 n K^2`. The recurrences
+    are counted token by token, which is the least that the mathematics asks for: chunked kernels do several times
+    more, so that their products show up as a lower utilisation. Convolutions, norms and gates are left out.
+
+    Args:
+        config: the model.
+        length: tokens a row.
+
+    Raises:
+        TypeError: a mixer of unknown kind.
+    """
+    count = count_parameters(config)
+    weights = count.total if config.tie_embeddings else count.without_embedding
+    mixing = 0.0
+    for block in abstract_model(config).blocks:
+        mixer = block.mixer
+        shape = mixer.shape
+        pairs = shape.key_size * shape.value_size
+        if isinstance(mixer, Attention):
+            window = min(mixer.config.window or length, length)
+            seen = (window * (window + 1) / 2 + (length - window) * window) / length  # mean over the row
+            forward = 2 * seen * (shape.key_size + shape.value_size)
+        elif isinstance(mixer.config.solve, Online):
+            forward = 6 * pairs
+        elif isinstance(mixer.config.solve, Offline):
+            forward = 4 * pairs
+        elif isinstance(mixer.config.solve, RidgeRegression):
+            forward = 4 * pairs + 2 * (1 + mixer.config.solve.iterations) * shape.key_size**2
+        else:
+            raise TypeError(f"step_flops: no count for the solve axis {mixer.config.solve!r}")
+        mixing += 3 * forward * shape.value_heads
+    return StepFlops(weights=6.0 * weights, mixing=mixing)

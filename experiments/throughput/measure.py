@@ -1,0 +1,150 @@
+"""Compiling and timing one training step."""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from experiments.throughput.flops import PEAK, step_flops
+from experiments.throughput.study import Case, ThroughputStudy, model_config
+from rnnlib.models import DecoderLM
+from rnnlib.training import (
+    OptimizerConfig,
+    init_train_state,
+    learning_rate_schedule,
+    make_optimizer,
+    make_train_step,
+    put_batch,
+)
+
+_SCHEDULE_STEPS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledCase:
+    """A case, ready to run: `init()` gives the state, `step(state, batch)` the next one and the metrics."""
+
+    case: Case
+    init: Any
+    step: Any
+    num_parameters: int
+    compile_seconds: float
+
+
+def _batch(plan: ThroughputStudy, case: Case) -> dict[str, jax.Array]:
+    """Random tokens: speed does not depend on what they are."""
+    shape = (plan.tokens // case.length, case.length)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(plan.model.vocabulary_size, size=(shape[0], shape[1] + 1))
+    documents = 4 if case.packed else 1
+    within = np.arange(case.length) % (case.length // documents)
+    batch = put_batch(
+        {
+            "inputs": tokens[:, :-1].astype(np.int32),
+            "targets": tokens[:, 1:].astype(np.int32),
+            "segment_ids": np.broadcast_to(1 + np.arange(case.length) // (case.length // documents), shape).astype(
+                "i4"
+            ),
+            "positions": np.broadcast_to(within, shape).astype(np.int32),
+            "loss_weights": np.ones(shape, np.float32),
+        },
+        None,
+    )
+    if not case.packed:
+        del batch["segment_ids"]  # rows of one document: nothing to tell apart
+    return batch
+
+
+def compile_case(plan: ThroughputStudy, case: Case) -> CompiledCase:
+    """Compiles the initial state and the training step of `rnnlib.training`; runs nothing but what XLA tries out."""
+    start = time.monotonic()
+    config = model_config(plan, case.mixer)
+    optimizer_config = OptimizerConfig()
+    optimizer = make_optimizer(optimizer_config, _SCHEDULE_STEPS)
+    schedule = learning_rate_schedule(optimizer_config, _SCHEDULE_STEPS)
+    graphdef = nnx.split(nnx.eval_shape(lambda: DecoderLM(config, rngs=nnx.Rngs(0))))[0]
+
+    def init() -> Any:
+        return init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer)[1]
+
+    token_bytes = np.ones(config.vocabulary_size, np.int32)
+    step = make_train_step(graphdef, optimizer, schedule, token_bytes, deterministic=case.deterministic)
+    state = jax.eval_shape(init)
+    compiled_init = jax.jit(init).lower().compile()
+    compiled_step = step.lower(state, jax.eval_shape(lambda: _batch(plan, case))).compile()  # type: ignore[attr-defined]
+    return CompiledCase(
+        case,
+        compiled_init,
+        compiled_step,
+        sum(leaf.size for leaf in jax.tree.leaves(state.parameters)),
+        time.monotonic() - start,
+    )
+
+
+def measure(plan: ThroughputStudy, compiled: CompiledCase) -> dict[str, Any]:
+    """Times a case.
+
+    Every timed step is waited for, so that each has a time of its own; a step takes long against the wait.
+
+    Returns:
+        The record: tokens per second (from the median step), utilisation, memory, losses.
+    """
+    case = compiled.case
+    batch = _batch(plan, case)
+
+    def run(steps: int, state: Any) -> tuple[Any, list[float], list[float]]:
+        seconds, losses = [], []
+        for _ in range(steps):
+            start = time.perf_counter()
+            state, metrics = compiled.step(state, batch)
+            losses.append(float(metrics.nats) / float(metrics.tokens))
+            seconds.append(time.perf_counter() - start)
+        return state, seconds, losses
+
+    state, _, first = run(plan.warmup, compiled.init())
+    state, seconds, losses = run(plan.steps, state)
+    del state
+    record: dict[str, Any] = {}
+    if case.deterministic:
+        state, _, again = run(plan.warmup + plan.steps, compiled.init())
+        del state
+        record["same_bits_twice"] = again == first + losses
+    flops = step_flops(model_config(plan, case.mixer), case.length)
+    median = float(np.median(seconds))
+    peak = PEAK.get(jax.devices()[0].device_kind)
+    achieved = flops.total * plan.tokens / median
+    return record | {
+        "mixer": case.mixer.label,
+        "preset": list(case.mixer.preset),
+        "length": case.length,
+        "rows": plan.tokens // case.length,
+        "deterministic": case.deterministic,
+        "packed": case.packed,
+        "num_parameters": compiled.num_parameters,
+        "step_seconds": [round(s, 6) for s in seconds],
+        "tokens_per_second": round(plan.tokens / median, 1),
+        "flops_per_token": {"weights": flops.weights, "mixing": flops.mixing},
+        "model_flops_per_second": achieved,
+        "utilization": None if peak is None else round(achieved / peak, 5),
+        "memory": _memory(compiled.step),
+        "losses": [loss if np.isfinite(loss) else None for loss in first + losses],
+        "compile_seconds": round(compiled.compile_seconds, 2),
+    }
+
+
+def _memory(step: Any) -> dict[str, int] | None:
+    """What XLA's plan of the step takes on the device, bytes: arguments (the state is donated) and intermediates."""
+    analysis = step.memory_analysis()
+    if analysis is None:
+        return None
+    names = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
+    values = {name: int(getattr(analysis, name)) for name in names}
+    return values | {
+        "peak_bytes": values["argument_size_in_bytes"]
+        + values["output_size_in_bytes"]
+        - values["alias_size_in_bytes"]
+        + values["temp_size_in_bytes"]
+    }

@@ -1,0 +1,146 @@
+"""Table and figure from the timed steps."""
+
+import json
+import pathlib
+from typing import Any
+
+from experiments.sweep.report import marks
+from experiments.sweep.results import write_text
+from experiments.throughput.study import ThroughputStudy
+
+
+def read_results(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """All records of a folder, in the order of their names."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def _find(
+    records: list[dict[str, Any]], label: str, length: int, *, deterministic: bool = False, packed: bool = False
+) -> dict[str, Any] | None:
+    key = (label, length, deterministic, packed)
+    for record in records:
+        if (record["mixer"], record["length"], record["deterministic"], record["packed"]) == key:
+            return record
+    return None
+
+
+def _cell(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return ""
+    return "failed" if "error" in record else f"{record['tokens_per_second'] / 1000:.1f}"
+
+
+def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
+    """Markdown: every mixer at the main length, then over lengths, then deterministic and packed."""
+    if not records:
+        return "No results yet.\n"
+    main, lengths = plan.main_length, plan.lengths
+    lines = [
+        f"| mixer | parameters | thousand tokens/s, T={main} | ms a step | model FLOP/s of peak | memory, GB |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for mixer in plan.mixers:
+        record = _find(records, mixer.label, main)
+        if record is None:
+            continue
+        if "error" in record:
+            lines.append(f"| {mixer.label} | | failed | | | |")
+            continue
+        seconds = sorted(record["step_seconds"])[len(record["step_seconds"]) // 2]
+        share = "" if record["utilization"] is None else f"{record['utilization']:.1%}"
+        memory = "" if record["memory"] is None else f"{record['memory']['peak_bytes'] / 1e9:.1f}"
+        lines.append(
+            f"| {mixer.label} | {record['num_parameters'] / 1e6:.0f}M | {_cell(record)} | {1000 * seconds:.1f} "
+            f"| {share} | {memory} |"
+        )
+    swept = [m.label for m in plan.mixers if sum(_find(records, m.label, n) is not None for n in lengths) > 1]
+    if swept:
+        lines += ["", f"Thousand tokens a second by length, {plan.tokens} tokens a step:", ""]
+        lines += ["| mixer | " + " | ".join(f"T={n}" for n in lengths) + " |", "|" + " --- |" * (len(lengths) + 1)]
+        lines += [f"| {m} | " + " | ".join(_cell(_find(records, m, n)) for n in lengths) + " |" for m in swept]
+    special = [
+        (label, kind, _find(records, label, main), _find(records, label, main, **{kind: True}))
+        for kind, labels in (("deterministic", plan.deterministic), ("packed", plan.packed))
+        for label in labels
+    ]
+    special = [entry for entry in special if entry[3] is not None]
+    if special:
+        lines += ["", "| mixer | option | thousand tokens/s | without it | same bits twice |", "|" + " --- |" * 5]
+        for label, kind, plain, record in special:
+            same = {True: "yes", False: "no"}.get((record or {}).get("same_bits_twice"), "")
+            lines.append(f"| {label} | {kind} | {_cell(record)} | {_cell(plain)} | {same} |")
+    where = records[0]["environment"]
+    commits = ", ".join(sorted({record["environment"]["commit"][:7] for record in records}))
+    dates = sorted({record["environment"]["date"][:10] for record in records})
+    lines += [
+        "",
+        f"Median of {plan.steps} steps; {where['device']}, jax {where['packages']['jax']}; commit {commits}; "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.Path) -> bool:
+    """Bars of speed at the main length, and lines over length; False where there is nothing to draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    done = [r for r in records if "error" not in r and not r["deterministic"] and not r["packed"]]
+    main = {r["mixer"]: r for r in done if r["length"] == plan.main_length}
+    if not main:
+        return False
+    drawing, (left, right) = plt.subplots(1, 2, figsize=(12, 1.6 + 0.24 * len(main)), layout="constrained")
+    rows = sorted(main.values(), key=lambda r: -r["tokens_per_second"])
+    left.barh(range(len(rows)), [r["tokens_per_second"] / 1000 for r in rows], color="tab:blue", alpha=0.7)
+    for i, row in enumerate(rows):
+        share = "" if row["utilization"] is None else f", {row['utilization']:.0%}"
+        left.text(
+            row["tokens_per_second"] / 1000,
+            i,
+            f" {row['tokens_per_second'] / 1000:.0f}{share}",
+            va="center",
+            fontsize=7,
+        )
+    left.set_yticks(range(len(rows)), [r["mixer"] for r in rows], fontsize=8)
+    left.invert_yaxis()
+    left.margins(x=0.15)
+    left.set_xlabel(
+        f"thousand tokens a second, T={plan.main_length}; share of the peak in model operations", fontsize=8
+    )
+    palette = plt.get_cmap("tab10")
+    for i, mixer in enumerate(m for m in plan.mixers if m.label in plan.at_every_length):
+        points = sorted((r["length"], r["tokens_per_second"] / 1000) for r in done if r["mixer"] == mixer.label)
+        if len(points) > 1:
+            right.plot(*zip(*points), "osD^vP*X"[i % 8] + "-", label=mixer.label, color=palette(i % 10), markersize=4)
+    right.set_xscale("log", base=2)
+    right.set_xticks(plan.lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in plan.lengths])
+    right.set_xticks([], minor=True)
+    right.set_ylim(bottom=0)
+    right.set_xlabel(f"tokens a row ({plan.tokens} tokens a step)", fontsize=8)
+    right.set_ylabel("thousand tokens a second", fontsize=8)
+    right.grid(alpha=0.3)
+    if right.get_legend_handles_labels()[0]:
+        right.legend(fontsize=7, frameon=False)
+    drawing.suptitle(f"Training throughput, width {plan.model.width}, {plan.model.num_layers} layers", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, dpi=130, metadata={"Software": None})
+    plt.close(drawing)
+    return True
+
+
+def write_report(plan: ThroughputStudy, records: list[dict[str, Any]], folder: pathlib.Path, setting: str) -> str:
+    """Writes the figure and, where the page has a place for it, the table.
+
+    Returns:
+        The table.
+    """
+    text = table(plan, records)
+    figure(plan, records, folder / "figures" / f"{setting}.png")
+    page = folder / "README.md"
+    before, after = marks(setting)
+    if page.exists() and before in page.read_text():
+        head, rest = page.read_text().split(before, 1)
+        write_text(page, f"{head}{before}\n{text}{after}{rest.split(after, 1)[1]}")
+    return text

@@ -1,0 +1,129 @@
+"""Which models are timed, at which lengths."""
+
+import dataclasses
+
+from experiments.sweep.study import Mixer, Setting
+from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset
+
+TRANSFORMER = Mixer.of("Transformer++", "attention")
+MIXERS = (
+    TRANSFORMER,
+    Mixer.of("DeltaNet", "deltanet"),
+    Mixer.of("Gated DeltaNet", "gated_deltanet", output_gate=False),
+    Mixer.of("PDN", "pdn"),
+    Mixer.of("PGDN", "pgdn"),
+    Mixer.of("KDA", "kda"),
+    Mixer.of("PKDA", "pkda"),
+    Mixer.of("Gated DeltaNet-2", "gated_deltanet2"),
+    Mixer.of("KLA", "kla"),
+    Mixer.of("Mamba-2", "mamba2"),
+    Mixer.of("GLA", "gla"),
+    Mixer.of("Gated KalmaNet", "gated_kalmanet"),
+    Mixer.of("Linear attention", "linear_attention"),
+    Mixer.of("RetNet", "retnet"),
+    Mixer.of("Comba", "comba"),
+    Mixer.of("Longhorn", "longhorn"),
+    Mixer.of("EFLA", "efla"),
+    Mixer.of("MesaNet", "mesanet"),
+    Mixer.of("Gated DeltaNet-2 + sliding window", *every_other_sliding_window("gated_deltanet2")),
+    Mixer.of("Gated DeltaNet + sliding window", *every_other_sliding_window("gated_deltanet")),
+)
+# Timed at every length; the others at the main one.
+AT_EVERY_LENGTH = (
+    "Transformer++",
+    "Gated DeltaNet",
+    "PGDN",
+    "KDA",
+    "Gated DeltaNet-2",
+    "Mamba-2",
+    "DeltaNet",
+    "Gated DeltaNet-2 + sliding window",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ThroughputStudy:
+    """Training steps of one size of model, timed.
+
+    Attributes:
+        model: everything but the mixer.
+        mixers: rows.
+        at_every_length: labels of the mixers that are timed at all `lengths`, the others at `main_length`.
+        tokens: a step; rows a step are `tokens // length`.
+        main_length: at which every mixer is timed.
+        lengths: tokens a row.
+        warmup: steps before timing.
+        steps: timed, each for itself.
+        deterministic: labels of the mixers that are also timed with `TrainConfig.deterministic`.
+        packed: labels of the mixers that are also timed with rows of several documents (`segment_ids`).
+    """
+
+    model: ModelConfig
+    mixers: tuple[Mixer, ...]
+    at_every_length: tuple[str, ...]
+    tokens: int
+    main_length: int
+    lengths: tuple[int, ...]
+    warmup: int = 3
+    steps: int = 10
+    deterministic: tuple[str, ...] = ("Gated DeltaNet", "Transformer++")
+    packed: tuple[str, ...] = ("Gated DeltaNet", "Transformer++")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One training step that is timed.
+
+    Attributes:
+        mixer: of the model.
+        length: tokens a row.
+        deterministic: XLA restricted to programs that give the same bits every time.
+        packed: rows of four documents, told apart by `segment_ids`, in place of one.
+    """
+
+    mixer: Mixer
+    length: int
+    deterministic: bool = False
+    packed: bool = False
+
+
+def study(setting: Setting) -> ThroughputStudy:
+    """The study at a setting: "real" is Preconditioned DeltaNet's 340M model (its figure 3) and 32K tokens a step."""
+    if setting == "small":
+        return ThroughputStudy(
+            model=ModelConfig(vocabulary_size=256, width=32, num_layers=2, num_heads=2, scan_layers=True),
+            mixers=(MIXERS[0], MIXERS[2], MIXERS[11]),
+            at_every_length=("Gated DeltaNet",),
+            tokens=256,
+            main_length=64,
+            lengths=(64, 128),
+            warmup=1,
+            steps=2,
+            deterministic=("Gated DeltaNet",),
+            packed=("Gated DeltaNet",),
+        )
+    return ThroughputStudy(
+        model=model_preset("340m").replace(mixer_overrides=(), remat=False, scan_layers=True),
+        mixers=MIXERS,
+        at_every_length=AT_EVERY_LENGTH,
+        tokens=32_768,
+        main_length=4096,
+        lengths=(2048, 4096, 8192, 16_384, 32_768),
+    )
+
+
+def cases(plan: ThroughputStudy) -> list[Case]:
+    """All cases, the ones that tell most first."""
+    main = [Case(mixer, plan.main_length) for mixer in plan.mixers]
+    special = [Case(m, plan.main_length, deterministic=True) for m in plan.mixers if m.label in plan.deterministic]
+    special += [Case(m, plan.main_length, packed=True) for m in plan.mixers if m.label in plan.packed]
+    ends = sorted(plan.lengths, key=lambda n: -abs(n - plan.main_length))
+    swept = [m for m in plan.mixers if m.label in plan.at_every_length]
+    return main + special + [Case(m, n) for n in ends if n != plan.main_length for m in swept]
+
+
+def model_config(plan: ThroughputStudy, mixer: Mixer) -> ModelConfig:
+    """The model of a mixer; attention has 64 channels a head, as the papers' Transformer++ at this size."""
+    overrides = {"*": dict(mixer.overrides)} if mixer.overrides else {}
+    attention_heads = 16 if plan.model.width == 1024 else None
+    return plan.model.replace(mixers=mixer.preset, mixer_overrides=overrides, attention_heads=attention_heads)
