@@ -10,6 +10,7 @@ from rich.console import Console
 from experiments.language_modelling.__main__ import main as language_modelling
 from experiments.sweep.command import SweepOptions, run
 from experiments.sweep.study import SETTINGS
+from experiments.throughput.__main__ import main as throughput
 
 STUDIES = ("state_tracking", "mqar", "kla_suite", "ablations", "axis_combinations", "regbench_mad")
 
@@ -34,6 +35,7 @@ def main() -> None:
         for setting in SETTINGS:
             run(options.studies, dataclasses.replace(options, setting=setting), Console(), module="experiments")
             language_modelling(["--report-only", "--setting", setting])
+            throughput(["--report-only", "--setting", setting])
         return
     finished = run(options.studies, options, Console(), module="experiments")
     sys.exit(0 if finished else 1)

@@ -1,5 +1,7 @@
 """Cells that several studies share, so that their numbers can be compared and are measured once."""
 
+import dataclasses
+
 from experiments.sweep import Cell
 from rnnlib.data.tasks import MQAR
 
@@ -20,6 +22,14 @@ def recall_cell(sequence_length: int, num_pairs: int, width: int, steps: int = 1
         test_examples=1024,
         evaluation_tokens=65_536,
         learning_rates=(7e-4, 2e-3, 6e-3),
+    )
+
+
+def long_recall_cell(steps: int = 4000) -> Cell:
+    """32 pairs with four times the steps of `recall_cell`, in bfloat16: long enough for most mixers to learn recall."""
+    cell = recall_cell(128, 32, 64, steps)
+    return dataclasses.replace(
+        cell, name=f"{cell.name}, {steps} steps", dtype="bfloat16", learning_rates=(7e-4, 2e-3), chunks=20
     )
 
 

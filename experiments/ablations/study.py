@@ -8,7 +8,7 @@ with the alpha connection left out or in (Gated KalmaNet, section 4.3 and figure
 """
 
 from experiments.ablations.gains import AveragedChannelGain
-from experiments.cells import recall_cell, small_recall_cell
+from experiments.cells import long_recall_cell, small_recall_cell
 from experiments.sweep import Mixer, Study
 from experiments.sweep.study import Setting
 from rnnlib.layers import ApplyToKeyUnstable, NLMSGain, NoDecay, SigmoidGain
@@ -42,7 +42,7 @@ def study(setting: Setting) -> Study:
         "ablations",
         "Ablations on recall" + ", small setting" * small,
         MIXERS,
-        (small_recall_cell() if small else recall_cell(128, 32, 64),),
+        (small_recall_cell() if small else long_recall_cell(),),
         (1e-3, 1e-2) if small else (1e-3, 3e-3, 1e-2),
         (0, 1, 2),
         figure="bars",

@@ -1,6 +1,6 @@
 """Combinations of the axes that no paper has tried, beside the models they are made of, on recall."""
 
-from experiments.cells import recall_cell, small_recall_cell
+from experiments.cells import long_recall_cell, small_recall_cell
 from experiments.sweep import Mixer, Study
 from experiments.sweep.study import Setting
 from rnnlib.layers import SoftplusDecay
@@ -26,7 +26,7 @@ def study(setting: Setting) -> Study:
         "axis_combinations",
         "Combinations of the axes on recall" + ", small setting" * small,
         MIXERS,
-        (small_recall_cell() if small else recall_cell(128, 32, 64),),
+        (small_recall_cell() if small else long_recall_cell(),),
         (1e-3, 1e-2) if small else (1e-3, 3e-3, 1e-2),
         (0, 1, 2),
         figure="bars",

@@ -66,19 +66,37 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]]) -> str:
     """Bits per byte at each length, Markdown."""
     if not found:
         return "No results yet.\n"
-    head = ["mixer", "parameters", "rate", *(f"T={n}" for n in plan.lengths), "training tokens/s"]
+    head = ["mixer", "parameters", "rate", *(f"T={n}" for n in plan.lengths), "training loss", "tokens/s", "memory, GB"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for label, runs in found.items():
-        bits = [statistics.fmean(run["test"][str(n)]["bits_per_byte"] for run in runs) for n in plan.lengths]
-        speed = runs[0]["median_tokens_per_second"]
-        row = [label, f"{runs[0]['num_parameters']:,}", f"{runs[0]['learning_rate']:g}", *(f"{b:.4f}" for b in bits)]
-        lines.append("| " + " | ".join([*row, "" if speed is None else f"{speed:,}"]) + " |")
-    first = next(iter(found.values()))[0]
-    where = first["environment"]
+    for label, runs in sorted(found.items(), key=lambda entry: _bits(entry[1], plan.train.data.sequence_length)):
+        first = runs[0]
+        row = [label, f"{first['num_parameters'] / 1e6:.1f}M", f"{first['learning_rate']:g}"]
+        row += [f"{_bits(runs, n):.4f}" for n in plan.lengths]
+        row.append(f"{statistics.fmean(_last_loss(run) for run in runs):.3f}")
+        speed, peak = first["median_tokens_per_second"], first.get("peak_bytes")
+        row += ["" if speed is None else f"{speed:,}", "" if peak is None else f"{peak / 1e9:.1f}"]
+        lines.append("| " + " | ".join(row) + " |")
+    every = [run for runs in found.values() for run in runs]
+    where = every[0]["environment"]
+    texts = {(run["corpus"]["fingerprint"], run["corpus"]["tokens"], run["corpus"]["bytes"]) for run in every}
+    text = "; ".join(f"{tokens:,} tokens of {size:,} bytes, hash {name[:8]}" for name, tokens, size in sorted(texts))
+    dates = sorted({run["environment"]["date"][:10] for run in every})
+    commits = ", ".join(sorted({run["environment"]["commit"][:7] for run in every}))
     return "\n".join(lines) + (
-        f"\n\nBits per byte of held-out text, mean over {len(plan.seeds)} seed(s), after {first['train_tokens']:,} "
-        f"tokens; {where['device']}, jax {where['packages']['jax']}, {where['date'][:10]}.\n"
+        f"\n\nBits per byte of held-out text by tokens a row (trained at {plan.train.data.sequence_length}), mean over "
+        f"{len(plan.seeds)} seed(s), best first, after {every[0]['train_tokens']:,} tokens; training loss in nats a "
+        f"token, mean of the last tenth. Text: {text}. {where['device']}, jax {where['packages']['jax']}; commit "
+        f"{commits}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.\n"
     )
+
+
+def _bits(runs: list[dict[str, Any]], length: int) -> float:
+    return statistics.fmean(run["test"][str(length)]["bits_per_byte"] for run in runs)
+
+
+def _last_loss(run: dict[str, Any]) -> float:
+    losses = [loss for _, loss in run["train_loss"]]
+    return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
 
 def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
@@ -88,16 +106,29 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawing, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for label, runs in found.items():
-        left.plot(*zip(*runs[0]["train_loss"]), label=label, linewidth=1)
-        longest = max(runs[0]["test"], key=int)
-        right.plot(*zip(*runs[0]["test"][longest]["by_position"]), marker="o", markersize=3, linewidth=1)
-        right.set_xlabel(f"position in the document, up to (rows of {longest} tokens)")
+    drawing, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    palette = plt.get_cmap("tab20")
+    for i, (label, runs) in enumerate(found.items()):
+        style: dict[str, Any] = {"color": palette(i % 20), "linewidth": 1.1}
+        steps, losses = zip(*runs[0]["train_loss"])
+        window = max(1, len(losses) // 40)  # the mean of a few points, or the noise of batches hides the models
+        smooth = [statistics.fmean(losses[max(0, j - window) : j + 1]) for j in range(len(losses))]
+        left.plot(steps, smooth, label=label, **style)
+        lengths = sorted(map(int, runs[0]["test"]))
+        middle.plot(lengths, [_bits(runs, n) for n in lengths], "o-", markersize=3, **style)
+        points = runs[0]["test"][str(lengths[-1])]["by_position"]
+        right.plot(*zip(*points[4:] if len(points) > 6 else points), "o-", markersize=3, **style)
     left.set_xlabel("step")
     left.set_ylabel("training loss, nats a token")
-    right.set_ylabel("bits per byte")
-    right.set_xscale("log", base=2)
+    final = [_last_loss(runs[0]) for runs in found.values()]
+    left.set_ylim(min(final) - 0.1, min(final) + 2)
+    middle.set_xlabel("tokens a row in the test")
+    middle.set_ylabel("bits per byte")
+    right.set_xlabel(f"position in the document, up to (rows of {lengths[-1]} tokens)")
+    for panel in (middle, right):
+        panel.set_xscale("log", base=2)
+    for panel in (left, middle, right):
+        panel.grid(alpha=0.3)
     drawing.legend(loc="outside right center", fontsize=8, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(path, dpi=130, metadata={"Software": None})

@@ -5,7 +5,7 @@ preconditioning keeps or improves the accuracy (Preconditioned DeltaNet, figures
 linear baseline at all lengths and widths, also where the width is smaller than the number of pairs (its figure 3a).
 """
 
-from experiments.cells import recall_cell, small_recall_cell
+from experiments.cells import long_recall_cell, recall_cell, small_recall_cell
 from experiments.sweep import Cell, Mixer, Study
 from experiments.sweep.study import Setting
 from rnnlib.data.tasks import MQAR
@@ -53,7 +53,7 @@ def study(setting: Setting) -> Study:
         "mqar",
         "MQAR: test accuracy over the task's size and the model's width",
         MIXERS,
-        (recall_cell(128, 32, 64), recall_cell(64, 16, 32), papers),
+        (long_recall_cell(), recall_cell(128, 32, 64), papers),
         (1e-3, 3e-3, 1e-2),
         (0, 1, 2),
         figure="bars",

@@ -46,7 +46,14 @@ def study(setting: Setting) -> Study:
             "regbench_mad", "RegBench and MAD, small", MIXERS[3:5], cells, (1e-3, 1e-2), (0, 1, 2), figure="bars"
         )
     # MAD trains on 12,800 examples of each task for 200 epochs; its validation split is its test split.
-    sizes = {"width": 128, "steps": 1000, "batch_size": 128, "train_examples": 12_800, "test_examples": 1280}
+    sizes = {
+        "width": 128,
+        "steps": 1000,
+        "batch_size": 128,
+        "train_examples": 12_800,
+        "test_examples": 1280,
+        "dtype": "bfloat16",
+    }
     cells = (
         Cell("fuzzy recall", FuzzyRecall(), **sizes),  # type: ignore[arg-type]
         Cell("memorization", Memorization(), **sizes),  # type: ignore[arg-type]

@@ -1,0 +1,71 @@
+"""The throughput study: its operations counted by hand, one command end to end, failures recorded."""
+
+import json
+
+import pytest
+
+from experiments.throughput import __main__ as command
+from experiments.throughput.flops import step_flops
+from experiments.throughput.report import read_results, table
+from experiments.throughput.study import cases, model_config, study
+from rnnlib.models import ModelConfig, count_parameters
+from rnnlib.models.mixers import mixer_config
+
+
+def test_every_mixer_can_be_configured():
+    plan = study("real")
+    for case in cases(plan):
+        assert plan.tokens % case.length == 0
+        config = model_config(plan, case.mixer)
+        assert (config.width, config.num_layers, config.num_heads) == (1024, 24, 8), "the paper's size"
+        assert len({type(mixer_config(config, layer)) for layer in config.layer_mixers}) == len(case.mixer.preset)
+    labels = {mixer.label for mixer in plan.mixers}
+    assert labels >= {*plan.at_every_length, *plan.deterministic, *plan.packed}
+    assert {case.mixer.label for case in cases(plan)} == labels
+
+
+def test_operations_of_attention():
+    config = ModelConfig(vocabulary_size=64, width=32, num_layers=2, num_heads=2, mixers=("attention",), window=4)
+    flops = step_flops(config, 10)
+    assert flops.weights == 6 * count_parameters(config).without_embedding
+    # The t-th token sees t tokens: 55 pairs of a query and a key, two products of 16 channels, 2 heads, 2 layers.
+    assert flops.mixing == pytest.approx(3 * 2 * 2 * (2 * 2 * 16) * 55 / 10)
+    window = step_flops(config.replace(mixers=("sliding_window_attention",)), 10)
+    assert window.mixing == pytest.approx(3 * 2 * 2 * (2 * 2 * 16) * (1 + 2 + 3 + 4 * 7) / 10)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "forward"),
+    [
+        ("gated_deltanet", 6 * 16 * 16),
+        ("gla", 4 * 8 * 16),
+        ("gated_kalmanet", 4 * 16 * 16 + 2 * 31 * 16 * 16),
+    ],
+)
+def test_operations_of_recurrences(mixer, forward):
+    config = ModelConfig(vocabulary_size=64, width=32, num_layers=3, num_heads=2, mixers=(mixer,), tie_embeddings=True)
+    shape = mixer_config(config, mixer).shape(32, 2)
+    if mixer == "gla":
+        forward = 4 * shape.key_size * shape.value_size
+    flops = step_flops(config, 10)
+    assert flops.weights == 6 * count_parameters(config).total, "a tied head is a product too"
+    assert flops.mixing == 3 * 3 * 2 * forward
+
+
+def test_one_command_times_and_reports(tmp_path, capsys, monkeypatch):
+    arguments = ["--mixers", "Transformer++", "--lengths", "64", "--output", str(tmp_path)]
+    assert command.main(arguments) == 0
+    (file,) = (tmp_path / "results" / "small").glob("*.json")
+    record = json.loads(file.read_text())
+    assert record["tokens_per_second"] == pytest.approx(256 / sorted(record["step_seconds"])[0], rel=0.9)
+    assert all(4 < loss < 7 for loss in record["losses"]), "random tokens of 256"
+    assert (tmp_path / "figures" / "small.png").exists()
+
+    def fail(*_):
+        raise MemoryError("too large\nfor this card")
+
+    monkeypatch.setattr(command, "measure", fail)
+    assert command.main([*arguments, "--again"]) == 1
+    assert json.loads(file.read_text())["error"] == "too large"
+    assert "| Transformer++ | | failed |" in table(study("small"), read_results(file.parent))
+    capsys.readouterr()
