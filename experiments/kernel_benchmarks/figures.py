@@ -24,6 +24,8 @@ OPERATOR_COLORS = {
     "kda": "#d55e00",
     "gated_deltanet2": "#cc79a7",
     "write_key": "#56b4e9",
+    "pgdn": "#b2a000",
+    "pkda": "#7b3294",
 }
 STYLES = {"triton": ("-", "o"), "fla": ("--", "s"), "flash_qla": (":", "D"), "chunked": ("-.", "^")}
 PEER_COLORS = {"fla": "#e69f00", "flash_qla": "#6a3d9a", "chunked": "#999999"}

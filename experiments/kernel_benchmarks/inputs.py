@@ -11,7 +11,7 @@ import numpy as np
 
 Shape = tuple[int, int, int, int, int]  # B, T, H, K, V
 
-FLOAT32_ARRAYS = ("head_decay", "channel_decay", "d_state")
+FLOAT32_ARRAYS = ("head_decay", "channel_decay", "gram_decay", "d_state")
 """Arrays that stay in float32; all others are rounded to the dtype that is measured."""
 
 CASES = ("random", "repeated keys", "hard resets", "extreme gates", "packed")

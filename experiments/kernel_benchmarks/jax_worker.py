@@ -75,12 +75,13 @@ def reference(operator: Operator, arrays: Results, ids: Any = None) -> Results:
 
     def run(inputs: Results) -> tuple[jax.Array, jax.Array]:
         blocks = jax.tree.map(
-            lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, REFERENCE_BLOCK, *x.shape[2:]), 1, 0), inputs
+            lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, REFERENCE_BLOCK, *x.shape[2:]), 1, 0),
+            operator.prepared(inputs, "scan"),
         )
 
         @jax.checkpoint
         def step(state: jax.Array, block: Results) -> tuple[jax.Array, jax.Array]:
-            out, state = operator.run(block, "scan", initial_state=state)
+            out, state = operator.apply(block, "scan", initial_state=state)
             return state, out
 
         state, out = jax.lax.scan(step, jnp.zeros_like(arrays["d_state"]), blocks)

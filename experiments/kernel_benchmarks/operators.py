@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jax import Array
 
@@ -21,7 +22,11 @@ ARGUMENTS = {
     "write_key": "write_key",
     "head_decay": "log_decay",
     "channel_decay": "log_decay",
+    "gram_decay": "gram_decay",
+    "gram_gain": "gram_gain",
 }
+CENTER = -0.2
+"""Center of the preconditioners: what it starts at in the paper's code."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,9 @@ class Operator:
         function: `(q, k, v, **arguments) -> (out, final state)`.
         online: whether it is a delta rule (which inverts a triangle a chunk) or only adds.
         baseline: the operator that it should cost hardly more than, where a mark says so.
-        allowance: by what factor it may exceed `baseline`.
+        allowance: by what factor it may exceed `baseline`, forward + backward.
+        prepare: what is done to the arguments before `function`, from arguments by name to arguments by name; takes
+            `implementation` and `segment_ids`. None: nothing.
     """
 
     title: str
@@ -43,12 +50,35 @@ class Operator:
     online: bool = True
     baseline: str | None = None
     allowance: float = 1.0
+    prepare: Callable[..., dict[str, Array]] | None = None
+
+    def prepared(
+        self, arrays: Arrays, implementation: str | None, segment_ids: Array | None = None
+    ) -> dict[str, Array]:
+        """The arguments of `function`, by name, from arrays named as in `arrays`."""
+        given = {ARGUMENTS[name]: arrays[name] for name in self.arrays}
+        if self.prepare is None:
+            return given
+        return self.prepare(given, implementation=implementation, segment_ids=segment_ids)
+
+    def apply(self, given: Arrays, implementation: str | None, **others: Array | None) -> tuple[Array, Array]:
+        """Calls `function` on what `prepared` gave; `others` are passed on (initial_state, segment_ids)."""
+        rest = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
+        return self.function(given["q"], given["k"], given["v"], **rest, **others, implementation=implementation)
 
     def run(self, arrays: Arrays, implementation: str | None, **others: Array | None) -> tuple[Array, Array]:
-        """Calls the operator on arrays named as in `arrays`; `others` are passed on (initial_state, segment_ids)."""
-        given = {ARGUMENTS[name]: arrays[name] for name in self.arrays}
-        q, k, v = given.pop("q"), given.pop("k"), given.pop("v")
-        return self.function(q, k, v, **given, **others, implementation=implementation)
+        """Prepares and calls."""
+        given = self.prepared(arrays, implementation, others.get("segment_ids"))
+        return self.apply(given, implementation, **others)
+
+
+def precondition(given: Arrays, **options: Any) -> dict[str, Array]:
+    """Replaces the preconditioner's gates by the write key that it makes."""
+    rest = {name: x for name, x in given.items() if not name.startswith("gram_")}
+    k, write_key, _ = ops.precondition_key(
+        given["k"], log_decay=given["gram_decay"], gain=given["gram_gain"], center=CENTER, **options
+    )
+    return {**rest, "k": k, "write_key": write_key}
 
 
 OPERATORS = {
@@ -75,5 +105,21 @@ OPERATORS = {
         ops.gated_delta_rule,
         baseline="gated_deltanet",
         allowance=1.03,
+    ),
+    "pgdn": Operator(
+        "PGDN",
+        ("q", "k", "v", "beta", "head_decay", "gram_decay", "gram_gain"),
+        ops.gated_delta_rule,
+        baseline="gated_deltanet",
+        allowance=1.1,
+        prepare=precondition,
+    ),
+    "pkda": Operator(
+        "PKDA",
+        ("q", "k", "v", "beta", "channel_decay", "gram_decay", "gram_gain"),
+        ops.gated_delta_rule,
+        baseline="kda",
+        allowance=1.1,
+        prepare=precondition,
     ),
 }

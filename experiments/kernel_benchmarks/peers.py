@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.kernel_benchmarks.operators import CENTER
+
 Tensors = Mapping[str, Any]
 Call = Callable[..., tuple[Any, Any]]
 
@@ -51,6 +53,7 @@ def _fla_calls() -> dict[str, Call]:
     from fla.ops.kda import chunk_kda
     from fla.ops.linear_attn import chunk_linear_attn
     from fla.ops.precond_gated_delta_rule import chunk_precond_gated_delta_rule
+    from fla.ops.precond_kda.chunk import ChunkPrecondKDAFunction
 
     # FLA refuses its gated backward on Hopper with Triton 3.4 to 3.7.0 as numerically wrong, unless TileLang is there
     # to take that kernel's place. It is measured all the same, and its errors are reported beside its times.
@@ -68,6 +71,31 @@ def _fla_calls() -> dict[str, Call]:
             log_atk_scale=scale,
         )[:2]
 
+    def pgdn(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
+        return chunk_precond_gated_delta_rule(
+            *(x["q"], x["k"], x["v"], x["gram_decay"], x["head_decay"], x["gram_gain"], x["beta"]),
+            output_final_state=final,
+            use_qk_l2norm_in_kernel=False,
+            cu_seqlens=bounds,
+        )[:2]
+
+    def pkda(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
+        # `chunk_precond_kda` always normalises q and k besides; the function under it leaves the choice.
+        center = torch.full(x["beta"].shape[2:], CENTER, device=x["q"].device)
+        options: dict[str, Any] = {
+            "use_qk_l2norm_in_kernel": False,
+            "use_gate_in_kernel": False,
+            "A_log": None,
+            "dt_bias": None,
+        }
+        options |= {"cu_seqlens": bounds, "cu_seqlens_cpu": None, "chunk_indices": None, "safe_gate": False}
+        options |= {"cp_context": None, "transpose_state_layout": False, "x": 1.5, "eps": 1e-6, "log_atk_scale": center}
+        return ChunkPrecondKDAFunction.apply(
+            *(x["q"], x["k"], x["v"], x["channel_decay"], x["gram_decay"], x["gram_gain"], x["beta"]),
+            *(x["q"].shape[3] ** -0.5, None, None, final),
+            *options.values(),
+        )[:2]
+
     def of(function: Callable[..., Any], *names: str, **fixed: Any) -> Call:
         def call(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
             return function(*(x[name] for name in names), output_final_state=final, cu_seqlens=bounds, **fixed)[:2]
@@ -81,6 +109,8 @@ def _fla_calls() -> dict[str, Call]:
         "kda": of(chunk_kda, "q", "k", "v", "channel_decay", "beta"),
         "gated_deltanet2": of(chunk_gdn2, "q", "k", "v", "channel_decay", "erase", "write"),
         "write_key": write_key,
+        "pgdn": pgdn,
+        "pkda": pkda,
     }
 
 
@@ -121,7 +151,10 @@ PEERS = {
         title="FLA",
         module="fla",
         packages=("fla-core", "triton"),
-        operators=("linear_attention", "deltanet", "gated_deltanet", "kda", "gated_deltanet2", "write_key"),
+        operators=(
+            *("linear_attention", "deltanet", "gated_deltanet", "kda", "gated_deltanet2"),
+            *("write_key", "pgdn", "pkda"),
+        ),
         calls=_fla_calls,
         decoded=("deltanet", "gated_deltanet", "kda"),
         decode=_fla_decode,

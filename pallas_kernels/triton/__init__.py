@@ -1,6 +1,15 @@
 """Kernels in Pallas on its Triton backend, for NVIDIA GPUs; interpreted on a CPU."""
 
 from pallas_kernels.triton.gated_delta_rule import gated_delta_rule, linear_attention, unsupported
+from pallas_kernels.triton.preconditioner import GramSchedule, diagonal_gram_readout, gram_unsupported
 from pallas_kernels.triton.schedule import Schedule
 
-__all__ = ["Schedule", "gated_delta_rule", "linear_attention", "unsupported"]
+__all__ = [
+    "GramSchedule",
+    "Schedule",
+    "diagonal_gram_readout",
+    "gated_delta_rule",
+    "gram_unsupported",
+    "linear_attention",
+    "unsupported",
+]

@@ -59,6 +59,16 @@ def pmamba2() -> MixerConfig:
     return mixer_preset("gated_deltanet", keys=ApplyToQuery(), solve=Offline(), output_gate=False)
 
 
+@register_preset("Key-preconditioned Mamba-2", _PAPER)
+def mamba2_atk() -> MixerConfig:
+    """Key-preconditioned Mamba-2, Tumma et al. 2026; `S_t = alpha_t S_{t-1} + beta_t B_t k_t v_t^T` (appendix G.3).
+
+    What online convex programming's view makes of the preconditioner where nothing is erased; the stable B_t, with
+    gates of its own, and the layer of P-Mamba-2.
+    """
+    return mixer_preset("gated_deltanet", keys=ApplyToKey(), solve=Offline(), output_gate=False)
+
+
 @register_preset("Preconditioned GLA", _PAPER)
 def pgla() -> MixerConfig:
     """PGLA, Tumma et al. 2026; `S_t = Diag(alpha_t) S_{t-1} + k_t v_t^T`, `q~_t = q_t / (A_t + ridge)` (appendix F.2).

@@ -64,9 +64,8 @@ class GramGates(nnx.Module):
         self, x: Float[Array, "B T D"], key: Float[Array, "B T H K"], decay: Decay, gates: Gates
     ) -> dict[str, Any]:
         """The arguments `k`, `log_decay` and `gain` of `rnnlib.ops.diagonal_gram`."""
-        key = key.astype(self.shape.gate_dtype)
         if self.config.unit_keys:
-            key = l2_normalize(key)
+            key = l2_normalize(key.astype(self.shape.gate_dtype))
         if self.config.gates == "tied":
             gain = gates.beta if gates.beta is not None else gates.write
             if gain is not None and gain.ndim == 4:
@@ -172,8 +171,9 @@ class ApplyToKeyMap(GramKeyMap):
         self, query: Array, key: Array, recurrence: dict[str, Any], decay: Decay, gates: Gates
     ) -> tuple[Keys, Array]:
         """The write key beside query and read key."""
-        preconditioner, gram = self.preconditioner(recurrence)
-        write_key = preconditioner * key.astype(preconditioner.dtype)
+        gram_key = recurrence["k"] if self.config.gram.unit_keys else None
+        options = recurrence | self._squash_options() | {"k": key, "gram_key": gram_key}
+        key, write_key, gram = ops.precondition_key(**options)
         if self.config.normalization is not None:
             write_key = self._normalization(key, write_key, decay, gates)[..., None] * write_key
         return Keys(query, key, write_key.astype(key.dtype)), gram

@@ -143,7 +143,7 @@ class OnlineSolver(MatrixStateSolver):
 
 @dataclasses.dataclass(frozen=True)
 class Offline(SolveConfig):
-    """Linear attention, `S_t = D_t S_(t-1) + k_t (w_t v_t)^T`: nothing is erased."""
+    """Linear attention, `S_t = D_t S_(t-1) + k~_t (w_t v_t)^T`: nothing is erased."""
 
     def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "OfflineSolver":
         """Builds the module."""
@@ -167,19 +167,19 @@ class OfflineSolver(MatrixStateSolver):
     ) -> tuple[Float[Array, "B T HV V"], Any]:
         """Output and next state.
 
+        The only key that linear attention has is the one that it writes.
+
         Raises:
-            ValueError: the gain gives an erase gate, or the keys axis a write key: linear attention has neither.
+            ValueError: the gain gives an erase gate: linear attention has none.
         """
         gates, keys = signals.gates, signals.keys
         if gates.erase is not None:
             raise ValueError(
                 "Offline: the gain gives an erase gate, expected beta or write: linear attention erases nothing"
             )
-        if keys.write_key is not None:
-            raise ValueError("Offline: the keys axis gives a write key, expected none: linear attention has one key")
         return ops.linear_attention(
             keys.query,
-            keys.key,
+            keys.key if keys.write_key is None else keys.write_key,
             signals.value,
             log_decay=signals.decay.log_decay,
             write=gates.beta if gates.write is None else gates.write,

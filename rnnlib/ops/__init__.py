@@ -3,6 +3,7 @@
 from rnnlib.ops.causal_attention import causal_attention as causal_attention
 from rnnlib.ops.diagonal_preconditioner import diagonal_gram as diagonal_gram
 from rnnlib.ops.diagonal_preconditioner import diagonal_preconditioner as diagonal_preconditioner
+from rnnlib.ops.diagonal_preconditioner import precondition_key as precondition_key
 from rnnlib.ops.diagonal_preconditioner import precondition_query as precondition_query
 from rnnlib.ops.diagonal_preconditioner import sherman_morrison_key as sherman_morrison_key
 from rnnlib.ops.diagonal_preconditioner import squash_to_interval as squash_to_interval

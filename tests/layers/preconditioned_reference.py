@@ -96,6 +96,13 @@ def pmamba2(p, x):
     return read(p["readout"], x, offline(q, k, v, alpha, beta))
 
 
+def mamba2_atk(p, x):
+    q, k, v = streams(p, x)
+    k, beta = l2(k), sigmoid(linear(p["gain"]["projection"], x))[..., None]
+    b = apply_to_key(p["keys"], gram(k, *own_gates(p["keys"], x)))
+    return read(p["readout"], x, offline(q, b * k, v, state_space_decay(p["decay"], x)[0][..., None], beta))
+
+
 def pgla(p, x):
     q, k, v = streams(p, x)
     k, one = l2(k), np.ones((len(x), k.shape[1], 1))
@@ -143,5 +150,5 @@ def kla_atq(p, x):
 
 
 PRECONDITIONED_LAYERS = {
-    layer.__name__: layer for layer in (pdn, pgdn, pkda, pla, pmamba2, pgla, pgdn_atq, pgdn2, pkla, kla_atq)
+    layer.__name__: layer for layer in (pdn, pgdn, pkda, pla, pmamba2, mamba2_atk, pgla, pgdn_atq, pgdn2, pkla, kla_atq)
 }

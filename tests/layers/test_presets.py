@@ -102,6 +102,7 @@ COUNTS |= {
     "pkda": COUNTS["kda"] + ATK,
     "pla": COUNTS["deltanet"] - PER_HEAD + ATQ,
     "pmamba2": COUNTS["gated_deltanet"] - D * D + ATQ,
+    "mamba2_atk": COUNTS["gated_deltanet"] - D * D + ATK,
     "pgla": COUNTS["deltanet"] - PER_HEAD + (2 * 16 * D + D) + ATQ,
     "pgdn_atq": COUNTS["gated_deltanet"] - D * D + ATK + ATQ,
     "pgdn2": COUNTS["gated_deltanet2"] + ATK,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rnnlib import ops
 
-IMPLEMENTATIONS = ("scan", "chunked")
+IMPLEMENTATIONS = ("scan", "chunked", "triton")
 BATCH, HEADS, CHANNELS = 2, 2, 5
 LENGTHS = (1, 70)
 LOG_DECAYS = np.array([0.0, -1e-3, -0.3, -20.0, -1000.0, -np.inf])
@@ -286,26 +286,96 @@ def test_write_key_normalizations():
         np.testing.assert_allclose(out, factor, rtol=1e-4)
 
 
-def test_transforms_of_jax(x64):
-    arguments = to_arrays(draw_arguments(9, 20, False), jnp.float64)
-    arguments["log_decay"] = jnp.maximum(arguments["log_decay"], -1.0)
+@pytest.mark.parametrize(
+    "implementation, dtype, tolerance", [("chunked", "float64", 1e-9), ("triton", "float32", 1e-4)]
+)
+def test_transforms_of_jax(implementation, dtype, tolerance):
+    with jax.enable_x64(dtype == "float64"):
+        arguments = to_arrays(draw_arguments(9, 20, False), dtype)
+        arguments["log_decay"] = jnp.maximum(arguments["log_decay"], -1.0)
+        segment_ids = arguments.pop("segment_ids")
+        rows = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), arguments)
+        results = []
+        for name in ("scan", implementation):
+            out = functools.partial(evaluate_out, segment_ids=segment_ids, implementation=name)
+            gradient = jax.grad(lambda x, out=out: jnp.sum(jax.checkpoint(out)(x) ** 2))
+            results.append(jax.tree.leaves((jax.jit(jax.vmap(out))(rows), jax.jit(gradient)(arguments))))
+        for scan, found in zip(*results):
+            np.testing.assert_allclose(found, scan, rtol=tolerance, atol=1e-2 * tolerance)
 
-    def out(k, implementation):
-        return ops.diagonal_preconditioner(**(arguments | {"k": k}), implementation=implementation)[0]
 
-    def scalar(k, implementation):
-        return jnp.sum(jax.checkpoint(out, static_argnums=1)(k, implementation) ** 2)
+def evaluate_out(arguments, **options):
+    return ops.diagonal_preconditioner(**arguments, **options)[0]
 
-    keys = jnp.stack([arguments["k"], 2 * arguments["k"]])
-    results = [
-        (
-            jax.jit(jax.vmap(functools.partial(out, implementation=name)))(keys),
-            jax.jit(jax.grad(functools.partial(scalar, implementation=name)))(keys[0]),
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("with_gram_key", [False, True])
+def test_preconditioned_key_is_the_product(implementation, with_gram_key):
+    """Written out by hand: keys, gradients of both keys together, and the dtype of the keys."""
+    arguments = draw_arguments(11, 70, False)
+    arrays = to_arrays(arguments, jnp.float32)
+    segment_ids = arrays.pop("segment_ids")
+    if with_gram_key:
+        arrays["gram_key"] = jnp.flip(arrays["k"], axis=-1)
+    read_weights, write_weights = (jnp.asarray(loss_weights(arguments["k"] + n), jnp.float32) for n in (0, 1))
+
+    def by_hand(k, gram_key=None, **options):
+        preconditioner, final = ops.diagonal_preconditioner(
+            k if gram_key is None else gram_key, **options, segment_ids=segment_ids, implementation="scan"
         )
-        for name in IMPLEMENTATIONS
-    ]
-    for scan, chunked in zip(*results):
-        np.testing.assert_allclose(chunked, scan, rtol=1e-9, atol=1e-12)
+        return k, preconditioner * k, final
+
+    def fused(k, **options):
+        return ops.precondition_key(k, **options, segment_ids=segment_ids, implementation=implementation)
+
+    def run(function):
+        def scalar(arrays):
+            read, write, final = function(**arrays)
+            return jnp.sum(read * read_weights) + jnp.sum(jnp.sin(write) * write_weights) + jnp.sum(final), (
+                write,
+                final,
+            )
+
+        return jax.jit(jax.grad(scalar, has_aux=True))(arrays)
+
+    for found, expected in zip(jax.tree.leaves(run(fused)), jax.tree.leaves(run(by_hand)), strict=True):
+        assert relative_error(found, expected) < 1e-5
+    half = ops.precondition_key(arrays["k"].astype(jnp.bfloat16), implementation=implementation)
+    assert [x.dtype for x in half] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+
+
+VARIANTS = {
+    "gram": (ops.diagonal_gram, {}),
+    "dampen_tanh": (ops.diagonal_preconditioner, {"interval": "dampen", "squash": "tanh", "bound": 2.0}),
+    "amplify": (ops.precondition_key, {"interval": "amplify", "center": -0.2}),
+    "query": (ops.precondition_query, {"ridge": 0.5}),
+    "unstable": (ops.sherman_morrison_key, {"ridge": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kernels_of_every_variant_equal_the_scan(name):
+    """Results and every gradient, of packed tokens with hard resets; the other tests go through the recurrence."""
+    function, options = VARIANTS[name]
+    arrays = to_arrays(draw_arguments(12, 70, name == "query"), jnp.float32)
+    segment_ids = arrays.pop("segment_ids")
+    del arrays["center"]
+    if name == "query":
+        arrays["q"] = jnp.flip(arrays["k"], axis=1) + 0.1
+
+    def run(implementation):
+        def scalar(arrays):
+            given = dict(arrays)
+            first = (given.pop("q"),) if "q" in given else ()
+            results = function(
+                *first, given.pop("k"), **given, **options, segment_ids=segment_ids, implementation=implementation
+            )
+            return sum(jnp.sum(jnp.sin(x + 0.3)) for x in results), results
+
+        return jax.jit(jax.grad(scalar, has_aux=True))(arrays)
+
+    for found, expected in zip(jax.tree.leaves(run("triton")), jax.tree.leaves(run("scan")), strict=True):
+        assert relative_error(found, expected) < 5e-5
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pallas_kernels import triton
 from pallas_kernels.triton import Schedule
 from pallas_kernels.triton.backend import Launch, interpreted
 from pallas_kernels.triton.schedule import choose_segments
+from rnnlib import ops
 
 H200 = AbstractMesh(
     (1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
@@ -83,6 +84,30 @@ def test_linear_attention_and_one_token_lower():
     for decay in ("none", "scalar", "channel"):
         one = arguments(decay, decay == "channel", jnp.bfloat16, length=1)
         assert count_kernels(lambda x: triton.gated_delta_rule(**x), one) == 1
+
+
+@pytest.mark.parametrize("per_channel, size, dtype", [(False, 128, jnp.bfloat16), (True, 24, jnp.float32)], ids=str)
+@pytest.mark.parametrize("operator", ["preconditioner", "key", "query", "unstable"])
+def test_the_diagonal_gram_lowers(operator, per_channel, size, dtype):
+    """Forward: what each part adds, and the recurrence; likewise backward."""
+    heads, length = 2, 1000
+    k = jax.ShapeDtypeStruct((1, length, heads, size), dtype)
+    gate = jax.ShapeDtypeStruct(k.shape if per_channel else k.shape[:3], jnp.float32)
+    number = jax.ShapeDtypeStruct((heads,), jnp.float32)
+    state = jax.ShapeDtypeStruct((1, heads, size), jnp.float32)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    run = {
+        "preconditioner": lambda k, p, **x: ops.diagonal_preconditioner(k, center=p, squash="tanh", **x),
+        "key": lambda k, p, **x: ops.precondition_key(k, center=p, **x),
+        "query": lambda k, p, **x: ops.precondition_query(k, k, ridge=p, **x),
+        "unstable": lambda k, p, **x: ops.sherman_morrison_key(k, ridge=p, **x),
+    }[operator]
+
+    def loss(k, gate, number, state, ids):
+        options = {"log_decay": gate, "gain": gate, "initial_state": state, "segment_ids": ids}
+        return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in run(k, number, **options, implementation="triton"))
+
+    assert count_kernels(jax.grad(loss, argnums=(0, 1, 2, 3)), k, gate, number, state, ids) == 4
 
 
 def test_what_does_not_fit_in_shared_memory_is_refused_on_a_gpu_only():

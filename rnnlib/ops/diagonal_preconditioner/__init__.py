@@ -1,5 +1,6 @@
 from rnnlib.ops.diagonal_preconditioner.api import diagonal_gram as diagonal_gram
 from rnnlib.ops.diagonal_preconditioner.api import diagonal_preconditioner as diagonal_preconditioner
+from rnnlib.ops.diagonal_preconditioner.api import precondition_key as precondition_key
 from rnnlib.ops.diagonal_preconditioner.squash import squash_to_interval as squash_to_interval
 from rnnlib.ops.diagonal_preconditioner.variants import precondition_query as precondition_query
 from rnnlib.ops.diagonal_preconditioner.variants import sherman_morrison_key as sherman_morrison_key

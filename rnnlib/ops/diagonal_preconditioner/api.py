@@ -1,22 +1,16 @@
-"""The diagonal preconditioner: checks, choice of implementation, documentation."""
+"""The diagonal preconditioner: documentation, and checks of its own."""
 
+from typing import Any
+
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from rnnlib.ops.arguments import (
-    check_floating,
-    check_rank,
-    check_segment_ids,
-    check_shape,
-    choose_implementation,
-    default_preference,
-)
-from rnnlib.ops.diagonal_preconditioner.chunked import diagonal_gram_chunked
+from rnnlib.ops.arguments import accumulation_dtype, check_floating, check_rank, check_shape
+from rnnlib.ops.diagonal_preconditioner.evaluate import evaluate
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
-from rnnlib.ops.diagonal_preconditioner.scan import diagonal_gram_scan
-from rnnlib.ops.diagonal_preconditioner.squash import Interval, Squash, check_squash, squash_to_interval
-
-_IMPLEMENTATIONS = {"scan": diagonal_gram_scan, "chunked": diagonal_gram_chunked}
+from rnnlib.ops.diagonal_preconditioner.readouts import Gram, PreconditionedKey, Preconditioner
+from rnnlib.ops.diagonal_preconditioner.squash import Interval, Squash, check_squash
 
 
 def diagonal_gram(
@@ -42,8 +36,9 @@ def diagonal_gram(
         initial_state: A before the first token, `>= 0`; None is zero.
         segment_ids: documents packed into a row: A restarts from zero where the id changes. The first token continues
             `initial_state`.
-        implementation: `"scan"` (token by token: the definition), `"chunked"` (XLA, any device), or None for the
-            fastest that supports the case.
+        implementation: `"scan"` (token by token: the definition), `"chunked"` (XLA, any device), `"triton"` (Pallas
+            kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves tests), or None for the fastest that
+            supports the case.
 
     Returns:
         A after each token and after the last one (of the last segment), in float32, or float64 for float64 inputs.
@@ -51,9 +46,15 @@ def diagonal_gram(
     Raises:
         ValueError: a shape or `implementation` is none of those above.
         TypeError: an array is not floating, or `segment_ids` is not of integers.
-        NotImplementedError: the implementation named does not exist for this operator.
+        NotImplementedError: the implementation named does not support the case.
     """
-    return evaluate_gram("diagonal_gram", k, log_decay, gain, initial_state, segment_ids, implementation)
+    inputs = DiagonalGramInputs(k, log_decay, gain)
+    options: dict[str, Any] = {
+        "initial_state": initial_state,
+        "segment_ids": segment_ids,
+        "implementation": implementation,
+    }
+    return evaluate("diagonal_gram", Gram(), inputs, **options)[:2]
 
 
 def diagonal_preconditioner(
@@ -89,8 +90,9 @@ def diagonal_preconditioner(
         initial_state: A before the first token, `>= 0`; None is zero.
         segment_ids: documents packed into a row: A restarts where the id changes. The first token continues
             `initial_state`.
-        implementation: `"scan"` (token by token: the definition), `"chunked"` (XLA, any device), or None for the
-            fastest that supports the case.
+        implementation: `"scan"` (token by token: the definition), `"chunked"` (XLA, any device), `"triton"` (Pallas
+            kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves tests), or None for the fastest that
+            supports the case.
         interval: `"symmetric"` is [1/x, x], `"amplify"` [1, x], `"dampen"` [1/x, 1] (appendix E.3).
         squash: `"rational"` as above, or `"tanh"` (figure 12).
 
@@ -100,37 +102,93 @@ def diagonal_preconditioner(
     Raises:
         ValueError: a shape, `bound`, `eps`, `interval`, `squash` or `implementation` is none of those above.
         TypeError: an array is not floating, or `segment_ids` is not of integers.
-        NotImplementedError: the implementation named does not exist for this operator.
+        NotImplementedError: the implementation named does not support the case.
     """
     name = "diagonal_preconditioner"
     check_squash(name, bound, eps, interval, squash)
-    gram, final = evaluate_gram(name, k, log_decay, gain, initial_state, segment_ids, implementation)
-    if isinstance(center, Array):
-        check_floating(name, center=center)
-        check_shape(name, "center", center, (), (k.shape[2],), axes="a number or [H]")
-    return squash_to_interval(gram, center=center, bound=bound, eps=eps, interval=interval, squash=squash), final
+    inputs = DiagonalGramInputs(k, log_decay, gain)
+    options: dict[str, Any] = {
+        "initial_state": initial_state,
+        "segment_ids": segment_ids,
+        "implementation": implementation,
+    }
+    readout = Preconditioner(bound, eps, interval, squash)
+    return evaluate(name, readout, inputs, parameter=per_head(name, "center", center, k), **options)[:2]
 
 
-def evaluate_gram(
-    operator: str,
-    k: Array,
-    log_decay: Array | None,
-    gain: Array | None,
-    initial_state: Array | None,
-    segment_ids: Array | None,
-    implementation: str | None,
-) -> tuple[Array, Array]:
-    """`diagonal_gram` under the name of the operator that it serves, which error messages begin with."""
-    check_floating(operator, k=k, log_decay=log_decay, gain=gain, initial_state=initial_state)
-    check_rank(operator, "k", k, 4, axes="[B, T, H, K]")
-    batch, length, heads, channels = k.shape
-    for name, gate in (("log_decay", log_decay), ("gain", gain)):
-        if gate is not None:
-            check_shape(operator, name, gate, k.shape[:3], k.shape, axes="[B, T, H] or [B, T, H, K]")
-    if initial_state is not None:
-        check_shape(operator, "initial_state", initial_state, (batch, heads, channels), axes="[B, H, K]")
-    check_segment_ids(operator, segment_ids, batch, length)
-    chosen = choose_implementation(
-        operator, implementation, {name: lambda: None for name in _IMPLEMENTATIONS}, default_preference(length)
+def precondition_key(
+    k: Float[Array, "B T H K"],
+    *,
+    gram_key: Float[Array, "B T H K"] | None = None,
+    log_decay: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    gain: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    center: float | Float[Array, ""] | Float[Array, " H"] = 0.0,
+    bound: float = 1.5,
+    eps: float = 1e-6,
+    initial_state: Float[Array, "B H K"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    implementation: str | None = None,
+    interval: Interval = "symmetric",
+    squash: Squash = "rational",
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B H K"]]:
+    """The stable apply-to-key preconditioner applied: `B_t * k_t`, B as `diagonal_preconditioner` gives it.
+
+    The same as multiplying by hand, except that B itself is never stored.
+
+    Args:
+        k: read keys.
+        gram_key: the keys whose Gram A is; None is `k`.
+        log_decay: as in `diagonal_preconditioner`.
+        gain: likewise.
+        center: likewise.
+        bound: likewise.
+        eps: likewise.
+        initial_state: likewise.
+        segment_ids: likewise.
+        implementation: likewise.
+        interval: likewise.
+        squash: likewise.
+
+    Returns:
+        The read key, which is `k`; the write key in k's dtype; and A after the last token, in float32, or float64 for
+        float64 inputs. The gradients of both keys are added in one pass where the read key that is returned takes the
+        place of `k`.
+
+    Raises:
+        ValueError: a shape, `bound`, `eps`, `interval`, `squash` or `implementation` is none of those above.
+        TypeError: an array is not floating, or `segment_ids` is not of integers.
+        NotImplementedError: the implementation named does not support the case.
+    """
+    name = "precondition_key"
+    check_squash(name, bound, eps, interval, squash)
+    check_floating(name, k=k)
+    check_rank(name, "k", k, 4, axes="[B, T, H, K]")
+    if gram_key is not None:
+        check_shape(name, "gram_key", gram_key, k.shape, axes="the shape of k, [B, T, H, K]")
+    inputs = DiagonalGramInputs(k if gram_key is None else gram_key, log_decay, gain)
+    options: dict[str, Any] = {
+        "initial_state": initial_state,
+        "segment_ids": segment_ids,
+        "implementation": implementation,
+    }
+    write_key, final, key = evaluate(
+        name,
+        PreconditionedKey(Preconditioner(bound, eps, interval, squash)),
+        inputs,
+        x=None if gram_key is None else k,
+        parameter=per_head(name, "center", center, k),
+        like=k,
+        with_key=gram_key is None,
+        **options,
     )
-    return _IMPLEMENTATIONS[chosen](DiagonalGramInputs(k, log_decay, gain), initial_state, segment_ids)
+    return (key if gram_key is None else k), write_key, final
+
+
+def per_head(operator: str, name: str, number: float | Array, k: Array) -> Array:
+    """A number, or one a head, as `[H]`."""
+    check_rank(operator, "k", k, 4, axes="[B, T, H, K]")
+    heads = k.shape[2]
+    if isinstance(number, Array):
+        check_floating(operator, **{name: number})
+        check_shape(operator, name, number, (), (heads,), axes="a number or [H]")
+    return jnp.broadcast_to(jnp.asarray(number, accumulation_dtype(k)), (heads,))

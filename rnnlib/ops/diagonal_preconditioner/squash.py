@@ -49,7 +49,12 @@ def squash_to_interval(
     """
     check_squash("squash_to_interval", bound, eps, interval, squash)
     center = jnp.asarray(center, gram.dtype)
-    r = jnp.log(gram + eps) - (center if center.ndim == 0 else center[:, None])
+    return preconditioner_of(gram, center if center.ndim == 0 else center[:, None], bound, eps, interval, squash)
+
+
+def preconditioner_of(gram: Array, center: Array, bound: float, eps: float, interval: str, squash: str) -> Array:
+    """`squash_to_interval` for a center that broadcasts against `gram`, in operations that kernels know too."""
+    r = jnp.log(gram + eps) - center
     s = jnp.tanh(r) if squash == "tanh" else r / (1 + jnp.abs(r))
     # The exponent of the bound runs over [-1, 1], [0, 1] or [-1, 0].
     exponent = {"symmetric": -s, "amplify": (1 - s) / 2, "dampen": -(1 + s) / 2}[interval]

@@ -1,13 +1,16 @@
 """What the stable preconditioner is compared with: inverses of the diagonal Gram, and normalised write keys."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from rnnlib.ops.arguments import accumulation_dtype, check_floating, check_rank, check_shape, segment_starts
-from rnnlib.ops.diagonal_preconditioner.api import evaluate_gram
+from rnnlib.ops.arguments import accumulation_dtype, check_floating, check_rank, check_shape
+from rnnlib.ops.diagonal_preconditioner.api import per_head
+from rnnlib.ops.diagonal_preconditioner.evaluate import evaluate
+from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
+from rnnlib.ops.diagonal_preconditioner.readouts import PreconditionedQuery, ShermanMorrisonKey
 
 Normalization = Literal["projection", "implicit", "decayed_implicit"]
 
@@ -38,7 +41,7 @@ def precondition_query(
         implementation: as in `diagonal_gram`.
 
     Returns:
-        The preconditioned queries and A after the last token, in float32, or float64 for float64 inputs.
+        The preconditioned queries in q's dtype, and A after the last token, in float32, or float64 for float64 inputs.
 
     Raises:
         ValueError: a shape, `ridge` or `implementation` is none of those above.
@@ -46,9 +49,16 @@ def precondition_query(
     """
     name = "precondition_query"
     check_floating(name, q=q)
-    gram, final = evaluate_gram(name, k, log_decay, gain, initial_state, segment_ids, implementation)
+    check_floating(name, k=k)
     check_shape(name, "q", q, k.shape, axes="the shape of k, [B, T, H, K]")
-    return q.astype(gram.dtype) / (gram + _ridge(name, ridge, gram)), final
+    inputs = DiagonalGramInputs(k, log_decay, gain)
+    options: dict[str, Any] = {
+        "initial_state": initial_state,
+        "segment_ids": segment_ids,
+        "implementation": implementation,
+    }
+    ridges = _ridge(name, ridge, k)
+    return evaluate(name, PreconditionedQuery(), inputs, x=q, parameter=ridges, like=q, **options)[:2]
 
 
 def sherman_morrison_key(
@@ -78,21 +88,21 @@ def sherman_morrison_key(
         implementation: as in `diagonal_gram`.
 
     Returns:
-        The write keys and A after the last token, in float32, or float64 for float64 inputs.
+        The write keys in k's dtype, and A after the last token, in float32, or float64 for float64 inputs.
 
     Raises:
         ValueError: a shape, `ridge` or `implementation` is none of those above.
         TypeError: an array is not floating, or `segment_ids` is not of integers.
     """
     name = "sherman_morrison_key"
-    gram, final = evaluate_gram(name, k, log_decay, gain, initial_state, segment_ids, implementation)
-    first = jnp.zeros_like(final) if initial_state is None else initial_state.astype(gram.dtype)
-    previous = jnp.concatenate([first[:, None], gram[:, :-1]], axis=1)
-    if segment_ids is not None:
-        previous = jnp.where(segment_starts(segment_ids)[:, :, None, None], 0.0, previous)
-    key = k.astype(gram.dtype)
-    preconditioned = key / (previous + _ridge(name, ridge, gram))
-    return preconditioned / (1 + jnp.sum(key * preconditioned, axis=-1, keepdims=True)), final
+    check_floating(name, k=k)
+    inputs = DiagonalGramInputs(k, log_decay, gain)
+    options: dict[str, Any] = {
+        "initial_state": initial_state,
+        "segment_ids": segment_ids,
+        "implementation": implementation,
+    }
+    return evaluate(name, ShermanMorrisonKey(), inputs, parameter=_ridge(name, ridge, k), like=k, **options)[:2]
 
 
 def write_key_normalization(
@@ -148,11 +158,7 @@ def write_key_normalization(
     return 1 / (alpha + (m if gain is None else gain.astype(dtype) * m) + eps)
 
 
-def _ridge(operator: str, ridge: float | Array, gram: Array) -> Array:
-    if isinstance(ridge, Array):
-        check_floating(operator, ridge=ridge)
-        check_shape(operator, "ridge", ridge, (), (gram.shape[2],), axes="a number or [H]")
-    elif not ridge > 0:
+def _ridge(operator: str, ridge: float | Array, k: Array) -> Array:
+    if not isinstance(ridge, Array) and not ridge > 0:
         raise ValueError(f"{operator}: ridge is {ridge}, expected a positive number")
-    ridge = jnp.asarray(ridge, gram.dtype)
-    return ridge if ridge.ndim == 0 else ridge[:, None]
+    return per_head(operator, "ridge", ridge, k)

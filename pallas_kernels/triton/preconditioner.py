@@ -1,0 +1,542 @@
+"""The decayed diagonal of the keys' Gram matrix, and any function of it and of one row more, token by token.
+
+    A_t = exp(log_decay_t) A_{t-1} + gain_t k_t^2        out_t = readout(A_{t-1}, A_t, x_t, parameter)
+
+Keys are read twice and results written once; A itself never reaches memory. A program owns some tokens of one head:
+one pass finds what each program's tokens do to A (an affine map), a second one applies the maps of the programs before
+its own and then the recurrence itself, token by token in registers. The backward does the same from the last token to
+the first, and computes A again in blocks of a few tokens.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jaxtyping import Float, Int
+
+from pallas_kernels.triton.backend import Launch, Operand, call, cdiv, interpreted, next_power_of_two, platform
+
+Readout = Callable[[Any, Any, Any, Any], Any]
+_MAX_CHANNELS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class GramSchedule:
+    """How a call is cut into programs.
+
+    Attributes:
+        tokens: of a program, a multiple of both blocks; None chooses by the number of heads.
+        forward: warps of the forward's kernels; `block` is the number of tokens that they load at once.
+        backward: likewise of the backward's.
+        programs: that fill the card, for the choice of `tokens`.
+    """
+
+    tokens: int | None = None
+    forward: Launch = Launch(num_warps=1, num_stages=1, block=16)
+    backward: Launch = Launch(num_warps=1, num_stages=1, block=8)
+    programs: int = 2048
+
+    @property
+    def block(self) -> int:
+        """What a sequence is padded to a multiple of."""
+        return max(self.forward.block, self.backward.block)
+
+    def tokens_of(self, heads: int, length: int) -> int:
+        """Tokens of a program, for `heads` sequences of one head each (all rows' together)."""
+        if self.tokens is not None:
+            return self.tokens
+        parts = max(1, min(128, self.programs // heads))
+        return self.block * cdiv(cdiv(length, self.block), parts)
+
+
+def choose_gram_schedule() -> GramSchedule:
+    """The schedule for the device at hand: interpreted, small blocks compile fast and four programs keep all paths."""
+    if interpreted():
+        return GramSchedule(forward=Launch(block=4), backward=Launch(block=2), programs=12)
+    return GramSchedule()
+
+
+class GramInputs(NamedTuple):
+    """Arguments, lengths padded to whole blocks and channels to powers of two.
+
+    Attributes:
+        k: `[B, T, H, K]`.
+        x: None (`k`) or `[B, T, H, K]`, what the readout takes beside A.
+        parameter: None or `[H]` float32, likewise.
+        log_decay: None, `[B, T, H]` or `[B, T, H, K]`.
+        gain: None, `[B, T, H]` or `[B, T, H, K]`.
+        initial_state: None or `[B, H, K]` float32.
+        starts: None, or `[B, T]` int32, 1 at each token that starts a segment.
+    """
+
+    k: Array
+    x: Array | None
+    parameter: Array | None
+    log_decay: Array | None
+    gain: Array | None
+    initial_state: Array | None
+    starts: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of a call.
+
+    Attributes:
+        readout: a function of rows.
+        dtype: of its results.
+        schedule: how the call is cut.
+        passes_key: whether `k` is returned too.
+    """
+
+    readout: Readout
+    dtype: Any
+    schedule: GramSchedule
+    passes_key: bool
+
+
+class Token(NamedTuple):
+    """One token's values in float32, `[K]` or one number; `keep` is 0 where a segment starts, None if none does."""
+
+    k: Any
+    x: Any
+    decay: Any
+    gain: Any
+    keep: Any
+
+
+def _load(ref, t) -> Any:
+    return None if ref is None else (ref[t, :] if len(ref.shape) == 2 else ref[t]).astype(jnp.float32)
+
+
+def _load_block(r, first, count: int) -> list[Token]:
+    """The tokens of a block, all loads before all arithmetic."""
+    raw = [(r.k[first + i, :], _load(r.x, first + i)) for i in range(count)]
+    gates = [(_load(r.log_decay, first + i), _load(r.gain, first + i)) for i in range(count)]
+    starts = [None if r.starts is None else r.starts[first + i] for i in range(count)]
+    tokens = []
+    for (k, x), (log_decay, gain), start in zip(raw, gates, starts):
+        k = k.astype(jnp.float32)
+        decay, keep = 1.0 if log_decay is None else jnp.exp(log_decay), None
+        if start is not None:
+            keep = (1 - start).astype(jnp.float32)
+            decay = decay * keep
+        tokens.append(Token(k, k if x is None else x, decay, 1.0 if gain is None else gain, keep))
+    return tokens
+
+
+def _step(token: Token, gram: Any) -> tuple[Any, Any]:
+    """A as the token's readout sees it before and after the token."""
+    before = gram if token.keep is None else gram * token.keep
+    return before, token.decay * gram + token.gain * (token.k * token.k)
+
+
+def _carry(r, sums, kept, start: Any, count, index) -> Any:
+    """Applies the affine maps number `index(0)` to `index(count - 1)` to `start`."""
+    last = sums.shape[0] - 1
+    unroll = min(8, sums.shape[0])
+
+    def body(m, state):
+        rows = [jnp.clip(index(m * unroll + i), 0, last) for i in range(unroll)]
+        loaded = [(sums[n, :], kept[n] if len(kept.shape) == 1 else kept[n, :]) for n in rows]
+        for i, (offset, factor) in enumerate(loaded):
+            state = jnp.where(m * unroll + i < count, factor * state + offset, state)
+        return state
+
+    return lax.fori_loop(0, lax.div(count + unroll - 1, unroll), body, start)
+
+
+def _sums_kernel(r, *, tokens: int, block: int):
+    """What a program's tokens add to A, and what they leave of A before them."""
+    first = pl.program_id(1) * tokens
+    blocks = _blocks(r, first, tokens, block)
+
+    def body(m, carry):
+        gram, kept = carry
+        for token in _load_block(r, first + m * block, block):
+            gram = _step(token, gram)[1]
+            kept = kept * token.decay
+        return gram, kept
+
+    channels = r.k.shape[1]
+    ones = jnp.ones(r.kept.shape[1:], jnp.float32)
+    gram, kept = lax.fori_loop(0, blocks, body, (jnp.zeros(channels, jnp.float32), ones))
+    n = pl.program_id(1)
+    r.sums[n, :] = gram
+    if len(r.kept.shape) == 1:
+        r.kept[n] = kept
+    else:
+        r.kept[n, :] = kept
+
+
+def _blocks(r, first, tokens: int, block: int) -> Any:
+    """Number of blocks of a program; static unless the last program has fewer."""
+    length = r.k.shape[0]
+    if length % tokens == 0:
+        return tokens // block
+    return jnp.clip(lax.div(length - first, block), 0, tokens // block)
+
+
+def _start(r) -> Any:
+    channels = r.k.shape[1]
+    return jnp.zeros(channels, jnp.float32) if r.initial_state is None else r.initial_state[...]
+
+
+def _parameter(r) -> Any:
+    return None if r.parameter is None else jnp.broadcast_to(r.parameter[...], (r.k.shape[1],))
+
+
+def _apply_kernel(r, *, readout: Readout, tokens: int, block: int):
+    """The readout of each token, and A before each program and after the last token."""
+    n = pl.program_id(1)
+    first = n * tokens
+    gram = _start(r) if r.sums is None else _carry(r, r.sums, r.kept, _start(r), n, lambda i: i)
+    if r.states is not None:
+        r.states[n, :] = gram
+    parameter = _parameter(r)
+
+    def body(m, gram):
+        for i, token in enumerate(_load_block(r, first + m * block, block)):
+            before, gram = _step(token, gram)
+            out = readout(before, gram, token.x, parameter)
+            r.out[first + m * block + i, :] = out.astype(r.out.dtype)
+        return gram
+
+    gram = lax.fori_loop(0, _blocks(r, first, tokens, block), body, gram)
+
+    @pl.when(n == pl.num_programs(1) - 1)
+    def _():
+        r.final_state[...] = gram
+
+
+def _pull_back(readout: Readout, token: Token, before, after, parameter, d_out) -> tuple[Any, Any, Any, Any]:
+    """Gradients of one readout in A before and after the token, in x and in the parameter."""
+    if parameter is None:
+        _, pull = jax.vjp(lambda b, a, x: readout(b, a, x, None), before, after, token.x)
+        return (*pull(d_out), None)
+    return jax.vjp(readout, before, after, token.x, parameter)[1](d_out)
+
+
+def _reverse_sums_kernel(r, *, readout: Readout, tokens: int, block: int):
+    """What a program's tokens add to the gradient in A before them, and A before each block."""
+    n = pl.program_id(1)
+    first = n * tokens
+    parameter = _parameter(r)
+
+    def body(m, carry):
+        gram, kept, d_gram = carry
+        t = first + m * block
+        r.block_states[lax.div(first, block) + m, :] = gram
+        d_out = [r.d_out[t + i, :] for i in range(block)]
+        for token, d in zip(_load_block(r, t, block), d_out):
+            before, gram = _step(token, gram)
+            d_before, d_after, _, _ = _pull_back(readout, token, before, gram, parameter, d.astype(jnp.float32))
+            d_gram = d_gram + kept * (d_before if token.keep is None else token.keep * d_before)
+            kept = kept * token.decay
+            d_gram = d_gram + kept * d_after
+        return gram, kept, d_gram
+
+    ones = jnp.ones(r.k.shape[1], jnp.float32)
+    zeros = jnp.zeros(r.k.shape[1], jnp.float32)
+    blocks = _blocks(r, first, tokens, block)
+    r.d_sums[n, :] = lax.fori_loop(0, blocks, body, (r.states[n, :], ones, zeros))[2]
+
+
+def _store_gate(ref, t, value) -> None:
+    if ref is None:
+        return
+    if len(ref.shape) == 1:
+        ref[t] = jnp.sum(value).astype(ref.dtype)
+    else:
+        ref[t, :] = value.astype(ref.dtype)
+
+
+def _reverse_kernel(r, *, readout: Readout, tokens: int, block: int):
+    """Gradients in the arguments, from the last token to the first."""
+    n, programs = pl.program_id(1), pl.num_programs(1)
+    first = n * tokens
+    blocks = _blocks(r, first, tokens, block)
+    parameter = _parameter(r)
+    d_gram = _carry(r, r.d_sums, r.kept, r.d_final_state[...], programs - 1 - n, lambda i: programs - 1 - i)
+
+    def body(m, carry):
+        d_gram, d_parameter = carry
+        t = first + (blocks - 1 - m) * block
+        gram = r.block_states[lax.div(t, block), :]
+        d_out = [r.d_out[t + i, :] for i in range(block)]
+        d_passed: list[Any] = [None if r.d_passed is None else r.d_passed[t + i, :] for i in range(block)]
+        loaded = _load_block(r, t, block)
+        grams = [gram]
+        for token in loaded:
+            grams.append(_step(token, grams[-1])[1])
+        for i in reversed(range(block)):
+            token, gram = loaded[i], grams[i]
+            before = _step(token, gram)[0]
+            d_before, d_after, d_x, d_p = _pull_back(
+                readout, token, before, grams[i + 1], parameter, d_out[i].astype(jnp.float32)
+            )
+            d_gram = d_gram + d_after
+            d_k = 2.0 * (token.gain * d_gram) * token.k
+            if r.d_x is not None:
+                r.d_x[t + i, :] = d_x.astype(r.d_x.dtype)
+            else:
+                d_k = d_k + d_x
+            if r.d_passed is not None:
+                d_k = d_k + d_passed[i].astype(jnp.float32)
+            r.d_k[t + i, :] = d_k.astype(r.d_k.dtype)
+            _store_gate(r.d_gain, t + i, token.k * token.k * d_gram)
+            d_gram = token.decay * d_gram
+            _store_gate(r.d_log_decay, t + i, gram * d_gram)
+            d_gram = d_gram + (d_before if token.keep is None else token.keep * d_before)
+            if d_parameter is not None:
+                d_parameter = d_parameter + d_p
+        return d_gram, d_parameter
+
+    none = None if parameter is None else jnp.zeros(r.k.shape[1], jnp.float32)
+    d_gram, d_parameter = lax.fori_loop(0, blocks, body, (d_gram, none))
+    if parameter is not None:
+        r.d_parameter[n] = jnp.sum(d_parameter)
+
+    @pl.when(n == 0)
+    def _():
+        r.d_initial_state[...] = d_gram
+
+
+class _Cut:
+    """Where a program finds its part of each array; the grid is (heads, parts of the sequence, rows)."""
+
+    def __init__(self, options: Options, x: GramInputs):
+        self.batch, self.length, self.heads, self.channels = x.k.shape
+        self.tokens = options.schedule.tokens_of(self.batch * self.heads, self.length)
+        self.parts = cdiv(self.length, self.tokens)
+        self.grid = (self.heads, self.parts, self.batch)
+
+    def of_tokens(self, x: Array | jax.ShapeDtypeStruct | None) -> Operand | None:
+        """One head of `[B, T, H]` or `[B, T, H, K]`."""
+        if x is None:
+            return None
+        tail = (self.channels,) if len(x.shape) == 4 else ()
+        return Operand(x, (None, self.length, None, *tail), lambda h, n, b: (b, 0, h, *(0 for _ in tail)))
+
+    def of_head(self, x: Array | jax.ShapeDtypeStruct | None) -> Operand | None:
+        """One head of `[B, H, ...]`."""
+        if x is None:
+            return None
+        tail = x.shape[2:]
+        return Operand(x, (None, None, *tail), lambda h, n, b: (b, h, *(0 for _ in tail)))
+
+    def inputs(self, x: GramInputs) -> dict[str, Operand | None]:
+        """All arguments."""
+        starts = None if x.starts is None else Operand(x.starts, (None, self.length), lambda h, n, b: (b, 0))
+        return {
+            "k": self.of_tokens(x.k),
+            "x": self.of_tokens(x.x),
+            "log_decay": self.of_tokens(x.log_decay),
+            "gain": self.of_tokens(x.gain),
+            "starts": starts,
+            "parameter": None if x.parameter is None else Operand(x.parameter, (None,), lambda h, n, b: (h,)),
+            "initial_state": self.of_head(x.initial_state),
+        }
+
+    def per_head(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """Shape of a float32 array `[B, H, *shape]`."""
+        return jax.ShapeDtypeStruct((self.batch, self.heads, *shape), jnp.float32)
+
+
+def _like(x: Array | None) -> jax.ShapeDtypeStruct | None:
+    return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> tuple[Any, Any]:
+    cut, launch = _Cut(options, inputs), options.schedule.forward
+    given = cut.inputs(inputs)
+    sums: dict[str, Any] = {"sums": None, "kept": None}
+    if cut.parts > 1:
+        per_channel = inputs.log_decay is not None and inputs.log_decay.ndim == 4
+        kept = cut.per_head(cut.parts, *((cut.channels,) if per_channel else ()))
+        sums = call(
+            _sums_kernel,
+            "gram_sums",
+            cut.grid,
+            {**given, "x": None, "parameter": None, "initial_state": None},
+            {"sums": cut.of_head(cut.per_head(cut.parts, cut.channels)), "kept": cut.of_head(kept)},
+            launch,
+            tokens=cut.tokens,
+            block=launch.block,
+        )
+    results = call(
+        _apply_kernel,
+        "gram_apply",
+        cut.grid,
+        {**given, **{name: cut.of_head(x) for name, x in sums.items()}},
+        {
+            "out": cut.of_tokens(jax.ShapeDtypeStruct(inputs.k.shape, options.dtype)),
+            "final_state": cut.of_head(cut.per_head(cut.channels)),
+            "states": cut.of_head(cut.per_head(cut.parts, cut.channels)) if with_states else None,
+        },
+        launch,
+        readout=options.readout,
+        tokens=cut.tokens,
+        block=launch.block,
+    )
+    out = (results["out"], results["final_state"])
+    return (*out, inputs.k) if options.passes_key else out, (inputs, results["states"], sums["kept"])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(options: Options, inputs: GramInputs) -> tuple[Array, ...]:
+    """Readouts, A after the last token and, if asked for, `k`; for padded inputs."""
+    return _forward(options, inputs, with_states=False)[0]
+
+
+def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -> tuple[GramInputs]:
+    inputs, states, kept = residuals
+    d_out, d_final_state, *d_passed = cotangents
+    cut, launch = _Cut(options, inputs), options.schedule.backward
+    given = {**cut.inputs(inputs), "d_out": cut.of_tokens(d_out), "initial_state": None}
+    block_states = cut.per_head(cut.length // launch.block, cut.channels)
+    static: dict[str, Any] = {"readout": options.readout, "tokens": cut.tokens, "block": launch.block}
+    back = call(
+        _reverse_sums_kernel,
+        "gram_reverse_sums",
+        cut.grid,
+        {**given, "states": cut.of_head(states)},
+        {
+            "d_sums": cut.of_head(cut.per_head(cut.parts, cut.channels)),
+            "block_states": cut.of_head(block_states),
+        },
+        launch,
+        **static,
+    )
+    if kept is None:  # one part: its map is never applied
+        kept = jnp.ones((cut.batch, cut.heads, 1), jnp.float32)
+    x = inputs
+    parts = None if x.parameter is None else cut.of_head(cut.per_head(cut.parts))
+    found = call(
+        _reverse_kernel,
+        "gram_reverse",
+        cut.grid,
+        {
+            **given,
+            **{name: cut.of_head(array) for name, array in back.items()},
+            "kept": cut.of_head(kept),
+            "d_final_state": cut.of_head(d_final_state),
+            "d_passed": cut.of_tokens(d_passed[0] if d_passed else None),
+        },
+        {
+            "d_k": cut.of_tokens(_like(x.k)),
+            "d_x": cut.of_tokens(_like(x.x)),
+            "d_log_decay": cut.of_tokens(_like(x.log_decay)),
+            "d_gain": cut.of_tokens(_like(x.gain)),
+            "d_initial_state": cut.of_head(cut.per_head(cut.channels)),
+            "d_parameter": parts,
+        },
+        launch,
+        **static,
+    )
+    d_parameter = None if found["d_parameter"] is None else jnp.sum(found["d_parameter"], axis=(0, 2))
+    return (
+        GramInputs(
+            k=found["d_k"],  # type: ignore[arg-type]
+            x=found["d_x"],
+            parameter=d_parameter,
+            log_decay=found["d_log_decay"],
+            gain=found["d_gain"],
+            initial_state=None if x.initial_state is None else found["d_initial_state"],
+            starts=None,
+        ),
+    )
+
+
+_run.defvjp(_forward, _backward)
+
+
+def gram_unsupported(k: Array, *others: Array | None) -> str | None:
+    """Why `diagonal_gram_readout` can't serve a call, as a noun phrase, or None if it can.
+
+    Args:
+        k: keys `[B, T, H, K]`.
+        *others: the other arrays, or None.
+    """
+    if platform() not in ("gpu", "cuda", "cpu"):
+        return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"
+    for x in (k, *others):
+        if x is not None and x.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"arrays of dtype {x.dtype} (only bfloat16 and float32)"
+    if k.shape[3] > _MAX_CHANNELS:
+        return f"key size {k.shape[3]} (at most {_MAX_CHANNELS})"
+    return None
+
+
+def diagonal_gram_readout(
+    k: Float[Array, "B T H K"],
+    x: Float[Array, "B T H K"] | None = None,
+    parameter: Float[Array, " H"] | None = None,
+    *,
+    readout: Readout,
+    dtype: Any = jnp.float32,
+    log_decay: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    gain: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    initial_state: Float[Array, "B H K"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    with_key: bool = False,
+    schedule: GramSchedule | None = None,
+) -> tuple[Array, ...]:
+    """`A_t = exp(log_decay_t) A_{t-1} + gain_t k_t^2` and `out_t = readout(A_{t-1}, A_t, x_t, parameter)`.
+
+    Preconditioned DeltaNet (arXiv 2604.21100), equations 8 and 9, forward and backward in Triton kernels.
+
+    Args:
+        k: keys, bfloat16 or float32.
+        x: what the readout takes beside A; None is `k`.
+        parameter: a number a head that the readout takes, or None.
+        readout: from float32 rows `[K]` (the parameter as a row too, A before the token zero where a segment starts) to
+            a row; hashable, of operations that Pallas lowers, itself and its gradient (`jax.vjp`).
+        dtype: of the results.
+        log_decay: natural logarithm of the decay, `<= 0`, -inf included; None is no decay.
+        gain: weight of each token; None is 1.
+        initial_state: A before the first token; None is zero.
+        segment_ids: A restarts where the id changes; the first token continues `initial_state`.
+        with_key: whether `k` is returned too. Who goes on with that one has its gradient added in the kernel.
+        schedule: how the call is cut into programs.
+
+    Returns:
+        `out` and A after the last token, `[B, H, K]` float32; `k`, where asked for.
+
+    Raises:
+        NotImplementedError: `gram_unsupported` has an objection.
+    """
+    reason = gram_unsupported(k, x, parameter, log_decay, gain, initial_state)
+    if reason is not None:
+        raise NotImplementedError(f"diagonal_gram_readout: the Triton kernels do not support {reason}")
+    schedule = schedule or choose_gram_schedule()
+    length, channels = k.shape[1], k.shape[3]
+    starts = None
+    if segment_ids is not None and length > 1:
+        starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0))).astype(jnp.int32)
+    tokens, width = -length % schedule.block, next_power_of_two(channels) - channels
+
+    def pad(array):
+        """Appends tokens and channels that do nothing."""
+        if array is None or not (tokens or width):
+            return array
+        return jnp.pad(array, [(0, 0), (0, tokens), (0, 0), (0, width)][: array.ndim])
+
+    if initial_state is not None:
+        initial_state = jnp.pad(initial_state.astype(jnp.float32), [(0, 0), (0, 0), (0, width)])
+    inputs = GramInputs(
+        k=pad(k),
+        x=pad(x),
+        parameter=None if parameter is None else parameter.astype(jnp.float32),
+        log_decay=pad(log_decay),
+        gain=pad(gain),
+        initial_state=initial_state,
+        starts=None if starts is None else pad(starts),
+    )
+    out, final, *passed = _run(Options(readout, jnp.dtype(dtype), schedule, with_key), inputs)
+    return (out[:, :length, :, :channels], final[..., :channels], *(y[:, :length, :, :channels] for y in passed))

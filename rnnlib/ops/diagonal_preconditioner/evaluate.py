@@ -1,0 +1,82 @@
+"""Checks that the operators of the diagonal Gram share, choice of implementation, and its evaluation."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from rnnlib.ops.arguments import (
+    check_floating,
+    check_rank,
+    check_segment_ids,
+    check_shape,
+    choose_implementation,
+    default_preference,
+    segment_starts,
+)
+from rnnlib.ops.diagonal_preconditioner.chunked import diagonal_gram_chunked
+from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
+from rnnlib.ops.diagonal_preconditioner.scan import diagonal_gram_scan
+from rnnlib.ops.diagonal_preconditioner.triton import diagonal_gram_triton, triton_gram_unsupported
+
+_IN_XLA = {"scan": diagonal_gram_scan, "chunked": diagonal_gram_chunked}
+
+
+def evaluate(
+    operator: str,
+    readout: Any,
+    inputs: DiagonalGramInputs,
+    *,
+    x: Array | None = None,
+    parameter: Array | None = None,
+    like: Array | None = None,
+    with_key: bool = False,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    implementation: str | None,
+) -> tuple[Array, Array, Array]:
+    """A readout of the diagonal Gram after each token.
+
+    Args:
+        operator: the public function's name, which error messages begin with.
+        readout: of `rnnlib.ops.diagonal_preconditioner.readouts`.
+        inputs: token-wise arguments of the recurrence.
+        x: what the readout takes beside A, `[B, T, H, K]`; None is `inputs.k`.
+        parameter: a number a head that the readout takes, `[H]`, or None.
+        like: gives the results' dtype; None is that of accumulation.
+        with_key: whether the caller goes on with the keys that are returned: the kernel then adds their gradient.
+        initial_state: None (zero) or `[B, H, K]`.
+        segment_ids: None or `[B, T]`.
+        implementation: a name, or None for the best that supports the case.
+
+    Returns:
+        The readout `[B, T, H, K]`, A after the last token `[B, H, K]`, and `inputs.k`.
+    """
+    k, log_decay, gain = inputs
+    check_floating(operator, k=k, log_decay=log_decay, gain=gain, initial_state=initial_state)
+    check_rank(operator, "k", k, 4, axes="[B, T, H, K]")
+    batch, length, heads, channels = k.shape
+    for name, gate in (("log_decay", log_decay), ("gain", gain)):
+        if gate is not None:
+            check_shape(operator, name, gate, k.shape[:3], k.shape, axes="[B, T, H] or [B, T, H, K]")
+    if initial_state is not None:
+        check_shape(operator, "initial_state", initial_state, (batch, heads, channels), axes="[B, H, K]")
+    check_segment_ids(operator, segment_ids, batch, length)
+    unsupported = {
+        **{name: lambda: None for name in _IN_XLA},
+        "triton": lambda: triton_gram_unsupported(k, x, parameter, log_decay, gain, initial_state),
+    }
+    # A single token is one fused loop in XLA: nothing is left for a kernel to gain.
+    preference = ("scan", "chunked") if length == 1 else default_preference(length)
+    chosen = choose_implementation(operator, implementation, unsupported, preference)
+    if chosen == "triton":
+        options: dict[str, Any] = {"readout": readout, "like": like, "with_key": with_key}
+        return diagonal_gram_triton(inputs, x, parameter, initial_state, segment_ids, **options)
+    grams, final = _IN_XLA[chosen](inputs, initial_state, segment_ids)
+    first = jnp.zeros_like(final) if initial_state is None else initial_state.astype(grams.dtype)
+    previous = jnp.concatenate([first[:, None], grams[:, :-1]], axis=1)
+    if segment_ids is not None:
+        previous = jnp.where(segment_starts(segment_ids)[:, :, None, None], 0.0, previous)
+    row = (k if x is None else x).astype(grams.dtype)
+    out = readout(previous, grams, row, None if parameter is None else parameter.astype(grams.dtype)[:, None])
+    return (out if like is None else out.astype(like.dtype)), final, k

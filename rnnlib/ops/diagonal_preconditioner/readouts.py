@@ -1,0 +1,77 @@
+"""What becomes of the diagonal Gram: functions of it, token by token, that hold for whole arrays and inside kernels.
+
+Each takes A before a token (zero where a segment starts) and after it, one array more of the same shape, and a number a
+head; all broadcast against each other, channels last.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from rnnlib.ops.diagonal_preconditioner.squash import preconditioner_of
+
+
+@dataclass(frozen=True)
+class Gram:
+    """A itself, after the token."""
+
+    def __call__(self, before: Array, after: Array, x: Array, parameter: Array | None) -> Array:
+        """A."""
+        return after
+
+
+@dataclass(frozen=True)
+class Preconditioner:
+    """B, the stable preconditioner around the center that the parameter is.
+
+    Attributes:
+        bound: as in `rnnlib.ops.diagonal_preconditioner`.
+        eps: likewise.
+        interval: likewise.
+        squash: likewise.
+    """
+
+    bound: float
+    eps: float
+    interval: str
+    squash: str
+
+    def __call__(self, before: Array, after: Array, x: Array, parameter: Array) -> Array:
+        """B."""
+        return preconditioner_of(after, parameter, self.bound, self.eps, self.interval, self.squash)
+
+
+@dataclass(frozen=True)
+class PreconditionedKey:
+    """`B * x`.
+
+    Attributes:
+        preconditioner: gives B.
+    """
+
+    preconditioner: Preconditioner
+
+    def __call__(self, before: Array, after: Array, x: Array, parameter: Array) -> Array:
+        """The write key."""
+        return self.preconditioner(before, after, x, parameter) * x
+
+
+@dataclass(frozen=True)
+class PreconditionedQuery:
+    """`x / (A + ridge)`; the parameter is the ridge."""
+
+    def __call__(self, before: Array, after: Array, x: Array, parameter: Array) -> Array:
+        """The query."""
+        return x / (after + parameter)
+
+
+@dataclass(frozen=True)
+class ShermanMorrisonKey:
+    """`P x / (1 + x^T P x)`, `P = Diag(A + ridge)^-1` with A before the token; the parameter is the ridge."""
+
+    def __call__(self, before: Array, after: Array, x: Array, parameter: Array) -> Array:
+        """The write key."""
+        preconditioned = x / (before + parameter)
+        product = jnp.sum(x * preconditioned, axis=-1)
+        return preconditioned / (1 + (product if x.ndim == 1 else product[..., None]))

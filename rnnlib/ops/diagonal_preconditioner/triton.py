@@ -1,0 +1,45 @@
+"""The diagonal Gram and its readouts on NVIDIA GPUs: the kernels of `pallas_kernels.triton`."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
+from rnnlib.ops.kernels import triton_kernels
+
+
+def triton_gram_unsupported(*arrays: Array | None) -> str | None:
+    """Why the kernels can't serve a call on these arrays (keys first), as a noun phrase, or None if they can."""
+    try:
+        kernels = triton_kernels()
+    except ImportError as error:
+        return f"this installation: {error}"
+    return kernels.gram_unsupported(*arrays)
+
+
+def diagonal_gram_triton(
+    inputs: DiagonalGramInputs,
+    x: Array | None,
+    parameter: Array | None,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    *,
+    readout: Any,
+    like: Array | None,
+    with_key: bool,
+) -> tuple[Array, Array, Array]:
+    """Evaluates a readout by kernels; arguments and results as `evaluate`."""
+    out, final, *key = triton_kernels().diagonal_gram_readout(
+        inputs.k,
+        x,
+        parameter,
+        readout=readout,
+        dtype=jnp.float32 if like is None else like.dtype,
+        log_decay=inputs.log_decay,
+        gain=inputs.gain,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        with_key=with_key,
+    )
+    return out, final, (key[0] if key else inputs.k)
