@@ -2,6 +2,8 @@
 
 from pallas_kernels.triton.gated_delta_rule import gated_delta_rule, linear_attention, unsupported
 from pallas_kernels.triton.preconditioner import GramSchedule, diagonal_gram_readout, gram_unsupported
+from pallas_kernels.triton.ridge_problem import RidgeSchedule
+from pallas_kernels.triton.ridge_solve import ridge_solve, ridge_solve_unsupported
 from pallas_kernels.triton.schedule import Schedule
 
 __all__ = [

@@ -160,6 +160,12 @@ def dot_tn(a: Array, b: Array, precise: bool | None = None) -> Array:
     return _dot(a, b, (0, 0), precise)
 
 
+def load_rows(ref, start, size: int, limit, other: float) -> Array:
+    """Rows `start` to `start + size` (a power of two) of `[N, ...]`; `other` from row `limit` on."""
+    index = start + lax.broadcasted_iota(jnp.int32, (size, *ref.shape[1:]), 0)
+    return plt.load(ref.at[pl.ds(start, size)], mask=index < limit, other=other)
+
+
 def iota(shape: tuple[int, ...], axis: int) -> Array:
     """Indices along `axis`, int32."""
     return lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -186,6 +192,7 @@ __all__ = [
     "dot_tn",
     "interpreted",
     "iota",
+    "load_rows",
     "next_power_of_two",
     "platform",
 ]

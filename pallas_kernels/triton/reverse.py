@@ -18,9 +18,10 @@ from pallas_kernels.triton.prepare import Prepared
 from pallas_kernels.triton.problem import Inputs, Problem
 from pallas_kernels.triton.state import (
     keep_factor,
+    load_row,
     loop,
     pass_operands,
-    row_factor,
+    scale_tokens,
     segment_range,
     sequence_grid,
 )
@@ -32,21 +33,23 @@ def _reverse_step(r, n, d_state: Array, problem: Problem) -> tuple[Array, Array]
     dtype = problem.dtype
     d_out = r.d_out[rows, :]
     written = r.written[rows, :]
+    written_row, read_row = load_row(r.written_rows, rows), load_row(r.read_rows, rows)
+    erased_row, kept = load_row(r.erased_rows, rows), keep_factor(r.kept, n)
     d_written = dot_nt(d_state.astype(dtype), written)
-    d_residual = dot_tn(d_out, r.scores[n, :, :]) + row_factor(r.written_rows, rows, d_written)
+    d_residual = dot_tn(d_out, r.scores[n, :, :]) + scale_tokens(d_written, written_row)
 
-    if r.read_rows is not None:
-        d_read = dot(row_factor(r.read_rows, rows, d_out.T).astype(dtype), r.read[rows, :])
+    if read_row is not None:
+        d_read = dot(scale_tokens(d_out.T, read_row).astype(dtype), r.read[rows, :])
     else:
         d_read = dot_tn(d_out, r.read[rows, :])
     if r.kept is None:
         d_read = problem.scale * d_read
-    before = keep_factor(r.kept, n) * d_state + d_read
+    before = kept * d_state + d_read
     if not problem.online:
         return d_residual, before
     d_value = dot(d_residual.astype(dtype), r.inverse[n, :, :])
     erased = written if r.erased is None else r.erased[rows, :]
-    return d_value, before - dot(row_factor(r.erased_rows, rows, d_value).astype(dtype), erased)
+    return d_value, before - dot(scale_tokens(d_value, erased_row).astype(dtype), erased)
 
 
 def _reverse_kernel(r, *, problem: Problem, block: int):

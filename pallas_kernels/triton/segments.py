@@ -2,7 +2,10 @@
 
 What a segment does to the state is an affine map, `S -> M S + N`. `segment_maps` finds M and N of all segments at once,
 `fold_segments` applies them in order, which gives the state at each segment's start; the output pass starts there. The
-gradient goes back through a segment by `dS -> M^T dS + N'`, with the same M. Nothing is approximated or cut off.
+gradient goes back through a segment by `dS -> M^T dS + N'`, with the same M. Nothing is approximated.
+
+Where decay leaves less than 1e-20 of a state, what is left counts as zero: M is not computed for a segment with such a
+decay, and where few segments reach the next ones, their starts are all folded at once.
 """
 
 from typing import NamedTuple
@@ -11,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, call, dot, dot_nt, iota
+from pallas_kernels.triton.backend import Launch, call, dot, dot_nt, iota, load_rows, next_power_of_two
 from pallas_kernels.triton.prepare import Prepared
 from pallas_kernels.triton.problem import Inputs, Problem
 from pallas_kernels.triton.state import chunk_step, loop, pass_operands, segment_range, sequence_grid
@@ -24,11 +27,41 @@ class SegmentMaps(NamedTuple):
         offset: N, `[B, HV, P, V, K]` float32.
         transition: M in the dtype of matrix operands, `[B, HV, P, K, K]`.
         transition_rest: what rounding to that dtype left of M; None for float32.
+        survival: log of the largest factor by which a segment's decay multiplies a channel, `[B, HV, P]` float32; None
+            without decay.
     """
 
     offset: Array
     transition: Array
     transition_rest: Array | None
+    survival: Array | None
+
+
+# Log of the part of a state below which it counts as forgotten: far below float32's rounding of what came after it.
+_FORGOTTEN = -46.0
+# With more segments than this to go through, one program for all of them takes less time than one for each.
+_SHORT_REACH = 4
+
+
+def _survival(r, problem: Problem, first, count) -> Array:
+    """Log of what the decay of chunks `first` to `first + count` leaves of a state's slowest channel."""
+    kept = load_rows(r.kept, first, next_power_of_two(problem.chunks_per_segment), first + count, 1.0)
+    return jnp.max(jnp.sum(jnp.log(jnp.maximum(kept, 1e-37)), axis=0))
+
+
+def _reach(survival, problem: Problem, reverse: bool) -> Array:
+    """How many of the segments before each one (`reverse`: after it) still reach it, `[P]`, zero beyond P."""
+    size = next_power_of_two(problem.segments)
+    shape = (size, size)
+    until = jnp.cumsum(load_rows(survival, 0, size, problem.segments, 0.0), axis=0)
+    here, there = iota(shape, 0), iota(shape, 1)
+    # What decays strictly between two segments: `until` the one before the last, less `until` the first.
+    first, last = (here, there) if reverse else (there, here)
+    before_last = jnp.min(jnp.where(iota(shape, 0) < iota(shape, 1), until[:, None], 0.0), axis=0)
+    upper = before_last[None, :] if reverse else before_last[:, None]
+    lower = until[:, None] if reverse else until[None, :]
+    is_within = (first < last) & (last < problem.segments) & (upper - lower > _FORGOTTEN)
+    return jnp.sum(is_within.astype(jnp.int32), axis=1)
 
 
 def _maps_kernel(r, *, problem: Problem, block: int):
@@ -37,11 +70,18 @@ def _maps_kernel(r, *, problem: Problem, block: int):
     is_value = column < 0  # else a block of columns of M: what becomes of unit states, nothing being written
     shape = (block, problem.key_size)
     is_unit = (iota(shape, 0) + column * block == iota(shape, 1)) & jnp.logical_not(is_value)
+    state = jnp.where(is_unit, 1.0, 0.0)
 
-    def body(m, state):
-        return chunk_step(r, first + m, state, problem, is_value)[1]
+    def pass_over(state):
+        return loop(count, lambda m, state: chunk_step(r, first + m, state, problem, is_value)[1], state)
 
-    state = loop(count, body, jnp.where(is_unit, 1.0, 0.0))
+    if r.survival is None:
+        state = pass_over(state)
+    else:
+        survival = _survival(r, problem, first, count)
+        r.survival[...] = survival
+        is_needed = is_value | (survival > _FORGOTTEN)
+        state = lax.cond(is_needed, pass_over, jnp.zeros_like, state)
 
     @pl.when(is_value)
     def _():
@@ -56,14 +96,21 @@ def _maps_kernel(r, *, problem: Problem, block: int):
 
 
 def _fold_kernel(r, *, problem: Problem, block: int, reverse: bool):
-    state = jnp.zeros((block, problem.key_size), jnp.float32)
-    if r.boundary is not None:
-        state = r.boundary[...].astype(jnp.float32).T
-    product = dot_nt if reverse else dot  # M is stored transposed; gradients go back through M itself
+    """The state at the start of each segment, which are numbered here in the order of the fold.
 
-    def body(m, state):
-        p = problem.segments - 1 - m if reverse else m
-        r.folded[p, :, :] = state
+    Without decay, or where it is weak, one program goes through all segments. Where it is strong there is a program for
+    each segment, which goes through the few that reach it.
+    """
+    product = dot_nt if reverse else dot  # M is stored transposed; gradients go back through M itself
+    boundary = jnp.zeros((block, problem.key_size), jnp.float32)
+    if r.boundary is not None:
+        boundary = r.boundary[...].astype(jnp.float32).T
+
+    def place(m):
+        return problem.segments - 1 - m if reverse else m
+
+    def step(m, state):
+        p = place(m)
         transition, offset = r.transition[p, :, :], r.offset[p, :, :]
         high = state.astype(transition.dtype)
         after = product(high, transition) + offset
@@ -72,7 +119,26 @@ def _fold_kernel(r, *, problem: Problem, block: int, reverse: bool):
             after = after + product(rest, transition) + product(high, r.transition_rest[p, :, :])
         return after
 
-    loop(problem.segments, body, state)
+    def in_order():
+        def body(m, state):
+            r.folded[place(m), :, :] = state
+            return step(m, state)
+
+        loop(problem.segments, body, boundary)
+
+    def side_by_side(own, reach):
+        state = jnp.where(reach == own, boundary, 0.0)
+        r.folded[place(own), :, :] = loop(reach, lambda m, state: step(own - reach + m, state), state)
+
+    if r.survival is None:
+        in_order()
+        return
+    own = lax.rem(pl.program_id(2), problem.segments)
+    reach = _reach(r.survival, problem, reverse)
+    is_strong = jnp.max(reach) <= _SHORT_REACH
+    own_reach = jnp.sum(jnp.where(iota(reach.shape, 0) == place(own), reach, 0))
+    pl.when(is_strong)(lambda: side_by_side(own, own_reach))
+    pl.when(jnp.logical_not(is_strong) & (own == 0))(in_order)
 
 
 def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch) -> SegmentMaps:
@@ -101,6 +167,11 @@ def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: L
             "offset": p.of_head(offset, (None, block, p.key_size), place(lambda c: lax.min(c, value_blocks - 1))),
             "transition": of_transition,
             "transition_rest": None if p.dtype == jnp.float32 else of_transition,
+            "survival": p.of_head(
+                None if prepared.kept is None else p.per_head(p.segments, dtype=jnp.float32),
+                (None,),
+                lambda c, h, z: (lax.div(z, p.segments), h, lax.rem(z, p.segments)),
+            ),
         },
         launch,
         problem=p,
@@ -126,22 +197,33 @@ def fold_segments(
     """
     p = problem
     block = min(launch.block, p.value_size)
+    side_by_side = 1 if maps.survival is None else p.segments
 
-    def of_transition(x):
-        return p.of_head(x, (p.segments, p.key_size, p.key_size), lambda c, h, b: (b, h, 0, 0, 0))
+    def head(array, shape, *block_index):
+        return p.of_head(array, shape, lambda c, h, z: (lax.div(z, side_by_side), h, *(i(c) for i in block_index)))
 
-    def of_state(x):
-        return p.of_head(x, (p.segments, block, p.key_size), lambda c, h, b: (b, h, 0, c, 0))
+    def zero(c):
+        return 0
+
+    def column(c):
+        return c
+
+    def of_transition(array):
+        return head(array, (p.segments, p.key_size, p.key_size), zero, zero, zero)
+
+    def of_state(array):
+        return head(array, (p.segments, block, p.key_size), zero, column, zero)
 
     result = call(
         _fold_kernel,
         "delta_fold_segments",
-        (p.value_size // block, p.value_heads, p.batch),
+        (p.value_size // block, p.value_heads, p.batch * side_by_side),
         {
             "transition": of_transition(maps.transition),
             "transition_rest": of_transition(maps.transition_rest),
+            "survival": head(maps.survival, (p.segments,), zero),
             "offset": of_state(maps.offset),
-            "boundary": p.of_head(boundary, (p.key_size, block), lambda c, h, b: (b, h, 0, c)),
+            "boundary": head(boundary, (p.key_size, block), zero, column),
         },
         {"folded": of_state(p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32))},
         launch,

@@ -21,9 +21,14 @@ from pallas_kernels.triton.prepare import Prepared
 from pallas_kernels.triton.problem import Inputs, Problem
 
 
-def row_factor(ref, rows, x: Array) -> Array:
-    """`x` `[..., C]` times one number for each of the chunk's tokens, from `[T]`; `x` for None."""
-    return x if ref is None else x * ref[rows].astype(jnp.float32)[None, :]
+def load_row(ref, rows) -> Array | None:
+    """One number for each of a chunk's tokens, `[C]` float32, from `[T]`; None for None."""
+    return None if ref is None else ref[rows].astype(jnp.float32)
+
+
+def scale_tokens(x: Array, row: Array | None) -> Array:
+    """`x` `[..., C]` times one number a token."""
+    return x if row is None else x * row[None, :]
 
 
 def keep_factor(ref, n) -> Any:
@@ -49,20 +54,27 @@ def loop(count, body, init):
 
 def chunk_step(r, n, state: Array, problem: Problem, is_value=None) -> tuple[Array, Array]:
     """One chunk from the state `[V, K]` before it: the residuals, transposed `[V, C]`, and the state after it."""
+    # What no product takes as it is stored is not fetched ahead by the compiler: it is loaded before it is waited for.
     rows = pl.ds(n * CHUNK, CHUNK)
     written = r.written[rows, :]
-    residual = r.v[rows, :].astype(jnp.float32)
-    if r.write is not None:
-        residual = residual * (r.write[rows][:, None] if len(r.write.shape) == 1 else r.write[rows, :])
+    values = r.v[rows, :]
+    write = None if r.write is None else r.write[rows] if len(r.write.shape) == 1 else r.write[rows, :]
+    erased_row, written_row = load_row(r.erased_rows, rows), load_row(r.written_rows, rows)
+    kept = keep_factor(r.kept, n)
+    recalled = None
+    if problem.online:
+        erased = written if r.erased is None else r.erased[rows, :]
+        recalled = scale_tokens(dot_nt(state.astype(problem.dtype), erased), erased_row)
+    residual = values.astype(jnp.float32)
+    if write is not None:
+        residual = residual * (write[:, None] if write.ndim == 1 else write)
     residual = residual.T.astype(jnp.float32)
     if is_value is not None:
         residual = jnp.where(is_value, residual, 0.0)
-    if problem.online:
-        erased = written if r.erased is None else r.erased[rows, :]
-        residual = residual - row_factor(r.erased_rows, rows, dot_nt(state.astype(problem.dtype), erased))
-        residual = dot_nt(residual.astype(problem.dtype), r.inverse[n, :, :])
-    update = dot(row_factor(r.written_rows, rows, residual).astype(problem.dtype), written)
-    return residual, keep_factor(r.kept, n) * state + update
+    if recalled is not None:
+        residual = dot_nt((residual - recalled).astype(problem.dtype), r.inverse[n, :, :])
+    update = dot(scale_tokens(residual, written_row).astype(problem.dtype), written)
+    return residual, kept * state + update
 
 
 def _start_state(r, problem: Problem, block: int) -> Array:
@@ -81,8 +93,9 @@ def _output_kernel(r, *, problem: Problem, block: int):
     def body(m, state):
         n = first + m
         rows = pl.ds(n * CHUNK, CHUNK)
+        read_row = load_row(r.read_rows, rows)
         residual, after = chunk_step(r, n, state, problem)
-        out = row_factor(r.read_rows, rows, dot_nt(state.astype(problem.dtype), r.read[rows, :]))
+        out = scale_tokens(dot_nt(state.astype(problem.dtype), r.read[rows, :]), read_row)
         if r.kept is None:
             out = problem.scale * out
         out = out + dot_nt(residual.astype(problem.dtype), r.scores[n, :, :])

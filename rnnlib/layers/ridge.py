@@ -47,7 +47,7 @@ class RidgeRegression(SolveConfig):
         solver: `"chebyshev"`, `"conjugate_gradient"`, `"gradient_descent"`, `"nesterov"` or `"exact"`.
         iterations: of the solver.
         differentiation: `"implicit"`, `"unrolled"` or `"reversed"`, see `rnnlib.ops.ridge_solve.Solver`.
-        product_dtype: what the solver's products are rounded to; None is float32.
+        product_dtype: what the solver's products are rounded to, see `rnnlib.ops.ridge_solve.Solver`.
         epsilon: added to the divisors of conjugate gradients.
         alpha_connection: reads with `q + alpha (x - q)`, `alpha = sigmoid(W x + b)` per head (Gated KalmaNet, section
             4.3).

@@ -245,7 +245,12 @@ def test_shard_map_over_batch_and_heads():
         ({"iterations": 0}, ValueError, "iterations is 0, expected at least 1"),
         ({"chunk_size": 60}, ValueError, "chunk_size is 60, expected 16"),
         ({"solver": "jacobi"}, ValueError, "Solver: method is 'jacobi', expected one of"),
-        ({"implementation": "triton"}, NotImplementedError, "no 'triton' implementation"),
+        ({"implementation": "triton", "chunk_size": 32}, NotImplementedError, "does not support chunk_size 32"),
+        (
+            {"implementation": "triton", "solver": Solver(differentiation="unrolled")},
+            NotImplementedError,
+            "does not support differentiation 'unrolled'",
+        ),
         ({"solver": "exact", "implementation": "chunked"}, NotImplementedError, "exact solver, which factorises"),
         (
             {"solver": Solver("chebyshev", "reversed"), "implementation": "scan"},

@@ -22,6 +22,7 @@ from rnnlib.ops.ridge_solve.chunked import ridge_solve_chunked
 from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
 from rnnlib.ops.ridge_solve.scan import ridge_solve_scan
 from rnnlib.ops.ridge_solve.solvers import Solver
+from rnnlib.ops.ridge_solve.triton import ridge_solve_triton, ridge_triton_unsupported
 
 _NAME = "ridge_solve"
 
@@ -73,7 +74,8 @@ def ridge_solve(
             continues `initial_gram`.
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
         implementation: `"scan"` (token by token, forming every `H_t`: the definition), `"chunked"` (XLA, any device;
-            forms none), or None for the fastest that supports the case.
+            forms none), `"triton"` (Pallas kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves tests),
+            or None for the fastest that supports the case.
 
     Returns:
         Solutions in `q`'s dtype, and the final Gram matrix (of the last segment) in float32, or float64 for float64
@@ -112,10 +114,12 @@ def ridge_solve(
     implementations = {
         "scan": functools.partial(ridge_solve_scan, options=options),
         "chunked": functools.partial(ridge_solve_chunked, options=options, chunk_size=chunk_size),
+        "triton": functools.partial(ridge_solve_triton, options=options, chunk_size=chunk_size),
     }
     unsupported: dict[str, Callable[[], str | None]] = {
         "scan": lambda: "running backwards through the iterations" if solver.differentiation == "reversed" else None,
         "chunked": lambda: "the exact solver, which factorises every Gram matrix" if solver.method == "exact" else None,
+        "triton": lambda: ridge_triton_unsupported(inputs, options, chunk_size),
     }
     chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
     return implementations[chosen](inputs, initial_gram, segment_ids)

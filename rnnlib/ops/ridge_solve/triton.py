@@ -1,0 +1,68 @@
+"""The ridge solve on NVIDIA GPUs: the kernels of `pallas_kernels.triton`."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from rnnlib.ops.kernels import triton_kernels
+from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
+from rnnlib.ops.ridge_solve.solvers import Solver
+
+
+def _precision(solver: Solver, inputs: RidgeInputs) -> str | None:
+    """The kernels' name for what products are rounded to; None is their own choice."""
+    if solver.product_dtype is None:
+        return None
+    name = jnp.dtype(solver.product_dtype).name
+    if name == "float32":  # 16 bits of each factor, or all of them
+        return "split" if inputs.k.dtype == jnp.bfloat16 else None
+    return name
+
+
+def ridge_triton_unsupported(inputs: RidgeInputs, options: SolveOptions, chunk_size: int) -> str | None:
+    """Why the Triton kernels can't serve a call, as a noun phrase, or None if they can."""
+    solver = options.solver
+    if solver.differentiation != "implicit":
+        return f"differentiation {solver.differentiation!r} (only 'implicit')"
+    try:
+        kernels = triton_kernels()
+    except ImportError as error:
+        return f"this installation: {error}"
+    precision = _precision(solver, inputs)
+    return kernels.ridge_solve_unsupported(
+        inputs.q, inputs.k, solver=solver.method, precision=precision, chunk_size=chunk_size
+    )
+
+
+def ridge_solve_triton(
+    inputs: RidgeInputs,
+    initial_gram: Array | None,
+    segment_ids: Array | None,
+    *,
+    options: SolveOptions,
+    chunk_size: int,
+) -> tuple[Array, Array]:
+    """Evaluates the ridge solve by kernels; arguments and results as `ridge_solve_scan`.
+
+    Args:
+        inputs: arguments by token, and the ridge.
+        initial_gram: None (zero) or `[B, H, K, K]`.
+        segment_ids: None or `[B, T]`.
+        options: of the solve; differentiation is implicit, the method is not `"exact"`.
+        chunk_size: tokens in a chunk.
+    """
+    heads = inputs.q.shape[2]
+    solver = options.solver
+    return triton_kernels().ridge_solve(
+        inputs.q,
+        inputs.k,
+        jnp.broadcast_to(inputs.ridge, (heads, inputs.ridge.shape[1])),
+        adaptive=options.adaptive,
+        log_decay=inputs.log_decay,
+        iterations=options.iterations,
+        solver=solver.method,
+        epsilon=solver.epsilon,
+        precision=_precision(solver, inputs),
+        initial_gram=initial_gram,
+        segment_ids=segment_ids,
+        chunk_size=chunk_size,
+    )

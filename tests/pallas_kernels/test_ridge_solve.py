@@ -1,0 +1,201 @@
+"""The ridge solve's kernels, interpreted on a CPU, against the scan in float64: solutions, Gram matrices, gradients."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import triton
+from pallas_kernels.triton import RidgeSchedule
+from rnnlib import ops
+from rnnlib.ops.ridge_solve import Solver
+from tests.ops.ridge import Call, assert_close, reference, relative_error, run
+from tests.pallas_kernels.test_lowering import H200, count_kernels
+
+# Three chunks in two segments, the last chunk incomplete, and channels padded.
+GKA = Call(shape=(1, 150, 2, 12))
+MESA = Call(shape=(1, 70, 1, 16), solver=Solver("conjugate_gradient"), adaptive=False, by_channel=True)
+
+
+@settings(max_examples=10)
+@given(
+    call=st.sampled_from((GKA, MESA)),
+    values=st.sampled_from(("random", "extreme", "zero keys", "repeated keys")),
+    segments=st.sampled_from(("one", "random", "every")),
+    seed=st.integers(0, 2**16),
+)
+@example(call=GKA, values="random", segments="one", seed=0)
+@example(call=GKA, values="extreme", segments="random", seed=0)
+@example(call=GKA, values="zero keys", segments="every", seed=0)
+@example(call=GKA, values="repeated keys", segments="one", seed=0)
+@example(call=MESA, values="extreme", segments="random", seed=0)
+def test_kernels_are_the_scan(call, values, segments, seed):
+    arguments = call.arguments(jnp.float32, seed=seed, values=values, segments=segments)
+    # A constant ridge under 70 equal keys has a condition number of 1400, which multiplies rounding errors.
+    tolerance = 1e-4 if call == MESA and values == "repeated keys" else 1e-5
+    assert_close(run(call, "triton", arguments), reference(call, arguments), tolerance)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(shape=(1, 80, 1, 16), solver=Solver("nesterov"), by_channel=True, iterations=7),
+        Call(shape=(1, 64, 2, 16), solver=Solver("gradient_descent"), bare=True, iterations=7),
+        Call(shape=(2, 1, 1, 16), adaptive=False, iterations=7),
+    ],
+    ids=["nesterov", "bare", "one token"],
+)
+def test_other_methods_and_arguments(call):
+    """Far from convergence too: the kernels make the method's own iterates."""
+    arguments = call.arguments(jnp.float32)
+    assert_close(run(call, "triton", arguments), reference(call, arguments), 1e-5)
+
+
+def test_bfloat16_stays_within_rounding():
+    call = dataclasses.replace(GKA, shape=(1, 100, 1, 32))
+    arguments = call.arguments(jnp.bfloat16)
+    actual = run(call, "triton", arguments)
+    assert actual["x"].dtype == jnp.bfloat16 and actual["gram"].dtype == np.float32
+    assert_close(actual, reference(call, arguments), 1e-2)
+
+
+def test_precision_of_products():
+    """Two parts of bfloat16 keep 16 bits, one keeps 8; a condition number of 11 multiplies what is lost."""
+    arguments = GKA.arguments(jnp.float32, segments="one")
+    tokens = {name: arguments[name] for name in ("q", "k", "log_decay")}
+    ridge = jnp.full((2, 1), 0.1)
+    exact = triton.ridge_solve(**tokens, ridge=ridge)[0]
+    errors = [
+        relative_error(triton.ridge_solve(**tokens, ridge=ridge, precision=precision)[0], exact)
+        for precision in ("split", "bfloat16")
+    ]
+    assert errors[0] < 5e-5 and 5e-4 < errors[1] < 2e-2, errors
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_no_keys_at_all_is_finite(adaptive):
+    call = Call(shape=(1, 70, 1, 16), adaptive=adaptive, bare=True)
+    arguments = call.arguments(jnp.float32)
+    arguments["k"] = jnp.zeros_like(arguments["k"])
+    actual = run(call, "triton", arguments)
+    assert all(np.isfinite(x).all() for x in actual.values())
+    expected = 0 if adaptive else np.asarray(arguments["q"] / arguments["ridge"][:, None])
+    np.testing.assert_allclose(actual["x"], np.broadcast_to(expected, call.shape), rtol=1e-6)
+
+
+def test_pairs_made_again_are_the_same_and_reruns_identical():
+    arguments = GKA.arguments(jnp.float32)
+    arguments["ridge"] = arguments["ridge"][:, None]
+    found = [
+        jax.jit(functools.partial(triton.ridge_solve, schedule=RidgeSchedule(segments=2, holds_pairs=holds)))(
+            **arguments
+        )
+        for holds in (True, False, False)
+    ]
+    assert relative_error(found[1][0], found[0][0]) < 1e-6
+    np.testing.assert_array_equal(found[1][0], found[2][0])
+
+
+def test_vmap_remat_and_shard_map():
+    arguments = dataclasses.replace(GKA, shape=(2, 40, 1, 16)).arguments(jnp.float32)
+    arrays = {name: arguments[name] for name in ("q", "k", "log_decay")}
+
+    def loss(arrays):
+        x, gram = jax.checkpoint(lambda a: ops.ridge_solve(**a, iterations=3, implementation="triton"))(arrays)
+        return jnp.sum(x**2) + jnp.sum(gram)
+
+    expected = jax.jit(jax.grad(loss))(arrays)
+
+    def per_row(arrays):
+        return jax.vmap(lambda row: loss(jax.tree.map(lambda x: x[None], row)))(arrays).sum()
+
+    mesh = jax.make_mesh((1, 1), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharded = jax.shard_map(
+        lambda x: loss(x)[None, None],
+        mesh=mesh,
+        in_specs=({name: P("batch", None, "heads") for name in arrays},),
+        out_specs=P("batch", "heads"),
+        check_vma=False,
+    )
+    for function in (per_row, lambda arrays: sharded(arrays).sum()):
+        found = jax.jit(jax.grad(function))(arrays)
+        for name, gradient in found.items():
+            assert relative_error(gradient, expected[name]) < 1e-5, name
+
+
+def test_backward_keeps_keys_solutions_and_norms_only():
+    like = jax.ShapeDtypeStruct((1, 1024, 1, 128), jnp.bfloat16)
+    decay = jax.ShapeDtypeStruct((1, 1024, 1), jnp.float32)
+
+    def kept(q, k, log_decay):
+        def solve(q, k, log_decay):
+            return ops.ridge_solve(q, k, log_decay=log_decay, implementation="triton")
+
+        return jax.tree.leaves(jax.vjp(solve, q, k, log_decay)[1])
+
+    total = sum(x.size * x.dtype.itemsize for x in jax.eval_shape(kept, like, like, decay))
+    assert total <= 1024 * (2 * 128 * 2 + 2 * 4) + 64
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"chunk_size": 32}, "chunk_size 32"),
+        ({"dtype": jnp.float16}, "float16"),
+        ({"size": 256}, "key size 256"),
+        ({"solver": "exact"}, "solver 'exact'"),
+        ({"precision": "float16"}, "products in 'float16'"),
+    ],
+)
+def test_unsupported_says_why(change, reason):
+    x = jnp.zeros((1, 64, 1, change.pop("size", 16)), change.pop("dtype", jnp.float32))
+    assert reason in triton.ridge_solve_unsupported(x, x, **change)
+    with pytest.raises(NotImplementedError, match=reason):
+        triton.ridge_solve(x, x, jnp.ones((1, 1)), **change)
+    assert triton.ridge_solve_unsupported(*(jnp.zeros((1, 64, 1, 16)),) * 2) is None
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("solver", ["chebyshev", "conjugate_gradient"])
+def test_forward_and_backward_lower_for_an_h200(solver, dtype):
+    """Decay, states and solve; again in the backward, with the states' gradients and the arguments'; segments: sums."""
+    x = jax.ShapeDtypeStruct((1, 1000, 2, 128), dtype)
+    shapes = {"log_decay": (1, 1000, 2), "initial_gram": (1, 2, 128, 128), "ridge": (2, 1 if "che" in solver else 128)}
+    arrays = {"q": x, "k": x, **{name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}}
+    ids = jax.ShapeDtypeStruct((1, 1000), jnp.int32)
+
+    def loss(arrays, ids):
+        x, gram = triton.ridge_solve(**arrays, segment_ids=ids, solver=solver, adaptive=solver == "chebyshev")
+        return jnp.sum(x.astype(jnp.float32)) + jnp.sum(gram)
+
+    assert count_kernels(jax.grad(loss), arrays, ids) == 3 + 5 + 3
+
+
+def test_none_takes_the_kernels_on_a_gpu(monkeypatch):
+    x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with jax.sharding.use_abstract_mesh(H200):
+        lowered = jax.jit(ops.ridge_solve).trace(x, x).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("xla.gpu.triton") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("values", ["random", "extreme", "zero keys"])
+@pytest.mark.parametrize("solver", ["chebyshev", "conjugate_gradient"])
+def test_on_a_gpu(solver, values, size, dtype):
+    """The same cases at sizes that models have."""
+    adaptive = solver == "chebyshev"
+    call = Call(shape=(2, 700, 2, size), solver=Solver(solver), adaptive=adaptive, by_channel=not adaptive)
+    arguments = call.arguments(dtype, values=values)
+    for name in ("ridge", "log_decay", "initial_gram"):
+        arguments[name] = arguments[name].astype(jnp.float32)
+    limit = 1e-2 if dtype == jnp.bfloat16 else 1e-3
+    assert_close(run(call, "triton", arguments), reference(call, arguments), limit)
