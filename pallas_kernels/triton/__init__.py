@@ -8,10 +8,13 @@ from pallas_kernels.triton.schedule import Schedule
 
 __all__ = [
     "GramSchedule",
+    "RidgeSchedule",
     "Schedule",
     "diagonal_gram_readout",
     "gated_delta_rule",
     "gram_unsupported",
     "linear_attention",
+    "ridge_solve",
+    "ridge_solve_unsupported",
     "unsupported",
 ]
