@@ -1,6 +1,8 @@
 """What is measured: the command's configuration, and the list of measurements that follows from it."""
 
+import dataclasses
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,6 +80,8 @@ class BenchmarkConfig:
     """Timed calls of each; medians are reported."""
     time_limit: float = 1800.0
     """Seconds after which no further measurement starts; those left out are listed in the results."""
+    gpus: tuple[str, ...] = ()
+    """GPUs to share the operators out to, as CUDA_VISIBLE_DEVICES names them; left out, all that there are."""
 
     def __post_init__(self) -> None:
         """Checks names."""
@@ -97,6 +101,7 @@ class Measurement:
         implementation: of `OURS` or `PEERS`.
         shape: (B, T, H, K, V).
         case: inputs of an error measurement.
+        beside: the operator for whose sake this one is timed once more on another GPU, as what it is compared with.
     """
 
     kind: Literal["time", "error", "decode"]
@@ -104,6 +109,36 @@ class Measurement:
     implementation: str
     shape: Shape
     case: str = "random"
+    beside: str = ""
+
+
+def share_out(measurements: Sequence[Measurement], shares: int) -> list[tuple[Measurement, ...]]:
+    """Splits measurements by operator: each operator's, ours and the peers', stay together.
+
+    The heaviest go first, to the share with the least so far. A share that has not an operator's baseline times ours
+    once more, so that what is compared within a few percent comes from one GPU.
+
+    Args:
+        measurements: of all operators.
+        shares: at most so many parts.
+    """
+    weights: dict[str, float] = {}
+    for m in measurements:
+        # A peer's kernels are compiled and searched for each operator; ours come from a table.
+        weights[m.operator] = weights.get(m.operator, 0) + (1 if m.implementation in OURS else 3)
+    parts: list[list[str]] = [[] for _ in range(min(shares, len(weights)))]
+    for operator in sorted(weights, key=lambda name: -weights[name]):
+        min(parts, key=lambda part: sum(weights[name] for name in part)).append(operator)
+    found = []
+    for part in parts:
+        mine = [m for m in measurements if m.operator in part]
+        for m in list(mine):
+            baseline = OPERATORS[m.operator].baseline
+            if m.kind == "time" and m.implementation == "triton" and baseline and baseline not in part:
+                mine.append(dataclasses.replace(m, operator=baseline, beside=m.operator))
+        order = {"time": 0, "decode": 1, "error": 2}
+        found.append(tuple(sorted(mine, key=lambda m: order[m.kind])))
+    return found
 
 
 def timed_points(config: BenchmarkConfig) -> list[tuple[str, Shape, bool]]:

@@ -335,7 +335,9 @@ def main(folder: pathlib.Path) -> None:
     for m in work.measurements:
         if m.implementation not in work.ours:
             continue
-        what = {"operator": m.operator, "implementation": m.implementation, "shape": m.shape}
+        what: Record = {"operator": m.operator, "implementation": m.implementation, "shape": m.shape}
+        if m.beside:
+            what["beside"] = m.beside
         if time.time() > work.deadline:
             write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": "time limit"})
             continue

@@ -1,5 +1,6 @@
 """Runs the workers of a benchmark and gathers their records."""
 
+import concurrent.futures
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -14,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments.kernel_benchmarks.config import OURS, PEERS, BenchmarkConfig, plan
+from experiments.kernel_benchmarks.config import OURS, PEERS, BenchmarkConfig, plan, share_out
 from experiments.kernel_benchmarks.inputs import Shape
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS as PEER_LIBRARIES
@@ -22,10 +23,14 @@ from experiments.kernel_benchmarks.records import Record, read_records
 from experiments.kernel_benchmarks.work import Work, write_work
 
 Process = subprocess.Popen[str]
+GRACE = 25.0
+"""Seconds after the deadline in which what has begun may end."""
 
 
-def _environment(peer: str) -> dict[str, str]:
+def _environment(peer: str, gpu: str | None) -> dict[str, str]:
     environment = dict(os.environ)
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
     # Frameworks share the card: none may take most of its memory at its start.
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if peer:
@@ -59,8 +64,8 @@ def installed_peers(config: BenchmarkConfig) -> list[str]:
 class Runner:
     """Starts a run's processes, shows their progress and reads their records."""
 
-    def __init__(self, work: Work, progress: Progress, running: list[Process]) -> None:
-        self.work, self._progress, self._running = work, progress, running
+    def __init__(self, work: Work, progress: Progress, running: list[Process], gpu: str | None) -> None:
+        self.work, self._progress, self._running, self._gpu = work, progress, running, gpu
         self._folder = work.folder
         self._logs: dict[Process, pathlib.Path] = {}
 
@@ -71,7 +76,7 @@ class Runner:
         with log.open("w") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", f"experiments.kernel_benchmarks.{module}", str(self._folder), *arguments],
-                env=_environment(peer),
+                env=_environment(peer, self._gpu),
                 stdin=stdin,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -84,11 +89,16 @@ class Runner:
     def wait(self, title: str, processes: dict[Process, str], total: int | None = None) -> list[Record]:
         """Waits for processes, each with the file that its records go to (or ""), and reads these.
 
-        Progress is that of records where a total is given, else of processes.
+        Progress is that of records where a total is given, else of processes. What still runs a while after the
+        deadline, when nothing new should have started, is ended.
         """
         files = [self._folder / file for file in dict.fromkeys(processes.values()) if file]
-        task = self._progress.add_task(title, total=len(processes) if total is None else total)
+        where = "" if self._gpu is None else f"GPU {self._gpu}: "
+        task = self._progress.add_task(where + title, total=len(processes) if total is None else total)
         while any(process.poll() is None for process in processes):
+            if time.time() > self.work.deadline + GRACE:
+                for process in processes:
+                    process.terminate()
             if total is None:
                 done = sum(process.poll() is not None for process in processes)
             else:
@@ -106,8 +116,20 @@ class Runner:
         return records
 
 
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs of this machine, or those of them that CUDA_VISIBLE_DEVICES leaves; empty where there is none."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return tuple(name for name in chosen.split(",") if name)
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ()
+    return tuple(str(n) for n, line in enumerate(listed.splitlines()) if line.startswith("GPU"))
+
+
 def measure(config: BenchmarkConfig, folder: pathlib.Path, console: Console) -> list[Record]:
-    """Runs all measurements; whatever is timed has the GPU for itself.
+    """Runs all measurements; whatever is timed has its GPU for itself.
 
     Args:
         config: what to measure.
@@ -120,38 +142,55 @@ def measure(config: BenchmarkConfig, folder: pathlib.Path, console: Console) -> 
     peers = installed_peers(config)
     ours = tuple(name for name in OURS if name in config.implementations)
     measurements = tuple(m for m in plan(config) if m.implementation in (*ours, *peers))
-    work = Work(
-        measurements=measurements,
-        ours=ours,
-        dtype=config.dtype,
-        repeats=config.repeats,
-        deadline=time.time() + config.time_limit,
-        folder=folder,
+    gpus: tuple[str | None, ...] = config.gpus or visible_gpus() or (None,)
+    shares = share_out(measurements, len(gpus))
+    cores = sorted(os.sched_getaffinity(0))
+    deadline = time.time() + config.time_limit
+    columns = (TextColumn("{task.description:<30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+    def measure_share(n: int, progress: Progress) -> list[Record]:
+        # Threads have cores of their own, and hand them on to the processes that they start.
+        os.sched_setaffinity(0, cores[n * len(cores) // len(shares) : (n + 1) * len(cores) // len(shares)] or cores)
+        place = folder / f"gpu_{n}"
+        place.mkdir()
+        work = Work(shares[n], ours, config.dtype, config.repeats, deadline, place)
+        write_work(work)
+        with _processes() as running:
+            return _measure_on_one(Runner(work, progress, running, gpus[n]), peers)
+
+    with (
+        Progress(*columns, console=console) as progress,
+        concurrent.futures.ThreadPoolExecutor(len(shares)) as pool,
+    ):
+        jobs = [pool.submit(measure_share, n, progress) for n in range(len(shares))]
+        return [{**record, "gpu": gpus[n]} for n, job in enumerate(jobs) for record in job.result()]
+
+
+def _measure_on_one(runner: Runner, peers: list[str]) -> list[Record]:
+    """One GPU's share."""
+    work = runner.work
+    peers = [name for name in peers if any(m.implementation == name for m in work.measurements)]
+    jax_worker = runner.start("jax_worker", stdin=subprocess.PIPE)
+    compiling = {runner.start("torch_worker", *job): "" for job in _compile_jobs(work, peers)}
+    records = runner.wait("compiling peers", compiling)
+    assert jax_worker.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it may have ended, and its log says why
+        jax_worker.stdin.write("measure\n")
+        jax_worker.stdin.flush()
+    total = sum(m.implementation in work.ours for m in work.measurements)
+    records += runner.wait("measuring ours", {jax_worker: "jax.jsonl"}, total)
+    for peer in peers:
+        total = sum(m.implementation == peer and m.kind != "error" for m in work.measurements)
+        process = runner.start("torch_worker", peer, "time")
+        records += runner.wait(f"timing {PEER_LIBRARIES[peer].title}", {process: f"{peer}.jsonl"}, total)
+    jobs = sorted(
+        {(m.implementation, m.operator) for m in work.measurements if m.kind == "error"} - set(_pairs(work.ours))
     )
-    write_work(work)
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, _processes() as running:
-        runner = Runner(work, progress, running)
-        jax_worker = runner.start("jax_worker", stdin=subprocess.PIPE)
-        compiling = {runner.start("torch_worker", *job): "" for job in _compile_jobs(work, peers)}
-        records = runner.wait("compiling peers", compiling)
-        assert jax_worker.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it may have ended, and its log says why
-            jax_worker.stdin.write("measure\n")
-            jax_worker.stdin.flush()
-        total = sum(m.implementation in ours for m in measurements)
-        records += runner.wait("measuring ours", {jax_worker: "jax.jsonl"}, total)
-        for peer in peers:
-            total = sum(m.implementation == peer and m.kind != "error" for m in measurements)
-            process = runner.start("torch_worker", peer, "time")
-            records += runner.wait(f"timing {PEER_LIBRARIES[peer].title}", {process: f"{peer}.jsonl"}, total)
-        jobs = sorted({(m.implementation, m.operator) for m in measurements if m.kind == "error"} - set(_pairs(ours)))
-        checking = {
-            runner.start("torch_worker", peer, "errors", operator): f"{peer}_errors_{operator}.jsonl"
-            for peer, operator in jobs
-        }
-        records += runner.wait("checking peers", checking)
-    return records
+    checking = {
+        runner.start("torch_worker", peer, "errors", operator): f"{peer}_errors_{operator}.jsonl"
+        for peer, operator in jobs
+    }
+    return records + runner.wait("checking peers", checking)
 
 
 def _pairs(implementations: tuple[str, ...]) -> list[tuple[str, str]]:

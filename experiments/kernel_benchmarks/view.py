@@ -41,7 +41,12 @@ class View:
         self._times = {
             (r["implementation"], r["operator"], tuple(r["shape"]), r["pass"]): r
             for r in self.records
-            if r["kind"] == "time"
+            if r["kind"] == "time" and "beside" not in r
+        }
+        self._beside = {
+            (r["beside"], tuple(r["shape"]), r["pass"]): r["device_ms"]
+            for r in self.records
+            if r["kind"] == "time" and "beside" in r
         }
 
     def has(self, implementation: str) -> bool:
@@ -58,6 +63,11 @@ class View:
         """A field of the record of a time; None where it was not measured."""
         record = self.record(implementation, operator, shape, run)
         return record[field] if record else None
+
+    def baseline(self, operator: str, baseline: str, shape: Shape, run: str) -> float | None:
+        """Our device time of an operator's baseline, on the same GPU as the operator's."""
+        beside = self._beside.get((operator, shape, run))
+        return self.time("triton", baseline, shape, run) if beside is None else beside
 
     def _shape(self, sizes: Any) -> Shape:
         return (*sizes, self.config["head_size"], self.config["head_size"])

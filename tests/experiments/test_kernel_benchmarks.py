@@ -7,7 +7,7 @@ import pytest
 
 from experiments.kernel_benchmarks import jax_worker, marks
 from experiments.kernel_benchmarks.__main__ import add, main
-from experiments.kernel_benchmarks.config import BenchmarkConfig, Measurement, plan
+from experiments.kernel_benchmarks.config import BenchmarkConfig, Measurement, plan, share_out
 from experiments.kernel_benchmarks.inputs import CASES, draw, draw_segments, relative_errors, segment_ids, take_rows
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.roofline import floor_milliseconds, operations
@@ -62,6 +62,35 @@ def test_plan_measures_every_operator_and_shape_once():
                 assert Measurement("time", operator, name, shape) in measurements
 
 
+@pytest.mark.parametrize("shares", [1, 4, 20])
+def test_shares_keep_an_operator_and_its_peers_together_and_its_baseline_beside_it(shares):
+    measurements = plan(BenchmarkConfig())
+    parts = share_out(measurements, shares)
+    assert len(parts) == min(shares, len(OPERATORS))
+    assert sorted(map(str, (m for part in parts for m in part if not m.beside))) == sorted(map(str, measurements))
+    for part in parts:
+        operators = {m.operator for m in part if not m.beside}
+        assert all(m.operator not in operators for other in parts if other is not part for m in other if not m.beside)
+        timed = {(m.beside or m.operator, m.operator, m.shape) for m in part if m.implementation == "triton"}
+        for m in part:
+            baseline = OPERATORS[m.operator].baseline
+            if m.kind == "time" and m.implementation == "triton" and baseline and not m.beside:
+                assert {(m.operator, baseline, m.shape), (baseline, baseline, m.shape)} & timed
+
+
+def test_time_beside_an_operator_is_its_baseline_only():
+    def record(ms, **others):
+        what = {"kind": "time", "pass": "forward", "implementation": "triton", "shape": [1, 64, 1, 16, 16]}
+        return {**what, "operator": "gated_deltanet", "device_ms": ms, "kernels": {}, **others}
+
+    config = {"operators": ["gated_deltanet"], "shapes": [[1, 64, 1]], "head_size": 16}
+    view = View({"config": config, "records": [record(1.0), record(2.0, beside="pgdn")]})
+    shape = (1, 64, 1, 16, 16)
+    assert view.time("triton", "gated_deltanet", shape, "forward") == 1.0
+    assert view.baseline("pgdn", "gated_deltanet", shape, "forward") == 2.0
+    assert view.baseline("write_key", "gated_deltanet", shape, "forward") == 1.0
+
+
 def test_cases_are_what_they_are_called():
     key = draw("k", SHAPE, "repeated keys")
     assert np.all(key == key[:, :1]) and np.all(draw("beta", SHAPE, "repeated keys") == 1)
@@ -76,8 +105,9 @@ def test_cases_are_what_they_are_called():
     assert np.array_equal(starts, draw_segments(long)[1:-1])
 
 
-def test_reference_is_the_scan_at_rows_compared():
-    operator, shape = OPERATORS["kda"], (2, 8, 3, 16, 16)
+@pytest.mark.parametrize("name", ["kda", "pgdn"])
+def test_reference_is_the_scan_at_rows_compared(name):
+    operator, shape = OPERATORS[name], (2, 8, 3, 16, 16)
     names = jax_worker.argument_names(operator)
     whole = {name: jnp.asarray(draw(name, shape)) for name in names}
     rows = {name: take_rows(name, x, shape) for name, x in whole.items()}
@@ -137,7 +167,7 @@ def test_marks_tell_met_from_missed():
     assert found["Device time, forward, over FLA's"].met is True
     assert found["Device time, forward + backward, over FLA's"].met is None
     assert found["GDN, forward, over FlashQLA's"].met is False
-    assert found["KDA over Gated DeltaNet"].met is False
+    assert found["KDA over Gated DeltaNet, forward"].met is False
     assert found["Gated DeltaNet, forward: time a token over T, largest over smallest"].met is True
     assert found["Error over FLA's, any result"].met is False  # not finite
     assert found["Reruns bit-identical"].met is True
