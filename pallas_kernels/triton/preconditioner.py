@@ -10,18 +10,22 @@ the first, and computes A again in blocks of a few tokens.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.experimental import pallas as pl
+from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels.triton.backend import Launch, Operand, call, cdiv, interpreted, next_power_of_two, platform
+from pallas_kernels.triton.preconditioner_kernels import (
+    Readout,
+    apply_kernel,
+    reverse_kernel,
+    reverse_sums_kernel,
+    sums_kernel,
+)
 
-Readout = Callable[[Any, Any, Any, Any], Any]
 _MAX_CHANNELS = 256
 
 
@@ -100,213 +104,6 @@ class Options:
     passes_key: bool
 
 
-class Token(NamedTuple):
-    """One token's values in float32, `[K]` or one number; `keep` is 0 where a segment starts, None if none does."""
-
-    k: Any
-    x: Any
-    decay: Any
-    gain: Any
-    keep: Any
-
-
-def _load(ref, t) -> Any:
-    return None if ref is None else (ref[t, :] if len(ref.shape) == 2 else ref[t]).astype(jnp.float32)
-
-
-def _load_block(r, first, count: int) -> list[Token]:
-    """The tokens of a block, all loads before all arithmetic."""
-    raw = [(r.k[first + i, :], _load(r.x, first + i)) for i in range(count)]
-    gates = [(_load(r.log_decay, first + i), _load(r.gain, first + i)) for i in range(count)]
-    starts = [None if r.starts is None else r.starts[first + i] for i in range(count)]
-    tokens = []
-    for (k, x), (log_decay, gain), start in zip(raw, gates, starts):
-        k = k.astype(jnp.float32)
-        decay, keep = 1.0 if log_decay is None else jnp.exp(log_decay), None
-        if start is not None:
-            keep = (1 - start).astype(jnp.float32)
-            decay = decay * keep
-        tokens.append(Token(k, k if x is None else x, decay, 1.0 if gain is None else gain, keep))
-    return tokens
-
-
-def _step(token: Token, gram: Any) -> tuple[Any, Any]:
-    """A as the token's readout sees it before and after the token."""
-    before = gram if token.keep is None else gram * token.keep
-    return before, token.decay * gram + token.gain * (token.k * token.k)
-
-
-def _carry(r, sums, kept, start: Any, count, index) -> Any:
-    """Applies the affine maps number `index(0)` to `index(count - 1)` to `start`."""
-    last = sums.shape[0] - 1
-    unroll = min(8, sums.shape[0])
-
-    def body(m, state):
-        rows = [jnp.clip(index(m * unroll + i), 0, last) for i in range(unroll)]
-        loaded = [(sums[n, :], kept[n] if len(kept.shape) == 1 else kept[n, :]) for n in rows]
-        for i, (offset, factor) in enumerate(loaded):
-            state = jnp.where(m * unroll + i < count, factor * state + offset, state)
-        return state
-
-    return lax.fori_loop(0, lax.div(count + unroll - 1, unroll), body, start)
-
-
-def _sums_kernel(r, *, tokens: int, block: int):
-    """What a program's tokens add to A, and what they leave of A before them."""
-    first = pl.program_id(1) * tokens
-    blocks = _blocks(r, first, tokens, block)
-
-    def body(m, carry):
-        gram, kept = carry
-        for token in _load_block(r, first + m * block, block):
-            gram = _step(token, gram)[1]
-            kept = kept * token.decay
-        return gram, kept
-
-    channels = r.k.shape[1]
-    ones = jnp.ones(r.kept.shape[1:], jnp.float32)
-    gram, kept = lax.fori_loop(0, blocks, body, (jnp.zeros(channels, jnp.float32), ones))
-    n = pl.program_id(1)
-    r.sums[n, :] = gram
-    if len(r.kept.shape) == 1:
-        r.kept[n] = kept
-    else:
-        r.kept[n, :] = kept
-
-
-def _blocks(r, first, tokens: int, block: int) -> Any:
-    """Number of blocks of a program; static unless the last program has fewer."""
-    length = r.k.shape[0]
-    if length % tokens == 0:
-        return tokens // block
-    return jnp.clip(lax.div(length - first, block), 0, tokens // block)
-
-
-def _start(r) -> Any:
-    channels = r.k.shape[1]
-    return jnp.zeros(channels, jnp.float32) if r.initial_state is None else r.initial_state[...]
-
-
-def _parameter(r) -> Any:
-    return None if r.parameter is None else jnp.broadcast_to(r.parameter[...], (r.k.shape[1],))
-
-
-def _apply_kernel(r, *, readout: Readout, tokens: int, block: int):
-    """The readout of each token, and A before each program and after the last token."""
-    n = pl.program_id(1)
-    first = n * tokens
-    gram = _start(r) if r.sums is None else _carry(r, r.sums, r.kept, _start(r), n, lambda i: i)
-    if r.states is not None:
-        r.states[n, :] = gram
-    parameter = _parameter(r)
-
-    def body(m, gram):
-        for i, token in enumerate(_load_block(r, first + m * block, block)):
-            before, gram = _step(token, gram)
-            out = readout(before, gram, token.x, parameter)
-            r.out[first + m * block + i, :] = out.astype(r.out.dtype)
-        return gram
-
-    gram = lax.fori_loop(0, _blocks(r, first, tokens, block), body, gram)
-
-    @pl.when(n == pl.num_programs(1) - 1)
-    def _():
-        r.final_state[...] = gram
-
-
-def _pull_back(readout: Readout, token: Token, before, after, parameter, d_out) -> tuple[Any, Any, Any, Any]:
-    """Gradients of one readout in A before and after the token, in x and in the parameter."""
-    if parameter is None:
-        _, pull = jax.vjp(lambda b, a, x: readout(b, a, x, None), before, after, token.x)
-        return (*pull(d_out), None)
-    return jax.vjp(readout, before, after, token.x, parameter)[1](d_out)
-
-
-def _reverse_sums_kernel(r, *, readout: Readout, tokens: int, block: int):
-    """What a program's tokens add to the gradient in A before them, and A before each block."""
-    n = pl.program_id(1)
-    first = n * tokens
-    parameter = _parameter(r)
-
-    def body(m, carry):
-        gram, kept, d_gram = carry
-        t = first + m * block
-        r.block_states[lax.div(first, block) + m, :] = gram
-        d_out = [r.d_out[t + i, :] for i in range(block)]
-        for token, d in zip(_load_block(r, t, block), d_out):
-            before, gram = _step(token, gram)
-            d_before, d_after, _, _ = _pull_back(readout, token, before, gram, parameter, d.astype(jnp.float32))
-            d_gram = d_gram + kept * (d_before if token.keep is None else token.keep * d_before)
-            kept = kept * token.decay
-            d_gram = d_gram + kept * d_after
-        return gram, kept, d_gram
-
-    ones = jnp.ones(r.k.shape[1], jnp.float32)
-    zeros = jnp.zeros(r.k.shape[1], jnp.float32)
-    blocks = _blocks(r, first, tokens, block)
-    r.d_sums[n, :] = lax.fori_loop(0, blocks, body, (r.states[n, :], ones, zeros))[2]
-
-
-def _store_gate(ref, t, value) -> None:
-    if ref is None:
-        return
-    if len(ref.shape) == 1:
-        ref[t] = jnp.sum(value).astype(ref.dtype)
-    else:
-        ref[t, :] = value.astype(ref.dtype)
-
-
-def _reverse_kernel(r, *, readout: Readout, tokens: int, block: int):
-    """Gradients in the arguments, from the last token to the first."""
-    n, programs = pl.program_id(1), pl.num_programs(1)
-    first = n * tokens
-    blocks = _blocks(r, first, tokens, block)
-    parameter = _parameter(r)
-    d_gram = _carry(r, r.d_sums, r.kept, r.d_final_state[...], programs - 1 - n, lambda i: programs - 1 - i)
-
-    def body(m, carry):
-        d_gram, d_parameter = carry
-        t = first + (blocks - 1 - m) * block
-        gram = r.block_states[lax.div(t, block), :]
-        d_out = [r.d_out[t + i, :] for i in range(block)]
-        d_passed: list[Any] = [None if r.d_passed is None else r.d_passed[t + i, :] for i in range(block)]
-        loaded = _load_block(r, t, block)
-        grams = [gram]
-        for token in loaded:
-            grams.append(_step(token, grams[-1])[1])
-        for i in reversed(range(block)):
-            token, gram = loaded[i], grams[i]
-            before = _step(token, gram)[0]
-            d_before, d_after, d_x, d_p = _pull_back(
-                readout, token, before, grams[i + 1], parameter, d_out[i].astype(jnp.float32)
-            )
-            d_gram = d_gram + d_after
-            d_k = 2.0 * (token.gain * d_gram) * token.k
-            if r.d_x is not None:
-                r.d_x[t + i, :] = d_x.astype(r.d_x.dtype)
-            else:
-                d_k = d_k + d_x
-            if r.d_passed is not None:
-                d_k = d_k + d_passed[i].astype(jnp.float32)
-            r.d_k[t + i, :] = d_k.astype(r.d_k.dtype)
-            _store_gate(r.d_gain, t + i, token.k * token.k * d_gram)
-            d_gram = token.decay * d_gram
-            _store_gate(r.d_log_decay, t + i, gram * d_gram)
-            d_gram = d_gram + (d_before if token.keep is None else token.keep * d_before)
-            if d_parameter is not None:
-                d_parameter = d_parameter + d_p
-        return d_gram, d_parameter
-
-    none = None if parameter is None else jnp.zeros(r.k.shape[1], jnp.float32)
-    d_gram, d_parameter = lax.fori_loop(0, blocks, body, (d_gram, none))
-    if parameter is not None:
-        r.d_parameter[n] = jnp.sum(d_parameter)
-
-    @pl.when(n == 0)
-    def _():
-        r.d_initial_state[...] = d_gram
-
-
 class _Cut:
     """Where a program finds its part of each array; the grid is (heads, parts of the sequence, rows)."""
 
@@ -360,7 +157,7 @@ def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> 
         per_channel = inputs.log_decay is not None and inputs.log_decay.ndim == 4
         kept = cut.per_head(cut.parts, *((cut.channels,) if per_channel else ()))
         sums = call(
-            _sums_kernel,
+            sums_kernel,
             "gram_sums",
             cut.grid,
             {**given, "x": None, "parameter": None, "initial_state": None},
@@ -370,7 +167,7 @@ def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> 
             block=launch.block,
         )
     results = call(
-        _apply_kernel,
+        apply_kernel,
         "gram_apply",
         cut.grid,
         {**given, **{name: cut.of_head(x) for name, x in sums.items()}},
@@ -402,7 +199,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
     block_states = cut.per_head(cut.length // launch.block, cut.channels)
     static: dict[str, Any] = {"readout": options.readout, "tokens": cut.tokens, "block": launch.block}
     back = call(
-        _reverse_sums_kernel,
+        reverse_sums_kernel,
         "gram_reverse_sums",
         cut.grid,
         {**given, "states": cut.of_head(states)},
@@ -418,7 +215,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
     x = inputs
     parts = None if x.parameter is None else cut.of_head(cut.per_head(cut.parts))
     found = call(
-        _reverse_kernel,
+        reverse_kernel,
         "gram_reverse",
         cut.grid,
         {
