@@ -1,16 +1,13 @@
 """Training and testing one language model, and the file that its result goes to."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import math
 import pathlib
 import time
-from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +16,7 @@ import optax
 from flax import nnx
 
 from experiments.language_modelling.study import LanguageStudy, model_config
+from experiments.sweep.device import turn
 from experiments.sweep.results import write_text
 from experiments.sweep.study import Mixer, slug
 from rnnlib.data import (
@@ -154,18 +152,6 @@ class BitsPerByte:
                 [2**i, round(bits_per_byte(n, b), 5)] for i, (n, b, count) in enumerate(totals.tolist()) if count and b
             ],
         }
-
-
-@contextlib.contextmanager
-def turn(path: pathlib.Path | None) -> Iterator[IO[str] | None]:
-    """Waits for a lock file: several commands on one device compile side by side and train one after another."""
-    if path is None:
-        yield None
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
 
 
 def train_and_test(

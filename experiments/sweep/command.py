@@ -39,6 +39,8 @@ class SweepOptions:
     """Threads that compile ahead."""
     seconds: float | None = None
     """Begin no new group of runs after this time."""
+    exclusive: pathlib.Path | None = None
+    """Lock file, for several commands on one device: groups of runs train by turns, and compile meanwhile."""
     commit: str | None = None
     """Commit to record where there is no git repository."""
 
@@ -94,6 +96,7 @@ def run(names: Sequence[str], options: SweepOptions, console: Console, *, module
             data_workers=options.data_workers,
             compile_workers=options.compile_workers,
             seconds=options.seconds,
+            exclusive=options.exclusive,
         )
     whole = not (options.mixers or options.cells or options.seeds or options.steps)
     for study, folder, results in studies:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from experiments.sweep.data import CellData, DataFactory
+from experiments.sweep.device import turn
 from experiments.sweep.results import read_runs, write_runs
 from experiments.sweep.study import Lane, Study, fingerprint
 from experiments.sweep.training import CompiledGroup, DeviceData, Group, compile_group, train_group
@@ -58,6 +59,7 @@ def run_studies(
     data_workers: int = 0,
     compile_workers: int = 1,
     seconds: float | None = None,
+    exclusive: pathlib.Path | None = None,
 ) -> bool:
     """Trains everything that is missing, writing each group's results as soon as it is done.
 
@@ -68,6 +70,7 @@ def run_studies(
         data_workers: processes that generate data.
         compile_workers: threads that compile the next groups while one trains.
         seconds: begins no group after this time; the rest is left for another call.
+        exclusive: lock file of the device: each group waits for it to train.
 
     Returns:
         Whether all runs are there. A group that fails is shown with its error, and the others go on.
@@ -120,10 +123,11 @@ def run_studies(
                 try:
                     compiled, data = ahead.pop(number).result()
                     waited = time.monotonic() - waited
-                    start = time.monotonic()
-                    runs = train_group(
-                        compiled, on_device.put(group.cell, data), lambda steps: progress.advance(bar, steps)
-                    )
+                    with turn(exclusive):
+                        start = time.monotonic()
+                        runs = train_group(
+                            compiled, on_device.put(group.cell, data), lambda steps: progress.advance(bar, steps)
+                        )
                 except Exception as error:  # one mixer's failure must not cost the others their results
                     console.print(f"FAILED {study.name} {group.cell.name} {group.mixer.label}", markup=False)
                     console.print("".join(traceback.format_exception(error)), markup=False, highlight=False)

@@ -8,15 +8,16 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
+from experiments.sweep.device import turn
 from experiments.sweep.results import command_line, environment, write_text
 from experiments.sweep.study import pick, slug
-from experiments.throughput.measure import compile_case, measure
+from experiments.throughput.measure import CompiledCase, compile_case, measure
 from experiments.throughput.report import read_results, write_report
-from experiments.throughput.study import Case, cases, study
+from experiments.throughput.study import Case, ThroughputStudy, cases, study
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -37,22 +38,42 @@ class Options:
     """Time what has a result too, and replace it."""
     output: pathlib.Path = FOLDER
     """Folder for results and figures."""
-    wave: int = 8
-    """Cases that are compiled side by side; they are timed once all are compiled, so that nothing disturbs it."""
+    compile_workers: int = 8
+    """Cases that are compiled side by side, while others are timed."""
     seconds: float | None = None
-    """Begin no new wave after this time."""
+    """Time no case after this time."""
+    exclusive: pathlib.Path | None = None
+    """Lock file, for several commands on one device: nothing else is trained while a case is timed."""
     commit: str | None = None
     """Commit to record where there is no git repository."""
 
     def __post_init__(self) -> None:
-        if self.wave < 1:
-            raise ValueError(f"wave must be at least 1, got {self.wave}")
+        if self.compile_workers < 1:
+            raise ValueError(f"compile_workers must be at least 1, got {self.compile_workers}")
 
 
 def file_name(case: Case) -> str:
     """The file of a case's result."""
-    marks = "--deterministic" * case.deterministic + "--packed" * case.packed
+    marks = "--deterministic" * case.deterministic + "--packed" * case.packed + "--kept" * (not case.recompute)
     return f"{slug(case.mixer.label)}--{case.length}{marks}.json"
+
+
+def time_or_explain(
+    plan: ThroughputStudy, case: Case, compiled: concurrent.futures.Future[CompiledCase]
+) -> dict[str, Any]:
+    """The record of a case, or one that says why there is none: a failure must not cost the others their results."""
+    try:
+        return measure(plan, compiled.result())
+    except Exception as error:
+        print(f"FAILED {file_name(case)}: {''.join(traceback.format_exception(error))[-3000:]}", flush=True)
+        return {
+            "mixer": case.mixer.label,
+            "length": case.length,
+            "deterministic": case.deterministic,
+            "packed": case.packed,
+            "recompute": case.recompute,
+            "error": str(error).partition("\n")[0][:200],
+        }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,29 +90,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [case for case in wanted if options.again or not (results / file_name(case)).exists()]
     if missing and not options.report_only:
         where = environment(command_line("experiments.throughput"), options.commit)
-        with concurrent.futures.ThreadPoolExecutor(options.wave) as pool:
-            while missing and (options.seconds is None or time.monotonic() - begin < options.seconds):
-                wave, missing = missing[: options.wave], missing[options.wave :]
-                futures = [pool.submit(compile_case, plan, case) for case in wave]
-                concurrent.futures.wait(futures)
-                for case, future in zip(wave, futures):
-                    try:
-                        record = measure(plan, future.result())
-                    except Exception as error:  # a case that does not fit must not cost the others their results
-                        failed += 1
-                        print(
-                            f"FAILED {file_name(case)}: {''.join(traceback.format_exception(error))[-3000:]}",
-                            flush=True,
-                        )
-                        record = {"mixer": case.mixer.label, "length": case.length, "deterministic": case.deterministic}
-                        record |= {"packed": case.packed, "error": str(error).partition("\n")[0][:200]}
+        pool = concurrent.futures.ThreadPoolExecutor(options.compile_workers)
+        futures = {pool.submit(compile_case, plan, case): case for case in missing}
+        # In the order in which they are done. What others are still compiling tries out kernels now and then: the
+        # median of the steps passes over that.
+        while futures:
+            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
+            if options.seconds is not None and time.monotonic() - begin > options.seconds:
+                print(f"out of time: {len(futures)} cases are left", flush=True)
+                pool.shutdown(wait=False, cancel_futures=True)
+                failed += len(futures)
+                break
+            with turn(options.exclusive):
+                while ready := next((future for future in futures if future.done()), None):
+                    case = futures.pop(ready)
+                    record = time_or_explain(plan, case, ready)
+                    failed += "error" in record
                     record["environment"] = where
                     write_text(results / file_name(case), json.dumps(record, indent=1) + "\n")
-                    speed = record.get("tokens_per_second")
-                    print(f"{time.monotonic() - begin:6.1f} s  {file_name(case)}  {speed} tokens/s", flush=True)
-                del futures
+                    print(
+                        f"{time.monotonic() - begin:6.1f} s  {file_name(case)}  {record.get('tokens_per_second')} "
+                        f"tokens/s, compiled in {record.get('compile_seconds')} s",
+                        flush=True,
+                    )
+                    del ready
     print(write_report(plan, read_results(results), options.output, options.setting))
-    return 0 if options.report_only or not (missing or failed) else 1
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

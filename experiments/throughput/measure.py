@@ -1,7 +1,9 @@
 """Compiling and timing one training step."""
 
 import dataclasses
+import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,10 +12,10 @@ from flax import nnx
 
 from experiments.throughput.flops import PEAK, step_flops
 from experiments.throughput.study import Case, ThroughputStudy, model_config
-from rnnlib.models import DecoderLM
+from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.training import (
     OptimizerConfig,
-    init_train_state,
+    TrainState,
     learning_rate_schedule,
     make_optimizer,
     make_train_step,
@@ -25,13 +27,21 @@ _SCHEDULE_STEPS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCase:
-    """A case, ready to run: `init()` gives the state, `step(state, batch)` the next one and the metrics."""
+    """A case, ready to run.
+
+    Attributes:
+        case: what it is.
+        step: compiled `(state, batch) -> state, metrics`.
+        new_state: gives a state to begin with.
+        num_parameters: of the model.
+        seconds: that compiling took.
+    """
 
     case: Case
-    init: Any
     step: Any
+    new_state: Callable[[], TrainState]
     num_parameters: int
-    compile_seconds: float
+    seconds: float
 
 
 def _batch(plan: ThroughputStudy, case: Case) -> dict[str, jax.Array]:
@@ -58,30 +68,49 @@ def _batch(plan: ThroughputStudy, case: Case) -> dict[str, jax.Array]:
     return batch
 
 
+def _initial_parameters(config: ModelConfig, full: Any) -> Any:
+    """Initial weights in the host's memory: those of one period of layers for all, since speed is all that is asked.
+
+    (Compiling the initialisation of 24 layers takes minutes, and running it uncompiled takes longer than timing.)
+    """
+    period = len(config.mixers)
+    model = DecoderLM(config.replace(num_layers=period), rngs=nnx.Rngs(0))
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.split(model, nnx.Param, ...)[1])
+    by_name = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+    def value(path: Any, leaf: Any) -> np.ndarray:
+        name = re.sub(r"(blocks'?\]\[)(\d+)", lambda m: f"{m[1]}{int(m[2]) % period}", jax.tree_util.keystr(path))
+        if by_name[name].shape != leaf.shape:
+            raise AssertionError(f"{name}: {by_name[name].shape} in place of {leaf.shape}")
+        return by_name[name]
+
+    return jax.tree_util.tree_map_with_path(value, full)
+
+
 def compile_case(plan: ThroughputStudy, case: Case) -> CompiledCase:
-    """Compiles the initial state and the training step of `rnnlib.training`; runs nothing but what XLA tries out."""
+    """Compiles the training step of `rnnlib.training`; XLA tries out kernels on the device meanwhile."""
     start = time.monotonic()
-    config = model_config(plan, case.mixer)
+    config = model_config(plan, case)
     optimizer_config = OptimizerConfig()
     optimizer = make_optimizer(optimizer_config, _SCHEDULE_STEPS)
     schedule = learning_rate_schedule(optimizer_config, _SCHEDULE_STEPS)
-    graphdef = nnx.split(nnx.eval_shape(lambda: DecoderLM(config, rngs=nnx.Rngs(0))))[0]
+    graphdef, full, other = nnx.split(nnx.eval_shape(lambda: DecoderLM(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
+    if jax.tree.leaves(other):
+        raise TypeError(f"{case.mixer.label}: expected a model of parameters alone")
+    parameters = _initial_parameters(config, full)
 
-    def init() -> Any:
-        return init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer)[1]
+    def new_state() -> TrainState:
+        on_device = jax.device_put(parameters)
+        zero = np.zeros([], np.int32)
+        return TrainState(on_device, other, optimizer.init(on_device), *jax.device_put((zero, zero.copy())))
 
     token_bytes = np.ones(config.vocabulary_size, np.int32)
-    step = make_train_step(graphdef, optimizer, schedule, token_bytes, deterministic=case.deterministic)
-    state = jax.eval_shape(init)
-    compiled_init = jax.jit(init).lower().compile()
-    compiled_step = step.lower(state, jax.eval_shape(lambda: _batch(plan, case))).compile()  # type: ignore[attr-defined]
-    return CompiledCase(
-        case,
-        compiled_init,
-        compiled_step,
-        sum(leaf.size for leaf in jax.tree.leaves(state.parameters)),
-        time.monotonic() - start,
-    )
+    step: Any = make_train_step(graphdef, optimizer, schedule, token_bytes, deterministic=case.deterministic)
+    zero = jax.ShapeDtypeStruct([], np.int32)
+    state = TrainState(full, other, jax.eval_shape(optimizer.init, full), zero, zero)
+    compiled = step.lower(state, jax.eval_shape(lambda: _batch(plan, case))).compile()
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(full))
+    return CompiledCase(case, compiled, new_state, num_parameters, time.monotonic() - start)
 
 
 def measure(plan: ThroughputStudy, compiled: CompiledCase) -> dict[str, Any]:
@@ -104,15 +133,15 @@ def measure(plan: ThroughputStudy, compiled: CompiledCase) -> dict[str, Any]:
             seconds.append(time.perf_counter() - start)
         return state, seconds, losses
 
-    state, _, first = run(plan.warmup, compiled.init())
+    state, _, first = run(plan.warmup, compiled.new_state())
     state, seconds, losses = run(plan.steps, state)
     del state
     record: dict[str, Any] = {}
     if case.deterministic:
-        state, _, again = run(plan.warmup + plan.steps, compiled.init())
+        state, _, again = run(plan.warmup + plan.steps, compiled.new_state())
         del state
         record["same_bits_twice"] = again == first + losses
-    flops = step_flops(model_config(plan, case.mixer), case.length)
+    flops = step_flops(model_config(plan, case), case.length)
     median = float(np.median(seconds))
     peak = PEAK.get(jax.devices()[0].device_kind)
     achieved = flops.total * plan.tokens / median
@@ -123,6 +152,7 @@ def measure(plan: ThroughputStudy, compiled: CompiledCase) -> dict[str, Any]:
         "rows": plan.tokens // case.length,
         "deterministic": case.deterministic,
         "packed": case.packed,
+        "recompute": case.recompute,
         "num_parameters": compiled.num_parameters,
         "step_seconds": [round(s, 6) for s in seconds],
         "tokens_per_second": round(plan.tokens / median, 1),
@@ -131,7 +161,7 @@ def measure(plan: ThroughputStudy, compiled: CompiledCase) -> dict[str, Any]:
         "utilization": None if peak is None else round(achieved / peak, 5),
         "memory": _memory(compiled.step),
         "losses": [loss if np.isfinite(loss) else None for loss in first + losses],
-        "compile_seconds": round(compiled.compile_seconds, 2),
+        "compile_seconds": round(compiled.seconds, 2),
     }
 
 

@@ -15,13 +15,17 @@ def read_results(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _find(
-    records: list[dict[str, Any]], label: str, length: int, *, deterministic: bool = False, packed: bool = False
+    records: list[dict[str, Any]],
+    label: str,
+    length: int,
+    *,
+    deterministic: bool = False,
+    packed: bool = False,
+    recompute: bool = True,
 ) -> dict[str, Any] | None:
-    key = (label, length, deterministic, packed)
-    for record in records:
-        if (record["mixer"], record["length"], record["deterministic"], record["packed"]) == key:
-            return record
-    return None
+    key = (label, length, deterministic, packed, recompute)
+    names = ("mixer", "length", "deterministic", "packed", "recompute")
+    return next((record for record in records if tuple(record[name] for name in names) == key), None)
 
 
 def _cell(record: dict[str, Any] | None) -> str:
@@ -30,28 +34,35 @@ def _cell(record: dict[str, Any] | None) -> str:
     return "failed" if "error" in record else f"{record['tokens_per_second'] / 1000:.1f}"
 
 
+def _memory(record: dict[str, Any] | None) -> str:
+    if record is None or not record.get("memory"):
+        return ""
+    return f"{record['memory']['peak_bytes'] / 1e9:.1f}"
+
+
 def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
     """Markdown: every mixer at the main length, then over lengths, then deterministic and packed."""
     if not records:
         return "No results yet.\n"
     main, lengths = plan.main_length, plan.lengths
     lines = [
-        f"| mixer | parameters | thousand tokens/s, T={main} | ms a step | model FLOP/s of peak | memory, GB |",
-        "| --- | --- | --- | --- | --- | --- |",
+        f"| mixer | parameters | thousand tokens/s, T={main} | ms a step | model FLOP/s of peak | memory, GB | "
+        "thousand tokens/s, nothing recomputed | memory, GB |",
+        "|" + " --- |" * 8,
     ]
     for mixer in plan.mixers:
         record = _find(records, mixer.label, main)
         if record is None:
             continue
         if "error" in record:
-            lines.append(f"| {mixer.label} | | failed | | | |")
+            lines.append(f"| {mixer.label} | | failed | | | | | |")
             continue
         seconds = sorted(record["step_seconds"])[len(record["step_seconds"]) // 2]
         share = "" if record["utilization"] is None else f"{record['utilization']:.1%}"
-        memory = "" if record["memory"] is None else f"{record['memory']['peak_bytes'] / 1e9:.1f}"
+        kept = _find(records, mixer.label, main, recompute=False)
         lines.append(
             f"| {mixer.label} | {record['num_parameters'] / 1e6:.0f}M | {_cell(record)} | {1000 * seconds:.1f} "
-            f"| {share} | {memory} |"
+            f"| {share} | {_memory(record)} | {_cell(kept)} | {_memory(kept)} |"
         )
     swept = [m.label for m in plan.mixers if sum(_find(records, m.label, n) is not None for n in lengths) > 1]
     if swept:
@@ -87,7 +98,8 @@ def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.P
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    done = [r for r in records if "error" not in r and not r["deterministic"] and not r["packed"]]
+    plain = [r for r in records if not r["deterministic"] and not r["packed"] and r["recompute"]]
+    done = [r for r in plain if "error" not in r]
     main = {r["mixer"]: r for r in done if r["length"] == plan.main_length}
     if not main:
         return False

@@ -79,12 +79,14 @@ class Case:
         length: tokens a row.
         deterministic: XLA restricted to programs that give the same bits every time.
         packed: rows of four documents, told apart by `segment_ids`, in place of one.
+        recompute: each block is computed again in the backward pass, and only its input kept (`remat`).
     """
 
     mixer: Mixer
     length: int
     deterministic: bool = False
     packed: bool = False
+    recompute: bool = True
 
 
 def study(setting: Setting) -> ThroughputStudy:
@@ -103,7 +105,7 @@ def study(setting: Setting) -> ThroughputStudy:
             packed=("Gated DeltaNet",),
         )
     return ThroughputStudy(
-        model=model_preset("340m").replace(mixer_overrides=(), remat=False, scan_layers=True),
+        model=model_preset("340m").replace(mixer_overrides=(), scan_layers=True),
         mixers=MIXERS,
         at_every_length=AT_EVERY_LENGTH,
         tokens=32_768,
@@ -117,13 +119,18 @@ def cases(plan: ThroughputStudy) -> list[Case]:
     main = [Case(mixer, plan.main_length) for mixer in plan.mixers]
     special = [Case(m, plan.main_length, deterministic=True) for m in plan.mixers if m.label in plan.deterministic]
     special += [Case(m, plan.main_length, packed=True) for m in plan.mixers if m.label in plan.packed]
-    ends = sorted(plan.lengths, key=lambda n: -abs(n - plan.main_length))
     swept = [m for m in plan.mixers if m.label in plan.at_every_length]
-    return main + special + [Case(m, n) for n in ends if n != plan.main_length for m in swept]
+    kept = [Case(m, plan.main_length, recompute=False) for m in swept]
+    ends = sorted(plan.lengths, key=lambda n: -abs(n - plan.main_length))
+    return main + special + kept + [Case(m, n) for n in ends if n != plan.main_length for m in swept]
 
 
-def model_config(plan: ThroughputStudy, mixer: Mixer) -> ModelConfig:
-    """The model of a mixer; attention has 64 channels a head, as the papers' Transformer++ at this size."""
-    overrides = {"*": dict(mixer.overrides)} if mixer.overrides else {}
-    attention_heads = 16 if plan.model.width == 1024 else None
-    return plan.model.replace(mixers=mixer.preset, mixer_overrides=overrides, attention_heads=attention_heads)
+def model_config(plan: ThroughputStudy, case: Case) -> ModelConfig:
+    """The model of a case; attention has 64 channels a head, as the papers' Transformer++ at this size."""
+    overrides = {"*": dict(case.mixer.overrides)} if case.mixer.overrides else {}
+    return plan.model.replace(
+        mixers=case.mixer.preset,
+        mixer_overrides=overrides,
+        attention_heads=16 if plan.model.width == 1024 else None,
+        remat=case.recompute,
+    )

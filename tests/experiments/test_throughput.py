@@ -16,7 +16,7 @@ def test_every_mixer_can_be_configured():
     plan = study("real")
     for case in cases(plan):
         assert plan.tokens % case.length == 0
-        config = model_config(plan, case.mixer)
+        config = model_config(plan, case)
         assert (config.width, config.num_layers, config.num_heads) == (1024, 24, 8), "the paper's size"
         assert len({type(mixer_config(config, layer)) for layer in config.layer_mixers}) == len(case.mixer.preset)
     labels = {mixer.label for mixer in plan.mixers}
@@ -53,7 +53,7 @@ def test_operations_of_recurrences(mixer, forward):
 
 
 def test_one_command_times_and_reports(tmp_path, capsys, monkeypatch):
-    arguments = ["--mixers", "Transformer++", "--lengths", "64", "--output", str(tmp_path)]
+    arguments = ["--mixers", "Transformer++", "--lengths", "64", "--compile-workers", "1", "--output", str(tmp_path)]
     assert command.main(arguments) == 0
     (file,) = (tmp_path / "results" / "small").glob("*.json")
     record = json.loads(file.read_text())
