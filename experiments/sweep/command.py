@@ -23,6 +23,8 @@ class SweepOptions:
     """"small" runs on a CPU in minutes, "real" on one GPU."""
     mixers: tuple[str, ...] = ()
     """Only mixers of these labels, or whose label contains one of these."""
+    skip: tuple[str, ...] = ()
+    """No mixers whose label contains one of these."""
     cells: tuple[str, ...] = ()
     """Only cells whose name contains one of these."""
     seeds: int | None = None
@@ -59,6 +61,7 @@ def load_study(name: str, options: SweepOptions) -> Study:
     """
     study: Study = importlib.import_module(f"experiments.{name}.study").study(options.setting)
     mixers = pick(study.mixers, options.mixers)
+    mixers = tuple(mixer for mixer in mixers if not any(part in mixer.label for part in options.skip))
     cells = [c for c in study.cells if not options.cells or any(part in c.name for part in options.cells)]
     if not mixers or not cells:
         raise ValueError(
@@ -98,7 +101,7 @@ def run(names: Sequence[str], options: SweepOptions, console: Console, *, module
             seconds=options.seconds,
             exclusive=options.exclusive,
         )
-    whole = not (options.mixers or options.cells or options.seeds or options.steps)
+    whole = not (options.mixers or options.skip or options.cells or options.seeds or options.steps)
     for study, folder, results in studies:
         text = write_report(study, folder, results, readme=whole and options.output is None)
         console.print(f"\n{study.title}\n", highlight=False, markup=False)
