@@ -1,0 +1,73 @@
+"""What the studies' commands share: picking mixers, taking turns on a device, comparing runs."""
+
+import threading
+import time
+
+import pytest
+
+from experiments.resume_check.__main__ import first_difference
+from experiments.sweep.command import SweepOptions, load_study
+from experiments.sweep.device import turn
+from experiments.sweep.study import Cell, Mixer, fingerprint, pick
+from rnnlib.data.tasks import MQAR
+
+MIXERS = tuple(Mixer.of(label, "linear_attention") for label in ("KLA", "KLA + ATK", "DeltaNet", "Gated DeltaNet"))
+
+
+@pytest.mark.parametrize(
+    ("parts", "labels"),
+    [
+        ((), ["KLA", "KLA + ATK", "DeltaNet", "Gated DeltaNet"]),
+        (("DeltaNet",), ["DeltaNet"]),
+        (("Delta",), ["DeltaNet", "Gated DeltaNet"]),
+        (("KLA", "Gated"), ["KLA", "Gated DeltaNet"]),
+        (("nothing",), []),
+    ],
+)
+def test_a_whole_label_picks_one_mixer_and_a_part_all_that_contain_it(parts, labels):
+    assert [mixer.label for mixer in pick(MIXERS, parts)] == labels
+
+
+def test_mixers_are_left_out_by_name():
+    options = SweepOptions(setting="real", skip=("KalmaNet", "attention"))
+    labels = [mixer.label for mixer in load_study("mqar", options).mixers]
+    assert "DeltaNet" in labels and "attention" not in labels and "Gated KalmaNet" not in labels
+
+
+def test_turns_on_a_device_do_not_overlap_and_pass_on_what_was_written(tmp_path):
+    lock = tmp_path / "folder" / "lock"
+    events: list[str] = []
+
+    def second() -> None:
+        with turn(lock) as file:
+            assert file is not None
+            file.seek(0)
+            events.append(f"second reads {file.read()}")
+
+    with turn(lock) as file:
+        assert file is not None
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        time.sleep(0.1)
+        events.append("first")
+        file.write("7")
+    waiting.join(10)
+    assert events == ["first", "second reads 7"]
+    with turn(None) as file:
+        assert file is None
+
+
+def test_the_dtype_is_part_of_a_run():
+    cell = Cell("a", MQAR(sequence_length=16, num_pairs=2, vocabulary_size=32))
+    half = Cell("a", MQAR(sequence_length=16, num_pairs=2, vocabulary_size=32), dtype="bfloat16")
+    assert fingerprint(MIXERS[0], cell) != fingerprint(MIXERS[0], half)
+    assert half.model_config(MIXERS[0]).dtype == "bfloat16" and cell.model_config(MIXERS[0]).dtype == "float32"
+
+
+def test_first_step_at_which_runs_differ():
+    rows = [{"step": float(i), "loss": 1.0 / i} for i in range(1, 5)]
+    assert first_difference(rows, [dict(row) for row in rows]) is None
+    assert first_difference(rows, rows[:2]) == 3
+    other = [dict(row) for row in rows]
+    other[2]["loss"] += 1e-7
+    assert first_difference(rows, other) == 3
