@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.triton.backend import iota
+from pallas_kernels.triton.backend import exp, iota
 
 CHUNK = 64
 # exp(-100) is zero in float32 (flushed); a smaller log decay, -inf included, would only cost the sums their digits.
@@ -64,7 +64,7 @@ def decay_from_start(decay: ChunkDecay) -> Array | None:
     """What is left at each token of the state before the chunk, `[C]` or `[C, K]`; None if all of it."""
     if decay.total is None:
         return None
-    factor = jnp.exp(decay.total if decay.fine is None else decay.total + decay.fine)
+    factor = exp(decay.total if decay.fine is None else decay.total + decay.fine)
     return factor if decay.runs is None else jnp.where(_rows(decay.runs == 0, factor), factor, 0.0)
 
 
@@ -75,7 +75,7 @@ def decay_to_end(decay: ChunkDecay) -> Array | None:
     difference = pick_row(decay.total, CHUNK - 1)[None] - decay.total
     if decay.fine is not None:
         difference = difference + (pick_row(decay.fine, CHUNK - 1)[None] - decay.fine)
-    factor = jnp.exp(difference)
+    factor = exp(difference)
     return factor if decay.runs is None else jnp.where(_rows(decay.runs == jnp.max(decay.runs), factor), factor, 0.0)
 
 
@@ -84,7 +84,7 @@ def decay_of_chunk(decay: ChunkDecay) -> Array | None:
     if decay.total is None:
         return None
     last = pick_row(decay.total, CHUNK - 1)
-    factor = jnp.exp(last if decay.fine is None else last + pick_row(decay.fine, CHUNK - 1))
+    factor = exp(last if decay.fine is None else last + pick_row(decay.fine, CHUNK - 1))
     return factor if decay.runs is None else jnp.where(jnp.max(decay.runs) == 0, factor, 0.0)
 
 

@@ -2,29 +2,21 @@
 
 With `G_r` the inclusive cumulative log decay, a pair of tokens `r >= s` is weighted by `exp(G_r - G_s)`. `exp(-G_s)` is
 never formed. A scalar decay takes the exponential of the masked difference. A channel-wise decay multiplies each side
-of the product relative to a reference row, so that no exponent can overflow: where the decay is mild, the chunk's
-middle row; where it is extreme, the first row of the later half of each block, for the pairs that part at each level of
-halving the chunk. The extreme form is exact for any decay at six times the work, so it is left to kernels of its own,
-which rewrite the chunks that the first stage flagged.
+of the product relative to a reference row: the first row of the later half of each block, for the pairs that part at
+each level of halving the chunk. That is exact for any decay at six times the work of one product, so it is left to
+kernels of its own, which rewrite the chunks where one reference row does not do (see `channels`).
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.triton.backend import dot, dot_nt, dot_tn, iota
-from pallas_kernels.triton.decay import CHUNK, ChunkDecay, causal_mask, pick_row
+from pallas_kernels.triton.backend import dot, dot_nt, dot_tn, exp, iota
+from pallas_kernels.triton.decay import CHUNK, ChunkDecay, causal_mask
 
-# Largest exponent on either side of a product taken relative to the chunk's middle row.
-_MAX_EXPONENT = 70.0
 _LEVELS = CHUNK.bit_length() - 1
-
-
-def is_extreme(total: Array) -> Array:
-    """Whether an exponent relative to the chunk's middle row is too large for one product; `total` is `[C, K]`."""
-    first, middle, last = (pick_row(total, n) for n in (0, CHUNK // 2, CHUNK - 1))
-    return jnp.max(jnp.maximum(first - middle, middle - last)) > _MAX_EXPONENT
 
 
 def weigh_pairs(pairs: Array, decay: ChunkDecay, strict: bool) -> Array:
@@ -38,13 +30,7 @@ def weigh_pairs(pairs: Array, decay: ChunkDecay, strict: bool) -> Array:
     difference = decay.total[:, None] - decay.total[None, :]  # type: ignore[index]
     if decay.fine is not None:
         difference = difference + (decay.fine[:, None] - decay.fine[None, :])
-    return pairs * jnp.exp(jnp.where(mask, difference, -jnp.inf))
-
-
-def _around_middle(total: Array) -> tuple[Array, Array]:
-    """Factors `[C, K]` on the rows' side and on the columns' side relative to the middle row."""
-    offset = total - pick_row(total, CHUNK // 2)[None]
-    return jnp.exp(offset), jnp.exp(-offset)
+    return pairs * exp(jnp.where(mask, difference, -jnp.inf))
 
 
 def _around_half(total: Array, level: Array) -> tuple[Array, Array, Array]:
@@ -62,19 +48,18 @@ def _around_half(total: Array, level: Array) -> tuple[Array, Array, Array]:
     is_reference = j == lax.div(i, 2 * half) * (2 * half) + half
     reference = dot(jnp.where(is_reference, 1.0, 0.0), total, precise=True)
     is_later = lax.rem(lax.div(iota(total.shape, 0), half), 2) == 1
-    factor = jnp.exp(jnp.where(is_later, total - reference, reference - total))
+    factor = exp(jnp.where(is_later, total - reference, reference - total))
     in_block = lax.div(i, 2 * half) == lax.div(j, 2 * half)
     return jnp.where(is_later, factor, 0.0), jnp.where(is_later, 0.0, factor), in_block
 
 
-def pair_products(readers: Sequence[Array], key: Array, decay: ChunkDecay, extreme: bool = False) -> tuple[Array, ...]:
+def pair_products(readers: Sequence[Array], key: Array, decay: ChunkDecay) -> tuple[Array, ...]:
     """`sum_c x_rc exp(G_rc - G_sc) k_sc` for pairs `r >= s` of one run, zero elsewhere.
 
     Args:
         readers: matrices `[C, K]` whose rows read.
         key: `[C, K]`, whose rows are read.
         decay: the chunk's decay.
-        extreme: whether a channel-wise decay may be too strong for one product.
 
     Returns:
         One `[C, C]` float32 for each reader.
@@ -85,26 +70,21 @@ def pair_products(readers: Sequence[Array], key: Array, decay: ChunkDecay, extre
     total = decay.total
     wide_readers = [x.astype(jnp.float32) for x in readers]
     wide_key = key.astype(jnp.float32)
-    if not extreme:
-        reads, written = _around_middle(total)
-        keys = (wide_key * written).astype(dtype)
-        products = tuple(dot_nt((x * reads).astype(dtype), keys) for x in wide_readers)
-    else:
-        i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
-        diagonals = tuple(jnp.where(i == j, jnp.sum(x * wide_key, axis=1)[:, None], 0.0) for x in wide_readers)
+    i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+    diagonals = tuple(jnp.where(i == j, jnp.sum(x * wide_key, axis=1)[:, None], 0.0) for x in wide_readers)
 
-        def add_level(level, products):
-            later, earlier, in_block = _around_half(total, level)
-            keys = (wide_key * earlier).astype(dtype)
-            parts = (dot_nt((x * later).astype(dtype), keys) for x in wide_readers)
-            return tuple(p + jnp.where(in_block, part, 0.0) for p, part in zip(products, parts))
+    def add_level(level, products):
+        later, earlier, in_block = _around_half(total, level)
+        keys = (wide_key * earlier).astype(dtype)
+        parts = (dot_nt((x * later).astype(dtype), keys) for x in wide_readers)
+        return tuple(p + jnp.where(in_block, part, 0.0) for p, part in zip(products, parts))
 
-        products = lax.fori_loop(0, _LEVELS, add_level, diagonals)
+    products = lax.fori_loop(0, _LEVELS, add_level, diagonals)
     return tuple(weigh_pairs(p, decay, strict=False) for p in products)
 
 
 def pair_gradients(
-    scores: Sequence[Array], readers: Sequence[Array], key: Array, decay: ChunkDecay, extreme: bool = False
+    scores: Sequence[Array], readers: Sequence[Array], key: Array, decay: ChunkDecay
 ) -> tuple[tuple[Array, ...], Array, Array | None]:
     """Transposes `pair_products`.
 
@@ -116,7 +96,6 @@ def pair_gradients(
         readers: matrices `[C, K]`.
         key: `[C, K]`.
         decay: the chunk's decay.
-        extreme: whether a channel-wise decay may be too strong for one product.
 
     Returns:
         Float32 gradients: `[C, K]` for each reader, `[C, K]` for the key, and, if the decay is channel-wise, of the
@@ -124,19 +103,14 @@ def pair_gradients(
     """
     dtype = key.dtype
     if decay.total is None or decay.is_scalar:
-        d_key = _sum([dot_tn(d, x) for d, x in zip(scores, readers)])
+        d_key = sum_of(dot_tn(d, x) for d, x in zip(scores, readers))
         return tuple(dot(d, key) for d in scores), d_key, None
     total = decay.total
     wide_readers = [x.astype(jnp.float32) for x in readers]
     wide_key = key.astype(jnp.float32)
-    if not extreme:
-        reads, written = _around_middle(total)
-        *d_readers, d_key, d_total = _scaled_gradients(scores, wide_readers, wide_key, reads, written, dtype)
-        return tuple(d_readers), d_key, d_total
-
     i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
     diagonals = [jnp.sum(jnp.where(i == j, d.astype(jnp.float32), 0.0), axis=1)[:, None] for d in scores]
-    result = [*(d * wide_key for d in diagonals), _sum([d * x for d, x in zip(diagonals, wide_readers)])]
+    result = [*(d * wide_key for d in diagonals), sum_of(d * x for d, x in zip(diagonals, wide_readers))]
     result.append(jnp.zeros_like(wide_key))
 
     def add_level(level, result):
@@ -162,9 +136,6 @@ def _scaled_gradients(scores, readers, key, reads, written, dtype) -> tuple[Arra
     return *d_readers, written * d_key, d_total - keys.astype(jnp.float32) * d_key
 
 
-def _sum(terms: list[Array]) -> Array:
-    """Sum of a list that is not empty."""
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
+def sum_of(terms: Iterable[Array], *more: Array) -> Array:
+    """Sum of terms of which there is at least one."""
+    return functools.reduce(jnp.add, [*terms, *more])

@@ -3,7 +3,8 @@
     T = tril(Ebar Kbar^T, -1)    A = (I + T)^-1    P = scale * tril(Q_G Kbar^T)
 
 and the factors with which queries, erase keys and write keys meet the state at the chunk's ends. A factor that is one
-number a token is stored as that number; only one that differs by channel is multiplied into its matrix and stored.
+number a token is stored as that number; only one that differs by channel is multiplied into its matrix and stored (and
+split between the matrix and the state as `channels` has it).
 """
 
 import dataclasses
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, call, iota
+from pallas_kernels.triton.backend import Launch, call, dot_nt, iota
+from pallas_kernels.triton.channels import ChannelDecay, channel_decay, read_factor, write_factor
 from pallas_kernels.triton.decay import (
     CHUNK,
     ChunkDecay,
@@ -23,7 +25,7 @@ from pallas_kernels.triton.decay import (
     decay_to_end,
 )
 from pallas_kernels.triton.inverse import unit_lower_inverse
-from pallas_kernels.triton.pairs import is_extreme, pair_products
+from pallas_kernels.triton.pairs import pair_products
 from pallas_kernels.triton.problem import Inputs, Problem
 
 
@@ -33,13 +35,16 @@ class Prepared(NamedTuple):
     Attributes:
         inverse: A, `[B, HV, N, C, C]`; None for linear attention.
         scores: P, `[B, HV, N, C, C]`.
-        read: `scale * q * exp(G)`, `[B, HV, T, K]`, if the decay is channel-wise, else None.
-        erased: `erase * k * exp(G)`, `[B, HV, T, K]`, if either factor is channel-wise, else None.
-        written: `write_key * exp(G_C - G)`, `[B, HV, T, K]`, if the decay is channel-wise, else None.
+        read: `q` times the decay's factor, `[B, HV, T, K]`, if the decay is channel-wise, else None.
+        erased: `erase * k` times the decay's factor, `[B, HV, T, K]`, if either is channel-wise, else None.
+        written: `write_key` times the decay's factor, `[B, HV, T, K]`, if the decay is channel-wise, else None.
         read_rows: `scale * exp(G)` where it is a number a token, `[B, HV, T]` float32, else None.
         erased_rows: `erase * exp(G)` likewise.
         written_rows: `exp(G_C - G)` likewise.
         kept: `exp(G_C)`, `[B, HV, N]` or `[B, HV, N, K]` float32; None without decay.
+        front: what the state is multiplied by where a chunk reads it, `[B, HV, N, K]` float32, if the decay is
+            channel-wise, else None.
+        tail: what the chunk adds to the state is multiplied by, likewise.
         extreme: 1 where a channel-wise decay is too strong for one product of pairs, `[B, HV, N]` int32, else None.
     """
 
@@ -52,7 +57,9 @@ class Prepared(NamedTuple):
     erased_rows: Array | None
     written_rows: Array | None
     kept: Array | None
-    extreme: Array | None = None
+    front: Array | None
+    tail: Array | None
+    extreme: Array | None
 
 
 def product(*factors: Array | None) -> Any:
@@ -77,27 +84,27 @@ def load_wide(ref) -> Any:
     return None if ref is None else ref[...].astype(jnp.float32)
 
 
+def load_channel_decay(r) -> ChannelDecay:
+    """A chunk's channel-wise decay from `log_decay` and `starts`."""
+    starts = None if r.starts is None else r.starts[...]
+    return channel_decay(load_wide(r.log_decay), r.log_decay[0, :].astype(jnp.float32), starts)
+
+
 def erase_key(k: Array, erase: Array | None) -> Array:
     """`erase * k` in the dtype of `k`, `[C, K]`."""
     return k if erase is None else product(erase, k.astype(jnp.float32)).astype(k.dtype)
 
 
-def _prepare_kernel(r, *, scale: float, with_pairs: bool, block: int):
+def _prepare_kernel(r, *, scale: float, with_pairs: bool):
+    if r.front is not None:
+        _prepare_channels(r, scale, with_pairs)
+        return
     k = r.k[...]
     erase = load_wide(r.erase)
     decay = chunk_decay(load_wide(r.log_decay), None if r.starts is None else r.starts[...])
     if with_pairs:
-        _store_pairs(r, k, erase, decay, scale, block, extreme=False)
-    if r.extreme is not None:
-        r.extreme[...] = is_extreme(decay.total).astype(jnp.int32)  # type: ignore[arg-type]
-
+        _store_pairs(r, r.q[...], k, k if r.write_key is None else r.write_key[...], erase, decay, scale)
     from_start: Any = decay_from_start(decay)
-    if r.read is not None:
-        q = r.q[...].astype(jnp.float32)
-        r.read[...] = (scale * q * from_start).astype(r.read.dtype)
-    if r.written is not None:
-        key = (k if r.write_key is None else r.write_key[...]).astype(jnp.float32)
-        r.written[...] = (key * decay_to_end(decay)).astype(r.written.dtype)
     if r.erased is not None:
         r.erased[...] = product(erase, from_start, k.astype(jnp.float32)).astype(r.erased.dtype)
     if r.read_rows is not None:
@@ -110,28 +117,59 @@ def _prepare_kernel(r, *, scale: float, with_pairs: bool, block: int):
         r.kept[...] = decay_of_chunk(decay)
 
 
-def _extreme_kernel(r, *, scale: float, block: int):
+def _prepare_channels(r, scale: float, with_pairs: bool):
+    """The first stage where the decay is channel-wise; pairs of extreme chunks are made again by `_extreme_kernel`."""
+    dtype = r.read.dtype
+    decay = load_channel_decay(r)
+    r.front[...], r.tail[...], r.kept[...] = decay.front, decay.tail, decay.kept
+    k = r.k[...]
+    reads = read_factor(decay, dtype)
+    read = (load_wide(r.q) * reads).astype(dtype)
+    r.read[...] = read
+    erased = None
+    if r.erased is not None:
+        erased = product(load_wide(r.erase), k.astype(jnp.float32) * reads).astype(dtype)
+        r.erased[...] = erased
+    key = k if r.write_key is None else r.write_key[...]
+    written = (key.astype(jnp.float32) * write_factor(decay, dtype)).astype(dtype)
+    r.written[...] = written
+    if with_pairs:
+        r.extreme[...] = decay.is_extreme.astype(jnp.int32)
+        r.scores[...] = jnp.where(_is_causal(strict=False), scale * dot_nt(read, written), 0.0).astype(dtype)
+        if erased is not None:
+            _store_inverse(r, dot_nt(erased, written))
+
+
+def _extreme_kernel(r, *, scale: float):
     @pl.when(r.extreme[...] != 0)
     def _():
+        k = r.k[...]
         decay = chunk_decay(load_wide(r.log_decay), None if r.starts is None else r.starts[...])
-        _store_pairs(r, r.k[...], load_wide(r.erase), decay, scale, block, extreme=True)
+        key = k if r.write_key is None else r.write_key[...]
+        _store_pairs(r, r.q[...], k, key, load_wide(r.erase), decay, scale)
 
 
-def _store_pairs(r, k: Array, erase: Array | None, decay: ChunkDecay, scale: float, block: int, extreme: bool):
-    q = r.q[...]
-    key = k if r.write_key is None else r.write_key[...]
+def _store_pairs(r, q: Array, k: Array, key: Array, erase: Array | None, decay: ChunkDecay, scale: float):
     if r.inverse is None:
-        (scores,) = pair_products([q], key, decay, extreme)
+        (scores,) = pair_products([q], key, decay)
     elif erase is not None and erase.ndim == 1:  # a number a token: multiplied after the product
-        scores, erased = pair_products([q, k], key, decay, extreme)
+        scores, erased = pair_products([q, k], key, decay)
         erased = erase[:, None] * erased
     else:
-        scores, erased = pair_products([q, erase_key(k, erase)], key, decay, extreme)
+        scores, erased = pair_products([q, erase_key(k, erase)], key, decay)
     r.scores[...] = (scale * scores).astype(r.scores.dtype)
     if r.inverse is not None:
-        i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
-        inverse = unit_lower_inverse(jnp.where(i > j, erased, 0.0), k.dtype == jnp.float32, block)
-        r.inverse[...] = inverse.astype(r.inverse.dtype)
+        _store_inverse(r, erased)
+
+
+def _is_causal(strict: bool) -> Array:
+    i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+    return i > j if strict else i >= j
+
+
+def _store_inverse(r, erased: Array):
+    dtype = r.inverse.dtype
+    r.inverse[...] = unit_lower_inverse(jnp.where(_is_causal(strict=True), erased, 0.0), dtype).astype(dtype)
 
 
 def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool = True) -> Prepared:
@@ -146,7 +184,7 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
     matrix = p.per_head(p.chunks, CHUNK, CHUNK)
     channels = p.per_head(p.length, p.key_size)
     rows = p.per_head(p.length, dtype=jnp.float32)
-    kept = p.per_head(p.chunks, *((p.key_size,) if decay_ndim == 4 else ()), dtype=jnp.float32)
+    chunk_rows = p.per_head(p.chunks, p.key_size, dtype=jnp.float32)
     is_erased_wide = p.online and 4 in (decay_ndim, erase_ndim)
 
     def of_pairs(wanted):
@@ -161,10 +199,7 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
     def of_flag(array):
         return p.of_head(array, (None,), lambda h, n, b: (b, h, n))
 
-    if decay_ndim == 4:
-        kept_operand = p.of_head(kept, (None, p.key_size), lambda h, n, b: (b, h, n, 0))
-    else:
-        kept_operand = p.of_head(kept if decay_ndim else None, (None,), lambda h, n, b: (b, h, n))
+    per_channel = p.of_head(chunk_rows if decay_ndim == 4 else None, (None, p.key_size), lambda h, n, b: (b, h, n, 0))
     outputs = {
         "inverse": of_pairs(with_pairs and p.online),
         "scores": of_pairs(with_pairs),
@@ -174,7 +209,9 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
         "read_rows": of_rows(decay_ndim == 3),
         "erased_rows": of_rows(p.online and not is_erased_wide and max(decay_ndim, erase_ndim) == 3),
         "written_rows": of_rows(decay_ndim == 3),
-        "kept": kept_operand,
+        "kept": of_flag(p.per_head(p.chunks, dtype=jnp.float32)) if decay_ndim == 3 else per_channel,
+        "front": per_channel,
+        "tail": per_channel,
         "extreme": of_flag(p.per_head(p.chunks, dtype=jnp.int32) if with_pairs and decay_ndim == 4 else None),
     }
     if not any(outputs.values()):
@@ -191,7 +228,6 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
         launch,
         scale=p.scale,
         with_pairs=with_pairs,
-        block=launch.inner,
     )
     if results["extreme"] is None:
         return Prepared(**results)
@@ -207,6 +243,5 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
         launch,
         updates={name: dataclasses.replace(operand, array=results[name]) for name, operand in pairs.items()},
         scale=p.scale,
-        block=launch.inner,
     )
     return Prepared(**{**results, **exact})

@@ -127,8 +127,11 @@ def _fold_kernel(r, *, problem: Problem, block: int, reverse: bool):
         loop(problem.segments, body, boundary)
 
     def side_by_side(own, reach):
-        state = jnp.where(reach == own, boundary, 0.0)
-        r.folded[place(own), :, :] = loop(reach, lambda m, state: step(own - reach + m, state), state)
+        # What reaches the segment begins with the state that another one leaves, or with the boundary.
+        from_boundary = reach == own
+        begin = jnp.where(from_boundary, 0, own - reach + 1)
+        state = jnp.where(from_boundary, boundary, r.offset[place(jnp.maximum(begin - 1, 0)), :, :])
+        r.folded[place(own), :, :] = loop(own - begin, lambda m, state: step(begin + m, state), state)
 
     if r.survival is None:
         in_order()

@@ -136,8 +136,8 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch
         "reverse": (lambda l: lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, l), (x, prepared, ends)),
         "value_gradients": (lambda l: lambda x, s: value_gradients(p, x, x.v, s, l), (x, saved)),
         "gradients": (
-            lambda l: lambda x, s, d: argument_gradients(p, x, x.v, s, d, prepared.extreme, l),
-            (x, saved, from_values),
+            lambda l: lambda x, y, s, d: argument_gradients(p, x, y, x.v, s, d, l),
+            (x, prepared, saved, from_values),
         ),
     }
 

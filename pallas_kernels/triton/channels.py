@@ -1,0 +1,100 @@
+"""A channel-wise decay of one chunk, as values inside a kernel.
+
+Each side of a product of token pairs is scaled relative to a reference row: what reads by `exp(G_r - G_m)`, what is
+written by `exp(G_m - G_s)`, with `m` the chunk's middle. The same scaled matrices meet the state, which then takes the
+rest of the decay: it is multiplied by `exp(G_m)` where it is read, and what a chunk adds to it by `exp(G_C - G_m)`.
+
+Where such exponents would be too large, the chunk is extreme: its matrices are scaled as they meet the state, by
+`exp(G_r)` and `exp(G_C - G_s)`, nothing is left for the state, and kernels of their own make its pairs (see `pairs`).
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.triton.backend import dot, exp, iota
+from pallas_kernels.triton.decay import CHUNK, MIN_LOG_DECAY
+
+# Largest exponent on either side of a product taken relative to the chunk's middle row.
+_MAX_EXPONENT = 70.0
+_MIDDLE = CHUNK // 2
+
+
+class ChannelDecay(NamedTuple):
+    """A channel-wise decay of a chunk.
+
+    Attributes:
+        step: log decay, `[C, K]` float32.
+        runs: number of segment starts up to and including each token, `[C]` int32; None without restarts.
+        is_extreme: whether one product of the scaled matrices does not give the pairs.
+        front: factor on the state where it is read, `[K]` float32.
+        tail: factor on what the chunk adds to the state, likewise.
+        kept: what the chunk leaves of the state, likewise.
+    """
+
+    step: Array
+    runs: Array | None
+    is_extreme: Array
+    front: Array
+    tail: Array
+    kept: Array
+
+
+def sum_rows(signs: Array, x: Array, dtype: Any) -> Array:
+    """`signs @ x` for a matrix of -1, 0 and 1; for operands of bfloat16, `x` is taken to 16 bits of its mantissa."""
+    if dtype == jnp.float32:
+        return dot(signs, x, precise=True)
+    signs, high = signs.astype(dtype), x.astype(dtype)
+    return dot(signs, high) + dot(signs, (x - high.astype(jnp.float32)).astype(dtype))
+
+
+def channel_decay(log_decay: Array, first: Array, starts: Array | None) -> ChannelDecay:
+    """What concerns a chunk as a whole.
+
+    Args:
+        log_decay: `[C, K]` float32.
+        first: its first row once more, `[K]`.
+        starts: 1 at each token that starts a segment, `[C]` int32, or None.
+    """
+    step = jnp.maximum(log_decay, MIN_LOG_DECAY)
+    row = iota(step.shape, 0)
+    to_middle = jnp.sum(jnp.where((row > 0) & (row <= _MIDDLE), step, 0.0), axis=0)
+    after = jnp.sum(jnp.where(row > _MIDDLE, step, 0.0), axis=0)
+    before = jnp.maximum(first, MIN_LOG_DECAY) + to_middle
+    is_extreme = jnp.min(jnp.minimum(to_middle, after)) < -_MAX_EXPONENT
+    runs = None
+    if starts is not None:
+        runs = jnp.cumsum(starts, axis=0)
+        # Segments that start inside of a chunk have no reference in common.
+        is_extreme = is_extreme | (jnp.max(runs) > jnp.min(runs))
+    front = exp(jnp.where(is_extreme, 0.0, before))
+    tail = exp(jnp.where(is_extreme, 0.0, after))
+    kept = exp(before + after)
+    if runs is not None:
+        front = jnp.where(jnp.min(runs) == 0, front, 0.0)
+        kept = jnp.where(jnp.max(runs) == 0, kept, 0.0)
+    return ChannelDecay(step, runs, is_extreme, front, tail, kept)
+
+
+def _up_to(limit: Array | int) -> Array:
+    """Ones `[C, C]` up to the column `limit` of each row."""
+    return jnp.where(iota((CHUNK, CHUNK), 1) <= limit, 1.0, 0.0)
+
+
+def read_factor(decay: ChannelDecay, dtype: Any) -> Array:
+    """Factor `[C, K]` on queries and erase keys; `dtype` is that of the operands of matrix products."""
+    reference = jnp.where(decay.is_extreme, 0.0, _up_to(_MIDDLE))
+    factor = exp(sum_rows(_up_to(iota((CHUNK, CHUNK), 0)) - reference, decay.step, dtype))
+    if decay.runs is None:
+        return factor
+    return jnp.where((decay.is_extreme & (decay.runs > 0))[:, None], 0.0, factor)
+
+
+def write_factor(decay: ChannelDecay, dtype: Any) -> Array:
+    """Factor `[C, K]` on write keys."""
+    reference = jnp.where(decay.is_extreme, 1.0, _up_to(_MIDDLE))
+    factor = exp(sum_rows(reference - _up_to(iota((CHUNK, CHUNK), 0)), decay.step, dtype))
+    if decay.runs is None:
+        return factor
+    return jnp.where((decay.is_extreme & (decay.runs < jnp.max(decay.runs)))[:, None], 0.0, factor)
