@@ -13,7 +13,7 @@ class Schedule:
 
     Attributes:
         segments: parts of the sequence that run side by side; 1 for one pass from end to end.
-        prepare: first stage; `inner` is the side of the blocks that the inverse solves by substitution.
+        prepare: first stage.
         maps: affine maps of segments.
         fold: their composition.
         output: outputs and final state.
@@ -26,7 +26,7 @@ class Schedule:
     """
 
     segments: int = 1
-    prepare: Launch = Launch(num_warps=4, num_stages=1, inner=16)
+    prepare: Launch = Launch(num_warps=4, num_stages=1)
     maps: Launch = Launch(num_warps=4, num_stages=2)
     fold: Launch = Launch(num_warps=4, num_stages=2, block=32)
     output: Launch = Launch(num_warps=4, num_stages=2)
@@ -60,6 +60,16 @@ def default_schedule(key_size: int, dtype: str, segments: int = 1) -> Schedule:
         value_gradients=Launch(num_warps=4, num_stages=1, inner=32),
         gradients=Launch(num_warps=4, num_stages=1, block=32, inner=32),
     )
+
+
+def splits(key_size: int) -> bool:
+    """Whether sequences are split into segments where heads are few.
+
+    Not beyond 128 key channels: folding multiplies by a segment's `[K, K]` transition, which for K = 256 alone takes
+    more shared memory (128 KiB in bfloat16, twice that in float32) than is left beside what it is multiplied with; held
+    in registers it spills 18 KiB a thread.
+    """
+    return key_size <= 128
 
 
 def choose_segments(programs: int, length: int, processors: int) -> int:

@@ -32,18 +32,19 @@ from pallas_kernels.triton.gradients import Saved, argument_gradients, value_gra
 from pallas_kernels.triton.prepare import prepare
 from pallas_kernels.triton.problem import Inputs, problem_of
 from pallas_kernels.triton.reverse import reverse_offsets, reverse_pass
-from pallas_kernels.triton.schedule import Schedule, default_schedule, with_segments
+from pallas_kernels.triton.schedule import Schedule, default_schedule, splits, with_segments
 from pallas_kernels.triton.segments import fold_segments, segment_maps
 from pallas_kernels.triton.state import output_pass, states_pass
 from pallas_kernels.triton.tuning import table_name, variant_name
 
 _LOOPS = [
     *(Launch(4, stages, 64) for stages in (1, 2, 3, 4)),
-    *(Launch(8, stages, 128) for stages in (2, 3)),
-    *(Launch(4, stages, 32) for stages in (2, 3)),
+    *(Launch(8, stages, 128) for stages in (1, 2, 3)),
+    *(Launch(8, stages, 64) for stages in (1, 2)),
+    *(Launch(4, stages, 32) for stages in (1, 2, 3)),
 ]
 CANDIDATES: dict[str, list[Launch]] = {
-    "prepare": [Launch(warps, 1, 64, inner) for warps in (2, 4, 8) for inner in (4, 8, 16)],
+    "prepare": [Launch(warps, 1) for warps in (2, 4, 8)],
     "maps": _LOOPS,
     "fold": [Launch(4, stages, block) for stages in (1, 2, 3) for block in (32, 64)],
     "output": _LOOPS,
@@ -81,7 +82,8 @@ def random_inputs(shape: tuple[int, ...], solve: str, decay: str, dtype: str, se
         q=unit(keys[0]),
         k=unit(keys[1]),
         v=jax.random.normal(keys[2], (batch, length, heads, value_size), jnp.float32).astype(dtype),
-        erase=gate if solve == "delta" else None,
+        write_key=unit(keys[6]) if solve == "delta+key" else None,
+        erase=None if solve == "linear" else gate,
         write=gate,
         log_decay=log_decay,
         initial_state=jax.random.normal(keys[5], (batch, heads, key_size, value_size)),
@@ -92,18 +94,18 @@ def scan(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     """The recurrence token by token, in the inputs' precision: what everything is checked against."""
 
     def step(state, token):
-        q, k, v, erase, write, log_decay = token
+        q, k, v, write_key, erase, write, log_decay = token
         if log_decay is not None:
             decay = jnp.exp(log_decay)
             state = state * (decay[..., None, None] if decay.ndim == 2 else decay[..., None])
         residual = v * write[..., None]
         if options.online:
             residual = residual - jnp.einsum("bhkv,bhk->bhv", state, k * erase[..., None])
-        state = state + k[..., None] * residual[..., None, :]
+        state = state + (k if write_key is None else write_key)[..., None] * residual[..., None, :]
         return state, options.scale * jnp.einsum("bhkv,bhk->bhv", state, q)
 
     x = inputs
-    tokens = (x.q, x.k, x.v, x.erase, x.write, x.log_decay)
+    tokens = (x.q, x.k, x.v, x.write_key, x.erase, x.write, x.log_decay)
     tokens = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), tokens)
     initial: Any = x.initial_state
     state, out = jax.lax.scan(step, initial, tokens)
@@ -115,24 +117,24 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch
     x, schedule = inputs, options.schedule
     p = problem_of(x, online=options.online, scale=options.scale, segments=schedule.segments)
     prepared = jax.jit(lambda x: prepare(p, x, schedule.prepare))(x)
-    maps = jax.jit(lambda x, y: segment_maps(p, x, y, schedule.maps))(x, prepared)
-    starts = jax.jit(lambda m: fold_segments(p, m, x.initial_state, schedule.fold))(maps)
+    maps = starts = ends = None
+    if p.segments > 1:
+        maps = jax.jit(lambda x, y: segment_maps(p, x, y, schedule.maps))(x, prepared)
+        starts = jax.jit(lambda m: fold_segments(p, m, x.initial_state, schedule.fold))(maps)
     states, residuals = jax.jit(lambda x, y, z: states_pass(p, x, y, z, schedule.states))(x, prepared, starts)
-    offset = jax.jit(lambda x, y, d: reverse_offsets(p, x, y, d, schedule.offsets))(x, prepared, x.v)
-    back = maps._replace(offset=offset)
-    ends = jax.jit(lambda m: fold_segments(p, m, None, schedule.fold, reverse=True))(back)
+    if maps is not None:
+        offset = jax.jit(lambda x, y, d: reverse_offsets(p, x, y, d, schedule.offsets))(x, prepared, x.v)
+        back = maps._replace(offset=offset)
+        ends = jax.jit(lambda m: fold_segments(p, m, None, schedule.fold, reverse=True))(back)
     d_states, d_values, _ = jax.jit(lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, schedule.reverse))(
         x, prepared, ends
     )
     saved = Saved(states, residuals, d_states, d_values)
     from_values = jax.jit(lambda x, s: value_gradients(p, x, x.v, s, schedule.value_gradients))(x, saved)
-    return {
+    found: dict[str, tuple[Callable[[Launch], Callable], Any]] = {
         "prepare": (lambda l: lambda x: prepare(p, x, l), (x,)),
-        "maps": (lambda l: lambda x, y: segment_maps(p, x, y, l), (x, prepared)),
-        "fold": (lambda l: lambda m: fold_segments(p, m, None, l), (maps,)),
         "output": (lambda l: lambda x, y, z: output_pass(p, x, y, z, l), (x, prepared, starts)),
         "states": (lambda l: lambda x, y, z: states_pass(p, x, y, z, l), (x, prepared, starts)),
-        "offsets": (lambda l: lambda x, y, d: reverse_offsets(p, x, y, d, l), (x, prepared, x.v)),
         "reverse": (lambda l: lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, l), (x, prepared, ends)),
         "value_gradients": (lambda l: lambda x, s: value_gradients(p, x, x.v, s, l), (x, saved)),
         "gradients": (
@@ -140,6 +142,13 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch
             (x, prepared, saved, from_values),
         ),
     }
+    if maps is not None:
+        found |= {
+            "maps": (lambda l: lambda x, y: segment_maps(p, x, y, l), (x, prepared)),
+            "fold": (lambda l: lambda m: fold_segments(p, m, None, l), (maps,)),
+            "offsets": (lambda l: lambda x, y, d: reverse_offsets(p, x, y, d, l), (x, prepared, x.v)),
+        }
+    return found
 
 
 def decode_stage(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch], Callable], Any]]:
@@ -260,23 +269,26 @@ def best_launches(table: dict[str, tuple[Callable, Any]], dtype: str, default: S
 def tune_variant(solve: str, decay: str, dtype: str, sizes: tuple[int, int]) -> tuple[str, dict[str, dict[str, int]]]:
     """Table entry of one variant."""
     scale = sizes[0] ** -0.5
-    default = Options(solve == "delta", scale, default_schedule(sizes[0], dtype, segments=2))
+    few, many = (2, 16) if splits(sizes[0]) else (1, 1)
+    default = Options(solve != "linear", scale, default_schedule(sizes[0], dtype, segments=few))
     error = check_schedule(default, (solve, decay, dtype), sizes)
     if not error < _ERROR[dtype]:
         raise RuntimeError(f"the default schedule's error is {error:.1e} for {solve} {decay} {dtype} {sizes}")
     inputs = random_inputs((1, 8192, 8, *sizes), solve, decay, dtype)
-    options = dataclasses.replace(default, schedule=with_segments(default.schedule, 16))
+    options = dataclasses.replace(default, schedule=with_segments(default.schedule, many))
     best = best_launches(stages(options, inputs), dtype, default.schedule)
     best |= best_launches(
         decode_stage(options, random_inputs((64, 1, 8, *sizes), solve, decay, dtype)), dtype, default.schedule
     )
     launches: dict[str, Any] = dict(best)
     error = check_schedule(
-        dataclasses.replace(default, schedule=Schedule(segments=2, **launches)), (solve, decay, dtype), sizes
+        dataclasses.replace(default, schedule=dataclasses.replace(default.schedule, **launches)),
+        (solve, decay, dtype),
+        sizes,
     )
     if not error < _ERROR[dtype]:
         raise RuntimeError(f"the schedule found has an error of {error:.1e} for {solve} {decay} {dtype} {sizes}")
-    name = variant_name(inputs, solve == "delta")
+    name = variant_name(inputs, solve != "linear")
     print(f"{name}: error against the float64 scan {error:.1e}", flush=True)
     return name, {stage: dataclasses.asdict(launch) for stage, launch in best.items()}
 
@@ -285,7 +297,7 @@ def main() -> None:
     """Entry point of `python -m pallas_kernels.triton.tune`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", default=["none", "scalar", "channel"], help="kinds of decay")
-    parser.add_argument("--solves", nargs="+", default=["delta", "linear"])
+    parser.add_argument("--solves", nargs="+", default=["delta", "delta+key", "linear"])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--sizes", nargs="+", default=["128x128"], help="key size x value size")
     parser.add_argument("--output", type=Path, help="default: the device's table in the package, updated")

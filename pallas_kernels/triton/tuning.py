@@ -9,7 +9,7 @@ from typing import Any
 
 from pallas_kernels.triton.backend import Launch, device_kind, interpreted, next_power_of_two
 from pallas_kernels.triton.problem import Inputs
-from pallas_kernels.triton.schedule import Schedule, choose_segments, default_schedule, with_segments
+from pallas_kernels.triton.schedule import Schedule, choose_segments, default_schedule, splits, with_segments
 
 _DEFAULT_PROCESSORS = 132
 
@@ -18,7 +18,7 @@ def variant_name(inputs: Inputs, online: bool) -> str:
     """The table's key: what decides which code a kernel is compiled to, apart from the number of programs."""
     kinds = {0: "none", 3: "scalar", 4: "channel"}
     decay = kinds[0 if inputs.log_decay is None else inputs.log_decay.ndim]
-    solve = "delta" if online else "linear"
+    solve = "linear" if not online else "delta" if inputs.write_key is None else "delta+key"
     key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
     return f"{solve}-{decay}-{key_size}x{value_size}-{inputs.v.dtype.name}"
 
@@ -51,7 +51,6 @@ def choose_schedule(inputs: Inputs, online: bool) -> Schedule:
     default = default_schedule(next_power_of_two(inputs.q.shape[3]), inputs.v.dtype.name)
     schedule = dataclasses.replace(default, **launches)
     programs = batch * value_heads * max(1, value_size // 64)
-    segments = choose_segments(programs, length, table.get("processors", _DEFAULT_PROCESSORS))
-    if next_power_of_two(inputs.q.shape[3]) * inputs.v.dtype.itemsize > 256:
-        segments = 1  # a segment's transition does not fit in shared memory
-    return with_segments(schedule, segments)
+    if not splits(next_power_of_two(inputs.q.shape[3])):
+        return schedule
+    return with_segments(schedule, choose_segments(programs, length, table.get("processors", _DEFAULT_PROCESSORS)))
