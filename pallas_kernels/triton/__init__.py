@@ -1,5 +1,6 @@
 """Kernels in Pallas on its Triton backend, for NVIDIA GPUs; interpreted on a CPU."""
 
+from pallas_kernels.triton import preconditioner_readouts
 from pallas_kernels.triton.gated_delta_rule import gated_delta_rule, linear_attention, unsupported
 from pallas_kernels.triton.preconditioner import GramSchedule, diagonal_gram_readout, gram_unsupported
 from pallas_kernels.triton.ridge_problem import RidgeSchedule
@@ -14,6 +15,7 @@ __all__ = [
     "gated_delta_rule",
     "gram_unsupported",
     "linear_attention",
+    "preconditioner_readouts",
     "ridge_solve",
     "ridge_solve_unsupported",
     "unsupported",

@@ -105,31 +105,39 @@ class Options:
 
 
 class _Cut:
-    """Where a program finds its part of each array; the grid is (heads, parts of the sequence, rows)."""
+    """Where a program finds its part of each array; the grid is (heads, parts of the sequence, rows).
 
-    def __init__(self, options: Options, x: GramInputs):
+    `from_end` goes through the rows from the last to the first, as the kernels do through the parts.
+    """
+
+    def __init__(self, options: Options, x: GramInputs, from_end: bool = False):
+        self.from_end = from_end
         self.batch, self.length, self.heads, self.channels = x.k.shape
         self.tokens = options.schedule.tokens_of(self.batch * self.heads, self.length)
         self.parts = cdiv(self.length, self.tokens)
         self.grid = (self.heads, self.parts, self.batch)
+
+    def row(self, b):
+        """The row that a program with this index along the grid's last axis has."""
+        return self.batch - 1 - b if self.from_end else b
 
     def of_tokens(self, x: Array | jax.ShapeDtypeStruct | None) -> Operand | None:
         """One head of `[B, T, H]` or `[B, T, H, K]`."""
         if x is None:
             return None
         tail = (self.channels,) if len(x.shape) == 4 else ()
-        return Operand(x, (None, self.length, None, *tail), lambda h, n, b: (b, 0, h, *(0 for _ in tail)))
+        return Operand(x, (None, self.length, None, *tail), lambda h, n, b: (self.row(b), 0, h, *(0 for _ in tail)))
 
     def of_head(self, x: Array | jax.ShapeDtypeStruct | None) -> Operand | None:
         """One head of `[B, H, ...]`."""
         if x is None:
             return None
         tail = x.shape[2:]
-        return Operand(x, (None, None, *tail), lambda h, n, b: (b, h, *(0 for _ in tail)))
+        return Operand(x, (None, None, *tail), lambda h, n, b: (self.row(b), h, *(0 for _ in tail)))
 
     def inputs(self, x: GramInputs) -> dict[str, Operand | None]:
         """All arguments."""
-        starts = None if x.starts is None else Operand(x.starts, (None, self.length), lambda h, n, b: (b, 0))
+        starts = None if x.starts is None else Operand(x.starts, (None, self.length), lambda h, n, b: (self.row(b), 0))
         return {
             "k": self.of_tokens(x.k),
             "x": self.of_tokens(x.x),
@@ -154,14 +162,15 @@ def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> 
     given = cut.inputs(inputs)
     sums: dict[str, Any] = {"sums": None, "kept": None}
     if cut.parts > 1:
+        back = _Cut(options, inputs, from_end=True)
         per_channel = inputs.log_decay is not None and inputs.log_decay.ndim == 4
         kept = cut.per_head(cut.parts, *((cut.channels,) if per_channel else ()))
         sums = call(
             sums_kernel,
             "gram_sums",
             cut.grid,
-            {**given, "x": None, "parameter": None, "initial_state": None},
-            {"sums": cut.of_head(cut.per_head(cut.parts, cut.channels)), "kept": cut.of_head(kept)},
+            {**back.inputs(inputs), "x": None, "parameter": None, "initial_state": None},
+            {"sums": back.of_head(cut.per_head(cut.parts, cut.channels)), "kept": back.of_head(kept)},
             launch,
             tokens=cut.tokens,
             block=launch.block,
@@ -198,7 +207,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
     given = {**cut.inputs(inputs), "d_out": cut.of_tokens(d_out), "initial_state": None}
     block_states = cut.per_head(cut.length // launch.block, cut.channels)
     static: dict[str, Any] = {"readout": options.readout, "tokens": cut.tokens, "block": launch.block}
-    back = call(
+    found = call(
         reverse_sums_kernel,
         "gram_reverse_sums",
         cut.grid,
@@ -212,15 +221,17 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
     )
     if kept is None:  # one part: its map is never applied
         kept = jnp.ones((cut.batch, cut.heads, 1), jnp.float32)
-    x = inputs
+    x, cut = inputs, _Cut(options, inputs, from_end=True)
     parts = None if x.parameter is None else cut.of_head(cut.per_head(cut.parts))
-    found = call(
+    results = call(
         reverse_kernel,
         "gram_reverse",
         cut.grid,
         {
-            **given,
-            **{name: cut.of_head(array) for name, array in back.items()},
+            **cut.inputs(inputs),
+            "initial_state": None,
+            "d_out": cut.of_tokens(d_out),
+            **{name: cut.of_head(array) for name, array in found.items()},
             "kept": cut.of_head(kept),
             "d_final_state": cut.of_head(d_final_state),
             "d_passed": cut.of_tokens(d_passed[0] if d_passed else None),
@@ -236,15 +247,15 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
         launch,
         **static,
     )
-    d_parameter = None if found["d_parameter"] is None else jnp.sum(found["d_parameter"], axis=(0, 2))
+    d_parameter = None if results["d_parameter"] is None else jnp.sum(results["d_parameter"], axis=(0, 2))
     return (
         GramInputs(
-            k=found["d_k"],  # type: ignore[arg-type]
-            x=found["d_x"],
+            k=results["d_k"],  # type: ignore[arg-type]
+            x=results["d_x"],
             parameter=d_parameter,
-            log_decay=found["d_log_decay"],
-            gain=found["d_gain"],
-            initial_state=None if x.initial_state is None else found["d_initial_state"],
+            log_decay=results["d_log_decay"],
+            gain=results["d_gain"],
+            initial_state=None if x.initial_state is None else results["d_initial_state"],
             starts=None,
         ),
     )
@@ -292,8 +303,7 @@ def diagonal_gram_readout(
         k: keys, bfloat16 or float32.
         x: what the readout takes beside A; None is `k`.
         parameter: a number a head that the readout takes, or None.
-        readout: from float32 rows `[K]` (the parameter as a row too, A before the token zero where a segment starts) to
-            a row; hashable, of operations that Pallas lowers, itself and its gradient (`jax.vjp`).
+        readout: one of `pallas_kernels.triton.preconditioner_readouts`.
         dtype: of the results.
         log_decay: natural logarithm of the decay, `<= 0`, -inf included; None is no decay.
         gain: weight of each token; None is 1.

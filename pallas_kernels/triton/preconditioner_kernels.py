@@ -5,15 +5,26 @@
 The gradient runs backwards, `G` that in A after a token: `dA_{t-1} = exp(log_decay_t) G_t`, each readout's own added.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-Readout = Callable[[Any, Any, Any, Any], Any]
+from pallas_kernels.triton.backend import exp2
+from pallas_kernels.triton.preconditioner_readouts import RowGradients
+
+
+@runtime_checkable
+class Readout(Protocol):
+    """A function of A and of a row more, as `preconditioner_readouts` has them."""
+
+    def __call__(self, before: Any, after: Any, x: Any, parameter: Any) -> Any:
+        """Its value, a row."""
+
+    def gradients(self, before: Any, after: Any, x: Any, parameter: Any, d_out: Any) -> RowGradients:
+        """Its gradients for the gradient `d_out` in the value."""
 
 
 class Token(NamedTuple):
@@ -38,7 +49,7 @@ def _load_block(r, first, count: int) -> list[Token]:
     tokens = []
     for (k, x), (log_decay, gain), start in zip(raw, gates, starts):
         k = k.astype(jnp.float32)
-        decay, keep = 1.0 if log_decay is None else jnp.exp(log_decay), None
+        decay, keep = 1.0 if log_decay is None else exp2(math.log2(math.e) * log_decay), None
         if start is not None:
             keep = (1 - start).astype(jnp.float32)
             decay = decay * keep
@@ -52,10 +63,10 @@ def _step(token: Token, gram: Any) -> tuple[Any, Any]:
     return before, token.decay * gram + token.gain * (token.k * token.k)
 
 
-def _carry(r, sums, kept, start: Any, count, index) -> Any:
+def _carry(r, sums, kept, start: Any, count, index, unroll: int = 16) -> Any:
     """Applies the affine maps number `index(0)` to `index(count - 1)` to `start`."""
     last = sums.shape[0] - 1
-    unroll = min(8, sums.shape[0])
+    unroll = min(unroll, sums.shape[0])
 
     def body(m, state):
         rows = [jnp.clip(index(m * unroll + i), 0, last) for i in range(unroll)]
@@ -67,9 +78,19 @@ def _carry(r, sums, kept, start: Any, count, index) -> Any:
     return lax.fori_loop(0, lax.div(count + unroll - 1, unroll), body, start)
 
 
+def part(from_end: bool) -> Any:
+    """Number of the program's part of the sequence.
+
+    Of two passes over the same tokens one goes from the end: it begins with what the other left in the cache.
+    """
+    n = pl.program_id(1)
+    return pl.num_programs(1) - 1 - n if from_end else n
+
+
 def sums_kernel(r, *, tokens: int, block: int):
     """What a program's tokens add to A, and what they leave of A before them."""
-    first = pl.program_id(1) * tokens
+    n = part(from_end=True)
+    first = n * tokens
     blocks = _blocks(r, first, tokens, block)
 
     def body(m, carry):
@@ -82,7 +103,6 @@ def sums_kernel(r, *, tokens: int, block: int):
     channels = r.k.shape[1]
     ones = jnp.ones(r.kept.shape[1:], jnp.float32)
     gram, kept = lax.fori_loop(0, blocks, body, (jnp.zeros(channels, jnp.float32), ones))
-    n = pl.program_id(1)
     r.sums[n, :] = gram
     if len(r.kept.shape) == 1:
         r.kept[n] = kept
@@ -109,7 +129,7 @@ def _parameter(r) -> Any:
 
 def apply_kernel(r, *, readout: Readout, tokens: int, block: int):
     """The readout of each token, and A before each program and after the last token."""
-    n = pl.program_id(1)
+    n = part(from_end=False)
     first = n * tokens
     gram = _start(r) if r.sums is None else _carry(r, r.sums, r.kept, _start(r), n, lambda i: i)
     if r.states is not None:
@@ -130,17 +150,16 @@ def apply_kernel(r, *, readout: Readout, tokens: int, block: int):
         r.final_state[...] = gram
 
 
-def _pull_back(readout: Readout, token: Token, before, after, parameter, d_out) -> tuple[Any, Any, Any, Any]:
-    """Gradients of one readout in A before and after the token, in x and in the parameter."""
-    if parameter is None:
-        _, pull = jax.vjp(lambda b, a, x: readout(b, a, x, None), before, after, token.x)
-        return (*pull(d_out), None)
-    return jax.vjp(readout, before, after, token.x, parameter)[1](d_out)
+def _from_before(token: Token, d_before: Any, d_gram: Any) -> Any:
+    """Adds a readout's gradient in A before its token."""
+    if d_before is None:
+        return d_gram
+    return d_gram + (d_before if token.keep is None else token.keep * d_before)
 
 
 def reverse_sums_kernel(r, *, readout: Readout, tokens: int, block: int):
     """What a program's tokens add to the gradient in A before them, and A before each block."""
-    n = pl.program_id(1)
+    n = part(from_end=False)
     first = n * tokens
     parameter = _parameter(r)
 
@@ -151,10 +170,12 @@ def reverse_sums_kernel(r, *, readout: Readout, tokens: int, block: int):
         d_out = [r.d_out[t + i, :] for i in range(block)]
         for token, d in zip(_load_block(r, t, block), d_out):
             before, gram = _step(token, gram)
-            d_before, d_after, _, _ = _pull_back(readout, token, before, gram, parameter, d.astype(jnp.float32))
-            d_gram = d_gram + kept * (d_before if token.keep is None else token.keep * d_before)
+            d = readout.gradients(before, gram, token.x, parameter, d.astype(jnp.float32))
+            if d.before is not None:
+                d_gram = d_gram + kept * (d.before if token.keep is None else token.keep * d.before)
             kept = kept * token.decay
-            d_gram = d_gram + kept * d_after
+            if d.after is not None:
+                d_gram = d_gram + kept * d.after
         return gram, kept, d_gram
 
     ones = jnp.ones(r.k.shape[1], jnp.float32)
@@ -174,7 +195,7 @@ def _store_gate(ref, t, value) -> None:
 
 def reverse_kernel(r, *, readout: Readout, tokens: int, block: int):
     """Gradients in the arguments, from the last token to the first."""
-    n, programs = pl.program_id(1), pl.num_programs(1)
+    n, programs = part(from_end=True), pl.num_programs(1)
     first = n * tokens
     blocks = _blocks(r, first, tokens, block)
     parameter = _parameter(r)
@@ -193,24 +214,23 @@ def reverse_kernel(r, *, readout: Readout, tokens: int, block: int):
         for i in reversed(range(block)):
             token, gram = loaded[i], grams[i]
             before = _step(token, gram)[0]
-            d_before, d_after, d_x, d_p = _pull_back(
-                readout, token, before, grams[i + 1], parameter, d_out[i].astype(jnp.float32)
-            )
-            d_gram = d_gram + d_after
-            d_k = 2.0 * (token.gain * d_gram) * token.k
+            d = readout.gradients(before, grams[i + 1], token.x, parameter, d_out[i].astype(jnp.float32))
+            if d.after is not None:
+                d_gram = d_gram + d.after
+            d_k = (2.0 * token.gain) * (token.k * d_gram)
             if r.d_x is not None:
-                r.d_x[t + i, :] = d_x.astype(r.d_x.dtype)
-            else:
-                d_k = d_k + d_x
+                r.d_x[t + i, :] = d.x.astype(r.d_x.dtype)
+            elif d.x is not None:
+                d_k = d_k + d.x
             if r.d_passed is not None:
                 d_k = d_k + d_passed[i].astype(jnp.float32)
             r.d_k[t + i, :] = d_k.astype(r.d_k.dtype)
-            _store_gate(r.d_gain, t + i, token.k * token.k * d_gram)
+            _store_gate(r.d_gain, t + i, token.k * (token.k * d_gram))
             d_gram = token.decay * d_gram
             _store_gate(r.d_log_decay, t + i, gram * d_gram)
-            d_gram = d_gram + (d_before if token.keep is None else token.keep * d_before)
-            if d_parameter is not None:
-                d_parameter = d_parameter + d_p
+            d_gram = _from_before(token, d.before, d_gram)
+            if d.parameter is not None:
+                d_parameter = d_parameter + d.parameter
         return d_gram, d_parameter
 
     none = None if parameter is None else jnp.zeros(r.k.shape[1], jnp.float32)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from rnnlib.ops.arguments import accumulation_dtype, check_floating, check_rank, check_shape
 from rnnlib.ops.diagonal_preconditioner.evaluate import evaluate
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
-from rnnlib.ops.diagonal_preconditioner.readouts import Gram, PreconditionedKey, Preconditioner
+from rnnlib.ops.diagonal_preconditioner.readouts import Gram, Preconditioner
 from rnnlib.ops.diagonal_preconditioner.squash import Interval, Squash, check_squash
 
 
@@ -112,7 +112,7 @@ def diagonal_preconditioner(
         "segment_ids": segment_ids,
         "implementation": implementation,
     }
-    readout = Preconditioner(bound, eps, interval, squash)
+    readout = Preconditioner(bound, eps, interval, squash, times_row=False)
     return evaluate(name, readout, inputs, parameter=per_head(name, "center", center, k), **options)[:2]
 
 
@@ -173,7 +173,7 @@ def precondition_key(
     }
     write_key, final, key = evaluate(
         name,
-        PreconditionedKey(Preconditioner(bound, eps, interval, squash)),
+        Preconditioner(bound, eps, interval, squash, times_row=True),
         inputs,
         x=None if gram_key is None else k,
         parameter=per_head(name, "center", center, k),

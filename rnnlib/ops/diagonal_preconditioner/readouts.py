@@ -1,7 +1,7 @@
-"""What becomes of the diagonal Gram: functions of it, token by token, that hold for whole arrays and inside kernels.
+"""What becomes of the diagonal Gram: functions of it, token by token. The Triton kernels have the same by these names.
 
-Each takes A before a token (zero where a segment starts) and after it, one array more of the same shape, and a number a
-head; all broadcast against each other, channels last.
+Each takes A before each token (zero where a segment starts) and after it, one array more of the same shape, and a
+number a head; all broadcast against each other, channels last.
 """
 
 from dataclasses import dataclass
@@ -23,38 +23,26 @@ class Gram:
 
 @dataclass(frozen=True)
 class Preconditioner:
-    """B, the stable preconditioner around the center that the parameter is.
+    """B, the stable preconditioner around the center that the parameter is, or `B * x`.
 
     Attributes:
         bound: as in `rnnlib.ops.diagonal_preconditioner`.
         eps: likewise.
         interval: likewise.
         squash: likewise.
+        times_row: whether the result is `B * x`.
     """
 
     bound: float
     eps: float
     interval: str
     squash: str
+    times_row: bool
 
     def __call__(self, before: Array, after: Array, x: Array, parameter: Array) -> Array:
-        """B."""
-        return preconditioner_of(after, parameter, self.bound, self.eps, self.interval, self.squash)
-
-
-@dataclass(frozen=True)
-class PreconditionedKey:
-    """`B * x`.
-
-    Attributes:
-        preconditioner: gives B.
-    """
-
-    preconditioner: Preconditioner
-
-    def __call__(self, before: Array, after: Array, x: Array, parameter: Array) -> Array:
-        """The write key."""
-        return self.preconditioner(before, after, x, parameter) * x
+        """B, times x if so asked."""
+        out = preconditioner_of(after, parameter, self.bound, self.eps, self.interval, self.squash)
+        return out * x if self.times_row else out
 
 
 @dataclass(frozen=True)
@@ -73,5 +61,4 @@ class ShermanMorrisonKey:
     def __call__(self, before: Array, after: Array, x: Array, parameter: Array) -> Array:
         """The write key."""
         preconditioned = x / (before + parameter)
-        product = jnp.sum(x * preconditioned, axis=-1)
-        return preconditioned / (1 + (product if x.ndim == 1 else product[..., None]))
+        return preconditioned / (1 + jnp.sum(x * preconditioned, axis=-1, keepdims=True))

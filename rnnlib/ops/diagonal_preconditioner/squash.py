@@ -53,7 +53,7 @@ def squash_to_interval(
 
 
 def preconditioner_of(gram: Array, center: Array, bound: float, eps: float, interval: str, squash: str) -> Array:
-    """`squash_to_interval` for a center that broadcasts against `gram`, in operations that kernels know too."""
+    """`squash_to_interval` for a center that broadcasts against `gram`."""
     r = jnp.log(gram + eps) - center
     s = jnp.tanh(r) if squash == "tanh" else r / (1 + jnp.abs(r))
     # The exponent of the bound runs over [-1, 1], [0, 1] or [-1, 0].

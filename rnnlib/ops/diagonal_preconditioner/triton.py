@@ -1,5 +1,6 @@
 """The diagonal Gram and its readouts on NVIDIA GPUs: the kernels of `pallas_kernels.triton`."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,11 +31,13 @@ def diagonal_gram_triton(
     with_key: bool,
 ) -> tuple[Array, Array, Array]:
     """Evaluates a readout by kernels; arguments and results as `evaluate`."""
-    out, final, *key = triton_kernels().diagonal_gram_readout(
+    kernels = triton_kernels()
+    of_kernels = getattr(kernels.preconditioner_readouts, type(readout).__name__)(**dataclasses.asdict(readout))
+    out, final, *key = kernels.diagonal_gram_readout(
         inputs.k,
         x,
         parameter,
-        readout=readout,
+        readout=of_kernels,
         dtype=jnp.float32 if like is None else like.dtype,
         log_decay=inputs.log_decay,
         gain=inputs.gain,
