@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -41,21 +43,27 @@ def _curves(
         gradient: from solver, iterations and dtype to the gradients.
         labels: of `GRADIENTS`; where activations are bfloat16, the implicit ones among them.
     """
-    reference = gradient(Solver("exact"), 1, "float64")
-    curves: dict[str, Any] = {"iterations": list(config.gradient_iterations)}
-    for precision in PRECISIONS:
-        dtype = "bfloat16" if precision == "bfloat16" else "float32"
-        curves[precision] = {EXACT: relative_difference(gradient(Solver("exact"), 1, dtype), reference)}
-        for label in labels:
-            if precision == "bfloat16" and not label.endswith("implicit"):
-                continue
-            product_dtype = None if precision == "float32" else "bfloat16"
-            solver = dataclasses.replace(GRADIENTS[label], product_dtype=product_dtype)
-            curves[precision][label] = [
-                relative_difference(gradient(solver, iterations, dtype), reference)
-                for iterations in config.gradient_iterations
-            ]
-    return curves
+    exact = Solver("exact")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilation takes most of the time, and a core each
+        reference = pool.submit(gradient, exact, 1, "float64")
+
+        def difference(solver: Solver, iterations: int, dtype: str) -> Future[float]:
+            return pool.submit(lambda: relative_difference(gradient(solver, iterations, dtype), reference.result()))
+
+        differences: dict[str, Any] = {}
+        for precision in PRECISIONS:
+            dtype = "bfloat16" if precision == "bfloat16" else "float32"
+            differences[precision] = {EXACT: difference(exact, 1, dtype)}
+            for label in labels:
+                if precision == "bfloat16" and not label.endswith("implicit"):
+                    continue
+                product_dtype = None if precision == "float32" else "bfloat16"
+                solver = dataclasses.replace(GRADIENTS[label], product_dtype=product_dtype)
+                differences[precision][label] = [
+                    difference(solver, iterations, dtype) for iterations in config.gradient_iterations
+                ]
+        curves = jax.tree.map(lambda future: future.result(), differences)
+    return {"iterations": list(config.gradient_iterations), **curves}
 
 
 def single_layer(config: SolverConvergenceConfig) -> dict[str, Any]:
