@@ -15,7 +15,10 @@ NO, SCALAR, CHANNEL = None, "scalar", "channel"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A shape and which optional arguments are given, each `None`, `"scalar"` or `"channel"`."""
+    """A shape and which optional arguments are given, each `None`, `"scalar"` or `"channel"`.
+
+    `shift` makes the decay milder: it is added to the logits whose log-sigmoid the log decay is.
+    """
 
     shape: tuple[int, ...]  # B, T, H, HV, K, V
     decay: str | None = SCALAR
@@ -25,6 +28,7 @@ class Case:
     initial_state: bool = True
     packed: bool = False
     extreme: bool = False
+    shift: float = 0.0
     online: bool = True
     segments: int = 1
     dtype: Any = jnp.float32
@@ -67,7 +71,7 @@ def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, jax.Array], jax.Ar
         arrays["initial_state"] = normal((batch, value_heads, key_size, value_size))
     arrays = {name: jnp.asarray(x, case.dtype) for name, x in arrays.items()}
     if case.decay:
-        log_decay = np.log(sigmoid(case.decay, key_size))
+        log_decay = -np.log1p((1 / sigmoid(case.decay, key_size) - 1) * np.exp(-case.shift))
         if case.extreme:
             dice = random.random(log_decay.shape)
             for limit, value in ((0.3, 0.0), (0.12, -20.0), (0.07, -1000.0), (0.02, -np.inf)):

@@ -18,6 +18,8 @@ CASES = {
     "gated": Case((2, 150, 1, 2, 32, 16)),
     "extreme_scalar_decay_packed": Case((1, 200, 1, 1, 32, 16), write_key=True, packed=True, extreme=True),
     "write_key_three_segments": Case((1, 250, 1, 2, 16, 16), write_key=True, segments=3),
+    "eight_segments_that_forget": Case((1, 576, 1, 1, 16, 16), segments=8),
+    "eight_segments_that_remember": Case((1, 576, 1, 1, 16, 16), segments=8, shift=4.0),
     "channel_decay": Case((1, 130, 1, 2, 16, 16), decay=CHANNEL, segments=2),
     "extreme_channel_decay_packed": Case(
         (1, 130, 1, 1, 16, 16), decay=CHANNEL, write_key=True, packed=True, extreme=True
