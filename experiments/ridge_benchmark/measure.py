@@ -1,0 +1,280 @@
+"""What is measured, each part giving records."""
+
+import concurrent.futures
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from experiments.kernel_benchmarks.jax_worker import timed_record
+from experiments.kernel_benchmarks.records import Record, describe, read_records
+from experiments.ridge_benchmark.config import METHODS, PRECISIONS, RIDGES, RidgeBenchmarkConfig
+from experiments.ridge_benchmark.inputs import draw
+from rnnlib import ops
+from rnnlib.layers.presets import mixer_preset
+from rnnlib.ops.ridge_solve import Solver
+
+Arrays = dict[str, Array]
+Compiled = tuple[Callable[..., Any], tuple[Any, ...]]
+PRODUCT_DTYPES = {"bfloat16": jnp.bfloat16, "split": jnp.float32}
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gated DeltaNet": ("gated_deltanet", {}),
+    "Gated KalmaNet": ("gated_kalmanet", {}),
+    "Gated KalmaNet, sketched": ("gated_kalmanet", {"solve.sketch_size": None}),
+    "MesaNet": ("mesanet", {}),
+}
+
+
+def mesanet(x: Arrays, iterations: int) -> Array:
+    """MesaNet's operator: `o_t = U_t^T (H_t + Diag(lambda))^-1 q_t`, as flash-linear-attention's function has it."""
+    key = (jnp.sqrt(x["beta"].astype(jnp.float32))[..., None] * x["k"]).astype(x["k"].dtype)
+    solution, _ = ops.ridge_solve(
+        x["q"],
+        key,
+        ridge=x["ridge"],
+        adaptive=False,
+        log_decay=x["log_decay"],
+        iterations=iterations,
+        solver="conjugate_gradient",
+    )
+    return ops.linear_attention(solution, x["k"], x["v"], log_decay=x["log_decay"], write=x["beta"], scale=1.0)[0]
+
+
+def ridge_solution(x: Arrays, method: str, iterations: int, precision: str) -> Array:
+    """The solve alone."""
+    return ops.ridge_solve(
+        x["q"],
+        x["k"],
+        ridge=RIDGES[method],
+        adaptive=method == "chebyshev",
+        log_decay=x["log_decay"],
+        iterations=iterations,
+        solver=Solver(method, product_dtype=PRODUCT_DTYPES[precision]),
+    )[0]
+
+
+def with_gradients(function: Callable[[Arrays], Array], names: tuple[str, ...]) -> Callable[[Arrays], Any]:
+    """The function's value and its gradients in the arrays of these names, for the cotangent `d_out`."""
+
+    def run(x: Arrays) -> Any:
+        inputs = {name: x[name] for name in names}
+        out, pull_back = jax.vjp(lambda inputs: function({**x, **inputs}), inputs)
+        return out, pull_back(x["d_out"].astype(out.dtype))[0]
+
+    return run
+
+
+def compile_all(jobs: dict[Any, Callable[[], Compiled]]) -> Iterator[tuple[Any, Compiled | str]]:
+    """Compiles side by side; a failure comes as its description."""
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        futures = {key: pool.submit(job) for key, job in jobs.items()}
+    for key, future in futures.items():
+        error = future.exception()
+        yield key, future.result() if error is None else describe(error)
+
+
+def compiled(function: Callable[..., Any], *arguments: Any) -> Compiled:
+    """A function compiled for its arguments, and they."""
+    return jax.jit(function).lower(*arguments).compile(), arguments
+
+
+def timed(config: RidgeBenchmarkConfig, what: Record, job: Compiled | str) -> Record:
+    """A record of a compiled function's time and memory."""
+    if isinstance(job, str):
+        return {**what, "kind": "failure", "of": what["kind"], "reason": job}
+    call, arguments = job
+    timing = timed_record(lambda: call(*arguments), config.repeats, with_kernels=jax.default_backend() == "gpu")
+    memory = call.memory_analysis()  # type: ignore[attr-defined]
+    peak = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {**what, **timing, "peak_mib": round(peak / 2**20, 1)}
+
+
+def solve_times(config: RidgeBenchmarkConfig) -> Iterator[Record]:
+    """Forward and backward of both methods, of sketched sizes and other precisions, and of MesaNet's operator."""
+    jobs: dict[Any, Callable[[], Compiled]] = {}
+    arrays: dict[Any, Arrays] = {}
+    for sizes in config.shapes:
+        cases = [(method, "bfloat16", config.head_size) for method in METHODS]
+        cases += [("chebyshev", "bfloat16", size) for size in config.sketch_sizes]
+        cases += [("chebyshev", "split", config.head_size), ("mesanet", "bfloat16", config.head_size)]
+        for method, precision, size in cases:
+            shape = (*sizes, size)
+            if shape not in arrays:
+                ridge = jnp.full((shape[2], size), 1.0, jnp.float32)
+                arrays[shape] = {**draw(shape, jnp.bfloat16), "ridge": ridge}
+            function: Callable[[Arrays], Array] = functools.partial(
+                ridge_solution, method=method, iterations=config.iterations, precision=precision
+            )
+            names: tuple[str, ...] = ("q", "k", "log_decay")
+            if method == "mesanet":
+                function = functools.partial(mesanet, iterations=config.iterations)
+                names += ("v", "beta", "ridge")
+            both = with_gradients(function, names)
+            for name, run in (("forward", function), ("forward_backward", both)):
+                jobs[method, precision, shape, name] = functools.partial(compiled, run, arrays[shape])
+    for (method, precision, shape, name), job in compile_all(jobs):
+        what = {"kind": "time", "operator": method, "precision": precision, "shape": shape, "pass": name}
+        yield timed(config, {**what, "implementation": "ours"}, job)
+
+
+def _relative(x: Any, expected: np.ndarray) -> dict[str, float]:
+    difference = np.linalg.norm(np.asarray(x, np.float64) - expected, axis=-1)
+    norm = np.linalg.norm(expected, axis=-1)
+    return {
+        "error": float(np.linalg.norm(difference) / np.linalg.norm(norm)),
+        "worst": float(np.max(difference / np.maximum(norm, 1e-30))),
+    }
+
+
+def solve_errors(config: RidgeBenchmarkConfig) -> Iterator[Record]:
+    """Errors of the products' precisions against the same iterate and against the exact solution, in float64.
+
+    Inputs are bfloat16 (or float32) numbers; solutions come out in float32, so that rounding them is not counted.
+    """
+    from pallas_kernels import triton
+
+    for dtype in (jnp.bfloat16, jnp.float32):
+        x = draw((*config.error_shape, config.head_size), dtype)
+        names = ("q", "k", "log_decay")
+        references: dict[Any, np.ndarray] = {}
+        with jax.enable_x64(True):
+            doubles = {name: jnp.asarray(np.asarray(x[name].astype(jnp.float32)), jnp.float64) for name in names}
+
+            def reference(method: str, iterations: int, solver: str, doubles: Arrays = doubles) -> np.ndarray:
+                options: dict[str, Any] = {"ridge": RIDGES[method], "adaptive": method == "chebyshev"}
+                solve = functools.partial(
+                    ops.ridge_solve, **options, iterations=iterations, solver=solver, implementation="scan"
+                )
+                return np.asarray(jax.jit(solve)(**doubles)[0])
+
+            for method in METHODS:
+                references[method, "exact"] = reference(method, 1, "exact")
+                for iterations in config.error_iterations:
+                    references[method, iterations] = reference(method, iterations, method)
+        jobs: dict[Any, Callable[[], Compiled]] = {}
+        for method in METHODS:
+            for precision in PRECISIONS:
+                for iterations in config.error_iterations:
+                    ridge = jnp.full((config.error_shape[2], 1), RIDGES[method], jnp.float32)
+                    solve = functools.partial(
+                        triton.ridge_solve,
+                        adaptive=method == "chebyshev",
+                        iterations=iterations,
+                        solver=method,
+                        precision=precision,
+                    )
+                    arguments = {**{name: x[name] for name in names}, "q": x["q"].astype(jnp.float32), "ridge": ridge}
+                    jobs[method, precision, iterations] = functools.partial(
+                        compiled, lambda x, solve=solve: solve(**x)[0], arguments
+                    )
+        for (method, precision, iterations), job in compile_all(jobs):
+            what = {"operator": method, "precision": precision, "iterations": iterations}
+            what |= {"inputs": jnp.dtype(dtype).name, "shape": (*config.error_shape, config.head_size)}
+            if isinstance(job, str):
+                yield {**what, "kind": "failure", "of": "error", "reason": job}
+                continue
+            found = job[0](*job[1])
+            exact = references[method, "exact"]
+            yield {
+                **what,
+                "kind": "error",
+                "of_iterate": _relative(found, references[method, iterations]),
+                "of_solution": _relative(found, exact),
+                "iterate_itself": _relative(references[method, iterations], exact),
+            }
+
+
+def layer_times(config: RidgeBenchmarkConfig) -> Iterator[Record]:
+    """Forward + backward of whole layers, with respect to their parameters and inputs."""
+    shape = (*config.layer_shape, config.width)
+    x, d_out = (jax.random.normal(jax.random.key(n), shape, jnp.bfloat16) for n in range(2))
+    jobs: dict[Any, Callable[[], Compiled]] = {}
+    for title, (name, options) in LAYERS.items():
+        options = {key: config.sketch_sizes[0] if value is None else value for key, value in options.items()}
+        mixer = mixer_preset(name, **options)
+        layer = mixer.build(
+            config.width, config.layer_heads, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, param_dtype=jnp.float32
+        )
+        definition, state = nnx.split(layer)
+
+        def forward(state: Any, x: Array, definition: Any = definition) -> Array:
+            return nnx.merge(definition, state)(x)[0]
+
+        def both(state: Any, x: Array, d_out: Array, forward: Callable[..., Array] = forward) -> Any:
+            out, pull_back = jax.vjp(forward, state, x)
+            return out, pull_back(d_out.astype(out.dtype))
+
+        jobs[title, "forward"] = functools.partial(compiled, forward, state, x)
+        jobs[title, "forward_backward"] = functools.partial(compiled, both, state, x, d_out)
+    for (title, name), job in compile_all(jobs):
+        yield timed(config, {"kind": "layer", "layer": title, "shape": shape, "pass": name}, job)
+
+
+def peer_installed() -> bool:
+    """Whether flash-linear-attention and torch can be imported here."""
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", "fla"))
+
+
+def start_peer(config: RidgeBenchmarkConfig, folder: pathlib.Path) -> subprocess.Popen[str]:
+    """Starts the process that compiles the peer's kernels, and times them once it gets a line on its input."""
+    (folder / "peer.json").write_text(json.dumps({**config.settings(), "folder": str(folder)}))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "experiments.ridge_benchmark.peer", str(folder)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=(folder / "peer.log").open("w"),
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def measure(config: RidgeBenchmarkConfig, write: Callable[[Record], None]) -> None:
+    """Runs all parts; each record goes to `write` as soon as it is there."""
+    deadline = time.time() + config.time_limit
+    device = jax.devices()[0]
+    write({"kind": "worker", "worker": "jax", "device": device.device_kind})
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary)
+        peer = start_peer(config, folder) if config.peer and peer_installed() else None
+        try:
+            if peer is not None:  # its search among kernels must not disturb what is timed
+                while peer.poll() is None and time.time() < deadline - config.time_limit / 2:
+                    if (folder / "prepared").exists():
+                        break
+                    time.sleep(0.5)
+            for part in (solve_times, layer_times, solve_errors):
+                try:
+                    for record in part(config):
+                        write(record)
+                        if time.time() > deadline:
+                            break
+                except Exception as error:
+                    write({"kind": "failure", "of": part.__name__, "reason": describe(error)})
+            if peer is not None:
+                if peer.poll() is None and (folder / "prepared").exists():
+                    peer.communicate("measure\n", timeout=max(20.0, deadline - time.time()))
+                records = read_records(folder / "peer.jsonl")
+                if not any(record["kind"] == "time" for record in records):
+                    log = (folder / "peer.log").read_text()[-1500:]
+                    records.append({"kind": "failure", "of": "peer", "reason": log})
+                for record in records:
+                    write(record)
+        except subprocess.TimeoutExpired:
+            write({"kind": "failure", "of": "peer", "reason": "time limit"})
+        finally:
+            if peer is not None and peer.poll() is None:
+                peer.terminate()

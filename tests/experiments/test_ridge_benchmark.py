@@ -1,0 +1,83 @@
+"""The ridge solve's benchmark: what it times is what it says, and its report holds to its records."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.ridge_benchmark import __main__ as command
+from experiments.ridge_benchmark import measure
+from experiments.ridge_benchmark.config import RidgeBenchmarkConfig
+from experiments.ridge_benchmark.inputs import draw
+from experiments.ridge_benchmark.report import markdown
+
+
+def test_mesanets_operator_is_its_recurrence():
+    x = {**draw((1, 20, 1, 8), jnp.float32), "ridge": jnp.full((1, 8), 0.5)}
+    found = jax.jit(measure.mesanet, static_argnums=1)(x, 12)
+    a = {name: np.asarray(array, np.float64)[0, :, 0] for name, array in x.items() if name != "ridge"}
+    gram, memory = np.zeros((8, 8)), np.zeros((8, 8))
+    for t in range(20):
+        decay = np.exp(a["log_decay"][t])
+        gram = decay * gram + a["beta"][t] * np.outer(a["k"][t], a["k"][t])
+        memory = decay * memory + a["beta"][t] * np.outer(a["k"][t], a["v"][t])
+        expected = memory.T @ np.linalg.solve(gram + 0.5 * np.eye(8), a["q"][t])
+        np.testing.assert_allclose(found[0, t, 0], expected, atol=1e-4)
+
+
+def test_gradients_are_of_the_named_arrays_for_the_given_cotangent():
+    x = {"a": jnp.arange(3.0), "b": jnp.ones(3), "d_out": jnp.array([1.0, 2.0, 3.0])}
+    out, gradients = measure.with_gradients(lambda x: x["a"] * x["b"], ("b",))(x)
+    np.testing.assert_array_equal(out, x["a"])
+    assert list(gradients) == ["b"]
+    np.testing.assert_array_equal(gradients["b"], x["a"] * x["d_out"])
+
+
+def results(records):
+    config = RidgeBenchmarkConfig().settings()
+    head = {"device": "a card", "versions": {"jax": "1"}, "commit": "abc", "command": "python", "date": "today"}
+    return {**head, "config": config, "records": records}
+
+
+def layer(name, wall):
+    timing = {"wall_ms": wall, "device_ms": wall, "kernels": {"ridge_chebyshev": wall}, "peak_mib": 1.0}
+    return [{"kind": "layer", "layer": name, "shape": [1, 64, 32], "pass": p, **timing} for p in measure_passes()]
+
+
+def measure_passes():
+    return ("forward", "forward_backward")
+
+
+def test_report_from_records(tmp_path, capsys):
+    time = {"kind": "time", "operator": "chebyshev", "precision": "bfloat16", "shape": [1, 64, 1, 16]}
+    time |= {"wall_ms": 0.25, "device_ms": 0.125, "kernels": {}, "peak_mib": 3.0}
+    records = [
+        {**time, "pass": "forward", "implementation": "ours"},
+        {**time, "pass": "forward", "implementation": "fla", "operator": "mesanet", "wall_ms": 0.5},
+        *layer("Gated DeltaNet", 2.0),
+        *layer("Gated KalmaNet", 3.0),
+        {"kind": "failure", "of": "error", "reason": "out of memory"},
+    ]
+    text = markdown(results(records))
+    assert "| Chebyshev | ours | 1, 64, 1, 16 | 0.250 | 0.125 |" in text
+    assert "| MesaNet's operator | FLA | 1, 64, 1, 16 | 0.500 |" in text
+    assert "| Gated KalmaNet | 3.000 | 3.000 | 3.000 | 1.50 |" in text
+    assert "- error: out of memory" in text
+
+    (tmp_path / "run.json").write_text(json.dumps(results(records)))
+    assert command.main(["--from-json", "--output", str(tmp_path), "--name", "run"]) == 0
+    assert (tmp_path / "run.md").read_text() == text
+    assert (tmp_path / "run.png").stat().st_size > 0
+    assert command.main(["--from-json", "--output", str(tmp_path), "--name", "other"]) == 2
+    assert "there is no" in capsys.readouterr().out
+
+
+def test_bad_sizes_are_refused():
+    with pytest.raises(ValueError, match="width is 100, expected a multiple of layer_heads = 8"):
+        RidgeBenchmarkConfig(width=100)
+
+
+def test_the_peer_is_passed_over_where_it_is_not_installed():
+    assert not measure.peer_installed()
