@@ -1,4 +1,7 @@
-"""Pictures of a run: time against length, ours against peers, and both against the roofline."""
+"""Pictures of a run: time against length, ours against peers, and both against the roofline.
+
+They are as wide as a page that shows them (about 830 pixels), so that text of 10 points stays legible there.
+"""
 
 import pathlib
 from typing import Any
@@ -14,7 +17,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.report import TITLES
 from experiments.kernel_benchmarks.roofline import moved_bytes, operations
-from experiments.kernel_benchmarks.view import PASSES, View, sizes_text
+from experiments.kernel_benchmarks.view import PASSES, View
 
 # One colour a subject, told apart under the common colour-vision deficiencies; peers keep theirs in all pictures.
 OPERATOR_COLORS = {
@@ -28,12 +31,13 @@ OPERATOR_COLORS = {
     "pkda": "#7b3294",
 }
 STYLES = {"triton": ("-", "o"), "fla": ("--", "s"), "flash_qla": (":", "D"), "chunked": ("-.", "^")}
+WIDTH, DPI = 8.3, 200
 PEER_COLORS = {"fla": "#e69f00", "flash_qla": "#6a3d9a", "chunked": "#999999"}
 
 
 def _title(view: View, what: str, results: dict[str, Any]) -> str:
     size = view.config["head_size"]
-    return f"{what}\n{results['device']}, {view.config['dtype']}, K = V = {size}; commit {results['commit']}"
+    return f"{what}\n{results['device']}, {view.config['dtype']}, K = V = {size}, commit {results['commit']}"
 
 
 def _color(operator: str) -> str:
@@ -86,21 +90,23 @@ def time_against_length(results: dict[str, Any], path: pathlib.Path) -> None:
     """Device time against T at B = 1, and time a token at a fixed number of tokens."""
     view = View(results)
     rows = [filled for filled in (False, True) if _has_sweep(view, filled)]
-    figure, panels = plt.subplots(len(rows), 2, figsize=(10, 1 + 3.25 * len(rows)), sharex=True, squeeze=False)
+    figure, panels = plt.subplots(
+        len(rows), 2, figsize=(WIDTH, 1.2 + 2.8 * len(rows)), sharex=True, squeeze=False, layout="constrained"
+    )
     for column, run in enumerate(PASSES):
         for row, filled in enumerate(rows):
             _lengths_panel(panels[row, column], view, run, filled=filled)
-        panels[-1, column].set_xlabel("T")
-    if panels[0, 0].get_legend_handles_labels()[0]:
-        panels[0, 0].legend(fontsize=8)
+        panels[-1, column].set_xlabel("sequence length T")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=2)
     figure.suptitle(_title(view, "Time against sequence length", results), fontsize=11)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=DPI)
     plt.close(figure)
 
 
 def ratios(results: dict[str, Any], path: pathlib.Path) -> None:
-    """How many times faster we are than each peer, for every operator and shape of the table."""
+    """How many times faster we are than each peer: a row an operator, a point a shape of the table."""
     view = View(results)
     peers = [name for name in PEER_COLORS if view.has(name)]
     points = [
@@ -108,38 +114,35 @@ def ratios(results: dict[str, Any], path: pathlib.Path) -> None:
         for point in view.table_points()
         if any(view.time(peer, *point, run) is not None for peer in peers for run in PASSES)
     ]
-    figure, panels = plt.subplots(1, 2, figsize=(11, 1.8 + 0.24 * len(points)), sharey=True, layout="constrained")
-    places, labels, place = [], [], 0.0
-    previous = None
-    for operator, shape in points:
-        place += 1.0 if operator == previous else 1.8
-        previous = operator
-        places.append(place)
-        labels.append(f"{OPERATORS[operator].title}  {sizes_text(shape)}")
+    operators = list(dict.fromkeys(operator for operator, _ in points))
+    height = 1.9 + 0.42 * max(1, len(operators))
+    figure, panels = plt.subplots(1, 2, figsize=(WIDTH, height), sharey=True, layout="constrained")
     for axes, run in zip(panels, PASSES):
-        for peer in peers:
-            marker = STYLES[peer][1]
+        for n, peer in enumerate(peers):
             found = []
-            for y, (operator, shape) in zip(places, points):
+            for operator, shape in points:
                 ours, theirs = view.time("triton", operator, shape, run), view.time(peer, operator, shape, run)
-                if ours and theirs:
-                    found.append((theirs / ours, y))
+                if ours and theirs:  # peers a little apart in a row
+                    found.append((theirs / ours, operators.index(operator) + 0.22 * (n - (len(peers) - 1) / 2)))
             if found:
-                axes.scatter(*zip(*found), s=26, marker=marker, color=PEER_COLORS[peer], label=f"{TITLES[peer]} / ours")
+                axes.scatter(
+                    *zip(*found), s=30, alpha=0.8, marker=STYLES[peer][1], color=PEER_COLORS[peer], label=TITLES[peer]
+                )
         axes.axvline(1, color="black", linewidth=1)
         axes.set_xscale("log")
-        ticks = [t for t in (0.25, 0.5, 1, 2, 4, 8, 16, 32) if axes.get_xlim()[0] <= t <= axes.get_xlim()[1]]
+        low, high = axes.get_xlim()
+        ticks = [t for t in (0.25, 0.5, 1, 2, 4, 8, 16, 32) if low <= t <= high]
         axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-        axes.set_title(PASSES[run], fontsize=10)
-        axes.set_xlabel("device time, theirs over ours (right of the line: ours is faster)")
-    panels[0].set_yticks(places, labels, fontsize=8)
-    if places:
-        panels[0].set_ylim(places[-1] + 1, places[0] - 1)
-    figure.suptitle(_title(view, "Ours against peers, (B,T,H) of each operator", results), fontsize=11)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(peers), fontsize=9)
-    figure.savefig(path, dpi=150)
+        axes.set_title(PASSES[run])
+        axes.set_xlabel("device time, theirs / ours (> 1: ours is faster)", fontsize=9)
+    panels[0].set_yticks(range(len(operators)), [OPERATORS[operator].title for operator in operators])
+    panels[0].set_ylim(max(0, len(operators) - 1) + 0.6, -0.6)
+    figure.suptitle(_title(view, "Ours against peers, a point for each (B, T, H)", results), fontsize=11)
+    handles = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=max(1, len(peers)))
+    figure.savefig(path, dpi=DPI)
     plt.close(figure)
 
 
@@ -147,7 +150,7 @@ def roofline(results: dict[str, Any], path: pathlib.Path) -> None:
     """Operations a second against operations a byte, under what the card reaches."""
     view = View(results)
     copy, product = view.ceilings
-    figure, panels = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 5.2), sharey=True, layout="constrained")
     for axes, run in zip(panels, PASSES):
         intensities = []
         for operator, shape in view.table_points():
@@ -164,8 +167,8 @@ def roofline(results: dict[str, Any], path: pathlib.Path) -> None:
         if copy and intensities:
             x = np.geomspace(min(intensities) / 2, max(max(intensities) * 2, 2e3 * product / copy), 100)
             axes.plot(x, np.minimum(x * copy / 1e3, product), color="black", linewidth=1)
-            axes.text(x[-1], product * 1.08, f"{product:.0f} TFLOP/s", ha="right", fontsize=8)
-            axes.text(x[2], x[2] * copy / 1e3 * 1.3, f"{copy:.0f} GB/s", fontsize=8, rotation=30)
+            axes.text(x[-1], product * 1.08, f"{product:.0f} TFLOP/s", ha="right", fontsize=9)
+            axes.text(x[2], x[2] * copy / 1e3 * 1.15, f"{copy:.0f} GB/s", fontsize=9, rotation=38)
         axes.set_xscale("log")
         axes.set_yscale("log")
         for axis in (axes.xaxis, axes.yaxis):
@@ -173,21 +176,21 @@ def roofline(results: dict[str, Any], path: pathlib.Path) -> None:
             axis.set_major_formatter(ScalarFormatter())
             axis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
-        axes.set_title(PASSES[run], fontsize=10)
+        axes.set_title(PASSES[run])
         axes.set_xlabel("operations a byte that must move")
     panels[0].set_ylabel("TFLOP/s")
-    for operator in view.config["operators"]:
+    handles = [
         panels[0].scatter([], [], color=_color(operator), label=OPERATORS[operator].title)
+        for operator in view.config["operators"]
+    ]
     for name in ("triton", "fla", "flash_qla"):
         if view.has(name):
             face = "black" if name == "triton" else "none"
-            panels[1].scatter([], [], facecolors=face, edgecolors="black", marker=STYLES[name][1], label=TITLES[name])
-    for axes in panels:
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, loc="lower right")
+            style = {"facecolors": face, "edgecolors": "black", "marker": STYLES[name][1]}
+            handles.append(panels[0].scatter([], [], **style, label=TITLES[name]))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
     figure.suptitle(_title(view, "Roofline: each point is a shape of the table", results), fontsize=11)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=DPI)
     plt.close(figure)
 
 
