@@ -161,18 +161,7 @@ def dot_tn(a: Array, b: Array, precise: bool | None = None) -> Array:
     return _dot(a, b, (0, 0), precise)
 
 
-def exp(x: Array) -> Array:
-    """`e ** x` of float32; on a GPU one multiplication and the special function, within 2e-7 where `x <= 0`."""
-    if interpreted() or not x.shape:
-        return jnp.exp(x)
-    (result,) = plt.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;",
-        args=[x * math.log2(math.e)],
-        constraints="=f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-    )
-    return result
+LOG2_E = math.log2(math.e)
 
 
 def _approximate(instruction: str, x: Array) -> Array:
@@ -189,6 +178,11 @@ def _approximate(instruction: str, x: Array) -> Array:
 def exp2(x: Array) -> Array:
     """`2 ** x` of float32 by the special function alone, within 2e-7 of its value."""
     return jnp.exp2(x) if interpreted() or not x.shape else _approximate("ex2", x)
+
+
+def exp(x: Array) -> Array:
+    """`e ** x` of float32, within 2e-7 where `x <= 0`."""
+    return exp2(x * LOG2_E)
 
 
 def log2(x: Array) -> Array:
@@ -223,6 +217,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 __all__ = [
+    "LOG2_E",
     "Launch",
     "Operand",
     "call",
@@ -231,12 +226,12 @@ __all__ = [
     "dot",
     "dot_nt",
     "dot_tn",
-    "exp2",
     "exp",
+    "exp2",
     "interpreted",
     "iota",
-    "log2",
     "load_rows",
+    "log2",
     "next_power_of_two",
     "platform",
 ]

@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_tn, iota
-from pallas_kernels.triton.channels import read_factor, sum_rows, write_factor
+from pallas_kernels.triton.channels import offsets, read_factor, sum_rows, write_factor
 from pallas_kernels.triton.decay import (
     CHUNK,
     MIN_LOG_DECAY,
@@ -202,7 +202,8 @@ def _store_keys(r, problem: Problem, block: int):
 
 def _store_channel_keys(r, problem: Problem, block: int):
     """The same where the decay is channel-wise, from the matrices that the first stage scaled."""
-    decay = load_channel_decay(r)
+    decay = load_channel_decay(r, is_mild=True)
+    offset = offsets(decay, problem.dtype)
     x = _Scaled(
         read=r.read[...],
         erased=r.erased[...] if problem.online else None,
@@ -212,11 +213,11 @@ def _store_channel_keys(r, problem: Problem, block: int):
     )
 
     def store_read(d_read):
-        r.d_q[...] = (read_factor(decay, problem.dtype) * d_read).astype(r.d_q.dtype)
+        r.d_q[...] = (read_factor(decay, offset) * d_read).astype(r.d_q.dtype)
 
     def store_others(d_erased, d_written):
-        d_key = write_factor(decay, problem.dtype) * d_written
-        d_erased = None if d_erased is None else read_factor(decay, problem.dtype) * d_erased
+        d_key = write_factor(decay, offset) * d_written
+        d_erased = None if d_erased is None else read_factor(decay, offset) * d_erased
         _store_key_gradients(r, r.k[...], load_wide(r.erase), d_erased, d_key)
 
     d_total, d_end = _near_and_far(r, problem, block, x, store_read, store_others)

@@ -15,7 +15,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels.triton.backend import Launch, call, dot_nt, iota
-from pallas_kernels.triton.channels import ChannelDecay, channel_decay, read_factor, write_factor
+from pallas_kernels.triton.channels import ChannelDecay, channel_decay, offsets, read_factor, write_factor
 from pallas_kernels.triton.decay import (
     CHUNK,
     ChunkDecay,
@@ -84,10 +84,10 @@ def load_wide(ref) -> Any:
     return None if ref is None else ref[...].astype(jnp.float32)
 
 
-def load_channel_decay(r) -> ChannelDecay:
+def load_channel_decay(r, is_mild: bool = False) -> ChannelDecay:
     """A chunk's channel-wise decay from `log_decay` and `starts`."""
     starts = None if r.starts is None else r.starts[...]
-    return channel_decay(load_wide(r.log_decay), r.log_decay[0, :].astype(jnp.float32), starts)
+    return channel_decay(load_wide(r.log_decay), r.log_decay[0, :].astype(jnp.float32), starts, is_mild)
 
 
 def erase_key(k: Array, erase: Array | None) -> Array:
@@ -123,7 +123,8 @@ def _prepare_channels(r, scale: float, with_pairs: bool):
     decay = load_channel_decay(r)
     r.front[...], r.tail[...], r.kept[...] = decay.front, decay.tail, decay.kept
     k = r.k[...]
-    reads = read_factor(decay, dtype)
+    offset = offsets(decay, dtype)
+    reads = read_factor(decay, offset)
     read = (load_wide(r.q) * reads).astype(dtype)
     r.read[...] = read
     erased = None
@@ -131,7 +132,7 @@ def _prepare_channels(r, scale: float, with_pairs: bool):
         erased = product(load_wide(r.erase), k.astype(jnp.float32) * reads).astype(dtype)
         r.erased[...] = erased
     key = k if r.write_key is None else r.write_key[...]
-    written = (key.astype(jnp.float32) * write_factor(decay, dtype)).astype(dtype)
+    written = (key.astype(jnp.float32) * write_factor(decay, offset)).astype(dtype)
     r.written[...] = written
     if with_pairs:
         r.extreme[...] = decay.is_extreme.astype(jnp.int32)

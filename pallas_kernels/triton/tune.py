@@ -46,7 +46,7 @@ _LOOPS = [
 CANDIDATES: dict[str, list[Launch]] = {
     "prepare": [Launch(warps, 1) for warps in (2, 4, 8)],
     "maps": _LOOPS,
-    "fold": [Launch(4, stages, block) for stages in (1, 2, 3) for block in (32, 64)],
+    "fold": [Launch(4, stages, block) for stages in (1, 2, 3) for block in (16, 32, 64)],
     "output": _LOOPS,
     "states": _LOOPS,
     "offsets": _LOOPS,
