@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rnnlib.models.config import ModelConfig
+from rnnlib.models.embedding import look_up
 from rnnlib.models.mixers import build_mixer
 
 # One entry a layer, each the cache of that layer's mixer: a pytree whose arrays keep their shapes from call to call.
@@ -237,9 +238,7 @@ class DecoderLM(nnx.Module):
     def _embed(self, tokens: Array) -> Array:
         if tokens.ndim != 2 or tokens.shape[1] < 1:
             raise ValueError(f"tokens has shape {tokens.shape}: expected [batch, at least one token]")
-        # Rows are picked before the cast: casting the table would touch all of it at every step.
-        rows = jnp.take(self.embedding[...], tokens, axis=0, mode="fill", fill_value=jnp.nan)
-        return rows.astype(self.config.compute_dtype)
+        return look_up(self.embedding[...], tokens, self.config.compute_dtype)
 
     def _repeats(self) -> int:
         return self.config.num_layers // len(self.config.mixers)
