@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from experiments.language_modelling.__main__ import main as language_modelling
+from experiments.language_modelling.study import SETTINGS as LANGUAGE_SETTINGS
 from experiments.sweep.command import SweepOptions, run
 from experiments.sweep.study import SETTINGS
 from experiments.throughput.__main__ import main as throughput
@@ -34,8 +35,9 @@ def main() -> None:
     if options.report_only:  # everything that has results, at either setting
         for setting in SETTINGS:
             run(options.studies, dataclasses.replace(options, setting=setting), Console(), module="experiments")
-            language_modelling(["--report-only", "--setting", setting])
             throughput(["--report-only", "--setting", setting])
+        for language_setting in LANGUAGE_SETTINGS:
+            language_modelling(["--report-only", "--setting", language_setting])
         return
     finished = run(options.studies, options, Console(), module="experiments")
     sys.exit(0 if finished else 1)

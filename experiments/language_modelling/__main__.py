@@ -6,12 +6,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 
 from experiments.language_modelling.runs import get_tokenizer, hold_out, read_run, train_and_test
-from experiments.language_modelling.study import LanguageStudy, study
+from experiments.language_modelling.study import LanguageSetting, LanguageStudy, study
 from experiments.sweep.report import marks
 from experiments.sweep.results import command_line, environment, write_text
 from experiments.sweep.study import pick
@@ -23,8 +23,8 @@ FOLDER = pathlib.Path(__file__).parent
 class Options:
     """Trains the language models that are missing, then writes table and figure."""
 
-    setting: Literal["small", "real"] = "small"
-    """"small" runs on a CPU in minutes, "real" on one GPU."""
+    setting: LanguageSetting = "small"
+    """"small" runs on a CPU in minutes, "real" and "short" (a quarter of the tokens) on one GPU."""
     mixers: tuple[str, ...] = ()
     """Only mixers of these labels, or whose label contains one of these."""
     steps: int | None = None

@@ -50,7 +50,7 @@ def get_tokenizer(study: LanguageStudy, work: pathlib.Path) -> tuple[Tokenizer, 
     path = work / f"tokenizer-{study.vocabulary_size}.json"
     with turn(work / "tokenizer.lock"):
         if not path.exists():
-            sample = dataclasses.replace(study.train.data, max_train_bytes=16_000_000)
+            sample = dataclasses.replace(study.train.data, max_train_bytes=8_000_000)
             learn_tokenizer(iterate_documents(sample, "train"), vocabulary_size=study.vocabulary_size, path=path)
     return load_tokenizer(path), str(path)
 

@@ -1,8 +1,9 @@
 """Which language models are compared, on what."""
 
 import dataclasses
+from typing import Literal
 
-from experiments.sweep.study import Mixer, Setting
+from experiments.sweep.study import Mixer
 from rnnlib.data import DataConfig
 from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset
 from rnnlib.training import CheckpointConfig, EvaluationConfig, LoggingConfig, OptimizerConfig, TrainConfig
@@ -55,8 +56,12 @@ def model_config(base: ModelConfig, mixer: Mixer) -> ModelConfig:
     return base.replace(mixers=mixer.preset, mixer_overrides=overrides)
 
 
-def study(setting: Setting) -> LanguageStudy:
-    """The study at a setting: "real" is 30M parameters and 100M tokens of Python text for each run."""
+LanguageSetting = Literal["small", "short", "real"]
+SETTINGS: tuple[LanguageSetting, ...] = ("small", "short", "real")
+
+
+def study(setting: LanguageSetting) -> LanguageStudy:
+    """The study at a setting: "real" is 30M parameters and 100M tokens of Python text for each run, "short" 26M."""
     quiet = {"logging": LoggingConfig(tensorboard=False)}
     if setting == "small":
         return LanguageStudy(
@@ -76,6 +81,16 @@ def study(setting: Setting) -> LanguageStudy:
             seeds=(0,),
             lengths=(128, 256),
             test_tokens=2048,
+        )
+    if setting == "short":
+        plan = study("real")
+        data = dataclasses.replace(
+            plan.train.data, batch_size=8, max_train_bytes=120_000_000, max_validation_bytes=4_000_000
+        )
+        return dataclasses.replace(
+            plan,
+            train=dataclasses.replace(plan.train, data=data, steps=800),
+            lengths=(2048, 4096, 8192, 32_768),
         )
     return LanguageStudy(
         mixers=MIXERS,

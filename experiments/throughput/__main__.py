@@ -38,8 +38,12 @@ class Options:
     """Time what has a result too, and replace it."""
     output: pathlib.Path = FOLDER
     """Folder for results and figures."""
-    compile_workers: int = 8
-    """Cases that are compiled side by side, while others are timed."""
+    kept: bool = False
+    """The cases in which nothing is recomputed, which take most of a card's memory, and only those."""
+    compile_workers: int = 0
+    """Threads that compile while others are timed, which disturbs the timing; 0 compiles and times by turns.
+
+    To compile side by side, run several of these commands with different mixers and the same `exclusive`."""
     seconds: float | None = None
     """Time no case after this time."""
     exclusive: pathlib.Path | None = None
@@ -48,8 +52,8 @@ class Options:
     """Commit to record where there is no git repository."""
 
     def __post_init__(self) -> None:
-        if self.compile_workers < 1:
-            raise ValueError(f"compile_workers must be at least 1, got {self.compile_workers}")
+        if self.compile_workers < 0:
+            raise ValueError(f"compile_workers must not be negative, got {self.compile_workers}")
 
 
 def file_name(case: Case) -> str:
@@ -83,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = options.output / "results" / options.setting
     picked = pick(plan.mixers, options.mixers)
     wanted = [c for c in cases(plan) if c.mixer in picked and (not options.lengths or c.length in options.lengths)]
+    wanted = [c for c in wanted if c.recompute != options.kept]
     if not wanted:
         sys.exit(f"error: mixers are {', '.join(m.label for m in plan.mixers)} and lengths {plan.lengths}")
     begin = time.monotonic()
@@ -90,16 +95,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [case for case in wanted if options.again or not (results / file_name(case)).exists()]
     if missing and not options.report_only:
         where = environment(command_line("experiments.throughput"), options.commit)
-        pool = concurrent.futures.ThreadPoolExecutor(options.compile_workers)
-        futures = {pool.submit(compile_case, plan, case): case for case in missing}
+        pool = concurrent.futures.ThreadPoolExecutor(max(1, options.compile_workers))
+        queue = list(missing)
+        futures: dict[concurrent.futures.Future[CompiledCase], Case] = {}
         # In the order in which they are done. What others are still compiling tries out kernels now and then: the
         # median of the steps passes over that.
-        while futures:
+        while queue or futures:
+            while queue and len(futures) < max(1, options.compile_workers):
+                futures[pool.submit(compile_case, plan, queue[0])] = queue.pop(0)
             concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
             if options.seconds is not None and time.monotonic() - begin > options.seconds:
-                print(f"out of time: {len(futures)} cases are left", flush=True)
+                print(f"out of time: {len(futures) + len(queue)} cases are left", flush=True)
                 pool.shutdown(wait=False, cancel_futures=True)
-                failed += len(futures)
+                failed += len(futures) + len(queue)
                 break
             with turn(options.exclusive):
                 while ready := next((future for future in futures if future.done()), None):
