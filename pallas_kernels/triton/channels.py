@@ -1,11 +1,11 @@
 """A channel-wise decay of one chunk, as values inside a kernel.
 
 Each side of a product of token pairs is scaled relative to a reference row: what reads by `exp(G_r - G_m)`, what is
-written by `exp(G_m - G_s)`, with `m` the chunk's middle. The same scaled matrices meet the state, which then takes the
-rest of the decay: it is multiplied by `exp(G_m)` where it is read, and what a chunk adds to it by `exp(G_C - G_m)`.
+written by `exp(G_m - G_s)`, with `m` the chunk's middle. Where they meet the state, `exp(G_m)` and `exp(G_C - G_m)`
+complete the factors to `exp(G_r)` and `exp(G_C - G_s)`.
 
-Where such exponents would be too large, the chunk is extreme: its matrices are scaled as they meet the state, by
-`exp(G_r)` and `exp(G_C - G_s)`, nothing is left for the state, and kernels of their own make its pairs (see `pairs`).
+Where exponents relative to the middle would be too large, the chunk is extreme: the factors are the complete ones from
+the start, and kernels of their own make its pairs (see `pairs`).
 """
 
 from typing import Any, NamedTuple
@@ -30,8 +30,8 @@ class ChannelDecay(NamedTuple):
         after: its sum beyond, `[K]`.
         runs: number of segment starts up to and including each token, `[C]` int32; None without restarts.
         is_extreme: whether one product of the scaled matrices does not give the pairs.
-        front: factor on the state where it is read, `[K]` float32.
-        tail: factor on what the chunk adds to the state, likewise.
+        front: what completes the factor on what reads, where it meets the state, `[K]` float32.
+        tail: what completes the factor on what is written, likewise.
         kept: what the chunk leaves of the state, likewise.
     """
 

@@ -48,7 +48,7 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any
         starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
     results = output_pass(problem, inputs, prepared, starts, schedule.output)
     # Matrices as large as the inputs are made again in the backward; what is a number a token is kept.
-    kept = prepared._replace(read=None, erased=None, written=None, front=None, tail=None)
+    kept = prepared._replace(read=None, erased=None, written=None)
     return results, (inputs, kept, maps, starts)
 
 
@@ -57,7 +57,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     d_out, d_final_state = cotangents
     problem, schedule = _problem(options, inputs), options.schedule
     again = prepare(problem, inputs, schedule.prepare, with_pairs=False) if _has_wide_factors(inputs) else prepared
-    prepared = again._replace(inverse=prepared.inverse, scores=prepared.scores, extreme=prepared.extreme)
+    prepared = prepared._replace(read=again.read, erased=again.erased, written=again.written)
     states, residual = states_pass(problem, inputs, prepared, starts, schedule.states)
     ends = None
     if problem.segments > 1:
@@ -69,7 +69,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     )
     saved = Saved(states, residual, d_states, d_values)
     from_values = value_gradients(problem, inputs, d_out, saved, schedule.value_gradients)
-    gradients = argument_gradients(problem, inputs, prepared, d_out, saved, from_values, schedule.gradients)
+    gradients = argument_gradients(problem, inputs, d_out, saved, from_values, prepared.extreme, schedule.gradients)
     if inputs.initial_state is not None:
         gradients = gradients._replace(initial_state=d_initial_state.astype(inputs.initial_state.dtype))  # type: ignore[union-attr]
     return (gradients,)

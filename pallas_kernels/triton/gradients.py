@@ -33,7 +33,7 @@ from pallas_kernels.triton.decay import (
     decay_to_end,
 )
 from pallas_kernels.triton.pairs import pair_gradients, sum_of, weigh_pairs
-from pallas_kernels.triton.prepare import Prepared, erase_key, load_channel_decay, load_wide, product
+from pallas_kernels.triton.prepare import erase_key, load_channel_decay, load_wide, product
 from pallas_kernels.triton.problem import Inputs, Problem
 
 
@@ -73,9 +73,6 @@ def _blocks(size: int, block: int) -> list:
     return [pl.ds(start, block) for start in range(0, size, block)]
 
 
-_SCALED = ("read", "erased", "written")
-
-
 def _chunk_decay(r) -> ChunkDecay:
     return chunk_decay(load_wide(r.log_decay), None if r.starts is None else r.starts[...])
 
@@ -103,150 +100,112 @@ def _values_kernel(r, *, problem: Problem, block: int):
         r.d_write[...] = d_write.astype(r.d_write.dtype)
 
 
-class _Scaled(NamedTuple):
-    """The matrices of one chunk as the products of pairs take them, and what they are scaled by elsewhere.
-
-    Attributes:
-        read: queries `[C, K]`.
-        erased: erase keys, None for linear attention.
-        written: write keys.
-        front: factor where the first two meet the state, broadcast to `[C, K]`; None for 1.
-        tail: factor where the last meets it, likewise.
-    """
+class _StateProducts(NamedTuple):
+    """Sums over the value channels of one chunk: `dO S_0^T`, `dW S_0^T`, `R dS_C^T` `[C, K]`, and dS_C * S_0 `[K]`."""
 
     read: Array
-    erased: Array | None
+    erased: Any
     written: Array
-    front: Array | None
-    tail: Array | None
+    kept: Any
+
+
+def _state_products(r, problem: Problem, block: int) -> _StateProducts:
+    result: Any = None
+    for part in _blocks(problem.value_size, block):
+        state, d_state = r.states[part, :], r.d_states[part, :]
+        kept = None
+        if r.log_decay is not None:
+            kept = jnp.sum(state.astype(jnp.float32) * d_state.astype(jnp.float32), axis=0)
+        terms = _StateProducts(
+            read=dot(r.d_out[:, part], state),
+            erased=dot_tn(r.d_values[part, :], state) if problem.online else None,
+            written=dot_tn(r.residuals[part, :], d_state),
+            kept=kept,
+        )
+        result = terms if result is None else jax.tree.map(jnp.add, result, terms)
+    return result
 
 
 def _keys_kernel(r, *, problem: Problem, block: int):
     if r.extreme is not None:
-        pl.when(r.extreme[...] != 0)(lambda: _store_extreme_keys(r, problem, block))
-    elif r.written is not None:
-        _store_channel_keys(r, problem, block)
+        pl.when(r.extreme[...] != 0)(lambda: _store_key_side(r, problem, block))
+    elif r.log_decay is not None and len(r.log_decay.shape) == 2:
+        _store_channel_side(r, problem, block)
     else:
-        _store_keys(r, problem, block)
+        _store_key_side(r, problem, block)
 
 
-def _far_gradients(r, problem: Problem, block: int, x: _Scaled) -> tuple[Any, Any, Any]:
-    """What comes to `x.read`, `x.erased` and `x.written` through the states: sums over the value channels, `[C, K]`."""
-    parts = _blocks(problem.value_size, block)
-    read = problem.scale * sum_of(dot(r.d_out[:, part], r.states[part, :]) for part in parts)
-    erased = None
-    if problem.online:
-        erased = product(x.front, -sum_of(dot_tn(r.d_values[part, :], r.states[part, :]) for part in parts))
-    written = sum_of(dot_tn(r.residuals[part, :], r.d_states[part, :]) for part in parts)
-    return product(x.front, read), erased, product(x.tail, written)
-
-
-def _near_and_far(r, problem: Problem, block: int, x: _Scaled, store_read, store_others) -> tuple[Any, Array]:
-    """Hands on the gradients of the matrices `x`; gives those of the log decay.
-
-    Args:
-        r: the kernel's references.
-        problem: static facts.
-        block: width of blocks of value channels.
-        x: the matrices.
-        store_read: takes the gradient of `x.read` `[C, K]`, as soon as it is there: few registers hold them all.
-        store_others: takes those of `x.erased` (None for linear attention) and of `x.written`.
-
-    Returns:
-        The gradient of the cumulative log decay `[C, K]` but for the last row's special part, and what of that comes
-        through the chunk's writes `[C, K]`.
-    """
-    far_read, far_erased, far_written = _far_gradients(r, problem, block, x)
-    d_read = far_read + dot(r.d_scores[...], x.written)
-    store_read(d_read)
-    d_total = x.read.astype(jnp.float32) * d_read
-    d_erased = None
-    d_written = far_written + dot_tn(r.d_scores[...], x.read)
-    if x.erased is not None:
-        d_erased = far_erased + dot(r.d_erased[...], x.written)
-        d_total = d_total + x.erased.astype(jnp.float32) * d_erased
-        d_written = d_written + dot_tn(r.d_erased[...], x.erased)
-    store_others(d_erased, d_written)
-    wide = x.written.astype(jnp.float32)
-    return d_total - wide * d_written, wide * far_written
-
-
-def _kept_gradient(r, problem: Problem, block: int) -> Array:
-    """`dS_C * S_0` summed over the values, `[K]`."""
-    parts = _blocks(problem.value_size, block)
-    return sum_of(jnp.sum(r.states[x, :].astype(jnp.float32) * r.d_states[x, :], axis=0) for x in parts)
-
-
-def _store_keys(r, problem: Problem, block: int):
-    """Gradients of queries, keys, erase gate and log decay where the decay is one number a token, or none."""
-    k, erase, decay = r.k[...], load_wide(r.erase), _chunk_decay(r)
-    x = _Scaled(
-        read=r.q[...],
-        erased=erase_key(k, erase) if problem.online else None,
-        written=k if r.write_key is None else r.write_key[...],
-        front=decay_from_start(decay),
-        tail=decay_to_end(decay),
-    )
-
-    def store_read(d_read):
-        r.d_q[...] = d_read.astype(r.d_q.dtype)
-
-    def store_others(d_erased, d_written):
-        _store_key_gradients(r, k, erase, d_erased, d_written)
-
-    d_total, d_end = _near_and_far(r, problem, block, x, store_read, store_others)
-    if decay.total is not None:
-        kept = _kept_gradient(r, problem, block)
-        _store_log_decay(r, decay, jnp.sum(d_total, axis=1), jnp.sum(d_end, axis=1), kept)
-
-
-def _store_channel_keys(r, problem: Problem, block: int):
-    """The same where the decay is channel-wise, from the matrices that the first stage scaled."""
+def _store_channel_side(r, problem: Problem, block: int):
+    """The same for a channel-wise decay, from the gradients of the matrices as products of pairs take them."""
     decay = load_channel_decay(r, is_mild=True)
     offset = offsets(decay, problem.dtype)
-    x = _Scaled(
-        read=r.read[...],
-        erased=r.erased[...] if problem.online else None,
-        written=r.written[...],
-        front=decay.front[None],
-        tail=decay.tail[None],
-    )
+    reads, writes = read_factor(decay, offset), write_factor(decay, offset)
+    sums = _state_products(r, problem, block)
+    k, erase = r.k[...], load_wide(r.erase)
+    key = k if r.write_key is None else r.write_key[...]
+    written = (key.astype(jnp.float32) * writes).astype(problem.dtype)
+    wide_written = written.astype(jnp.float32)
 
-    def store_read(d_read):
-        r.d_q[...] = (read_factor(decay, offset) * d_read).astype(r.d_q.dtype)
+    read = (load_wide(r.q) * reads).astype(problem.dtype)
+    d_read = problem.scale * (decay.front * sums.read) + dot(r.d_scores[...], written)
+    r.d_q[...] = (reads * d_read).astype(r.d_q.dtype)
+    d_total = read.astype(jnp.float32) * d_read
 
-    def store_others(d_erased, d_written):
-        d_key = write_factor(decay, offset) * d_written
-        d_erased = None if d_erased is None else read_factor(decay, offset) * d_erased
-        _store_key_gradients(r, r.k[...], load_wide(r.erase), d_erased, d_key)
+    d_far = decay.tail * sums.written
+    d_end = jnp.sum(wide_written * d_far, axis=0)
+    d_written = d_far + dot_tn(r.d_scores[...], read)
+    d_erased = None
+    if problem.online:
+        erased = product(erase, k.astype(jnp.float32) * reads).astype(problem.dtype)
+        d_scaled = dot(r.d_erased[...], written) - decay.front * sums.erased
+        d_total = d_total + erased.astype(jnp.float32) * d_scaled
+        d_erased = reads * d_scaled
+        d_written = d_written + dot_tn(r.d_erased[...], erased)
+    d_total = d_total - wide_written * d_written
+    _store_key_gradients(r, k, erase, d_erased, writes * d_written)
 
-    d_total, d_end = _near_and_far(r, problem, block, x, store_read, store_others)
     i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
-    d_step = sum_rows(jnp.where(i <= j, 1.0, 0.0), d_total, problem.dtype)
-    d_step = d_step + (jnp.sum(d_end, axis=0) + decay.kept * _kept_gradient(r, problem, block))[None]
+    d_step = sum_rows(jnp.where(i <= j, 1.0, 0.0), d_total, problem.dtype) + (d_end + decay.kept * sums.kept)[None]
     is_flat = decay.step <= MIN_LOG_DECAY
     if r.starts is not None:
         is_flat = is_flat | (r.starts[...] > 0)[:, None]
     r.d_log_decay[...] = jnp.where(is_flat, 0.0, d_step).astype(r.d_log_decay.dtype)
 
 
-def _store_extreme_keys(r, problem: Problem, block: int):
-    """The same where a channel-wise decay is extreme: the pairs by levels."""
-    q, k, erase, decay = r.q[...], r.k[...], load_wide(r.erase), _chunk_decay(r)
+def _store_key_side(r, problem: Problem, block: int):
+    """Gradients of queries, keys, erase gate and log decay."""
+    q, k, erase = r.q[...], r.k[...], load_wide(r.erase)
     key = k if r.write_key is None else r.write_key[...]
-    x = _Scaled(q, erase_key(k, erase) if problem.online else None, key, decay_from_start(decay), decay_to_end(decay))
-    far_read, far_erased, far_written = _far_gradients(r, problem, block, x)
-    readers, scores, far = [q], [r.d_scores[...]], [far_read]
-    if x.erased is not None:
-        readers.append(x.erased)
+    decay = _chunk_decay(r)
+    sums = _state_products(r, problem, block)
+    readers, scores = [q], [r.d_scores[...]]
+    if problem.online:
+        readers.append(erase_key(k, erase))
         scores.append(r.d_erased[...])
-        far.append(far_erased)
     d_near, d_key_near, d_total = pair_gradients(scores, readers, key, decay)
-    r.d_q[...] = (d_near[0] + far_read).astype(r.d_q.dtype)
-    _store_key_gradients(r, k, erase, d_near[1] + far_erased if problem.online else None, d_key_near + far_written)
-    d_end = key.astype(jnp.float32) * far_written
-    d_total = sum_of((y.astype(jnp.float32) * dy for y, dy in zip(readers, far)), jnp.asarray(d_total)) - d_end
-    _store_log_decay(r, decay, d_total, d_end, _kept_gradient(r, problem, block))
+
+    from_start = decay_from_start(decay)
+    d_far = [product(from_start, problem.scale * sums.read)]
+    if problem.online:
+        d_far.append(product(from_start, -sums.erased))
+    d_key_far = product(decay_to_end(decay), sums.written)
+    d_readers = [near + far for near, far in zip(d_near, d_far)]
+    d_key = d_key_near + d_key_far
+    r.d_q[...] = d_readers[0].astype(r.d_q.dtype)
+    _store_key_gradients(r, k, erase, d_readers[1] if problem.online else None, d_key)
+
+    if decay.total is not None:
+        d_end = key.astype(jnp.float32) * d_key_far
+        if decay.is_scalar:
+            both = [x.astype(jnp.float32) * dx for x, dx in zip(readers, d_readers)]
+            d_total = jnp.sum(sum_of(both) - key.astype(jnp.float32) * d_key, axis=1)
+            d_end = jnp.sum(d_end, axis=1)
+        else:
+            far = [x.astype(jnp.float32) * dx for x, dx in zip(readers, d_far)]
+            d_total = jnp.asarray(d_total) + sum_of(far) - d_end
+        starts = None if r.starts is None else r.starts[...]
+        d_log_decay = _log_decay_gradient(decay, load_wide(r.log_decay), starts, d_total, d_end, sums.kept)
+        r.d_log_decay[...] = d_log_decay.astype(r.d_log_decay.dtype)
 
 
 def _store_key_gradients(r, k: Array, erase: Any, d_erased: Any, d_key: Array):
@@ -267,13 +226,16 @@ def _store_key_gradients(r, k: Array, erase: Any, d_erased: Any, d_key: Array):
         r.d_erase[...] = d_erase.astype(r.d_erase.dtype)
 
 
-def _store_log_decay(r, decay: ChunkDecay, d_total: Array, d_end: Array, kept: Array):
+def _log_decay_gradient(
+    decay: ChunkDecay, log_decay: Array, starts: Array | None, d_total: Array, d_end: Array, kept: Array
+) -> Array:
     """`dG` added up from each token to the chunk's end; zero where the decay was clamped or a segment starts.
 
     Args:
-        r: the kernel's references.
         decay: the chunk's decay.
-        d_total: `dG` but for the last row's special part, `[C]` or `[C, K]`.
+        log_decay: `[C]` or `[C, K]`.
+        starts: `[C]` or None.
+        d_total: `dG` but for the last row's special part, in the shape of `log_decay`.
         d_end: what each token's write adds to the last row, likewise.
         kept: `dS_C * S_0` summed over the values, `[K]`.
     """
@@ -281,11 +243,10 @@ def _store_log_decay(r, decay: ChunkDecay, d_total: Array, d_end: Array, kept: A
     d_last = factor * kept
     d_last = jnp.sum(d_end, axis=0) + (jnp.sum(d_last) if d_total.ndim == 1 else d_last)
     gradient = jnp.sum(d_total, axis=0)[None] - jnp.cumsum(d_total, axis=0) + d_total + d_last[None]
-    is_flat = load_wide(r.log_decay) <= MIN_LOG_DECAY
-    if r.starts is not None:
-        starts = r.starts[...] > 0
-        is_flat = is_flat | (starts if d_total.ndim == 1 else starts[:, None])
-    r.d_log_decay[...] = jnp.where(is_flat, 0.0, gradient).astype(r.d_log_decay.dtype)
+    is_flat = log_decay <= MIN_LOG_DECAY
+    if starts is not None:
+        is_flat = is_flat | (starts > 0 if d_total.ndim == 1 else (starts > 0)[:, None])
+    return jnp.where(is_flat, 0.0, gradient)
 
 
 def value_gradients(problem: Problem, inputs: Inputs, d_out: Array, saved: Saved, launch: Launch) -> ValueGradients:
@@ -331,10 +292,10 @@ def value_gradients(problem: Problem, inputs: Inputs, d_out: Array, saved: Saved
 def argument_gradients(
     problem: Problem,
     inputs: Inputs,
-    prepared: Prepared,
     d_out: Array,
     saved: Saved,
     from_values: ValueGradients,
+    extreme: Array | None,
     launch: Launch,
 ) -> Inputs:
     """Gradients of all token-wise arguments.
@@ -342,10 +303,10 @@ def argument_gradients(
     Args:
         problem: static facts.
         inputs: arguments.
-        prepared: the first stage's results.
         d_out: `[B, T, HV, V]`.
         saved: results of the passes over chunks.
         from_values: what `value_gradients` found.
+        extreme: the first stage's flags of chunks with an extreme decay.
         launch: compilation; `block` is the width of a block of key channels.
 
     Returns:
@@ -386,13 +347,6 @@ def argument_gradients(
     def of_matrix(array, rows):
         return p.of_head(array, (None, rows, CHUNK), lambda *g: (at_key(*g)[0], at_key(*g)[2], at_key(*g)[1], 0, 0))
 
-    def of_channels(array):
-        def place(*g):
-            b, n, h, c = at_key(*g)
-            return b, h, n, c
-
-        return p.of_head(array, (CHUNK, width), place)
-
     outputs = {
         "d_q": gradient(x.q),
         "d_k": gradient(x.k),
@@ -415,13 +369,10 @@ def argument_gradients(
         "d_scores": of_matrix(from_values.d_scores, CHUNK),
         "d_erased": of_matrix(from_values.d_erased, CHUNK),
     }
-    extreme = p.of_head(prepared.extreme, (None,), lambda *g: (at_key(*g)[0], at_key(*g)[2], at_key(*g)[1]))
-    scaled = {name: None if extreme is None else of_channels(getattr(prepared, name)) for name in _SCALED}
+    flags = p.of_head(extreme, (None,), lambda *g: (at_key(*g)[0], at_key(*g)[2], at_key(*g)[1]))
     grid = (p.value_heads, p.chunks, p.batch * key_blocks)
     block = min(launch.inner, p.value_size)
-    mild = {**operands, **scaled, "extreme": None}
-    if extreme is not None:
-        mild |= {"q": None, "write_key": None}
+    mild = {**operands, "extreme": None}
     results = call(_keys_kernel, "delta_gradients", grid, mild, outputs, launch, problem=p, block=block)
     if extreme is not None:
         updates = {
@@ -433,7 +384,7 @@ def argument_gradients(
             _keys_kernel,
             "delta_gradients_extreme",
             grid,
-            {**operands, "extreme": extreme},
+            {**operands, "extreme": flags},
             outputs,
             launch,
             updates=updates,

@@ -3,8 +3,7 @@
     T = tril(Ebar Kbar^T, -1)    A = (I + T)^-1    P = scale * tril(Q_G Kbar^T)
 
 and the factors with which queries, erase keys and write keys meet the state at the chunk's ends. A factor that is one
-number a token is stored as that number; only one that differs by channel is multiplied into its matrix and stored (and
-split between the matrix and the state as `channels` has it).
+number a token is stored as that number; only one that differs by channel is multiplied into its matrix and stored.
 """
 
 import dataclasses
@@ -35,16 +34,13 @@ class Prepared(NamedTuple):
     Attributes:
         inverse: A, `[B, HV, N, C, C]`; None for linear attention.
         scores: P, `[B, HV, N, C, C]`.
-        read: `q` times the decay's factor, `[B, HV, T, K]`, if the decay is channel-wise, else None.
-        erased: `erase * k` times the decay's factor, `[B, HV, T, K]`, if either is channel-wise, else None.
-        written: `write_key` times the decay's factor, `[B, HV, T, K]`, if the decay is channel-wise, else None.
+        read: `q * exp(G)`, `[B, HV, T, K]`, if the decay is channel-wise, else None.
+        erased: `erase * k * exp(G)`, `[B, HV, T, K]`, if either factor is channel-wise, else None.
+        written: `write_key * exp(G_C - G)`, `[B, HV, T, K]`, if the decay is channel-wise, else None.
         read_rows: `scale * exp(G)` where it is a number a token, `[B, HV, T]` float32, else None.
         erased_rows: `erase * exp(G)` likewise.
         written_rows: `exp(G_C - G)` likewise.
         kept: `exp(G_C)`, `[B, HV, N]` or `[B, HV, N, K]` float32; None without decay.
-        front: what the state is multiplied by where a chunk reads it, `[B, HV, N, K]` float32, if the decay is
-            channel-wise, else None.
-        tail: what the chunk adds to the state is multiplied by, likewise.
         extreme: 1 where a channel-wise decay is too strong for one product of pairs, `[B, HV, N]` int32, else None.
     """
 
@@ -57,8 +53,6 @@ class Prepared(NamedTuple):
     erased_rows: Array | None
     written_rows: Array | None
     kept: Array | None
-    front: Array | None
-    tail: Array | None
     extreme: Array | None
 
 
@@ -96,7 +90,7 @@ def erase_key(k: Array, erase: Array | None) -> Array:
 
 
 def _prepare_kernel(r, *, scale: float, with_pairs: bool):
-    if r.front is not None:
+    if r.read is not None:
         _prepare_channels(r, scale, with_pairs)
         return
     k = r.k[...]
@@ -121,20 +115,22 @@ def _prepare_channels(r, scale: float, with_pairs: bool):
     """The first stage where the decay is channel-wise; pairs of extreme chunks are made again by `_extreme_kernel`."""
     dtype = r.read.dtype
     decay = load_channel_decay(r)
-    r.front[...], r.tail[...], r.kept[...] = decay.front, decay.tail, decay.kept
-    k = r.k[...]
+    r.kept[...] = decay.kept
     offset = offsets(decay, dtype)
+    k = r.k[...]
     reads = read_factor(decay, offset)
-    read = (load_wide(r.q) * reads).astype(dtype)
-    r.read[...] = read
-    erased = None
+    read = load_wide(r.q) * reads
+    r.read[...] = (read * decay.front).astype(dtype)
+    read, erased = read.astype(dtype), None
     if r.erased is not None:
-        erased = product(load_wide(r.erase), k.astype(jnp.float32) * reads).astype(dtype)
-        r.erased[...] = erased
+        wide = product(load_wide(r.erase), k.astype(jnp.float32) * reads)
+        r.erased[...] = (wide * decay.front).astype(dtype)
+        erased = wide.astype(dtype)
     key = k if r.write_key is None else r.write_key[...]
-    written = (key.astype(jnp.float32) * write_factor(decay, offset)).astype(dtype)
-    r.written[...] = written
+    written = key.astype(jnp.float32) * write_factor(decay, offset)
+    r.written[...] = (written * decay.tail).astype(dtype)
     if with_pairs:
+        written = written.astype(dtype)
         r.extreme[...] = decay.is_extreme.astype(jnp.int32)
         r.scores[...] = jnp.where(_is_causal(strict=False), scale * dot_nt(read, written), 0.0).astype(dtype)
         if erased is not None:
@@ -211,8 +207,6 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
         "erased_rows": of_rows(p.online and not is_erased_wide and max(decay_ndim, erase_ndim) == 3),
         "written_rows": of_rows(decay_ndim == 3),
         "kept": of_flag(p.per_head(p.chunks, dtype=jnp.float32)) if decay_ndim == 3 else per_channel,
-        "front": per_channel,
-        "tail": per_channel,
         "extreme": of_flag(p.per_head(p.chunks, dtype=jnp.int32) if with_pairs and decay_ndim == 4 else None),
     }
     if not any(outputs.values()):

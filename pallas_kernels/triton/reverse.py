@@ -21,7 +21,6 @@ from pallas_kernels.triton.state import (
     load_row,
     loop,
     pass_operands,
-    scale_channels,
     scale_tokens,
     segment_range,
     sequence_grid,
@@ -34,23 +33,19 @@ def _reverse_step(r, n, d_state: Array, problem: Problem) -> tuple[Array, Array]
     dtype = problem.dtype
     d_out = r.d_out[rows, :]
     written = r.written[rows, :]
-    written_row, read_row = load_row(r.written_rows, rows), load_row(r.read_rows, rows)
-    erased_row, kept = load_row(r.erased_rows, rows), keep_factor(r.kept, n)
-    d_written = dot_nt(scale_channels(d_state, r.tail, n).astype(dtype), written)
-    d_residual = dot_tn(d_out, r.scores[n, :, :]) + scale_tokens(d_written, written_row)
+    d_written = dot_nt(d_state.astype(dtype), written)
+    d_residual = dot_tn(d_out, r.scores[n, :, :]) + scale_tokens(d_written, load_row(r.written_rows, rows))
 
-    if read_row is not None:
-        d_read = dot(scale_tokens(d_out.T, read_row).astype(dtype), r.read[rows, :])
+    if r.read_rows is not None:
+        d_read = dot(scale_tokens(d_out.T, load_row(r.read_rows, rows)).astype(dtype), r.read[rows, :])
     else:
-        d_read = dot_tn(d_out, r.read[rows, :])
-    if r.read_rows is None:
-        d_read = problem.scale * d_read
+        d_read = problem.scale * dot_tn(d_out, r.read[rows, :])
+    before = keep_factor(r.kept, n) * d_state + d_read
     if not problem.online:
-        return d_residual, kept * d_state + scale_channels(d_read, r.front, n)
+        return d_residual, before
     d_value = dot(d_residual.astype(dtype), r.inverse[n, :, :])
     erased = written if r.erased is None else r.erased[rows, :]
-    d_seen = d_read - dot(scale_tokens(d_value, erased_row).astype(dtype), erased)
-    return d_value, kept * d_state + scale_channels(d_seen, r.front, n)
+    return d_value, before - dot(scale_tokens(d_value, load_row(r.erased_rows, rows)).astype(dtype), erased)
 
 
 def _reverse_kernel(r, *, problem: Problem, block: int):

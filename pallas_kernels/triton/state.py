@@ -38,11 +38,6 @@ def keep_factor(ref, n) -> Any:
     return ref[n] if len(ref.shape) == 1 else ref[n, :][None, :]
 
 
-def scale_channels(x: Array, ref, n) -> Array:
-    """`x` `[V, K]` times chunk `n`'s number a channel, from `[N, K]`; `x` for None."""
-    return x if ref is None else x * ref[n, :][None, :]
-
-
 def segment_range(problem: Problem, segment) -> tuple[Any, Any]:
     """First chunk of a segment and its number of chunks, which is static where all segments are alike."""
     size = problem.chunks_per_segment
@@ -69,7 +64,7 @@ def chunk_step(r, n, state: Array, problem: Problem, is_value=None) -> tuple[Arr
     recalled = None
     if problem.online:
         erased = written if r.erased is None else r.erased[rows, :]
-        recalled = scale_tokens(dot_nt(scale_channels(state, r.front, n).astype(problem.dtype), erased), erased_row)
+        recalled = scale_tokens(dot_nt(state.astype(problem.dtype), erased), erased_row)
     residual = values.astype(jnp.float32)
     if write is not None:
         residual = residual * (write[:, None] if write.ndim == 1 else write)
@@ -79,7 +74,7 @@ def chunk_step(r, n, state: Array, problem: Problem, is_value=None) -> tuple[Arr
     if recalled is not None:
         residual = dot_nt((residual - recalled).astype(problem.dtype), r.inverse[n, :, :])
     update = dot(scale_tokens(residual, written_row).astype(problem.dtype), written)
-    return residual, kept * state + scale_channels(update, r.tail, n)
+    return residual, kept * state + update
 
 
 def _start_state(r, problem: Problem, block: int) -> Array:
@@ -100,8 +95,7 @@ def _output_kernel(r, *, problem: Problem, block: int):
         rows = pl.ds(n * CHUNK, CHUNK)
         read_row = load_row(r.read_rows, rows)
         residual, after = chunk_step(r, n, state, problem)
-        seen = scale_channels(state, r.front, n).astype(problem.dtype)
-        out = scale_tokens(dot_nt(seen, r.read[rows, :]), read_row)
+        out = scale_tokens(dot_nt(state.astype(problem.dtype), r.read[rows, :]), read_row)
         if r.read_rows is None:
             out = problem.scale * out
         out = out + dot_nt(residual.astype(problem.dtype), r.scores[n, :, :])
@@ -162,8 +156,6 @@ def pass_operands(
         "erased_rows": head(prepared.erased_rows, (p.length,)),
         "inverse": head(prepared.inverse, pairs),
         "kept": None if prepared.kept is None else head(prepared.kept, prepared.kept.shape[2:]),
-        "front": head(prepared.front, (p.chunks, p.key_size)),
-        "tail": head(prepared.tail, (p.chunks, p.key_size)),
         "v": None if block is None else p.of_token(x.v, p.length, at, block),
         "write": None if block is None or x.write is None else p.of_token(x.write, p.length, at, block),
         "read": key_like(prepared.read, x.q) if with_reads else None,

@@ -38,26 +38,21 @@ from pallas_kernels.triton.state import output_pass, states_pass
 from pallas_kernels.triton.tuning import table_name, variant_name
 
 _LOOPS = [
-    *(Launch(4, stages, 64) for stages in (1, 2, 3, 4)),
-    *(Launch(8, stages, 128) for stages in (1, 2, 3)),
-    *(Launch(8, stages, 64) for stages in (1, 2)),
+    *(Launch(4, stages, 64) for stages in (1, 2, 3)),
+    *(Launch(8, stages, 128) for stages in (2, 3)),
     *(Launch(4, stages, 32) for stages in (1, 2, 3)),
 ]
 CANDIDATES: dict[str, list[Launch]] = {
-    "prepare": [Launch(warps, 1) for warps in (2, 4, 8)],
+    "prepare": [Launch(warps, 1) for warps in (2, 4)],
     "maps": _LOOPS,
-    "fold": [Launch(4, stages, block) for stages in (1, 2, 3) for block in (16, 32, 64)],
+    "fold": [Launch(4, stages, block) for stages in (2, 3) for block in (16, 32, 64)],
     "output": _LOOPS,
     "states": _LOOPS,
     "offsets": _LOOPS,
     "reverse": _LOOPS,
-    "value_gradients": [Launch(warps, 1, 64, inner) for warps in (4, 8) for inner in (32, 64, 128)],
-    "gradients": [
-        Launch(warps, 1, block, inner)
-        for warps, block in ((4, 32), (4, 64), (8, 64), (8, 128))
-        for inner in (32, 64, 128)
-    ],
-    "decode": [Launch(warps, 1, block) for warps in (1, 2, 4, 8) for block in (16, 32, 64, 128)],
+    "value_gradients": [Launch(warps, 1, 64, inner) for warps in (4, 8) for inner in (64, 128)],
+    "gradients": [Launch(4, 1, block, inner) for block in (32, 64) for inner in (32, 64, 128)],
+    "decode": [Launch(warps, 1, block) for warps in (2, 4, 8) for block in (32, 64, 128)],
 }
 # Largest relative difference of a candidate from the default, and of a schedule from the float64 scan.
 _ROUNDING = {"bfloat16": 5e-3, "float32": 1e-5}
@@ -138,8 +133,8 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch
         "reverse": (lambda l: lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, l), (x, prepared, ends)),
         "value_gradients": (lambda l: lambda x, s: value_gradients(p, x, x.v, s, l), (x, saved)),
         "gradients": (
-            lambda l: lambda x, y, s, d: argument_gradients(p, x, y, x.v, s, d, l),
-            (x, prepared, saved, from_values),
+            lambda l: lambda x, s, d: argument_gradients(p, x, x.v, s, d, prepared.extreme, l),
+            (x, saved, from_values),
         ),
     }
     if maps is not None:
