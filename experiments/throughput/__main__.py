@@ -102,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # median of the steps passes over that.
         while queue or futures:
             while queue and len(futures) < max(1, options.compile_workers):
-                futures[pool.submit(compile_case, plan, queue[0])] = queue.pop(0)
+                case = queue.pop(0)
+                futures[pool.submit(compile_case, plan, case)] = case
             concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
             if options.seconds is not None and time.monotonic() - begin > options.seconds:
                 print(f"out of time: {len(futures) + len(queue)} cases are left", flush=True)

@@ -53,7 +53,7 @@ def test_operations_of_recurrences(mixer, forward):
 
 
 def test_one_command_times_and_reports(tmp_path, capsys, monkeypatch):
-    arguments = ["--mixers", "Transformer++", "--lengths", "64", "--compile-workers", "1", "--output", str(tmp_path)]
+    arguments = ["--mixers", "Transformer++", "--lengths", "64", "--output", str(tmp_path)]
     assert command.main(arguments) == 0
     (file,) = (tmp_path / "results" / "small").glob("*.json")
     record = json.loads(file.read_text())
