@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
 from rnnlib.ops.heads import merge_heads
 
-SUBCHUNK = 16
+_SMALLEST_CHUNK = 16
+_SMALLEST_PRODUCT = 4
 # exp(LOG_ZERO) is 0 in float32 and float64, and sums of it stay finite: the place of a log decay of -inf.
 LOG_ZERO = -1e4
 
@@ -57,7 +58,7 @@ def zero_state(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
 
 def chunk_length(length: int, chunk_size: int) -> int:
     """The chunk size in use: no more than the sequence, rounded up to a power of two of at least 16."""
-    return min(chunk_size, max(SUBCHUNK, 1 << (length - 1).bit_length()))
+    return min(chunk_size, max(_SMALLEST_CHUNK, 1 << (length - 1).bit_length()))
 
 
 def split_chunks(x: Array, size: int) -> Array:
@@ -125,59 +126,38 @@ def causal_scores(rows: Sequence[Array], columns: Array, log_decay: Array | None
 
 
 def _channel_scores(rows: Sequence[Array], columns: Array, log_decay: Array) -> list[Array]:
-    """`causal_scores` where each channel decays on its own, in blocks of 16 tokens.
+    """`causal_scores` where each channel decays on its own, in blocks that double from one token to the chunk.
 
-    A block on the diagonal takes each pair's own exponent. A block below it splits the interval `(s, r]` at its first
-    row, so that both exponents are <= 0.
+    A block's later half meets its earlier half through the decay since the middle and the decay until the middle: both
+    exponents are <= 0, and each level takes no more exponentials than there are tokens.
     """
-    size = log_decay.shape[-2]
-    on_diagonal = [pairs.reshape(*pairs.shape[:-3], size, SUBCHUNK) for pairs in _pair_scores(rows, columns, log_decay)]
-    column_sums: list[Array] = []  # for each earlier block, sums over (s, start of this block]
-    scores: list[list[Array]] = [[] for _ in rows]
-    for start in range(0, size, SUBCHUNK):
-        block = slice(start, start + SUBCHUNK)
-        log = log_decay[..., block, :]
-        since_start = decay_since_start(log)
-        if start > 0:
-            earlier = columns[..., :start, :] * jnp.exp(jnp.concatenate(column_sums, axis=-2))
-        for row, diagonal, out in zip(rows, on_diagonal, scores):
-            parts = [diagonal[..., block, :]]
-            if start > 0:
-                parts.insert(0, (since_start * row[..., block, :]) @ jnp.swapaxes(earlier, -1, -2))
-            after = size - start - SUBCHUNK
-            out.append(jnp.pad(jnp.concatenate(parts, axis=-1), [(0, 0)] * (log.ndim - 1) + [(0, after)]))
-        total = jnp.sum(log, axis=-2, keepdims=True)
-        column_sums = [sums + total for sums in column_sums] + [_sums_after(log)]
-    return [jnp.concatenate(out, axis=-2) for out in scores]
+    scores = [jnp.sum(row * columns, axis=-1)[..., None, None] for row in rows]  # [..., blocks, size, size]
+    half = 1
+    while half < log_decay.shape[-2]:
+        log_earlier, log_later = _halves(log_decay, half)
+        column = decay_until_end(log_earlier) * _halves(columns, half)[0]
+        since_middle = decay_since_start(log_later)
+        for i, row in enumerate(rows):
+            across = _block_products(since_middle * _halves(row, half)[1], column)
+            earlier, later = scores[i][..., 0::2, :, :], scores[i][..., 1::2, :, :]
+            earlier, later, across = jnp.broadcast_arrays(earlier, later, across)
+            top = jnp.concatenate([earlier, jnp.zeros_like(earlier)], axis=-1)
+            scores[i] = jnp.concatenate([top, jnp.concatenate([across, later], axis=-1)], axis=-2)
+        half *= 2
+    return [score[..., 0, :, :] for score in scores]
 
 
-def _pair_scores(rows: Sequence[Array], columns: Array, log_decay: Array) -> list[Array]:
-    """`causal_scores` within each block of 16 tokens, `[..., C / 16, 16, 16]`, one lag `r - s` after the other.
-
-    By lags no `[16, 16, K]` tensor is formed, and the interval sums grow by one token at a time.
-    """
-    blocks = (*log_decay.shape[:-2], log_decay.shape[-2] // SUBCHUNK, SUBCHUNK)
-    log_decay = log_decay.reshape(*blocks, log_decay.shape[-1])
-    columns = columns.reshape(*columns.shape[:-2], *blocks[-2:], columns.shape[-1])
-    rows = [row.reshape(*row.shape[:-2], *blocks[-2:], row.shape[-1]) for row in rows]
-    by_lag: list[list[Array]] = [[] for _ in rows]  # each [..., 16 (r)], zero where r < lag
-    sums = jnp.zeros_like(log_decay)
-    for lag in range(SUBCHUNK):
-        if lag > 0:
-            sums = sums[..., 1:, :] + log_decay[..., 1 : SUBCHUNK - lag + 1, :]
-        decayed = jnp.exp(sums) * columns[..., : SUBCHUNK - lag, :]
-        for row, out in zip(rows, by_lag):
-            score = jnp.sum(row[..., lag:, :] * decayed, axis=-1)
-            out.append(jnp.pad(score, [(0, 0)] * (score.ndim - 1) + [(lag, 0)]))
-    return [_skew(jnp.stack(out[::-1], axis=-1)) for out in by_lag]
+def _halves(x: Array, half: int) -> tuple[Array, Array]:
+    """Earlier and later halves of each block of `2 * half` tokens: `[..., C, K]` to twice `[..., blocks, half, K]`."""
+    x = x.reshape(*x.shape[:-2], -1, 2, half, x.shape[-1])
+    return x[..., 0, :, :], x[..., 1, :, :]
 
 
-def _skew(x: Array) -> Array:
-    """From `x[..., r, n - 1 - lag]` to `[..., r, r - lag]`, lower triangular, `[..., n, n]`."""
-    size = x.shape[-1]
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
-    flat = padded.reshape(*x.shape[:-2], size * (size + 1))
-    return jnp.tril(flat[..., size - 1 : size - 1 + size * size].reshape(x.shape))
+def _block_products(x: Array, y: Array) -> Array:
+    """`x y^T` over the last two axes; as sums where a call for each block would cost more than its arithmetic."""
+    if x.shape[-2] < _SMALLEST_PRODUCT:
+        return jnp.sum(x[..., :, None, :] * y[..., None, :, :], axis=-1)
+    return x @ jnp.swapaxes(y, -1, -2)
 
 
 def finite_log_decay(log_decay: Array | None, starts: Array | None) -> Array | None:
