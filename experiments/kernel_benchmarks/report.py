@@ -200,6 +200,20 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def readme_table(results: dict[str, Any], sizes: tuple[int, int, int] = (1, 8192, 8)) -> str:
+    """Device times for the README: all operators at one shape, and Gated DeltaNet at all shapes."""
+    view = View(results)
+    names = ("triton", "fla", "flash_qla")
+    header = ["operator", "B, T, H", *(f"{run}: {TITLES[name]}" for run in ("fwd", "fwd + bwd") for name in names)]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for operator, shape in view.table_points():
+        if shape[:3] == sizes or operator == "gated_deltanet":
+            times = [number(view.time(name, operator, shape, run)) for run in PASSES for name in names]
+            cells = [OPERATORS[operator].title, ", ".join(map(str, shape[:3])), *times]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def show(results: dict[str, Any], console: Console) -> None:
     """Prints the tables that fit a terminal."""
     for line in _preamble(results):

@@ -35,15 +35,18 @@ class GramSchedule:
 
     Attributes:
         tokens: of a program, a multiple of both blocks; None chooses by the number of heads.
-        forward: warps of the forward's kernels; `block` is the number of tokens that they load at once.
+        forward: warps of the forward's kernels; `block` is the number of tokens that they load at once, with two stages
+            while they work on the ones before.
         backward: likewise of the backward's.
         programs: that fill the card, for the choice of `tokens`.
+        parts: at most so many of one sequence, for that choice: each applies the maps of all before it.
     """
 
     tokens: int | None = None
     forward: Launch = Launch(num_warps=1, num_stages=1, block=16)
-    backward: Launch = Launch(num_warps=1, num_stages=1, block=8)
-    programs: int = 2048
+    backward: Launch = Launch(num_warps=1, num_stages=1, block=4)
+    programs: int = 4096
+    parts: int = 128
 
     @property
     def block(self) -> int:
@@ -54,14 +57,14 @@ class GramSchedule:
         """Tokens of a program, for `heads` sequences of one head each (all rows' together)."""
         if self.tokens is not None:
             return self.tokens
-        parts = max(1, min(128, self.programs // heads))
+        parts = max(1, min(self.parts, self.programs // heads))
         return self.block * cdiv(cdiv(length, self.block), parts)
 
 
 def choose_gram_schedule() -> GramSchedule:
     """The schedule for the device at hand: interpreted, small blocks compile fast and four programs keep all paths."""
     if interpreted():
-        return GramSchedule(forward=Launch(block=4), backward=Launch(block=2), programs=12)
+        return GramSchedule(forward=Launch(num_stages=1, block=2), backward=Launch(num_stages=1, block=2), programs=12)
     return GramSchedule()
 
 
@@ -157,9 +160,13 @@ def _like(x: Array | None) -> jax.ShapeDtypeStruct | None:
     return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
+def _static(cut: _Cut, launch: Launch) -> dict[str, Any]:
+    return {"tokens": cut.tokens, "block": launch.block, "ahead": launch.num_stages > 1}
+
+
 def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> tuple[Any, Any]:
     cut, launch = _Cut(options, inputs), options.schedule.forward
-    given = cut.inputs(inputs)
+    given, static = cut.inputs(inputs), _static(cut, launch)
     sums: dict[str, Any] = {"sums": None, "kept": None}
     if cut.parts > 1:
         back = _Cut(options, inputs, from_end=True)
@@ -172,8 +179,7 @@ def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> 
             {**back.inputs(inputs), "x": None, "parameter": None, "initial_state": None},
             {"sums": back.of_head(cut.per_head(cut.parts, cut.channels)), "kept": back.of_head(kept)},
             launch,
-            tokens=cut.tokens,
-            block=launch.block,
+            **static,
         )
     results = call(
         apply_kernel,
@@ -187,8 +193,7 @@ def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> 
         },
         launch,
         readout=options.readout,
-        tokens=cut.tokens,
-        block=launch.block,
+        **static,
     )
     out = (results["out"], results["final_state"])
     return (*out, inputs.k) if options.passes_key else out, (inputs, results["states"], sums["kept"])
@@ -206,7 +211,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
     cut, launch = _Cut(options, inputs), options.schedule.backward
     given = {**cut.inputs(inputs), "d_out": cut.of_tokens(d_out), "initial_state": None}
     block_states = cut.per_head(cut.length // launch.block, cut.channels)
-    static: dict[str, Any] = {"readout": options.readout, "tokens": cut.tokens, "block": launch.block}
+    static = {"readout": options.readout, **_static(cut, launch)}
     found = call(
         reverse_sums_kernel,
         "gram_reverse_sums",

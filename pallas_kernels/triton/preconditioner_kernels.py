@@ -38,23 +38,60 @@ class Token(NamedTuple):
 
 
 def _load(ref, t) -> Any:
-    return None if ref is None else (ref[t, :] if len(ref.shape) == 2 else ref[t]).astype(jnp.float32)
+    return None if ref is None else ref[t, :] if len(ref.shape) == 2 else ref[t]
 
 
-def _load_block(r, first, count: int) -> list[Token]:
-    """The tokens of a block, all loads before all arithmetic."""
-    raw = [(r.k[first + i, :], _load(r.x, first + i)) for i in range(count)]
-    gates = [(_load(r.log_decay, first + i), _load(r.gain, first + i)) for i in range(count)]
-    starts = [None if r.starts is None else r.starts[first + i] for i in range(count)]
-    tokens = []
-    for (k, x), (log_decay, gain), start in zip(raw, gates, starts):
-        k = k.astype(jnp.float32)
-        decay, keep = 1.0 if log_decay is None else exp2(math.log2(math.e) * log_decay), None
-        if start is not None:
-            keep = (1 - start).astype(jnp.float32)
-            decay = decay * keep
-        tokens.append(Token(k, k if x is None else x, decay, 1.0 if gain is None else gain, keep))
-    return tokens
+def _inputs(r) -> tuple[Any, ...]:
+    return r.k, r.x, r.log_decay, r.gain, r.starts
+
+
+def _token(k, x, log_decay, gain, start) -> Token:
+    """One token of what was loaded from `_inputs`."""
+    k, gain = k.astype(jnp.float32), 1.0 if gain is None else gain.astype(jnp.float32)
+    decay: Any = 1.0
+    keep = None
+    if log_decay is not None:
+        decay = exp2(math.log2(math.e) * log_decay.astype(jnp.float32))
+    if start is not None:
+        keep = (1 - start).astype(jnp.float32)
+        decay = decay * keep
+    return Token(k, k if x is None else x.astype(jnp.float32), decay, gain, keep)
+
+
+class Blocks:
+    """The blocks of tokens that a program goes through."""
+
+    def __init__(self, refs: Any, place: Any, blocks: Any, block: int, ahead: bool):
+        """Loads the first block.
+
+        Args:
+            refs: arrays to load.
+            place: from a block's number to its first token.
+            blocks: number of blocks, at least 1.
+            block: tokens of a block.
+            ahead: whether a block is loaded while the one before it is worked on.
+        """
+        self.refs, self.place, self.blocks, self.block, self.ahead = refs, place, blocks, block, ahead
+        self.first = self.load(0) if ahead else None
+
+    def load(self, m) -> list[tuple[Any, ...]]:
+        """What each token of block `m` has in each of the arrays, in their dtypes."""
+        t = self.place(m)
+        return [tuple(_load(ref, t + i) for ref in self.refs) for i in range(self.block)]
+
+    def loop(self, body: Any, state: Any) -> Any:
+        """`state = body(first token, what was loaded, state)` for all blocks."""
+
+        def step(m, carry):
+            state, loaded = carry
+            if self.ahead:
+                following = self.load(jnp.minimum(m + 1, self.blocks - 1))
+            else:
+                loaded = self.load(m)
+                following = None
+            return body(self.place(m), loaded, state), following
+
+        return lax.fori_loop(0, self.blocks, step, (state, self.first))[0]
 
 
 def _step(token: Token, gram: Any) -> tuple[Any, Any]:
@@ -87,22 +124,23 @@ def part(from_end: bool) -> Any:
     return pl.num_programs(1) - 1 - n if from_end else n
 
 
-def sums_kernel(r, *, tokens: int, block: int):
+def sums_kernel(r, *, tokens: int, block: int, ahead: bool):
     """What a program's tokens add to A, and what they leave of A before them."""
     n = part(from_end=True)
     first = n * tokens
     blocks = _blocks(r, first, tokens, block)
 
-    def body(m, carry):
+    def body(t, loaded, carry):
         gram, kept = carry
-        for token in _load_block(r, first + m * block, block):
+        for token in (_token(*row) for row in loaded):
             gram = _step(token, gram)[1]
             kept = kept * token.decay
         return gram, kept
 
     channels = r.k.shape[1]
     ones = jnp.ones(r.kept.shape[1:], jnp.float32)
-    gram, kept = lax.fori_loop(0, blocks, body, (jnp.zeros(channels, jnp.float32), ones))
+    start = jnp.zeros(channels, jnp.float32), ones
+    gram, kept = Blocks(_inputs(r), lambda m: first + m * block, blocks, block, ahead).loop(body, start)
     r.sums[n, :] = gram
     if len(r.kept.shape) == 1:
         r.kept[n] = kept
@@ -127,23 +165,24 @@ def _parameter(r) -> Any:
     return None if r.parameter is None else jnp.broadcast_to(r.parameter[...], (r.k.shape[1],))
 
 
-def apply_kernel(r, *, readout: Readout, tokens: int, block: int):
+def apply_kernel(r, *, readout: Readout, tokens: int, block: int, ahead: bool):
     """The readout of each token, and A before each program and after the last token."""
     n = part(from_end=False)
     first = n * tokens
+    blocks = Blocks(_inputs(r), lambda m: first + m * block, _blocks(r, first, tokens, block), block, ahead)
     gram = _start(r) if r.sums is None else _carry(r, r.sums, r.kept, _start(r), n, lambda i: i)
     if r.states is not None:
         r.states[n, :] = gram
     parameter = _parameter(r)
 
-    def body(m, gram):
-        for i, token in enumerate(_load_block(r, first + m * block, block)):
+    def body(t, loaded, gram):
+        for i, row in enumerate(loaded):
+            token = _token(*row)
             before, gram = _step(token, gram)
-            out = readout(before, gram, token.x, parameter)
-            r.out[first + m * block + i, :] = out.astype(r.out.dtype)
+            r.out[t + i, :] = readout(before, gram, token.x, parameter).astype(r.out.dtype)
         return gram
 
-    gram = lax.fori_loop(0, _blocks(r, first, tokens, block), body, gram)
+    gram = blocks.loop(body, gram)
 
     @pl.when(n == pl.num_programs(1) - 1)
     def _():
@@ -157,20 +196,19 @@ def _from_before(token: Token, d_before: Any, d_gram: Any) -> Any:
     return d_gram + (d_before if token.keep is None else token.keep * d_before)
 
 
-def reverse_sums_kernel(r, *, readout: Readout, tokens: int, block: int):
+def reverse_sums_kernel(r, *, readout: Readout, tokens: int, block: int, ahead: bool):
     """What a program's tokens add to the gradient in A before them, and A before each block."""
     n = part(from_end=False)
     first = n * tokens
     parameter = _parameter(r)
 
-    def body(m, carry):
+    def body(t, loaded, carry):
         gram, kept, d_gram = carry
-        t = first + m * block
-        r.block_states[lax.div(first, block) + m, :] = gram
-        d_out = [r.d_out[t + i, :] for i in range(block)]
-        for token, d in zip(_load_block(r, t, block), d_out):
+        r.block_states[lax.div(t, block), :] = gram
+        for *row, d_out in loaded:
+            token = _token(*row)
             before, gram = _step(token, gram)
-            d = readout.gradients(before, gram, token.x, parameter, d.astype(jnp.float32))
+            d = readout.gradients(before, gram, token.x, parameter, d_out.astype(jnp.float32))
             if d.before is not None:
                 d_gram = d_gram + kept * (d.before if token.keep is None else token.keep * d.before)
             kept = kept * token.decay
@@ -178,10 +216,13 @@ def reverse_sums_kernel(r, *, readout: Readout, tokens: int, block: int):
                 d_gram = d_gram + kept * d.after
         return gram, kept, d_gram
 
-    ones = jnp.ones(r.k.shape[1], jnp.float32)
-    zeros = jnp.zeros(r.k.shape[1], jnp.float32)
+    channels = r.k.shape[1]
+    per_channel = r.log_decay is not None and len(r.log_decay.shape) == 2
+    ones, zeros = jnp.ones((channels,) if per_channel else (), jnp.float32), jnp.zeros(channels, jnp.float32)
     blocks = _blocks(r, first, tokens, block)
-    r.d_sums[n, :] = lax.fori_loop(0, blocks, body, (r.states[n, :], ones, zeros))[2]
+    start = r.states[n, :], ones, zeros
+    refs = (*_inputs(r), r.d_out)
+    r.d_sums[n, :] = Blocks(refs, lambda m: first + m * block, blocks, block, ahead).loop(body, start)[2]
 
 
 def _store_gate(ref, t, value) -> None:
@@ -193,28 +234,26 @@ def _store_gate(ref, t, value) -> None:
         ref[t, :] = value.astype(ref.dtype)
 
 
-def reverse_kernel(r, *, readout: Readout, tokens: int, block: int):
+def reverse_kernel(r, *, readout: Readout, tokens: int, block: int, ahead: bool):
     """Gradients in the arguments, from the last token to the first."""
     n, programs = part(from_end=True), pl.num_programs(1)
     first = n * tokens
-    blocks = _blocks(r, first, tokens, block)
+    count = _blocks(r, first, tokens, block)
+    refs = (*_inputs(r), r.d_out, r.d_passed)
+    blocks = Blocks(refs, lambda m: first + (count - 1 - m) * block, count, block, ahead)
     parameter = _parameter(r)
     d_gram = _carry(r, r.d_sums, r.kept, r.d_final_state[...], programs - 1 - n, lambda i: programs - 1 - i)
 
-    def body(m, carry):
+    def body(t, loaded, carry):
         d_gram, d_parameter = carry
-        t = first + (blocks - 1 - m) * block
-        gram = r.block_states[lax.div(t, block), :]
-        d_out = [r.d_out[t + i, :] for i in range(block)]
-        d_passed: list[Any] = [None if r.d_passed is None else r.d_passed[t + i, :] for i in range(block)]
-        loaded = _load_block(r, t, block)
-        grams = [gram]
-        for token in loaded:
+        token_rows = [_token(*row[:-2]) for row in loaded]
+        grams = [r.block_states[lax.div(t, block), :]]
+        for token in token_rows:
             grams.append(_step(token, grams[-1])[1])
         for i in reversed(range(block)):
-            token, gram = loaded[i], grams[i]
+            token, gram, (d_out, d_passed) = token_rows[i], grams[i], loaded[i][-2:]
             before = _step(token, gram)[0]
-            d = readout.gradients(before, grams[i + 1], token.x, parameter, d_out[i].astype(jnp.float32))
+            d = readout.gradients(before, grams[i + 1], token.x, parameter, d_out.astype(jnp.float32))
             if d.after is not None:
                 d_gram = d_gram + d.after
             d_k = (2.0 * token.gain) * (token.k * d_gram)
@@ -222,8 +261,8 @@ def reverse_kernel(r, *, readout: Readout, tokens: int, block: int):
                 r.d_x[t + i, :] = d.x.astype(r.d_x.dtype)
             elif d.x is not None:
                 d_k = d_k + d.x
-            if r.d_passed is not None:
-                d_k = d_k + d_passed[i].astype(jnp.float32)
+            if d_passed is not None:
+                d_k = d_k + d_passed.astype(jnp.float32)
             r.d_k[t + i, :] = d_k.astype(r.d_k.dtype)
             _store_gate(r.d_gain, t + i, token.k * (token.k * d_gram))
             d_gram = token.decay * d_gram
@@ -234,7 +273,7 @@ def reverse_kernel(r, *, readout: Readout, tokens: int, block: int):
         return d_gram, d_parameter
 
     none = None if parameter is None else jnp.zeros(r.k.shape[1], jnp.float32)
-    d_gram, d_parameter = lax.fori_loop(0, blocks, body, (d_gram, none))
+    d_gram, d_parameter = blocks.loop(body, (d_gram, none))
     if parameter is not None:
         r.d_parameter[n] = jnp.sum(d_parameter)
 

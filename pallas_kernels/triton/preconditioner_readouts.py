@@ -81,17 +81,20 @@ class Preconditioner:
         shifted = after + self.eps
         r = self._deviation(shifted, parameter)
         if self.squash == "tanh":
-            s, inverse = jnp.tanh(r), reciprocal(shifted)
-            slope = 1 - s * s
-        else:  # special functions are what time goes to: one reciprocal for both
+            s = jnp.tanh(r)
+            slope, over_shifted = 1 - s * s, reciprocal(shifted)
+            part = None
+        else:
+            # Special functions are what time goes to: one reciprocal for both. The slope is part^2, and
+            # part^2 / shifted = part / (divisor * shifted).
             divisor = 1 + jnp.abs(r)
             both = reciprocal(divisor * shifted)
-            part, inverse = both * shifted, both * divisor
-            s, slope = r * part, part * part
+            part = both * shifted
+            s, slope, over_shifted = r * part, part, both
         out, factor = self._preconditioner(s)
         d_x = d_out * out if self.times_row else None
-        d_r = (factor * slope) * (d_x * x if self.times_row else d_out * out)
-        return RowGradients(after=d_r * inverse, x=d_x, parameter=-d_r)
+        d = (factor * slope) * (d_x * x if self.times_row else d_out * out)
+        return RowGradients(after=d * over_shifted, x=d_x, parameter=-d if part is None else -d * part)
 
 
 @dataclass(frozen=True)
