@@ -4,7 +4,7 @@ What a segment does to the state is an affine map, `S -> M S + N`. `segment_maps
 `fold_segments` applies them in order, which gives the state at each segment's start; the output pass starts there. The
 gradient goes back through a segment by `dS -> M^T dS + N'`, with the same M. Nothing is approximated.
 
-Where decay leaves less than 1e-20 of a state, what is left counts as zero: M is not computed for a segment with such a
+Where decay leaves less than 1e-15 of a state, what is left counts as zero: M is not computed for a segment with such a
 decay, and where few segments reach the next ones, their starts are all folded at once.
 """
 
@@ -37,8 +37,8 @@ class SegmentMaps(NamedTuple):
     survival: Array | None
 
 
-# Log of the part of a state below which it counts as forgotten: far below float32's rounding of what came after it.
-_FORGOTTEN = -46.0
+# Log of the part of a state below which it counts as forgotten: eight digits below float32's rounding of what follows.
+_FORGOTTEN = -34.5
 # With more segments than this to go through, one program for all of them takes less time than one for each.
 _SHORT_REACH = 4
 
