@@ -69,3 +69,19 @@ def test_one_command_times_and_reports(tmp_path, capsys, monkeypatch):
     assert json.loads(file.read_text())["error"] == "too large"
     assert "| Transformer++ | | failed |" in table(study("small"), read_results(file.parent))
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_every_record_is_of_its_own_case(workers, tmp_path, monkeypatch):
+    def name(case):
+        return {"mixer": case.mixer.label, "length": case.length, "deterministic": case.deterministic}
+
+    monkeypatch.setattr(command, "compile_case", lambda plan, case: case)
+    monkeypatch.setattr(
+        command, "measure", lambda plan, case: name(case) | {"packed": case.packed, "recompute": case.recompute}
+    )
+    monkeypatch.setattr(command, "write_report", lambda *_: "")
+    assert command.main(["--output", str(tmp_path), "--compile-workers", str(workers)]) == 0
+    records = {path.name: json.loads(path.read_text()) for path in (tmp_path / "results" / "small").glob("*.json")}
+    expected = {command.file_name(case): name(case) for case in cases(study("small")) if case.recompute}
+    assert {file: {key: record[key] for key in expected[file]} for file, record in records.items()} == expected
