@@ -1,0 +1,75 @@
+"""The operators split over several GPUs by batch and heads are the operators on one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rnnlib import ops
+from tests.pallas_kernels.cases import relative_error
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = (4, 500, 4, 64)  # B, T, H, K
+
+
+@functools.cache
+def arguments():
+    random = np.random.default_rng(0)
+    q, k, v = random.standard_normal((3, *SHAPE))
+    return {
+        "q": jnp.asarray(q / np.linalg.norm(q, axis=-1, keepdims=True), jnp.bfloat16),
+        "k": jnp.asarray(k / np.linalg.norm(k, axis=-1, keepdims=True), jnp.bfloat16),
+        "v": jnp.asarray(v, jnp.bfloat16),
+        "beta": jnp.asarray(random.uniform(size=SHAPE[:3]), jnp.float32),
+        "log_decay": jnp.asarray(-random.exponential(0.1, SHAPE[:3]), jnp.float32),
+    }
+
+
+def delta_rule(q, k, v, beta, log_decay):
+    return ops.gated_delta_rule(q, k, v, beta=beta, log_decay=log_decay, implementation="triton")
+
+
+def preconditioned_key(q, k, v, beta, log_decay):
+    factor, gram = ops.diagonal_preconditioner(k, log_decay=log_decay, gain=beta, implementation="triton")
+    return q * factor.astype(q.dtype) * v, gram
+
+
+def ridge_regression(q, k, v, beta, log_decay):
+    x, gram = ops.ridge_solve(q, k, log_decay=log_decay, implementation="triton")
+    return x * v * beta.astype(x.dtype)[..., None], gram
+
+
+@pytest.mark.parametrize("operator", (delta_rule, preconditioned_key, ridge_regression), ids=lambda f: f.__name__)
+def test_two_by_two_devices_are_one(operator):
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+
+    def results(arguments):
+        out, state = operator(**arguments)
+        return out, state
+
+    def value_and_gradients(function, arguments):
+        (out, state), pullback = jax.vjp(function, arguments)
+        return out, state, pullback((jnp.ones_like(out), jnp.ones_like(state)))[0]
+
+    one = jax.jit(functools.partial(value_and_gradients, results))(arguments())
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    tokens, states = P("batch", None, "heads"), P("batch", "heads")
+    split = jax.shard_map(
+        results,
+        mesh=mesh,
+        in_specs=({name: tokens for name in arguments()},),
+        out_specs=(tokens, states),
+        check_vma=False,
+    )
+    placed = jax.device_put(arguments(), NamedSharding(mesh, tokens))
+    four = jax.jit(functools.partial(value_and_gradients, split))(placed)
+    assert len(four[0].sharding.device_set) == 4
+    found, expected = ({"out": x[0], "state": x[1], **x[2]} for x in (four, one))
+    for name in expected:  # a device's share may be cut into other segments, which rounds differently
+        assert relative_error(found[name], expected[name]) < 5e-3, name
