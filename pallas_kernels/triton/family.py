@@ -48,7 +48,7 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any
         starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
     results = output_pass(problem, inputs, prepared, starts, schedule.output)
     # Matrices as large as the inputs are made again in the backward; what is a number a token is kept.
-    kept = prepared._replace(read=None, erased=None, written=None)
+    kept = prepared._replace(read=None, erased=None, written=None, growth=None)
     return results, (inputs, kept, maps, starts)
 
 

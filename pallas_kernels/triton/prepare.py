@@ -41,6 +41,8 @@ class Prepared(NamedTuple):
         erased_rows: `erase * exp(G)` likewise.
         written_rows: `exp(G_C - G)` likewise.
         kept: `exp(G_C)`, `[B, HV, N]` or `[B, HV, N, K]` float32; None without decay.
+        growth: log of how far the chunk's writes can enlarge a state, the product of `|1 - erase * k . write_key|` where
+            above 1, `[B, HV, N]` float32; None where nothing asks for it.
         extreme: 1 where a channel-wise decay is too strong for one product of pairs, `[B, HV, N]` int32, else None.
     """
 
@@ -53,6 +55,7 @@ class Prepared(NamedTuple):
     erased_rows: Array | None
     written_rows: Array | None
     kept: Array | None
+    growth: Array | None
     extreme: Array | None
 
 
@@ -166,6 +169,10 @@ def _is_causal(strict: bool) -> Array:
 
 def _store_inverse(r, erased: Array):
     dtype = r.inverse.dtype
+    if r.growth is not None:
+        i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+        left = 1.0 - jnp.sum(jnp.where(i == j, erased, 0.0), axis=1)
+        r.growth[...] = jnp.sum(jnp.log(jnp.maximum(jnp.abs(left), 1.0)))
     r.inverse[...] = unit_lower_inverse(jnp.where(_is_causal(strict=True), erased, 0.0), dtype).astype(dtype)
 
 
@@ -207,6 +214,11 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
         "erased_rows": of_rows(p.online and not is_erased_wide and max(decay_ndim, erase_ndim) == 3),
         "written_rows": of_rows(decay_ndim == 3),
         "kept": of_flag(p.per_head(p.chunks, dtype=jnp.float32)) if decay_ndim == 3 else per_channel,
+        "growth": of_flag(
+            p.per_head(p.chunks, dtype=jnp.float32)
+            if with_pairs and p.online and decay_ndim and p.segments > 1
+            else None
+        ),
         "extreme": of_flag(p.per_head(p.chunks, dtype=jnp.int32) if with_pairs and decay_ndim == 4 else None),
     }
     if not any(outputs.values()):
@@ -227,14 +239,16 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
     if results["extreme"] is None:
         return Prepared(**results)
     pairs = {
-        name: operand for name, operand in outputs.items() if name in ("inverse", "scores") and operand is not None
+        name: operand
+        for name, operand in outputs.items()
+        if name in ("inverse", "scores", "growth") and operand is not None
     }
     exact = call(
         _extreme_kernel,
         "delta_prepare_extreme",
         p.chunk_grid,
         {**operands, "extreme": of_flag(results["extreme"])},
-        {"inverse": None, "scores": None, **pairs},
+        {"inverse": None, "scores": None, "growth": None, **pairs},
         launch,
         updates={name: dataclasses.replace(operand, array=results[name]) for name, operand in pairs.items()},
         scale=p.scale,

@@ -2,10 +2,10 @@
 
 What a segment does to the state is an affine map, `S -> M S + N`. `segment_maps` finds M and N of all segments at once,
 `fold_segments` applies them in order, which gives the state at each segment's start; the output pass starts there. The
-gradient goes back through a segment by `dS -> M^T dS + N'`, with the same M. Nothing is approximated.
+gradient goes back through a segment by `dS -> M^T dS + N'`, with the same M.
 
-Where decay leaves less than 1e-15 of a state, what is left counts as zero: M is not computed for a segment with such a
-decay, and where few segments reach the next ones, their starts are all folded at once.
+Nothing is approximated, but what is left of a state counts as zero where it is less than 1e-15 of it: M is not computed
+for a segment with such a decay, and where few segments reach the next ones, their starts are all folded at once.
 """
 
 from typing import NamedTuple
@@ -27,8 +27,7 @@ class SegmentMaps(NamedTuple):
         offset: N, `[B, HV, P, V, K]` float32.
         transition: M in the dtype of matrix operands, `[B, HV, P, K, K]`.
         transition_rest: what rounding to that dtype left of M; None for float32.
-        survival: log of the largest factor by which a segment's decay multiplies a channel, `[B, HV, P]` float32; None
-            without decay.
+        survival: log of the most that a segment leaves of a state, `[B, HV, P]` float32; None without decay.
     """
 
     offset: Array
@@ -44,9 +43,13 @@ _SHORT_REACH = 4
 
 
 def _survival(r, problem: Problem, first, count) -> Array:
-    """Log of what the decay of chunks `first` to `first + count` leaves of a state's slowest channel."""
-    kept = load_rows(r.kept, first, next_power_of_two(problem.chunks_per_segment), first + count, 1.0)
-    return jnp.max(jnp.sum(jnp.log(jnp.maximum(kept, 1e-37)), axis=0))
+    """Log of what chunks `first` to `first + count` leave of a state: of its slowest channel's decay, and of writes."""
+    size = next_power_of_two(problem.chunks_per_segment)
+    kept = load_rows(r.kept, first, size, first + count, 1.0)
+    survival = jnp.max(jnp.sum(jnp.log(jnp.maximum(kept, 1e-37)), axis=0))
+    if r.growth is None:
+        return survival
+    return survival + jnp.sum(load_rows(r.growth, first, size, first + count, 0.0))
 
 
 def _reach(survival, problem: Problem, reverse: bool) -> Array:
@@ -165,7 +168,10 @@ def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: L
         _maps_kernel,
         "delta_segment_maps",
         grid,
-        pass_operands(p, inputs, prepared, at_value, block, with_reads=False),
+        {
+            **pass_operands(p, inputs, prepared, at_value, block, with_reads=False),
+            "growth": p.of_head(prepared.growth, (p.chunks,), lambda c, h, z: (lax.div(z, p.segments), h, 0)),
+        },
         {
             "offset": p.of_head(offset, (None, block, p.key_size), place(lambda c: lax.min(c, value_blocks - 1))),
             "transition": of_transition,

@@ -63,6 +63,17 @@ def test_repeated_keys_with_gate_one_and_no_decay():
     assert relative_error(out, expected) < 1e-5
 
 
+def test_writes_that_enlarge_the_state_are_not_forgotten():
+    """Equal keys with `erase * k . k = 3`: each write doubles what the decay leaves half of."""
+    arrays, _ = make_inputs(Case((1, 512, 1, 1, 16, 16)))
+    arrays["k"] = jnp.broadcast_to(3**0.5 * arrays["k"][:, :1], arrays["k"].shape)
+    arrays["erase"] = jnp.ones_like(arrays["erase"])
+    arrays["log_decay"] = jnp.full_like(arrays["log_decay"], np.log(0.5))
+    once, _ = jax.jit(lambda x: triton.gated_delta_rule(**x, schedule=Schedule()))(arrays)
+    split, _ = jax.jit(lambda x: triton.gated_delta_rule(**x, schedule=Schedule(segments=4)))(arrays)
+    assert relative_error(split, once) < 1e-3  # rounding that nothing damps
+
+
 def test_reset_forgets_exactly_whatever_came_before():
     arrays, _ = make_inputs(Case((1, 128, 1, 1, 16, 16)))
     arrays["log_decay"] = arrays["log_decay"].at[:, 70].set(-jnp.inf)
