@@ -41,8 +41,8 @@ class Prepared(NamedTuple):
         erased_rows: `erase * exp(G)` likewise.
         written_rows: `exp(G_C - G)` likewise.
         kept: `exp(G_C)`, `[B, HV, N]` or `[B, HV, N, K]` float32; None without decay.
-        growth: log of how far the chunk's writes can enlarge a state, the product of `|1 - erase * k . write_key|` where
-            above 1, `[B, HV, N]` float32; None where nothing asks for it.
+        growth: log of how far the chunk's writes can enlarge a state, the product of `|1 - erase * k . write_key|`
+            where above 1, `[B, HV, N]` float32; None where nothing asks for it.
         extreme: 1 where a channel-wise decay is too strong for one product of pairs, `[B, HV, N]` int32, else None.
     """
 
