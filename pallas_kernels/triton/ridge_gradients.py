@@ -5,21 +5,35 @@ decay is a factor `exp` of a sum over an interval of tokens, all of which get it
 what crosses it, formed as a sum and never as a difference, so that nothing cancels.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.triton.backend import call, dot, dot_nt, dot_tn, iota
 from pallas_kernels.triton.decay import CHUNK, MIN_LOG_DECAY
 from pallas_kernels.triton.problem import Problem
-from pallas_kernels.triton.ridge_iterate import Solved, pair_decays, total
+from pallas_kernels.triton.ridge_iterate import Solved, pair_decays
 from pallas_kernels.triton.ridge_problem import Method, RidgeInputs, RidgeSchedule, Rows, loaded_decay, rows_of_chunk
-from pallas_kernels.triton.ridge_products import Parts, load_parts, multiply, parts
+from pallas_kernels.triton.ridge_products import Parts, multiply, parts
+from pallas_kernels.triton.ridge_states import of_chunk
 
 
-def _gradients_kernel(r, *, method: Method):
-    precision = method.precision
+class StateSums(NamedTuple):
+    """Sums over rows of products of matrices at the chunks' boundaries, `[B, H, N, K]` float32.
+
+    Attributes:
+        squares: of the starting matrix with itself.
+        kept: of the starting matrix with the gradient at the chunk's end; None without decay.
+    """
+
+    squares: Array
+    kept: Array | None
+
+
+def _gradients_kernel(r, *, method: Method, block: int):
+    precision, size = method.precision, r.k.shape[1]
 
     def product(kind, a: Parts, b: Parts, onto: Any = None) -> Any:
         return multiply(kind, a, b, precision, onto)
@@ -28,50 +42,73 @@ def _gradients_kernel(r, *, method: Method):
         return parts(x, precision)
 
     keys, x = factor(r.k[...]), factor(r.x[...])
-    left = factor(-r.d_q[...].astype(jnp.float32))
-    start = load_parts(r.high, r.low)
-    decay = loaded_decay(r)
-    pairs = pair_decays(decay)
-
-    left_keys, right_keys = product(dot_nt, left, keys), product(dot_nt, x, keys)
-    d_k = product(dot_tn, factor(pairs * right_keys), left)
-    d_k = product(dot_tn, factor(pairs * left_keys), x, d_k)
-    d_pairs = left_keys * right_keys
+    d_q = factor(r.d_q[...])
+    pairs = pair_decays(loaded_decay(r))
+    weight = None if r.weight is None else r.weight[...]
     has_decay = r.d_log_decay is not None
-    d_from_start: Any = jnp.sum(product(dot, left, start) * x.value, axis=1) if has_decay else None
-
-    if r.weight is not None:
-        weight = r.weight[...]
-        products = product(dot_nt, keys, keys)
-        keys_state = product(dot, keys, start)
-        mask = product(dot_tn, factor(pairs), factor(weight[:, None] * pairs))
-        d_k = d_k + r.key_weight[...][:, None] * keys_state
-        d_k = product(dot, factor(products * mask), keys, d_k)
-        if has_decay:
-            forms = jnp.sum(keys_state * keys.value, axis=1)
-            from_start = r.from_start[...]
-            keys_in_gram = from_start[:, None] * forms[None, :]
-            keys_in_gram = product(dot, factor(pairs), factor(products * products), keys_in_gram)
-            d_pairs = d_pairs + 0.5 * weight[:, None] * keys_in_gram
-            start_in_gram = from_start * total(start.value * start.value) + jnp.sum(pairs * forms[None, :], axis=1)
-            d_from_start = d_from_start + 0.5 * weight * start_in_gram
-
-    d_end = load_parts(r.d_end_high, r.d_end_low)
-    d_written = product(dot, keys, d_end)
+    from_start: Any = None if r.from_start is None else r.from_start[...]
     to_end: Any = None if r.to_end is None else r.to_end[...]
-    d_k = d_k + (d_written if to_end is None else to_end[:, None] * d_written)
-    r.d_k[...] = d_k.astype(r.d_k.dtype)
+
+    # Inside the chunk: matrices of token pairs.
+    d_q_keys, x_keys = product(dot_nt, d_q, keys), product(dot_nt, x, keys)
+    d_pairs: Any = -d_q_keys * x_keys
+    by_d_q, by_x, by_keys = factor(-pairs * x_keys), factor(-pairs * d_q_keys), None
+    if weight is not None:
+        products = product(dot_nt, keys, keys)
+        mask = product(dot_tn, factor(pairs), factor(weight[:, None] * pairs))
+        by_keys = factor(products * mask)
+        if has_decay:
+            in_gram = product(dot, factor(pairs), factor(products * products))
+            d_pairs = d_pairs + 0.5 * weight[:, None] * in_gram
+
+    # With the matrices at the chunk's ends, some channels at a time.
+    def some_channels(c, sums):
+        forms, d_to_end, d_from_start = sums
+        part = pl.ds(c * block, block)
+        some_keys, some_x = factor(r.k[:, part]), factor(r.x[:, part])
+        d_k = product(dot_tn, by_d_q, factor(r.d_q[:, part]))
+        d_k = product(dot_tn, by_x, some_x, d_k)
+        if by_keys is not None:
+            d_k = product(dot, by_keys, some_keys, d_k)
+        d_written = product(dot, keys, _columns(r.d_end_high, r.d_end_low, part))
+        d_k = d_k + (d_written if to_end is None else to_end[:, None] * d_written)
+        if has_decay:
+            d_to_end = d_to_end + 0.5 * jnp.sum(d_written * some_keys.value, axis=1)
+        start = _columns(r.high, r.low, part)
+        if weight is not None:
+            keys_state = product(dot, keys, start)
+            d_k = d_k + r.key_weight[...][:, None] * keys_state
+            if has_decay:
+                forms = forms + jnp.sum(keys_state * some_keys.value, axis=1)
+        if has_decay:
+            d_from_start = d_from_start - jnp.sum(product(dot, d_q, start) * some_x.value, axis=1)
+        r.d_k[:, part] = d_k.astype(r.d_k.dtype)
+        return forms, d_to_end, d_from_start
+
+    zero: Any = jnp.zeros((CHUNK,), jnp.float32)
+    forms, d_to_end, d_from_start = lax.fori_loop(0, size // block, some_channels, (zero, zero, zero))
+
     if has_decay:
-        from_start = r.from_start[...]
-        d_kept = 0.5 * total(d_end.value * start.value)
-        d_to_end = 0.5 * jnp.sum(d_written * keys.value, axis=1)
+        if weight is not None:
+            d_pairs = d_pairs + (0.5 * weight * from_start)[:, None] * forms[None, :]
+            start_in_gram = from_start * jnp.sum(r.squares[...]) + jnp.sum(pairs * forms[None, :], axis=1)
+            d_from_start = d_from_start + 0.5 * weight * start_in_gram
+        d_kept = 0.5 * jnp.sum(r.kept_products[...])
         is_last = iota((CHUNK,), 0) == CHUNK - 1
         r.d_log_decay[...] = _over_intervals(
-            r, d_pairs * pairs, from_start * (d_from_start + jnp.where(is_last, d_kept, 0.0)), to_end * d_to_end
+            r,
+            d_pairs * pairs,
+            from_start * (d_from_start + jnp.where(is_last, d_kept, 0.0)),
+            to_end * d_to_end,
+            precision,
         )
 
 
-def _over_intervals(r, pairs: Array, from_start: Array, to_end: Array) -> Array:
+def _columns(high, low, part) -> Parts:
+    return Parts(high[:, part], None if low is None else low[:, part])
+
+
+def _over_intervals(r, pairs: Array, from_start: Array, to_end: Array, precision: str) -> Array:
     """Adds up gradients of the exponents of intervals at each token inside them, `[C]`.
 
     Args:
@@ -79,9 +116,13 @@ def _over_intervals(r, pairs: Array, from_start: Array, to_end: Array) -> Array:
         pairs: of the intervals from s, left out, to t, `[C (t), C (s)]`.
         from_start: of the intervals from the chunk's start to t, `[C]`.
         to_end: of the intervals from s, left out, to the chunk's end, `[C]`.
+        precision: of products.
     """
     i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
-    begun = dot(pairs, jnp.where(i < j, 1.0, 0.0), precise=True)  # [t, r]: sum over s < r
+    # A matrix of ones and zeros is exact in bfloat16, so the other factor's two parts keep 16 bits of the sums.
+    exactly = "float32" if precision == "float32" else "split"
+    before = jnp.where(i < j, 1.0, 0.0).astype(jnp.float32 if exactly == "float32" else jnp.bfloat16)
+    begun = multiply(dot, parts(pairs, exactly), parts(before, exactly), exactly)  # [t, r]: sum over s < r
     crossing = jnp.sum(jnp.where(i >= j, begun + from_start[:, None], 0.0), axis=0)
     gradient = crossing + jnp.sum(jnp.where(i < j, to_end[:, None], 0.0), axis=0)
     is_flat = r.log_decay[...] <= MIN_LOG_DECAY
@@ -97,6 +138,7 @@ def argument_gradients(
     rows: Rows,
     states: Parts,
     d_ends: Parts,
+    sums: StateSums,
     x: Array,
     solved: Solved,
     schedule: RidgeSchedule,
@@ -110,6 +152,7 @@ def argument_gradients(
         rows: decays.
         states: Gram matrices at the chunks' starts.
         d_ends: gradients of those at the chunks' ends.
+        sums: of products of both.
         x: solutions.
         solved: what the solve with their gradient found.
         schedule: compilation.
@@ -122,11 +165,11 @@ def argument_gradients(
     def token(array):
         return p.of_token(array, CHUNK, at)
 
-    def of_state(array):
-        return p.of_head(array, (None, p.key_size, p.key_size), lambda h, n, b: (b, h, n, 0, 0))
-
     def of_row(array):
         return p.of_head(array, (CHUNK,), lambda h, n, b: (b, h, n))
+
+    def of_rows_of_state(array):
+        return p.of_head(array, (None, p.key_size), lambda h, n, b: (b, h, n, 0))
 
     log_decay = token(inputs.log_decay)
     results = call(
@@ -137,12 +180,14 @@ def argument_gradients(
             "k": token(inputs.k),
             "x": token(x),
             "d_q": token(solved.x),
-            "high": of_state(states.high),
-            "low": of_state(states.low),
-            "d_end_high": of_state(d_ends.high),
-            "d_end_low": of_state(d_ends.low),
+            "high": of_chunk(p, states.high),
+            "low": of_chunk(p, states.low),
+            "d_end_high": of_chunk(p, d_ends.high),
+            "d_end_low": of_chunk(p, d_ends.low),
             "weight": of_row(solved.weight),
             "key_weight": of_row(solved.key_weight),
+            "squares": None if solved.weight is None else of_rows_of_state(sums.squares),
+            "kept_products": of_rows_of_state(sums.kept),
             "log_decay": log_decay,
             "starts": p.of_position(inputs.starts, at),
             **rows_of_chunk(p, rows, ("total", "fine", "runs", "from_start", "to_end")),
@@ -150,5 +195,6 @@ def argument_gradients(
         {"d_k": token(inputs.k), "d_log_decay": log_decay},
         schedule.gradients,
         method=method,
+        block=min(schedule.gradients.block, p.key_size),
     )
     return results["d_k"], results["d_log_decay"]  # type: ignore[return-value]

@@ -56,13 +56,22 @@ def pair_decays(decay) -> Array:
     return weigh_pairs(jnp.ones((CHUNK, CHUNK), jnp.float32), decay, strict=False)
 
 
-def norms(keys: Parts, state: Parts, decay, from_start: Array | None, precision: str) -> Array:
-    """Frobenius norms of the chunk's Gram matrices, `[C]`, by three terms (Gated KalmaNet, section 4.2.1)."""
+def norms(keys: Parts, state: Parts, square: Array, decay, from_start: Array | None, precision: str) -> Array:
+    """Frobenius norms of the chunk's Gram matrices, `[C]`, by three terms (Gated KalmaNet, section 4.2.1).
+
+    Args:
+        keys: `[C, K]`.
+        state: Gram matrix at the chunk's start, `[K, K]`.
+        square: its squared norm.
+        decay: of the chunk.
+        from_start: `[C]` or None.
+        precision: of the products.
+    """
     pairs = pair_decays(decay)
     forms = jnp.sum(multiply(dot, keys, state, precision) * keys.value, axis=1)
-    square = jnp.square(multiply(dot_nt, keys, keys, precision))
-    third = jnp.sum(multiply(dot, parts(pairs, precision), parts(square, precision), precision) * pairs, axis=1)
-    first, second = total(state.value * state.value), 2.0 * jnp.sum(pairs * forms[None, :], axis=1)
+    products = jnp.square(multiply(dot_nt, keys, keys, precision))
+    third = jnp.sum(multiply(dot, parts(pairs, precision), parts(products, precision), precision) * pairs, axis=1)
+    first, second = square, 2.0 * jnp.sum(pairs * forms[None, :], axis=1)
     if from_start is not None:
         first, second = from_start * from_start * first, from_start * second
     square = first + second + third
@@ -149,7 +158,7 @@ def _solve_kernel(r, *, method: Method, holds_pairs: bool):
     decay = loaded_decay(r)
     from_start = None if r.from_start is None else r.from_start[...]
     if r.given_norm is None:
-        norm = norms(keys, state, decay, from_start, method.precision)
+        norm = norms(keys, state, jnp.sum(r.squares[...]), decay, from_start, method.precision)
         r.norm[...] = norm
     else:
         norm = r.given_norm[...]
@@ -221,6 +230,7 @@ def solve_chunks(
     schedule: RidgeSchedule,
     *,
     b: Array,
+    squares: Array | None = None,
     norm: Array | None = None,
     solution: Array | None = None,
 ) -> Solved:
@@ -234,6 +244,7 @@ def solve_chunks(
         states: Gram matrices at the chunks' starts.
         schedule: compilation.
         b: `[B, T, H, K]`.
+        squares: squared norms of the rows of `states`, `[B, H, N, K]`, unless the norms are known.
         norm: `[B, H, T]`, where it is known.
         solution: in the backward, where `b` is the gradient of this solution.
     """
@@ -252,7 +263,7 @@ def solve_chunks(
     width = inputs.ridge.shape[1]
     backward = solution is not None
     weights = row if backward and method.adaptive else None
-    by_chunk = Operand(p.per_head(p.chunks, dtype=jnp.float32), (None, None, None), lambda h, n, b: (b, h, n))
+    by_chunk = chunk_number(p.per_head(p.chunks, dtype=jnp.float32))
     tail = () if width == 1 else (width,)
     d_ridge = p.of_head(
         p.per_head(p.chunks, *tail, dtype=jnp.float32), (None, *tail), lambda h, n, b: (b, h, n, 0)[: 3 + len(tail)]
@@ -267,6 +278,7 @@ def solve_chunks(
             "high": of_state(states.high),
             "low": of_state(states.low),
             "ridge": _ridge_operand(inputs.ridge),
+            "squares": p.of_head(squares, (None, p.key_size), lambda h, n, b: (b, h, n, 0)),
             "given_norm": None if norm is None else p.of_head(norm, (CHUNK,), lambda h, n, b: (b, h, n)),
             "solution": token(solution),
             **rows_of_chunk(p, rows, ("total", "fine", "runs", "from_start")),
@@ -284,6 +296,11 @@ def solve_chunks(
         holds_pairs=schedule.holds_pairs,
     )
     return Solved(**{name: results[name] for name in Solved._fields})  # type: ignore[arg-type]
+
+
+def chunk_number(x) -> Operand | None:
+    """A chunk's number of `[B, H, N]`, for kernels of one program a chunk."""
+    return None if x is None else Operand(x, (None, None, None), lambda h, n, b: (b, h, n))
 
 
 def _ridge_operand(ridge: Array) -> Operand:

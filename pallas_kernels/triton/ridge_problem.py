@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.triton.backend import Launch, Operand, call, cdiv, interpreted
+from pallas_kernels.triton.backend import Launch, Operand, call, interpreted
 from pallas_kernels.triton.decay import CHUNK, ChunkDecay, chunk_decay, decay_from_start, decay_of_chunk, decay_to_end
 from pallas_kernels.triton.problem import Problem
 
@@ -68,30 +68,31 @@ class RidgeSchedule:
     """How a solve is cut into programs.
 
     Attributes:
-        segments: parts of the sequence whose states are found side by side.
-        sums: Gram matrix of each segment; `block` is a block of columns.
-        states: Gram matrices at the chunks' starts.
+        increments: what each chunk adds to the Gram matrix.
+        scan: Gram matrices at the chunks' starts; `block` is a number of rows, `inner` the number of chunks whose loads
+            are begun together.
         solve: the iterations.
-        reverse: gradients of the states.
-        gradients: gradients of keys and decay.
+        start_gradients: what each chunk adds to the gradient of the Gram matrix.
+        reverse_scan: that gradient; likewise.
+        gradients: gradients of keys and decay; `block` is a block of key channels.
         holds_pairs: whether the decays of a chunk's pairs stay in registers over the iterations, or are made again in
             each.
     """
 
-    segments: int = 1
-    sums: Launch = Launch(num_warps=4, num_stages=2, block=64)
-    states: Launch = Launch(num_warps=4, num_stages=2, block=64)
+    increments: Launch = Launch(num_warps=8, num_stages=1)
+    scan: Launch = Launch(num_warps=4, num_stages=1, block=8, inner=8)
     solve: Launch = Launch(num_warps=4, num_stages=1)
-    reverse: Launch = Launch(num_warps=4, num_stages=2, block=64)
-    gradients: Launch = Launch(num_warps=8, num_stages=1)
+    start_gradients: Launch = Launch(num_warps=8, num_stages=1)
+    reverse_scan: Launch = Launch(num_warps=4, num_stages=1, block=8, inner=8)
+    gradients: Launch = Launch(num_warps=4, num_stages=1, block=32)
     holds_pairs: bool = True
 
 
-def ridge_problem(inputs: RidgeInputs, segments: int = 1) -> Problem:
+def ridge_problem(inputs: RidgeInputs) -> Problem:
     """The static facts of a solve, as those of linear attention from keys to keys."""
     batch, length, heads, size = inputs.k.shape
     dtype = jnp.dtype(inputs.k.dtype)
-    return Problem(batch, length, heads, heads, size, size, dtype, False, 1.0, segments)
+    return Problem(batch, length, heads, heads, size, size, dtype, False, 1.0)
 
 
 class Rows(NamedTuple):
@@ -165,15 +166,6 @@ def rows_of_chunk(problem: Problem, rows: Rows, names: tuple[str, ...]) -> dict[
     return {name: operand(name) for name in names}
 
 
-def rows_of_sequence(problem: Problem, rows: Rows, at) -> dict[str, Operand | None]:
-    """`to_end`, `from_start` and `kept` of a whole sequence; `at` as in `Problem.of_token`."""
-
-    def operand(x):
-        return problem.of_head(x, x.shape[2:] if x is not None else (), lambda *g: (at(*g)[0], at(*g)[2], 0))
-
-    return {name: operand(getattr(rows, name)) for name in ("to_end", "from_start", "kept")}
-
-
 def loaded_decay(r) -> ChunkDecay:
     """The `ChunkDecay` that `decay_rows` stored."""
     if r.total is None:
@@ -186,14 +178,3 @@ def split(x: Array) -> tuple[Array, Array]:
     # XLA takes a cast there and back, which is what remains when interpreted, for no change of the value.
     high = (lax.reduce_precision(x, 8, 7) if interpreted() else x).astype(jnp.bfloat16)
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
-
-
-def choose_schedule(inputs: RidgeInputs, method: Method) -> RidgeSchedule:
-    """The schedule for a call: as many segments as keep the card busy, of at least four chunks."""
-    batch, length, heads, size = inputs.k.shape
-    chunks = length // CHUNK
-    if interpreted():  # two segments keep that path exercised
-        return RidgeSchedule(segments=1 if chunks <= 2 else 2)
-    programs = batch * heads * max(1, size // 64)
-    segments = max(1, min(cdiv(512, programs), chunks // 4))
-    return RidgeSchedule(segments=segments)

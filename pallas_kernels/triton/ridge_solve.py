@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.triton.backend import interpreted, next_power_of_two, platform
 from pallas_kernels.triton.decay import CHUNK
-from pallas_kernels.triton.ridge_gradients import argument_gradients
+from pallas_kernels.triton.ridge_gradients import StateSums, argument_gradients
 from pallas_kernels.triton.ridge_iterate import solve_chunks
 from pallas_kernels.triton.ridge_problem import (
     METHODS,
@@ -18,7 +18,6 @@ from pallas_kernels.triton.ridge_problem import (
     Method,
     RidgeInputs,
     RidgeSchedule,
-    choose_schedule,
     decay_rows,
     ridge_problem,
 )
@@ -110,7 +109,7 @@ def ridge_solve(
     if precision is None:
         precision = _default_precision(inputs)
     method = Method(solver, iterations, adaptive, float(epsilon), precision)
-    x, gram = _solve(method, schedule or choose_schedule(inputs, method), inputs)
+    x, gram = _solve(method, schedule or RidgeSchedule(), inputs)
     size = q.shape[3]
     return x[:, : q.shape[1], :, :size].astype(q.dtype), gram[:, :, :size, :size]
 
@@ -159,10 +158,10 @@ def _solve(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tupl
 
 
 def _forward(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tuple[tuple[Array, Array], Any]:
-    problem = ridge_problem(inputs, schedule.segments)
+    problem = ridge_problem(inputs)
     rows = decay_rows(problem, inputs)
-    states, final = gram_states(problem, method, inputs, rows, schedule)
-    solved = solve_chunks(problem, method, inputs, rows, states, schedule, b=inputs.q)
+    states, final, squares = gram_states(problem, method, inputs, rows, schedule)
+    solved = solve_chunks(problem, method, inputs, rows, states, schedule, b=inputs.q, squares=squares)
     return (solved.x, final), (inputs._replace(q=None), solved.x, solved.norm)  # type: ignore[arg-type]
 
 
@@ -171,13 +170,14 @@ def _backward(
 ) -> tuple[RidgeInputs]:
     inputs, x, norm = residuals
     d_x, d_final = cotangents
-    problem = ridge_problem(inputs, schedule.segments)
+    problem = ridge_problem(inputs)
     rows = decay_rows(problem, inputs)
-    states, _ = gram_states(problem, method, inputs, rows, schedule)
+    states, _, squares = gram_states(problem, method, inputs, rows, schedule)
     solved = solve_chunks(problem, method, inputs, rows, states, schedule, b=d_x, norm=norm, solution=x)
     d_final = d_final + jnp.swapaxes(d_final, -1, -2)
-    d_ends, d_initial = state_gradients(problem, method, inputs, rows, states, x, solved, d_final, schedule)
-    d_k, d_log_decay = argument_gradients(problem, method, inputs, rows, states, d_ends, x, solved, schedule)
+    d_ends, d_initial, kept = state_gradients(problem, method, inputs, rows, states, x, solved, d_final, schedule)
+    sums = StateSums(squares, kept)
+    d_k, d_log_decay = argument_gradients(problem, method, inputs, rows, states, d_ends, sums, x, solved, schedule)
     by_chunk: Any = solved.d_ridge
     d_ridge = jnp.sum(by_chunk, axis=(0, 2)).reshape(inputs.ridge.shape)
     return (RidgeInputs(solved.x, d_k, d_ridge, d_log_decay, d_initial, None),)

@@ -18,7 +18,7 @@ from rnnlib.ops.ridge_solve import Solver
 from tests.ops.ridge import Call, assert_close, reference, relative_error, run
 from tests.pallas_kernels.test_lowering import H200, count_kernels
 
-# Three chunks in two segments, the last chunk incomplete, and channels padded.
+# Three chunks, the last incomplete, and channels padded.
 GKA = Call(shape=(1, 150, 2, 12))
 MESA = Call(shape=(1, 70, 1, 16), solver=Solver("conjugate_gradient"), adaptive=False, by_channel=True)
 
@@ -93,9 +93,7 @@ def test_pairs_made_again_are_the_same_and_reruns_identical():
     arguments = GKA.arguments(jnp.float32)
     arguments["ridge"] = arguments["ridge"][:, None]
     found = [
-        jax.jit(functools.partial(triton.ridge_solve, schedule=RidgeSchedule(segments=2, holds_pairs=holds)))(
-            **arguments
-        )
+        jax.jit(functools.partial(triton.ridge_solve, schedule=RidgeSchedule(holds_pairs=holds)))(**arguments)
         for holds in (True, False, False)
     ]
     assert relative_error(found[1][0], found[0][0]) < 1e-6
@@ -164,7 +162,7 @@ def test_unsupported_says_why(change, reason):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("solver", ["chebyshev", "conjugate_gradient"])
 def test_forward_and_backward_lower_for_an_h200(solver, dtype):
-    """Decay, states and solve; again in the backward, with the states' gradients and the arguments'; segments: sums."""
+    """Decay, increments, scan and solve; again in the backward, with the states' gradients (two) and the arguments'."""
     x = jax.ShapeDtypeStruct((1, 1000, 2, 128), dtype)
     shapes = {"log_decay": (1, 1000, 2), "initial_gram": (1, 2, 128, 128), "ridge": (2, 1 if "che" in solver else 128)}
     arrays = {"q": x, "k": x, **{name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}}
@@ -174,7 +172,7 @@ def test_forward_and_backward_lower_for_an_h200(solver, dtype):
         x, gram = triton.ridge_solve(**arrays, segment_ids=ids, solver=solver, adaptive=solver == "chebyshev")
         return jnp.sum(x.astype(jnp.float32)) + jnp.sum(gram)
 
-    assert count_kernels(jax.grad(loss), arrays, ids) == 3 + 5 + 3
+    assert count_kernels(jax.grad(loss), arrays, ids) == 4 + 4 + 3
 
 
 def test_none_takes_the_kernels_on_a_gpu(monkeypatch):
@@ -182,7 +180,7 @@ def test_none_takes_the_kernels_on_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with jax.sharding.use_abstract_mesh(H200):
         lowered = jax.jit(ops.ridge_solve).trace(x, x).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("xla.gpu.triton") == 2
+    assert lowered.as_text().count("xla.gpu.triton") == 3
 
 
 @pytest.mark.gpu
@@ -199,3 +197,10 @@ def test_on_a_gpu(solver, values, size, dtype):
         arguments[name] = arguments[name].astype(jnp.float32)
     limit = 1e-2 if dtype == jnp.bfloat16 else 1e-3
     assert_close(run(call, "triton", arguments), reference(call, arguments), limit)
+
+
+def test_scan_of_many_chunks_loads_ahead():
+    """More chunks than are loaded together, and a rest of fewer."""
+    call = Call(shape=(1, 64 * 10 + 5, 1, 16), iterations=2)
+    arguments = call.arguments(jnp.float32)
+    assert_close(run(call, "triton", arguments), reference(call, arguments), 1e-5)
