@@ -72,4 +72,4 @@ def test_two_by_two_devices_are_one(operator):
     assert len(four[0].sharding.device_set) == 4
     found, expected = ({"out": x[0], "state": x[1], **x[2]} for x in (four, one))
     for name in expected:  # a device's share may be cut into other segments, which rounds differently
-        assert relative_error(found[name], expected[name]) < 5e-3, name
+        assert relative_error(found[name], expected[name]) < 1e-2, name
