@@ -43,8 +43,8 @@ class GramSchedule:
     """
 
     tokens: int | None = None
-    forward: Launch = Launch(num_warps=1, num_stages=1, block=16)
-    backward: Launch = Launch(num_warps=1, num_stages=1, block=4)
+    forward: Launch = Launch(num_warps=1, num_stages=2, block=16)
+    backward: Launch = Launch(num_warps=1, num_stages=2, block=8)
     programs: int = 4096
     parts: int = 128
 
@@ -54,17 +54,20 @@ class GramSchedule:
         return max(self.forward.block, self.backward.block)
 
     def tokens_of(self, heads: int, length: int) -> int:
-        """Tokens of a program, for `heads` sequences of one head each (all rows' together)."""
+        """Tokens of a program, for `heads` sequences of one head each (all rows' together).
+
+        Measured on an H200: 64 tokens or more, unless that leaves the card three quarters empty.
+        """
         if self.tokens is not None:
             return self.tokens
-        parts = max(1, min(self.parts, self.programs // heads))
-        return self.block * cdiv(cdiv(length, self.block), parts)
+        parts = min(self.parts, self.programs // heads, max(length // 64, self.programs // (4 * heads)))
+        return self.block * cdiv(cdiv(length, self.block), max(1, parts))
 
 
 def choose_gram_schedule() -> GramSchedule:
     """The schedule for the device at hand: interpreted, small blocks compile fast and four programs keep all paths."""
     if interpreted():
-        return GramSchedule(forward=Launch(num_stages=1, block=2), backward=Launch(num_stages=1, block=2), programs=12)
+        return GramSchedule(forward=Launch(num_stages=1, block=2), backward=Launch(num_stages=1, block=2), programs=16)
     return GramSchedule()
 
 
