@@ -73,7 +73,12 @@ class Operator:
 
 
 def precondition(given: Arrays, **options: Any) -> dict[str, Array]:
-    """Replaces the preconditioner's gates by the write key that it makes."""
+    """Replaces the preconditioner's gates by the write key that it makes.
+
+    A single token is left to the implementation that the operator takes by itself: it has no kernel of its own for it.
+    """
+    if given["k"].shape[1] == 1 and options.get("implementation") == "triton":
+        options["implementation"] = None
     rest = {name: x for name, x in given.items() if not name.startswith("gram_")}
     k, write_key, _ = ops.precondition_key(
         given["k"], log_decay=given["gram_decay"], gain=given["gram_gain"], center=CENTER, **options
