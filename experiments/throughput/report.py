@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import statistics
 from typing import Any
 
 from experiments.sweep.report import marks
@@ -31,7 +32,10 @@ def _find(
 def _cell(record: dict[str, Any] | None) -> str:
     if record is None:
         return ""
-    return "failed" if "error" in record else f"{record['tokens_per_second'] / 1000:.1f}"
+    if "error" in record:
+        return "failed"
+    fastest = record["rows"] * record["length"] / min(record["step_seconds"])
+    return f"{record['tokens_per_second'] / 1000:.1f} ({fastest / 1000:.1f})"
 
 
 def _memory(record: dict[str, Any] | None) -> str:
@@ -57,7 +61,7 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
         if "error" in record:
             lines.append(f"| {mixer.label} | | failed | | | | | |")
             continue
-        seconds = sorted(record["step_seconds"])[len(record["step_seconds"]) // 2]
+        seconds = statistics.median(record["step_seconds"])
         share = "" if record["utilization"] is None else f"{record['utilization']:.1%}"
         kept = _find(records, mixer.label, main, recompute=False)
         lines.append(
@@ -85,7 +89,8 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
     dates = sorted({record["environment"]["date"][:10] for record in records})
     lines += [
         "",
-        f"Median of {plan.steps} steps; {where['device']}, jax {where['packages']['jax']}; commit {commits}; "
+        f"Median of {plan.steps} steps, in brackets the fastest one: where they are far apart, the compiling of other "
+        f"cases disturbed the timing. {where['device']}, jax {where['packages']['jax']}; commit {commits}; "
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
     ]
     return "\n".join(lines) + "\n"
