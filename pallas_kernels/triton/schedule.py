@@ -48,6 +48,10 @@ def default_schedule(key_size: int, dtype: str, segments: int = 1) -> Schedule:
     """
     if key_size * (4 if dtype == "float32" else 2) <= 256:
         return Schedule(segments=segments)
+    if dtype != "float32":
+        loop = Launch(num_warps=4, num_stages=2, block=32)
+        gradients = Launch(num_warps=4, num_stages=1, block=32, inner=64)
+        return Schedule(segments=segments, output=loop, states=loop, reverse=loop, gradients=gradients)
     loop = Launch(num_warps=4, num_stages=1)
     return Schedule(
         segments=segments,

@@ -199,3 +199,18 @@ def test_offsets_beyond_two_to_the_31_elements():
     )
     np.testing.assert_array_equal(out[:, :, -1:], alone)
     np.testing.assert_array_equal(state[:, -1:], alone_state)
+
+
+@pytest.mark.gpu
+def test_a_donated_state_is_updated_in_place():
+    """A step of decoding allocates nothing of the state's size and copies nothing."""
+    batch, heads, size = 8, 4, 128
+    like = jax.ShapeDtypeStruct((batch, 1, heads, size), jnp.bfloat16)
+    state = jax.ShapeDtypeStruct((batch, heads, size, size), jnp.float32)
+
+    def step(state, q, k, v):
+        return triton.gated_delta_rule(q, k, v, initial_state=state)
+
+    compiled = jax.jit(step, donate_argnums=0).lower(state, like, like, like).compile()
+    assert " copy(" not in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < state.size
