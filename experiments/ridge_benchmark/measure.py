@@ -197,6 +197,51 @@ def solve_errors(config: RidgeBenchmarkConfig) -> Iterator[Record]:
             }
 
 
+def gradient_errors(config: RidgeBenchmarkConfig) -> Iterator[Record]:
+    """Errors of solutions and gradients, by default products, against the scan's in float64 with as many iterations."""
+    jobs: dict[Any, Callable[[], Compiled]] = {}
+    references: dict[Any, dict[str, np.ndarray]] = {}
+    for dtype in (jnp.bfloat16, jnp.float32):
+        drawn = draw((*config.error_shape, config.head_size), dtype)
+        names = ("q", "k", "log_decay", "ridge")
+        for method in METHODS:
+            ridge = jnp.full((config.error_shape[2],), RIDGES[method], jnp.float32)
+            x = {**{name: drawn[name] for name in names[:3]}, "ridge": ridge, "d_out": drawn["d_out"]}
+
+            def solve(x: Arrays, method: str = method, implementation: str = "triton") -> Array:
+                return ops.ridge_solve(
+                    x["q"],
+                    x["k"],
+                    ridge=x["ridge"],
+                    adaptive=method == "chebyshev",
+                    log_decay=x["log_decay"],
+                    iterations=config.iterations,
+                    solver=method,
+                    implementation=implementation,
+                )[0]
+
+            key = method, jnp.dtype(dtype).name
+            jobs[key] = functools.partial(compiled, with_gradients(solve, names), x)
+            with jax.enable_x64(True):
+                doubles = {name: jnp.asarray(np.asarray(a.astype(jnp.float32)), jnp.float64) for name, a in x.items()}
+                scan = with_gradients(functools.partial(solve, implementation="scan"), names)
+                out, gradients = jax.jit(scan)(doubles)
+                references[key] = {"x": np.asarray(out), **{n: np.asarray(g) for n, g in gradients.items()}}
+    for (method, inputs), job in compile_all(jobs):
+        what = {"operator": method, "inputs": inputs, "shape": (*config.error_shape, config.head_size)}
+        if isinstance(job, str):
+            yield {**what, "kind": "failure", "of": "gradient_error", "reason": job}
+            continue
+        out, gradients = job[0](*job[1])
+        expected = references[method, inputs]
+        found = {"x": out, **gradients}
+        errors = {
+            name: float(np.linalg.norm(np.asarray(found[name], np.float64) - value) / np.linalg.norm(value))
+            for name, value in expected.items()
+        }
+        yield {**what, "kind": "gradient_error", "errors": errors}
+
+
 def layer_times(config: RidgeBenchmarkConfig) -> Iterator[Record]:
     """Forward + backward of whole layers, with respect to their parameters and inputs."""
     shape = (*config.layer_shape, config.width)
@@ -256,7 +301,7 @@ def measure(config: RidgeBenchmarkConfig, write: Callable[[Record], None]) -> No
                     if (folder / "prepared").exists():
                         break
                     time.sleep(0.5)
-            for part in (solve_times, layer_times, solve_errors):
+            for part in (solve_times, layer_times, solve_errors, gradient_errors):
                 try:
                     for record in part(config):
                         write(record)

@@ -102,6 +102,20 @@ def markdown(results: dict[str, Any]) -> str:
             *_table(("layer", "forward", "forward + backward", "device", "to Gated DeltaNet"), rows),
         ]
     lines += _error_lines(results)
+    gradients = _kind(results, "gradient_error")
+    if gradients:
+        names = tuple(gradients[0]["errors"])
+        rows = [
+            (OPERATORS[r["operator"]], r["inputs"], *(f"{r['errors'][name]:.1e}" for name in names)) for r in gradients
+        ]
+        titles = ["x" if name == "x" else f"d {name}" for name in names]
+        lines += [
+            f"## Errors of solutions and gradients ([{_sizes(gradients[0]['shape'])}], {iterations} iterations)",
+            "",
+            "By the kernels' default products, relative to the scan in float64 with as many iterations.",
+            "",
+            *_table(("method", "inputs", *titles), rows),
+        ]
     failures = _kind(results, "failure")
     if failures:
         lines += ["## Not measured", "", *(f"- {r['of']}: {r.get('reason', '')[:300]}" for r in failures), ""]
@@ -154,8 +168,8 @@ def _errors_panel(axes: Axes, results: dict[str, Any]) -> None:
     own = sorted({(r["iterations"], r["iterate_itself"]["error"]) for r in errors})
     if own:
         axes.plot(*zip(*own), color="black", linestyle=":", label="no rounding")
+        axes.legend(frameon=False, fontsize=8)
     axes.set(yscale="log", xlabel="iterations", ylabel="error of the solution", title="Chebyshev: error by precision")
-    axes.legend(frameon=False, fontsize=8)
 
 
 def _layers_panel(axes: Axes, results: dict[str, Any]) -> None:

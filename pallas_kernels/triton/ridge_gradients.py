@@ -14,9 +14,10 @@ from jax.experimental import pallas as pl
 from pallas_kernels.triton.backend import call, dot, dot_nt, dot_tn, iota
 from pallas_kernels.triton.decay import CHUNK, MIN_LOG_DECAY
 from pallas_kernels.triton.problem import Problem
-from pallas_kernels.triton.ridge_iterate import Solved, pair_decays
+from pallas_kernels.triton.ridge_iterate import pair_decays
 from pallas_kernels.triton.ridge_problem import Method, RidgeInputs, RidgeSchedule, Rows, loaded_decay, rows_of_chunk
 from pallas_kernels.triton.ridge_products import Parts, multiply, parts
+from pallas_kernels.triton.ridge_reverse import NormGradients
 from pallas_kernels.triton.ridge_states import of_chunk
 
 
@@ -140,7 +141,8 @@ def argument_gradients(
     d_ends: Parts,
     sums: StateSums,
     x: Array,
-    solved: Solved,
+    d_q: Array,
+    by_norm: NormGradients,
     schedule: RidgeSchedule,
 ) -> tuple[Array, Array | None]:
     """Gradients of `k` `[B, T, H, K]` and of `log_decay` `[B, T, H]` (None if there is none).
@@ -154,7 +156,8 @@ def argument_gradients(
         d_ends: gradients of those at the chunks' ends.
         sums: of products of both.
         x: solutions.
-        solved: what the solve with their gradient found.
+        d_q: the solve for their gradient.
+        by_norm: gradients by the norms.
         schedule: compilation.
     """
     p = problem
@@ -179,14 +182,14 @@ def argument_gradients(
         {
             "k": token(inputs.k),
             "x": token(x),
-            "d_q": token(solved.x),
+            "d_q": token(d_q),
             "high": of_chunk(p, states.high),
             "low": of_chunk(p, states.low),
             "d_end_high": of_chunk(p, d_ends.high),
             "d_end_low": of_chunk(p, d_ends.low),
-            "weight": of_row(solved.weight),
-            "key_weight": of_row(solved.key_weight),
-            "squares": None if solved.weight is None else of_rows_of_state(sums.squares),
+            "weight": of_row(by_norm.weight),
+            "key_weight": of_row(by_norm.key_weight),
+            "squares": None if by_norm.weight is None else of_rows_of_state(sums.squares),
             "kept_products": of_rows_of_state(sums.kept),
             "log_decay": log_decay,
             "starts": p.of_position(inputs.starts, at),

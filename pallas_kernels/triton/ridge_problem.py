@@ -1,12 +1,13 @@
 """What a ridge solve is about: its arrays, its static facts, and the decays that its kernels share."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.triton.backend import Launch, Operand, call, interpreted
+from pallas_kernels.triton.backend import Launch, Operand, call, cdiv, interpreted
 from pallas_kernels.triton.decay import CHUNK, ChunkDecay, chunk_decay, decay_from_start, decay_of_chunk, decay_to_end
 from pallas_kernels.triton.problem import Problem
 
@@ -84,7 +85,7 @@ class RidgeSchedule:
     solve: Launch = Launch(num_warps=4, num_stages=1)
     start_gradients: Launch = Launch(num_warps=8, num_stages=1)
     reverse_scan: Launch = Launch(num_warps=4, num_stages=1, block=8, inner=8)
-    gradients: Launch = Launch(num_warps=4, num_stages=1, block=32)
+    gradients: Launch = Launch(num_warps=4, num_stages=2, block=32)
     holds_pairs: bool = True
 
 
@@ -178,3 +179,12 @@ def split(x: Array) -> tuple[Array, Array]:
     # XLA takes a cast there and back, which is what remains when interpreted, for no change of the value.
     high = (lax.reduce_precision(x, 8, 7) if interpreted() else x).astype(jnp.bfloat16)
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def choose_schedule(problem: Problem) -> RidgeSchedule:
+    """The schedule measured best on an H200: a scan whose programs crowd the card loads further ahead."""
+    schedule = RidgeSchedule()
+    programs = problem.batch * problem.value_heads * cdiv(problem.key_size, schedule.scan.block)
+    if programs < 256:
+        return schedule
+    return dataclasses.replace(schedule, scan=dataclasses.replace(schedule.scan, inner=16))

@@ -3,9 +3,11 @@
     dH_0 = exp(G_C) dH_C + sum_t from_start_t dH_t,    dH_t = -g_t x_t^T + weight_t H_t / 2
 
 with `x` the solution and `g` the gradient of its right-hand side: the recurrences A and B of Gated KalmaNet, equations
-7 to 10. `H_t` in the second consists of the chunk's starting matrix and keys, with weights that the solve left. All
-gradients of matrices here are sums of the gradient and its transpose.
+7 to 10. `H_t` in the second consists of the chunk's starting matrix and keys. All gradients of matrices here are sums
+of the gradient and its transpose.
 """
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -13,25 +15,70 @@ from jax import Array
 from pallas_kernels.triton.backend import call, dot_tn
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.problem import Problem
-from pallas_kernels.triton.ridge_iterate import Solved, chunk_number
-from pallas_kernels.triton.ridge_problem import Method, RidgeInputs, RidgeSchedule, Rows, rows_of_chunk
+from pallas_kernels.triton.ridge_iterate import load_strength, pair_decays, strength_operand
+from pallas_kernels.triton.ridge_problem import (
+    Method,
+    RidgeInputs,
+    RidgeSchedule,
+    Rows,
+    loaded_decay,
+    rows_of_chunk,
+)
 from pallas_kernels.triton.ridge_products import Parts, load_parts, multiply, parts
 from pallas_kernels.triton.ridge_states import increments_shape, of_chunk, scan_chunks
 
 
-def _start_gradients_kernel(r, *, precision: str):
-    """The sum over a chunk's tokens of `from_start_t dH_t` and its transpose."""
-    minus = -r.d_q[...].astype(jnp.float32)
-    left = parts(minus if r.from_start is None else minus * r.from_start[...][:, None], precision)
+class NormGradients(NamedTuple):
+    """How the solutions depend on the ridge, and through an adaptive one on the norms.
+
+    Attributes:
+        ridge: gradient of the ridge by chunk, `[B, H, N]` or `[B, H, N, K]` float32.
+        weight: `2 dL/d||H_t|| / ||H_t||`, `[B, H, T]` float32; None unless the ridge is adaptive. As
+            `d||H||_F = <H, dH> / ||H||_F`, the gradient of `H_t` by its norm is `weight_t H_t / 2`.
+        key_weight: with what weight each key is in the sum over its chunk of `weight_t from_start_t H_t`, likewise.
+    """
+
+    ridge: Array
+    weight: Array | None
+    key_weight: Array | None
+
+
+def _start_gradients_kernel(r, *, method: Method):
+    """The sum over a chunk's tokens of `from_start_t dH_t` and its transpose, and what leads to it."""
+    precision = method.precision
+    minus, solution = -r.d_q[...].astype(jnp.float32), r.x[...].astype(jnp.float32)
+    from_start = None if r.from_start is None else r.from_start[...]
+    left = parts(minus if from_start is None else minus * from_start[:, None], precision)
     x = parts(r.x[...], precision)
     gradient = multiply(dot_tn, left, x, precision)
     gradient = multiply(dot_tn, x, left, precision, gradient)
-    if r.key_weight is not None:
-        k = parts(r.k[...], precision)
-        weighted = parts(k.value * r.key_weight[...][:, None], precision)
-        gradient = multiply(dot_tn, weighted, k, precision, gradient)
-        gradient = gradient + r.start_weight[...] * load_parts(r.high, r.low).value
+
+    d_diagonal = minus * solution  # of what is added to the diagonal
+    if not method.adaptive:
+        _store_ridge(r, d_diagonal)
+        r.increment[...] = gradient.astype(r.increment.dtype)
+        return
+    norm = r.norm[...]
+    _store_ridge(r, d_diagonal * norm[:, None])
+    d_norm = jnp.sum(d_diagonal * load_strength(r.ridge), axis=1)
+    weight = jnp.where(norm > 0.0, 2.0 * d_norm / jnp.where(norm > 0.0, norm, 1.0), 0.0)
+    seen = weight if from_start is None else weight * from_start
+    key_weight = jnp.sum(pair_decays(loaded_decay(r)) * seen[:, None], axis=0)
+    start_weight = jnp.sum(seen if from_start is None else seen * from_start, axis=0)
+    r.weight[...] = weight
+    r.key_weight[...] = key_weight
+    k = parts(r.k[...], precision)
+    gradient = multiply(dot_tn, parts(k.value * key_weight[:, None], precision), k, precision, gradient)
+    gradient = gradient + start_weight * load_parts(r.high, r.low).value
     r.increment[...] = gradient.astype(r.increment.dtype)
+
+
+def _store_ridge(r, gradient: Array) -> None:
+    """Adds up the gradient of the ridge `[C, K]` over tokens, and over channels where the ridge has none."""
+    if len(r.d_ridge.shape) == 1:
+        r.d_ridge[...] = jnp.sum(gradient, axis=0)
+    else:  # one axis at a time: the backend does not lower both at once
+        r.d_ridge[...] = jnp.sum(jnp.sum(gradient, axis=1), axis=0)
 
 
 def state_gradients(
@@ -41,10 +88,11 @@ def state_gradients(
     rows: Rows,
     states: Parts,
     x: Array,
-    solved: Solved,
+    norm: Array,
+    d_q: Array,
     d_final: Array | None,
     schedule: RidgeSchedule,
-) -> tuple[Parts, Array | None, Array | None]:
+) -> tuple[NormGradients, Parts, Array | None, Array | None]:
     """Gradients of the Gram matrix after each chunk, and of the initial one.
 
     Args:
@@ -54,45 +102,58 @@ def state_gradients(
         rows: decays.
         states: Gram matrices at the chunks' starts.
         x: solutions `[B, T, H, K]`.
-        solved: what the solve with the solutions' gradient found.
+        norm: Frobenius norms `[B, H, T]`.
+        d_q: the solve for the solutions' gradient, `[B, T, H, K]`.
         d_final: `[B, H, K, K]`, the gradient of the final Gram matrix and its transpose together; None for zero.
         schedule: compilation.
 
     Returns:
-        `[B, H, N, K, K]`, gradient and transpose together; `[B, H, K, K]` float32 or None; and, where there is decay,
-        the products of the first with the chunks' starting matrices, summed over rows, `[B, H, N, K]` float32.
+        Gradients by the ridge; `[B, H, N, K, K]`, gradient and transpose together; `[B, H, K, K]` float32 or None; and,
+        where there is decay, the products of the former with the chunks' starting matrices, summed over rows,
+        `[B, H, N, K]` float32.
     """
     p = problem
 
     def token(array):
         return p.of_token(array, CHUNK, lambda h, n, b: (b, n, h, 0))
 
-    has_weights = solved.weight is not None
-    increments = call(
+    def row(array):
+        return p.of_head(array, (CHUNK,), lambda h, n, b: (b, h, n))
+
+    adaptive = method.adaptive
+    weights = row(p.per_head(p.length, dtype=jnp.float32)) if adaptive else None
+    channels = inputs.ridge.shape[1:] if inputs.ridge.shape[1] > 1 else ()
+    d_ridge = p.per_head(p.chunks, *channels, dtype=jnp.float32)
+    results = call(
         _start_gradients_kernel,
         "ridge_start_gradients",
         p.chunk_grid,
         {
-            "d_q": token(solved.x),
+            "d_q": token(d_q),
             "x": token(x),
-            "k": token(inputs.k if has_weights else None),
-            "high": of_chunk(p, states.high if has_weights else None),
-            "low": of_chunk(p, states.low if has_weights else None),
-            "key_weight": p.of_head(solved.key_weight, (CHUNK,), lambda h, n, b: (b, h, n)),
-            "start_weight": chunk_number(solved.start_weight),
-            **rows_of_chunk(p, rows, ("from_start",)),
+            "k": token(inputs.k if adaptive else None),
+            "high": of_chunk(p, states.high if adaptive else None),
+            "low": of_chunk(p, states.low if adaptive else None),
+            "norm": row(norm if adaptive else None),
+            "ridge": strength_operand(inputs.ridge) if adaptive else None,
+            **rows_of_chunk(p, rows, ("total", "fine", "runs", "from_start")),
         },
-        {"increment": of_chunk(p, increments_shape(p, method))},
+        {
+            "increment": of_chunk(p, increments_shape(p, method)),
+            "d_ridge": p.of_head(d_ridge, (None, *channels), lambda h, n, b: (b, h, n, 0)[: d_ridge.ndim]),
+            "weight": weights,
+            "key_weight": weights,
+        },
         schedule.start_gradients,
-        precision=method.precision,
-    )["increment"]
-    assert increments is not None
+        method=method,
+    )
+    by_norm = NormGradients(results["d_ridge"], results["weight"], results["key_weight"])  # type: ignore[arg-type]
     has_decay = inputs.log_decay is not None
-    return scan_chunks(
+    d_ends, d_initial, products = scan_chunks(
         p,
         method,
         rows,
-        increments,
+        results["increment"],  # type: ignore[arg-type]
         d_final,
         schedule.reverse_scan,
         reverse=True,
@@ -101,3 +162,4 @@ def state_gradients(
         with_products=has_decay,
         factor=0.5,
     )
+    return by_norm, d_ends, d_initial, products

@@ -18,6 +18,7 @@ from pallas_kernels.triton.ridge_problem import (
     Method,
     RidgeInputs,
     RidgeSchedule,
+    choose_schedule,
     decay_rows,
     ridge_problem,
 )
@@ -109,7 +110,7 @@ def ridge_solve(
     if precision is None:
         precision = _default_precision(inputs)
     method = Method(solver, iterations, adaptive, float(epsilon), precision)
-    x, gram = _solve(method, schedule or RidgeSchedule(), inputs)
+    x, gram = _solve(method, schedule or choose_schedule(ridge_problem(inputs)), inputs)
     size = q.shape[3]
     return x[:, : q.shape[1], :, :size].astype(q.dtype), gram[:, :, :size, :size]
 
@@ -161,8 +162,8 @@ def _forward(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tu
     problem = ridge_problem(inputs)
     rows = decay_rows(problem, inputs)
     states, final, squares = gram_states(problem, method, inputs, rows, schedule)
-    solved = solve_chunks(problem, method, inputs, rows, states, schedule, b=inputs.q, squares=squares)
-    return (solved.x, final), (inputs._replace(q=None), solved.x, solved.norm)  # type: ignore[arg-type]
+    x, norm = solve_chunks(problem, method, inputs, rows, states, schedule, b=inputs.q, squares=squares)
+    return (x, final), (inputs._replace(q=None), x, norm)  # type: ignore[arg-type]
 
 
 def _backward(
@@ -173,14 +174,17 @@ def _backward(
     problem = ridge_problem(inputs)
     rows = decay_rows(problem, inputs)
     states, _, squares = gram_states(problem, method, inputs, rows, schedule)
-    solved = solve_chunks(problem, method, inputs, rows, states, schedule, b=d_x, norm=norm, solution=x)
+    d_q, _ = solve_chunks(problem, method, inputs, rows, states, schedule, b=d_x, norm=norm)
     d_final = d_final + jnp.swapaxes(d_final, -1, -2)
-    d_ends, d_initial, kept = state_gradients(problem, method, inputs, rows, states, x, solved, d_final, schedule)
-    sums = StateSums(squares, kept)
-    d_k, d_log_decay = argument_gradients(problem, method, inputs, rows, states, d_ends, sums, x, solved, schedule)
-    by_chunk: Any = solved.d_ridge
-    d_ridge = jnp.sum(by_chunk, axis=(0, 2)).reshape(inputs.ridge.shape)
-    return (RidgeInputs(solved.x, d_k, d_ridge, d_log_decay, d_initial, None),)
+    by_norm, d_ends, d_initial, products = state_gradients(
+        problem, method, inputs, rows, states, x, norm, d_q, d_final, schedule
+    )
+    sums = StateSums(squares, products)
+    d_k, d_log_decay = argument_gradients(
+        problem, method, inputs, rows, states, d_ends, sums, x, d_q, by_norm, schedule
+    )
+    d_ridge = jnp.sum(by_norm.ridge, axis=(0, 2)).reshape(inputs.ridge.shape)
+    return (RidgeInputs(d_q, d_k, d_ridge, d_log_decay, d_initial, None),)
 
 
 _solve.defvjp(_forward, _backward)

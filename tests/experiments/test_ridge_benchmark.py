@@ -58,12 +58,20 @@ def test_report_from_records(tmp_path, capsys):
         {**time, "pass": "forward", "implementation": "fla", "operator": "mesanet", "wall_ms": 0.5},
         *layer("Gated DeltaNet", 2.0),
         *layer("Gated KalmaNet", 3.0),
+        {
+            "kind": "gradient_error",
+            "operator": "conjugate_gradient",
+            "inputs": "float32",
+            "shape": [1, 64, 1, 16],
+            "errors": {"x": 1e-6, "k": 2.5e-5},
+        },
         {"kind": "failure", "of": "error", "reason": "out of memory"},
     ]
     text = markdown(results(records))
     assert "| Chebyshev | ours | 1, 64, 1, 16 | 0.250 | 0.125 |" in text
     assert "| MesaNet's operator | FLA | 1, 64, 1, 16 | 0.500 |" in text
     assert "| Gated KalmaNet | 3.000 | 3.000 | 3.000 | 1.50 |" in text
+    assert "| conjugate gradients | float32 | 1.0e-06 | 2.5e-05 |" in text
     assert "- error: out of memory" in text
 
     (tmp_path / "run.json").write_text(json.dumps(results(records)))
@@ -72,6 +80,14 @@ def test_report_from_records(tmp_path, capsys):
     assert (tmp_path / "run.png").stat().st_size > 0
     assert command.main(["--from-json", "--output", str(tmp_path), "--name", "other"]) == 2
     assert "there is no" in capsys.readouterr().out
+
+
+def test_gradient_errors_are_small_where_the_kernels_are_right(monkeypatch):
+    monkeypatch.setattr(measure, "METHODS", ("chebyshev",))
+    config = RidgeBenchmarkConfig(error_shape=(1, 70, 1), head_size=16, iterations=5)
+    half, single = list(measure.gradient_errors(config))
+    assert half["inputs"] == "bfloat16" and single["inputs"] == "float32"
+    assert max(single["errors"].values()) < 1e-4 < max(half["errors"].values()) < 5e-2
 
 
 def test_bad_sizes_are_refused():
