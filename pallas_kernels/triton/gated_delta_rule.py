@@ -62,7 +62,9 @@ def gated_delta_rule(
 
     evaluated in chunks of 64 tokens (equations 21 to 24 of Gated DeltaNet-2, arXiv 2605.22791, with `k~` and `k` told
     apart). The backward keeps the segments' starting states and two `[64, 64]` matrices a chunk and recomputes the
-    rest. Runs are bit-identical. A single token takes a kernel of its own that moves the state once.
+    rest. Runs are bit-identical. Few heads are spread over the card in segments of the sequence; there, what is left of
+    a state counts as zero where it is less than 1e-15 of it. A single token takes a kernel of its own that moves the
+    state once; a state that is donated is updated in place.
 
     Args:
         q: queries, bfloat16 or float32.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, call, dot, dot_nt, iota, load_rows, next_power_of_two
+from pallas_kernels.triton.backend import Launch, call, cdiv, dot, dot_nt, iota, load_rows, next_power_of_two
 from pallas_kernels.triton.prepare import Prepared
 from pallas_kernels.triton.problem import Inputs, Problem
 from pallas_kernels.triton.state import chunk_step, loop, pass_operands, segment_range, sequence_grid
@@ -44,12 +44,21 @@ _SHORT_REACH = 4
 
 def _survival(r, problem: Problem, first, count) -> Array:
     """Log of what chunks `first` to `first + count` leave of a state: of its slowest channel's decay, and of writes."""
-    size = next_power_of_two(problem.chunks_per_segment)
-    kept = load_rows(r.kept, first, size, first + count, 1.0)
-    survival = jnp.max(jnp.sum(jnp.log(jnp.maximum(kept, 1e-37)), axis=0))
-    if r.growth is None:
-        return survival
-    return survival + jnp.sum(load_rows(r.growth, first, size, first + count, 0.0))
+    size = min(next_power_of_two(problem.chunks_per_segment), 32)  # chunks at a time
+
+    def part(m):
+        start = first + m * size
+        kept = load_rows(r.kept, start, size, first + count, 1.0)
+        logs = jnp.sum(jnp.log(jnp.maximum(kept, 1e-37)), axis=0)
+        if r.growth is None:
+            return logs
+        return logs + jnp.sum(load_rows(r.growth, start, size, first + count, 0.0))
+
+    logs = part(0)
+    parts = cdiv(problem.chunks_per_segment, size)
+    if parts > 1:
+        logs = lax.fori_loop(1, parts, lambda m, logs: logs + part(m), logs)
+    return jnp.max(logs)
 
 
 def _reach(survival, problem: Problem, reverse: bool) -> Array:

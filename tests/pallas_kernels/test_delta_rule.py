@@ -1,6 +1,7 @@
 """The kernels, interpreted on a CPU, against the scan in float64: outputs, final states and every gradient."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,18 @@ def test_writes_that_enlarge_the_state_are_not_forgotten():
     once, _ = jax.jit(lambda x: triton.gated_delta_rule(**x, schedule=Schedule()))(arrays)
     split, _ = jax.jit(lambda x: triton.gated_delta_rule(**x, schedule=Schedule(segments=4)))(arrays)
     assert relative_error(split, once) < 1e-3  # rounding that nothing damps
+
+
+@pytest.mark.parametrize("decay", [SCALAR, CHANNEL])
+def test_long_segments_equal_one(decay):
+    """More chunks in a segment than are looked at in one go to see what it forgets."""
+    arrays, _ = make_inputs(Case((1, 64 * 70, 1, 1, 16, 16), decay, shift=8.0))
+    results = [
+        jax.jit(functools.partial(triton.gated_delta_rule, schedule=Schedule(segments=segments)))(**arrays)
+        for segments in (1, 2)
+    ]
+    for once, split in zip(*results):
+        assert relative_error(split, once) < 1e-5
 
 
 def test_reset_forgets_exactly_whatever_came_before():
