@@ -1,6 +1,7 @@
 """What is measured, each part giving records."""
 
 import concurrent.futures
+import contextlib
 import functools
 import importlib.util
 import json
@@ -30,6 +31,8 @@ from rnnlib.ops.ridge_solve import Solver
 Arrays = dict[str, Array]
 Compiled = tuple[Callable[..., Any], tuple[Any, ...]]
 PRODUCT_DTYPES = {"bfloat16": jnp.bfloat16, "split": jnp.float32}
+COMPILERS = 8
+"""Processes among which the peer's candidates are shared out for compilation."""
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gated DeltaNet": ("gated_deltanet", {}),
     "Gated KalmaNet": ("gated_kalmanet", {}),
@@ -102,9 +105,13 @@ def timed(config: RidgeBenchmarkConfig, what: Record, job: Compiled | str) -> Re
     return {**what, **timing, "peak_mib": round(peak / 2**20, 1)}
 
 
-def solve_times(config: RidgeBenchmarkConfig) -> Iterator[Record]:
+Jobs = list[tuple[Record, Callable[[], Compiled]]]
+"""What is to be timed: a record's beginning, and what compiles it."""
+
+
+def solve_jobs(config: RidgeBenchmarkConfig) -> Jobs:
     """Forward and backward of both methods, of sketched sizes and other precisions, and of MesaNet's operator."""
-    jobs: dict[Any, Callable[[], Compiled]] = {}
+    jobs: Jobs = []
     arrays: dict[Any, Arrays] = {}
     for sizes in config.shapes:
         cases = [(method, "bfloat16", config.head_size) for method in METHODS]
@@ -124,10 +131,9 @@ def solve_times(config: RidgeBenchmarkConfig) -> Iterator[Record]:
                 names += ("v", "beta", "ridge")
             both = with_gradients(function, names)
             for name, run in (("forward", function), ("forward_backward", both)):
-                jobs[method, precision, shape, name] = functools.partial(compiled, run, arrays[shape])
-    for (method, precision, shape, name), job in compile_all(jobs):
-        what = {"kind": "time", "operator": method, "precision": precision, "shape": shape, "pass": name}
-        yield timed(config, {**what, "implementation": "ours"}, job)
+                what = {"kind": "time", "operator": method, "precision": precision, "shape": shape, "pass": name}
+                jobs.append(({**what, "implementation": "ours"}, functools.partial(compiled, run, arrays[shape])))
+    return jobs
 
 
 def _relative(x: Any, expected: np.ndarray) -> dict[str, float]:
@@ -242,11 +248,11 @@ def gradient_errors(config: RidgeBenchmarkConfig) -> Iterator[Record]:
         yield {**what, "kind": "gradient_error", "errors": errors}
 
 
-def layer_times(config: RidgeBenchmarkConfig) -> Iterator[Record]:
+def layer_jobs(config: RidgeBenchmarkConfig) -> Jobs:
     """Forward + backward of whole layers, with respect to their parameters and inputs."""
     shape = (*config.layer_shape, config.width)
     x, d_out = (jax.random.normal(jax.random.key(n), shape, jnp.bfloat16) for n in range(2))
-    jobs: dict[Any, Callable[[], Compiled]] = {}
+    jobs: Jobs = []
     for title, (name, options) in LAYERS.items():
         options = {key: config.sketch_sizes[0] if value is None else value for key, value in options.items()}
         mixer = mixer_preset(name, **options)
@@ -262,10 +268,10 @@ def layer_times(config: RidgeBenchmarkConfig) -> Iterator[Record]:
             out, pull_back = jax.vjp(forward, state, x)
             return out, pull_back(d_out.astype(out.dtype))
 
-        jobs[title, "forward"] = functools.partial(compiled, forward, state, x)
-        jobs[title, "forward_backward"] = functools.partial(compiled, both, state, x, d_out)
-    for (title, name), job in compile_all(jobs):
-        yield timed(config, {"kind": "layer", "layer": title, "shape": shape, "pass": name}, job)
+        what = {"kind": "layer", "layer": title, "shape": shape}
+        jobs.append(({**what, "pass": "forward"}, functools.partial(compiled, forward, state, x)))
+        jobs.append(({**what, "pass": "forward_backward"}, functools.partial(compiled, both, state, x, d_out)))
+    return jobs
 
 
 def peer_installed() -> bool:
@@ -273,53 +279,76 @@ def peer_installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("torch", "fla"))
 
 
-def start_peer(config: RidgeBenchmarkConfig, folder: pathlib.Path) -> subprocess.Popen[str]:
-    """Starts the process that compiles the peer's kernels, and times them once it gets a line on its input."""
-    (folder / "peer.json").write_text(json.dumps({**config.settings(), "folder": str(folder)}))
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "experiments.ridge_benchmark.peer", str(folder)],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=(folder / "peer.log").open("w"),
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+class PeerProcesses:
+    """Processes that compile the peer's kernels side by side, and the one that times them."""
+
+    def __init__(self, config: RidgeBenchmarkConfig, folder: pathlib.Path) -> None:
+        self._folder = folder
+        (folder / "peer.json").write_text(json.dumps(config.settings()))
+        self._compiling = [self._start("compile", str(n), str(COMPILERS)) for n in range(COMPILERS)]
+        self._timing: subprocess.Popen[str] | None = None
+
+    def _start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "experiments.ridge_benchmark.peer", str(self._folder), *arguments],
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.PIPE,
+            stdout=(self._folder / f"{'_'.join(arguments)}.log").open("w"),
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def prepare(self, deadline: float) -> None:
+        """Waits until all is compiled and the peer has chosen its kernels: nothing else runs while ours are timed."""
+        while any(process.poll() is None for process in self._compiling) and time.time() < deadline:
+            time.sleep(0.2)
+        self._timing = self._start("time")
+        while self._timing.poll() is None and time.time() < deadline and not (self._folder / "prepared").exists():
+            time.sleep(0.2)
+
+    def time(self, deadline: float) -> list[Record]:
+        """The peer's times."""
+        if self._timing is not None and self._timing.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._timing.communicate("measure\n", timeout=max(20.0, deadline - time.time()))
+        records = read_records(self._folder / "peer.jsonl")
+        if not any(record["kind"] == "time" for record in records):
+            log = self._folder / "time.log"
+            reason = log.read_text()[-1500:] if log.exists() else "not started"
+            records.append({"kind": "failure", "of": "peer", "reason": reason or "time limit"})
+        return records
+
+    def end(self) -> None:
+        """Ends what still runs."""
+        for process in (*self._compiling, self._timing):
+            if process is not None and process.poll() is None:
+                process.terminate()
 
 
 def measure(config: RidgeBenchmarkConfig, write: Callable[[Record], None]) -> None:
-    """Runs all parts; each record goes to `write` as soon as it is there."""
+    """Runs all parts, the most wanted first; each record goes to `write` as soon as it is there."""
     deadline = time.time() + config.time_limit
     device = jax.devices()[0]
     write({"kind": "worker", "worker": "jax", "device": device.device_kind})
     with tempfile.TemporaryDirectory() as temporary:
-        folder = pathlib.Path(temporary)
-        peer = start_peer(config, folder) if config.peer and peer_installed() else None
+        peer = PeerProcesses(config, pathlib.Path(temporary)) if config.peer and peer_installed() else None
         try:
-            if peer is not None:  # its search among kernels must not disturb what is timed
-                while peer.poll() is None and time.time() < deadline - config.time_limit / 2:
-                    if (folder / "prepared").exists():
-                        break
-                    time.sleep(0.5)
-            for part in (solve_times, layer_times, solve_errors, gradient_errors):
+            jobs = [*solve_jobs(config), *layer_jobs(config)]
+            ready = dict(compile_all(dict(enumerate(job for _, job in jobs))))
+            if peer is not None:
+                peer.prepare(time.time() + config.time_limit / 3)
+            for n, (what, _) in enumerate(jobs):
+                if time.time() < deadline:
+                    write(timed(config, what, ready[n]))
+            if peer is not None:
+                for record in peer.time(deadline):
+                    write(record)
+            for part in (solve_errors, gradient_errors):
                 try:
-                    for record in part(config):
+                    for record in part(config) if time.time() < deadline else ():
                         write(record)
-                        if time.time() > deadline:
-                            break
                 except Exception as error:
                     write({"kind": "failure", "of": part.__name__, "reason": describe(error)})
-            if peer is not None:
-                if peer.poll() is None and (folder / "prepared").exists():
-                    peer.communicate("measure\n", timeout=max(20.0, deadline - time.time()))
-                records = read_records(folder / "peer.jsonl")
-                if not any(record["kind"] == "time" for record in records):
-                    log = (folder / "peer.log").read_text()[-1500:]
-                    records.append({"kind": "failure", "of": "peer", "reason": log})
-                for record in records:
-                    write(record)
-        except subprocess.TimeoutExpired:
-            write({"kind": "failure", "of": "peer", "reason": "time limit"})
         finally:
-            if peer is not None and peer.poll() is None:
-                peer.terminate()
+            if peer is not None:
+                peer.end()

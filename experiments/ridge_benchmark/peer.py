@@ -1,6 +1,7 @@
-"""The process that times flash-linear-attention's MesaNet: `python -m experiments.ridge_benchmark.peer FOLDER`.
+"""A process that measures flash-linear-attention's MesaNet, in one of two ways.
 
-It compiles and lets the library choose its kernels, then waits for a line on its standard input and times.
+`FOLDER compile N OF` compiles every OF-th of each kernel's candidates, from the N-th; several run side by side.
+`FOLDER time` lets the library choose, then waits for a line on its standard input and times.
 """
 
 import importlib.metadata
@@ -47,9 +48,29 @@ def passes(shape: tuple[int, ...], iterations: int) -> dict[str, Callable[[], An
     return {"forward": forward, "forward_backward": forward_backward}
 
 
-def main(folder: pathlib.Path) -> None:
-    """Prepares, waits, times."""
+def compile_share(config: dict[str, Any], share: int, shares: int) -> None:
+    """Compiles some of the candidates by running each once; the choice among them is left to the timing process."""
+    short_trials(once=True)
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("fla.ops"):
+            continue
+        for kernel in list(vars(module).values()):
+            while kernel is not None and not isinstance(getattr(kernel, "configs", None), list):
+                kernel = getattr(kernel, "fn", None)
+            if kernel is not None and len(kernel.configs) > 1 and not hasattr(kernel, "shared_out"):
+                kernel.configs = kernel.configs[share::shares] or kernel.configs[:1]
+                kernel.shared_out = True
+    for call in passes((*config["shapes"][0], config["head_size"]), config["iterations"]).values():
+        call()
+    torch.cuda.synchronize()
+
+
+def main(folder: pathlib.Path, mode: str, *arguments: str) -> None:
+    """Does a process's part."""
     config = json.loads((folder / "peer.json").read_text())
+    if mode == "compile":
+        compile_share(config, *map(int, arguments))
+        return
     write = RecordWriter(folder / "peer.jsonl")
     versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "fla-core")}
     write({"kind": "worker", "worker": "fla", **versions, "device": torch.cuda.get_device_name()})
@@ -76,4 +97,4 @@ def main(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(pathlib.Path(sys.argv[1]), *sys.argv[2:])
