@@ -183,6 +183,13 @@ def test_none_takes_the_kernels_on_a_gpu(monkeypatch):
     assert lowered.as_text().count("xla.gpu.triton") == 3
 
 
+def test_scan_of_many_chunks_loads_ahead():
+    """More chunks than are loaded together, and a rest of fewer."""
+    call = Call(shape=(1, 64 * 10 + 5, 1, 16), iterations=2)
+    arguments = call.arguments(jnp.float32)
+    assert_close(run(call, "triton", arguments), reference(call, arguments), 1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
@@ -195,12 +202,9 @@ def test_on_a_gpu(solver, values, size, dtype):
     arguments = call.arguments(dtype, values=values)
     for name in ("ridge", "log_decay", "initial_gram"):
         arguments[name] = arguments[name].astype(jnp.float32)
-    limit = 1e-2 if dtype == jnp.bfloat16 else 1e-3
-    assert_close(run(call, "triton", arguments), reference(call, arguments), limit)
-
-
-def test_scan_of_many_chunks_loads_ahead():
-    """More chunks than are loaded together, and a rest of fewer."""
-    call = Call(shape=(1, 64 * 10 + 5, 1, 16), iterations=2)
-    arguments = call.arguments(jnp.float32)
-    assert_close(run(call, "triton", arguments), reference(call, arguments), 1e-5)
+    actual, expected = run(call, "triton", arguments), reference(call, arguments)
+    # The backward starts from solutions rounded to the inputs' dtype; the keys' gradient is a difference of two sums.
+    limit = 3e-2 if dtype == jnp.bfloat16 else 1e-3
+    assert_close(actual, expected, limit)
+    assert relative_error(actual["x"], expected["x"]) < limit / 3
+    assert relative_error(actual["d_q"], expected["d_q"]) < limit / 3
