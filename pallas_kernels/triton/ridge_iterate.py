@@ -83,7 +83,7 @@ def _add_product(system: System, pairs: Array, x: Array, onto: Array, precision:
     return multiply(dot, parts(scores, precision), system.keys, precision, onto)
 
 
-def _iterate_stationary(system: System, method: Method, b: Array, holds_pairs: bool) -> Array:
+def _iterate_stationary(system: System, method: Method, b: Array) -> Array:
     """Chebyshev's iteration, gradient descent, and the accelerated one of Nesterov: other coefficients, one loop.
 
         r <- r + A d        d <- m d - s r        x <- x - d
@@ -94,19 +94,13 @@ def _iterate_stationary(system: System, method: Method, b: Array, holds_pairs: b
     step = 2.0 / (system.upper + system.lower)
     name = method.name
     contraction = jnp.square((system.upper - system.lower) / (system.upper + system.lower))
-    fixed = pair_decays(system.decay) if holds_pairs else None
+    pairs = pair_decays(system.decay)
     if name == "nesterov":
         root = jnp.sqrt(3.0 * system.upper / system.lower + 1.0)
         short, momentum = 4.0 / (3.0 * system.upper + system.lower), (root - 2.0) / (root + 2.0)
 
     def body(n, carry):
         x, decrement, residual, weight = carry
-        pairs = fixed
-        if pairs is None:
-            decay = system.decay
-            if decay.total is not None:  # depends on the iteration by nothing but its name, so it is not kept
-                decay = decay._replace(total=decay.total + 0.0 * weight[:, 0])
-            pairs = pair_decays(decay)
         before = residual
         residual = _add_product(system, pairs, decrement, residual + system.ridge * decrement, method.precision)
         if name == "chebyshev":
@@ -147,7 +141,7 @@ def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
     return lax.fori_loop(0, method.iterations, body, (jnp.zeros_like(b), b, b, square))[0]
 
 
-def _solve_kernel(r, *, method: Method, holds_pairs: bool):
+def _solve_kernel(r, *, method: Method):
     keys = parts(r.k[...], method.precision)
     state = load_parts(r.high, r.low)
     decay = loaded_decay(r)
@@ -171,7 +165,7 @@ def _solve_kernel(r, *, method: Method, holds_pairs: bool):
     if method.name == "conjugate_gradient":
         x = _iterate_conjugate(system, method, b)
     else:
-        x = _iterate_stationary(system, method, b, holds_pairs)
+        x = _iterate_stationary(system, method, b)
     r.x[...] = x.astype(r.x.dtype)
 
 
@@ -241,7 +235,6 @@ def solve_chunks(
         },
         schedule.solve,
         method=method,
-        holds_pairs=schedule.holds_pairs,
     )
     return results["x"], results["norm"] if norm is None else norm  # type: ignore[return-value]
 

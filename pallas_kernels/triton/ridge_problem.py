@@ -76,8 +76,6 @@ class RidgeSchedule:
         start_gradients: what each chunk adds to the gradient of the Gram matrix.
         reverse_scan: that gradient; likewise.
         gradients: gradients of keys and decay; `block` is a block of key channels.
-        holds_pairs: whether the decays of a chunk's pairs stay in registers over the iterations, or are made again in
-            each.
     """
 
     increments: Launch = Launch(num_warps=8, num_stages=1)
@@ -86,7 +84,6 @@ class RidgeSchedule:
     start_gradients: Launch = Launch(num_warps=8, num_stages=1)
     reverse_scan: Launch = Launch(num_warps=4, num_stages=1, block=8, inner=8)
     gradients: Launch = Launch(num_warps=4, num_stages=2, block=32)
-    holds_pairs: bool = True
 
 
 def ridge_problem(inputs: RidgeInputs) -> Problem:
