@@ -2,9 +2,11 @@
 
 Parameters that an optimizer should decay are matrices: kernels of projections and convolutions. All others are vectors:
 norms' `scale`, `bias`, `A_log` and `dt_bias` (float32 whatever `param_dtype` is), and the learned scalars per head
-`skip`, `feedback` and `correction`, and the preconditioners' `center` and `ridge` (float32).
+`skip`, `feedback` and `correction`, the preconditioners' `center` and `ridge` (float32), and Mamba-3's biases and
+scales per head, pair and channel, which are stored flat.
 """
 
+import rnnlib.layers.mamba3_presets
 import rnnlib.layers.preconditioned_presets
 import rnnlib.layers.ridge_presets  # noqa: F401  (registers its presets)
 from rnnlib.layers.attention import Attention, AttentionCache, AttentionConfig
@@ -30,11 +32,12 @@ from rnnlib.layers.gain import (
     NLMSGain,
     SigmoidGain,
     StepGain,
+    TrapezoidalGain,
     UnitGain,
 )
 from rnnlib.layers.gates import Gates
 from rnnlib.layers.initializers import Initializer
-from rnnlib.layers.keys import KeyMap, Keys, KeysConfig, OutputCorrection, PlainKeys
+from rnnlib.layers.keys import KeyMap, Keys, KeysConfig, OutputCorrection, PlainKeys, RotatedKeys
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer, RecurrentMixerConfig
 from rnnlib.layers.normalization import RMSNorm, l2_normalize
 from rnnlib.layers.preconditioner import (
@@ -52,6 +55,7 @@ from rnnlib.layers.ridge import FixedProjection, RidgeRegression, RidgeState
 from rnnlib.layers.rotary import Rotary
 from rnnlib.layers.solve import Offline, Online, OperatorOptions, Signals, SolveConfig, Solver
 from rnnlib.layers.table import mixer_rows, mixer_table
+from rnnlib.layers.trapezoidal import Trapezoidal, TrapezoidalState
 
 __all__ = [
     "ApplyToBoth",
@@ -102,6 +106,7 @@ __all__ = [
     "RidgeRegression",
     "RidgeState",
     "Rotary",
+    "RotatedKeys",
     "ShortConvolution",
     "SigmoidGain",
     "Signals",
@@ -110,6 +115,9 @@ __all__ = [
     "Solver",
     "StepGain",
     "TokenMixer",
+    "Trapezoidal",
+    "TrapezoidalGain",
+    "TrapezoidalState",
     "UnitGain",
     "l2_normalize",
     "mixer_names",

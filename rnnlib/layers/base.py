@@ -85,6 +85,8 @@ class MixerShape:
         dtype: what projections compute in.
         param_dtype: what their parameters are stored in.
         initializer: how their kernels start.
+        pairs: keys and values that a token writes into each head's state, and queries that read it, of each kind; the
+            streams of queries and keys have H * pairs heads, key head by key head.
     """
 
     width: int
@@ -95,9 +97,10 @@ class MixerShape:
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
+    pairs: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("width", "key_heads", "value_heads", "key_size", "value_size"):
+        for field in ("width", "key_heads", "value_heads", "key_size", "value_size", "pairs"):
             if getattr(self, field) < 1:
                 raise ValueError(f"MixerShape: {field} is {getattr(self, field)}, expected at least 1")
         if self.value_heads % self.key_heads != 0:
@@ -138,6 +141,11 @@ class MixerShape:
         return LowRank(
             self.linear(self.width, rank, rngs=rngs), self.linear(rank, features, rngs=rngs, use_bias=use_bias)
         )
+
+    def expect_one_pair(self, part: str) -> None:
+        """ValueError, naming `part`, where a token writes several keys into a head's state: for parts that take one."""
+        if self.pairs != 1:
+            raise ValueError(f"{part}: the solve axis takes {self.pairs} keys a token and head, expected 1")
 
     def repeat_key_heads(self, x: Array) -> Array:
         """Gives each value head its key head's signal: `[B, T, H, ...]` to `[B, T, HV, ...]`."""

@@ -100,6 +100,9 @@ class FixedDecayGate(DecayGate):
         return Decay(log_decay=jnp.broadcast_to(constants, (*x.shape[:2], len(self.log_decay))))
 
 
+_LOWEST_RATE = 1e-4  # of rates that tokens give themselves: what Mamba-3's code starts and stays above
+
+
 @dataclasses.dataclass(frozen=True)
 class SoftplusDecay(DecayConfig):
     """`log_decay = -exp(A_log) * softplus(W x + dt_bias)`, the state-space models' decay.
@@ -111,7 +114,8 @@ class SoftplusDecay(DecayConfig):
         channelwise: a decay per key channel instead of per head. `A_log` stays per head, `dt_bias` is per channel.
         rank: of the projection W; None is full rank, `"value_size"` is V.
         heads: whether each value head decays by itself or with its key head.
-        rate: `exp(A_log)` starts uniformly in `(low, high]`.
+        rate: `exp(A_log)` starts uniformly in `(low, high]`. None: there is no `A_log`, the rate is the token's own,
+            `softplus(W' x)` per head, at least 1e-4 (Mamba-3).
         step: softplus(dt_bias) starts log-uniformly in this range.
         step_floor: and not below this.
     """
@@ -119,13 +123,13 @@ class SoftplusDecay(DecayConfig):
     channelwise: bool = False
     rank: int | Literal["value_size"] | None = None
     heads: Literal["value", "key"] = "value"
-    rate: tuple[float, float] = (0.0, 16.0)
+    rate: tuple[float, float] | None = (0.0, 16.0)
     step: tuple[float, float] = (1e-3, 0.1)
     step_floor: float = 1e-4
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "SoftplusDecayGate":
         """Builds the module."""
-        if not 0 <= self.rate[0] <= self.rate[1] or self.rate[1] <= 0:
+        if self.rate is not None and (not 0 <= self.rate[0] <= self.rate[1] or self.rate[1] <= 0):
             raise ValueError(f"SoftplusDecay: rate is {self.rate}, expected 0 <= low <= high, high > 0")
         if not 0 < self.step[0] <= self.step[1]:
             raise ValueError(f"SoftplusDecay: step is {self.step}, expected 0 < low <= high")
@@ -137,7 +141,7 @@ class SoftplusDecay(DecayConfig):
 
 
 class SoftplusDecayGate(DecayGate):
-    """`-exp(A_log) * softplus(W x + dt_bias)`."""
+    """`-rate * softplus(W x + dt_bias)`."""
 
     def __init__(self, config: SoftplusDecay, shape: MixerShape, *, rngs: nnx.Rngs):
         self.shape = shape
@@ -148,24 +152,37 @@ class SoftplusDecayGate(DecayGate):
         rank = shape.value_size if config.rank == "value_size" else config.rank
         self.projection = shape.project(features, rank=rank, rngs=rngs)
 
-        low, high = config.rate
-        # 1 - U[0, 1) is never 0, so that the logarithm is finite where the range begins at 0.
-        rate = low + (high - low) * (1.0 - jax.random.uniform(rngs.params(), (heads,), jnp.float32))
-        self.A_log = nnx.Param(jnp.log(rate))
+        self.A_log = None if config.rate is None else self._initial_rate(heads, config.rate, rngs)
+        self.rate_projection = shape.project(heads, rngs=rngs) if config.rate is None else None
         log_step = jax.random.uniform(
             rngs.params(), (features,), jnp.float32, math.log(config.step[0]), math.log(config.step[1])
         )
         step = jnp.maximum(jnp.exp(log_step), config.step_floor)
         self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)))  # softplus(dt_bias) = step
 
+    @staticmethod
+    def _initial_rate(heads: int, bounds: tuple[float, float], rngs: nnx.Rngs) -> nnx.Param:
+        low, high = bounds
+        # 1 - U[0, 1) is never 0, so that the logarithm is finite where the range begins at 0.
+        rate = low + (high - low) * (1.0 - jax.random.uniform(rngs.params(), (heads,), jnp.float32))
+        return nnx.Param(jnp.log(rate))
+
+    def _rate(self, x: Array) -> Array:
+        """`[heads]`, or `[B, T, heads]` where the token gives it."""
+        dtype = self.shape.gate_dtype
+        if self.A_log is not None:
+            return jnp.exp(self.A_log[...].astype(dtype))
+        assert self.rate_projection is not None
+        return jnp.maximum(jax.nn.softplus(self.rate_projection(x).astype(dtype)), _LOWEST_RATE)
+
     def __call__(self, x: Float[Array, "B T D"]) -> Decay:
         """Decay and step, `[B, T, HV]` or `[B, T, HV, K]`, float32."""
         dtype = self.shape.gate_dtype
         step = jax.nn.softplus(self.projection(x).astype(dtype) + self.dt_bias[...].astype(dtype))
-        rate = jnp.exp(self.A_log[...].astype(dtype))
+        rate = self._rate(x)
         if self.channelwise:
-            step = step.reshape(*step.shape[:2], rate.shape[0], self.shape.key_size)
-            rate = rate[:, None]
+            step = step.reshape(*step.shape[:2], rate.shape[-1], self.shape.key_size)
+            rate = rate[..., None]
         log_decay = -rate * step
         if self.heads == "key":
             log_decay, step = self.shape.repeat_key_heads(log_decay), self.shape.repeat_key_heads(step)

@@ -111,6 +111,7 @@ class NormalizedGate(SigmoidGate):
     """A sigmoid gate, then a function of it and of the key's squared length."""
 
     def __init__(self, config: "KeyEnergyGain", shape: MixerShape, *, bound: float = 1.0, rngs: nnx.Rngs):
+        shape.expect_one_pair(type(config).__name__)
         super().__init__(shape, bound=bound, rngs=rngs)
         self.config = config
 
@@ -119,7 +120,7 @@ class NormalizedGate(SigmoidGate):
     ) -> Gates:
         """The gates divided as the gain's formula says."""
         assert gates.beta is not None
-        grouped = gates.beta.reshape(*gates.beta.shape[:2], self.shape.key_heads, self.shape.group)
+        grouped = gates.beta.reshape(*key.shape[:3], -1)
         # The value heads of a group share a key: the keys are broadcast, not repeated.
         gain = jax.vmap(self.config.formula, in_axes=(None, -1), out_axes=-1)(
             key.astype(self.shape.gate_dtype), grouped
@@ -219,6 +220,7 @@ class NLMSGate(Gain):
     """`1 / (k.k + eps)`."""
 
     def __init__(self, config: NLMSGain, shape: MixerShape):
+        shape.expect_one_pair("NLMSGain")
         self.shape = shape
         self.eps = config.eps
 
@@ -230,7 +232,8 @@ class NLMSGate(Gain):
         self, gates: Gates, key: Float[Array, "B T H K"], write_key: Float[Array, "B T HX K"] | None = None
     ) -> Gates:
         """Beta `[B, T, HV]` from the keys."""
-        return Gates(beta=self.shape.repeat_key_heads(ops.nlms_gain(key.astype(self.shape.gate_dtype), self.eps)))
+        gain = ops.nlms_gain(key.astype(self.shape.gate_dtype), self.eps)
+        return Gates(beta=jnp.repeat(gain, self.shape.value_heads // gain.shape[2], axis=2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,6 +301,45 @@ class StepGate(Gain):
         if decay.step is None or decay.step.ndim != 3:
             raise ValueError("StepGain: the decay gives no step per head, expected a scalar SoftplusDecay beside it")
         return Gates(write=decay.step)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrapezoidalGain(GainConfig):
+    """Mamba-3's gates: write `lambda dt`, and the previous token again with `(1 - lambda) dt alpha`.
+
+    Equation 16 of the Gated DeltaNet-2 paper, exponential-trapezoidal; `lambda = sigmoid(W x)` per value head, which
+    the equation leaves open, as in the authors' code (Lahoti et al., 2026, arXiv 2603.15569). Where lambda is 1 it is
+    `StepGain`.
+    """
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "TrapezoidalGates":
+        """Builds the module."""
+        return TrapezoidalGates(shape, rngs=rngs)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "l dt, previous token (1 - l) dt decay"
+
+
+class TrapezoidalGates(Gain):
+    """Shares the decay's step between the token and the one before it."""
+
+    def __init__(self, shape: MixerShape, *, rngs: nnx.Rngs):
+        self.dtype = shape.gate_dtype
+        self.projection = shape.project(shape.value_heads, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+        """Gates on the token's writing and on its predecessor's, `[B, T, HV]`.
+
+        Raises:
+            ValueError: the decay has no step per head.
+        """
+        if decay.log_decay is None or decay.step is None or decay.step.ndim != 3:
+            raise ValueError(
+                "TrapezoidalGain: the decay gives no step per head, expected a scalar SoftplusDecay beside it"
+            )
+        share = jax.nn.sigmoid(self.projection(x).astype(self.dtype))
+        return Gates(write=share * decay.step, previous=(1.0 - share) * decay.step * jnp.exp(decay.log_decay))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,10 @@ class Gates(NamedTuple):
         beta: `[B, T, HV]`, short for `erase = write = beta`.
         erase: `[B, T, HV]` or `[B, T, HV, K]`.
         write: `[B, T, HV]` or `[B, T, HV, V]`.
+        previous: `[B, T, HV]`, on the previous token's key and value, which are written again; left out, they are not.
     """
 
     beta: Array | None = None
     erase: Array | None = None
     write: Array | None = None
+    previous: Array | None = None

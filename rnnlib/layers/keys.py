@@ -2,8 +2,10 @@
 
 import abc
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -12,10 +14,15 @@ from jaxtyping import Float, Int
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
+from rnnlib.layers.rotary import rotate_pairs
+from rnnlib.ops.arguments import segment_starts
 
 
 class Keys(NamedTuple):
     """What the keys axis gives.
+
+    Heads are those of the streams that came in (H, or H * pairs where a token writes several keys), or one for each of
+    these and each value head.
 
     Attributes:
         query: `[B, T, H, K]`, what reads the state.
@@ -129,6 +136,7 @@ class OutputCorrectionMap(KeyMap):
     """`q - d k`."""
 
     def __init__(self, config: OutputCorrection, shape: MixerShape):
+        shape.expect_one_pair("OutputCorrection")
         self.correction = nnx.Param(jnp.full((shape.key_heads,), config.initial, shape.param_dtype))
 
     def __call__(
@@ -144,3 +152,101 @@ class OutputCorrectionMap(KeyMap):
     ) -> tuple[Keys, Any]:
         """The corrected query, and keys as they are."""
         return Keys(query - self.correction[...].astype(query.dtype)[:, None] * key, key), None
+
+
+@dataclasses.dataclass(frozen=True)
+class RotatedKeys(KeysConfig):
+    """Mamba-3's keys and queries: a bias, then a rotation that accumulates over the tokens, all per value head.
+
+    `k~_t = R_(1:t)^T (k_t + b)` (Gated DeltaNet-2 paper, equation 16), likewise queries: a complex decay's phase. The
+    equation leaves biases and angles open; they are those of the authors' code (Lahoti et al., 2026, arXiv 2603.15569):
+    token t turns channel pair i by `pi tanh(W x_t)_i dt_t` more than token t - 1, with the decay's step dt per head.
+
+    Attributes:
+        fraction: of the channels that turn, in pairs `(i, i + K/2)` from the first on.
+        initial_bias: what the biases start at.
+    """
+
+    fraction: float = 0.5
+    initial_bias: float = 1.0
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "RotatedKeyMap":
+        """Builds the module.
+
+        Raises:
+            ValueError: K is odd, or no pair of channels turns.
+        """
+        if shape.key_size % 2 != 0:
+            raise ValueError(f"RotatedKeys: keys have {shape.key_size} channels, expected an even number")
+        if not 0 < self.fraction <= 1 or int(self.fraction * shape.key_size) < 2:
+            raise ValueError(
+                f"RotatedKeys: fraction is {self.fraction}, expected at most 1 and at least a pair of "
+                f"{shape.key_size} channels"
+            )
+        return RotatedKeyMap(self, shape, rngs=rngs)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "k and q turned by learned angles"
+
+
+class RotatedKeyMap(KeyMap):
+    """`R_(1:t)^T (k + b)`; the state is the angle, `[B, HV, P]` float32, in revolutions."""
+
+    def __init__(self, config: RotatedKeys, shape: MixerShape, *, rngs: nnx.Rngs):
+        self.shape = shape
+        self.turning = int(config.fraction * shape.key_size) // 2
+        self.angle = shape.project(self.turning, rngs=rngs)
+        # Vectors, so that no optimizer decays them.
+        features = (shape.value_heads * shape.pairs * shape.key_size,)
+        self.query_bias = nnx.Param(jnp.full(features, config.initial_bias, shape.param_dtype))
+        self.key_bias = nnx.Param(jnp.full(features, config.initial_bias, shape.param_dtype))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        query: Float[Array, "B T H K"],
+        key: Float[Array, "B T H K"],
+        *,
+        decay: Decay,
+        gates: Gates,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: Any = None,
+    ) -> tuple[Keys, Any]:
+        """Queries and keys `[B, T, HV * pairs, K]`, and the angle after the last token.
+
+        Raises:
+            ValueError: the decay has no step per head.
+        """
+        if decay.step is None or decay.step.ndim != 3:
+            raise ValueError("RotatedKeys: the decay gives no step per head, expected a scalar SoftplusDecay beside it")
+        rate = 0.5 * jnp.tanh(self.angle(x).astype(self.shape.gate_dtype))
+        turn = rate[:, :, None] * decay.step[..., None]
+        if state is not None:
+            turn = turn.at[:, 0].add(state)
+        starts = jnp.zeros(x.shape[:2], bool) if segment_ids is None else segment_starts(segment_ids)
+        _, angle = jax.lax.associative_scan(_accumulate, (starts[:, :, None, None], turn), axis=1)
+        still = self.shape.key_size // 2 - self.turning
+        radians = jnp.pad(2.0 * math.pi * angle, ((0, 0), (0, 0), (0, 0), (0, still)))[:, :, :, None]
+        turned = (
+            rotate_pairs(self._per_value_head(y, bias[...]), radians).reshape(*x.shape[:2], -1, self.shape.key_size)
+            for y, bias in ((query, self.query_bias), (key, self.key_bias))
+        )
+        return Keys(*turned), angle[:, -1] - jnp.round(angle[:, -1])
+
+    def _per_value_head(self, y: Array, bias: Array) -> Array:
+        """`[B, T, HV, pairs, K]`, with the bias added."""
+        shape = self.shape
+        split = y.reshape(*y.shape[:2], shape.key_heads, shape.pairs, shape.key_size)
+        return shape.repeat_key_heads(split) + bias.astype(y.dtype).reshape(-1, shape.pairs, shape.key_size)
+
+    def init_state(self, batch_size: int) -> Float[Array, "B HV P"]:
+        """The angle before the first token: zero."""
+        return jnp.zeros((batch_size, self.shape.value_heads, self.turning), self.shape.gate_dtype)
+
+
+def _accumulate(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Joins two stretches of tokens: whether a document starts in them, and the revolutions since it did."""
+    total = jnp.where(second[0], 0.0, first[1]) + second[1]
+    # Whole revolutions are left out, exactly, so that a long document's angles are as precise as a short one's.
+    return first[0] | second[0], total - jnp.round(total)

@@ -16,12 +16,13 @@ from rnnlib.layers.decay import DecayConfig, NoDecay
 from rnnlib.layers.gain import GainConfig, SigmoidGain
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import KeysConfig, PlainKeys
-from rnnlib.layers.normalization import l2_normalize
+from rnnlib.layers.normalization import RMSNorm, l2_normalize
 from rnnlib.layers.readout import Readout, ReadoutConfig
 from rnnlib.layers.rotary import Rotary, running_positions
 from rnnlib.layers.solve import Online, OperatorOptions, Signals, SolveConfig
 
 FeatureMap = Literal["identity", "silu", "relu", "elu_plus_one"]
+StreamNorm = Literal["none", "l2", "rms"]
 
 _FEATURE_MAPS = {
     "identity": lambda x: x,
@@ -64,7 +65,7 @@ class RecurrentMixerConfig(MixerConfig):
         convolution: the short convolution of queries, keys and values; None is none.
         feature_map: activation of queries and keys, after the convolution.
         value_map: activation of values, after the convolution.
-        query_norm: `"l2"` gives queries unit length.
+        query_norm: `"l2"` gives queries unit length; `"rms"` is an RMS norm of each head with a learned scale.
         key_norm: likewise keys.
         rotary: rotary positions of queries and keys; None is none.
         key_expansion: `num_heads` key heads together have `key_expansion * width` channels.
@@ -89,8 +90,8 @@ class RecurrentMixerConfig(MixerConfig):
     convolution: ConvolutionConfig | None = dataclasses.field(default_factory=ConvolutionConfig)
     feature_map: FeatureMap = "silu"
     value_map: FeatureMap = "silu"
-    query_norm: Literal["none", "l2"] = "l2"
-    key_norm: Literal["none", "l2"] = "l2"
+    query_norm: StreamNorm = "l2"
+    key_norm: StreamNorm = "l2"
     rotary: Rotary | None = None
     key_expansion: float = 1.0
     value_expansion: float = 1.0
@@ -111,8 +112,10 @@ class RecurrentMixerConfig(MixerConfig):
                     f"RecurrentMixerConfig: {field} is {getattr(self, field)!r}, expected one of {tuple(_FEATURE_MAPS)}"
                 )
         for field in ("query_norm", "key_norm"):
-            if getattr(self, field) not in ("none", "l2"):
-                raise ValueError(f"RecurrentMixerConfig: {field} is {getattr(self, field)!r}, expected 'none' or 'l2'")
+            if getattr(self, field) not in ("none", "l2", "rms"):
+                raise ValueError(
+                    f"RecurrentMixerConfig: {field} is {getattr(self, field)!r}, expected 'none', 'l2' or 'rms'"
+                )
         for field in ("key_expansion", "value_expansion"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"RecurrentMixerConfig: {field} is {getattr(self, field)}, expected above 0")
@@ -156,6 +159,7 @@ class RecurrentMixerConfig(MixerConfig):
             dtype=dtype,
             param_dtype=param_dtype,
             initializer=self.initializer,
+            pairs=self.solve.pairs(),
         )
 
     def build(
@@ -182,13 +186,14 @@ class Stream(nnx.Module):
         *,
         convolution: ConvolutionConfig | None,
         feature_map: FeatureMap,
-        norm: Literal["none", "l2"],
+        norm: StreamNorm,
         rngs: nnx.Rngs,
     ):
         self.heads = heads
         self.size = size
         self.feature_map = feature_map
-        self.norm = norm
+        self.unit_length = norm == "l2"
+        self.norm = RMSNorm(size, eps=1e-5, dtype=shape.dtype, param_dtype=shape.param_dtype) if norm == "rms" else None
         self.projection = shape.project(heads * size, rngs=rngs)
         self.convolution = (
             None if convolution is None else ShortConvolution(heads * size, convolution, shape, rngs=rngs)
@@ -206,7 +211,9 @@ class Stream(nnx.Module):
         if self.convolution is not None:
             y, tail = self.convolution(y, segment_ids=segment_ids, state=tail)
         y = _FEATURE_MAPS[self.feature_map](y).reshape(*x.shape[:2], self.heads, self.size)
-        return (l2_normalize(y) if self.norm == "l2" else y), tail
+        if self.norm is not None:
+            y = self.norm(y)
+        return (l2_normalize(y) if self.unit_length else y), tail
 
     def init_tail(self, batch_size: int, dtype: DTypeLike) -> Array | None:
         """The convolution's tail before the first token."""
@@ -222,7 +229,7 @@ class RecurrentMixer(nnx.Module):
         convolution = config.convolution
         self.query = Stream(
             shape,
-            shape.key_heads,
+            shape.key_heads * shape.pairs,
             shape.key_size,
             convolution=convolution if convolution is not None and convolution.query else None,
             feature_map=config.feature_map,
@@ -231,7 +238,7 @@ class RecurrentMixer(nnx.Module):
         )
         self.key = Stream(
             shape,
-            shape.key_heads,
+            shape.key_heads * shape.pairs,
             shape.key_size,
             convolution=convolution if convolution is not None and convolution.key else None,
             feature_map=config.feature_map,

@@ -48,6 +48,7 @@ class GramGates(nnx.Module):
     """What drives the diagonal Gram: keys, decay and gain."""
 
     def __init__(self, config: GramConfig, shape: MixerShape, *, rngs: nnx.Rngs):
+        shape.expect_one_pair("GramConfig")
         if config.gates == "tied" and shape.group != 1:
             raise ValueError(
                 f"GramConfig: gates are tied, expected as many value heads as the {shape.key_heads} key heads, "

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from rnnlib import ops
 from rnnlib.layers.base import MixerShape
-from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver
+from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver, expect_no_previous
 from rnnlib.ops.ridge_solve import Solver as RidgeMethod
 
 
@@ -151,6 +151,7 @@ class RidgeSolver(Solver):
                 write key: the Gram matrix has none of these.
         """
         gates, keys, log_decay = signals.gates, signals.keys, signals.decay.log_decay
+        expect_no_previous("RidgeRegression", gates)
         if log_decay is not None and log_decay.ndim != 3:
             raise ValueError("RidgeRegression: the decay is per channel, expected one per head: Gram matrices take one")
         if gates.erase is not None or gates.write is not None:

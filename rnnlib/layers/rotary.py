@@ -39,11 +39,15 @@ class Rotary:
             raise ValueError(f"Rotary: x has shape {x.shape}, expected an even number of channels K")
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         frequency = self.base ** (-jnp.arange(0, channels, 2, dtype=dtype) / channels)
-        angle = positions[:, :, None, None].astype(dtype) * frequency
-        cosine, sine = jnp.cos(angle), jnp.sin(angle)
-        first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-        turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-        return turned.astype(x.dtype)
+        return rotate_pairs(x, positions[:, :, None, None].astype(dtype) * frequency)
+
+
+def rotate_pairs(x: Float[Array, "*axes K"], angle: Float[Array, "... P"]) -> Float[Array, "*axes K"]:
+    """Turns the channel pairs `(i, i + K/2)` of `x` by `angle` in radians, `P = K/2` of them; computed in its dtype."""
+    cosine, sine = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(angle.dtype), 2, axis=-1)
+    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return turned.astype(x.dtype)
 
 
 def running_positions(first: Int[Array, "B"] | None, batch: int, length: int) -> Int[Array, "B T"]:

@@ -47,6 +47,12 @@ class OperatorOptions:
     implementation: str | None = None
 
 
+def expect_no_previous(solver: str, gates: Gates) -> None:
+    """ValueError, naming `solver`, where the gain gates the previous token: for solvers that write a token once."""
+    if gates.previous is not None:
+        raise ValueError(f"{solver}: the gain gives a gate on the previous token, which only Trapezoidal takes")
+
+
 class Solver(nnx.Module, abc.ABC):
     """Module of the solve axis."""
 
@@ -84,6 +90,10 @@ class SolveConfig(abc.ABC):
     @abc.abstractmethod
     def describe(self) -> str:
         """The axis in a few words, for the table of mixers."""
+
+    def pairs(self) -> int:
+        """Keys and values that a token writes into each head's state, and queries that read it."""
+        return 1
 
 
 class MatrixStateSolver(Solver):
@@ -124,6 +134,7 @@ class OnlineSolver(MatrixStateSolver):
         state: Any = None,
     ) -> tuple[Float[Array, "B T HV V"], Any]:
         """Output and next state."""
+        expect_no_previous("Online", signals.gates)
         return ops.gated_delta_rule(
             signals.keys.query,
             signals.keys.key,
@@ -173,6 +184,7 @@ class OfflineSolver(MatrixStateSolver):
             ValueError: the gain gives an erase gate: linear attention has none.
         """
         gates, keys = signals.gates, signals.keys
+        expect_no_previous("Offline", gates)
         if gates.erase is not None:
             raise ValueError(
                 "Offline: the gain gives an erase gate, expected beta or write: linear attention erases nothing"

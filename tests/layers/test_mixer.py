@@ -10,6 +10,7 @@ from flax import nnx
 
 from rnnlib import ops
 from rnnlib.layers import (
+    ApplyToKey,
     ChannelGain,
     CombaGain,
     Decay,
@@ -20,12 +21,17 @@ from rnnlib.layers import (
     MixerShape,
     NLMSGain,
     Offline,
+    Online,
     PlainKeys,
     ReadoutConfig,
     RecurrentMixerConfig,
+    RidgeRegression,
+    RotatedKeys,
     SigmoidGain,
     SoftplusDecay,
     StepGain,
+    Trapezoidal,
+    TrapezoidalGain,
     UnitGain,
     mixer_names,
     mixer_preset,
@@ -50,6 +56,10 @@ def copy_into(target, source):
 def build(**options):
     config = RecurrentMixerConfig(implementation="scan", readout=ReadoutConfig(gate="none"), **options)
     return randomize(config.build(WIDTH, HEADS, rngs=nnx.Rngs(0)))
+
+
+def trapezoidal_gain(solve):
+    return build(decay=SoftplusDecay(), gain=TrapezoidalGain(), solve=solve)
 
 
 def per_channel(kernel, channels):
@@ -94,11 +104,11 @@ def test_kaczmarz_with_unit_keys_is_gated_deltanet():
     assert relative_error(compiled(kla)(x)[0], compiled(gdn)(x)[0]) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet2", "kla", "nlms", "mamba2", "comba"])
+@pytest.mark.parametrize("name", ["gated_deltanet2", "kla", "nlms", "mamba2", "mamba3_mimo", "comba"])
 def test_grouped_value_heads_share_their_key_head(name):
     """A mixer of 2 key and 4 value heads is the mixer of 4 and 4 whose key heads are repeated."""
-    value_heads, key_heads = 4, 1 if name == "mamba2" else 2
-    sizes = {"head_dim": 4} | SCAN
+    value_heads, key_heads = 4, 1 if name.startswith("mamba") else 2
+    sizes = {"head_dim": 4, "key_head_dim": 4} | SCAN
     grouped = randomize(
         mixer_preset(name, value_heads=value_heads, key_heads=key_heads, **sizes).build(WIDTH, 2, rngs=nnx.Rngs(0))
     )
@@ -123,7 +133,7 @@ def test_grouped_value_heads_share_their_key_head(name):
     assert {"query", "key"} <= repeated <= {"query", "key", "decay", "gain", "keys"}
     x = inputs(2, 9)
     assert relative_error(compiled(grouped)(x)[0], compiled(full)(x)[0]) < 1e-5
-    assert grouped.init_cache(3, 9).state.shape[1] == value_heads
+    assert all(leaf.shape[1] == value_heads for leaf in jax.tree.leaves(grouped.init_cache(3, 9).state))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +216,7 @@ def test_gradients_reach_every_parameter_and_are_finite():
     def gradients(module):
         return nnx.grad(lambda module: jnp.sum(jnp.square(module(x)[0])))(module)
 
-    for name in ("comba", "gated_deltanet2"):
+    for name in ("comba", "gated_deltanet2", "mamba3_mimo"):
         for path, gradient in nnx.to_flat_state(gradients(tiny(name, **SCAN))):
             assert np.all(np.isfinite(gradient[...])), (name, path)
             assert np.any(gradient[...] != 0), (name, path)
@@ -220,6 +230,38 @@ def test_modules_of_one_configuration_share_a_graph():
         assert nnx.graphdef(first) == nnx.graphdef(second), name
         assert hash(config) == hash(mixer_preset(name))
         assert dataclasses.replace(config) == config
+
+
+@pytest.mark.parametrize("gain", [SigmoidGain(), KaczmarzGain(), NLMSGain(), CombaGain()])
+def test_keys_that_do_not_turn_are_plain_under_any_gain(gain):
+    """Turned keys belong to value heads, four here, and plain ones to key heads."""
+    heads = {"value_heads": 2 * HEADS, "head_dim": 4, "decay": SoftplusDecay(), "gain": gain}
+    plain, turned = build(**heads), build(keys=RotatedKeys(), **heads)
+    copy_into(turned, plain)
+    for parameter in (turned.keys.query_bias, turned.keys.key_bias):
+        parameter[...] = jnp.zeros_like(parameter[...])
+    x = inputs(1, 9)
+    expected = compiled(plain)(x)[0]
+    assert relative_error(compiled(turned)(x)[0], expected) > 1e-3
+    turned.keys.angle.kernel[...] = jnp.zeros_like(turned.keys.angle.kernel[...])
+    assert relative_error(compiled(turned)(x)[0], expected) < 1e-6
+
+
+def test_angles_of_long_documents_stay_precise():
+    module = tiny("mamba3")
+
+    @jax.jit
+    def revolutions(x):
+        _, carried = module.signals(x)
+        return jnp.tanh(module.keys.angle(x))[:, :, None] / 2 * module.decay(x).step[..., None], carried.keys
+
+    turns, angle = (np.asarray(y, np.float64) for y in revolutions(3.0 * inputs(1, 4000)))
+    total = turns.sum(axis=1)
+    assert np.abs(total).max() > 300, "the document is too short to tell"
+    difference = angle - total
+    # Each turn is rounded to 1e-8; a plain running sum, near 1000 revolutions, would be rounded to 3e-5 at each token.
+    assert np.abs(difference - np.round(difference)).max() < 2e-5
+    assert np.abs(angle).max() <= 0.5
 
 
 def test_implementation_chunk_size_and_scale_are_forwarded(monkeypatch):
@@ -291,7 +333,7 @@ def test_sizes_that_do_not_come_out_are_named(options, width, heads, message):
     ("make", "message"),
     [
         (lambda: RecurrentMixerConfig(feature_map="gelu"), "feature_map is 'gelu', expected one of"),
-        (lambda: RecurrentMixerConfig(key_norm="l1"), "key_norm is 'l1', expected 'none' or 'l2'"),
+        (lambda: RecurrentMixerConfig(key_norm="l1"), "key_norm is 'l1', expected 'none', 'l2' or 'rms'"),
         (lambda: RecurrentMixerConfig(key_expansion=0.0), "key_expansion is 0.0, expected above 0"),
         (lambda: RecurrentMixerConfig(head_dim=0), "head_dim is 0, expected None or at least 1"),
         (lambda: build(initializer=Initializer("ones")), "kind is 'ones', expected 'normal'"),
@@ -306,6 +348,21 @@ def test_sizes_that_do_not_come_out_are_named(options, width, heads, message):
         (lambda: build(gain=NLMSGain(eps=-1.0)), "NLMSGain: eps is -1.0, expected above 0"),
         (lambda: build(gain=CombaGain(largest_log=100.0)), "largest_log is 100.0, expected 0 to 80"),
         (lambda: build(gain=StepGain())(inputs(1, 2)), "the decay gives no step per head"),
+        (lambda: build(keys=RotatedKeys(1.5)), "fraction is 1.5, expected at most 1 and at least a pair of 8 channels"),
+        (lambda: build(keys=RotatedKeys(0.1)), "fraction is 0.1, expected at most 1 and at least a pair of 8 channels"),
+        (lambda: build(keys=RotatedKeys(), key_head_dim=5), "keys have 5 channels, expected an even number"),
+        (lambda: build(keys=RotatedKeys())(inputs(1, 2)), "RotatedKeys: the decay gives no step per head"),
+        (lambda: build(gain=TrapezoidalGain())(inputs(1, 2)), "TrapezoidalGain: the decay gives no step per head"),
+        (lambda: Trapezoidal(rank=0), "rank is 0, expected at least 1"),
+        (lambda: build(solve=Trapezoidal())(inputs(1, 2)), "the gain gives no gate on the previous token"),
+        (lambda: build(solve=Trapezoidal(2), gain=KaczmarzGain()), "KaczmarzGain: the solve axis takes 2 keys a token"),
+        (lambda: build(solve=Trapezoidal(2), keys=ApplyToKey()), "GramConfig: the solve axis takes 2 keys a token"),
+        (lambda: trapezoidal_gain(Online())(inputs(1, 2)), "Online: the gain gives a gate on the previous token"),
+        (lambda: trapezoidal_gain(Offline())(inputs(1, 2)), "Offline: the gain gives a gate on the previous token"),
+        (
+            lambda: trapezoidal_gain(RidgeRegression())(inputs(1, 2)),
+            "RidgeRegression: the gain gives a gate on the prev",
+        ),
         (lambda: build(gain=ChannelGain(), solve=Offline())(inputs(1, 2)), "the gain gives an erase gate"),
         (lambda: build()(jnp.zeros((1, 2, 5))), r"x has shape \(1, 2, 5\), expected \[B, T, D\] with D = 16"),
         (lambda: build()(inputs(1, 2), segment_ids=jnp.zeros((1, 3), int)), "segment_ids has shape"),

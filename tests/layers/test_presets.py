@@ -19,12 +19,13 @@ from rnnlib.layers import (
     register_preset,
 )
 
+from .mamba3_reference import MAMBA3_LAYERS
 from .preconditioned_reference import PRECONDITIONED_LAYERS
 from .reference import LAYERS as PLAIN_LAYERS
 from .ridge_reference import RIDGE_LAYERS
 from .tiny import HEADS, WIDTH, compiled, inputs, parameters, relative_error, tiny
 
-LAYERS = PLAIN_LAYERS | PRECONDITIONED_LAYERS | RIDGE_LAYERS
+LAYERS = PLAIN_LAYERS | MAMBA3_LAYERS | PRECONDITIONED_LAYERS | RIDGE_LAYERS
 LENGTH = 70
 DOCUMENTS = (31, 1, 38)  # lengths: boundaries inside a chunk, and a document of one token
 
@@ -94,6 +95,10 @@ COUNTS = {
     # Values 2 d wide, one query and key head of 8 channels, convolution with bias, gate, skip, norm over all heads.
     "mamba2": 2 * D * 8 + 3 * 2 * D * D + 5 * (2 * 8 + 2 * D) + (PER_HEAD + 2 * HEADS) + HEADS + 2 * D,
 }
+# No convolution, rate and share of a token, norms of q and k, two angles, biases per head, skip, no norm of the output.
+COUNTS["mamba3"] = 2 * (D * 8 + 8) + 3 * 2 * D * D + (3 * PER_HEAD + HEADS) + 2 * D + 2 * HEADS * 8 + HEADS
+# Three more of each query, key and bias; two scales per pair and value channel.
+COUNTS["mamba3_mimo"] = COUNTS["mamba3"] + 3 * 2 * D * 8 + 3 * 2 * HEADS * 8 + 2 * 4 * 2 * D
 # The preconditioner's own gates (two projections, A_log, dt_bias) and center; a ridge per head.
 ATK, ATQ = 2 * PER_HEAD + 3 * HEADS, HEADS
 COUNTS |= {
@@ -120,8 +125,9 @@ def test_parameter_counts(name):
     assert sum(leaf.size for leaf in jax.tree.leaves(parameters(tiny(name)))) == COUNTS[name]
 
 
-def test_mamba2_has_the_papers_sizes():
-    shape = mixer_preset("mamba2").shape(1024, 32)
+@pytest.mark.parametrize("name", ["mamba2", "mamba3", "mamba3_mimo"])
+def test_mamba_has_the_papers_sizes(name):
+    shape = mixer_preset(name).shape(1024, 32)
     assert (shape.key_heads, shape.key_size, shape.value_heads, shape.value_size) == (1, 128, 32, 64)
 
 

@@ -10,7 +10,8 @@ from rnnlib.layers import mixer_preset
 WIDTH, HEADS = 16, 2
 
 # Sizes of the presets whose own do not fit a tiny model.
-SMALL = {"mamba2": {"key_head_dim": 8}, "sliding_window_attention": {"window": 5}}
+SMALL = {name: {"key_head_dim": 8} for name in ("mamba2", "mamba3", "mamba3_mimo")}
+SMALL["sliding_window_attention"] = {"window": 5}
 
 
 def randomize(module, seed=0):

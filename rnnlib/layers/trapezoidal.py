@@ -1,0 +1,176 @@
+"""The trapezoidal solve: each token's key and value are written twice, at the token and at the next one (Mamba-3)."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from rnnlib import ops
+from rnnlib.layers.base import MixerShape
+from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver
+from rnnlib.ops.arguments import matmul_precision, segment_starts
+
+
+class TrapezoidalState(NamedTuple):
+    """What a trapezoidal solver carries, float32.
+
+    Attributes:
+        memory: `S_t`, `[B, HV, K, V]`.
+        key: the last token's keys, `[B, HV, R, K]`.
+        value: its value, `[B, HV, V]`.
+    """
+
+    memory: Array
+    key: Array
+    value: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Trapezoidal(SolveConfig):
+    """Linear attention, `S_t = alpha_t S_(t-1) + eta_t sum_r k_(t-1,r) v_(t-1,r)^T + zeta_t sum_r k_(t,r) v_(t,r)^T`.
+
+    Mamba-3's recurrence (Gated DeltaNet-2 paper, equation 16), with the gain axis's `write` as zeta and `previous` as
+    eta; nothing of the previous token is written where a document starts. Read by `o_t = sum_r c_r * S_t^T q_(t,r)`.
+
+    Attributes:
+        rank: R, pairs of key and value that a token writes, and queries that read (multiple-input multiple-output).
+            Above 1, `v_r = u_r * v`, with `u` and `c` learned per value head and channel, starting at 1/R. A chunk of
+            `chunk_size` then holds `chunk_size / R` tokens.
+    """
+
+    rank: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"Trapezoidal: rank is {self.rank}, expected at least 1")
+
+    def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "TrapezoidalSolver":
+        """Builds the module."""
+        return TrapezoidalSolver(shape, options)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "offline, trapezoidal" + ("" if self.rank == 1 else f", {self.rank} pairs a token")
+
+    def pairs(self) -> int:
+        """The rank."""
+        return self.rank
+
+
+class TrapezoidalSolver(Solver):
+    """Calls `rnnlib.ops.linear_attention` with the previous tokens' keys and values, and adds each token's own.
+
+    At token t all but its own writing is `P_t = alpha_t P_(t-1) + (eta_t + alpha_t zeta_(t-1)) k_(t-1) v_(t-1)^T`:
+    linear attention with shifted keys and values. R pairs are R steps of it, of which the first decays.
+    """
+
+    def __init__(self, shape: MixerShape, options: OperatorOptions):
+        self.shape = shape
+        self.options = options
+        rank, several = shape.pairs, shape.pairs > 1
+        # Vectors, so that no optimizer decays them.
+        initial = jnp.full((shape.value_heads * rank * shape.value_size,), 1.0 / rank, shape.param_dtype)
+        self.value_scale = nnx.Param(initial) if several else None
+        self.read_scale = nnx.Param(initial) if several else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        signals: Signals,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: Any = None,
+    ) -> tuple[Float[Array, "B T HV V"], Any]:
+        """Output and next state.
+
+        Raises:
+            ValueError: the gain gives other gates than `write` and `previous` per head.
+        """
+        gates, keys, log_decay = signals.gates, signals.keys, signals.decay.log_decay
+        if gates.previous is None or gates.write is None or gates.erase is not None or log_decay is None:
+            raise ValueError("Trapezoidal: the gain gives no gate on the previous token, expected TrapezoidalGain")
+        if state is None:
+            state = self.init_state(x.shape[0])
+        query = self._per_value_head(keys.query)
+        key = self._per_value_head(keys.key if keys.write_key is None else keys.write_key)
+        value = signals.value
+        key_before, value_before = _shift(key, state.key), _shift(value, state.value)
+        # The state has the writing of the token before the first.
+        write_before = _shift(gates.write, jnp.zeros_like(gates.write[:, 0]))
+        write_before = gates.previous + jnp.exp(log_decay) * write_before
+        if segment_ids is not None:
+            write_before = jnp.where(segment_starts(segment_ids)[..., None], 0.0, write_before)
+        values, values_before = self._values(value), self._values(value_before)
+
+        rank = self.shape.pairs
+        out, memory = ops.linear_attention(
+            _steps(query),
+            _steps(key_before),
+            _steps(values_before),
+            log_decay=_steps(jnp.pad(log_decay[..., None, None], ((0, 0),) * 3 + ((0, rank - 1), (0, 0))))[..., 0],
+            write=jnp.repeat(write_before, rank, axis=1),
+            initial_state=state.memory,
+            segment_ids=None if segment_ids is None else jnp.repeat(segment_ids, rank, axis=1),
+            scale=self.options.scale,
+            chunk_size=self.options.chunk_size,
+            implementation=self.options.implementation,
+        )
+        out = jnp.moveaxis(out.reshape(*x.shape[:2], rank, *value.shape[2:]), 2, 3)
+        out = out + self._read(query, key, values, gates.write, jnp.ones((rank, rank)))
+        if rank > 1:
+            # Query r stands at step r, but reads all R pairs.
+            out = out + self._read(query, key_before, values_before, write_before, jnp.triu(jnp.ones((rank, rank)), 1))
+        last = gates.write[:, -1, :, None, None] * key[:, -1].astype(self.shape.gate_dtype)
+        memory = memory + self._product("bhrk,bhrv->bhkv", last, values[:, -1])
+        new = TrapezoidalState(memory, *(y[:, -1].astype(self.shape.gate_dtype) for y in (key, value)))
+        return self._sum_reads(out).astype(value.dtype), new
+
+    def _per_value_head(self, y: Array) -> Array:
+        """Keys or queries of any heads, `[B, T, HV, R, K]`."""
+        y = y.reshape(*y.shape[:2], -1, self.shape.pairs, self.shape.key_size)
+        return jnp.repeat(y, self.shape.value_heads // y.shape[2], axis=2)
+
+    def _values(self, value: Array) -> Array:
+        """The R values, `[B, T, HV, R, V]`."""
+        if self.value_scale is None:
+            return value[:, :, :, None]
+        return value[:, :, :, None] * self._per_head(self.value_scale).astype(value.dtype)
+
+    def _sum_reads(self, out: Array) -> Array:
+        """The R queries' outputs `[B, T, HV, R, V]`, summed with their weights."""
+        return out[..., 0, :] if self.read_scale is None else jnp.sum(out * self._per_head(self.read_scale), axis=-2)
+
+    def _per_head(self, scale: nnx.Param) -> Array:
+        shape = self.shape
+        return scale[...].astype(shape.gate_dtype).reshape(shape.value_heads, shape.pairs, shape.value_size)
+
+    def _read(self, query: Array, key: Array, value: Array, write: Array, seen: Array) -> Array:
+        """What the queries of each token read of R pairs: pair j by query r where `seen[r, j]` is 1."""
+        scale = self.shape.key_size**-0.5 if self.options.scale is None else self.options.scale
+        weight = scale * write[..., None, None] * seen.astype(write.dtype)
+        return self._product("bthrj,bthjv->bthrv", weight * self._product("bthrk,bthjk->bthrj", query, key), value)
+
+    def _product(self, subscripts: str, first: Array, second: Array) -> Array:
+        dtype = self.shape.gate_dtype
+        precision = matmul_precision(first, second)
+        return jnp.einsum(subscripts, first.astype(dtype), second.astype(dtype), precision=precision)
+
+    def init_state(self, batch_size: int) -> TrapezoidalState:
+        """The state before the first token: zeros."""
+        shape = self.shape
+        heads, rank, keys, values = shape.value_heads, shape.pairs, shape.key_size, shape.value_size
+        sizes = (heads, keys, values), (heads, rank, keys), (heads, values)
+        return TrapezoidalState(*(jnp.zeros((batch_size, *size), shape.gate_dtype) for size in sizes))
+
+
+def _shift(y: Array, first: Array) -> Array:
+    """`y` `[B, T, ...]` one token later, `first` `[B, ...]` in front."""
+    return jnp.concatenate([first[:, None].astype(y.dtype), y[:, :-1]], axis=1)
+
+
+def _steps(y: Array) -> Array:
+    """R steps a token: `[B, T, H, R, X]` to `[B, T * R, H, X]`."""
+    return jnp.moveaxis(y, 3, 2).reshape(y.shape[0], -1, y.shape[2], y.shape[4])
