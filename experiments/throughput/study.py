@@ -3,6 +3,7 @@
 import dataclasses
 
 from experiments.sweep.study import Mixer, Setting
+from rnnlib.layers import FixedPreconditioner
 from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset
 
 TRANSFORMER = Mixer.of("Transformer++", "attention")
@@ -14,6 +15,9 @@ MIXERS = (
     Mixer.of("PGDN", "pgdn"),
     Mixer.of("KDA", "kda"),
     Mixer.of("PKDA", "pkda"),
+    # What is left of preconditioning without its recurrence: a write key beside the key that is read.
+    Mixer.of("PGDN, fixed B", "pgdn", keys=FixedPreconditioner()),
+    Mixer.of("PKDA, fixed B", "pkda", keys=FixedPreconditioner()),
     Mixer.of("Gated DeltaNet-2", "gated_deltanet2"),
     Mixer.of("KLA", "kla"),
     Mixer.of("Mamba-2", "mamba2"),
@@ -94,7 +98,7 @@ def study(setting: Setting) -> ThroughputStudy:
     if setting == "small":
         return ThroughputStudy(
             model=ModelConfig(vocabulary_size=256, width=32, num_layers=2, num_heads=2, scan_layers=True),
-            mixers=(MIXERS[0], MIXERS[2], MIXERS[11]),
+            mixers=(MIXERS[0], MIXERS[2], MIXERS[13]),
             at_every_length=("Gated DeltaNet",),
             tokens=256,
             main_length=64,

@@ -2,8 +2,8 @@
 
 Parameters that an optimizer should decay are matrices: kernels of projections and convolutions. All others are vectors:
 norms' `scale`, `bias`, `A_log` and `dt_bias` (float32 whatever `param_dtype` is), and the learned scalars per head
-`skip`, `feedback` and `correction`, the preconditioners' `center` and `ridge` (float32), and Mamba-3's biases and
-scales per head, pair and channel, which are stored flat.
+`skip`, `feedback` and `correction`, the preconditioners' `center` and `ridge` (float32), and what is stored flat: a
+fixed preconditioner's `strength` per channel (float32), Mamba-3's biases and scales per head, pair and channel.
 """
 
 import rnnlib.layers.mamba3_presets
@@ -45,6 +45,7 @@ from rnnlib.layers.preconditioner import (
     ApplyToKey,
     ApplyToKeyUnstable,
     ApplyToQuery,
+    FixedPreconditioner,
     GramConfig,
     GramKeyMap,
     PreconditionedGain,
@@ -73,6 +74,7 @@ __all__ = [
     "DecayGate",
     "EFLAGain",
     "FixedDecay",
+    "FixedPreconditioner",
     "FixedProjection",
     "Gain",
     "GainConfig",

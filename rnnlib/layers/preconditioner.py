@@ -369,6 +369,59 @@ class ApplyToBothMap(KeyMap):
 
 
 @dataclasses.dataclass(frozen=True)
+class FixedPreconditioner(KeysConfig):
+    """Writes along `B * k_t` with a learned B that is the same for every token: a preconditioner without recurrence.
+
+    `B = bound^tanh(p)` with a `p` per channel of each key head, so that what `ApplyToKey` guarantees holds here too.
+    The control that tells the cost, or the use, of a write key from that of the diagonal Gram.
+
+    Attributes:
+        bound: x; B lies in [1/x, x] and starts at 1.
+    """
+
+    bound: float = 1.5
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bound <= 2:
+            raise ValueError(f"FixedPreconditioner: bound is {self.bound}, expected 1 <= bound <= 2")
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "FixedPreconditionerMap":
+        """Builds the module."""
+        return FixedPreconditionerMap(self, shape)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "k, write B k, B fixed"
+
+
+class FixedPreconditionerMap(KeyMap):
+    """Write keys `B * k_t`; no state."""
+
+    def __init__(self, config: FixedPreconditioner, shape: MixerShape):
+        shape.expect_one_pair("FixedPreconditioner")
+        self.config = config
+        self.shape = shape
+        # A vector, so that no optimizer decays it.
+        self.strength = nnx.Param(jnp.zeros((shape.key_heads * shape.key_size,), jnp.float32))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        query: Float[Array, "B T H K"],
+        key: Float[Array, "B T H K"],
+        *,
+        decay: Decay,
+        gates: Gates,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: Any = None,
+    ) -> tuple[Keys, Any]:
+        """Queries and keys as they are, and the write key."""
+        strength = self.strength[...].astype(self.shape.gate_dtype)
+        factor = jnp.exp(math.log(self.config.bound) * jnp.tanh(strength)).reshape(key.shape[2:])
+        return Keys(query, key, (factor * key.astype(factor.dtype)).astype(key.dtype)), None
+
+
+@dataclasses.dataclass(frozen=True)
 class PreconditionedGain(GainConfig):
     """A gain that stays within what a preconditioner in [1/x, x] allows, `gain * x <= 2` (lemma E.2).
 

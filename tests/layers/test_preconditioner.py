@@ -14,6 +14,7 @@ from rnnlib.layers import (
     ApplyToKeyUnstable,
     ApplyToQuery,
     ChannelGain,
+    FixedPreconditioner,
     GramConfig,
     PreconditionedGain,
     ReadoutConfig,
@@ -92,6 +93,17 @@ def test_bound_of_one_is_the_rule_without_preconditioning():
     module = tiny("pgdn", **{"keys.bound": 1.0}, **SCAN)
     signals = signals_of(module, inputs(2, 12))
     np.testing.assert_array_equal(signals.keys.write_key, signals.keys.key)
+
+
+def test_fixed_preconditioner_is_one_factor_a_channel_within_its_bound():
+    module = tiny("pgdn", keys=FixedPreconditioner(bound=1.8), **SCAN)
+    module.keys.strength[...] = 10.0 * jnp.arange(HEADS * SIZE) - 5.0 * HEADS * SIZE
+    signals = signals_of(module, inputs(2, 12))
+    factors = np.asarray(signals.keys.write_key / signals.keys.key, np.float64)
+    np.testing.assert_allclose(factors, np.broadcast_to(factors[0, 0], factors.shape), rtol=1e-5)
+    np.testing.assert_allclose([factors.min(), factors.max()], [1 / 1.8, 1.8], rtol=1e-5)
+    with pytest.raises(ValueError, match="bound is 3.0"):
+        FixedPreconditioner(bound=3.0)
 
 
 @pytest.mark.parametrize("channelwise", [False, True])
