@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 
+from experiments.kernel_benchmarks.report import readme_table
 from rnnlib.layers import mixer_table
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,3 +35,8 @@ def test_cpu_figures_are_those_measured():
     for row in rows:
         line = f"| {row['decay']} | {row['scan_ms']:.0f} | {row['chunked_ms']:.0f} | {row['ratio']:.1f} |"
         assert line in between("cpu")
+
+
+def test_gpu_figures_are_those_measured():
+    results = json.loads((ROOT / "experiments" / "kernel_benchmarks" / "results" / "h200.json").read_text())
+    assert between("gpu") == readme_table(results)
