@@ -44,6 +44,8 @@ class Options:
     """Threads that compile while others are timed, which disturbs the timing; 0 compiles and times by turns.
 
     To compile side by side, run several of these commands with different mixers and the same `exclusive`."""
+    quiet: bool = False
+    """Compile all cases, with `compile_workers` threads, before the first is timed."""
     seconds: float | None = None
     """Time no case after this time."""
     exclusive: pathlib.Path | None = None
@@ -101,10 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # In the order in which they are done. What others are still compiling tries out kernels now and then: the
         # median of the steps passes over that.
         while queue or futures:
-            while queue and len(futures) < max(1, options.compile_workers):
+            while queue and (options.quiet or len(futures) < max(1, options.compile_workers)):
                 case = queue.pop(0)
                 futures[pool.submit(compile_case, plan, case)] = case
-            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
+            wait_for = concurrent.futures.ALL_COMPLETED if options.quiet else concurrent.futures.FIRST_COMPLETED
+            concurrent.futures.wait(futures, return_when=wait_for)
             if options.seconds is not None and time.monotonic() - begin > options.seconds:
                 print(f"out of time: {len(futures) + len(queue)} cases are left", flush=True)
                 pool.shutdown(wait=False, cancel_futures=True)

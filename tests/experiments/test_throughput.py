@@ -71,8 +71,8 @@ def test_one_command_times_and_reports(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("workers", [0, 3])
-def test_every_record_is_of_its_own_case(workers, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("workers", "quiet"), [(0, False), (3, False), (3, True)])
+def test_every_record_is_of_its_own_case(workers, quiet, tmp_path, monkeypatch):
     def name(case):
         return {"mixer": case.mixer.label, "length": case.length, "deterministic": case.deterministic}
 
@@ -81,7 +81,8 @@ def test_every_record_is_of_its_own_case(workers, tmp_path, monkeypatch):
         command, "measure", lambda plan, case: name(case) | {"packed": case.packed, "recompute": case.recompute}
     )
     monkeypatch.setattr(command, "write_report", lambda *_: "")
-    assert command.main(["--output", str(tmp_path), "--compile-workers", str(workers)]) == 0
+    arguments = ["--output", str(tmp_path), "--compile-workers", str(workers), *["--quiet"] * quiet]
+    assert command.main(arguments) == 0
     records = {path.name: json.loads(path.read_text()) for path in (tmp_path / "results" / "small").glob("*.json")}
     expected = {command.file_name(case): name(case) for case in cases(study("small")) if case.recompute}
     assert {file: {key: record[key] for key in expected[file]} for file, record in records.items()} == expected
