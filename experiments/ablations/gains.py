@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from rnnlib import ops
 from rnnlib.layers import ChannelGain, Decay, Gain, GainConfig, Gates, MixerShape
 
 
@@ -52,3 +54,96 @@ class AveragedGates(Gain):
             erase=averaged(gates.erase) if self.config.erase else gates.erase,
             write=averaged(gates.write) if self.config.write else gates.write,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalarKaczmarzGain(GainConfig):
+    """`beta_t = p / (k_t.k_t + eps)` with a learned number p per head: "learned scalar" (KLA paper, table 5).
+
+    Attributes:
+        initial: what p starts at; the text that we have leaves it open.
+        eps: stabiliser, in the units of a squared key.
+    """
+
+    initial: float = 0.5
+    eps: float = 1e-6
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ScalarKaczmarz":
+        """Builds the module."""
+        shape.expect_one_pair(type(self).__name__)
+        return ScalarKaczmarz(self, shape)
+
+    def describe(self) -> str:
+        """The axis in a few words."""
+        return "p / (k.k + eps), p learned"
+
+
+class _Kaczmarz(Gain):
+    """Gates `[B, T, HV]` divided by the squared length of the key, which value heads of a group share."""
+
+    eps: float
+    shape: MixerShape
+
+    def normalize(self, gates: Gates, key: Array, write_key: Array | None = None) -> Gates:
+        """The gates divided by the key's squared length."""
+        assert gates.beta is not None
+        grouped = gates.beta.reshape(*key.shape[:3], -1)
+        divided = jax.vmap(ops.kaczmarz_gain, in_axes=(None, -1, None), out_axes=-1)(
+            key.astype(self.shape.gate_dtype), grouped, self.eps
+        )
+        return Gates(beta=divided.reshape(gates.beta.shape))
+
+
+class ScalarKaczmarz(_Kaczmarz):
+    """The same gate at every token."""
+
+    def __init__(self, config: ScalarKaczmarzGain, shape: MixerShape):
+        self.eps = config.eps
+        self.shape = shape
+        self.gate = nnx.Param(jnp.full((shape.value_heads,), config.initial, jnp.float32))
+
+    def __call__(self, x: Array, decay: Decay) -> Gates:
+        """Beta `[B, T, HV]`."""
+        gate = self.gate[...].astype(self.shape.gate_dtype)
+        return Gates(beta=jnp.broadcast_to(gate, (*x.shape[:2], self.shape.value_heads)))
+
+
+@dataclasses.dataclass(frozen=True)
+class SingleKaczmarzGain(GainConfig):
+    """`beta_t = (1 - alpha_t) / (k_t.k_t + eps)`: one projection decides what is forgotten and what is written.
+
+    "Single gate" (KLA paper, table 5, appendix D: decay and update bound to one projected mechanism); the form of the
+    bond is our reading.
+
+    Attributes:
+        eps: stabiliser, in the units of a squared key.
+    """
+
+    eps: float = 1e-6
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "SingleKaczmarz":
+        """Builds the module."""
+        shape.expect_one_pair(type(self).__name__)
+        return SingleKaczmarz(self, shape)
+
+    def describe(self) -> str:
+        """The axis in a few words."""
+        return "(1 - decay) / (k.k + eps)"
+
+
+class SingleKaczmarz(_Kaczmarz):
+    """The gate that the decay leaves."""
+
+    def __init__(self, config: SingleKaczmarzGain, shape: MixerShape):
+        self.eps = config.eps
+        self.shape = shape
+
+    def __call__(self, x: Array, decay: Decay) -> Gates:
+        """Beta `[B, T, HV]`.
+
+        Raises:
+            ValueError: there is no decay per head.
+        """
+        if decay.log_decay is None or decay.log_decay.ndim != 3:
+            raise ValueError("SingleKaczmarzGain: expected a decay per head beside it")
+        return Gates(beta=-jnp.expm1(decay.log_decay))

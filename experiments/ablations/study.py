@@ -3,11 +3,13 @@
 Claims: Gated DeltaNet-2's channel-wise erase gate matters more than its channel-wise write gate, and an erase range of
 [0, 2] gives nothing (its table 5); preconditioning the key beats preconditioning the query and the unstable form,
 untied gates beat tied ones, no normalisation beats any (Preconditioned DeltaNet, tables 6 and 7); without the key's
-norm KLA does not learn recall, and the norm alone is a little worse (KLA paper, table 5); a ridge solve recalls more
-with the alpha connection left out or in (Gated KalmaNet, section 4.3 and figure 3a, which leaves it out).
+norm KLA does not learn recall, with the norm alone or a learned scalar it does, with one gate for decay and writing it
+does not, and wider values keep more beyond the trained length (KLA paper, table 5); Gated KalmaNet's ridge relative to
+the Gram's norm beats a constant one, weighting by decay beats none, the alpha connection helps (its appendix F), and a
+weaker ridge memorises more until it slows convergence (appendix G).
 """
 
-from experiments.ablations.gains import AveragedChannelGain
+from experiments.ablations.gains import AveragedChannelGain, ScalarKaczmarzGain, SingleKaczmarzGain
 from experiments.cells import long_recall_cell, small_recall_cell
 from experiments.sweep import Mixer, Study
 from experiments.sweep.study import Setting
@@ -23,11 +25,24 @@ MIXERS = (
     Mixer.of("PGDN, unstable ATK", "gated_deltanet", output_gate=False, keys=ApplyToKeyUnstable()),
     Mixer.of("PGDN, tied gates", "pgdn", **{"keys.gram.gates": "tied"}),
     Mixer.of("PGDN, norm 1 / k.Bk", "pgdn", **{"keys.normalization": "projection"}),
+    Mixer.of("PGDN, norm 1 / (1 + k.Bk)", "pgdn", **{"keys.normalization": "implicit"}),
+    Mixer.of("PGDN, range 1.1", "pgdn", **{"keys.bound": 1.1}),
+    Mixer.of("PGDN, range 2", "pgdn", **{"keys.bound": 2.0}),
     Mixer.of("P-Mamba-2 (ATQ)", "pmamba2"),
     Mixer.of("KLA", "kla"),
     Mixer.of("KLA without key norm", "kla", gain=SigmoidGain()),
     Mixer.of("KLA, key norm only", "kla", gain=NLMSGain()),
+    Mixer.of("KLA, learned scalar", "kla", gain=ScalarKaczmarzGain()),
+    Mixer.of("KLA, single gate", "kla", gain=SingleKaczmarzGain()),
+    Mixer.of("KLA, values x 2", "kla", value_expansion=2.0),
+    Mixer.of("KLA, values x 4", "kla", value_expansion=4.0),
+    Mixer.of("Gated DeltaNet (KLA's dual gate)", "gated_deltanet"),
+    Mixer.of("GLA (KLA's independent gate)", "gla"),
     Mixer.of("Gated KalmaNet", "gated_kalmanet"),
+    Mixer.of("Gated KalmaNet, ridge 0.1", "gated_kalmanet", **{"solve.ridge": 0.1}),
+    Mixer.of("Gated KalmaNet, ridge 0.01", "gated_kalmanet", **{"solve.ridge": 0.01}),
+    Mixer.of("Gated KalmaNet, constant ridge 0.25", "gated_kalmanet", **{"solve.ridge": 0.25, "solve.adaptive": False}),
+    Mixer.of("Gated KalmaNet, no decay", "gated_kalmanet", decay=NoDecay()),
     Mixer.of("Gated KalmaNet, no alpha", "gated_kalmanet", **{"solve.alpha_connection": False}),
     Mixer.of(
         "Gated KalmaNet, no alpha, no decay", "gated_kalmanet", **{"solve.alpha_connection": False}, decay=NoDecay()

@@ -57,8 +57,13 @@ def study(setting: Setting) -> Study:
     }
     cells = (
         Cell("Stack", Stack(sequence_length=256), _LENGTHS, **sizes),  # type: ignore[arg-type]
-        Cell("Palindrome", Palindrome(sequence_length=256), _LENGTHS, **sizes),  # type: ignore[arg-type]
-        Cell("MQAR", MQAR(sequence_length=256, num_pairs=32, vocabulary_size=4096), _LENGTHS, **sizes),  # type: ignore[arg-type]
+        Cell("Palindrome", Palindrome(sequence_length=256), _LENGTHS, **(sizes | {"steps": 6000})),  # type: ignore[arg-type]
+        Cell(
+            "MQAR",
+            MQAR(sequence_length=256, num_pairs=32, vocabulary_size=4096),
+            _LENGTHS,
+            **(sizes | {"steps": 8000, "chunks": 20}),
+        ),  # type: ignore[arg-type]
     )
     paper = tuple(
         (f"{mixer}, KLA paper", task, length, value)

@@ -125,9 +125,15 @@ def run_studies(
                     waited = time.monotonic() - waited
                     with turn(exclusive):
                         start = time.monotonic()
+                        if seconds is not None and start - begin > seconds:
+                            raise TimeoutError(f"its turn came after {start - begin:.0f} s")
                         runs = train_group(
                             compiled, on_device.put(group.cell, data), lambda steps: progress.advance(bar, steps)
                         )
+                except TimeoutError as error:
+                    console.print(f"out of time: {len(work) - number} of {len(work)} groups are left ({error})")
+                    finished = False
+                    break
                 except Exception as error:  # one mixer's failure must not cost the others their results
                     console.print(f"FAILED {study.name} {group.cell.name} {group.mixer.label}", markup=False)
                     console.print("".join(traceback.format_exception(error)), markup=False, highlight=False)

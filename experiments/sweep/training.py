@@ -1,5 +1,6 @@
 """Training many runs of one model side by side: a vmap over runs inside a scan over steps, compiled ahead."""
 
+import concurrent.futures
 import dataclasses
 import math
 import time
@@ -121,14 +122,20 @@ def compile_group(group: Group, data: CellData) -> CompiledGroup:
     columns = jax.ShapeDtypeStruct((len(lanes),), jnp.int32)
     rates = jax.ShapeDtypeStruct((len(lanes),), jnp.float32)
     sets = {_signature(arrays): arrays for arrays in (data.validation, *data.test.values())}
+    lowered = [
+        init_all.lower(seeds),
+        jax.jit(train, donate_argnums=0).lower(state, _shapes(_trained(data.train)), orders, columns, rates),
+        *(jax.jit(evaluate).lower(state, _shapes(arrays)) for arrays in sets.values()),
+    ]
+    # XLA compiles without Python's lock: the parts side by side take as long as the training step.
+    with concurrent.futures.ThreadPoolExecutor(len(lowered)) as threads:
+        compiled_init, compiled_train, *evaluations = threads.map(lambda part: part.compile(), lowered)
     return CompiledGroup(
         group=group,
         num_parameters=sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(state[0])),
-        init=init_all.lower(seeds).compile(),
-        train=jax.jit(train, donate_argnums=0)
-        .lower(state, _shapes(_trained(data.train)), orders, columns, rates)
-        .compile(),
-        evaluate={key: jax.jit(evaluate).lower(state, _shapes(arrays)).compile() for key, arrays in sets.items()},
+        init=compiled_init,
+        train=compiled_train,
+        evaluate=dict(zip(sets, evaluations)),
         seconds=time.monotonic() - start,
     )
 

@@ -11,7 +11,7 @@ from flax import nnx
 from rich.console import Console
 
 from experiments.__main__ import STUDIES
-from experiments.ablations.gains import AveragedChannelGain
+from experiments.ablations.gains import AveragedChannelGain, ScalarKaczmarzGain, SingleKaczmarzGain
 from experiments.sweep import Mixer, command
 from experiments.sweep.command import SweepOptions, load_study
 from experiments.sweep.runner import run_studies
@@ -81,6 +81,21 @@ def test_averaged_gates_are_constant_over_channels():
     np.testing.assert_allclose(written.write, jnp.broadcast_to(plain.write.mean(-1, keepdims=True), plain.write.shape))
     np.testing.assert_array_equal(erased.write, plain.write)
     np.testing.assert_array_equal(written.erase, plain.erase)
+
+
+def test_klas_learned_scalar_and_single_gate_are_kaczmarz_steps_of_another_eta():
+    """eta / (k.k + eps), with eta a number per head, and what the decay leaves."""
+    x = jax.random.normal(jax.random.key(0), (1, 3, 8))
+    key = jax.random.normal(jax.random.key(1), (1, 3, 2, 4))
+    energy = jnp.sum(key**2, axis=-1) + 1e-6
+    for gain, eta in (
+        (ScalarKaczmarzGain(initial=0.3), lambda decay: jnp.full((1, 3, 2), 0.3)),
+        (SingleKaczmarzGain(), lambda decay: 1 - jnp.exp(decay.log_decay)),
+    ):
+        mixer = mixer_preset("kla", gain=gain).build(8, 2, rngs=nnx.Rngs(0))
+        decay = mixer.decay(x)
+        gates = mixer.gain.normalize(mixer.gain(x, decay), key)
+        np.testing.assert_allclose(gates.beta * energy, eta(decay), rtol=1e-5)
 
 
 def test_one_command_trains_resumes_and_reports(tmp_path, capsys, monkeypatch):
