@@ -24,9 +24,11 @@ class Options:
     """Trains the language models that are missing, then writes table and figure."""
 
     setting: LanguageSetting = "small"
-    """"small" runs on a CPU in minutes, "real" and "short" (a quarter of the tokens) on one GPU."""
+    """"small" runs on a CPU in minutes, "real" and "short" (a tenth of the tokens) on one GPU."""
     mixers: tuple[str, ...] = ()
     """Only mixers of these labels, or whose label contains one of these."""
+    rates: tuple[float, ...] = ()
+    """Train only at these learning rates; left out, at those of the study."""
     steps: int | None = None
     """Training steps, in place of the study's."""
     report_only: bool = False
@@ -121,7 +123,7 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
     left.set_xlabel("step")
     left.set_ylabel("training loss, nats a token")
     final = [_last_loss(runs[0]) for runs in found.values()]
-    left.set_ylim(min(final) - 0.1, min(final) + 2)
+    left.set_ylim(min(final) - 0.2, max(final) + 1.5)
     middle.set_xlabel("tokens a row in the test")
     middle.set_ylabel("bits per byte")
     right.set_xlabel(f"position in the document, up to (rows of {lengths[-1]} tokens)")
@@ -150,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [
         (mixer, rate, seed)
         for mixer in plan.mixers
-        for rate in plan.learning_rates
+        for rate in options.rates or plan.learning_rates
         for seed in plan.seeds
         if read_run(plan, results, mixer, rate, seed) is None
     ]

@@ -5,7 +5,7 @@ from typing import Literal
 
 from experiments.sweep.study import Mixer
 from rnnlib.data import DataConfig
-from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset
+from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset, two_global_attention_layers
 from rnnlib.training import CheckpointConfig, EvaluationConfig, LoggingConfig, OptimizerConfig, TrainConfig
 
 MIXERS = (
@@ -18,12 +18,25 @@ MIXERS = (
     Mixer.of("KDA", "kda"),
     Mixer.of("Gated KalmaNet", "gated_kalmanet"),
     Mixer.of("Gated DeltaNet-2 + sliding window", *every_other_sliding_window("gated_deltanet2")),
+    # PGDN has no output gate, nor have PDN and DeltaNet; this is what PGDN is to be compared with.
+    Mixer.of("Gated DeltaNet, no output gate", "gated_deltanet", output_gate=False),
     Mixer.of("Mamba-2", "mamba2"),
+    Mixer.of("Mamba-3", "mamba3"),
     Mixer.of("PDN", "pdn"),
     Mixer.of("PKDA", "pkda"),
     Mixer.of("GLA", "gla"),
-    # PGDN has no output gate; this is what it is to be compared with.
-    Mixer.of("Gated DeltaNet, no output gate", "gated_deltanet", output_gate=False),
+    # Transformer++ has no convolution; this is what to compare it with.
+    Mixer.of("Gated DeltaNet, no convolution", "gated_deltanet", convolution=None),
+    Mixer.of("Gated DeltaNet + sliding window", *every_other_sliding_window("gated_deltanet")),
+    Mixer.of("Comba", "comba"),
+    Mixer.of("MesaNet", "mesanet"),
+    Mixer.of("Longhorn", "longhorn"),
+    Mixer.of("Mamba-3, multiple inputs", "mamba3_mimo"),
+    Mixer.of("RetNet", "retnet"),
+    Mixer.of("Linear attention", "linear_attention"),
+    Mixer.of("EFLA", "efla"),
+    Mixer.of("NLMS", "nlms"),
+    Mixer.of("DeltaNet + 2 attention layers", *two_global_attention_layers("deltanet", 9)),
 )
 
 
@@ -56,12 +69,15 @@ def model_config(base: ModelConfig, mixer: Mixer) -> ModelConfig:
     return base.replace(mixers=mixer.preset, mixer_overrides=overrides)
 
 
+# Peak learning rates, the same for every mixer.
+RATES = (2e-3,)
+
 LanguageSetting = Literal["small", "short", "real"]
 SETTINGS: tuple[LanguageSetting, ...] = ("small", "short", "real")
 
 
 def study(setting: LanguageSetting) -> LanguageStudy:
-    """The study at a setting: "real" is 30M parameters and 100M tokens of Python text for each run, "short" 26M."""
+    """The study at a setting: "real" is about 30M parameters and 105M tokens of Python text a run, "short" 10.5M."""
     quiet = {"logging": LoggingConfig(tensorboard=False)}
     if setting == "small":
         return LanguageStudy(
@@ -89,13 +105,17 @@ def study(setting: LanguageSetting) -> LanguageStudy:
         )
         return dataclasses.replace(
             plan,
-            train=dataclasses.replace(plan.train, data=data, steps=800),
+            train=dataclasses.replace(plan.train, data=data, steps=320),
             lengths=(2048, 4096, 8192, 32_768),
         )
     return LanguageStudy(
         mixers=MIXERS,
         train=TrainConfig(
-            model=model_preset("30m").replace(vocabulary_size=16_384, remat=False, scan_layers=True),
+            # Attention has 64 channels a head, as the papers' Transformer++. Embedding and feed-forward begin at
+            # 1 / sqrt(width): with the 0.02 of wider models attention, which has no norm behind it, learns slowly.
+            model=model_preset("30m").replace(
+                vocabulary_size=16_384, attention_heads=6, initializer_std=0.05, remat=False, scan_layers=True
+            ),
             data=DataConfig(
                 sequence_length=4096,
                 batch_size=16,
@@ -111,7 +131,7 @@ def study(setting: LanguageSetting) -> LanguageStudy:
             **quiet,
         ),
         vocabulary_size=16_384,
-        learning_rates=(2e-3,),
+        learning_rates=RATES,
         seeds=(0,),
         lengths=(2048, 4096, 8192, 16_384, 32_768),
         test_tokens=32_768,
