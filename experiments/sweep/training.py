@@ -13,9 +13,11 @@ import numpy as np
 import optax
 from flax import nnx
 
+from experiments.sweep.autoencoder import AutoEncoder
 from experiments.sweep.data import Arrays, CellData, epoch_orders
 from experiments.sweep.study import Cell, Lane, Mixer
-from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.data.tasks import Compression
+from rnnlib.models import DecoderLM
 from rnnlib.training import loss_sums, make_optimizer
 from rnnlib.training.accuracy import AccuracySums, accuracy_sums
 
@@ -66,12 +68,13 @@ def compile_group(group: Group, data: CellData) -> CompiledGroup:
     """
     start = time.monotonic()
     cell, lanes = group.cell, group.lanes
-    config = cell.model_config(group.mixer)
+    build = _builder(group)
     optimizer = make_optimizer(cell.optimizer_config(), cell.steps)
-    graphdef = _graphdef(config)
+    # The model's static part, without any weights.
+    graphdef = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param, ...)[0]
 
     def init_lane(seed: jax.Array) -> tuple[Any, Any, Any]:
-        _, parameters, other = nnx.split(DecoderLM(config, rngs=nnx.Rngs(jax.random.key(seed))), nnx.Param, ...)
+        _, parameters, other = nnx.split(build(nnx.Rngs(jax.random.key(seed))), nnx.Param, ...)
         return parameters, other, optimizer.init(parameters)
 
     def answers(parameters: Any, other: Any, batch: dict[str, jax.Array]) -> jax.Array:
@@ -140,9 +143,11 @@ def compile_group(group: Group, data: CellData) -> CompiledGroup:
     )
 
 
-def _graphdef(config: ModelConfig) -> Any:
-    """The model's static part, without any weights."""
-    return nnx.split(nnx.eval_shape(lambda: DecoderLM(config, rngs=nnx.Rngs(0))), nnx.Param, ...)[0]
+def _builder(group: Group) -> Callable[[nnx.Rngs], Any]:
+    """Builds a group's model: a language model, but for MAD's compression its auto-encoder."""
+    config = group.cell.model_config(group.mixer)
+    model = AutoEncoder if isinstance(group.cell.task, Compression) else DecoderLM
+    return lambda rngs: model(config, rngs=rngs)
 
 
 def _trained(train: Arrays) -> Arrays:

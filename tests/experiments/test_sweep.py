@@ -12,13 +12,14 @@ from flax import nnx
 from rich.console import Console
 
 from experiments.sweep import Cell, Mixer, Study
+from experiments.sweep.autoencoder import AutoEncoder
 from experiments.sweep.data import DataFactory, batched, epoch_orders, gather_answers
 from experiments.sweep.report import choose, marks, table, write_report
 from experiments.sweep.results import read_runs, result_path, write_runs
 from experiments.sweep.runner import missing_groups, run_studies
 from experiments.sweep.study import Lane, fingerprint
 from experiments.sweep.training import DeviceData, Group, compile_group, train_group
-from rnnlib.data.tasks import MQAR, RegBench
+from rnnlib.data.tasks import MQAR, Compression, RegBench
 from rnnlib.models import DecoderLM
 from rnnlib.training import loss_sums, make_optimizer
 
@@ -280,3 +281,17 @@ def test_errors_name_what_does_not_fit():
         dataclasses.replace(STUDY, mixers=(MIXER, MIXER))
     with pytest.raises(ValueError, match="must not be empty"):
         dataclasses.replace(STUDY, seeds=())
+
+
+def test_the_auto_encoder_reads_the_last_position_alone(monkeypatch):
+    cell = dataclasses.replace(CELL, task=Compression(sequence_length=3, vocabulary_size=5), lengths=())
+    model = AutoEncoder(cell.model_config(MIXER), rngs=nnx.Rngs(0))
+    tokens = jax.numpy.array([[0, 1, 4], [2, 3, 4]])
+    hidden = model.hidden(tokens)
+    assert hidden.shape == (2, 3, cell.width) and model.logits(hidden).shape == (2, 3, 5)
+    assert np.ptp(np.asarray(hidden), axis=1).min() > 0, "positions are told apart"
+    encode = DecoderLM.hidden
+    monkeypatch.setattr(DecoderLM, "hidden", lambda self, tokens: encode(self, tokens).at[:, :-1].set(7.0))
+    np.testing.assert_array_equal(model.hidden(tokens), hidden)
+    monkeypatch.setattr(DecoderLM, "hidden", lambda self, tokens: encode(self, tokens).at[:, -1].set(7.0))
+    assert np.ptp(np.asarray(model.hidden(tokens)), axis=0).max() == 0, "nothing else tells examples apart"
