@@ -5,6 +5,7 @@ import pathlib
 import re
 
 from experiments.kernel_benchmarks.report import readme_table
+from experiments.ridge_benchmark.report import readme_table as ridge_table
 from rnnlib.layers import mixer_table
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -40,3 +41,8 @@ def test_cpu_figures_are_those_measured():
 def test_gpu_figures_are_those_measured():
     results = json.loads((ROOT / "experiments" / "kernel_benchmarks" / "results" / "h200.json").read_text())
     assert between("gpu") == readme_table(results)
+
+
+def test_figures_of_the_ridge_solves_are_those_measured():
+    results = json.loads((ROOT / "experiments" / "ridge_benchmark" / "results" / "h200.json").read_text())
+    assert between("ridge") == ridge_table(results)

@@ -62,6 +62,23 @@ def _solve_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     return found
 
 
+def readme_table(results: dict[str, Any]) -> str:
+    """Device times of the solve at its default precision, and of MesaNet's operator beside its peer's."""
+    times: dict[Any, float] = {}
+    for r in _kind(results, "time"):
+        if r["precision"] == "bfloat16":
+            times[r["operator"], tuple(r["shape"]), r["implementation"], r["pass"]] = r["device_ms"]
+    names = {"chebyshev": "Gated KalmaNet's solve", "mesanet": "MesaNet"}
+    rows = []
+    for operator, title in names.items():
+        for sizes in results["config"]["shapes"]:
+            shape = (*sizes, results["config"]["head_size"])
+            cells = [times.get((operator, shape, who, name)) for name in PASSES for who in ("ours", "fla")]
+            rows.append((title, _sizes(sizes), *(_milliseconds(ms) or "-" for ms in cells)))
+    header = ("operator", "B, T, H", "fwd: ours", "fwd: FLA", "fwd + bwd: ours", "fwd + bwd: FLA")
+    return "\n".join(_table(header, rows))
+
+
 def markdown(results: dict[str, Any]) -> str:
     """Everything measured, as tables."""
     iterations = results["config"]["iterations"]
@@ -169,7 +186,9 @@ def _errors_panel(axes: Axes, results: dict[str, Any]) -> None:
     if own:
         axes.plot(*zip(*own), color="black", linestyle=":", label="no rounding")
         axes.legend(frameon=False, fontsize=8)
-    axes.set(yscale="log", xlabel="iterations", ylabel="error of the solution", title="Chebyshev: error by precision")
+    axes.set(yscale="log", xlabel="Chebyshev iterations", ylabel="relative error of the solution")
+    axes.set_xticks(sorted({r["iterations"] for r in errors}))
+    axes.set_title("Error by the precision of products\n(bfloat16 inputs, float64 solution)", fontsize=10)
 
 
 def _layers_panel(axes: Axes, results: dict[str, Any]) -> None:
@@ -187,13 +206,20 @@ def _layers_panel(axes: Axes, results: dict[str, Any]) -> None:
         left += widths
     axes.set_yticks(range(len(layers)), [r["layer"] for r in layers])
     axes.invert_yaxis()
-    axes.set(xlabel="device ms", title="Layers: forward + backward")
-    axes.legend(frameon=False, fontsize=8)
+    for n, total in enumerate(left):
+        axes.text(total, n, f" {total:.2f}", va="center", fontsize=8)
+    axes.margins(x=0.12)
+    axes.set_xlabel("device time, ms")
+    title = "One layer, forward + backward"
+    if layers:
+        title += f"\n(input {_sizes(layers[0]['shape'])}, {results['config']['layer_heads']} heads, bfloat16)"
+    axes.set_title(title, fontsize=10)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.17))
 
 
 def write_figure(results: dict[str, Any], path: pathlib.Path) -> None:
     """Errors by precision, and where the layers' time goes."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     _errors_panel(axes[0], results)
     _layers_panel(axes[1], results)
     figure.suptitle(f"{results['device']}, commit {results['commit']}", fontsize=9)
