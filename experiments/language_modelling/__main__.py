@@ -92,6 +92,28 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]]) -> str:
     )
 
 
+def rates_table(plan: LanguageStudy, results: pathlib.Path) -> str:
+    """Bits per byte of the validation half at every learning rate that was tried, Markdown."""
+    rows = []
+    for mixer in plan.mixers:
+        runs = {r: [read_run(plan, results, mixer, r, seed) for seed in plan.seeds] for r in plan.learning_rates}
+        bits = {
+            r: statistics.fmean(x["validation"]["bits_per_byte"] for x in v if x) for r, v in runs.items() if all(v)
+        }
+        if bits:
+            best = min(bits.values())
+            cells = [f"{bits[r]:.4f}" if r in bits else "" for r in plan.learning_rates]
+            rows.append((best, f"| {mixer.label} | " + " | ".join(cells) + " |"))
+    if not rows or len(plan.learning_rates) < 2:
+        return ""
+    head = "| mixer, validation half | " + " | ".join(f"rate {r:g}" for r in plan.learning_rates) + " |"
+    return (
+        "\n"
+        + "\n".join([head, "|" + " --- |" * (len(plan.learning_rates) + 1), *(row for _, row in sorted(rows))])
+        + "\n"
+    )
+
+
 def _bits(runs: list[dict[str, Any]], length: int) -> float:
     return statistics.fmean(run["test"][str(length)]["bits_per_byte"] for run in runs)
 
@@ -101,25 +123,26 @@ def _last_loss(run: dict[str, Any]) -> float:
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
 
-def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
-    """Training loss over steps, and bits per byte by position in the document."""
+def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: int) -> None:
+    """Training loss over steps, bits per byte by length and by position in the document; best at `length` first."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     drawing, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    palette = plt.get_cmap("tab20")
-    for i, (label, runs) in enumerate(found.items()):
-        style: dict[str, Any] = {"color": palette(i % 20), "linewidth": 1.1}
+    palette = plt.get_cmap("tab10")
+    ranked = sorted(found.items(), key=lambda entry: _bits(entry[1], length))
+    for i, (label, runs) in enumerate(ranked):  # best first, so that the legend is a ranking too
+        style: dict[str, Any] = {"color": palette(i % 10), "linewidth": 1.1, "linestyle": ("-", "--", ":")[i // 10 % 3]}
         steps, losses = zip(*runs[0]["train_loss"])
         window = max(1, len(losses) // 40)  # the mean of a few points, or the noise of batches hides the models
         smooth = [statistics.fmean(losses[max(0, j - window) : j + 1]) for j in range(len(losses))]
         left.plot(steps, smooth, label=label, **style)
         lengths = sorted(map(int, runs[0]["test"]))
-        middle.plot(lengths, [_bits(runs, n) for n in lengths], "o-", markersize=3, **style)
+        middle.plot(lengths, [_bits(runs, n) for n in lengths], marker="o", markersize=3, **style)
         points = runs[0]["test"][str(lengths[-1])]["by_position"]
-        right.plot(*zip(*points[4:] if len(points) > 6 else points), "o-", markersize=3, **style)
+        right.plot(*zip(*points[4:] if len(points) > 6 else points), marker="o", markersize=3, **style)
     left.set_xlabel("step")
     left.set_ylabel("training loss, nats a token")
     final = [_last_loss(runs[0]) for runs in found.values()]
@@ -178,9 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 missing.insert(0, (mixer, rate, seed))
                 break
     found = chosen(plan, results)
-    text = table(plan, found)
+    text = table(plan, found) + rates_table(plan, results)
     if found:
-        figure(found, options.output / "figures" / f"{options.setting}.png")
+        figure(found, options.output / "figures" / f"{options.setting}.png", plan.train.data.sequence_length)
     page = options.output / "README.md"
     before, after = marks(options.setting)
     if not options.mixers and options.steps is None and page.exists() and before in page.read_text():
