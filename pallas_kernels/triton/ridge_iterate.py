@@ -33,7 +33,7 @@ class System(NamedTuple):
         decay: of the chunk.
         from_start: `[C]` or None.
         ridge: what is added to the diagonal, `[C, 1]` or `[C, K]`.
-        lower: bound on the eigenvalues, `[C, 1]`.
+        lower: bound on the eigenvalues, `[C, 1]`, for the methods that need one.
         upper: likewise.
     """
 
@@ -42,8 +42,8 @@ class System(NamedTuple):
     decay: Any
     from_start: Array | None
     ridge: Array
-    lower: Array
-    upper: Array
+    lower: Any = None
+    upper: Any = None
 
 
 def pair_decays(decay) -> Array:
@@ -146,26 +146,26 @@ def _solve_kernel(r, *, method: Method):
     state = load_parts(r.high, r.low)
     decay = loaded_decay(r)
     from_start = None if r.from_start is None else r.from_start[...]
-    if r.given_norm is None:
+    norm = None
+    if r.given_norm is not None:
+        norm = r.given_norm[...]
+    elif method.needs_norm:
         norm = norms(keys, state, jnp.sum(r.squares[...]), decay, from_start, method.precision)
         r.norm[...] = norm
-    else:
-        norm = r.given_norm[...]
     strength = load_strength(r.ridge)
     b = r.b[...].astype(jnp.float32)
-    column = norm[:, None]
-    if method.adaptive:
+    if norm is not None and method.adaptive:
+        column = norm[:, None]
         ridge = jnp.where(column > 0.0, strength * column, 1.0)
         b = jnp.where(column > 0.0, b, 0.0)
     else:
         ridge = jnp.broadcast_to(strength, (CHUNK, strength.shape[1]))
-    lower = jnp.min(ridge, axis=1, keepdims=True)
-    upper = column + jnp.max(ridge, axis=1, keepdims=True)
-    system = System(keys, state, decay, from_start, ridge, lower, upper)
-    if method.name == "conjugate_gradient":
-        x = _iterate_conjugate(system, method, b)
+    if norm is None or method.name == "conjugate_gradient":
+        x = _iterate_conjugate(System(keys, state, decay, from_start, ridge), method, b)
     else:
-        x = _iterate_stationary(system, method, b)
+        lower = jnp.min(ridge, axis=1, keepdims=True)
+        upper = norm[:, None] + jnp.max(ridge, axis=1, keepdims=True)
+        x = _iterate_stationary(System(keys, state, decay, from_start, ridge, lower, upper), method, b)
     r.x[...] = x.astype(r.x.dtype)
 
 
@@ -186,7 +186,7 @@ def solve_chunks(
     b: Array,
     squares: Array | None = None,
     norm: Array | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array | None]:
     """Solves `(H_t + Diag(ridge_t)) x_t = b_t`.
 
     Args:
@@ -201,7 +201,7 @@ def solve_chunks(
         norm: `[B, H, T]`, where it is known.
 
     Returns:
-        Solutions `[B, T, H, K]`, and the Frobenius norms `[B, H, T]` float32.
+        Solutions `[B, T, H, K]`, and the Frobenius norms `[B, H, T]` float32, None where the method needs none.
     """
     p = problem
 
@@ -215,6 +215,7 @@ def solve_chunks(
         return p.of_head(x, (None, p.key_size, p.key_size), lambda h, n, b: (b, h, n, 0, 0))
 
     row = p.of_head(p.per_head(p.length, dtype=jnp.float32), (CHUNK,), lambda h, n, b: (b, h, n))
+    finds_norm = norm is None and method.needs_norm
     results = call(
         _solve_kernel,
         f"ridge_{method.name}",
@@ -225,18 +226,18 @@ def solve_chunks(
             "high": of_state(states.high),
             "low": of_state(states.low),
             "ridge": strength_operand(inputs.ridge),
-            "squares": p.of_head(squares, (None, p.key_size), lambda h, n, b: (b, h, n, 0)),
+            "squares": p.of_head(squares if finds_norm else None, (None, p.key_size), lambda h, n, b: (b, h, n, 0)),
             "given_norm": None if norm is None else p.of_head(norm, (CHUNK,), lambda h, n, b: (b, h, n)),
             **rows_of_chunk(p, rows, ("total", "fine", "runs", "from_start")),
         },
         {
             "x": token(jax.ShapeDtypeStruct(b.shape, b.dtype)),
-            "norm": row if norm is None else None,
+            "norm": row if finds_norm else None,
         },
         schedule.solve,
         method=method,
     )
-    return results["x"], results["norm"] if norm is None else norm  # type: ignore[return-value]
+    return results["x"], results["norm"] if finds_norm else norm  # type: ignore[return-value]
 
 
 def strength_operand(ridge: Array) -> Operand:

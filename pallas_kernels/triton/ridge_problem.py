@@ -54,6 +54,11 @@ class Method:
     precision: str = "bfloat16"
 
     @property
+    def needs_norm(self) -> bool:
+        """Whether the Gram matrix's norm is the ridge's unit or bounds the eigenvalues."""
+        return self.adaptive or self.name != "conjugate_gradient"
+
+    @property
     def parts(self) -> int:
         """In how many parts of bfloat16 a state is stored."""
         return 2 if self.precision == "split" else 1

@@ -88,7 +88,7 @@ def state_gradients(
     rows: Rows,
     states: Parts,
     x: Array,
-    norm: Array,
+    norm: Array | None,
     d_q: Array,
     d_final: Array | None,
     schedule: RidgeSchedule,
@@ -102,7 +102,7 @@ def state_gradients(
         rows: decays.
         states: Gram matrices at the chunks' starts.
         x: solutions `[B, T, H, K]`.
-        norm: Frobenius norms `[B, H, T]`.
+        norm: Frobenius norms `[B, H, T]`; None unless the ridge is adaptive.
         d_q: the solve for the solutions' gradient, `[B, T, H, K]`.
         d_final: `[B, H, K, K]`, the gradient of the final Gram matrix and its transpose together; None for zero.
         schedule: compilation.

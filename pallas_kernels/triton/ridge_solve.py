@@ -92,6 +92,8 @@ def ridge_solve(
         precision: of the factors of products, which are accumulated in float32: `"bfloat16"`; `"split"`, two parts of
             bfloat16 each, together 16 bits; `"tf32"`, 11 bits; `"float32"`, three products of tf32. None is bfloat16
             for bfloat16 inputs, and else float32 up to a key size of 64 and split above, where float32 does not fit.
+            Bfloat16, in which states are stored too, is for condition numbers of a hundred or so, as with an adaptive
+            ridge; far above them it fails.
         initial_gram: the Gram matrix before the first token; its symmetric part is used; None is zero.
         segment_ids: the Gram matrix restarts where the id changes; the first token continues `initial_gram`.
         chunk_size: only 64.

@@ -112,4 +112,7 @@ def test_on_a_gpu(name, shape, dtype):
             functools.partial(OPERATORS[name], segment_ids=ids, implementation="scan"), doubles
         )
     limit = 3e-5 if dtype == jnp.float32 else 1e-2
-    assert all(relative_error(*pair) < limit for pair in zip(found, expected))
+    names = ["d_" + name for name in sorted(arguments)]  # as a dictionary's leaves are
+    names = [*(f"result {n}" for n in range(len(found) - len(names))), *names]
+    errors = {key: relative_error(*pair) for key, *pair in zip(names, found, expected, strict=True)}
+    assert all(error < limit for error in errors.values()), errors
