@@ -193,7 +193,9 @@ def train_and_test(
         corpus = load_corpus(config.data, "train", tokenizer[0])
         trainer = Trainer(config, tokenizer=tokenizer[0])
     print(f"{mixer.label}: {corpus.num_tokens:,} tokens of text; compiling", flush=True)
-    shapes = trainer.abstract_model()
+    # Tests take seconds: what they are compiled in matters more, and that is less for layers as one scan.
+    scanned = config.model.replace(vocabulary_size=trainer.config.model.vocabulary_size, scan_layers=True)
+    shapes = nnx.eval_shape(lambda: DecoderLM(scanned, rngs=nnx.Rngs(0)))
     lengths = dict.fromkeys((config.data.sequence_length, *study.lengths))
     with concurrent.futures.ThreadPoolExecutor(len(lengths) + 1) as pool:
         compiling = pool.submit(trainer.compile)
