@@ -87,10 +87,11 @@ def run(names: Sequence[str], options: SweepOptions, console: Console, *, module
         Whether all runs are there.
     """
     from experiments.sweep.report import write_report
-    from experiments.sweep.runner import run_studies
+    from experiments.sweep.runner import adopt_results, run_studies
 
     studies = [(load_study(name, options), *folders(name, options)) for name in names]
     finished = True
+    adopt_results([(study, results) for study, _, results in studies])
     if not options.report_only:
         finished = run_studies(
             [(study, results) for study, _, results in studies],

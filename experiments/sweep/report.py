@@ -150,7 +150,7 @@ def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
     # A mixer and the same with negative eigenvalues share a colour; the line of the one without is dashed.
     families = list(dict.fromkeys(m.label.removesuffix(_NEGATIVE) for m in study.mixers))
     palette = plt.get_cmap("tab10" if len(families) <= 10 else "tab20")
-    colors = {m.label: palette(families.index(m.label.removesuffix(_NEGATIVE))) for m in study.mixers}
+    colors = {m.label: palette(families.index(m.label.removesuffix(_NEGATIVE)) % palette.N) for m in study.mixers}
     markers = {m.label: "osD^vP*X<>"[families.index(m.label.removesuffix(_NEGATIVE)) % 10] for m in study.mixers}
     chance = dict(study.chance)
     if study.figure == "cells":
@@ -163,7 +163,8 @@ def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
     else:
         across = min(len(cells), 3)
         down = -(-len(cells) // across)
-        height = 3.6 if study.figure == "lengths" else 1 + 0.26 * len(study.mixers)
+        shown = [m.label for m in study.mixers if any((m.label, cell.name) in found for cell in cells)]
+        height = 3.6 if study.figure == "lengths" else 1 + 0.26 * len(shown)
         size = (max(4.2 * across, 7.5), height * down)
         drawing, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
         for panel, cell in zip(axes.flat, cells):
@@ -176,7 +177,7 @@ def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
                 panel.set_xticks([], minor=True)
                 panel.set_xlabel(f"test length (trained at {cell.task.sequence_length})")
             else:
-                _bars(panel, study, cell, rows, colors)
+                _bars(panel, study, cell, shown, dict(rows), colors)
             if cell.name in chance:
                 line = panel.axhline if study.figure == "lengths" else panel.axvline
                 line(chance[cell.name], color="grey", linestyle=":", linewidth=1)
@@ -225,14 +226,17 @@ def _line(panel: Any, study: Study, label: str, points: list[Any], colors: Any, 
     panel.grid(alpha=0.3)
 
 
-def _bars(panel: Any, study: Study, cell: Cell, rows: list[Any], colors: Any) -> None:
+def _bars(panel: Any, study: Study, cell: Cell, labels: list[str], rows: dict[str, Outcome], colors: Any) -> None:
     length = cell.test_lengths[-1]
-    for i, (label, outcome) in enumerate(rows):
-        panel.barh(i, outcome.mean(study.metric, length), color=colors[label], alpha=0.7)
-        values = outcome.values(study.metric, length)
+    for i, label in enumerate(labels):
+        if label not in rows:
+            panel.text(1, i, "not run", va="center", fontsize=7, color="grey")
+            continue
+        values = rows[label].values(study.metric, length)
+        panel.barh(i, rows[label].mean(study.metric, length), color=colors[label], alpha=0.7)
         panel.plot(values, [i] * len(values), "o", color="black", markersize=3, clip_on=False)
-    panel.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
-    panel.invert_yaxis()
+    panel.set_yticks(range(len(labels)), labels, fontsize=8)
+    panel.set_ylim(len(labels) - 0.4, -0.6)
     panel.set_xlim(0, 103)
     panel.set_xlabel(f"test accuracy at T={length}, %: mean, and a dot for each seed", fontsize=8)
     panel.grid(alpha=0.3, axis="x")
