@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from rnnlib.layers import Attention, Offline, Online, RidgeRegression
+from rnnlib.layers import Attention, Offline, Online, RidgeRegression, Trapezoidal
 from rnnlib.models import ModelConfig, abstract_model, count_parameters
 
 # Dense bfloat16 products of one H100 or H200 (SXM), NVIDIA's data sheet, operations a second.
@@ -31,10 +31,11 @@ def step_flops(config: ModelConfig, length: int) -> StepFlops:
     """Operations for one token of a row of `length`.
 
     Forward, a head and token: causal attention `2 K T`, half of `q k^T` and of `p v`, and with a window W of the mean
-    number of tokens seen in place of T / 2; linear attention `4 K V` (write and read of the state); the delta rule
-    `6 K V` (the erased value is read too); a ridge solve by n iterations `4 K V + 2 K^2 + 2 n K^2`. The recurrences
-    are counted token by token, which is the least that the mathematics asks for: chunked kernels do several times
-    more, so that their products show up as a lower utilisation. Convolutions, norms and gates are left out.
+    number of tokens seen in place of T / 2; linear attention `4 K V` (write and read of the state), Mamba-3 as
+    much for each of its R pairs; the delta rule `6 K V` (the erased value is read too); a ridge solve by n iterations
+    `4 K V + 2 K^2 + 2 n K^2`. The recurrences are counted token by token, which is the least that the mathematics asks
+    for: chunked kernels do several times more, so that their products show up as a lower utilisation. Convolutions,
+    norms and gates are left out.
 
     Args:
         config: the model.
@@ -58,6 +59,8 @@ def step_flops(config: ModelConfig, length: int) -> StepFlops:
             forward = 6 * pairs
         elif isinstance(mixer.config.solve, Offline):
             forward = 4 * pairs
+        elif isinstance(mixer.config.solve, Trapezoidal):
+            forward = 4 * pairs * mixer.config.solve.rank
         elif isinstance(mixer.config.solve, RidgeRegression):
             forward = 4 * pairs + 2 * (1 + mixer.config.solve.iterations) * shape.key_size**2
         else:

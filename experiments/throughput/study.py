@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from experiments.sweep.study import Mixer, Setting
+from experiments.sweep.study import Mixer, Setting, pick
 from rnnlib.layers import FixedPreconditioner
 from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset
 
@@ -21,6 +21,8 @@ MIXERS = (
     Mixer.of("Gated DeltaNet-2", "gated_deltanet2"),
     Mixer.of("KLA", "kla"),
     Mixer.of("Mamba-2", "mamba2"),
+    Mixer.of("Mamba-3", "mamba3"),
+    Mixer.of("Mamba-3, multiple inputs", "mamba3_mimo"),
     Mixer.of("GLA", "gla"),
     Mixer.of("Gated KalmaNet", "gated_kalmanet"),
     Mixer.of("Linear attention", "linear_attention"),
@@ -98,7 +100,7 @@ def study(setting: Setting) -> ThroughputStudy:
     if setting == "small":
         return ThroughputStudy(
             model=ModelConfig(vocabulary_size=256, width=32, num_layers=2, num_heads=2, scan_layers=True),
-            mixers=(MIXERS[0], MIXERS[2], MIXERS[13]),
+            mixers=pick(MIXERS, ("Transformer++", "Gated DeltaNet", "Gated KalmaNet")),
             at_every_length=("Gated DeltaNet",),
             tokens=256,
             main_length=64,
