@@ -33,7 +33,50 @@ class StateSums(NamedTuple):
     kept: Array | None
 
 
+def _boundary_kernel(r, *, method: Method, block: int):
+    """What comes through the matrices at the chunk's ends, some channels at a time."""
+    precision, size = method.precision, r.k.shape[1]
+
+    def product(a: Parts, b: Parts) -> Array:
+        return multiply(dot, a, b, precision)
+
+    keys = parts(r.k[...], precision)
+    d_q = None if r.d_from_start is None else parts(r.d_q[...], precision)
+    to_end = None if r.to_end is None else r.to_end[...]
+
+    def some_channels(c, sums):
+        forms, d_to_end, d_from_start = sums
+        part = pl.ds(c * block, block)
+        some_keys: Any = parts(r.k[:, part], precision).value
+        d_written = product(keys, _columns(r.d_end_high, r.d_end_low, part))
+        d_k = d_written if to_end is None else to_end[:, None] * d_written
+        start = _columns(r.high, r.low, part)
+        if r.key_weight is not None:
+            keys_state = product(keys, start)
+            d_k = d_k + r.key_weight[...][:, None] * keys_state
+            forms = forms + jnp.sum(keys_state * some_keys, axis=1)
+        if d_q is not None:
+            d_to_end = d_to_end + 0.5 * jnp.sum(d_written * some_keys, axis=1)
+            some_x = parts(r.x[:, part], precision).value
+            d_from_start = d_from_start - jnp.sum(product(d_q, start) * some_x, axis=1)
+        r.d_k[:, part] = d_k.astype(r.d_k.dtype)
+        return forms, d_to_end, d_from_start
+
+    zero: Any = jnp.zeros((CHUNK,), jnp.float32)
+    forms, d_to_end, d_from_start = lax.fori_loop(0, size // block, some_channels, (zero, zero, zero))
+    if r.forms is not None:
+        r.forms[...] = forms
+    if d_q is not None:
+        r.d_to_end[...] = d_to_end
+        r.d_from_start[...] = d_from_start
+
+
+def _columns(high, low, part) -> Parts:
+    return Parts(high[:, part], None if low is None else low[:, part])
+
+
 def _gradients_kernel(r, *, method: Method, block: int):
+    """What comes through pairs of tokens of the chunk, added to the former; the decay's gradient from both."""
     precision, size = method.precision, r.k.shape[1]
 
     def product(kind, a: Parts, b: Parts, onto: Any = None) -> Any:
@@ -42,15 +85,11 @@ def _gradients_kernel(r, *, method: Method, block: int):
     def factor(x: Array) -> Parts:
         return parts(x, precision)
 
-    keys, x = factor(r.k[...]), factor(r.x[...])
-    d_q = factor(r.d_q[...])
+    keys, x, d_q = factor(r.k[...]), factor(r.x[...]), factor(r.d_q[...])
     pairs = pair_decays(loaded_decay(r))
     weight = None if r.weight is None else r.weight[...]
     has_decay = r.d_log_decay is not None
-    from_start: Any = None if r.from_start is None else r.from_start[...]
-    to_end: Any = None if r.to_end is None else r.to_end[...]
 
-    # Inside the chunk: matrices of token pairs.
     d_q_keys, x_keys = product(dot_nt, d_q, keys), product(dot_nt, x, keys)
     d_pairs: Any = -d_q_keys * x_keys
     by_d_q, by_x, by_keys = factor(-pairs * x_keys), factor(-pairs * d_q_keys), None
@@ -62,35 +101,21 @@ def _gradients_kernel(r, *, method: Method, block: int):
             in_gram = product(dot, factor(pairs), factor(products * products))
             d_pairs = d_pairs + 0.5 * weight[:, None] * in_gram
 
-    # With the matrices at the chunk's ends, some channels at a time.
-    def some_channels(c, sums):
-        forms, d_to_end, d_from_start = sums
+    def some_channels(c, carry):
         part = pl.ds(c * block, block)
-        some_keys, some_x = factor(r.k[:, part]), factor(r.x[:, part])
         d_k = product(dot_tn, by_d_q, factor(r.d_q[:, part]))
-        d_k = product(dot_tn, by_x, some_x, d_k)
+        d_k = product(dot_tn, by_x, factor(r.x[:, part]), d_k)
         if by_keys is not None:
-            d_k = product(dot, by_keys, some_keys, d_k)
-        d_written = product(dot, keys, _columns(r.d_end_high, r.d_end_low, part))
-        d_k = d_k + (d_written if to_end is None else to_end[:, None] * d_written)
-        if has_decay:
-            d_to_end = d_to_end + 0.5 * jnp.sum(d_written * some_keys.value, axis=1)
-        start = _columns(r.high, r.low, part)
-        if weight is not None:
-            keys_state = product(dot, keys, start)
-            d_k = d_k + r.key_weight[...][:, None] * keys_state
-            if has_decay:
-                forms = forms + jnp.sum(keys_state * some_keys.value, axis=1)
-        if has_decay:
-            d_from_start = d_from_start - jnp.sum(product(dot, d_q, start) * some_x.value, axis=1)
-        r.d_k[:, part] = d_k.astype(r.d_k.dtype)
-        return forms, d_to_end, d_from_start
+            d_k = product(dot, by_keys, factor(r.k[:, part]), d_k)
+        r.d_k[:, part] = (d_k + r.before_d_k[:, part].astype(jnp.float32)).astype(r.d_k.dtype)
+        return carry
 
-    zero: Any = jnp.zeros((CHUNK,), jnp.float32)
-    forms, d_to_end, d_from_start = lax.fori_loop(0, size // block, some_channels, (zero, zero, zero))
+    lax.fori_loop(0, size // block, some_channels, 0)
 
     if has_decay:
+        from_start, d_from_start = r.from_start[...], r.d_from_start[...]
         if weight is not None:
+            forms = r.forms[...]
             d_pairs = d_pairs + (0.5 * weight * from_start)[:, None] * forms[None, :]
             start_in_gram = from_start * jnp.sum(r.squares[...]) + jnp.sum(pairs * forms[None, :], axis=1)
             d_from_start = d_from_start + 0.5 * weight * start_in_gram
@@ -100,13 +125,9 @@ def _gradients_kernel(r, *, method: Method, block: int):
             r,
             d_pairs * pairs,
             from_start * (d_from_start + jnp.where(is_last, d_kept, 0.0)),
-            to_end * d_to_end,
+            r.to_end[...] * r.d_to_end[...],
             precision,
         )
-
-
-def _columns(high, low, part) -> Parts:
-    return Parts(high[:, part], None if low is None else low[:, part])
 
 
 def _over_intervals(r, pairs: Array, from_start: Array, to_end: Array, precision: str) -> Array:
@@ -175,28 +196,51 @@ def argument_gradients(
         return p.of_head(array, (None, p.key_size), lambda h, n, b: (b, h, n, 0))
 
     log_decay = token(inputs.log_decay)
+    row = of_row(p.per_head(p.length, dtype=jnp.float32))
+    adaptive, has_decay = by_norm.weight is not None, inputs.log_decay is not None
+    tokens = {"k": token(inputs.k), "x": token(x), "d_q": token(d_q)}
+    boundary = call(
+        _boundary_kernel,
+        "ridge_boundary_gradients",
+        p.chunk_grid,
+        {
+            **tokens,
+            "high": of_chunk(p, states.high),
+            "low": of_chunk(p, states.low),
+            "d_end_high": of_chunk(p, d_ends.high),
+            "d_end_low": of_chunk(p, d_ends.low),
+            "key_weight": of_row(by_norm.key_weight),
+            **rows_of_chunk(p, rows, ("to_end",)),
+        },
+        {
+            "d_k": tokens["k"],
+            "forms": row if adaptive else None,
+            "d_to_end": row if has_decay else None,
+            "d_from_start": row if has_decay else None,
+        },
+        schedule.boundary_gradients,
+        method=method,
+        block=min(schedule.boundary_gradients.block, p.key_size),
+    )
+    d_k = boundary.pop("d_k")
+    assert d_k is not None
     results = call(
         _gradients_kernel,
         "ridge_gradients",
         p.chunk_grid,
         {
-            "k": token(inputs.k),
-            "x": token(x),
-            "d_q": token(d_q),
-            "high": of_chunk(p, states.high),
-            "low": of_chunk(p, states.low),
-            "d_end_high": of_chunk(p, d_ends.high),
-            "d_end_low": of_chunk(p, d_ends.low),
+            **tokens,
             "weight": of_row(by_norm.weight),
-            "key_weight": of_row(by_norm.key_weight),
-            "squares": None if by_norm.weight is None else of_rows_of_state(sums.squares),
+            "squares": of_rows_of_state(sums.squares if adaptive else None),
             "kept_products": of_rows_of_state(sums.kept),
             "log_decay": log_decay,
             "starts": p.of_position(inputs.starts, at),
+            **{name: of_row(array) for name, array in boundary.items()},
             **rows_of_chunk(p, rows, ("total", "fine", "runs", "from_start", "to_end")),
         },
-        {"d_k": token(inputs.k), "d_log_decay": log_decay},
+        {"d_k": tokens["k"], "d_log_decay": log_decay},
         schedule.gradients,
+        updates={"d_k": token(d_k)},
         method=method,
         block=min(schedule.gradients.block, p.key_size),
     )

@@ -51,6 +51,12 @@ def pair_decays(decay) -> Array:
     return weigh_pairs(jnp.ones((CHUNK, CHUNK), jnp.float32), decay, strict=False)
 
 
+def _held_pairs(system: "System", precision: str) -> Array:
+    """The same for the iterations, in registers all along: half of them where products are of bfloat16 anyway."""
+    pairs = pair_decays(system.decay)
+    return pairs.astype(jnp.bfloat16) if precision == "bfloat16" else pairs
+
+
 def norms(keys: Parts, state: Parts, square: Array, decay, from_start: Array | None, precision: str) -> Array:
     """Frobenius norms of the chunk's Gram matrices, `[C]`, by three terms (Gated KalmaNet, section 4.2.1).
 
@@ -77,7 +83,7 @@ def norms(keys: Parts, state: Parts, square: Array, decay, from_start: Array | N
 def _add_product(system: System, pairs: Array, x: Array, onto: Array, precision: str) -> Array:
     """`onto + H x`, `[C, K]`."""
     factor = parts(x, precision)
-    scores = multiply(dot_nt, factor, system.keys, precision) * pairs
+    scores = multiply(dot_nt, factor, system.keys, precision).astype(pairs.dtype) * pairs
     far = factor if system.from_start is None else parts(x * system.from_start[:, None], precision)
     onto = multiply(dot, far, system.state, precision, onto)
     return multiply(dot, parts(scores, precision), system.keys, precision, onto)
@@ -94,7 +100,7 @@ def _iterate_stationary(system: System, method: Method, b: Array) -> Array:
     step = 2.0 / (system.upper + system.lower)
     name = method.name
     contraction = jnp.square((system.upper - system.lower) / (system.upper + system.lower))
-    pairs = pair_decays(system.decay)
+    pairs = _held_pairs(system, method.precision)
     if name == "nesterov":
         root = jnp.sqrt(3.0 * system.upper / system.lower + 1.0)
         short, momentum = 4.0 / (3.0 * system.upper + system.lower), (root - 2.0) / (root + 2.0)
@@ -119,7 +125,7 @@ def _iterate_stationary(system: System, method: Method, b: Array) -> Array:
 
 def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
     """Conjugate gradients from zero; a system whose residual has vanished stays where it is."""
-    pairs = pair_decays(system.decay)
+    pairs = _held_pairs(system, method.precision)
     square = jnp.sum(b * b, axis=1, keepdims=True)
     floor = square * jnp.finfo(jnp.float32).eps ** 2
 
@@ -142,18 +148,19 @@ def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
 
 
 def _solve_kernel(r, *, method: Method):
-    keys = parts(r.k[...], method.precision)
-    state = load_parts(r.high, r.low)
+    # Right-hand sides first: what rearranges them in shared memory is free again before keys and state are there.
+    b = r.b[...].astype(jnp.float32)
+    strength = load_strength(r.ridge)
     decay = loaded_decay(r)
     from_start = None if r.from_start is None else r.from_start[...]
+    keys = parts(r.k[...], method.precision)
+    state = load_parts(r.high, r.low)
     norm = None
     if r.given_norm is not None:
         norm = r.given_norm[...]
     elif method.needs_norm:
         norm = norms(keys, state, jnp.sum(r.squares[...]), decay, from_start, method.precision)
         r.norm[...] = norm
-    strength = load_strength(r.ridge)
-    b = r.b[...].astype(jnp.float32)
     if norm is not None and method.adaptive:
         column = norm[:, None]
         ridge = jnp.where(column > 0.0, strength * column, 1.0)

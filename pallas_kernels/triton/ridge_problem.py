@@ -78,17 +78,22 @@ class RidgeSchedule:
         scan: Gram matrices at the chunks' starts; `block` is a number of rows, `inner` the number of chunks whose loads
             are begun together.
         solve: the iterations.
-        start_gradients: what each chunk adds to the gradient of the Gram matrix.
+        start_gradients: what each chunk adds to the gradient of the Gram matrix; `block` is a block of key channels.
         reverse_scan: that gradient; likewise.
-        gradients: gradients of keys and decay; `block` is a block of key channels.
+        boundary_gradients: gradients of keys and decay through the chunks' ends; `block` is a block of key channels.
+        gradients: through pairs of tokens; likewise.
+        keeps_states: whether the backward keeps the Gram matrices at the chunks' starts, which take as much memory as
+            keys and solutions of 128 channels do, or makes them again.
     """
 
     increments: Launch = Launch(num_warps=8, num_stages=1)
     scan: Launch = Launch(num_warps=4, num_stages=1, block=8, inner=8)
     solve: Launch = Launch(num_warps=4, num_stages=1)
-    start_gradients: Launch = Launch(num_warps=8, num_stages=1)
+    start_gradients: Launch = Launch(num_warps=8, num_stages=1, block=64)
     reverse_scan: Launch = Launch(num_warps=4, num_stages=1, block=8, inner=8)
-    gradients: Launch = Launch(num_warps=4, num_stages=2, block=32)
+    boundary_gradients: Launch = Launch(num_warps=4, num_stages=2, block=32)
+    gradients: Launch = Launch(num_warps=4, num_stages=1, block=64)
+    keeps_states: bool = True
 
 
 def ridge_problem(inputs: RidgeInputs) -> Problem:

@@ -7,10 +7,11 @@ with `x` the solution and `g` the gradient of its right-hand side: the recurrenc
 of the gradient and its transpose.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.triton.backend import call, dot_tn
 from pallas_kernels.triton.decay import CHUNK
@@ -24,7 +25,7 @@ from pallas_kernels.triton.ridge_problem import (
     loaded_decay,
     rows_of_chunk,
 )
-from pallas_kernels.triton.ridge_products import Parts, load_parts, multiply, parts
+from pallas_kernels.triton.ridge_products import Parts, multiply, parts
 from pallas_kernels.triton.ridge_states import increments_shape, of_chunk, scan_chunks
 
 
@@ -43,34 +44,46 @@ class NormGradients(NamedTuple):
     key_weight: Array | None
 
 
-def _start_gradients_kernel(r, *, method: Method):
+def _start_gradients_kernel(r, *, method: Method, block: int):
     """The sum over a chunk's tokens of `from_start_t dH_t` and its transpose, and what leads to it."""
-    precision = method.precision
+    precision, size = method.precision, r.x.shape[1]
     minus, solution = -r.d_q[...].astype(jnp.float32), r.x[...].astype(jnp.float32)
     from_start = None if r.from_start is None else r.from_start[...]
-    left = parts(minus if from_start is None else minus * from_start[:, None], precision)
-    x = parts(r.x[...], precision)
-    gradient = multiply(dot_tn, left, x, precision)
-    gradient = multiply(dot_tn, x, left, precision, gradient)
-
+    left, x = parts(_scaled(minus, from_start), precision), parts(r.x[...], precision)
     d_diagonal = minus * solution  # of what is added to the diagonal
-    if not method.adaptive:
+    keys: Parts | None = None
+    start_weight: Any = None
+    if method.adaptive:
+        norm = r.norm[...]
+        _store_ridge(r, d_diagonal * norm[:, None])
+        d_norm = jnp.sum(d_diagonal * load_strength(r.ridge), axis=1)
+        weight = jnp.where(norm > 0.0, 2.0 * d_norm / jnp.where(norm > 0.0, norm, 1.0), 0.0)
+        seen = weight if from_start is None else weight * from_start
+        key_weight = jnp.sum(pair_decays(loaded_decay(r)) * seen[:, None], axis=0)
+        start_weight = jnp.sum(seen if from_start is None else seen * from_start, axis=0)
+        r.weight[...] = weight
+        r.key_weight[...] = key_weight
+        keys = parts(parts(r.k[...], precision).value * key_weight[:, None], precision)
+    else:
         _store_ridge(r, d_diagonal)
-        r.increment[...] = gradient.astype(r.increment.dtype)
-        return
-    norm = r.norm[...]
-    _store_ridge(r, d_diagonal * norm[:, None])
-    d_norm = jnp.sum(d_diagonal * load_strength(r.ridge), axis=1)
-    weight = jnp.where(norm > 0.0, 2.0 * d_norm / jnp.where(norm > 0.0, norm, 1.0), 0.0)
-    seen = weight if from_start is None else weight * from_start
-    key_weight = jnp.sum(pair_decays(loaded_decay(r)) * seen[:, None], axis=0)
-    start_weight = jnp.sum(seen if from_start is None else seen * from_start, axis=0)
-    r.weight[...] = weight
-    r.key_weight[...] = key_weight
-    k = parts(r.k[...], precision)
-    gradient = multiply(dot_tn, parts(k.value * key_weight[:, None], precision), k, precision, gradient)
-    gradient = gradient + start_weight * load_parts(r.high, r.low).value
-    r.increment[...] = gradient.astype(r.increment.dtype)
+
+    def some_channels(c, carry):
+        part = pl.ds(c * block, block)
+        some_left = parts(_scaled(-r.d_q[:, part].astype(jnp.float32), from_start), precision)
+        gradient = multiply(dot_tn, left, parts(r.x[:, part], precision), precision)
+        gradient = multiply(dot_tn, x, some_left, precision, gradient)
+        if keys is not None:
+            gradient = multiply(dot_tn, keys, parts(r.k[:, part], precision), precision, gradient)
+            state = Parts(r.high[:, part], None if r.low is None else r.low[:, part])
+            gradient = gradient + start_weight * state.value
+        r.increment[:, part] = gradient.astype(r.increment.dtype)
+        return carry
+
+    lax.fori_loop(0, size // block, some_channels, 0)
+
+
+def _scaled(x: Array, factor: Array | None) -> Array:
+    return x if factor is None else x * factor[:, None]
 
 
 def _store_ridge(r, gradient: Array) -> None:
@@ -146,6 +159,7 @@ def state_gradients(
         },
         schedule.start_gradients,
         method=method,
+        block=min(schedule.start_gradients.block, p.key_size),
     )
     by_norm = NormGradients(results["d_ridge"], results["weight"], results["key_weight"])  # type: ignore[arg-type]
     has_decay = inputs.log_decay is not None

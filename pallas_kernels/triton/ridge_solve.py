@@ -76,7 +76,7 @@ def ridge_solve(
 
         H_t = exp(log_decay_t) H_{t-1} + k_t k_t^T        lambda_t = ridge * ||H_t||_F  (adaptive)  or  ridge
 
-    No `H_t` is formed but those at the chunks' starts, which the backward makes again. The gradient is that of the
+    No `H_t` is formed but those at the chunks' starts. The gradient is that of the
     equation's solution, by one more solve (Gated KalmaNet, table 1 and equations 6 to 10). Runs are bit-identical.
 
     Args:
@@ -156,7 +156,7 @@ def _padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids) -> RidgeIn
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _solve(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tuple[Array, Array]:
-    """Solutions and final Gram matrix of padded inputs; the backward keeps keys, solutions and norms."""
+    """Solutions and final Gram matrix of padded inputs; the backward keeps keys, solutions, norms and states."""
     return _forward(method, schedule, inputs)[0]
 
 
@@ -165,17 +165,21 @@ def _forward(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tu
     rows = decay_rows(problem, inputs)
     states, final, squares = gram_states(problem, method, inputs, rows, schedule)
     x, norm = solve_chunks(problem, method, inputs, rows, states, schedule, b=inputs.q, squares=squares)
-    return (x, final), (inputs._replace(q=None), x, norm)  # type: ignore[arg-type]
+    kept = (rows, states, squares) if schedule.keeps_states else None
+    return (x, final), (inputs._replace(q=None), x, norm, kept)  # type: ignore[arg-type]
 
 
 def _backward(
     method: Method, schedule: RidgeSchedule, residuals: Any, cotangents: tuple[Array, Array]
 ) -> tuple[RidgeInputs]:
-    inputs, x, norm = residuals
+    inputs, x, norm, kept = residuals
     d_x, d_final = cotangents
     problem = ridge_problem(inputs)
-    rows = decay_rows(problem, inputs)
-    states, _, squares = gram_states(problem, method, inputs, rows, schedule)
+    if kept is None:
+        rows = decay_rows(problem, inputs)
+        states, _, squares = gram_states(problem, method, inputs, rows, schedule)
+    else:
+        rows, states, squares = kept
     d_q, _ = solve_chunks(problem, method, inputs, rows, states, schedule, b=d_x, norm=norm)
     d_final = d_final + jnp.swapaxes(d_final, -1, -2)
     by_norm, d_ends, d_initial, products = state_gradients(

@@ -1,7 +1,6 @@
 """The ridge solve's kernels, interpreted on a CPU, against the scan in float64: solutions, Gram matrices, gradients."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -110,12 +109,29 @@ def test_no_keys_at_all_is_finite(adaptive):
 def test_schedules_agree_and_reruns_are_identical():
     arguments = GKA.arguments(jnp.float32)
     arguments["ridge"] = arguments["ridge"][:, None]
-    schedules = (RidgeSchedule(), RidgeSchedule(), RidgeSchedule(scan=Launch(block=16, inner=2)))
-    found = [
-        jax.jit(functools.partial(triton.ridge_solve, schedule=schedule))(**arguments)[0] for schedule in schedules
-    ]
-    np.testing.assert_array_equal(found[0], found[1])
-    assert relative_error(found[2], found[0]) < 1e-6
+    ids = arguments.pop("segment_ids")
+    halves, blocks = Launch(num_warps=4, num_stages=1, block=8), Launch(block=16, inner=2)
+    other = RidgeSchedule(
+        scan=blocks,
+        reverse_scan=blocks,
+        start_gradients=halves,
+        boundary_gradients=halves,
+        gradients=halves,
+        keeps_states=False,
+    )
+
+    def run_with(schedule):
+        def solve(x):
+            return triton.ridge_solve(**x, segment_ids=ids, iterations=5, schedule=schedule)
+
+        x, pull_back = jax.vjp(solve, arguments)
+        return x, pull_back(jax.tree.map(jnp.ones_like, x))[0]
+
+    run_with = jax.jit(run_with, static_argnums=0)
+    found, again = run_with(RidgeSchedule()), run_with(RidgeSchedule())
+    jax.tree.map(np.testing.assert_array_equal, found, again)
+    for a, b in zip(jax.tree.leaves(run_with(other)), jax.tree.leaves(found), strict=True):
+        assert relative_error(a, b) < 1e-5
 
 
 def test_vmap_remat_and_shard_map():
@@ -145,18 +161,22 @@ def test_vmap_remat_and_shard_map():
             assert relative_error(gradient, expected[name]) < 1e-5, name
 
 
-def test_backward_keeps_keys_solutions_and_norms_only():
+@pytest.mark.parametrize("keeps_states", [True, False])
+def test_what_the_backward_keeps(keeps_states):
+    """Keys, solutions and norms; if it is to keep them, states with the squares of their rows, and rows of decay."""
     like = jax.ShapeDtypeStruct((1, 1024, 1, 128), jnp.bfloat16)
     decay = jax.ShapeDtypeStruct((1, 1024, 1), jnp.float32)
+    schedule = RidgeSchedule(keeps_states=keeps_states)
 
     def kept(q, k, log_decay):
         def solve(q, k, log_decay):
-            return ops.ridge_solve(q, k, log_decay=log_decay, implementation="triton")
+            return triton.ridge_solve(q, k, jnp.ones((1, 1)), log_decay=log_decay, schedule=schedule)
 
         return jax.tree.leaves(jax.vjp(solve, q, k, log_decay)[1])
 
     total = sum(x.size * x.dtype.itemsize for x in jax.eval_shape(kept, like, like, decay))
-    assert total <= 1024 * (2 * 128 * 2 + 2 * 4) + 64
+    states = 16 * (128 * 128 * 2 + 128 * 4) + 1024 * 4 * 4 + 16 * 4
+    assert total <= 1024 * (2 * 128 * 2 + 2 * 4) + 64 + states * keeps_states
 
 
 @pytest.mark.parametrize(
@@ -180,7 +200,7 @@ def test_unsupported_says_why(change, reason):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("solver", ["chebyshev", "conjugate_gradient"])
 def test_forward_and_backward_lower_for_an_h200(solver, dtype):
-    """Decay, increments, scan and solve; again in the backward, with the states' gradients (two) and the arguments'."""
+    """Decay, increments, scan and solve; backward a solve, the states' gradients (two) and the arguments' (two)."""
     x = jax.ShapeDtypeStruct((1, 1000, 2, 128), dtype)
     shapes = {"log_decay": (1, 1000, 2), "initial_gram": (1, 2, 128, 128), "ridge": (2, 1 if "che" in solver else 128)}
     arrays = {"q": x, "k": x, **{name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}}
@@ -190,7 +210,7 @@ def test_forward_and_backward_lower_for_an_h200(solver, dtype):
         x, gram = triton.ridge_solve(**arrays, segment_ids=ids, solver=solver, adaptive=solver == "chebyshev")
         return jnp.sum(x.astype(jnp.float32)) + jnp.sum(gram)
 
-    assert count_kernels(jax.grad(loss), arrays, ids) == 4 + 4 + 3
+    assert count_kernels(jax.grad(loss), arrays, ids) == 4 + 1 + 2 + 2
 
 
 def test_none_takes_the_kernels_on_a_gpu(monkeypatch):
