@@ -70,6 +70,8 @@ def iterate_reports(
 ) -> Iterator[LayerReport]:
     """The statistics of each recurrent layer, one layer held at a time.
 
+    A Preconditioned Gated DeltaNet of 342M float32 weights (1.4 GB) at T = 2048 took 2.2 GiB of a CPU's memory in all.
+
     Args:
         model: the model.
         tokens: token numbers.

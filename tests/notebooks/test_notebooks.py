@@ -22,7 +22,7 @@ def pictures(notebook):
 
 
 def test_the_issue_s_notebooks_are_here():
-    assert {"eigenvalues", "preconditioner_distributions"} <= set(NAMES)
+    assert {"eigenvalues", "preconditioner_distributions", "ridge_solvers"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
