@@ -75,6 +75,11 @@ def run_config(study: LanguageStudy, mixer: Mixer, rate: float, seed: int, token
     )
 
 
+def tokens_of(config: TrainConfig) -> int:
+    """Tokens that a run reads."""
+    return config.steps * config.data.batch_size * config.data.sequence_length
+
+
 def result_path(results: pathlib.Path, mixer: Mixer, rate: float, seed: int) -> pathlib.Path:
     """The file of a run."""
     return results / f"{slug(mixer.label)}--{rate:g}--{seed}.json"
@@ -207,7 +212,7 @@ def train_and_test(
         begin = time.time()
         if lock is not None:
             lock.seek(0)
-            expected = float(lock.read() or 0.0)
+            expected = tokens_of(config) * float(lock.read() or 0.0)
             if until is not None and begin + expected > until:
                 print(f"{mixer.label}: no time left", flush=True)
                 trainer.close()
@@ -222,7 +227,7 @@ def train_and_test(
         tests = {str(n): testers[n](model, held_out.test) for n in study.lengths}
         if lock is not None:
             lock.truncate(0)
-            lock.write(f"{time.time() - begin:.1f}")
+            lock.write(str((time.time() - begin) / tokens_of(config)))
     rows = read_csv(folder / "metrics.csv")
     rates = [row["tokens_per_second"] for row in rows if math.isfinite(row.get("tokens_per_second", math.nan))]
     content = {
