@@ -62,7 +62,7 @@ def study(setting: Setting) -> Study:
             "MQAR",
             MQAR(sequence_length=256, num_pairs=32, vocabulary_size=4096),
             _LENGTHS,
-            **(sizes | {"steps": 8000, "chunks": 20}),
+            **(sizes | {"steps": 5000, "chunks": 20}),
         ),  # type: ignore[arg-type]
     )
     paper = tuple(

@@ -64,15 +64,18 @@ def study(setting: Setting) -> Study:
         "test_examples": 1280,
         "dtype": "bfloat16",
     }
-    longer = sizes | {"steps": 2000}
     cells = (
         Cell("fuzzy recall", FuzzyRecall(), **sizes),  # type: ignore[arg-type]
         Cell("memorization", Memorization(), **(sizes | {"steps": 4000})),  # type: ignore[arg-type]
-        Cell("RegBench", RegBench(sequence_length=512), **(longer | {"batch_size": 32, "train_examples": 10_000})),  # type: ignore[arg-type]
-        Cell("in-context recall", InContextRecall(), **longer),  # type: ignore[arg-type]
-        Cell("noisy recall", NoisyRecall(), **longer),  # type: ignore[arg-type]
-        Cell("compression", Compression(), **(sizes | {"steps": 4000})),  # type: ignore[arg-type]
-        Cell("selective copying", SelectiveCopying(), **(longer | {"batch_size": 64})),  # type: ignore[arg-type]
+        Cell(
+            "RegBench",
+            RegBench(sequence_length=512),
+            **(sizes | {"steps": 2000, "batch_size": 32, "train_examples": 10_000}),
+        ),  # type: ignore[arg-type]
+        Cell("in-context recall", InContextRecall(), **sizes),  # type: ignore[arg-type]
+        Cell("noisy recall", NoisyRecall(), **sizes),  # type: ignore[arg-type]
+        Cell("compression", Compression(), **(sizes | {"steps": 2000})),  # type: ignore[arg-type]
+        Cell("selective copying", SelectiveCopying(), **(sizes | {"batch_size": 64})),  # type: ignore[arg-type]
     )
     paper = tuple(
         (f"{mixer}, DeltaNet paper", task, length, value)
