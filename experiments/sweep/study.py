@@ -15,8 +15,8 @@ SETTINGS: tuple[Setting, ...] = ("small", "real")
 
 
 def slug(text: str) -> str:
-    """A file name for a label: lower case, everything but letters and digits an underscore."""
-    return re.sub(r"[^a-z0-9]+", "_", text.lower().replace("-1", "minus1")).strip("_")
+    """A file name for a label: lower case, everything but letters and digits an underscore, `[-1` as `minus1`."""
+    return re.sub(r"[^a-z0-9]+", "_", text.lower().replace("[-1", "[minus1")).strip("_")
 
 
 class Lane(NamedTuple):
