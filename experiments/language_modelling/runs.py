@@ -212,7 +212,8 @@ def train_and_test(
         begin = time.time()
         if lock is not None:
             lock.seek(0)
-            expected = tokens_of(config) * float(lock.read() or 0.0)
+            durations = json.loads(lock.read() or "{}")  # of the last run with so many tokens
+            expected = durations.get(str(tokens_of(config)), 0.0)
             if until is not None and begin + expected > until:
                 print(f"{mixer.label}: no time left", flush=True)
                 trainer.close()
@@ -227,7 +228,7 @@ def train_and_test(
         tests = {str(n): testers[n](model, held_out.test) for n in study.lengths}
         if lock is not None:
             lock.truncate(0)
-            lock.write(str((time.time() - begin) / tokens_of(config)))
+            lock.write(json.dumps(durations | {str(tokens_of(config)): round(time.time() - begin, 1)}))
     rows = read_csv(folder / "metrics.csv")
     rates = [row["tokens_per_second"] for row in rows if math.isfinite(row.get("tokens_per_second", math.nan))]
     content = {
