@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.triton.backend import exp2, log2, reciprocal
+from pallas_kernels.triton.backend import exp, exp2, log2, reciprocal
 
 
 class RowGradients(NamedTuple):
@@ -40,6 +40,14 @@ class Gram:
     def gradients(self, before, after, x, parameter, d_out) -> RowGradients:
         """For the gradient `d_out` in the result."""
         return RowGradients(after=d_out)
+
+
+def _tanh(r: Any) -> tuple[Any, Any]:
+    """`tanh(r)` and its slope: `1 - tanh(r)^2` has no digits left where A, by which it is divided, is small."""
+    decay = exp(-2 * jnp.abs(r))
+    part = reciprocal(1 + decay)
+    size = (1 - decay) * part
+    return jnp.where(r < 0, -size, size), 4 * decay * part * part
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Preconditioner:
     def __call__(self, before, after, x, parameter):
         """B, times x if so asked."""
         r = self._deviation(after + self.eps, parameter)
-        out, _ = self._preconditioner(jnp.tanh(r) if self.squash == "tanh" else r * reciprocal(1 + jnp.abs(r)))
+        out, _ = self._preconditioner(_tanh(r)[0] if self.squash == "tanh" else r * reciprocal(1 + jnp.abs(r)))
         return out * x if self.times_row else out
 
     def gradients(self, before, after, x, parameter, d_out) -> RowGradients:
@@ -81,9 +89,8 @@ class Preconditioner:
         shifted = after + self.eps
         r = self._deviation(shifted, parameter)
         if self.squash == "tanh":
-            s = jnp.tanh(r)
-            slope, over_shifted = 1 - s * s, reciprocal(shifted)
-            part = None
+            s, slope = _tanh(r)
+            over_shifted, part = reciprocal(shifted), None
         else:
             # Special functions are what time goes to: one reciprocal for both. The slope is part^2, and
             # part^2 / shifted = part / (divisor * shifted).

@@ -32,7 +32,7 @@ class System(NamedTuple):
         state: Gram matrix at the chunk's start, `[K, K]`.
         decay: of the chunk.
         from_start: `[C]` or None.
-        ridge: what is added to the diagonal, `[C, 1]` or `[C, K]`.
+        ridge: what is added to the diagonal, `[C, 1]` or `[C, K]`; for conjugate gradients also `[K]`.
         lower: bound on the eigenvalues, `[C, 1]`, for the methods that need one.
         upper: likewise.
     """
@@ -124,27 +124,34 @@ def _iterate_stationary(system: System, method: Method, b: Array) -> Array:
 
 
 def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
-    """Conjugate gradients from zero; a system whose residual has vanished stays where it is."""
+    """Conjugate gradients from zero; a system whose residual has vanished stays where it is.
+
+    A ridge by channel takes a register for each channel that a thread has, and registers are what is short. So it goes
+    round the loop with one channel a thread, and is spread when it is used. The minimum hides from the compiler that it
+    stays the same, and need not be spread but once.
+    """
     pairs = _held_pairs(system, method.precision)
     square = jnp.sum(b * b, axis=1, keepdims=True)
     floor = square * jnp.finfo(jnp.float32).eps ** 2
 
     def body(_, carry):
-        x, residual, direction, square = carry
+        x, residual, direction, square, spread = carry
         is_live = square > floor
 
         def quotient(numerator, denominator):
             return jnp.where(is_live, numerator / (jnp.where(is_live, denominator, 1.0) + method.epsilon), 0.0)
 
-        image = _add_product(system, pairs, direction, system.ridge * direction, method.precision)
+        ridge = system.ridge if spread is None else spread[None, :]
+        image = _add_product(system, pairs, direction, ridge * direction, method.precision)
         length = quotient(square, jnp.sum(direction * image, axis=1, keepdims=True))
         x = x + length * direction
         residual = residual - length * image
         after = jnp.sum(residual * residual, axis=1, keepdims=True)
         direction = jnp.where(is_live, residual + quotient(after, square) * direction, direction)
-        return x, residual, direction, after
+        return x, residual, direction, after, None if spread is None else jnp.minimum(spread, greatest)
 
-    return lax.fori_loop(0, method.iterations, body, (jnp.zeros_like(b), b, b, square))[0]
+    by_channel, greatest = system.ridge if system.ridge.ndim == 1 else None, jnp.max(system.ridge)
+    return lax.fori_loop(0, method.iterations, body, (jnp.zeros_like(b), b, b, square, by_channel))[0]
 
 
 def _solve_kernel(r, *, method: Method):
@@ -168,6 +175,8 @@ def _solve_kernel(r, *, method: Method):
     else:
         ridge = jnp.broadcast_to(strength, (CHUNK, strength.shape[1]))
     if norm is None or method.name == "conjugate_gradient":
+        if not method.adaptive and strength.shape[1] > 1:
+            ridge = r.ridge[...]
         x = _iterate_conjugate(System(keys, state, decay, from_start, ridge), method, b)
     else:
         lower = jnp.min(ridge, axis=1, keepdims=True)

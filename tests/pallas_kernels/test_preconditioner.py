@@ -94,6 +94,18 @@ def test_unsupported_says_why():
         diagonal_gram_readout(jnp.zeros((1, 4, 1, 512)), readout=preconditioner_readouts.Gram())
 
 
+@pytest.mark.parametrize("squash", ["rational", "tanh"])
+def test_gradient_where_the_gram_is_small(squash):
+    """B has left its interval's end by less than a rounding of 1 there, and the gradient is divided by A."""
+    gram = np.geomspace(1e-7, 10.0, 500)
+    readout = preconditioner_readouts.Preconditioner(1.5, 1e-6, "symmetric", squash, times_row=False)
+    found = readout.gradients(None, jnp.asarray(gram, jnp.float32), None, jnp.float32(0.5), jnp.float32(1.0)).after
+    r = np.log(gram + 1e-6) - 0.5
+    s, slope = (np.tanh(r), np.cosh(r) ** -2) if squash == "tanh" else (r / (1 + abs(r)), (1 + abs(r)) ** -2)
+    expected = -np.log(1.5) * 1.5**-s * slope / (gram + 1e-6)
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(2, 1000, 3, 128), (1, 4096, 8, 64), (1, 500, 2, 256), (2, 333, 2, 24)], ids=str)
