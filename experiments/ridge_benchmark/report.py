@@ -23,7 +23,7 @@ COLORS = {"bfloat16": "#0072b2", "tf32": "#d55e00", "split": "#009e73"}
 KERNEL_GROUPS = (
     ("solve", ("ridge_chebyshev", "ridge_conjugate_gradient"), "#0072b2"),
     ("rest of the ridge solve", ("ridge_",), "#56b4e9"),
-    ("delta rule or linear attention", ("delta_",), "#e69f00"),
+    ("delta rule or linear attention", ("delta_", "linear_"), "#e69f00"),
     ("projections, convolutions, norms", ("",), "#999999"),
 )
 

@@ -88,8 +88,17 @@ def decay_of_chunk(decay: ChunkDecay) -> Array | None:
     return factor if decay.runs is None else jnp.where(jnp.max(decay.runs) == 0, factor, 0.0)
 
 
-def causal_mask(decay: ChunkDecay, strict: bool) -> Array:
-    """Pairs `[C, C]` of one run in which the column's token comes before the row's, or is it unless `strict`."""
-    i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
-    mask = i > j if strict else i >= j
+def split_gate(gate: Array) -> tuple[Array, Array]:
+    """A gate `[C]` as a product of what can be divided by and the rest, 1 but where the gate is next to zero."""
+    is_small = jnp.abs(gate) < 1e-30
+    return jnp.where(is_small, 1.0, gate), jnp.where(is_small, gate, 1.0)
+
+
+def causal_mask(decay: ChunkDecay, strict: bool, reverse: bool = False) -> Array:
+    """Pairs `[C, C]` of one run in which the column's token comes before the row's, or is it unless `strict`.
+
+    In `reverse` it comes after the row's.
+    """
+    later, earlier = iota((CHUNK, CHUNK), int(reverse)), iota((CHUNK, CHUNK), int(not reverse))
+    mask = later > earlier if strict else later >= earlier
     return mask if decay.runs is None else mask & (decay.runs[:, None] == decay.runs[None, :])

@@ -1,4 +1,7 @@
-"""The whole family in one differentiable function: delta rule and linear attention, any gates, forward and backward."""
+"""The whole family in one differentiable function: delta rule and linear attention, any gates, forward and backward.
+
+Linear attention goes through `linear` unless its decay is channel-wise.
+"""
 
 import dataclasses
 import functools
@@ -12,8 +15,9 @@ from pallas_kernels.triton.backend import next_power_of_two
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.decode import decode
 from pallas_kernels.triton.gradients import Saved, argument_gradients, value_gradients
+from pallas_kernels.triton.linear import LinearOptions, linear_pass
 from pallas_kernels.triton.prepare import prepare
-from pallas_kernels.triton.problem import Inputs, Problem, problem_of
+from pallas_kernels.triton.problem import Inputs, Problem, is_channel_wise, is_sum, problem_of
 from pallas_kernels.triton.reverse import reverse_offsets, reverse_pass
 from pallas_kernels.triton.schedule import Schedule
 from pallas_kernels.triton.segments import fold_segments, segment_maps
@@ -22,15 +26,29 @@ from pallas_kernels.triton.state import output_pass, states_pass
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options of a call: see `Problem` and `Schedule`."""
+    """Static options of a call: see `Problem` and `Schedule`.
+
+    Attributes:
+        online: see `Problem`.
+        scale: likewise.
+        schedule: compilation.
+        shares_gate: whether `erase`, one number a token, is the write gate too; then the inputs have no other. Its
+            gradient is one sum, rounded once.
+    """
 
     online: bool
     scale: float
     schedule: Schedule
+    shares_gate: bool = False
 
 
 def _problem(options: Options, inputs: Inputs) -> Problem:
     return problem_of(inputs, online=options.online, scale=options.scale, segments=options.schedule.segments)
+
+
+def _spread(options: Options, inputs: Inputs) -> Inputs:
+    """The inputs with both gates."""
+    return inputs._replace(write=inputs.erase) if options.shares_gate else inputs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -41,6 +59,7 @@ def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
 
 def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
     problem, schedule = _problem(options, inputs), options.schedule
+    inputs = _spread(options, inputs)
     prepared = prepare(problem, inputs, schedule.prepare)
     maps = starts = None
     if problem.segments > 1:
@@ -68,8 +87,11 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse
     )
     saved = Saved(states, residual, d_states, d_values)
-    from_values = value_gradients(problem, inputs, d_out, saved, schedule.value_gradients)
-    gradients = argument_gradients(problem, inputs, d_out, saved, from_values, prepared.extreme, schedule.gradients)
+    shared = options.shares_gate
+    from_values = value_gradients(problem, inputs, d_out, saved, schedule.value_gradients, shared)
+    gradients = argument_gradients(
+        problem, inputs, d_out, saved, from_values, prepared.extreme, schedule.gradients, shared
+    )
     if inputs.initial_state is not None:
         gradients = gradients._replace(initial_state=d_initial_state.astype(inputs.initial_state.dtype))  # type: ignore[union-attr]
     return (gradients,)
@@ -109,7 +131,14 @@ def pad_inputs(inputs: Inputs, tokens: int) -> Inputs:
 def _run_chunks(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     """`chunked_pass` for inputs of any length and width."""
     length, key_size, value_size = inputs.q.shape[1], inputs.q.shape[3], inputs.v.shape[3]
-    out, state = chunked_pass(options, pad_inputs(inputs, -length % CHUNK))
+    padded = pad_inputs(inputs, -length % CHUNK)
+    if is_sum(padded, options.online):
+        if is_channel_wise(padded.write):
+            v = jnp.multiply(padded.write, padded.v.astype(jnp.float32)).astype(padded.v.dtype)  # type: ignore[arg-type]
+            padded = padded._replace(v=v, write=None)
+        out, state = linear_pass(LinearOptions(options.scale, options.schedule), padded)
+    else:
+        out, state = chunked_pass(options, padded)
     return out[:, :length, :, :value_size], state[:, :, :key_size, :value_size]
 
 
@@ -117,7 +146,7 @@ def _run_chunks(options: Options, inputs: Inputs) -> tuple[Array, Array]:
 def _run_one_token(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     """One token through the decode kernel; its gradient goes through `chunked_pass`."""
     key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
-    padded = pad_inputs(inputs, 0)
+    padded = _spread(options, pad_inputs(inputs, 0))
     out, state = decode(_problem(options, padded), padded, options.schedule.decode)
     return out[..., :value_size], state[:, :, :key_size, :value_size]
 

@@ -106,7 +106,8 @@ def linear_attention(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """Linear attention with decay: `S_t = D_t S_{t-1} + k_t (w_t * v_t)^T`, `o_t = scale * S_t^T q_t`.
 
-    The delta rule's kernels without the inverse: what a token writes does not depend on the state.
+    What a token writes does not depend on the state, so segments of the sequence only add up, and output and gradients
+    are sums over pairs of tokens (see `sums`). A channel-wise decay takes the delta rule's kernels without the inverse.
 
     Args:
         q: queries, bfloat16 or float32.
@@ -139,7 +140,11 @@ def _refuse_unsupported(operator: str, *arrays: Array | None, chunk_size: int) -
 
 def _run(inputs: Inputs, online: bool, scale: float | None, schedule: Schedule | None, dtype) -> tuple[Array, Array]:
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else float(scale)
-    out, state = run(Options(online, scale, schedule or choose_schedule(inputs, online)), inputs)
+    schedule = schedule or choose_schedule(inputs, online)
+    shares_gate = inputs.erase is not None and inputs.erase is inputs.write and inputs.erase.ndim == 3
+    if shares_gate:
+        inputs = inputs._replace(write=None)
+    out, state = run(Options(online, scale, schedule, shares_gate), inputs)
     return out.astype(dtype), state
 
 
@@ -156,13 +161,14 @@ def _inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_
     def gate(x):
         return x if x is None or x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
 
+    is_shared, erase = write is erase, gate(erase)
     return Inputs(
         q=q.astype(dtype),
         k=k.astype(dtype),
         v=v.astype(dtype),
         write_key=None if write_key is None else write_key.astype(dtype),
-        erase=gate(erase),
-        write=gate(write),
+        erase=erase,
+        write=erase if is_shared else gate(write),
         log_decay=gate(log_decay),
         initial_state=gate(initial_state),
         starts=starts,

@@ -31,10 +31,11 @@ from pallas_kernels.triton.decay import (
     decay_from_start,
     decay_of_chunk,
     decay_to_end,
+    split_gate,
 )
 from pallas_kernels.triton.pairs import pair_gradients, sum_of, weigh_pairs
 from pallas_kernels.triton.prepare import erase_key, load_channel_decay, load_wide, product
-from pallas_kernels.triton.problem import Inputs, Problem
+from pallas_kernels.triton.problem import Inputs, Problem, is_channel_wise
 
 
 class Saved(NamedTuple):
@@ -44,7 +45,7 @@ class Saved(NamedTuple):
         states: before each chunk, `[B, HV, N, V, K]`.
         residuals: R, `[B, HV, N, V, C]`.
         d_states: gradients after each chunk, `[B, HV, N, V, K]`.
-        d_values: dW, `[B, HV, N, V, C]`.
+        d_values: dW, `[B, HV, N, V, C]`, times the write gate if that is one number a token (see `split_gate`).
     """
 
     states: Array
@@ -86,17 +87,21 @@ def _values_kernel(r, *, problem: Problem, block: int):
             d_erased -= dot_tn(r.d_values[part, :], residual)
     # Of a channel-wise decay only the restarts concern the pairs' mask.
     decay = _chunk_decay(r)
+    write, v_factor, inverse_gate = load_wide(r.write), load_wide(r.write), None
+    if write is not None and write.ndim == 1:
+        gate, v_factor = split_gate(write)
+        inverse_gate = 1.0 / gate
+        d_erased = inverse_gate[:, None] * d_erased
     r.d_scores[...] = weigh_pairs(problem.scale * d_scores, decay, strict=False).astype(r.d_scores.dtype)
     if problem.online:
         r.d_erased[...] = weigh_pairs(d_erased, decay, strict=True).astype(r.d_erased.dtype)
 
     d_value = r.d_values[...].T.astype(jnp.float32)
-    write = load_wide(r.write)
-    r.d_v[...] = product(write, d_value).astype(r.d_v.dtype)
+    r.d_v[...] = product(v_factor, d_value).astype(r.d_v.dtype)
     if r.d_write is not None:
         d_write = d_value * r.v[...].astype(jnp.float32)
-        if write.ndim == 1:
-            d_write = jnp.sum(d_write, axis=1)
+        if inverse_gate is not None:
+            d_write = inverse_gate * jnp.sum(d_write, axis=1)
         r.d_write[...] = d_write.astype(r.d_write.dtype)
 
 
@@ -109,7 +114,7 @@ class _StateProducts(NamedTuple):
     kept: Any
 
 
-def _state_products(r, problem: Problem, block: int) -> _StateProducts:
+def _state_products(r, problem: Problem, block: int, shares_gate: bool) -> _StateProducts:
     result: Any = None
     for part in _blocks(problem.value_size, block):
         state, d_state = r.states[part, :], r.d_states[part, :]
@@ -123,24 +128,28 @@ def _state_products(r, problem: Problem, block: int) -> _StateProducts:
             kept=kept,
         )
         result = terms if result is None else jax.tree.map(jnp.add, result, terms)
+    gate = r.erase if shares_gate else r.gate
+    if gate is not None and problem.online:
+        inverse_gate = 1.0 / split_gate(load_wide(gate))[0]
+        result = result._replace(erased=inverse_gate[:, None] * result.erased)
     return result
 
 
-def _keys_kernel(r, *, problem: Problem, block: int):
+def _keys_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
     if r.extreme is not None:
-        pl.when(r.extreme[...] != 0)(lambda: _store_key_side(r, problem, block))
+        pl.when(r.extreme[...] != 0)(lambda: _store_key_side(r, problem, block, shares_gate))
     elif r.log_decay is not None and len(r.log_decay.shape) == 2:
-        _store_channel_side(r, problem, block)
+        _store_channel_side(r, problem, block, shares_gate)
     else:
-        _store_key_side(r, problem, block)
+        _store_key_side(r, problem, block, shares_gate)
 
 
-def _store_channel_side(r, problem: Problem, block: int):
+def _store_channel_side(r, problem: Problem, block: int, shares_gate: bool):
     """The same for a channel-wise decay, from the gradients of the matrices as products of pairs take them."""
     decay = load_channel_decay(r, is_mild=True)
     offset = offsets(decay, problem.dtype)
     reads, writes = read_factor(decay, offset), write_factor(decay, offset)
-    sums = _state_products(r, problem, block)
+    sums = _state_products(r, problem, block, shares_gate)
     k, erase = r.k[...], load_wide(r.erase)
     key = k if r.write_key is None else r.write_key[...]
     written = (key.astype(jnp.float32) * writes).astype(problem.dtype)
@@ -172,12 +181,12 @@ def _store_channel_side(r, problem: Problem, block: int):
     r.d_log_decay[...] = jnp.where(is_flat, 0.0, d_step).astype(r.d_log_decay.dtype)
 
 
-def _store_key_side(r, problem: Problem, block: int):
+def _store_key_side(r, problem: Problem, block: int, shares_gate: bool):
     """Gradients of queries, keys, erase gate and log decay."""
     q, k, erase = r.q[...], r.k[...], load_wide(r.erase)
     key = k if r.write_key is None else r.write_key[...]
     decay = _chunk_decay(r)
-    sums = _state_products(r, problem, block)
+    sums = _state_products(r, problem, block, shares_gate)
     readers, scores = [q], [r.d_scores[...]]
     if problem.online:
         readers.append(erase_key(k, erase))
@@ -249,9 +258,17 @@ def _log_decay_gradient(
     return jnp.where(is_flat, 0.0, gradient)
 
 
-def value_gradients(problem: Problem, inputs: Inputs, d_out: Array, saved: Saved, launch: Launch) -> ValueGradients:
-    """DP and dT of each chunk, `[B, HV, N, C, C]`, and the gradients of the values and of the write gate."""
+def value_gradients(
+    problem: Problem, inputs: Inputs, d_out: Array, saved: Saved, launch: Launch, shares_gate: bool = False
+) -> ValueGradients:
+    """DP and dT of each chunk, `[B, HV, N, C, C]`, and the gradients of the values and of the write gate.
+
+    That of a gate that is the erase gate too is float32, to be added up.
+    """
     p, x = problem, inputs
+    d_write: Any = x.write
+    if shares_gate:
+        d_write = jax.ShapeDtypeStruct(d_write.shape, jnp.float32)
 
     def at(h, n, b):
         return b, n, h, 0
@@ -280,7 +297,7 @@ def value_gradients(problem: Problem, inputs: Inputs, d_out: Array, saved: Saved
             "d_scores": pairs,
             "d_erased": pairs if p.online else None,
             "d_v": token(x.v),
-            "d_write": token(x.write),
+            "d_write": token(d_write),
         },
         launch,
         problem=p,
@@ -297,6 +314,7 @@ def argument_gradients(
     from_values: ValueGradients,
     extreme: Array | None,
     launch: Launch,
+    shares_gate: bool = False,
 ) -> Inputs:
     """Gradients of all token-wise arguments.
 
@@ -308,6 +326,7 @@ def argument_gradients(
         from_values: what `value_gradients` found.
         extreme: the first stage's flags of chunks with an extreme decay.
         launch: compilation; `block` is the width of a block of key channels.
+        shares_gate: whether the write gate is the erase gate, whose gradient then has both parts.
 
     Returns:
         Gradients in the arguments' shapes and dtypes; that of the initial state is None.
@@ -329,7 +348,7 @@ def argument_gradients(
         """Gradient of an argument by value head; where it is one number a token, a part from each key block."""
         if like is None:
             return None
-        is_whole = like.shape[2] == p.value_heads and (like.ndim == 4 or key_blocks == 1)
+        is_whole = like.shape[2] == p.value_heads and (like.ndim == 4 or (key_blocks == 1 and not shares_gate))
         shape = (p.batch, p.length, p.value_heads, *like.shape[3:])
         dtype = like.dtype if is_whole else jnp.float32
         if like.ndim == 4:
@@ -359,6 +378,7 @@ def argument_gradients(
         "k": token(x.k),
         "write_key": token(x.write_key),
         "erase": token(x.erase),
+        "gate": None if is_channel_wise(x.write) or shares_gate else token(x.write),
         "log_decay": token(x.log_decay),
         "starts": p.of_position(x.starts, at_key),
         "d_out": token(d_out, at_value, p.value_size),
@@ -373,7 +393,8 @@ def argument_gradients(
     grid = (p.value_heads, p.chunks, p.batch * key_blocks)
     block = min(launch.inner, p.value_size)
     mild = {**operands, "extreme": None}
-    results = call(_keys_kernel, "delta_gradients", grid, mild, outputs, launch, problem=p, block=block)
+    static: dict[str, Any] = {"problem": p, "block": block, "shares_gate": shares_gate}
+    results = call(_keys_kernel, "delta_gradients", grid, mild, outputs, launch, **static)
     if extreme is not None:
         updates = {
             name: dataclasses.replace(operand, array=results[name])
@@ -388,10 +409,9 @@ def argument_gradients(
             outputs,
             launch,
             updates=updates,
-            problem=p,
-            block=block,
+            **static,
         )
-    results |= {"d_v": from_values.d_v, "d_write": from_values.d_write}
+    results |= {"d_v": from_values.d_v, "d_write": None if shares_gate else from_values.d_write}
 
     def summed(name: str, like: Array | None) -> Array | None:
         """Adds up the parts of key blocks and of the value heads that share a key head."""
@@ -400,6 +420,8 @@ def argument_gradients(
             return None
         if name in ("erase", "log_decay") and like.ndim == 3:
             part = jnp.sum(part, axis=0) if key_blocks > 1 else part[0]
+            if name == "erase" and shares_gate:
+                part = jnp.add(part, from_values.d_write)  # type: ignore[arg-type]
         if like.shape[2] != p.value_heads:
             part = part.reshape(p.batch, p.length, like.shape[2], -1, *like.shape[3:]).sum(axis=3)
         return part.astype(like.dtype)

@@ -19,17 +19,21 @@ from pallas_kernels.triton.decay import CHUNK, ChunkDecay, causal_mask
 _LEVELS = CHUNK.bit_length() - 1
 
 
-def weigh_pairs(pairs: Array, decay: ChunkDecay, strict: bool) -> Array:
+def weigh_pairs(pairs: Array, decay: ChunkDecay, strict: bool, reverse: bool = False) -> Array:
     """Pairs `[C, C]` that are causal and of one run, times a scalar decay's `exp(G_r - G_s)`; zero elsewhere.
 
-    A channel-wise decay has no such factor: it is inside the products.
+    A channel-wise decay has no such factor: it is inside the products. In `reverse` the rows' tokens are the earlier.
     """
-    mask = causal_mask(decay, strict)
+    mask = causal_mask(decay, strict, reverse)
     if not decay.is_scalar:
         return jnp.where(mask, pairs, 0.0)
-    difference = decay.total[:, None] - decay.total[None, :]  # type: ignore[index]
+
+    def differences(x):
+        return x[None, :] - x[:, None] if reverse else x[:, None] - x[None, :]
+
+    difference = differences(decay.total)
     if decay.fine is not None:
-        difference = difference + (decay.fine[:, None] - decay.fine[None, :])
+        difference = difference + differences(decay.fine)
     return pairs * exp(jnp.where(mask, difference, -jnp.inf))
 
 

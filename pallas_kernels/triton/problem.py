@@ -121,6 +121,16 @@ class Problem:
         return jax.ShapeDtypeStruct((self.batch, self.value_heads, *shape), dtype or self.dtype)
 
 
+def is_channel_wise(gate: Array | None) -> bool:
+    """Whether a gate or decay is one number a channel."""
+    return gate is not None and gate.ndim == 4
+
+
+def is_sum(inputs: Inputs, online: bool) -> bool:
+    """Whether a call is a sum over pairs of tokens with one weight each, which takes kernels of its own."""
+    return not online and not is_channel_wise(inputs.log_decay)
+
+
 def problem_of(inputs: Inputs, *, online: bool, scale: float, segments: int = 1) -> Problem:
     """The static facts of a call on `inputs`."""
     batch, length, key_heads, key_size = inputs.q.shape

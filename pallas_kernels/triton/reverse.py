@@ -4,7 +4,8 @@ With `W = Z - Ebar S_0`, so that `R = A W`, equations 53 to 65 of the Gated Delt
 
     dR = P^T dO + K_tail dS_C      dW = A^T dR      dS_0 = Diag(exp(G_C)) dS_C + Q_G^T dO - Ebar^T dW
 
-and `dW` is the gradient of `Z`. As in `state`, everything is kept transposed, a program owns a block of value channels,
+and `dW` is the gradient of `Z`. Times a write gate of one number a token it is that of the values: so it is stored, as
+then neither is rounded twice. As in `state`, everything is kept transposed, a program owns a block of value channels,
 and segments of the sequence run side by side: the gradient goes back through one by `dS -> M^T dS + N'`.
 """
 
@@ -13,9 +14,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt, dot_tn
-from pallas_kernels.triton.decay import CHUNK
+from pallas_kernels.triton.decay import CHUNK, split_gate
 from pallas_kernels.triton.prepare import Prepared
-from pallas_kernels.triton.problem import Inputs, Problem
+from pallas_kernels.triton.problem import Inputs, Problem, is_channel_wise
 from pallas_kernels.triton.state import (
     keep_factor,
     load_row,
@@ -64,6 +65,9 @@ def _reverse_kernel(r, *, problem: Problem, block: int):
             r.d_states[n, :, :] = d_state.astype(r.d_states.dtype)
         d_value, before = _reverse_step(r, n, d_state, problem)
         if r.d_values is not None:
+            if r.gate is not None:
+                gate = r.gate[pl.ds(n * CHUNK, CHUNK)].astype(jnp.float32)
+                d_value = scale_tokens(d_value, split_gate(gate)[0])
             r.d_values[n, :, :] = d_value.astype(r.d_values.dtype)
         return before
 
@@ -83,6 +87,7 @@ def _operands(
     return {
         **pass_operands(problem, inputs, prepared, at, None, with_reads=True),
         "d_out": problem.of_token(d_out, problem.length, at, block),
+        "gate": None if is_channel_wise(inputs.write) else problem.of_token(inputs.write, problem.length, at),
     }
 
 
@@ -122,6 +127,8 @@ def reverse_pass(
     launch: Launch,
 ) -> tuple[Array, Array, Array | None]:
     """Gradients with respect to the state after each chunk, to `Z`, and to the initial state.
+
+    That to `Z` is stored times a write gate of one number a token (see `split_gate`).
 
     Args:
         problem: static facts.

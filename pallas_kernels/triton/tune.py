@@ -27,20 +27,27 @@ from jax import Array
 
 from pallas_kernels.triton.backend import Launch, device_kind, platform
 from pallas_kernels.triton.decode import decode
-from pallas_kernels.triton.family import Options, chunked_pass
+from pallas_kernels.triton.family import Options
+from pallas_kernels.triton.family import run as apply
 from pallas_kernels.triton.gradients import Saved, argument_gradients, value_gradients
 from pallas_kernels.triton.prepare import prepare
-from pallas_kernels.triton.problem import Inputs, problem_of
+from pallas_kernels.triton.problem import Inputs, is_sum, problem_of
 from pallas_kernels.triton.reverse import reverse_offsets, reverse_pass
 from pallas_kernels.triton.schedule import Schedule, default_schedule, splits, with_segments
 from pallas_kernels.triton.segments import fold_segments, segment_maps
 from pallas_kernels.triton.state import output_pass, states_pass
+from pallas_kernels.triton.sums import Places, rows_of, segment_starts, sums
 from pallas_kernels.triton.tuning import table_name, variant_name
 
 _LOOPS = [
     *(Launch(4, stages, 64) for stages in (1, 2, 3)),
     *(Launch(8, stages, 128) for stages in (2, 3)),
     *(Launch(4, stages, 32) for stages in (1, 2, 3)),
+]
+_SUMS = [
+    *(Launch(4, stages, 64) for stages in (1, 2, 3)),
+    *(Launch(warps, stages, 128) for warps in (4, 8) for stages in (1, 2)),
+    *(Launch(4, stages, 32) for stages in (1, 2)),
 ]
 CANDIDATES: dict[str, list[Launch]] = {
     "prepare": [Launch(warps, 1) for warps in (2, 4)],
@@ -53,6 +60,10 @@ CANDIDATES: dict[str, list[Launch]] = {
     "value_gradients": [Launch(warps, 1, 64, inner) for warps in (4, 8) for inner in (64, 128)],
     "gradients": [Launch(4, 1, block, inner) for block in (32, 64) for inner in (32, 64, 128)],
     "decode": [Launch(warps, 1, block) for warps in (2, 4, 8) for block in (32, 64, 128)],
+    "increments": [*(Launch(4, stages, 64) for stages in (2, 3)), Launch(4, 2, 128), Launch(8, 3, 128)],
+    "scan": [Launch(4, 1, 8, 8), Launch(4, 1, 4, 16), Launch(2, 1, 4, 16)],
+    "sums": _SUMS,
+    "gradient_sums": _SUMS,
 }
 # Largest relative difference of a candidate from the default, and of a schedule from the float64 scan.
 _ROUNDING = {"bfloat16": 5e-3, "float32": 1e-5}
@@ -107,8 +118,30 @@ def scan(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     return jnp.moveaxis(out, 0, 1), state
 
 
+def sum_stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch], Callable], Any]]:
+    """`stages` of linear attention."""
+    x, schedule = inputs, options.schedule
+    p = problem_of(x, online=False, scale=options.scale, segments=schedule.segments)
+    places, rows = Places(x.q, x.k, x.v), jax.jit(lambda x: rows_of(p, x))(x)
+
+    def starts_of(l: Launch, other: Launch):
+        return lambda x: segment_starts(p, x, rows, x.k, x.v, x.initial_state, (l, other))
+
+    starts = jax.jit(starts_of(schedule.increments, schedule.scan))(x)
+    found: dict[str, tuple[Callable[[Launch], Callable], Any]] = {
+        "sums": (lambda l: lambda x, s, y: sums(p, x, rows, y, s, l), (x, starts, places)),
+        "gradient_sums": (lambda l: lambda x, s, y: sums(p, x, rows, y, s, l, reverse=True), (x, starts, places)),
+    }
+    if p.segments > 1:
+        found["increments"] = lambda l: starts_of(l, schedule.scan), (x,)
+        found["scan"] = lambda l: starts_of(schedule.increments, l), (x,)
+    return found
+
+
 def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch], Callable], Any]]:
     """For each kernel, what makes a function of its arguments from a launch, and its arguments from the default run."""
+    if is_sum(inputs, options.online):
+        return sum_stages(options, inputs)
     x, schedule = inputs, options.schedule
     p = problem_of(x, online=options.online, scale=options.scale, segments=schedule.segments)
     prepared = jax.jit(lambda x: prepare(p, x, schedule.prepare))(x)
@@ -185,7 +218,7 @@ def check_schedule(options: Options, variant: tuple[str, str, str], sizes: tuple
     def run(function, inputs):
         return jax.jit(jax.value_and_grad(functools.partial(loss, function), has_aux=True))(inputs)
 
-    (_, results), gradients = run(functools.partial(chunked_pass, options), inputs)
+    (_, results), gradients = run(functools.partial(apply, options), inputs)
     with jax.enable_x64(True):
         doubles = jax.tree.map(lambda a: a.astype(jnp.float64), inputs)
         (_, reference), d_reference = run(functools.partial(scan, options), doubles)
@@ -210,7 +243,7 @@ def device_times(runs: Iterable[tuple[Any, Any, Any]], repeats: int = 5) -> dict
             for line in plane.lines
             if line.name.startswith("Stream")
             for event in line.events
-            if event.name.startswith("delta_")
+            if event.name.startswith(("delta_", "linear_"))
         ]
     if len(events) != sum(counts) * repeats:
         raise RuntimeError(f"the profile has {len(events)} kernels, expected {sum(counts) * repeats}")
@@ -265,6 +298,8 @@ def tune_variant(solve: str, decay: str, dtype: str, sizes: tuple[int, int]) -> 
     """Table entry of one variant."""
     scale = sizes[0] ** -0.5
     few, many = (2, 16) if splits(sizes[0]) else (1, 1)
+    if solve == "linear" and decay != "channel":
+        few, many = 2, 8
     default = Options(solve != "linear", scale, default_schedule(sizes[0], dtype, segments=few))
     error = check_schedule(default, (solve, decay, dtype), sizes)
     if not error < _ERROR[dtype]:

@@ -8,8 +8,15 @@ from importlib import resources
 from typing import Any
 
 from pallas_kernels.triton.backend import Launch, device_kind, interpreted, next_power_of_two
-from pallas_kernels.triton.problem import Inputs
-from pallas_kernels.triton.schedule import Schedule, choose_segments, default_schedule, splits, with_segments
+from pallas_kernels.triton.problem import Inputs, is_sum
+from pallas_kernels.triton.schedule import (
+    Schedule,
+    choose_segments,
+    choose_sum_segments,
+    default_schedule,
+    splits,
+    with_segments,
+)
 
 _DEFAULT_PROCESSORS = 132
 
@@ -51,6 +58,9 @@ def choose_schedule(inputs: Inputs, online: bool) -> Schedule:
     default = default_schedule(next_power_of_two(inputs.q.shape[3]), inputs.v.dtype.name)
     schedule = dataclasses.replace(default, **launches)
     programs = batch * value_heads * max(1, value_size // 64)
+    processors = table.get("processors", _DEFAULT_PROCESSORS)
+    if is_sum(inputs, online):
+        return with_segments(schedule, choose_sum_segments(programs, length, processors))
     if not splits(next_power_of_two(inputs.q.shape[3])):
         return schedule
-    return with_segments(schedule, choose_segments(programs, length, table.get("processors", _DEFAULT_PROCESSORS)))
+    return with_segments(schedule, choose_segments(programs, length, processors))

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import triton
 from pallas_kernels.triton import Schedule
+from rnnlib import ops
 from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, Case, errors, make_inputs, relative_error
 
 CASES = {
@@ -31,12 +32,21 @@ CASES = {
     "linear_attention": Case((1, 100, 1, 2, 16, 32), NO, online=False),
     "linear_attention_channel_decay": Case((1, 130, 1, 1, 16, 16), CHANNEL, online=False, extreme=True, segments=2),
     "linear_attention_packed": Case((1, 130, 1, 1, 16, 16), SCALAR, write=NO, online=False, packed=True),
+    "linear_attention_segments": Case((2, 250, 1, 2, 16, 32), SCALAR, online=False, segments=3),
+    "linear_attention_extreme_packed": Case(
+        (1, 250, 1, 1, 32, 16), SCALAR, online=False, packed=True, extreme=True, segments=2
+    ),
+    "linear_attention_channel_write": Case((1, 250, 1, 1, 16, 16), NO, write=CHANNEL, online=False, segments=2),
     "two_key_blocks": Case((1, 64, 1, 1, 128, 128), SCALAR, SCALAR, SCALAR),
     "one_token": Case((2, 1, 1, 2, 16, 32), CHANNEL, CHANNEL, CHANNEL, write_key=True),
     "one_token_linear_padded": Case((3, 1, 1, 2, 24, 20), SCALAR, online=False),
 }
 # A channel's decay of -1000 is clamped to -100, and later sums in its chunk have the digits of numbers near 100.
-LOOSE = {"extreme_channel_decay_packed", "linear_attention_channel_decay"}
+LOOSE = {
+    "extreme_channel_decay_packed",
+    "linear_attention_channel_decay",
+    "linear_attention_extreme_packed",
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -51,6 +61,48 @@ def test_float32_equals_the_scan(name):
 def test_bfloat16_stays_within_rounding(decay):
     found = errors(Case((1, 192, 1, 1, 32, 32), decay, dtype=jnp.bfloat16), schedule=Schedule(segments=3))
     assert all(error < 1e-2 for error in found.values()), found
+
+
+@pytest.mark.parametrize("decay", [NO, SCALAR])
+def test_linear_attention_in_bfloat16_stays_within_rounding(decay):
+    found = errors(Case((1, 192, 1, 2, 32, 32), decay, online=False, dtype=jnp.bfloat16), schedule=Schedule(segments=3))
+    assert all(error < 1e-2 for error in found.values()), found
+
+
+@pytest.mark.parametrize("shares_gate", [False, True])
+def test_gates_of_zero_and_next_to_zero(shares_gate):
+    """Gradients are divided by the write gate, which must not show where it is zero."""
+    arrays, _ = make_inputs(Case((1, 64, 1, 1, 16, 16)))
+    tokens = jnp.arange(64)
+    gate = jnp.where(tokens % 5 == 0, 0.0, jnp.where(tokens % 5 == 1, 1e-35, arrays["write"][0, :, 0]))[None, :, None]
+    del arrays["write"], arrays["erase"]
+    weights = jnp.asarray(np.random.default_rng(3).standard_normal((1, 64, 1, 16)), jnp.float32)
+
+    def gradients(implementation):
+        def loss(arrays, erase, write):
+            gates = {"beta": write} if shares_gate else {"erase": erase, "write": write}
+            return jnp.sum(ops.gated_delta_rule(**arrays, **gates, implementation=implementation)[0] * weights)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(arrays, gate, gate)
+
+    for found, expected in zip(jax.tree.leaves(gradients("triton")), jax.tree.leaves(gradients("scan")), strict=True):
+        assert relative_error(found, expected) < 1e-5
+
+
+def test_a_shared_gate_has_one_rounding():
+    """`beta` is both gates: its gradient in bfloat16 is the rounded sum, not the sum of rounded ones."""
+    arrays, _ = make_inputs(Case((1, 128, 1, 1, 16, 16)))
+    del arrays["write"]
+    beta = arrays.pop("erase").astype(jnp.bfloat16)
+    arrays = {name: x.astype(jnp.bfloat16) if name in "qkv" else x for name, x in arrays.items()}
+
+    def loss(erase, write):
+        out, _ = triton.gated_delta_rule(**arrays, erase=erase, write=write)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    once = jax.jit(jax.grad(lambda beta: loss(beta, beta)))(beta)
+    wide = jax.jit(jax.grad(lambda beta: loss(beta, beta)))(beta.astype(jnp.float32))
+    np.testing.assert_array_equal(once, wide.astype(jnp.bfloat16))
 
 
 def test_repeated_keys_with_gate_one_and_no_decay():

@@ -80,7 +80,13 @@ def test_packed_channel_gates_of_any_size_lower(size):
 def test_linear_attention_and_one_token_lower():
     x = arguments("scalar", False, jnp.bfloat16)
     linear = {name: x[name] for name in ("q", "k", "v", "write", "log_decay", "initial_state")}
-    assert count_kernels(lambda x: triton.linear_attention(**x, schedule=Schedule()), linear) == 2
+    for segments, forward, both in ((1, 2, 5), (2, 4, 9)):  # rows, sums; what segments add, and the scan over it
+
+        def run(x, segments=segments):
+            return triton.linear_attention(**x, schedule=Schedule(segments=segments))
+
+        assert count_kernels(run, linear) == forward
+        assert count_kernels(jax.grad(lambda x: sum(jnp.sum(y.astype(jnp.float32)) for y in run(x))), linear) == both
     for decay in ("none", "scalar", "channel"):
         one = arguments(decay, decay == "channel", jnp.bfloat16, length=1)
         assert count_kernels(lambda x: triton.gated_delta_rule(**x), one) == 1
