@@ -46,14 +46,14 @@ class NormGradients(NamedTuple):
 
 def _start_gradients_kernel(r, *, method: Method, block: int):
     """The sum over a chunk's tokens of `from_start_t dH_t` and its transpose, and what leads to it."""
-    precision, size = method.precision, r.x.shape[1]
+    precision, size, adaptive = method.precision, r.x.shape[1], method.adaptive
     minus, solution = -r.d_q[...].astype(jnp.float32), r.x[...].astype(jnp.float32)
     from_start = None if r.from_start is None else r.from_start[...]
     left, x = parts(_scaled(minus, from_start), precision), parts(r.x[...], precision)
     d_diagonal = minus * solution  # of what is added to the diagonal
     keys: Parts | None = None
     start_weight: Any = None
-    if method.adaptive:
+    if adaptive:
         norm = r.norm[...]
         _store_ridge(r, d_diagonal * norm[:, None])
         d_norm = jnp.sum(d_diagonal * load_strength(r.ridge), axis=1)
@@ -67,19 +67,25 @@ def _start_gradients_kernel(r, *, method: Method, block: int):
     else:
         _store_ridge(r, d_diagonal)
 
-    def some_channels(c, carry):
-        part = pl.ds(c * block, block)
-        some_left = parts(_scaled(-r.d_q[:, part].astype(jnp.float32), from_start), precision)
-        gradient = multiply(dot_tn, left, parts(r.x[:, part], precision), precision)
+    def store(part, some_x: Parts, some_left: Parts, some_keys: Parts | None) -> None:
+        gradient = multiply(dot_tn, left, some_x, precision)
         gradient = multiply(dot_tn, x, some_left, precision, gradient)
-        if keys is not None:
-            gradient = multiply(dot_tn, keys, parts(r.k[:, part], precision), precision, gradient)
+        if keys is not None and some_keys is not None:
+            gradient = multiply(dot_tn, keys, some_keys, precision, gradient)
             state = Parts(r.high[:, part], None if r.low is None else r.low[:, part])
             gradient = gradient + start_weight * state.value
         r.increment[:, part] = gradient.astype(r.increment.dtype)
+
+    def some_channels(c, carry):
+        part = pl.ds(c * block, block)
+        some_left = parts(_scaled(-r.d_q[:, part].astype(jnp.float32), from_start), precision)
+        store(part, parts(r.x[:, part], precision), some_left, parts(r.k[:, part], precision) if adaptive else None)
         return carry
 
-    lax.fori_loop(0, size // block, some_channels, 0)
+    if block < size:
+        lax.fori_loop(0, size // block, some_channels, 0)
+    else:
+        store(slice(None), x, left, parts(r.k[...], precision) if adaptive else None)
 
 
 def _scaled(x: Array, factor: Array | None) -> Array:

@@ -112,7 +112,7 @@ def ridge_solve(
     if precision is None:
         precision = _default_precision(inputs)
     method = Method(solver, iterations, adaptive, float(epsilon), precision)
-    x, gram = _solve(method, schedule or choose_schedule(ridge_problem(inputs)), inputs)
+    x, gram = _solve(method, schedule or choose_schedule(ridge_problem(inputs), precision), inputs)
     size = q.shape[3]
     return x[:, : q.shape[1], :, :size].astype(q.dtype), gram[:, :, :size, :size]
 
