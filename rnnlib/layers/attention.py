@@ -98,11 +98,16 @@ class AttentionCache(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Causal softmax attention, full or over a sliding window."""
+    """Causal softmax attention, full or over a sliding window.
+
+    Attributes:
+        number: of this layer among those of a program, see `rnnlib.ops.causal_attention`.
+    """
 
     def __init__(self, config: AttentionConfig, shape: MixerShape, *, rngs: nnx.Rngs):
         self.config = config
         self.shape = shape
+        self.number = 0
         size = shape.key_size
         self.query = shape.project(shape.value_heads * size, rngs=rngs)
         self.key = shape.project(shape.key_heads * size, rngs=rngs)
@@ -154,7 +159,9 @@ class Attention(nnx.Module):
             query, key = self.rotary(query, positions), self.rotary(key, positions)
 
         if cache is None:
-            out = ops.causal_attention(query, key, value, window=self.config.window, segment_ids=segment_ids)
+            out = ops.causal_attention(
+                query, key, value, window=self.config.window, segment_ids=segment_ids, number=self.number
+            )
         else:
             out, cache = self._extend(query, key, value, segment_ids, cache)
             cache = cache._replace(position=positions[:, -1] + 1)

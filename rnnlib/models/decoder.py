@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from rnnlib.layers import Attention
 from rnnlib.models.config import ModelConfig
 from rnnlib.models.embedding import look_up
 from rnnlib.models.mixers import build_mixer
@@ -118,6 +119,10 @@ class DecoderLM(nnx.Module):
         shape = (config.vocabulary_size, config.width)
         self.embedding = nnx.Param(init(rngs.params(), shape, config.storage_dtype))
         self.blocks = nnx.List([Block(config, mixer, rngs=rngs) for mixer in config.layer_mixers])
+        if config.compute_dtype == jnp.bfloat16:  # what cuDNN serves: see `rnnlib.ops.causal_attention`
+            attention = [block.mixer for block in self.blocks if isinstance(block.mixer, Attention)]
+            for number, mixer in enumerate(attention):
+                mixer.number = number
         self.norm = nnx.RMSNorm(
             config.width,
             epsilon=config.norm_eps,

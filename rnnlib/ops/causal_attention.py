@@ -18,6 +18,7 @@ def causal_attention(
     *,
     window: int | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    number: int = 0,
 ) -> Float[Array, "B T H V"]:
     """Causal softmax attention, `softmax(q k^T / sqrt(K)) v` over the tokens that each token may see.
 
@@ -30,6 +31,10 @@ def causal_attention(
         v: values.
         window: how many tokens each token sees, itself included; None is all before it.
         segment_ids: documents packed into a row: tokens see nothing from before the last change of id.
+        number: tells a program's calls apart, of which nothing in the result depends. XLA's deterministic programs
+            on a GPU fail when they run (jax 0.11.2: `IndexError: raw_hash_map<>::at`) if they have equal calls of
+            cuDNN's attention: of equal backward passes it marks the first alone as deterministic, and does not find
+            the others among those it has built. Give the layers of a bfloat16 model numbers of their own.
 
     Returns:
         The output in `v`'s dtype.
@@ -50,6 +55,8 @@ def causal_attention(
         raise ValueError(f"{_NAME}: v has shape {v.shape}, expected [B, T, HK] = {k.shape[:3]} as in k")
     if window is not None and window < 1:
         raise ValueError(f"{_NAME}: window is {window}, expected None or at least 1")
+    if number < 0:
+        raise ValueError(f"{_NAME}: number is {number}, expected 0 or more")
     batch, length = q.shape[:2]
     check_segment_ids(_NAME, segment_ids, batch, length)
     if segment_ids is not None:
@@ -58,11 +65,11 @@ def causal_attention(
     if window is None or 2 * window >= length:
         mask = None if segment_ids is None else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         local = None if window is None else (window - 1, 0)
-        return _attention(q, k, v, mask=mask, is_causal=True, local_window_size=local)
-    return _blockwise_window_attention(q, k, v, window, segment_ids)
+        return _attention(q, k, v, number, mask=mask, is_causal=True, local_window_size=local)
+    return _blockwise_window_attention(q, k, v, window, segment_ids, number)
 
 
-def _attention(q: Array, k: Array, v: Array, **options) -> Array:
+def _attention(q: Array, k: Array, v: Array, number: int, **options) -> Array:
     # dot_product_attention wants one dtype throughout; values may be of another width than keys.
     dtype = jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype)
     pad = [(0, 0)] * 3 + [(0, max(0, q.shape[-1] - v.shape[-1]))]
@@ -70,6 +77,10 @@ def _attention(q: Array, k: Array, v: Array, **options) -> Array:
         raise ValueError(f"{_NAME}: v has {v.shape[-1]} channels, expected at most the {q.shape[-1]} of q and k")
     padded = jnp.pad(v.astype(dtype), pad)
     options["implementation"] = _backend(q, dtype)
+    if number and dtype == jnp.bfloat16:
+        # Another factor makes another call; powers of two change no digit.
+        power = 2.0 ** (number % 64)
+        q, options["scale"] = q / power, power * q.shape[-1] ** -0.5
     out = jax.nn.dot_product_attention(q.astype(dtype), k.astype(dtype), padded, **options)
     return out[..., : v.shape[-1]].astype(v.dtype)
 
@@ -81,7 +92,9 @@ def _backend(q: Array, dtype: DTypeLike) -> str | None:
     return "cudnn" if half and fits and jax.default_backend() == "gpu" else None
 
 
-def _blockwise_window_attention(q: Array, k: Array, v: Array, window: int, segment_ids: Array | None) -> Array:
+def _blockwise_window_attention(
+    q: Array, k: Array, v: Array, window: int, segment_ids: Array | None, number: int
+) -> Array:
     batch, length = q.shape[:2]
     blocks = -(-length // window)
 
@@ -102,5 +115,5 @@ def _blockwise_window_attention(q: Array, k: Array, v: Array, window: int, segme
         ids = with_previous(segment_ids)
         mask = mask & (ids[:, window:, None] == ids[:, None, :])
     query = with_previous(q)[:, window:]
-    out = _attention(query, with_previous(k), with_previous(v), mask=mask[:, None])
+    out = _attention(query, with_previous(k), with_previous(v), number, mask=mask[:, None])
     return out.reshape(batch, blocks * window, *out.shape[2:])[:, :length]

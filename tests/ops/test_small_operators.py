@@ -124,5 +124,23 @@ def test_bad_arguments_are_named(unchecked_shapes):
         ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), window=0)
     with pytest.raises(ValueError, match="HK divides H"):
         ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 3, 8)), jnp.ones((1, 4, 3, 8)))
+    with pytest.raises(ValueError, match="number is -1"):
+        ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), number=-1)
     with pytest.raises(ValueError, match=r"eta has shape \(1, 2\), expected \[B, T, H\] = \(1, 2, 1\)"):
         ops.kaczmarz_gain(jnp.ones((1, 2, 1, 4)), jnp.ones((1, 2)))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_numbers_of_attention_calls_make_other_programs_and_no_other_digits(window):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 2, 8), jnp.bfloat16)
+
+    def gradients(q, k, v, number):
+        def total(*arguments):
+            return ops.causal_attention(*arguments, window=window, number=number).astype(jnp.float32).sum()
+
+        return jax.grad(total, (0, 1, 2))(q, k, v)
+
+    texts = {str(jax.make_jaxpr(lambda q: gradients(q, k, v, number))(q)) for number in range(4)}
+    assert len(texts) == 4
+    for found, expected in zip(gradients(q, k, v, 7), gradients(q, k, v, 0)):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
