@@ -299,7 +299,7 @@ def tune_variant(solve: str, decay: str, dtype: str, sizes: tuple[int, int]) -> 
     scale = sizes[0] ** -0.5
     few, many = (2, 16) if splits(sizes[0]) else (1, 1)
     if solve == "linear" and decay != "channel":
-        few, many = 2, 8
+        few, many = 2, 8 if decay == "none" else 16
     default = Options(solve != "linear", scale, default_schedule(sizes[0], dtype, segments=few))
     error = check_schedule(default, (solve, decay, dtype), sizes)
     if not error < _ERROR[dtype]:

@@ -60,7 +60,7 @@ def choose_schedule(inputs: Inputs, online: bool) -> Schedule:
     programs = batch * value_heads * max(1, value_size // 64)
     processors = table.get("processors", _DEFAULT_PROCESSORS)
     if is_sum(inputs, online):
-        return with_segments(schedule, choose_sum_segments(programs, length, processors))
+        return with_segments(schedule, choose_sum_segments(programs, length, processors, inputs.log_decay is not None))
     if not splits(next_power_of_two(inputs.q.shape[3])):
         return schedule
     return with_segments(schedule, choose_segments(programs, length, processors))

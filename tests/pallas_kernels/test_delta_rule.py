@@ -240,6 +240,16 @@ def test_a_loop_of_single_tokens_equals_the_sequence():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [(64, 256), (128, 256), (256, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("online", [False, True], ids=["linear_attention", "delta_rule"])
+def test_wide_heads_on_a_gpu(online, size, dtype):
+    """What the schedules ask for fits in shared memory."""
+    found = errors(Case((1, 512, 1, 2, *size), online=online, dtype=dtype))
+    assert all(error < (2e-5 if dtype == jnp.float32 else 1e-2) for error in found.values()), found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name, dtype):
     """The same cases at sizes that models have."""

@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pallas_kernels import triton
 from pallas_kernels.triton import Schedule
 from pallas_kernels.triton.backend import Launch, interpreted
-from pallas_kernels.triton.schedule import choose_segments
+from pallas_kernels.triton.schedule import choose_segments, choose_sum_segments
 from rnnlib import ops
 
 H200 = AbstractMesh(
@@ -131,6 +131,13 @@ def test_tables_are_of_stages_and_launches():
         assert table["processors"] > 0
         for variant in table["variants"].values():
             Schedule(**{stage: Launch(**parameters) for stage, parameters in variant.items()})
+
+
+@pytest.mark.parametrize("has_decay", [False, True])
+def test_segments_of_sums_fill_an_idle_card_only(has_decay):
+    assert choose_sum_segments(16, 8192, 132, has_decay) >= 8
+    assert choose_sum_segments(256, 4096, 132, has_decay) == 1
+    assert choose_sum_segments(16, 64, 132, has_decay) == 1
 
 
 def test_segments_fill_an_idle_card_only():
