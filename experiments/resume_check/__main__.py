@@ -62,7 +62,6 @@ def config(options: Options) -> TrainConfig:
             mixers=("gated_deltanet", "sliding_window_attention"),
             tie_embeddings=True,
             dtype="bfloat16",
-            scan_layers=True,
         ),
         data=DataConfig(sequence_length=options.length, batch_size=16, max_train_bytes=4_000_000),
         evaluation=EvaluationConfig(every=options.steps, batches=4),
