@@ -102,7 +102,7 @@ def test_fixed_preconditioner_is_one_factor_a_channel_within_its_bound():
     factors = np.asarray(signals.keys.write_key / signals.keys.key, np.float64)
     np.testing.assert_allclose(factors, np.broadcast_to(factors[0, 0], factors.shape), rtol=1e-5)
     np.testing.assert_allclose([factors.min(), factors.max()], [1 / 1.8, 1.8], rtol=1e-5)
-    with pytest.raises(ValueError, match="bound is 3.0"):
+    with pytest.raises(ValueError, match="bound is 3"):
         FixedPreconditioner(bound=3.0)
 
 
