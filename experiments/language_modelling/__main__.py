@@ -154,6 +154,13 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: i
         panel.set_xscale("log", base=2)
     for panel in (left, middle, right):
         panel.grid(alpha=0.3)
+    left.set_title("training", fontsize=10)
+    middle.set_title("held-out text by length of the rows", fontsize=10)
+    right.set_title("held-out text by position", fontsize=10)
+    sizes = [runs[0]["num_parameters"] / 1e6 for runs in found.values()]
+    tokens = next(iter(found.values()))[0]["train_tokens"] / 1e6
+    size = "-".join(dict.fromkeys(f"{x:.1f}" for x in (min(sizes), max(sizes))))
+    drawing.suptitle(f"Language models of {size}M parameters after {tokens:.1f}M tokens, best first")
     drawing.legend(loc="outside right center", fontsize=8, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(path, dpi=130, metadata={"Software": None})
