@@ -33,7 +33,7 @@ def study(setting: Setting) -> Study:
         return Study(
             "mqar",
             "MQAR, small",
-            (MIXERS[0], MIXERS[3], MIXERS[6]),
+            MIXERS,
             (small_recall_cell(),),
             (1e-3, 1e-2),
             (0, 1, 2),
