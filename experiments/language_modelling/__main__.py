@@ -1,6 +1,7 @@
 """`python -m experiments.language_modelling`: see README.md."""
 
 import dataclasses
+import functools
 import pathlib
 import statistics
 import sys
@@ -24,7 +25,7 @@ class Options:
     """Trains the language models that are missing, then writes table and figure."""
 
     setting: LanguageSetting = "small"
-    """"small" runs on a CPU in minutes, "real" and "short" (a tenth of the tokens) on one GPU."""
+    """"small" runs on a CPU in minutes; on one GPU "real", "short" (a tenth of the tokens) and "large" (150M)."""
     mixers: tuple[str, ...] = ()
     """Only mixers of these labels, or whose label contains one of these."""
     rates: tuple[float, ...] = ()
@@ -42,7 +43,7 @@ class Options:
     exclusive: pathlib.Path | None = None
     """Lock file: of several such commands on one device one trains at a time, while the others compile."""
     until: float | None = None
-    """With `exclusive`: begin no run that would end after this time (since the epoch), judged by the run before it."""
+    """Give up a run that would end after this time (since the epoch), as soon as its speed tells."""
     commit: str | None = None
     """Commit to record where there is no git repository."""
 
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     train = plan.train if options.steps is None else dataclasses.replace(plan.train, steps=options.steps)
     plan = dataclasses.replace(plan, mixers=mixers, train=train)
     results = options.output / "results" / options.setting
-    work = options.work / options.setting
+    work = options.work
     begin = time.monotonic()
     missing = [
         (mixer, rate, seed)
@@ -188,7 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     if missing and not options.report_only:
         tokenizer = get_tokenizer(plan, work)
-        held_out = hold_out(dataclasses.replace(plan.train.data, tokenizer=tokenizer[1]), tokenizer[0])
+        text = dataclasses.replace(plan.train.data, tokenizer=tokenizer[1])
+        held_out = functools.cache(lambda: hold_out(text, tokenizer[0]))
         where = environment(command_line("experiments.language_modelling"), options.commit)
         while missing and (options.seconds is None or time.monotonic() - begin < options.seconds):
             mixer, rate, seed = missing.pop(0)

@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from rnnlib.data import (
 )
 from rnnlib.data import train_tokenizer as learn_tokenizer
 from rnnlib.models import DecoderLM
-from rnnlib.training import TrainConfig, Trainer, bits_per_byte, read_csv
+from rnnlib.training import ProgressReporter, StepReport, TrainConfig, Trainer, bits_per_byte, read_csv
 
 _BATCH = ("inputs", "targets", "segment_ids", "positions", "loss_weights")
 
@@ -53,6 +54,38 @@ def get_tokenizer(study: LanguageStudy, work: pathlib.Path) -> tuple[Tokenizer, 
             sample = dataclasses.replace(study.train.data, max_train_bytes=8_000_000)
             learn_tokenizer(iterate_documents(sample, "train"), vocabulary_size=study.vocabulary_size, path=path)
     return load_tokenizer(path), str(path)
+
+
+class OutOfTimeError(Exception):
+    """A run would end after the time by which it must."""
+
+
+class Deadline(ProgressReporter):
+    """Shows progress, and gives a run up as soon as its speed is known and says that it ends too late."""
+
+    LOOK = range(80, 401, 80)
+    """Steps at which the end is estimated."""
+    TESTS = 8.0
+    """Seconds for the tests behind the training."""
+
+    def __init__(self, steps: int, until: float | None, plain_seconds: float):
+        """`until` is in seconds since the epoch; None never gives up."""
+        super().__init__(steps, plain_seconds=plain_seconds)
+        self._until = until
+
+    def step(self, report: StepReport) -> None:
+        """Shows a training step.
+
+        Raises:
+            OutOfTimeError: the run would end too late.
+        """
+        super().step(report)
+        if self._until is None or report.seconds_left is None or report.step not in self.LOOK:
+            return
+        # Evaluations and checkpoints take about a twentieth.
+        late = time.time() + 1.05 * report.seconds_left + self.TESTS - self._until
+        if late > 0:
+            raise OutOfTimeError(f"step {report.step}: it would end {late:.0f} s too late")
 
 
 def hold_out(data: DataConfig, tokenizer: Tokenizer) -> HeldOut:
@@ -168,12 +201,14 @@ def train_and_test(
     work: pathlib.Path,
     results: pathlib.Path,
     tokenizer: tuple[Tokenizer, str],
-    held_out: HeldOut,
+    held_out: Callable[[], HeldOut],
     environment: dict[str, Any],
     exclusive: pathlib.Path | None = None,
     until: float | None = None,
 ) -> dict[str, Any] | None:
     """Trains a run (or goes on with one that was stopped), tests it and writes its result.
+
+    The text is read while the training step is compiled, the tests are compiled while the model trains.
 
     Args:
         study: the study.
@@ -183,10 +218,10 @@ def train_and_test(
         work: folder for checkpoints and tokens.
         results: folder of the result files.
         tokenizer: from `get_tokenizer`.
-        held_out: from `hold_out`.
+        held_out: gives what `hold_out` does.
         environment: recorded with the run.
         exclusive: lock file of the device: training and testing wait for it, compiling does not.
-        until: time (since the epoch) by which the run must be done; one that would take longer is not begun.
+        until: time (since the epoch) by which the run must be done; one that would take longer is given up.
 
     Returns:
         The result, or None where there was no time.
@@ -194,41 +229,48 @@ def train_and_test(
     config = run_config(study, mixer, rate, seed, tokenizer[1])
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_folder=str(work / "tokens")))
     folder = work / f"{slug(mixer.label)}--{rate:g}--{seed}-{fingerprint(study, mixer, rate, seed)}"
-    with turn(work / "tokens.lock"):
-        corpus = load_corpus(config.data, "train", tokenizer[0])
-        trainer = Trainer(config, tokenizer=tokenizer[0])
-    print(f"{mixer.label}: {corpus.num_tokens:,} tokens of text; compiling", flush=True)
+    begin = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{mixer.label}: {what} ({time.monotonic() - begin:.0f} s)", flush=True)
+
+    def read() -> TokenCorpus:
+        with turn(work / "tokens.lock"):
+            corpus = load_corpus(config.data, "train", tokenizer[0])
+            trainer.read_data()
+        say(f"read {corpus.num_tokens:,} tokens of text")
+        return corpus
+
+    trainer = Trainer(config, tokenizer=tokenizer[0], read_data=False)
+    say("compiling")
     # Tests take seconds: what they are compiled in matters more, and that is less for layers as one scan.
     scanned = config.model.replace(vocabulary_size=trainer.config.model.vocabulary_size, scan_layers=True)
     shapes = nnx.eval_shape(lambda: DecoderLM(scanned, rngs=nnx.Rngs(0)))
     lengths = dict.fromkeys((config.data.sequence_length, *study.lengths))
-    with concurrent.futures.ThreadPoolExecutor(len(lengths) + 1) as pool:
-        compiling = pool.submit(trainer.compile)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        reading = pool.submit(read)
+        trainer.compile()
+        say("compiled")
+        corpus = reading.result()
         made = {n: pool.submit(BitsPerByte, shapes, n, study.test_tokens, tokenizer[0]) for n in lengths}
-        compiling.result()
-        testers = {n: future.result() for n, future in made.items()}
-    trainer.open(folder, resume=folder.exists())
-    with turn(exclusive) as lock:
-        begin = time.time()
-        if lock is not None:
-            lock.seek(0)
-            durations = json.loads(lock.read() or "{}")  # of the last run with so many tokens
-            expected = durations.get(str(tokens_of(config)), 0.0)
-            if until is not None and begin + expected > until:
-                print(f"{mixer.label}: no time left", flush=True)
-                trainer.close()
+        testing = pool.submit(held_out)
+        trainer.open(folder, resume=folder.exists())
+        with turn(exclusive):
+            say("training")
+            try:
+                outcome = trainer.run(Deadline(config.steps, until, config.logging.plain_seconds))
+            except OutOfTimeError as error:
+                say(f"no time left: {error}")
                 return None
-        print(f"{mixer.label}: training", flush=True)
-        outcome = trainer.run()
-        if outcome.stopped_by is not None:
-            raise KeyboardInterrupt
-        memory = jax.local_devices()[0].memory_stats()
-        model = trainer.trained_model()
-        validation = testers[config.data.sequence_length](model, held_out.validation)
-        tests = {str(n): testers[n](model, held_out.test) for n in study.lengths}
-        if lock is not None:
-            lock.truncate(0)
-            lock.write(json.dumps(durations | {str(tokens_of(config)): round(time.time() - begin, 1)}))
+            if outcome.stopped_by is not None:
+                raise KeyboardInterrupt
+            say("testing")
+            memory = jax.local_devices()[0].memory_stats()
+            model = trainer.trained_model()
+            testers, texts = {n: future.result() for n, future in made.items()}, testing.result()
+            validation = testers[config.data.sequence_length](model, texts.validation)
+            tests = {str(n): testers[n](model, texts.test) for n in study.lengths}
+            say("done")
     rows = read_csv(folder / "metrics.csv")
     rates = [row["tokens_per_second"] for row in rows if math.isfinite(row.get("tokens_per_second", math.nan))]
     content = {

@@ -72,12 +72,16 @@ def model_config(base: ModelConfig, mixer: Mixer) -> ModelConfig:
 # Peak learning rates of the short setting, the same for every mixer; the real one has time for the first alone.
 RATES = (2e-3, 4e-3)
 
-LanguageSetting = Literal["small", "short", "real"]
-SETTINGS: tuple[LanguageSetting, ...] = ("small", "short", "real")
+LanguageSetting = Literal["small", "short", "real", "large"]
+SETTINGS: tuple[LanguageSetting, ...] = ("small", "short", "real", "large")
 
 
 def study(setting: LanguageSetting) -> LanguageStudy:
-    """The study at a setting: "real" is about 30M parameters and 105M tokens of Python text a run, "short" 10.5M."""
+    """The study at a setting.
+
+    "real" is about 25M parameters and 105M tokens of Python text a run, "short" 10.5M; "large" is about 135M parameters
+    and 26.2M tokens.
+    """
     quiet = {"logging": LoggingConfig(tensorboard=False)}
     if setting == "small":
         return LanguageStudy(
@@ -112,6 +116,21 @@ def study(setting: LanguageSetting) -> LanguageStudy:
                 plan.train, data=data, steps=320, model=plan.train.model.replace(scan_layers=True)
             ),
             lengths=(2048, 4096, 8192, 32_768),
+        )
+    if setting == "large":
+        plan = study("real")
+        return dataclasses.replace(
+            plan,
+            # Twice the width at half the rate; the start is 1 / sqrt(width) again.
+            learning_rates=(RATES[0] / 2,),
+            train=dataclasses.replace(
+                plan.train,
+                model=model_preset("150m").replace(
+                    vocabulary_size=16_384, attention_heads=12, initializer_std=0.036, remat=False, scan_layers=False
+                ),
+                data=dataclasses.replace(plan.train.data, batch_size=8),
+                steps=800,
+            ),
         )
     return LanguageStudy(
         mixers=MIXERS,

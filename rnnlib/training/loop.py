@@ -1,6 +1,7 @@
 """The training loop: compiled steps, evaluation, checkpoints, records, and a clean stop at any moment."""
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -10,13 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from flax import nnx
 
-from rnnlib.data import Tokenizer, load_tokenizer, make_dataset
+from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
 from rnnlib.models import DecoderLM
 from rnnlib.training.checkpoint import Checkpoints, Progress
 from rnnlib.training.config import TrainConfig
@@ -133,7 +134,8 @@ class Trainer:
     """A training run in three parts: all that can be wrong with a config, then the folder, then the steps.
 
     Making a `Trainer` reads the data and traces the training step, so that a wrong path, size or name is an error
-    before there is a folder; `open` makes or restores the run folder; `run` trains.
+    before there is a folder; `open` makes or restores the run folder; `run` trains. With `read_data=False` the data
+    is read by `read_data`, which another thread may do while `compile` compiles, or else by `open`.
 
     Attributes:
         config: The config, its vocabulary size made that of the tokenizer.
@@ -142,12 +144,13 @@ class Trainer:
         start_step: The step that training goes on from, once open.
     """
 
-    def __init__(self, config: TrainConfig, *, tokenizer: Tokenizer | None = None):
+    def __init__(self, config: TrainConfig, *, tokenizer: Tokenizer | None = None, read_data: bool = True):
         """Prepares a run and checks it; writes nothing.
 
         Args:
             config: What to train, on what.
             tokenizer: In place of the one that `config.data.tokenizer` names.
+            read_data: Read the data now.
 
         Raises:
             ValueError: If a path, size or name in the config is wrong; the message names it.
@@ -169,9 +172,21 @@ class Trainer:
         evaluation_graphdef = nnx.split(evaluation_view(model))[0]
         self._evaluation_step = make_evaluation_step(evaluation_graphdef, token_bytes, self._mesh, **options)
         self._template: TrainState = jax.eval_shape(self._new_state)
-        self._train_data = make_dataset(config.data, split="train", tokenizer=self.tokenizer)
-        self._validation_data = make_dataset(config.data, split="validation", tokenizer=self.tokenizer)
+        self._data: tuple[BatchDataset, BatchDataset] | None = None
+        if read_data:
+            self.read_data()
         jax.eval_shape(self._train_step, self._template, self._abstract_batch())
+
+    def read_data(self) -> tuple[BatchDataset, BatchDataset]:
+        """Training and validation data, read when first asked for.
+
+        Raises:
+            ValueError: If a path or name in the config is wrong, or a split is empty.
+        """
+        if self._data is None:
+            train = make_dataset(self.config.data, split="train", tokenizer=self.tokenizer)
+            self._data = train, make_dataset(self.config.data, split="validation", tokenizer=self.tokenizer)
+        return self._data
 
     @property
     def num_parameters(self) -> int:
@@ -202,15 +217,18 @@ class Trainer:
         if self._mesh is not None:
             return
         batch = self._abstract_batch()
-        jitted: Any = self._train_step
-        self._train_step = jitted.lower(self._template, batch).compile()
         first_part = {
             name: jax.ShapeDtypeStruct((1, self.config.data.batch_size, *x.shape[2:]), x.dtype)
             for name, x in batch.items()
         }
-        arguments = (self._template.parameters, self._template.other, first_part)
-        jitted = self._evaluation_step
-        self._evaluation_step = jitted.lower(*arguments).compile()
+        lowered = cast(Any, self._train_step).lower(self._template, batch)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            compiling = pool.submit(lowered.compile)
+            evaluation = cast(Any, self._evaluation_step).lower(
+                self._template.parameters, self._template.other, first_part
+            )
+            self._evaluation_step = evaluation.compile()
+            self._train_step = compiling.result()
 
     def open(self, folder: str | os.PathLike, *, resume: bool = False) -> None:
         """Makes the run folder, or restores what is in it; nothing is changed in a folder that does not fit.
@@ -223,6 +241,7 @@ class Trainer:
             ValueError: If the folder exists (new run), is no run or is one of another model or other data (resume).
         """
         folder = Path(folder)
+        train_data, self._validation_data = self.read_data()
         if not resume:
             create_run(folder, self.config, self.tokenizer)
         saved = load_run_config(folder)
@@ -234,7 +253,7 @@ class Trainer:
                 stack.push(self._remove_if_nothing_was_done)
             stack.enter_context(lock_run(folder))
             checkpoints = stack.enter_context(Checkpoints(folder / CHECKPOINTS, keep=self.config.checkpoint.keep))
-            self._batches = iter(self._train_data)
+            self._batches = iter(train_data)
             stack.callback(self._batches.close)
             if checkpoints.latest_step is None:
                 self._state = put_state(self._new_state(), self._mesh)

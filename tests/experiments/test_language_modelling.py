@@ -1,18 +1,21 @@
 """The language-modelling study: bits per byte, halves of the held-out text, one command end to end."""
 
 import json
+import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from experiments.language_modelling.__main__ import main
-from experiments.language_modelling.runs import BitsPerByte, hold_out
+from experiments.language_modelling.runs import BitsPerByte, Deadline, OutOfTimeError, hold_out
 from experiments.language_modelling.study import MIXERS, model_config, study
 from rnnlib.data import DataConfig, TokenCorpus, load_tokenizer
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.models.mixers import mixer_config
+from rnnlib.training import StepReport
 
 
 def test_every_mixer_can_be_configured():
@@ -21,6 +24,27 @@ def test_every_mixer_can_be_configured():
     for mixer in MIXERS:
         config = model_config(plan.train.model, mixer)
         assert len({type(mixer_config(config, layer)) for layer in config.layer_mixers}) == len(set(mixer.preset))
+
+
+def test_large_models_differ_in_their_mixer_alone():
+    plan = study("large")
+    assert plan.train.data.max_train_bytes == study("real").train.data.max_train_bytes, "the same text"
+    sizes = []
+    for mixer in MIXERS[:3]:
+        config = model_config(plan.train.model, mixer)
+        model = nnx.eval_shape(lambda config=config: DecoderLM(config, rngs=nnx.Rngs(0)))
+        sizes.append(sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))))
+    assert min(sizes) > 120e6 and max(sizes) < 150e6
+    assert plan.train.steps * plan.train.data.batch_size * plan.train.data.sequence_length == 26_214_400
+
+
+def test_a_run_that_would_end_too_late_is_given_up(capsys):
+    reporter = Deadline(1600, time.time() + 60, 10.0)
+    reporter.step(StepReport(80, 0, 3.0, 1.0, 1e6, 40.0))
+    reporter.step(StepReport(81, 0, 3.0, 1.0, 1e6, 400.0))
+    with pytest.raises(OutOfTimeError, match=r"step 160: it would end \d+ s too late"):
+        reporter.step(StepReport(160, 0, 3.0, 1.0, 1e6, 70.0))
+    Deadline(1600, None, 10.0).step(StepReport(160, 0, 3.0, 1.0, 1e6, 1e9))
 
 
 def test_bits_per_byte_are_those_of_every_document_read_alone():

@@ -98,6 +98,23 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path, tiny_
     assert not (tmp_path / "run").exists()
 
 
+def test_data_can_be_read_after_compiling(tmp_path, tiny_config):
+    config = dataclasses.replace(
+        tiny_config, steps=2, optimizer=dataclasses.replace(tiny_config.optimizer, warmup_steps=0)
+    )
+    trainer = Trainer(config, read_data=False)
+    trainer.compile()
+    assert trainer.read_data() is trainer.read_data()
+    trainer.open(tmp_path / "later")
+    later = trainer.run()
+    assert later.step == 2 and later.evaluation is not None
+    missing = dataclasses.replace(config, data=dataclasses.replace(config.data, source="text", paths=("no-such-file",)))
+    trainer = Trainer(missing, read_data=False)
+    with pytest.raises(ValueError, match="no-such-file"):
+        trainer.open(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
 def test_vocabulary_is_at_least_the_tokenizers(tiny_config):
     assert Trainer(tiny_config).config.model.vocabulary_size == 257
     padded = replace(tiny_config, "model", vocabulary_size=320)
