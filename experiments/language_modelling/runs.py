@@ -208,7 +208,8 @@ def train_and_test(
 ) -> dict[str, Any] | None:
     """Trains a run (or goes on with one that was stopped), tests it and writes its result.
 
-    The text is read while the training step is compiled, the tests are compiled while the model trains.
+    While the training step is compiled the text is read and the weights are drawn; while the model trains the tests
+    are compiled.
 
     Args:
         study: the study.
@@ -234,11 +235,12 @@ def train_and_test(
     def say(what: str) -> None:
         print(f"{mixer.label}: {what} ({time.monotonic() - begin:.0f} s)", flush=True)
 
-    def read() -> TokenCorpus:
+    def prepare() -> TokenCorpus:
         with turn(work / "tokens.lock"):
             corpus = load_corpus(config.data, "train", tokenizer[0])
             trainer.read_data()
         say(f"read {corpus.num_tokens:,} tokens of text")
+        trainer.open(folder, resume=folder.exists())
         return corpus
 
     trainer = Trainer(config, tokenizer=tokenizer[0], read_data=False)
@@ -248,13 +250,12 @@ def train_and_test(
     shapes = nnx.eval_shape(lambda: DecoderLM(scanned, rngs=nnx.Rngs(0)))
     lengths = dict.fromkeys((config.data.sequence_length, *study.lengths))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        reading = pool.submit(read)
+        preparing = pool.submit(prepare)
         trainer.compile()
         say("compiled")
-        corpus = reading.result()
+        corpus = preparing.result()
         made = {n: pool.submit(BitsPerByte, shapes, n, study.test_tokens, tokenizer[0]) for n in lengths}
         testing = pool.submit(held_out)
-        trainer.open(folder, resume=folder.exists())
         with turn(exclusive):
             say("training")
             try:
