@@ -198,6 +198,8 @@ def reciprocal(x: Array) -> Array:
 def load_rows(ref, start, size: int, limit, other: float) -> Array:
     """Rows `start` to `start + size` (a power of two) of `[N, ...]`; `other` from row `limit` on."""
     index = start + lax.broadcasted_iota(jnp.int32, (size, *ref.shape[1:]), 0)
+    if isinstance(start, int):  # a slice must lie within the array where its start is static
+        start = start + lax.min(pl.program_id(0), 0)
     return plt.load(ref.at[pl.ds(start, size)], mask=index < limit, other=other)
 
 

@@ -41,7 +41,7 @@ def test_a_small_study_measures_and_draws(tmp_path, monkeypatch):
             curves = results[key][precision]
             assert set(curves) == {"exact", *shown}
             assert all(len(curves[label]) == 1 for label in shown)
-        assert 0 < results[key]["float32"]["exact"] < 1e-4 < results[key]["bfloat16"]["exact"]
+        assert 0 < results[key]["float32"]["exact"] < 1e-3 < results[key]["bfloat16"]["exact"]
     assert len(list(tmp_path.glob("*.png"))) == 5
     # The pictures can be made again from the numbers alone.
     for picture in tmp_path.glob("*.png"):
