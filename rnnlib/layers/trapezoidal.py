@@ -71,10 +71,13 @@ class TrapezoidalSolver(Solver):
         self.shape = shape
         self.options = options
         rank, several = shape.pairs, shape.pairs > 1
-        # Vectors, so that no optimizer decays them.
-        initial = jnp.full((shape.value_heads * rank * shape.value_size,), 1.0 / rank, shape.param_dtype)
-        self.value_scale = nnx.Param(initial) if several else None
-        self.read_scale = nnx.Param(initial) if several else None
+
+        def equal_weights() -> nnx.Param:
+            # A vector, so that no optimizer decays it; an array of its own, so that a training step may be given both.
+            return nnx.Param(jnp.full((shape.value_heads * rank * shape.value_size,), 1.0 / rank, shape.param_dtype))
+
+        self.value_scale = equal_weights() if several else None
+        self.read_scale = equal_weights() if several else None
 
     def __call__(
         self,

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from rnnlib.layers import (
     AttentionConfig,
@@ -129,6 +130,15 @@ def test_parameter_counts(name):
 def test_mamba_has_the_papers_sizes(name):
     shape = mixer_preset(name).shape(1024, 32)
     assert (shape.key_heads, shape.key_size, shape.value_heads, shape.value_size) == (1, 128, 32, 64)
+
+
+@pytest.mark.parametrize("name", mixer_names())
+def test_no_two_parameters_share_an_array(name):
+    # A training step is given its state to overwrite, and on a GPU refuses the same array twice.
+    module = mixer_preset(name).build(WIDTH, HEADS, rngs=nnx.Rngs(0))
+    arrays = [leaf for leaf in jax.tree.leaves(nnx.state(module)) if isinstance(leaf, jax.Array) and leaf.size]
+    arrays = [leaf for leaf in arrays if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    assert len({leaf.unsafe_buffer_pointer() for leaf in arrays}) == len(arrays)
 
 
 def test_overrides_reach_fields_axes_and_short_names():
