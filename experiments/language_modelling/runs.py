@@ -61,17 +61,23 @@ class OutOfTimeError(Exception):
 
 
 class Deadline(ProgressReporter):
-    """Shows progress, and gives a run up as soon as its speed is known and says that it ends too late."""
+    """Shows progress, and gives a run up that would end too late at the best speed that it has shown.
+
+    The best one, because other models that compile on the same device slow a run down for a while.
+    """
 
     LOOK = range(80, 401, 80)
     """Steps at which the end is estimated."""
-    TESTS = 8.0
+    SETTLED = 40
+    """Steps before which the speed tells nothing."""
+    TESTS = 6.0
     """Seconds for the tests behind the training."""
 
     def __init__(self, steps: int, until: float | None, plain_seconds: float):
         """`until` is in seconds since the epoch; None never gives up."""
         super().__init__(steps, plain_seconds=plain_seconds)
         self._until = until
+        self._step_seconds = math.inf
 
     def step(self, report: StepReport) -> None:
         """Shows a training step.
@@ -80,10 +86,15 @@ class Deadline(ProgressReporter):
             OutOfTimeError: the run would end too late.
         """
         super().step(report)
-        if self._until is None or report.seconds_left is None or report.step not in self.LOOK:
+        left = self._steps - report.step
+        if self._until is None or report.seconds_left is None or not left:
+            return
+        if report.step >= self.SETTLED:
+            self._step_seconds = min(self._step_seconds, report.seconds_left / left)
+        if report.step not in self.LOOK:
             return
         # Evaluations and checkpoints take about a twentieth.
-        late = time.time() + 1.05 * report.seconds_left + self.TESTS - self._until
+        late = time.time() + 1.05 * self._step_seconds * left + self.TESTS - self._until
         if late > 0:
             raise OutOfTimeError(f"step {report.step}: it would end {late:.0f} s too late")
 

@@ -38,13 +38,19 @@ def test_large_models_differ_in_their_mixer_alone():
     assert plan.train.steps * plan.train.data.batch_size * plan.train.data.sequence_length == 26_214_400
 
 
-def test_a_run_that_would_end_too_late_is_given_up(capsys):
-    reporter = Deadline(1600, time.time() + 60, 10.0)
-    reporter.step(StepReport(80, 0, 3.0, 1.0, 1e6, 40.0))
-    reporter.step(StepReport(81, 0, 3.0, 1.0, 1e6, 400.0))
-    with pytest.raises(OutOfTimeError, match=r"step 160: it would end \d+ s too late"):
-        reporter.step(StepReport(160, 0, 3.0, 1.0, 1e6, 70.0))
-    Deadline(1600, None, 10.0).step(StepReport(160, 0, 3.0, 1.0, 1e6, 1e9))
+def test_a_run_that_would_end_too_late_is_given_up():
+    def report(step, seconds_left):
+        return StepReport(step, 0, 3.0, 1.0, 1e6, seconds_left)
+
+    reporter = Deadline(1600, time.time() + 100, 10.0)
+    for step, seconds_left in ((10, 1.0), (60, 85.0), (80, 82.0), (160, 300.0)):  # disturbed at the last
+        reporter.step(report(step, seconds_left))
+    slow = Deadline(1600, time.time() + 100, 10.0)
+    slow.step(report(10, 1.0))
+    slow.step(report(60, 150.0))
+    with pytest.raises(OutOfTimeError, match=r"step 80: it would end \d+ s too late"):
+        slow.step(report(80, 120.0))
+    Deadline(1600, None, 10.0).step(report(80, 1e9))
 
 
 def test_bits_per_byte_are_those_of_every_document_read_alone():
