@@ -2,12 +2,13 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import tyro
@@ -15,7 +16,7 @@ import tyro
 from experiments.sweep.device import turn
 from experiments.sweep.results import command_line, environment, write_text
 from experiments.sweep.study import pick, slug
-from experiments.throughput.measure import CompiledCase, compile_case, measure
+from experiments.throughput.measure import CompiledCase, Measurement, compile_case
 from experiments.throughput.report import read_results, write_report
 from experiments.throughput.study import Case, ThroughputStudy, cases, study
 
@@ -45,7 +46,7 @@ class Options:
 
     To compile side by side, run several of these commands with different mixers and the same `exclusive`."""
     quiet: bool = False
-    """Compile all cases, with `compile_workers` threads, before the first is timed."""
+    """Compile all cases, with `compile_workers` threads, before the first is timed, and time them by turns."""
     seconds: float | None = None
     """Time no case after this time."""
     exclusive: pathlib.Path | None = None
@@ -64,22 +65,54 @@ def file_name(case: Case) -> str:
     return f"{slug(case.mixer.label)}--{case.length}{marks}.json"
 
 
-def time_or_explain(
-    plan: ThroughputStudy, case: Case, compiled: concurrent.futures.Future[CompiledCase]
-) -> dict[str, Any]:
-    """The record of a case, or one that says why there is none: a failure must not cost the others their results."""
-    try:
-        return measure(plan, compiled.result())
-    except Exception as error:
-        print(f"FAILED {file_name(case)}: {''.join(traceback.format_exception(error))[-3000:]}", flush=True)
-        return {
-            "mixer": case.mixer.label,
-            "length": case.length,
-            "deterministic": case.deterministic,
-            "packed": case.packed,
-            "recompute": case.recompute,
-            "error": str(error).partition("\n")[0][:200],
-        }
+# Turns in which the steps of several cases are timed: a device that slows down in a run slows down all of them.
+_TURNS = 5
+
+
+def time_cases(
+    plan: ThroughputStudy, compiled: dict[Case, concurrent.futures.Future[CompiledCase]]
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """The record of each case, timed by turns, or one that says why there is none.
+
+    A failure must not cost the others their results. The states of all cases are on the device at once.
+    """
+    running: dict[Case, Measurement] = {}
+    failed: dict[Case, Exception] = {}
+
+    def attempt(case: Case, function: Callable[[], Any]) -> Any:
+        if case not in failed:
+            try:
+                return function()
+            except Exception as error:
+                print(f"FAILED {file_name(case)}: {''.join(traceback.format_exception(error))[-3000:]}", flush=True)
+                failed[case] = error
+                running.pop(case, None)
+        return None
+
+    def start(case: Case) -> None:
+        running[case] = Measurement(plan, compiled[case].result())
+
+    for case in compiled:
+        attempt(case, functools.partial(start, case))
+    turns = _TURNS if len(compiled) > 1 else 1
+    for number in range(turns):
+        steps = plan.steps * (number + 1) // turns - plan.steps * number // turns
+        for case in list(running):
+            attempt(case, functools.partial(running[case].time, steps))
+    for case in compiled:
+        record = attempt(case, lambda: running.pop(case).finish())
+        yield case, record or _explanation(case, failed[case])
+
+
+def _explanation(case: Case, error: Exception) -> dict[str, Any]:
+    return {
+        "mixer": case.mixer.label,
+        "length": case.length,
+        "deterministic": case.deterministic,
+        "packed": case.packed,
+        "recompute": case.recompute,
+        "error": str(error).partition("\n")[0][:200],
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,18 +147,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 failed += len(futures) + len(queue)
                 break
             with turn(options.exclusive):
-                while ready := next((future for future in futures if future.done()), None):
-                    case = futures.pop(ready)
-                    record = time_or_explain(plan, case, ready)
-                    failed += "error" in record
-                    record["environment"] = where
-                    write_text(results / file_name(case), json.dumps(record, indent=1) + "\n")
-                    print(
-                        f"{time.monotonic() - begin:6.1f} s  {file_name(case)}  {record.get('tokens_per_second')} "
-                        f"tokens/s, compiled in {record.get('compile_seconds')} s",
-                        flush=True,
-                    )
-                    del ready
+                while ready := [future for future in futures if future.done()]:
+                    together = ready if options.quiet else ready[:1]
+                    for case, record in time_cases(plan, {futures.pop(future): future for future in together}):
+                        failed += "error" in record
+                        record["environment"] = where
+                        write_text(results / file_name(case), json.dumps(record, indent=1) + "\n")
+                        print(
+                            f"{time.monotonic() - begin:6.1f} s  {file_name(case)}  {record.get('tokens_per_second')} "
+                            f"tokens/s, compiled in {record.get('compile_seconds')} s",
+                            flush=True,
+                        )
+                    del ready, together
     print(write_report(plan, read_results(results), options.output, options.setting))
     return 1 if failed else 0
 

@@ -113,56 +113,70 @@ def compile_case(plan: ThroughputStudy, case: Case) -> CompiledCase:
     return CompiledCase(case, compiled, new_state, num_parameters, time.monotonic() - start)
 
 
-def measure(plan: ThroughputStudy, compiled: CompiledCase) -> dict[str, Any]:
-    """Times a case.
+class Measurement:
+    """A case whose steps are being timed; its state stays on the device until `finish`.
 
     Every timed step is waited for, so that each has a time of its own; a step takes long against the wait.
-
-    Returns:
-        The record: tokens per second (from the median step), utilisation, memory, losses.
     """
-    case = compiled.case
-    batch = _batch(plan, case)
 
-    def run(steps: int, state: Any) -> tuple[Any, list[float], list[float]]:
-        seconds, losses = [], []
+    def __init__(self, plan: ThroughputStudy, compiled: CompiledCase):
+        """Takes the steps before timing."""
+        self.plan = plan
+        self.compiled = compiled
+        self.batch = _batch(plan, compiled.case)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.state: Any = compiled.new_state()
+        self._run(plan.warmup)
+
+    def _run(self, steps: int) -> list[float]:
+        seconds = []
         for _ in range(steps):
             start = time.perf_counter()
-            state, metrics = compiled.step(state, batch)
-            losses.append(float(metrics.nats) / float(metrics.tokens))
+            self.state, metrics = self.compiled.step(self.state, self.batch)
+            self.losses.append(float(metrics.nats) / float(metrics.tokens))
             seconds.append(time.perf_counter() - start)
-        return state, seconds, losses
+        return seconds
 
-    state, _, first = run(plan.warmup, compiled.new_state())
-    state, seconds, losses = run(plan.steps, state)
-    del state
-    record: dict[str, Any] = {}
-    if case.deterministic:
-        state, _, again = run(plan.warmup + plan.steps, compiled.new_state())
-        del state
-        record["same_bits_twice"] = again == first + losses
-    flops = step_flops(model_config(plan, case), case.length)
-    median = float(np.median(seconds))
-    peak = PEAK.get(jax.devices()[0].device_kind)
-    achieved = flops.total * plan.tokens / median
-    return record | {
-        "mixer": case.mixer.label,
-        "preset": list(case.mixer.preset),
-        "length": case.length,
-        "rows": plan.tokens // case.length,
-        "deterministic": case.deterministic,
-        "packed": case.packed,
-        "recompute": case.recompute,
-        "num_parameters": compiled.num_parameters,
-        "step_seconds": [round(s, 6) for s in seconds],
-        "tokens_per_second": round(plan.tokens / median, 1),
-        "flops_per_token": {"weights": flops.weights, "mixing": flops.mixing},
-        "model_flops_per_second": achieved,
-        "utilization": None if peak is None else round(achieved / peak, 5),
-        "memory": _memory(compiled.step),
-        "losses": [loss if np.isfinite(loss) else None for loss in first + losses],
-        "compile_seconds": round(compiled.seconds, 2),
-    }
+    def time(self, steps: int) -> None:
+        """Times so many steps more."""
+        self.seconds += self._run(steps)
+
+    def finish(self) -> dict[str, Any]:
+        """Gives the state back.
+
+        Returns:
+            The record: tokens per second (from the median step), utilisation, memory, losses.
+        """
+        plan, compiled, case = self.plan, self.compiled, self.compiled.case
+        losses, self.state = self.losses, None
+        record: dict[str, Any] = {}
+        if case.deterministic:
+            self.losses, self.state = [], compiled.new_state()
+            self._run(len(losses))
+            record["same_bits_twice"], self.state = self.losses == losses, None
+        flops = step_flops(model_config(plan, case), case.length)
+        median = float(np.median(self.seconds))
+        peak = PEAK.get(jax.devices()[0].device_kind)
+        achieved = flops.total * plan.tokens / median
+        return record | {
+            "mixer": case.mixer.label,
+            "preset": list(case.mixer.preset),
+            "length": case.length,
+            "rows": plan.tokens // case.length,
+            "deterministic": case.deterministic,
+            "packed": case.packed,
+            "recompute": case.recompute,
+            "num_parameters": compiled.num_parameters,
+            "step_seconds": [round(s, 6) for s in self.seconds],
+            "tokens_per_second": round(plan.tokens / median, 1),
+            "flops_per_token": {"weights": flops.weights, "mixing": flops.mixing},
+            "model_flops_per_second": achieved,
+            "utilization": None if peak is None else round(achieved / peak, 5),
+            "memory": _memory(compiled.step),
+            "losses": [loss if np.isfinite(loss) else None for loss in losses],
+            "compile_seconds": round(compiled.seconds, 2),
+        }
 
 
 def _memory(step: Any) -> dict[str, int] | None:

@@ -64,7 +64,7 @@ def test_one_command_times_and_reports(tmp_path, capsys, monkeypatch):
     def fail(*_):
         raise MemoryError("too large\nfor this card")
 
-    monkeypatch.setattr(command, "measure", fail)
+    monkeypatch.setattr(command, "Measurement", fail)
     assert command.main([*arguments, "--again"]) == 1
     assert json.loads(file.read_text())["error"] == "too large"
     assert "| Transformer++ | | failed |" in table(study("small"), read_results(file.parent))
@@ -77,12 +77,30 @@ def test_every_record_is_of_its_own_case(workers, quiet, tmp_path, monkeypatch):
         return {"mixer": case.mixer.label, "length": case.length, "deterministic": case.deterministic}
 
     monkeypatch.setattr(command, "compile_case", lambda plan, case: case)
-    monkeypatch.setattr(
-        command, "measure", lambda plan, case: name(case) | {"packed": case.packed, "recompute": case.recompute}
-    )
+    timed = []
+
+    class Measured:
+        def __init__(self, plan, case):
+            self.case = case
+
+        def time(self, steps):
+            timed.extend([self.case] * steps)
+            if quiet and self.case.packed and len(timed) > 5:
+                raise MemoryError("no room")
+
+        def finish(self):
+            return name(self.case) | {"packed": self.case.packed, "recompute": self.case.recompute}
+
+    monkeypatch.setattr(command, "Measurement", Measured)
     monkeypatch.setattr(command, "write_report", lambda *_: "")
     arguments = ["--output", str(tmp_path), "--compile-workers", str(workers), *["--quiet"] * quiet]
-    assert command.main(arguments) == 0
-    records = {path.name: json.loads(path.read_text()) for path in (tmp_path / "results" / "small").glob("*.json")}
     expected = {command.file_name(case): name(case) for case in cases(study("small")) if case.recompute}
+    assert command.main(arguments) == int(quiet)
+    records = {path.name: json.loads(path.read_text()) for path in (tmp_path / "results" / "small").glob("*.json")}
     assert {file: {key: record[key] for key in expected[file]} for file, record in records.items()} == expected
+    assert [file for file, record in records.items() if "error" in record] == [
+        f for f in records if "packed" in f
+    ] * quiet
+    for case in set(timed):
+        first, last = timed.index(case), len(timed) - 1 - timed[::-1].index(case)
+        assert quiet == (len(set(timed[first : last + 1])) > 1) or case.packed, "one after another, or by turns"
