@@ -294,33 +294,53 @@ def best_launches(table: dict[str, tuple[Callable, Any]], dtype: str, default: S
     return best
 
 
-def tune_variant(solve: str, decay: str, dtype: str, sizes: tuple[int, int]) -> tuple[str, dict[str, dict[str, int]]]:
+def tune_variant(solve: str, decay: str, dtype: str, sizes: tuple[int, int]) -> tuple[str, dict[str, Any]]:
     """Table entry of one variant."""
-    scale = sizes[0] ** -0.5
     few, many = (2, 16) if splits(sizes[0]) else (1, 1)
     if solve == "linear" and decay != "channel":
         few, many = 2, 8 if decay == "none" else 16
-    default = Options(solve != "linear", scale, default_schedule(sizes[0], dtype, segments=few))
-    error = check_schedule(default, (solve, decay, dtype), sizes)
-    if not error < _ERROR[dtype]:
-        raise RuntimeError(f"the default schedule's error is {error:.1e} for {solve} {decay} {dtype} {sizes}")
+    default = _checked_default((solve, decay, dtype), sizes, few)
     inputs = random_inputs((1, 8192, 8, *sizes), solve, decay, dtype)
     options = dataclasses.replace(default, schedule=with_segments(default.schedule, many))
     best = best_launches(stages(options, inputs), dtype, default.schedule)
     best |= best_launches(
         decode_stage(options, random_inputs((64, 1, 8, *sizes), solve, decay, dtype)), dtype, default.schedule
     )
+    return variant_name(inputs, solve != "linear"), _checked_entry(default, (solve, decay, dtype), sizes, best)
+
+
+def tune_underfilled(solve: str, decay: str, dtype: str, sizes: tuple[int, int]) -> tuple[str, dict[str, Any]]:
+    """What the passes over chunks take where each processor runs one program at most (see `table_launches`)."""
+    segments = 2 if splits(sizes[0]) else 1
+    default = _checked_default((solve, decay, dtype), sizes, segments)
+    rows = max(1, 16 // (segments * max(1, sizes[1] // 64)))  # 128 programs
+    inputs = random_inputs((rows, 2048, 8, *sizes), solve, decay, dtype)
+    passes = {name: stage for name, stage in stages(default, inputs).items() if CANDIDATES[name] is _LOOPS}
+    best = best_launches(passes, dtype, default.schedule)
+    return variant_name(inputs, solve != "linear"), _checked_entry(default, (solve, decay, dtype), sizes, best)
+
+
+def _checked_default(variant: tuple[str, str, str], sizes: tuple[int, int], segments: int) -> Options:
+    solve, _, dtype = variant
+    default = Options(solve != "linear", sizes[0] ** -0.5, default_schedule(sizes[0], dtype, segments=segments))
+    error = check_schedule(default, variant, sizes)
+    if not error < _ERROR[dtype]:
+        raise RuntimeError(f"the default schedule's error is {error:.1e} for {variant} {sizes}")
+    return default
+
+
+def _checked_entry(
+    default: Options, variant: tuple[str, str, str], sizes: tuple[int, int], best: dict[str, Launch]
+) -> dict[str, dict[str, int]]:
+    """`best` as the table has it, if the results with it are right."""
     launches: dict[str, Any] = dict(best)
     error = check_schedule(
-        dataclasses.replace(default, schedule=dataclasses.replace(default.schedule, **launches)),
-        (solve, decay, dtype),
-        sizes,
+        dataclasses.replace(default, schedule=dataclasses.replace(default.schedule, **launches)), variant, sizes
     )
-    if not error < _ERROR[dtype]:
-        raise RuntimeError(f"the schedule found has an error of {error:.1e} for {solve} {decay} {dtype} {sizes}")
-    name = variant_name(inputs, solve != "linear")
-    print(f"{name}: error against the float64 scan {error:.1e}", flush=True)
-    return name, {stage: dataclasses.asdict(launch) for stage, launch in best.items()}
+    if not error < _ERROR[variant[2]]:
+        raise RuntimeError(f"the schedule found has an error of {error:.1e} for {variant} {sizes}")
+    print(f"{variant} {sizes}: error against the float64 scan {error:.1e}", flush=True)
+    return {stage: dataclasses.asdict(launch) for stage, launch in best.items()}
 
 
 def main() -> None:
@@ -347,6 +367,9 @@ def main() -> None:
                 for decay in arguments.variants:
                     name, entry = tune_variant(solve, decay, dtype, (key_size, value_size))
                     table["variants"][name] = entry
+                    if solve != "linear" or decay == "channel":  # else no pass over chunks
+                        name, entry = tune_underfilled(solve, decay, dtype, (key_size, value_size))
+                        table.setdefault("underfilled", {})[name] = entry
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     print(f"written: {path}")

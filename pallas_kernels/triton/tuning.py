@@ -53,14 +53,30 @@ def choose_schedule(inputs: Inputs, online: bool) -> Schedule:
     if interpreted():  # blocks and warps mean nothing there; two segments keep that path exercised
         return Schedule(segments=1 if length <= 128 else 2)
     table = load_table(device_kind()) or {}
-    entry = table.get("variants", {}).get(variant_name(inputs, online), {})
-    launches: dict[str, Any] = {stage: Launch(**parameters) for stage, parameters in entry.items()}
-    default = default_schedule(next_power_of_two(inputs.q.shape[3]), inputs.v.dtype.name)
-    schedule = dataclasses.replace(default, **launches)
+    key_size = next_power_of_two(inputs.q.shape[3])
+    default = default_schedule(key_size, inputs.v.dtype.name)
     programs = batch * value_heads * max(1, value_size // 64)
     processors = table.get("processors", _DEFAULT_PROCESSORS)
     if is_sum(inputs, online):
-        return with_segments(schedule, choose_sum_segments(programs, length, processors, inputs.log_decay is not None))
-    if not splits(next_power_of_two(inputs.q.shape[3])):
-        return schedule
-    return with_segments(schedule, choose_segments(programs, length, processors))
+        segments = choose_sum_segments(programs, length, processors, inputs.log_decay is not None)
+        is_underfilled = False
+    else:
+        segments = choose_segments(programs, length, processors) if splits(key_size) else 1
+        is_underfilled = programs * segments <= processors
+    launches = table_launches(table, variant_name(inputs, online), is_underfilled)
+    return with_segments(dataclasses.replace(default, **launches), segments)
+
+
+def table_launches(table: dict, variant: str, is_underfilled: bool) -> dict[str, Any]:
+    """The launches that a table has for a variant.
+
+    Args:
+        table: a device's table; may be empty.
+        variant: as `variant_name` gives it.
+        is_underfilled: whether each processor runs one program at most of the passes over chunks, in blocks of 64 value
+            channels. Narrower blocks than where programs abound, or more shared memory, are then to be had for nothing.
+    """
+    entry = dict(table.get("variants", {}).get(variant, {}))
+    if is_underfilled:
+        entry |= table.get("underfilled", {}).get(variant, {})
+    return {stage: Launch(**parameters) for stage, parameters in entry.items()}

@@ -250,6 +250,23 @@ def test_wide_heads_on_a_gpu(online, size, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 8, 16])
+@pytest.mark.parametrize("decay", [SCALAR, CHANNEL])
+def test_tuned_schedules_fit_with_the_widest_gates_on_a_gpu(decay, batch):
+    """The table tells no gates apart; what underfills the card has launches of its own."""
+    x = jax.ShapeDtypeStruct((batch, 1024, 8, 128), jnp.bfloat16)
+    gate = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    ids = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)
+    log_decay = jax.ShapeDtypeStruct(x.shape if decay == CHANNEL else x.shape[:3], jnp.float32)
+    arrays = {"q": x, "k": x, "v": x, "write_key": x, "erase": gate, "write": gate, "log_decay": log_decay}
+
+    def loss(arrays, ids):
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in triton.gated_delta_rule(**arrays, segment_ids=ids))
+
+    jax.jit(jax.grad(loss)).lower(arrays, ids).compile()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name, dtype):

@@ -11,7 +11,9 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pallas_kernels import triton
 from pallas_kernels.triton import Schedule
 from pallas_kernels.triton.backend import Launch, interpreted
+from pallas_kernels.triton.problem import Inputs
 from pallas_kernels.triton.schedule import choose_segments, choose_sum_segments
+from pallas_kernels.triton.tuning import choose_schedule, table_launches
 from rnnlib import ops
 
 H200 = AbstractMesh(
@@ -130,8 +132,29 @@ def test_tables_are_of_stages_and_launches():
     for file in tables:
         table = json.loads(file.read_text())
         assert table["processors"] > 0
-        for variant in table["variants"].values():
+        for variant in (*table["variants"].values(), *table.get("underfilled", {}).values()):
             Schedule(**{stage: Launch(**parameters) for stage, parameters in variant.items()})
+        assert set(table.get("underfilled", {})) <= set(table["variants"])
+
+
+def test_passes_that_underfill_the_card_have_launches_of_their_own():
+    few, many = {"output": {"block": 64}}, {"output": {"block": 128, "num_warps": 8}, "prepare": {"block": 32}}
+    table = {"variants": {"a": many, "b": many}, "underfilled": {"a": few}}
+    assert table_launches(table, "a", True) == {"output": Launch(block=64), "prepare": Launch(block=32)}
+    assert table_launches(table, "a", False) == table_launches(table, "b", True) == table_launches(table, "b", False)
+    assert table_launches(table, "a", False)["output"] == Launch(num_warps=8, block=128)
+    assert table_launches({}, "a", True) == {}
+
+
+def test_what_underfills_the_card_is_told_by_its_programs():
+    def output(rows, length):
+        q = jnp.zeros((rows, length, 8, 128), jnp.bfloat16)
+        row = jnp.zeros(q.shape[:3])
+        with jax.sharding.use_abstract_mesh(H200):
+            return choose_schedule(Inputs(q=q, k=q, v=q, write_key=q, erase=row, write=row, log_decay=row), True).output
+
+    assert output(8, 4096).block == 64  # 128 programs in blocks of 64 channels, and 64 in wider ones
+    assert output(16, 4096).block == 128
 
 
 @pytest.mark.parametrize("has_decay", [False, True])
