@@ -75,7 +75,7 @@ def study(setting: Setting) -> Study:
         Cell("in-context recall", InContextRecall(), **sizes),  # type: ignore[arg-type]
         Cell("noisy recall", NoisyRecall(), **sizes),  # type: ignore[arg-type]
         Cell("compression", Compression(), **(sizes | {"steps": 2000})),  # type: ignore[arg-type]
-        Cell("selective copying", SelectiveCopying(), **(sizes | {"batch_size": 64})),  # type: ignore[arg-type]
+        Cell("selective copying", SelectiveCopying(), **(sizes | {"steps": 2000, "batch_size": 64})),  # type: ignore[arg-type]
     )
     paper = tuple(
         (f"{mixer}, DeltaNet paper", task, length, value)
