@@ -63,10 +63,21 @@ def study(setting: Setting) -> Study:
                 steps=4000,
                 chunks=20,
                 batch_size=64,
-                train_examples=32_000,
+                train_examples=64_000,
                 **sizes,  # type: ignore[arg-type]
             )
             for name, task, length in _TASKS
+        ),
+        Cell(
+            "answers weighted 16-fold",
+            make_task("s_niah_1", sequence_length=512, train_on_all_tokens=True),
+            (512, *_TESTED),
+            steps=2000,
+            chunks=20,
+            batch_size=64,
+            train_examples=64_000,
+            answer_weight=16.0,
+            **sizes,  # type: ignore[arg-type]
         ),
         # The first try, in which nothing was learned.
         Cell(

@@ -117,8 +117,9 @@ class DataFactory:
             weights = (arrays["query_ids"] > 0).astype(np.float32)
             return batched(gather_answers(arrays, weights), min(size, len(weights)))
 
+        weights = train["loss_weights"] * np.where(train["query_ids"] > 0, cell.answer_weight, 1)
         return CellData(
-            train=gather_answers(train, train["loss_weights"]),
+            train=gather_answers(train, weights),
             validation=evaluation(validation),
             test={length: evaluation(test) for length, test in zip(cell.test_lengths, tests)},
         )

@@ -80,6 +80,7 @@ class Cell:
         data_seed: of the examples, the same for all runs.
         learning_rates: tried for every mixer alike, in place of the study's; () for those.
         dtype: of activations and products; parameters, states and the optimizer are float32 in any case.
+        answer_weight: of an answer's token in the training loss, for tasks that train on all tokens.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Cell:
     data_seed: int = 0
     learning_rates: tuple[float, ...] = ()
     dtype: str = "float32"
+    answer_weight: float = 1.0
 
     def __post_init__(self) -> None:
         if self.steps % self.chunks:
@@ -189,7 +191,8 @@ def fingerprint(mixer: Mixer, cell: Cell) -> str:
     """Changes when anything that a run depends on does, other than the code."""
     left_out = ("name", "chunks", "max_lanes", "learning_rates", "evaluation_tokens")
     fields = [field.name for field in dataclasses.fields(cell) if field.name not in left_out]
-    if cell.dtype == "float32":  # results from before there was a choice stay valid
-        fields.remove("dtype")
+    for name, default in (("dtype", "float32"), ("answer_weight", 1.0)):
+        if getattr(cell, name) == default:  # results from before there was a choice stay valid
+            fields.remove(name)
     described = repr((mixer.preset, mixer.overrides, [(name, getattr(cell, name)) for name in fields]))
     return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()

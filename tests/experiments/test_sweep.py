@@ -19,7 +19,7 @@ from experiments.sweep.results import read_runs, result_path, write_runs
 from experiments.sweep.runner import missing_groups, run_studies
 from experiments.sweep.study import Lane, fingerprint
 from experiments.sweep.training import DeviceData, Group, compile_group, train_group
-from rnnlib.data.tasks import MQAR, Compression, RegBench
+from rnnlib.data.tasks import MQAR, Compression, InContextRecall, RegBench
 from rnnlib.models import DecoderLM
 from rnnlib.training import loss_sums, make_optimizer
 
@@ -73,6 +73,16 @@ def test_gathered_answers_are_the_tasks_answers():
         for name in ("targets", "query_ids", "allowed_targets"):
             np.testing.assert_array_equal(gathered[name][i][kept], arrays[name][i][asked])
     assert gathered["weights"].sum() == arrays["loss_weights"].sum()
+
+
+def test_answers_can_weigh_more_than_other_tokens():
+    """In training only, and only where all tokens are trained on does it change anything but the loss's scale."""
+    cell = dataclasses.replace(CELL, task=InContextRecall(sequence_length=12, vocabulary_size=8), lengths=())
+    plain, heavy = (DataFactory().get(dataclasses.replace(cell, answer_weight=w)) for w in (1.0, 5.0))
+    answers = plain.train["query_ids"] > 0
+    assert answers.any() and (plain.train["weights"] > 0)[~answers].any()
+    np.testing.assert_array_equal(heavy.train["weights"], plain.train["weights"] * np.where(answers, 5, 1))
+    np.testing.assert_array_equal(heavy.validation["weights"], plain.validation["weights"])
 
 
 def test_batches_are_filled_with_rows_that_ask_nothing():
@@ -266,7 +276,14 @@ def test_records_say_where_they_were_made(finished):
 def test_fingerprints_follow_what_matters():
     same = dataclasses.replace(CELL, name="other", max_lanes=1)
     assert fingerprint(MIXER, same) == fingerprint(MIXER, CELL)
-    changes = ({"steps": 8}, {"width": 16}, {"data_seed": 1}, {"task": CELL.task.at_length(12)}, {"weight_decay": 0.0})
+    changes = (
+        {"steps": 8},
+        {"width": 16},
+        {"data_seed": 1},
+        {"task": CELL.task.at_length(12)},
+        {"weight_decay": 0.0},
+        {"answer_weight": 2.0},
+    )
     prints = {fingerprint(MIXER, dataclasses.replace(CELL, **change)) for change in changes}
     prints |= {fingerprint(MIXER, CELL), fingerprint(Mixer.of("linear", "linear_attention"), CELL)}
     assert len(prints) == len(changes) + 2
