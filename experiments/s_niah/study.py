@@ -60,23 +60,23 @@ def study(setting: Setting) -> Study:
                 name,
                 make_task(task, sequence_length=length, train_on_all_tokens=True),
                 (length, *_TESTED),
-                steps=4000,
+                steps=2000,
                 chunks=20,
                 batch_size=64,
                 train_examples=64_000,
+                answer_weight=16.0,
                 **sizes,  # type: ignore[arg-type]
             )
             for name, task, length in _TASKS
         ),
         Cell(
-            "answers weighted 16-fold",
+            "loss on all tokens alike",
             make_task("s_niah_1", sequence_length=512, train_on_all_tokens=True),
             (512, *_TESTED),
-            steps=2000,
+            steps=4000,
             chunks=20,
             batch_size=64,
             train_examples=64_000,
-            answer_weight=16.0,
             **sizes,  # type: ignore[arg-type]
         ),
         # The first try, in which nothing was learned.
