@@ -60,9 +60,9 @@ def study(setting: Setting) -> Study:
                 name,
                 make_task(task, sequence_length=length, train_on_all_tokens=True),
                 (length, *_TESTED),
-                steps=2000,
+                steps=4000,
                 chunks=20,
-                batch_size=64,
+                batch_size=32,
                 train_examples=64_000,
                 answer_weight=16.0,
                 **sizes,  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def study(setting: Setting) -> Study:
             (512, *_TESTED),
             steps=4000,
             chunks=20,
-            batch_size=64,
+            batch_size=32,
             train_examples=64_000,
             **sizes,  # type: ignore[arg-type]
         ),
