@@ -7,7 +7,7 @@ DeltaNet, table 5; Gated DeltaNet-2, table 3). Exact match: the whole answer has
 
 from experiments.sweep import Cell, Mixer, Study
 from experiments.sweep.study import Setting
-from rnnlib.data.tasks import make_task
+from rnnlib.data.tasks import Mixture, make_task
 
 MIXERS = (
     Mixer.of("KLA", "kla"),
@@ -26,11 +26,32 @@ _TASKS = (
     ("S-NIAH-3", "s_niah_3", 512),
     ("MK-NIAH-1", "mk_niah_1", 768),
 )
+_ALL = tuple(make_task(task, sequence_length=768, train_on_all_tokens=True) for _, task, _ in _TASKS)
 _TESTED = (1024, 2048, 4096, 8192)
-_PAPER = {
-    "Gated DeltaNet": (98.85, 98.25, 98.05, 98.5),
-    "KLA": (100.0, 100.0, 100.0, 100.0),
-    "Mamba-2": (0.1, 0.0, 0.0, 0.05),
+# Whole answers, percent, by (row, cell) at 512 (where the paper has it) and 1K to 8K. The KLA paper trains on the task;
+# the other two are language models: 340M parameters and 15B tokens, and 1.3B and 100B.
+_PAPER: dict[tuple[str, str], tuple[float | None, ...]] = {
+    ("Gated DeltaNet, KLA paper", "S-NIAH-1"): (None, 98.85, 98.25, 98.05, 98.5),
+    ("KLA, KLA paper", "S-NIAH-1"): (None, 100.0, 100.0, 100.0, 100.0),
+    ("Mamba-2, KLA paper", "S-NIAH-1"): (None, 0.1, 0.0, 0.0, 0.05),
+    ("DeltaNet, PDN paper", "S-NIAH-1"): (100.0, 100.0, 100.0, 100.0, 100.0),
+    ("DeltaNet, PDN paper", "S-NIAH-2"): (100.0, 91.8, 95.4, 29.2, 8.4),
+    ("DeltaNet, PDN paper", "S-NIAH-3"): (79.2, 18.0, 33.4, 19.0, 3.0),
+    ("Gated DeltaNet, PDN paper", "S-NIAH-1"): (100.0, 100.0, 100.0, 99.6, 95.2),
+    ("Gated DeltaNet, PDN paper", "S-NIAH-2"): (100.0, 100.0, 97.6, 29.4, 1.4),
+    ("Gated DeltaNet, PDN paper", "S-NIAH-3"): (96.2, 10.4, 35.4, 20.0, 3.0),
+    ("Mamba-2, Gated DeltaNet-2 paper", "S-NIAH-1"): (None, 100.0, 100.0, 97.0, 55.8),
+    ("Mamba-2, Gated DeltaNet-2 paper", "S-NIAH-2"): (None, 99.6, 99.6, 62.6, 21.0),
+    ("Mamba-2, Gated DeltaNet-2 paper", "S-NIAH-3"): (None, 59.2, 38.6, 14.4),
+    ("Mamba-2, Gated DeltaNet-2 paper", "MK-NIAH-1"): (None, 29.0, 21.2, 21.4),
+    ("Gated DeltaNet, Gated DeltaNet-2 paper", "S-NIAH-1"): (None, 99.8, 100.0, 100.0, 97.6),
+    ("Gated DeltaNet, Gated DeltaNet-2 paper", "S-NIAH-2"): (None, 100.0, 100.0, 87.2, 32.0),
+    ("Gated DeltaNet, Gated DeltaNet-2 paper", "S-NIAH-3"): (None, 89.8, 54.2, 60.6),
+    ("Gated DeltaNet, Gated DeltaNet-2 paper", "MK-NIAH-1"): (None, 58.0, 37.0, 27.8),
+    ("Transformer, Gated DeltaNet-2 paper", "S-NIAH-1"): (None, 100.0, 100.0, 51.2, 0.0),
+    ("Transformer, Gated DeltaNet-2 paper", "S-NIAH-2"): (None, 100.0, 100.0, 44.2, 0.0),
+    ("Transformer, Gated DeltaNet-2 paper", "S-NIAH-3"): (None, 95.8, 94.8, 37.0),
+    ("Transformer, Gated DeltaNet-2 paper", "MK-NIAH-1"): (None, 75.6, 66.6, 38.2),
 }
 
 
@@ -70,6 +91,18 @@ def study(setting: Setting) -> Study:
             for name, task, length in _TASKS
         ),
         Cell(
+            "mixture",
+            Mixture(sequence_length=768, tasks=_ALL),
+            (768, *_TESTED),
+            steps=4000,
+            chunks=20,
+            batch_size=32,
+            train_examples=64_000,
+            answer_weight=16.0,
+            tests=tuple((name, task) for (name, _, _), task in zip(_TASKS, _ALL)),
+            **sizes,  # type: ignore[arg-type]
+        ),
+        Cell(
             "loss on all tokens alike",
             make_task("s_niah_1", sequence_length=512, train_on_all_tokens=True),
             (512, *_TESTED),
@@ -99,8 +132,9 @@ def study(setting: Setting) -> Study:
         (0, 1, 2),
         "query_accuracy",
         paper=tuple(
-            (f"{mixer}, KLA paper", "S-NIAH-1", length, value)
-            for mixer, values in _PAPER.items()
-            for length, value in zip(_TESTED, values)
+            (row, cell, length, value)
+            for (row, cell), values in _PAPER.items()
+            for length, value in zip((512, *_TESTED), values)
+            if value is not None
         ),
     )

@@ -23,12 +23,12 @@ class CellData:
         train: `inputs` `[N, T]`, and for the K most answers an example has `where` (positions), `targets`, `weights`,
             `query_ids` `[N, K]`, perhaps `allowed_targets` `[N, K, vocabulary]`; weight 0 fills up.
         validation: the same in batches, `[batches, B, ...]`, at the training length.
-        test: likewise by length.
+        test: likewise, by the names of the cell's tests.
     """
 
     train: Arrays
     validation: Arrays
-    test: dict[int, Arrays]
+    test: dict[str, Arrays]
 
 
 def _shard(task: Task, split: TaskSplit, seed: int, start: int, stop: int) -> Arrays:
@@ -121,7 +121,7 @@ class DataFactory:
         return CellData(
             train=gather_answers(train, weights),
             validation=evaluation(validation),
-            test={length: evaluation(test) for length, test in zip(cell.test_lengths, tests)},
+            test={name: evaluation(test) for name, test in zip(cell.test_sets, tests)},
         )
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class DataFactory:
             self._pool.shutdown(cancel_futures=True)
 
     def _keys(self, cell: Cell) -> list[tuple[Task, TaskSplit, int, int]]:
-        tests = [(cell.task.at_length(n), "test", cell.data_seed, cell.test_examples) for n in cell.test_lengths]
+        tests = [(task, "test", cell.data_seed, cell.test_examples) for task in cell.test_sets.values()]
         train = (cell.task, "train", cell.data_seed, cell.train_examples)
         validation = (cell.task, "validation", cell.data_seed, cell.validation_examples)
         return [train, validation, *tests]  # type: ignore[list-item]

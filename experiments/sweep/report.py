@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from experiments.sweep.results import read_runs, write_text
-from experiments.sweep.study import Cell, Mixer, Study
+from experiments.sweep.study import Cell, Mixer, Study, test_name
 
 SOLVED = 0.9
 _NEGATIVE = " [-1, 1]"
@@ -34,17 +34,17 @@ class Outcome:
     runs: tuple[dict[str, Any], ...]
     solved: str
 
-    def values(self, metric: str, length: int) -> list[float]:
+    def values(self, metric: str, test: str) -> list[float]:
         """Test accuracy of each seed, percent."""
-        return [100 * run["test"][str(length)][metric] for run in self.runs]
+        return [100 * run["test"][test][metric] for run in self.runs]
 
-    def mean(self, metric: str, length: int) -> float:
+    def mean(self, metric: str, test: str) -> float:
         """Mean over seeds, percent."""
-        return statistics.fmean(self.values(metric, length))
+        return statistics.fmean(self.values(metric, test))
 
-    def spread(self, metric: str, length: int) -> float:
+    def spread(self, metric: str, test: str) -> float:
         """Standard deviation over seeds (n - 1), percent; 0 with one seed."""
-        values = self.values(metric, length)
+        values = self.values(metric, test)
         return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
@@ -73,37 +73,72 @@ def outcomes(study: Study, folder: pathlib.Path) -> dict[tuple[str, str], Outcom
     return {key: outcome for key, outcome in found.items() if outcome is not None}
 
 
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """What is tested of a cell with one task: a group of columns, or a panel of the figure.
+
+    Attributes:
+        title: the cell's name, and that of the test if it is not the cell's own.
+        cell: the cell.
+        paper: the name under which a paper's numbers stand.
+        tests: names of results by length.
+        last: whether it is the cell's last.
+    """
+
+    title: str
+    cell: Cell
+    paper: str
+    tests: dict[int, str]
+    last: bool
+
+
+def panels(cells: list[Cell]) -> list[Panel]:
+    """One for each cell, or for each test of a cell that has tests of its own."""
+    found = []
+    for cell in cells:
+        names = [name for name, _ in cell.tests] or [""]
+        for name in names:
+            tests = {length: test_name(name, length) for length in cell.test_lengths}
+            title = f"{cell.name}, {name}" if name else cell.name
+            found.append(Panel(title, cell, name or cell.name, tests, last=name == names[-1]))
+    return found
+
+
 def table(study: Study, folder: pathlib.Path) -> str:
     """A Markdown table: mean and standard deviation over seeds of test accuracy, percent; then what it rests on."""
     found = outcomes(study, folder)
     cells = [cell for cell in study.cells if any(name == cell.name for _, name in found)]
     if not cells:
         return "No results yet.\n"
+    groups = panels(cells)
     head = ["mixer"]
-    for cell in cells:
-        several = len(cell.test_lengths) > 1
-        head += [f"{cell.name}, T={length}" if several else cell.name for length in cell.test_lengths] + ["solved"]
+    for group in groups:
+        several = len(group.tests) > 1
+        head += [f"{group.title}, T={length}" if several else group.title for length in group.tests]
+        head += ["solved"] * (group.last)
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for mixer in study.mixers:
         row = [mixer.label]
-        for cell in cells:
-            outcome = found.get((mixer.label, cell.name))
-            if outcome is None:
-                row += [""] * (len(cell.test_lengths) + 1)
-            else:
-                row += [_number(outcome, study, length) for length in cell.test_lengths] + [outcome.solved]
+        for group in groups:
+            outcome = found.get((mixer.label, group.cell.name))
+            row += ["" if outcome is None else _number(outcome, study, test) for test in group.tests.values()]
+            if group.last:
+                row.append("" if outcome is None else outcome.solved)
         if any(row[1:]):
             lines.append("| " + " | ".join(row) + " |")
     for name in dict.fromkeys(row[0] for row in study.paper):
         given = {(cell, length): value for row, cell, length, value in study.paper if row == name}
-        values = [given.get((c.name, length)) for c in cells for length in (*c.test_lengths, None)]
+        values = []
+        for group in groups:
+            values += [given.get((group.paper, length)) for length in group.tests]
+            values += [None] * (group.last)
         if any(value is not None for value in values):
             lines.append(f"| *{name}* | " + " | ".join("" if v is None else f"*{v:g}*" for v in values) + " |")
     return "\n".join(lines) + "\n\n" + _foundation(study, cells, found)
 
 
-def _number(outcome: Outcome, study: Study, length: int) -> str:
-    return f"{outcome.mean(study.metric, length):.1f} ± {outcome.spread(study.metric, length):.1f}"
+def _number(outcome: Outcome, study: Study, test: str) -> str:
+    return f"{outcome.mean(study.metric, test):.1f} ± {outcome.spread(study.metric, test):.1f}"
 
 
 def _foundation(study: Study, cells: list[Cell], found: dict[tuple[str, str], Outcome]) -> str:
@@ -147,6 +182,7 @@ def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
     cells = [cell for cell in study.cells if any(name == cell.name for _, name in found)]
     if not cells:
         return False
+    groups = panels(cells)
     # A mixer and the same with negative eigenvalues share a colour; the line of the one without is dashed.
     families = list(dict.fromkeys(m.label.removesuffix(_NEGATIVE) for m in study.mixers))
     palette = plt.get_cmap("tab10" if len(families) <= 10 else "tab20")
@@ -156,33 +192,38 @@ def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
     if study.figure == "cells":
         drawing, axes = plt.subplots(figsize=(7, 4), squeeze=False, layout="constrained")
         for mixer in study.mixers:
-            picked = [(i, found[mixer.label, c.name], c) for i, c in enumerate(cells) if (mixer.label, c.name) in found]
+            picked = [
+                (i, found[mixer.label, p.cell.name], next(iter(p.tests.values())))
+                for i, p in enumerate(groups)
+                if (mixer.label, p.cell.name) in found
+            ]
             if picked:
                 _line(axes[0, 0], study, mixer.label, picked, colors, markers)
-        axes[0, 0].set_xticks(range(len(cells)), [cell.name for cell in cells], fontsize=8)
+        axes[0, 0].set_xticks(range(len(groups)), [group.title for group in groups], fontsize=8)
     else:
-        across = min(len(cells), 3)
-        down = -(-len(cells) // across)
+        across = min(len(groups), 3)
+        down = -(-len(groups) // across)
         shown = [m.label for m in study.mixers if any((m.label, cell.name) in found for cell in cells)]
         height = 3.6 if study.figure == "lengths" else 1 + 0.26 * len(shown)
         size = (max(4.2 * across, 7.5), height * down)
         drawing, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-        for panel, cell in zip(axes.flat, cells):
+        for panel, group in zip(axes.flat, groups):
+            cell = group.cell
             rows = [(m.label, found[m.label, cell.name]) for m in study.mixers if (m.label, cell.name) in found]
             if study.figure == "lengths":
                 for label, outcome in rows:
-                    _line(panel, study, label, [(n, outcome, n) for n in cell.test_lengths], colors, markers)
+                    _line(panel, study, label, [(n, outcome, test) for n, test in group.tests.items()], colors, markers)
                 panel.set_xscale("log", base=2)
-                panel.set_xticks(cell.test_lengths, [str(n) for n in cell.test_lengths])
+                panel.set_xticks(list(group.tests), [str(n) for n in group.tests])
                 panel.set_xticks([], minor=True)
                 panel.set_xlabel(f"test length (trained at {cell.task.sequence_length})")
             else:
-                _bars(panel, study, cell, shown, dict(rows), colors)
+                _bars(panel, study, group, shown, dict(rows), colors)
             if cell.name in chance:
                 line = panel.axhline if study.figure == "lengths" else panel.axvline
                 line(chance[cell.name], color="grey", linestyle=":", linewidth=1)
-            panel.set_title(cell.name, fontsize=10)
-        for panel in list(axes.flat)[len(cells) :]:
+            panel.set_title(group.title, fontsize=10)
+        for panel in list(axes.flat)[len(groups) :]:
             panel.axis("off")
     if study.figure != "bars":
         for row in axes:
@@ -202,11 +243,10 @@ def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
 
 def _line(panel: Any, study: Study, label: str, points: list[Any], colors: Any, markers: Any) -> None:
     xs, means, spreads = [], [], []
-    for x, outcome, where in points:
-        length = where if isinstance(where, int) else where.test_lengths[0]
+    for x, outcome, test in points:
         xs.append(x)
-        means.append(outcome.mean(study.metric, length))
-        spreads.append(outcome.spread(study.metric, length))
+        means.append(outcome.mean(study.metric, test))
+        spreads.append(outcome.spread(study.metric, test))
     low = [min(spread, mean) for mean, spread in zip(means, spreads)]
     high = [min(spread, 100 - mean) for mean, spread in zip(means, spreads)]
     paired = any(other.label == label + _NEGATIVE for other in study.mixers)
@@ -226,14 +266,14 @@ def _line(panel: Any, study: Study, label: str, points: list[Any], colors: Any, 
     panel.grid(alpha=0.3)
 
 
-def _bars(panel: Any, study: Study, cell: Cell, labels: list[str], rows: dict[str, Outcome], colors: Any) -> None:
-    length = cell.test_lengths[-1]
+def _bars(panel: Any, study: Study, group: Panel, labels: list[str], rows: dict[str, Outcome], colors: Any) -> None:
+    length, test = list(group.tests.items())[-1]
     for i, label in enumerate(labels):
         if label not in rows:
             panel.text(1, i, "not run", va="center", fontsize=7, color="grey")
             continue
-        values = rows[label].values(study.metric, length)
-        panel.barh(i, rows[label].mean(study.metric, length), color=colors[label], alpha=0.7)
+        values = rows[label].values(study.metric, test)
+        panel.barh(i, rows[label].mean(study.metric, test), color=colors[label], alpha=0.7)
         panel.plot(values, [i] * len(values), "o", color="black", markersize=3, clip_on=False)
     panel.set_yticks(range(len(labels)), labels, fontsize=8)
     panel.set_ylim(len(labels) - 0.4, -0.6)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from experiments.sweep.study import Cell, Lane, Mixer, Study, fingerprint, slug
+from rnnlib.data.tasks import Task
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -69,7 +70,8 @@ def write_runs(
     """Adds runs to those of a mixer in a cell."""
     merged = read_runs(folder, mixer, cell) | {Lane(run["learning_rate"], run["seed"]): run for run in runs}
     config: dict[str, Any] = {field.name: getattr(cell, field.name) for field in dataclasses.fields(cell)}
-    config["task"] = {"kind": type(cell.task).__name__, **dataclasses.asdict(cell.task)}
+    config["task"] = _described(cell.task)
+    config["tests"] = {name: _described(task) for name, task in cell.tests}
     content = {
         "study": study.name,
         "mixer": {
@@ -85,6 +87,10 @@ def write_runs(
     path = result_path(folder, mixer, cell)
     write_text(path, json.dumps(content, indent=1) + "\n")
     return path
+
+
+def _described(task: Task) -> dict[str, Any]:
+    return {"kind": type(task).__name__, **dataclasses.asdict(task)}
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,11 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower().replace("[-1", "[minus1")).strip("_")
 
 
+def test_name(name: str, length: int) -> str:
+    """The name in result files of a test at a length; the cell's own task has none."""
+    return f"{name} {length}".strip()
+
+
 class Lane(NamedTuple):
     """One of the runs that are trained side by side: they differ in nothing else."""
 
@@ -81,6 +86,7 @@ class Cell:
         learning_rates: tried for every mixer alike, in place of the study's; () for those.
         dtype: of activations and products; parameters, states and the optimizer are float32 in any case.
         answer_weight: of an answer's token in the training loss, for tasks that train on all tokens.
+        tests: names and tasks that are tested, at all `lengths`, in place of the one that is trained.
     """
 
     name: str
@@ -103,6 +109,7 @@ class Cell:
     learning_rates: tuple[float, ...] = ()
     dtype: str = "float32"
     answer_weight: float = 1.0
+    tests: tuple[tuple[str, Task], ...] = ()
 
     def __post_init__(self) -> None:
         if self.steps % self.chunks:
@@ -116,6 +123,15 @@ class Cell:
     def test_lengths(self) -> tuple[int, ...]:
         """Sequence lengths that are tested."""
         return self.lengths or (self.task.sequence_length,)
+
+    @property
+    def test_sets(self) -> dict[str, Task]:
+        """What is tested, by its name in result files."""
+        return {
+            test_name(name, length): task.at_length(length)
+            for name, task in self.tests or (("", self.task),)
+            for length in self.test_lengths
+        }
 
     def model_config(self, mixer: Mixer) -> ModelConfig:
         """The model of a mixer at this size."""
@@ -191,7 +207,7 @@ def fingerprint(mixer: Mixer, cell: Cell) -> str:
     """Changes when anything that a run depends on does, other than the code."""
     left_out = ("name", "chunks", "max_lanes", "learning_rates", "evaluation_tokens")
     fields = [field.name for field in dataclasses.fields(cell) if field.name not in left_out]
-    for name, default in (("dtype", "float32"), ("answer_weight", 1.0)):
+    for name, default in (("dtype", "float32"), ("answer_weight", 1.0), ("tests", ())):
         if getattr(cell, name) == default:  # results from before there was a choice stay valid
             fields.remove(name)
     described = repr((mixer.preset, mixer.overrides, [(name, getattr(cell, name)) for name in fields]))

@@ -169,7 +169,7 @@ class DeviceData:
             self._data = CellData(
                 train=jax.device_put(_trained(data.train)),
                 validation=jax.device_put(data.validation),
-                test={length: jax.device_put(arrays) for length, arrays in data.test.items()},
+                test={name: jax.device_put(arrays) for name, arrays in data.test.items()},
             )
             self._cell = cell
         assert self._data is not None
@@ -215,14 +215,14 @@ def train_group(compiled: CompiledGroup, data: CellData, advance: Callable[[int]
         ]
 
     validation = results(data.validation)
-    test = {str(length): results(arrays) for length, arrays in data.test.items()}
+    test = {name: results(arrays) for name, arrays in data.test.items()}
     return [
         {
             "learning_rate": lane.learning_rate,
             "seed": lane.seed,
             "train_loss": [_finite(losses[i]) for losses in curve],
             "validation": validation[i],
-            "test": {length: entries[i] for length, entries in test.items()},
+            "test": {name: entries[i] for name, entries in test.items()},
             "train_seconds_of_all_lanes": round(seconds, 3),
             "lanes": len(lanes),
         }

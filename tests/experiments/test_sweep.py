@@ -19,7 +19,7 @@ from experiments.sweep.results import read_runs, result_path, write_runs
 from experiments.sweep.runner import missing_groups, run_studies
 from experiments.sweep.study import Lane, fingerprint
 from experiments.sweep.training import DeviceData, Group, compile_group, train_group
-from rnnlib.data.tasks import MQAR, Compression, InContextRecall, RegBench
+from rnnlib.data.tasks import MQAR, Compression, InContextRecall, Mixture, RegBench
 from rnnlib.models import DecoderLM
 from rnnlib.training import loss_sums, make_optimizer
 
@@ -231,8 +231,8 @@ def test_the_learning_rate_is_chosen_on_validation_only(tmp_path):
     outcome = choose(STUDY, folder, MIXER, CELL)
     assert outcome.learning_rate == 1e-3
     assert outcome.at_edge
-    assert outcome.mean("token_accuracy", 8) == pytest.approx(30.0)
-    assert outcome.spread("token_accuracy", 8) == pytest.approx(100 * np.std([0.2, 0.4], ddof=1))
+    assert outcome.mean("token_accuracy", "8") == pytest.approx(30.0)
+    assert outcome.spread("token_accuracy", "8") == pytest.approx(100 * np.std([0.2, 0.4], ddof=1))
     assert "| linear | 30.0 ± 14.1 | 15.0 ± 7.1 | 2/4 |" in table(STUDY, folder)
 
 
@@ -260,6 +260,35 @@ def test_reports_are_rebuilt_from_results_alone(finished, tmp_path, kind):
     write_report(study, tmp_path, finished, readme=True)
     assert (tmp_path / "figures" / "real.png").read_bytes() == picture
     assert (tmp_path / "README.md").read_text() == page
+
+
+def test_a_cell_may_be_tested_on_other_tasks_than_it_is_trained_on(tmp_path):
+    easy, hard = CELL.task, dataclasses.replace(CELL.task, num_pairs=3)
+    mixed = dataclasses.replace(
+        CELL,
+        name="mixed",
+        task=Mixture(sequence_length=12, tasks=(easy, hard)),
+        lengths=(12, 16),
+        tests=(("easy", easy), ("hard", hard)),
+    )
+    assert fingerprint(MIXER, mixed) != fingerprint(MIXER, dataclasses.replace(mixed, tests=()))
+    study = dataclasses.replace(STUDY, cells=(mixed,), paper=(("theirs", "hard", 16, 12.5),))
+    folder = tmp_path / "toy" / "results" / "real"
+    assert run(study, folder)
+    content = json.loads(result_path(folder, MIXER, mixed).read_text())
+    assert content["cell"]["tests"]["hard"]["num_pairs"] == 3
+    tested = content["runs"][0]["test"]
+    assert list(tested) == ["easy 12", "easy 16", "hard 12", "hard 16"]
+    data = DataFactory().get(mixed)
+    np.testing.assert_array_equal(
+        data.test["hard 16"]["inputs"].reshape(-1, 16)[0], hard.at_length(16).example(0, split="test")["inputs"]
+    )
+    text = write_report(study, tmp_path / "toy", folder, readme=False)
+    head, _, row, paper = text.splitlines()[:4]
+    assert head == "| mixer | mixed, easy, T=12 | mixed, easy, T=16 | mixed, hard, T=12 | mixed, hard, T=16 | solved |"
+    assert row.count("±") == 4 and row.endswith("/4 |")
+    assert paper == "| *theirs* |  |  |  | *12.5* |  |"
+    assert (tmp_path / "toy" / "figures" / "real.png").exists()
 
 
 def test_records_say_where_they_were_made(finished):

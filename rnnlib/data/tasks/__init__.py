@@ -10,6 +10,7 @@ from rnnlib.data.tasks.mad import (
     NoisyRecall,
     SelectiveCopying,
 )
+from rnnlib.data.tasks.mixture import Mixture
 from rnnlib.data.tasks.mqar import MQAR
 from rnnlib.data.tasks.needle import NeedleInHaystack
 from rnnlib.data.tasks.palindrome import Palindrome
@@ -27,6 +28,7 @@ __all__ = [
     "FuzzyRecall",
     "InContextRecall",
     "Memorization",
+    "Mixture",
     "ModularArithmetic",
     "NeedleInHaystack",
     "NoisyRecall",

@@ -15,6 +15,8 @@ from rnnlib.data.tasks.needle_words import ADJECTIVES, NOUNS
 from rnnlib.data.tokenizers import Tokenizer, load_tokenizer
 
 Kind = Literal["words", "numbers", "uuids"]
+# Longer "words" of an essay, which are lines of tables and addresses, would leave no room in a short text.
+_LONGEST_WORD = 40
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _INTRODUCTION = (
@@ -179,7 +181,7 @@ def _essay(tokenizer_name: str, paths: tuple[str, ...]) -> tuple[np.ndarray, np.
         from pydoc_data.topics import topics
 
         text = " ".join(topics[name] for name in sorted(topics))
-    words = text.split()
+    words = [word for word in text.split() if len(word) <= _LONGEST_WORD]
     encoded = _tokenizer(tokenizer_name).encode_batch([f" {word}" for word in words])
     ends_sentence = np.array([bool(re.search(r"[.!?][\"')\]]*$", word)) for word in words])
     return np.concatenate(encoded), np.cumsum([len(ids) for ids in encoded]), ends_sentence
