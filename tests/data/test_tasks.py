@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from rnnlib.data.tasks import TASK_SPLITS, make_task, task_arrays, task_dataset, task_names
+from rnnlib.data.tasks import TASK_SPLITS, Mixture, make_task, task_arrays, task_dataset, task_names
 
 # Small settings of tasks whose defaults are large.
 SMALL = {"regbench": {"sequence_length": 128, "max_strings": 12, "max_string_length": 10}}
@@ -69,6 +69,27 @@ def test_lengths_have_no_limit(name):
         longer = task.at_length(length)
         assert longer.example(5)["inputs"].shape == (length,)
         assert dataclasses.replace(longer, sequence_length=task.sequence_length) == task
+
+
+def test_a_mixture_draws_from_all_of_its_tasks():
+    short, long = make_task("mk_niah_2"), make_task("s_niah_3")
+    mixture = Mixture(sequence_length=640, tasks=(short, long))
+    answers = [int((mixture.example(i)["query_ids"] > 0).sum()) for i in range(40)]
+    assert set(answers) == {8, 37} and 8 < answers.count(8) < 32
+    assert mixture.at_length(700).example(3, split="test")["inputs"].shape == (700,)
+    assert mixture.at_length(700).at_length(640) == mixture
+    assert mixture.vocabulary_size == short.vocabulary_size
+    with pytest.raises(ValueError, match=r"same vocabulary_size; got \[.*\]"):
+        Mixture(tasks=(short, make_task("parity")))
+    with pytest.raises(ValueError, match="tasks must not be empty"):
+        Mixture(tasks=())
+
+
+def test_short_essays_always_have_a_word():
+    """Lines of tables, which the language reference has, are no words."""
+    task = make_task("s_niah_3", sequence_length=520)
+    for i in range(200):
+        assert task.example(i)["inputs"].shape == (520,)
 
 
 def test_unknown_names_and_knobs(unchecked_shapes):

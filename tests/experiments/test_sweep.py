@@ -263,29 +263,30 @@ def test_reports_are_rebuilt_from_results_alone(finished, tmp_path, kind):
 
 
 def test_a_cell_may_be_tested_on_other_tasks_than_it_is_trained_on(tmp_path):
-    easy, hard = CELL.task, dataclasses.replace(CELL.task, num_pairs=3)
+    easy = MQAR(sequence_length=16, num_pairs=2, vocabulary_size=32)
+    hard = dataclasses.replace(easy, num_pairs=3)
     mixed = dataclasses.replace(
         CELL,
         name="mixed",
-        task=Mixture(sequence_length=12, tasks=(easy, hard)),
-        lengths=(12, 16),
+        task=Mixture(sequence_length=16, tasks=(easy, hard)),
+        lengths=(16, 24),
         tests=(("easy", easy), ("hard", hard)),
     )
     assert fingerprint(MIXER, mixed) != fingerprint(MIXER, dataclasses.replace(mixed, tests=()))
-    study = dataclasses.replace(STUDY, cells=(mixed,), paper=(("theirs", "hard", 16, 12.5),))
+    study = dataclasses.replace(STUDY, cells=(mixed,), paper=(("theirs", "hard", 24, 12.5),))
     folder = tmp_path / "toy" / "results" / "real"
     assert run(study, folder)
     content = json.loads(result_path(folder, MIXER, mixed).read_text())
     assert content["cell"]["tests"]["hard"]["num_pairs"] == 3
     tested = content["runs"][0]["test"]
-    assert list(tested) == ["easy 12", "easy 16", "hard 12", "hard 16"]
+    assert list(tested) == ["easy 16", "easy 24", "hard 16", "hard 24"]
     data = DataFactory().get(mixed)
     np.testing.assert_array_equal(
-        data.test["hard 16"]["inputs"].reshape(-1, 16)[0], hard.at_length(16).example(0, split="test")["inputs"]
+        data.test["hard 24"]["inputs"].reshape(-1, 24)[0], hard.at_length(24).example(0, split="test")["inputs"]
     )
     text = write_report(study, tmp_path / "toy", folder, readme=False)
     head, _, row, paper = text.splitlines()[:4]
-    assert head == "| mixer | mixed, easy, T=12 | mixed, easy, T=16 | mixed, hard, T=12 | mixed, hard, T=16 | solved |"
+    assert head == "| mixer | mixed, easy, T=16 | mixed, easy, T=24 | mixed, hard, T=16 | mixed, hard, T=24 | solved |"
     assert row.count("±") == 4 and row.endswith("/4 |")
     assert paper == "| *theirs* |  |  |  | *12.5* |  |"
     assert (tmp_path / "toy" / "figures" / "real.png").exists()
