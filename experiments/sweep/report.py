@@ -10,6 +10,7 @@ from experiments.sweep.results import read_runs, write_text
 from experiments.sweep.study import Cell, Mixer, Study, test_name
 
 SOLVED = 0.9
+MOST_COLUMNS = 15  # of results, in one table
 _NEGATIVE = " [-1, 1]"
 
 
@@ -105,17 +106,27 @@ def panels(cells: list[Cell]) -> list[Panel]:
 
 
 def table(study: Study, folder: pathlib.Path) -> str:
-    """A Markdown table: mean and standard deviation over seeds of test accuracy, percent; then what it rests on."""
+    """Markdown: mean and standard deviation over seeds of test accuracy, percent; then what it rests on.
+
+    One table, or one for each cell and test where that would be too wide.
+    """
     found = outcomes(study, folder)
     cells = [cell for cell in study.cells if any(name == cell.name for _, name in found)]
     if not cells:
         return "No results yet.\n"
     groups = panels(cells)
+    wide = sum(len(group.tests) + group.last for group in groups) > MOST_COLUMNS
+    parts = [[group] for group in groups] if wide else [groups]
+    return "".join(f"{_part(study, found, part)}\n\n" for part in parts) + _foundation(study, cells, found)
+
+
+def _part(study: Study, found: dict[tuple[str, str], Outcome], groups: list[Panel]) -> str:
+    """A table with some of the columns."""
     head = ["mixer"]
     for group in groups:
         several = len(group.tests) > 1
         head += [f"{group.title}, T={length}" if several else group.title for length in group.tests]
-        head += ["solved"] * (group.last)
+        head += ["solved"] * group.last
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for mixer in study.mixers:
         row = [mixer.label]
@@ -131,10 +142,10 @@ def table(study: Study, folder: pathlib.Path) -> str:
         values = []
         for group in groups:
             values += [given.get((group.paper, length)) for length in group.tests]
-            values += [None] * (group.last)
+            values += [None] * group.last
         if any(value is not None for value in values):
             lines.append(f"| *{name}* | " + " | ".join("" if v is None else f"*{v:g}*" for v in values) + " |")
-    return "\n".join(lines) + "\n\n" + _foundation(study, cells, found)
+    return "\n".join(lines)
 
 
 def _number(outcome: Outcome, study: Study, test: str) -> str:

@@ -262,7 +262,7 @@ def test_reports_are_rebuilt_from_results_alone(finished, tmp_path, kind):
     assert (tmp_path / "README.md").read_text() == page
 
 
-def test_a_cell_may_be_tested_on_other_tasks_than_it_is_trained_on(tmp_path):
+def test_a_cell_may_be_tested_on_other_tasks_than_it_is_trained_on(tmp_path, monkeypatch):
     easy = MQAR(sequence_length=16, num_pairs=2, vocabulary_size=32)
     hard = dataclasses.replace(easy, num_pairs=3)
     mixed = dataclasses.replace(
@@ -290,6 +290,11 @@ def test_a_cell_may_be_tested_on_other_tasks_than_it_is_trained_on(tmp_path):
     assert row.count("±") == 4 and row.endswith("/4 |")
     assert paper == "| *theirs* |  |  |  | *12.5* |  |"
     assert (tmp_path / "toy" / "figures" / "real.png").exists()
+    monkeypatch.setattr("experiments.sweep.report.MOST_COLUMNS", 4)  # a table of its own for each test
+    parts = table(study, folder).split("\n\n")
+    assert parts[0].splitlines()[0] == "| mixer | mixed, easy, T=16 | mixed, easy, T=24 |"
+    assert parts[1].splitlines()[0] == "| mixer | mixed, hard, T=16 | mixed, hard, T=24 | solved |"
+    assert parts[1].splitlines()[3] == "| *theirs* |  | *12.5* |  |"
 
 
 def test_records_say_where_they_were_made(finished):
