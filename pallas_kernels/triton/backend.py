@@ -203,6 +203,12 @@ def load_rows(ref, start, size: int, limit, other: float) -> Array:
     return plt.load(ref.at[pl.ds(start, size)], mask=index < limit, other=other)
 
 
+def barrier() -> None:
+    """What any thread of the program wrote to memory is there for all of it from here on."""
+    if not interpreted():
+        plt.debug_barrier()
+
+
 def iota(shape: tuple[int, ...], axis: int) -> Array:
     """Indices along `axis`, int32."""
     return lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -222,6 +228,7 @@ __all__ = [
     "LOG2_E",
     "Launch",
     "Operand",
+    "barrier",
     "call",
     "cdiv",
     "device_kind",

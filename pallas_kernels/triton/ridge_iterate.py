@@ -5,15 +5,19 @@
 is a product with the state at the chunk's start and two with the chunk's keys, with the scores masked in between. All
 methods carry the last increment and the residual `b - A x`, and multiply the increment: rounding then errs by a share
 of what changes, which shrinks, and the product is accumulated onto the residual, in the residual's own registers.
+
+Three float32 iterates and a product's operands are more than the registers hold. So where products are of bfloat16, the
+solution, which no product takes, is added up in float16 (see `Solution`).
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.triton.backend import Operand, call, dot, dot_nt
+from pallas_kernels.triton.backend import Operand, barrier, call, dot, dot_nt
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.pairs import weigh_pairs
 from pallas_kernels.triton.problem import Problem
@@ -35,6 +39,7 @@ class System(NamedTuple):
         ridge: what is added to the diagonal, `[C, 1]` or `[C, K]`; for conjugate gradients also `[K]`.
         lower: bound on the eigenvalues, `[C, 1]`, for the methods that need one.
         upper: likewise.
+        contraction: the square of `(upper - lower) / (upper + lower)`, `[C, 1]`, or `[1, 1]` where all tokens share it.
     """
 
     keys: Parts
@@ -44,6 +49,7 @@ class System(NamedTuple):
     ridge: Array
     lower: Any = None
     upper: Any = None
+    contraction: Any = None
 
 
 def pair_decays(decay) -> Array:
@@ -80,16 +86,66 @@ def norms(keys: Parts, state: Parts, square: Array, decay, from_start: Array | N
     return jnp.where(is_positive, jnp.sqrt(jnp.where(is_positive, square, 1.0)), 0.0)
 
 
+class Solution(NamedTuple):
+    """A solution while it is added up, in units in which float16 holds it.
+
+    Its least bound is that of the right-hand side over the least eigenvalue, the ridge. In this unit no element is
+    above the square root of the number of channels, and none that matters is denormal. Float16 keeps 11 bits: after
+    the first, large increments the leading part goes to the output's memory, and the rest is added to from there on.
+
+    Attributes:
+        unit: what the solution is multiplied by, `[C, 1]`; None where it is float32 as it is.
+        dtype: of the sum.
+    """
+
+    unit: Array | None
+    dtype: Any
+
+    @classmethod
+    def of(cls, b: Array, lower: Array, precision: str) -> "Solution":
+        """That for a right-hand side `[C, K]`, with a bound `[C, 1]` on the eigenvalues from below."""
+        if precision != "bfloat16":
+            return cls(None, jnp.float32)
+        most = jnp.max(jnp.abs(b), axis=1, keepdims=True)
+        return cls(lower / jnp.where(most > 0.0, most, 1.0), jnp.float16)
+
+    def scaled(self, x: Array) -> Array:
+        """`x` in this unit."""
+        return x if self.unit is None else x * self.unit
+
+    def value(self, x: Array) -> Array:
+        """The inverse, in float32."""
+        x = x.astype(jnp.float32)
+        return x if self.unit is None else x / self.unit
+
+    def iterate(self, body: Callable, carry: tuple, iterations: int, out: Any) -> Array:
+        """The first of `carry`, the solution, after `iterations` of `body`; `out` is the memory it is meant for."""
+        first = iterations // 4
+        if self.unit is None or first == 0:
+            return self.value(lax.fori_loop(0, iterations, body, carry)[0])
+        x, *others = lax.fori_loop(0, first, body, carry)
+        x = self.value(x)
+        leading = x.astype(out.dtype)
+        out[...] = leading
+        rest = self.scaled(x - leading.astype(jnp.float32)).astype(self.dtype)
+        rest = lax.fori_loop(first, iterations, body, (rest, *others))[0]
+        barrier()
+        return self.value(rest) + out[...].astype(jnp.float32)
+
+
 def _add_product(system: System, pairs: Array, x: Array, onto: Array, precision: str) -> Array:
     """`onto + H x`, `[C, K]`."""
-    factor = parts(x, precision)
+    factor = far = parts(x, precision)
     scores = multiply(dot_nt, factor, system.keys, precision).astype(pairs.dtype) * pairs
-    far = factor if system.from_start is None else parts(x * system.from_start[:, None], precision)
+    if system.from_start is not None and precision == "bfloat16":
+        far = Parts(factor.high * system.from_start.astype(jnp.bfloat16)[:, None])
+    elif system.from_start is not None:
+        far = parts(x * system.from_start[:, None], precision)
     onto = multiply(dot, far, system.state, precision, onto)
     return multiply(dot, parts(scores, precision), system.keys, precision, onto)
 
 
-def _iterate_stationary(system: System, method: Method, b: Array) -> Array:
+def _iterate_stationary(system: System, method: Method, b: Array, out: Any) -> Array:
     """Chebyshev's iteration, gradient descent, and the accelerated one of Nesterov: other coefficients, one loop.
 
         r <- r + A d        d <- m d - s r        x <- x - d
@@ -99,8 +155,9 @@ def _iterate_stationary(system: System, method: Method, b: Array) -> Array:
     """
     step = 2.0 / (system.upper + system.lower)
     name = method.name
-    contraction = jnp.square((system.upper - system.lower) / (system.upper + system.lower))
     pairs = _held_pairs(system, method.precision)
+    solution = Solution.of(b, system.lower, method.precision)
+    b = solution.scaled(b)  # and so all iterates
     if name == "nesterov":
         root = jnp.sqrt(3.0 * system.upper / system.lower + 1.0)
         short, momentum = 4.0 / (3.0 * system.upper + system.lower), (root - 2.0) / (root + 2.0)
@@ -110,20 +167,21 @@ def _iterate_stationary(system: System, method: Method, b: Array) -> Array:
         before = residual
         residual = _add_product(system, pairs, decrement, residual + system.ridge * decrement, method.precision)
         if name == "chebyshev":
-            weight = 1.0 / (1.0 - contraction * weight * 0.25)
+            weight = 1.0 / (1.0 - system.contraction * weight * 0.25)
             decrement = (weight - 1.0) * decrement - (step * weight) * residual
         elif name == "gradient_descent":
             decrement = -step * residual
         else:
             m = jnp.where(n == 0, 0.0, momentum)
             decrement = m * decrement - short * (residual + m * (residual - before))
-        return x - decrement, decrement, residual, weight
+        return x - decrement.astype(x.dtype), decrement, residual, weight
 
     start = step * b
-    return lax.fori_loop(0, method.iterations, body, (start, -start, b, jnp.full_like(step, 2.0)))[0]
+    carry = start.astype(solution.dtype), -start, b, jnp.full_like(system.contraction, 2.0)
+    return solution.iterate(body, carry, method.iterations, out)
 
 
-def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
+def _iterate_conjugate(system: System, method: Method, b: Array, out: Any) -> Array:
     """Conjugate gradients from zero; a system whose residual has vanished stays where it is.
 
     A ridge by channel takes a register for each channel that a thread has, and registers are what is short. So it goes
@@ -131,6 +189,7 @@ def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
     stays the same, and need not be spread but once.
     """
     pairs = _held_pairs(system, method.precision)
+    solution = Solution.of(b, system.lower, method.precision)
     square = jnp.sum(b * b, axis=1, keepdims=True)
     floor = square * jnp.finfo(jnp.float32).eps ** 2
 
@@ -144,14 +203,15 @@ def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
         ridge = system.ridge if spread is None else spread[None, :]
         image = _add_product(system, pairs, direction, ridge * direction, method.precision)
         length = quotient(square, jnp.sum(direction * image, axis=1, keepdims=True))
-        x = x + length * direction
+        x = x + (solution.scaled(length) * direction).astype(x.dtype)
         residual = residual - length * image
         after = jnp.sum(residual * residual, axis=1, keepdims=True)
         direction = jnp.where(is_live, residual + quotient(after, square) * direction, direction)
         return x, residual, direction, after, None if spread is None else jnp.minimum(spread, greatest)
 
     by_channel, greatest = system.ridge if system.ridge.ndim == 1 else None, jnp.max(system.ridge)
-    return lax.fori_loop(0, method.iterations, body, (jnp.zeros_like(b), b, b, square, by_channel))[0]
+    carry = jnp.zeros_like(b, solution.dtype), b, b, square, by_channel
+    return solution.iterate(body, carry, method.iterations, out)
 
 
 def _solve_kernel(r, *, method: Method):
@@ -177,11 +237,17 @@ def _solve_kernel(r, *, method: Method):
     if norm is None or method.name == "conjugate_gradient":
         if not method.adaptive and strength.shape[1] > 1:
             ridge = r.ridge[...]
-        x = _iterate_conjugate(System(keys, state, decay, from_start, ridge), method, b)
+        lower = jnp.min(ridge if ridge.ndim == 2 else strength, axis=-1, keepdims=True)
+        x = _iterate_conjugate(System(keys, state, decay, from_start, ridge, lower), method, b, r.x)
     else:
         lower = jnp.min(ridge, axis=1, keepdims=True)
         upper = norm[:, None] + jnp.max(ridge, axis=1, keepdims=True)
-        x = _iterate_stationary(System(keys, state, decay, from_start, ridge, lower, upper), method, b)
+        # An adaptive ridge makes all tokens' systems equally well conditioned.
+        least = jnp.min(strength, axis=1, keepdims=True) if method.adaptive else lower
+        greatest = 1.0 + jnp.max(strength, axis=1, keepdims=True) if method.adaptive else upper
+        contraction = jnp.square((greatest - least) / (greatest + least))
+        system = System(keys, state, decay, from_start, ridge, lower, upper, contraction)
+        x = _iterate_stationary(system, method, b, r.x)
     r.x[...] = x.astype(r.x.dtype)
 
 
