@@ -195,6 +195,20 @@ def reciprocal(x: Array) -> Array:
     return 1.0 / x if interpreted() or not x.shape else _approximate("rcp", x)
 
 
+def rounded_product(x: Array, y: Array) -> Array:
+    """`x.astype(bfloat16) * y` for float32 and bfloat16 of one shape, two at a time, which the compiler may not see."""
+    if interpreted():
+        return x.astype(jnp.bfloat16) * y
+    (result,) = plt.elementwise_inline_asm(
+        "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $2, $1; mul.rn.bf16x2 $0, t, $3; }",
+        args=[x, y],
+        constraints="=r,f,f,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
+    )
+    return result
+
+
 def load_rows(ref, start, size: int, limit, other: float) -> Array:
     """Rows `start` to `start + size` (a power of two) of `[N, ...]`; `other` from row `limit` on."""
     index = start + lax.broadcasted_iota(jnp.int32, (size, *ref.shape[1:]), 0)

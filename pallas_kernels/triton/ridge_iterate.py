@@ -7,17 +7,16 @@ methods carry the last increment and the residual `b - A x`, and multiply the in
 of what changes, which shrinks, and the product is accumulated onto the residual, in the residual's own registers.
 
 Three float32 iterates and a product's operands are more than the registers hold. So where products are of bfloat16, the
-solution, which no product takes, is added up in float16 (see `Solution`).
+solution, which no product takes, is added up in float16.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.triton.backend import Operand, barrier, call, dot, dot_nt
+from pallas_kernels.triton.backend import Operand, barrier, call, dot, dot_nt, rounded_product
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.pairs import weigh_pairs
 from pallas_kernels.triton.problem import Problem
@@ -34,22 +33,16 @@ class System(NamedTuple):
     Attributes:
         keys: `[C, K]`.
         state: Gram matrix at the chunk's start, `[K, K]`.
-        decay: of the chunk.
-        from_start: `[C]` or None.
-        ridge: what is added to the diagonal, `[C, 1]` or `[C, K]`; for conjugate gradients also `[K]`.
-        lower: bound on the eigenvalues, `[C, 1]`, for the methods that need one.
-        upper: likewise.
-        contraction: the square of `(upper - lower) / (upper + lower)`, `[C, 1]`, or `[1, 1]` where all tokens share it.
+        pairs: decay between tokens, see `pair_decays`, as the iterations hold it in registers.
+        from_start: decay from the chunk's start, `[C]` or None.
+        ridge: what is added to the diagonal, `[C or 1, 1]` or `[C or 1, K]`; for conjugate gradients also `[K]`.
     """
 
     keys: Parts
     state: Parts
-    decay: Any
+    pairs: Array
     from_start: Array | None
     ridge: Array
-    lower: Any = None
-    upper: Any = None
-    contraction: Any = None
 
 
 def pair_decays(decay) -> Array:
@@ -57,10 +50,15 @@ def pair_decays(decay) -> Array:
     return weigh_pairs(jnp.ones((CHUNK, CHUNK), jnp.float32), decay, strict=False)
 
 
-def _held_pairs(system: "System", precision: str) -> Array:
-    """The same for the iterations, in registers all along: half of them where products are of bfloat16 anyway."""
-    pairs = pair_decays(system.decay)
-    return pairs.astype(jnp.bfloat16) if precision == "bfloat16" else pairs
+def _system(keys: Parts, state: Parts, decay, from_start, ridge: Array, precision: str, step: Any = None) -> System:
+    """The systems, or `step` `[C, 1]` times each of them but for its ridge.
+
+    Pairs' decays are in registers all along: half of them where products are of bfloat16 anyway.
+    """
+    pairs = pair_decays(decay)
+    if step is not None:
+        pairs, from_start = pairs * step, step[:, 0] if from_start is None else from_start * step[:, 0]
+    return System(keys, state, pairs.astype(jnp.bfloat16) if precision == "bfloat16" else pairs, from_start, ridge)
 
 
 def norms(keys: Parts, state: Parts, square: Array, decay, from_start: Array | None, precision: str) -> Array:
@@ -86,110 +84,107 @@ def norms(keys: Parts, state: Parts, square: Array, decay, from_start: Array | N
     return jnp.where(is_positive, jnp.sqrt(jnp.where(is_positive, square, 1.0)), 0.0)
 
 
-class Solution(NamedTuple):
-    """A solution while it is added up, in units in which float16 holds it.
+def _power_of_two(x: Array) -> Array:
+    """The greatest power of two that is at most `x`, a normal positive number."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000, jnp.float32)
 
-    Its least bound is that of the right-hand side over the least eigenvalue, the ridge. In this unit no element is
-    above the square root of the number of channels, and none that matters is denormal. Float16 keeps 11 bits: after
-    the first, large increments the leading part goes to the output's memory, and the rest is added to from there on.
 
-    Attributes:
-        unit: what the solution is multiplied by, `[C, 1]`; None where it is float32 as it is.
-        dtype: of the sum.
+def _float16_scale(b: Array, condition: Array) -> Array:
+    """A power of two, `[C, 1]`, that brings solutions for `b` `[C, K]` of systems below two into float16's range.
+
+    No element of the solution times this is above twice the square root of the number of channels.
     """
-
-    unit: Array | None
-    dtype: Any
-
-    @classmethod
-    def of(cls, b: Array, lower: Array, precision: str) -> "Solution":
-        """That for a right-hand side `[C, K]`, with a bound `[C, 1]` on the eigenvalues from below."""
-        if precision != "bfloat16":
-            return cls(None, jnp.float32)
-        most = jnp.max(jnp.abs(b), axis=1, keepdims=True)
-        return cls(lower / jnp.where(most > 0.0, most, 1.0), jnp.float16)
-
-    def scaled(self, x: Array) -> Array:
-        """`x` in this unit."""
-        return x if self.unit is None else x * self.unit
-
-    def value(self, x: Array) -> Array:
-        """The inverse, in float32."""
-        x = x.astype(jnp.float32)
-        return x if self.unit is None else x / self.unit
-
-    def iterate(self, body: Callable, carry: tuple, iterations: int, out: Any) -> Array:
-        """The first of `carry`, the solution, after `iterations` of `body`; `out` is the memory it is meant for."""
-        first = iterations // 4
-        if self.unit is None or first == 0:
-            return self.value(lax.fori_loop(0, iterations, body, carry)[0])
-        x, *others = lax.fori_loop(0, first, body, carry)
-        x = self.value(x)
-        leading = x.astype(out.dtype)
-        out[...] = leading
-        rest = self.scaled(x - leading.astype(jnp.float32)).astype(self.dtype)
-        rest = lax.fori_loop(first, iterations, body, (rest, *others))[0]
-        barrier()
-        return self.value(rest) + out[...].astype(jnp.float32)
+    most = jnp.max(jnp.abs(b), axis=1, keepdims=True)
+    most = jnp.where(most > 0.0, jnp.clip(most, 1e-30, 1e30), 1.0)
+    return _power_of_two(1.0 / condition) / _power_of_two(most)
 
 
-def _add_product(system: System, pairs: Array, x: Array, onto: Array, precision: str) -> Array:
-    """`onto + H x`, `[C, K]`."""
-    factor = far = parts(x, precision)
-    scores = multiply(dot_nt, factor, system.keys, precision).astype(pairs.dtype) * pairs
-    if system.from_start is not None and precision == "bfloat16":
-        far = Parts(factor.high * system.from_start.astype(jnp.bfloat16)[:, None])
-    elif system.from_start is not None:
-        far = parts(x * system.from_start[:, None], precision)
+def _add_product(system: System, x: Array, onto: Array, precision: str, factor: Any = None) -> Array:
+    """`onto + H (factor x)`, `[C, K]`, with a factor `[C or 1, 1]` or none."""
+    from_start = None if system.from_start is None else system.from_start[:, None]
+    if precision == "bfloat16":  # factors in bfloat16 too: two of them at a time
+        rows = x.astype(jnp.bfloat16)
+        rows = rows if factor is None else rows * factor.astype(jnp.bfloat16)
+        near, far = Parts(rows), Parts(rows if from_start is None else rows * from_start.astype(jnp.bfloat16))
+    else:
+        x = x if factor is None else x * factor
+        near, far = parts(x, precision), parts(x if from_start is None else x * from_start, precision)
+    scores = multiply(dot_nt, near, system.keys, precision)
+    scores = rounded_product(scores, system.pairs) if precision == "bfloat16" else scores * system.pairs
     onto = multiply(dot, far, system.state, precision, onto)
     return multiply(dot, parts(scores, precision), system.keys, precision, onto)
 
 
-def _iterate_stationary(system: System, method: Method, b: Array, out: Any) -> Array:
+def _iterate_stationary(system: System, method: Method, b: Array, condition: Array, out: Any) -> Array:
     """Chebyshev's iteration, gradient descent, and the accelerated one of Nesterov: other coefficients, one loop.
 
-        r <- r + A d        d <- m d - s r        x <- x - d
+        x <- x - s e        r <- r + s A e        e <- c e - r
 
-    from `x = -d = s_0 b`, `r = b`, with `-d` the increment and `r` the residual. Chebyshev's weights `w` give
-    `m = w - 1`, `s = w s_0` (Gated KalmaNet, algorithm 1).
+    with `-s e` the increment and `r` the residual, from `x = 0`, `-s e = b`, `r = b`, for systems scaled so that their
+    extreme eigenvalues' bounds have a mean of one: all that depends on them is their `condition`, `[C or 1, 1]`.
+    Chebyshev's weights `w` give `s = w`, and `c` the last weight times `(w - 1) / w` (Gated KalmaNet, algorithm 1).
+
+    Products of bfloat16 let the solution be added up in float16, which keeps 11 bits of it. After the first, large
+    increments its leading part goes to `out`, the output's memory, and increments are added to the rest.
     """
-    step = 2.0 / (system.upper + system.lower)
-    name = method.name
-    pairs = _held_pairs(system, method.precision)
-    solution = Solution.of(b, system.lower, method.precision)
-    b = solution.scaled(b)  # and so all iterates
-    if name == "nesterov":
-        root = jnp.sqrt(3.0 * system.upper / system.lower + 1.0)
-        short, momentum = 4.0 / (3.0 * system.upper + system.lower), (root - 2.0) / (root + 2.0)
+    name, iterations, rounds = method.name, method.iterations, method.precision == "bfloat16"
+    contraction = jnp.square((condition - 1.0) / (condition + 1.0))
+    root = jnp.sqrt(3.0 * condition + 1.0)
+    short, momentum = 2.0 * (condition + 1.0) / (3.0 * condition + 1.0), (root - 2.0) / (root + 2.0)
+    scale = _float16_scale(b, condition) if rounds else None
+    b = b if scale is None else b * scale
+
+    def size(weight):
+        s = short if name == "nesterov" else weight
+        return _leading_half(s) if rounds else s
 
     def body(n, carry):
-        x, decrement, residual, weight = carry
-        before = residual
-        residual = _add_product(system, pairs, decrement, residual + system.ridge * decrement, method.precision)
+        x, direction, residual, weight = carry
+        s, before = size(weight), residual
+        x = x - s.astype(x.dtype) * direction.astype(x.dtype)
+        residual = _add_product(system, direction, residual + (system.ridge * s) * direction, method.precision, s)
         if name == "chebyshev":
-            weight = 1.0 / (1.0 - system.contraction * weight * 0.25)
-            decrement = (weight - 1.0) * decrement - (step * weight) * residual
+            inverse = 1.0 - contraction * weight * 0.25
+            direction = (weight * (1.0 - inverse)) * direction - residual
+            weight = 1.0 / inverse
         elif name == "gradient_descent":
-            decrement = -step * residual
+            direction = -residual
         else:
             m = jnp.where(n == 0, 0.0, momentum)
-            decrement = m * decrement - short * (residual + m * (residual - before))
-        return x - decrement.astype(x.dtype), decrement, residual, weight
+            direction = m * direction - (residual + m * (residual - before))
+        return x, direction, residual, weight
 
-    start = step * b
-    carry = start.astype(solution.dtype), -start, b, jnp.full_like(system.contraction, 2.0)
-    return solution.iterate(body, carry, method.iterations, out)
+    def value(x):
+        return x.astype(jnp.float32) if scale is None else x.astype(jnp.float32) * (1.0 / scale)
+
+    weight = jnp.full_like(condition, 2.0 if name == "chebyshev" else 1.0)
+    carry = jnp.zeros_like(b, jnp.float32 if scale is None else jnp.float16), -b / size(weight), b, weight
+    first, leading = iterations // 4, None
+    if scale is not None and first > 0:
+        x, *others = lax.fori_loop(0, first, body, carry)
+        leading = value(x).astype(out.dtype)
+        out[...] = leading
+        carry = x - (leading.astype(jnp.float32) * scale).astype(x.dtype), *others
+    x, direction, _, weight = lax.fori_loop(0 if leading is None else first, iterations, body, carry)
+    x = value(x) - size(weight) * value(direction)
+    if leading is None:
+        return x
+    barrier()
+    return x + out[...].astype(jnp.float32)
 
 
-def _iterate_conjugate(system: System, method: Method, b: Array, out: Any) -> Array:
+def _leading_half(x: Array) -> Array:
+    """The bfloat16 number next to `x` towards zero."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
+
+
+def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
     """Conjugate gradients from zero; a system whose residual has vanished stays where it is.
 
     A ridge by channel takes a register for each channel that a thread has, and registers are what is short. So it goes
     round the loop with one channel a thread, and is spread when it is used. The minimum hides from the compiler that it
     stays the same, and need not be spread but once.
     """
-    pairs = _held_pairs(system, method.precision)
-    solution = Solution.of(b, system.lower, method.precision)
     square = jnp.sum(b * b, axis=1, keepdims=True)
     floor = square * jnp.finfo(jnp.float32).eps ** 2
 
@@ -201,17 +196,16 @@ def _iterate_conjugate(system: System, method: Method, b: Array, out: Any) -> Ar
             return jnp.where(is_live, numerator / (jnp.where(is_live, denominator, 1.0) + method.epsilon), 0.0)
 
         ridge = system.ridge if spread is None else spread[None, :]
-        image = _add_product(system, pairs, direction, ridge * direction, method.precision)
+        image = _add_product(system, direction, ridge * direction, method.precision)
         length = quotient(square, jnp.sum(direction * image, axis=1, keepdims=True))
-        x = x + (solution.scaled(length) * direction).astype(x.dtype)
+        x = x + length * direction
         residual = residual - length * image
         after = jnp.sum(residual * residual, axis=1, keepdims=True)
         direction = jnp.where(is_live, residual + quotient(after, square) * direction, direction)
         return x, residual, direction, after, None if spread is None else jnp.minimum(spread, greatest)
 
     by_channel, greatest = system.ridge if system.ridge.ndim == 1 else None, jnp.max(system.ridge)
-    carry = jnp.zeros_like(b, solution.dtype), b, b, square, by_channel
-    return solution.iterate(body, carry, method.iterations, out)
+    return lax.fori_loop(0, method.iterations, body, (jnp.zeros_like(b), b, b, square, by_channel))[0]
 
 
 def _solve_kernel(r, *, method: Method):
@@ -237,17 +231,17 @@ def _solve_kernel(r, *, method: Method):
     if norm is None or method.name == "conjugate_gradient":
         if not method.adaptive and strength.shape[1] > 1:
             ridge = r.ridge[...]
-        lower = jnp.min(ridge if ridge.ndim == 2 else strength, axis=-1, keepdims=True)
-        x = _iterate_conjugate(System(keys, state, decay, from_start, ridge, lower), method, b, r.x)
+        x = _iterate_conjugate(_system(keys, state, decay, from_start, ridge, method.precision), method, b)
     else:
-        lower = jnp.min(ridge, axis=1, keepdims=True)
-        upper = norm[:, None] + jnp.max(ridge, axis=1, keepdims=True)
-        # An adaptive ridge makes all tokens' systems equally well conditioned.
-        least = jnp.min(strength, axis=1, keepdims=True) if method.adaptive else lower
-        greatest = 1.0 + jnp.max(strength, axis=1, keepdims=True) if method.adaptive else upper
-        contraction = jnp.square((greatest - least) / (greatest + least))
-        system = System(keys, state, decay, from_start, ridge, lower, upper, contraction)
-        x = _iterate_stationary(system, method, b, r.x)
+        least, greatest = jnp.min(ridge, axis=1, keepdims=True), norm[:, None] + jnp.max(ridge, axis=1, keepdims=True)
+        step = 2.0 / (greatest + least)
+        if method.adaptive:  # all systems are alike in units of their norms
+            least, greatest = jnp.min(strength, axis=1, keepdims=True), 1.0 + jnp.max(strength, axis=1, keepdims=True)
+            ridge = strength * (2.0 / (greatest + least))
+        else:
+            ridge = ridge * step
+        system = _system(keys, state, decay, from_start, ridge, method.precision, step)
+        x = _iterate_stationary(system, method, b * step, greatest / least, r.x)
     r.x[...] = x.astype(r.x.dtype)
 
 
