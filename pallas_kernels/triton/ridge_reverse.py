@@ -7,13 +7,13 @@ with `x` the solution and `g` the gradient of its right-hand side: the recurrenc
 of the gradient and its transpose.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Operand, call, dot_tn
+from pallas_kernels.triton.backend import call, dot_tn
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.problem import Problem
 from pallas_kernels.triton.ridge_iterate import load_strength, pair_decays, strength_operand
@@ -37,26 +37,22 @@ class NormGradients(NamedTuple):
         weight: `2 dL/d||H_t|| / ||H_t||`, `[B, H, T]` float32; None unless the ridge is adaptive. As
             `d||H||_F = <H, dH> / ||H||_F`, the gradient of `H_t` by its norm is `weight_t H_t / 2`.
         key_weight: with what weight each key is in the sum over its chunk of `weight_t from_start_t H_t`, likewise.
-        start_weight: with what weight the chunk's starting matrix is in it, `[B, H, N]`, likewise.
     """
 
     ridge: Array
     weight: Array | None
     key_weight: Array | None
-    start_weight: Array | None
 
 
 def _start_gradients_kernel(r, *, method: Method, block: int):
-    """The sum over a chunk's tokens of `from_start_t dH_t` and its transpose, and what leads to it.
-
-    The starting matrix's part, a multiple of it, is left to the scan over chunks, which reads those matrices anyway.
-    """
+    """The sum over a chunk's tokens of `from_start_t dH_t` and its transpose, and what leads to it."""
     precision, size, adaptive = method.precision, r.x.shape[1], method.adaptive
     minus, solution = -r.d_q[...].astype(jnp.float32), r.x[...].astype(jnp.float32)
     from_start = None if r.from_start is None else r.from_start[...]
     left, x = parts(_scaled(minus, from_start), precision), parts(r.x[...], precision)
     d_diagonal = minus * solution  # of what is added to the diagonal
     keys: Parts | None = None
+    start_weight: Any = None
     if adaptive:
         norm = r.norm[...]
         _store_ridge(r, d_diagonal * norm[:, None])
@@ -64,7 +60,7 @@ def _start_gradients_kernel(r, *, method: Method, block: int):
         weight = jnp.where(norm > 0.0, 2.0 * d_norm / jnp.where(norm > 0.0, norm, 1.0), 0.0)
         seen = weight if from_start is None else weight * from_start
         key_weight = jnp.sum(pair_decays(loaded_decay(r)) * seen[:, None], axis=0)
-        r.start_weight[...] = jnp.sum(seen if from_start is None else seen * from_start, axis=0)
+        start_weight = jnp.sum(seen if from_start is None else seen * from_start, axis=0)
         r.weight[...] = weight
         r.key_weight[...] = key_weight
         keys = parts(parts(r.k[...], precision).value * key_weight[:, None], precision)
@@ -76,6 +72,8 @@ def _start_gradients_kernel(r, *, method: Method, block: int):
         gradient = multiply(dot_tn, x, some_left, precision, gradient)
         if keys is not None and some_keys is not None:
             gradient = multiply(dot_tn, keys, some_keys, precision, gradient)
+            state = Parts(r.high[:, part], None if r.low is None else r.low[:, part])
+            gradient = gradient + start_weight * state.value
         r.increment[:, part] = gradient.astype(r.increment.dtype)
 
     def some_channels(c, carry):
@@ -145,7 +143,6 @@ def state_gradients(
     weights = row(p.per_head(p.length, dtype=jnp.float32)) if adaptive else None
     channels = inputs.ridge.shape[1:] if inputs.ridge.shape[1] > 1 else ()
     d_ridge = p.per_head(p.chunks, *channels, dtype=jnp.float32)
-    start_weight = p.per_head(p.chunks, dtype=jnp.float32)
     results = call(
         _start_gradients_kernel,
         "ridge_start_gradients",
@@ -154,6 +151,8 @@ def state_gradients(
             "d_q": token(d_q),
             "x": token(x),
             "k": token(inputs.k if adaptive else None),
+            "high": of_chunk(p, states.high if adaptive else None),
+            "low": of_chunk(p, states.low if adaptive else None),
             "norm": row(norm if adaptive else None),
             "ridge": strength_operand(inputs.ridge) if adaptive else None,
             **rows_of_chunk(p, rows, ("total", "fine", "runs", "from_start")),
@@ -163,18 +162,12 @@ def state_gradients(
             "d_ridge": p.of_head(d_ridge, (None, *channels), lambda h, n, b: (b, h, n, 0)[: d_ridge.ndim]),
             "weight": weights,
             "key_weight": weights,
-            "start_weight": Operand(start_weight, (None, None, None), lambda h, n, b: (b, h, n)) if adaptive else None,
         },
         schedule.start_gradients,
         method=method,
         block=min(schedule.start_gradients.block, p.key_size),
     )
-    by_norm = NormGradients(
-        results["d_ridge"],  # type: ignore[arg-type]
-        results["weight"],
-        results["key_weight"],
-        results["start_weight"],
-    )
+    by_norm = NormGradients(results["d_ridge"], results["weight"], results["key_weight"])  # type: ignore[arg-type]
     has_decay = inputs.log_decay is not None
     d_ends, d_initial, products = scan_chunks(
         p,
@@ -185,8 +178,7 @@ def state_gradients(
         schedule.reverse_scan,
         reverse=True,
         with_end=inputs.initial_gram is not None,
-        other=states if has_decay or adaptive else None,
-        other_weight=by_norm.start_weight,
+        other=states if has_decay else None,
         with_products=has_decay,
         factor=0.5,
     )

@@ -57,12 +57,10 @@ def _scan_kernel(r, *, chunks: int, ahead: int, reverse: bool, factor: float):
                 r.high[n, :, :] = state.astype(r.high.dtype)
             else:
                 r.high[n, :, :], r.low[n, :, :] = split(state)
-            of_other = None if other is None else Parts(other, low).value
             if r.row_products is not None:
-                r.row_products[n, :] = jnp.sum(state * (state if of_other is None else of_other), axis=1)
+                with_what = state if other is None else Parts(other, low).value
+                r.row_products[n, :] = jnp.sum(state * with_what, axis=1)
             state = (1.0 if r.kept is None else r.kept[n]) * state + increment.astype(jnp.float32)
-            if of_other is not None and r.other_weight is not None:
-                state = state + r.other_weight[n] * of_other
         return state
 
     state = lax.fori_loop(0, chunks // ahead, lambda m, state: steps(m * ahead, ahead, state), state)
@@ -83,7 +81,6 @@ def scan_chunks(
     reverse: bool = False,
     with_end: bool = True,
     other: Parts | None = None,
-    other_weight: Array | None = None,
     with_products: bool = True,
     factor: float = 1.0,
 ) -> tuple[Parts, Array | None, Array | None]:
@@ -99,7 +96,6 @@ def scan_chunks(
         reverse: from last to first.
         with_end: whether what comes out at the other end is wanted.
         other: matrices `[B, H, N, K, K]` whose products with the states are wanted; None for the states themselves.
-        other_weight: `[B, H, N]` float32, with what weight each of `other` is added beside `increments`; None for zero.
         with_products: whether products are wanted at all.
         factor: on what comes out at the other end.
 
@@ -128,7 +124,6 @@ def scan_chunks(
             "boundary": of_boundary(boundary),
             "other_high": None if other is None else of_states(other.high),
             "other_low": None if other is None else of_states(other.low),
-            "other_weight": p.of_head(other_weight, (p.chunks,), lambda c, h, b: (b, h, 0)),
             "kept": p.of_head(rows.kept, (p.chunks,), lambda c, h, b: (b, h, 0)),
         },
         {
