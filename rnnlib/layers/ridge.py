@@ -218,7 +218,9 @@ class RidgeSolver(Solver):
             return solution
         dtype = self.shape.gate_dtype
         alpha = jax.nn.sigmoid(self.alpha(x).astype(dtype))[..., None]
-        return (query.astype(dtype) + alpha * (solution - query).astype(dtype)).astype(query.dtype)
+        # All in one dtype, so that the compiler reads the query in one form only.
+        wide = query.astype(dtype)
+        return (wide + alpha * (solution.astype(dtype) - wide)).astype(query.dtype)
 
     def init_state(self, batch_size: int) -> RidgeState:
         """The state before the first token: zeros."""
