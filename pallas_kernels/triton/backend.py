@@ -217,12 +217,6 @@ def load_rows(ref, start, size: int, limit, other: float) -> Array:
     return plt.load(ref.at[pl.ds(start, size)], mask=index < limit, other=other)
 
 
-def barrier() -> None:
-    """What any thread of the program wrote to memory is there for all of it from here on."""
-    if not interpreted():
-        plt.debug_barrier()
-
-
 def iota(shape: tuple[int, ...], axis: int) -> Array:
     """Indices along `axis`, int32."""
     return lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -242,7 +236,6 @@ __all__ = [
     "LOG2_E",
     "Launch",
     "Operand",
-    "barrier",
     "call",
     "cdiv",
     "device_kind",
