@@ -102,15 +102,15 @@ def _float16_scale(b: Array, condition: Array) -> Array:
 def _add_product(system: System, x: Array, onto: Array, precision: str, factor: Any = None) -> Array:
     """`onto + H (factor x)`, `[C, K]`, with a factor `[C or 1, 1]` or none."""
     from_start = None if system.from_start is None else system.from_start[:, None]
-    if precision == "bfloat16":  # factors in bfloat16 too: two of them at a time
-        rows = x.astype(jnp.bfloat16)
-        rows = rows if factor is None else rows * factor.astype(jnp.bfloat16)
-        near, far = Parts(rows), Parts(rows if from_start is None else rows * from_start.astype(jnp.bfloat16))
+    if precision == "bfloat16" and factor is not None:  # factors in bfloat16 too: two of them at a time
+        rows = x.astype(jnp.bfloat16) * factor.astype(jnp.bfloat16)
+        far = Parts(rows if from_start is None else rows * from_start.astype(jnp.bfloat16))
+        scores = rounded_product(multiply(dot_nt, Parts(rows), system.keys, precision), system.pairs)
     else:
-        x = x if factor is None else x * factor
-        near, far = parts(x, precision), parts(x if from_start is None else x * from_start, precision)
-    scores = multiply(dot_nt, near, system.keys, precision)
-    scores = rounded_product(scores, system.pairs) if precision == "bfloat16" else scores * system.pairs
+        scores = multiply(dot_nt, parts(x, precision), system.keys, precision).astype(system.pairs.dtype) * system.pairs
+        if factor is not None:
+            scores, from_start = scores * factor, factor if from_start is None else from_start * factor
+        far = parts(x if from_start is None else x * from_start, precision)
     onto = multiply(dot, far, system.state, precision, onto)
     return multiply(dot, parts(scores, precision), system.keys, precision, onto)
 
