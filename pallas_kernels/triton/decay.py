@@ -88,6 +88,15 @@ def decay_of_chunk(decay: ChunkDecay) -> Array | None:
     return factor if decay.runs is None else jnp.where(jnp.max(decay.runs) == 0, factor, 0.0)
 
 
+# A gate smaller than this is divided by as if it were this, having been multiplied by the same before.
+_SMALLEST_GATE = 2.0**-32
+
+
+def divisible(gate: Array) -> Array:
+    """A gate `[C]`, kept away from zero: what is multiplied by it can be divided by it again."""
+    return jnp.where(jnp.abs(gate) < _SMALLEST_GATE, _SMALLEST_GATE, gate)
+
+
 def split_gate(gate: Array) -> tuple[Array, Array]:
     """A gate `[C]` as a product of what can be divided by and the rest, 1 but where the gate is next to zero."""
     is_small = jnp.abs(gate) < 1e-30

@@ -83,10 +83,10 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         offsets = reverse_offsets(problem, inputs, prepared, d_out, schedule.offsets)
         back = maps._replace(offset=offsets)
         ends = fold_segments(problem, back, d_final_state, schedule.fold, reverse=True)
-    d_states, d_values, d_initial_state = reverse_pass(
+    d_states, d_values, d_values_rest, d_initial_state = reverse_pass(
         problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse
     )
-    saved = Saved(states, residual, d_states, d_values)
+    saved = Saved(states, residual, d_states, d_values, d_values_rest)
     shared = options.shares_gate
     from_values = value_gradients(problem, inputs, d_out, saved, schedule.value_gradients, shared)
     gradients = argument_gradients(

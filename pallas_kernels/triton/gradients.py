@@ -31,7 +31,7 @@ from pallas_kernels.triton.decay import (
     decay_from_start,
     decay_of_chunk,
     decay_to_end,
-    split_gate,
+    divisible,
 )
 from pallas_kernels.triton.pairs import pair_gradients, sum_of, weigh_pairs
 from pallas_kernels.triton.prepare import erase_key, load_channel_decay, load_wide, product
@@ -45,21 +45,23 @@ class Saved(NamedTuple):
         states: before each chunk, `[B, HV, N, V, K]`.
         residuals: R, `[B, HV, N, V, C]`.
         d_states: gradients after each chunk, `[B, HV, N, V, K]`.
-        d_values: dW, `[B, HV, N, V, C]`, times the write gate if that is one number a token (see `split_gate`).
+        d_values: dW, `[B, HV, N, V, C]`, times the write gate if that is one number a token (see `divisible`).
+        d_values_rest: what rounding left of `d_values`, or None.
     """
 
     states: Array
     residuals: Array
     d_states: Array
     d_values: Array
+    d_values_rest: Array | None
 
 
 class ValueGradients(NamedTuple):
     """What the first kernel finds.
 
     Attributes:
-        d_scores: dP, weighted by a scalar decay, `[B, HV, N, C, C]`.
-        d_erased: dT, likewise; None for linear attention.
+        d_scores: dP, weighted by a scalar decay, `[B, HV, N, C, C]`; float32 if the decay is channel-wise.
+        d_erased: dT, likewise, times an erase gate of one number a token; None for linear attention.
         d_v: gradient of the values, `[B, T, HV, V]`.
         d_write: gradient of the write gate in its shape, or None.
     """
@@ -78,7 +80,31 @@ def _chunk_decay(r) -> ChunkDecay:
     return chunk_decay(load_wide(r.log_decay), None if r.starts is None else r.starts[...])
 
 
-def _values_kernel(r, *, problem: Problem, block: int):
+def _is_row(gate: Any) -> bool:
+    """Whether a gate, as a reference or a value, is one number a token."""
+    return gate is not None and len(gate.shape) == 1
+
+
+def _reader_ratio(r, shares_gate: bool) -> Any:
+    """What turns rows of `dW`, as they are stored, to the gradient of what reads, `[C]`; None for 1.
+
+    What reads is the key where the erase gate is one number a token, which the gradient then includes, and `erase * k`
+    where it is one a channel. Nothing is left to do where that number is the write gate too.
+    """
+    if shares_gate:
+        return None
+    ratio = divisible(load_wide(r.erase)) if _is_row(r.erase) else None
+    if r.gate is None:
+        return ratio
+    inverse = 1.0 / divisible(load_wide(r.gate))
+    return inverse if ratio is None else ratio * inverse
+
+
+def _scale_rows(x: Any, rows: Any) -> Any:
+    return x if rows is None else rows[:, None] * x
+
+
+def _values_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
     d_scores = d_erased = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     for part in _blocks(problem.value_size, block):
         residual = r.residuals[part, :]
@@ -87,21 +113,21 @@ def _values_kernel(r, *, problem: Problem, block: int):
             d_erased -= dot_tn(r.d_values[part, :], residual)
     # Of a channel-wise decay only the restarts concern the pairs' mask.
     decay = _chunk_decay(r)
-    write, v_factor, inverse_gate = load_wide(r.write), load_wide(r.write), None
-    if write is not None and write.ndim == 1:
-        gate, v_factor = split_gate(write)
-        inverse_gate = 1.0 / gate
-        d_erased = inverse_gate[:, None] * d_erased
     r.d_scores[...] = weigh_pairs(problem.scale * d_scores, decay, strict=False).astype(r.d_scores.dtype)
     if problem.online:
+        d_erased = _scale_rows(d_erased, _reader_ratio(r, shares_gate))
         r.d_erased[...] = weigh_pairs(d_erased, decay, strict=True).astype(r.d_erased.dtype)
 
-    d_value = r.d_values[...].T.astype(jnp.float32)
-    r.d_v[...] = product(v_factor, d_value).astype(r.d_v.dtype)
+    high = r.d_values[...].T
+    d_value = high.astype(jnp.float32)
+    if r.d_values_rest is not None:
+        d_value = d_value + r.d_values_rest[...].T.astype(jnp.float32)
+    is_wide = r.write is not None and not _is_row(r.write)
+    r.d_v[...] = (load_wide(r.write) * d_value).astype(r.d_v.dtype) if is_wide else high
     if r.d_write is not None:
         d_write = d_value * r.v[...].astype(jnp.float32)
-        if inverse_gate is not None:
-            d_write = inverse_gate * jnp.sum(d_write, axis=1)
+        if not is_wide:
+            d_write = jnp.sum(d_write, axis=1) / divisible(load_wide(r.write))
         r.d_write[...] = d_write.astype(r.d_write.dtype)
 
 
@@ -128,10 +154,8 @@ def _state_products(r, problem: Problem, block: int, shares_gate: bool) -> _Stat
             kept=kept,
         )
         result = terms if result is None else jax.tree.map(jnp.add, result, terms)
-    gate = r.erase if shares_gate else r.gate
-    if gate is not None and problem.online:
-        inverse_gate = 1.0 / split_gate(load_wide(gate))[0]
-        result = result._replace(erased=inverse_gate[:, None] * result.erased)
+    if problem.online:
+        result = result._replace(erased=_scale_rows(result.erased, _reader_ratio(r, shares_gate)))
     return result
 
 
@@ -145,32 +169,38 @@ def _keys_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
 
 
 def _store_channel_side(r, problem: Problem, block: int, shares_gate: bool):
-    """The same for a channel-wise decay, from the gradients of the matrices as products of pairs take them."""
+    """The same for a channel-wise decay, from the gradients of the matrices as products of pairs take them.
+
+    These products are the only ones whose operands were scaled; they take them as float32, and not rounded.
+    """
     decay = load_channel_decay(r, is_mild=True)
     offset = offsets(decay, problem.dtype)
     reads, writes = read_factor(decay, offset), write_factor(decay, offset)
     sums = _state_products(r, problem, block, shares_gate)
     k, erase = r.k[...], load_wide(r.erase)
     key = k if r.write_key is None else r.write_key[...]
-    written = (key.astype(jnp.float32) * writes).astype(problem.dtype)
-    wide_written = written.astype(jnp.float32)
+    is_precise = problem.dtype == jnp.float32
+    written = key.astype(jnp.float32) * writes
 
-    read = (load_wide(r.q) * reads).astype(problem.dtype)
-    d_read = problem.scale * (decay.front * sums.read) + dot(r.d_scores[...], written)
+    # Loaded anew for each product, a matrix of pairs is not kept in registers between them.
+    read = load_wide(r.q) * reads
+    d_read = problem.scale * (decay.front * sums.read) + dot(r.d_scores[...], written, precise=is_precise)
     r.d_q[...] = (reads * d_read).astype(r.d_q.dtype)
-    d_total = read.astype(jnp.float32) * d_read
+    d_total = read * d_read
 
-    d_far = decay.tail * sums.written
-    d_end = jnp.sum(wide_written * d_far, axis=0)
-    d_written = d_far + dot_tn(r.d_scores[...], read)
+    d_written = dot_tn(r.d_scores[...], read, precise=is_precise)
     d_erased = None
     if problem.online:
-        erased = product(erase, k.astype(jnp.float32) * reads).astype(problem.dtype)
-        d_scaled = dot(r.d_erased[...], written) - decay.front * sums.erased
-        d_total = d_total + erased.astype(jnp.float32) * d_scaled
+        erased = product(None if _is_row(erase) else erase, k.astype(jnp.float32) * reads)
+        d_scaled = dot(r.d_erased[...], written, precise=is_precise) - decay.front * sums.erased
+        d_total = d_total + erased * d_scaled
         d_erased = reads * d_scaled
-        d_written = d_written + dot_tn(r.d_erased[...], erased)
-    d_total = d_total - wide_written * d_written
+        d_written = d_written + dot_tn(r.d_erased[...], erased, precise=is_precise)
+    d_total = d_total - written * d_written
+    d_far = decay.tail * sums.written
+    d_last = written * d_far
+    d_total, d_end = d_total - d_last, jnp.sum(d_last, axis=0)
+    d_written = d_written + d_far
     _store_key_gradients(r, k, erase, d_erased, writes * d_written)
 
     i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
@@ -189,7 +219,7 @@ def _store_key_side(r, problem: Problem, block: int, shares_gate: bool):
     sums = _state_products(r, problem, block, shares_gate)
     readers, scores = [q], [r.d_scores[...]]
     if problem.online:
-        readers.append(erase_key(k, erase))
+        readers.append(k if _is_row(erase) else erase_key(k, erase))
         scores.append(r.d_erased[...])
     d_near, d_key_near, d_total = pair_gradients(scores, readers, key, decay)
 
@@ -218,11 +248,12 @@ def _store_key_side(r, problem: Problem, block: int, shares_gate: bool):
 
 
 def _store_key_gradients(r, k: Array, erase: Any, d_erased: Any, d_key: Array):
-    """Gradients of the read key, the write key and the erase gate from those of `erase * k` and of the write key."""
+    """Gradients of the read key, the write key and the erase gate from those of what reads and of the write key."""
     if d_erased is None:
         r.d_k[...] = d_key.astype(r.d_k.dtype)
         return
-    d_k = product(erase, d_erased)
+    is_row = _is_row(erase)
+    d_k = product(None if is_row else erase, d_erased)
     if r.d_write_key is None:
         d_k = d_k + d_key
     else:
@@ -230,8 +261,8 @@ def _store_key_gradients(r, k: Array, erase: Any, d_erased: Any, d_key: Array):
     r.d_k[...] = d_k.astype(r.d_k.dtype)
     if r.d_erase is not None:
         d_erase = d_erased * k.astype(jnp.float32)
-        if erase.ndim == 1:
-            d_erase = jnp.sum(d_erase, axis=1)
+        if is_row:
+            d_erase = jnp.sum(d_erase, axis=1) / divisible(erase)
         r.d_erase[...] = d_erase.astype(r.d_erase.dtype)
 
 
@@ -279,7 +310,8 @@ def value_gradients(
     def token(array):
         return p.of_token(array, CHUNK, at)
 
-    pairs = of_matrix(p.per_head(p.chunks, CHUNK, CHUNK), CHUNK)
+    pairs_dtype = jnp.float32 if is_channel_wise(x.log_decay) else None
+    pairs = of_matrix(p.per_head(p.chunks, CHUNK, CHUNK, dtype=pairs_dtype), CHUNK)
     results = call(
         _values_kernel,
         "delta_value_gradients",
@@ -287,11 +319,14 @@ def value_gradients(
         {
             "v": token(x.v) if x.write is not None else None,
             "write": token(x.write),
+            "erase": None if is_channel_wise(x.erase) or shares_gate else token(x.erase),
+            "gate": None if is_channel_wise(x.write) or shares_gate else token(x.write),
             "log_decay": token(x.log_decay) if x.log_decay is not None and x.log_decay.ndim == 3 else None,
             "starts": p.of_position(x.starts, at),
             "d_out": token(d_out),
             "residuals": of_matrix(saved.residuals, p.value_size),
             "d_values": of_matrix(saved.d_values, p.value_size),
+            "d_values_rest": of_matrix(saved.d_values_rest, p.value_size),
         },
         {
             "d_scores": pairs,
@@ -302,6 +337,7 @@ def value_gradients(
         launch,
         problem=p,
         block=min(launch.inner, p.value_size),
+        shares_gate=shares_gate,
     )
     return ValueGradients(**results)  # type: ignore[arg-type]
 

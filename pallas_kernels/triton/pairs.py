@@ -93,10 +93,11 @@ def pair_gradients(
     """Transposes `pair_products`.
 
     The decay's gradient is `sum_c x dx - k dk`, in which a pair whose tokens both come later must cancel: both terms
-    are taken from the same rounded operands.
+    are taken from operands with the same digits.
 
     Args:
-        scores: cotangents `[C, C]` after `weigh_pairs`, in the dtype of `key`, one for each reader.
+        scores: cotangents `[C, C]` after `weigh_pairs`, one for each reader, in the dtype of `key`, or float32 if the
+            decay is channel-wise.
         readers: matrices `[C, K]`.
         key: `[C, K]`.
         decay: the chunk's decay.
@@ -105,39 +106,34 @@ def pair_gradients(
         Float32 gradients: `[C, K]` for each reader, `[C, K]` for the key, and, if the decay is channel-wise, of the
         cumulative log decay, `[C, K]`. A scalar one follows from the others: no operand was scaled.
     """
-    dtype = key.dtype
     if decay.total is None or decay.is_scalar:
         d_key = sum_of(dot_tn(d, x) for d, x in zip(scores, readers))
         return tuple(dot(d, key) for d in scores), d_key, None
-    total = decay.total
+    total, is_precise = decay.total, key.dtype == jnp.float32
     wide_readers = [x.astype(jnp.float32) for x in readers]
     wide_key = key.astype(jnp.float32)
     i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
-    diagonals = [jnp.sum(jnp.where(i == j, d.astype(jnp.float32), 0.0), axis=1)[:, None] for d in scores]
+    diagonals = [jnp.sum(jnp.where(i == j, d, 0.0), axis=1)[:, None] for d in scores]
     result = [*(d * wide_key for d in diagonals), sum_of(d * x for d, x in zip(diagonals, wide_readers))]
     result.append(jnp.zeros_like(wide_key))
 
     def add_level(level, result):
         later, earlier, in_block = _around_half(total, level)
-        parted = [jnp.where(in_block, d.astype(jnp.float32), 0.0).astype(dtype) for d in scores]
-        parts = _scaled_gradients(parted, wide_readers, wide_key, later, earlier, dtype)
-        return tuple(x + part for x, part in zip(result, parts))
+        parted = [jnp.where(in_block, d, 0.0) for d in scores]
+        parts = scaled_gradients(parted, [x * later for x in wide_readers], wide_key * earlier, is_precise)
+        *d_rows, d_key, d_total = parts
+        d_readers = [later * d for d in d_rows]
+        return tuple(x + part for x, part in zip(result, (*d_readers, earlier * d_key, d_total)))
 
     *d_readers, d_key, d_total = lax.fori_loop(0, _LEVELS, add_level, tuple(result))
     return tuple(d_readers), d_key, d_total
 
 
-def _scaled_gradients(scores, readers, key, reads, written, dtype) -> tuple[Array, ...]:
-    """Gradients of readers, key and log decay for products `(x * reads) (k * written)^T` with cotangents `scores`."""
-    keys = (key * written).astype(dtype)
-    d_readers, d_key, d_total = [], jnp.zeros_like(key), jnp.zeros_like(key)
-    for score, x in zip(scores, readers):
-        rows = (x * reads).astype(dtype)
-        d_rows = dot(score, keys)
-        d_key += dot_tn(score, rows)
-        d_total += rows.astype(jnp.float32) * d_rows
-        d_readers.append(reads * d_rows)
-    return *d_readers, written * d_key, d_total - keys.astype(jnp.float32) * d_key
+def scaled_gradients(scores: Sequence[Array], rows: Sequence[Array], keys: Array, is_precise: bool) -> tuple:
+    """Gradients of rows, keys and log decay for products `rows keys^T` with cotangents `scores`, all float32."""
+    d_rows = tuple(dot(score, keys, precise=is_precise) for score in scores)
+    d_keys = sum_of(dot_tn(score, x, precise=is_precise) for score, x in zip(scores, rows))
+    return *d_rows, d_keys, sum_of(x * d for x, d in zip(rows, d_rows)) - keys * d_keys
 
 
 def sum_of(terms: Iterable[Array], *more: Array) -> Array:

@@ -124,20 +124,20 @@ def _prepare_channels(r, scale: float, with_pairs: bool):
     reads = read_factor(decay, offset)
     read = load_wide(r.q) * reads
     r.read[...] = (read * decay.front).astype(dtype)
-    read, erased = read.astype(dtype), None
+    erased = None
     if r.erased is not None:
-        wide = product(load_wide(r.erase), k.astype(jnp.float32) * reads)
-        r.erased[...] = (wide * decay.front).astype(dtype)
-        erased = wide.astype(dtype)
+        erased = product(load_wide(r.erase), k.astype(jnp.float32) * reads)
+        r.erased[...] = (erased * decay.front).astype(dtype)
     key = k if r.write_key is None else r.write_key[...]
     written = key.astype(jnp.float32) * write_factor(decay, offset)
     r.written[...] = (written * decay.tail).astype(dtype)
     if with_pairs:
-        written = written.astype(dtype)
         r.extreme[...] = decay.is_extreme.astype(jnp.int32)
-        r.scores[...] = jnp.where(_is_causal(strict=False), scale * dot_nt(read, written), 0.0).astype(dtype)
+        # Scaled matrices go into the scores as float32: to round both would cost the output as much as two of its own.
+        scores = dot_nt(read, written, precise=dtype == jnp.float32)
+        r.scores[...] = jnp.where(_is_causal(strict=False), scale * scores, 0.0).astype(dtype)
         if erased is not None:
-            _store_inverse(r, dot_nt(erased, written))
+            _store_inverse(r, dot_nt(erased.astype(dtype), written.astype(dtype)))
 
 
 def _extreme_kernel(r, *, scale: float):

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt, dot_tn
-from pallas_kernels.triton.decay import CHUNK, split_gate
+from pallas_kernels.triton.decay import CHUNK, divisible
 from pallas_kernels.triton.prepare import Prepared
 from pallas_kernels.triton.problem import Inputs, Problem, is_channel_wise
 from pallas_kernels.triton.state import (
@@ -67,8 +67,11 @@ def _reverse_kernel(r, *, problem: Problem, block: int):
         if r.d_values is not None:
             if r.gate is not None:
                 gate = r.gate[pl.ds(n * CHUNK, CHUNK)].astype(jnp.float32)
-                d_value = scale_tokens(d_value, split_gate(gate)[0])
-            r.d_values[n, :, :] = d_value.astype(r.d_values.dtype)
+                d_value = scale_tokens(d_value, divisible(gate))
+            high = d_value.astype(r.d_values.dtype)
+            r.d_values[n, :, :] = high
+            if r.d_values_rest is not None:
+                r.d_values_rest[n, :, :] = (d_value - high.astype(jnp.float32)).astype(high.dtype)
         return before
 
     d_state = loop(count, body, d_state)
@@ -91,7 +94,13 @@ def _operands(
     }
 
 
-_OUTPUTS = ("d_states", "d_values", "offsets", "d_initial_state")
+def keeps_rest(problem: Problem, inputs: Inputs) -> bool:
+    """Whether what rounding leaves of `dW` is stored too, for the write gate's gradient and values gated by channel."""
+    is_rounded = problem.online and problem.dtype != jnp.float32 and inputs.write is not None
+    return is_rounded and (inputs.log_decay is not None or is_channel_wise(inputs.write))
+
+
+_OUTPUTS = ("d_states", "d_values", "d_values_rest", "offsets", "d_initial_state")
 
 
 def reverse_offsets(problem: Problem, inputs: Inputs, prepared: Prepared, d_out: Array, launch: Launch) -> Array:
@@ -125,10 +134,10 @@ def reverse_pass(
     d_final_state: Array | None,
     ends: Array | None,
     launch: Launch,
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[Array, Array, Array | None, Array | None]:
     """Gradients with respect to the state after each chunk, to `Z`, and to the initial state.
 
-    That to `Z` is stored times a write gate of one number a token (see `split_gate`).
+    That to `Z` is stored times a write gate of one number a token (see `divisible`).
 
     Args:
         problem: static facts.
@@ -140,7 +149,8 @@ def reverse_pass(
         launch: compilation.
 
     Returns:
-        `[B, HV, N, V, K]`, `[B, HV, N, V, C]` and, if there is an initial state, `[B, HV, K, V]` float32.
+        `[B, HV, N, V, K]`, `[B, HV, N, V, C]`, what rounding left of the latter where it is wanted (see `keeps_rest`),
+        and, if there is an initial state, `[B, HV, K, V]` float32.
     """
     p = problem
     block = min(launch.block, p.value_size)
@@ -169,10 +179,16 @@ def reverse_pass(
             **dict.fromkeys(_OUTPUTS),
             "d_states": p.of_head(p.per_head(p.chunks, p.value_size, p.key_size), (p.chunks, block, p.key_size), place),
             "d_values": p.of_head(p.per_head(p.chunks, p.value_size, CHUNK), (p.chunks, block, CHUNK), place),
+            "d_values_rest": p.of_head(
+                p.per_head(p.chunks, p.value_size, CHUNK) if keeps_rest(p, inputs) else None,
+                (p.chunks, block, CHUNK),
+                place,
+            ),
             "d_initial_state": of_boundary(None if inputs.initial_state is None else boundary),
         },
         launch,
         problem=p,
         block=block,
     )
-    return results["d_states"], results["d_values"], results["d_initial_state"]  # type: ignore[return-value]
+    names = ("d_states", "d_values", "d_values_rest", "d_initial_state")
+    return tuple(results[name] for name in names)  # type: ignore[return-value]

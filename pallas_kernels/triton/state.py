@@ -52,8 +52,12 @@ def loop(count, body, init):
     return lax.fori_loop(0, count, body, init)
 
 
-def chunk_step(r, n, state: Array, problem: Problem, is_value=None) -> tuple[Array, Array]:
-    """One chunk from the state `[V, K]` before it: the residuals, transposed `[V, C]`, and the state after it."""
+def chunk_step(r, n, state: Array, problem: Problem, is_value=None, is_apart: bool = False) -> tuple[Array, Array]:
+    """One chunk from the state `[V, K]` before it: the residuals, transposed `[V, C]`, and the state after it.
+
+    With `is_apart`, values and what is recalled go through the inverse one by one: what equal keys recall is rounded
+    equally then, and cancels.
+    """
     # What no product takes as it is stored is not fetched ahead by the compiler: it is loaded before it is waited for.
     rows = pl.ds(n * CHUNK, CHUNK)
     written = r.written[rows, :]
@@ -72,7 +76,12 @@ def chunk_step(r, n, state: Array, problem: Problem, is_value=None) -> tuple[Arr
     if is_value is not None:
         residual = jnp.where(is_value, residual, 0.0)
     if recalled is not None:
-        residual = dot_nt((residual - recalled).astype(problem.dtype), r.inverse[n, :, :])
+        inverse = r.inverse[n, :, :]
+        if is_apart:
+            added = dot_nt(residual.astype(problem.dtype), inverse)
+            residual = added - dot_nt(recalled.astype(problem.dtype), inverse)
+        else:
+            residual = dot_nt((residual - recalled).astype(problem.dtype), inverse)
     update = dot(scale_tokens(residual, written_row).astype(problem.dtype), written)
     return residual, kept * state + update
 
@@ -115,7 +124,7 @@ def _states_kernel(r, *, problem: Problem, block: int):
     def body(m, state):
         n = first + m
         r.states[n, :, :] = state.astype(r.states.dtype)
-        residual, after = chunk_step(r, n, state, problem)
+        residual, after = chunk_step(r, n, state, problem, is_apart=True)
         r.residuals[n, :, :] = residual.astype(r.residuals.dtype)
         return after
 

@@ -154,10 +154,10 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch
         offset = jax.jit(lambda x, y, d: reverse_offsets(p, x, y, d, schedule.offsets))(x, prepared, x.v)
         back = maps._replace(offset=offset)
         ends = jax.jit(lambda m: fold_segments(p, m, None, schedule.fold, reverse=True))(back)
-    d_states, d_values, _ = jax.jit(lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, schedule.reverse))(
+    d_states, d_values, rest, _ = jax.jit(lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, schedule.reverse))(
         x, prepared, ends
     )
-    saved = Saved(states, residuals, d_states, d_values)
+    saved = Saved(states, residuals, d_states, d_values, rest)
     from_values = jax.jit(lambda x, s: value_gradients(p, x, x.v, s, schedule.value_gradients))(x, saved)
     found: dict[str, tuple[Callable[[Launch], Callable], Any]] = {
         "prepare": (lambda l: lambda x: prepare(p, x, l), (x,)),

@@ -61,6 +61,9 @@ def test_float32_equals_the_scan(name):
 def test_bfloat16_stays_within_rounding(decay):
     found = errors(Case((1, 192, 1, 1, 32, 32), decay, dtype=jnp.bfloat16), schedule=Schedule(segments=3))
     assert all(error < 1e-2 for error in found.values()), found
+    # A channel's decay is multiplied into both sides of a pair; to round these would give 3.9e-3 and 4.2e-3.
+    limits = {"out": 3.6e-3, "d_q": 4e-3}
+    assert decay != CHANNEL or all(found[name] < limit for name, limit in limits.items()), found
 
 
 @pytest.mark.parametrize("decay", [NO, SCALAR])
