@@ -170,9 +170,15 @@ class RidgeSolver(Solver):
             "chunk_size": self.options.chunk_size,
             "implementation": self.options.implementation,
         }
-        solution, gram = self._solve(keys.query, keys.key, weight, None if state is None else state.gram, shared)
+        # A solution is linear in its query, so alpha times it is that of alpha q, whose gradient needs no alpha.
+        reader, dtype = keys.query, self.shape.gate_dtype
+        alpha = None if self.alpha is None else jax.nn.sigmoid(self.alpha(x).astype(dtype))[..., None]
+        query = reader if alpha is None else (alpha * reader.astype(dtype)).astype(reader.dtype)
+        solution, gram = self._solve(query, keys.key, weight, None if state is None else state.gram, shared)
+        if alpha is not None:
+            solution = ((1.0 - alpha) * reader.astype(dtype) + solution.astype(dtype)).astype(reader.dtype)
         out, memory = ops.linear_attention(
-            self._connect(x, keys.query, solution),
+            solution,
             keys.key,
             signals.value,
             write=weight,
@@ -211,16 +217,6 @@ class RidgeSolver(Solver):
         assert self.ridge is not None
         ridge = self.config.lower_bound + jax.nn.softplus(self.ridge[...].astype(self.shape.gate_dtype))
         return ridge.reshape(self.shape.key_heads, self.solved_size)
-
-    def _connect(self, x: Array, query: Array, solution: Array) -> Array:
-        """`q + alpha (x - q)`, a convex combination of linear attention's query and the regression's."""
-        if self.alpha is None:
-            return solution
-        dtype = self.shape.gate_dtype
-        alpha = jax.nn.sigmoid(self.alpha(x).astype(dtype))[..., None]
-        # All in one dtype, so that the compiler reads the query in one form only.
-        wide = query.astype(dtype)
-        return (wide + alpha * (solution.astype(dtype) - wide)).astype(query.dtype)
 
     def init_state(self, batch_size: int) -> RidgeState:
         """The state before the first token: zeros."""
