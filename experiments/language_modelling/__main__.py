@@ -131,7 +131,7 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: i
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawing, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    drawing, (left, middle, right) = plt.subplots(1, 3, figsize=(14, max(4.2, 0.2 * len(found))), layout="constrained")
     palette = plt.get_cmap("tab10")
     ranked = sorted(found.items(), key=lambda entry: _bits(entry[1], length))
     for i, (label, runs) in enumerate(ranked):  # best first, so that the legend is a ranking too
