@@ -84,6 +84,10 @@ class Problem:
         """One program for each chunk of each value head."""
         return self.value_heads, self.chunks, self.batch
 
+    def segment_at(self, h: Any, z: Any) -> tuple[Any, Any, Any]:
+        """Batch, head and segment of a program on a grid whose last axis goes over all segments of all sequences."""
+        return lax.div(z, self.segments), h, lax.rem(z, self.segments)
+
     def of_token(self, x: Array | jax.ShapeDtypeStruct | None, rows: int, at: At, width: int = 0) -> Operand | None:
         """Rows of one head of `[B, T, heads]` or `[B, T, heads, D]`, `width` channels of D (0: all).
 

@@ -111,7 +111,7 @@ def reverse_offsets(problem: Problem, inputs: Inputs, prepared: Prepared, d_out:
     offsets = p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32)
 
     def place(c, h, z):
-        return lax.div(z, p.segments), h, lax.rem(z, p.segments), c, 0
+        return *p.segment_at(h, z), c, 0
 
     result = call(
         _reverse_kernel,
@@ -161,7 +161,7 @@ def reverse_pass(
         return at(c, h, z)[0], h, 0, c, 0
 
     def place_end(c, h, z):
-        return lax.div(z, p.segments), h, lax.rem(z, p.segments), c, 0
+        return *p.segment_at(h, z), c, 0
 
     def of_boundary(array):
         return p.of_head(array, (p.key_size, block), lambda c, h, z: (at(c, h, z)[0], h, 0, c))

@@ -15,10 +15,11 @@ from pallas_kernels.triton.backend import call, dot, dot_nt, dot_tn, iota
 from pallas_kernels.triton.decay import CHUNK, MIN_LOG_DECAY
 from pallas_kernels.triton.problem import Problem
 from pallas_kernels.triton.ridge_iterate import pair_decays
-from pallas_kernels.triton.ridge_problem import Method, RidgeInputs, RidgeSchedule, Rows, loaded_decay, rows_of_chunk
+from pallas_kernels.triton.ridge_problem import Method, RidgeInputs, RidgeSchedule
 from pallas_kernels.triton.ridge_products import Parts, multiply, parts
 from pallas_kernels.triton.ridge_reverse import NormGradients
 from pallas_kernels.triton.ridge_states import of_chunk
+from pallas_kernels.triton.rows import Rows, loaded_decay, rows_of_chunk
 
 
 class StateSums(NamedTuple):

@@ -20,8 +20,9 @@ from pallas_kernels.triton.backend import Operand, call, dot, dot_nt, rounded_pr
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.pairs import weigh_pairs
 from pallas_kernels.triton.problem import Problem
-from pallas_kernels.triton.ridge_problem import Method, RidgeInputs, RidgeSchedule, Rows, loaded_decay, rows_of_chunk
+from pallas_kernels.triton.ridge_problem import Method, RidgeInputs, RidgeSchedule
 from pallas_kernels.triton.ridge_products import Parts, load_parts, multiply, parts
+from pallas_kernels.triton.rows import Rows, loaded_decay, rows_of_chunk
 
 # As in the operator's definition: a Gram matrix of this norm or less counts as zero.
 NORM_FLOOR = 1e-10

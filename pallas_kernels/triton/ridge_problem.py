@@ -1,4 +1,4 @@
-"""What a ridge solve is about: its arrays, its static facts, and the decays that its kernels share."""
+"""What a ridge solve is about: its arrays, its static facts, and how its kernels run."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.triton.backend import Launch, Operand, call, cdiv, interpreted
-from pallas_kernels.triton.decay import CHUNK, ChunkDecay, chunk_decay, decay_from_start, decay_of_chunk, decay_to_end
+from pallas_kernels.triton.backend import Launch, cdiv, interpreted
 from pallas_kernels.triton.problem import Problem
+from pallas_kernels.triton.rows import Rows, decay_rows
 
 METHODS = ("chebyshev", "conjugate_gradient", "gradient_descent", "nesterov")
 PRECISIONS = ("bfloat16", "split", "tf32", "float32")
@@ -103,82 +103,9 @@ def ridge_problem(inputs: RidgeInputs) -> Problem:
     return Problem(batch, length, heads, heads, size, size, dtype, False, 1.0)
 
 
-class Rows(NamedTuple):
-    """Decay by token, `[B, H, T]` float32 (int32 for `runs`); see `ChunkDecay` for the first three.
-
-    Attributes:
-        total: cumulative log decay in the chunk.
-        fine: the rest of its digits.
-        runs: number of segment starts in the chunk; None without segments.
-        from_start: decay from the chunk's start up to and with each token.
-        to_end: from each token, left out, to the chunk's end.
-        kept: decay over each chunk, `[B, H, N]`.
-    """
-
-    total: Array | None = None
-    fine: Array | None = None
-    runs: Array | None = None
-    from_start: Array | None = None
-    to_end: Array | None = None
-    kept: Array | None = None
-
-
-def _rows_kernel(r):
-    starts = None if r.starts is None else r.starts[...]
-    decay = chunk_decay(r.log_decay[...].astype(jnp.float32), starts)
-    r.total[...] = decay.total
-    r.fine[...] = decay.fine
-    if starts is not None:
-        r.runs[...] = decay.runs
-    r.from_start[...] = decay_from_start(decay)
-    r.to_end[...] = decay_to_end(decay)
-    r.kept[...] = decay_of_chunk(decay)
-
-
-def decay_rows(problem: Problem, inputs: RidgeInputs) -> Rows:
-    """Decays by token and chunk; all None without decay."""
-    p = problem
-    if inputs.log_decay is None:
-        return Rows()
-
-    def at(h, n, b):
-        return b, n, h, 0
-
-    row = p.of_head(p.per_head(p.length, dtype=jnp.float32), (CHUNK,), lambda h, n, b: (b, h, n))
-    kept = Operand(p.per_head(p.chunks, dtype=jnp.float32), (None, None, None), lambda h, n, b: (b, h, n))
-    runs = p.of_head(p.per_head(p.length, dtype=jnp.int32), (CHUNK,), lambda h, n, b: (b, h, n))
-    results = call(
-        _rows_kernel,
-        "ridge_decay",
-        p.chunk_grid,
-        {"log_decay": p.of_token(inputs.log_decay, CHUNK, at), "starts": p.of_position(inputs.starts, at)},
-        {
-            "total": row,
-            "fine": row,
-            "runs": None if inputs.starts is None else runs,
-            "from_start": row,
-            "to_end": row,
-            "kept": kept,
-        },
-        Launch(num_warps=1, num_stages=1),
-    )
-    return Rows(**results)
-
-
-def rows_of_chunk(problem: Problem, rows: Rows, names: tuple[str, ...]) -> dict[str, Operand | None]:
-    """Operands for kernels of one program a chunk, on `chunk_grid`."""
-
-    def operand(name):
-        return problem.of_head(getattr(rows, name), (CHUNK,), lambda h, n, b: (b, h, n))
-
-    return {name: operand(name) for name in names}
-
-
-def loaded_decay(r) -> ChunkDecay:
-    """The `ChunkDecay` that `decay_rows` stored."""
-    if r.total is None:
-        return ChunkDecay(None, None, None)
-    return ChunkDecay(r.total[...], r.fine[...], None if r.runs is None else r.runs[...])
+def ridge_rows(problem: Problem, inputs: RidgeInputs) -> Rows:
+    """The numbers of a solve's decay."""
+    return decay_rows(problem, inputs.log_decay, inputs.starts, name="ridge_decay", num_warps=1)
 
 
 def split(x: Array) -> tuple[Array, Array]:

@@ -17,16 +17,10 @@ from pallas_kernels.triton.backend import call, dot_tn
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.problem import Problem
 from pallas_kernels.triton.ridge_iterate import load_strength, pair_decays, strength_operand
-from pallas_kernels.triton.ridge_problem import (
-    Method,
-    RidgeInputs,
-    RidgeSchedule,
-    Rows,
-    loaded_decay,
-    rows_of_chunk,
-)
+from pallas_kernels.triton.ridge_problem import Method, RidgeInputs, RidgeSchedule
 from pallas_kernels.triton.ridge_products import Parts, multiply, parts
 from pallas_kernels.triton.ridge_states import increments_shape, of_chunk, scan_chunks
+from pallas_kernels.triton.rows import Rows, loaded_decay, rows_of_chunk
 
 
 class NormGradients(NamedTuple):

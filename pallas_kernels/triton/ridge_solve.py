@@ -19,8 +19,8 @@ from pallas_kernels.triton.ridge_problem import (
     RidgeInputs,
     RidgeSchedule,
     choose_schedule,
-    decay_rows,
     ridge_problem,
+    ridge_rows,
 )
 from pallas_kernels.triton.ridge_reverse import state_gradients
 from pallas_kernels.triton.ridge_states import gram_states
@@ -162,7 +162,7 @@ def _solve(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tupl
 
 def _forward(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tuple[tuple[Array, Array], Any]:
     problem = ridge_problem(inputs)
-    rows = decay_rows(problem, inputs)
+    rows = ridge_rows(problem, inputs)
     states, final, squares = gram_states(problem, method, inputs, rows, schedule)
     x, norm = solve_chunks(problem, method, inputs, rows, states, schedule, b=inputs.q, squares=squares)
     kept = (rows, states, squares) if schedule.keeps_states else None
@@ -176,7 +176,7 @@ def _backward(
     d_x, d_final = cotangents
     problem = ridge_problem(inputs)
     if kept is None:
-        rows = decay_rows(problem, inputs)
+        rows = ridge_rows(problem, inputs)
         states, _, squares = gram_states(problem, method, inputs, rows, schedule)
     else:
         rows, states, squares = kept

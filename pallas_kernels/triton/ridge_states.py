@@ -13,8 +13,9 @@ from jax import Array, lax
 from pallas_kernels.triton.backend import Launch, Operand, call, dot_tn
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.problem import Problem
-from pallas_kernels.triton.ridge_problem import Method, RidgeInputs, RidgeSchedule, Rows, rows_of_chunk, split
+from pallas_kernels.triton.ridge_problem import Method, RidgeInputs, RidgeSchedule, split
 from pallas_kernels.triton.ridge_products import Parts, multiply, parts
+from pallas_kernels.triton.rows import Rows, rows_of_chunk
 
 
 def _increments_kernel(r, *, precision: str):

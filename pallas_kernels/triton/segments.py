@@ -168,7 +168,7 @@ def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: L
         return b, t, h, lax.rem(c, value_blocks)
 
     def place(column):
-        return lambda c, h, z: (lax.div(z, p.segments), h, lax.rem(z, p.segments), column(c), 0)
+        return lambda c, h, z: (*p.segment_at(h, z), column(c), 0)
 
     offset = p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32)
     transition = p.per_head(p.segments, p.key_size, p.key_size)
@@ -188,7 +188,7 @@ def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: L
             "survival": p.of_head(
                 None if prepared.kept is None else p.per_head(p.segments, dtype=jnp.float32),
                 (None,),
-                lambda c, h, z: (lax.div(z, p.segments), h, lax.rem(z, p.segments)),
+                lambda c, h, z: p.segment_at(h, z),
             ),
         },
         launch,

@@ -188,10 +188,9 @@ def start_operands(problem: Problem, inputs: Inputs, starts: Array | None, block
     """The states that programs start from: the segments' if there are several, or the initial one."""
     p = problem
     if starts is not None:
-        segments = p.segments
 
         def place(c, h, z):
-            return lax.div(z, segments), h, lax.rem(z, segments), c, 0
+            return *p.segment_at(h, z), c, 0
 
         return {
             "starts_of_segments": p.of_head(starts, (None, block, p.key_size), place),

@@ -22,18 +22,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt, dot_tn
-from pallas_kernels.triton.decay import (
-    CHUNK,
-    ChunkDecay,
-    chunk_decay,
-    decay_from_start,
-    decay_of_chunk,
-    decay_to_end,
-    split_gate,
-)
+from pallas_kernels.triton.decay import CHUNK, split_gate
 from pallas_kernels.triton.pairs import weigh_pairs
 from pallas_kernels.triton.prepare import product
 from pallas_kernels.triton.problem import Inputs, Problem
+from pallas_kernels.triton.rows import Rows, decay_rows, loaded_decay
 from pallas_kernels.triton.state import keep_factor, load_row, loop, segment_range, sequence_grid
 
 
@@ -72,64 +65,9 @@ class Sums(NamedTuple):
     crossed: Array | None
 
 
-class Rows(NamedTuple):
-    """A decay's numbers for each token and chunk, of one value head each; all None without decay.
-
-    Attributes:
-        total: cumulative log decay in its chunk, `[B, HV, T]` float32; see `ChunkDecay`.
-        fine: the rest of it.
-        runs: segment starts in its chunk up to it, int32; None without restarts.
-        from_start: what is left at a token of the state before its chunk.
-        to_end: what is left of a token's write after its chunk.
-        kept: what a chunk leaves of the state, `[B, HV, N]` float32.
-    """
-
-    total: Array | None = None
-    fine: Array | None = None
-    runs: Array | None = None
-    from_start: Array | None = None
-    to_end: Array | None = None
-    kept: Array | None = None
-
-
-def _rows_kernel(r):
-    decay = chunk_decay(r.log_decay[...].astype(jnp.float32), None if r.starts is None else r.starts[...])
-    r.total[...], r.fine[...] = decay.total, decay.fine
-    if r.runs is not None:
-        r.runs[...] = decay.runs
-    r.from_start[...], r.to_end[...] = decay_from_start(decay), decay_to_end(decay)
-    r.kept[...] = decay_of_chunk(decay)
-
-
 def rows_of(problem: Problem, inputs: Inputs) -> Rows:
     """The numbers of a call's decay."""
-    p, x = problem, inputs
-    if x.log_decay is None:
-        return Rows()
-
-    def at(h, n, b):
-        return b, n, h, 0
-
-    def row(dtype=jnp.float32):
-        return p.of_head(p.per_head(p.length, dtype=dtype), (CHUNK,), lambda h, n, b: (b, h, n))
-
-    outputs = {
-        "total": row(),
-        "fine": row(),
-        "runs": None if x.starts is None else row(jnp.int32),
-        "from_start": row(),
-        "to_end": row(),
-        "kept": p.of_head(p.per_head(p.chunks, dtype=jnp.float32), (None,), lambda h, n, b: (b, h, n)),
-    }
-    inputs_of_kernel = {"log_decay": p.of_token(x.log_decay, CHUNK, at), "starts": p.of_position(x.starts, at)}
-    launch = Launch(num_warps=2, num_stages=1)
-    return Rows(**call(_rows_kernel, "linear_rows", p.chunk_grid, inputs_of_kernel, outputs, launch))
-
-
-def _decay(r, rows) -> ChunkDecay:
-    if r.total is None:
-        return ChunkDecay(None, None, None)
-    return ChunkDecay(r.total[rows], r.fine[rows], None if r.runs is None else r.runs[rows])
+    return decay_rows(problem, inputs.log_decay, inputs.starts, name="linear_rows", num_warps=2)
 
 
 def _addition(key: Array, value: Array, factor: Array | None) -> Array:
@@ -193,7 +131,7 @@ def _sums_kernel(r, *, problem: Problem, block: int, reverse: bool, transposed: 
         if r.states is not None:
             r.states[n, :, :] = state.astype(r.states.dtype)
         far = dot(reader, state.astype(reader.dtype))
-        pairs = weigh_pairs(dot_nt(reader, key), _decay(r, rows), strict=False, reverse=reverse)
+        pairs = weigh_pairs(dot_nt(reader, key), loaded_decay(r, rows), strict=False, reverse=reverse)
         if gate is not None and reverse:
             # On the pairs before they are rounded, as in the other direction: in the decay's gradient they cancel.
             divisor, rest = split_gate(gate)
@@ -362,9 +300,6 @@ def sums(
     grid, at = sequence_grid(p, p.value_size, block)
     columns = p.value_size // block
 
-    def place(c, h, z):
-        return lax.div(z, p.segments), h, lax.rem(z, p.segments)
-
     def whole(x):
         return p.of_token(x, p.length, lambda *g: (*at(*g)[:3], 0), p.key_size)
 
@@ -378,9 +313,9 @@ def sums(
         return Operand(jax.ShapeDtypeStruct((columns, *shape), jnp.float32), (None, *seen), where)
 
     start = (
-        p.of_head(boundary, (None, block, p.key_size), lambda c, h, z: (*place(c, h, z), c, 0))
+        p.of_head(boundary, (None, block, p.key_size), lambda c, h, z: (*p.segment_at(h, z), c, 0))
         if transposed
-        else p.of_head(boundary, (None, p.key_size, block), lambda c, h, z: (*place(c, h, z), 0, c))
+        else p.of_head(boundary, (None, p.key_size, block), lambda c, h, z: (*p.segment_at(h, z), 0, c))
     )
     out = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), dtype or p.dtype)
     end = p.per_head(p.key_size, p.value_size, dtype=jnp.float32)
