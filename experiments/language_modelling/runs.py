@@ -119,11 +119,6 @@ def run_config(study: LanguageStudy, mixer: Mixer, rate: float, seed: int, token
     )
 
 
-def tokens_of(config: TrainConfig) -> int:
-    """Tokens that a run reads."""
-    return config.steps * config.data.batch_size * config.data.sequence_length
-
-
 def result_path(results: pathlib.Path, mixer: Mixer, rate: float, seed: int) -> pathlib.Path:
     """The file of a run."""
     return results / f"{slug(mixer.label)}--{rate:g}--{seed}.json"

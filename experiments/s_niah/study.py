@@ -74,19 +74,16 @@ def study(setting: Setting) -> Study:
             for name, task, length in _TASKS
         )
         return Study("s_niah", "Needles, small", MIXERS[:2], cells, (3e-3, 1e-2), (0, 1, 2), "query_accuracy")
-    sizes = {"width": 128, "validation_examples": 256, "test_examples": 256, "dtype": "bfloat16"}
+    sizes = {"width": 128, "batch_size": 32, "validation_examples": 256, "test_examples": 256, "dtype": "bfloat16"}
+    longer = sizes | {"steps": 4000, "chunks": 20, "train_examples": 64_000}
     cells = (
         *(
             Cell(
                 name,
                 make_task(task, sequence_length=length, train_on_all_tokens=True),
                 (length, *_TESTED),
-                steps=4000,
-                chunks=20,
-                batch_size=32,
-                train_examples=64_000,
                 answer_weight=16.0,
-                **sizes,  # type: ignore[arg-type]
+                **longer,  # type: ignore[arg-type]
             )
             for name, task, length in _TASKS
         ),
@@ -94,23 +91,15 @@ def study(setting: Setting) -> Study:
             "mixture",
             Mixture(sequence_length=768, tasks=_ALL),
             (768, *_TESTED),
-            steps=4000,
-            chunks=20,
-            batch_size=32,
-            train_examples=64_000,
             answer_weight=16.0,
             tests=tuple((name, task) for (name, _, _), task in zip(_TASKS, _ALL)),
-            **sizes,  # type: ignore[arg-type]
+            **longer,  # type: ignore[arg-type]
         ),
         Cell(
             "loss on all tokens alike",
             make_task("s_niah_1", sequence_length=512, train_on_all_tokens=True),
             (512, *_TESTED),
-            steps=4000,
-            chunks=20,
-            batch_size=32,
-            train_examples=64_000,
-            **sizes,  # type: ignore[arg-type]
+            **longer,  # type: ignore[arg-type]
         ),
         # The first try, in which nothing was learned.
         Cell(
@@ -118,7 +107,6 @@ def study(setting: Setting) -> Study:
             make_task("s_niah_1", sequence_length=1024),
             _TESTED,
             steps=3000,
-            batch_size=32,
             train_examples=16_000,
             **sizes,  # type: ignore[arg-type]
         ),
