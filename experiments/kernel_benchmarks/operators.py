@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from rnnlib import ops
@@ -81,7 +82,12 @@ def precondition(given: Arrays, **options: Any) -> dict[str, Array]:
         options["implementation"] = None
     rest = {name: x for name, x in given.items() if not name.startswith("gram_")}
     k, write_key, _ = ops.precondition_key(
-        given["k"], log_decay=given["gram_decay"], gain=given["gram_gain"], center=CENTER, **options
+        given["k"],
+        log_decay=given["gram_decay"],
+        gain=given["gram_gain"],
+        center=CENTER,
+        write_key_dtype=jnp.promote_types(given["k"].dtype, jnp.float32),
+        **options,
     )
     return {**rest, "k": k, "write_key": write_key}
 

@@ -34,21 +34,27 @@ class Options:
         schedule: compilation.
         shares_gate: whether `erase`, one number a token, is the write gate too; then the inputs have no other. Its
             gradient is one sum, rounded once.
+        write_key_dtype: of the write key as it is given and of its gradient, where that is not the kernels' own.
     """
 
     online: bool
     scale: float
     schedule: Schedule
     shares_gate: bool = False
+    write_key_dtype: Any = None
 
 
 def _problem(options: Options, inputs: Inputs) -> Problem:
     return problem_of(inputs, online=options.online, scale=options.scale, segments=options.schedule.segments)
 
 
-def _spread(options: Options, inputs: Inputs) -> Inputs:
-    """The inputs with both gates."""
-    return inputs._replace(write=inputs.erase) if options.shares_gate else inputs
+def _operands(options: Options, inputs: Inputs) -> Inputs:
+    """The inputs as kernels load them: with both gates, and with the write key in the dtype of the other matrices."""
+    if options.shares_gate:
+        inputs = inputs._replace(write=inputs.erase)
+    if inputs.write_key is not None:
+        inputs = inputs._replace(write_key=inputs.write_key.astype(inputs.k.dtype))
+    return inputs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -59,7 +65,7 @@ def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
 
 def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
     problem, schedule = _problem(options, inputs), options.schedule
-    inputs = _spread(options, inputs)
+    inputs = _operands(options, inputs)
     prepared = prepare(problem, inputs, schedule.prepare)
     maps = starts = None
     if problem.segments > 1:
@@ -90,7 +96,15 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     shared = options.shares_gate
     from_values = value_gradients(problem, inputs, d_out, saved, schedule.value_gradients, shared)
     gradients = argument_gradients(
-        problem, inputs, d_out, saved, from_values, prepared.extreme, schedule.gradients, shared
+        problem,
+        inputs,
+        d_out,
+        saved,
+        from_values,
+        prepared.extreme,
+        schedule.gradients,
+        shares_gate=shared,
+        write_key_dtype=options.write_key_dtype,
     )
     if inputs.initial_state is not None:
         gradients = gradients._replace(initial_state=d_initial_state.astype(inputs.initial_state.dtype))  # type: ignore[union-attr]
@@ -146,7 +160,7 @@ def _run_chunks(options: Options, inputs: Inputs) -> tuple[Array, Array]:
 def _run_one_token(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     """One token through the decode kernel; its gradient goes through `chunked_pass`."""
     key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
-    padded = _spread(options, pad_inputs(inputs, 0))
+    padded = _operands(options, pad_inputs(inputs, 0))
     out, state = decode(_problem(options, padded), padded, options.schedule.decode)
     return out[..., :value_size], state[:, :, :key_size, :value_size]
 

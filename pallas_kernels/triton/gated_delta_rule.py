@@ -72,7 +72,8 @@ def gated_delta_rule(
         v: values; value head `j` uses key head `j // (HV // H)`.
         erase: gate on the read key; None is 1.
         write: gate on the value; None is 1.
-        write_key: the key that is written; None is `k`.
+        write_key: the key that is written; None is `k`. Kernels round it to the other matrices' dtype; its gradient has
+            the dtype that it is given in, so that one given in float32 gets one that nothing rounds.
         log_decay: natural logarithm of the decay, `<= 0`, -inf included; None is no decay.
         initial_state: the state before the first token; None is zero.
         segment_ids: the state restarts where the id changes; the first token continues `initial_state`.
@@ -144,7 +145,8 @@ def _run(inputs: Inputs, online: bool, scale: float | None, schedule: Schedule |
     shares_gate = inputs.erase is not None and inputs.erase is inputs.write and inputs.erase.ndim == 3
     if shares_gate:
         inputs = inputs._replace(write=None)
-    out, state = run(Options(online, scale, schedule, shares_gate), inputs)
+    write_key_dtype = None if inputs.write_key is None else inputs.write_key.dtype
+    out, state = run(Options(online, scale, schedule, shares_gate, write_key_dtype), inputs)
     return out.astype(dtype), state
 
 
@@ -158,18 +160,18 @@ def _inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_
         if log_decay is None:
             log_decay = jnp.zeros(v.shape[:3], jnp.float32)
 
-    def gate(x):
+    def widened(x):
         return x if x is None or x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
 
-    is_shared, erase = write is erase, gate(erase)
+    is_shared, erase = write is erase, widened(erase)
     return Inputs(
         q=q.astype(dtype),
         k=k.astype(dtype),
         v=v.astype(dtype),
-        write_key=None if write_key is None else write_key.astype(dtype),
+        write_key=widened(write_key),
         erase=erase,
-        write=erase if is_shared else gate(write),
-        log_decay=gate(log_decay),
-        initial_state=gate(initial_state),
+        write=erase if is_shared else widened(write),
+        log_decay=widened(log_decay),
+        initial_state=widened(initial_state),
         starts=starts,
     )

@@ -351,6 +351,7 @@ def argument_gradients(
     extreme: Array | None,
     launch: Launch,
     shares_gate: bool = False,
+    write_key_dtype: Any = None,
 ) -> Inputs:
     """Gradients of all token-wise arguments.
 
@@ -363,11 +364,15 @@ def argument_gradients(
         extreme: the first stage's flags of chunks with an extreme decay.
         launch: compilation; `block` is the width of a block of key channels.
         shares_gate: whether the write gate is the erase gate, whose gradient then has both parts.
+        write_key_dtype: of the write key's gradient; None is the write key's.
 
     Returns:
         Gradients in the arguments' shapes and dtypes; that of the initial state is None.
     """
     p, x = problem, inputs
+    write_key: Any = x.write_key
+    if write_key is not None and write_key_dtype is not None:
+        write_key = jax.ShapeDtypeStruct(write_key.shape, write_key_dtype)
     width = min(launch.block, p.key_size)
     key_blocks = p.key_size // width
 
@@ -405,7 +410,7 @@ def argument_gradients(
     outputs = {
         "d_q": gradient(x.q),
         "d_k": gradient(x.k),
-        "d_write_key": gradient(x.write_key),
+        "d_write_key": gradient(write_key),
         "d_erase": gradient(x.erase),
         "d_log_decay": gradient(x.log_decay),
     }
@@ -449,7 +454,7 @@ def argument_gradients(
         )
     results |= {"d_v": from_values.d_v, "d_write": None if shares_gate else from_values.d_write}
 
-    def summed(name: str, like: Array | None) -> Array | None:
+    def summed(name: str, like: Any) -> Array | None:
         """Adds up the parts of key blocks and of the value heads that share a key head."""
         part = results["d_" + name]
         if part is None or like is None:
@@ -463,4 +468,5 @@ def argument_gradients(
         return part.astype(like.dtype)
 
     names = ("q", "k", "v", "write_key", "erase", "write", "log_decay")
-    return Inputs(**{name: summed(name, getattr(x, name)) for name in names})  # type: ignore[arg-type]
+    given = x._replace(write_key=write_key)
+    return Inputs(**{name: summed(name, getattr(given, name)) for name in names})  # type: ignore[arg-type]

@@ -99,13 +99,15 @@ class Options:
 
     Attributes:
         readout: a function of rows.
-        dtype: of its results.
+        dtype: of its results and of their gradients.
+        stored: the dtype that results are rounded to.
         schedule: how the call is cut.
         passes_key: whether `k` is returned too.
     """
 
     readout: Readout
     dtype: Any
+    stored: Any
     schedule: GramSchedule
     passes_key: bool
 
@@ -190,7 +192,7 @@ def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> 
         cut.grid,
         {**given, **{name: cut.of_head(x) for name, x in sums.items()}},
         {
-            "out": cut.of_tokens(jax.ShapeDtypeStruct(inputs.k.shape, options.dtype)),
+            "out": cut.of_tokens(jax.ShapeDtypeStruct(inputs.k.shape, options.stored)),
             "final_state": cut.of_head(cut.per_head(cut.channels)),
             "states": cut.of_head(cut.per_head(cut.parts, cut.channels)) if with_states else None,
         },
@@ -198,7 +200,8 @@ def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> 
         readout=options.readout,
         **static,
     )
-    out = (results["out"], results["final_state"])
+    # To a wider dtype only for the gradient's sake: XLA drops this and whoever rounds to the narrower one again.
+    out = (results["out"].astype(options.dtype), results["final_state"])  # type: ignore[union-attr]
     return (*out, inputs.k) if options.passes_key else out, (inputs, results["states"], sums["kept"])
 
 
@@ -296,6 +299,7 @@ def diagonal_gram_readout(
     *,
     readout: Readout,
     dtype: Any = jnp.float32,
+    stored: Any = None,
     log_decay: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
     gain: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
     initial_state: Float[Array, "B H K"] | None = None,
@@ -312,7 +316,8 @@ def diagonal_gram_readout(
         x: what the readout takes beside A; None is `k`.
         parameter: a number a head that the readout takes, or None.
         readout: one of `pallas_kernels.triton.preconditioner_readouts`.
-        dtype: of the results.
+        dtype: of the results and of their gradients.
+        stored: the dtype that results are rounded to in memory; None is `dtype`.
         log_decay: natural logarithm of the decay, `<= 0`, -inf included; None is no decay.
         gain: weight of each token; None is 1.
         initial_state: A before the first token; None is zero.
@@ -353,5 +358,6 @@ def diagonal_gram_readout(
         initial_state=initial_state,
         starts=None if starts is None else pad(starts),
     )
-    out, final, *passed = _run(Options(readout, jnp.dtype(dtype), schedule, with_key), inputs)
+    options = Options(readout, jnp.dtype(dtype), jnp.dtype(stored or dtype), schedule, with_key)
+    out, final, *passed = _run(options, inputs)
     return (out[:, :length, :, :channels], final[..., :channels], *(y[:, :length, :, :channels] for y in passed))

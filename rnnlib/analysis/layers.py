@@ -122,7 +122,7 @@ def _layer_arrays(graphdef, state, x, segment_ids):
     arrays = {
         "query": keys.query,
         "key": keys.key,
-        "write_key": keys.key if keys.write_key is None else keys.write_key,
+        "write_key": keys.written,
         "erase": ones if erase is None else erase,
         "write": ones if write is None else write,
         "log_decay": log_decay,

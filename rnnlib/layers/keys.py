@@ -27,12 +27,18 @@ class Keys(NamedTuple):
     Attributes:
         query: `[B, T, H, K]`, what reads the state.
         key: `[B, T, H, K]`, the read key of the delta rule.
-        write_key: what the correction is written along: None (the read key), `[B, T, H, K]` or `[B, T, HV, K]`.
+        write_key: what the correction is written along: None (the read key), `[B, T, H, K]` or `[B, T, HV, K]`. Its
+            dtype may be wider than the key's: then its gradient is not rounded.
     """
 
     query: Array
     key: Array
     write_key: Array | None = None
+
+    @property
+    def written(self) -> Array:
+        """The only key of a solve that has but one: the write key, in the key's dtype."""
+        return self.key if self.write_key is None else self.write_key.astype(self.key.dtype)
 
 
 class KeyMap(nnx.Module, abc.ABC):

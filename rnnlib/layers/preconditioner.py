@@ -174,10 +174,12 @@ class ApplyToKeyMap(GramKeyMap):
         """The write key beside query and read key."""
         gram_key = recurrence["k"] if self.config.gram.unit_keys else None
         options = recurrence | self._squash_options() | {"k": key, "gram_key": gram_key}
+        # For the sake of its gradient, which the preconditioner's gates add up over all that cancels.
+        options["write_key_dtype"] = self.shape.gate_dtype
         key, write_key, gram = ops.precondition_key(**options)
         if self.config.normalization is not None:
             write_key = self._normalization(key, write_key, decay, gates)[..., None] * write_key
-        return Keys(query, key, write_key.astype(key.dtype)), gram
+        return Keys(query, key, write_key), gram
 
     def preconditioner(self, recurrence: dict[str, Any]) -> tuple[Array, Array]:
         """B `[B, T, H, K]`, and A after the last token.

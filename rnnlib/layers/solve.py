@@ -191,7 +191,7 @@ class OfflineSolver(MatrixStateSolver):
             )
         return ops.linear_attention(
             keys.query,
-            keys.key if keys.write_key is None else keys.write_key,
+            keys.written,
             signals.value,
             log_decay=signals.decay.log_decay,
             write=gates.beta if gates.write is None else gates.write,

@@ -98,7 +98,7 @@ class TrapezoidalSolver(Solver):
         if state is None:
             state = self.init_state(x.shape[0])
         query = self._per_value_head(keys.query)
-        key = self._per_value_head(keys.key if keys.write_key is None else keys.write_key)
+        key = self._per_value_head(keys.written)
         value = signals.value
         key_before, value_before = _shift(key, state.key), _shift(value, state.value)
         # The state has the writing of the token before the first.

@@ -177,7 +177,8 @@ def test_half_precision_keeps_the_gram_wide():
     cache = module.init_cache(1, 8, jnp.bfloat16)
     x = inputs(1, 5).astype(jnp.bfloat16)
     signals = signals_of(module, x)
-    assert signals.keys.write_key.dtype == signals.keys.query.dtype == jnp.bfloat16
+    assert signals.keys.write_key.dtype == jnp.float32  # for its gradient
+    assert signals.keys.written.dtype == signals.keys.query.dtype == jnp.bfloat16
     _, after = compiled(module)(x, cache=cache)
     assert jax.tree.map(lambda a: (a.dtype, a.shape), after) == jax.tree.map(lambda a: (a.dtype, a.shape), cache)
     assert all(gram.dtype == jnp.float32 and gram.shape == (1, HEADS, SIZE) for gram in after.keys)

@@ -430,3 +430,62 @@ def test_sharded_over_batch_and_heads():
     )
     for out, right in zip(jax.jit(sharded)(arguments), expected):
         np.testing.assert_allclose(out, right, rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_wide_write_key_brings_an_unrounded_gradient(implementation):
+    """From the delta rule to the preconditioner, where sums over tokens cancel, with keys that repeat."""
+    length, heads, size = 128, 2, 16
+    random = np.random.default_rng(3)
+    key = random.normal(size=(1, 1, heads, size))
+    rows = (1, length, heads)
+    arrays = {
+        "k": jnp.asarray(
+            np.broadcast_to(key / np.linalg.norm(key, axis=-1, keepdims=True), (*rows, size)), jnp.float32
+        ),
+        "gain": jnp.asarray(random.uniform(size=rows), jnp.float32),
+    }
+    q, v, weights = (jnp.asarray(random.normal(size=(*rows, size)), jnp.bfloat16) for _ in range(3))
+    beta = jnp.asarray(random.uniform(size=rows), jnp.bfloat16)
+    log_decay = jnp.asarray(-random.uniform(size=rows) / 16, jnp.float32)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays)
+
+    def delta_rule(k, write_key):
+        out, _ = ops.gated_delta_rule(q, k, v, beta=beta, write_key=write_key, implementation=implementation)
+        return jnp.sum((out * weights).astype(jnp.float32)), out
+
+    def preconditioned(k, gain, dtype, implementation=implementation):
+        options = {"log_decay": log_decay, "implementation": implementation}
+        return ops.precondition_key(k, gain=gain, write_key_dtype=dtype, **options)[:2]
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(x, dtype):
+        return jax.grad(lambda x: delta_rule(*preconditioned(**x, dtype=dtype)), has_aux=True)(x)
+
+    @jax.jit
+    def keys_gradients(x):
+        keys = preconditioned(**x, dtype=jnp.float32)
+        return jax.grad(delta_rule, argnums=(0, 1), has_aux=True)(*keys)[0]
+
+    (narrow, narrow_out), (wide, wide_out) = run(half, None), run(half, jnp.float32)
+    assert wide_out.dtype == jnp.bfloat16
+    if implementation == "triton":  # in XLA the write key itself is not rounded either
+        np.testing.assert_array_equal(narrow_out, wide_out)
+    cotangents = keys_gradients(half)
+    assert [x.dtype for x in cotangents] == [jnp.bfloat16, jnp.float32]
+    # What the preconditioner's gain gets from that gradient in exact arithmetic.
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (half, cotangents))
+        decay64 = jnp.asarray(np.asarray(log_decay, np.float64))
+        _, transpose = jax.vjp(
+            lambda gain: ops.precondition_key(exact[0]["k"], gain=gain, log_decay=decay64, implementation="scan")[:2],
+            exact[0]["gain"],
+        )
+        expected = transpose(exact[1])[0]
+    assert relative_error(wide["gain"], expected) < 3e-3  # rounded once, at the end
+    assert relative_error(narrow["gain"], expected) > 2 * relative_error(wide["gain"], expected)
+
+
+def test_write_key_dtype_is_checked():
+    with pytest.raises(TypeError, match=r"write_key_dtype is .*int32"):
+        ops.precondition_key(jnp.ones((1, 3, 1, 4)), write_key_dtype=jnp.int32)

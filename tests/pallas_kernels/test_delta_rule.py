@@ -108,6 +108,30 @@ def test_a_shared_gate_has_one_rounding():
     np.testing.assert_array_equal(once, wide.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("decay", [SCALAR, CHANNEL])
+def test_a_write_key_in_float32_has_an_unrounded_gradient(decay):
+    """The kernels compute the same; only that gradient is stored as it is."""
+    arrays, _ = make_inputs(Case((1, 130, 1, 2, 24, 16), decay, write_key=True, dtype=jnp.bfloat16))
+    wide = {**arrays, "write_key": arrays["write_key"].astype(jnp.float32)}
+
+    @jax.jit
+    def run(arrays):
+        def loss(arrays):
+            out, state = triton.gated_delta_rule(**arrays)
+            return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(state), (out, state)
+
+        return jax.grad(loss, has_aux=True)(arrays)
+
+    (rounded, results), (unrounded, same) = run(arrays), run(wide)
+    gradient = unrounded["write_key"]
+    assert gradient.dtype == jnp.float32
+    assert jnp.any(gradient.astype(jnp.bfloat16) != gradient)
+    narrow = {**unrounded, "write_key": gradient.astype(jnp.bfloat16)}
+    jax.tree.map(np.testing.assert_array_equal, (rounded, results), (narrow, same))
+    tokens = [{n: x if n == "initial_state" else x[:, :1] for n, x in each.items()} for each in (arrays, wide)]
+    jax.tree.map(np.testing.assert_array_equal, *(triton.gated_delta_rule(**x) for x in tokens))
+
+
 def test_repeated_keys_with_gate_one_and_no_decay():
     """A run of equal tokens: the inverse of a triangle full of ones, in which powers of the matrix would blow up."""
     arrays, _ = make_inputs(Case((1, 128, 1, 1, 16, 16), NO, initial_state=False))

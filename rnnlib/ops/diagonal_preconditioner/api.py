@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import accumulation_dtype, check_floating, check_rank, check_shape
@@ -130,6 +131,7 @@ def precondition_key(
     implementation: str | None = None,
     interval: Interval = "symmetric",
     squash: Squash = "rational",
+    write_key_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B H K"]]:
     """The stable apply-to-key preconditioner applied: `B_t * k_t`, B as `diagonal_preconditioner` gives it.
 
@@ -148,15 +150,18 @@ def precondition_key(
         implementation: likewise.
         interval: likewise.
         squash: likewise.
+        write_key_dtype: of the write key; None is k's. Gradients have the dtype of what they belong to: with keys in
+            bfloat16 and float32 here, the write key's gradient comes from `rnnlib.ops.gated_delta_rule` unrounded.
+            The write key itself is no more precise by it where kernels are: they round it to k's dtype.
 
     Returns:
-        The read key, which is `k`; the write key in k's dtype; and A after the last token, in float32, or float64 for
-        float64 inputs. The gradients of both keys are added in one pass where the read key that is returned takes the
-        place of `k`.
+        The read key, which is `k`; the write key; and A after the last token, in float32, or float64 for float64
+        inputs. The gradients of both keys are added in one pass where the read key that is returned takes the place of
+        `k`.
 
     Raises:
         ValueError: a shape, `bound`, `eps`, `interval`, `squash` or `implementation` is none of those above.
-        TypeError: an array is not floating, or `segment_ids` is not of integers.
+        TypeError: an array or `write_key_dtype` is not floating, or `segment_ids` is not of integers.
         NotImplementedError: the implementation named does not support the case.
     """
     name = "precondition_key"
@@ -165,6 +170,8 @@ def precondition_key(
     check_rank(name, "k", k, 4, axes="[B, T, H, K]")
     if gram_key is not None:
         check_shape(name, "gram_key", gram_key, k.shape, axes="the shape of k, [B, T, H, K]")
+    if write_key_dtype is not None and not jnp.issubdtype(write_key_dtype, jnp.floating):
+        raise TypeError(f"{name}: write_key_dtype is {write_key_dtype}, expected a floating dtype")
     inputs = DiagonalGramInputs(k if gram_key is None else gram_key, log_decay, gain)
     options: dict[str, Any] = {
         "initial_state": initial_state,
@@ -178,6 +185,7 @@ def precondition_key(
         x=None if gram_key is None else k,
         parameter=per_head(name, "center", center, k),
         like=k,
+        dtype=write_key_dtype,
         with_key=gram_key is None,
         **options,
     )

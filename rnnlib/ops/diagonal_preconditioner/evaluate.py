@@ -30,6 +30,7 @@ def evaluate(
     x: Array | None = None,
     parameter: Array | None = None,
     like: Array | None = None,
+    dtype: Any = None,
     with_key: bool = False,
     initial_state: Array | None,
     segment_ids: Array | None,
@@ -43,7 +44,8 @@ def evaluate(
         inputs: token-wise arguments of the recurrence.
         x: what the readout takes beside A, `[B, T, H, K]`; None is `inputs.k`.
         parameter: a number a head that the readout takes, `[H]`, or None.
-        like: gives the results' dtype; None is that of accumulation.
+        like: gives the dtype that the readout may be rounded to; None is that of accumulation.
+        dtype: of the readout; None is what `like` gives.
         with_key: whether the caller goes on with the keys that are returned: the kernel then adds their gradient.
         initial_state: None (zero) or `[B, H, K]`.
         segment_ids: None or `[B, T]`.
@@ -70,7 +72,7 @@ def evaluate(
     preference = ("scan", "chunked") if length == 1 else default_preference(length)
     chosen = choose_implementation(operator, implementation, unsupported, preference)
     if chosen == "triton":
-        options: dict[str, Any] = {"readout": readout, "like": like, "with_key": with_key}
+        options: dict[str, Any] = {"readout": readout, "like": like, "dtype": dtype, "with_key": with_key}
         return diagonal_gram_triton(inputs, x, parameter, initial_state, segment_ids, **options)
     grams, final = _IN_XLA[chosen](inputs, initial_state, segment_ids)
     first = jnp.zeros_like(final) if initial_state is None else initial_state.astype(grams.dtype)
@@ -79,4 +81,6 @@ def evaluate(
         previous = jnp.where(segment_starts(segment_ids)[:, :, None, None], 0.0, previous)
     row = (k if x is None else x).astype(grams.dtype)
     out = readout(previous, grams, row, None if parameter is None else parameter.astype(grams.dtype)[:, None])
-    return (out if like is None else out.astype(like.dtype)), final, k
+    if dtype is None and like is not None:
+        dtype = like.dtype
+    return out.astype(dtype or out.dtype), final, k

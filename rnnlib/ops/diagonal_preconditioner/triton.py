@@ -28,17 +28,20 @@ def diagonal_gram_triton(
     *,
     readout: Any,
     like: Array | None,
+    dtype: Any,
     with_key: bool,
 ) -> tuple[Array, Array, Array]:
     """Evaluates a readout by kernels; arguments and results as `evaluate`."""
     kernels = triton_kernels()
     of_kernels = getattr(kernels.preconditioner_readouts, type(readout).__name__)(**dataclasses.asdict(readout))
+    stored = jnp.float32 if like is None else like.dtype
     out, final, *key = kernels.diagonal_gram_readout(
         inputs.k,
         x,
         parameter,
         readout=of_kernels,
-        dtype=jnp.float32 if like is None else like.dtype,
+        dtype=stored if dtype is None else dtype,
+        stored=stored,
         log_decay=inputs.log_decay,
         gain=inputs.gain,
         initial_state=initial_state,
