@@ -107,7 +107,7 @@ def test_the_diagonal_gram_lowers(operator, per_channel, size, dtype):
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
     run = {
         "preconditioner": lambda k, p, **x: ops.diagonal_preconditioner(k, center=p, squash="tanh", **x),
-        "key": lambda k, p, **x: ops.precondition_key(k, center=p, **x),
+        "key": lambda k, p, **x: ops.precondition_key(k, center=p, write_key_dtype=jnp.float32, **x),
         "query": lambda k, p, **x: ops.precondition_query(k, k, ridge=p, **x),
         "unstable": lambda k, p, **x: ops.sherman_morrison_key(k, ridge=p, **x),
     }[operator]

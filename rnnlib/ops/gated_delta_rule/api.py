@@ -57,7 +57,8 @@ def gated_delta_rule(
         beta: short for `erase = write = beta`.
         erase: gate on the read key, one per head or per key channel; None is 1.
         write: gate on the value, one per head or per value channel; None is 1.
-        write_key: the key that is written; None is `k`.
+        write_key: the key that is written; None is `k`. Its gradient has its dtype: one given in float32 beside keys in
+            bfloat16 gets a gradient that is not rounded, though kernels round the key itself.
         log_decay: natural logarithm of the decay, `<= 0` (-inf is a hard reset), one per head or per key channel; None
             is no decay.
         initial_state: the state before the first token; None is zero.
