@@ -25,14 +25,13 @@ from experiments.kernel_benchmarks.run import measure, versions
 
 
 def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """New results, and of those from before what other implementations have, and what only they measured."""
-    measured = {record.get("implementation") for record in results["records"]}
-    seen = {record["kind"] for record in results["records"] if "implementation" not in record}
-    kept = [
-        record
-        for record in before["records"]
-        if (record["implementation"] not in measured if "implementation" in record else record["kind"] not in seen)
-    ]
+    """New results, and from before what of each implementation was not measured now."""
+
+    def kind(record: dict[str, Any]) -> tuple[str, Any]:
+        return record.get("of", record["kind"]), record.get("implementation")
+
+    measured = {kind(record) for record in results["records"]}
+    kept = [record for record in before["records"] if kind(record) not in measured]
     commands = f"{before['command']} && {results['command']}"
     return {**results, "command": commands, "config": before["config"], "records": [*kept, *results["records"]]}
 

@@ -1,6 +1,7 @@
 """What is measured: the command's configuration, and the list of measurements that follows from it."""
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from experiments.kernel_benchmarks.peers import supports
 Sizes = tuple[int, int, int]
 
 TABLE_SHAPES = ((1, 2048, 8), (1, 8192, 8), (1, 32768, 8), (4, 4096, 8), (8, 4096, 16), (2, 16384, 16))
+Kind = Literal["time", "decode", "error"]
 Implementation = Literal["triton", "chunked", "scan", "fla", "flash_qla"]
 OURS: tuple[Implementation, ...] = ("triton", "chunked", "scan")
 PEERS: tuple[Implementation, ...] = ("fla", "flash_qla")
@@ -39,6 +41,8 @@ class BenchmarkConfig:
     """Operators to measure."""
     implementations: tuple[Implementation, ...] = ("triton", "chunked", "scan", "fla", "flash_qla")
     """Ours and the peers; peers that are not installed are passed over."""
+    only: tuple[Kind, ...] = ("time", "decode", "error")
+    """Kinds of measurements. Errors by themselves don't need the GPU for themselves: all their workers run at once."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of q, k, v and the gates; decays are always float32."""
     head_size: int = 128
@@ -62,6 +66,8 @@ class BenchmarkConfig:
     """(B, T, H) at which errors on special inputs are measured."""
     cases: tuple[str, ...] = CASES[1:]
     """Special inputs."""
+    seeds: int = 5
+    """Draws of the inputs of each error measurement; what is compared are medians."""
     scan_shapes: tuple[tuple[int, int, int, int], ...] = (
         (1, 2048, 32, 64),
         (1, 4096, 32, 64),
@@ -101,14 +107,16 @@ class Measurement:
         implementation: of `OURS` or `PEERS`.
         shape: (B, T, H, K, V).
         case: inputs of an error measurement.
+        seed: of these inputs.
         beside: the operator for whose sake this one is timed once more on another GPU, as what it is compared with.
     """
 
-    kind: Literal["time", "error", "decode"]
+    kind: Kind
     operator: str
     implementation: str
     shape: Shape
     case: str = "random"
+    seed: int = 0
     beside: str = ""
 
 
@@ -126,7 +134,7 @@ def share_out(measurements: Sequence[Measurement], shares: int) -> list[tuple[Me
     searched = {(m.operator, m.implementation) for m in measurements if m.implementation not in OURS}
     weights: dict[str, float] = {m.operator: 0.0 for m in measurements}
     for m in measurements:
-        weights[m.operator] += 0.5 if m.implementation in OURS else 1.5
+        weights[m.operator] += (0.5 if m.implementation in OURS else 1.5) / (5 if m.kind == "error" and m.seed else 1)
     for operator, _ in searched:
         weights[operator] += 10.0
     parts: list[list[str]] = [[] for _ in range(min(shares, len(weights)))]
@@ -170,11 +178,13 @@ def plan(config: BenchmarkConfig) -> list[Measurement]:
         timed += [Measurement("time", operator, name, shape) for name in wanted if name in chosen]
     errors: list[Measurement] = []
     cases = [(sizes, "random") for sizes in config.error_shapes] + [(config.case_shape, case) for case in config.cases]
-    for (batch, length, heads), case in cases:
+    # All cases with one seed before the next: what a time limit cuts is seeds.
+    for seed, ((batch, length, heads), case) in itertools.product(range(config.seeds), cases):
         for operator in config.operators:
             for name in ("triton", *peers):
                 if name in chosen and not (case == "packed" and batch > 1 and name != "triton"):
-                    errors.append(Measurement("error", operator, name, (batch, length, heads, size, size), case))
+                    shape = (batch, length, heads, size, size)
+                    errors.append(Measurement("error", operator, name, shape, case, seed))
     decoded: list[Measurement] = []
     if config.decode_batch:
         shape = (config.decode_batch, 1, config.decode_heads, size, size)
@@ -188,5 +198,5 @@ def plan(config: BenchmarkConfig) -> list[Measurement]:
             shape = (batch, length, heads, key_size, key_size)
             names = [name for name in ("triton", "scan") if name in chosen]
             scanned += [Measurement("time", "deltanet", name, shape) for name in names]
-    wanted_once = dict.fromkeys([*timed, *decoded, *errors, *scanned])
+    wanted_once = [m for m in dict.fromkeys([*timed, *decoded, *errors, *scanned]) if m.kind in config.only]
     return [m for m in wanted_once if m.implementation in OURS or supports(m.implementation, m.operator, m.kind)]

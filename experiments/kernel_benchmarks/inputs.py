@@ -17,8 +17,8 @@ FLOAT32_ARRAYS = ("head_decay", "channel_decay", "gram_decay", "d_state")
 CASES = ("random", "repeated keys", "hard resets", "extreme gates", "packed")
 
 
-def _normal(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.random.default_rng([17, zlib.crc32(name.encode())]).standard_normal(shape, dtype=np.float32)
+def _normal(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng([17 + seed, zlib.crc32(name.encode())]).standard_normal(shape, dtype=np.float32)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
@@ -34,13 +34,14 @@ def _log_decay(x: np.ndarray) -> np.ndarray:
     return -np.log1p(np.exp(-(x + 3)))
 
 
-def draw(name: str, shape: Shape, case: str = "random") -> np.ndarray:
+def draw(name: str, shape: Shape, case: str = "random", seed: int = 0) -> np.ndarray:
     """An argument in float32.
 
     Args:
         name: its name in `operators.ARGUMENTS`, or `d_out` and `d_state`, cotangents of the results.
         shape: (B, T, H, K, V).
         case: one of `CASES`.
+        seed: of the numbers.
 
     Returns:
         `[B, T, H, ...]`, or `[B, H, K, V]` for `d_state`.
@@ -48,19 +49,19 @@ def draw(name: str, shape: Shape, case: str = "random") -> np.ndarray:
     batch, length, heads, key_size, value_size = shape
     per_head = (batch, length, heads)
     if name == "d_state":
-        return _normal(name, (batch, heads, key_size, value_size))
+        return _normal(name, (batch, heads, key_size, value_size), seed)
     if name in ("v", "d_out"):
-        return _normal(name, (*per_head, value_size))
+        return _normal(name, (*per_head, value_size), seed)
     if name == "q":
-        return _unit(_normal(name, (*per_head, key_size)))
+        return _unit(_normal(name, (*per_head, key_size), seed))
     repeats = case == "repeated keys"
     if name in ("k", "write_key"):
-        keys = _unit(_normal("k", (batch, 1 if repeats else length, heads, key_size)))
+        keys = _unit(_normal("k", (batch, 1 if repeats else length, heads, key_size), seed))
         keys = np.broadcast_to(keys, (*per_head, key_size))
         # A diagonal preconditioner's write key: the read key with each channel scaled by up to 1.5 either way.
-        return keys if name == "k" else keys * np.float32(1.5) ** np.tanh(_normal(name, keys.shape))
+        return keys if name == "k" else keys * np.float32(1.5) ** np.tanh(_normal(name, keys.shape, seed))
     tail = {"erase": (key_size,), "channel_decay": (key_size,), "write": (value_size,)}.get(name, ())
-    noise = _normal(name, (*per_head, *tail))
+    noise = _normal(name, (*per_head, *tail), seed)
     if not name.endswith("decay"):
         return np.ones_like(noise) if repeats else _sigmoid(noise)
     if repeats:
@@ -125,11 +126,11 @@ def relative_errors(results: Iterable[tuple[str, np.ndarray, np.ndarray]]) -> di
     return errors
 
 
-Drawn = dict[tuple[str, Shape, str], np.ndarray]
+Drawn = dict[tuple[str, Shape, str, int], np.ndarray]
 
 
-def draw_all(keys: Iterable[tuple[str, Shape, str]]) -> Drawn:
-    """`draw` for each of (name, shape, case), on all cores."""
+def draw_all(keys: Iterable[tuple[str, Shape, str, int]]) -> Drawn:
+    """`draw` for each of (name, shape, case, seed), on all cores."""
     unique = list(dict.fromkeys(keys))
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         return dict(zip(unique, pool.map(lambda key: draw(*key), unique)))

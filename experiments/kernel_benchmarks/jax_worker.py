@@ -5,6 +5,7 @@ parent writes a line to its standard input: nothing else uses the GPU then.
 """
 
 import concurrent.futures
+import functools
 import glob
 import os
 import pathlib
@@ -69,19 +70,22 @@ def forward_backward(operator: Operator, implementation: str, arrays: Results, i
 
 def reference(operator: Operator, arrays: Results, ids: Any = None) -> Results:
     """The same by the scan, in blocks whose states alone are kept; meant for float64 arrays."""
-    length = arrays["q"].shape[1]
-    if ids is not None or length % REFERENCE_BLOCK:
+    if arrays["q"].shape[1] % REFERENCE_BLOCK:
         return forward_backward(operator, "scan", arrays, ids)
 
     def run(inputs: Results) -> tuple[jax.Array, jax.Array]:
+        last = None if ids is None else jnp.pad(ids[:, :-1], ((0, 0), (1, 0)), mode="edge")
         blocks = jax.tree.map(
             lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, REFERENCE_BLOCK, *x.shape[2:]), 1, 0),
-            operator.prepared(inputs, "scan"),
+            (operator.prepared(inputs, "scan", ids), ids, last),
         )
 
         @jax.checkpoint
-        def step(state: jax.Array, block: Results) -> tuple[jax.Array, jax.Array]:
-            out, state = operator.apply(block, "scan", initial_state=state)
+        def step(state: jax.Array, block: tuple[Results, Any, Any]) -> tuple[jax.Array, jax.Array]:
+            given, ids, last = block
+            if ids is not None:  # the first token of a call continues its state
+                state = jnp.where((ids == last)[:, :1, None, None], state, 0.0)
+            out, state = operator.apply(given, "scan", initial_state=state, segment_ids=ids)
             return state, out
 
         state, out = jax.lax.scan(step, jnp.zeros_like(arrays["d_state"]), blocks)
@@ -109,19 +113,32 @@ def timing_inputs(names: tuple[str, ...], shape: Shape, dtype: str) -> Results:
     return arrays
 
 
-def compute_reference(measurement: Measurement, work: Work, drawn: Drawn) -> None:
-    """Computes the reference for an error measurement and keeps it for all workers."""
-    path = reference_path(work, measurement)
-    operator, shape, case = OPERATORS[measurement.operator], measurement.shape, measurement.case
+@functools.partial(jax.jit, static_argnums=0)
+def _compiled_reference(operator: str, arrays: Results, ids: Any) -> Results:
+    return reference(OPERATORS[operator], arrays, ids)
+
+
+def compute_references(measurements: list[Measurement], work: Work, drawn: Drawn) -> None:
+    """Computes the references of error measurements that differ by the seed, and keeps them for all workers.
+
+    A scan takes a token's time for one row or many, so that of all seeds it is one.
+    """
+    name, shape, case = measurements[0].operator, measurements[0].shape, measurements[0].case
     with jax.enable_x64(True):
         arrays = {}
-        for name in argument_names(operator):
-            rows = take_rows(name, drawn[name, shape, case], shape)
-            arrays[name] = jnp.asarray(rows).astype(array_dtype(name, work.dtype)).astype(jnp.float64)
-        ids = jnp.asarray(segment_ids((len(rows), *shape[1:]))) if case == "packed" else None
-        results = jax.jit(lambda arrays: reference(operator, arrays, ids))(arrays)
+        for array in argument_names(OPERATORS[name]):
+            rows = [take_rows(array, drawn[array, shape, case, m.seed], shape) for m in measurements]
+            arrays[array] = jnp.asarray(np.concatenate(rows)).astype(array_dtype(array, work.dtype)).astype(jnp.float64)
+        ids = jnp.asarray(segment_ids((len(arrays["q"]), *shape[1:]))) if case == "packed" else None
         # Float32 rounds a reference by 3e-8, far below every error that is compared here.
-        np.savez(path, **{name: np.asarray(x, np.float32) for name, x in results.items()})  # type: ignore[arg-type]
+        results = {key: np.asarray(x, np.float32) for key, x in _compiled_reference(name, arrays, ids).items()}
+    rows_of_each = len(arrays["q"]) // len(measurements)
+    for n, m in enumerate(measurements):
+        path = reference_path(work, m)
+        part = slice(n * rows_of_each, (n + 1) * rows_of_each)
+        whole = path.with_suffix(".part.npz")  # others wait for the file and must not see a half of it
+        np.savez(whole, **{key: x[part] for key, x in results.items()})  # type: ignore[arg-type]
+        whole.rename(path)
 
 
 @dataclass(frozen=True)
@@ -225,17 +242,24 @@ class Session:
 
     def prepare(self) -> None:
         """Compiles all passes and computes all references, side by side."""
-        references = {reference_path(self.work, m): m for m in self.work.measurements if m.kind == "error"}
+        references: dict[Any, dict[int, Measurement]] = {}
+        for m in self.work.measurements:
+            if m.kind == "error":
+                references.setdefault((m.operator, m.shape, m.case), {})[m.seed] = m
         self._drawn = draw_all(
-            (name, m.shape, m.case) for m in references.values() for name in argument_names(OPERATORS[m.operator])
+            (name, m.shape, m.case, m.seed)
+            for each in references.values()
+            for m in each.values()
+            for name in argument_names(OPERATORS[m.operator])
         )
         mine = [m for m in self.work.measurements if m.implementation in self.work.ours]
         with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
             jobs: dict[concurrent.futures.Future[Any], Unit | Measurement] = {}
             for unit in dict.fromkeys(unit for m in mine for unit in units_of(m)):
                 jobs[pool.submit(compile_unit, unit, self.work)] = unit
-            for m in references.values():
-                jobs[pool.submit(compute_reference, m, self.work, self._drawn)] = m
+            for each in references.values():
+                measurements = list(each.values())
+                jobs[pool.submit(compute_references, measurements, self.work, self._drawn)] = measurements[0]
             for job in concurrent.futures.as_completed(jobs):
                 what, error = jobs[job], job.exception()
                 if isinstance(what, Unit):
@@ -246,13 +270,13 @@ class Session:
     def arrays(self, m: Measurement) -> Results:
         """Arguments of a measurement."""
         names = argument_names(OPERATORS[m.operator])
-        key = (m.shape, m.case, m.kind == "error")
+        key = (m.shape, m.case, m.seed, m.kind == "error")
         if key != self._key:
             self._arrays, self._key = {}, key
         missing = tuple(name for name in names if name not in self._arrays)
         if m.kind == "error":
             for name in missing:
-                array = jnp.asarray(self._drawn[name, m.shape, m.case])
+                array = jnp.asarray(self._drawn[name, m.shape, m.case, m.seed])
                 self._arrays[name] = array.astype(array_dtype(name, self.work.dtype))
         else:
             self._arrays.update(timing_inputs(missing, m.shape, self.work.dtype))
@@ -288,7 +312,7 @@ class Session:
                 (name, np.asarray(take_rows(name, x, m.shape).astype(jnp.float32)), expected[name])
                 for name, x in results.items()
             )
-        return {"kind": "error", "case": m.case, "errors": errors, "identical": identical}
+        return {"kind": "error", "case": m.case, "seed": m.seed, "errors": errors, "identical": identical}
 
     def _decode_record(self, m: Measurement, call: Callable[..., Any], inputs: Results) -> Record:
         state = [jnp.zeros(array_shape("d_state", m.shape), jnp.float32)]
@@ -331,7 +355,8 @@ def main(folder: pathlib.Path) -> None:
     session.prepare()
     write({"kind": "prepared", "worker": "jax", "seconds": round(time.time() - start, 1)})
     sys.stdin.readline()
-    write(ceilings(work.repeats))
+    if any(m.kind == "time" for m in work.measurements):
+        write(ceilings(work.repeats))
     for m in work.measurements:
         if m.implementation not in work.ours:
             continue

@@ -17,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from experiments.kernel_benchmarks.config import OURS, PEERS, BenchmarkConfig, plan, share_out
 from experiments.kernel_benchmarks.inputs import Shape
-from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS as PEER_LIBRARIES
 from experiments.kernel_benchmarks.records import Record, read_records
 from experiments.kernel_benchmarks.work import Work, write_work
@@ -103,7 +102,8 @@ class Runner:
                 done = sum(process.poll() is not None for process in processes)
             else:
                 records = [record for file in files for record in read_records(file)]
-                done = len({(r["operator"], str(r["shape"]), r.get("case")) for r in records if "operator" in r})
+                points = (r for r in records if "operator" in r)
+                done = len({(r["operator"], str(r["shape"]), r.get("case"), r.get("seed")) for r in points})
             self._progress.update(task, completed=done)
             time.sleep(0.2)
         self._progress.update(task, total=1, completed=1)
@@ -171,6 +171,7 @@ def _measure_on_one(runner: Runner, peers: list[str]) -> list[Record]:
     work = runner.work
     peers = [name for name in peers if any(m.implementation == name for m in work.measurements)]
     jax_worker = runner.start("jax_worker", stdin=subprocess.PIPE)
+    checking = {} if any(m.kind != "error" for m in work.measurements) else _start_checks(runner)
     compiling = {runner.start("torch_worker", *job): "" for job in _compile_jobs(work, peers)}
     records = runner.wait("compiling peers", compiling)
     assert jax_worker.stdin is not None
@@ -179,22 +180,22 @@ def _measure_on_one(runner: Runner, peers: list[str]) -> list[Record]:
         jax_worker.stdin.flush()
     total = sum(m.implementation in work.ours for m in work.measurements)
     records += runner.wait("measuring ours", {jax_worker: "jax.jsonl"}, total)
-    for peer in peers:
+    for peer in peers if not checking else ():
         total = sum(m.implementation == peer and m.kind != "error" for m in work.measurements)
         process = runner.start("torch_worker", peer, "time")
         records += runner.wait(f"timing {PEER_LIBRARIES[peer].title}", {process: f"{peer}.jsonl"}, total)
-    jobs = sorted(
-        {(m.implementation, m.operator) for m in work.measurements if m.kind == "error"} - set(_pairs(work.ours))
-    )
-    checking = {
+    return records + runner.wait("checking peers", checking or _start_checks(runner))
+
+
+def _start_checks(runner: Runner) -> dict[Process, str]:
+    """Starts a worker for each peer and operator whose errors are measured; gives the files of their records."""
+    work = runner.work
+    checked = {(m.implementation, m.operator) for m in work.measurements if m.kind == "error"}
+    jobs = sorted((peer, operator) for peer, operator in checked if peer not in work.ours)
+    return {
         runner.start("torch_worker", peer, "errors", operator): f"{peer}_errors_{operator}.jsonl"
         for peer, operator in jobs
     }
-    return records + runner.wait("checking peers", checking)
-
-
-def _pairs(implementations: tuple[str, ...]) -> list[tuple[str, str]]:
-    return [(name, operator) for name in implementations for operator in OPERATORS]
 
 
 def _compile_jobs(work: Work, peers: list[str]) -> list[tuple[str, ...]]:

@@ -1,7 +1,11 @@
 """Look-ups in a run's records."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from experiments.kernel_benchmarks.inputs import Shape
 from experiments.kernel_benchmarks.records import Record
@@ -22,6 +26,55 @@ PAPER_SPEEDUPS = {
 def sizes_text(shape: Any) -> str:
     """B, T and H as tables show them."""
     return ",".join(str(size) for size in shape[:3])
+
+
+@dataclass(frozen=True)
+class Errors:
+    """An implementation's errors at one operator, shape and case.
+
+    Attributes:
+        by_result: by the result's name, and by the seed of its inputs; infinite where the result is not finite.
+        identical: whether all reruns were bit-identical.
+    """
+
+    by_result: dict[str, dict[int, float]]
+    identical: bool
+
+    def median(self, result: str) -> float | None:
+        """Over the seeds; None for a result that is not there."""
+        return float(np.median(list(self.by_result[result].values()))) if result in self.by_result else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Errors of one result beside a peer's.
+
+    Attributes:
+        operator: key of `OPERATORS`.
+        shape: (B, T, H, K, V).
+        case: of the inputs.
+        result: its name.
+        ours: median over the seeds that both have.
+        theirs: likewise.
+        low: the ratio of medians, 5th percentile of draws of as many seeds with replacement.
+        high: likewise, 95th.
+        seeds: how many.
+    """
+
+    operator: str
+    shape: Shape
+    case: str
+    result: str
+    ours: float
+    theirs: float
+    low: float
+    high: float
+    seeds: int
+
+    @property
+    def ratio(self) -> float:
+        """Of the medians."""
+        return self.ours / self.theirs
 
 
 class View:
@@ -83,12 +136,37 @@ class View:
         full = [self._shape((max(1, tokens // length), length, heads)) for length in self.config["sweep_lengths"]]
         return {False: single, True: full, None: list(dict.fromkeys([*full, *single]))}[filled]
 
-    def errors(self) -> dict[tuple[str, Shape, str], dict[str, Record]]:
-        """Error records by (operator, shape, case) and implementation."""
-        found: dict[tuple[str, Shape, str], dict[str, Record]] = {}
+    def errors(self) -> dict[tuple[str, Shape, str], dict[str, Errors]]:
+        """Errors by (operator, shape, case) and implementation."""
+        found: dict[tuple[str, Shape, str], dict[str, Errors]] = {}
         for r in self.records:
             if r["kind"] == "error":
-                found.setdefault((r["operator"], tuple(r["shape"]), r["case"]), {})[r["implementation"]] = r
+                by_name = found.setdefault((r["operator"], tuple(r["shape"]), r["case"]), {})
+                before = by_name.get(r["implementation"], Errors({}, True))
+                for result, error in r["errors"].items():
+                    seeds = before.by_result.setdefault(result, {})
+                    seeds[r.get("seed", 0)] = math.inf if error is None else error
+                by_name[r["implementation"]] = Errors(before.by_result, before.identical and r["identical"])
+        return found
+
+    def error_comparisons(self, peer: str = "fla") -> list[Comparison]:
+        """Our errors beside a peer's, but for those where both are above 1: there the gradient itself is rounding."""
+        found = []
+        for key, by_name in self.errors().items():
+            if "triton" not in by_name or peer not in by_name:
+                continue
+            theirs = by_name[peer].by_result
+            for result, ours in by_name["triton"].by_result.items():
+                seeds = sorted(ours.keys() & theirs.get(result, {}).keys())
+                pairs = np.array([(ours[seed], theirs[result][seed]) for seed in seeds])
+                if not seeds or not np.all(pairs[:, 1] > 0):
+                    continue
+                mine, other = np.median(pairs, axis=0)
+                if min(mine, other) < 1:
+                    draws = np.random.default_rng(0).integers(0, len(seeds), (2000, len(seeds)))
+                    medians = np.median(pairs[draws], axis=1)
+                    low, high = np.quantile(medians[:, 0] / medians[:, 1], (0.05, 0.95), method="nearest")
+                    found.append(Comparison(*key, result, *map(float, (mine, other, low, high)), len(seeds)))
         return found
 
     def scan_speedups(self) -> Iterator[tuple[Shape, float | None, list[float | None]]]:

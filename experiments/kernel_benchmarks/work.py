@@ -53,4 +53,4 @@ def calls_in_a_row(seconds: float) -> int:
 def reference_path(work: Work, measurement: Measurement) -> pathlib.Path:
     """Where the float64 reference of an error measurement is kept."""
     key = f"{measurement.operator} {measurement.shape} {measurement.case}"
-    return work.folder / f"reference_{zlib.crc32(key.encode()):08x}.npz"
+    return work.folder / f"reference_{zlib.crc32(key.encode()):08x}_{measurement.seed}.npz"

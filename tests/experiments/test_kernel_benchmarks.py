@@ -105,18 +105,20 @@ def test_cases_are_what_they_are_called():
     assert np.array_equal(starts, draw_segments(long)[1:-1])
 
 
-@pytest.mark.parametrize("name", ["kda", "pgdn"])
-def test_reference_is_the_scan_at_rows_compared(name):
+@pytest.mark.parametrize(("name", "is_packed"), [("kda", False), ("pgdn", False), ("pkda", True)])
+def test_reference_is_the_scan_at_rows_compared(name, is_packed):
     operator, shape = OPERATORS[name], (2, 8, 3, 16, 16)
+    ids = jnp.asarray([[0, 0, 1, 1, 2, 2, 2, 2]] * 4) if is_packed else None
     names = jax_worker.argument_names(operator)
     whole = {name: jnp.asarray(draw(name, shape)) for name in names}
     rows = {name: take_rows(name, x, shape) for name, x in whole.items()}
     block, jax_worker.REFERENCE_BLOCK = jax_worker.REFERENCE_BLOCK, 4
     try:
-        found = jax.jit(lambda x: jax_worker.reference(operator, x))(rows)
+        found = jax.jit(lambda x: jax_worker.reference(operator, x, ids))(rows)
     finally:
         jax_worker.REFERENCE_BLOCK = block
-    wanted = jax.jit(lambda x: jax_worker.forward_backward(operator, "scan", x))(whole)
+    ids = None if ids is None else ids[:2]
+    wanted = jax.jit(lambda x: jax_worker.forward_backward(operator, "scan", x, ids))(whole)
     errors = relative_errors((name, take_rows(name, x, shape), found[name]) for name, x in wanted.items())
     assert set(errors) == {"out", "final_state", *operator.arrays}
     assert max(errors.values()) < 1e-5
@@ -169,5 +171,42 @@ def test_marks_tell_met_from_missed():
     assert found["GDN, forward, over FlashQLA's"].met is False
     assert found["KDA over Gated DeltaNet, forward"].met is False
     assert found["Gated DeltaNet, forward: time a token over T, largest over smallest"].met is True
-    assert found["Error over FLA's, any result"].met is False  # not finite
+    assert found["Error over FLA's, medians over seeds, any result"].met is False  # not finite
     assert found["Reruns bit-identical"].met is True
+
+
+def test_errors_are_compared_by_medians_over_seeds():
+    ours = {"out": [3e-3, 1e-3, 2e-3], "beta": [1.0e-3, 1.1e-3, 5e-3], "k": [2.0, 2.0, 2.0], "v": [1e-3, None, None]}
+    theirs = {"out": [2e-3, 2e-3, 2e-3], "beta": [1e-3, 1e-3, 1e-3], "k": [3.0, 3.0, 3.0], "v": [1e-3] * 3}
+    what = {"kind": "error", "operator": "kda", "shape": list(SHAPE), "case": "random"}
+
+    def records(name, errors, identical):
+        each = [{result: x[seed] for result, x in errors.items()} for seed in range(3)]
+        return [
+            {**what, "implementation": name, "seed": seed, "errors": x, "identical": identical or seed != 1}
+            for seed, x in enumerate(each)
+        ]
+
+    # One seed that only we have counts for nothing beside FLA's.
+    more = {**what, "implementation": "triton", "seed": 3, "errors": {"out": 1.0}, "identical": True}
+    view = View({"config": {}, "records": [*records("triton", ours, True), *records("fla", theirs, False), more]})
+    by_name = view.errors()["kda", SHAPE, "random"]
+    assert by_name["triton"].median("out") == pytest.approx(2.5e-3) and by_name["triton"].median("q") is None
+    assert by_name["triton"].identical and not by_name["fla"].identical
+    found = {c.result: c for c in view.error_comparisons()}
+    assert found.keys() == {"out", "beta", "v"}  # where both are above 1, the gradient itself is rounding
+    assert (found["out"].ratio, found["out"].seeds) == (1.0, 3)
+    assert found["beta"].ratio == pytest.approx(1.1) and found["v"].ratio == np.inf
+    assert found["beta"].low == pytest.approx(1.0) and found["beta"].high == pytest.approx(5.0)
+    old = {**what, "implementation": "triton", "errors": {"out": 2e-3}, "identical": True}
+    assert View({"config": {}, "records": [old]}).errors()["kda", SHAPE, "random"]["triton"].median("out") == 2e-3
+
+
+def test_errors_alone_with_several_seeds(tmp_path):
+    arguments = ["--output", str(tmp_path), "--name", "cpu", "--only", "error", "--seeds", "2", "--head-size", "16"]
+    which = "--dtype float32 --operators pgdn --implementations triton --error-shapes 1 24 2 --cases --sweep-operators"
+    assert main([*arguments, *which.split()]) == 0
+    records = [r for r in json.loads((tmp_path / "cpu.json").read_text())["records"] if "operator" in r]
+    assert [(r["kind"], r["seed"]) for r in records] == [("error", 0), ("error", 1)]
+    assert records[0]["errors"] != records[1]["errors"]
+    assert all(error < 1e-4 for r in records for error in r["errors"].values())
