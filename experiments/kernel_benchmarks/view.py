@@ -152,7 +152,7 @@ class View:
     def error_comparisons(self, peer: str = "fla") -> list[Comparison]:
         """Our errors beside a peer's, but for those where both are above 1: there the gradient itself is rounding."""
         found = []
-        for key, by_name in self.errors().items():
+        for (operator, shape, case), by_name in self.errors().items():
             if "triton" not in by_name or peer not in by_name:
                 continue
             theirs = by_name[peer].by_result
@@ -166,7 +166,8 @@ class View:
                     draws = np.random.default_rng(0).integers(0, len(seeds), (2000, len(seeds)))
                     medians = np.median(pairs[draws], axis=1)
                     low, high = np.quantile(medians[:, 0] / medians[:, 1], (0.05, 0.95), method="nearest")
-                    found.append(Comparison(*key, result, *map(float, (mine, other, low, high)), len(seeds)))
+                    numbers = (float(x) for x in (mine, other, low, high))
+                    found.append(Comparison(operator, shape, case, result, *numbers, seeds=len(seeds)))
         return found
 
     def scan_speedups(self) -> Iterator[tuple[Shape, float | None, list[float | None]]]:
