@@ -166,8 +166,8 @@ class View:
                     draws = np.random.default_rng(0).integers(0, len(seeds), (2000, len(seeds)))
                     medians = np.median(pairs[draws], axis=1)
                     low, high = np.quantile(medians[:, 0] / medians[:, 1], (0.05, 0.95), method="nearest")
-                    numbers = (float(x) for x in (mine, other, low, high))
-                    found.append(Comparison(operator, shape, case, result, *numbers, seeds=len(seeds)))
+                    where = (operator, shape, case, result)
+                    found.append(Comparison(*where, float(mine), float(other), float(low), float(high), len(seeds)))
         return found
 
     def scan_speedups(self) -> Iterator[tuple[Shape, float | None, list[float | None]]]:
