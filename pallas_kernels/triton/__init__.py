@@ -6,11 +6,14 @@ from pallas_kernels.triton.preconditioner import GramSchedule, diagonal_gram_rea
 from pallas_kernels.triton.ridge_problem import RidgeSchedule
 from pallas_kernels.triton.ridge_solve import ridge_solve, ridge_solve_unsupported
 from pallas_kernels.triton.schedule import Schedule
+from pallas_kernels.triton.short_convolution import ConvolutionSchedule, convolution_unsupported, short_convolution
 
 __all__ = [
+    "ConvolutionSchedule",
     "GramSchedule",
     "RidgeSchedule",
     "Schedule",
+    "convolution_unsupported",
     "diagonal_gram_readout",
     "gated_delta_rule",
     "gram_unsupported",
@@ -18,5 +21,6 @@ __all__ = [
     "preconditioner_readouts",
     "ridge_solve",
     "ridge_solve_unsupported",
+    "short_convolution",
     "unsupported",
 ]

@@ -217,6 +217,16 @@ def load_rows(ref, start, size: int, limit, other: float) -> Array:
     return plt.load(ref.at[pl.ds(start, size)], mask=index < limit, other=other)
 
 
+def load_masked(ref, index: tuple[Any, ...], mask: Array | None) -> Array:
+    """What `ref` has at `index` (numbers and arrays of them); zero where `mask` is false."""
+    return plt.load(ref.at[index], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
+
+
+def store_masked(ref, index: tuple[Any, ...], value: Array, mask: Array | None) -> None:
+    """Stores `value`, in `ref`'s dtype, where `mask` is true."""
+    plt.store(ref.at[index], value.astype(ref.dtype), mask=mask)
+
+
 def iota(shape: tuple[int, ...], axis: int) -> Array:
     """Indices along `axis`, int32."""
     return lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -246,8 +256,10 @@ __all__ = [
     "exp2",
     "interpreted",
     "iota",
+    "load_masked",
     "load_rows",
     "log2",
     "next_power_of_two",
     "platform",
+    "store_masked",
 ]

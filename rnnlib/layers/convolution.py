@@ -1,6 +1,7 @@
 """The short convolution before the recurrence: a depthwise causal filter over a few tokens."""
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -55,14 +56,29 @@ class ShortConvolution(nnx.Module):
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         state: Float[Array, "B S C"] | None = None,
+        activation: Literal["silu"] | None = None,
+        norm_size: int | None = None,
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B S C"]]:
-        """Filters `x`; `state` holds the `size - 1` inputs before it (None: zeros). Returns output and next state."""
+        """Filters `x`.
+
+        Args:
+            x: inputs.
+            segment_ids: of packed documents, which the filter does not reach across; None is one document.
+            state: the `size - 1` inputs before `x`; None is zeros.
+            activation: of what the filter gives; None is none.
+            norm_size: channels of a head, which get unit length after that; None is no norm.
+
+        Returns:
+            Output and next state.
+        """
         return ops.short_convolution(
             x,
             self.kernel[...].astype(self.dtype),
             bias=None if self.bias is None else self.bias[...].astype(self.dtype),
             initial_state=state,
             segment_ids=segment_ids,
+            activation=activation,
+            norm_size=norm_size,
         )
 
     def init_state(self, batch_size: int, dtype: DTypeLike) -> Float[Array, "B S C"]:

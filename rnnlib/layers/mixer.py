@@ -30,6 +30,8 @@ _FEATURE_MAPS = {
     "relu": jax.nn.relu,
     "elu_plus_one": lambda x: jax.nn.elu(x) + 1.0,
 }
+# Those that the convolution's operator has itself.
+_FUSED: dict[str, Literal["silu"] | None] = {"identity": None, "silu": "silu"}
 
 
 class MixerCache(NamedTuple):
@@ -208,9 +210,21 @@ class Stream(nnx.Module):
     ) -> tuple[Float[Array, "B T H X"], Float[Array, "B S C"] | None]:
         """The stream's heads, and the convolution's next tail."""
         y = self.projection(x)
+        heads = (*x.shape[:2], self.heads, self.size)
+        if self.convolution is not None and self.feature_map in _FUSED:
+            # One operator, whose kernel goes over memory once; the norm's eps is `l2_normalize`'s.
+            y, tail = self.convolution(
+                y,
+                segment_ids=segment_ids,
+                state=tail,
+                activation=_FUSED[self.feature_map],
+                norm_size=self.size if self.unit_length else None,
+            )
+            y = y.reshape(heads)
+            return (y if self.norm is None else self.norm(y)), tail
         if self.convolution is not None:
             y, tail = self.convolution(y, segment_ids=segment_ids, state=tail)
-        y = _FEATURE_MAPS[self.feature_map](y).reshape(*x.shape[:2], self.heads, self.size)
+        y = _FEATURE_MAPS[self.feature_map](y).reshape(heads)
         if self.norm is not None:
             y = self.norm(y)
         return (l2_normalize(y) if self.unit_length else y), tail

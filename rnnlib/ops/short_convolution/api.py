@@ -1,0 +1,73 @@
+"""The short causal convolution over time that precedes queries, keys and values, and what follows it there."""
+
+from jax import Array
+from jaxtyping import Float, Int
+
+from rnnlib.ops.arguments import check_floating, check_rank, check_segment_ids, check_shape, choose_implementation
+from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs, Finish
+from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
+from rnnlib.ops.short_convolution.triton import short_convolution_triton, triton_convolution_unsupported
+
+_NAME = "short_convolution"
+
+
+def short_convolution(
+    x: Float[Array, "B T D"],
+    kernel: Float[Array, "W D"],
+    *,
+    bias: Float[Array, "D"] | None = None,
+    initial_state: Float[Array, "B tail D"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    activation: Activation = None,
+    norm_size: int | None = None,
+    norm_eps: float = 1e-6,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B tail D"]]:
+    """Depthwise causal convolution, `y_t = bias + sum_i kernel[W - 1 - i] * x_{t - i}`, and what often follows it.
+
+    Sums, activation and norm are computed in float32 (float64 for float64 inputs), and rounded once.
+
+    Args:
+        x: inputs.
+        kernel: one filter of width W per channel; `kernel[-1]` weighs the present token.
+        bias: added to every output; None is zero.
+        initial_state: the W - 1 inputs before the first; None is zero.
+        segment_ids: documents packed into a row: no tap reaches across a change of id. The first token's segment
+            continues `initial_state`.
+        activation: `"silu"` of the sums, `y * sigmoid(y)`; None is none.
+        norm_size: channels of a head. Each `norm_size` consecutive channels of the activation get unit length,
+            `y * rsqrt(sum y^2 + norm_eps)`; zeros stay zeros. None is no norm.
+        norm_eps: added to the squared norm.
+        implementation: `"chunked"` (XLA, any device: the definition), `"triton"` (Pallas kernels on NVIDIA GPUs; on a
+            CPU they are interpreted, which serves tests), or None for the fastest that supports the case.
+
+    Returns:
+        The output in `x`'s dtype, and the last W - 1 inputs of the last segment (zeros where it is shorter).
+
+    Raises:
+        ValueError: a shape, `activation`, `norm_size` or `implementation` is none of those above.
+        TypeError: an array is not floating, or `segment_ids` is not of integers.
+        NotImplementedError: the implementation named does not support the case.
+    """
+    check_floating(_NAME, x=x, kernel=kernel, bias=bias, initial_state=initial_state)
+    check_rank(_NAME, "x", x, 3, axes="[B, T, D]")
+    check_rank(_NAME, "kernel", kernel, 2, axes="[W, D]")
+    batch, length, channels = x.shape
+    width = kernel.shape[0]
+    check_shape(_NAME, "kernel", kernel, (width, channels), axes="[W, D]")
+    if bias is not None:
+        check_shape(_NAME, "bias", bias, (channels,), axes="[D]")
+    if initial_state is not None:
+        check_shape(_NAME, "initial_state", initial_state, (batch, width - 1, channels), axes="[B, W - 1, D]")
+    check_segment_ids(_NAME, segment_ids, batch, length)
+    if activation not in (None, "silu"):
+        raise ValueError(f"{_NAME}: activation is {activation!r}, expected None or 'silu'")
+    if norm_size is not None and (norm_size < 1 or channels % norm_size):
+        raise ValueError(f"{_NAME}: norm_size is {norm_size}, expected a divisor of the {channels} channels")
+
+    inputs = ConvolutionInputs(x, kernel, bias, initial_state, segment_ids)
+    finish = Finish(activation, norm_size, norm_eps)
+    unsupported = {"chunked": lambda: None, "triton": lambda: triton_convolution_unsupported(inputs, finish)}
+    chosen = choose_implementation(_NAME, implementation, unsupported, ("chunked",))
+    y = (short_convolution_triton if chosen == "triton" else short_convolution_taps)(inputs, finish)
+    return y, last_inputs(inputs)

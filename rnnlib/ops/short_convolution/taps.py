@@ -1,0 +1,57 @@
+"""The short convolution in XLA, tap by tap: its definition."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from rnnlib.ops.arguments import accumulation_dtype, segment_index
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
+
+
+def short_convolution_taps(inputs: ConvolutionInputs, finish: Finish) -> Array:
+    """The result `[B, T, D]`, computed in float32 at least and rounded once, to x's dtype."""
+    x, kernel, bias, initial_state, segment_ids = inputs
+    batch, length, channels = x.shape
+    past = kernel.shape[0] - 1
+    dtype = accumulation_dtype(x)
+    if initial_state is None:
+        initial_state = jnp.zeros((batch, past, channels), x.dtype)
+    padded = jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)
+    if segment_ids is not None:
+        index = segment_index(segment_ids)
+        padded_index = jnp.pad(index, ((0, 0), (past, 0)))
+
+    y = jnp.zeros(x.shape, dtype)
+    for lag in range(past + 1):
+        here = slice(past - lag, past - lag + length)
+        tap = padded[:, here]
+        if segment_ids is not None:
+            tap = jnp.where((padded_index[:, here] == index)[..., None], tap, 0)
+        y = y + kernel[past - lag].astype(dtype) * tap
+    if bias is not None:
+        y = y + bias.astype(dtype)
+    if finish.activation == "silu":
+        y = jax.nn.silu(y)
+    if finish.norm_size is not None:
+        heads = y.reshape(batch, length, -1, finish.norm_size)
+        square = jnp.sum(jnp.square(heads), axis=-1, keepdims=True)
+        y = (heads * jax.lax.rsqrt(square + finish.norm_eps)).reshape(y.shape)
+    return y.astype(x.dtype)
+
+
+def last_inputs(inputs: ConvolutionInputs) -> Array:
+    """The last W - 1 inputs of the last segment, `[B, W - 1, D]`; zeros where it is shorter."""
+    x, kernel, _, initial_state, segment_ids = inputs
+    batch, length, channels = x.shape
+    past = kernel.shape[0] - 1
+    if past == 0:
+        return jnp.zeros((batch, 0, channels), x.dtype)
+    tail = x[:, -past:]
+    if length < past:
+        if initial_state is None:
+            initial_state = jnp.zeros((batch, past, channels), x.dtype)
+        tail = jnp.concatenate([initial_state.astype(x.dtype), tail], axis=1)[:, -past:]
+    if segment_ids is not None:
+        index = jnp.pad(segment_index(segment_ids), ((0, 0), (past, 0)))[:, -past:]
+        tail = jnp.where((index == index[:, -1:])[..., None], tail, 0)
+    return tail
