@@ -3,8 +3,8 @@
     a_t = bias + sum_i filter_i x_{t - i}      h_t = silu(a_t)      y_t = h_t / sqrt(|h_t|^2 + eps)
 
 The last inputs stay in registers, so that each input is loaded once and nothing but the result is stored. The backward
-computes `a` again; a gradient of `a_t` reaches x_{t - W + 1} to x_t, whose gradients are added up in registers and leave
-when they are complete.
+computes `a` again; the gradient of `a_t` reaches x_{t - W + 1} to x_t, whose gradients are added up in registers until
+they are complete.
 """
 
 from dataclasses import dataclass
