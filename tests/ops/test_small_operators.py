@@ -82,6 +82,23 @@ def test_short_convolution(length, packed, seed):
     np.testing.assert_allclose(next_y[:, 0], whole[:, -1], atol=1e-5)
 
 
+def test_short_convolution_with_silu_and_unit_norm():
+    x, kernel = RNG.standard_normal((2, 6, 12)), RNG.standard_normal((4, 12))
+    x[:, :, :4] = 0.0  # a head of zeros
+    y, tail = ops.short_convolution(
+        jnp.asarray(x, jnp.float32),
+        jnp.asarray(kernel, jnp.float32),
+        activation="silu",
+        norm_size=4,
+        norm_eps=0.01,
+    )
+    sums = convolve(x, kernel, np.zeros(12), np.zeros((2, 3, 12)), np.zeros((2, 6), int))
+    heads = (sums / (1 + np.exp(-sums))).reshape(2, 6, 3, 4)
+    expected = heads / np.sqrt(np.sum(heads**2, axis=-1, keepdims=True) + 0.01)
+    np.testing.assert_allclose(y, expected.reshape(x.shape), atol=1e-6)
+    np.testing.assert_allclose(tail, x[:, -3:], rtol=1e-6)
+
+
 def attend(q, k, v, window, ids):
     """Softmax attention with an explicit mask."""
     batch, length, heads, size = q.shape
@@ -120,6 +137,12 @@ def test_bad_arguments_are_named(unchecked_shapes):
         ops.short_convolution(x, jnp.ones((4, 2)))
     with pytest.raises(ValueError, match=r"initial_state has shape .* expected \[B, W - 1, D\] = \(2, 3, 3\)"):
         ops.short_convolution(x, jnp.ones((4, 3)), initial_state=jnp.ones((2, 4, 3)))
+    with pytest.raises(ValueError, match="norm_size is 2, expected a divisor of the 3 channels"):
+        ops.short_convolution(x, jnp.ones((4, 3)), norm_size=2)
+    with pytest.raises(ValueError, match="activation is 'relu', expected None or 'silu'"):
+        ops.short_convolution(x, jnp.ones((4, 3)), activation="relu")
+    with pytest.raises(NotImplementedError, match="no 'scan' implementation"):
+        ops.short_convolution(x, jnp.ones((4, 3)), implementation="scan")
     with pytest.raises(ValueError, match="window is 0, expected None or at least 1"):
         ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), window=0)
     with pytest.raises(ValueError, match="HK divides H"):

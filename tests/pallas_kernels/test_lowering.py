@@ -119,6 +119,28 @@ def test_the_diagonal_gram_lowers(operator, per_channel, size, dtype):
     assert count_kernels(jax.grad(loss, argnums=(0, 1, 2, 3)), k, gate, number, state, ids) == 4
 
 
+@pytest.mark.parametrize("channels, norm_size", [(1024, 128), (200, None), (96, 24)])
+def test_the_short_convolution_lowers(channels, norm_size):
+    x = jax.ShapeDtypeStruct((2, 1000, channels), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((4, channels), jnp.float32)
+    bias, state = jax.ShapeDtypeStruct((channels,), jnp.float32), jax.ShapeDtypeStruct((2, 3, channels), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((2, 1000), jnp.int32)
+
+    def loss(x, kernel, bias, state, ids):
+        options = {"bias": bias, "initial_state": state, "segment_ids": ids, "activation": "silu"}
+        y, _ = ops.short_convolution(x, kernel, **options, norm_size=norm_size, implementation="triton")
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    assert count_kernels(jax.grad(loss, argnums=(0, 1, 2, 3)), x, kernel, bias, state, ids) == 2
+    assert count_kernels(jax.grad(lambda x, kernel: loss(x, kernel, None, None, None)), x, kernel) == 2
+    if norm_size is None:
+
+        def by_row(x, kernel):
+            return jnp.sum(jax.vmap(lambda row: loss(row[None], kernel, None, None, None))(x))
+
+        assert count_kernels(jax.grad(by_row), x, kernel) == 2
+
+
 def test_what_does_not_fit_in_shared_memory_is_refused_on_a_gpu_only():
     x, gate = jnp.zeros((1, 64, 1, 256)), jnp.zeros((1, 64, 1))
     assert triton.unsupported(x, x, x, x, None) is None

@@ -44,7 +44,16 @@ def ridge_regression(q, k, v, beta, log_decay):
     return x * v * beta.astype(x.dtype)[..., None], gram
 
 
-@pytest.mark.parametrize("operator", (delta_rule, preconditioned_key, ridge_regression), ids=lambda f: f.__name__)
+def convolution(q, k, v, beta, log_decay):
+    batch, length, heads, size = q.shape
+    x, kernel = (q + v).reshape(batch, length, -1), jnp.tile(jnp.linspace(-1.0, 2.0, 4)[:, None], (1, heads * size))
+    y, tail = ops.short_convolution(x, kernel, activation="silu", norm_size=size, implementation="triton")
+    return y.reshape(q.shape) * k, tail.reshape(batch, -1, heads, size).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize(
+    "operator", (delta_rule, preconditioned_key, ridge_regression, convolution), ids=lambda f: f.__name__
+)
 def test_two_by_two_devices_are_one(operator):
     if jax.device_count() < 4:
         pytest.skip("needs four devices")
