@@ -6,9 +6,15 @@ from pallas_kernels.triton.preconditioner import GramSchedule, diagonal_gram_rea
 from pallas_kernels.triton.ridge_problem import RidgeSchedule
 from pallas_kernels.triton.ridge_solve import ridge_solve, ridge_solve_unsupported
 from pallas_kernels.triton.schedule import Schedule
-from pallas_kernels.triton.short_convolution import ConvolutionSchedule, convolution_unsupported, short_convolution
+from pallas_kernels.triton.short_convolution import (
+    ConvolutionPrograms,
+    ConvolutionSchedule,
+    convolution_unsupported,
+    short_convolution,
+)
 
 __all__ = [
+    "ConvolutionPrograms",
     "ConvolutionSchedule",
     "GramSchedule",
     "RidgeSchedule",

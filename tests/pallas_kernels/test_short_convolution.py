@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.triton import ConvolutionSchedule, convolution_unsupported, short_convolution
+from pallas_kernels.triton import ConvolutionPrograms, ConvolutionSchedule, convolution_unsupported, short_convolution
 from pallas_kernels.triton.backend import Launch
 from rnnlib import ops
 from tests.pallas_kernels.cases import relative_error
@@ -78,7 +78,11 @@ def test_bfloat16_is_rounded_once():
     """Half a unit in the last place at most, and sums for float32 weights not at all. In blocks, loaded ahead."""
     arrays, d_y, ids = make_arguments((1, 20, 32), 3, BOTH, True, jnp.bfloat16)
     arrays["kernel"] = arrays["kernel"].astype(jnp.float32)
-    schedule = ConvolutionSchedule(16, Launch(num_stages=2, block=4), Launch(num_stages=2, block=2))
+    schedule = ConvolutionSchedule(
+        ConvolutionPrograms(16, Launch(num_stages=2, block=4)),
+        ConvolutionPrograms(16, Launch(num_stages=2, block=2)),
+        adapts=False,
+    )
     found = errors(short_convolution, arrays, d_y, segment_ids=ids, activation="silu", norm_size=32, schedule=schedule)
     assert found.pop("kernel") < 1e-6
     assert all(error < 2**-8 for error in found.values()), found
@@ -110,6 +114,14 @@ def test_transformations_and_reruns():
     for function in (by_row, by_scan):
         found = value_and_gradients(function, arrays, d_y)
         assert all(relative_error(found[name], expected[name]) < 1e-6 for name in expected)
+
+
+def test_programs_are_shortened_to_fill_a_card():
+    programs = ConvolutionPrograms(64, Launch(block=8))
+    assert programs.shortened(columns=64, length=4096).tokens == 64
+    assert programs.shortened(columns=8, length=4096).tokens == 16
+    assert programs.shortened(columns=1, length=2).tokens == 16
+    assert ConvolutionPrograms(64, Launch(block=32)).shortened(columns=1, length=64).tokens == 32
 
 
 def test_unsupported_says_why():

@@ -3,7 +3,14 @@
 from jax import Array
 from jaxtyping import Float, Int
 
-from rnnlib.ops.arguments import check_floating, check_rank, check_segment_ids, check_shape, choose_implementation
+from rnnlib.ops.arguments import (
+    check_floating,
+    check_rank,
+    check_segment_ids,
+    check_shape,
+    choose_implementation,
+    default_preference,
+)
 from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs, Finish
 from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
 from rnnlib.ops.short_convolution.triton import short_convolution_triton, triton_convolution_unsupported
@@ -68,6 +75,8 @@ def short_convolution(
     inputs = ConvolutionInputs(x, kernel, bias, initial_state, segment_ids)
     finish = Finish(activation, norm_size, norm_eps)
     unsupported = {"chunked": lambda: None, "triton": lambda: triton_convolution_unsupported(inputs, finish)}
-    chosen = choose_implementation(_NAME, implementation, unsupported, ("chunked",))
+    # A single token is one fused loop in XLA: nothing is left for a kernel to gain.
+    preference = ("chunked",) if length == 1 else default_preference(length)
+    chosen = choose_implementation(_NAME, implementation, unsupported, preference)
     y = (short_convolution_triton if chosen == "triton" else short_convolution_taps)(inputs, finish)
     return y, last_inputs(inputs)
