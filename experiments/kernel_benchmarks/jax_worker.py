@@ -39,7 +39,7 @@ from experiments.kernel_benchmarks.records import Record, RecordWriter, describe
 from experiments.kernel_benchmarks.work import Work, calls_in_a_row, read_work, reference_path
 
 Results = dict[str, Any]
-REFERENCE_BLOCK = 256
+REFERENCE_BLOCK = 64
 
 
 def array_dtype(name: str, dtype: str) -> Any:
@@ -253,13 +253,16 @@ class Session:
             for name in argument_names(OPERATORS[m.operator])
         )
         mine = [m for m in self.work.measurements if m.implementation in self.work.ours]
-        with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        with (
+            concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool,
+            concurrent.futures.ThreadPoolExecutor(4) as few,  # references take gigabytes of the card each
+        ):
             jobs: dict[concurrent.futures.Future[Any], Unit | Measurement] = {}
             for unit in dict.fromkeys(unit for m in mine for unit in units_of(m)):
                 jobs[pool.submit(compile_unit, unit, self.work)] = unit
             for each in references.values():
                 measurements = list(each.values())
-                jobs[pool.submit(compute_references, measurements, self.work, self._drawn)] = measurements[0]
+                jobs[few.submit(compute_references, measurements, self.work, self._drawn)] = measurements[0]
             for job in concurrent.futures.as_completed(jobs):
                 what, error = jobs[job], job.exception()
                 if isinstance(what, Unit):

@@ -8,7 +8,15 @@ import pytest
 from experiments.kernel_benchmarks import jax_worker, marks
 from experiments.kernel_benchmarks.__main__ import add, main
 from experiments.kernel_benchmarks.config import BenchmarkConfig, Measurement, plan, share_out
-from experiments.kernel_benchmarks.inputs import CASES, draw, draw_segments, relative_errors, segment_ids, take_rows
+from experiments.kernel_benchmarks.inputs import (
+    CASES,
+    compared_rows,
+    draw,
+    draw_segments,
+    relative_errors,
+    segment_ids,
+    take_rows,
+)
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.roofline import floor_milliseconds, operations
 from experiments.kernel_benchmarks.view import View
@@ -108,7 +116,7 @@ def test_cases_are_what_they_are_called():
 @pytest.mark.parametrize(("name", "is_packed"), [("kda", False), ("pgdn", False), ("pkda", True)])
 def test_reference_is_the_scan_at_rows_compared(name, is_packed):
     operator, shape = OPERATORS[name], (2, 8, 3, 16, 16)
-    ids = jnp.asarray([[0, 0, 1, 1, 2, 2, 2, 2]] * 4) if is_packed else None
+    ids = jnp.asarray([[0, 0, 1, 1, 2, 2, 2, 2]] * 6) if is_packed else None
     names = jax_worker.argument_names(operator)
     whole = {name: jnp.asarray(draw(name, shape)) for name in names}
     rows = {name: take_rows(name, x, shape) for name, x in whole.items()}
@@ -210,3 +218,10 @@ def test_errors_alone_with_several_seeds(tmp_path):
     assert [(r["kind"], r["seed"]) for r in records] == [("error", 0), ("error", 1)]
     assert records[0]["errors"] != records[1]["errors"]
     assert all(error < 1e-4 for r in records for error in r["errors"].values())
+
+
+@pytest.mark.parametrize("sizes", [(1, 8), (4, 8), (1, 3)])
+def test_rows_compared_are_of_all_heads_or_spread(sizes):
+    rows = list(zip(*compared_rows((sizes[0], 64, sizes[1], 16, 16))))
+    assert len(set(rows)) == len(rows) == min(8, sizes[0] * sizes[1])
+    assert rows[0] == (0, 0) and rows[-1] == (sizes[0] - 1, sizes[1] - 1)
