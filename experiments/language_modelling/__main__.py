@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import pathlib
 import statistics
 import sys
@@ -15,7 +16,7 @@ from experiments.language_modelling.runs import get_tokenizer, hold_out, read_ru
 from experiments.language_modelling.study import LanguageSetting, LanguageStudy, study
 from experiments.sweep.report import marks
 from experiments.sweep.results import command_line, environment, write_text
-from experiments.sweep.study import pick
+from experiments.sweep.study import pick, slug
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -30,6 +31,8 @@ class Options:
     """Only mixers of these labels, or whose label contains one of these."""
     rates: tuple[float, ...] = ()
     """Train only at these learning rates; left out, at those of the study."""
+    seeds: tuple[int, ...] = ()
+    """Train only these seeds; left out, those of the study."""
     steps: int | None = None
     """Training steps, in place of the study's."""
     report_only: bool = False
@@ -115,6 +118,31 @@ def rates_table(plan: LanguageStudy, results: pathlib.Path) -> str:
     )
 
 
+def more_runs(plan: LanguageStudy, results: pathlib.Path) -> str:
+    """All runs of mixers that were trained at other rates or seeds than the study's too, Markdown."""
+    length = plan.train.data.sequence_length
+    lines = []
+    for mixer in plan.mixers:
+        runs = []
+        for path in results.glob(f"{slug(mixer.label)}--*.json"):
+            content = json.loads(path.read_text())
+            run = read_run(plan, results, mixer, content["learning_rate"], content["seed"])
+            runs += [] if run is None else [run]
+        if any(run["learning_rate"] not in plan.learning_rates or run["seed"] not in plan.seeds for run in runs):
+            for run in sorted(runs, key=lambda run: (run["learning_rate"], run["seed"])):
+                bits = [
+                    run["validation"]["bits_per_byte"],
+                    *(run["test"][str(n)]["bits_per_byte"] for n in plan.lengths),
+                ]
+                row = [mixer.label, f"{run['learning_rate']:g}", str(run["seed"]), *(f"{b:.4f}" for b in bits)]
+                lines.append("| " + " | ".join([*row, f"{_last_loss(run):.3f}"]) + " |")
+    if not lines:
+        return ""
+    head = ["mixer, every run", "rate", "seed", f"validation half, T={length}", *(f"T={n}" for n in plan.lengths)]
+    head.append("training loss")
+    return "\n" + "\n".join(["| " + " | ".join(head) + " |", "|" + " --- |" * len(head), *lines]) + "\n"
+
+
 def _bits(runs: list[dict[str, Any]], length: int) -> float:
     return statistics.fmean(run["test"][str(length)]["bits_per_byte"] for run in runs)
 
@@ -184,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (mixer, rate, seed)
         for mixer in plan.mixers
         for rate in options.rates or plan.learning_rates
-        for seed in plan.seeds
+        for seed in options.seeds or plan.seeds
         if read_run(plan, results, mixer, rate, seed) is None
     ]
     if missing and not options.report_only:
@@ -210,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 missing.insert(0, (mixer, rate, seed))
                 break
     found = chosen(plan, results)
-    text = table(plan, found) + rates_table(plan, results)
+    text = table(plan, found) + rates_table(plan, results) + more_runs(plan, results)
     if found:
         figure(found, options.output / "figures" / f"{options.setting}.png", plan.train.data.sequence_length)
     page = options.output / "README.md"
