@@ -63,7 +63,9 @@ class ModelConfig:
             from. (Mixers initialise themselves.)
         dtype: dtype of activations and matrix products. Logits, decay and states are float32 at least in any case.
         param_dtype: dtype in which parameters are stored.
-        remat: recompute each block in the backward pass and store only its input (gradient checkpointing).
+        remat: recompute each block in the backward pass (gradient checkpointing).
+        remat_keeps: what `remat` stores of a block: its `"input"` alone, or also the results of its `"products"` with
+            weights, the costly part of a block to recompute.
         scan_layers: run repeated blocks as one `jax.lax.scan` in the training pass: compile time then does not grow
             with depth, at the cost of one stacked copy of the blocks' parameters. The parameters stay one per layer.
     """
@@ -86,6 +88,7 @@ class ModelConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat: bool = False
+    remat_keeps: Literal["input", "products"] = "input"
     scan_layers: bool = False
 
     def __post_init__(self):
@@ -121,6 +124,8 @@ class ModelConfig:
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) not in _DTYPES:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(_DTYPES)}")
+        if self.remat_keeps not in ("input", "products"):
+            raise ValueError(f"remat_keeps={self.remat_keeps!r}: expected 'input' or 'products'")
         if not self.mixers:
             raise ValueError("mixers=(): expected at least one mixer name")
         if len(self.mixers) > self.num_layers:

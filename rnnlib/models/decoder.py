@@ -160,7 +160,7 @@ class DecoderLM(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """The normalised residual stream that the head reads, in the compute dtype; arguments as in `__call__`.
 
-        With `logits` it lets a loss over a large vocabulary be taken a part of the sequence at a time.
+        With `output_embedding` it lets a loss over a large vocabulary be taken a part of the sequence at a time.
         """
         x = self._embed(tokens)
         repeats = self._repeats() if self.config.scan_layers else 1
@@ -173,13 +173,17 @@ class DecoderLM(nnx.Module):
             x = self._training_block()(graphdef, state, x, segment_ids, positions)
         return self.norm(x)
 
+    @property
+    def output_embedding(self) -> Float[Array, "vocabulary D"]:
+        """The matrix that reads the logits out, as it is stored: the embedding itself where they are tied."""
+        return self.embedding[...] if self.head is None else self.head[...]
+
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T vocabulary"]:
         """Reads logits out of `hidden`'s `[B, T, D]`: float32 `[B, T, vocabulary_size]`, accumulated in float32."""
-        head = self.embedding if self.head is None else self.head
         return jnp.einsum(
             "btd,vd->btv",
             hidden,
-            head[...].astype(self.config.compute_dtype),
+            self.output_embedding.astype(self.config.compute_dtype),
             preferred_element_type=jnp.promote_types(jnp.float32, self.config.compute_dtype),
         )
 
@@ -249,9 +253,12 @@ class DecoderLM(nnx.Module):
         return self.config.num_layers // len(self.config.mixers)
 
     def _training_block(self):
-        if self.config.remat:
-            return jax.checkpoint(_run_block, static_argnums=0)
-        return _run_block
+        if not self.config.remat:
+            return _run_block
+        keeps_products = self.config.remat_keeps == "products"
+        # Weights have no batch dimension; products that have one are the chunk form's.
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if keeps_products else None
+        return jax.checkpoint(_run_block, static_argnums=0, policy=policy)
 
     def _scan_blocks(self, x: Array, segment_ids: Array | None, positions: Array | None, repeats: int) -> Array:
         period = len(self.config.mixers)

@@ -64,7 +64,9 @@ def sum_rows_by_products(
 
     def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
         ids, values = block
-        one_hot = (ids[:, None] == jnp.arange(vocabulary_size)).astype(values.dtype)
+        # Chosen and not converted: XLA writes a converted comparison to memory twice, once as booleans.
+        is_token = ids[:, None] == jnp.arange(vocabulary_size)
+        one_hot = jnp.where(is_token, jnp.ones([], values.dtype), jnp.zeros([], values.dtype))
         return total + jnp.einsum(
             "nv,nd->vd", one_hot, values, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST
         ), None

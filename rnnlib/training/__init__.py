@@ -5,7 +5,7 @@ from rnnlib.training.config import CheckpointConfig, EvaluationConfig, LoggingCo
 from rnnlib.training.config_file import ConfigError, from_plain, load_config, save_config, to_plain
 from rnnlib.training.evaluation import Evaluation, evaluate, spread_batches
 from rnnlib.training.loop import NonFiniteLossError, Trainer, TrainResult, train
-from rnnlib.training.loss import LossSums, bits_per_byte, loss_sums
+from rnnlib.training.loss import LossSums, bits_per_byte, head_loss_sums, loss_sums
 from rnnlib.training.metrics import read_csv
 from rnnlib.training.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
 from rnnlib.training.picture import loss_picture
@@ -56,6 +56,7 @@ __all__ = [
     "decay_mask",
     "evaluate",
     "from_plain",
+    "head_loss_sums",
     "init_train_state",
     "learning_rate_schedule",
     "load_config",

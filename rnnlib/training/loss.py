@@ -1,10 +1,12 @@
 """The language-model loss and its units."""
 
+import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 
@@ -53,6 +55,108 @@ def loss_sums(
         tokens=jnp.sum(weights),
         bytes=jnp.sum(token_bytes[targets].astype(jnp.float32) * weights),
     )
+
+
+def head_loss_sums(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "vocabulary D"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    token_bytes: Int[Array, " tokens"],
+    *,
+    block_logits: int = 1 << 27,
+) -> LossSums:
+    """`loss_sums` of the logits `hidden @ head.T`, of which there is one block of tokens at a time.
+
+    Neither the logits of all tokens nor their gradient are ever held. Both gradients are found in the forward pass, so
+    no logit is computed twice. Products take operands in `hidden`'s dtype, the logits' gradient among them, and are
+    added up in float32 at least, in which the head's gradient is returned.
+
+    Args:
+        hidden: What the head reads, in the dtype to compute in. Rows of weight 0 have no influence, even if not finite.
+        head: The output embedding, in the dtype it is stored in.
+        targets: The tokens to predict.
+        weights: Loss weights, 0 for tokens that are not to be predicted.
+        token_bytes: Bytes that each token of the vocabulary stands for.
+        block_logits: Most logits of a block. The default takes half a gigabyte, and its products fill a GPU.
+
+    Returns:
+        Float32 sums of nats, tokens and bytes.
+    """
+    counted = weights != 0
+    targets = jnp.where(counted, targets, 0)
+    tokens = jnp.where(counted[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
+    block_size = max(1, block_logits // head.shape[0])
+    nats = _head_nats(block_size, tokens, head, targets.reshape(-1), weights.reshape(-1))
+    return LossSums(
+        nats=nats.astype(jnp.float32),
+        tokens=jnp.sum(weights),
+        bytes=jnp.sum(token_bytes[targets].astype(jnp.float32) * weights),
+    )
+
+
+def _block_nats(hidden: Array, head: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
+    """Nats of each token of a block `[N]` and their weighted gradient in its logits `[N, vocabulary]`."""
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    logits = jnp.einsum("nd,vd->nv", hidden, head, preferred_element_type=wide)
+    is_target = jnp.arange(logits.shape[-1]) == targets[:, None]
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    nats = normalizer - jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+    d_logits = weights[:, None] * (jnp.exp(logits - normalizer[:, None]) - is_target)
+    return nats, d_logits.astype(hidden.dtype)
+
+
+def _over_blocks(step, block_size: int, carry, *arrays: Array):
+    """Scans `step` over even blocks of tokens, padded with zeros (of weight 0); rows of its results are cut back."""
+    length = arrays[0].shape[0]
+    blocks = -(-length // block_size)
+    if blocks == 1:
+        return step(carry, arrays)
+    size = -(-length // blocks)
+    padded = [jnp.pad(x, [(0, blocks * size - length)] + [(0, 0)] * (x.ndim - 1)) for x in arrays]
+    carry, rows = jax.lax.scan(step, carry, tuple(x.reshape(blocks, size, *x.shape[1:]) for x in padded))
+    return carry, jax.tree.map(lambda x: x.reshape(blocks * size, *x.shape[2:])[:length], rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _head_nats(block_size: int, hidden: Array, head: Array, targets: Array, weights: Array) -> Array:
+    """Weighted sum of the nats of `[N]` tokens."""
+    matrix = head.astype(hidden.dtype)
+
+    def step(total, block):
+        rows, ids, factors = block
+        return total + jnp.sum(factors * _block_nats(rows, matrix, ids, factors)[0]), None
+
+    zero = jnp.zeros([], jnp.promote_types(hidden.dtype, jnp.float32))
+    return _over_blocks(step, block_size, zero, hidden, targets, weights)[0]
+
+
+def _head_nats_forward(block_size: int, hidden: Array, head: Array, targets: Array, weights: Array):
+    matrix = head.astype(hidden.dtype)
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+
+    def step(carry, block):
+        total, d_head = carry
+        rows, ids, factors = block
+        nats, d_logits = _block_nats(rows, matrix, ids, factors)
+        d_rows = product("nv,vd->nd", d_logits, matrix).astype(rows.dtype)
+        d_head = d_head + product("nv,nd->vd", d_logits, rows)
+        return (total + jnp.sum(factors * nats), d_head), (d_rows, nats)
+
+    carry = jnp.zeros([], wide), jnp.zeros(head.shape, wide)
+    (total, d_head), (d_hidden, nats) = _over_blocks(step, block_size, carry, hidden, targets, weights)
+    return total, (d_hidden, d_head.astype(head.dtype), nats.astype(weights.dtype))
+
+
+def _head_nats_backward(block_size: int, residuals, gradient: Array):
+    d_hidden, d_head, nats = residuals
+    no_gradient = np.zeros(nats.shape, jax.dtypes.float0)
+    scaled = [(gradient * x).astype(x.dtype) for x in (d_hidden, d_head, nats)]
+    return scaled[0], scaled[1], no_gradient, scaled[2]
+
+
+_head_nats.defvjp(_head_nats_forward, _head_nats_backward)
 
 
 def bits_per_byte(nats: float | int, num_bytes: float | int) -> float:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rnnlib.training.loss import LossSums, loss_sums
+from rnnlib.training.loss import LossSums, head_loss_sums, loss_sums
 from rnnlib.training.optimizer import Schedule
 
 Batch = Mapping[str, Any]
@@ -60,6 +60,19 @@ class StepMetrics:
     learning_rate: Any
     finite: Any
     skipped: Any
+
+
+@runtime_checkable
+class HasOutputEmbedding(Protocol):
+    """A model whose logits are `hidden(tokens) @ output_embedding.T`, as `DecoderLM`'s are.
+
+    Its loss is taken in blocks of tokens (`head_loss_sums`). Any other model is called for its logits.
+    """
+
+    output_embedding: Any
+
+    def hidden(self, tokens: Any, *, segment_ids: Any = None, positions: Any = None) -> Any:
+        """What the output embedding reads, `[B, T, D]`."""
 
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
@@ -145,8 +158,12 @@ def init_train_state(model: nnx.Module, optimizer: optax.GradientTransformation)
 def _forward(graphdef, parameters, other, token_bytes, batch: Batch) -> tuple[LossSums, Any]:
     model = nnx.merge(graphdef, parameters, other, copy=True)
     # Without segment ids every row is one document (batches of the data pipelines always have them).
-    logits = model(batch["inputs"], segment_ids=batch.get("segment_ids"), positions=batch["positions"])
-    sums = loss_sums(logits, batch["targets"], batch["loss_weights"], token_bytes)
+    tokens = {"segment_ids": batch.get("segment_ids"), "positions": batch["positions"]}
+    asked = (batch["targets"], batch["loss_weights"], token_bytes)
+    if isinstance(model, HasOutputEmbedding):
+        sums = head_loss_sums(model.hidden(batch["inputs"], **tokens), model.output_embedding, *asked)
+    else:
+        sums = loss_sums(model(batch["inputs"], **tokens), *asked)
     return sums, nnx.state(model, nnx.Not(nnx.Param))
 
 

@@ -8,6 +8,7 @@ from flax import nnx
 from rnnlib.training import (
     OptimizerConfig,
     evaluate,
+    head_loss_sums,
     init_train_state,
     learning_rate_schedule,
     loss_sums,
@@ -57,6 +58,49 @@ def test_loss_ignores_what_is_masked():
     assert np.isfinite(gradient).all() and not np.any(np.asarray(gradient)[hidden])
     sums = loss_sums(jnp.asarray(logits), jnp.asarray(targets), jnp.asarray(weights), jnp.asarray(TOKEN_BYTES))
     assert (float(sums.tokens), float(sums.bytes)) == (4.0, 1 + 2 * 3 + 5)
+
+
+@pytest.mark.parametrize("block_tokens", [3, 100])
+def test_the_head_s_loss_is_the_loss_of_its_logits(block_tokens):
+    keys = jax.random.split(jax.random.key(0), 4)
+    hidden, head = jax.random.normal(keys[0], (2, 5, 8)), jax.random.normal(keys[1], (VOCABULARY, 8))
+    targets = jax.random.randint(keys[2], (2, 5), 0, VOCABULARY)
+    weights = jax.random.uniform(keys[3], (2, 5)).at[1, 2].set(0.0)
+    counts = jnp.asarray(TOKEN_BYTES)
+
+    def plain(hidden, head, weights):
+        return loss_sums(hidden @ head.T, targets, weights, counts)
+
+    def blocked(hidden, head, weights):
+        return head_loss_sums(hidden, head, targets, weights, counts, block_logits=block_tokens * VOCABULARY)
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda *x: 3 * function(*x).nats, argnums=(0, 1)))(hidden, head, weights)
+
+    assert_trees_equal(blocked(hidden, head, weights), plain(hidden, head, weights), rtol=1e-5)
+    assert_trees_equal(gradients(blocked), gradients(plain), rtol=1e-5, atol=1e-6)
+    # What a token's loss weighs changes nothing but its own share.
+    nats = jax.grad(lambda weights: blocked(hidden, head, weights).nats)(weights)
+    np.testing.assert_allclose(jnp.sum(nats * weights), blocked(hidden, head, weights).nats, rtol=1e-5)
+    # A row of weight 0 has no influence, not even through the head's gradient.
+    poisoned = hidden.at[1, 2].set(jnp.nan)
+    unchanged = jax.grad(lambda head: blocked(poisoned, head, weights).nats)(head)
+    np.testing.assert_allclose(unchanged, gradients(blocked)[1] / 3, rtol=1e-5, atol=1e-6)
+
+
+def test_the_head_s_loss_in_bfloat16_never_holds_all_logits():
+    tokens, width = 512, 16
+    hidden = jnp.ones((1, tokens, width), jnp.bfloat16)
+    head, targets = jnp.ones((VOCABULARY, width)), jnp.zeros((1, tokens), jnp.int32)
+
+    def nats(hidden, head):
+        weights, counts = jnp.ones((1, tokens)), jnp.asarray(TOKEN_BYTES)
+        return head_loss_sums(hidden, head, targets, weights, counts, block_logits=64 * VOCABULARY).nats
+
+    text = str(jax.make_jaxpr(jax.value_and_grad(nats, argnums=(0, 1)))(hidden, head))
+    assert f"bf16[64,{VOCABULARY}]" in text and f"[{tokens},{VOCABULARY}]" not in text
+    d_hidden, d_head = jax.grad(nats, argnums=(0, 1))(hidden, head)
+    assert (d_hidden.dtype, d_head.dtype) == (jnp.bfloat16, jnp.float32)
 
 
 def test_step_equals_optax_on_the_mean_loss(train_step):
