@@ -83,7 +83,8 @@ def test_remat_and_scanned_layers_change_nothing():
     # Five layers of two mixers leave one layer outside of the scan.
     config = SMALL.replace(mixers=("linear_attention", "attention"), num_layers=5)
     loss, gradients = loss_and_gradients(config)
-    other_loss, other_gradients = loss_and_gradients(config.replace(remat=True, remat_keeps="products", scan_layers=True))
+    other = config.replace(remat=True, remat_keeps="products", scan_layers=True)
+    other_loss, other_gradients = loss_and_gradients(other)
     np.testing.assert_allclose(loss, other_loss, rtol=1e-6)
     for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(other_gradients), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6, rtol=1e-4)
