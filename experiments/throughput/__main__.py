@@ -18,7 +18,7 @@ from experiments.sweep.results import command_line, environment, write_text
 from experiments.sweep.study import pick, slug
 from experiments.throughput.measure import CompiledCase, Measurement, compile_case
 from experiments.throughput.report import read_results, write_report
-from experiments.throughput.study import Case, ThroughputStudy, cases, study
+from experiments.throughput.study import Case, Keeps, ThroughputStudy, cases, study
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -39,8 +39,8 @@ class Options:
     """Time what has a result too, and replace it."""
     output: pathlib.Path = FOLDER
     """Folder for results and figures."""
-    kept: bool = False
-    """The cases in which nothing is recomputed, which take most of a card's memory, and only those."""
+    keeps: tuple[Keeps, ...] = ("input",)
+    """What the blocks keep for the backward pass. Keeping everything takes most of a card's memory."""
     compile_workers: int = 0
     """Threads that compile while others are timed, which disturbs the timing; 0 compiles and times by turns.
 
@@ -61,7 +61,8 @@ class Options:
 
 def file_name(case: Case) -> str:
     """The file of a case's result."""
-    marks = "--deterministic" * case.deterministic + "--packed" * case.packed + "--kept" * (not case.recompute)
+    marks = "--deterministic" * case.deterministic + "--packed" * case.packed
+    marks += f"--{case.keeps}" * (case.keeps != "input")
     return f"{slug(case.mixer.label)}--{case.length}{marks}.json"
 
 
@@ -110,7 +111,7 @@ def _explanation(case: Case, error: Exception) -> dict[str, Any]:
         "length": case.length,
         "deterministic": case.deterministic,
         "packed": case.packed,
-        "recompute": case.recompute,
+        "keeps": case.keeps,
         "error": str(error).partition("\n")[0][:200],
     }
 
@@ -122,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = options.output / "results" / options.setting
     picked = pick(plan.mixers, options.mixers)
     wanted = [c for c in cases(plan) if c.mixer in picked and (not options.lengths or c.length in options.lengths)]
-    wanted = [c for c in wanted if c.recompute != options.kept]
+    wanted = [c for c in wanted if c.keeps in options.keeps]
     if not wanted:
         sys.exit(f"error: mixers are {', '.join(m.label for m in plan.mixers)} and lengths {plan.lengths}")
     begin = time.monotonic()

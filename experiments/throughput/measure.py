@@ -166,7 +166,7 @@ class Measurement:
             "rows": plan.tokens // case.length,
             "deterministic": case.deterministic,
             "packed": case.packed,
-            "recompute": case.recompute,
+            "keeps": case.keeps,
             "num_parameters": compiled.num_parameters,
             "step_seconds": [round(s, 6) for s in self.seconds],
             "tokens_per_second": round(plan.tokens / median, 1),

@@ -22,10 +22,10 @@ def _find(
     *,
     deterministic: bool = False,
     packed: bool = False,
-    recompute: bool = True,
+    keeps: str = "input",
 ) -> dict[str, Any] | None:
-    key = (label, length, deterministic, packed, recompute)
-    names = ("mixer", "length", "deterministic", "packed", "recompute")
+    key = (label, length, deterministic, packed, keeps)
+    names = ("mixer", "length", "deterministic", "packed", "keeps")
     return next((record for record in records if tuple(record[name] for name in names) == key), None)
 
 
@@ -51,7 +51,7 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
     main, lengths = plan.main_length, plan.lengths
     lines = [
         f"| mixer | parameters | thousand tokens/s, T={main} | ms a step | model FLOP/s of peak | memory, GB | "
-        "thousand tokens/s, nothing recomputed | memory, GB |",
+        "thousand tokens/s, products kept | memory, GB |",
         "|" + " --- |" * 8,
     ]
     for mixer in plan.mixers:
@@ -63,7 +63,7 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
             continue
         seconds = statistics.median(record["step_seconds"])
         share = "" if record["utilization"] is None else f"{record['utilization']:.1%}"
-        kept = _find(records, mixer.label, main, recompute=False)
+        kept = _find(records, mixer.label, main, keeps="products")
         lines.append(
             f"| {mixer.label} | {record['num_parameters'] / 1e6:.0f}M | {_cell(record)} | {1000 * seconds:.1f} "
             f"| {share} | {_memory(record)} | {_cell(kept)} | {_memory(kept)} |"
@@ -103,7 +103,7 @@ def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.P
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plain = [r for r in records if not r["deterministic"] and not r["packed"] and r["recompute"]]
+    plain = [r for r in records if not r["deterministic"] and not r["packed"] and r["keeps"] == "input"]
     done = [r for r in plain if "error" not in r]
     main = {r["mixer"]: r for r in done if r["length"] == plan.main_length}
     if not main:

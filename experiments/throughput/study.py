@@ -1,6 +1,7 @@
 """Which models are timed, at which lengths."""
 
 import dataclasses
+from typing import Literal
 
 from experiments.sweep.study import Mixer, Setting, pick
 from rnnlib.layers import FixedPreconditioner
@@ -47,6 +48,9 @@ AT_EVERY_LENGTH = (
 )
 
 
+Keeps = Literal["input", "products", "everything"]
+
+
 @dataclasses.dataclass(frozen=True)
 class ThroughputStudy:
     """Training steps of one size of model, timed.
@@ -85,14 +89,15 @@ class Case:
         length: tokens a row.
         deterministic: XLA restricted to programs that give the same bits every time.
         packed: rows of four documents, told apart by `segment_ids`, in place of one.
-        recompute: each block is computed again in the backward pass, and only its input kept (`remat`).
+        keeps: what is kept of each block for the backward pass, in which the rest is computed again (`remat`): its
+            input alone, also the results of its products with weights, or everything.
     """
 
     mixer: Mixer
     length: int
     deterministic: bool = False
     packed: bool = False
-    recompute: bool = True
+    keeps: Keeps = "input"
 
 
 def study(setting: Setting) -> ThroughputStudy:
@@ -126,7 +131,7 @@ def cases(plan: ThroughputStudy) -> list[Case]:
     special = [Case(m, plan.main_length, deterministic=True) for m in plan.mixers if m.label in plan.deterministic]
     special += [Case(m, plan.main_length, packed=True) for m in plan.mixers if m.label in plan.packed]
     swept = [m for m in plan.mixers if m.label in plan.at_every_length]
-    kept = [Case(m, plan.main_length, recompute=False) for m in swept]
+    kept = [Case(m, plan.main_length, keeps=keeps) for keeps in ("products", "everything") for m in swept]
     ends = sorted(plan.lengths, key=lambda n: -abs(n - plan.main_length))
     return main + special + kept + [Case(m, n) for n in ends if n != plan.main_length for m in swept]
 
@@ -138,5 +143,6 @@ def model_config(plan: ThroughputStudy, case: Case) -> ModelConfig:
         mixers=case.mixer.preset,
         mixer_overrides=overrides,
         attention_heads=16 if plan.model.width == 1024 else None,
-        remat=case.recompute,
+        remat=case.keeps != "everything",
+        remat_keeps="products" if case.keeps == "products" else "input",
     )

@@ -89,12 +89,12 @@ def test_every_record_is_of_its_own_case(workers, quiet, tmp_path, monkeypatch):
                 raise MemoryError("no room")
 
         def finish(self):
-            return name(self.case) | {"packed": self.case.packed, "recompute": self.case.recompute}
+            return name(self.case) | {"packed": self.case.packed, "keeps": self.case.keeps}
 
     monkeypatch.setattr(command, "Measurement", Measured)
     monkeypatch.setattr(command, "write_report", lambda *_: "")
     arguments = ["--output", str(tmp_path), "--compile-workers", str(workers), *["--quiet"] * quiet]
-    expected = {command.file_name(case): name(case) for case in cases(study("small")) if case.recompute}
+    expected = {command.file_name(case): name(case) for case in cases(study("small")) if case.keeps == "input"}
     assert command.main(arguments) == int(quiet)
     records = {path.name: json.loads(path.read_text()) for path in (tmp_path / "results" / "small").glob("*.json")}
     assert {file: {key: record[key] for key in expected[file]} for file, record in records.items()} == expected
