@@ -116,7 +116,7 @@ def test_cases_are_what_they_are_called():
 @pytest.mark.parametrize(("name", "is_packed"), [("kda", False), ("pgdn", False), ("pkda", True)])
 def test_reference_is_the_scan_at_rows_compared(name, is_packed):
     operator, shape = OPERATORS[name], (2, 8, 3, 16, 16)
-    ids = jnp.asarray([[0, 0, 1, 1, 2, 2, 2, 2]] * 6) if is_packed else None
+    ids = jnp.asarray([[0, 0, 1, 1, 2, 2, 2, 2]] * 4) if is_packed else None
     names = jax_worker.argument_names(operator)
     whole = {name: jnp.asarray(draw(name, shape)) for name in names}
     rows = {name: take_rows(name, x, shape) for name, x in whole.items()}
@@ -221,7 +221,7 @@ def test_errors_alone_with_several_seeds(tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [(1, 8), (4, 8), (1, 3)])
-def test_rows_compared_are_of_all_heads_or_spread(sizes):
+def test_rows_compared_are_spread(sizes):
     rows = list(zip(*compared_rows((sizes[0], 64, sizes[1], 16, 16))))
-    assert len(set(rows)) == len(rows) == min(8, sizes[0] * sizes[1])
+    assert len(set(rows)) == len(rows) == min(4, sizes[0] * sizes[1])
     assert rows[0] == (0, 0) and rows[-1] == (sizes[0] - 1, sizes[1] - 1)
