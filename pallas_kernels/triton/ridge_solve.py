@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from pallas_kernels.triton.backend import interpreted, next_power_of_two, platform
@@ -165,6 +166,8 @@ def _forward(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tu
     rows = ridge_rows(problem, inputs)
     states, final, squares = gram_states(problem, method, inputs, rows, schedule)
     x, norm = solve_chunks(problem, method, inputs, rows, states, schedule, b=inputs.q, squares=squares)
+    # A checkpoint policy may keep these by name: solving is the costly part to do again.
+    x, norm = checkpoint_name(x, "solution"), checkpoint_name(norm, "solution")
     kept = (rows, states, squares) if schedule.keeps_states else None
     return (x, final), (inputs._replace(q=None), x, norm, kept)  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
@@ -301,6 +302,7 @@ class RecurrentMixer(nnx.Module):
         signals, partial = self.signals(x, segment_ids=segment_ids, positions=positions, cache=cache)
         state = None if cache is None else cache.state
         out, state = self.solve(x, signals, segment_ids=segment_ids, state=state)
+        out = checkpoint_name(out, "recurrence")  # for checkpoint policies that keep it
         y = self.readout(x, out, signals.value)
         return y, (None if cache is None else partial._replace(state=state))
 

@@ -65,7 +65,7 @@ class ModelConfig:
         param_dtype: dtype in which parameters are stored.
         remat: recompute each block in the backward pass (gradient checkpointing).
         remat_keeps: what `remat` stores of a block: its `"input"` alone, or also the results of its `"products"` with
-            weights, the costly part of a block to recompute.
+            weights, of its recurrence and of its ridge solve, the costly parts of a block to recompute.
         scan_layers: run repeated blocks as one `jax.lax.scan` in the training pass: compile time then does not grow
             with depth, at the cost of one stacked copy of the blocks' parameters. The parameters stay one per layer.
     """

@@ -255,9 +255,12 @@ class DecoderLM(nnx.Module):
     def _training_block(self):
         if not self.config.remat:
             return _run_block
-        keeps_products = self.config.remat_keeps == "products"
+        policies = jax.checkpoint_policies
         # Weights have no batch dimension; products that have one are the chunk form's.
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if keeps_products else None
+        products = policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("recurrence", "solution")
+        )
+        policy = products if self.config.remat_keeps == "products" else None
         return jax.checkpoint(_run_block, static_argnums=0, policy=policy)
 
     def _scan_blocks(self, x: Array, segment_ids: Array | None, positions: Array | None, repeats: int) -> Array:
