@@ -195,6 +195,24 @@ def reciprocal(x: Array) -> Array:
     return 1.0 / x if interpreted() or not x.shape else _approximate("rcp", x)
 
 
+def spread_like(x: Array, product: Array) -> Array:
+    """`x` `[C, 1]` or `[1, C]` float32 as a matrix that is spread over threads like `product`.
+
+    A matrix made from a row and a column is found by other threads else, and brought to these through shared memory.
+    """
+    x = jnp.broadcast_to(x, product.shape)
+    if interpreted():
+        return x
+    (result,) = plt.elementwise_inline_asm(  # a move that the second operand gives its layout to
+        "mov.b32 $0, $1;",
+        args=[x, product],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )
+    return result
+
+
 def rounded_product(x: Array, y: Array) -> Array:
     """`x.astype(bfloat16) * y` for float32 and bfloat16 of one shape, two at a time, which the compiler may not see."""
     if interpreted():

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.triton.backend import dot, dot_nt, dot_tn, exp, iota
+from pallas_kernels.triton.backend import dot, dot_nt, dot_tn, exp, iota, spread_like
 from pallas_kernels.triton.decay import CHUNK, ChunkDecay, causal_mask
 
 _LEVELS = CHUNK.bit_length() - 1
@@ -29,7 +29,8 @@ def weigh_pairs(pairs: Array, decay: ChunkDecay, strict: bool, reverse: bool = F
         return jnp.where(mask, pairs, 0.0)
 
     def differences(x):
-        return x[None, :] - x[:, None] if reverse else x[:, None] - x[None, :]
+        rows, columns = spread_like(x[:, None], pairs), spread_like(x[None, :], pairs)
+        return columns - rows if reverse else rows - columns
 
     difference = differences(decay.total)
     if decay.fine is not None:
