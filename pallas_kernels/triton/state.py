@@ -52,6 +52,38 @@ def loop(count, body, init):
     return lax.fori_loop(0, count, body, init)
 
 
+def loop_with_late_stores(first, count, step, store, state, left, reverse: bool = False):
+    """Goes over chunks; what a step leaves is stored in the next step, before that one's first product.
+
+    The compiler begins the copies for a step at the end of the one before, and all of them are waited for at the first
+    product: what is done until then costs no time.
+
+    Args:
+        first: the first chunk.
+        count: number of chunks.
+        step: from a chunk's number and the state to the next state and what is left to store.
+        store: stores what the chunk of a number left.
+        state: the state before the first step.
+        left: anything in the shape of what a step leaves; it is stored, and overwritten, in place of the first chunk's.
+        reverse: from the last chunk to the first.
+
+    Returns:
+        The state after the last step.
+    """
+
+    def place(m):
+        return first + (count - 1 - m if reverse else m)
+
+    def body(m, carry):
+        state, left = carry
+        store(place(jnp.maximum(m - 1, 0)), left)
+        return step(place(m), state)
+
+    state, left = loop(count, body, (state, left))
+    pl.when(count > 0)(lambda: store(place(count - 1), left))
+    return state
+
+
 def chunk_step(r, n, state: Array, problem: Problem, is_value=None, is_apart: bool = False) -> tuple[Array, Array]:
     """One chunk from the state `[V, K]` before it: the residuals, transposed `[V, C]`, and the state after it.
 
@@ -99,19 +131,20 @@ def _output_kernel(r, *, problem: Problem, block: int):
     segment = lax.rem(pl.program_id(2), problem.segments)
     first, count = segment_range(problem, segment)
 
-    def body(m, state):
-        n = first + m
+    def step(n, state):
         rows = pl.ds(n * CHUNK, CHUNK)
         read_row = load_row(r.read_rows, rows)
         residual, after = chunk_step(r, n, state, problem)
         out = scale_tokens(dot_nt(state.astype(problem.dtype), r.read[rows, :]), read_row)
         if r.read_rows is None:
             out = problem.scale * out
-        out = out + dot_nt(residual.astype(problem.dtype), r.scores[n, :, :])
-        r.out[rows, :] = out.T.astype(r.out.dtype)
-        return after
+        return after, out + dot_nt(residual.astype(problem.dtype), r.scores[n, :, :])
 
-    state = loop(count, body, _start_state(r, problem, block))
+    def store(n, out):
+        r.out[pl.ds(n * CHUNK, CHUNK), :] = out.T.astype(r.out.dtype)
+
+    nothing = jnp.zeros((block, CHUNK), jnp.float32)
+    state = loop_with_late_stores(first, count, step, store, _start_state(r, problem, block), nothing)
 
     @pl.when(segment == problem.segments - 1)
     def _():
@@ -121,14 +154,16 @@ def _output_kernel(r, *, problem: Problem, block: int):
 def _states_kernel(r, *, problem: Problem, block: int):
     first, count = segment_range(problem, lax.rem(pl.program_id(2), problem.segments))
 
-    def body(m, state):
-        n = first + m
+    def step(n, state):
         r.states[n, :, :] = state.astype(r.states.dtype)
         residual, after = chunk_step(r, n, state, problem, is_apart=True)
-        r.residuals[n, :, :] = residual.astype(r.residuals.dtype)
-        return after
+        return after, residual
 
-    loop(count, body, _start_state(r, problem, block))
+    def store(n, residual):
+        r.residuals[n, :, :] = residual.astype(r.residuals.dtype)
+
+    nothing = jnp.zeros((block, CHUNK), jnp.float32)
+    loop_with_late_stores(first, count, step, store, _start_state(r, problem, block), nothing)
 
 
 def pass_operands(
