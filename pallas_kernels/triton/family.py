@@ -14,7 +14,7 @@ from jax import Array
 from pallas_kernels.triton.backend import next_power_of_two
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.decode import decode
-from pallas_kernels.triton.gradients import Saved, argument_gradients, value_gradients
+from pallas_kernels.triton.gradients import Saved, argument_gradients, gradients_of_pairs
 from pallas_kernels.triton.linear import LinearOptions, linear_pass
 from pallas_kernels.triton.prepare import prepare
 from pallas_kernels.triton.problem import Inputs, Problem, is_channel_wise, is_sum, problem_of
@@ -87,27 +87,24 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     ends = None
     if problem.segments > 1:
         offsets = reverse_offsets(problem, inputs, prepared, d_out, schedule.offsets)
-        back = maps._replace(offset=offsets)
-        ends = fold_segments(problem, back, d_final_state, schedule.fold, reverse=True)
-    d_states, d_values, d_values_rest, d_initial_state = reverse_pass(
-        problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse
-    )
-    saved = Saved(states, residual, d_states, d_values, d_values_rest)
-    shared = options.shares_gate
-    from_values = value_gradients(problem, inputs, d_out, saved, schedule.value_gradients, shared)
+        adjoint = maps._replace(offset=offsets)
+        ends = fold_segments(problem, adjoint, d_final_state, schedule.fold, reverse=True)
+    back = reverse_pass(problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse)
+    saved, shared = Saved(states, residual, back), options.shares_gate
+    pairs = gradients_of_pairs(problem, inputs, d_out, saved, schedule.pair_gradients, shared)
     gradients = argument_gradients(
         problem,
         inputs,
         d_out,
         saved,
-        from_values,
+        pairs,
         prepared.extreme,
         schedule.gradients,
         shares_gate=shared,
         write_key_dtype=options.write_key_dtype,
     )
     if inputs.initial_state is not None:
-        gradients = gradients._replace(initial_state=d_initial_state.astype(inputs.initial_state.dtype))  # type: ignore[union-attr]
+        gradients = gradients._replace(initial_state=back.d_initial_state.astype(inputs.initial_state.dtype))  # type: ignore[union-attr]
     return (gradients,)
 
 

@@ -9,8 +9,9 @@ Given the state before the chunk, the gradient of the state after it, the residu
 and `dW = A^T dR`; both gates are inside these products. Cumulative log decay: `dG = q dq + e de - k~ dk~` for each
 channel, and on the chunk's last row what the decay of the state and of the writes adds (equations 60 and 72).
 
-Two kernels: the first sums over value channels (dP, dT, and what concerns the values), the second takes a block of key
-channels. One kernel for both would hold so many registers that a processor could run but one program at a time.
+Two kernels: the first finds dP and dT, the second takes a block of key channels. Both sum over blocks of value channels
+in a loop, which is what makes the compiler copy ahead and leave products in flight; one kernel for both holds too many
+registers.
 """
 
 import dataclasses
@@ -36,44 +37,33 @@ from pallas_kernels.triton.decay import (
 from pallas_kernels.triton.pairs import pair_gradients, sum_of, weigh_pairs
 from pallas_kernels.triton.prepare import erase_key, load_channel_decay, load_wide, product
 from pallas_kernels.triton.problem import Inputs, Problem, is_channel_wise
+from pallas_kernels.triton.reverse import Reversed
 
 
 class Saved(NamedTuple):
-    """What the passes over chunks left for this stage, transposed as they keep it.
+    """What the passes over chunks left for this stage.
 
     Attributes:
-        states: before each chunk, `[B, HV, N, V, K]`.
-        residuals: R, `[B, HV, N, V, C]`.
-        d_states: gradients after each chunk, `[B, HV, N, V, K]`.
-        d_values: dW, `[B, HV, N, V, C]`, times the write gate if that is one number a token (see `divisible`).
-        d_values_rest: what rounding left of `d_values`, or None.
+        states: before each chunk, transposed, `[B, HV, N, V, K]`.
+        residuals: R, transposed, `[B, HV, N, V, C]`.
+        back: gradients that the reverse pass found.
     """
 
     states: Array
     residuals: Array
-    d_states: Array
-    d_values: Array
-    d_values_rest: Array | None
+    back: Reversed
 
 
-class ValueGradients(NamedTuple):
-    """What the first kernel finds.
+class PairGradients(NamedTuple):
+    """Gradients of the pairs' matrices.
 
     Attributes:
         d_scores: dP, weighted by a scalar decay, `[B, HV, N, C, C]`; float32 if the decay is channel-wise.
         d_erased: dT, likewise, times an erase gate of one number a token; None for linear attention.
-        d_v: gradient of the values, `[B, T, HV, V]`.
-        d_write: gradient of the write gate in its shape, or None.
     """
 
     d_scores: Array
     d_erased: Array | None
-    d_v: Array
-    d_write: Array | None
-
-
-def _blocks(size: int, block: int) -> list:
-    return [pl.ds(start, block) for start in range(0, size, block)]
 
 
 def _chunk_decay(r) -> ChunkDecay:
@@ -104,35 +94,40 @@ def _scale_rows(x: Any, rows: Any) -> Any:
     return x if rows is None else rows[:, None] * x
 
 
-def _values_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
-    d_scores = d_erased = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    for part in _blocks(problem.value_size, block):
+def _sum_of_parts(problem: Problem, block: int, terms, start: Any) -> Any:
+    """Sum of `terms(part)` over blocks of value channels, trees like `start`."""
+
+    def add(n, sums):
+        return jax.tree.map(jnp.add, sums, terms(pl.ds(n * block, block)))
+
+    return lax.fori_loop(0, problem.value_size // block, add, start)
+
+
+def _pairs_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
+    def terms(part):
         residual = r.residuals[part, :]
-        d_scores += dot(r.d_out[:, part], residual)
-        if problem.online:
-            d_erased -= dot_tn(r.d_values[part, :], residual)
+        d_scores = dot(r.d_out[:, part], residual)
+        return (d_scores, dot(r.d_values[:, part], residual)) if problem.online else (d_scores,)
+
+    zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    d_scores, *rest = _sum_of_parts(problem, block, terms, (zero, zero) if problem.online else (zero,))
     # Of a channel-wise decay only the restarts concern the pairs' mask.
     decay = _chunk_decay(r)
     r.d_scores[...] = weigh_pairs(problem.scale * d_scores, decay, strict=False).astype(r.d_scores.dtype)
-    if problem.online:
-        d_erased = _scale_rows(d_erased, _reader_ratio(r, shares_gate))
+    for d_erased in rest:
+        d_erased = _scale_rows(-d_erased, _reader_ratio(r, shares_gate))
         r.d_erased[...] = weigh_pairs(d_erased, decay, strict=True).astype(r.d_erased.dtype)
-
-    high = r.d_values[...].T
-    d_value = high.astype(jnp.float32)
-    if r.d_values_rest is not None:
-        d_value = d_value + r.d_values_rest[...].T.astype(jnp.float32)
-    is_wide = r.write is not None and not _is_row(r.write)
-    r.d_v[...] = (load_wide(r.write) * d_value).astype(r.d_v.dtype) if is_wide else high
-    if r.d_write is not None:
-        d_write = d_value * r.v[...].astype(jnp.float32)
-        if not is_wide:
-            d_write = jnp.sum(d_write, axis=1) / divisible(load_wide(r.write))
-        r.d_write[...] = d_write.astype(r.d_write.dtype)
 
 
 class _StateProducts(NamedTuple):
-    """Sums over the value channels of one chunk: `dO S_0^T`, `dW S_0^T`, `R dS_C^T` `[C, K]`, and dS_C * S_0 `[K]`."""
+    """Sums over the value channels of one chunk.
+
+    Attributes:
+        read: `dO S_0^T`, `[C, K]`.
+        erased: `dW S_0^T`, `[C, K]`; None for linear attention.
+        written: `R dS_C^T`, `[C, K]`.
+        kept: `dS_C * S_0`, `[K]`, if the decay is channel-wise, else numbers that add up to the same; None without.
+    """
 
     read: Array
     erased: Any
@@ -141,19 +136,26 @@ class _StateProducts(NamedTuple):
 
 
 def _state_products(r, problem: Problem, block: int, shares_gate: bool) -> _StateProducts:
-    result: Any = None
-    for part in _blocks(problem.value_size, block):
-        state, d_state = r.states[part, :], r.d_states[part, :]
+    width = r.states.shape[1]
+    # Along keys a sum stays within a warp; along values it would take a barrier in each step.
+    axis = 0 if r.log_decay is not None and len(r.log_decay.shape) == 2 else 1
+
+    def terms(part):
+        state, d_state, d_out = r.states[part, :], r.d_states[part, :], r.d_out[:, part]
         kept = None
         if r.log_decay is not None:
-            kept = jnp.sum(state.astype(jnp.float32) * d_state.astype(jnp.float32), axis=0)
-        terms = _StateProducts(
-            read=dot(r.d_out[:, part], state),
-            erased=dot_tn(r.d_values[part, :], state) if problem.online else None,
+            kept = jnp.sum(state.astype(jnp.float32) * d_state.astype(jnp.float32), axis=axis)
+        return _StateProducts(
+            read=dot(d_out, state),
+            erased=dot(r.d_values[:, part], state) if problem.online else None,
             written=dot_tn(r.residuals[part, :], d_state),
             kept=kept,
         )
-        result = terms if result is None else jax.tree.map(jnp.add, result, terms)
+
+    zero = jnp.zeros((CHUNK, width), jnp.float32)
+    kept = None if r.log_decay is None else jnp.zeros(((width, block)[axis],), jnp.float32)
+    start = _StateProducts(zero, zero if problem.online else None, zero, kept)
+    result = _sum_of_parts(problem, block, terms, start)
     if problem.online:
         result = result._replace(erased=_scale_rows(result.erased, _reader_ratio(r, shares_gate)))
     return result
@@ -277,7 +279,7 @@ def _log_decay_gradient(
         starts: `[C]` or None.
         d_total: `dG` but for the last row's special part, in the shape of `log_decay`.
         d_end: what each token's write adds to the last row, likewise.
-        kept: `dS_C * S_0` summed over the values, `[K]`.
+        kept: see `_StateProducts`.
     """
     factor: Any = decay_of_chunk(decay)
     d_last = factor * kept
@@ -289,17 +291,11 @@ def _log_decay_gradient(
     return jnp.where(is_flat, 0.0, gradient)
 
 
-def value_gradients(
+def gradients_of_pairs(
     problem: Problem, inputs: Inputs, d_out: Array, saved: Saved, launch: Launch, shares_gate: bool = False
-) -> ValueGradients:
-    """DP and dT of each chunk, `[B, HV, N, C, C]`, and the gradients of the values and of the write gate.
-
-    That of a gate that is the erase gate too is float32, to be added up.
-    """
+) -> PairGradients:
+    """DP and dT of each chunk, `[B, HV, N, C, C]`."""
     p, x = problem, inputs
-    d_write: Any = x.write
-    if shares_gate:
-        d_write = jax.ShapeDtypeStruct(d_write.shape, jnp.float32)
 
     def at(h, n, b):
         return b, n, h, 0
@@ -313,33 +309,28 @@ def value_gradients(
     pairs_dtype = jnp.float32 if is_channel_wise(x.log_decay) else None
     pairs = of_matrix(p.per_head(p.chunks, CHUNK, CHUNK, dtype=pairs_dtype), CHUNK)
     results = call(
-        _values_kernel,
-        "delta_value_gradients",
+        _pairs_kernel,
+        "delta_pair_gradients",
         p.chunk_grid,
         {
-            "v": token(x.v) if x.write is not None else None,
-            "write": token(x.write),
             "erase": None if is_channel_wise(x.erase) or shares_gate else token(x.erase),
             "gate": None if is_channel_wise(x.write) or shares_gate else token(x.write),
             "log_decay": token(x.log_decay) if x.log_decay is not None and x.log_decay.ndim == 3 else None,
             "starts": p.of_position(x.starts, at),
             "d_out": token(d_out),
             "residuals": of_matrix(saved.residuals, p.value_size),
-            "d_values": of_matrix(saved.d_values, p.value_size),
-            "d_values_rest": of_matrix(saved.d_values_rest, p.value_size),
+            "d_values": token(saved.back.d_values) if p.online else None,
         },
         {
             "d_scores": pairs,
             "d_erased": pairs if p.online else None,
-            "d_v": token(x.v),
-            "d_write": token(d_write),
         },
         launch,
         problem=p,
         block=min(launch.inner, p.value_size),
         shares_gate=shares_gate,
     )
-    return ValueGradients(**results)  # type: ignore[arg-type]
+    return PairGradients(**results)  # type: ignore[arg-type]
 
 
 def argument_gradients(
@@ -347,7 +338,7 @@ def argument_gradients(
     inputs: Inputs,
     d_out: Array,
     saved: Saved,
-    from_values: ValueGradients,
+    pairs: PairGradients,
     extreme: Array | None,
     launch: Launch,
     shares_gate: bool = False,
@@ -360,7 +351,7 @@ def argument_gradients(
         inputs: arguments.
         d_out: `[B, T, HV, V]`.
         saved: results of the passes over chunks.
-        from_values: what `value_gradients` found.
+        pairs: gradients of the pairs' matrices.
         extreme: the first stage's flags of chunks with an extreme decay.
         launch: compilation; `block` is the width of a block of key channels.
         shares_gate: whether the write gate is the erase gate, whose gradient then has both parts.
@@ -369,7 +360,7 @@ def argument_gradients(
     Returns:
         Gradients in the arguments' shapes and dtypes; that of the initial state is None.
     """
-    p, x = problem, inputs
+    p, x, d_write = problem, inputs, saved.back.d_write
     write_key: Any = x.write_key
     if write_key is not None and write_key_dtype is not None:
         write_key = jax.ShapeDtypeStruct(write_key.shape, write_key_dtype)
@@ -424,11 +415,11 @@ def argument_gradients(
         "starts": p.of_position(x.starts, at_key),
         "d_out": token(d_out, at_value, p.value_size),
         "states": of_state(saved.states),
-        "d_states": of_state(saved.d_states),
+        "d_states": of_state(saved.back.d_states),
         "residuals": of_matrix(saved.residuals, p.value_size),
-        "d_values": of_matrix(saved.d_values, p.value_size),
-        "d_scores": of_matrix(from_values.d_scores, CHUNK),
-        "d_erased": of_matrix(from_values.d_erased, CHUNK),
+        "d_values": token(saved.back.d_values, at_value, p.value_size) if p.online else None,
+        "d_scores": of_matrix(pairs.d_scores, CHUNK),
+        "d_erased": of_matrix(pairs.d_erased, CHUNK),
     }
     flags = p.of_head(extreme, (None,), lambda *g: (at_key(*g)[0], at_key(*g)[2], at_key(*g)[1]))
     grid = (p.value_heads, p.chunks, p.batch * key_blocks)
@@ -452,7 +443,7 @@ def argument_gradients(
             updates=updates,
             **static,
         )
-    results |= {"d_v": from_values.d_v, "d_write": None if shares_gate else from_values.d_write}
+    results["d_write"] = None if shares_gate else d_write
 
     def summed(name: str, like: Any) -> Array | None:
         """Adds up the parts of key blocks and of the value heads that share a key head."""
@@ -462,11 +453,11 @@ def argument_gradients(
         if name in ("erase", "log_decay") and like.ndim == 3:
             part = jnp.sum(part, axis=0) if key_blocks > 1 else part[0]
             if name == "erase" and shares_gate:
-                part = jnp.add(part, from_values.d_write)  # type: ignore[arg-type]
+                part = jnp.add(part, d_write)  # type: ignore[arg-type]
         if like.shape[2] != p.value_heads:
             part = part.reshape(p.batch, p.length, like.shape[2], -1, *like.shape[3:]).sum(axis=3)
         return part.astype(like.dtype)
 
-    names = ("q", "k", "v", "write_key", "erase", "write", "log_decay")
+    names = ("q", "k", "write_key", "erase", "write", "log_decay")
     given = x._replace(write_key=write_key)
-    return Inputs(**{name: summed(name, getattr(given, name)) for name in names})  # type: ignore[arg-type]
+    return Inputs(v=saved.back.d_v, **{name: summed(name, getattr(given, name)) for name in names})  # type: ignore[arg-type]

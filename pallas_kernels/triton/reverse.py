@@ -4,11 +4,18 @@ With `W = Z - Ebar S_0`, so that `R = A W`, equations 53 to 65 of the Gated Delt
 
     dR = P^T dO + K_tail dS_C      dW = A^T dR      dS_0 = Diag(exp(G_C)) dS_C + Q_G^T dO - Ebar^T dW
 
-and `dW` is the gradient of `Z`. Times a write gate of one number a token it is that of the values: so it is stored, as
-then neither is rounded twice. As in `state`, everything is kept transposed, a program owns a block of value channels,
-and segments of the sequence run side by side: the gradient goes back through one by `dS -> M^T dS + N'`.
+and `dW` is the gradient of `Z = write * V`, from which those of the values and of the write gate follow at once:
+
+    dV = write * dW      d_write = V * dW, for a gate of one number a token summed over the value channels
+
+As in `state`, everything is kept transposed, a program owns a block of value channels, and segments of the sequence run
+side by side: the gradient goes back through one by `dS -> M^T dS + N'`.
 """
 
+import dataclasses
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -29,7 +36,7 @@ from pallas_kernels.triton.state import (
 
 
 def _reverse_step(r, n, d_state: Array, problem: Problem) -> tuple[Array, Array]:
-    """One chunk from the gradient `[V, K]` of the state after it: `dW` transposed `[V, C]`, the gradient before it."""
+    """One chunk from the gradient `[V, K]` of the state after it: the gradient before it, `dW` transposed `[V, C]`."""
     rows = pl.ds(n * CHUNK, CHUNK)
     dtype = problem.dtype
     d_out = r.d_out[rows, :]
@@ -43,10 +50,28 @@ def _reverse_step(r, n, d_state: Array, problem: Problem) -> tuple[Array, Array]
         d_read = problem.scale * dot_tn(d_out, r.read[rows, :])
     before = keep_factor(r.kept, n) * d_state + d_read
     if not problem.online:
-        return d_residual, before
+        return before, d_residual
     d_value = dot(d_residual.astype(dtype), r.inverse[n, :, :])
     erased = written if r.erased is None else r.erased[rows, :]
-    return d_value, before - dot(scale_tokens(d_value, load_row(r.erased_rows, rows)).astype(dtype), erased)
+    return before - dot(scale_tokens(d_value, load_row(r.erased_rows, rows)).astype(dtype), erased), d_value
+
+
+def _store_value_side(r, rows, values: Array | None, d_written: Array):
+    """Gradients of a chunk's values and write gate from `dW`, transposed `[V, C]` float32."""
+    if r.write is None:
+        r.d_v[rows, :] = d_written.astype(r.d_v.dtype).T
+        return
+    d_write = d_written * values.T.astype(jnp.float32)  # type: ignore[union-attr]
+    if len(r.write.shape) == 1:
+        write = r.write[rows].astype(jnp.float32)
+        r.d_write[rows] = jnp.sum(d_write, axis=0)
+        # Times the gate, `dW` is rounded once for the values and for what `gradients` divides by the gate again.
+        r.d_v[rows, :] = scale_tokens(d_written, divisible(write)).astype(r.d_v.dtype).T
+        return
+    write = r.write[rows, :].T.astype(jnp.float32)
+    r.d_write[rows, :] = d_write.astype(r.d_write.dtype).T
+    r.d_written[rows, :] = d_written.astype(r.d_written.dtype).T
+    r.d_v[rows, :] = (write * d_written).astype(r.d_v.dtype).T
 
 
 def _reverse_kernel(r, *, problem: Problem, block: int):
@@ -61,17 +86,13 @@ def _reverse_kernel(r, *, problem: Problem, block: int):
 
     def body(m, d_state):
         n = first + count - 1 - m
+        rows = pl.ds(n * CHUNK, CHUNK)
+        values = None if r.v is None else r.v[rows, :]  # no product takes them: see `chunk_step`
         if r.d_states is not None:
             r.d_states[n, :, :] = d_state.astype(r.d_states.dtype)
-        d_value, before = _reverse_step(r, n, d_state, problem)
-        if r.d_values is not None:
-            if r.gate is not None:
-                gate = r.gate[pl.ds(n * CHUNK, CHUNK)].astype(jnp.float32)
-                d_value = scale_tokens(d_value, divisible(gate))
-            high = d_value.astype(r.d_values.dtype)
-            r.d_values[n, :, :] = high
-            if r.d_values_rest is not None:
-                r.d_values_rest[n, :, :] = (d_value - high.astype(jnp.float32)).astype(high.dtype)
+        before, d_written = _reverse_step(r, n, d_state, problem)
+        if r.d_v is not None:
+            _store_value_side(r, rows, values, d_written)
         return before
 
     d_state = loop(count, body, d_state)
@@ -90,17 +111,34 @@ def _operands(
     return {
         **pass_operands(problem, inputs, prepared, at, None, with_reads=True),
         "d_out": problem.of_token(d_out, problem.length, at, block),
-        "gate": None if is_channel_wise(inputs.write) else problem.of_token(inputs.write, problem.length, at),
     }
 
 
-def keeps_rest(problem: Problem, inputs: Inputs) -> bool:
-    """Whether what rounding leaves of `dW` is stored too, for the write gate's gradient and values gated by channel."""
-    is_rounded = problem.online and problem.dtype != jnp.float32 and inputs.write is not None
-    return is_rounded and (inputs.log_decay is not None or is_channel_wise(inputs.write))
+class Reversed(NamedTuple):
+    """What the pass leaves.
+
+    Attributes:
+        d_states: gradient of the state after each chunk, `[B, HV, N, V, K]`.
+        d_v: gradient of the values, `[B, T, HV, V]`: `dW` times the write gate (see `divisible`).
+        d_written: `dW`, `[B, T, HV, V]`, where the write gate is one number a channel, else None.
+        d_write: gradient of the write gate in its shape, float32 if that is one number a token; None without a gate.
+        d_initial_state: `[B, HV, K, V]` float32; None without an initial state.
+    """
+
+    d_states: Array
+    d_v: Array
+    d_written: Array | None
+    d_write: Array | None
+    d_initial_state: Array | None
+
+    @property
+    def d_values(self) -> Array:
+        """`dW`, times the write gate if that is one number a token."""
+        return self.d_v if self.d_written is None else self.d_written
 
 
-_OUTPUTS = ("d_states", "d_values", "d_values_rest", "offsets", "d_initial_state")
+_ONLY_IN_PASS = ("v", "write", "ends_of_segments", "d_final_state")
+_OUTPUTS = ("d_states", "d_v", "d_written", "d_write", "d_initial_state", "offsets")
 
 
 def reverse_offsets(problem: Problem, inputs: Inputs, prepared: Prepared, d_out: Array, launch: Launch) -> Array:
@@ -117,7 +155,7 @@ def reverse_offsets(problem: Problem, inputs: Inputs, prepared: Prepared, d_out:
         _reverse_kernel,
         "delta_reverse_offsets",
         grid,
-        {**_operands(p, inputs, prepared, d_out, at, block), "ends_of_segments": None, "d_final_state": None},
+        {**_operands(p, inputs, prepared, d_out, at, block), **dict.fromkeys(_ONLY_IN_PASS)},
         {**dict.fromkeys(_OUTPUTS), "offsets": p.of_head(offsets, (None, block, p.key_size), place)},
         launch,
         problem=p,
@@ -134,10 +172,8 @@ def reverse_pass(
     d_final_state: Array | None,
     ends: Array | None,
     launch: Launch,
-) -> tuple[Array, Array, Array | None, Array | None]:
-    """Gradients with respect to the state after each chunk, to `Z`, and to the initial state.
-
-    That to `Z` is stored times a write gate of one number a token (see `divisible`).
+) -> Reversed:
+    """Gradients with respect to the state after each chunk, the values, the write gate and the initial state.
 
     Args:
         problem: static facts.
@@ -147,12 +183,8 @@ def reverse_pass(
         d_final_state: `[B, HV, K, V]`, where there is one segment.
         ends: `[B, HV, P, V, K]`, the gradients at the segments' ends, where there are several.
         launch: compilation.
-
-    Returns:
-        `[B, HV, N, V, K]`, `[B, HV, N, V, C]`, what rounding left of the latter where it is wanted (see `keeps_rest`),
-        and, if there is an initial state, `[B, HV, K, V]` float32.
     """
-    p = problem
+    p, write = problem, inputs.write
     block = min(launch.block, p.value_size)
     grid, at = sequence_grid(p, p.value_size, block)
     boundary = p.per_head(p.key_size, p.value_size, dtype=jnp.float32)
@@ -166,29 +198,42 @@ def reverse_pass(
     def of_boundary(array):
         return p.of_head(array, (p.key_size, block), lambda c, h, z: (at(c, h, z)[0], h, 0, c))
 
+    def of_values(array):
+        return p.of_token(array, p.length, at, block)
+
+    is_wide = is_channel_wise(write)
+    if write is not None and is_wide and write.dtype == jnp.float32:  # leaves no room for a third stage of copies
+        launch = dataclasses.replace(launch, num_stages=min(launch.num_stages, 2))
+    values = None if write is None else inputs.v
+    like_values = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype)
+    if write is None or is_wide:
+        d_write = of_values(write)
+    else:  # a part from each block of value channels
+        parts = jax.ShapeDtypeStruct((grid[0], *write.shape), jnp.float32)
+        d_write = Operand(parts, (None, None, p.length, None), lambda c, h, z: (c, *at(c, h, z)[:3]))
     results = call(
         _reverse_kernel,
         "delta_reverse",
         grid,
         {
             **_operands(p, inputs, prepared, d_out, at, block),
+            "v": of_values(values),
+            "write": of_values(write),
             "ends_of_segments": p.of_head(ends, (None, block, p.key_size), place_end),
             "d_final_state": of_boundary(d_final_state if ends is None else None),
         },
         {
             **dict.fromkeys(_OUTPUTS),
             "d_states": p.of_head(p.per_head(p.chunks, p.value_size, p.key_size), (p.chunks, block, p.key_size), place),
-            "d_values": p.of_head(p.per_head(p.chunks, p.value_size, CHUNK), (p.chunks, block, CHUNK), place),
-            "d_values_rest": p.of_head(
-                p.per_head(p.chunks, p.value_size, CHUNK) if keeps_rest(p, inputs) else None,
-                (p.chunks, block, CHUNK),
-                place,
-            ),
+            "d_v": of_values(like_values),
+            "d_written": of_values(like_values if is_wide else None),
+            "d_write": d_write,
             "d_initial_state": of_boundary(None if inputs.initial_state is None else boundary),
         },
         launch,
         problem=p,
         block=block,
     )
-    names = ("d_states", "d_values", "d_values_rest", "d_initial_state")
-    return tuple(results[name] for name in names)  # type: ignore[return-value]
+    if d_write is not None and not is_wide:
+        results["d_write"] = jnp.sum(results["d_write"], axis=0)  # type: ignore[arg-type]
+    return Reversed(**{name: results[name] for name in Reversed._fields})  # type: ignore[arg-type]

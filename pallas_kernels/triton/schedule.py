@@ -21,7 +21,7 @@ class Schedule:
         states: recomputed states, in the backward.
         offsets: affine maps of the state's gradient.
         reverse: the state's gradient.
-        value_gradients: gradients of the pairs, values and write gate; `inner` is a block of value channels.
+        pair_gradients: gradients of the pairs' matrices; `inner` is a block of value channels.
         gradients: gradients of the rest; `block` is a block of key channels, `inner` one of value channels.
         decode: the step of a single token.
         increments: linear attention: what each segment adds.
@@ -38,7 +38,7 @@ class Schedule:
     states: Launch = Launch(num_warps=4, num_stages=2)
     offsets: Launch = Launch(num_warps=4, num_stages=2)
     reverse: Launch = Launch(num_warps=4, num_stages=2)
-    value_gradients: Launch = Launch(num_warps=4, num_stages=1, inner=128)
+    pair_gradients: Launch = Launch(num_warps=4, num_stages=2, inner=64)
     gradients: Launch = Launch(num_warps=4, num_stages=1, block=64, inner=128)
     decode: Launch = Launch(num_warps=4, num_stages=1)
     increments: Launch = Launch(num_warps=4, num_stages=2)
@@ -70,7 +70,7 @@ def default_schedule(key_size: int, dtype: str, segments: int = 1) -> Schedule:
         states=loop,
         offsets=loop,
         reverse=loop,
-        value_gradients=Launch(num_warps=4, num_stages=1, inner=32),
+        pair_gradients=Launch(num_warps=4, num_stages=1, inner=32),
         gradients=Launch(num_warps=4, num_stages=1, block=32, inner=32),
         increments=loop,
     )

@@ -29,7 +29,7 @@ from pallas_kernels.triton.backend import Launch, device_kind, platform
 from pallas_kernels.triton.decode import decode
 from pallas_kernels.triton.family import Options
 from pallas_kernels.triton.family import run as apply
-from pallas_kernels.triton.gradients import Saved, argument_gradients, value_gradients
+from pallas_kernels.triton.gradients import Saved, argument_gradients, gradients_of_pairs
 from pallas_kernels.triton.prepare import prepare
 from pallas_kernels.triton.problem import Inputs, is_sum, problem_of
 from pallas_kernels.triton.reverse import reverse_offsets, reverse_pass
@@ -57,7 +57,8 @@ CANDIDATES: dict[str, list[Launch]] = {
     "states": _LOOPS,
     "offsets": _LOOPS,
     "reverse": _LOOPS,
-    "value_gradients": [Launch(warps, 1, 64, inner) for warps in (4, 8) for inner in (64, 128)],
+    "pair_gradients": [Launch(4, stages, 64, inner) for stages in (2, 3) for inner in (32, 64)]
+    + [Launch(4, 1, 64, 128)],
     "gradients": [Launch(4, 1, block, inner) for block in (32, 64) for inner in (32, 64, 128)],
     "decode": [Launch(warps, 1, block) for warps in (2, 4, 8) for block in (32, 64, 128)],
     "increments": [*(Launch(4, stages, 64) for stages in (2, 3)), Launch(4, 2, 128), Launch(8, 3, 128)],
@@ -152,22 +153,20 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch
     states, residuals = jax.jit(lambda x, y, z: states_pass(p, x, y, z, schedule.states))(x, prepared, starts)
     if maps is not None:
         offset = jax.jit(lambda x, y, d: reverse_offsets(p, x, y, d, schedule.offsets))(x, prepared, x.v)
-        back = maps._replace(offset=offset)
-        ends = jax.jit(lambda m: fold_segments(p, m, None, schedule.fold, reverse=True))(back)
-    d_states, d_values, rest, _ = jax.jit(lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, schedule.reverse))(
-        x, prepared, ends
-    )
-    saved = Saved(states, residuals, d_states, d_values, rest)
-    from_values = jax.jit(lambda x, s: value_gradients(p, x, x.v, s, schedule.value_gradients))(x, saved)
+        adjoint = maps._replace(offset=offset)
+        ends = jax.jit(lambda m: fold_segments(p, m, None, schedule.fold, reverse=True))(adjoint)
+    back = jax.jit(lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, schedule.reverse))(x, prepared, ends)
+    saved = Saved(states, residuals, back)
+    pairs = jax.jit(lambda x, s: gradients_of_pairs(p, x, x.v, s, schedule.pair_gradients))(x, saved)
     found: dict[str, tuple[Callable[[Launch], Callable], Any]] = {
         "prepare": (lambda l: lambda x: prepare(p, x, l), (x,)),
         "output": (lambda l: lambda x, y, z: output_pass(p, x, y, z, l), (x, prepared, starts)),
         "states": (lambda l: lambda x, y, z: states_pass(p, x, y, z, l), (x, prepared, starts)),
         "reverse": (lambda l: lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, l), (x, prepared, ends)),
-        "value_gradients": (lambda l: lambda x, s: value_gradients(p, x, x.v, s, l), (x, saved)),
+        "pair_gradients": (lambda l: lambda x, s: gradients_of_pairs(p, x, x.v, s, l), (x, saved)),
         "gradients": (
             lambda l: lambda x, s, d: argument_gradients(p, x, x.v, s, d, prepared.extreme, l),
-            (x, saved, from_values),
+            (x, saved, pairs),
         ),
     }
     if maps is not None:
