@@ -202,7 +202,7 @@ def reverse_pass(
         return p.of_token(array, p.length, at, block)
 
     is_wide = is_channel_wise(write)
-    if write is not None and is_wide and write.dtype == jnp.float32:  # leaves no room for a third stage of copies
+    if is_wide:  # values and gate by channel leave no room for a third stage of copies
         launch = dataclasses.replace(launch, num_stages=min(launch.num_stages, 2))
     values = None if write is None else inputs.v
     like_values = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype)
