@@ -126,7 +126,7 @@ class _StateProducts(NamedTuple):
         read: `dO S_0^T`, `[C, K]`.
         erased: `dW S_0^T`, `[C, K]`; None for linear attention.
         written: `R dS_C^T`, `[C, K]`.
-        kept: `dS_C * S_0`, `[K]`, if the decay is channel-wise, else numbers that add up to the same; None without.
+        kept: `dS_C * S_0`, `[K]`; None without decay.
     """
 
     read: Array
@@ -136,26 +136,23 @@ class _StateProducts(NamedTuple):
 
 
 def _state_products(r, problem: Problem, block: int, shares_gate: bool) -> _StateProducts:
-    width = r.states.shape[1]
-    # Along keys a sum stays within a warp; along values it would take a barrier in each step.
-    axis = 0 if r.log_decay is not None and len(r.log_decay.shape) == 2 else 1
-
     def terms(part):
         state, d_state, d_out = r.states[part, :], r.d_states[part, :], r.d_out[:, part]
-        kept = None
-        if r.log_decay is not None:
-            kept = jnp.sum(state.astype(jnp.float32) * d_state.astype(jnp.float32), axis=axis)
         return _StateProducts(
             read=dot(d_out, state),
             erased=dot(r.d_values[:, part], state) if problem.online else None,
             written=dot_tn(r.residuals[part, :], d_state),
-            kept=kept,
+            # All pairs of key channels, for the sake of the diagonal: as a product it takes nothing from registers.
+            kept=None if r.log_decay is None else dot_tn(state, d_state),
         )
 
-    zero = jnp.zeros((CHUNK, width), jnp.float32)
-    kept = None if r.log_decay is None else jnp.zeros(((width, block)[axis],), jnp.float32)
-    start = _StateProducts(zero, zero if problem.online else None, zero, kept)
+    width = r.states.shape[1]
+    zero, pairs = jnp.zeros((CHUNK, width), jnp.float32), jnp.zeros((width, width), jnp.float32)
+    start = _StateProducts(zero, zero if problem.online else None, zero, None if r.log_decay is None else pairs)
     result = _sum_of_parts(problem, block, terms, start)
+    if result.kept is not None:
+        i, j = iota((width, width), 0), iota((width, width), 1)
+        result = result._replace(kept=jnp.sum(jnp.where(i == j, result.kept, 0.0), axis=0))
     if problem.online:
         result = result._replace(erased=_scale_rows(result.erased, _reader_ratio(r, shares_gate)))
     return result
@@ -279,7 +276,7 @@ def _log_decay_gradient(
         starts: `[C]` or None.
         d_total: `dG` but for the last row's special part, in the shape of `log_decay`.
         d_end: what each token's write adds to the last row, likewise.
-        kept: see `_StateProducts`.
+        kept: `dS_C * S_0` summed over the values, `[K]`.
     """
     factor: Any = decay_of_chunk(decay)
     d_last = factor * kept
