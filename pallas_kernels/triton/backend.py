@@ -227,6 +227,11 @@ def rounded_product(x: Array, y: Array) -> Array:
     return result
 
 
+def load_again(ref) -> Array:
+    """A reference's value, loaded here and not kept in registers since an earlier use."""
+    return ref[...] if interpreted() else plt.load(ref, volatile=True)
+
+
 def load_rows(ref, start, size: int, limit, other: float) -> Array:
     """Rows `start` to `start + size` (a power of two) of `[N, ...]`; `other` from row `limit` on."""
     index = start + lax.broadcasted_iota(jnp.int32, (size, *ref.shape[1:]), 0)

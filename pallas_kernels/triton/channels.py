@@ -1,17 +1,18 @@
 """A channel-wise decay of one chunk, as values inside a kernel.
 
-Each side of a product of token pairs is scaled relative to a reference row: what reads by `exp(G_r - G_m)`, what is
-written by `exp(G_m - G_s)`, with `m` the chunk's middle. Where they meet the state, `exp(G_m)` and `exp(G_C - G_m)`
-complete the factors to `exp(G_r)` and `exp(G_C - G_s)`.
-
-Where exponents relative to the middle would be too large, the chunk is extreme: the factors are the complete ones from
-the start, and kernels of their own make its pairs (see `pairs`).
+In each channel a pair of tokens `r >= s` is weighted by `exp(G_r - G_s)`, with `G` the inclusive cumulative log decay.
+In a product of matrices each side is scaled relative to a reference row `m` instead: what reads by `exp(G_r - G_m)`,
+what is written by `exp(G_m - G_s)`. Where no channel loses more than 70 nats in half a chunk, the chunk's middle serves
+all pairs. Every other chunk is extreme, and its pairs go in groups with references of their own: those that part at row
+32, at rows 16 and 48, and at 8, 24, 40 and 56, relative to the row where they part, so that no exponent is positive;
+and those within blocks of 8 rows, relative to the block's middle. A token's decay counts as `exp(-18)` (1.5e-8) at
+most there, which bounds these exponents. Any decay comes out exact, for four products in place of one.
 """
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels.triton.backend import LOG2_E, dot, exp, exp2, iota
 from pallas_kernels.triton.decay import CHUNK, MIN_LOG_DECAY
@@ -19,30 +20,72 @@ from pallas_kernels.triton.decay import CHUNK, MIN_LOG_DECAY
 # Largest exponent on either side of a product taken relative to the chunk's middle row.
 _MAX_EXPONENT = 70.0
 _MIDDLE = CHUNK // 2
+# The strongest decay of a token in pairs of an extreme chunk.
+_MIN_PAIR_DECAY = -18.0
 
 
-class ChannelDecay(NamedTuple):
-    """A channel-wise decay of a chunk.
+# Groups of an extreme chunk's pairs: those that part at 32, 16 and 8 rows, and those within blocks of 8 rows.
+EXTREME_GROUPS = 4
+_SMALLEST_BLOCK = 8
+
+
+class ChunkEnds(NamedTuple):
+    """How a block of channels decays over a chunk.
 
     Attributes:
-        step: log decay, `[C, K]` float32.
-        before: its sum up to the middle row, `[K]`.
-        after: its sum beyond, `[K]`.
-        runs: number of segment starts up to and including each token, `[C]` int32; None without restarts.
-        is_extreme: whether one product of the scaled matrices does not give the pairs.
-        front: what completes the factor on what reads, where it meets the state, `[K]` float32.
-        tail: what completes the factor on what is written, likewise.
+        front: `exp(G_m)` with `m` the chunk's middle: what completes the factor on what reads, where it meets the state
+            before the chunk, `[K]` float32.
+        tail: `exp(G_C - G_m)`, what completes the factor on what is written, likewise.
         kept: what the chunk leaves of the state, likewise.
+        is_extreme: whether a reference for the whole chunk does not do.
     """
 
-    step: Array
-    before: Array
-    after: Array
-    runs: Array | None
-    is_extreme: Array
     front: Array
     tail: Array
     kept: Array
+    is_extreme: Array
+
+
+def clamped_steps(log_decay: Array, starts: Array | None) -> Array:
+    """Log decay `[C, K]` of a chunk (or of one token) as it is added up, float32: 0 where a segment starts, `[C]`."""
+    step = jnp.maximum(log_decay.astype(jnp.float32), MIN_LOG_DECAY)
+    if starts is None:
+        return step
+    return jnp.where(starts[:, None] > 0 if step.ndim > 1 else starts > 0, 0.0, step)
+
+
+def runs_of(r) -> Array | None:
+    """Number of segment starts up to and including each token, `[C]` int32; None without restarts."""
+    return None if r.starts is None else jnp.cumsum(r.starts[...], axis=0)
+
+
+def end_masks(r) -> tuple[Array | None, Array | None]:
+    """Masks `[C]` of the tokens that see the state before the chunk, and whose writes reach its end; None for all."""
+    runs = runs_of(r)
+    return (None, None) if runs is None else (runs == 0, runs == jnp.max(runs))
+
+
+def keep_rows(x: Array, mask: Array | None) -> Array:
+    """Rows of `x` `[C, K]` where the mask `[C]` is true, zero elsewhere; all of them for None."""
+    return x if mask is None else jnp.where(mask[:, None], x, 0.0)
+
+
+def is_flat(log_decay: Array, starts: Array | None) -> Array:
+    """Where the gradient of the log decay `[C, K]` is zero: where it was clamped, and where a segment starts."""
+    flat = log_decay.astype(jnp.float32) <= MIN_LOG_DECAY
+    return flat if starts is None else flat | (starts > 0)[:, None]
+
+
+def chunk_ends(step: Array, first: Array, runs: Array | None) -> ChunkEnds:
+    """`ChunkEnds` of steps `[C, K]`; `first` is their first row `[K]` once more, `runs` counts segment starts `[C]`."""
+    row = iota(step.shape, 0)
+    to_middle = jnp.sum(jnp.where((row > 0) & (row <= _MIDDLE), step, 0.0), axis=0)
+    after = jnp.sum(jnp.where(row > _MIDDLE, step, 0.0), axis=0)
+    before = first + to_middle
+    kept = exp(before + after)
+    if runs is not None:
+        kept = jnp.where(jnp.max(runs) == 0, kept, 0.0)
+    return ChunkEnds(exp(before), exp(after), kept, jnp.min(jnp.minimum(to_middle, after)) < -_MAX_EXPONENT)
 
 
 def sum_rows(signs: Array, x: Array, dtype: Any) -> Array:
@@ -53,57 +96,62 @@ def sum_rows(signs: Array, x: Array, dtype: Any) -> Array:
     return dot(signs, high) + dot(signs, (x - high.astype(jnp.float32)).astype(dtype))
 
 
-def channel_decay(log_decay: Array, first: Array, starts: Array | None, is_mild: bool = False) -> ChannelDecay:
-    """What concerns a chunk as a whole.
+def _indices() -> tuple[Array, Array]:
+    return iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
 
-    Args:
-        log_decay: `[C, K]` float32.
-        first: its first row once more, `[K]`.
-        starts: 1 at each token that starts a segment, `[C]` int32, or None.
-        is_mild: whether the chunk is known not to be extreme.
+
+def _sums_from(step: Array, middle: Array, dtype: Any) -> Array:
+    """Sums of the steps between each row and row `middle` `[C]`, without the earlier of the two, `[C, K]`."""
+    row, column = iota((CHUNK,), 0), iota((CHUNK,), 0)
+    after, until = jnp.minimum(row, middle), jnp.maximum(row, middle)
+    is_between = (column[None, :] > after[:, None]) & (column[None, :] <= until[:, None])
+    return sum_rows(jnp.where(is_between, 1.0, 0.0), step * LOG2_E, dtype)
+
+
+def mild_factors(step: Array, dtype: Any) -> tuple[Array, Array]:
+    """Factors `[C, K]` on what reads and on what is written, relative to the chunk's middle.
+
+    `dtype` is that of the operands of matrix products.
     """
-    step = jnp.maximum(log_decay, MIN_LOG_DECAY)
-    row = iota(step.shape, 0)
-    to_middle = jnp.sum(jnp.where((row > 0) & (row <= _MIDDLE), step, 0.0), axis=0)
-    after = jnp.sum(jnp.where(row > _MIDDLE, step, 0.0), axis=0)
-    before = jnp.maximum(first, MIN_LOG_DECAY) + to_middle
-    runs = None if starts is None else jnp.cumsum(starts, axis=0)
-    if is_mild:
-        is_extreme = jnp.zeros((), jnp.bool_)
-    else:
-        is_extreme = jnp.min(jnp.minimum(to_middle, after)) < -_MAX_EXPONENT
-        if runs is not None:  # segments that start inside of a chunk have no reference in common
-            is_extreme = is_extreme | (jnp.max(runs) > jnp.min(runs))
-    front = exp(jnp.where(is_extreme, 0.0, before))
-    tail = exp(jnp.where(is_extreme, 0.0, after))
-    kept = exp(before + after)
-    if runs is not None:
-        front = jnp.where(jnp.min(runs) == 0, front, 0.0)
-        kept = jnp.where(jnp.max(runs) == 0, kept, 0.0)
-    return ChannelDecay(step, before, after, runs, is_extreme, front, tail, kept)
-
-
-def offsets(decay: ChannelDecay, dtype: Any) -> Array:
-    """`G_r - G_m`, `[C, K]` float32; `dtype` is that of the operands of matrix products."""
-    i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+    i, j = _indices()
     is_early = j <= _MIDDLE
     signs = jnp.where(j <= i, jnp.where(is_early, 0.0, 1.0), jnp.where(is_early, -1.0, 0.0))
-    return sum_rows(signs, decay.step, dtype)
+    exponent = sum_rows(signs, step * LOG2_E, dtype)
+    return exp2(exponent), exp2(-exponent)
 
 
-def read_factor(decay: ChannelDecay, offset: Array) -> Array:
-    """Factor `[C, K]` on queries and erase keys."""
-    shift = jnp.where(decay.is_extreme, decay.before, 0.0) * LOG2_E
-    factor = exp2(offset * LOG2_E + shift[None])
-    if decay.runs is None:
-        return factor
-    return jnp.where((decay.is_extreme & (decay.runs > 0))[:, None], 0.0, factor)
+def extreme_factors(step: Array, group: Array, dtype: Any) -> tuple[Array, Array, Array]:
+    """Factors `[C, K]` on what reads and on what is written for one group of pairs, and the pairs' mask `[C, C]`.
+
+    In the mask rows are later tokens than columns, or the same.
+    """
+    row = iota((CHUNK,), 0)
+    is_parted = group < EXTREME_GROUPS - 1
+    width = jnp.where(is_parted, lax.shift_right_logical(jnp.int32(CHUNK), group), _SMALLEST_BLOCK)
+    block = lax.div(row, width)
+    middle = block * width + lax.div(width, 2)
+    is_later = row >= middle
+    exponent = _sums_from(jnp.maximum(step, _MIN_PAIR_DECAY), middle, dtype)
+    # Of pairs that part at a middle, each row is on one side only: it reads if it is later, or is read.
+    reads = exp2(jnp.where(is_later | is_parted, 1.0, -1.0)[:, None] * exponent)
+    writes = exp2(jnp.where(is_later & ~is_parted, -1.0, 1.0)[:, None] * exponent)
+    readers, written = jnp.where(is_later | ~is_parted, block, -1), jnp.where(is_later & is_parted, -2, block)
+    return reads, writes, readers[:, None] == written[None, :]
 
 
-def write_factor(decay: ChannelDecay, offset: Array) -> Array:
-    """Factor `[C, K]` on write keys."""
-    shift = jnp.where(decay.is_extreme, decay.after, 0.0) * LOG2_E
-    factor = exp2(shift[None] - offset * LOG2_E)
-    if decay.runs is None:
-        return factor
-    return jnp.where((decay.is_extreme & (decay.runs < jnp.max(decay.runs)))[:, None], 0.0, factor)
+def start_factor(step: Array, dtype: Any) -> Array:
+    """`exp(G_r)`, `[C, K]`: what is left at each token of the state before the chunk."""
+    i, j = _indices()
+    return exp2(sum_rows(jnp.where(j <= i, 1.0, 0.0), step * LOG2_E, dtype))
+
+
+def end_factor(step: Array, dtype: Any) -> Array:
+    """`exp(G_C - G_s)`, `[C, K]`: what is left at the chunk's end of what each token writes."""
+    i, j = _indices()
+    return exp2(sum_rows(jnp.where(j > i, 1.0, 0.0), step * LOG2_E, dtype))
+
+
+def add_up_to_end(x: Array, dtype: Any) -> Array:
+    """Sums of the rows `[C, K]` from each to the last."""
+    i, j = _indices()
+    return sum_rows(jnp.where(i <= j, 1.0, 0.0), x, dtype)

@@ -81,8 +81,8 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     inputs, prepared, maps, starts = residuals
     d_out, d_final_state = cotangents
     problem, schedule = _problem(options, inputs), options.schedule
-    again = prepare(problem, inputs, schedule.prepare, with_pairs=False) if _has_wide_factors(inputs) else prepared
-    prepared = prepared._replace(read=again.read, erased=again.erased, written=again.written)
+    if _has_wide_factors(inputs):
+        prepared = prepare(problem, inputs, schedule.prepare, prepared)
     states, residual = states_pass(problem, inputs, prepared, starts, schedule.states)
     ends = None
     if problem.segments > 1:
@@ -98,7 +98,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         d_out,
         saved,
         pairs,
-        prepared.extreme,
+        prepared,
         schedule.gradients,
         shares_gate=shared,
         write_key_dtype=options.write_key_dtype,

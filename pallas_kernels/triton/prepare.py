@@ -7,14 +7,26 @@ number a token is stored as that number; only one that differs by channel is mul
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, call, dot_nt, iota
-from pallas_kernels.triton.channels import ChannelDecay, channel_decay, offsets, read_factor, write_factor
+from pallas_kernels.triton.backend import Launch, call, dot_nt, iota, load_again
+from pallas_kernels.triton.channels import (
+    EXTREME_GROUPS,
+    chunk_ends,
+    clamped_steps,
+    end_factor,
+    end_masks,
+    extreme_factors,
+    keep_rows,
+    mild_factors,
+    runs_of,
+    start_factor,
+)
 from pallas_kernels.triton.decay import (
     CHUNK,
     ChunkDecay,
@@ -24,7 +36,7 @@ from pallas_kernels.triton.decay import (
     decay_to_end,
 )
 from pallas_kernels.triton.inverse import unit_lower_inverse
-from pallas_kernels.triton.pairs import pair_products
+from pallas_kernels.triton.pairs import pair_products, weigh_pairs
 from pallas_kernels.triton.problem import Inputs, Problem
 
 
@@ -44,6 +56,9 @@ class Prepared(NamedTuple):
         growth: log of how far the chunk's writes can enlarge a state, the product of `|1 - erase * k . write_key|`
             where above 1, `[B, HV, N]` float32; None where nothing asks for it.
         extreme: 1 where a channel-wise decay is too strong for one product of pairs, `[B, HV, N]` int32, else None.
+        front: what completes the factors of a chunk that is not extreme to those at its start (see `channels`),
+            `[B, HV, N, K]` float32, if the decay is channel-wise, else None.
+        tail: likewise at its end.
     """
 
     inverse: Array | None
@@ -57,6 +72,8 @@ class Prepared(NamedTuple):
     kept: Array | None
     growth: Array | None
     extreme: Array | None
+    front: Array | None
+    tail: Array | None
 
 
 def product(*factors: Array | None) -> Any:
@@ -81,10 +98,16 @@ def load_wide(ref) -> Any:
     return None if ref is None else ref[...].astype(jnp.float32)
 
 
-def load_channel_decay(r, is_mild: bool = False) -> ChannelDecay:
-    """A chunk's channel-wise decay from `log_decay` and `starts`."""
-    starts = None if r.starts is None else r.starts[...]
-    return channel_decay(load_wide(r.log_decay), r.log_decay[0, :].astype(jnp.float32), starts, is_mild)
+def key_parts(size: int, width: int) -> list:
+    """Slices of key channels."""
+    return [pl.ds(start, min(width, size)) for start in range(0, size, min(width, size))]
+
+
+def load_part(ref, part) -> Array:
+    """A block of channels in float32, loaded where it is used; a gate of one number a token as it is."""
+    if len(ref.shape) == 1:
+        return ref[...].astype(jnp.float32)[:, None]
+    return load_again(ref.at[:, part]).astype(jnp.float32)
 
 
 def erase_key(k: Array, erase: Array | None) -> Array:
@@ -92,9 +115,9 @@ def erase_key(k: Array, erase: Array | None) -> Array:
     return k if erase is None else product(erase, k.astype(jnp.float32)).astype(k.dtype)
 
 
-def _prepare_kernel(r, *, scale: float, with_pairs: bool):
+def _prepare_kernel(r, *, scale: float, with_pairs: bool, block: int):
     if r.read is not None:
-        _prepare_channels(r, scale, with_pairs)
+        _prepare_channels(r, scale, with_pairs, block)
         return
     k = r.k[...]
     erase = load_wide(r.erase)
@@ -114,39 +137,105 @@ def _prepare_kernel(r, *, scale: float, with_pairs: bool):
         r.kept[...] = decay_of_chunk(decay)
 
 
-def _prepare_channels(r, scale: float, with_pairs: bool):
-    """The first stage where the decay is channel-wise; pairs of extreme chunks are made again by `_extreme_kernel`."""
-    dtype = r.read.dtype
-    decay = load_channel_decay(r)
-    r.kept[...] = decay.kept
-    offset = offsets(decay, dtype)
-    k = r.k[...]
-    reads = read_factor(decay, offset)
-    read = load_wide(r.q) * reads
-    r.read[...] = (read * decay.front).astype(dtype)
-    erased = None
-    if r.erased is not None:
-        erased = product(load_wide(r.erase), k.astype(jnp.float32) * reads)
-        r.erased[...] = (erased * decay.front).astype(dtype)
-    key = k if r.write_key is None else r.write_key[...]
-    written = key.astype(jnp.float32) * write_factor(decay, offset)
-    r.written[...] = (written * decay.tail).astype(dtype)
+def _prepare_channels(r, scale: float, with_pairs: bool, block: int):
+    """The first stage where the decay is channel-wise, in blocks of key channels.
+
+    Pairs of extreme chunks are left to `_extreme_kernel`. Without pairs, `extreme`, `front` and `tail` are given.
+    """
+    parts = key_parts(r.read.shape[1], block)
+    runs = runs_of(r)
+    starts = None if r.starts is None else r.starts[...]
     if with_pairs:
-        r.extreme[...] = decay.is_extreme.astype(jnp.int32)
-        # Scaled matrices go into the scores as float32: to round both would cost the output as much as two of its own.
-        scores = dot_nt(read, written, precise=dtype == jnp.float32)
-        r.scores[...] = jnp.where(_is_causal(strict=False), scale * scores, 0.0).astype(dtype)
-        if erased is not None:
-            _store_inverse(r, dot_nt(erased.astype(dtype), written.astype(dtype)))
+        ends = []
+        for part in parts:
+            first = clamped_steps(r.log_decay[0, part], None if starts is None else r.starts[0])
+            ends.append(chunk_ends(clamped_steps(r.log_decay[:, part], starts), first, runs))
+        is_extreme = functools.reduce(jnp.logical_or, [end.is_extreme for end in ends])
+        for part, end in zip(parts, ends):
+            r.front[part], r.tail[part], r.kept[part] = end.front, end.tail, end.kept
+        r.extreme[...] = is_extreme.astype(jnp.int32)
+        sides = [(end.front, end.tail) for end in ends]
+    else:
+        is_extreme = r.extreme[...] != 0
+        sides = [(r.front[part], r.tail[part]) for part in parts]
+    pl.when(jnp.logical_not(is_extreme))(lambda: _store_mild(r, parts, sides, runs, starts, scale, with_pairs))
+    pl.when(is_extreme)(lambda: _store_extreme_factors(r, parts, starts))
 
 
-def _extreme_kernel(r, *, scale: float):
-    @pl.when(r.extreme[...] != 0)
-    def _():
-        k = r.k[...]
-        decay = chunk_decay(load_wide(r.log_decay), None if r.starts is None else r.starts[...])
-        key = k if r.write_key is None else r.write_key[...]
-        _store_pairs(r, r.q[...], k, key, load_wide(r.erase), decay, scale)
+def _store_mild(r, parts, sides, runs, starts, scale: float, with_pairs: bool):
+    dtype = r.read.dtype
+    sees_start, reaches_end = end_masks(r)
+    scores = erased_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    for part, (front, tail) in zip(parts, sides):
+        reads, writes = mild_factors(clamped_steps(load_again(r.log_decay.at[:, part]), starts), dtype)
+        written = load_part(r.k if r.write_key is None else r.write_key, part) * writes
+        r.written[:, part] = keep_rows(written * tail, reaches_end).astype(dtype)
+        if r.erased is not None:
+            erased = load_part(r.k, part) * reads
+            if r.erase is not None:
+                erased = load_part(r.erase, part) * erased
+            r.erased[:, part] = keep_rows(erased * front, sees_start).astype(dtype)
+            if with_pairs:
+                erased_pairs = erased_pairs + dot_nt(erased.astype(dtype), written.astype(dtype))
+        read = load_part(r.q, part) * reads
+        r.read[:, part] = keep_rows(read * front, sees_start).astype(dtype)
+        if with_pairs:
+            # These go in as float32: to round two scaled matrices would cost the output as much as two of its own.
+            scores = scores + dot_nt(read, written, precise=dtype == jnp.float32)
+    if with_pairs:
+        _store_channel_pairs(r, scores, erased_pairs, runs, scale)
+
+
+def _store_extreme_factors(r, parts, starts):
+    dtype = r.read.dtype
+    sees_start, reaches_end = end_masks(r)
+    for part in parts:
+        step = clamped_steps(load_again(r.log_decay.at[:, part]), starts)
+        written = load_part(r.k if r.write_key is None else r.write_key, part) * end_factor(step, dtype)
+        r.written[:, part] = keep_rows(written, reaches_end).astype(dtype)
+        from_start = start_factor(step, dtype)
+        r.read[:, part] = keep_rows(load_part(r.q, part) * from_start, sees_start).astype(dtype)
+        if r.erased is not None:
+            erased = load_part(r.k, part) * from_start
+            if r.erase is not None:
+                erased = load_part(r.erase, part) * erased
+            r.erased[:, part] = keep_rows(erased, sees_start).astype(dtype)
+
+
+def _store_channel_pairs(r, scores: Array, erased: Array, runs, scale: float):
+    decay = ChunkDecay(None, None, runs)
+    r.scores[...] = (scale * weigh_pairs(scores, decay, strict=False)).astype(r.scores.dtype)
+    if r.inverse is not None:
+        _store_inverse(r, weigh_pairs(erased, decay, strict=False))
+
+
+def _extreme_kernel(r, *, scale: float, block: int):
+    pl.when(r.extreme[...] != 0)(lambda: _store_extreme_pairs(r, scale, block))
+
+
+def _store_extreme_pairs(r, scale: float, block: int):
+    dtype = r.scores.dtype
+    starts = None if r.starts is None else r.starts[...]
+    scores = erased_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    for part in key_parts(r.q.shape[1], block):
+        step = clamped_steps(r.log_decay[:, part], starts)
+        q, k, key = r.q[:, part], r.k[:, part], (r.k if r.write_key is None else r.write_key)[:, part]
+        erase = None if r.erase is None else load_part(r.erase, part)
+
+        def add_group(group, pairs):
+            scores, erased_pairs = pairs
+            reads, writes, is_here = extreme_factors(step, group, dtype)
+            written = key.astype(jnp.float32) * writes
+            near = dot_nt(q.astype(jnp.float32) * reads, written, precise=dtype == jnp.float32)
+            scores = jnp.where(is_here, scores + near, scores)
+            if r.inverse is not None:
+                erased = product(erase, k.astype(jnp.float32) * reads)
+                near = dot_nt(erased.astype(dtype), written.astype(dtype))
+                erased_pairs = jnp.where(is_here, erased_pairs + near, erased_pairs)
+            return scores, erased_pairs
+
+        scores, erased_pairs = lax.fori_loop(0, EXTREME_GROUPS, add_group, (scores, erased_pairs))
+    _store_channel_pairs(r, scores, erased_pairs, runs_of(r), scale)
 
 
 def _store_pairs(r, q: Array, k: Array, key: Array, erase: Array | None, decay: ChunkDecay, scale: float):
@@ -162,23 +251,25 @@ def _store_pairs(r, q: Array, k: Array, key: Array, erase: Array | None, decay: 
         _store_inverse(r, erased)
 
 
-def _is_causal(strict: bool) -> Array:
-    i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
-    return i > j if strict else i >= j
-
-
 def _store_inverse(r, erased: Array):
     dtype = r.inverse.dtype
+    i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
     if r.growth is not None:
-        i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
         left = 1.0 - jnp.sum(jnp.where(i == j, erased, 0.0), axis=1)
         r.growth[...] = jnp.sum(jnp.log(jnp.maximum(jnp.abs(left), 1.0)))
-    r.inverse[...] = unit_lower_inverse(jnp.where(_is_causal(strict=True), erased, 0.0), dtype).astype(dtype)
+    r.inverse[...] = unit_lower_inverse(jnp.where(i > j, erased, 0.0), dtype).astype(dtype)
 
 
-def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool = True) -> Prepared:
-    """Runs the first stage; `with_pairs=False` leaves out the two `[C, C]` matrices of each chunk."""
-    p, x = problem, inputs
+def prepare(problem: Problem, inputs: Inputs, launch: Launch, before: Prepared | None = None) -> Prepared:
+    """Runs the first stage.
+
+    Args:
+        problem: static facts.
+        inputs: arguments.
+        launch: compilation; `inner` is the width of a block of key channels where the decay is channel-wise.
+        before: results of the same stage; then what is as large as the inputs is made again, and nothing else.
+    """
+    p, x, with_pairs = problem, inputs, before is None
     decay_ndim = 0 if x.log_decay is None else x.log_decay.ndim
     erase_ndim = 0 if x.erase is None else x.erase.ndim
 
@@ -214,28 +305,36 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
         "erased_rows": of_rows(p.online and not is_erased_wide and max(decay_ndim, erase_ndim) == 3),
         "written_rows": of_rows(decay_ndim == 3),
         "kept": of_flag(p.per_head(p.chunks, dtype=jnp.float32)) if decay_ndim == 3 else per_channel,
+        "front": per_channel,
+        "tail": per_channel,
         "growth": of_flag(
             p.per_head(p.chunks, dtype=jnp.float32)
             if with_pairs and p.online and decay_ndim and p.segments > 1
             else None
         ),
-        "extreme": of_flag(p.per_head(p.chunks, dtype=jnp.int32) if with_pairs and decay_ndim == 4 else None),
+        "extreme": of_flag(p.per_head(p.chunks, dtype=jnp.int32) if decay_ndim == 4 else None),
     }
     if not any(outputs.values()):
         return Prepared(**dict.fromkeys(outputs))
     names = {"q": x.q, "k": x.k, "write_key": x.write_key, "erase": x.erase, "log_decay": x.log_decay}
     operands = {name: p.of_token(array, CHUNK, at) for name, array in names.items()}
     operands["starts"] = p.of_position(x.starts, at)
+    block = min(launch.inner, p.key_size)
+    static: dict[str, Any] = {"scale": p.scale, "block": block}
+    if before is not None:
+        known = {
+            name: operand and dataclasses.replace(operand, array=getattr(before, name))
+            for name, operand in outputs.items()
+            if name in ("extreme", "front", "tail")
+        }
+        again = ("read", "erased", "written")
+        outputs = {name: operand if name in again else None for name, operand in outputs.items() if name not in known}
+        operands |= known
     results = call(
-        _prepare_kernel,
-        "delta_prepare",
-        p.chunk_grid,
-        operands,
-        outputs,
-        launch,
-        scale=p.scale,
-        with_pairs=with_pairs,
+        _prepare_kernel, "delta_prepare", p.chunk_grid, operands, outputs, launch, with_pairs=with_pairs, **static
     )
+    if before is not None:
+        return before._replace(**{name: results[name] for name in again})
     if results["extreme"] is None:
         return Prepared(**results)
     pairs = {
@@ -251,6 +350,6 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, with_pairs: bool =
         {"inverse": None, "scores": None, "growth": None, **pairs},
         launch,
         updates={name: dataclasses.replace(operand, array=results[name]) for name, operand in pairs.items()},
-        scale=p.scale,
+        **static,
     )
     return Prepared(**{**results, **exact})

@@ -165,7 +165,7 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch
         "reverse": (lambda l: lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, l), (x, prepared, ends)),
         "pair_gradients": (lambda l: lambda x, s: gradients_of_pairs(p, x, x.v, s, l), (x, saved)),
         "gradients": (
-            lambda l: lambda x, s, d: argument_gradients(p, x, x.v, s, d, prepared.extreme, l),
+            lambda l: lambda x, s, d: argument_gradients(p, x, x.v, s, d, prepared, l),
             (x, saved, pairs),
         ),
     }
