@@ -9,13 +9,24 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.language_modelling.__main__ import main
+from experiments.language_modelling.__main__ import FOLDER, chosen, main, more_runs, rates_table, table
 from experiments.language_modelling.runs import BitsPerByte, Deadline, OutOfTimeError, hold_out
 from experiments.language_modelling.study import MIXERS, model_config, study
+from experiments.sweep.report import marks
 from rnnlib.data import DataConfig, TokenCorpus, load_tokenizer
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.models.mixers import mixer_config
 from rnnlib.training import StepReport
+
+
+def test_the_page_shows_what_the_results_say():
+    page = (FOLDER / "README.md").read_text()
+    for setting in ("short", "real", "large"):
+        plan, results = study(setting), FOLDER / "results" / setting
+        found = chosen(plan, results)
+        begin, end = marks(setting)
+        text = table(plan, found) + rates_table(plan, results) + more_runs(plan, results)
+        assert found and page.split(begin, 1)[1].split(end, 1)[0].lstrip("\n") == text
 
 
 def test_every_mixer_can_be_configured():
