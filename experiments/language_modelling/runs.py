@@ -128,11 +128,18 @@ def result_path(results: pathlib.Path, mixer: Mixer, rate: float, seed: int) -> 
 
 def fingerprint(study: LanguageStudy, mixer: Mixer, rate: float, seed: int) -> str:
     """Changes when anything that a run depends on does, other than the code."""
+    return _fingerprints(study, mixer, rate, seed)[0]
+
+
+def _fingerprints(study: LanguageStudy, mixer: Mixer, rate: float, seed: int) -> tuple[str, str]:
+    """Of a configuration as it was before the options of `_LATER_DEFAULTS`, and with them."""
     config = run_config(study, mixer, rate, seed, "byte")
-    described = repr((config, study.vocabulary_size, study.lengths))
+    whole = repr((config, study.vocabulary_size, study.lengths))
+    before = whole
     for default in _LATER_DEFAULTS:
-        described = described.replace(default, "")
-    return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+        before = before.replace(default, "")
+    first, second = (hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in (before, whole))
+    return first, second
 
 
 def read_run(study: LanguageStudy, results: pathlib.Path, mixer: Mixer, rate: float, seed: int) -> dict | None:
@@ -141,7 +148,7 @@ def read_run(study: LanguageStudy, results: pathlib.Path, mixer: Mixer, rate: fl
     if not path.exists():
         return None
     content = json.loads(path.read_text())
-    return content if content["fingerprint"] == fingerprint(study, mixer, rate, seed) else None
+    return content if content["fingerprint"] in _fingerprints(study, mixer, rate, seed) else None
 
 
 class BitsPerByte:
