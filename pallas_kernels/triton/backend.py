@@ -32,12 +32,14 @@ class Launch:
         num_stages: depth of the software pipeline that loads ahead of matrix products in loops.
         block: width of the program's block along the axis that the kernel splits (value or key channels).
         inner: width of the blocks that the kernel loops over, where it does.
+        is_lean: whether a loop keeps one buffer less of the tiles that only products read (see `load_tile`).
     """
 
     num_warps: int = 4
     num_stages: int = 2
     block: int = 64
     inner: int = 64
+    is_lean: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def call(
         grid: number of programs along up to three axes; the first varies fastest.
         inputs: operands; None is passed on as None.
         outputs: likewise; None is not written.
-        launch: compilation parameters.
+        launch: compilation parameters; the namespace has its `is_lean` too.
         updates: outputs that exist already, by the names of `outputs`: what the kernel does not write stays.
         **static: passed to the kernel.
 
@@ -117,7 +119,7 @@ def call(
     absent = dict.fromkeys([*inputs, *outputs])
 
     def body(*refs):
-        kernel(SimpleNamespace(**{**absent, **dict(zip([*given, *wanted], refs))}), **static)
+        kernel(SimpleNamespace(**{**absent, **dict(zip([*given, *wanted], refs))}, is_lean=launch.is_lean), **static)
 
     body.__name__ = body.__qualname__ = name
     results = pl.pallas_call(
@@ -193,6 +195,24 @@ def log2(x: Array) -> Array:
 def reciprocal(x: Array) -> Array:
     """`1 / x` of float32 by the special function alone, within 1.2e-7 of its value."""
     return 1.0 / x if interpreted() or not x.shape else _approximate("rcp", x)
+
+
+def load_tile(ref, index, is_lean: bool) -> Array:
+    """`ref[index]`, a tile for products that are all waited for in the step of the loop that loads it.
+
+    A loop copies its products' tiles ahead, into as many buffers as its stages need, and one more where nothing but
+    products reads a tile: they might still be running when the next copy begins. Here they are not. So in a lean launch
+    the tile has another reader, a store under a condition that is never met, which Triton cannot tell, but LLVM can: no
+    instruction is left of it.
+    """
+    tile = ref[index]
+    if interpreted() or not is_lean:
+        return tile
+    bits = lax.bitcast_convert_type(tile, jnp.int16 if tile.dtype.itemsize == 2 else jnp.int32)
+    is_never = (bits.astype(jnp.int32) | 1) == 0
+    nowhere = (jnp.zeros(tile.shape, jnp.int32),) * len(ref.shape)
+    plt.store(ref.at[nowhere], jnp.zeros(tile.shape, ref.dtype), mask=is_never)
+    return tile
 
 
 def spread_like(x: Array, product: Array) -> Array:
@@ -281,6 +301,7 @@ __all__ = [
     "iota",
     "load_masked",
     "load_rows",
+    "load_tile",
     "log2",
     "next_power_of_two",
     "platform",

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt, dot_tn
+from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt, dot_tn, load_tile
 from pallas_kernels.triton.decay import CHUNK, divisible
 from pallas_kernels.triton.prepare import Prepared
 from pallas_kernels.triton.problem import Inputs, Problem, is_channel_wise
@@ -39,20 +39,21 @@ def _reverse_step(r, n, d_state: Array, problem: Problem) -> tuple[Array, Array]
     """One chunk from the gradient `[V, K]` of the state after it: the gradient before it, `dW` transposed `[V, C]`."""
     rows = pl.ds(n * CHUNK, CHUNK)
     dtype = problem.dtype
-    d_out = r.d_out[rows, :]
-    written = r.written[rows, :]
+    d_out, written, read = (load_tile(ref, rows, r.is_lean) for ref in (r.d_out, r.written, r.read))
     d_written = dot_nt(d_state.astype(dtype), written)
-    d_residual = dot_tn(d_out, r.scores[n, :, :]) + scale_tokens(d_written, load_row(r.written_rows, rows))
+    d_residual = dot_tn(d_out, load_tile(r.scores, n, r.is_lean)) + scale_tokens(
+        d_written, load_row(r.written_rows, rows)
+    )
 
     if r.read_rows is not None:
-        d_read = dot(scale_tokens(d_out.T, load_row(r.read_rows, rows)).astype(dtype), r.read[rows, :])
+        d_read = dot(scale_tokens(d_out.T, load_row(r.read_rows, rows)).astype(dtype), read)
     else:
-        d_read = problem.scale * dot_tn(d_out, r.read[rows, :])
+        d_read = problem.scale * dot_tn(d_out, read)
     before = keep_factor(r.kept, n) * d_state + d_read
     if not problem.online:
         return before, d_residual
-    d_value = dot(d_residual.astype(dtype), r.inverse[n, :, :])
-    erased = written if r.erased is None else r.erased[rows, :]
+    d_value = dot(d_residual.astype(dtype), load_tile(r.inverse, n, r.is_lean))
+    erased = written if r.erased is None else load_tile(r.erased, rows, r.is_lean)
     return before - dot(scale_tokens(d_value, load_row(r.erased_rows, rows)).astype(dtype), erased), d_value
 
 

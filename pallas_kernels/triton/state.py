@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt
+from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt, load_tile
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.prepare import Prepared
 from pallas_kernels.triton.problem import Inputs, Problem
@@ -92,14 +92,14 @@ def chunk_step(r, n, state: Array, problem: Problem, is_value=None, is_apart: bo
     """
     # What no product takes as it is stored is not fetched ahead by the compiler: it is loaded before it is waited for.
     rows = pl.ds(n * CHUNK, CHUNK)
-    written = r.written[rows, :]
+    written = load_tile(r.written, rows, r.is_lean)
     values = r.v[rows, :]
     write = None if r.write is None else r.write[rows] if len(r.write.shape) == 1 else r.write[rows, :]
     erased_row, written_row = load_row(r.erased_rows, rows), load_row(r.written_rows, rows)
     kept = keep_factor(r.kept, n)
     recalled = None
     if problem.online:
-        erased = written if r.erased is None else r.erased[rows, :]
+        erased = written if r.erased is None else load_tile(r.erased, rows, r.is_lean)
         recalled = scale_tokens(dot_nt(state.astype(problem.dtype), erased), erased_row)
     residual = values.astype(jnp.float32)
     if write is not None:
@@ -108,7 +108,7 @@ def chunk_step(r, n, state: Array, problem: Problem, is_value=None, is_apart: bo
     if is_value is not None:
         residual = jnp.where(is_value, residual, 0.0)
     if recalled is not None:
-        inverse = r.inverse[n, :, :]
+        inverse = load_tile(r.inverse, n, r.is_lean)
         if is_apart:
             added = dot_nt(residual.astype(problem.dtype), inverse)
             residual = added - dot_nt(recalled.astype(problem.dtype), inverse)
@@ -135,10 +135,10 @@ def _output_kernel(r, *, problem: Problem, block: int):
         rows = pl.ds(n * CHUNK, CHUNK)
         read_row = load_row(r.read_rows, rows)
         residual, after = chunk_step(r, n, state, problem)
-        out = scale_tokens(dot_nt(state.astype(problem.dtype), r.read[rows, :]), read_row)
+        out = scale_tokens(dot_nt(state.astype(problem.dtype), load_tile(r.read, rows, r.is_lean)), read_row)
         if r.read_rows is None:
             out = problem.scale * out
-        return after, out + dot_nt(residual.astype(problem.dtype), r.scores[n, :, :])
+        return after, out + dot_nt(residual.astype(problem.dtype), load_tile(r.scores, n, r.is_lean))
 
     def store(n, out):
         r.out[pl.ds(n * CHUNK, CHUNK), :] = out.T.astype(r.out.dtype)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt, dot_tn
+from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt, dot_tn, load_tile
 from pallas_kernels.triton.decay import CHUNK, split_gate
 from pallas_kernels.triton.pairs import weigh_pairs
 from pallas_kernels.triton.prepare import product
@@ -127,7 +127,7 @@ def _sums_kernel(r, *, problem: Problem, block: int, reverse: bool, transposed: 
         n = first + (count - 1 - m if reverse else m)
         rows = pl.ds(n * CHUNK, CHUNK)
         gate, factor, rest = load_row(r.gate, rows), load_row(r.reads, rows), None
-        reader, key, value = r.reader[rows, :], r.key[rows, :], r.value[rows, :]
+        reader, key, value = (load_tile(ref, rows, r.is_lean) for ref in (r.reader, r.key, r.value))
         if r.states is not None:
             r.states[n, :, :] = state.astype(r.states.dtype)
         far = dot(reader, state.astype(reader.dtype))

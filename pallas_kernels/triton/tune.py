@@ -43,11 +43,14 @@ _LOOPS = [
     *(Launch(4, stages, 64) for stages in (1, 2, 3)),
     *(Launch(8, stages, 128) for stages in (2, 3)),
     *(Launch(4, stages, 32) for stages in (1, 2, 3)),
+    *(Launch(4, stages, 64, is_lean=True) for stages in (2, 3)),
+    Launch(8, 3, 128, is_lean=True),
 ]
 _SUMS = [
     *(Launch(4, stages, 64) for stages in (1, 2, 3)),
     *(Launch(warps, stages, 128) for warps in (4, 8) for stages in (1, 2)),
     *(Launch(4, stages, 32) for stages in (1, 2)),
+    Launch(4, 3, 64, is_lean=True),
 ]
 CANDIDATES: dict[str, list[Launch]] = {
     "prepare": [Launch(warps, 1) for warps in (2, 4)],
@@ -59,7 +62,8 @@ CANDIDATES: dict[str, list[Launch]] = {
     "reverse": _LOOPS,
     "pair_gradients": [Launch(4, stages, 64, inner) for stages in (2, 3) for inner in (32, 64)]
     + [Launch(4, 1, 64, 128)],
-    "gradients": [Launch(4, 1, block, inner) for block in (32, 64) for inner in (32, 64, 128)],
+    "gradients": [Launch(4, 1, block, inner) for block in (32, 64) for inner in (32, 64, 128)]
+    + [Launch(4, 2, 64, 64), Launch(4, 3, 64, 32), Launch(4, 4, 64, 32)],
     "decode": [Launch(warps, 1, block) for warps in (2, 4, 8) for block in (32, 64, 128)],
     "increments": [*(Launch(4, stages, 64) for stages in (2, 3)), Launch(4, 2, 128), Launch(8, 3, 128)],
     "scan": [Launch(4, 1, 8, 8), Launch(4, 1, 4, 16), Launch(2, 1, 4, 16)],
@@ -255,7 +259,7 @@ def device_times(runs: Iterable[tuple[Any, Any, Any]], repeats: int = 5) -> dict
 
 def short_name(launch: Launch) -> str:
     """A launch in a few characters."""
-    return f"w{launch.num_warps}s{launch.num_stages}b{launch.block}i{launch.inner}"
+    return f"w{launch.num_warps}s{launch.num_stages}b{launch.block}i{launch.inner}" + "l" * launch.is_lean
 
 
 def best_launches(table: dict[str, tuple[Callable, Any]], dtype: str, default: Schedule) -> dict[str, Launch]:

@@ -175,8 +175,8 @@ def test_what_underfills_the_card_is_told_by_its_programs():
         with jax.sharding.use_abstract_mesh(H200):
             return choose_schedule(Inputs(q=q, k=q, v=q, write_key=q, erase=row, write=row, log_decay=row), True).output
 
-    assert output(8, 4096).block == 64  # 128 programs in blocks of 64 channels, and 64 in wider ones
-    assert output(16, 4096).block == 128
+    assert output(8, 4096).num_stages == 3  # 128 programs in blocks of 64 channels: each has a processor's memory
+    assert output(16, 4096).is_lean
 
 
 @pytest.mark.parametrize("has_decay", [False, True])
