@@ -10,6 +10,7 @@ the first, and computes A again in blocks of a few tokens.
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +41,8 @@ class GramSchedule:
         backward: likewise of the backward's.
         programs: that fill the card, for the choice of `tokens`.
         parts: at most so many of one sequence, for that choice: each applies the maps of all before it.
+        crowded: from so many programs on, the backward loads no float32 gradient ahead: others work while one waits
+            (0.19 for 0.27 ms on an H200 with 4096 programs).
     """
 
     tokens: int | None = None
@@ -47,6 +50,7 @@ class GramSchedule:
     backward: Launch = Launch(num_warps=1, num_stages=2, block=8)
     programs: int = 4096
     parts: int = 128
+    crowded: int = 4096
 
     @property
     def block(self) -> int:
@@ -215,6 +219,8 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
     inputs, states, kept = residuals
     d_out, d_final_state, *d_passed = cotangents
     cut, launch = _Cut(options, inputs), options.schedule.backward
+    if d_out.dtype == jnp.float32 and math.prod(cut.grid) >= options.schedule.crowded:
+        launch = dataclasses.replace(launch, num_stages=1)
     given = {**cut.inputs(inputs), "d_out": cut.of_tokens(d_out), "initial_state": None}
     block_states = cut.per_head(cut.length // launch.block, cut.channels)
     static = {"readout": options.readout, **_static(cut, launch)}

@@ -62,8 +62,9 @@ def results_and_gradients(function, arguments):
         GramSchedule(tokens=64, forward=Launch(block=4), backward=Launch(block=4)),
         GramSchedule(tokens=8, forward=Launch(block=4), backward=Launch(block=2)),
         GramSchedule(tokens=16, forward=Launch(block=2, num_stages=1), backward=Launch(block=4, num_stages=1)),
+        GramSchedule(tokens=8, forward=Launch(block=2), backward=Launch(block=2), crowded=1),
     ],
-    ids=["one part", "parts of 8", "last part short, not loaded ahead"],
+    ids=["one part", "parts of 8", "last part short, not loaded ahead", "backward not loaded ahead"],
 )
 def test_every_cut_gives_the_same(schedule):
     arguments = make_arguments((2, 38, 2, 5))
