@@ -163,6 +163,15 @@ def dot_tn(a: Array, b: Array, precise: bool | None = None) -> Array:
     return _dot(a, b, (0, 0), precise)
 
 
+def dot_halves(a: Array, b: Array, dims: tuple[int, int] = (1, 0)) -> Array:
+    """A product of a float32 matrix with one in a narrower dtype, the first in two parts: `a` is not rounded to it."""
+    if b.dtype == jnp.float32:
+        return _dot(a, b, dims, None)
+    high = a.astype(b.dtype)
+    low = (a - high.astype(jnp.float32)).astype(b.dtype)
+    return _dot(high, b, dims, None) + _dot(low, b, dims, None)
+
+
 LOG2_E = math.log2(math.e)
 
 

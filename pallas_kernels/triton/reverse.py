@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt, dot_tn, load_tile
+from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_halves, dot_nt, dot_tn, load_tile
 from pallas_kernels.triton.decay import CHUNK, divisible
 from pallas_kernels.triton.prepare import Prepared
 from pallas_kernels.triton.problem import Inputs, Problem, is_channel_wise
 from pallas_kernels.triton.state import (
+    has_decay,
     keep_factor,
     load_row,
     loop,
@@ -35,7 +36,7 @@ from pallas_kernels.triton.state import (
 )
 
 
-def _reverse_step(r, n, d_state: Array, problem: Problem) -> tuple[Array, Array]:
+def _reverse_step(r, n, d_state: Array, problem: Problem, is_exact: bool = False) -> tuple[Array, Array]:
     """One chunk from the gradient `[V, K]` of the state after it: the gradient before it, `dW` transposed `[V, C]`."""
     rows = pl.ds(n * CHUNK, CHUNK)
     dtype = problem.dtype
@@ -52,7 +53,8 @@ def _reverse_step(r, n, d_state: Array, problem: Problem) -> tuple[Array, Array]
     before = keep_factor(r.kept, n) * d_state + d_read
     if not problem.online:
         return before, d_residual
-    d_value = dot(d_residual.astype(dtype), load_tile(r.inverse, n, r.is_lean))
+    inverse = load_tile(r.inverse, n, r.is_lean)
+    d_value = dot_halves(d_residual, inverse) if is_exact else dot(d_residual.astype(dtype), inverse)
     erased = written if r.erased is None else load_tile(r.erased, rows, r.is_lean)
     return before - dot(scale_tokens(d_value, load_row(r.erased_rows, rows)).astype(dtype), erased), d_value
 
@@ -91,7 +93,7 @@ def _reverse_kernel(r, *, problem: Problem, block: int):
         values = None if r.v is None else r.v[rows, :]  # no product takes them: see `chunk_step`
         if r.d_states is not None:
             r.d_states[n, :, :] = d_state.astype(r.d_states.dtype)
-        before, d_written = _reverse_step(r, n, d_state, problem)
+        before, d_written = _reverse_step(r, n, d_state, problem, is_exact=r.d_v is not None and has_decay(r))
         if r.d_v is not None:
             _store_value_side(r, rows, values, d_written)
         return before

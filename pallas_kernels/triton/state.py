@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt, load_tile
+from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_halves, dot_nt, load_tile
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.prepare import Prepared
 from pallas_kernels.triton.problem import Inputs, Problem
@@ -84,11 +84,20 @@ def loop_with_late_stores(first, count, step, store, state, left, reverse: bool 
     return state
 
 
-def chunk_step(r, n, state: Array, problem: Problem, is_value=None, is_apart: bool = False) -> tuple[Array, Array]:
+def has_decay(r) -> bool:
+    """Whether the state decays.
+
+    Then what goes through the inverse is not rounded before, which takes another product a chunk. Without a decay no
+    error was above the peers' without it, and there is no time to spare.
+    """
+    return r.kept is not None
+
+
+def chunk_step(r, n, state: Array, problem: Problem, is_value=None, is_exact: bool = False) -> tuple[Array, Array]:
     """One chunk from the state `[V, K]` before it: the residuals, transposed `[V, C]`, and the state after it.
 
-    With `is_apart`, values and what is recalled go through the inverse one by one: what equal keys recall is rounded
-    equally then, and cancels.
+    With `is_exact`, the difference of values and what is recalled, small beside both where keys repeat, is not rounded
+    before it goes through the inverse.
     """
     # What no product takes as it is stored is not fetched ahead by the compiler: it is loaded before it is waited for.
     rows = pl.ds(n * CHUNK, CHUNK)
@@ -108,12 +117,11 @@ def chunk_step(r, n, state: Array, problem: Problem, is_value=None, is_apart: bo
     if is_value is not None:
         residual = jnp.where(is_value, residual, 0.0)
     if recalled is not None:
-        inverse = load_tile(r.inverse, n, r.is_lean)
-        if is_apart:
-            added = dot_nt(residual.astype(problem.dtype), inverse)
-            residual = added - dot_nt(recalled.astype(problem.dtype), inverse)
+        residual, inverse = residual - recalled, load_tile(r.inverse, n, r.is_lean)
+        if is_exact:
+            residual = dot_halves(residual, inverse, (1, 1))
         else:
-            residual = dot_nt((residual - recalled).astype(problem.dtype), inverse)
+            residual = dot_nt(residual.astype(problem.dtype), inverse)
     update = dot(scale_tokens(residual, written_row).astype(problem.dtype), written)
     return residual, kept * state + update
 
@@ -134,7 +142,7 @@ def _output_kernel(r, *, problem: Problem, block: int):
     def step(n, state):
         rows = pl.ds(n * CHUNK, CHUNK)
         read_row = load_row(r.read_rows, rows)
-        residual, after = chunk_step(r, n, state, problem)
+        residual, after = chunk_step(r, n, state, problem, is_exact=has_decay(r))
         out = scale_tokens(dot_nt(state.astype(problem.dtype), load_tile(r.read, rows, r.is_lean)), read_row)
         if r.read_rows is None:
             out = problem.scale * out
@@ -156,7 +164,7 @@ def _states_kernel(r, *, problem: Problem, block: int):
 
     def step(n, state):
         r.states[n, :, :] = state.astype(r.states.dtype)
-        residual, after = chunk_step(r, n, state, problem, is_apart=True)
+        residual, after = chunk_step(r, n, state, problem, is_exact=True)
         return after, residual
 
     def store(n, residual):

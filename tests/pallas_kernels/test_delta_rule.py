@@ -61,9 +61,11 @@ def test_float32_equals_the_scan(name):
 def test_bfloat16_stays_within_rounding(decay):
     found = errors(Case((1, 192, 1, 1, 32, 32), decay, dtype=jnp.bfloat16), schedule=Schedule(segments=3))
     assert all(error < 1e-2 for error in found.values()), found
-    # A channel's decay is multiplied into both sides of a pair; to round these would give 3.9e-3 and 4.2e-3.
-    limits = {"out": 3.6e-3, "d_q": 4e-3}
-    assert decay != CHANNEL or all(found[name] < limit for name, limit in limits.items()), found
+    # What goes through the inverse is not rounded before; if it were, all these would be above their limits.
+    limits = {"out": 2.9e-3, "state": 2.35e-3, "d_v": 2.7e-3, "d_write": 1.8e-3, "d_log_decay": 2.3e-3}
+    assert all(found[name] < limit for name, limit in limits.items()), found
+    # A channel's decay is multiplied into both sides of a pair; to round these would give 4.2e-3.
+    assert decay != CHANNEL or found["d_q"] < 3.5e-3, found
 
 
 @pytest.mark.parametrize("decay", [NO, SCALAR])
