@@ -128,9 +128,15 @@ def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.P
     )
     palette = plt.get_cmap("tab10")
     for i, mixer in enumerate(m for m in plan.mixers if m.label in plan.at_every_length):
-        points = sorted((r["length"], r["tokens_per_second"] / 1000) for r in done if r["mixer"] == mixer.label)
-        if len(points) > 1:
-            right.plot(*zip(*points), "osD^vP*X"[i % 8] + "-", label=mixer.label, color=palette(i % 10), markersize=4)
+        mine = [r for r in done if r["mixer"] == mixer.label]
+        if len(mine) < 2:
+            continue
+        # Lines join what one state of the code was timed at.
+        for n, commit in enumerate(sorted({r["environment"]["commit"] for r in mine})):
+            of_commit = [r for r in mine if r["environment"]["commit"] == commit]
+            points = sorted((r["length"], r["tokens_per_second"] / 1000) for r in of_commit)
+            style = {"label": None if n else mixer.label, "color": palette(i % 10), "markersize": 4}
+            right.plot(*zip(*points), "osD^vP*X"[i % 8] + "-", **style)
     right.set_xscale("log", base=2)
     right.set_xticks(plan.lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in plan.lengths])
     right.set_xticks([], minor=True)
