@@ -1,16 +1,17 @@
 """Gradients of one chunk under a channel-wise decay, as values inside a kernel; `gradients` has the equations.
 
-Products of pairs are the only ones whose operands were scaled; they take them as float32, and not rounded. A tile of
-`[C, block of K]` in float32 takes a fourth of a thread's registers, so each is found as late as may be and its operands
-are loaded anew where they are used: what is written comes first, then queries, then what is erased.
+Products of pairs are the only ones whose operands were scaled; they take them as float32, and not rounded. A tile of 64
+tokens and 64 channels in float32 takes an eighth of a thread's registers. So what is written comes first, then queries,
+then what is erased, and gradients of pairs are loaded anew for each product.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.triton.backend import dot, dot_tn, load_again
+from pallas_kernels.triton.backend import dot, dot_tn, exp2, load_again
 from pallas_kernels.triton.channels import (
     EXTREME_GROUPS,
     add_up_to_end,
@@ -20,17 +21,13 @@ from pallas_kernels.triton.channels import (
     extreme_factors,
     is_flat,
     keep_rows,
-    mild_factors,
+    mild_exponent,
     start_factor,
 )
 from pallas_kernels.triton.problem import Problem
 
 # Width of a block of key channels of an extreme chunk: wider ones would hold more than there are registers.
 EXTREME_WIDTH = 32
-
-
-def _again(ref) -> Array:
-    return load_again(ref).astype(jnp.float32)
 
 
 def _starts(r) -> Array | None:
@@ -41,10 +38,10 @@ def _written_key(r):
     return r.k if r.write_key is None else r.write_key
 
 
-def _erase_key(r) -> Array:
-    """What reads and is erased, but for a gate of one number a token, which the gradients of pairs include."""
-    key = _again(r.k)
-    return key if r.erase is None or len(r.erase.shape) == 1 else _again(r.erase) * key
+def _erase_key(r, k: Array) -> Array:
+    """`erase * k`, `[C, K]` float32, but for a gate of one number a token, which the gradients of pairs include."""
+    k = k.astype(jnp.float32)
+    return k if r.erase is None or len(r.erase.shape) == 1 else load_again(r.erase).astype(jnp.float32) * k
 
 
 class StateProducts(NamedTuple):
@@ -71,52 +68,56 @@ def _store_decay_gradient(r, d_total: Array, d_end: Array, problem: Problem):
     )
 
 
-def channel_gradients(r, problem: Problem, sums: StateProducts) -> tuple[Array | None, Array]:
+def channel_gradients(r, problem: Problem, find_sums: Callable[[], StateProducts]) -> tuple[Array | None, Array]:
     """Stores the gradients of queries and decay of a chunk that is not extreme.
 
     Args:
         r: references.
         problem: static facts.
-        sums: what the state contributes.
+        find_sums: finds what the state contributes, in a loop that waits for memory.
 
     Returns:
         Gradients `[C, K]` float32 of what is erased and of what is written.
     """
     is_precise = problem.dtype == jnp.float32
     sees_start, reaches_end = end_masks(r)
-    front, tail = r.front[...], r.tail[...]
-    reads, writes = mild_factors(clamped_steps(r.log_decay[...], _starts(r)), problem.dtype)
-    written = _again(_written_key(r)) * writes
-
+    # These are under way while the loop over value channels waits for its own.
+    q, k, key, front, tail = r.q[...], r.k[...], _written_key(r)[...], r.front[...], r.tail[...]
+    exponent = mild_exponent(clamped_steps(r.log_decay[...], _starts(r)), problem.dtype)
+    sums = find_sums()
+    reads, writes = exp2(exponent), exp2(-exponent)
+    written = key * writes
     d_written = keep_rows(tail * sums.written, reaches_end)
     d_end = r.kept[...] * sums.kept + jnp.sum(written * d_written, axis=0)
-    d_written = d_written + dot_tn(r.d_scores[...], _again(r.q) * reads, precise=is_precise)
+    d_written = d_written + dot_tn(r.d_scores[...], q * reads, precise=is_precise)
     if problem.online:
-        d_written = d_written + dot_tn(r.d_erased[...], _erase_key(r) * reads, precise=is_precise)
+        d_written = d_written + dot_tn(r.d_erased[...], _erase_key(r, k) * reads, precise=is_precise)
     d_key = writes * d_written
-    d_total = -(_again(_written_key(r)) * d_key)
+    d_total = -(key * d_key)
 
     d_read = keep_rows((problem.scale * front) * sums.read, sees_start)
     d_q = reads * (d_read + dot(load_again(r.d_scores), written, precise=is_precise))
-    d_total = d_total + _again(r.q) * d_q
+    d_total = d_total + q * d_q
     r.d_q[...] = d_q.astype(r.d_q.dtype)
 
     d_erased: Any = None
     if problem.online:
         d_erased = keep_rows(-front * sums.erased, sees_start)
         d_erased = reads * (d_erased + dot(load_again(r.d_erased), written, precise=is_precise))
-        d_total = d_total + _erase_key(r) * d_erased
+        d_total = d_total + _erase_key(r, k) * d_erased
     _store_decay_gradient(r, d_total, d_end, problem)
     return d_erased, d_key
 
 
-def extreme_channel_gradients(r, problem: Problem, sums: StateProducts) -> tuple[Array | None, Array]:
+def extreme_channel_gradients(
+    r, problem: Problem, find_sums: Callable[[], StateProducts]
+) -> tuple[Array | None, Array]:
     """The same for an extreme chunk, whose pairs go in groups."""
-    is_precise = problem.dtype == jnp.float32
+    is_precise, sums = problem.dtype == jnp.float32, find_sums()
     sees_start, reaches_end = end_masks(r)
     step = clamped_steps(r.log_decay[...], _starts(r))
     d_key = keep_rows(end_factor(step, problem.dtype) * sums.written, reaches_end)
-    d_end = r.kept[...] * sums.kept + jnp.sum(_again(_written_key(r)) * d_key, axis=0)
+    d_end = r.kept[...] * sums.kept + jnp.sum(load_again(_written_key(r)) * d_key, axis=0)
     from_start = start_factor(step, problem.dtype)
     d_q = keep_rows(problem.scale * from_start * sums.read, sees_start)
     d_erased: Any = None
@@ -146,9 +147,9 @@ def extreme_channel_gradients(r, problem: Problem, sums: StateProducts) -> tuple
         return d_q, d_erased, d_key + writes * d_written
 
     d_q, d_erased, d_key = lax.fori_loop(0, EXTREME_GROUPS, add_group, (d_q, d_erased, d_key))
-    d_total = _again(r.q) * d_q - _again(_written_key(r)) * d_key
+    d_total = load_again(r.q) * d_q - load_again(_written_key(r)) * d_key
     if problem.online:
-        d_total = d_total + _erase_key(r) * d_erased
+        d_total = d_total + _erase_key(r, load_again(r.k)) * d_erased
     r.d_q[...] = d_q.astype(r.d_q.dtype)
     _store_decay_gradient(r, d_total, d_end, problem)
     return d_erased, d_key

@@ -108,16 +108,15 @@ def _sums_from(step: Array, middle: Array, dtype: Any) -> Array:
     return sum_rows(jnp.where(is_between, 1.0, 0.0), step * LOG2_E, dtype)
 
 
-def mild_factors(step: Array, dtype: Any) -> tuple[Array, Array]:
-    """Factors `[C, K]` on what reads and on what is written, relative to the chunk's middle.
+def mild_exponent(step: Array, dtype: Any) -> Array:
+    """Binary exponent `[C, K]` of the factor on what reads, relative to the chunk's middle; its negative for the other.
 
     `dtype` is that of the operands of matrix products.
     """
     i, j = _indices()
     is_early = j <= _MIDDLE
     signs = jnp.where(j <= i, jnp.where(is_early, 0.0, 1.0), jnp.where(is_early, -1.0, 0.0))
-    exponent = sum_rows(signs, step * LOG2_E, dtype)
-    return exp2(exponent), exp2(-exponent)
+    return sum_rows(signs, step * LOG2_E, dtype)
 
 
 def extreme_factors(step: Array, group: Array, dtype: Any) -> tuple[Array, Array, Array]:

@@ -144,7 +144,7 @@ def _keys_kernel(r, *, problem: Problem, block: int, shares_gate: bool, of_extre
         return
 
     def store(find):
-        d_erased, d_key = find(r, problem, _state_products(r, problem, block, shares_gate))
+        d_erased, d_key = find(r, problem, lambda: _state_products(r, problem, block, shares_gate))
         _store_key_gradients(r, load_again(r.k), load_wide(r.erase), d_erased, d_key)
 
     if of_extreme:

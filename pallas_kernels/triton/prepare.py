@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, call, dot_nt, iota, load_again
+from pallas_kernels.triton.backend import Launch, call, dot_nt, exp2, iota, load_again
 from pallas_kernels.triton.channels import (
     EXTREME_GROUPS,
     chunk_ends,
@@ -23,7 +23,7 @@ from pallas_kernels.triton.channels import (
     end_masks,
     extreme_factors,
     keep_rows,
-    mild_factors,
+    mild_exponent,
     runs_of,
     start_factor,
 )
@@ -38,6 +38,9 @@ from pallas_kernels.triton.decay import (
 from pallas_kernels.triton.inverse import unit_lower_inverse
 from pallas_kernels.triton.pairs import pair_products, weigh_pairs
 from pallas_kernels.triton.problem import Inputs, Problem
+
+# Key channels of a block where no pairs are made.
+_WIDEST = 128
 
 
 class Prepared(NamedTuple):
@@ -167,7 +170,8 @@ def _store_mild(r, parts, sides, runs, starts, scale: float, with_pairs: bool):
     sees_start, reaches_end = end_masks(r)
     scores = erased_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     for part, (front, tail) in zip(parts, sides):
-        reads, writes = mild_factors(clamped_steps(load_again(r.log_decay.at[:, part]), starts), dtype)
+        exponent = mild_exponent(clamped_steps(load_again(r.log_decay.at[:, part]), starts), dtype)
+        reads, writes = exp2(exponent), exp2(-exponent)
         written = load_part(r.k if r.write_key is None else r.write_key, part) * writes
         r.written[:, part] = keep_rows(written * tail, reaches_end).astype(dtype)
         if r.erased is not None:
@@ -319,7 +323,8 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, before: Prepared |
     names = {"q": x.q, "k": x.k, "write_key": x.write_key, "erase": x.erase, "log_decay": x.log_decay}
     operands = {name: p.of_token(array, CHUNK, at) for name, array in names.items()}
     operands["starts"] = p.of_position(x.starts, at)
-    block = min(launch.inner, p.key_size)
+    # Without pairs fewer tiles are held, and blocks may be wider.
+    block = min(launch.inner if with_pairs else _WIDEST, p.key_size)
     static: dict[str, Any] = {"scale": p.scale, "block": block}
     if before is not None:
         known = {
