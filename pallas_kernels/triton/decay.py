@@ -20,7 +20,7 @@ class ChunkDecay(NamedTuple):
     """Decay of one chunk.
 
     Attributes:
-        total: inclusive cumulative log decay, `[C]` or `[C, K]` float32; None without decay.
+        total: inclusive cumulative log decay, `[C]` float32; None without one, and where it is channel-wise (`channels`).
         fine: a part of the same sum, small so that it has more digits, to be added after differences; None if zero.
         runs: number of segment starts up to and including each token, `[C]` int32; None without restarts.
     """
@@ -29,23 +29,15 @@ class ChunkDecay(NamedTuple):
     fine: Array | None
     runs: Array | None
 
-    @property
-    def is_scalar(self) -> bool:
-        """Whether there is a decay of one number a token."""
-        return self.total is not None and self.total.ndim == 1
-
 
 def chunk_decay(log_decay: Array | None, starts: Array | None) -> ChunkDecay:
-    """Adds up one chunk's log decay, `[C]` or `[C, K]` float32, and counts its segment starts `[C]`."""
+    """Adds up one chunk's log decay, `[C]` float32, and counts its segment starts `[C]`."""
     total = fine = runs = None
     if log_decay is not None:
         step = jnp.maximum(log_decay, MIN_LOG_DECAY)
-        if step.ndim == 1:
-            # Multiples of 1/16 add up without rounding, so a strong decay early on costs later tokens no accuracy.
-            coarse = jnp.floor(step * 16.0) * 0.0625
-            fine = jnp.cumsum(step - coarse, axis=0)
-            step = coarse
-        total = jnp.cumsum(step, axis=0)
+        # Multiples of 1/16 add up without rounding, so a strong decay early on costs later tokens no accuracy.
+        coarse = jnp.floor(step * 16.0) * 0.0625
+        total, fine = jnp.cumsum(coarse, axis=0), jnp.cumsum(step - coarse, axis=0)
     if starts is not None:
         runs = jnp.cumsum(starts, axis=0)
     return ChunkDecay(total, fine, runs)
@@ -56,31 +48,27 @@ def pick_row(x: Array, n: int) -> Array:
     return jnp.sum(jnp.where(iota(x.shape, 0) == n, x, 0), axis=0)
 
 
-def _rows(mask: Array, x: Array) -> Array:
-    return mask if x.ndim == 1 else mask[:, None]
-
-
 def decay_from_start(decay: ChunkDecay) -> Array | None:
-    """What is left at each token of the state before the chunk, `[C]` or `[C, K]`; None if all of it."""
+    """What is left at each token of the state before the chunk, `[C]`; None if all of it."""
     if decay.total is None:
         return None
     factor = exp(decay.total if decay.fine is None else decay.total + decay.fine)
-    return factor if decay.runs is None else jnp.where(_rows(decay.runs == 0, factor), factor, 0.0)
+    return factor if decay.runs is None else jnp.where(decay.runs == 0, factor, 0.0)
 
 
 def decay_to_end(decay: ChunkDecay) -> Array | None:
-    """What is left at the chunk's end of each token's write, `[C]` or `[C, K]`; None if all of it."""
+    """What is left at the chunk's end of each token's write, `[C]`; None if all of it."""
     if decay.total is None:
         return None
     difference = pick_row(decay.total, CHUNK - 1)[None] - decay.total
     if decay.fine is not None:
         difference = difference + (pick_row(decay.fine, CHUNK - 1)[None] - decay.fine)
     factor = exp(difference)
-    return factor if decay.runs is None else jnp.where(_rows(decay.runs == jnp.max(decay.runs), factor), factor, 0.0)
+    return factor if decay.runs is None else jnp.where(decay.runs == jnp.max(decay.runs), factor, 0.0)
 
 
 def decay_of_chunk(decay: ChunkDecay) -> Array | None:
-    """What the chunk leaves of the state before it, a scalar or `[K]`; None if all of it."""
+    """What the chunk leaves of the state before it, a scalar; None if all of it."""
     if decay.total is None:
         return None
     last = pick_row(decay.total, CHUNK - 1)

@@ -1,10 +1,8 @@
 """Products of the token pairs of one chunk under its decay, and their transposes, as values inside a kernel.
 
 With `G_r` the inclusive cumulative log decay, a pair of tokens `r >= s` is weighted by `exp(G_r - G_s)`. `exp(-G_s)` is
-never formed. A scalar decay takes the exponential of the masked difference. A channel-wise decay multiplies each side
-of the product relative to a reference row: the first row of the later half of each block, for the pairs that part at
-each level of halving the chunk. That is exact for any decay at six times the work of one product, so it is left to
-kernels of its own, which rewrite the chunks where one reference row does not do (see `channels`).
+never formed: a decay of one number a token takes the exponential of the masked difference. A channel-wise one is inside
+the products (see `channels`); of it only the restarts concern the pairs here.
 """
 
 import functools
@@ -17,18 +15,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.triton.backend import dot, dot_nt, dot_tn, exp, spread_like
-from pallas_kernels.triton.decay import CHUNK, ChunkDecay, causal_mask
-
-_LEVELS = CHUNK.bit_length() - 1
+from pallas_kernels.triton.decay import ChunkDecay, causal_mask
 
 
 def weigh_pairs(pairs: Array, decay: ChunkDecay, strict: bool, reverse: bool = False) -> Array:
-    """Pairs `[C, C]` that are causal and of one run, times a scalar decay's `exp(G_r - G_s)`; zero elsewhere.
+    """Pairs `[C, C]` that are causal and of one run, times `exp(G_r - G_s)`; zero elsewhere.
 
-    A channel-wise decay has no such factor: it is inside the products. In `reverse` the rows' tokens are the earlier.
+    In `reverse` the rows' tokens are the earlier.
     """
     mask = causal_mask(decay, strict, reverse)
-    if not decay.is_scalar:
+    if decay.total is None:
         return jnp.where(mask, pairs, 0.0)
 
     def differences(x):
