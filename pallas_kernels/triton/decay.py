@@ -20,7 +20,7 @@ class ChunkDecay(NamedTuple):
     """Decay of one chunk.
 
     Attributes:
-        total: inclusive cumulative log decay, `[C]` float32; None without one, and where it is channel-wise (`channels`).
+        total: inclusive cumulative log decay, `[C]` float32; None without one, and where it is channel-wise.
         fine: a part of the same sum, small so that it has more digits, to be added after differences; None if zero.
         runs: number of segment starts up to and including each token, `[C]` int32; None without restarts.
     """
