@@ -163,27 +163,35 @@ def dot_tn(a: Array, b: Array, precise: bool | None = None) -> Array:
     return _dot(a, b, (0, 0), precise)
 
 
+def split(x: Array) -> tuple[Array, Array]:
+    """`x` as a sum of two bfloat16 values."""
+    # XLA takes a cast there and back, which is what remains when interpreted, for no change of the value.
+    high = (lax.reduce_precision(x, 8, 7) if interpreted() else x).astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
 def dot_halves(a: Array, b: Array, dims: tuple[int, int] = (1, 0)) -> Array:
-    """A product of a float32 matrix with one in a narrower dtype, the first in two parts: `a` is not rounded to it."""
+    """A product of float32 with bfloat16 (or float32), the first in two parts: `a` is not rounded to bfloat16."""
     if b.dtype == jnp.float32:
         return _dot(a, b, dims, None)
-    high = a.astype(b.dtype)
-    low = (a - high.astype(jnp.float32)).astype(b.dtype)
+    high, low = split(a)
     return _dot(high, b, dims, None) + _dot(low, b, dims, None)
 
 
 LOG2_E = math.log2(math.e)
 
 
-def _approximate(instruction: str, x: Array) -> Array:
+def _assembly(text: str, constraints: str, *args: Array, dtype: Any, pack: int = 1) -> Array:
+    """PTX for each element of the arguments, or for `pack` of them; the result has their shape."""
+    shape = jax.ShapeDtypeStruct(args[0].shape, dtype)
     (result,) = plt.elementwise_inline_asm(
-        f"{instruction}.approx.ftz.f32 $0, $1;",
-        args=[x],
-        constraints="=f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        text, args=[*args], constraints=constraints, pack=pack, result_shape_dtypes=[shape]
     )
     return result
+
+
+def _approximate(instruction: str, x: Array) -> Array:
+    return _assembly(f"{instruction}.approx.ftz.f32 $0, $1;", "=f,f", x, dtype=jnp.float32)
 
 
 def exp2(x: Array) -> Array:
@@ -232,28 +240,16 @@ def spread_like(x: Array, product: Array) -> Array:
     x = jnp.broadcast_to(x, product.shape)
     if interpreted():
         return x
-    (result,) = plt.elementwise_inline_asm(  # a move that the second operand gives its layout to
-        "mov.b32 $0, $1;",
-        args=[x, product],
-        constraints="=f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-    )
-    return result
+    # A move that the second operand gives its layout to.
+    return _assembly("mov.b32 $0, $1;", "=f,f,f", x, product, dtype=jnp.float32)
 
 
 def rounded_product(x: Array, y: Array) -> Array:
     """`x.astype(bfloat16) * y` for float32 and bfloat16 of one shape, two at a time, which the compiler may not see."""
     if interpreted():
         return x.astype(jnp.bfloat16) * y
-    (result,) = plt.elementwise_inline_asm(
-        "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $2, $1; mul.rn.bf16x2 $0, t, $3; }",
-        args=[x, y],
-        constraints="=r,f,f,r",
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
-    )
-    return result
+    text = "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $2, $1; mul.rn.bf16x2 $0, t, $3; }"
+    return _assembly(text, "=r,f,f,r", x, y, dtype=jnp.bfloat16, pack=2)
 
 
 def load_again(ref) -> Array:
@@ -302,17 +298,23 @@ __all__ = [
     "cdiv",
     "device_kind",
     "dot",
+    "dot_halves",
     "dot_nt",
     "dot_tn",
     "exp",
     "exp2",
     "interpreted",
     "iota",
+    "load_again",
     "load_masked",
     "load_rows",
     "load_tile",
     "log2",
     "next_power_of_two",
     "platform",
+    "reciprocal",
+    "rounded_product",
+    "split",
+    "spread_like",
     "store_masked",
 ]

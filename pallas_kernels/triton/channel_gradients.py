@@ -24,14 +24,11 @@ from pallas_kernels.triton.channels import (
     mild_exponent,
     start_factor,
 )
+from pallas_kernels.triton.decay import load_starts
 from pallas_kernels.triton.problem import Problem
 
 # Width of a block of key channels of an extreme chunk: wider ones would hold more than there are registers.
 EXTREME_WIDTH = 32
-
-
-def _starts(r) -> Array | None:
-    return None if r.starts is None else r.starts[...]
 
 
 def _written_key(r):
@@ -63,7 +60,7 @@ class StateProducts(NamedTuple):
 def _store_decay_gradient(r, d_total: Array, d_end: Array, problem: Problem):
     """From gradients of the cumulative log decay `[C, K]`, and of all of the chunk's `[K]`."""
     d_step = add_up_to_end(d_total, problem.dtype) + d_end[None]
-    r.d_log_decay[...] = jnp.where(is_flat(load_again(r.log_decay), _starts(r)), 0.0, d_step).astype(
+    r.d_log_decay[...] = jnp.where(is_flat(load_again(r.log_decay), load_starts(r)), 0.0, d_step).astype(
         r.d_log_decay.dtype
     )
 
@@ -83,7 +80,7 @@ def channel_gradients(r, problem: Problem, find_sums: Callable[[], StateProducts
     sees_start, reaches_end = end_masks(r)
     # These are under way while the loop over value channels waits for its own.
     q, k, key, front, tail = r.q[...], r.k[...], _written_key(r)[...], r.front[...], r.tail[...]
-    exponent = mild_exponent(clamped_steps(r.log_decay[...], _starts(r)), problem.dtype)
+    exponent = mild_exponent(clamped_steps(r.log_decay[...], load_starts(r)), problem.dtype)
     sums = find_sums()
     reads, writes = exp2(exponent), exp2(-exponent)
     written = key * writes
@@ -115,7 +112,7 @@ def extreme_channel_gradients(
     """The same for an extreme chunk, whose pairs go in groups."""
     is_precise, sums = problem.dtype == jnp.float32, find_sums()
     sees_start, reaches_end = end_masks(r)
-    step = clamped_steps(r.log_decay[...], _starts(r))
+    step = clamped_steps(r.log_decay[...], load_starts(r))
     d_key = keep_rows(end_factor(step, problem.dtype) * sums.written, reaches_end)
     d_end = r.kept[...] * sums.kept + jnp.sum(load_again(_written_key(r)) * d_key, axis=0)
     from_start = start_factor(step, problem.dtype)
@@ -128,7 +125,7 @@ def extreme_channel_gradients(
     erase = None if r.erase is None or len(r.erase.shape) == 1 else r.erase[...]
     d_scores: Array = r.d_scores[...]
     d_pairs: Any = r.d_erased[...] if problem.online else None
-    step = clamped_steps(load_again(r.log_decay), _starts(r))
+    step = clamped_steps(load_again(r.log_decay), load_starts(r))
 
     def add_group(group, sums):
         d_q, d_erased, d_key = sums

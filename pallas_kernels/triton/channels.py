@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.triton.backend import LOG2_E, dot, exp, exp2, iota
-from pallas_kernels.triton.decay import CHUNK, MIN_LOG_DECAY
+from pallas_kernels.triton.decay import CHUNK, MIN_LOG_DECAY, load_starts
 
 # Largest exponent on either side of a product taken relative to the chunk's middle row.
 _MAX_EXPONENT = 70.0
@@ -56,7 +56,8 @@ def clamped_steps(log_decay: Array, starts: Array | None) -> Array:
 
 def runs_of(r) -> Array | None:
     """Number of segment starts up to and including each token, `[C]` int32; None without restarts."""
-    return None if r.starts is None else jnp.cumsum(r.starts[...], axis=0)
+    starts = load_starts(r)
+    return None if starts is None else jnp.cumsum(starts, axis=0)
 
 
 def end_masks(r) -> tuple[Array | None, Array | None]:
@@ -71,9 +72,11 @@ def keep_rows(x: Array, mask: Array | None) -> Array:
 
 
 def is_flat(log_decay: Array, starts: Array | None) -> Array:
-    """Where the gradient of the log decay `[C, K]` is zero: where it was clamped, and where a segment starts."""
+    """Where the gradient of the log decay, `[C, K]` or `[C]`, is zero: where it was clamped or a segment starts."""
     flat = log_decay.astype(jnp.float32) <= MIN_LOG_DECAY
-    return flat if starts is None else flat | (starts > 0)[:, None]
+    if starts is None:
+        return flat
+    return flat | ((starts > 0)[:, None] if flat.ndim > 1 else starts > 0)
 
 
 def chunk_ends(step: Array, first: Array, runs: Array | None) -> ChunkEnds:

@@ -105,11 +105,9 @@ def _start(r, t: Any, condition: Any) -> Any:
     return load_masked(r.starts, (t,), condition) > 0
 
 
-def _push(window: tuple[Array, ...], x: Array, start: Any) -> tuple[Array, ...]:
-    """The inputs that the next token sees, the last one first."""
-    if start is not None:
-        window = tuple(jnp.where(start, 0.0, w) for w in window)
-    return (x, *window)[: len(window)]
+def _of_segment(window: tuple[Array, ...], start: Any) -> tuple[Array, ...]:
+    """The inputs before a token that it sees: none of another segment."""
+    return window if start is None else tuple(jnp.where(start, 0.0, w) for w in window)
 
 
 def _past(r, cut: Cut, place: Place) -> tuple[Array, ...]:
@@ -122,7 +120,7 @@ def _past(r, cut: Cut, place: Place) -> tuple[Array, ...]:
         if r.initial_state is not None:
             row = jnp.minimum(t, -1) + cut.width - 1
             x = x + place.load(r.initial_state, row, t < 0).astype(jnp.float32)
-        window = _push(window, x, _start(r, jnp.maximum(t, 0), is_in))
+        window = (x, *_of_segment(window, _start(r, jnp.maximum(t, 0), is_in)))[: len(window)]
     return window
 
 
@@ -200,9 +198,7 @@ def convolution_kernel(r, *, cut: Cut):
         return place.load(r.x, _at(cut, t), is_in), _start(r, _at(cut, t), is_in)
 
     def body(t, loaded, window):
-        x, start = loaded[0].astype(jnp.float32), loaded[1]
-        if start is not None:
-            window = tuple(jnp.where(start, 0.0, w) for w in window)
+        x, window = loaded[0].astype(jnp.float32), _of_segment(window, loaded[1])
         value = _value(cut, taps, bias, x, window)
         y = value.hidden if value.inverse is None else value.hidden * value.inverse
         place.store(r.y, _at(cut, t), y, _inside(cut, t))
@@ -240,9 +236,8 @@ def reverse_convolution_kernel(r, *, cut: Cut):
 
     def body(t, loaded, carry, is_own=True):
         x, d_y, start = loaded[0].astype(jnp.float32), loaded[1].astype(jnp.float32), loaded[2]
-        window, run = carry.window, carry.run
+        window, run = _of_segment(carry.window, start), carry.run
         if start is not None:
-            window = tuple(jnp.where(start, 0.0, w) for w in window)
             run = jnp.where(start, 0, run + 1)
         d = _gradient(_value(cut, taps, bias, x, window), d_y)
         d_taps, d_bias = carry.d_taps, carry.d_bias

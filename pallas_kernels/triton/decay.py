@@ -21,13 +21,18 @@ class ChunkDecay(NamedTuple):
 
     Attributes:
         total: inclusive cumulative log decay, `[C]` float32; None without one, and where it is channel-wise.
-        fine: a part of the same sum, small so that it has more digits, to be added after differences; None if zero.
+        fine: a part of the same sum, small so that it has more digits, to be added after differences; None with it.
         runs: number of segment starts up to and including each token, `[C]` int32; None without restarts.
     """
 
     total: Array | None
     fine: Array | None
     runs: Array | None
+
+
+def load_starts(r) -> Array | None:
+    """A chunk's marks of segment starts `[C]`; None without restarts."""
+    return None if r.starts is None else r.starts[...]
 
 
 def chunk_decay(log_decay: Array | None, starts: Array | None) -> ChunkDecay:
@@ -50,29 +55,28 @@ def pick_row(x: Array, n: int) -> Array:
 
 def decay_from_start(decay: ChunkDecay) -> Array | None:
     """What is left at each token of the state before the chunk, `[C]`; None if all of it."""
-    if decay.total is None:
+    if decay.total is None or decay.fine is None:
         return None
-    factor = exp(decay.total if decay.fine is None else decay.total + decay.fine)
+    factor = exp(decay.total + decay.fine)
     return factor if decay.runs is None else jnp.where(decay.runs == 0, factor, 0.0)
 
 
 def decay_to_end(decay: ChunkDecay) -> Array | None:
     """What is left at the chunk's end of each token's write, `[C]`; None if all of it."""
-    if decay.total is None:
+    if decay.total is None or decay.fine is None:
         return None
     difference = pick_row(decay.total, CHUNK - 1)[None] - decay.total
-    if decay.fine is not None:
-        difference = difference + (pick_row(decay.fine, CHUNK - 1)[None] - decay.fine)
+    difference = difference + (pick_row(decay.fine, CHUNK - 1)[None] - decay.fine)
     factor = exp(difference)
     return factor if decay.runs is None else jnp.where(decay.runs == jnp.max(decay.runs), factor, 0.0)
 
 
 def decay_of_chunk(decay: ChunkDecay) -> Array | None:
     """What the chunk leaves of the state before it, a scalar; None if all of it."""
-    if decay.total is None:
+    if decay.total is None or decay.fine is None:
         return None
     last = pick_row(decay.total, CHUNK - 1)
-    factor = exp(last if decay.fine is None else last + pick_row(decay.fine, CHUNK - 1))
+    factor = exp(last + pick_row(decay.fine, CHUNK - 1))
     return factor if decay.runs is None else jnp.where(jnp.max(decay.runs) == 0, factor, 0.0)
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.triton.backend import platform
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.family import Options, run
-from pallas_kernels.triton.problem import Inputs
+from pallas_kernels.triton.problem import Inputs, segment_starts
 from pallas_kernels.triton.schedule import Schedule
 from pallas_kernels.triton.tuning import choose_schedule
 
@@ -153,12 +153,9 @@ def _run(inputs: Inputs, online: bool, scale: float | None, schedule: Schedule |
 def _inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids) -> Inputs:
     """Brings the matrices to one dtype and the gates to one that kernels load, and marks the segments' first tokens."""
     dtype = jnp.result_type(q, k, v)
-    starts = None
-    if segment_ids is not None and q.shape[1] > 1:
-        changes = segment_ids[:, 1:] != segment_ids[:, :-1]
-        starts = jnp.pad(changes, ((0, 0), (1, 0))).astype(jnp.int32)
-        if log_decay is None:
-            log_decay = jnp.zeros(v.shape[:3], jnp.float32)
+    starts = segment_starts(segment_ids)
+    if starts is not None and log_decay is None:
+        log_decay = jnp.zeros(v.shape[:3], jnp.float32)
 
     def widened(x):
         return x if x is None or x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)

@@ -29,18 +29,18 @@ from pallas_kernels.triton.channel_gradients import (
     channel_gradients,
     extreme_channel_gradients,
 )
+from pallas_kernels.triton.channels import is_flat
 from pallas_kernels.triton.decay import (
     CHUNK,
-    MIN_LOG_DECAY,
     ChunkDecay,
-    chunk_decay,
     decay_from_start,
     decay_of_chunk,
     decay_to_end,
     divisible,
+    load_starts,
 )
 from pallas_kernels.triton.pairs import pair_gradients, sum_of, sum_of_parts, weigh_pairs
-from pallas_kernels.triton.prepare import Prepared, erase_key, load_wide, product
+from pallas_kernels.triton.prepare import Prepared, erase_key, load_chunk_decay, load_wide, product
 from pallas_kernels.triton.problem import Inputs, Problem, is_channel_wise
 from pallas_kernels.triton.reverse import Reversed
 
@@ -69,10 +69,6 @@ class PairGradients(NamedTuple):
 
     d_scores: Array
     d_erased: Array | None
-
-
-def _chunk_decay(r) -> ChunkDecay:
-    return chunk_decay(load_wide(r.log_decay), None if r.starts is None else r.starts[...])
 
 
 def _is_row(gate: Any) -> bool:
@@ -108,7 +104,7 @@ def _pairs_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
     zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     d_scores, *rest = sum_of_parts(problem.value_size, block, terms, (zero, zero) if problem.online else (zero,))
     # Of a channel-wise decay only the restarts concern the pairs' mask.
-    decay = _chunk_decay(r)
+    decay = load_chunk_decay(r)
     r.d_scores[...] = weigh_pairs(problem.scale * d_scores, decay, strict=False).astype(r.d_scores.dtype)
     for d_erased in rest:
         d_erased = _scale_rows(-d_erased, _reader_ratio(r, shares_gate))
@@ -157,7 +153,7 @@ def _store_key_side(r, problem: Problem, block: int, shares_gate: bool):
     """Gradients of queries, keys, erase gate and log decay."""
     q, k, erase = r.q[...], r.k[...], load_wide(r.erase)
     key = k if r.write_key is None else r.write_key[...]
-    decay = _chunk_decay(r)
+    decay = load_chunk_decay(r)
     sums = _state_products(r, problem, block, shares_gate)
     readers, scores = [q], [r.d_scores[...]]
     if problem.online:
@@ -179,7 +175,7 @@ def _store_key_side(r, problem: Problem, block: int, shares_gate: bool):
         d_end = jnp.sum(key.astype(jnp.float32) * d_key_far, axis=1)
         both = [x.astype(jnp.float32) * dx for x, dx in zip(readers, d_readers)]
         d_total = jnp.sum(sum_of(both) - key.astype(jnp.float32) * d_key, axis=1)
-        starts = None if r.starts is None else r.starts[...]
+        starts = load_starts(r)
         d_log_decay = _log_decay_gradient(decay, load_wide(r.log_decay), starts, d_total, d_end, sums.kept)
         r.d_log_decay[0, :] = d_log_decay.astype(r.d_log_decay.dtype)
 
@@ -223,10 +219,7 @@ def _log_decay_gradient(
     factor: Any = decay_of_chunk(decay)
     d_last = jnp.sum(d_end, axis=0) + jnp.sum(factor * kept)
     gradient = jnp.sum(d_total, axis=0)[None] - jnp.cumsum(d_total, axis=0) + d_total + d_last[None]
-    is_flat = log_decay <= MIN_LOG_DECAY
-    if starts is not None:
-        is_flat = is_flat | (starts > 0)
-    return jnp.where(is_flat, 0.0, gradient)
+    return jnp.where(is_flat(log_decay, starts), 0.0, gradient)
 
 
 def gradients_of_pairs(

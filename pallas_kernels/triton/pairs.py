@@ -24,16 +24,14 @@ def weigh_pairs(pairs: Array, decay: ChunkDecay, strict: bool, reverse: bool = F
     In `reverse` the rows' tokens are the earlier.
     """
     mask = causal_mask(decay, strict, reverse)
-    if decay.total is None:
+    if decay.total is None or decay.fine is None:
         return jnp.where(mask, pairs, 0.0)
 
     def differences(x):
         rows, columns = spread_like(x[:, None], pairs), spread_like(x[None, :], pairs)
         return columns - rows if reverse else rows - columns
 
-    difference = differences(decay.total)
-    if decay.fine is not None:
-        difference = difference + differences(decay.fine)
+    difference = differences(decay.total) + differences(decay.fine)
     return pairs * exp(jnp.where(mask, difference, -jnp.inf))
 
 

@@ -26,6 +26,7 @@ from pallas_kernels.triton.preconditioner_kernels import (
     reverse_sums_kernel,
     sums_kernel,
 )
+from pallas_kernels.triton.problem import segment_starts
 
 _MAX_CHANNELS = 256
 
@@ -342,9 +343,7 @@ def diagonal_gram_readout(
         raise NotImplementedError(f"diagonal_gram_readout: the Triton kernels do not support {reason}")
     schedule = schedule or choose_gram_schedule()
     length, channels = k.shape[1], k.shape[3]
-    starts = None
-    if segment_ids is not None and length > 1:
-        starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0))).astype(jnp.int32)
+    starts = segment_starts(segment_ids)
     tokens, width = -length % schedule.block, next_power_of_two(channels) - channels
 
     def pad(array):

@@ -34,6 +34,7 @@ from pallas_kernels.triton.decay import (
     decay_from_start,
     decay_of_chunk,
     decay_to_end,
+    load_starts,
 )
 from pallas_kernels.triton.inverse import unit_lower_inverse
 from pallas_kernels.triton.pairs import pair_products, weigh_pairs
@@ -113,6 +114,11 @@ def load_part(ref, part) -> Array:
     return load_again(ref.at[:, part]).astype(jnp.float32)
 
 
+def load_chunk_decay(r) -> ChunkDecay:
+    """A chunk's scalar decay and restarts."""
+    return chunk_decay(load_wide(r.log_decay), load_starts(r))
+
+
 def erase_key(k: Array, erase: Array | None) -> Array:
     """`erase * k` in the dtype of `k`, `[C, K]`."""
     return k if erase is None else product(erase, k.astype(jnp.float32)).astype(k.dtype)
@@ -124,7 +130,7 @@ def _prepare_kernel(r, *, scale: float, with_pairs: bool, block: int):
         return
     k = r.k[...]
     erase = load_wide(r.erase)
-    decay = chunk_decay(load_wide(r.log_decay), None if r.starts is None else r.starts[...])
+    decay = load_chunk_decay(r)
     if with_pairs:
         _store_pairs(r, r.q[...], k, k if r.write_key is None else r.write_key[...], erase, decay, scale)
     from_start: Any = decay_from_start(decay)
@@ -147,7 +153,7 @@ def _prepare_channels(r, scale: float, with_pairs: bool, block: int):
     """
     parts = key_parts(r.read.shape[1], block)
     runs = runs_of(r)
-    starts = None if r.starts is None else r.starts[...]
+    starts = load_starts(r)
     if with_pairs:
         ends = []
         for part in parts:
@@ -219,7 +225,7 @@ def _extreme_kernel(r, *, scale: float, block: int):
 
 def _store_extreme_pairs(r, scale: float, block: int):
     dtype = r.scores.dtype
-    starts = None if r.starts is None else r.starts[...]
+    starts = load_starts(r)
     scores = erased_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     for part in key_parts(r.q.shape[1], block):
         step = clamped_steps(r.log_decay[:, part], starts)

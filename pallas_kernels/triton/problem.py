@@ -12,6 +12,14 @@ from pallas_kernels.triton.backend import Operand, cdiv
 from pallas_kernels.triton.decay import CHUNK
 
 
+def segment_starts(segment_ids: Array | None) -> Array | None:
+    """1 at each token whose id differs from the one before it, `[B, T]` int32; None where no segment can start."""
+    if segment_ids is None or segment_ids.shape[1] == 1:
+        return None
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(changes, ((0, 0), (1, 0))).astype(jnp.int32)
+
+
 class Inputs(NamedTuple):
     """Arguments of a call, lengths padded to whole chunks and channels to powers of two.
 

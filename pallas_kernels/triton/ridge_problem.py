@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from pallas_kernels.triton.backend import Launch, cdiv, interpreted
+from pallas_kernels.triton.backend import Launch, cdiv
 from pallas_kernels.triton.problem import Problem
 from pallas_kernels.triton.rows import Rows, decay_rows
 
@@ -106,13 +106,6 @@ def ridge_problem(inputs: RidgeInputs) -> Problem:
 def ridge_rows(problem: Problem, inputs: RidgeInputs) -> Rows:
     """The numbers of a solve's decay."""
     return decay_rows(problem, inputs.log_decay, inputs.starts, name="ridge_decay", num_warps=1)
-
-
-def split(x: Array) -> tuple[Array, Array]:
-    """`x` as a sum of two bfloat16 values."""
-    # XLA takes a cast there and back, which is what remains when interpreted, for no change of the value.
-    high = (lax.reduce_precision(x, 8, 7) if interpreted() else x).astype(jnp.bfloat16)
-    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def choose_schedule(problem: Problem, precision: str = "bfloat16") -> RidgeSchedule:

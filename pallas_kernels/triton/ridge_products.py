@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.triton.ridge_problem import split
+from pallas_kernels.triton.backend import split
 
 
 class Parts(NamedTuple):

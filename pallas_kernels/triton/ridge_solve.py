@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.triton.backend import interpreted, next_power_of_two, platform
 from pallas_kernels.triton.decay import CHUNK
+from pallas_kernels.triton.problem import segment_starts
 from pallas_kernels.triton.ridge_gradients import StateSums, argument_gradients
 from pallas_kernels.triton.ridge_iterate import solve_chunks
 from pallas_kernels.triton.ridge_problem import (
@@ -128,12 +129,9 @@ def _padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids) -> RidgeIn
     """Brings arguments to dtypes that kernels load, and pads tokens to chunks and channels to a power of two."""
     dtype = jnp.result_type(q, k)
     length, size = q.shape[1], q.shape[3]
-    starts = None
-    if segment_ids is not None and length > 1:
-        changes = segment_ids[:, 1:] != segment_ids[:, :-1]
-        starts = jnp.pad(changes, ((0, 0), (1, 0))).astype(jnp.int32)
-        if log_decay is None:
-            log_decay = jnp.zeros(q.shape[:3], jnp.float32)
+    starts = segment_starts(segment_ids)
+    if starts is not None and log_decay is None:
+        log_decay = jnp.zeros(q.shape[:3], jnp.float32)
     tokens, channels = -length % CHUNK, next_power_of_two(size) - size
 
     def pad(x, *widths):

@@ -10,10 +10,10 @@ ahead. Gradients go back by the same scan.
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.triton.backend import Launch, Operand, call, dot_tn
+from pallas_kernels.triton.backend import Launch, Operand, call, dot_tn, split
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.problem import Problem
-from pallas_kernels.triton.ridge_problem import Method, RidgeInputs, RidgeSchedule, split
+from pallas_kernels.triton.ridge_problem import Method, RidgeInputs, RidgeSchedule
 from pallas_kernels.triton.ridge_products import Parts, multiply, parts
 from pallas_kernels.triton.rows import Rows, rows_of_chunk
 

@@ -6,7 +6,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.triton.backend import Launch, Operand, call
-from pallas_kernels.triton.decay import CHUNK, ChunkDecay, chunk_decay, decay_from_start, decay_of_chunk, decay_to_end
+from pallas_kernels.triton.decay import (
+    CHUNK,
+    ChunkDecay,
+    chunk_decay,
+    decay_from_start,
+    decay_of_chunk,
+    decay_to_end,
+    load_starts,
+)
 from pallas_kernels.triton.problem import Problem
 
 
@@ -31,7 +39,7 @@ class Rows(NamedTuple):
 
 
 def _rows_kernel(r):
-    decay = chunk_decay(r.log_decay[...].astype(jnp.float32), None if r.starts is None else r.starts[...])
+    decay = chunk_decay(r.log_decay[...].astype(jnp.float32), load_starts(r))
     r.total[...], r.fine[...] = decay.total, decay.fine
     if r.runs is not None:
         r.runs[...] = decay.runs

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.triton.backend import Launch, Operand, call, cdiv, interpreted, next_power_of_two, platform
 from pallas_kernels.triton.convolution_kernels import Cut, convolution_kernel, reverse_convolution_kernel
+from pallas_kernels.triton.problem import segment_starts
 
 _MAX_WIDTH = 8
 _MAX_HEAD = 1024
@@ -284,8 +285,6 @@ def short_convolution(
         raise NotImplementedError(f"short_convolution: the Triton kernels do not support {reason}")
     if kernel.shape[0] == 1:  # a state of no tokens
         initial_state = None
-    starts = None
-    if segment_ids is not None and x.shape[1] > 1:
-        starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0))).astype(jnp.int32)
+    starts = segment_starts(segment_ids)
     options = Options(activation, norm_size, eps, schedule or choose_convolution_schedule())
     return _run(options, ConvolutionInputs(x, kernel, bias, initial_state, starts))

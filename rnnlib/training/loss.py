@@ -46,12 +46,22 @@ def loss_sums(
     counted = weights != 0
     targets = jnp.where(counted, targets, 0)
     logits = jnp.where(counted[..., None], logits.astype(jnp.float32), 0.0)
+    nats = _cross_entropy(logits, targets)[0]
+    return _sums(jnp.sum(nats * weights), targets, weights, token_bytes)
+
+
+def _cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array, Array]:
+    """Nats `[...]` of logits `[..., vocabulary]`, their normalizer `[...]`, and where the target is."""
     # The target's logit is picked by a comparison and not by its index: the gradient of indexing is a scatter, which on
     # a GPU is either not deterministic or not fast.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    nats = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    return normalizer - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1), normalizer, is_target
+
+
+def _sums(nats: Array, targets: Array, weights: Array, token_bytes: Array) -> LossSums:
     return LossSums(
-        nats=jnp.sum(nats * weights),
+        nats=nats,
         tokens=jnp.sum(weights),
         bytes=jnp.sum(token_bytes[targets].astype(jnp.float32) * weights),
     )
@@ -88,20 +98,14 @@ def head_loss_sums(
     tokens = jnp.where(counted[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
     block_size = max(1, block_logits // head.shape[0])
     nats = _head_nats(block_size, tokens, head, targets.reshape(-1), weights.reshape(-1))
-    return LossSums(
-        nats=nats.astype(jnp.float32),
-        tokens=jnp.sum(weights),
-        bytes=jnp.sum(token_bytes[targets].astype(jnp.float32) * weights),
-    )
+    return _sums(nats.astype(jnp.float32), targets, weights, token_bytes)
 
 
 def _block_nats(hidden: Array, head: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
     """Nats of each token of a block `[N]` and their weighted gradient in its logits `[N, vocabulary]`."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     logits = jnp.einsum("nd,vd->nv", hidden, head, preferred_element_type=wide)
-    is_target = jnp.arange(logits.shape[-1]) == targets[:, None]
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
-    nats = normalizer - jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+    nats, normalizer, is_target = _cross_entropy(logits, targets)
     d_logits = weights[:, None] * (jnp.exp(logits - normalizer[:, None]) - is_target)
     return nats, d_logits.astype(hidden.dtype)
 
