@@ -1,6 +1,7 @@
 """What text to read, how to split it and how to feed it."""
 
 import dataclasses
+import os
 from typing import Literal
 
 SourceName = Literal["python", "text", "jsonl", "parquet"]
@@ -34,7 +35,7 @@ class DataConfig:
             name, but only 16 MB of the source "python", so that a first run starts at once; give a number to read more.
         max_validation_bytes: likewise for validation text; None reads 256 KiB of the source "python".
         num_workers: worker processes that prepare training batches; 0 prepares them in this process. The batches are
-            the same for any number.
+            the same for any number. A script that has any must guard what it runs by `if __name__ == "__main__":`.
         prefetch: batches prepared ahead, per worker.
         cache_folder: where token arrays are kept between runs, memory-mapped (so worker processes share them and a
             corpus may be larger than memory). None keeps them in memory.
@@ -61,6 +62,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
             raise ValueError(f"source must be one of {', '.join(SOURCES)}; got {self.source!r}")
+        for name in ("paths", "validation_paths"):
+            value = getattr(self, name)
+            if isinstance(value, str | os.PathLike):
+                raise ValueError(f"{name} must be a tuple of files or patterns, such as ({os.fspath(value)!r},)")
+            object.__setattr__(self, name, tuple(os.fspath(path) for path in value))
         if self.source == "python":
             if self.paths or self.validation_paths:
                 raise ValueError(

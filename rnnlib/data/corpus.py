@@ -13,10 +13,10 @@ from jaxtyping import Int64
 
 from rnnlib.data.config import DataConfig, Split, check_split
 from rnnlib.data.sources import iterate_documents, source_fingerprint
-from rnnlib.data.tokenizers import Tokenizer
+from rnnlib.data.tokenizers import Tokenizer, without_surrogates
 
 _BATCH_CHARACTERS = 4_000_000  # documents are tokenized in batches of about so many characters
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TokenCorpus:
         file = open(os.path.join(folder, "tokens.bin"), "wb") if folder else None  # noqa: SIM115
         try:
             for batch in _batches(documents):
-                text_bytes += sum(len(text.encode("utf-8", errors="replace")) for text in batch)
+                text_bytes += sum(len(without_surrogates(text).encode()) for text in batch)
                 encoded = tokenizer.encode_batch(batch)
                 lead = np.array([tokenizer.end_of_document])
                 flat = np.concatenate([part for ids in encoded for part in (lead, ids)]).astype(dtype)

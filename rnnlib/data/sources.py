@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 
 from rnnlib.data.config import DataConfig, Split, check_split
+from rnnlib.data.tokenizers import without_surrogates
 
 _PYTHON_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
 # Larger files there are generated tables (character maps, opcode lists), which would outweigh what people wrote.
@@ -94,7 +95,7 @@ def expand_paths(patterns: tuple[str, ...]) -> list[str]:
 
 
 def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.strip().encode("utf-8", errors="surrogatepass"), digest_size=16).digest()
+    return hashlib.blake2b(text.strip().encode(), digest_size=16).digest()
 
 
 def _digests(config: DataConfig, paths: tuple[str, ...]) -> set[bytes]:
@@ -206,7 +207,7 @@ def _json_text(config: DataConfig, path: str, number: int, line: str) -> str:
     text = record[config.text_field]
     if not isinstance(text, str | None):
         raise ValueError(f"{path}, line {number}: field {config.text_field!r} holds {type(text).__name__}, not text")
-    return text or ""
+    return without_surrogates(text or "")
 
 
 def _read_parquet(config: DataConfig, path: str) -> Iterator[str]:

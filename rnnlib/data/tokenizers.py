@@ -15,6 +15,12 @@ from jaxtyping import Int32
 END_OF_DOCUMENT = "<|endoftext|>"
 # Names that published tokenizers use for it, in order of preference.
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def without_surrogates(text: str) -> str:
+    """The text with U+FFFD for every lone surrogate, which has no bytes (JSON's escapes can spell one)."""
+    return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
 
 
 @runtime_checkable
@@ -63,11 +69,11 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The UTF-8 bytes of `text`."""
-        return list(text.encode("utf-8", errors="replace"))
+        return list(without_surrogates(text).encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The UTF-8 bytes of each text."""
-        return [np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8) for text in texts]
+        return [np.frombuffer(without_surrogates(text).encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text; bytes that are not UTF-8 (a character cut in half) become the replacement character."""
@@ -75,13 +81,19 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizers` tokenizer."""
+    """A Hugging Face `tokenizers` tokenizer, by which text is only text.
+
+    Where a document holds the name of a special token (`<|endoftext|>` in a text about tokenizers), it is encoded as
+    these characters: as the token's id it would end the document in its middle, and its bytes be neither counted nor
+    decoded.
+    """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self._tokenizer = tokenizer
         # Truncation or padding stored with a tokenizer would drop or add tokens of a document.
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
         if not any(tokenizer.token_to_id(name) is not None for name in _END_NAMES):
             tokenizer.add_special_tokens([END_OF_DOCUMENT])
         known = (tokenizer.token_to_id(name) for name in _END_NAMES)
@@ -93,11 +105,11 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, without special tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, encoded in parallel threads."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch_fast(list(map(without_surrogates, texts)), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:

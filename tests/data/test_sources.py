@@ -53,6 +53,12 @@ def test_documents_of_each_source(tmp_path, source):
     assert few == [text for text in DOCUMENTS[:30] if text in set(validation)]
 
 
+def test_half_of_an_emoji_in_json_is_no_error(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "cut here \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n')
+    config = _config("jsonl", (str(tmp_path / "x.jsonl"),), validation_fraction=1e-9, max_train_bytes=100)
+    assert list(iterate_documents(config, "train")) == ["cut here \ufffd", "whole 😀"]
+
+
 def test_duplicates_are_kept_when_asked(tmp_path):
     paths = _write(tmp_path, "jsonl", [*DOCUMENTS, *DOCUMENTS])
     for split in ("train", "validation"):
@@ -236,6 +242,10 @@ def test_one_clear_error(tmp_path, case):
         ({"source": "web"}, "source must be one of python, text, jsonl, parquet; got 'web'"),
         ({"source": "text"}, "source 'text' needs paths"),
         ({"paths": ("x",)}, "source 'python' takes no paths"),
+        (
+            {"source": "text", "paths": "x/*.txt"},
+            r"paths must be a tuple of files or patterns, such as \('x/\*.txt',\)",
+        ),
         ({"sequence_length": 0}, "sequence_length must be at least 1; got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"prefetch": 0}, "prefetch must be at least 1"),
@@ -258,3 +268,9 @@ def test_globs_cross_folders_and_names_with_brackets(tmp_path):
     paths = (os.path.join(tmp_path, "**", "*.txt"), str(tmp_path / "[two].txt"))
     config = _config("text", paths, validation_fraction=1e-9)
     assert sorted(iterate_documents(config, "train")) == ["one", "two"]
+
+
+def test_paths_may_be_path_objects(tmp_path, unchecked_shapes):
+    (tmp_path / "one.txt").write_text("one")
+    config = _config("text", [tmp_path / "*.txt"], validation_fraction=1e-9)
+    assert config.paths == (f"{tmp_path}/*.txt",) and list(iterate_documents(config, "train")) == ["one"]

@@ -1,12 +1,15 @@
 """Tokenizers: text comes back, bytes are counted, files are whole or absent."""
 
+import re
+
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rnnlib.data import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from rnnlib.data.tokenizers import END_OF_DOCUMENT
 
 TEXTS = ["def decay(state, gate):\n    return state * gate\n" * 3, "the state decays, the gate écrit → 漢字"] * 4
 
@@ -17,8 +20,9 @@ def trained():
 
 
 @given(text=st.text(max_size=60))
+@example(text=f"a text about {END_OF_DOCUMENT} and é")
 def test_text_comes_back(trained, text):
-    text = text.encode("utf-8", errors="replace").decode()  # a lone surrogate has no bytes
+    text = re.sub("[\ud800-\udfff]", "\ufffd", text)  # a lone surrogate has no bytes
     for tokenizer in (ByteTokenizer(), trained):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
@@ -61,6 +65,12 @@ def test_training_writes_the_file_whole(tmp_path, trained):
 def test_partial_characters_do_not_fail():
     ids = ByteTokenizer().encode("é")
     assert ByteTokenizer().decode(ids[:1]) == "�"
+
+
+def test_lone_surrogates_become_replacement_characters(trained):
+    for tokenizer in (ByteTokenizer(), trained):
+        ids = tokenizer.encode("a\ud83d b")
+        assert tokenizer.decode(ids) == "a� b" and tokenizer.encode_batch(["a\ud83d b"])[0].tolist() == ids
 
 
 def _word_tokenizer(special=()):
