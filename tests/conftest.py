@@ -12,15 +12,21 @@ jaxtyping.install_import_hook(["rnnlib", "pallas_kernels"], "beartype.beartype")
 import jax  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache"
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """On a CPU most of the tests' time is compilation, which is twice as fast without LLVM's optimizations."""
+    """Environment of the workers and of the processes that tests start."""
+    # On a CPU most of the tests' time is compilation, which is twice as fast without LLVM's optimizations.
     if "not gpu" in (config.getoption("markexpr") or ""):
         os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
+    # Where no bytecode may be written beside the sources, each process would compile jax and all else for seconds.
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        os.environ["PYTHONPYCACHEPREFIX"] = str(CACHE / "bytecode")
 
 
 # Compiled functions are kept between runs, for the same reason.
-jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+jax.config.update("jax_compilation_cache_dir", str(CACHE / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 settings.register_profile(
