@@ -17,6 +17,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.platform import platform
+
 # The Triton backend is deprecated upstream in favour of Mosaic GPU, whose kernels would stand beside these.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 
@@ -60,17 +62,6 @@ class Operand:
     def spec(self) -> pl.BlockSpec:
         """The operand's `BlockSpec`."""
         return pl.BlockSpec(self.block, self.place)
-
-
-def platform() -> str:
-    """The platform that is being traced for: an abstract device's if one is set, else the default device's."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None and abstract.platform is not None:
-        return abstract.platform
-    default = jax.config.jax_default_device
-    if default is not None:
-        return default if isinstance(default, str) else default.platform
-    return jax.default_backend()
 
 
 def interpreted() -> bool:
@@ -122,19 +113,21 @@ def call(
         kernel(SimpleNamespace(**{**absent, **dict(zip([*given, *wanted], refs))}, is_lean=launch.is_lean), **static)
 
     body.__name__ = body.__qualname__ = name
-    results = pl.pallas_call(
-        body,
-        name=name,
-        grid=grid,
-        in_specs=[operand.spec for operand in given.values()],
-        out_specs=[operand.spec for operand in wanted.values()],
-        out_shape=[jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype) for operand in wanted.values()],
-        input_output_aliases={n: list(wanted).index(key) for n, key in enumerate(updates)},
-        interpret=interpreted(),
-        compiler_params=None
-        if interpreted()
-        else plt.CompilerParams(num_warps=launch.num_warps, num_stages=launch.num_stages),
-    )(*(operand.array for operand in given.values()))
+    # Kernels count in 32 bits, whatever the program around them does.
+    with jax.enable_x64(False):
+        results = pl.pallas_call(
+            body,
+            name=name,
+            grid=grid,
+            in_specs=[operand.spec for operand in given.values()],
+            out_specs=[operand.spec for operand in wanted.values()],
+            out_shape=[jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype) for operand in wanted.values()],
+            input_output_aliases={n: list(wanted).index(key) for n, key in enumerate(updates)},
+            interpret=interpreted(),
+            compiler_params=None
+            if interpreted()
+            else plt.CompilerParams(num_warps=launch.num_warps, num_stages=launch.num_stages),
+        )(*(operand.array for operand in given.values()))
     return {**dict.fromkeys(outputs), **dict(zip(wanted, results))}
 
 
@@ -311,7 +304,6 @@ __all__ = [
     "load_tile",
     "log2",
     "next_power_of_two",
-    "platform",
     "reciprocal",
     "rounded_product",
     "split",

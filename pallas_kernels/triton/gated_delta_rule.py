@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.triton.backend import platform
+from pallas_kernels.platform import platform
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.family import Options, run
 from pallas_kernels.triton.problem import Inputs, segment_starts
@@ -24,7 +24,7 @@ def unsupported(q: Array, k: Array, v: Array, *gates: Array | None, chunk_size: 
         *gates: erase gate and log decay, or None.
         chunk_size: tokens in a chunk.
     """
-    if platform() not in ("gpu", "cuda", "cpu"):
+    if platform() not in ("gpu", "cpu"):
         return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"
     if chunk_size != CHUNK:
         return f"chunk_size {chunk_size} (only {CHUNK})"

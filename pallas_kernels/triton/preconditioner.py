@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.triton.backend import Launch, Operand, call, cdiv, interpreted, next_power_of_two, platform
+from pallas_kernels.platform import platform
+from pallas_kernels.triton.backend import Launch, Operand, call, cdiv, interpreted, next_power_of_two
 from pallas_kernels.triton.preconditioner_kernels import (
     Readout,
     apply_kernel,
@@ -289,7 +290,7 @@ def gram_unsupported(k: Array, *others: Array | None) -> str | None:
         k: keys `[B, T, H, K]`.
         *others: the other arrays, or None.
     """
-    if platform() not in ("gpu", "cuda", "cpu"):
+    if platform() not in ("gpu", "cpu"):
         return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"
     for x in (k, *others):
         if x is not None and x.dtype not in (jnp.bfloat16, jnp.float32):

@@ -9,7 +9,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
-from pallas_kernels.triton.backend import interpreted, next_power_of_two, platform
+from pallas_kernels.platform import platform
+from pallas_kernels.triton.backend import interpreted, next_power_of_two
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.problem import segment_starts
 from pallas_kernels.triton.ridge_gradients import StateSums, argument_gradients
@@ -42,7 +43,7 @@ def ridge_solve_unsupported(
         precision: of the products.
         chunk_size: tokens in a chunk.
     """
-    if platform() not in ("gpu", "cuda", "cpu"):
+    if platform() not in ("gpu", "cpu"):
         return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"
     if solver not in METHODS:
         return f"solver {solver!r} (only {', '.join(METHODS)})"

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.triton.backend import Launch, Operand, call, cdiv, interpreted, next_power_of_two, platform
+from pallas_kernels.platform import platform
+from pallas_kernels.triton.backend import Launch, Operand, call, cdiv, interpreted, next_power_of_two
 from pallas_kernels.triton.convolution_kernels import Cut, convolution_kernel, reverse_convolution_kernel
 from pallas_kernels.triton.problem import segment_starts
 
@@ -234,7 +235,7 @@ def convolution_unsupported(
         activation: None or "silu".
         norm_size: channels of a head whose results get unit length, or None.
     """
-    if platform() not in ("gpu", "cuda", "cpu"):
+    if platform() not in ("gpu", "cpu"):
         return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"
     for array in (x, kernel, *others):
         if array is not None and array.dtype not in (jnp.bfloat16, jnp.float32):

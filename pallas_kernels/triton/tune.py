@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.triton.backend import Launch, device_kind, platform
+from pallas_kernels.platform import platform
+from pallas_kernels.triton.backend import Launch, device_kind
 from pallas_kernels.triton.decode import decode
 from pallas_kernels.triton.family import Options
 from pallas_kernels.triton.family import run as apply

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import Array
+
+from pallas_kernels.platform import platform
 
 IMPLEMENTATIONS = ("scan", "chunked", "triton")
 
@@ -129,6 +130,6 @@ def choose_implementation(
 
 def default_preference(length: int) -> tuple[str, ...]:
     """Implementations, best first, for sequences of `length` tokens on the default device."""
-    if jax.default_backend() == "gpu":
+    if platform() == "gpu":
         return ("triton", "scan", "chunked") if length == 1 else ("triton", "chunked", "scan")
     return ("scan", "chunked") if length == 1 else ("chunked", "scan")

@@ -6,6 +6,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from pallas_kernels.platform import platform
 from rnnlib.ops.arguments import check_floating, check_rank, check_segment_ids, segment_index
 
 _NAME = "causal_attention"
@@ -89,7 +90,7 @@ def _backend(q: Array, dtype: DTypeLike) -> str | None:
     """`"cudnn"` (flash attention, memory linear in T) where it serves the case, else None for XLA's own products."""
     half = dtype in (jnp.bfloat16, jnp.float16)
     fits = q.shape[1] % 64 == 0 and q.shape[3] % 8 == 0 and q.shape[3] <= 128
-    return "cudnn" if half and fits and jax.default_backend() == "gpu" else None
+    return "cudnn" if half and fits and platform() == "gpu" else None
 
 
 def _blockwise_window_attention(

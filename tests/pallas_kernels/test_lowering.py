@@ -15,6 +15,7 @@ from pallas_kernels.triton.problem import Inputs
 from pallas_kernels.triton.schedule import choose_segments, choose_sum_segments
 from pallas_kernels.triton.tuning import choose_schedule, table_launches
 from rnnlib import ops
+from rnnlib.ops.arguments import default_preference
 
 H200 = AbstractMesh(
     (1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
@@ -93,6 +94,23 @@ def test_linear_attention_and_one_token_lower():
     for decay in ("none", "scalar", "channel"):
         one = arguments(decay, decay == "channel", jnp.bfloat16, length=1)
         assert count_kernels(lambda x: triton.gated_delta_rule(**x), one) == 1
+
+
+def test_kernels_count_in_32_bits_whatever_the_program_around_them_does(x64):
+    def loss(x):
+        out, _ = triton.gated_delta_rule(**x, schedule=Schedule(segments=2))
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    assert count_kernels(jax.grad(loss), arguments("scalar", False, jnp.bfloat16)) == KERNELS["scalar", 2]
+    key = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    assert count_kernels(ops.diagonal_preconditioner, key) == 2
+
+
+def test_the_default_device_says_where_a_call_runs(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert default_preference(64)[0] == "triton"
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert default_preference(64)[0] == "chunked"
 
 
 @pytest.mark.parametrize("per_channel, size, dtype", [(False, 128, jnp.bfloat16), (True, 24, jnp.float32)], ids=str)

@@ -213,9 +213,8 @@ def test_forward_and_backward_lower_for_an_h200(solver, dtype):
     assert count_kernels(jax.grad(loss), arrays, ids) == 4 + 1 + 2 + 2
 
 
-def test_none_takes_the_kernels_on_a_gpu(monkeypatch):
+def test_none_takes_the_kernels_on_a_gpu():
     x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with jax.sharding.use_abstract_mesh(H200):
         lowered = jax.jit(ops.ridge_solve).trace(x, x).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("xla.gpu.triton") == 3
