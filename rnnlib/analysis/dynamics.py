@@ -19,7 +19,7 @@ def decays(signals: LayerSignals) -> np.ndarray:
     return np.exp(np.asarray(signals.log_decay, np.float64))
 
 
-def write_eigenvalues(signals: LayerSignals, *, every: int = 1) -> Float[np.ndarray, "B N HV"]:
+def write_eigenvalues(signals: LayerSignals, *, every: int = 1) -> Float[np.ndarray, "B N HX"]:
     """The eigenvalue of the transition `(I - k~ (b * k)^T) Diag(alpha)` that writing sets apart: its smallest.
 
     Under a decay per head it is `alpha_t (1 - sum_i b_i k_i k~_i)` (lemma E.1); the others are `alpha_t`. Under a decay
@@ -30,14 +30,15 @@ def write_eigenvalues(signals: LayerSignals, *, every: int = 1) -> Float[np.ndar
         every: takes every n-th token, for layers with a decay per channel of which all would take long.
 
     Returns:
-        For `N = ceil(T / every)` tokens.
+        For `N = ceil(T / every)` tokens of each value head, or of each of its keys where a token writes several.
     """
     tokens = slice(None, None, every)
     erase = np.asarray(signals.erase[:, tokens], np.float64)
     erase = erase if erase.ndim == 4 else erase[..., None]
-    key, write_key, erase = _per_head(signals.key[:, tokens], signals.write_key[:, tokens], erase)
+    key, write_key, erase, alpha = _per_head(
+        signals.key[:, tokens], signals.write_key[:, tokens], erase, decays(signals)[:, tokens]
+    )
     parts = erase * key * write_key
-    alpha = decays(signals)[:, tokens]
     if alpha.ndim == 3:
         return alpha * (1 - np.sum(parts, axis=-1))
     # D - (D k~) e^T is similar to D - s s^T with s_i^2 = d_i k~_i e_i.
@@ -47,7 +48,10 @@ def write_eigenvalues(signals: LayerSignals, *, every: int = 1) -> Float[np.ndar
 
 
 def _per_head(*arrays) -> list[np.ndarray]:
-    """Arrays `[B, T, H or HV, ...]` in float64, key heads repeated for the value heads that share them."""
+    """Arrays `[B, T, H or HV, ...]` in float64, key heads repeated for the value heads that share them.
+
+    Likewise value heads, where they have several keys each.
+    """
     wide = [np.asarray(x, np.float64) for x in arrays]
     heads = max(x.shape[2] for x in wide)
     return [np.repeat(x, heads // x.shape[2], axis=2) for x in wide]

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from rnnlib.analysis.layers import LayerSignals
 
 
 def key_gram(key: Float[Array, "B T H K"]) -> Float[np.ndarray, "B H K K"]:
-    """`sum_t k_t k_t^T` of each sequence and head, float64."""
+    """`sum_t k_t k_t^T` of each sequence and head, float64; of all documents of a packed row together."""
     keys = np.swapaxes(np.asarray(key, np.float64), 1, 2)
     return np.swapaxes(keys, -1, -2) @ keys
 
@@ -72,14 +72,16 @@ def gram_over_time(
     *,
     log_decay: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
     gain: Float[Array, "B T H"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[np.ndarray, "N B H K K"]:
     """`G_t = alpha_t G_(t-1) + beta_t k_t k_t^T` after `t` tokens, for each `t` of `times`, float64.
 
     Args:
         key: keys.
         times: numbers of tokens, increasing, each from 1 to T.
-        log_decay: log alpha; None is no decay. One per channel decays rows and columns alike, by their geometric mean.
+        log_decay: log alpha; None is no decay. One per channel decays the matrix by the channels' geometric mean.
         gain: beta; None is 1.
+        segment_ids: packed documents; G restarts where the id changes.
 
     Raises:
         ValueError: `times` are not increasing numbers from 1 to T.
@@ -91,11 +93,13 @@ def gram_over_time(
     keys = np.swapaxes(np.asarray(key, np.float64), 1, 2)
     weights = np.ones(keys.shape[:3]) if gain is None else np.swapaxes(np.asarray(gain, np.float64), 1, 2)
     logs = np.zeros(keys.shape[:3]) if log_decay is None else np.swapaxes(_per_head(log_decay), 1, 2)
+    documents = np.zeros((keys.shape[0], 1, keys.shape[2])) if segment_ids is None else _documents(segment_ids)
     grams = []
     for time in times:
         # Sums over the tokens after each one, as sums: a log decay of -inf needs no exception.
         after = np.cumsum(logs[..., 1:time][..., ::-1], axis=-1)[..., ::-1]
         weight = weights[..., :time] * np.exp(np.pad(after, ((0, 0), (0, 0), (0, 1))))
+        weight = weight * (documents[..., :time] == documents[..., time - 1 : time])
         grams.append(np.swapaxes(weight[..., None] * keys[..., :time, :], -1, -2) @ keys[..., :time, :])
     return np.stack(grams)
 
@@ -103,6 +107,12 @@ def gram_over_time(
 def _per_head(log_decay: ArrayLike) -> np.ndarray:
     log_decay = np.asarray(log_decay, np.float64)
     return log_decay.mean(axis=-1) if log_decay.ndim == 4 else log_decay
+
+
+def _documents(segment_ids: ArrayLike) -> Int[np.ndarray, "B 1 T"]:
+    """The number of each token's document in its row: ids may come back."""
+    ids = np.asarray(segment_ids)
+    return np.cumsum(np.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1)[:, None]
 
 
 def condition_number(gram: ArrayLike, scale: ArrayLike | None = None, *, ridge: float = 1e-2) -> np.ndarray:
@@ -144,7 +154,7 @@ class ConditionNumbers(NamedTuple):
 
 
 def conditions_over_time(signals: LayerSignals, times: Sequence[int], *, ridge: float = 1e-2) -> ConditionNumbers:
-    """Effective condition numbers of a layer's key Gram.
+    """Effective condition numbers of a layer's key Gram, that of a packed row's present document.
 
     Where the layer has a preconditioner the Gram has that one's keys, decay and gain (if they are one a head), so that
     its diagonal is A.
@@ -156,7 +166,7 @@ def conditions_over_time(signals: LayerSignals, times: Sequence[int], *, ridge: 
     """
     preconditioner = signals.preconditioner
     if preconditioner is None:
-        grams = gram_over_time(signals.key, times)
+        grams = gram_over_time(signals.key, times, segment_ids=signals.segment_ids)
     else:
         gain = preconditioner.gain
         grams = gram_over_time(
@@ -164,6 +174,7 @@ def conditions_over_time(signals: LayerSignals, times: Sequence[int], *, ridge: 
             times,
             log_decay=preconditioner.log_decay,
             gain=None if gain is None or gain.ndim == 4 else gain,
+            segment_ids=signals.segment_ids,
         )
     diagonal = np.diagonal(grams, axis1=-2, axis2=-1)
     applied = None

@@ -52,6 +52,7 @@ class LayerSignals:
         write: gate on the value, `[B, T, HV]` or `[B, T, HV, V]`.
         log_decay: None, `[B, T, HV]` or `[B, T, HV, K]`.
         preconditioner: the layer's diagonal preconditioner, or None.
+        segment_ids: documents packed into a row `[B, T]`, where everything restarts; None where a row is one.
     """
 
     layer: int
@@ -63,6 +64,7 @@ class LayerSignals:
     write: Array
     log_decay: Array | None
     preconditioner: Preconditioner | None
+    segment_ids: Array | None = None
 
 
 def iterate_layers(
@@ -98,7 +100,8 @@ def iterate_layers(
     for layer, block in enumerate(model.blocks[: max(wanted, default=-1) + 1]):
         graphdef, state = nnx.split(block)
         if layer in wanted and isinstance(block.mixer, RecurrentMixer):
-            yield LayerSignals(layer, names[layer], **_layer_signals(graphdef, state, x, segment_ids))
+            arrays = _layer_signals(graphdef, state, x, segment_ids)
+            yield LayerSignals(layer, names[layer], **arrays, segment_ids=segment_ids)
         x = _run_block(graphdef, state, x, segment_ids)
 
 

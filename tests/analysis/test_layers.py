@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from rnnlib import ops
-from rnnlib.analysis import gram_over_time, iterate_layers, iterate_reports
+from rnnlib.analysis import condition_number, conditions_over_time, gram_over_time, iterate_layers, iterate_reports
 from rnnlib.models import DecoderLM, ModelConfig
 
 MIXERS = ("pgdn", "attention", "pmamba2", "pgdn_atq", "gated_deltanet")
@@ -86,15 +86,22 @@ def test_preconditioners_are_those_that_were_applied(layers):
     np.testing.assert_allclose(first.gram, gram, rtol=1e-5)
 
 
-def test_diagonal_of_the_gram_over_time_is_the_diagonal_gram(model, tokens):
-    (signals,) = iterate_layers(model, tokens, layers=[0])
+@pytest.mark.parametrize("packed", [False, True])
+def test_diagonal_of_the_gram_over_time_is_the_diagonal_gram(model, tokens, layers, packed):
+    signals = layers[0] if packed else next(iterate_layers(model, tokens, layers=[0]))
     preconditioner = signals.preconditioner
+    times = [3, 10, 11, 17, LENGTH]
     grams = gram_over_time(
-        preconditioner.key, [3, 17, LENGTH], log_decay=preconditioner.log_decay, gain=preconditioner.gain
+        preconditioner.key,
+        times,
+        log_decay=preconditioner.log_decay,
+        gain=preconditioner.gain,
+        segment_ids=signals.segment_ids,
     )
     diagonal = np.diagonal(grams, axis1=-2, axis2=-1)
-    for index, time in enumerate((3, 17, LENGTH)):
+    for index, time in enumerate(times):
         np.testing.assert_allclose(diagonal[index], preconditioner.gram[:, time - 1], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(conditions_over_time(signals, times).plain, condition_number(grams))
 
 
 def test_layers_can_be_chosen_and_are_run_no_further(model, tokens, monkeypatch):

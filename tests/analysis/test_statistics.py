@@ -1,5 +1,7 @@
 """Statistics against what is known in closed form, and the pictures of them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -145,6 +147,15 @@ def test_write_eigenvalue_is_the_transitions_smallest(options):
     decay = decay if decay.ndim == 4 else decay[..., None]
     transition = (np.eye(CHANNELS) - write_key[..., :, None] * (erase * key)[..., None, :]) * decay[..., None, :]
     np.testing.assert_allclose(eigenvalues, np.linalg.eigvals(transition).real.min(axis=-1), atol=1e-6)
+
+
+def test_several_keys_of_a_value_head_share_its_decay():
+    """Mamba-3 of rank 2: two keys a value head, of which nothing is erased."""
+    signals = make_signals(3, value_heads=2, preconditioned=False)
+    keys = signals.key[:, :, jnp.array([0, 1, 2, 0])]
+    signals = dataclasses.replace(signals, key=keys, write_key=keys, erase=jnp.zeros_like(signals.erase))
+    eigenvalues = analysis.report(signals, times=[4]).write_eigenvalue
+    np.testing.assert_allclose(eigenvalues.mean, np.exp(signals.log_decay).mean(axis=(0, 1)).repeat(2), rtol=1e-5)
 
 
 def test_key_products_and_decays():
