@@ -5,9 +5,10 @@ names each array's dtype, shape and byte range; the arrays, row-major.
 """
 
 import json
+import math
 import os
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,15 @@ from rnnlib.models.summary import abstract_model
 
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32"}
 _CONFIG_KEY = "rnnlib.model_config"
+
+
+class _Entry(NamedTuple):
+    """An array of the file: its bytes are counted from the header's end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 def save_weights(model: DecoderLM, path: str | os.PathLike[str]) -> None:
@@ -64,25 +74,35 @@ def load_weights(path: str | os.PathLike[str]) -> DecoderLM:
         The model.
 
     Raises:
-        ValueError: where the file is no such file, or its arrays do not fit the configuration in it.
+        ValueError: where the file is no such file, is not whole, or its arrays do not fit the configuration in it.
     """
-    data = np.memmap(path, np.uint8, mode="r")
-    length = int.from_bytes(data[:8].tobytes(), "little")
+    name = os.fspath(path)
     try:
-        header = json.loads(data[8 : 8 + length].tobytes())
+        data = np.memmap(path, np.uint8, mode="r")
+        begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        header = json.loads(data[8:begin].tobytes())
         config = ModelConfig.from_dict(json.loads(header.pop("__metadata__")[_CONFIG_KEY]))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"{os.fspath(path)}: expected a safetensors file that save_weights wrote ({error})") from error
+        entries = {key: _Entry(_named(e["dtype"]), tuple(e["shape"]), *e["data_offsets"]) for key, e in header.items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{name}: expected a safetensors file that save_weights wrote ({error})") from error
     model = abstract_model(config)
-    expected = {name: (leaf.shape, leaf.dtype.name) for name, leaf in _parameters(model).items()}
-    found = {name: (tuple(entry["shape"]), _named(entry["dtype"])) for name, entry in header.items()}
+    expected = {key: (leaf.dtype.name, leaf.shape) for key, leaf in _parameters(model).items()}
+    found = {key: (entry.dtype, entry.shape) for key, entry in entries.items()}
     if expected != found:
-        names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        raise ValueError(f"{os.fspath(path)}: arrays do not fit the configuration in it: {', '.join(names)}")
+        keys = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+        raise ValueError(f"{name}: arrays do not fit the configuration in it: {', '.join(keys)}")
+    arrays, end = data[begin:], 0
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].begin):
+        size = math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
+        if (entry.begin, entry.end) != (end, end + size):
+            raise ValueError(f"{name}: {key} is at bytes {entry.begin} to {entry.end}, expected {end} to {end + size}")
+        end = entry.end
+    if len(arrays) != end:
+        raise ValueError(f"{name}: has {len(arrays)} bytes of arrays, expected {end}: it was cut off or added to")
 
     def read(keys: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
-        begin, end = header[_name(keys)]["data_offsets"]
-        return jnp.array(data[8 + length + begin : 8 + length + end].view(shape.dtype).reshape(shape.shape))
+        entry = entries[_name(keys)]
+        return jnp.array(arrays[entry.begin : entry.end].view(shape.dtype).reshape(shape.shape))
 
     leaves = nnx.to_flat_state(nnx.state(model))
     nnx.update(

@@ -29,6 +29,24 @@ def test_weights_come_back_bit_for_bit_with_their_configuration(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+def test_a_file_that_is_not_whole_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_weights(DecoderLM(CONFIG.replace(num_layers=1, mixers=("attention",)), rngs=nnx.Rngs(0)), path)
+    whole = path.read_bytes()
+    for content, message in (
+        (whole[:-10], "it was cut off or added to"),
+        (whole + b"more", "it was cut off or added to"),
+        (whole.replace(b"[0, 2048]", b"[8, 2056]"), "is at bytes 8 to 2056, expected 0 to 2048"),
+        (whole.replace(b'"data_offsets"', b'"data-offsets"'), "expected a safetensors file that save_weights wrote"),
+        (whole[:100], "expected a safetensors file that save_weights wrote"),
+        (b"", "expected a safetensors file that save_weights wrote"),
+    ):
+        assert content != whole
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_weights(path)
+
+
 def test_a_file_of_something_else_is_refused(tmp_path):
     path = tmp_path / "other.safetensors"
     path.write_bytes(b"\x02\0\0\0\0\0\0\0{}")
