@@ -31,7 +31,8 @@ class TrainArguments:
     """Trains a language model; without any argument a small one, in minutes on two CPU cores.
 
     Settings come from --config FILE (or the run that --resume continues, or the defaults), then from --preset NAME,
-    then from the flags. --model.mixer-overrides takes YAML, e.g. '{gated_deltanet: {output_gate: false}}'.
+    then from the flags. --model.mixer-overrides takes YAML, e.g. '{gated_deltanet: {output_gate: false}}',
+    or '{kla: {keys: {ApplyToKey: {bound: 1.2}}}}' for another choice on an axis.
     """
 
     train: Annotated[TrainConfig, tyro.conf.arg(name="")]

@@ -40,6 +40,7 @@ from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import KeyMap, Keys, KeysConfig, OutputCorrection, PlainKeys, RotatedKeys
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer, RecurrentMixerConfig
 from rnnlib.layers.normalization import RMSNorm, l2_normalize
+from rnnlib.layers.part import PartConfig
 from rnnlib.layers.preconditioner import (
     ApplyToBoth,
     ApplyToKey,
@@ -98,6 +99,7 @@ __all__ = [
     "Online",
     "OperatorOptions",
     "OutputCorrection",
+    "PartConfig",
     "PlainKeys",
     "PreconditionedGain",
     "RMSNorm",

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,6 +10,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from rnnlib.layers.initializers import Initializer
+
+# Of a projection: None is full rank, `"value_size"` is V.
+Rank = int | Literal["value_size"] | None
 
 
 @runtime_checkable
@@ -131,13 +134,15 @@ class MixerShape:
         )
 
     def project(
-        self, features: int, *, rngs: nnx.Rngs, rank: int | None = None, use_bias: bool = False
+        self, features: int, *, rngs: nnx.Rngs, rank: Rank = None, use_bias: bool = False
     ) -> nnx.Linear | LowRank:
         """A projection of the mixer's input to `features` channels, through `rank` channels where one is given."""
         if rank is None:
             return self.linear(self.width, features, rngs=rngs, use_bias=use_bias)
-        if rank < 1:
-            raise ValueError(f"MixerShape.project: rank is {rank}, expected None or at least 1")
+        if rank == "value_size":
+            rank = self.value_size
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"MixerShape.project: rank is {rank!r}, expected None, at least 1, or 'value_size'")
         return LowRank(
             self.linear(self.width, rank, rngs=rngs), self.linear(rank, features, rngs=rngs, use_bias=use_bias)
         )

@@ -12,10 +12,11 @@ from jaxtyping import Float, Int
 from rnnlib import ops
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.initializers import Initializer
+from rnnlib.layers.part import PartConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvolutionConfig:
+class ConvolutionConfig(PartConfig):
     """Which of a mixer's streams are filtered, and how.
 
     Attributes:

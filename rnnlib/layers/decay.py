@@ -11,7 +11,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from rnnlib.layers.base import MixerShape
+from rnnlib.layers.base import MixerShape, Rank
+from rnnlib.layers.part import PartConfig
 
 
 class Decay(NamedTuple):
@@ -35,7 +36,7 @@ class DecayGate(nnx.Module, abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class DecayConfig(abc.ABC):
+class DecayConfig(PartConfig, abc.ABC):
     """Configuration of the decay axis."""
 
     @abc.abstractmethod
@@ -121,7 +122,7 @@ class SoftplusDecay(DecayConfig):
     """
 
     channelwise: bool = False
-    rank: int | Literal["value_size"] | None = None
+    rank: Rank = None
     heads: Literal["value", "key"] = "value"
     rate: tuple[float, float] | None = (0.0, 16.0)
     step: tuple[float, float] = (1e-3, 0.1)
@@ -149,8 +150,7 @@ class SoftplusDecayGate(DecayGate):
         self.channelwise = config.channelwise
         heads = shape.value_heads if config.heads == "value" else shape.key_heads
         features = heads * shape.key_size if config.channelwise else heads
-        rank = shape.value_size if config.rank == "value_size" else config.rank
-        self.projection = shape.project(features, rank=rank, rngs=rngs)
+        self.projection = shape.project(features, rank=config.rank, rngs=rngs)
 
         self.A_log = None if config.rate is None else self._initial_rate(heads, config.rate, rngs)
         self.rate_projection = shape.project(heads, rngs=rngs) if config.rate is None else None
@@ -195,13 +195,13 @@ class LogSigmoidDecay(DecayConfig):
 
     Attributes:
         channelwise: a decay per key channel instead of per head.
-        rank: of the projection W; None is full rank.
+        rank: of the projection W; None is full rank, `"value_size"` is V.
         divisor: GLA's temperature 16 keeps decays near 1.
         use_bias: whether the projection has a bias b.
     """
 
     channelwise: bool = True
-    rank: int | None = 16
+    rank: Rank = 16
     divisor: float = 16.0
     use_bias: bool = True
 

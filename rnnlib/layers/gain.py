@@ -13,6 +13,7 @@ from rnnlib import ops
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
+from rnnlib.layers.part import PartConfig
 
 
 class Gain(nnx.Module, abc.ABC):
@@ -30,7 +31,7 @@ class Gain(nnx.Module, abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class GainConfig(abc.ABC):
+class GainConfig(PartConfig, abc.ABC):
     """Configuration of the gain axis."""
 
     @abc.abstractmethod

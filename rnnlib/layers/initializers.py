@@ -5,9 +5,11 @@ from typing import Literal
 
 import jax
 
+from rnnlib.layers.part import PartConfig
+
 
 @dataclasses.dataclass(frozen=True)
-class Initializer:
+class Initializer(PartConfig):
     """A distribution of starting kernels.
 
     Attributes:

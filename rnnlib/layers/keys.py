@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
+from rnnlib.layers.part import PartConfig
 from rnnlib.layers.rotary import rotate_pairs
 from rnnlib.ops.arguments import segment_starts
 
@@ -74,7 +75,7 @@ class KeyMap(nnx.Module, abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeysConfig(abc.ABC):
+class KeysConfig(PartConfig, abc.ABC):
     """Configuration of the keys axis."""
 
     @abc.abstractmethod

@@ -1,6 +1,7 @@
 """The token mixer of every recurrent model here: it projects, wires the axes, and reads out."""
 
 import dataclasses
+from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -33,6 +34,17 @@ _FEATURE_MAPS = {
 }
 # Those that the convolution's operator has itself.
 _FUSED: dict[str, Literal["silu"] | None] = {"identity": None, "silu": "silu"}
+
+_PARTS: dict[str, tuple[type, ...]] = {
+    "decay": (DecayConfig,),
+    "gain": (GainConfig,),
+    "keys": (KeysConfig,),
+    "solve": (SolveConfig,),
+    "readout": (ReadoutConfig,),
+    "convolution": (ConvolutionConfig, NoneType),
+    "rotary": (Rotary, NoneType),
+    "initializer": (Initializer,),
+}
 
 
 class MixerCache(NamedTuple):
@@ -109,6 +121,12 @@ class RecurrentMixerConfig(MixerConfig):
     implementation: str | None = None
 
     def __post_init__(self) -> None:
+        for field, kind in _PARTS.items():
+            if not isinstance(getattr(self, field), kind):
+                raise ValueError(
+                    f"RecurrentMixerConfig: {field} is {getattr(self, field)!r}, expected "
+                    + " or ".join("None" if part is NoneType else part.__name__ for part in kind)
+                )
         for field in ("feature_map", "value_map"):
             if getattr(self, field) not in _FEATURE_MAPS:
                 raise ValueError(

@@ -21,10 +21,11 @@ from rnnlib.layers.gain import Gain, GainConfig, SigmoidGain
 from rnnlib.layers.gates import Gates
 from rnnlib.layers.keys import KeyMap, Keys, KeysConfig
 from rnnlib.layers.normalization import l2_normalize
+from rnnlib.layers.part import PartConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class GramConfig:
+class GramConfig(PartConfig):
     """The recurrence of the diagonal Gram, `A_t = alpha_t A_(t-1) + beta_t k_t^2`.
 
     Attributes:

@@ -354,8 +354,9 @@ def mixer_preset(name: str, **overrides: Any) -> MixerConfig:
     Args:
         name: one of `mixer_names()`.
         **overrides: fields to set otherwise: of the configuration (`decay=...`, `head_dim=64`), or of an axis by its
-            path (`**{"gain.negative_eigenvalues": True}`). Two paths have short names:
-            `negative_eigenvalues=True` and `output_gate=False` (or the gate's activation).
+            path (`**{"gain.negative_eigenvalues": True}`), which is set after what it leads through. Two paths have
+            short names: `negative_eigenvalues=True`, and `output_gate=False`, `True` (the preset's own gate, SiLU
+            where it has none) or the gate's activation.
 
     Returns:
         A frozen dataclass; its `build` makes the module.
@@ -364,18 +365,21 @@ def mixer_preset(name: str, **overrides: Any) -> MixerConfig:
         ValueError: there is no preset of this name, or it has no such field, or a value is invalid.
     """
     config = preset_details(name).config
-    for path, value in overrides.items():
-        path, value = _expand_short_name(path, value)
-        config = _replace_path(config, path.split("."), value, name=name)
+    paths = [(_SHORT_NAMES.get(path, path).split("."), path, value) for path, value in overrides.items()]
+    for path, given, value in sorted(paths, key=lambda entry: len(entry[0])):
+        if given == "output_gate" and isinstance(value, bool):
+            value = _gate(config) if value else "none"
+        config = _replace_path(config, path, value, name=name)
     return config
 
 
-def _expand_short_name(path: str, value: Any) -> tuple[str, Any]:
-    if path == "negative_eigenvalues":
-        return "gain.negative_eigenvalues", value
-    if path == "output_gate":
-        return "readout.gate", {False: "none", True: "silu"}.get(value, value)
-    return path, value
+_SHORT_NAMES = {"negative_eigenvalues": "gain.negative_eigenvalues", "output_gate": "readout.gate"}
+
+
+def _gate(config: Any) -> str:
+    """The activation of a mixer's output gate, or of the one that it gets where it has none."""
+    gate = config.readout.gate if isinstance(config, RecurrentMixerConfig) else "none"
+    return "silu" if gate == "none" else gate
 
 
 def _replace_path(config: Any, path: list[str], value: Any, *, name: str) -> Any:

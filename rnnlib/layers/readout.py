@@ -9,12 +9,13 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from rnnlib.layers.base import MixerShape
+from rnnlib.layers.base import MixerShape, Rank
 from rnnlib.layers.normalization import RMSNorm
+from rnnlib.layers.part import PartConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadoutConfig:
+class ReadoutConfig(PartConfig):
     """How the recurrence's output is read.
 
     Attributes:
@@ -28,7 +29,7 @@ class ReadoutConfig:
     """
 
     gate: Literal["none", "silu", "sigmoid"] = "silu"
-    gate_rank: int | Literal["value_size"] | None = None
+    gate_rank: Rank = None
     gate_bias: bool = False
     gate_first: bool = False
     norm: Literal["head", "all", "none"] = "head"
@@ -50,9 +51,10 @@ class Readout(nnx.Module):
         self.shape = shape
         features = shape.value_heads * shape.value_size
         self.skip = nnx.Param(jnp.ones((shape.value_heads,), shape.param_dtype)) if config.skip else None
-        rank = shape.value_size if config.gate_rank == "value_size" else config.gate_rank
         self.gate = (
-            None if config.gate == "none" else shape.project(features, rank=rank, use_bias=config.gate_bias, rngs=rngs)
+            None
+            if config.gate == "none"
+            else shape.project(features, rank=config.gate_rank, use_bias=config.gate_bias, rngs=rngs)
         )
         normalised = shape.value_size if config.norm == "head" else features
         self.norm = (

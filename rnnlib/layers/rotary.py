@@ -6,9 +6,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from rnnlib.layers.part import PartConfig
+
 
 @dataclasses.dataclass(frozen=True)
-class Rotary:
+class Rotary(PartConfig):
     """Rotary position embedding (Su et al., 2021, arXiv 2104.09864).
 
     Attributes:

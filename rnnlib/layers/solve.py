@@ -14,6 +14,7 @@ from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
 from rnnlib.layers.keys import Keys
+from rnnlib.layers.part import PartConfig
 
 
 class Signals(NamedTuple):
@@ -80,7 +81,7 @@ class Solver(nnx.Module, abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class SolveConfig(abc.ABC):
+class SolveConfig(PartConfig, abc.ABC):
     """Configuration of the solve axis."""
 
     @abc.abstractmethod

@@ -1,10 +1,14 @@
 """What a decoder language model is made of: one frozen dataclass, and the hybrid patterns of the papers."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
+
+from rnnlib.layers.part import from_plain, to_plain
+from rnnlib.layers.presets import mixer_names
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -29,14 +33,6 @@ def swiglu_width(width: int, ratio: float | int = 4.0) -> int:
     return 256 * -(-int(width * ratio * 2 / 3) // 256)
 
 
-def _freeze(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return tuple(sorted((str(name), _freeze(entry)) for name, entry in value.items()))
-    if isinstance(value, list | tuple):
-        return tuple(_freeze(entry) for entry in value)
-    return value
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Configuration of a `DecoderLM`. Frozen and hashable: it is static information of the compiled functions.
@@ -49,8 +45,9 @@ class ModelConfig:
         mixers: names of `rnnlib.layers.presets.mixer_names()`, repeated cyclically over the layers: one name for a
             plain model, two for every other layer, as many as there are layers for an explicit pattern.
         mixer_overrides: what `mixer_preset` takes as overrides, by mixer name (`"*"`: every recurrent mixer), e.g.
-            `{"gated_deltanet": {"output_gate": False, "gain.negative_eigenvalues": True}}`. Stored as nested tuples,
-            so that a config can be hashed.
+            `{"gated_deltanet": {"output_gate": False, "gain.negative_eigenvalues": True}}`. An axis may be given as
+            its configuration or in plain values, `{"kla": {"keys": {"ApplyToKey": {"bound": 2.0}}}}`. Stored as
+            nested tuples, so that a config can be hashed.
         attention_heads: heads of the attention layers, None for `num_heads`.
         head_dim: width of a key head in every mixer (values: times the mixer's expansion), None for its own default.
         window: tokens that a sliding-window attention layer looks at, itself included; None for the layer's default.
@@ -102,12 +99,16 @@ class ModelConfig:
         options = self.mixer_overrides
         entries = options.items() if isinstance(options, Mapping) else options
         try:
-            by_name = {name: dict(values) for name, values in entries}
+            by_name = {str(name): dict(values) for name, values in entries}
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"mixer_overrides={options!r}: expected a mapping from mixer name to a mapping of its options"
             ) from error
-        return _freeze(by_name)
+
+        return tuple(
+            (name, tuple((str(path), _frozen_option(name, path, values[path])) for path in sorted(values)))
+            for name, values in sorted(by_name.items())
+        )
 
     def _check(self) -> None:
         for name in ("vocabulary_size", "width", "num_layers", "num_heads"):
@@ -115,15 +116,19 @@ class ModelConfig:
         for name in ("attention_heads", "head_dim", "window", "mlp_width"):
             if getattr(self, name) is not None:
                 _check_positive_integer(name, getattr(self, name))
+        for name in ("tie_embeddings", "remat", "scan_layers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False")
         for name in ("norm_eps", "initializer_std", "rope_base"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if (name, value) != ("rope_base", None) and not (_is_finite_number(value) and value > 0):
                 raise ValueError(f"{name}={value!r}: expected a positive number")
-        if self.mlp_ratio < 0:
+        if not (_is_finite_number(self.mlp_ratio) and self.mlp_ratio >= 0):
             raise ValueError(f"mlp_ratio={self.mlp_ratio!r}: expected 0 (no feed-forward) or a positive number")
         for name in ("dtype", "param_dtype"):
-            if getattr(self, name) not in _DTYPES:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(_DTYPES)}")
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in _DTYPES:
+                raise ValueError(f"{name}={value!r}: expected one of the names {', '.join(_DTYPES)}")
         if self.remat_keeps not in ("input", "products"):
             raise ValueError(f"remat_keeps={self.remat_keeps!r}: expected 'input' or 'products'")
         if not self.mixers:
@@ -132,7 +137,7 @@ class ModelConfig:
             raise ValueError(
                 f"mixers={self.mixers!r} has {len(self.mixers)} entries: expected at most {self.num_layers=} of them"
             )
-        known = _mixer_names()
+        known = mixer_names()
         for name in self.mixers:
             if name not in known:
                 raise ValueError(f"mixers: {name!r} is no mixer; expected one of {', '.join(known)}")
@@ -171,8 +176,7 @@ class ModelConfig:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["mixers"] = list(self.mixers)
         fields["mixer_overrides"] = {
-            name: {key: list(value) if isinstance(value, tuple) else value for key, value in options}
-            for name, options in self.mixer_overrides
+            name: {path: to_plain(value) for path, value in options} for name, options in self.mixer_overrides
         }
         return fields
 
@@ -189,16 +193,22 @@ class ModelConfig:
         return cls(**values)
 
 
+def _is_finite_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _check_positive_integer(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r}: expected a positive integer")
 
 
-def _mixer_names() -> tuple[str, ...]:
-    # Imported late: a config is read by command lines that want to fail fast, before the layers are imported.
-    from rnnlib.layers.presets import mixer_names
-
-    return mixer_names()
+def _frozen_option(mixer: str, path: str, value: Any) -> Any:
+    try:
+        value = from_plain(value)
+        hash(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"mixer_overrides: {mixer}: {path}: {error}") from error
+    return value
 
 
 def every_other_sliding_window(mixer: str) -> tuple[str, ...]:

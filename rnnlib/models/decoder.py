@@ -113,7 +113,13 @@ class DecoderLM(nnx.Module):
         Args:
             config: its configuration.
             rngs: source of the initial weights.
+
+        Raises:
+            ValueError: where the configuration asks for float64 and JAX does not allow it.
         """
+        for name in ("dtype", "param_dtype"):
+            if getattr(config, name) == "float64" and not jax.config.jax_enable_x64:
+                raise ValueError(f"{name}='float64': expected jax_enable_x64 to be set, without which it is float32")
         self.config = config
         init = nnx.initializers.normal(config.initializer_std)
         shape = (config.vocabulary_size, config.width)

@@ -342,7 +342,7 @@ def test_sizes_that_do_not_come_out_are_named(options, width, heads, message):
         (lambda: mixer_preset("deltanet", **{"convolution.size": 0}), "size is 0, expected at least 1"),
         (lambda: build(decay=SoftplusDecay(rate=(2.0, 1.0))), r"rate is \(2.0, 1.0\), expected 0 <= low <= high"),
         (lambda: build(decay=SoftplusDecay(step=(0.0, 1.0))), r"step is \(0.0, 1.0\), expected 0 < low <= high"),
-        (lambda: build(decay=SoftplusDecay(rank=0)), "rank is 0, expected None or at least 1"),
+        (lambda: build(decay=SoftplusDecay(rank=0)), "rank is 0, expected None, at least 1, or 'value_size'"),
         (lambda: build(decay=FixedDecay(0.0)), "first_exponent is 0.0, expected above 0"),
         (lambda: build(gain=KaczmarzGain(eps=0.0)), "KaczmarzGain: eps is 0.0, expected above 0"),
         (lambda: build(gain=NLMSGain(eps=-1.0)), "NLMSGain: eps is -1.0, expected above 0"),

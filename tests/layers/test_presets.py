@@ -6,10 +6,12 @@ import functools
 import jax
 import numpy as np
 import pytest
+import yaml
 from flax import nnx
 
 from rnnlib.layers import (
     AttentionConfig,
+    ChannelGain,
     Initializer,
     RecurrentMixerConfig,
     SoftplusDecay,
@@ -19,6 +21,7 @@ from rnnlib.layers import (
     preset_details,
     register_preset,
 )
+from rnnlib.layers.part import from_plain, to_plain
 
 from .mamba3_reference import MAMBA3_LAYERS
 from .preconditioned_reference import PRECONDITIONED_LAYERS
@@ -146,7 +149,13 @@ def test_overrides_reach_fields_axes_and_short_names():
     assert mixer_preset("kda", **{"decay.rank": None}).decay == SoftplusDecay(channelwise=True, rate=(1.0, 16.0))
     assert mixer_preset("kda", negative_eigenvalues=True).gain.negative_eigenvalues
     assert mixer_preset("gated_deltanet2", negative_eigenvalues=True).gain.negative_eigenvalues
-    assert mixer_preset("kda", output_gate=False).readout.gate == "none"
+    gates = {True: "sigmoid", False: "none", "silu": "silu"}
+    assert {given: mixer_preset("kda", output_gate=given).readout.gate for given in gates} == gates
+    assert mixer_preset("deltanet", output_gate=True).readout.gate == "silu"  # it has none of its own
+    # An axis is set before what is in it, in whatever order they are named.
+    fields = {"decay.rank": 3, "negative_eigenvalues": True}
+    ranked = mixer_preset("kda", **fields, decay=SoftplusDecay(), gain=ChannelGain())
+    assert ranked.decay == SoftplusDecay(rank=3) and ranked.gain == ChannelGain(negative_eigenvalues=True)
     nested = mixer_preset("kda", **{"convolution.initializer.scale": 0.5})
     assert nested.convolution.initializer == Initializer("normal", 0.5)
     assert mixer_preset("sliding_window_attention", window=7) == AttentionConfig(window=7)
@@ -154,6 +163,7 @@ def test_overrides_reach_fields_axes_and_short_names():
         mixer_preset("kda").head_dim = 3
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
@@ -163,11 +173,21 @@ def test_overrides_reach_fields_axes_and_short_names():
         ("linear_attention", {"negative_eigenvalues": True}, "UnitGain has no field 'negative_eigenvalues'"),
         ("attention", {"gain": None}, "AttentionConfig has no field 'gain'"),
         ("linear_attention", {"convolution.size": 3}, "NoneType has no field 'size'"),
+        ("kda", {"gain": SoftplusDecay()}, r"gain is SoftplusDecay\(.*, expected GainConfig"),
+        ("kda", {"convolution": 4}, "convolution is 4, expected ConvolutionConfig or None"),
     ],
 )
 def test_bad_names_are_named(name, overrides, message):
     with pytest.raises(ValueError, match=message):
         mixer_preset(name, **overrides)
+
+
+def test_every_part_of_every_preset_has_a_plain_form():
+    for name in mixer_names():
+        for part in vars(preset_details(name).config).values():
+            plain = yaml.safe_load(yaml.safe_dump(to_plain(part)))
+            assert from_plain(plain) == part, (name, plain)
+    assert to_plain(mixer_preset("pkla").gain) == {"PreconditionedGain": {"gain": {"KaczmarzGain": {}}}}
 
 
 def test_a_new_preset_costs_a_function():

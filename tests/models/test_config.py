@@ -1,7 +1,9 @@
 import dataclasses
+import json
 
 import pytest
 
+from rnnlib.layers import ApplyToKey, SoftplusDecay
 from rnnlib.models import (
     ModelConfig,
     attention_at,
@@ -10,6 +12,7 @@ from rnnlib.models import (
     swiglu_width,
     two_global_attention_layers,
 )
+from rnnlib.models.mixers import mixer_config
 
 
 @pytest.mark.parametrize(("width", "expected"), [(1024, 2816), (1792, 4864), (2048, 5632), (2304, 6144), (64, 256)])
@@ -50,15 +53,21 @@ def test_config_is_hashable_and_round_trips_through_plain_values():
     config = ModelConfig(
         num_layers=4,
         mixers=("kda", "attention"),
-        mixer_overrides={"kda": {"readout.gate": "none"}, "*": {"convolution": None, "value_expansion": 2.0}},
+        mixer_overrides={
+            "kda": {"readout.gate": "none", "decay": SoftplusDecay(step=(0.01, 0.1))},
+            "*": {"convolution": None, "value_expansion": 2.0, "keys": {"ApplyToKey": {"bound": 1.2}}},
+        },
         window=16,
     )
-    assert ModelConfig.from_dict(config.to_dict()) == config
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert hash(ModelConfig.from_dict(config.to_dict())) == hash(config)
     assert dataclasses.replace(config) == config
+    assert mixer_config(config, "kda").keys == ApplyToKey(bound=1.2)
+    assert mixer_config(config, "kda").decay == SoftplusDecay(step=(0.01, 0.1))
     assert config.replace(window=8) != config
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -69,6 +78,12 @@ def test_config_is_hashable_and_round_trips_through_plain_values():
         ({"num_layers": 1, "mixers": ("kda", "attention")}, "2 entries"),
         ({"mixer_overrides": {"no_such_mixer": {}}}, "'no_such_mixer' is no mixer"),
         ({"mixer_overrides": {"kda": 3}}, "mixer_overrides="),
+        ({"mixer_overrides": {"kda": {"keys": {"rank": 3}}}}, "kda: keys: {'rank': 3}: expected a part and its fields"),
+        ({"mixer_overrides": {"kda": {"keys": {"ApplyToKey": {"x": 3}}}}}, "kda: keys: ApplyToKey has no field 'x'"),
+        ({"mixer_overrides": {"kda": {"keys": {3}}}}, "kda: keys: unhashable type"),
+        ({"norm_eps": None}, "norm_eps=None"),
+        ({"mlp_ratio": "4"}, "mlp_ratio='4'"),
+        ({"remat": "no"}, "remat='no': expected True or False"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"window": 0}, "window=0"),
         ({"mlp_ratio": -1.0}, "mlp_ratio=-1.0"),

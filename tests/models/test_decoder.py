@@ -155,6 +155,12 @@ def test_bad_shapes_are_named(unchecked_shapes):
         small_model().init_cache(0, 30)
 
 
+def test_float64_is_not_quietly_float32():
+    for field in ("dtype", "param_dtype"):
+        with pytest.raises(ValueError, match=f"{field}='float64': expected jax_enable_x64"):
+            DecoderLM(SMALL.replace(**{field: "float64"}), rngs=nnx.Rngs(0))
+
+
 def test_a_few_steps_learn_a_repeating_sequence():
     tokens = jnp.tile(jnp.arange(8), 4)[None]
     optimizer = optax.adamw(1e-2)

@@ -1,0 +1,61 @@
+"""What the parts of a mixer's configuration have in common: a form in plain values, for YAML and JSON."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PartConfig:
+    """Configuration of a part of a mixer: a choice on an axis, or something that such a choice has.
+
+    In plain values it is its class's name and the fields that are not at their defaults, such as
+    `{"ApplyToKey": {"bound": 2.0}}`. A class of your own can be written like this as soon as it is defined.
+    """
+
+
+def to_plain(value: Any) -> Any:
+    """A part as nested mappings; a tuple as a list; any other value as it is. `from_plain` reads it."""
+    if isinstance(value, PartConfig):
+        changed = {
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+            if getattr(value, field.name) != _default(field)
+        }
+        return {type(value).__name__: {name: to_plain(entry) for name, entry in changed.items()}}
+    return [to_plain(entry) for entry in value] if isinstance(value, tuple) else value
+
+
+def from_plain(value: Any) -> Any:
+    """What `to_plain` described: parts for mappings, tuples for lists.
+
+    Raises:
+        ValueError: a mapping is not of one part's name to its fields, or a field's value is invalid.
+    """
+    if isinstance(value, list | tuple):
+        return tuple(from_plain(entry) for entry in value)
+    if not isinstance(value, Mapping):
+        return value
+    parts = {part.__name__: part for part in _parts(PartConfig)}
+    name, fields = next(iter(value.items())) if len(value) == 1 else (None, None)
+    if name not in parts or not isinstance(fields, Mapping):
+        raise ValueError(
+            f"{value!r}: expected a part and its fields, {{name: {{field: value}}}}, one of {sorted(parts)}"
+        )
+    known = [field.name for field in dataclasses.fields(parts[name])]
+    for field in fields:
+        if field not in known:
+            raise ValueError(f"{name} has no field {field!r}, expected {known}")
+    return parts[name](**{field: from_plain(entry) for field, entry in fields.items()})
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _parts(part: type[PartConfig]) -> Iterator[type[PartConfig]]:
+    """Everything that can be made of a class and its subclasses."""
+    for subclass in part.__subclasses__():
+        if not getattr(subclass, "__abstractmethods__", None):
+            yield subclass
+        yield from _parts(subclass)
