@@ -11,10 +11,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from rnnlib import ops
-from rnnlib.layers.base import MixerConfig, MixerShape, exact_quotient
+from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, exact_quotient
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.rotary import Rotary, running_positions
+from rnnlib.ops.arguments import check_segment_ids, segment_index
+
+# Queries that attend to a cache at a time: bounds the memory that their scores take.
+BLOCK = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +146,15 @@ class Attention(nnx.Module):
             Output `[B, T, D]`, and the next cache (None where none was given).
 
         Raises:
-            ValueError: `x` is not as wide as the layer, or a call is longer than a full-attention cache.
+            ValueError: `x` is not as wide as the layer, the cache is of another batch, or a call is longer than a
+                full-attention cache.
         """
         if x.shape[-1] != self.shape.width:
             raise ValueError(f"Attention: x has shape {x.shape}, expected [B, T, D] with D = {self.shape.width}")
         batch, length = x.shape[:2]
+        check_segment_ids("Attention", segment_ids, batch, length)
+        if cache is not None:
+            check_cache("Attention", cache.key, batch)
         query, key, value = (
             projection(x).reshape(batch, length, -1, self.shape.key_size)
             for projection in (self.query, self.key, self.value)
@@ -179,9 +187,29 @@ class Attention(nnx.Module):
             )
         segment = jnp.broadcast_to(cache.current[:, None], (batch, length))
         if segment_ids is not None:
-            changes = (segment_ids[:, 1:] != segment_ids[:, :-1]).astype(jnp.int32)
-            segment = segment + jnp.pad(jnp.cumsum(changes, axis=1), ((0, 0), (1, 0)))
+            segment = segment + segment_index(segment_ids)
 
+        tokens = (query, key, value, segment)
+        if length <= BLOCK:
+            cache, out = self._extend_block(cache, tokens)
+            return out, cache
+        # A long call is read block by block, so that its memory is linear in T.
+        blocks = length // BLOCK
+
+        def cut(y: Array) -> Array:
+            return jnp.moveaxis(y[:, : blocks * BLOCK].reshape(batch, blocks, BLOCK, *y.shape[2:]), 1, 0)
+
+        cache, out = jax.lax.scan(self._extend_block, cache, tuple(map(cut, tokens)))
+        out = jnp.moveaxis(out, 0, 1).reshape(batch, blocks * BLOCK, *out.shape[3:])
+        if blocks * BLOCK < length:
+            cache, rest = self._extend_block(cache, tuple(y[:, blocks * BLOCK :] for y in tokens))
+            out = jnp.concatenate([out, rest], axis=1)
+        return out, cache
+
+    def _extend_block(self, cache: AttentionCache, tokens: tuple[Array, ...]) -> tuple[AttentionCache, Array]:
+        """The cache with the tokens in it, and what they attend to: the cache and each other."""
+        query, key, value, segment = tokens
+        length, capacity = key.shape[1], cache.key.shape[1]
         index = cache.length + jnp.arange(length, dtype=jnp.int32)
         # Where a call is longer than the ring, only its last tokens stay.
         kept = slice(max(0, length - capacity), None)
@@ -206,7 +234,7 @@ class Attention(nnx.Module):
         out = jax.nn.dot_product_attention(
             query, keys.astype(query.dtype), values.astype(query.dtype), mask=mask[:, None]
         )
-        return out, updated
+        return updated, out
 
     def _mask(
         self,

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -61,6 +62,13 @@ def exact_quotient(total: float | int, parts: int, what: str) -> int:
     if quotient < 1 or abs(quotient * parts - total) > 1e-6 * max(1.0, abs(total)):
         raise ValueError(f"{what}: {total:g} does not divide into {parts} heads of a whole size")
     return quotient
+
+
+def check_cache(mixer: str, cache: Any, batch: int) -> None:
+    """ValueError, naming `mixer`, unless every array of its cache is of `batch` sequences."""
+    for leaf in jax.tree.leaves(cache):
+        if leaf.shape[0] != batch:
+            raise ValueError(f"{mixer}: cache is of a batch of {leaf.shape[0]}, expected {batch} as in x")
 
 
 class LowRank(nnx.Module):

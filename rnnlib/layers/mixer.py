@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from rnnlib.layers.base import MixerConfig, MixerShape, exact_quotient
+from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, exact_quotient
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.decay import DecayConfig, NoDecay
 from rnnlib.layers.gain import GainConfig, SigmoidGain
@@ -315,7 +315,7 @@ class RecurrentMixer(nnx.Module):
             Output `[B, T, D]`, and the next cache (None where none was given).
 
         Raises:
-            ValueError: `x` is not as wide as the mixer.
+            ValueError: `x` is not as wide as the mixer, or the cache is of another batch.
         """
         signals, partial = self.signals(x, segment_ids=segment_ids, positions=positions, cache=cache)
         state = None if cache is None else cache.state
@@ -345,6 +345,7 @@ class RecurrentMixer(nnx.Module):
         """
         if x.shape[-1] != self.shape.width:
             raise ValueError(f"RecurrentMixer: x has shape {x.shape}, expected [B, T, D] with D = {self.shape.width}")
+        check_cache("RecurrentMixer", cache, x.shape[0])
         tails = (None, None, None) if cache is None else (cache.query_tail, cache.key_tail, cache.value_tail)
         query, query_tail = self.query(x, segment_ids=segment_ids, tail=tails[0])
         key, key_tail = self.key(x, segment_ids=segment_ids, tail=tails[1])

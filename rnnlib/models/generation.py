@@ -17,6 +17,10 @@ from rnnlib.models.decoder import DecoderCache, DecoderLM
 PROMPT_BUCKET = 64
 
 
+# Greedy but for exact ties; float32 has no reciprocal of much lower ones.
+_LOWEST_TEMPERATURE = 1e-30
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How the next token is drawn from the logits.
@@ -35,8 +39,8 @@ class Sampling:
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature!r}: expected 0 (greedy) or a positive number")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k!r}: expected at least 1, or None for all tokens")
+        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
+            raise ValueError(f"top_k={self.top_k!r}: expected an integer of at least 1, or None for all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p!r}: expected a probability in (0, 1], or None for all tokens")
 
@@ -68,7 +72,8 @@ def sample(logits: Float[Array, "B vocabulary"], keys: Any, sampling: Sampling) 
     """
     if sampling.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
+    # The likeliest token's is 0, so that no temperature makes it infinite.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / max(sampling.temperature, _LOWEST_TEMPERATURE)
     if sampling.top_k is None and sampling.top_p is None:
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
     # Draws by rank and not by a threshold on the logits, which would let ties through.
@@ -207,7 +212,7 @@ def pad_prompts(
         raise ValueError("prompt_tokens is empty: expected at least one prompt")
     for index, row in enumerate(rows):
         if row.ndim != 1 or row.size == 0:
-            raise ValueError(f"prompt_tokens[{index}] has shape {row.shape}: expected at least one token")
+            raise ValueError(f"prompt_tokens[{index}] has shape {row.shape}: expected a row of at least one token")
         if not np.issubdtype(row.dtype, np.integer):
             raise TypeError(f"prompt_tokens[{index}] has dtype {row.dtype}: expected integers")
         if row.min() < 0 or row.max() >= vocabulary_size:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.layers import AttentionConfig
+from rnnlib.layers import AttentionConfig, attention
 
 from .reference import linear, rms, rotate
 from .tiny import HEADS, WIDTH, compiled, inputs, parameters, randomize, relative_error
@@ -47,6 +47,31 @@ def test_any_cut_into_calls_gives_the_parallel_pass(window):
             start += length
         assert cache.key.shape[1] == (13 if window is None else min(window, 13))
         assert relative_error(np.concatenate(pieces, axis=1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_long_calls_are_read_in_blocks(window, monkeypatch):
+    """Documents restart wherever the blocks are cut; the last block is a part of one."""
+    module = build(window=window)
+    x, ids = inputs(2, 14), jnp.asarray([[0] * 5 + [1] * 9, [3] * 2 + [2] * 6 + [3] * 6])
+    expected, _ = compiled(module)(x, ids)
+    monkeypatch.setattr(attention, "BLOCK", 4)
+    first, cache = compiled(module)(x[:, :13], ids[:, :13], module.init_cache(2, 14))
+    last, _ = compiled(module)(x[:, 13:], None, cache)
+    assert relative_error(np.concatenate([first, last], axis=1), expected) < 1e-5
+
+
+def test_memory_of_a_long_prompt_is_linear_in_its_length():
+    module = build(window=8)
+    graph, state = nnx.split(module)
+
+    def extend(state, x):
+        return nnx.merge(graph, state)(x, cache=nnx.merge(graph, state).init_cache(1, x.shape[1]))
+
+    lengths = (attention.BLOCK, 16 * attention.BLOCK)
+    shapes = [jax.ShapeDtypeStruct((1, length, WIDTH), jnp.float32) for length in lengths]
+    sizes = [jax.jit(extend).lower(state, x).compile().memory_analysis().temp_size_in_bytes for x in shapes]
+    assert sizes[1] < 16 * sizes[0]
 
 
 def test_left_padding_does_not_show():
@@ -110,6 +135,8 @@ def test_cache_keeps_its_dtype_and_size():
         (lambda: build(rope_base=1.0)(inputs(1, 2)), "base is 1.0, expected above 1"),
         (lambda: build().init_cache(1, 0), "max_length is 0, expected at least 1"),
         (lambda: build()(jnp.zeros((1, 2, 3))), r"x has shape \(1, 2, 3\), expected \[B, T, D\] with D = 16"),
+        (lambda: build()(inputs(2, 2), cache=build().init_cache(1, 2)), "cache is of a batch of 1, expected 2 as in x"),
+        (lambda: build()(inputs(1, 2), segment_ids=jnp.zeros((1, 3), int)), "Attention: segment_ids has shape"),
         (lambda: _too_long(), "5 tokens in a call, expected at most the cache's max_length = 4"),
     ],
 )

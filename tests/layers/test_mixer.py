@@ -367,6 +367,7 @@ def test_sizes_that_do_not_come_out_are_named(options, width, heads, message):
         (lambda: build()(jnp.zeros((1, 2, 5))), r"x has shape \(1, 2, 5\), expected \[B, T, D\] with D = 16"),
         (lambda: build()(inputs(1, 2), segment_ids=jnp.zeros((1, 3), int)), "segment_ids has shape"),
         (lambda: build(chunk_size=48)(inputs(1, 2)), "chunk_size is 48"),
+        (lambda: build()(inputs(2, 2), cache=build().init_cache(1, 2)), "cache is of a batch of 1, expected 2 as in x"),
     ],
 )
 def test_bad_values_are_named(make, message):

@@ -108,6 +108,7 @@ def draws(sampling, number=4000):
         # Of the two likeliest, 4/7 alone reaches a half.
         (Sampling(top_k=2, top_p=0.5), [1, 0, 0, 0, 0]),
         (Sampling(temperature=0), [1, 0, 0, 0, 0]),
+        (Sampling(temperature=1e-45), [1, 0, 0, 0, 0]),
     ],
 )
 def test_frequencies_are_those_of_the_filtered_distribution(sampling, expected):
@@ -128,6 +129,7 @@ def test_padding_is_left_and_its_own_segment():
     assert segment_ids.tolist() == [[0, 0, 1, 1], [0, 0, 0, 1]]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -139,6 +141,7 @@ def test_padding_is_left_and_its_own_segment():
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": 0}, "top_k=0"),
+        ({"top_k": 1.5}, "top_k=1.5"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"end_token": 29}, "end_token=29"),
