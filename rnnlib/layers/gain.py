@@ -101,17 +101,21 @@ class SigmoidGate(Gain):
 
 
 class KeyEnergyGain(GainConfig):
-    """A gain that is a formula of a learned sigmoid gate and of the key's squared length."""
+    """A gain that is a formula of the key and of a learned gate, `sigmoid(W x)`."""
 
     @abc.abstractmethod
     def formula(self, key: Array, gate: Array) -> Array:
-        """The gain `[B, T, H]` of keys `[B, T, H, K]` and gates `[B, T, H]`."""
+        """The gain `[B, T, H]` of keys `[B, T, H, K]` and gates `[B, T, H]`, both float32."""
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "NormalizedGate":
+        """Builds the module."""
+        return NormalizedGate(self, shape, rngs=rngs)
 
 
 class NormalizedGate(SigmoidGate):
-    """A sigmoid gate, then a function of it and of the key's squared length."""
+    """A sigmoid gate, then a function of it and of the key."""
 
-    def __init__(self, config: "KeyEnergyGain", shape: MixerShape, *, bound: float = 1.0, rngs: nnx.Rngs):
+    def __init__(self, config: KeyEnergyGain, shape: MixerShape, *, bound: float = 1.0, rngs: nnx.Rngs):
         shape.expect_one_pair(type(config).__name__)
         super().__init__(shape, bound=bound, rngs=rngs)
         self.config = config
@@ -163,10 +167,6 @@ class LonghornGain(KeyEnergyGain):
     Liu et al., 2024 (arXiv 2407.14207).
     """
 
-    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> NormalizedGate:
-        """Builds the module."""
-        return NormalizedGate(self, shape, rngs=rngs)
-
     def formula(self, key: Array, gate: Array) -> Array:
         """`gate / (1 + gate key.key)`."""
         return ops.longhorn_gain(key, gate)
@@ -182,10 +182,6 @@ class EFLAGain(KeyEnergyGain):
 
     Lei et al., 2025 (arXiv 2512.12602).
     """
-
-    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> NormalizedGate:
-        """Builds the module."""
-        return NormalizedGate(self, shape, rngs=rngs)
 
     def formula(self, key: Array, gate: Array) -> Array:
         """`(1 - exp(-gate key.key)) / key.key`."""

@@ -158,7 +158,8 @@ print(json.dumps(results))
 
 
 def test_two_devices_train_as_one(process_environment):
-    environment = process_environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    flags = f"{process_environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    environment = process_environment | {"XLA_FLAGS": flags}
     process = subprocess.run(
         [sys.executable, "-c", TWO_DEVICES], env=environment, capture_output=True, text=True, timeout=300
     )
