@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -43,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; those of the process by default.
 
     Returns:
-        Exit code: 0 done, 1 failed while running, 2 wrong input (one line on standard error), 130 and 143 stopped by
-        Ctrl-C and SIGTERM.
+        Exit code: 0 done, 1 failed while running, 2 wrong input (one line on standard error), 129, 130 and 143 stopped
+        by SIGHUP, Ctrl-C and SIGTERM.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else None
@@ -57,8 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"rnnlib: error: there is no command {command!r}; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    # What a terminal or file cannot hold is shown as a question mark: it is no reason to fail after hours of training.
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
     try:
-        return importlib.import_module(COMMANDS[command][0]).run(arguments[1:])
+        code = importlib.import_module(COMMANDS[command][0]).run(arguments[1:])
+        sys.stdout.flush()
+        return code
     except CommandError as error:
         print(f"rnnlib {command}: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -13,6 +13,7 @@ from rnnlib.cli.arguments import parse, take_option
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.models import model_preset
 from rnnlib.training import (
+    CheckpointError,
     NonFiniteLossError,
     TrainConfig,
     Trainer,
@@ -44,7 +45,8 @@ class TrainArguments:
     config: Path | None = None
     """YAML file of settings (every run folder has one); flags override it."""
     preset: str | None = None
-    """Model size by name, e.g. tiny or 340m; flags override it. A wrong name lists all."""
+    """Model size by name, e.g. tiny or 340m, with the tokenizer's vocabulary; flags override it. A wrong name lists
+    all."""
     prompt: str = "def "
     """What the sample that is printed at the end continues; empty for no sample."""
 
@@ -59,7 +61,10 @@ def _starting_point(argv: Sequence[str]) -> TrainConfig:
     if path is not None:
         config = load_config(TrainConfig, path, default=config)
     preset = take_option(argv, "--preset")[0]
-    return config if preset is None else dataclasses.replace(config, model=model_preset(preset))
+    if preset is None:
+        return config
+    # The papers' vocabularies would be tens of thousands of rows that bytes never use.
+    return dataclasses.replace(config, model=model_preset(preset, vocabulary_size=config.model.vocabulary_size))
 
 
 def _mixer_overrides(text: str) -> Any:
@@ -98,6 +103,8 @@ def run(argv: Sequence[str]) -> int:
             check_new_folder(folder)
         print(f"reading data: {_data_description(arguments.train)}", flush=True)
         trainer = Trainer(arguments.train, tokenizer=tokenizer)
+        if arguments.run is None:
+            folder = next_run_folder(Path("runs"))  # again: a run that was started beside this one may have taken it
         trainer.open(folder, resume=arguments.resume)
     config = trainer.config
     print(
@@ -111,6 +118,9 @@ def run(argv: Sequence[str]) -> int:
         result = trainer.run()
     except NonFiniteLossError as error:
         raise CommandError(str(error), exit_code=1) from error
+    except (CheckpointError, OSError) as error:
+        hint = f"; continue with rnnlib train --run {folder} --resume" if folder.exists() else ""
+        raise CommandError(f"stopped at step {trainer.step}: {error}{hint}", exit_code=1) from error
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -1,8 +1,9 @@
 """Checkpoints through orbax: model, optimizer, counters and the position in the data, saved in the background."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rnnlib.training.step import TrainState
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing or does not fit the model."""
+    """A checkpoint that is missing, damaged, cannot be written or does not fit the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,13 +140,28 @@ class Checkpoints:
         written = {name: to_host(part) for name, part in _split(state).items()}
         text = json.dumps(dataclasses.asdict(progress)).encode()
         written["progress"] = {"json": np.frombuffer(text, np.uint8)}
-        self._saving = self._checkpointer.save_checkpointables_async(progress.step, written, force=True)
+        with self._named_error(f"checkpoint {self.path(progress.step)} cannot be written"):
+            self._saving = self._checkpointer.save_checkpointables_async(progress.step, written, force=True)
 
     def wait(self) -> None:
-        """Waits until nothing is being written; raises what went wrong in the background."""
+        """Waits until nothing is being written; raises CheckpointError if it could not be."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            saving.result()
+            with self._named_error(f"a checkpoint in {self.folder} could not be written"):
+                saving.result()
+
+    @contextlib.contextmanager
+    def _named_error(self, what: str, advice: str = "") -> Iterator[None]:
+        # Orbax and the file formats below it raise errors of many kinds, and their texts run over pages.
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split()).partition(" [tensorstore_spec")[0]
+            if len(reason) > 300:
+                reason = f"{reason[:150]} ... {reason[-150:]}"
+            raise CheckpointError(f"{what} ({reason}){advice}") from error
 
     def restore(self, state: TrainState) -> tuple[TrainState, Progress]:
         """Reads the latest checkpoint.
@@ -157,7 +173,7 @@ class Checkpoints:
             The saved state as NumPy arrays, and its progress.
 
         Raises:
-            CheckpointError: If there is none, or it is not of this model and optimizer.
+            CheckpointError: If there is none, it cannot be read, or it is not of this model and optimizer.
         """
         parts = _split(state)
         loaded = self._load(*parts, "progress")
@@ -174,8 +190,10 @@ class Checkpoints:
     def _load(self, *names: str) -> dict[str, Any]:
         if self.latest_step is None:
             raise CheckpointError(f"{self.folder} holds no checkpoint")
+        what = f"checkpoint {self.path(self.latest_step)} cannot be read"
         # None as template: everything that was saved, on this machine's terms; from_host compares it with the model.
-        return self._checkpointer.load_checkpointables(None, dict.fromkeys(names))
+        with self._named_error(what, "; if it is damaged, move that folder away and the checkpoint before it is taken"):
+            return self._checkpointer.load_checkpointables(None, dict.fromkeys(names))
 
     def path(self, step: int) -> Path:
         """Folder of a step's checkpoint."""
@@ -183,10 +201,12 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for a save under way and ends the background threads."""
-        try:
-            self.wait()
-        finally:
-            self._checkpointer.close()
+        # Orbax raises once more in closing what went wrong in saving.
+        with self._named_error(f"a checkpoint in {self.folder} could not be written"):
+            try:
+                self.wait()
+            finally:
+                self._checkpointer.close()
 
     def __enter__(self) -> "Checkpoints":
         return self

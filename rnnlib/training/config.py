@@ -34,7 +34,7 @@ class CheckpointConfig:
     """When checkpoints are saved, and how many are kept."""
 
     every: int = 300
-    """Training steps between checkpoints; one more follows the last step, and one a SIGTERM or Ctrl-C."""
+    """Training steps between checkpoints; one more follows the last step, and one a SIGTERM, SIGHUP or Ctrl-C."""
     keep: int = 2
     """How many of the latest checkpoints are kept."""
 
@@ -101,7 +101,7 @@ class TrainConfig:
     deterministic: bool = True
     """On a GPU, use only kernels that give the same bits every time, so that a resumed run repeats them."""
     devices: int | None = None
-    """Devices that share each batch; left out, all of this machine."""
+    """Devices that share each batch; left out, as many of this machine's as it splits evenly over."""
 
     def __post_init__(self):
         """Checks every value that can be checked without reading data."""

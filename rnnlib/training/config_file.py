@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import yaml
 
 
@@ -28,7 +29,8 @@ def to_plain(value: Any) -> Any:
         return [to_plain(entry) for entry in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return value
+    # A learning rate out of np.geomspace is a number to everyone but YAML.
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def from_plain[Config](cls: type[Config], plain: Any, *, default: Config | None = None, name: str = "") -> Config:

@@ -7,9 +7,7 @@ import dataclasses
 import os
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +25,7 @@ from rnnlib.training.loss import bits_per_byte
 from rnnlib.training.metrics import RunLog
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
 from rnnlib.training.picture import loss_picture
-from rnnlib.training.progress import ProgressReporter, StepReport
+from rnnlib.training.progress import ProgressReporter, Speed, StepReport
 from rnnlib.training.run import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -39,11 +37,13 @@ from rnnlib.training.run import (
     load_run_tokenizer,
     lock_run,
 )
+from rnnlib.training.signals import StopSignals
 from rnnlib.training.step import (
     BATCH_FIELDS,
     StepMetrics,
     TrainState,
     check_batch_size,
+    fitting_devices,
     init_train_state,
     make_evaluation_step,
     make_mesh,
@@ -70,7 +70,7 @@ class TrainResult:
         step: Steps done, saved in the latest checkpoint.
         tokens: Tokens trained on.
         evaluation: The last evaluation on held-out text; None when stopped before any in this call.
-        stopped_by: The signal that stopped training early; None when all steps are done.
+        stopped_by: The signal that stopped training early; None when all steps and the last evaluation are done.
         seconds: Time that this call took.
     """
 
@@ -80,54 +80,6 @@ class TrainResult:
     evaluation: Evaluation | None
     stopped_by: signal.Signals | None
     seconds: float
-
-
-class _StopSignals:
-    """While entered, SIGTERM and the first Ctrl-C only ask to stop; a second Ctrl-C interrupts at once."""
-
-    def __init__(self):
-        self.received: signal.Signals | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def _receive(self, number: int, frame: Any) -> None:
-        if self.received == signal.SIGINT == number:
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number)
-
-    def __enter__(self) -> "_StopSignals":
-        # Only the main thread may set handlers; elsewhere the caller decides what signals do.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *error) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-
-class _Speed:
-    """Tokens per second over the last steps, without the time that evaluation and saving take."""
-
-    def __init__(self, window: int = 20):
-        self._marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=window + 1)
-        self._paused = 0.0
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._paused += time.perf_counter() - start
-
-    def mark(self, tokens: int) -> tuple[float, float | None]:
-        """Notes that a step is done; returns tokens per second and seconds per step (NaN, None after the first)."""
-        self._marks.append((time.perf_counter() - self._paused, tokens))
-        (start, first), (end, last) = self._marks[0], self._marks[-1]
-        if end <= start:
-            return float("nan"), None
-        return (last - first) / (end - start), (end - start) / (len(self._marks) - 1)
 
 
 class Trainer:
@@ -159,7 +111,8 @@ class Trainer:
         vocabulary = max(config.model.vocabulary_size, self.tokenizer.vocabulary_size)
         model_config = dataclasses.replace(config.model, vocabulary_size=vocabulary)
         self.config = config = dataclasses.replace(config, model=model_config)
-        self._mesh = make_mesh(config.devices)
+        rows = config.data.batch_size // config.accumulation_steps
+        self._mesh = make_mesh(fitting_devices(rows) if config.devices is None else config.devices)
         check_batch_size(config.data.batch_size, config.accumulation_steps, self._mesh)
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         # Shapes alone: a model that does not fit its own sizes fails here, and in seconds.
@@ -189,16 +142,27 @@ class Trainer:
         return self._data
 
     @property
+    def step(self) -> int:
+        """Steps done, once open."""
+        return self._step
+
+    @property
     def num_parameters(self) -> int:
         """Trained numbers in the model."""
         return sum(leaf.size for leaf in jax.tree.leaves(self._template.parameters))
 
     @property
+    def _finished(self) -> bool:
+        return self._step == self.config.steps and self._log.has_validation(self._step)
+
+    @property
     def device_description(self) -> str:
         """What trains, for people."""
         device = jax.local_devices()[0]
-        count = 1 if self._mesh is None else self._mesh.size
-        return f"{count} x {device.device_kind}" if device.platform != "cpu" else "CPU"
+        if device.platform == "cpu":
+            return "CPU"
+        count, available = 1 if self._mesh is None else self._mesh.size, len(jax.local_devices())
+        return f"{count}{f' of {available}' if count < available else ''} x {device.device_kind}"
 
     def _new_model(self) -> DecoderLM:
         return DecoderLM(self.config.model, rngs=nnx.Rngs(self.config.seed))
@@ -286,6 +250,7 @@ class Trainer:
 
         Raises:
             NonFiniteLossError: If loss or gradient is not finite in more than `max_skipped_steps` steps.
+            CheckpointError, OSError: If nothing more can be written.
         """
         config = self.config
         if reporter is None:
@@ -293,8 +258,8 @@ class Trainer:
         start = time.perf_counter()
         self._evaluation: Evaluation | None = None
         self._pending: collections.deque[tuple[int, StepMetrics]] = collections.deque()
-        self._speed = _Speed()
-        with self._resources, _StopSignals() as self._signals, reporter:
+        self._speed = Speed()
+        with self._resources, StopSignals() as self._signals, reporter:
             self._reporter = reporter
             self._evaluate_if_due()
             while self._step < config.steps and not self._signals.received:
@@ -328,7 +293,7 @@ class Trainer:
             step=self._step,
             tokens=self._tokens,
             evaluation=self._evaluation,
-            stopped_by=self._signals.received if self._step < config.steps else None,
+            stopped_by=None if self._finished else self._signals.received,
             seconds=time.perf_counter() - start,
         )
 

@@ -44,6 +44,13 @@ def read_csv(path: str | os.PathLike) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in row.items()} for row in reader]
 
 
+def _step(path: Path, row: str) -> int:
+    try:
+        return int(row.partition(",")[0])
+    except ValueError:
+        raise ValueError(f"{path}: expected rows that begin with a step, got {row!r}") from None
+
+
 class CsvLog:
     """A CSV file with one row a step, in order, without gaps or repeats across resumes."""
 
@@ -56,14 +63,15 @@ class CsvLog:
             last_step: The last step to keep.
         """
         self._fields = tuple(fields)
-        kept = []
+        rows: list[str] = []
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             # The step is the first column, and a kill may have cut the last line short.
-            kept = [line for line in lines[1:] if line.endswith("\n") and int(line.split(",")[0]) <= last_step]
-        content = ",".join(self._fields) + "\n" + "".join(kept)
+            whole = [line for line in lines[1:] if line.endswith("\n") and line.strip()]
+            rows = [line for line in whole if _step(path, line) <= last_step]
+        content = ",".join(self._fields) + "\n" + "".join(rows)
         write_atomically(path, content.encode())
-        self.steps = {int(line.split(",")[0]) for line in kept}
+        self.steps = {_step(path, line) for line in rows}
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the log is)
 
     def write(self, row: Row) -> None:

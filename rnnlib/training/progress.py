@@ -1,9 +1,12 @@
 """Progress on the screen: a live bar on a terminal, a plain line now and then elsewhere."""
 
+import collections
+import contextlib
 import dataclasses
 import math
 import sys
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -40,8 +43,56 @@ def format_seconds(seconds: float | int | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+class Speed:
+    """Tokens per second over the last steps, without the time that evaluation and saving take."""
+
+    def __init__(self, window: int = 20):
+        self._marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=window + 1)
+        self._paused = 0.0
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leaves out the time that is spent within."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - start
+
+    def mark(self, tokens: int) -> tuple[float, float | None]:
+        """Notes that a step is done; returns tokens per second and seconds per step (NaN, None after the first)."""
+        self._marks.append((time.perf_counter() - self._paused, tokens))
+        (start, first), (end, last) = self._marks[0], self._marks[-1]
+        if end <= start:
+            return float("nan"), None
+        return (last - first) / (end - start), (end - start) / (len(self._marks) - 1)
+
+
+class _Screen:
+    """A text stream that drops what it cannot write any more."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class ProgressReporter:
-    """Shows training progress; used as a context manager around the loop."""
+    """Shows training progress; used as a context manager around the loop.
+
+    Where the stream takes no more (`| head`, a closed terminal) it shows nothing and training goes on: what counts is
+    in the run's files.
+    """
 
     def __init__(self, steps: int, *, plain_seconds: float | int = 10.0, stream: Any = None):
         """Prepares the display.
@@ -53,7 +104,7 @@ class ProgressReporter:
         """
         self._steps = steps
         self._plain_seconds = plain_seconds
-        self._stream = stream if stream is not None else sys.stdout
+        self._stream: Any = _Screen(stream if stream is not None else sys.stdout)
         self._last_line = -float("inf")
         self._bar: Any = None
         self._task: Any = None

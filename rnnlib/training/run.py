@@ -45,7 +45,7 @@ class RunError(ValueError):
 
 def next_run_folder(parent: Path) -> Path:
     """The first of `parent/001`, `parent/002`, ... after all that exist."""
-    numbers = [int(entry.name) for entry in parent.iterdir() if entry.name.isdigit()] if parent.is_dir() else []
+    numbers = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()] if parent.is_dir() else []
     return parent / f"{max(numbers, default=0) + 1:03}"
 
 

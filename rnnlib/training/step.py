@@ -105,6 +105,11 @@ def make_mesh(devices: int | None = None) -> Mesh | None:
     return jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=available[:count])
 
 
+def fitting_devices(rows: int) -> int:
+    """The largest number of this machine's devices that rows split evenly over."""
+    return max(count for count in range(1, len(jax.local_devices()) + 1) if rows % count == 0)
+
+
 def put_state(state: Any, mesh: Mesh | None) -> Any:
     """Puts a pytree of arrays on the device, or a copy on every device of the mesh."""
     target = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -129,8 +134,8 @@ def check_batch_size(batch_size: int, accumulation_steps: int, mesh: Mesh | None
     devices = 1 if mesh is None else mesh.size
     if batch_size % (accumulation_steps * devices):
         raise ValueError(
-            f"a batch of {batch_size} sequences does not split evenly into {accumulation_steps} accumulation step(s) "
-            f"on {devices} device(s)"
+            f"data.batch_size={batch_size} does not split evenly into accumulation_steps={accumulation_steps} parts "
+            f"on devices={devices}"
         )
 
 

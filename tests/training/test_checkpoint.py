@@ -1,3 +1,4 @@
+import errno
 import shutil
 
 import jax
@@ -76,6 +77,40 @@ def test_only_the_latest_are_kept_and_interrupted_saves_do_not_count(tmp_path):
         checkpoints.wait()
         assert checkpoints.latest_step == 4
     assert sorted(path.name for path in folder.iterdir()) == ["3", "4"]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(tmp_path):
+    _, state = new_state()
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(state, Progress(step, step, None))
+    for content in (tmp_path / "2" / "model").rglob("*"):
+        if content.is_file():
+            content.write_bytes(content.read_bytes()[:20])
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(
+            CheckpointError, match=r"checkpoint .*/2 cannot be read \(.*move that folder away"
+        ) as caught:
+            checkpoints.restore(state)
+        assert len(str(caught.value)) < 600
+    (tmp_path / "2").rename(tmp_path / "damaged")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(state)[1].step == 1
+
+
+def test_a_save_that_fails_is_one_error(tmp_path, monkeypatch):
+    class FullDisk:
+        def result(self):
+            raise OSError(errno.ENOSPC, "no space " + "left " * 300 + "on device")
+
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        monkeypatch.setattr(checkpoints._checkpointer, "save_checkpointables_async", lambda *_, **__: FullDisk())
+        checkpoints.save(new_state()[1], Progress(1, 1, None))
+        with pytest.raises(
+            CheckpointError, match=r"could not be written \(OSError: .*no space.* on device\)$"
+        ) as caught:
+            checkpoints.wait()
+    assert len(str(caught.value)) < 600
 
 
 def test_another_model_is_refused(tmp_path):

@@ -2,6 +2,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from rnnlib.models import ModelConfig
@@ -94,6 +95,13 @@ def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match=r"list.yaml: Outer: expected a mapping"):
         load_config(Outer, tmp_path / "list.yaml")
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    config = Outer(Inner(np.int64(4), np.geomspace(1e-4, 1e-2, 3)[1]), flag=np.bool_(True))
+    save_config(config, tmp_path / "config.yaml")
+    loaded = load_config(Outer, tmp_path / "config.yaml")
+    assert loaded == config and type(loaded.inner.rate) is float
 
 
 def test_to_plain_is_plain():

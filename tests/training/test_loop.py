@@ -130,6 +130,8 @@ TWO_DEVICES = """
 import dataclasses, json, sys
 import jax, numpy as np
 from flax import nnx
+from rnnlib.data import DataConfig
+from rnnlib.models import ModelConfig
 from rnnlib.training import *
 from tests.training.stand_in import VOCABULARY, TinyModel, random_batch
 
@@ -153,6 +155,16 @@ for mesh in (make_mesh(1), make_mesh(2)):
     losses.append([evaluation.loss, evaluation.tokens, evaluation.perplexity])
     results.append(losses)
 assert len(jax.tree.leaves(state.parameters)[0].sharding.device_set) == 2
+# Unless a number is asked for, an odd batch is no error on two devices.
+model = ModelConfig(width=8, num_layers=1, num_heads=1, mlp_width=8)
+odd = TrainConfig(model=model, data=DataConfig(batch_size=3, sequence_length=8))
+Trainer(odd, read_data=False)
+try:
+    Trainer(dataclasses.replace(odd, devices=2), read_data=False)
+except ValueError as error:
+    assert "data.batch_size=3 does not split evenly into accumulation_steps=1 parts on devices=2" in str(error)
+else:
+    raise AssertionError("three rows on two devices")
 print(json.dumps(results))
 """
 

@@ -1,5 +1,7 @@
+import errno
 import io
 import math
+import threading
 
 import pytest
 
@@ -33,6 +35,19 @@ def test_a_resumed_log_repeats_and_misses_no_step(tmp_path):
     rows = read_csv(tmp_path / "metrics.csv")
     assert [(row["step"], row["loss"]) for row in rows] == [(s, 0.5 if s <= 5 else 0.75) for s in range(1, 10)]
     assert [row["step"] for row in read_csv(tmp_path / "validation.csv")] == [3]
+
+
+def test_a_log_that_was_edited_by_hand(tmp_path):
+    log = RunLog(tmp_path, tensorboard=False)
+    log.train(train_row(1))
+    log.close()
+    path = tmp_path / "metrics.csv"
+    path.write_text(path.read_text() + "\n")
+    RunLog(tmp_path, last_step=1, tensorboard=False).close()
+    assert [row["step"] for row in read_csv(path)] == [1]
+    path.write_text(path.read_text() + "one,2\n")
+    with pytest.raises(ValueError, match=r"metrics.csv: expected rows that begin with a step, got 'one,2\\n'"):
+        RunLog(tmp_path, last_step=1, tensorboard=False)
 
 
 def test_numbers_are_kept_to_the_last_bit(tmp_path):
@@ -86,6 +101,29 @@ def test_plain_progress_is_a_line_now_and_then():
         "step 10/10  loss 2.000 nats/token  2.885 bits/byte  1,234 tokens/s  1:05 left",
         "step 10/10  validation: loss 2.000 nats/token  2.885 bits/byte  perplexity 7.39",
     ]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True], ids=["pipe", "terminal"])
+def test_a_reader_that_is_gone_does_not_end_training(monkeypatch, is_terminal):
+    monkeypatch.setenv("TERM", "xterm")
+    gone = threading.Event()
+
+    class Stream(io.StringIO):
+        def isatty(self):
+            return is_terminal
+
+        def write(self, text):
+            if gone.is_set():
+                raise OSError(errno.EIO if is_terminal else errno.EPIPE, "gone")
+            return super().write(text)
+
+    with ProgressReporter(10, plain_seconds=0, stream=(stream := Stream())) as reporter:
+        reporter.message("first")
+        gone.set()
+        for step in range(1, 11):
+            reporter.step(report(step))
+            reporter.message("nobody reads this")
+    assert "first" in stream.getvalue()
 
 
 def test_live_progress_shows_the_numbers(monkeypatch):

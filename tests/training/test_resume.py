@@ -155,7 +155,11 @@ def test_a_finished_run_can_be_extended(uninterrupted, run_config, tmp_path):
     folder = tmp_path / "run"
     # A schedule without an end in the program: runs of all lengths share what is compiled.
     short = dataclasses.replace(run_config, steps=30, optimizer=constant(run_config))
-    train(short, folder)
+    # Stopped in the last evaluation a run is not finished, though all its steps are done.
+    result = train(short, folder, reporter=SignalAt(30, 30, signal.SIGHUP, evaluating=True))
+    assert (result.step, result.stopped_by, result.evaluation) == (30, signal.SIGHUP, None)
+    result = train(short, folder, resume=True)
+    assert (result.step, result.stopped_by) == (30, None) and result.evaluation is not None
     assert train(short, folder, resume=True).step == 30  # nothing to do
     assert len(read_csv(folder / "metrics.csv")) == 30
     assert train(dataclasses.replace(short, steps=40), folder, resume=True).step == 40
