@@ -4,13 +4,13 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from rnnlib.cli.arguments import parse
 from rnnlib.cli.errors import CommandError, input_errors
-from rnnlib.data import DataConfig, SourceName, make_dataset
+from rnnlib.data import DataConfig, make_dataset
 from rnnlib.training import evaluate, load_run, spread_batches
 
 
@@ -26,7 +26,7 @@ class EvalArguments:
     """Rows a batch; left out, as in training."""
     sequence_length: int | None = None
     """Tokens a row; left out, as in training."""
-    source: SourceName = "text"
+    source: Literal["text", "jsonl", "parquet"] = "text"
     """What --paths are: "text" (a document a file), "jsonl" or "parquet"."""
     paths: tuple[str, ...] = ()
     """Files or glob patterns of other text to evaluate on, all of it."""
@@ -57,6 +57,8 @@ def run(argv: Sequence[str]) -> int:
     arguments = parse(EvalArguments, argv, command="eval")
     if arguments.batches is not None and arguments.batches < 1:
         raise CommandError(f"--batches must be at least 1, got {arguments.batches}")
+    if arguments.source != "text" and not arguments.paths:
+        raise CommandError(f"--source {arguments.source} needs --paths, the files to evaluate on")
     with input_errors():
         loaded = load_run(arguments.run)
         dataset = make_dataset(_data(arguments, loaded.config.data), split="validation", tokenizer=loaded.tokenizer)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -27,7 +27,9 @@ class TokenizerArguments:
     text_field: str = "text"
     """The field (JSON lines) or column (Parquet) that holds the text."""
     max_bytes: int | None = 16_000_000
-    """At most so many bytes of text are read; None reads everything."""
+    """At most so many bytes of text are read; None reads all that --paths are."""
+    split_by: Literal["document", "tail"] = "document"
+    """What stays unseen, as training holds it out: whole documents, or with "tail" the end of each."""
     overwrite: bool = False
     """Replace the file if it exists."""
 
@@ -45,6 +47,7 @@ def run(argv: Sequence[str]) -> int:
             paths=arguments.paths,
             text_field=arguments.text_field,
             max_train_bytes=arguments.max_bytes,
+            split_by=arguments.split_by,
         )
         # The validation documents stay unseen here as in training.
         tokenizer = train_tokenizer(

@@ -1,6 +1,7 @@
 """The command line: what works, and that what is wrong gives one line and exit code 2."""
 
 import dataclasses
+import io
 import itertools
 import json
 import re
@@ -98,6 +99,17 @@ def test_generate_is_seeded(trained, capsys):
     assert generate("--seed", "2") != first
 
 
+def test_a_prompt_that_is_not_text(trained, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff plus"), encoding="utf-8"))
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["generate", str(trained[0]), "--prompt", "-", "--max-new-tokens", "2"]) == 0
+    assert main(["generate", str(trained[0]), "--prompt", "\udcff minus", "--max-new-tokens", "2"]) == 0
+    out.seek(0)
+    lines = out.read().splitlines()
+    assert lines[0].startswith("? plus") and lines[-1].startswith("? minus")
+
+
 def test_resume_goes_on_with_the_runs_settings(trained, capsys):
     folder, _ = trained
     assert main(["train", "--run", str(folder), "--resume", "--prompt", ""]) == 0
@@ -152,6 +164,7 @@ def test_tokenizer(tmp_path, corpus, capsys):
         (["eval"], "Missing from rnnlib eval"),
         (["eval", "nosuch"], "run nosuch does not exist"),
         (["eval", "nosuch", "--batches", "0"], "--batches must be at least 1"),
+        (["eval", "nosuch", "--source", "jsonl"], "--source jsonl needs --paths"),
         (["generate", "."], "is not a run folder: it has no config.yaml"),
         (["generate", "nosuch", "--prompt", ""], "--prompt is empty"),
         (["tokenizer", "out.json", "--source", "nosuch"], "nosuch"),
@@ -215,9 +228,23 @@ assert not heavy, heavy
     assert all(re.search(rf"^  {name} +\w", process.stdout, re.MULTILINE) for name in COMMANDS)
 
 
+def test_a_preset_takes_the_tokenizers_vocabulary(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def stop(config, **options):
+        seen.append(config.model)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr("rnnlib.cli.train.Trainer", stop)
+    assert main(["train", "--preset", "340m"]) == 2
+    assert main(["train", "--preset", "340m", "--model.vocabulary-size", "1000"]) == 2
+    assert [(model.width, model.vocabulary_size) for model in seen] == [(1024, 257), (1024, 1000)]
+
+
 def test_run_folders_are_numbered(tmp_path):
     assert next_run_folder(tmp_path / "runs").name == "001"
-    for name in ("001", "007", "mine"):
+    for name in ("001", "007", "mine", "9²"):
         (tmp_path / "runs" / name).mkdir(parents=True)
     assert next_run_folder(tmp_path / "runs").name == "008"
 
