@@ -1,7 +1,9 @@
 """What every operator does with its arguments before the mathematics: checks, dtypes, choice of implementation."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -95,6 +97,18 @@ def segment_starts(segment_ids: Array) -> Array:
 def segment_index(segment_ids: Array) -> Array:
     """The number of changes of id before and at each token, `[B, T]`: tells apart documents that share an id."""
     return jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
+
+
+def vary_alike(arrays: Any) -> Any:
+    """The pytree `arrays`, each varying over the mesh axes that any of them varies over in `jax.shard_map`.
+
+    A scan's carry must begin as it goes on, and a custom gradient must vary as its argument does.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return arrays
+    # A sum varies over all the axes that its terms vary over.
+    nothing = sum(jnp.zeros_like(x, jnp.int8, ()) for x in jax.tree.leaves(arrays))
+    return jax.tree.map(lambda x: x + jnp.asarray(nothing, x.dtype), arrays)
 
 
 def choose_implementation(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts, vary_alike
 from rnnlib.ops.heads import merge_heads
 
 _SMALLEST_CHUNK = 16
@@ -296,6 +296,6 @@ def evaluate_rule(
     else:
         state = initial_state.astype(dtype).reshape(state_shape)
     starts = None if segment_ids is None else segment_starts(segment_ids)
-    out, final = evaluate_chunks(chunk_factors, matmul_precision(*inputs), inputs, starts, state)
+    out, final = evaluate_chunks(chunk_factors, matmul_precision(*inputs), *vary_alike((inputs, starts, state)))
     out = merge_heads(join_chunks(out, length)).astype(inputs.v.dtype)
     return out, final.reshape(batch, value_heads, key_size, value_size)

@@ -9,7 +9,7 @@ from jaxtyping import Float
 _BASE = 16
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def unit_lower_inverse(strict_lower: Float[Array, "*batch C C"]) -> Float[Array, "*batch C C"]:
     """`(I + L)^-1` for strictly lower triangular L, by forward substitution in blocks of 16 and then by halves.
 
@@ -36,14 +36,7 @@ def _inverse(lower: Array) -> Array:
     return jnp.concatenate([top, jnp.concatenate([below, second], axis=-1)], axis=-2)
 
 
-def _inverse_forward(lower: Array) -> tuple[Array, Array]:
-    inverse = _inverse(lower)
-    return inverse, inverse
-
-
-def _inverse_backward(inverse: Array, d_inverse: Array) -> tuple[Array]:
-    transposed = jnp.swapaxes(inverse, -1, -2)
-    return (-jnp.tril(transposed @ d_inverse @ transposed, -1),)
-
-
-unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+@unit_lower_inverse.defjvp
+def _inverse_tangent(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    inverse = unit_lower_inverse(*primals)
+    return inverse, -inverse @ jnp.tril(tangents[0], -1) @ inverse

@@ -1,6 +1,7 @@
 """Every implementation of the recurrent rules against their definition: the scan in float64."""
 
 import dataclasses
+import unittest
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from tests.ops.rules import (
     outputs_and_gradients,
     reference,
     relative_error,
+    weighted_loss,
 )
 
 PLAIN = Case(
@@ -152,16 +154,18 @@ def test_gates_reduce_to_each_other():
 
 @pytest.mark.parametrize("values", ["near one", "random"])
 def test_unit_lower_inverse(values, x64):
-    """Exact for equal keys, where the powers of L grow to thousands; its gradient is the inverse's."""
+    """Exact for equal keys, where the powers of L grow to thousands; its derivatives are the inverse's."""
     lower = np.ones((3, 64, 64)) if values == "near one" else np.random.default_rng(0).standard_normal((3, 64, 64)) / 8
     lower = np.tril(lower, -1)
     expected = np.linalg.inv(np.eye(64) + lower)
     tolerance = 1e-6 if values == "near one" else 1e-5
     assert relative_error(unit_lower_inverse(jnp.asarray(lower, jnp.float32)), expected) < tolerance
     weight = np.random.default_rng(1).standard_normal((3, 64, 64))
-    gradient = jax.grad(lambda x: jnp.sum(weight * unit_lower_inverse(x)))(jnp.asarray(lower))
-    exact = jax.grad(lambda x: jnp.sum(weight * jnp.linalg.inv(jnp.eye(64) + jnp.tril(x, -1))))(jnp.asarray(lower))
-    assert relative_error(gradient, exact) < 1e-9
+    _, pullback = jax.vjp(unit_lower_inverse, jnp.asarray(lower))
+    (gradient,) = pullback(weight)
+    assert relative_error(gradient, np.tril(-expected.mT @ weight @ expected.mT, -1)) < 1e-9
+    _, tangent = jax.jvp(unit_lower_inverse, (jnp.asarray(lower),), (jnp.asarray(weight),))
+    assert relative_error(tangent, -expected @ np.tril(weight, -1) @ expected) < 1e-9
 
 
 def test_backward_keeps_boundary_states_only():
@@ -191,23 +195,56 @@ def test_transformations():
 
 
 def test_shard_map_over_batch_and_heads():
-    """Each shard computes its own batch entries and heads, forward and backward."""
+    """Each shard computes its own batch entries and heads, forward and backward; what varies over them is tracked."""
     mesh = jax.make_mesh((1, 1), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    arguments = PLAIN.arguments(jnp.float32, delta=True)
-    state = arguments.pop("initial_state")
+    arguments = dataclasses.replace(PLAIN, shape=(1, 20, 2, 4, 8, 8)).arguments(jnp.float32, delta=True)
     spec = jax.sharding.PartitionSpec("batch", None, "heads")
     state_spec = jax.sharding.PartitionSpec("batch", "heads")
+    in_specs = {name: spec for name in arguments} | {"initial_state": jax.sharding.PartitionSpec()}  # one for all
 
-    def rule(arguments, state):
-        return ops.gated_delta_rule(**arguments, initial_state=state, implementation="chunked")
+    def rule(arguments):
+        return ops.gated_delta_rule(**arguments, implementation="chunked")
 
-    sharded = jax.shard_map(
-        rule, mesh=mesh, in_specs=({name: spec for name in arguments}, state_spec), out_specs=(spec, state_spec),
-        check_vma=False,
-    )  # fmt: skip
-    gradient = jax.jit(jax.grad(lambda a: jnp.sum(sharded(a, state)[0] ** 2)))(arguments)
-    alone = jax.jit(jax.grad(lambda a: jnp.sum(rule(a, state)[0] ** 2)))(arguments)
-    assert max(relative_error(gradient[name], alone[name]) for name in alone) < 1e-6
+    sharded = jax.shard_map(rule, mesh=mesh, in_specs=(in_specs,), out_specs=(spec, state_spec))
+    found, alone = (jax.jit(jax.grad(lambda a: weighted_loss(*f(a))))(arguments) for f in (sharded, rule))
+    assert max(relative_error(found[name], alone[name]) for name in alone) < 1e-6
+
+
+@pytest.mark.parametrize("operator", ["gated_delta_rule", "ridge_solve", "diagonal_preconditioner", "exact", "dplr"])
+@pytest.mark.parametrize("implementation", ["scan", "chunked"])
+def test_states_vary_as_tokens_do(operator, implementation):
+    """Each operator can be traced in `jax.shard_map` as it is by default, from no state at all."""
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((1, 20, 1, 4), jnp.float32)
+    options = {"implementation": implementation}
+    run = {
+        "gated_delta_rule": lambda x: ops.gated_delta_rule(x, x, x, **options),
+        "ridge_solve": lambda x: ops.ridge_solve(x, x, iterations=2, **options),
+        "diagonal_preconditioner": lambda x: ops.diagonal_preconditioner(x, **options),
+        "exact": lambda x: ops.exact_preconditioner(x, x),
+        "dplr": lambda x: ops.dplr(x, x, x, a=x, b=x, **options),
+    }[operator]
+    everywhere = jax.sharding.PartitionSpec("batch")
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere)
+    jax.eval_shape(jax.grad(lambda x: sum(jnp.sum(y) for y in sharded(x))), x)
+
+
+def test_calls_outside_of_jit_are_compiled_once():
+    """A loop that is written in Python does not compile at each step."""
+    arguments = dataclasses.replace(PLAIN, shape=(1, 20, 1, 1, 4, 4)).arguments(jnp.float32, delta=True)
+    with jax.log_compiles(), unittest.TestCase().assertLogs("jax", "WARNING") as first:
+        ops.gated_delta_rule(**arguments, implementation="chunked")
+    assert any("Compiling" in line for line in first.output)
+    with jax.log_compiles(), unittest.TestCase().assertNoLogs("jax", "WARNING"):
+        ops.gated_delta_rule(**arguments, implementation="chunked")
+
+
+def test_gradients_are_differentiable_forwards():
+    """As a Hessian times a vector is formed; `test_unit_lower_inverse` has the numbers of what is not jax's own."""
+    arguments = PLAIN.arguments(jnp.float32, delta=True)
+    gradient = jax.grad(lambda a: weighted_loss(*ops.gated_delta_rule(**a, implementation="chunked")))
+    _, product = jax.eval_shape(lambda a: jax.jvp(gradient, (a,), (a,)), arguments)
+    assert {name: x.shape for name, x in product.items()} == {name: x.shape for name, x in arguments.items()}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The diagonal Gram recurrence in chunks: XLA, any device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -12,6 +14,7 @@ from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
 _CHUNK_SIZE = 64
 
 
+@functools.partial(jax.jit, inline=True)
 def diagonal_gram_chunked(
     inputs: DiagonalGramInputs, initial_state: Array | None, segment_ids: Array | None
 ) -> tuple[Array, Array]:

@@ -1,13 +1,16 @@
 """The diagonal Gram recurrence token by token: the definition that every other implementation is held to."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, segment_starts, vary_alike
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs, with_channels
 
 
+@functools.partial(jax.jit, inline=True)
 def diagonal_gram_scan(
     inputs: DiagonalGramInputs, initial_state: Array | None, segment_ids: Array | None
 ) -> tuple[Array, Array]:
@@ -35,5 +38,5 @@ def diagonal_gram_scan(
         return state, state
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs.increments(dtype), decay, starts))
-    final, states = jax.lax.scan(step, state, tokens)
+    final, states = jax.lax.scan(step, *vary_alike((state, tokens)))
     return jnp.moveaxis(states, 0, 1), final

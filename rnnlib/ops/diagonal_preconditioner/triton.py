@@ -1,8 +1,10 @@
 """The diagonal Gram and its readouts on NVIDIA GPUs: the kernels of `pallas_kernels.triton`."""
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -19,6 +21,7 @@ def triton_gram_unsupported(*arrays: Array | None) -> str | None:
     return kernels.gram_unsupported(*arrays)
 
 
+@functools.partial(jax.jit, static_argnames=("readout", "dtype", "with_key"), inline=True)
 def diagonal_gram_triton(
     inputs: DiagonalGramInputs,
     x: Array | None,

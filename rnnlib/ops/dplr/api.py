@@ -59,8 +59,8 @@ def dplr(
             `initial_state`.
         scale: factor on the output; None is `K ** -0.5`.
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` implementation.
-        implementation: `"scan"` (token by token: the definition), `"chunked"` (XLA, any device), or None for the
-            fastest that supports the case.
+        implementation: `"scan"` (token by token: the definition, and the one that `jax.jvp` goes through), `"chunked"`
+            (XLA, any device; its gradient is differentiable again), or None for the fastest that supports the case.
 
     Returns:
         The output in `v`'s dtype, and the final state (of the last segment) in float32, or float64 for float64 inputs.

@@ -77,6 +77,7 @@ def _join(first: Array, second: Array, *, axis: int) -> Array:
     return jnp.concatenate([first, second], axis=axis)
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "chunk_size"), inline=True)
 def dplr_chunked(
     inputs: DPLRInputs,
     initial_state: Array | None,

@@ -1,12 +1,15 @@
 """The full inverse Gram token by token."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, segment_starts, vary_alike
 
 
+@functools.partial(jax.jit, inline=True)
 def exact_preconditioner_scan(
     q: Array,
     k: Array,
@@ -50,5 +53,5 @@ def exact_preconditioner_scan(
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q.astype(dtype), k.astype(dtype), gain, starts))
     with jax.default_matmul_precision("highest"):
-        final, (queries, keys) = jax.lax.scan(step, inverse, tokens)
+        final, (queries, keys) = jax.lax.scan(step, *vary_alike((inverse, tokens)))
     return jnp.moveaxis(queries, 0, 1), jnp.moveaxis(keys, 0, 1), final

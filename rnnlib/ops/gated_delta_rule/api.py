@@ -66,8 +66,9 @@ def gated_delta_rule(
             `initial_state`.
         scale: factor on the output; None is `K ** -0.5`.
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
-        implementation: `"scan"` (token by token: the definition), `"chunked"` (XLA, any device), `"triton"` (Pallas
-            kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves tests), or None for the fastest that
+        implementation: `"scan"` (token by token: the definition, and the one that `jax.jvp` goes through), `"chunked"`
+            (XLA, any device; its gradient is differentiable again), `"triton"` (Pallas kernels on NVIDIA GPUs, with one
+            derivative, backwards; on a CPU they are interpreted, which serves tests), or None for the fastest that
             supports the case.
 
     Returns:

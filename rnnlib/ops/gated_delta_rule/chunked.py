@@ -60,6 +60,7 @@ def delta_rule_factors(inputs: DeltaRuleInputs, starts: Array | None, *, scale: 
     )
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "chunk_size"), inline=True)
 def gated_delta_rule_chunked(
     inputs: DeltaRuleInputs,
     initial_state: Array | None,

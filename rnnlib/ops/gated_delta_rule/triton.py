@@ -1,5 +1,8 @@
 """The gated delta rule on NVIDIA GPUs: the kernels of `pallas_kernels.triton`."""
 
+import functools
+
+import jax
 from jax import Array
 
 from rnnlib.ops.gated_delta_rule.inputs import DeltaRuleInputs
@@ -17,12 +20,30 @@ def gated_delta_rule_triton(
     """Evaluates the gated delta rule by kernels; arguments and results as `gated_delta_rule_scan`.
 
     Args:
-        inputs: token-wise arguments.
+        inputs: token-wise arguments. Kernels load a gate that is both `erase` and `write` once.
         initial_state: None (zero) or `[B, HV, K, V]`.
         segment_ids: None or `[B, T]`.
         scale: factor on the output.
         chunk_size: tokens in a chunk.
     """
+    shares_gate = inputs.write is not None and inputs.write is inputs.erase
+    if shares_gate:
+        inputs = inputs._replace(write=None)  # jit would make two arguments of it
+    return _run(inputs, initial_state, segment_ids, shares_gate=shares_gate, scale=scale, chunk_size=chunk_size)
+
+
+@functools.partial(jax.jit, static_argnames=("shares_gate", "scale", "chunk_size"), inline=True)
+def _run(
+    inputs: DeltaRuleInputs,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    *,
+    shares_gate: bool,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Array, Array]:
+    if shares_gate:
+        inputs = inputs._replace(write=inputs.erase)
     return triton_kernels().gated_delta_rule(
         **inputs._asdict(),
         initial_state=initial_state,

@@ -41,6 +41,7 @@ def linear_attention_factors(
     return chunk.ChunkFactors(read=q_bar, scores=scores, correction=None, update=z, write=k_tail, decay=total)
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "chunk_size"), inline=True)
 def linear_attention_chunked(
     inputs: LinearAttentionInputs,
     initial_state: Array | None,

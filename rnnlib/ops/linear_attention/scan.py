@@ -1,14 +1,17 @@
 """Linear attention token by token: the definition that every other implementation is held to."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, segment_starts, vary_alike
 from rnnlib.ops.heads import merge_heads
 from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
 
 
+@functools.partial(jax.jit, static_argnames=("scale",), inline=True)
 def linear_attention_scan(
     inputs: LinearAttentionInputs, initial_state: Array | None, segment_ids: Array | None, *, scale: float
 ) -> tuple[Array, Array]:
@@ -30,6 +33,7 @@ def linear_attention_scan(
     starts = None if segment_ids is None else jnp.moveaxis(segment_starts(segment_ids), 1, 0)
     state_shape = (batch, heads, value_heads // heads, key_size, value_size)
     state = jnp.zeros(state_shape, dtype) if initial_state is None else initial_state.astype(dtype).reshape(state_shape)
+    state, tokens, starts = vary_alike((state, tokens, starts))
 
     def step(state: Array, token: tuple[LinearAttentionInputs, Array | None]) -> tuple[Array, Array]:
         t, start = token

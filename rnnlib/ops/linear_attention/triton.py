@@ -1,11 +1,15 @@
 """Linear attention on NVIDIA GPUs: the kernels of `pallas_kernels.triton`."""
 
+import functools
+
+import jax
 from jax import Array
 
 from rnnlib.ops.kernels import triton_kernels
 from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "chunk_size"), inline=True)
 def linear_attention_triton(
     inputs: LinearAttentionInputs,
     initial_state: Array | None,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops import chunk
-from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts, vary_alike
 from rnnlib.ops.ridge_solve import gram as grams
 from rnnlib.ops.ridge_solve import solvers
 from rnnlib.ops.ridge_solve.inputs import (
@@ -137,6 +137,7 @@ def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
 _with_backward.defvjp(_forward, _backward)
 
 
+@functools.partial(jax.jit, static_argnames=("options", "chunk_size"), inline=True)
 def ridge_solve_chunked(
     inputs: RidgeInputs,
     initial_gram: Array | None,
@@ -177,5 +178,5 @@ def ridge_solve_chunked(
     ridge = inputs.ridge.astype(dtype)[:, None, :]
     chunks = Chunks(split(inputs.q.astype(dtype)), split(inputs.k.astype(dtype)), ridge, log_decay, initial)
     evaluate = _unrolled if options.solver.differentiation == "unrolled" else _with_backward
-    x, final = evaluate(options, matmul_precision(*inputs), chunks)
+    x, final = evaluate(options, matmul_precision(*inputs), vary_alike(chunks))
     return chunk.join_chunks(x[:, :, :, None], length)[:, :, :, 0].astype(inputs.q.dtype), final

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, segment_starts, vary_alike
 from rnnlib.ops.ridge_solve.inputs import (
     RidgeInputs,
     SolveOptions,
@@ -63,6 +63,7 @@ def _solve_backward(solver, iterations, saved, d_x):
 _solve_implicit.defvjp(_solve_forward, _solve_backward)
 
 
+@functools.partial(jax.jit, static_argnames=("options",), inline=True)
 def ridge_solve_scan(
     inputs: RidgeInputs,
     initial_gram: Array | None,
@@ -109,6 +110,8 @@ def ridge_solve_scan(
         diagonal = effective_ridge(ridge, norm, adaptive)
         return gram, solve(solver, iterations, gram, solvable(q, norm, adaptive), diagonal, norm)
 
+    tokens = (by_token(inputs.q), by_token(inputs.k), log_decays, starts)
+    gram, tokens, ridge = vary_alike((gram, tokens, ridge))
     with jax.default_matmul_precision("highest"):
-        gram, x = jax.lax.scan(step, gram, (by_token(inputs.q), by_token(inputs.k), log_decays, starts))
+        gram, x = jax.lax.scan(step, gram, tokens)
     return jnp.moveaxis(x, 0, 1).astype(inputs.q.dtype), gram

@@ -1,5 +1,8 @@
 """The ridge solve on NVIDIA GPUs: the kernels of `pallas_kernels.triton`."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -33,6 +36,7 @@ def ridge_triton_unsupported(inputs: RidgeInputs, options: SolveOptions, chunk_s
     )
 
 
+@functools.partial(jax.jit, static_argnames=("options", "chunk_size"), inline=True)
 def ridge_solve_triton(
     inputs: RidgeInputs,
     initial_gram: Array | None,

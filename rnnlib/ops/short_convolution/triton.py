@@ -1,5 +1,8 @@
 """The short convolution on NVIDIA GPUs: the kernels of `pallas_kernels.triton`."""
 
+import functools
+
+import jax
 from jax import Array
 
 from rnnlib.ops.kernels import triton_kernels
@@ -15,6 +18,7 @@ def triton_convolution_unsupported(inputs: ConvolutionInputs, finish: Finish) ->
     return kernels.convolution_unsupported(*inputs[:4], activation=finish.activation, norm_size=finish.norm_size)
 
 
+@functools.partial(jax.jit, static_argnames=("finish",), inline=True)
 def short_convolution_triton(inputs: ConvolutionInputs, finish: Finish) -> Array:
     """Evaluates the convolution by kernels; arguments and result as `short_convolution_taps`."""
     return triton_kernels().short_convolution(
