@@ -25,6 +25,8 @@ def input_errors() -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:
+        raise  # nobody reads the output any more (`--help | head`): no fault of the input
     except OSError as error:
         named = f"{error.filename}: " if error.filename is not None else ""
         raise CommandError(f"{named}{error.strerror or error}") from error

@@ -45,8 +45,7 @@ class TrainArguments:
     config: Path | None = None
     """YAML file of settings (every run folder has one); flags override it."""
     preset: str | None = None
-    """Model size by name, e.g. tiny or 340m, with the tokenizer's vocabulary; flags override it. A wrong name lists
-    all."""
+    """Model size by name, e.g. 340m (a wrong one lists all), with the tokenizer's vocabulary; flags override it."""
     prompt: str = "def "
     """What the sample that is printed at the end continues; empty for no sample."""
 

@@ -19,7 +19,7 @@ from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
 from rnnlib.models import DecoderLM
 from rnnlib.training.checkpoint import Checkpoints, Progress
 from rnnlib.training.config import TrainConfig
-from rnnlib.training.config_file import save_config
+from rnnlib.training.config_file import from_plain, save_config, to_plain
 from rnnlib.training.evaluation import Evaluation, evaluate_with, evaluation_view, spread_batches
 from rnnlib.training.loss import bits_per_byte
 from rnnlib.training.metrics import RunLog
@@ -107,6 +107,8 @@ class Trainer:
         Raises:
             ValueError: If a path, size or name in the config is wrong; the message names it.
         """
+        # As the run folder will hold it: a value of the wrong type is an error before there is one.
+        config = from_plain(TrainConfig, to_plain(config))
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.data.tokenizer)
         vocabulary = max(config.model.vocabulary_size, self.tokenizer.vocabulary_size)
         model_config = dataclasses.replace(config.model, vocabulary_size=vocabulary)

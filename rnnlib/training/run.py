@@ -32,11 +32,13 @@ _MAY_CHANGE = (
     "checkpoint",
     "logging",
     "steps",
+    "max_skipped_steps",
     "accumulation_steps",
     "deterministic",
     "devices",
 )
 _MAY_CHANGE_DATA = ("num_workers", "prefetch", "cache_folder")
+_MAY_CHANGE_MODEL = ("remat", "remat_keeps", "scan_layers")
 
 
 class RunError(ValueError):
@@ -131,10 +133,9 @@ def check_continues(config: TrainConfig, saved: TrainConfig) -> None:
             raise RunError(f"{name} is {new!r} but {old!r} in the run to continue: it cannot change in a run")
 
     def fixed(config: TrainConfig) -> dict[str, Any]:
-        plain = {
-            key: value for key, value in to_plain(config).items() if key not in (*_MAY_CHANGE, "max_skipped_steps")
-        }
+        plain = {key: value for key, value in to_plain(config).items() if key not in _MAY_CHANGE}
         plain["data"] = {key: value for key, value in plain["data"].items() if key not in _MAY_CHANGE_DATA}
+        plain["model"] = {key: value for key, value in plain["model"].items() if key not in _MAY_CHANGE_MODEL}
         return plain
 
     compare(fixed(config), fixed(saved), "")

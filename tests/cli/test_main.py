@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -213,6 +214,19 @@ def test_help_explains_every_option(command, capsys, monkeypatch):
         for section, config in sections.items():
             for field in dataclasses.fields(config):
                 assert f"--{section}.{field.name.replace('_', '-')}" in shown
+
+
+def test_help_that_nobody_reads(monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+        def fileno(self):
+            return spare.fileno()
+
+    with open(os.devnull, "w") as spare:
+        monkeypatch.setattr(sys, "stdout", Gone())
+        assert main(["train", "--help"]) == 0
 
 
 def test_help_is_quick_and_heavy_imports_wait():

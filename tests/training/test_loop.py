@@ -10,6 +10,7 @@ import pytest
 
 from rnnlib.data import make_dataset, train_tokenizer
 from rnnlib.training import (
+    ConfigError,
     NonFiniteLossError,
     Trainer,
     evaluate,
@@ -119,6 +120,12 @@ def test_vocabulary_is_at_least_the_tokenizers(tiny_config):
     assert Trainer(tiny_config).config.model.vocabulary_size == 257
     padded = replace(tiny_config, "model", vocabulary_size=320)
     assert Trainer(padded).config.model.vocabulary_size == 320
+
+
+def test_a_number_of_the_wrong_type_is_refused_before_there_is_a_folder(tmp_path, tiny_config, unchecked_shapes):
+    with pytest.raises(ConfigError, match=r"^steps: expected an integer, got 10000.0$"):
+        train(dataclasses.replace(tiny_config, steps=1e4), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_more_devices_than_there_are_is_refused(tiny_config):

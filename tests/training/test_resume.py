@@ -20,6 +20,7 @@ from rnnlib.training import (
     save_config,
     train,
 )
+from rnnlib.training.run import check_continues
 
 pytestmark = pytest.mark.usefixtures("compilation_cache")
 
@@ -198,6 +199,11 @@ def test_folders_that_do_not_fit_are_refused_and_left_alone(uninterrupted, tmp_p
     with pytest.raises(ValueError, match="3 heads"):
         train(bad, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_what_saves_memory_may_change_in_a_run(run_config):
+    model = dataclasses.replace(run_config.model, remat=True, scan_layers=True)
+    check_continues(dataclasses.replace(run_config, model=model, accumulation_steps=2), run_config)
 
 
 def constant(config):
