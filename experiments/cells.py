@@ -7,9 +7,9 @@ from rnnlib.data.tasks import MQAR
 
 
 def recall_cell(sequence_length: int, num_pairs: int, width: int, steps: int = 1000) -> Cell:
-    """MQAR with a vocabulary of 256 and as many pairs as fit: many more pairs than a head has key channels.
+    """MQAR with a vocabulary of 256 and as many pairs as fit: with 2 heads, `width / 2` key channels each.
 
-    The papers' vocabulary of 8192 takes most of the training to learn the tokens: see the MQAR study's first cell.
+    The papers' vocabulary of 8192 takes most of the training to learn the tokens: see the MQAR study's last cell.
     """
     return Cell(
         f"MQAR T={sequence_length}, {num_pairs} pairs, width {width}",

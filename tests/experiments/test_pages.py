@@ -1,11 +1,25 @@
-"""The tables in the studies' pages are those of the results in the repository."""
+"""The tables in the studies' pages are those of the results in the repository, and so are numbers in their text."""
+
+import json
+import pathlib
+import re
 
 import pytest
 
 from experiments.__main__ import STUDIES
-from experiments.sweep.command import SweepOptions, folders, load_study
+from experiments.sweep.command import EXPERIMENTS, SweepOptions, folders, load_study
 from experiments.sweep.report import marks, table
 from experiments.sweep.study import SETTINGS
+
+CLAIMS = (EXPERIMENTS / "README.md").read_text()
+MEAN_AND_SPREAD = r"\d+\.\d ± \d+\.\d"
+BITS_PER_BYTE = r"(?<![\d.])[0-2]\.\d{3}(?![\d%M])"
+
+
+def parts(page: str) -> tuple[str, str]:
+    """What the report wrote into a page, and the rest."""
+    written = r"<!-- \w+ setting: written by the report.*?<!-- end of the \w+ setting -->"
+    return "\n".join(re.findall(written, page, re.DOTALL)), re.sub(written, "", page, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -21,3 +35,22 @@ def test_a_page_shows_what_the_results_say(name):
             assert f"figures/{setting}.png" in page and (folder / "figures" / f"{setting}.png").exists()
             shown += 1
     assert shown
+
+
+def test_means_and_spreads_in_the_text_are_in_a_table():
+    """Of some study: pages compare with each other's mixers."""
+    pages = [parts((EXPERIMENTS / name / "README.md").read_text()) for name in STUDIES]
+    measured = {number for written, _ in pages for number in re.findall(MEAN_AND_SPREAD, written)}
+    told = {number for text in (CLAIMS, *(text for _, text in pages)) for number in re.findall(MEAN_AND_SPREAD, text)}
+    assert len(told) > 50 and not told - measured
+
+
+def test_bits_per_byte_in_the_text_are_those_of_some_run():
+    folder: pathlib.Path = EXPERIMENTS / "language_modelling"
+    measured = set()
+    for path in folder.glob("results/*/*--*.json"):
+        run = json.loads(path.read_text())
+        measured |= {f"{entry['bits_per_byte']:.3f}" for entry in (run["validation"], *run["test"].values())}
+    claims = "\n".join(line for line in CLAIMS.splitlines() if "language_modelling" in line or "Perplexity" in line)
+    told = set(re.findall(BITS_PER_BYTE, parts((folder / "README.md").read_text())[1] + claims))
+    assert len(told) > 40 and not told - measured
