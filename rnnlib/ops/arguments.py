@@ -1,6 +1,8 @@
 """What every operator does with its arguments before the mathematics: checks, dtypes, choice of implementation."""
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -38,17 +40,40 @@ def check_rank(operator: str, name: str, array: Array, rank: int, *, axes: str) 
         raise ValueError(f"{operator}: {name} has shape {array.shape}, expected {axes} with no empty axis")
 
 
-def check_floating(operator: str, **arrays: Array | None) -> None:
-    """Raises TypeError for an array that is not of a floating dtype; `None` is passed over."""
-    for name, array in arrays.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+def floating_arrays(operator: str, **arguments: Any) -> list[Any]:
+    """The arguments as jax arrays, in their order; `None` stays None.
+
+    Args:
+        operator: the public function's name, which begins the message.
+        **arguments: arrays of jax, or of NumPy (whose float64 becomes float32 unless 64-bit types are enabled).
+
+    Raises:
+        TypeError: an argument is no array, or not of a floating dtype; names it.
+    """
+    arrays: list[Array | None] = []
+    for name, argument in arguments.items():
+        if argument is None:
+            arrays.append(None)
+            continue
+        check_array(operator, name, argument)
+        array = argument if isinstance(argument, Array) else jnp.asarray(argument)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{operator}: {name} has dtype {array.dtype}, expected a floating dtype")
+        arrays.append(array)
+    return arrays
+
+
+def check_array(operator: str, name: str, argument: Any) -> None:
+    """Raises TypeError for what has no shape and dtype, such as a list or a number."""
+    if not hasattr(argument, "shape") or not hasattr(argument, "dtype"):
+        raise TypeError(f"{operator}: {name} is {reprlib.repr(argument)}, expected an array")
 
 
 def check_segment_ids(operator: str, segment_ids: Array | None, batch: int, length: int) -> None:
     """Raises unless `segment_ids` is None or an integer array `[B, T]`."""
     if segment_ids is None:
         return
+    check_array(operator, "segment_ids", segment_ids)
     check_shape(operator, "segment_ids", segment_ids, (batch, length), axes="[B, T]")
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise TypeError(f"{operator}: segment_ids has dtype {segment_ids.dtype}, expected an integer dtype")
@@ -69,13 +94,62 @@ def check_key_value_heads(operator: str, q: Array, k: Array, v: Array) -> None:
 
 def check_chunk_size(operator: str, chunk_size: int) -> None:
     """Raises ValueError unless the chunk size is a power of two from 16 to 256."""
-    if chunk_size not in (16, 32, 64, 128, 256):
+    if not isinstance(chunk_size, Integral) or chunk_size not in (16, 32, 64, 128, 256):
         raise ValueError(f"{operator}: chunk_size is {chunk_size}, expected 16, 32, 64, 128 or 256")
+
+
+def scaled_queries(operator: str, q: Array, scale: Any) -> tuple[Array, float]:
+    """Queries, and the factor on the output as a Python number: what the implementations are compiled for.
+
+    Args:
+        operator: the public function's name.
+        q: queries `[..., K]`.
+        scale: None (`K ** -0.5`), a number, or a traced one (learned, or an argument of `jax.jit`), which multiplies
+            the queries instead.
+
+    Raises:
+        TypeError: `scale` is no number.
+    """
+    if scale is None:
+        return q, q.shape[-1] ** -0.5
+    if isinstance(scale, jax.core.Tracer) and scale.shape == ():
+        return (scale * q).astype(q.dtype), 1.0
+    try:
+        return q, float(scale)
+    except (TypeError, ValueError):
+        raise TypeError(f"{operator}: scale is {reprlib.repr(scale)}, expected a number") from None
+
+
+def per_head(
+    operator: str, name: str, number: Any, heads: int, dtype: jnp.dtype, *, is_positive: bool = False
+) -> Array:
+    """A number, or an array of one or of one a head, as `[H]`.
+
+    Args:
+        operator: the public function's name.
+        name: the argument's name.
+        number: the argument.
+        heads: H.
+        dtype: of the result.
+        is_positive: whether a number must be above 0; an array is not looked into.
+
+    Raises:
+        ValueError: a number is not positive, or an array has another shape.
+        TypeError: it is neither, or not floating.
+    """
+    if isinstance(number, (int, float)):
+        if is_positive and not number > 0:
+            raise ValueError(f"{operator}: {name} is {number}, expected a positive number")
+        return jnp.full((heads,), number, dtype)
+    (array,) = floating_arrays(operator, **{name: number})
+    check_shape(operator, name, array, (), (heads,), axes="a number or [H]")
+    return jnp.broadcast_to(array.astype(dtype), (heads,))
 
 
 def accumulation_dtype(*arrays: Array | None) -> jnp.dtype:
     """Float64 where any argument is float64, float32 otherwise: the dtype of states and of all accumulation."""
-    is_double = any(array is not None and array.dtype == jnp.float64 for array in arrays)
+    # A Python number that became an argument of `jax.jit` is weakly of the widest type, and asks for nothing.
+    is_double = any(x is not None and x.dtype == jnp.float64 and not x.weak_type for x in arrays)
     return jnp.dtype(jnp.float64 if is_double else jnp.float32)
 
 

@@ -1,5 +1,8 @@
 """Softmax attention, full or over a sliding window: the baseline and the other half of hybrid models."""
 
+from numbers import Integral
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -7,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from pallas_kernels.platform import platform
-from rnnlib.ops.arguments import check_floating, check_rank, check_segment_ids, segment_index
+from rnnlib.ops.arguments import check_rank, check_segment_ids, floating_arrays, segment_index
 
 _NAME = "causal_attention"
 
@@ -44,7 +47,7 @@ def causal_attention(
         ValueError: a shape or `window` is none of those above.
         TypeError: an array is not floating, or `segment_ids` is not of integers.
     """
-    check_floating(_NAME, q=q, k=k, v=v)
+    q, k, v = floating_arrays(_NAME, q=q, k=k, v=v)
     check_rank(_NAME, "q", q, 4, axes="[B, T, H, K]")
     check_rank(_NAME, "k", k, 4, axes="[B, T, HK, K]")
     check_rank(_NAME, "v", v, 4, axes="[B, T, HK, V]")
@@ -54,8 +57,8 @@ def causal_attention(
         )
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"{_NAME}: v has shape {v.shape}, expected [B, T, HK] = {k.shape[:3]} as in k")
-    if window is not None and window < 1:
-        raise ValueError(f"{_NAME}: window is {window}, expected None or at least 1")
+    if window is not None and (not isinstance(window, Integral) or window < 1):
+        raise ValueError(f"{_NAME}: window is {window}, expected None or an integer of at least 1")
     if number < 0:
         raise ValueError(f"{_NAME}: number is {number}, expected 0 or more")
     batch, length = q.shape[:2]
@@ -71,22 +74,19 @@ def causal_attention(
 
 
 def _attention(q: Array, k: Array, v: Array, number: int, **options) -> Array:
-    # dot_product_attention wants one dtype throughout; values may be of another width than keys.
+    # dot_product_attention wants one dtype and one width throughout.
     dtype = jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype)
-    pad = [(0, 0)] * 3 + [(0, max(0, q.shape[-1] - v.shape[-1]))]
-    if v.shape[-1] > q.shape[-1]:
-        raise ValueError(f"{_NAME}: v has {v.shape[-1]} channels, expected at most the {q.shape[-1]} of q and k")
-    padded = jnp.pad(v.astype(dtype), pad)
-    options["implementation"] = _backend(q, dtype)
+    scale, size = q.shape[-1] ** -0.5, max(q.shape[-1], v.shape[-1])
     if number and dtype == jnp.bfloat16:
         # Another factor makes another call; powers of two change no digit.
         power = 2.0 ** (number % 64)
-        q, options["scale"] = q / power, power * q.shape[-1] ** -0.5
-    out = jax.nn.dot_product_attention(q.astype(dtype), k.astype(dtype), padded, **options)
+        q, scale = q / power, power * scale
+    padded = [jnp.pad(x.astype(dtype), [(0, 0)] * 3 + [(0, size - x.shape[-1])]) for x in (q, k, v)]
+    out = jax.nn.dot_product_attention(*padded, scale=scale, implementation=_backend(padded[0], dtype), **options)
     return out[..., : v.shape[-1]].astype(v.dtype)
 
 
-def _backend(q: Array, dtype: DTypeLike) -> str | None:
+def _backend(q: Array, dtype: DTypeLike) -> Literal["cudnn"] | None:
     """`"cudnn"` (flash attention, memory linear in T) where it serves the case, else None for XLA's own products."""
     half = dtype in (jnp.bfloat16, jnp.float16)
     fits = q.shape[1] % 64 == 0 and q.shape[3] % 8 == 0 and q.shape[3] <= 128

@@ -296,6 +296,9 @@ def evaluate_rule(
     else:
         state = initial_state.astype(dtype).reshape(state_shape)
     starts = None if segment_ids is None else segment_starts(segment_ids)
-    out, final = evaluate_chunks(chunk_factors, matmul_precision(*inputs), *vary_alike((inputs, starts, state)))
-    out = merge_heads(join_chunks(out, length)).astype(inputs.v.dtype)
+    precision, out_dtype = matmul_precision(*inputs), inputs.v.dtype
+    if dtype == jnp.float64:  # of the state alone, it may be
+        inputs = jax.tree.map(lambda x: x.astype(dtype), inputs)
+    out, final = evaluate_chunks(chunk_factors, precision, *vary_alike((inputs, starts, state)))
+    out = merge_heads(join_chunks(out, length)).astype(out_dtype)
     return out, final.reshape(batch, value_heads, key_size, value_size)

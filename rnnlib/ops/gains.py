@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from rnnlib.ops.arguments import accumulation_dtype, check_floating, check_rank, check_shape
+from rnnlib.ops.arguments import accumulation_dtype, check_rank, check_shape, floating_arrays
 
 
 def kaczmarz_gain(k: Float[Array, "B T H K"], eta: Float[Array, "B T H"], eps: float = 1e-6) -> Float[Array, "B T H"]:
@@ -71,7 +71,7 @@ def efla_gain(k: Float[Array, "B T H K"], beta: Float[Array, "B T H"]) -> Float[
 
 
 def _square_norm(operator: str, k: Array, name: str, gate: Array | None) -> tuple[Array, Array]:
-    check_floating(operator, k=k, **{name: gate if gate is not None else k})
+    k, gate = floating_arrays(operator, **{"k": k, name: gate})
     check_rank(operator, "k", k, 4, axes="[B, T, H, K]")
     dtype = accumulation_dtype(k, gate)
     if gate is None:

@@ -405,6 +405,8 @@ def test_bad_ridge_is_named(unchecked_shapes):
     k = jnp.ones((1, 3, 2, 4))
     with pytest.raises(ValueError, match="precondition_query: ridge is 0, expected a positive number"):
         ops.precondition_query(k, k, ridge=0)
+    with pytest.raises(ValueError, match=r"precondition_query: ridge has shape \(3,\), expected a number or \[H\]"):
+        ops.precondition_query(k, k, ridge=np.ones(3, np.float32))
     with pytest.raises(ValueError, match=r"sherman_morrison_key: ridge has shape \(3,\)"):
         ops.sherman_morrison_key(k, ridge=jnp.ones(3))
     with pytest.raises(ValueError, match="write_key_normalization: kind is 'unit'"):

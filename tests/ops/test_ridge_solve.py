@@ -242,7 +242,10 @@ def test_shard_map_over_batch_and_heads():
         ({"log_decay": jnp.ones((2, 37, 2, 8))}, ValueError, r"log_decay has shape .* expected \[B, T, H\]"),
         ({"initial_gram": jnp.ones((2, 2, 8))}, ValueError, r"initial_gram has shape .* = \(2, 2, 8, 8\)"),
         ({"segment_ids": jnp.zeros((2, 37))}, TypeError, "segment_ids has dtype float32, expected an integer"),
-        ({"iterations": 0}, ValueError, "iterations is 0, expected at least 1"),
+        ({"ridge": [0.1, 0.1]}, TypeError, r"ridge is \[0.1, 0.1\], expected an array"),
+        ({"iterations": 0}, ValueError, "iterations is 0, expected an integer of at least 1"),
+        ({"iterations": 3.0}, ValueError, "iterations is 3.0, expected an integer of at least 1"),
+        ({"solver": None}, TypeError, "solver is None, expected one of"),
         ({"chunk_size": 60}, ValueError, "chunk_size is 60, expected 16"),
         ({"solver": "jacobi"}, ValueError, "Solver: method is 'jacobi', expected one of"),
         ({"implementation": "triton", "chunk_size": 32}, NotImplementedError, "does not support chunk_size 32"),
@@ -262,6 +265,12 @@ def test_shard_map_over_batch_and_heads():
 def test_bad_arguments_are_named(change, error, message, unchecked_shapes):
     with pytest.raises(error, match=f"ridge_solve: .*{message}" if "Solver" not in message else message):
         ops.ridge_solve(**(GKA.arguments(jnp.float32) | change))
+
+
+def test_a_ridge_that_jit_makes_an_argument_does_not_widen_the_rest(x64):
+    x = jax.ShapeDtypeStruct((1, 3, 1, 4), jnp.float32)
+    solution, gram = jax.eval_shape(jax.jit(lambda x, ridge: ops.ridge_solve(x, x, ridge=ridge)), x, 0.02)
+    assert solution.dtype == gram.dtype == jnp.float32
 
 
 def test_bad_solvers_are_named(unchecked_shapes):

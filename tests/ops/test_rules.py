@@ -2,6 +2,7 @@
 
 import dataclasses
 import unittest
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -239,6 +240,36 @@ def test_calls_outside_of_jit_are_compiled_once():
         ops.gated_delta_rule(**arguments, implementation="chunked")
 
 
+def test_a_traced_scale_is_a_number():
+    """One that is learned, or an argument of jit, gives what a constant gives."""
+    arguments = dataclasses.replace(PLAIN, shape=(1, 3, 1, 1, 16, 16), decay=None).arguments(jnp.float32, delta=True)
+
+    def total(scale, implementation):
+        return jnp.sum(ops.gated_delta_rule(**arguments, scale=scale, implementation=implementation)[0])
+
+    gradient = jax.jit(jax.grad(total), static_argnums=1)
+    np.testing.assert_allclose(total(0.7, "scan"), 0.7 * gradient(0.7, "chunked"), rtol=1e-5)  # it is linear
+
+
+def test_numpy_arrays_are_arrays(unchecked_shapes):
+    """As `jnp.asarray` takes them: NumPy's default, float64, is float32 here."""
+    arguments = PLAIN.arguments(jnp.float32, delta=True)
+    expected = RULE(**arguments)
+    with warnings.catch_warnings(action="error"):
+        actual = ops.gated_delta_rule(**{name: np.asarray(x, np.float64) for name, x in arguments.items()})
+    assert [x.dtype for x in actual] == [np.float32, np.float32]
+    np.testing.assert_allclose(actual[0], expected[0], atol=1e-6)
+
+
+def test_a_state_in_float64_beside_inputs_in_float32(x64):
+    """`jnp.zeros` is float64 here: all is computed in it, and each gradient has its argument's dtype."""
+    arguments = dataclasses.replace(PLAIN, shape=(1, 3, 1, 1, 4, 4)).arguments(jnp.float32, delta=True)
+    arguments["initial_state"] = arguments["initial_state"].astype(jnp.float64)
+    results = jax.eval_shape(lambda a: outputs_and_gradients(ops.gated_delta_rule, a, None, "chunked", 64), arguments)
+    assert results["out"].dtype == jnp.float32 and results["state"].dtype == jnp.float64
+    assert all(results[f"d_{name}"].dtype == x.dtype for name, x in arguments.items())
+
+
 def test_gradients_are_differentiable_forwards():
     """As a Hessian times a vector is formed; `test_unit_lower_inverse` has the numbers of what is not jax's own."""
     arguments = PLAIN.arguments(jnp.float32, delta=True)
@@ -278,6 +309,14 @@ def test_bad_values_are_named(unchecked_shapes):
         ops.gated_delta_rule(**{**arguments, "q": jnp.ones(arguments["q"].shape, jnp.int32)})
     with pytest.raises(TypeError, match="segment_ids has dtype float32, expected an integer dtype"):
         ops.gated_delta_rule(**arguments, segment_ids=jnp.zeros((1, 150)))
+    with pytest.raises(TypeError, match=r"segment_ids is \[0, 0\], expected an array"):
+        ops.gated_delta_rule(**arguments, segment_ids=[0, 0])
+    with pytest.raises(TypeError, match=r"linear_attention: write is 0\.5, expected an array"):
+        ops.linear_attention(arguments["q"], arguments["k"], arguments["v"], write=0.5)
+    with pytest.raises(TypeError, match="scale is 'large', expected a number"):
+        ops.gated_delta_rule(**arguments, scale="large")
+    with pytest.raises(ValueError, match=r"chunk_size is .*Tracer.*, expected 16"):
+        jax.jit(ops.gated_delta_rule)(**arguments, chunk_size=64)
     with pytest.raises(ValueError, match=r"segment_ids has shape \(1, 3\), expected \[B, T\] = \(1, 150\)"):
         ops.linear_attention(arguments["q"], arguments["k"], arguments["v"], segment_ids=jnp.zeros((1, 3), jnp.int32))
     with pytest.raises(ValueError, match="no empty axis"):

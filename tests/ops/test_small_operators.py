@@ -117,11 +117,11 @@ def attend(q, k, v, window, ids):
     return out
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 7, 50])
+@pytest.mark.parametrize("window, value_size", [(None, 6), (1, 6), (3, 11), (7, 6), (50, 11)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_causal_attention(window, packed):
+def test_causal_attention(window, value_size, packed):
     q, k = RNG.standard_normal((2, 23, 4, 8)), RNG.standard_normal((2, 23, 2, 8))
-    v = RNG.standard_normal((2, 23, 2, 6))
+    v = RNG.standard_normal((2, 23, 2, value_size))
     ids = np.cumsum(RNG.uniform(size=(2, 23)) < 0.2, axis=1) if packed else None
     out = ops.causal_attention(
         *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
@@ -143,12 +143,14 @@ def test_bad_arguments_are_named(unchecked_shapes):
         ops.short_convolution(x, jnp.ones((4, 3)), activation="relu")
     with pytest.raises(NotImplementedError, match="no 'scan' implementation"):
         ops.short_convolution(x, jnp.ones((4, 3)), implementation="scan")
-    with pytest.raises(ValueError, match="window is 0, expected None or at least 1"):
+    with pytest.raises(ValueError, match="window is 0, expected None or an integer of at least 1"):
         ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), window=0)
     with pytest.raises(ValueError, match="HK divides H"):
         ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 3, 8)), jnp.ones((1, 4, 3, 8)))
     with pytest.raises(ValueError, match="number is -1"):
         ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), number=-1)
+    with pytest.raises(TypeError, match=r"eta is 1\.0, expected an array"):
+        ops.kaczmarz_gain(jnp.ones((1, 2, 1, 4)), 1.0)
     with pytest.raises(ValueError, match=r"eta has shape \(1, 2\), expected \[B, T, H\] = \(1, 2, 1\)"):
         ops.kaczmarz_gain(jnp.ones((1, 2, 1, 4)), jnp.ones((1, 2)))
 

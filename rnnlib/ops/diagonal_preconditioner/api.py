@@ -7,9 +7,9 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from rnnlib.ops.arguments import accumulation_dtype, check_floating, check_rank, check_shape
+from rnnlib.ops.arguments import check_rank, check_shape, floating_arrays
 from rnnlib.ops.diagonal_preconditioner.evaluate import evaluate
-from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
+from rnnlib.ops.diagonal_preconditioner.inputs import gram_inputs
 from rnnlib.ops.diagonal_preconditioner.readouts import Gram, Preconditioner
 from rnnlib.ops.diagonal_preconditioner.squash import Interval, Squash, check_squash
 
@@ -49,7 +49,7 @@ def diagonal_gram(
         TypeError: an array is not floating, or `segment_ids` is not of integers.
         NotImplementedError: the implementation named does not support the case.
     """
-    inputs = DiagonalGramInputs(k, log_decay, gain)
+    inputs = gram_inputs("diagonal_gram", k, log_decay, gain)
     options: dict[str, Any] = {
         "initial_state": initial_state,
         "segment_ids": segment_ids,
@@ -107,14 +107,14 @@ def diagonal_preconditioner(
     """
     name = "diagonal_preconditioner"
     check_squash(name, bound, eps, interval, squash)
-    inputs = DiagonalGramInputs(k, log_decay, gain)
+    inputs = gram_inputs(name, k, log_decay, gain)
     options: dict[str, Any] = {
         "initial_state": initial_state,
         "segment_ids": segment_ids,
         "implementation": implementation,
     }
     readout = Preconditioner(bound, eps, interval, squash, times_row=False)
-    return evaluate(name, readout, inputs, parameter=per_head(name, "center", center, k), **options)[:2]
+    return evaluate(name, readout, inputs, parameter=inputs.per_head(name, "center", center), **options)[:2]
 
 
 def precondition_key(
@@ -166,13 +166,13 @@ def precondition_key(
     """
     name = "precondition_key"
     check_squash(name, bound, eps, interval, squash)
-    check_floating(name, k=k)
+    k, gram_key = floating_arrays(name, k=k, gram_key=gram_key)
     check_rank(name, "k", k, 4, axes="[B, T, H, K]")
     if gram_key is not None:
         check_shape(name, "gram_key", gram_key, k.shape, axes="the shape of k, [B, T, H, K]")
     if write_key_dtype is not None and not jnp.issubdtype(write_key_dtype, jnp.floating):
         raise TypeError(f"{name}: write_key_dtype is {write_key_dtype}, expected a floating dtype")
-    inputs = DiagonalGramInputs(k if gram_key is None else gram_key, log_decay, gain)
+    inputs = gram_inputs(name, k if gram_key is None else gram_key, log_decay, gain)
     options: dict[str, Any] = {
         "initial_state": initial_state,
         "segment_ids": segment_ids,
@@ -183,20 +183,10 @@ def precondition_key(
         Preconditioner(bound, eps, interval, squash, times_row=True),
         inputs,
         x=None if gram_key is None else k,
-        parameter=per_head(name, "center", center, k),
+        parameter=inputs.per_head(name, "center", center),
         like=k,
         dtype=write_key_dtype,
         with_key=gram_key is None,
         **options,
     )
     return (key if gram_key is None else k), write_key, final
-
-
-def per_head(operator: str, name: str, number: float | Array, k: Array) -> Array:
-    """A number, or one a head, as `[H]`."""
-    check_rank(operator, "k", k, 4, axes="[B, T, H, K]")
-    heads = k.shape[2]
-    if isinstance(number, Array):
-        check_floating(operator, **{name: number})
-        check_shape(operator, name, number, (), (heads,), axes="a number or [H]")
-    return jnp.broadcast_to(jnp.asarray(number, accumulation_dtype(k)), (heads,))

@@ -1,4 +1,4 @@
-"""Checks that the operators of the diagonal Gram share, choice of implementation, and its evaluation."""
+"""The diagonal Gram and a readout of it: checks of what the operators share, choice of implementation."""
 
 from typing import Any
 
@@ -6,12 +6,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops.arguments import (
-    check_floating,
-    check_rank,
     check_segment_ids,
     check_shape,
     choose_implementation,
     default_preference,
+    floating_arrays,
     segment_starts,
 )
 from rnnlib.ops.diagonal_preconditioner.chunked import diagonal_gram_chunked
@@ -41,7 +40,7 @@ def evaluate(
     Args:
         operator: the public function's name, which error messages begin with.
         readout: of `rnnlib.ops.diagonal_preconditioner.readouts`.
-        inputs: token-wise arguments of the recurrence.
+        inputs: token-wise arguments of the recurrence, checked (`gram_inputs`).
         x: what the readout takes beside A, `[B, T, H, K]`; None is `inputs.k`.
         parameter: a number a head that the readout takes, `[H]`, or None.
         like: gives the dtype that the readout may be rounded to; None is that of accumulation.
@@ -55,12 +54,8 @@ def evaluate(
         The readout `[B, T, H, K]`, A after the last token `[B, H, K]`, and `inputs.k`.
     """
     k, log_decay, gain = inputs
-    check_floating(operator, k=k, log_decay=log_decay, gain=gain, initial_state=initial_state)
-    check_rank(operator, "k", k, 4, axes="[B, T, H, K]")
+    (initial_state,) = floating_arrays(operator, initial_state=initial_state)
     batch, length, heads, channels = k.shape
-    for name, gate in (("log_decay", log_decay), ("gain", gain)):
-        if gate is not None:
-            check_shape(operator, name, gate, k.shape[:3], k.shape, axes="[B, T, H] or [B, T, H, K]")
     if initial_state is not None:
         check_shape(operator, "initial_state", initial_state, (batch, heads, channels), axes="[B, H, K]")
     check_segment_ids(operator, segment_ids, batch, length)

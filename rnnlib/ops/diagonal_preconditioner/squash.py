@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from rnnlib.ops.arguments import floating_arrays, per_head
+
 Interval = Literal["symmetric", "amplify", "dampen"]
 Squash = Literal["rational", "tanh"]
 
@@ -46,10 +48,18 @@ def squash_to_interval(
 
     Returns:
         B, in A's dtype.
+
+    Raises:
+        ValueError: a shape, `bound`, `eps`, `interval` or `squash` is none of those above.
+        TypeError: an array is not floating.
     """
-    check_squash("squash_to_interval", bound, eps, interval, squash)
-    center = jnp.asarray(center, gram.dtype)
-    return preconditioner_of(gram, center if center.ndim == 0 else center[:, None], bound, eps, interval, squash)
+    name = "squash_to_interval"
+    check_squash(name, bound, eps, interval, squash)
+    (gram,) = floating_arrays(name, gram=gram)
+    if gram.ndim < 2:
+        raise ValueError(f"{name}: gram has shape {gram.shape}, expected [..., H, K]")
+    centers = per_head(name, "center", center, gram.shape[-2], gram.dtype)
+    return preconditioner_of(gram, centers[:, None], bound, eps, interval, squash)
 
 
 def preconditioner_of(gram: Array, center: Array, bound: float, eps: float, interval: str, squash: str) -> Array:

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from rnnlib.ops.arguments import accumulation_dtype, check_floating, check_rank, check_shape
-from rnnlib.ops.diagonal_preconditioner.api import per_head
+from rnnlib.ops.arguments import accumulation_dtype, check_rank, check_shape, floating_arrays
 from rnnlib.ops.diagonal_preconditioner.evaluate import evaluate
-from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
+from rnnlib.ops.diagonal_preconditioner.inputs import gram_inputs
 from rnnlib.ops.diagonal_preconditioner.readouts import PreconditionedQuery, ShermanMorrisonKey
 
 Normalization = Literal["projection", "implicit", "decayed_implicit"]
@@ -48,16 +47,15 @@ def precondition_query(
         TypeError: an array is not floating, or `segment_ids` is not of integers.
     """
     name = "precondition_query"
-    check_floating(name, q=q)
-    check_floating(name, k=k)
-    check_shape(name, "q", q, k.shape, axes="the shape of k, [B, T, H, K]")
-    inputs = DiagonalGramInputs(k, log_decay, gain)
+    (q,) = floating_arrays(name, q=q)
+    inputs = gram_inputs(name, k, log_decay, gain)
+    check_shape(name, "q", q, inputs.k.shape, axes="the shape of k, [B, T, H, K]")
     options: dict[str, Any] = {
         "initial_state": initial_state,
         "segment_ids": segment_ids,
         "implementation": implementation,
     }
-    ridges = _ridge(name, ridge, k)
+    ridges = inputs.per_head(name, "ridge", ridge, is_positive=True)
     return evaluate(name, PreconditionedQuery(), inputs, x=q, parameter=ridges, like=q, **options)[:2]
 
 
@@ -95,14 +93,14 @@ def sherman_morrison_key(
         TypeError: an array is not floating, or `segment_ids` is not of integers.
     """
     name = "sherman_morrison_key"
-    check_floating(name, k=k)
-    inputs = DiagonalGramInputs(k, log_decay, gain)
+    inputs = gram_inputs(name, k, log_decay, gain)
     options: dict[str, Any] = {
         "initial_state": initial_state,
         "segment_ids": segment_ids,
         "implementation": implementation,
     }
-    return evaluate(name, ShermanMorrisonKey(), inputs, parameter=_ridge(name, ridge, k), like=k, **options)[:2]
+    ridges = inputs.per_head(name, "ridge", ridge, is_positive=True)
+    return evaluate(name, ShermanMorrisonKey(), inputs, parameter=ridges, like=inputs.k, **options)[:2]
 
 
 def write_key_normalization(
@@ -140,7 +138,7 @@ def write_key_normalization(
         TypeError: an array is not floating.
     """
     name = "write_key_normalization"
-    check_floating(name, k=k, write_key=write_key, gain=gain, log_decay=log_decay)
+    k, write_key, gain, log_decay = floating_arrays(name, k=k, write_key=write_key, gain=gain, log_decay=log_decay)
     check_rank(name, "k", k, 4, axes="[B, T, H, K]")
     check_shape(name, "write_key", write_key, k.shape, axes="the shape of k, [B, T, H, K]")
     for argument, gate in (("gain", gain), ("log_decay", log_decay)):
@@ -156,9 +154,3 @@ def write_key_normalization(
         return 1 / (1 + m)
     alpha = jnp.ones_like(m) if log_decay is None else jnp.exp(log_decay.astype(dtype))
     return 1 / (alpha + (m if gain is None else gain.astype(dtype) * m) + eps)
-
-
-def _ridge(operator: str, ridge: float | Array, k: Array) -> Array:
-    if not isinstance(ridge, Array) and not ridge > 0:
-        raise ValueError(f"{operator}: ridge is {ridge}, expected a positive number")
-    return per_head(operator, "ridge", ridge, k)

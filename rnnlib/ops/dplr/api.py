@@ -7,12 +7,13 @@ from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import (
     check_chunk_size,
-    check_floating,
     check_rank,
     check_segment_ids,
     check_shape,
     choose_implementation,
     default_preference,
+    floating_arrays,
+    scaled_queries,
 )
 from rnnlib.ops.dplr.chunked import dplr_chunked
 from rnnlib.ops.dplr.inputs import DPLRInputs
@@ -31,7 +32,7 @@ def dplr(
     log_decay: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
     initial_state: Float[Array, "B HV K V"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     chunk_size: int = 64,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
@@ -57,7 +58,7 @@ def dplr(
         initial_state: the state before the first token; None is zero.
         segment_ids: documents packed into a row: the state restarts where the id changes. The first token continues
             `initial_state`.
-        scale: factor on the output; None is `K ** -0.5`.
+        scale: factor on the output; None is `K ** -0.5`. A traced one multiplies the queries, in their dtype.
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` implementation.
         implementation: `"scan"` (token by token: the definition, and the one that `jax.jvp` goes through), `"chunked"`
             (XLA, any device; its gradient is differentiable again), or None for the fastest that supports the case.
@@ -67,10 +68,12 @@ def dplr(
 
     Raises:
         ValueError: a shape, `chunk_size` or `implementation` is none of those above.
-        TypeError: an array is not floating, or `segment_ids` is not of integers.
+        TypeError: an argument is no array or not floating, or `segment_ids` is not of integers.
         NotImplementedError: the implementation named does not exist for this operator.
     """
-    check_floating(_NAME, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay, initial_state=initial_state)
+    q, k, v, a, b, log_decay, initial_state = floating_arrays(
+        _NAME, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay, initial_state=initial_state
+    )
     check_rank(_NAME, "q", q, 4, axes="[B, T, H, K]")
     check_rank(_NAME, "v", v, 4, axes="[B, T, HV, V]")
     batch, length, heads, key_size = q.shape
@@ -91,7 +94,7 @@ def dplr(
         check_shape(_NAME, "initial_state", initial_state, state_shape, axes="[B, HV, K, V]")
     check_segment_ids(_NAME, segment_ids, batch, length)
     check_chunk_size(_NAME, chunk_size)
-    scale = key_size**-0.5 if scale is None else scale
+    q, scale = scaled_queries(_NAME, q, scale)
 
     implementations = {
         "scan": functools.partial(dplr_scan, scale=scale),

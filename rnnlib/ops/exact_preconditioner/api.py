@@ -1,15 +1,16 @@
 """The exact preconditioner: checks and documentation."""
 
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import (
-    check_floating,
+    accumulation_dtype,
     check_rank,
     check_segment_ids,
     check_shape,
     choose_implementation,
+    floating_arrays,
+    per_head,
 )
 from rnnlib.ops.exact_preconditioner.scan import exact_preconditioner_scan
 
@@ -54,7 +55,7 @@ def exact_preconditioner(
         TypeError: an array is not floating, or `segment_ids` is not of integers.
         NotImplementedError: `implementation` is `"chunked"` or `"triton"`.
     """
-    check_floating(_NAME, q=q, k=k, gain=gain, initial_inverse=initial_inverse)
+    q, k, gain, initial_inverse = floating_arrays(_NAME, q=q, k=k, gain=gain, initial_inverse=initial_inverse)
     check_rank(_NAME, "k", k, 4, axes="[B, T, H, K]")
     check_shape(_NAME, "q", q, k.shape, axes="the shape of k, [B, T, H, K]")
     batch, length, heads, channels = k.shape
@@ -63,12 +64,7 @@ def exact_preconditioner(
     if initial_inverse is not None:
         shape = (batch, heads, channels, channels)
         check_shape(_NAME, "initial_inverse", initial_inverse, shape, axes="[B, H, K, K]")
-    if isinstance(ridge, Array):
-        check_floating(_NAME, ridge=ridge)
-        check_shape(_NAME, "ridge", ridge, (), (heads,), axes="a number or [H]")
-    elif not ridge > 0:
-        raise ValueError(f"{_NAME}: ridge is {ridge}, expected a positive number")
+    ridges = per_head(_NAME, "ridge", ridge, heads, accumulation_dtype(k), is_positive=True)
     check_segment_ids(_NAME, segment_ids, batch, length)
     choose_implementation(_NAME, implementation, {"scan": lambda: None}, ("scan",))
-    ridge = jnp.asarray(ridge, jnp.promote_types(k.dtype, jnp.float32))
-    return exact_preconditioner_scan(q, k, gain, ridge, initial_inverse, segment_ids)
+    return exact_preconditioner_scan(q, k, gain, ridges, initial_inverse, segment_ids)

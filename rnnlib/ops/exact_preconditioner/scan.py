@@ -24,7 +24,7 @@ def exact_preconditioner_scan(
         q: queries `[B, T, H, K]`.
         k: keys `[B, T, H, K]`.
         gain: None (1) or `[B, T, H]`.
-        ridge: `[]` or `[H]`.
+        ridge: `[H]`.
         initial_inverse: None (`I / ridge`) or `[B, H, K, K]`.
         segment_ids: None or `[B, T]`.
 
@@ -33,7 +33,7 @@ def exact_preconditioner_scan(
     """
     dtype = accumulation_dtype(q, k, gain, initial_inverse)
     batch, _, heads, channels = k.shape
-    empty = jnp.eye(channels, dtype=dtype) / jnp.broadcast_to(ridge.astype(dtype), (heads,))[:, None, None]
+    empty = jnp.eye(channels, dtype=dtype) / ridge.astype(dtype)[:, None, None]
     empty = jnp.broadcast_to(empty, (batch, heads, channels, channels))
     inverse = empty if initial_inverse is None else initial_inverse.astype(dtype)
     gain = jnp.ones(k.shape[:3], dtype) if gain is None else gain.astype(dtype)

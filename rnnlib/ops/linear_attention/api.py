@@ -7,12 +7,13 @@ from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import (
     check_chunk_size,
-    check_floating,
     check_key_value_heads,
     check_segment_ids,
     check_shape,
     choose_implementation,
     default_preference,
+    floating_arrays,
+    scaled_queries,
 )
 from rnnlib.ops.kernels import triton_unsupported
 from rnnlib.ops.linear_attention.chunked import linear_attention_chunked
@@ -32,7 +33,7 @@ def linear_attention(
     write: Float[Array, "B T HV"] | Float[Array, "B T HV V"] | None = None,
     initial_state: Float[Array, "B HV K V"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     chunk_size: int = 64,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
@@ -55,7 +56,7 @@ def linear_attention(
         initial_state: the state before the first token; None is zero.
         segment_ids: documents packed into a row: the state restarts where the id changes. The first token continues
             `initial_state`.
-        scale: factor on the output; None is `K ** -0.5`.
+        scale: factor on the output; None is `K ** -0.5`. A traced one multiplies the queries, in their dtype.
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
         implementation: `"scan"` (token by token: the definition, and the one that `jax.jvp` goes through), `"chunked"`
             (XLA, any device; its gradient is differentiable again), `"triton"` (Pallas kernels on NVIDIA GPUs, with one
@@ -67,10 +68,12 @@ def linear_attention(
 
     Raises:
         ValueError: a shape, `chunk_size` or `implementation` is none of those above.
-        TypeError: an array is not floating, or `segment_ids` is not of integers.
+        TypeError: an argument is no array or not floating, or `segment_ids` is not of integers.
         NotImplementedError: the implementation named does not support the case.
     """
-    check_floating(_NAME, q=q, k=k, v=v, log_decay=log_decay, write=write, initial_state=initial_state)
+    q, k, v, log_decay, write, initial_state = floating_arrays(
+        _NAME, q=q, k=k, v=v, log_decay=log_decay, write=write, initial_state=initial_state
+    )
     check_key_value_heads(_NAME, q, k, v)
     batch, length, _, key_size = q.shape
     value_heads, value_size = v.shape[2:]
@@ -85,7 +88,7 @@ def linear_attention(
         check_shape(_NAME, "initial_state", initial_state, state_shape, axes="[B, HV, K, V]")
     check_segment_ids(_NAME, segment_ids, batch, length)
     check_chunk_size(_NAME, chunk_size)
-    scale = key_size**-0.5 if scale is None else scale
+    q, scale = scaled_queries(_NAME, q, scale)
 
     inputs = LinearAttentionInputs(q, k, v, write, log_decay)
     implementations = {

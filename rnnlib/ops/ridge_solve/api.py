@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from numbers import Integral
 from typing import cast
 
 import jax.numpy as jnp
@@ -11,17 +12,17 @@ from jaxtyping import Float, Int
 from rnnlib.ops.arguments import (
     accumulation_dtype,
     check_chunk_size,
-    check_floating,
     check_rank,
     check_segment_ids,
     check_shape,
     choose_implementation,
     default_preference,
+    floating_arrays,
 )
 from rnnlib.ops.ridge_solve.chunked import ridge_solve_chunked
 from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
 from rnnlib.ops.ridge_solve.scan import ridge_solve_scan
-from rnnlib.ops.ridge_solve.solvers import Solver
+from rnnlib.ops.ridge_solve.solvers import METHODS, Solver
 from rnnlib.ops.ridge_solve.triton import ridge_solve_triton, ridge_triton_unsupported
 
 _NAME = "ridge_solve"
@@ -83,11 +84,13 @@ def ridge_solve(
 
     Raises:
         ValueError: a shape, `ridge`, `iterations`, `solver`, `chunk_size` or `implementation` is none of those above.
-        TypeError: an array is not floating, or `segment_ids` is not of integers.
+        TypeError: an argument is no array or not floating, `segment_ids` is not of integers, or `solver` is no solver.
         NotImplementedError: the implementation named does not support the case.
     """
     array = None if isinstance(ridge, (int, float)) else ridge
-    check_floating(_NAME, q=q, k=k, ridge=array, log_decay=log_decay, initial_gram=initial_gram)
+    q, k, array, log_decay, initial_gram = floating_arrays(
+        _NAME, q=q, k=k, ridge=array, log_decay=log_decay, initial_gram=initial_gram
+    )
     check_rank(_NAME, "q", q, 4, axes="[B, T, H, K]")
     check_shape(_NAME, "k", k, q.shape, axes="the shape of q, [B, T, H, K]")
     batch, length, heads, key_size = q.shape
@@ -102,12 +105,14 @@ def ridge_solve(
         check_shape(_NAME, "initial_gram", initial_gram, gram_shape, axes="[B, H, K, K]")
     check_segment_ids(_NAME, segment_ids, batch, length)
     check_chunk_size(_NAME, chunk_size)
-    if iterations < 1:
-        raise ValueError(f"{_NAME}: iterations is {iterations}, expected at least 1")
+    if not isinstance(iterations, Integral) or iterations < 1:
+        raise ValueError(f"{_NAME}: iterations is {iterations}, expected an integer of at least 1")
     if isinstance(solver, str):
         solver = Solver(solver)
+    elif not isinstance(solver, Solver):
+        raise TypeError(f"{_NAME}: solver is {solver!r}, expected one of {METHODS} or a Solver")
 
-    strength = jnp.asarray(ridge, None if array is not None else accumulation_dtype(q, k, log_decay, initial_gram))
+    strength = jnp.asarray(ridge, accumulation_dtype(q, k, log_decay, initial_gram)) if array is None else array
     by_channel = strength if strength.ndim == 2 else strength.reshape(-1, 1)
     inputs = RidgeInputs(q, k, by_channel, log_decay)
     options = SolveOptions(adaptive, iterations, solver)

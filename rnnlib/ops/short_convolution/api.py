@@ -4,12 +4,12 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import (
-    check_floating,
     check_rank,
     check_segment_ids,
     check_shape,
     choose_implementation,
     default_preference,
+    floating_arrays,
 )
 from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs, Finish
 from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
@@ -56,7 +56,7 @@ def short_convolution(
         TypeError: an array is not floating, or `segment_ids` is not of integers.
         NotImplementedError: the implementation named does not support the case.
     """
-    check_floating(_NAME, x=x, kernel=kernel, bias=bias, initial_state=initial_state)
+    x, kernel, bias, initial_state = floating_arrays(_NAME, x=x, kernel=kernel, bias=bias, initial_state=initial_state)
     check_rank(_NAME, "x", x, 3, axes="[B, T, D]")
     check_rank(_NAME, "kernel", kernel, 2, axes="[W, D]")
     batch, length, channels = x.shape
