@@ -13,7 +13,7 @@ DATA = DataConfig(sequence_length=256, batch_size=8, max_train_bytes=4_000_000)
 
 
 def train_small_model(mixer: str, *, steps: int, layers: int = 4) -> DecoderLM:
-    """Trains a model of 3 heads of 32 channels per layer, under a minute per 100 steps on two cores.
+    """Trains a model of 3 heads of 32 channels per layer, about a minute per 100 steps on two cores.
 
     Args:
         mixer: name of its mixers.
