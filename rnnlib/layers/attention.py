@@ -14,6 +14,7 @@ from rnnlib import ops
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, exact_quotient
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import RMSNorm
+from rnnlib.layers.part import check_fields
 from rnnlib.layers.rotary import Rotary, running_positions
 from rnnlib.ops.arguments import check_segment_ids, segment_index
 
@@ -44,6 +45,7 @@ class AttentionConfig(MixerConfig):
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.window is not None and self.window < 1:
             raise ValueError(f"AttentionConfig: window is {self.window}, expected None or at least 1")
 

@@ -36,6 +36,7 @@ class ConvolutionConfig(PartConfig):
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.size < 1:
             raise ValueError(f"ConvolutionConfig: size is {self.size}, expected at least 1")
 

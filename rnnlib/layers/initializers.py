@@ -30,4 +30,3 @@ class Initializer(PartConfig):
                 return jax.nn.initializers.variance_scaling(self.scale**2, "fan_avg", "uniform")
             case "fan_in_uniform":
                 return jax.nn.initializers.variance_scaling(self.scale**2 / 3.0, "fan_in", "uniform")
-        raise ValueError(f"Initializer: kind is {self.kind!r}, expected 'normal', 'xavier_uniform' or 'fan_in_uniform'")

@@ -1,7 +1,6 @@
 """The token mixer of every recurrent model here: it projects, wires the axes, and reads out."""
 
 import dataclasses
-from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from rnnlib.layers.gain import GainConfig, SigmoidGain
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import KeysConfig, PlainKeys
 from rnnlib.layers.normalization import RMSNorm, l2_normalize
+from rnnlib.layers.part import check_fields
 from rnnlib.layers.readout import Readout, ReadoutConfig
 from rnnlib.layers.rotary import Rotary, running_positions
 from rnnlib.layers.solve import Online, OperatorOptions, Signals, SolveConfig
@@ -34,17 +34,6 @@ _FEATURE_MAPS = {
 }
 # Those that the convolution's operator has itself.
 _FUSED: dict[str, Literal["silu"] | None] = {"identity": None, "silu": "silu"}
-
-_PARTS: dict[str, tuple[type, ...]] = {
-    "decay": (DecayConfig,),
-    "gain": (GainConfig,),
-    "keys": (KeysConfig,),
-    "solve": (SolveConfig,),
-    "readout": (ReadoutConfig,),
-    "convolution": (ConvolutionConfig, NoneType),
-    "rotary": (Rotary, NoneType),
-    "initializer": (Initializer,),
-}
 
 
 class MixerCache(NamedTuple):
@@ -121,22 +110,7 @@ class RecurrentMixerConfig(MixerConfig):
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        for field, kind in _PARTS.items():
-            if not isinstance(getattr(self, field), kind):
-                raise ValueError(
-                    f"RecurrentMixerConfig: {field} is {getattr(self, field)!r}, expected "
-                    + " or ".join("None" if part is NoneType else part.__name__ for part in kind)
-                )
-        for field in ("feature_map", "value_map"):
-            if getattr(self, field) not in _FEATURE_MAPS:
-                raise ValueError(
-                    f"RecurrentMixerConfig: {field} is {getattr(self, field)!r}, expected one of {tuple(_FEATURE_MAPS)}"
-                )
-        for field in ("query_norm", "key_norm"):
-            if getattr(self, field) not in ("none", "l2", "rms"):
-                raise ValueError(
-                    f"RecurrentMixerConfig: {field} is {getattr(self, field)!r}, expected 'none', 'l2' or 'rms'"
-                )
+        check_fields(self)
         for field in ("key_expansion", "value_expansion"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"RecurrentMixerConfig: {field} is {getattr(self, field)}, expected above 0")

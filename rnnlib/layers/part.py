@@ -1,8 +1,12 @@
-"""What the parts of a mixer's configuration have in common: a form in plain values, for YAML and JSON."""
+"""What the parts of a mixer's configuration have in common: checked types, and a form in plain values."""
 
 import dataclasses
+import functools
+import numbers
+import types
+import typing
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,6 +16,53 @@ class PartConfig:
     In plain values it is its class's name and the fields that are not at their defaults, such as
     `{"ApplyToKey": {"bound": 2.0}}`. A class of your own can be written like this as soon as it is defined.
     """
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def check_fields(config: Any) -> None:
+    """ValueError, naming field, value and type, unless the fields of a dataclass have the types that they state."""
+    cls: Any = type(config)
+    for name, hint in _hints(cls).items():
+        if not _matches(hint, getattr(config, name)):
+            *words, last = _words(hint)
+            expected = f"{', '.join(words)} or {last}" if words else last
+            raise ValueError(f"{cls.__name__}: {name} is {getattr(config, name)!r}, expected {expected}")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _matches(hint: Any, value: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(option, value) for option in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple and ... in arguments:
+        return isinstance(value, tuple) and all(_matches(arguments[0], entry) for entry in value)
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) == len(arguments) and all(map(_matches, arguments, value))
+    if hint in (int, float):
+        kind = numbers.Integral if hint is int else numbers.Real
+        return isinstance(value, kind) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _words(hint: Any) -> list[str]:
+    """What values a type has, as a list of alternatives."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [word for option in typing.get_args(hint) for word in _words(option)]
+    if typing.get_origin(hint) is Literal:
+        return [repr(value) for value in typing.get_args(hint)]
+    if not isinstance(hint, type):
+        return [str(hint)]
+    names = {int: "an integer", float: "a number", bool: "a boolean", str: "a string", types.NoneType: "None"}
+    return [names.get(hint, hint.__name__)]
 
 
 def to_plain(value: Any) -> Any:

@@ -40,10 +40,6 @@ class GramConfig(PartConfig):
     decay: DecayConfig = dataclasses.field(default=SoftplusDecay())
     unit_keys: bool = False
 
-    def __post_init__(self) -> None:
-        if self.gates not in ("own", "tied", "none"):
-            raise ValueError(f"GramConfig: gates is {self.gates!r}, expected 'own', 'tied' or 'none'")
-
 
 class GramGates(nnx.Module):
     """What drives the diagonal Gram: keys, decay and gain."""
@@ -146,11 +142,9 @@ class ApplyToKey(KeysConfig):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.bound <= 2:
             raise ValueError(f"ApplyToKey: bound is {self.bound}, expected 1 <= bound <= 2")
-        names = (None, "projection", "implicit", "decayed_implicit")
-        if self.normalization not in names:
-            raise ValueError(f"ApplyToKey: normalization is {self.normalization!r}, expected one of {names}")
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ApplyToKeyMap":
         """Builds the module."""
@@ -385,6 +379,7 @@ class FixedPreconditioner(KeysConfig):
     bound: float = 1.5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.bound <= 2:
             raise ValueError(f"FixedPreconditioner: bound is {self.bound}, expected 1 <= bound <= 2")
 
@@ -440,6 +435,7 @@ class PreconditionedGain(GainConfig):
     bound: float = 1.5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.bound <= 2:
             raise ValueError(f"PreconditionedGain: bound is {self.bound}, expected 1 <= bound <= 2")
         if not any(field.name == "negative_eigenvalues" for field in dataclasses.fields(self.gain)):

@@ -36,12 +36,6 @@ class ReadoutConfig(PartConfig):
     eps: float = 1e-6
     skip: bool = False
 
-    def __post_init__(self) -> None:
-        if self.gate not in ("none", "silu", "sigmoid"):
-            raise ValueError(f"ReadoutConfig: gate is {self.gate!r}, expected 'none', 'silu' or 'sigmoid'")
-        if self.norm not in ("head", "all", "none"):
-            raise ValueError(f"ReadoutConfig: norm is {self.norm!r}, expected 'head', 'all' or 'none'")
-
 
 class Readout(nnx.Module):
     """Skip, gate, norm, output projection."""

@@ -72,6 +72,7 @@ class RidgeRegression(SolveConfig):
     sketch: Literal["trained", "random"] = "trained"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.ridge > 0:
             raise ValueError(f"RidgeRegression: ridge is {self.ridge}, expected above 0")
         if self.learned and not 0 <= self.lower_bound < self.ridge:
@@ -82,8 +83,6 @@ class RidgeRegression(SolveConfig):
             raise ValueError(f"RidgeRegression: iterations is {self.iterations}, expected at least 1")
         if self.sketch_size is not None and self.sketch_size < 1:
             raise ValueError(f"RidgeRegression: sketch_size is {self.sketch_size}, expected None or at least 1")
-        if self.sketch not in ("trained", "random"):
-            raise ValueError(f"RidgeRegression: sketch is {self.sketch!r}, expected 'trained' or 'random'")
 
     def method(self) -> RidgeMethod:
         """The operator's solver."""

@@ -20,6 +20,7 @@ class Rotary(PartConfig):
     base: float = 10000.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.base <= 1:
             raise ValueError(f"Rotary: base is {self.base}, expected above 1")
 

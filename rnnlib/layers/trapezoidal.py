@@ -44,6 +44,7 @@ class Trapezoidal(SolveConfig):
     rank: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.rank < 1:
             raise ValueError(f"Trapezoidal: rank is {self.rank}, expected at least 1")
 

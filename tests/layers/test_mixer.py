@@ -332,7 +332,7 @@ def test_sizes_that_do_not_come_out_are_named(options, width, heads, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RecurrentMixerConfig(feature_map="gelu"), "feature_map is 'gelu', expected one of"),
+        (lambda: RecurrentMixerConfig(feature_map="gelu"), "feature_map is 'gelu', expected 'identity', 'silu'"),
         (lambda: RecurrentMixerConfig(key_norm="l1"), "key_norm is 'l1', expected 'none', 'l2' or 'rms'"),
         (lambda: RecurrentMixerConfig(key_expansion=0.0), "key_expansion is 0.0, expected above 0"),
         (lambda: RecurrentMixerConfig(head_dim=0), "head_dim is 0, expected None or at least 1"),

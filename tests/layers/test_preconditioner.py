@@ -210,7 +210,7 @@ def test_value_heads_of_a_group_share_the_preconditioner():
     [
         (lambda: GramConfig(gates="shared"), "GramConfig: gates is 'shared', expected 'own', 'tied' or 'none'"),
         (lambda: ApplyToKey(bound=2.5), "ApplyToKey: bound is 2.5, expected 1 <= bound <= 2"),
-        (lambda: ApplyToKey(normalization="unit"), "ApplyToKey: normalization is 'unit', expected one of"),
+        (lambda: ApplyToKey(normalization="unit"), "ApplyToKey: normalization is 'unit', expected 'projection'"),
         (lambda: build(keys=ApplyToQuery(initial_ridge=0.0)), "initial_ridge is 0.0, expected above 0"),
         (lambda: PreconditionedGain(bound=0.5), "PreconditionedGain: bound is 0.5"),
         (lambda: PreconditionedGain(gain=UnitGain()), "expected one with a field 'negative_eigenvalues'"),

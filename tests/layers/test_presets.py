@@ -175,6 +175,10 @@ def test_overrides_reach_fields_axes_and_short_names():
         ("linear_attention", {"convolution.size": 3}, "NoneType has no field 'size'"),
         ("kda", {"gain": SoftplusDecay()}, r"gain is SoftplusDecay\(.*, expected GainConfig"),
         ("kda", {"convolution": 4}, "convolution is 4, expected ConvolutionConfig or None"),
+        ("kla", {"gain.eps": "1e-3"}, "KaczmarzGain: eps is '1e-3', expected a number"),
+        ("kda", {"negative_eigenvalues": "no"}, "negative_eigenvalues is 'no', expected a boolean"),
+        ("kda", {"decay.rank": "half"}, "rank is 'half', expected an integer, 'value_size' or None"),
+        ("kda", {"decay.step": (0.1,)}, r"step is \(0.1,\), expected tuple\[float, float\]"),
     ],
 )
 def test_bad_names_are_named(name, overrides, message):
