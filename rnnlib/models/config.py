@@ -49,7 +49,8 @@ class ModelConfig:
             its configuration or in plain values, `{"kla": {"keys": {"ApplyToKey": {"bound": 2.0}}}}`. Stored as
             nested tuples, so that a config can be hashed.
         attention_heads: heads of the attention layers, None for `num_heads`.
-        head_dim: width of a key head in every mixer (values: times the mixer's expansion), None for its own default.
+        head_dim: width of a key head in every mixer that does not fix it, as the Mambas do (`key_head_dim`); of a value
+            head, times the mixer's expansion. None for the mixer's own default.
         window: tokens that a sliding-window attention layer looks at, itself included; None for the layer's default.
         rope_base: base of the rotary positions of attention layers; None for the layer's default.
         mlp_ratio: size of the feed-forward, see `swiglu_width`; 0 leaves the feed-forward blocks out.
