@@ -7,8 +7,12 @@ from typing import Literal
 import tyro
 from rich.console import Console
 
+from experiments.kernel_benchmarks.__main__ import main as kernel_benchmarks
 from experiments.language_modelling.__main__ import main as language_modelling
 from experiments.language_modelling.study import SETTINGS as LANGUAGE_SETTINGS
+from experiments.ridge_benchmark.__main__ import main as ridge_benchmark
+from experiments.solver_convergence.__main__ import main as solver_convergence
+from experiments.solver_convergence.config import SolverConvergenceConfig
 from experiments.sweep.command import SweepOptions, run
 from experiments.sweep.study import SETTINGS
 from experiments.throughput.__main__ import main as throughput
@@ -38,6 +42,9 @@ def main() -> None:
             throughput(["--report-only", "--setting", setting])
         for language_setting in LANGUAGE_SETTINGS:
             language_modelling(["--report-only", "--setting", language_setting])
+        kernel_benchmarks(["--from-json"])
+        ridge_benchmark(["--from-json"])
+        solver_convergence(SolverConvergenceConfig(from_json=True))
         return
     finished = run(options.studies, options, Console(), module="experiments")
     sys.exit(0 if finished else 1)

@@ -49,25 +49,25 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
     if not records:
         return "No results yet.\n"
     main, lengths = plan.main_length, plan.lengths
-    lines = [
-        f"| mixer | parameters | thousand tokens/s, T={main} | ms a step | model FLOP/s of peak | memory, GB | "
-        "thousand tokens/s, products kept | memory, GB |",
-        "|" + " --- |" * 8,
-    ]
+    keeping = any(_find(records, mixer.label, main, keeps="products") for mixer in plan.mixers)
+    header = ["mixer", "parameters", f"thousand tokens/s, T={main}", "ms a step", "model FLOP/s of peak", "memory, GB"]
+    header += ["thousand tokens/s, products kept", "memory, GB"] * keeping
+    lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
     for mixer in plan.mixers:
         record = _find(records, mixer.label, main)
         if record is None:
             continue
         if "error" in record:
-            lines.append(f"| {mixer.label} | | failed | | | | | |")
+            lines.append(f"| {mixer.label} | | failed |" + " |" * (len(header) - 3))
             continue
         seconds = statistics.median(record["step_seconds"])
         share = "" if record["utilization"] is None else f"{record['utilization']:.1%}"
-        kept = _find(records, mixer.label, main, keeps="products")
-        lines.append(
-            f"| {mixer.label} | {record['num_parameters'] / 1e6:.0f}M | {_cell(record)} | {1000 * seconds:.1f} "
-            f"| {share} | {_memory(record)} | {_cell(kept)} | {_memory(kept)} |"
-        )
+        row = [mixer.label, f"{record['num_parameters'] / 1e6:.0f}M", _cell(record), f"{1000 * seconds:.1f}", share]
+        row.append(_memory(record))
+        if keeping:
+            kept = _find(records, mixer.label, main, keeps="products")
+            row += [_cell(kept), _memory(kept)]
+        lines.append(f"| {' | '.join(row)} |")
     swept = [m.label for m in plan.mixers if sum(_find(records, m.label, n) is not None for n in lengths) > 1]
     if swept:
         lines += ["", f"Thousand tokens a second by length, {plan.tokens} tokens a step:", ""]

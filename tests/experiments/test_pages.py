@@ -10,6 +10,9 @@ from experiments.__main__ import STUDIES
 from experiments.sweep.command import EXPERIMENTS, SweepOptions, folders, load_study
 from experiments.sweep.report import marks, table
 from experiments.sweep.study import SETTINGS
+from experiments.throughput.report import read_results
+from experiments.throughput.report import table as throughput_table
+from experiments.throughput.study import study as throughput_study
 
 CLAIMS = (EXPERIMENTS / "README.md").read_text()
 MEAN_AND_SPREAD = r"\d+\.\d ± \d+\.\d"
@@ -35,6 +38,13 @@ def test_a_page_shows_what_the_results_say(name):
             assert f"figures/{setting}.png" in page and (folder / "figures" / f"{setting}.png").exists()
             shown += 1
     assert shown
+
+
+def test_the_throughput_page_shows_what_the_results_say():
+    folder = EXPERIMENTS / "throughput"
+    begin, end = marks("real")
+    shown = (folder / "README.md").read_text().split(begin, 1)[1].split(end, 1)[0].lstrip("\n")
+    assert shown == throughput_table(throughput_study("real"), read_results(folder / "results" / "real"))
 
 
 def test_means_and_spreads_in_the_text_are_in_a_table():
