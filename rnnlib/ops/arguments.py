@@ -120,6 +120,13 @@ def scaled_queries(operator: str, q: Array, scale: Any) -> tuple[Array, float]:
         raise TypeError(f"{operator}: scale is {reprlib.repr(scale)}, expected a number") from None
 
 
+def check_positive(operator: str, name: str, number: float) -> None:
+    """Raises ValueError unless `number` is above 0 in float32 too, where the smallest are not told from it."""
+    smallest = float(jnp.finfo(jnp.float32).tiny)
+    if not number >= smallest:
+        raise ValueError(f"{operator}: {name} is {number}, expected a positive number, of at least {smallest:.2g}")
+
+
 def per_head(
     operator: str, name: str, number: Any, heads: int, dtype: jnp.dtype, *, is_positive: bool = False
 ) -> Array:
@@ -138,8 +145,8 @@ def per_head(
         TypeError: it is neither, or not floating.
     """
     if isinstance(number, (int, float)):
-        if is_positive and not number > 0:
-            raise ValueError(f"{operator}: {name} is {number}, expected a positive number")
+        if is_positive:
+            check_positive(operator, name, number)
         return jnp.full((heads,), number, dtype)
     (array,) = floating_arrays(operator, **{name: number})
     check_shape(operator, name, array, (), (heads,), axes="a number or [H]")

@@ -390,6 +390,7 @@ def test_kernels_of_every_variant_equal_the_scan(name):
         ({"segment_ids": jnp.ones((1, 3))}, TypeError, "segment_ids has dtype float32"),
         ({"bound": 2.5}, ValueError, "bound is 2.5, expected 1 <= bound <= 2"),
         ({"eps": 0.0}, ValueError, "eps is 0.0, expected a positive number"),
+        ({"eps": 1e-50}, ValueError, "eps is 1e-50, expected a positive number, of at least 1.2e-38"),
         ({"interval": "wide"}, ValueError, "interval is 'wide', expected one of"),
         ({"squash": "erf"}, ValueError, "squash is 'erf', expected one of"),
         ({"implementation": "fast"}, ValueError, "implementation is 'fast'"),

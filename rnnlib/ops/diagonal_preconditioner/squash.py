@@ -7,18 +7,17 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from rnnlib.ops.arguments import floating_arrays, per_head
+from rnnlib.ops.arguments import check_positive, floating_arrays, per_head
 
 Interval = Literal["symmetric", "amplify", "dampen"]
 Squash = Literal["rational", "tanh"]
 
 
 def check_squash(operator: str, bound: float, eps: float, interval: str, squash: str) -> None:
-    """Raises ValueError for a bound outside [1, 2], an eps that is not positive, or an unknown name."""
+    """Raises ValueError for a bound outside [1, 2], an eps that is not positive in float32, or an unknown name."""
     if not 1 <= bound <= 2:
         raise ValueError(f"{operator}: bound is {bound}, expected 1 <= bound <= 2 (1 is no preconditioning)")
-    if not eps > 0:
-        raise ValueError(f"{operator}: eps is {eps}, expected a positive number")
+    check_positive(operator, "eps", eps)
     if interval not in get_args(Interval):
         raise ValueError(f"{operator}: interval is {interval!r}, expected one of {get_args(Interval)}")
     if squash not in get_args(Squash):

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from rnnlib.ops.arguments import (
     accumulation_dtype,
     check_chunk_size,
+    check_positive,
     check_rank,
     check_segment_ids,
     check_shape,
@@ -96,8 +97,8 @@ def ridge_solve(
     batch, length, heads, key_size = q.shape
     if array is not None:
         check_shape(_NAME, "ridge", array, (), (heads,), (heads, key_size), axes="a number, [H] or [H, K]")
-    elif not cast(float, ridge) > 0:
-        raise ValueError(f"{_NAME}: ridge is {ridge}, expected a positive number")
+    else:
+        check_positive(_NAME, "ridge", cast(float, ridge))
     if log_decay is not None:
         check_shape(_NAME, "log_decay", log_decay, (batch, length, heads), axes="[B, T, H]")
     if initial_gram is not None:
