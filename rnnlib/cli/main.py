@@ -64,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         code = importlib.import_module(COMMANDS[command][0]).run(arguments[1:])
-        sys.stdout.flush()
-        return code
     except CommandError as error:
         print(f"rnnlib {command}: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -73,9 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rnnlib {command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader (`| head`) has what it wanted; Python would complain once more when it flushes at exit.
+        code = 0  # the reader (`| head`) has what it wanted
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # Nobody reads any more; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return code
 
 
 if __name__ == "__main__":

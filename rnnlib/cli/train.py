@@ -1,5 +1,6 @@
 """`rnnlib train`: trains a language model in a run folder."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,8 +130,9 @@ def run(argv: Sequence[str]) -> int:
             "lower --data.batch-size or set --model.remat"
         ) from error
     if result.stopped_by is not None:
-        print(f"{result.stopped_by.name}: saved at step {result.step}; continue with")
-        print(f"  rnnlib train --run {folder} --resume", flush=True)
+        with contextlib.suppress(OSError):  # what has stopped it may be that the terminal is gone
+            print(f"{result.stopped_by.name}: saved at step {result.step}; continue with")
+            print(f"  rnnlib train --run {folder} --resume", flush=True)
         return 128 + result.stopped_by
     print(f"trained on {result.tokens:,} tokens in {result.seconds:.0f} s; everything is in {folder}/")
     if config.logging.picture:

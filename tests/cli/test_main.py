@@ -221,6 +221,9 @@ def test_help_that_nobody_reads(monkeypatch):
         def write(self, text):
             raise BrokenPipeError
 
+        def flush(self):
+            raise BrokenPipeError
+
         def fileno(self):
             return spare.fileno()
 
