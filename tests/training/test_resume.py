@@ -152,6 +152,15 @@ def test_a_signal_saves_and_stops(uninterrupted, tmp_path, run_config, number, s
     assert records(folder) == records(uninterrupted)
 
 
+@pytest.fixture
+def heeded_hangups():
+    """SIGHUP as in a terminal: under nohup it is ignored, by these tests' process too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heeded_hangups")
 def test_a_finished_run_can_be_extended(uninterrupted, run_config, tmp_path):
     folder = tmp_path / "run"
     # A schedule without an end in the program: runs of all lengths share what is compiled.
