@@ -51,12 +51,14 @@ def convolution(q, k, v, beta, log_decay):
     return y.reshape(q.shape) * k, tail.reshape(batch, -1, heads, size).swapaxes(1, 2)
 
 
+@pytest.mark.parametrize("devices", ((2, 1), (1, 2), (2, 2)), ids=lambda shape: "batch_{}-heads_{}".format(*shape))
 @pytest.mark.parametrize(
     "operator", (delta_rule, preconditioned_key, ridge_regression, convolution), ids=lambda f: f.__name__
 )
-def test_two_by_two_devices_are_one(operator):
-    if jax.device_count() < 4:
-        pytest.skip("needs four devices")
+def test_several_devices_are_one(operator, devices):
+    count = devices[0] * devices[1]
+    if jax.device_count() < count:
+        pytest.skip(f"needs {count} devices")
 
     def results(arguments):
         out, state = operator(**arguments)
@@ -67,7 +69,7 @@ def test_two_by_two_devices_are_one(operator):
         return out, state, pullback((jnp.ones_like(out), jnp.ones_like(state)))[0]
 
     one = jax.jit(functools.partial(value_and_gradients, results))(arguments())
-    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh(devices, ("batch", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:count])
     tokens, states = P("batch", None, "heads"), P("batch", "heads")
     split = jax.shard_map(
         results,
@@ -77,8 +79,8 @@ def test_two_by_two_devices_are_one(operator):
         check_vma=False,
     )
     placed = jax.device_put(arguments(), NamedSharding(mesh, tokens))
-    four = jax.jit(functools.partial(value_and_gradients, split))(placed)
-    assert len(four[0].sharding.device_set) == 4
-    found, expected = ({"out": x[0], "state": x[1], **x[2]} for x in (four, one))
+    several = jax.jit(functools.partial(value_and_gradients, split))(placed)
+    assert len(several[0].sharding.device_set) == count
+    found, expected = ({"out": x[0], "state": x[1], **x[2]} for x in (several, one))
     for name in expected:  # a device's share may be cut into other segments, which rounds differently
         assert relative_error(found[name], expected[name]) < 1e-2, name
