@@ -2,13 +2,15 @@
 
 import dataclasses
 import os
-from typing import Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from rnnlib.fields import NaturalNumber, PositiveInteger, Range, check_fields
 
 SourceName = Literal["python", "text", "jsonl", "parquet"]
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 _PYTHON_BYTES: dict[Split, int] = {"train": 16_000_000, "validation": 262_144}
-SOURCES: tuple[SourceName, ...] = ("python", "text", "jsonl", "parquet")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,26 +49,28 @@ class DataConfig:
     text_field: str = "text"
     encoding: str = "utf-8"
     tokenizer: str = "byte"
-    sequence_length: int = 256
-    batch_size: int = 16
-    seed: int = 0
+    sequence_length: PositiveInteger = 256
+    batch_size: PositiveInteger = 16
+    seed: Annotated[int, Range(at_least=0, below=2**32)] = 0
     split_by: Literal["document", "tail"] = "document"
-    validation_fraction: float = 0.05
+    validation_fraction: Annotated[float, Range(above=0, below=1)] = 0.05
     deduplicate: bool = True
-    max_train_bytes: int | None = None
-    max_validation_bytes: int | None = None
-    num_workers: int = 0
-    prefetch: int = 2
+    max_train_bytes: PositiveInteger | None = None
+    max_validation_bytes: PositiveInteger | None = None
+    num_workers: NaturalNumber = 0
+    prefetch: PositiveInteger = 2
     cache_folder: str | None = None
 
     def __post_init__(self) -> None:
-        if self.source not in SOURCES:
-            raise ValueError(f"source must be one of {', '.join(SOURCES)}; got {self.source!r}")
         for name in ("paths", "validation_paths"):
             value = getattr(self, name)
             if isinstance(value, str | os.PathLike):
                 raise ValueError(f"{name} must be a tuple of files or patterns, such as ({os.fspath(value)!r},)")
-            object.__setattr__(self, name, tuple(os.fspath(path) for path in value))
+            if isinstance(value, Iterable):
+                object.__setattr__(self, name, tuple(_plain_path(path) for path in value))
+        for name in ("tokenizer", "cache_folder"):
+            object.__setattr__(self, name, _plain_path(getattr(self, name)))
+        check_fields(self)
         if self.source == "python":
             if self.paths or self.validation_paths:
                 raise ValueError(
@@ -75,21 +79,6 @@ class DataConfig:
                 )
         elif not self.paths:
             raise ValueError(f"source {self.source!r} needs paths: files or glob patterns")
-        for name in ("sequence_length", "batch_size", "prefetch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if self.num_workers < 0:
-            raise ValueError(f"num_workers must be at least 0; got {self.num_workers}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be in [0, 2**32); got {self.seed}")
-        if self.split_by not in ("document", "tail"):
-            raise ValueError(f"split_by must be 'document' or 'tail'; got {self.split_by!r}")
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(f"validation_fraction must lie between 0 and 1; got {self.validation_fraction}")
-        for name in ("max_train_bytes", "max_validation_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 or None; got {value}")
 
     def max_bytes(self, split: Split) -> int | None:
         """The limit on the bytes of text read for a split, None for no limit."""
@@ -97,6 +86,10 @@ class DataConfig:
         if limit is None and self.source == "python":
             return _PYTHON_BYTES[split]
         return limit
+
+
+def _plain_path(path: Any) -> Any:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
 def check_split(split: str) -> None:

@@ -11,11 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from rnnlib import ops
+from rnnlib.fields import PositiveInteger, check_fields
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, exact_quotient
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import RMSNorm
-from rnnlib.layers.part import check_fields
-from rnnlib.layers.rotary import Rotary, running_positions
+from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids, segment_index
 
 # Queries that attend to a cache at a time: bounds the memory that their scores take.
@@ -36,18 +36,16 @@ class AttentionConfig(MixerConfig):
         initializer: of the projections.
     """
 
-    window: int | None = None
+    window: PositiveInteger | None = None
     key_heads: int | None = None
     head_dim: int | None = None
-    rope_base: float | None = 10000.0
+    rope_base: RotaryBase | None = 10000.0
     qk_norm: bool = False
     eps: float = 1e-6
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"AttentionConfig: window is {self.window}, expected None or at least 1")
 
     def build(
         self,

@@ -10,10 +10,11 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from rnnlib.fields import PositiveInteger, check_fields, in_words, matches
 from rnnlib.layers.initializers import Initializer
 
 # Of a projection: None is full rank, `"value_size"` is V.
-Rank = int | Literal["value_size"] | None
+Rank = PositiveInteger | Literal["value_size"] | None
 
 
 @runtime_checkable
@@ -100,20 +101,18 @@ class MixerShape:
             streams of queries and keys have H * pairs heads, key head by key head.
     """
 
-    width: int
-    key_heads: int
-    value_heads: int
-    key_size: int
-    value_size: int
+    width: PositiveInteger
+    key_heads: PositiveInteger
+    value_heads: PositiveInteger
+    key_size: PositiveInteger
+    value_size: PositiveInteger
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
-    pairs: int = 1
+    pairs: PositiveInteger = 1
 
     def __post_init__(self) -> None:
-        for field in ("width", "key_heads", "value_heads", "key_size", "value_size", "pairs"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"MixerShape: {field} is {getattr(self, field)}, expected at least 1")
+        check_fields(self)
         if self.value_heads % self.key_heads != 0:
             raise ValueError(
                 f"MixerShape: value_heads is {self.value_heads}, expected a multiple of key_heads = {self.key_heads}"
@@ -145,12 +144,12 @@ class MixerShape:
         self, features: int, *, rngs: nnx.Rngs, rank: Rank = None, use_bias: bool = False
     ) -> nnx.Linear | LowRank:
         """A projection of the mixer's input to `features` channels, through `rank` channels where one is given."""
+        if not matches(Rank, rank):
+            raise ValueError(f"MixerShape.project: rank is {rank!r}, expected {in_words(Rank)}")
         if rank is None:
             return self.linear(self.width, features, rngs=rngs, use_bias=use_bias)
         if rank == "value_size":
             rank = self.value_size
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"MixerShape.project: rank is {rank!r}, expected None, at least 1, or 'value_size'")
         return LowRank(
             self.linear(self.width, rank, rngs=rngs), self.linear(rank, features, rngs=rngs, use_bias=use_bias)
         )

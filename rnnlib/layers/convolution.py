@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from rnnlib import ops
+from rnnlib.fields import PositiveInteger
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.part import PartConfig
@@ -28,17 +29,12 @@ class ConvolutionConfig(PartConfig):
         initializer: how the filter starts (fan-in is `size`).
     """
 
-    size: int = 4
+    size: PositiveInteger = 4
     use_bias: bool = False
     query: bool = True
     key: bool = True
     value: bool = True
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.size < 1:
-            raise ValueError(f"ConvolutionConfig: size is {self.size}, expected at least 1")
 
 
 class ShortConvolution(nnx.Module):

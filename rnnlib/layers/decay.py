@@ -11,6 +11,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from rnnlib.fields import PositiveNumber
 from rnnlib.layers.base import MixerShape, Rank
 from rnnlib.layers.part import PartConfig
 
@@ -73,12 +74,10 @@ class NoDecayGate(DecayGate):
 class FixedDecay(DecayConfig):
     """RetNet's constant decay, `gamma_h = 1 - 2^(-first_exponent - h)` for value head `h = 0, 1, ...`."""
 
-    first_exponent: float = 5.0
+    first_exponent: PositiveNumber = 5.0
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "FixedDecayGate":
         """Builds the module."""
-        if self.first_exponent <= 0:
-            raise ValueError(f"FixedDecay: first_exponent is {self.first_exponent}, expected above 0")
         return FixedDecayGate(self, shape)
 
     def describe(self) -> str:
@@ -202,13 +201,11 @@ class LogSigmoidDecay(DecayConfig):
 
     channelwise: bool = True
     rank: Rank = 16
-    divisor: float = 16.0
+    divisor: PositiveNumber = 16.0
     use_bias: bool = True
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "LogSigmoidDecayGate":
         """Builds the module."""
-        if self.divisor <= 0:
-            raise ValueError(f"LogSigmoidDecay: divisor is {self.divisor}, expected above 0")
         return LogSigmoidDecayGate(self, shape, rngs=rngs)
 
     def describe(self) -> str:

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax import Array
 from jaxtyping import Float
 
 from rnnlib import ops
+from rnnlib.fields import PositiveNumber, Range
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
@@ -142,13 +144,11 @@ class KaczmarzGain(KeyEnergyGain):
         negative_eigenvalues: doubles eta; the transition's eigenvalue along the key stays in [-1, 1].
     """
 
-    eps: float = 1e-6
+    eps: PositiveNumber = 1e-6
     negative_eigenvalues: bool = False
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> NormalizedGate:
         """Builds the module."""
-        if self.eps <= 0:
-            raise ValueError(f"KaczmarzGain: eps is {self.eps}, expected above 0")
         return NormalizedGate(self, shape, bound=2.0 if self.negative_eigenvalues else 1.0, rngs=rngs)
 
     def formula(self, key: Array, gate: Array) -> Array:
@@ -200,12 +200,10 @@ class NLMSGain(GainConfig):
         eps: stabiliser, in the units of a squared key.
     """
 
-    eps: float = 1e-6
+    eps: PositiveNumber = 1e-6
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "NLMSGate":
         """Builds the module."""
-        if self.eps <= 0:
-            raise ValueError(f"NLMSGain: eps is {self.eps}, expected above 0")
         return NLMSGate(self, shape)
 
     def describe(self) -> str:
@@ -354,14 +352,10 @@ class CombaGain(GainConfig):
     """
 
     initial: float = 1.0
-    largest_log: float = 60.0
+    largest_log: Annotated[float, Range(at_least=0, at_most=80)] = 60.0  # float32 ends at exp(88)
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "CombaGates":
         """Builds the module."""
-        if not 0 <= self.largest_log <= 80:
-            raise ValueError(
-                f"CombaGain: largest_log is {self.largest_log}, expected 0 to 80 (float32 ends at exp(88))"
-            )
         return CombaGates(self, shape, rngs=rngs)
 
     def describe(self) -> str:

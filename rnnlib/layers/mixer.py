@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, exact_quotient
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.decay import DecayConfig, NoDecay
@@ -18,7 +19,6 @@ from rnnlib.layers.gain import GainConfig, SigmoidGain
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import KeysConfig, PlainKeys
 from rnnlib.layers.normalization import RMSNorm, l2_normalize
-from rnnlib.layers.part import check_fields
 from rnnlib.layers.readout import Readout, ReadoutConfig
 from rnnlib.layers.rotary import Rotary, running_positions
 from rnnlib.layers.solve import Online, OperatorOptions, Signals, SolveConfig
@@ -97,13 +97,13 @@ class RecurrentMixerConfig(MixerConfig):
     query_norm: StreamNorm = "l2"
     key_norm: StreamNorm = "l2"
     rotary: Rotary | None = None
-    key_expansion: float = 1.0
-    value_expansion: float = 1.0
-    key_heads: int | None = None
-    value_heads: int | None = None
-    head_dim: int | None = None
-    key_head_dim: int | None = None
-    value_head_dim: int | None = None
+    key_expansion: PositiveNumber = 1.0
+    value_expansion: PositiveNumber = 1.0
+    key_heads: PositiveInteger | None = None
+    value_heads: PositiveInteger | None = None
+    head_dim: PositiveInteger | None = None
+    key_head_dim: PositiveInteger | None = None
+    value_head_dim: PositiveInteger | None = None
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
     scale: float | None = None
     chunk_size: int = 64
@@ -111,14 +111,6 @@ class RecurrentMixerConfig(MixerConfig):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for field in ("key_expansion", "value_expansion"):
-            if getattr(self, field) <= 0:
-                raise ValueError(f"RecurrentMixerConfig: {field} is {getattr(self, field)}, expected above 0")
-        for field in ("key_heads", "value_heads", "head_dim", "key_head_dim", "value_head_dim"):
-            if getattr(self, field) is not None and getattr(self, field) < 1:
-                raise ValueError(
-                    f"RecurrentMixerConfig: {field} is {getattr(self, field)}, expected None or at least 1"
-                )
 
     def shape(
         self,

@@ -1,12 +1,12 @@
-"""What the parts of a mixer's configuration have in common: checked types, and a form in plain values."""
+"""What the parts of a mixer's configuration have in common: checked fields, and a form in plain values."""
 
 import dataclasses
-import functools
-import numbers
-import types
-import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
+
+import numpy as np
+
+from rnnlib.fields import check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,52 +21,8 @@ class PartConfig:
         check_fields(self)
 
 
-def check_fields(config: Any) -> None:
-    """ValueError, naming field, value and type, unless the fields of a dataclass have the types that they state."""
-    cls: Any = type(config)
-    for name, hint in _hints(cls).items():
-        if not _matches(hint, getattr(config, name)):
-            *words, last = _words(hint)
-            expected = f"{', '.join(words)} or {last}" if words else last
-            raise ValueError(f"{cls.__name__}: {name} is {getattr(config, name)!r}, expected {expected}")
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-def _matches(hint: Any, value: Any) -> bool:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_matches(option, value) for option in arguments)
-    if origin is Literal:
-        return value in arguments
-    if origin is tuple and ... in arguments:
-        return isinstance(value, tuple) and all(_matches(arguments[0], entry) for entry in value)
-    if origin is tuple:
-        return isinstance(value, tuple) and len(value) == len(arguments) and all(map(_matches, arguments, value))
-    if hint in (int, float):
-        kind = numbers.Integral if hint is int else numbers.Real
-        return isinstance(value, kind) and not isinstance(value, bool)
-    return not isinstance(hint, type) or isinstance(value, hint)
-
-
-def _words(hint: Any) -> list[str]:
-    """What values a type has, as a list of alternatives."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [word for option in typing.get_args(hint) for word in _words(option)]
-    if typing.get_origin(hint) is Literal:
-        return [repr(value) for value in typing.get_args(hint)]
-    if not isinstance(hint, type):
-        return [str(hint)]
-    names = {int: "an integer", float: "a number", bool: "a boolean", str: "a string", types.NoneType: "None"}
-    return [names.get(hint, hint.__name__)]
-
-
 def to_plain(value: Any) -> Any:
-    """A part as nested mappings; a tuple as a list; any other value as it is. `from_plain` reads it."""
+    """A part as nested mappings, a tuple as a list, a number of NumPy's as Python's; `from_plain` reads it."""
     if isinstance(value, PartConfig):
         changed = {
             field.name: getattr(value, field.name)
@@ -74,7 +30,9 @@ def to_plain(value: Any) -> Any:
             if getattr(value, field.name) != _default(field)
         }
         return {type(value).__name__: {name: to_plain(entry) for name, entry in changed.items()}}
-    return [to_plain(entry) for entry in value] if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [to_plain(entry) for entry in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def from_plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ Preconditioned DeltaNet (Tumma, Loo and Rus 2026, arXiv 2604.21100).
 import abc
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib import ops
+from rnnlib.fields import PositiveNumber, Range
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay, DecayConfig, NoDecay, SoftplusDecay
 from rnnlib.layers.gain import Gain, GainConfig, SigmoidGain
@@ -22,6 +23,9 @@ from rnnlib.layers.gates import Gates
 from rnnlib.layers.keys import KeyMap, Keys, KeysConfig
 from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import PartConfig
+
+# x, the end of the interval that a preconditioner lies in: 1 is none, and up to 2 a gain of 1 is stable (lemma E.2).
+Bound = Annotated[float, Range(at_least=1, at_most=2)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,18 +137,13 @@ class ApplyToKey(KeysConfig):
     """
 
     gram: GramConfig = GramConfig()
-    bound: float = 1.5
+    bound: Bound = 1.5
     interval: Literal["symmetric", "amplify", "dampen"] = "symmetric"
     squash: Literal["rational", "tanh"] = "rational"
     normalization: Literal["projection", "implicit", "decayed_implicit"] | None = None
     positive_center: bool = False
     initial_center: float = -0.2
     eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.bound <= 2:
-            raise ValueError(f"ApplyToKey: bound is {self.bound}, expected 1 <= bound <= 2")
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ApplyToKeyMap":
         """Builds the module."""
@@ -234,7 +233,7 @@ class ApplyToKeyUnstable(KeysConfig):
     """
 
     gram: GramConfig = GramConfig()
-    initial_ridge: float = 1.0
+    initial_ridge: PositiveNumber = 1.0
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ApplyToKeyUnstableMap":
         """Builds the module."""
@@ -249,8 +248,6 @@ class Ridge(nnx.Module):
     """A learned positive number per key head, `softplus(p)`."""
 
     def __init__(self, initial: float, shape: MixerShape):
-        if initial <= 0:
-            raise ValueError(f"initial_ridge is {initial}, expected above 0")
         self.dtype = shape.gate_dtype
         start = initial + math.log(-math.expm1(-initial))  # softplus(start) = initial
         self.ridge = nnx.Param(jnp.full((shape.key_heads,), start, jnp.float32))
@@ -288,7 +285,7 @@ class ApplyToQuery(KeysConfig):
     """
 
     gram: GramConfig = GramConfig(gates="tied")
-    initial_ridge: float = 1.0
+    initial_ridge: PositiveNumber = 1.0
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ApplyToQueryMap":
         """Builds the module."""
@@ -376,12 +373,7 @@ class FixedPreconditioner(KeysConfig):
         bound: x; B lies in [1/x, x] and starts at 1.
     """
 
-    bound: float = 1.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.bound <= 2:
-            raise ValueError(f"FixedPreconditioner: bound is {self.bound}, expected 1 <= bound <= 2")
+    bound: Bound = 1.5
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "FixedPreconditionerMap":
         """Builds the module."""
@@ -432,12 +424,10 @@ class PreconditionedGain(GainConfig):
 
     gain: GainConfig = dataclasses.field(default=SigmoidGain())
     negative_eigenvalues: bool = False
-    bound: float = 1.5
+    bound: Bound = 1.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.bound <= 2:
-            raise ValueError(f"PreconditionedGain: bound is {self.bound}, expected 1 <= bound <= 2")
         if not any(field.name == "negative_eigenvalues" for field in dataclasses.fields(self.gain)):
             raise ValueError(
                 f"PreconditionedGain: gain is {self.gain}, expected one with a field 'negative_eigenvalues'"

@@ -11,6 +11,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib import ops
+from rnnlib.fields import PositiveInteger, PositiveNumber
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver, expect_no_previous
 from rnnlib.ops.ridge_solve import Solver as RidgeMethod
@@ -57,32 +58,26 @@ class RidgeRegression(SolveConfig):
         sketch: whether the projection, one per head, starting orthonormal, is `"trained"` or stays `"random"`.
     """
 
-    ridge: float = 0.02
+    ridge: PositiveNumber = 0.02
     adaptive: bool = True
     learned: bool = False
     lower_bound: float = 0.0
     solver: str = "chebyshev"
-    iterations: int = 30
+    iterations: PositiveInteger = 30
     differentiation: str = "implicit"
     product_dtype: str | None = None
     epsilon: float = 0.0
     alpha_connection: bool = True
     squared_gain: bool = False
-    sketch_size: int | None = None
+    sketch_size: PositiveInteger | None = None
     sketch: Literal["trained", "random"] = "trained"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.ridge > 0:
-            raise ValueError(f"RidgeRegression: ridge is {self.ridge}, expected above 0")
         if self.learned and not 0 <= self.lower_bound < self.ridge:
             raise ValueError(
                 f"RidgeRegression: lower_bound is {self.lower_bound}, expected at least 0, below ridge = {self.ridge}"
             )
-        if self.iterations < 1:
-            raise ValueError(f"RidgeRegression: iterations is {self.iterations}, expected at least 1")
-        if self.sketch_size is not None and self.sketch_size < 1:
-            raise ValueError(f"RidgeRegression: sketch_size is {self.sketch_size}, expected None or at least 1")
 
     def method(self) -> RidgeMethod:
         """The operator's solver."""

@@ -1,12 +1,17 @@
 """Rotary positions: queries and keys turn with the token's position, so that their product knows the distance."""
 
 import dataclasses
+import math
+from typing import Annotated
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from rnnlib.fields import Range
 from rnnlib.layers.part import PartConfig
+
+RotaryBase = Annotated[float, Range(above=1, below=math.inf)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,12 +22,7 @@ class Rotary(PartConfig):
         base: channel pair `i` of K/2 turns by `base^(-2i/K)` radians a token.
     """
 
-    base: float = 10000.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.base <= 1:
-            raise ValueError(f"Rotary: base is {self.base}, expected above 1")
+    base: RotaryBase = 10000.0
 
     def __call__(self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]) -> Float[Array, "B T H K"]:
         """Turns the channel pairs `(i, i + K/2)` of each head by the position's angle, computed in float32 at least.

@@ -9,6 +9,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib import ops
+from rnnlib.fields import PositiveInteger
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver
 from rnnlib.ops.arguments import matmul_precision, segment_starts
@@ -41,12 +42,7 @@ class Trapezoidal(SolveConfig):
             `chunk_size` then holds `chunk_size / R` tokens.
     """
 
-    rank: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rank < 1:
-            raise ValueError(f"Trapezoidal: rank is {self.rank}, expected at least 1")
+    rank: PositiveInteger = 1
 
     def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "TrapezoidalSolver":
         """Builds the module."""

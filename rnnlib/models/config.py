@@ -2,16 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 
+from rnnlib.fields import PositiveInteger, PositiveNumber, Range, check_fields
 from rnnlib.layers.part import from_plain, to_plain
 from rnnlib.layers.presets import mixer_names
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # Options of one mixer, or options of several by the mixers' names, in a form that can be hashed.
 FrozenOptions = tuple[tuple[str, Any], ...]
@@ -68,23 +68,23 @@ class ModelConfig:
             with depth, at the cost of one stacked copy of the blocks' parameters. The parameters stay one per layer.
     """
 
-    vocabulary_size: int = 256
-    width: int = 256
-    num_layers: int = 4
-    num_heads: int = 4
+    vocabulary_size: PositiveInteger = 256
+    width: PositiveInteger = 256
+    num_layers: PositiveInteger = 4
+    num_heads: PositiveInteger = 4
     mixers: tuple[str, ...] = ("gated_deltanet",)
     mixer_overrides: Any = ()
-    attention_heads: int | None = None
-    head_dim: int | None = None
-    window: int | None = None
-    rope_base: float | int | None = None
-    mlp_ratio: float | int = 4.0
-    mlp_width: int | None = None
+    attention_heads: PositiveInteger | None = None
+    head_dim: PositiveInteger | None = None
+    window: PositiveInteger | None = None
+    rope_base: Annotated[float | int, Range(above=0, below=math.inf)] | None = None
+    mlp_ratio: Annotated[float | int, Range(at_least=0, below=math.inf)] = 4.0
+    mlp_width: PositiveInteger | None = None
     tie_embeddings: bool = False
-    norm_eps: float = 1e-6
-    initializer_std: float = 0.02
-    dtype: str = "float32"
-    param_dtype: str = "float32"
+    norm_eps: PositiveNumber = 1e-6
+    initializer_std: PositiveNumber = 0.02
+    dtype: DtypeName = "float32"
+    param_dtype: DtypeName = "float32"
     remat: bool = False
     remat_keeps: Literal["input", "products"] = "input"
     scan_layers: bool = False
@@ -92,7 +92,8 @@ class ModelConfig:
     def __post_init__(self):
         if isinstance(self.mixers, str):
             object.__setattr__(self, "mixers", (self.mixers,))
-        object.__setattr__(self, "mixers", tuple(self.mixers))
+        elif isinstance(self.mixers, Iterable):
+            object.__setattr__(self, "mixers", tuple(self.mixers))
         object.__setattr__(self, "mixer_overrides", self._frozen_overrides())
         self._check()
 
@@ -112,26 +113,7 @@ class ModelConfig:
         )
 
     def _check(self) -> None:
-        for name in ("vocabulary_size", "width", "num_layers", "num_heads"):
-            _check_positive_integer(name, getattr(self, name))
-        for name in ("attention_heads", "head_dim", "window", "mlp_width"):
-            if getattr(self, name) is not None:
-                _check_positive_integer(name, getattr(self, name))
-        for name in ("tie_embeddings", "remat", "scan_layers"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False")
-        for name in ("norm_eps", "initializer_std", "rope_base"):
-            value = getattr(self, name)
-            if (name, value) != ("rope_base", None) and not (_is_finite_number(value) and value > 0):
-                raise ValueError(f"{name}={value!r}: expected a positive number")
-        if not (_is_finite_number(self.mlp_ratio) and self.mlp_ratio >= 0):
-            raise ValueError(f"mlp_ratio={self.mlp_ratio!r}: expected 0 (no feed-forward) or a positive number")
-        for name in ("dtype", "param_dtype"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in _DTYPES:
-                raise ValueError(f"{name}={value!r}: expected one of the names {', '.join(_DTYPES)}")
-        if self.remat_keeps not in ("input", "products"):
-            raise ValueError(f"remat_keeps={self.remat_keeps!r}: expected 'input' or 'products'")
+        check_fields(self)
         if not self.mixers:
             raise ValueError("mixers=(): expected at least one mixer name")
         if len(self.mixers) > self.num_layers:
@@ -174,8 +156,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, lists and numbers, for YAML or JSON; `ModelConfig.from_dict` reads them."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["mixers"] = list(self.mixers)
+        fields = {field.name: to_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         fields["mixer_overrides"] = {
             name: {path: to_plain(value) for path, value in options} for name, options in self.mixer_overrides
         }
@@ -192,15 +173,6 @@ class ModelConfig:
         if "mixers" in values and not isinstance(values["mixers"], str):
             values["mixers"] = tuple(values["mixers"])
         return cls(**values)
-
-
-def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_positive_integer(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: expected a positive integer")
 
 
 def _frozen_option(mixer: str, path: str, value: Any) -> Any:

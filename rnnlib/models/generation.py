@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from rnnlib.fields import PositiveInteger, Range, check_fields
 from rnnlib.models.decoder import DecoderCache, DecoderLM
 
 # Prompts are padded on the left to a multiple of this, so that prompts of all lengths share a few compiled functions.
@@ -32,17 +34,12 @@ class Sampling:
             least `top_p` (nucleus sampling); None for all.
     """
 
-    temperature: float | int = 1.0
-    top_k: int | None = None
-    top_p: float | int | None = None
+    temperature: Annotated[float | int, Range(at_least=0, below=math.inf)] = 1.0
+    top_k: PositiveInteger | None = None
+    top_p: Annotated[float | int, Range(above=0, at_most=1)] | None = None
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature!r}: expected 0 (greedy) or a positive number")
-        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
-            raise ValueError(f"top_k={self.top_k!r}: expected an integer of at least 1, or None for all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p!r}: expected a probability in (0, 1], or None for all tokens")
+        check_fields(self)
 
     @property
     def greedy(self) -> bool:

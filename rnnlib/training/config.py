@@ -2,45 +2,40 @@
 
 import dataclasses
 from dataclasses import field
+from typing import Annotated
 
 from rnnlib.data import DataConfig
+from rnnlib.fields import NaturalNumber, PositiveInteger, Range, check_fields
 from rnnlib.models import ModelConfig
 from rnnlib.training.optimizer import OptimizerConfig, learning_rate_schedule
-
-
-def _check_at_least(config, section: str, minimum: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < minimum:
-            raise ValueError(f"{section}{name} must be at least {minimum}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
     """Evaluation on held-out text during training."""
 
-    every: int = 150
+    every: PositiveInteger = 150
     """Training steps between evaluations; one more follows the last step."""
-    batches: int | None = 64
+    batches: PositiveInteger | None = 64
     """Batches per evaluation, spread over the validation text, always the same ones. None: all of the text."""
 
     def __post_init__(self):
         """Checks every value."""
-        _check_at_least(self, "evaluation.", 1, "every", "batches")
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints are saved, and how many are kept."""
 
-    every: int = 300
+    every: PositiveInteger = 300
     """Training steps between checkpoints; one more follows the last step, and one a SIGTERM, SIGHUP or Ctrl-C."""
-    keep: int = 2
+    keep: PositiveInteger = 2
     """How many of the latest checkpoints are kept."""
 
     def __post_init__(self):
         """Checks every value."""
-        _check_at_least(self, "checkpoint.", 1, "every", "keep")
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +46,12 @@ class LoggingConfig:
     """Write TensorBoard event files next to metrics.csv."""
     picture: bool = True
     """Draw loss.png at the end."""
-    plain_seconds: float = 10.0
+    plain_seconds: Annotated[float, Range(at_least=0)] = 10.0
     """Seconds between lines of progress where the output is not a terminal."""
 
     def __post_init__(self):
         """Checks every value."""
-        if not self.plain_seconds >= 0:
-            raise ValueError(f"logging.plain_seconds must not be negative, got {self.plain_seconds}")
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,23 +84,22 @@ class TrainConfig:
     """Saving."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Records."""
-    steps: int = 1200
+    steps: PositiveInteger = 1200
     """Training steps; each takes one batch."""
-    accumulation_steps: int = 1
+    accumulation_steps: PositiveInteger = 1
     """Parts that each batch is computed in, in turn, to save memory; the update is that of the whole batch."""
-    max_skipped_steps: int = 0
+    max_skipped_steps: NaturalNumber = 0
     """Steps of non-finite loss or gradient that are left out before training stops with an error."""
-    seed: int = 0
+    seed: NaturalNumber = 0
     """Seed of the initial weights."""
     deterministic: bool = True
     """On a GPU, use only kernels that give the same bits every time, so that a resumed run repeats them."""
-    devices: int | None = None
+    devices: PositiveInteger | None = None
     """Devices that share each batch; left out, as many of this machine's as it splits evenly over."""
 
     def __post_init__(self):
         """Checks every value that can be checked without reading data."""
-        _check_at_least(self, "", 1, "steps", "accumulation_steps", "devices")
-        _check_at_least(self, "", 0, "max_skipped_steps", "seed")
+        check_fields(self)
         learning_rate_schedule(self.optimizer, self.steps)
         if self.data.batch_size % self.accumulation_steps:
             raise ValueError(

@@ -1,5 +1,6 @@
 """Frozen dataclass configs from and to YAML, with every name and type checked."""
 
+import contextlib
 import dataclasses
 import os
 import tempfile
@@ -7,10 +8,12 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import yaml
+
+from rnnlib.fields import field_types, in_words, matches
 
 
 class ConfigError(ValueError):
@@ -52,12 +55,12 @@ def from_plain[Config](cls: type[Config], plain: Any, *, default: Config | None 
     if unknown:
         place = f"{name}.{unknown[0]}" if name else unknown[0]
         raise ConfigError(f"{place}: no such setting; expected one of {', '.join(fields)}")
-    hints = typing.get_type_hints(cls)
+    kinds = field_types(cls)
     values = {}
     for key, value in plain.items():
         place = f"{name}.{key}" if name else key
         entry_default = _field_default(fields[key]) if default is None else getattr(default, key)
-        values[key] = _convert(hints[key], value, place, entry_default)
+        values[key] = _convert(kinds[key], value, place, entry_default)
     try:
         return cls(**values) if default is None else dataclasses.replace(default, **values)  # type: ignore[type-var]
     except (TypeError, ValueError) as error:
@@ -70,51 +73,35 @@ def _field_default(entry: dataclasses.Field) -> Any:
     return None if entry.default_factory is dataclasses.MISSING else entry.default_factory()
 
 
-def _convert(hint: Any, value: Any, name: str, default: Any) -> Any:
-    origin = typing.get_origin(hint)
-    if hint is Any:
-        return value
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+def _convert(kind: Any, value: Any, name: str, default: Any) -> Any:
+    """A value, checked, in its field's type where YAML has another: lists for tuples, strings for paths and 1e-3."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         # Left-out settings of a section keep the section's defaults in this config, not those of its class.
-        return from_plain(hint, value, default=default, name=name)
-    if origin in (typing.Union, types.UnionType):
-        options = typing.get_args(hint)
-        if value is None and type(None) in options:
-            return None
+        return from_plain(kind, value, default=default, name=name)
+    if origin in (typing.Union, types.UnionType) and not (value is None and type(None) in arguments):
         errors = []
-        for option in options:
-            if option is type(None):
-                continue
+        for option in arguments:
             try:
                 return _convert(option, value, name, default)
             except ConfigError as error:
                 errors.append(error)
         raise errors[0]
-    if origin is Literal:
-        if value in typing.get_args(hint):
-            return value
-        raise ConfigError(f"{name}: expected one of {', '.join(map(str, typing.get_args(hint)))}, got {value!r}")
-    if origin in (tuple, list):
+    if origin is Annotated:
+        value = _convert(arguments[0], value, name, default)
+    elif origin in (tuple, list):
         if isinstance(value, str) or not isinstance(value, list | tuple):
-            raise ConfigError(f"{name}: expected a list, got {value!r}")
-        entry = typing.get_args(hint)[0]
-        return origin(_convert(entry, item, f"{name}[{i}]", None) for i, item in enumerate(value))
-    if hint is float and isinstance(value, str):
+            raise ConfigError(f"{name} is {value!r}, expected a list")
+        value = origin(_convert(arguments[0], item, f"{name}[{i}]", None) for i, item in enumerate(value))
+    elif kind is float and isinstance(value, str):
         # YAML reads 1e-3 as a string: its numbers want a point and a sign.
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if hint is int and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if hint in (bool, str) and isinstance(value, hint):
-        return value
-    if hint is Path and isinstance(value, str | os.PathLike):
-        return Path(value)
-    expected = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(hint, str(hint))
-    raise ConfigError(f"{name}: expected {expected}, got {value!r}")
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    elif kind is Path and isinstance(value, str | os.PathLike):
+        value = Path(value)
+    if not matches(kind, value):
+        raise ConfigError(f"{name} is {value!r}, expected {in_words(kind)}")
+    return float(value) if kind is float else value
 
 
 def load_config[Config](cls: type[Config], path: str | os.PathLike, *, default: Config | None = None) -> Config:

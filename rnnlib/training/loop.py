@@ -107,7 +107,7 @@ class Trainer:
         Raises:
             ValueError: If a path, size or name in the config is wrong; the message names it.
         """
-        # As the run folder will hold it: a value of the wrong type is an error before there is one.
+        # As the run folder will hold it: lists are tuples, NumPy's numbers Python's.
         config = from_plain(TrainConfig, to_plain(config))
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.data.tokenizer)
         vocabulary = max(config.model.vocabulary_size, self.tokenizer.vocabulary_size)

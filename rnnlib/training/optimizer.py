@@ -3,11 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from rnnlib.fields import Fraction, NaturalNumber, PositiveNumber, Range, check_fields
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 
@@ -16,47 +18,30 @@ Schedule = Callable[[jax.Array | int], jax.Array]
 class OptimizerConfig:
     """AdamW, its schedule and gradient clipping (defaults of the papers' language models, but for the peak rate)."""
 
-    learning_rate: float = 3e-3
+    learning_rate: PositiveNumber = 3e-3
     """Peak learning rate, reached at the end of the warmup."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warmup: "cosine" decay, "wsd" (warmup, stable, then linear decay at the end), or "constant"."""
-    warmup_steps: int | None = None
+    warmup_steps: NaturalNumber | None = None
     """Updates of linear warmup from 0; left out, 5% of all steps."""
-    final_fraction: float = 0.1
+    final_fraction: Fraction = 0.1
     """Learning rate at the end, as a fraction of the peak ("cosine" and "wsd")."""
-    decay_fraction: float = 0.2
+    decay_fraction: Fraction = 0.2
     """Part of all steps that "wsd" spends in its final decay."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
     """AdamW's decay of the first moment."""
-    beta2: float = 0.95
+    beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95
     """AdamW's decay of the second moment."""
-    epsilon: float = 1e-8
+    epsilon: PositiveNumber = 1e-8
     """AdamW's term in the denominator."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Range(at_least=0, below=math.inf)] = 0.1
     """Decoupled weight decay, times the learning rate; only on matrices that mix features (see `decay_mask`)."""
-    clip_norm: float | None = 1.0
+    clip_norm: Annotated[float, Range(above=0)] | None = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it. None: no clipping."""
 
     def __post_init__(self):
         """Checks every value."""
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"optimizer.learning_rate must be a positive number, got {self.learning_rate}")
-        if self.schedule not in ("cosine", "wsd", "constant"):
-            raise ValueError(f'optimizer.schedule must be "cosine", "wsd" or "constant", got {self.schedule!r}')
-        if self.warmup_steps is not None and self.warmup_steps < 0:
-            raise ValueError(f"optimizer.warmup_steps must not be negative, got {self.warmup_steps}")
-        for name in ("final_fraction", "decay_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"optimizer.{name} must lie in [0, 1], got {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name} must lie in [0, 1), got {getattr(self, name)}")
-        if not self.epsilon > 0:
-            raise ValueError(f"optimizer.epsilon must be positive, got {self.epsilon}")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"optimizer.weight_decay must not be negative, got {self.weight_decay}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"optimizer.clip_norm must be positive or None, got {self.clip_norm}")
+        check_fields(self)
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> Schedule:

@@ -239,21 +239,23 @@ def test_one_clear_error(tmp_path, case):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"source": "web"}, "source must be one of python, text, jsonl, parquet; got 'web'"),
+        ({"source": "web"}, "source is 'web', expected 'python', 'text', 'jsonl' or 'parquet'"),
         ({"source": "text"}, "source 'text' needs paths"),
         ({"paths": ("x",)}, "source 'python' takes no paths"),
         (
             {"source": "text", "paths": "x/*.txt"},
             r"paths must be a tuple of files or patterns, such as \('x/\*.txt',\)",
         ),
-        ({"sequence_length": 0}, "sequence_length must be at least 1; got 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"prefetch": 0}, "prefetch must be at least 1"),
-        ({"num_workers": -1}, "num_workers must be at least 0"),
-        ({"seed": 2**32}, "seed must be in"),
-        ({"split_by": "day"}, "split_by must be"),
-        ({"validation_fraction": 1.0}, "validation_fraction must lie between 0 and 1"),
-        ({"max_train_bytes": 0}, "max_train_bytes must be at least 1"),
+        ({"sequence_length": 0}, "DataConfig: sequence_length is 0, expected an integer of at least 1$"),
+        ({"batch_size": 0}, "batch_size is 0, expected an integer of at least 1"),
+        ({"prefetch": 0}, "prefetch is 0, expected an integer of at least 1"),
+        ({"num_workers": -1}, "num_workers is -1, expected an integer of at least 0"),
+        ({"seed": 2**32}, "seed is 4294967296, expected an integer of at least 0 and below 4294967296"),
+        ({"split_by": "day"}, "split_by is 'day', expected 'document' or 'tail'"),
+        ({"validation_fraction": 1.0}, "validation_fraction is 1.0, expected a number above 0 and below 1"),
+        ({"max_train_bytes": 0}, "max_train_bytes is 0, expected an integer of at least 1 or None"),
+        ({"paths": 3}, "paths is 3, expected"),
+        ({"text_field": None}, "text_field is None, expected a string"),
     ],
 )
 def test_configuration_errors(unchecked_shapes, changes, message):

@@ -127,12 +127,12 @@ def test_cache_keeps_its_dtype_and_size():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: build(window=0), "window is 0, expected None or at least 1"),
+        (lambda: build(window=0), "window is 0, expected an integer of at least 1 or None"),
         (lambda: build(num_heads=0), "num_heads is 0, expected at least 1"),
         (lambda: build(num_heads=4, key_heads=3), "key_heads is 3, expected a divisor of num_heads = 4"),
         (lambda: build(num_heads=3), "16 does not divide into 3 heads"),
         (lambda: build(head_dim=3), "head_dim is 3, expected an even one"),
-        (lambda: build(rope_base=1.0)(inputs(1, 2)), "base is 1.0, expected above 1"),
+        (lambda: build(rope_base=1.0), "rope_base is 1.0, expected a number above 1 and finite or None"),
         (lambda: build().init_cache(1, 0), "max_length is 0, expected at least 1"),
         (lambda: build()(jnp.zeros((1, 2, 3))), r"x has shape \(1, 2, 3\), expected \[B, T, D\] with D = 16"),
         (lambda: build()(inputs(2, 2), cache=build().init_cache(1, 2)), "cache is of a batch of 1, expected 2 as in x"),

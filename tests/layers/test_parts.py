@@ -92,7 +92,7 @@ def test_log_sigmoid_decay_per_head_is_mesanets():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_shapes_must_be_positive_and_heads_must_group():
-    with pytest.raises(ValueError, match="value_size is 0, expected at least 1"):
+    with pytest.raises(ValueError, match="value_size is 0, expected an integer of at least 1"):
         MixerShape(4, 1, 1, 4, 0)
     with pytest.raises(ValueError, match="value_heads is 3, expected a multiple of key_heads = 2"):
         MixerShape(4, 2, 3, 4, 4)

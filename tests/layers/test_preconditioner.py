@@ -209,10 +209,11 @@ def test_value_heads_of_a_group_share_the_preconditioner():
     "make, message",
     [
         (lambda: GramConfig(gates="shared"), "GramConfig: gates is 'shared', expected 'own', 'tied' or 'none'"),
-        (lambda: ApplyToKey(bound=2.5), "ApplyToKey: bound is 2.5, expected 1 <= bound <= 2"),
+        (lambda: ApplyToKey(bound=2.5), "ApplyToKey: bound is 2.5, expected a number from 1 to 2$"),
         (lambda: ApplyToKey(normalization="unit"), "ApplyToKey: normalization is 'unit', expected 'projection'"),
-        (lambda: build(keys=ApplyToQuery(initial_ridge=0.0)), "initial_ridge is 0.0, expected above 0"),
-        (lambda: PreconditionedGain(bound=0.5), "PreconditionedGain: bound is 0.5"),
+        (lambda: ApplyToQuery(initial_ridge=0.0), "initial_ridge is 0.0, expected a number above 0"),
+        (lambda: FixedPreconditioner(bound=2.5), "FixedPreconditioner: bound is 2.5, expected a number from 1 to 2$"),
+        (lambda: PreconditionedGain(bound=0.5), "PreconditionedGain: bound is 0.5, expected a number from 1 to 2$"),
         (lambda: PreconditionedGain(gain=UnitGain()), "expected one with a field 'negative_eigenvalues'"),
         (
             lambda: tiny("pmamba2", value_heads=2 * HEADS),

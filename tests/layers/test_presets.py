@@ -177,7 +177,7 @@ def test_overrides_reach_fields_axes_and_short_names():
         ("kda", {"convolution": 4}, "convolution is 4, expected ConvolutionConfig or None"),
         ("kla", {"gain.eps": "1e-3"}, "KaczmarzGain: eps is '1e-3', expected a number"),
         ("kda", {"negative_eigenvalues": "no"}, "negative_eigenvalues is 'no', expected a boolean"),
-        ("kda", {"decay.rank": "half"}, "rank is 'half', expected an integer, 'value_size' or None"),
+        ("kda", {"decay.rank": "half"}, "rank is 'half', expected an integer of at least 1, 'value_size' or None"),
         ("kda", {"decay.step": (0.1,)}, r"step is \(0.1,\), expected tuple\[float, float\]"),
     ],
 )

@@ -139,15 +139,15 @@ def build(**options):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RidgeRegression(ridge=0.0), "ridge is 0.0, expected above 0"),
+        (lambda: RidgeRegression(ridge=0.0), "ridge is 0.0, expected a number above 0"),
         (
             lambda: RidgeRegression(ridge=0.2, learned=True, lower_bound=0.25),
             "lower_bound is 0.25, expected at least 0",
         ),
-        (lambda: RidgeRegression(iterations=0), "iterations is 0, expected at least 1"),
+        (lambda: RidgeRegression(iterations=0), "iterations is 0, expected an integer of at least 1"),
         (lambda: build(**{"solve.solver": "jacobi"}), "method is 'jacobi', expected one of"),
         (lambda: RidgeRegression(sketch="fixed"), "sketch is 'fixed', expected 'trained' or 'random'"),
-        (lambda: RidgeRegression(sketch_size=0), "sketch_size is 0, expected None or at least 1"),
+        (lambda: RidgeRegression(sketch_size=0), "sketch_size is 0, expected an integer of at least 1 or None"),
         (lambda: build(**{"solve.sketch_size": 9}), "sketch_size is 9, expected at most the 8 channels"),
         (lambda: build(key_heads=1), "expected as many value heads as the 1 key heads"),
         (lambda: build(decay=SoftplusDecay(channelwise=True))(inputs(1, 2)), "the decay is per channel"),
