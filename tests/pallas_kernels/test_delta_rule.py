@@ -277,20 +277,24 @@ def test_wide_heads_on_a_gpu(online, size, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 8, 16])
-@pytest.mark.parametrize("decay", [SCALAR, CHANNEL])
-def test_tuned_schedules_fit_with_the_widest_gates_on_a_gpu(decay, batch):
-    """The table tells no gates apart; what underfills the card has launches of its own."""
-    x = jax.ShapeDtypeStruct((batch, 1024, 8, 128), jnp.bfloat16)
-    gate = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    ids = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)
-    log_decay = jax.ShapeDtypeStruct(x.shape if decay == CHANNEL else x.shape[:3], jnp.float32)
-    arrays = {"q": x, "k": x, "v": x, "write_key": x, "erase": gate, "write": gate, "log_decay": log_decay}
+@pytest.mark.parametrize("gates", [SCALAR, CHANNEL])
+@pytest.mark.parametrize("write_key", [False, True], ids=["key", "write_key"])
+@pytest.mark.parametrize("shape", [(1, 1024, 8), (8, 1024, 8), (16, 4096, 3), (16, 1024, 8)], ids=str)
+@pytest.mark.parametrize("decay", [NO, SCALAR, CHANNEL])
+def test_tuned_schedules_fit_on_a_gpu(decay, shape, write_key, gates):
+    """The table tells neither gates nor strides apart; what underfills the card has launches of its own."""
+    x = jax.ShapeDtypeStruct((*shape, 128), jnp.bfloat16)
+    wide, narrow = (jax.ShapeDtypeStruct(size, jnp.float32) for size in (x.shape, shape))
+    gate = wide if gates == CHANNEL else narrow
+    arrays = {"q": x, "k": x, "v": x, "erase": gate, "write": gate}
+    arrays |= {"write_key": x} if write_key else {}
+    arrays |= {"log_decay": wide if decay == CHANNEL else narrow} if decay else {}
 
-    def loss(arrays, ids):
+    def run(arrays, ids):
         return sum(jnp.sum(y.astype(jnp.float32)) for y in triton.gated_delta_rule(**arrays, segment_ids=ids))
 
-    jax.jit(jax.grad(loss)).lower(arrays, ids).compile()
+    ids = jax.ShapeDtypeStruct(shape[:2], jnp.int32)
+    jax.jit(jax.grad(run)).lower(arrays, ids).compile()
 
 
 @pytest.mark.gpu
