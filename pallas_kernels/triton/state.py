@@ -8,6 +8,7 @@ the chain from one chunk to the next is then a product whose left side is the la
 A sequence may be split into segments that run side by side; `segments` finds the state at each one's start.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -247,9 +248,11 @@ def output_pass(
     problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch
 ) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the segments' starts."""
-    p = problem
+    p, write = problem, inputs.write
     block = min(launch.block, p.value_size)
     grid, at = sequence_grid(p, p.value_size, block)
+    if write is not None and write.ndim == 4 and write.dtype == jnp.float32:  # no room for a third stage of its tiles
+        launch = dataclasses.replace(launch, num_stages=min(launch.num_stages, 2))
     out = jax.ShapeDtypeStruct(inputs.v.shape, p.dtype)
     final = p.per_head(p.key_size, p.value_size, dtype=jnp.float32)
     results = call(
