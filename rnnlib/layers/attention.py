@@ -17,6 +17,7 @@ from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids, segment_index
+from rnnlib.ops.causal_attention import product_dtype
 
 # Queries that attend to a cache at a time: bounds the memory that their scores take.
 BLOCK = 512
@@ -231,10 +232,11 @@ class Attention(nnx.Module):
             segments = jnp.concatenate([cache.segment, segment], axis=1)
             indices = jnp.concatenate([_slot_indices(cache.length, capacity), index])
         mask = self._mask(index, indices, segment, segments)
+        dtype = product_dtype(query.dtype)
         out = jax.nn.dot_product_attention(
-            query, keys.astype(query.dtype), values.astype(query.dtype), mask=mask[:, None]
+            query.astype(dtype), keys.astype(dtype), values.astype(dtype), mask=mask[:, None]
         )
-        return updated, out
+        return updated, out.astype(query.dtype)
 
     def _mask(
         self,

@@ -73,9 +73,17 @@ def causal_attention(
     return _blockwise_window_attention(q, k, v, window, segment_ids, number)
 
 
+def product_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """What `jax.nn.dot_product_attention` is to be called in: `dtype`, but float32 for float16 on a CPU.
+
+    It asks for products of float16 that are summed in float32, for which XLA has nothing on a CPU.
+    """
+    return jnp.dtype(jnp.float32 if dtype == jnp.float16 and platform() == "cpu" else dtype)
+
+
 def _attention(q: Array, k: Array, v: Array, number: int, **options) -> Array:
     # dot_product_attention wants one dtype and one width throughout.
-    dtype = jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype)
+    dtype = product_dtype(jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype))
     scale, size = q.shape[-1] ** -0.5, max(q.shape[-1], v.shape[-1])
     if number and dtype == jnp.bfloat16:
         # Another factor makes another call; powers of two change no digit.

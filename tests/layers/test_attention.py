@@ -113,12 +113,13 @@ def test_without_rotary_positions_order_in_the_past_does_not_matter():
     np.testing.assert_allclose(module(x)[0][:, 2:], module(swapped)[0][:, 2:], atol=1e-5)
 
 
-def test_cache_keeps_its_dtype_and_size():
-    module = AttentionConfig(window=4).build(WIDTH, HEADS, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
-    cache = module.init_cache(3, 64, jnp.bfloat16)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_cache_keeps_its_dtype_and_size(dtype):
+    module = AttentionConfig(window=4).build(WIDTH, HEADS, rngs=nnx.Rngs(0), dtype=dtype)
+    cache = module.init_cache(3, 64, dtype)
     assert cache.key.shape == (3, 4, HEADS, WIDTH // HEADS)
-    y, after = module(inputs(3, 2).astype(jnp.bfloat16), cache=cache)
-    assert y.dtype == jnp.bfloat16
+    y, after = compiled(module)(inputs(3, 2).astype(dtype), None, cache)
+    assert y.dtype == dtype
     assert jax.tree.map(lambda a: (a.shape, a.dtype), after) == jax.tree.map(lambda a: (a.shape, a.dtype), cache)
     assert int(after.length) == 2
 

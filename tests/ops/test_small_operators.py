@@ -131,6 +131,21 @@ def test_causal_attention(window, value_size, packed):
     np.testing.assert_allclose(out, attend(q, k, v, window, ids), atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 2])
+def test_attention_in_float16_is_that_in_float32_rounded(window):
+    x = jnp.asarray(RNG.standard_normal((1, 5, 2, 4)), jnp.float16)
+
+    def loss(x):
+        out = ops.causal_attention(x, x, x, window=window)
+        return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+    gradient, out = jax.jit(jax.grad(loss, has_aux=True))(x)
+    wide_gradient, wide = jax.jit(jax.grad(loss, has_aux=True))(x.astype(jnp.float32))
+    assert out.dtype == gradient.dtype == jnp.float16
+    np.testing.assert_allclose(out, wide, atol=2e-3)
+    np.testing.assert_allclose(gradient, wide_gradient, atol=2e-2)
+
+
 def test_bad_arguments_are_named(unchecked_shapes):
     x = jnp.ones((2, 5, 3))
     with pytest.raises(ValueError, match=r"kernel has shape \(4, 2\), expected \[W, D\] = \(4, 3\)"):
