@@ -128,6 +128,7 @@ class Trainer:
         self._evaluation_step = make_evaluation_step(evaluation_graphdef, token_bytes, self._mesh, **options)
         self._template: TrainState = jax.eval_shape(self._new_state)
         self._data: tuple[BatchDataset, BatchDataset] | None = None
+        self._resources: contextlib.ExitStack | None = None
         if read_data:
             self.read_data()
         jax.eval_shape(self._train_step, self._template, self._abstract_batch())
@@ -251,9 +252,13 @@ class Trainer:
             reporter: Shows progress; by default on standard output.
 
         Raises:
+            RuntimeError: If no run is open.
             NonFiniteLossError: If loss or gradient is not finite in more than `max_skipped_steps` steps.
             CheckpointError, OSError: If nothing more can be written.
         """
+        if self._resources is None:
+            raise RuntimeError("Trainer.run: no run is open, expected a call of Trainer.open before each of run")
+        resources, self._resources = self._resources, None
         config = self.config
         if reporter is None:
             reporter = ProgressReporter(config.steps, plain_seconds=config.logging.plain_seconds)
@@ -261,7 +266,7 @@ class Trainer:
         self._evaluation: Evaluation | None = None
         self._pending: collections.deque[tuple[int, StepMetrics]] = collections.deque()
         self._speed = Speed()
-        with self._resources, StopSignals() as self._signals, reporter:
+        with resources, StopSignals() as self._signals, reporter:
             self._reporter = reporter
             self._evaluate_if_due()
             while self._step < config.steps and not self._signals.received:
@@ -301,7 +306,9 @@ class Trainer:
 
     def close(self) -> None:
         """Closes an open run without training it; what is saved stays."""
-        self._resources.close()
+        resources, self._resources = self._resources, None
+        if resources is not None:
+            resources.close()
 
     def abstract_model(self) -> DecoderLM:
         """The model with shapes in place of arrays."""

@@ -86,6 +86,9 @@ def test_steps_that_are_not_finite_are_skipped_up_to_a_count(tmp_path, tiny_conf
 
 def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path, tiny_config, monkeypatch):
     trainer = Trainer(tiny_config)
+    trainer.close()
+    with pytest.raises(RuntimeError, match=r"Trainer\.run: no run is open, expected a call of Trainer\.open"):
+        trainer.run()
     trainer.open(tmp_path / "run")
     assert (tmp_path / "run" / "config.yaml").exists()
 
@@ -96,6 +99,8 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path, tiny_
     with pytest.raises(MemoryError):
         trainer.run()
     assert not (tmp_path / "run").exists()
+    with pytest.raises(RuntimeError, match="no run is open"):
+        trainer.run()
 
 
 def test_data_can_be_read_after_compiling(tmp_path, tiny_config):
