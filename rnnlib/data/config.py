@@ -67,9 +67,9 @@ class DataConfig:
             if isinstance(value, str | os.PathLike):
                 raise ValueError(f"{name} must be a tuple of files or patterns, such as ({os.fspath(value)!r},)")
             if isinstance(value, Iterable):
-                object.__setattr__(self, name, tuple(_plain_path(path) for path in value))
+                object.__setattr__(self, name, tuple(plain_path(path) for path in value))
         for name in ("tokenizer", "cache_folder"):
-            object.__setattr__(self, name, _plain_path(getattr(self, name)))
+            object.__setattr__(self, name, plain_path(getattr(self, name)))
         check_fields(self)
         if self.source == "python":
             if self.paths or self.validation_paths:
@@ -88,7 +88,8 @@ class DataConfig:
         return limit
 
 
-def _plain_path(path: Any) -> Any:
+def plain_path(path: Any) -> Any:
+    """A path as a string; anything else as it is."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 

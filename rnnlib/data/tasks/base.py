@@ -6,6 +6,8 @@ from typing import Literal
 
 import numpy as np
 
+from rnnlib.fields import PositiveInteger, check_fields
+
 TaskSplit = Literal["train", "validation", "test"]
 TASK_SPLITS: tuple[TaskSplit, ...] = ("train", "validation", "test")
 Example = dict[str, np.ndarray]
@@ -19,7 +21,10 @@ class Task(abc.ABC):
         sequence_length: tokens an example, T.
     """
 
-    sequence_length: int = 256
+    sequence_length: PositiveInteger = 256
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     @abc.abstractmethod
@@ -87,17 +92,3 @@ class Task(abc.ABC):
             }
         example["positions"] = np.arange(self.sequence_length, dtype=np.int32)
         return example
-
-
-def check_at_least(task: Task, minimum: int, *names: str) -> None:
-    """Raises ValueError for a field below a minimum, naming it."""
-    for name in names:
-        if getattr(task, name) < minimum:
-            raise ValueError(f"{name} must be at least {minimum}; got {getattr(task, name)}")
-
-
-def check_fraction(task: Task, *names: str) -> None:
-    """Raises ValueError for a field outside [0, 1], naming it."""
-    for name in names:
-        if not 0 <= getattr(task, name) <= 1:
-            raise ValueError(f"{name} must lie between 0 and 1; got {getattr(task, name)}")

@@ -6,10 +6,17 @@ tokens to copy around them. Recall is in its multi-query form, as in that benchm
 
 import dataclasses
 import functools
+from typing import Annotated
 
 import numpy as np
 
-from rnnlib.data.tasks.base import Example, Task, TaskSplit, check_at_least, check_fraction
+from rnnlib.data.tasks.base import Example, Task, TaskSplit
+from rnnlib.fields import Fraction, NaturalNumber, PositiveInteger, Range
+
+
+def _check_length(task: Task, minimum: int) -> None:
+    if task.sequence_length < minimum:
+        raise ValueError(f"sequence_length must be at least {minimum}; got {task.sequence_length}")
 
 
 def _recall_weights(
@@ -39,15 +46,14 @@ class InContextRecall(Task):
         train_on_all_tokens: in training every next token has loss weight 1, as in MAD; otherwise only the answers.
     """
 
-    sequence_length: int = 128
-    vocabulary_size: int = 16
-    noise_fraction: float = 0.0
-    noise_vocabulary_size: int = 0
+    sequence_length: PositiveInteger = 128
+    vocabulary_size: PositiveInteger = 16
+    noise_fraction: Fraction = 0.0
+    noise_vocabulary_size: NaturalNumber = 0
     train_on_all_tokens: bool = True
 
     def __post_init__(self) -> None:
-        check_fraction(self, "noise_fraction")
-        check_at_least(self, 0, "noise_vocabulary_size")
+        super().__post_init__()
         if self.sequence_length % 2 or self.sequence_length < 4:
             raise ValueError(f"sequence_length must be even and at least 4; got {self.sequence_length}")
         if self.noise_fraction and not self.noise_vocabulary_size:
@@ -87,9 +93,9 @@ class InContextRecall(Task):
 class NoisyRecall(InContextRecall):
     """In-context recall with noise tokens between the pairs."""
 
-    vocabulary_size: int = 32
+    vocabulary_size: PositiveInteger = 32
     noise_fraction: float = 0.2
-    noise_vocabulary_size: int = 16
+    noise_vocabulary_size: NaturalNumber = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,21 +113,21 @@ class FuzzyRecall(Task):
         train_on_all_tokens: in training every next token has loss weight 1, as in MAD; otherwise only the answers.
     """
 
-    sequence_length: int = 128
-    vocabulary_size: int = 16
-    max_key_tokens: int = 3
-    max_value_tokens: int = 3
+    sequence_length: PositiveInteger = 128
+    vocabulary_size: PositiveInteger = 16
+    max_key_tokens: PositiveInteger = 3
+    max_value_tokens: PositiveInteger = 3
     train_on_all_tokens: bool = True
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_key_tokens", "max_value_tokens")
+        super().__post_init__()
         symbols = self.vocabulary_size - 1
         if symbols // 2 < self.max_key_tokens or symbols - symbols // 2 < self.max_value_tokens:
             raise ValueError(
                 f"vocabulary_size={self.vocabulary_size} has too few keys or values for max_key_tokens="
                 f"{self.max_key_tokens} and max_value_tokens={self.max_value_tokens}"
             )
-        check_at_least(self, 2 * (self.max_key_tokens + self.max_value_tokens) + 1, "sequence_length")
+        _check_length(self, 2 * (self.max_key_tokens + self.max_value_tokens) + 1)
 
     def generate(self, rng: np.random.Generator, split: TaskSplit) -> Example:
         """Draws the pair that is asked for last, then pairs up to the length."""
@@ -190,15 +196,14 @@ class Memorization(Task):
         noise_vocabulary_size: number of noise tokens.
     """
 
-    sequence_length: int = 32
-    vocabulary_size: int = 256
-    map_seed: int = 12345
-    noise_fraction: float = 0.0
-    noise_vocabulary_size: int = 0
+    sequence_length: PositiveInteger = 32
+    vocabulary_size: PositiveInteger = 256
+    map_seed: NaturalNumber = 12345
+    noise_fraction: Fraction = 0.0
+    noise_vocabulary_size: NaturalNumber = 0
 
     def __post_init__(self) -> None:
-        check_fraction(self, "noise_fraction")
-        check_at_least(self, 0, "noise_vocabulary_size", "map_seed")
+        super().__post_init__()
         if self.sequence_length % 2 or self.sequence_length < 2:
             raise ValueError(f"sequence_length must be even and at least 2; got {self.sequence_length}")
         if self.noise_fraction and not self.noise_vocabulary_size:
@@ -237,15 +242,13 @@ class Compression(Task):
         noise_vocabulary_size: number of noise tokens.
     """
 
-    sequence_length: int = 32
-    vocabulary_size: int = 16
-    noise_fraction: float = 0.0
-    noise_vocabulary_size: int = 0
+    sequence_length: Annotated[int, Range(at_least=2)] = 32
+    vocabulary_size: PositiveInteger = 16
+    noise_fraction: Fraction = 0.0
+    noise_vocabulary_size: NaturalNumber = 0
 
     def __post_init__(self) -> None:
-        check_fraction(self, "noise_fraction")
-        check_at_least(self, 0, "noise_vocabulary_size")
-        check_at_least(self, 2, "sequence_length")
+        super().__post_init__()
         if self.noise_fraction and not self.noise_vocabulary_size:
             raise ValueError(f"noise_fraction={self.noise_fraction} needs noise_vocabulary_size of at least 1")
         if self.vocabulary_size - self.noise_vocabulary_size < 2:
@@ -277,14 +280,13 @@ class SelectiveCopying(Task):
         num_copied: tokens to copy.
     """
 
-    sequence_length: int = 256
-    vocabulary_size: int = 16
-    num_copied: int = 16
+    sequence_length: PositiveInteger = 256
+    vocabulary_size: Annotated[int, Range(at_least=3)] = 16
+    num_copied: PositiveInteger = 16
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "num_copied")
-        check_at_least(self, 3, "vocabulary_size")
-        check_at_least(self, 2 * self.num_copied + 2, "sequence_length")
+        super().__post_init__()
+        _check_length(self, 2 * self.num_copied + 2)
 
     def generate(self, rng: np.random.Generator, split: TaskSplit) -> Example:
         """Draws tokens and blanks."""

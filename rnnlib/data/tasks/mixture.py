@@ -19,6 +19,8 @@ class Mixture(Task):
     tasks: tuple[Task, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", tuple(self.tasks))
+        super().__post_init__()
         if not self.tasks:
             raise ValueError("tasks must not be empty")
         sizes = [task.vocabulary_size for task in self.tasks]

@@ -4,7 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from rnnlib.data.tasks.base import Example, Task, TaskSplit, check_at_least
+from rnnlib.data.tasks.base import Example, Task, TaskSplit
+from rnnlib.fields import PositiveInteger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,15 +27,15 @@ class MQAR(Task):
         random_non_queries: fill the rest with random tokens instead of 0. The paper's figure 2 does not.
     """
 
-    sequence_length: int = 64
-    num_pairs: int = 4
-    vocabulary_size: int = 8192
+    sequence_length: PositiveInteger = 64
+    num_pairs: PositiveInteger = 4
+    vocabulary_size: PositiveInteger = 8192
     power_a: float = 0.01
-    num_passes: int = 1
+    num_passes: PositiveInteger = 1
     random_non_queries: bool = False
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "num_pairs", "num_passes")
+        super().__post_init__()
         needed = (2 * self.num_passes + 2) * self.num_pairs
         if self.sequence_length % 2 or self.sequence_length < needed:
             raise ValueError(

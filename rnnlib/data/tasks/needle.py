@@ -8,11 +8,12 @@ from typing import Literal
 
 import numpy as np
 
-from rnnlib.data.config import DataConfig
+from rnnlib.data.config import DataConfig, plain_path
 from rnnlib.data.sources import iterate_documents
-from rnnlib.data.tasks.base import Example, Task, TaskSplit, check_at_least, check_fraction
+from rnnlib.data.tasks.base import Example, Task, TaskSplit
 from rnnlib.data.tasks.needle_words import ADJECTIVES, NOUNS
 from rnnlib.data.tokenizers import Tokenizer, load_tokenizer
+from rnnlib.fields import Fraction, PositiveInteger
 
 Kind = Literal["words", "numbers", "uuids"]
 # Longer "words" of an essay, which are lines of tables and addresses, would leave no room in a short text.
@@ -62,26 +63,21 @@ class NeedleInHaystack(Task):
         train_on_all_tokens: in training every next token has loss weight 1; otherwise only the answer.
     """
 
-    sequence_length: int = 1024
+    sequence_length: PositiveInteger = 1024
     haystack: Literal["repeat", "essay", "needles"] = "repeat"
     key_kind: Kind = "words"
     value_kind: Kind = "numbers"
-    num_keys: int = 1
-    depth: float | None = None
+    num_keys: PositiveInteger = 1
+    depth: Fraction | None = None
     tokenizer: str = "byte"
     essay_paths: tuple[str, ...] = ()
     random_start: bool = True
     train_on_all_tokens: bool = False
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "num_keys", "sequence_length")
-        if self.depth is not None:
-            check_fraction(self, "depth")
-        if self.haystack not in ("repeat", "essay", "needles"):
-            raise ValueError(f"haystack must be 'repeat', 'essay' or 'needles'; got {self.haystack!r}")
-        for name in ("key_kind", "value_kind"):
-            if getattr(self, name) not in ("words", "numbers", "uuids"):
-                raise ValueError(f"{name} must be 'words', 'numbers' or 'uuids'; got {getattr(self, name)!r}")
+        object.__setattr__(self, "tokenizer", plain_path(self.tokenizer))
+        object.__setattr__(self, "essay_paths", tuple(map(plain_path, self.essay_paths)))
+        super().__post_init__()
         if self.essay_paths and self.haystack != "essay":
             raise ValueError(f"essay_paths goes with haystack='essay'; got haystack={self.haystack!r}")
         _tokenizer(self.tokenizer)

@@ -4,7 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from rnnlib.data.tasks.base import Example, Task, TaskSplit, check_at_least
+from rnnlib.data.tasks.base import Example, Task, TaskSplit
+from rnnlib.fields import PositiveInteger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,12 +21,12 @@ class Palindrome(Task):
         predict_first: predict x_n at the separator too; Kimi Linear's table leaves it out.
     """
 
-    sequence_length: int = 256
-    num_symbols: int = 64
+    sequence_length: PositiveInteger = 256
+    num_symbols: PositiveInteger = 64
     predict_first: bool = False
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "num_symbols")
+        super().__post_init__()
         if self.sequence_length % 2 or self.sequence_length < 4:
             raise ValueError(f"sequence_length must be even and at least 4; got {self.sequence_length}")
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 import hashlib
+from typing import Annotated
 
 import numpy as np
 
-from rnnlib.data.tasks.base import Example, Task, TaskSplit, check_at_least
+from rnnlib.data.tasks.base import Example, Task, TaskSplit
+from rnnlib.fields import PositiveInteger, Range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +79,19 @@ class RegBench(Task):
         held_out_fraction: share of languages held out, half for validation and half for test.
     """
 
-    sequence_length: int = 1024
+    sequence_length: Annotated[int, Range(at_least=2)] = 1024
     num_symbols: int = 18
-    min_states: int = 4
+    min_states: Annotated[int, Range(at_least=2)] = 4
     max_states: int = 12
     min_alphabet: int = 4
-    max_edges: int = 4
-    min_strings: int = 10
+    max_edges: PositiveInteger = 4
+    min_strings: PositiveInteger = 10
     max_strings: int = 20
-    max_string_length: int = 50
-    held_out_fraction: float = 0.2
+    max_string_length: PositiveInteger = 50
+    held_out_fraction: Annotated[float, Range(above=0, below=1)] = 0.2
 
     def __post_init__(self) -> None:
-        check_at_least(self, 2, "sequence_length", "min_states")
-        check_at_least(self, 1, "max_edges", "min_strings", "max_string_length")
+        super().__post_init__()
         for low, high in (
             ("min_states", "max_states"),
             ("min_alphabet", "num_symbols"),
@@ -99,8 +100,6 @@ class RegBench(Task):
         ):
             if getattr(self, low) > getattr(self, high):
                 raise ValueError(f"{low}={getattr(self, low)} must not be above {high}={getattr(self, high)}")
-        if not 0 < self.held_out_fraction < 1:
-            raise ValueError(f"held_out_fraction must lie between 0 and 1; got {self.held_out_fraction}")
 
     @property
     def vocabulary_size(self) -> int:

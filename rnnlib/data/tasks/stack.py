@@ -1,10 +1,12 @@
 """Several last-in-first-out stacks."""
 
 import dataclasses
+from typing import Annotated
 
 import numpy as np
 
-from rnnlib.data.tasks.base import Example, Task, TaskSplit, check_at_least, check_fraction
+from rnnlib.data.tasks.base import Example, Task, TaskSplit
+from rnnlib.fields import Fraction, PositiveInteger, Range
 
 _PAD, _PUSH, _POP = 0, 1, 2
 
@@ -27,15 +29,10 @@ class Stack(Task):
         push_probability: of a push where a stack is not empty; the first operation always is one.
     """
 
-    sequence_length: int = 256
-    num_stacks: int = 64
-    num_elements: int = 64
-    push_probability: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "num_stacks", "num_elements")
-        check_at_least(self, 6, "sequence_length")
-        check_fraction(self, "push_probability")
+    sequence_length: Annotated[int, Range(at_least=6)] = 256
+    num_stacks: PositiveInteger = 64
+    num_elements: PositiveInteger = 64
+    push_probability: Fraction = 0.5
 
     @property
     def vocabulary_size(self) -> int:

@@ -2,18 +2,14 @@
 
 import dataclasses
 import itertools
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
-from rnnlib.data.tasks.base import Example, Task, TaskSplit, check_at_least
+from rnnlib.data.tasks.base import Example, Task, TaskSplit
+from rnnlib.fields import PositiveInteger, Range
 
 Supervision = Literal["all", "last"]
-
-
-def _check_supervision(value: str) -> None:
-    if value not in ("all", "last"):
-        raise ValueError(f"supervise must be 'all' or 'last'; got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,12 +23,8 @@ class Parity(Task):
         supervise: "all" asks at every bit, "last" at the last one only.
     """
 
-    sequence_length: int = 40
+    sequence_length: PositiveInteger = 40
     supervise: Supervision = "last"
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "sequence_length")
-        _check_supervision(self.supervise)
 
     @property
     def vocabulary_size(self) -> int:
@@ -64,14 +56,13 @@ class ModularArithmetic(Task):
         supervise: "last", or without brackets "all".
     """
 
-    sequence_length: int = 40
-    modulus: int = 5
+    sequence_length: Annotated[int, Range(at_least=2)] = 40
+    modulus: Annotated[int, Range(at_least=2)] = 5
     brackets: bool = False
     supervise: Supervision = "last"
 
     def __post_init__(self) -> None:
-        check_at_least(self, 2, "sequence_length", "modulus")
-        _check_supervision(self.supervise)
+        super().__post_init__()
         if self.brackets and self.supervise == "all":
             raise ValueError("supervise='all' needs brackets=False: within brackets a prefix has no value")
 
@@ -156,18 +147,10 @@ class Permutations(Task):
         supervise: "all" asks at every position, "last" at the last one only.
     """
 
-    sequence_length: int = 64
-    num_items: int = 3
+    sequence_length: PositiveInteger = 64
+    num_items: Annotated[int, Range(at_least=2, at_most=6)] = 3
     generators: Literal["all", "swaps"] = "all"
     supervise: Supervision = "all"
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "sequence_length")
-        _check_supervision(self.supervise)
-        if not 2 <= self.num_items <= 6:
-            raise ValueError(f"num_items must be from 2 to 6; got {self.num_items}")
-        if self.generators not in ("all", "swaps"):
-            raise ValueError(f"generators must be 'all' or 'swaps'; got {self.generators!r}")
 
     @property
     def vocabulary_size(self) -> int:
