@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 from pallas_kernels.triton.backend import Launch, device_kind, interpreted, next_power_of_two
-from pallas_kernels.triton.problem import Inputs, is_channel_wise, is_sum
+from pallas_kernels.triton.problem import Inputs, is_sum
 from pallas_kernels.triton.schedule import (
     Schedule,
     choose_segments,
@@ -62,9 +62,7 @@ def choose_schedule(inputs: Inputs, online: bool) -> Schedule:
         is_underfilled = False
     else:
         segments = choose_segments(programs, length, processors) if splits(key_size) else 1
-        # These were measured with gates of one number a token; tiles of wide ones beside them would not fit.
-        is_wide = is_channel_wise(inputs.erase) or is_channel_wise(inputs.write)
-        is_underfilled = programs * segments <= processors and not is_wide
+        is_underfilled = programs * segments <= processors
     launches = table_launches(table, variant_name(inputs, online), is_underfilled)
     return with_segments(dataclasses.replace(default, **launches), segments)
 
@@ -76,8 +74,7 @@ def table_launches(table: dict, variant: str, is_underfilled: bool) -> dict[str,
         table: a device's table; may be empty.
         variant: as `variant_name` gives it.
         is_underfilled: whether each processor runs one program at most of the passes over chunks, in blocks of 64 value
-            channels, and gates are narrow. Narrower blocks than where programs abound, or more shared memory, are then
-            to be had for nothing.
+            channels. Narrower blocks than where programs abound, or more shared memory, are then to be had for nothing.
     """
     entry = dict(table.get("variants", {}).get(variant, {}))
     if is_underfilled:
