@@ -17,9 +17,11 @@ CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Environment of the workers and of the processes that tests start."""
-    # On a CPU most of the tests' time is compilation, which is twice as fast without LLVM's optimizations.
+    # On a CPU most of the tests' time is compilation, which is twice as fast without LLVM's optimizations, and three
+    # times as fast again without the emitters that set up MLIR for each fusion (tests/compiling.py: what that costs).
     if "not gpu" in (config.getoption("markexpr") or ""):
-        os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
+        quick = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+        os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}".strip()
     # Where no bytecode may be written beside the sources, each process would compile jax and all else for seconds.
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         os.environ["PYTHONPYCACHEPREFIX"] = str(CACHE / "bytecode")

@@ -1,7 +1,6 @@
 """Random cases of the recurrent rules, and what every implementation of them is held to: the scan in float64."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from jax import Array
 
 from rnnlib import ops
+from tests.compiling import loop_jit
 
 # (B, T, H, HV, K, V) with (decay, erase, write, write_key). Shapes: one token, a length below a chunk, an exact
 # multiple, a tail; grouped heads; K != V; odd sizes. Few structures, because each is compiled; values vary within one.
@@ -107,11 +107,15 @@ def weighted_loss(out: Array, state: Array) -> Array:
     return jnp.sum(jnp.sin(out.astype(state.dtype) + 0.3)) + jnp.sum(jnp.cos(state + 0.2))
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "implementation", "chunk_size"))
 def outputs_and_gradients(
     rule: Callable, arguments: dict[str, Array], segment_ids, implementation: str, chunk_size: int
 ):
     """Output, final state and the gradient of `weighted_loss` in every float argument."""
+    compiled = _compiled_loop if implementation == "scan" else _compiled
+    return compiled(rule, arguments, segment_ids, implementation, chunk_size)
+
+
+def _outputs_and_gradients(rule, arguments, segment_ids, implementation, chunk_size):
 
     def loss(arguments):
         options = {"implementation": implementation, "chunk_size": chunk_size}
@@ -120,6 +124,11 @@ def outputs_and_gradients(
 
     (_, (out, state)), gradients = jax.value_and_grad(loss, has_aux=True)(arguments)
     return {"out": out, "state": state, **{f"d_{name}": gradient for name, gradient in gradients.items()}}
+
+
+_compiled, _compiled_loop = (
+    jit(_outputs_and_gradients, static_argnames=("rule", "implementation", "chunk_size")) for jit in (jax.jit, loop_jit)
+)
 
 
 def relative_error(actual: Array, expected: Array) -> float:

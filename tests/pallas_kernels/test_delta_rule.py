@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import triton
 from pallas_kernels.triton import Schedule
 from rnnlib import ops
+from tests.compiling import loop_jit
 from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, Case, errors, make_inputs, relative_error
 
 CASES = {
@@ -114,7 +115,7 @@ def test_a_write_key_in_float32_has_an_unrounded_gradient(decay):
     arrays, _ = make_inputs(Case((1, 130, 1, 2, 24, 16), decay, write_key=True, dtype=jnp.bfloat16))
     wide = {**arrays, "write_key": arrays["write_key"].astype(jnp.float32)}
 
-    @jax.jit
+    @loop_jit
     def run(arrays):
         def loss(arrays):
             out, state = triton.gated_delta_rule(**arrays)
