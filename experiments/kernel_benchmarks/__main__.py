@@ -25,15 +25,31 @@ from experiments.kernel_benchmarks.run import measure, versions
 
 
 def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """New results, and from before what of each implementation was not measured now."""
+    """New results, and from before whatever was not measured again; what is new says of which commit it is.
 
-    def kind(record: dict[str, Any]) -> tuple[str, Any]:
-        return record.get("of", record["kind"]), record.get("implementation")
+    Failures to measure what another record has are left out: fewer draws were made, and their number is on record.
+    """
 
-    measured = {kind(record) for record in results["records"]}
-    kept = [record for record in before["records"] if kind(record) not in measured]
-    commands = f"{before['command']} && {results['command']}"
-    return {**results, "command": commands, "config": before["config"], "records": [*kept, *results["records"]]}
+    def point(record: dict[str, Any]) -> tuple[Any, ...]:
+        where = (record.get("operator"), str(record.get("shape")), record.get("case"))
+        return record.get("of", record["kind"]), record.get("implementation"), *where
+
+    def measurement(record: dict[str, Any]) -> tuple[Any, ...]:
+        return *point(record), record.get("seed")
+
+    measured = {measurement(record) for record in results["records"]}
+    new = [{**record, "commit": results["commit"]} for record in results["records"]]
+    records = [*(record for record in before["records"] if measurement(record) not in measured), *new]
+    there = {point(record) for record in records if record["kind"] != "failure"}
+    return {
+        **results,
+        "commit": ", ".join(dict.fromkeys((*before["commit"].split(", "), results["commit"]))),
+        "command": f"{before['command']} && {results['command']}",
+        "date": f"{before['date'].partition(' to ')[0]} to {results['date']}",
+        "versions": {**before["versions"], **results["versions"]},
+        "config": before["config"],
+        "records": [r for r in records if r["kind"] != "failure" or point(r) not in there],
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ class BenchmarkConfig:
     from_json: bool = False
     """Measure nothing: make tables and pictures again from NAME.json."""
     add: bool = False
-    """Keep what NAME.json has of implementations that are not measured now."""
+    """Keep what NAME.json has of measurements that are not made again now, such as other draws of the inputs."""
     commit: str | None = None
     """The source's commit, where the folder it runs from is no checkout."""
     keep: pathlib.Path | None = None

@@ -213,7 +213,8 @@ def _preamble(results: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     copy, product = view.ceilings
     lines = [f"{results['device']}, {results['date']}, commit {results['commit']}; {versions}."]
-    lines.append(f"Made by `{results['command']}`.")
+    commands = results["command"].split(" && ")
+    lines.append("Made by " + ", and added to by ".join(f"`{command}`" for command in commands) + ".")
     lines += results.get("notes", [])
     if copy:
         lines.append(f"This card copies {copy:.0f} GB/s and multiplies bfloat16 matrices at {product:.0f} TFLOP/s.")

@@ -39,10 +39,16 @@ def test_command_measures_on_a_cpu_and_rebuilds_from_its_json(tmp_path, capsys):
     assert results["versions"]["jax"] == jax.__version__ and "float32" in results["command"]
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert {"cpu.json", "cpu.md", "cpu_ratios.png", "cpu_roofline.png"} <= set(before)
-    peer = {**records["time"], "implementation": "fla"}
-    added = add({**results, "records": [peer]}, results)
+    peer = {**records["time"], "implementation": "fla", "commit": "later"}
+    late = {**results, "commit": "later"}
+    added = add({**late, "records": [peer]}, results)
     assert added["records"] == [*results["records"], peer]
-    assert add(results, added)["records"] == [peer, *results["records"]]
+    assert added["commit"] == f"{results['commit']}, later"
+    again = [{**record, "commit": "later"} for record in results["records"]]
+    assert add(late, added)["records"] == [peer, *again]
+    draws = [{**peer, "kind": "error", "seed": seed} for seed in (0, 1)]
+    missed = {**peer, "kind": "failure", "of": "error", "reason": "time limit"}
+    assert add({**late, "records": [draws[1], missed]}, {**results, "records": draws[:1]})["records"] == draws
     (tmp_path / "cpu.md").unlink()
     assert main([*arguments, "--from-json"]) == 0
     assert (tmp_path / "cpu.md").read_bytes() == before["cpu.md"]
