@@ -137,6 +137,7 @@ def _python_files() -> Iterator[str]:
     folders = sysconfig.get_paths()
     found: list[tuple[bytes, str]] = []
     for root in dict.fromkeys(folders[name] for name in ("stdlib", "purelib", "platlib")):
+        below = len(os.path.join(root, ""))
         for folder, subfolders, names in os.walk(root):
             # The packages' folder may lie within the standard library's: it is walked as its own root.
             subfolders[:] = [
@@ -146,7 +147,7 @@ def _python_files() -> Iterator[str]:
                 if name.endswith(_PYTHON_SUFFIXES) or (name == "METADATA" and folder.endswith(".dist-info")):
                     path = os.path.join(folder, name)
                     # Ordered by a hash of the name, so that the first bytes are a sample of everything.
-                    found.append((hashlib.blake2b(os.path.relpath(path, root).encode()).digest(), path))
+                    found.append((hashlib.blake2b(path[below:].encode()).digest(), path))
     return (path for _, path in sorted(found))
 
 
