@@ -48,9 +48,9 @@ def build(config):
     return nnx.split(DecoderLM(config, rngs=nnx.Rngs(5)))
 
 
+@functools.partial(quick_jit, static_argnums=0)
 def parallel(graphdef, state, tokens, segment_ids):
-    run = quick_jit(lambda state, *arguments: nnx.merge(graphdef, state)(arguments[0], segment_ids=arguments[1]))
-    return run(state, tokens, segment_ids)
+    return nnx.merge(graphdef, state)(tokens, segment_ids=segment_ids)
 
 
 def unmixed(graphdef, state, tokens):
