@@ -51,7 +51,7 @@ def test_runs_from_top_to_bottom(path):
     for cell in parameters:  # as trained and as deep as it needs to be for every cell to run
         names = [line.split(" = ")[0] for line in cell.source.splitlines()]
         assert names in (["steps"], ["steps", "layers"])
-        cell.source = "\n".join(f"{name} = {small}" for name, small in zip(names, (4, 2)))
+        cell.source = "\n".join(f"{name} = {small}" for name, small in zip(names, (2, 2)))
     assert len(parameters) == 1
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "jax"),
