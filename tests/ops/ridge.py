@@ -1,7 +1,6 @@
 """Random cases of the ridge solve, and what every implementation of it is held to: the scan in float64."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from jax import Array
 
 from rnnlib import ops
 from rnnlib.ops.ridge_solve import Solver
+from tests.compiling import LOOP_OPTIONS
 
 EXTREME_LOG_DECAYS = (0.0, -0.01, -1.0, -20.0, -1000.0, -np.inf)
 
@@ -67,13 +67,13 @@ class Call:
         return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("call", "implementation", "chunk_size"),
-    compiler_options={"xla_backend_optimization_level": 0},  # halves the time to compile, which is most of these tests'
-)
 def results(arguments: dict[str, Array], cotangents, call: Call, implementation: str, chunk_size: int):
     """Solutions, final Gram matrix, and the gradient in every float argument."""
+    compiled = _compiled_loop if implementation == "scan" and call.shape[1] > 100 else _compiled
+    return compiled(arguments, cotangents, call, implementation, chunk_size)
+
+
+def _results(arguments, cotangents, call, implementation, chunk_size):
     fixed = {"segment_ids": arguments["segment_ids"]} if "segment_ids" in arguments else {}
     floats = {name: x for name, x in arguments.items() if name != "segment_ids"}
 
@@ -91,6 +91,17 @@ def results(arguments: dict[str, Array], cotangents, call: Call, implementation:
     (x, gram), pullback = jax.vjp(solve, floats)
     (gradients,) = pullback((cotangents[0].astype(x.dtype), cotangents[1].astype(gram.dtype)))
     return {"x": x, "gram": gram, **{f"d_{name}": gradient for name, gradient in gradients.items()}}
+
+
+# Without optimization: half the time to compile, which is most of these tests'.
+_compiled, _compiled_loop = (
+    jax.jit(
+        _results,
+        static_argnames=("call", "implementation", "chunk_size"),
+        compiler_options={"xla_backend_optimization_level": 0} | options,
+    )
+    for options in ({}, LOOP_OPTIONS)
+)
 
 
 def run(call: Call, implementation: str, arguments: dict[str, Array], *, chunk_size: int = 64) -> dict[str, np.ndarray]:
