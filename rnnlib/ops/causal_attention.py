@@ -26,8 +26,8 @@ def causal_attention(
 ) -> Float[Array, "B T H V"]:
     """Causal softmax attention, `softmax(q k^T / sqrt(K)) v` over the tokens that each token may see.
 
-    Memory is linear in T for a sliding window: the row is cut into blocks as long as the window, and each block sees
-    itself and the one before.
+    Memory is linear in T for a sliding window: where cuDNN does not serve the call without a mask, the row is cut into
+    blocks as long as the window, and each block sees itself and the one before.
 
     Args:
         q: queries.
@@ -66,7 +66,10 @@ def causal_attention(
     if segment_ids is not None:
         segment_ids = segment_index(segment_ids)
 
-    if window is None or 2 * window >= length:
+    # cuDNN passes over what is outside of a window; with documents it would read a mask of T x T.
+    widest = v if v.shape[3] > q.shape[3] else q
+    is_direct = segment_ids is None and _backend(widest, _common_dtype(q, k, v)) is not None
+    if window is None or 2 * window >= length or is_direct:
         mask = None if segment_ids is None else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         local = None if window is None else (window - 1, 0)
         return _attention(q, k, v, number, mask=mask, is_causal=True, local_window_size=local)
@@ -81,9 +84,12 @@ def product_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if dtype == jnp.float16 and platform() == "cpu" else dtype)
 
 
+def _common_dtype(q: Array, k: Array, v: Array) -> jnp.dtype:
+    return product_dtype(jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype))
+
+
 def _attention(q: Array, k: Array, v: Array, number: int, **options) -> Array:
-    # dot_product_attention wants one dtype and one width throughout.
-    dtype = product_dtype(jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype))
+    dtype = _common_dtype(q, k, v)  # dot_product_attention wants one dtype and one width throughout
     scale, size = q.shape[-1] ** -0.5, max(q.shape[-1], v.shape[-1])
     if number and dtype == jnp.bfloat16:
         # Another factor makes another call; powers of two change no digit.

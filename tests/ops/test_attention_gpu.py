@@ -16,7 +16,9 @@ def _module():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("length", "window", "size"), [(512, None, 128), (1024, 128, 64), (1024, 768, 64)])
+@pytest.mark.parametrize(
+    ("length", "window", "size"), [(512, None, 128), (1024, 128, 64), (1024, 768, 64), (8192, 512, 64)]
+)
 def test_flash_attention_is_attention(packed, length, window, size, monkeypatch):
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, g = (jax.random.normal(key, (4, length, 3, size), jnp.bfloat16) for key in keys)
