@@ -5,6 +5,7 @@ from typing import Literal
 
 from experiments.sweep.study import Mixer
 from rnnlib.data import DataConfig
+from rnnlib.layers import Initializer
 from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset, two_global_attention_layers
 from rnnlib.training import CheckpointConfig, EvaluationConfig, LoggingConfig, OptimizerConfig, TrainConfig
 
@@ -20,6 +21,8 @@ MIXERS = (
     Mixer.of("Gated DeltaNet-2 + sliding window", *every_other_sliding_window("gated_deltanet2")),
     # PGDN has no output gate, nor have PDN and DeltaNet; this is what PGDN is to be compared with.
     Mixer.of("Gated DeltaNet, no output gate", "gated_deltanet", output_gate=False),
+    # Its authors' kernels start smaller than the other mixers'; this is what to compare those with.
+    Mixer.of("Gated DeltaNet-2, start of the others", "gated_deltanet2", initializer=Initializer()),
     Mixer.of("Mamba-2", "mamba2"),
     Mixer.of("Mamba-3", "mamba3"),
     Mixer.of("PDN", "pdn"),
