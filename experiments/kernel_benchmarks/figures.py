@@ -37,7 +37,7 @@ PEER_COLORS = {"fla": "#e69f00", "flash_qla": "#6a3d9a", "chunked": "#999999"}
 
 def _title(view: View, what: str, results: dict[str, Any]) -> str:
     size = view.config["head_size"]
-    return f"{what}\n{results['device']}, {view.config['dtype']}, K = V = {size}, commit {results['commit']}"
+    return f"{what}\n{results['device']}, {view.config['dtype']}, K = V = {size}, commit {view.commit}"
 
 
 def _color(operator: str) -> str:

@@ -83,12 +83,15 @@ class View:
     Attributes:
         config: the run's configuration.
         records: all records.
+        commit: of what is timed, or several.
         ceilings: copy bandwidth in GB/s and bfloat16 products in TFLOP/s, both 0 where they were not measured.
     """
 
     def __init__(self, results: dict[str, Any]) -> None:
         self.config = results["config"]
         self.records: list[Record] = results["records"]
+        first = results.get("commit", "").partition(", ")[0]  # records that were added later have their own
+        self.commit = ", ".join(dict.fromkeys(r.get("commit", first) for r in self.records if r["kind"] == "time"))
         ceiling = next((r for r in self.records if r["kind"] == "ceiling"), None)
         self.ceilings = (ceiling["copy_gb_s"], ceiling["matmul_tflops"]) if ceiling else (0.0, 0.0)
         self._times = {
