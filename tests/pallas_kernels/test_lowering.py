@@ -1,6 +1,7 @@
 """Every kernel lowers for an H200 on a machine without a GPU, and the tables and schedules hold together."""
 
 import json
+import re
 from importlib import resources
 
 import jax
@@ -195,6 +196,18 @@ def test_what_underfills_the_card_is_told_by_its_programs():
 
     assert output(8, 4096).num_stages == 3  # 128 programs in blocks of 64 channels: each has a processor's memory
     assert output(16, 4096).is_lean
+
+
+@pytest.mark.parametrize(("dtype", "stages"), [(jnp.bfloat16, 3), (jnp.float32, 2)], ids=["bfloat16", "float32"])
+def test_wide_float32_gates_leave_the_output_two_stages(dtype, stages):
+    """Three stages of their tiles ask for more shared memory than there is."""
+    x = jax.ShapeDtypeStruct((8, 4096, 8, 128), jnp.bfloat16)
+    gate = jax.ShapeDtypeStruct(x.shape, dtype)
+    decay = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    with jax.sharding.use_abstract_mesh(H200):
+        run = jax.jit(lambda q, k, v, b, w, g: triton.gated_delta_rule(q, k, v, erase=b, write=w, log_decay=g))
+        text = run.trace(x, x, x, gate, gate, decay).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r'name = "delta_output", num_stages = (\d)', text) == [str(stages)]
 
 
 @pytest.mark.parametrize("has_decay", [False, True])
