@@ -117,6 +117,7 @@ def test_unknown_names_and_knobs(unchecked_shapes):
         ("regbench", {"held_out_fraction": 1.0}, "held_out_fraction is 1.0, expected a number above 0 and below 1"),
         ("mad_in_context_recall", {"noise_fraction": 0.2}, "needs noise_vocabulary_size"),
         ("mad_noisy_recall", {"vocabulary_size": 16}, "vocabulary_size must leave"),
+        ("mad_noisy_recall", {"noise_fraction": 1.5}, "noise_fraction is 1.5, expected a number from 0 to 1"),
         ("mad_fuzzy_recall", {"vocabulary_size": 6}, "too few keys or values"),
         ("mad_memorization", {"sequence_length": 3}, "sequence_length must be even"),
         ("mad_compression", {"noise_fraction": 0.2}, "needs noise_vocabulary_size"),

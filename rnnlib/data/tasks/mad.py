@@ -94,7 +94,7 @@ class NoisyRecall(InContextRecall):
     """In-context recall with noise tokens between the pairs."""
 
     vocabulary_size: PositiveInteger = 32
-    noise_fraction: float = 0.2
+    noise_fraction: Fraction = 0.2
     noise_vocabulary_size: NaturalNumber = 16
 
 
