@@ -27,11 +27,11 @@ from experiments.kernel_benchmarks.run import measure, versions
 def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """New results, and from before whatever was not measured again; what is new says of which commit it is.
 
-    Failures to measure what another record has are left out: fewer draws were made, and their number is on record.
+    Draws that a time limit cut are left out where there are others: how many there are, the records tell.
     """
 
     def point(record: dict[str, Any]) -> tuple[Any, ...]:
-        where = (record.get("operator"), str(record.get("shape")), record.get("case"))
+        where = (record.get("operator"), str(record.get("shape")), record.get("case"), record.get("beside"))
         return record.get("of", record["kind"]), record.get("implementation"), *where
 
     def measurement(record: dict[str, Any]) -> tuple[Any, ...]:
@@ -40,7 +40,7 @@ def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     measured = {measurement(record) for record in results["records"]}
     new = [{**record, "commit": results["commit"]} for record in results["records"]]
     records = [*(record for record in before["records"] if measurement(record) not in measured), *new]
-    there = {point(record) for record in records if record["kind"] != "failure"}
+    drawn = {point(record) for record in records if record["kind"] == "error"}
     return {
         **results,
         "commit": ", ".join(dict.fromkeys((*before["commit"].split(", "), results["commit"]))),
@@ -48,7 +48,7 @@ def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         "date": f"{before['date'].partition(' to ')[0]} to {results['date']}",
         "versions": {**before["versions"], **results["versions"]},
         "config": before["config"],
-        "records": [r for r in records if r["kind"] != "failure" or point(r) not in there],
+        "records": [r for r in records if r.get("reason") != "time limit" or point(r) not in drawn],
     }
 
 

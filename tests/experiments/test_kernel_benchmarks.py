@@ -46,9 +46,13 @@ def test_command_measures_on_a_cpu_and_rebuilds_from_its_json(tmp_path, capsys):
     assert added["commit"] == f"{results['commit']}, later"
     again = [{**record, "commit": "later"} for record in results["records"]]
     assert add(late, added)["records"] == [peer, *again]
+    beside = {**peer, "implementation": "chunked", "beside": "pgdn"}
+    assert add({**late, "records": [beside]}, results)["records"] == [*results["records"], beside]
     draws = [{**peer, "kind": "error", "seed": seed} for seed in (0, 1)]
     missed = {**peer, "kind": "failure", "of": "error", "reason": "time limit"}
     assert add({**late, "records": [draws[1], missed]}, {**results, "records": draws[:1]})["records"] == draws
+    broken = {**missed, "reason": "out of memory"}
+    assert add({**late, "records": [broken]}, {**results, "records": draws})["records"] == [*draws, broken]
     (tmp_path / "cpu.md").unlink()
     assert main([*arguments, "--from-json"]) == 0
     assert (tmp_path / "cpu.md").read_bytes() == before["cpu.md"]
