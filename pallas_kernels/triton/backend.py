@@ -4,6 +4,7 @@ Kernels are functions of one namespace of references, in which an absent optiona
 an NVIDIA GPU through Triton, on a CPU interpreted. Both are chosen by the device that the call is traced for.
 """
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -42,6 +43,10 @@ class Launch:
     block: int = 64
     inner: int = 64
     is_lean: bool = False
+
+    def with_stages(self, most: int) -> "Launch":
+        """The same with at most so many stages."""
+        return dataclasses.replace(self, num_stages=min(self.num_stages, most))
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
     d_out, d_final_state, *d_passed = cotangents
     cut, launch = _Cut(options, inputs), options.schedule.backward
     if d_out.dtype == jnp.float32 and math.prod(cut.grid) >= options.schedule.crowded:
-        launch = dataclasses.replace(launch, num_stages=1)
+        launch = launch.with_stages(1)
     given = {**cut.inputs(inputs), "d_out": cut.of_tokens(d_out), "initial_state": None}
     block_states = cut.per_head(cut.length // launch.block, cut.channels)
     static = {"readout": options.readout, **_static(cut, launch)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +133,7 @@ class Problem:
         return jax.ShapeDtypeStruct((self.batch, self.value_heads, *shape), dtype or self.dtype)
 
 
-def is_channel_wise(gate: Array | None) -> bool:
+def is_channel_wise(gate: Array | None) -> TypeGuard[Array]:
     """Whether a gate or decay is one number a channel."""
     return gate is not None and gate.ndim == 4
 

@@ -12,7 +12,6 @@ As in `state`, everything is kept transposed, a program owns a block of value ch
 side by side: the gradient goes back through one by `dS -> M^T dS + N'`.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -206,7 +205,7 @@ def reverse_pass(
 
     is_wide = is_channel_wise(write)
     if is_wide:  # values and gate by channel leave no room for a third stage of copies
-        launch = dataclasses.replace(launch, num_stages=min(launch.num_stages, 2))
+        launch = launch.with_stages(2)
     values = None if write is None else inputs.v
     like_values = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype)
     if write is None or is_wide:

@@ -8,7 +8,6 @@ the chain from one chunk to the next is then a product whose left side is the la
 A sequence may be split into segments that run side by side; `segments` finds the state at each one's start.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_halves, dot_nt, load_tile
 from pallas_kernels.triton.decay import CHUNK
 from pallas_kernels.triton.prepare import Prepared
-from pallas_kernels.triton.problem import Inputs, Problem
+from pallas_kernels.triton.problem import Inputs, Problem, is_channel_wise
 
 
 def load_row(ref, rows) -> Array | None:
@@ -251,8 +250,8 @@ def output_pass(
     p, write = problem, inputs.write
     block = min(launch.block, p.value_size)
     grid, at = sequence_grid(p, p.value_size, block)
-    if write is not None and write.ndim == 4 and write.dtype == jnp.float32:  # no room for a third stage of its tiles
-        launch = dataclasses.replace(launch, num_stages=min(launch.num_stages, 2))
+    if is_channel_wise(write) and write.dtype == jnp.float32:  # its tiles leave no room for a third stage of copies
+        launch = launch.with_stages(2)
     out = jax.ShapeDtypeStruct(inputs.v.shape, p.dtype)
     final = p.per_head(p.key_size, p.value_size, dtype=jnp.float32)
     results = call(
