@@ -46,7 +46,9 @@ class BenchmarkConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of q, k, v and the gates; decays are always float32."""
     head_size: int = 128
-    """K = V."""
+    """K, and V where `value_size` is left out."""
+    value_size: int | None = None
+    """V."""
 
     shapes: tuple[Sizes, ...] = TABLE_SHAPES
     """(B, T, H) of the table."""
@@ -95,6 +97,10 @@ class BenchmarkConfig:
             unknown = set(getattr(self, field)) - set(known)
             if unknown:
                 raise ValueError(f"{field} has {sorted(unknown)}, expected some of {', '.join(known)}")
+
+    def shape(self, sizes: Sizes) -> Shape:
+        """(B, T, H, K, V) from (B, T, H)."""
+        return (*sizes, self.head_size, self.value_size or self.head_size)
 
 
 @dataclass(frozen=True)
@@ -154,21 +160,20 @@ def share_out(measurements: Sequence[Measurement], shares: int) -> list[tuple[Me
 
 def timed_points(config: BenchmarkConfig) -> list[tuple[str, Shape, bool]]:
     """(operator, shape, whether in the table) of all timed points without the scan's, each once, the table first."""
-    size = config.head_size
     points: dict[tuple[str, Shape], bool] = {}
-    for batch, length, heads in config.shapes:
+    for sizes in config.shapes:
         for operator in config.operators:
-            points[operator, (batch, length, heads, size, size)] = True
+            points[operator, config.shape(sizes)] = True
     for length in config.sweep_lengths:
         for batch in (1, max(1, config.sweep_tokens // length)):
             for operator in config.sweep_operators:
-                points.setdefault((operator, (batch, length, config.sweep_heads, size, size)), False)
+                points.setdefault((operator, config.shape((batch, length, config.sweep_heads))), False)
     return [(operator, shape, in_table) for (operator, shape), in_table in points.items()]
 
 
 def plan(config: BenchmarkConfig) -> list[Measurement]:
     """All measurements, the most wanted first."""
-    size, chosen = config.head_size, config.implementations
+    chosen = config.implementations
     peers = [name for name in PEERS if name in chosen]
     timed: list[Measurement] = []
     for operator, shape, in_table in timed_points(config):
@@ -179,15 +184,14 @@ def plan(config: BenchmarkConfig) -> list[Measurement]:
     errors: list[Measurement] = []
     cases = [(sizes, "random") for sizes in config.error_shapes] + [(config.case_shape, case) for case in config.cases]
     # All cases with one seed before the next: what a time limit cuts is seeds.
-    for seed, ((batch, length, heads), case) in itertools.product(range(config.seeds), cases):
+    for seed, (sizes, case) in itertools.product(range(config.seeds), cases):
         for operator in config.operators:
             for name in ("triton", *peers):
-                if name in chosen and not (case == "packed" and batch > 1 and name != "triton"):
-                    shape = (batch, length, heads, size, size)
-                    errors.append(Measurement("error", operator, name, shape, case, seed))
+                if name in chosen and not (case == "packed" and sizes[0] > 1 and name != "triton"):
+                    errors.append(Measurement("error", operator, name, config.shape(sizes), case, seed))
     decoded: list[Measurement] = []
     if config.decode_batch:
-        shape = (config.decode_batch, 1, config.decode_heads, size, size)
+        shape = config.shape((config.decode_batch, 1, config.decode_heads))
         for operator in config.operators:
             decoded += [
                 Measurement("decode", operator, name, shape) for name in ("triton", "scan", "fla") if name in chosen

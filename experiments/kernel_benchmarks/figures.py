@@ -22,11 +22,14 @@ from experiments.kernel_benchmarks.view import PASSES, View
 # One colour a subject, told apart under the common colour-vision deficiencies; peers keep theirs in all pictures.
 OPERATOR_COLORS = {
     "linear_attention": "#7f7f7f",
+    "simple_gla": "#a6761d",
+    "gla": "#e7298a",
     "deltanet": "#0072b2",
     "gated_deltanet": "#009e73",
     "kda": "#d55e00",
     "gated_deltanet2": "#cc79a7",
     "write_key": "#56b4e9",
+    "pdn": "#1b4f72",
     "pgdn": "#b2a000",
     "pkda": "#7b3294",
 }
@@ -36,8 +39,9 @@ PEER_COLORS = {"fla": "#e69f00", "flash_qla": "#6a3d9a", "chunked": "#999999"}
 
 
 def _title(view: View, what: str, results: dict[str, Any]) -> str:
-    size = view.config["head_size"]
-    return f"{what}\n{results['device']}, {view.config['dtype']}, K = V = {size}, commit {view.commit}"
+    key_size, value_size = view.config["head_size"], view.config.get("value_size")
+    size = f"K = V = {key_size}" if value_size in (None, key_size) else f"K = {key_size}, V = {value_size}"
+    return f"{what}\n{results['device']}, {view.config['dtype']}, {size}, commit {view.commit}"
 
 
 def _color(operator: str) -> str:

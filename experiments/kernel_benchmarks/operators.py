@@ -94,6 +94,8 @@ def precondition(given: Arrays, **options: Any) -> dict[str, Array]:
 
 OPERATORS = {
     "linear_attention": Operator("Linear attention", ("q", "k", "v"), ops.linear_attention, online=False),
+    "simple_gla": Operator("Simple GLA", ("q", "k", "v", "head_decay"), ops.linear_attention, online=False),
+    "gla": Operator("GLA", ("q", "k", "v", "channel_decay"), ops.linear_attention, online=False),
     "deltanet": Operator("DeltaNet", ("q", "k", "v", "beta"), ops.gated_delta_rule),
     "gated_deltanet": Operator("Gated DeltaNet", ("q", "k", "v", "beta", "head_decay"), ops.gated_delta_rule),
     "kda": Operator(
@@ -116,6 +118,14 @@ OPERATORS = {
         ops.gated_delta_rule,
         baseline="gated_deltanet",
         allowance=1.03,
+    ),
+    "pdn": Operator(
+        "PDN",
+        ("q", "k", "v", "beta", "gram_decay", "gram_gain"),
+        ops.gated_delta_rule,
+        baseline="deltanet",
+        allowance=1.1,
+        prepare=precondition,
     ),
     "pgdn": Operator(
         "PGDN",

@@ -50,10 +50,12 @@ def _fla_calls() -> dict[str, Call]:
     from fla.ops.delta_rule import chunk_delta_rule
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.gdn2 import chunk_gdn2
+    from fla.ops.gla import chunk_gla
     from fla.ops.kda import chunk_kda
     from fla.ops.linear_attn import chunk_linear_attn
     from fla.ops.precond_gated_delta_rule import chunk_precond_gated_delta_rule
     from fla.ops.precond_kda.chunk import ChunkPrecondKDAFunction
+    from fla.ops.simple_gla import chunk_simple_gla
 
     # FLA refuses its gated backward on Hopper with Triton 3.4 to 3.7.0 as numerically wrong, unless TileLang is there
     # to take that kernel's place. It is measured all the same, and its errors are reported beside its times.
@@ -72,8 +74,10 @@ def _fla_calls() -> dict[str, Call]:
         )[:2]
 
     def pgdn(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
+        # FLA has the rule without a decay (PDN) only as the one whose decays are all 1.
+        decay = x["head_decay"] if "head_decay" in x else torch.zeros_like(x["gram_decay"])
         return chunk_precond_gated_delta_rule(
-            *(x["q"], x["k"], x["v"], x["gram_decay"], x["head_decay"], x["gram_gain"], x["beta"]),
+            *(x["q"], x["k"], x["v"], x["gram_decay"], decay, x["gram_gain"], x["beta"]),
             output_final_state=final,
             use_qk_l2norm_in_kernel=False,
             cu_seqlens=bounds,
@@ -104,11 +108,14 @@ def _fla_calls() -> dict[str, Call]:
 
     return {
         "linear_attention": of(chunk_linear_attn, "q", "k", "v", normalize=False),
+        "simple_gla": of(chunk_simple_gla, "q", "k", "v", "head_decay"),
+        "gla": of(chunk_gla, "q", "k", "v", "channel_decay"),
         "deltanet": of(chunk_delta_rule, "q", "k", "v", "beta"),
         "gated_deltanet": of(chunk_gated_delta_rule, "q", "k", "v", "head_decay", "beta"),
         "kda": of(chunk_kda, "q", "k", "v", "channel_decay", "beta"),
         "gated_deltanet2": of(chunk_gdn2, "q", "k", "v", "channel_decay", "erase", "write"),
         "write_key": write_key,
+        "pdn": pgdn,
         "pgdn": pgdn,
         "pkda": pkda,
     }
@@ -152,8 +159,8 @@ PEERS = {
         module="fla",
         packages=("fla-core", "triton"),
         operators=(
-            *("linear_attention", "deltanet", "gated_deltanet", "kda", "gated_deltanet2"),
-            *("write_key", "pgdn", "pkda"),
+            *("linear_attention", "simple_gla", "gla", "deltanet", "gated_deltanet", "kda", "gated_deltanet2"),
+            *("write_key", "pdn", "pgdn", "pkda"),
         ),
         calls=_fla_calls,
         decoded=("deltanet", "gated_deltanet", "kda"),

@@ -126,7 +126,8 @@ class View:
         return self.time("triton", baseline, shape, run) if beside is None else beside
 
     def _shape(self, sizes: Any) -> Shape:
-        return (*sizes, self.config["head_size"], self.config["head_size"])
+        key_size = self.config["head_size"]
+        return (*sizes, key_size, self.config.get("value_size") or key_size)
 
     def table_points(self) -> list[tuple[str, Shape]]:
         """(operator, shape) of the table."""

@@ -62,6 +62,13 @@ def test_missing_results_are_an_error(tmp_path):
     assert main(["--output", str(tmp_path), "--from-json"]) == 2
 
 
+def test_values_wider_than_keys():
+    measurements = plan(BenchmarkConfig(head_size=64, value_size=128, scan_shapes=()))
+    assert measurements and all(m.shape[3:] == (64, 128) for m in measurements)
+    config = {"operators": ["gla"], "shapes": [[1, 2048, 8]], "head_size": 64, "value_size": 128}
+    assert View({"config": config, "records": []}).table_points() == [("gla", (1, 2048, 8, 64, 128))]
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="operators has"):
         BenchmarkConfig(operators=("deltanets",))
