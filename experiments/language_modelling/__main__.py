@@ -26,7 +26,8 @@ class Options:
     """Trains the language models that are missing, then writes table and figure."""
 
     setting: LanguageSetting = "small"
-    """"small" runs on a CPU in minutes; on one GPU "real", "short" (a tenth of the tokens) and "large" (150M)."""
+    """"small" runs on a CPU in minutes; on one GPU "real", "short" (a tenth of the tokens), "large" (150M) and
+    "large_short" (a quarter of the tokens)."""
     mixers: tuple[str, ...] = ()
     """Only mixers of these labels, or whose label contains one of these."""
     rates: tuple[float, ...] = ()

@@ -9,6 +9,7 @@ from rnnlib.layers import Initializer
 from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset, two_global_attention_layers
 from rnnlib.training import CheckpointConfig, EvaluationConfig, LoggingConfig, OptimizerConfig, TrainConfig
 
+HYBRID = "DeltaNet + 2 attention layers"
 MIXERS = (
     Mixer.of("Transformer++", "attention"),
     Mixer.of("Gated DeltaNet", "gated_deltanet"),
@@ -39,7 +40,7 @@ MIXERS = (
     Mixer.of("Linear attention", "linear_attention"),
     Mixer.of("EFLA", "efla"),
     Mixer.of("NLMS", "nlms"),
-    Mixer.of("DeltaNet + 2 attention layers", *two_global_attention_layers("deltanet", 9)),
+    Mixer.of(HYBRID, *two_global_attention_layers("deltanet", 9)),
 )
 
 
@@ -75,15 +76,15 @@ def model_config(base: ModelConfig, mixer: Mixer) -> ModelConfig:
 # Peak learning rates of the short setting, the same for every mixer; the real one has time for the first alone.
 RATES = (2e-3, 4e-3)
 
-LanguageSetting = Literal["small", "short", "real", "large"]
-SETTINGS: tuple[LanguageSetting, ...] = ("small", "short", "real", "large")
+LanguageSetting = Literal["small", "short", "real", "large_short", "large"]
+SETTINGS: tuple[LanguageSetting, ...] = ("small", "short", "real", "large_short", "large")
 
 
 def study(setting: LanguageSetting) -> LanguageStudy:
     """The study at a setting.
 
-    "real" is about 25M parameters and 105M tokens of Python text a run, "short" 10.5M; "large" is about 135M parameters
-    and 26.2M tokens.
+    "real" is about 25M parameters and 105M tokens of Python text a run, "short" 10.5M tokens; "large" is about 135M
+    parameters and 105M tokens, "large_short" 26.2M.
     """
     quiet = {"logging": LoggingConfig(tensorboard=False)}
     if setting == "small":
@@ -120,20 +121,26 @@ def study(setting: LanguageSetting) -> LanguageStudy:
             ),
             lengths=(2048, 4096, 8192, 32_768),
         )
+    if setting == "large_short":
+        plan = study("large")
+        data = dataclasses.replace(plan.train.data, batch_size=8)
+        return dataclasses.replace(plan, train=dataclasses.replace(plan.train, data=data, steps=800))
     if setting == "large":
         plan = study("real")
+        model = model_preset("150m").replace(
+            vocabulary_size=16_384, attention_heads=12, initializer_std=0.036, remat=False, scan_layers=False
+        )
         return dataclasses.replace(
             plan,
+            mixers=tuple(
+                dataclasses.replace(mixer, preset=two_global_attention_layers("deltanet", model.num_layers))
+                if mixer.label == HYBRID
+                else mixer
+                for mixer in plan.mixers
+            ),
             # Twice the width at half the rate; the start is 1 / sqrt(width) again.
             learning_rates=(RATES[0] / 2,),
-            train=dataclasses.replace(
-                plan.train,
-                model=model_preset("150m").replace(
-                    vocabulary_size=16_384, attention_heads=12, initializer_std=0.036, remat=False, scan_layers=False
-                ),
-                data=dataclasses.replace(plan.train.data, batch_size=8),
-                steps=800,
-            ),
+            train=dataclasses.replace(plan.train, model=model),
         )
     return LanguageStudy(
         mixers=MIXERS,

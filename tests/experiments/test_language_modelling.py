@@ -21,7 +21,7 @@ from rnnlib.training import StepReport
 
 def test_the_page_shows_what_the_results_say():
     page = (FOLDER / "README.md").read_text()
-    for setting in ("short", "real", "large"):
+    for setting in ("short", "real", "large_short"):
         plan, results = study(setting), FOLDER / "results" / setting
         found = chosen(plan, results)
         begin, end = marks(setting)
@@ -41,12 +41,15 @@ def test_large_models_differ_in_their_mixer_alone():
     plan = study("large")
     assert plan.train.data.max_train_bytes == study("real").train.data.max_train_bytes, "the same text"
     sizes = []
-    for mixer in MIXERS[:3]:
+    for mixer in plan.mixers:
+        config = model_config(plan.train.model, mixer)
+        assert len({type(mixer_config(config, layer)) for layer in config.layer_mixers}) == len(set(mixer.preset))
+    for mixer in plan.mixers[:3]:
         config = model_config(plan.train.model, mixer)
         model = nnx.eval_shape(lambda config=config: DecoderLM(config, rngs=nnx.Rngs(0)))
         sizes.append(sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))))
     assert min(sizes) > 120e6 and max(sizes) < 150e6
-    assert plan.train.steps * plan.train.data.batch_size * plan.train.data.sequence_length == 26_214_400
+    assert plan.train.steps * plan.train.data.batch_size * plan.train.data.sequence_length >= 100e6
 
 
 def test_a_run_that_would_end_too_late_is_given_up():
