@@ -21,7 +21,7 @@ from rnnlib.training import StepReport
 
 def test_the_page_shows_what_the_results_say():
     page = (FOLDER / "README.md").read_text()
-    for setting in ("short", "real", "large_short"):
+    for setting in ("short", "real", "large_short", "large"):
         plan, results = study(setting), FOLDER / "results" / setting
         found = chosen(plan, results)
         begin, end = marks(setting)
