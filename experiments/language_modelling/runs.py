@@ -171,8 +171,11 @@ class BitsPerByte:
             run: Any = nnx.merge(graphdef, state)
             logits = run(batch["inputs"], segment_ids=batch["segment_ids"], positions=batch["positions"])
             weights = batch["loss_weights"]
-            nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(weights > 0, batch["targets"], 0))
-            bucket = jnp.ceil(jnp.log2(batch["positions"] + 1.0)).astype(jnp.int32)
+            counted = weights > 0  # what padding is read as has no influence, not even if it is not finite
+            nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counted, batch["targets"], 0))
+            nats = jnp.where(counted, nats, 0.0)
+            # Bits of the position: 0, 1, 2 to 3, 4 to 7. A logarithm that is rounded up would be one too many.
+            bucket = 32 - jax.lax.clz(batch["positions"])
             values = jnp.stack([nats * weights, token_bytes[batch["targets"]] * weights, weights], -1)
             return jnp.zeros((buckets, 3)).at[bucket].add(values)
 

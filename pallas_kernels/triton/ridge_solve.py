@@ -93,10 +93,11 @@ def ridge_solve(
         solver: `"chebyshev"`, `"conjugate_gradient"`, `"gradient_descent"` or `"nesterov"`.
         epsilon: added to both divisors of conjugate gradients.
         precision: of the factors of products, which are accumulated in float32: `"bfloat16"`; `"split"`, two parts of
-            bfloat16 each, together 16 bits; `"tf32"`, 11 bits; `"float32"`, three products of tf32. None is bfloat16
-            for bfloat16 inputs, and else float32 up to a key size of 64 and split above, where float32 does not fit.
-            Bfloat16, in which states are stored too, is for condition numbers of a hundred or so, as with an adaptive
-            ridge; far above them it fails.
+            bfloat16 each, together 16 bits; `"tf32"`, 11 bits; `"float32"`, three products of tf32. For bfloat16
+            inputs None is bfloat16 where the ridge is adaptive and split where it is not, and for others float32 up to
+            a key size of 64 and split above, where float32 does not fit. Bfloat16, in which states are stored too, is
+            for condition numbers of a hundred or so, as an adaptive ridge sees to. A constant ridge sees to none: the
+            norm grows with every key that repeats, and beyond, conjugate gradients diverge.
         initial_gram: the Gram matrix before the first token; its symmetric part is used; None is zero.
         segment_ids: the Gram matrix restarts where the id changes; the first token continues `initial_gram`.
         chunk_size: only 64.
@@ -113,16 +114,16 @@ def ridge_solve(
         raise NotImplementedError(f"ridge_solve: the Triton kernels do not support {reason}")
     inputs = _padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids)
     if precision is None:
-        precision = _default_precision(inputs)
+        precision = _default_precision(inputs, adaptive)
     method = Method(solver, iterations, adaptive, float(epsilon), precision)
     x, gram = _solve(method, schedule or choose_schedule(ridge_problem(inputs), precision), inputs)
     size = q.shape[3]
     return x[:, : q.shape[1], :, :size].astype(q.dtype), gram[:, :, :size, :size]
 
 
-def _default_precision(inputs: RidgeInputs) -> str:
+def _default_precision(inputs: RidgeInputs, adaptive: bool) -> str:
     if inputs.k.dtype == jnp.bfloat16:
-        return "bfloat16"
+        return "bfloat16" if adaptive else "split"
     return "float32" if interpreted() or inputs.k.shape[3] <= 64 else "split"
 
 

@@ -16,7 +16,7 @@ from experiments.ridge_benchmark.report import markdown
 
 def test_mesanets_operator_is_its_recurrence():
     x = {**draw((1, 20, 1, 8), jnp.float32), "ridge": jnp.full((1, 8), 0.5)}
-    found = jax.jit(measure.mesanet, static_argnums=1)(x, 12)
+    found = jax.jit(measure.mesanet, static_argnums=(1, 2))(x, 12, "split")
     a = {name: np.asarray(array, np.float64)[0, :, 0] for name, array in x.items() if name != "ridge"}
     gram, memory = np.zeros((8, 8)), np.zeros((8, 8))
     for t in range(20):

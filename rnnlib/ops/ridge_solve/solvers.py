@@ -31,7 +31,8 @@ class Solver:
             computed, and serve comparison.
         product_dtype: the factors of every product `H x` are rounded to this dtype and the products accumulated in
             float32, as matrix units do; None leaves them in float32 (float64 for float64 inputs), but that the Triton
-            kernels multiply in bfloat16 where the inputs are bfloat16. There, float32 is two parts of bfloat16.
+            kernels multiply in bfloat16 where the inputs are bfloat16 and the ridge is adaptive, which bounds the
+            condition number. For bfloat16 inputs their float32 is two parts of bfloat16.
         epsilon: added to both divisors of conjugate gradients. Flash-linear-attention's MesaNet adds 1e-5, which stops
             the iteration at a residual of about its root, 0.003.
     """
