@@ -143,7 +143,7 @@ def _scan_mark(view: View) -> Mark:
 
 def _error_mark(view: View) -> Mark:
     found = [
-        (f"{OPERATORS[c.operator].title} {sizes_text(c.shape)} {c.case}, {c.result}", c.ratio)
+        (f"{OPERATORS[c.operator].title} {view.shape_text(c.shape)} {c.case}, {c.result}", c.ratio)
         for c in view.error_comparisons()
     ]
     # Two roundings of the same bfloat16 result differ by a few percent in norm.

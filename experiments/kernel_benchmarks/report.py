@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from experiments.kernel_benchmarks.marks import Mark, evaluate
+from experiments.kernel_benchmarks.marks import evaluate
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.roofline import floor_milliseconds
 from experiments.kernel_benchmarks.view import PASSES, View, sizes_text
@@ -88,7 +88,8 @@ def _errors(view: View) -> Section:
             errors = " ".join(f"{key} {_error(found.median(key))}" for key in results)
             seeds = str(max(map(len, found.by_result.values())))
             identical = "yes" if found.identical else "NO"
-            rows.append((OPERATORS[operator].title, sizes_text(shape), case, TITLES[name], errors, seeds, identical))
+            where = (OPERATORS[operator].title, view.shape_text(shape), case)
+            rows.append((*where, TITLES[name], errors, seeds, identical))
     note = (
         "Norm of the difference to the float64 scan over the scan's norm, on the same inputs, median over seeds. "
         "Rerun: bit-identical."
@@ -105,7 +106,7 @@ def _errors_over_peer(view: View) -> Section:
     above = sorted((c for c in found if c.ratio > 1), key=lambda c: -c.ratio)
     rows = tuple(
         (
-            *(OPERATORS[c.operator].title, sizes_text(c.shape), c.case, c.result),
+            *(OPERATORS[c.operator].title, view.shape_text(c.shape), c.case, c.result),
             *(
                 f"{c.ours:.3e}",
                 f"{c.theirs:.3e}",
@@ -179,12 +180,9 @@ def _kernels(view: View) -> Section:
 
 
 def _marks(view: View) -> Section:
-    rows = tuple((m.title, m.wanted, m.measured, _verdict(m)) for m in evaluate(view))
-    return Section("Marks", "What was aimed at, and what was reached.", ("mark", "wanted", "measured", "met"), rows)
-
-
-def _verdict(mark: Mark) -> str:
-    return {True: "yes", False: "NO", None: "not measured"}[mark.met]
+    rows = tuple((m.title, m.wanted, m.measured, "yes" if m.met else "NO") for m in evaluate(view) if m.met is not None)
+    note = "What was aimed at, and what was reached, of what was measured here."
+    return Section("Marks", note, ("mark", "wanted", "measured", "met"), rows)
 
 
 def _failures(view: View) -> Section:
@@ -195,8 +193,11 @@ def _failures(view: View) -> Section:
             operator = OPERATORS[r["operator"]].title if "operator" in r else "-"
             what = f"{r['of']} {r.get('case', '')}".removesuffix(" random")
             why = " ".join(r["reason"].split())[-300:].replace("|", "/")
-            grouped.setdefault((by, operator, what, why), []).append(sizes_text(r["shape"]) if "shape" in r else "-")
-    rows = tuple((by, operator, what, "; ".join(at), why) for (by, operator, what, why), at in grouped.items())
+            where = view.shape_text(tuple(r["shape"])) if "shape" in r else "-"
+            grouped.setdefault((by, operator, what, why), []).append(where)
+    rows = tuple(
+        (by, operator, what, "; ".join(dict.fromkeys(at)), why) for (by, operator, what, why), at in grouped.items()
+    )
     return Section("Not measured", "", ("by", "operator", "what", "B,T,H", "why"), rows)
 
 

@@ -129,6 +129,13 @@ class View:
         key_size = self.config["head_size"]
         return (*sizes, key_size, self.config.get("value_size") or key_size)
 
+    def shape_text(self, shape: Shape) -> str:
+        """B, T and H, and K and V where they are not this run's."""
+        text, sizes = sizes_text(shape), shape[3:]
+        if sizes == self._shape((0, 0, 0))[3:]:
+            return text
+        return f"{text}; K = V = {sizes[0]}" if sizes[0] == sizes[1] else f"{text}; K = {sizes[0]}, V = {sizes[1]}"
+
     def table_points(self) -> list[tuple[str, Shape]]:
         """(operator, shape) of the table."""
         return [(op, self._shape(sizes)) for op in self.config["operators"] for sizes in self.config["shapes"]]
