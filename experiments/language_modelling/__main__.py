@@ -163,6 +163,9 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: i
     drawing, (left, middle, right) = plt.subplots(1, 3, figsize=(14, max(4.2, 0.2 * len(found))), layout="constrained")
     palette = plt.get_cmap("tab10")
     ranked = sorted(found.items(), key=lambda entry: _bits(entry[1], length))
+    bits = [_bits(runs, length) for _, runs in ranked]
+    # One model that is far behind would press all others into a line: what is beyond is cut off.
+    top = bits[0] + 4 * max(statistics.median(bits) - bits[0], 0.02)
     for i, (label, runs) in enumerate(ranked):  # best first, so that the legend is a ranking too
         style: dict[str, Any] = {"color": palette(i % 10), "linewidth": 1.1, "linestyle": ("-", "--", ":")[i // 10 % 3]}
         steps, losses = zip(*runs[0]["train_loss"])
@@ -176,7 +179,7 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: i
     left.set_xlabel("step")
     left.set_ylabel("training loss, nats a token")
     final = [_last_loss(runs[0]) for runs in found.values()]
-    left.set_ylim(min(final) - 0.2, max(final) + 1.5)
+    left.set_ylim(min(final) - 0.2, statistics.median(final) + 1.7)
     middle.set_xlabel("tokens a row in the test")
     middle.set_ylabel("bits per byte")
     right.set_xlabel(f"position in the document, up to (rows of {lengths[-1]} tokens)")
@@ -187,6 +190,9 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: i
     left.set_title("training", fontsize=10)
     middle.set_title("held-out text by length of the rows", fontsize=10)
     right.set_title("held-out text by position", fontsize=10)
+    if bits[-1] > top:
+        middle.set_ylim(bits[0] - 0.2 * (top - bits[0]), top)
+        middle.set_title(f"held-out text by length of the rows (to {top:.2f})", fontsize=10)
     sizes = [runs[0]["num_parameters"] / 1e6 for runs in found.values()]
     tokens = next(iter(found.values()))[0]["train_tokens"] / 1e6
     size = "-".join(dict.fromkeys(f"{x:.1f}" for x in (min(sizes), max(sizes))))
