@@ -146,8 +146,17 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Steps done, once open."""
+        """Steps done.
+
+        Raises:
+            RuntimeError: If no run was opened.
+        """
+        self._check_opened("step")
         return self._step
+
+    def _check_opened(self, asked: str) -> None:
+        if not hasattr(self, "_state"):
+            raise RuntimeError(f"Trainer.{asked}: no run was opened, expected a call of Trainer.open before")
 
     @property
     def num_parameters(self) -> int:
@@ -315,7 +324,12 @@ class Trainer:
         return nnx.eval_shape(self._new_model)
 
     def trained_model(self) -> DecoderLM:
-        """The model as trained so far."""
+        """The model as trained so far.
+
+        Raises:
+            RuntimeError: If no run was opened.
+        """
+        self._check_opened("trained_model")
         graphdef = nnx.split(nnx.eval_shape(self._new_model))[0]
         state = jax.device_put((self._state.parameters, self._state.other), jax.local_devices()[0])
         return nnx.merge(graphdef, *state)

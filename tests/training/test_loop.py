@@ -89,6 +89,10 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path, tiny_
     trainer.close()
     with pytest.raises(RuntimeError, match=r"Trainer\.run: no run is open, expected a call of Trainer\.open"):
         trainer.run()
+    with pytest.raises(RuntimeError, match=r"Trainer\.step: no run was opened, expected a call of Trainer\.open"):
+        trainer.step  # noqa: B018
+    with pytest.raises(RuntimeError, match=r"Trainer\.trained_model: no run was opened"):
+        trainer.trained_model()
     trainer.open(tmp_path / "run")
     assert (tmp_path / "run" / "config.yaml").exists()
 
