@@ -114,19 +114,24 @@ def _pairs_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
 def _state_products(r, problem: Problem, block: int, shares_gate: bool) -> StateProducts:
     def terms(part):
         state, d_state, d_out = r.states[part, :], r.d_states[part, :], r.d_out[:, part]
+        read, written = state.astype(d_out.dtype), d_state.astype(d_out.dtype)
         return StateProducts(
-            read=dot(d_out, state),
-            erased=dot(r.d_values[:, part], state) if problem.online else None,
-            written=dot_tn(r.residuals[part, :], d_state),
-            # All pairs of key channels, for the sake of the diagonal: as a product it takes nothing from registers.
-            kept=None if r.log_decay is None else dot_tn(state, d_state),
+            read=dot(d_out, read),
+            erased=dot(r.d_values[:, part], read) if problem.online else None,
+            written=dot_tn(r.residuals[part, :], written),
+            kept=None if r.log_decay is None else keep(state, d_state),
         )
 
-    width = r.states.shape[1]
-    zero, pairs = jnp.zeros((CHUNK, width), jnp.float32), jnp.zeros((width, width), jnp.float32)
+    def keep(state, d_state):
+        # All pairs of key channels, for the sake of the diagonal: as a product it takes nothing from registers.
+        return dot_tn(state, d_state) if are_operands else jnp.sum(state * d_state, axis=0)
+
+    width, are_operands = r.states.shape[1], r.states.dtype == r.d_out.dtype
+    zero = jnp.zeros((CHUNK, width), jnp.float32)
+    pairs = jnp.zeros((width, width) if are_operands else (width,), jnp.float32)
     start = StateProducts(zero, zero if problem.online else None, zero, None if r.log_decay is None else pairs)
     result = sum_of_parts(problem.value_size, block, terms, start)
-    if result.kept is not None:
+    if result.kept is not None and are_operands:
         i, j = iota((width, width), 0), iota((width, width), 1)
         result = result._replace(kept=jnp.sum(jnp.where(i == j, result.kept, 0.0), axis=0))
     if problem.online:

@@ -32,6 +32,7 @@ from pallas_kernels.triton.state import (
     scale_tokens,
     segment_range,
     sequence_grid,
+    stored_states,
 )
 
 
@@ -226,7 +227,7 @@ def reverse_pass(
         },
         {
             **dict.fromkeys(_OUTPUTS),
-            "d_states": p.of_head(p.per_head(p.chunks, p.value_size, p.key_size), (p.chunks, block, p.key_size), place),
+            "d_states": p.of_head(stored_states(p), (p.chunks, block, p.key_size), place),
             "d_v": of_values(like_values),
             "d_written": of_values(like_values if is_wide else None),
             "d_write": d_write,

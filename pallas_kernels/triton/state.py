@@ -273,6 +273,16 @@ def output_pass(
     return results["out"], results["final_state"]  # type: ignore[return-value]
 
 
+def stored_states(problem: Problem) -> jax.ShapeDtypeStruct:
+    """A state for each chunk as the backward reads it, `[B, HV, N, V, K]`.
+
+    Without erasing, states grow as long as nothing decays. Then the decay's gradient is nearly all the product of the
+    state before a chunk with the gradient after it, a sum that cancels: it wants both in float32.
+    """
+    p = problem
+    return p.per_head(p.chunks, p.value_size, p.key_size, **({} if p.online else {"dtype": jnp.float32}))
+
+
 def states_pass(
     problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch
 ) -> tuple[Array, Array]:
@@ -293,7 +303,7 @@ def states_pass(
             **start_operands(p, inputs, starts, block),
         },
         {
-            "states": p.of_head(p.per_head(p.chunks, p.value_size, p.key_size), (p.chunks, block, p.key_size), place),
+            "states": p.of_head(stored_states(p), (p.chunks, block, p.key_size), place),
             "residuals": p.of_head(p.per_head(p.chunks, p.value_size, CHUNK), (p.chunks, block, CHUNK), place),
         },
         launch,

@@ -339,7 +339,10 @@ def sums(
             "end": p.of_head(end, (p.key_size, block), lambda c, h, z: (at(c, h, z)[0], h, 0, c)),
             "products": None if product_with is None else of_rows,
             "far_products": None if states is None else of_rows,
-            "states": of_states(p.per_head(p.chunks, p.key_size, p.value_size)) if with_states else None,
+            # For the decay's gradient alone: products of states cancel.
+            "states": of_states(p.per_head(p.chunks, p.key_size, p.value_size, dtype=jnp.float32))
+            if with_states
+            else None,
             "crossed": None if states is None else crossed,
         },
         launch,

@@ -73,6 +73,25 @@ def test_linear_attention_in_bfloat16_stays_within_rounding(decay):
     assert all(error < 1e-2 for error in found.values()), found
 
 
+def test_the_decays_gradient_where_equal_keys_add_up():
+    """Nearly all of it is a product of states, a sum that cancels: with these in bfloat16 the error would be 1.6e-3."""
+    arrays, _ = make_inputs(Case((1, 1024, 1, 1, 32, 32), SCALAR, online=False, initial_state=False))
+    k = jnp.broadcast_to(arrays["k"][:, :1], arrays["k"].shape)
+    tokens = {"q": arrays["q"], "k": k, "v": arrays["v"]}
+    exact = {name: x.astype(jnp.bfloat16).astype(jnp.float32) for name, x in tokens.items()}
+
+    def gradient(function, tokens):
+        def total(log_decay):
+            out = function(**tokens, log_decay=log_decay)[0].astype(jnp.float32)
+            return jnp.vdot(out, exact["v"][:, ::-1])
+
+        return jax.jit(jax.grad(total))(jnp.zeros(k.shape[:3]))
+
+    found = gradient(triton.linear_attention, {name: x.astype(jnp.bfloat16) for name, x in tokens.items()})
+    expected = gradient(functools.partial(ops.linear_attention, implementation="chunked"), exact)
+    assert relative_error(found, expected) < 1e-3
+
+
 @pytest.mark.parametrize("shares_gate", [False, True])
 def test_gates_of_zero_and_next_to_zero(shares_gate):
     """Gradients are divided by the write gate, which must not show where it is zero."""
