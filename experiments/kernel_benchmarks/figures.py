@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.report import TITLES
 from experiments.kernel_benchmarks.roofline import moved_bytes, operations
-from experiments.kernel_benchmarks.view import PASSES, View
+from experiments.kernel_benchmarks.view import PASSES, View, head_sizes_text
 
 # One colour a subject, told apart under the common colour-vision deficiencies; peers keep theirs in all pictures.
 OPERATOR_COLORS = {
@@ -39,9 +39,8 @@ PEER_COLORS = {"fla": "#e69f00", "flash_qla": "#6a3d9a", "chunked": "#999999"}
 
 
 def _title(view: View, what: str, results: dict[str, Any]) -> str:
-    key_size, value_size = view.config["head_size"], view.config.get("value_size")
-    size = f"K = V = {key_size}" if value_size in (None, key_size) else f"K = {key_size}, V = {value_size}"
-    return f"{what}\n{results['device']}, {view.config['dtype']}, {size}, commit {view.commit}"
+    sizes = head_sizes_text(view.head_sizes)
+    return f"{what}\n{results['device']}, {view.config['dtype']}, {sizes}, commit {view.commit}"
 
 
 def _color(operator: str) -> str:

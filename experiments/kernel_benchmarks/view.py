@@ -28,6 +28,12 @@ def sizes_text(shape: Any) -> str:
     return ",".join(str(size) for size in shape[:3])
 
 
+def head_sizes_text(sizes: tuple[int, int]) -> str:
+    """K and V as tables and titles show them."""
+    key_size, value_size = sizes
+    return f"K = V = {key_size}" if key_size == value_size else f"K = {key_size}, V = {value_size}"
+
+
 @dataclass(frozen=True)
 class Errors:
     """An implementation's errors at one operator, shape and case.
@@ -125,16 +131,19 @@ class View:
         beside = self._beside.get((operator, shape, run))
         return self.time("triton", baseline, shape, run) if beside is None else beside
 
-    def _shape(self, sizes: Any) -> Shape:
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """K and V; older results have only one number for both."""
         key_size = self.config["head_size"]
-        return (*sizes, key_size, self.config.get("value_size") or key_size)
+        return key_size, self.config.get("value_size") or key_size
+
+    def _shape(self, sizes: Any) -> Shape:
+        return (*sizes, *self.head_sizes)
 
     def shape_text(self, shape: Shape) -> str:
         """B, T and H, and K and V where they are not this run's."""
         text, sizes = sizes_text(shape), shape[3:]
-        if sizes == self._shape((0, 0, 0))[3:]:
-            return text
-        return f"{text}; K = V = {sizes[0]}" if sizes[0] == sizes[1] else f"{text}; K = {sizes[0]}, V = {sizes[1]}"
+        return text if sizes == self.head_sizes else f"{text}; {head_sizes_text(sizes)}"
 
     def table_points(self) -> list[tuple[str, Shape]]:
         """(operator, shape) of the table."""

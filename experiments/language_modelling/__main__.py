@@ -163,9 +163,6 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: i
     drawing, (left, middle, right) = plt.subplots(1, 3, figsize=(14, max(4.2, 0.2 * len(found))), layout="constrained")
     palette = plt.get_cmap("tab10")
     ranked = sorted(found.items(), key=lambda entry: _bits(entry[1], length))
-    bits = [_bits(runs, length) for _, runs in ranked]
-    # One model that is far behind would press all others into a line: what is beyond is cut off.
-    top = bits[0] + 4 * max(statistics.median(bits) - bits[0], 0.02)
     for i, (label, runs) in enumerate(ranked):  # best first, so that the legend is a ranking too
         style: dict[str, Any] = {"color": palette(i % 10), "linewidth": 1.1, "linestyle": ("-", "--", ":")[i // 10 % 3]}
         steps, losses = zip(*runs[0]["train_loss"])
@@ -188,11 +185,15 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: i
     for panel in (left, middle, right):
         panel.grid(alpha=0.3)
     left.set_title("training", fontsize=10)
-    middle.set_title("held-out text by length of the rows", fontsize=10)
-    right.set_title("held-out text by position", fontsize=10)
+    middle_title = "held-out text by length of the rows"
+    # One model that is far behind would press all others into a line: what is beyond is cut off.
+    bits = [_bits(runs, length) for _, runs in ranked]
+    top = bits[0] + 4 * max(statistics.median(bits) - bits[0], 0.02)
     if bits[-1] > top:
         middle.set_ylim(bits[0] - 0.2 * (top - bits[0]), top)
-        middle.set_title(f"held-out text by length of the rows (to {top:.2f})", fontsize=10)
+        middle_title += f" (to {top:.2f})"
+    middle.set_title(middle_title, fontsize=10)
+    right.set_title("held-out text by position", fontsize=10)
     sizes = [runs[0]["num_parameters"] / 1e6 for runs in found.values()]
     tokens = next(iter(found.values()))[0]["train_tokens"] / 1e6
     size = "-".join(dict.fromkeys(f"{x:.1f}" for x in (min(sizes), max(sizes))))

@@ -9,39 +9,44 @@ from rnnlib.layers import Initializer
 from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset, two_global_attention_layers
 from rnnlib.training import CheckpointConfig, EvaluationConfig, LoggingConfig, OptimizerConfig, TrainConfig
 
-HYBRID = "DeltaNet + 2 attention layers"
-MIXERS = (
-    Mixer.of("Transformer++", "attention"),
-    Mixer.of("Gated DeltaNet", "gated_deltanet"),
-    Mixer.of("KLA", "kla"),
-    Mixer.of("PGDN", "pgdn"),
-    Mixer.of("Gated DeltaNet-2", "gated_deltanet2"),
-    Mixer.of("DeltaNet", "deltanet"),
-    Mixer.of("KDA", "kda"),
-    Mixer.of("Gated KalmaNet", "gated_kalmanet"),
-    Mixer.of("Gated DeltaNet-2 + sliding window", *every_other_sliding_window("gated_deltanet2")),
-    # PGDN has no output gate, nor have PDN and DeltaNet; this is what PGDN is to be compared with.
-    Mixer.of("Gated DeltaNet, no output gate", "gated_deltanet", output_gate=False),
-    # Its authors' kernels start smaller than the other mixers'; this is what to compare those with.
-    Mixer.of("Gated DeltaNet-2, start of the others", "gated_deltanet2", initializer=Initializer()),
-    Mixer.of("Mamba-2", "mamba2"),
-    Mixer.of("Mamba-3", "mamba3"),
-    Mixer.of("PDN", "pdn"),
-    Mixer.of("PKDA", "pkda"),
-    Mixer.of("GLA", "gla"),
-    # Transformer++ has no convolution; this is what to compare it with.
-    Mixer.of("Gated DeltaNet, no convolution", "gated_deltanet", convolution=None),
-    Mixer.of("Gated DeltaNet + sliding window", *every_other_sliding_window("gated_deltanet")),
-    Mixer.of("Comba", "comba"),
-    Mixer.of("MesaNet", "mesanet"),
-    Mixer.of("Longhorn", "longhorn"),
-    Mixer.of("Mamba-3, multiple inputs", "mamba3_mimo"),
-    Mixer.of("RetNet", "retnet"),
-    Mixer.of("Linear attention", "linear_attention"),
-    Mixer.of("EFLA", "efla"),
-    Mixer.of("NLMS", "nlms"),
-    Mixer.of(HYBRID, *two_global_attention_layers("deltanet", 9)),
-)
+
+def mixers_of(num_layers: int) -> tuple[Mixer, ...]:
+    """All that are compared, in models of so many layers."""
+    return (
+        Mixer.of("Transformer++", "attention"),
+        Mixer.of("Gated DeltaNet", "gated_deltanet"),
+        Mixer.of("KLA", "kla"),
+        Mixer.of("PGDN", "pgdn"),
+        Mixer.of("Gated DeltaNet-2", "gated_deltanet2"),
+        Mixer.of("DeltaNet", "deltanet"),
+        Mixer.of("KDA", "kda"),
+        Mixer.of("Gated KalmaNet", "gated_kalmanet"),
+        Mixer.of("Gated DeltaNet-2 + sliding window", *every_other_sliding_window("gated_deltanet2")),
+        # PGDN has no output gate, nor have PDN and DeltaNet; this is what PGDN is to be compared with.
+        Mixer.of("Gated DeltaNet, no output gate", "gated_deltanet", output_gate=False),
+        # Its authors' kernels start smaller than the other mixers'; this is what to compare those with.
+        Mixer.of("Gated DeltaNet-2, start of the others", "gated_deltanet2", initializer=Initializer()),
+        Mixer.of("Mamba-2", "mamba2"),
+        Mixer.of("Mamba-3", "mamba3"),
+        Mixer.of("PDN", "pdn"),
+        Mixer.of("PKDA", "pkda"),
+        Mixer.of("GLA", "gla"),
+        # Transformer++ has no convolution; this is what to compare it with.
+        Mixer.of("Gated DeltaNet, no convolution", "gated_deltanet", convolution=None),
+        Mixer.of("Gated DeltaNet + sliding window", *every_other_sliding_window("gated_deltanet")),
+        Mixer.of("Comba", "comba"),
+        Mixer.of("MesaNet", "mesanet"),
+        Mixer.of("Longhorn", "longhorn"),
+        Mixer.of("Mamba-3, multiple inputs", "mamba3_mimo"),
+        Mixer.of("RetNet", "retnet"),
+        Mixer.of("Linear attention", "linear_attention"),
+        Mixer.of("EFLA", "efla"),
+        Mixer.of("NLMS", "nlms"),
+        Mixer.of("DeltaNet + 2 attention layers", *two_global_attention_layers("deltanet", num_layers)),
+    )
+
+
+MIXERS = mixers_of(9)  # of the 25M models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +137,7 @@ def study(setting: LanguageSetting) -> LanguageStudy:
         )
         return dataclasses.replace(
             plan,
-            mixers=tuple(
-                dataclasses.replace(mixer, preset=two_global_attention_layers("deltanet", model.num_layers))
-                if mixer.label == HYBRID
-                else mixer
-                for mixer in plan.mixers
-            ),
+            mixers=mixers_of(model.num_layers),
             # Twice the width at half the rate; the start is 1 / sqrt(width) again.
             learning_rates=(RATES[0] / 2,),
             train=dataclasses.replace(plan.train, model=model),

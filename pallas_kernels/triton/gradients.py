@@ -123,7 +123,8 @@ def _state_products(r, problem: Problem, block: int, shares_gate: bool) -> State
         )
 
     def keep(state, d_state):
-        # All pairs of key channels, for the sake of the diagonal: as a product it takes nothing from registers.
+        # All pairs of key channels, for the sake of the diagonal: as a product it takes nothing from registers. States
+        # in float32 (`stored_states`) are to be multiplied in it, which takes the diagonal alone.
         return dot_tn(state, d_state) if are_operands else jnp.sum(state * d_state, axis=0)
 
     width, are_operands = r.states.shape[1], r.states.dtype == r.d_out.dtype

@@ -280,7 +280,7 @@ def stored_states(problem: Problem) -> jax.ShapeDtypeStruct:
     state before a chunk with the gradient after it, a sum that cancels: it wants both in float32.
     """
     p = problem
-    return p.per_head(p.chunks, p.value_size, p.key_size, **({} if p.online else {"dtype": jnp.float32}))
+    return p.per_head(p.chunks, p.value_size, p.key_size, dtype=None if p.online else jnp.float32)
 
 
 def states_pass(
