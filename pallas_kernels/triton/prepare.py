@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -49,7 +50,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         inverse: A, `[B, HV, N, C, C]`; None for linear attention.
-        scores: P, `[B, HV, N, C, C]`.
+        scores: P, `[B, HV, N, C, C]`; see `stored_scores`.
         read: `q * exp(G)`, `[B, HV, T, K]`, if the decay is channel-wise, else None.
         erased: `erase * k * exp(G)`, `[B, HV, T, K]`, if either factor is channel-wise, else None.
         written: `write_key * exp(G_C - G)`, `[B, HV, T, K]`, if the decay is channel-wise, else None.
@@ -224,7 +225,7 @@ def _extreme_kernel(r, *, scale: float, block: int):
 
 
 def _store_extreme_pairs(r, scale: float, block: int):
-    dtype = r.scores.dtype
+    dtype = r.q.dtype
     starts = load_starts(r)
     scores = erased_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     for part in key_parts(r.q.shape[1], block):
@@ -270,6 +271,11 @@ def _store_inverse(r, erased: Array):
     r.inverse[...] = unit_lower_inverse(jnp.where(i > j, erased, 0.0), dtype).astype(dtype)
 
 
+def stored_scores(problem: Problem) -> jax.ShapeDtypeStruct:
+    """P of each chunk. Without erasing, rounding it would be most of the output's error: there it stays in float32."""
+    return problem.per_head(problem.chunks, CHUNK, CHUNK, dtype=None if problem.online else jnp.float32)
+
+
 def prepare(problem: Problem, inputs: Inputs, launch: Launch, before: Prepared | None = None) -> Prepared:
     """Runs the first stage.
 
@@ -286,14 +292,14 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, before: Prepared |
     def at(h, n, b):
         return b, n, h, 0
 
-    matrix = p.per_head(p.chunks, CHUNK, CHUNK)
+    matrix, scores = p.per_head(p.chunks, CHUNK, CHUNK), stored_scores(p)
     channels = p.per_head(p.length, p.key_size)
     rows = p.per_head(p.length, dtype=jnp.float32)
     chunk_rows = p.per_head(p.chunks, p.key_size, dtype=jnp.float32)
     is_erased_wide = p.online and 4 in (decay_ndim, erase_ndim)
 
-    def of_pairs(wanted):
-        return p.of_head(matrix if wanted else None, (None, CHUNK, CHUNK), lambda h, n, b: (b, h, n, 0, 0))
+    def of_pairs(array, wanted):
+        return p.of_head(array if wanted else None, (None, CHUNK, CHUNK), lambda h, n, b: (b, h, n, 0, 0))
 
     def of_channels(wanted):
         return p.of_head(channels if wanted else None, (CHUNK, p.key_size), lambda h, n, b: (b, h, n, 0))
@@ -306,8 +312,8 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, before: Prepared |
 
     per_channel = p.of_head(chunk_rows if decay_ndim == 4 else None, (None, p.key_size), lambda h, n, b: (b, h, n, 0))
     outputs = {
-        "inverse": of_pairs(with_pairs and p.online),
-        "scores": of_pairs(with_pairs),
+        "inverse": of_pairs(matrix, with_pairs and p.online),
+        "scores": of_pairs(scores, with_pairs),
         "read": of_channels(decay_ndim == 4),
         "erased": of_channels(is_erased_wide),
         "written": of_channels(decay_ndim == 4),

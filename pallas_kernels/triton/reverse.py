@@ -41,10 +41,11 @@ def _reverse_step(r, n, d_state: Array, problem: Problem, is_exact: bool = False
     rows = pl.ds(n * CHUNK, CHUNK)
     dtype = problem.dtype
     d_out, written, read = (load_tile(ref, rows, r.is_lean) for ref in (r.d_out, r.written, r.read))
-    d_written = dot_nt(d_state.astype(dtype), written)
-    d_residual = dot_tn(d_out, load_tile(r.scores, n, r.is_lean)) + scale_tokens(
-        d_written, load_row(r.written_rows, rows)
-    )
+    # Without erasing, the values' gradient is only this and a product with scores: like these, it is not rounded.
+    d_written = dot_nt(d_state.astype(dtype), written) if problem.online else dot_halves(d_state, written, (1, 1))
+    scores = load_tile(r.scores, n, r.is_lean)
+    d_near = dot_tn(d_out.astype(scores.dtype), scores, dtype == jnp.float32)
+    d_residual = d_near + scale_tokens(d_written, load_row(r.written_rows, rows))
 
     if r.read_rows is not None:
         d_read = dot(scale_tokens(d_out.T, load_row(r.read_rows, rows)).astype(dtype), read)

@@ -25,7 +25,8 @@ class SegmentMaps(NamedTuple):
 
     Attributes:
         offset: N, `[B, HV, P, V, K]` float32.
-        transition: M in the dtype of matrix operands, `[B, HV, P, K, K]`.
+        transition: M in the dtype of matrix operands, `[B, HV, P, K, K]`; for linear attention, which erases nothing,
+            its diagonal alone, `[B, HV, P, K]` float32.
         transition_rest: what rounding to that dtype left of M; None for float32.
         survival: log of the most that a segment leaves of a state, `[B, HV, P]` float32; None without decay.
     """
@@ -76,6 +77,19 @@ def _reach(survival, problem: Problem, reverse: bool) -> Array:
     return jnp.sum(is_within.astype(jnp.int32), axis=1)
 
 
+def _linear_maps_kernel(r, *, problem: Problem, block: int):
+    """Of linear attention: what a segment adds, and what it leaves of each channel."""
+    first, count = segment_range(problem, lax.rem(pl.program_id(2), problem.segments))
+
+    def body(m, carry):
+        state, kept = carry
+        return chunk_step(r, first + m, state, problem)[1], kept * r.kept[first + m, :]
+
+    start = jnp.zeros((block, problem.key_size), jnp.float32), jnp.ones((problem.key_size,), jnp.float32)
+    r.offset[...], r.transition[...] = loop(count, body, start)
+    r.survival[...] = _survival(r, problem, first, count)
+
+
 def _maps_kernel(r, *, problem: Problem, block: int):
     first, count = segment_range(problem, lax.rem(pl.program_id(2), problem.segments))
     column = pl.program_id(0) - problem.value_size // block
@@ -123,7 +137,10 @@ def _fold_kernel(r, *, problem: Problem, block: int, reverse: bool):
 
     def step(m, state):
         p = place(m)
-        transition, offset = r.transition[p, :, :], r.offset[p, :, :]
+        offset = r.offset[p, :, :]
+        if not problem.online:
+            return r.transition[p, :][None, :] * state + offset
+        transition = r.transition[p, :, :]
         high = state.astype(transition.dtype)
         after = product(high, transition) + offset
         if r.transition_rest is not None:  # M and S in two parts each, all but the smallest product
@@ -161,7 +178,7 @@ def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: L
     p = problem
     block = min(launch.block, p.value_size, p.key_size)
     value_blocks = p.value_size // block
-    grid, at = sequence_grid(p, p.value_size + p.key_size, block)
+    grid, at = sequence_grid(p, p.value_size + (p.key_size if p.online else 0), block)
 
     def at_value(c, h, z):  # programs that own columns of M read some values and drop them
         b, t, h, c = at(c, h, z)
@@ -171,10 +188,14 @@ def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: L
         return lambda c, h, z: (*p.segment_at(h, z), column(c), 0)
 
     offset = p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32)
-    transition = p.per_head(p.segments, p.key_size, p.key_size)
-    of_transition = p.of_head(transition, (None, block, p.key_size), place(lambda c: lax.max(c - value_blocks, 0)))
+    if p.online:
+        transition = p.per_head(p.segments, p.key_size, p.key_size)
+        of_transition = p.of_head(transition, (None, block, p.key_size), place(lambda c: lax.max(c - value_blocks, 0)))
+    else:
+        diagonal = p.per_head(p.segments, p.key_size, dtype=jnp.float32)
+        of_transition = p.of_head(diagonal, (None, p.key_size), lambda c, h, z: (*p.segment_at(h, z), 0))
     results = call(
-        _maps_kernel,
+        _maps_kernel if p.online else _linear_maps_kernel,
         "delta_segment_maps",
         grid,
         {
@@ -184,7 +205,7 @@ def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: L
         {
             "offset": p.of_head(offset, (None, block, p.key_size), place(lambda c: lax.min(c, value_blocks - 1))),
             "transition": of_transition,
-            "transition_rest": None if p.dtype == jnp.float32 else of_transition,
+            "transition_rest": of_transition if p.online and p.dtype != jnp.float32 else None,
             "survival": p.of_head(
                 None if prepared.kept is None else p.per_head(p.segments, dtype=jnp.float32),
                 (None,),
@@ -227,7 +248,8 @@ def fold_segments(
         return c
 
     def of_transition(array):
-        return head(array, (p.segments, p.key_size, p.key_size), zero, zero, zero)
+        sizes = (p.key_size,) * (2 if p.online else 1)
+        return head(array, (p.segments, *sizes), *(zero,) * (1 + len(sizes)))
 
     def of_state(array):
         return head(array, (p.segments, block, p.key_size), zero, column, zero)

@@ -146,7 +146,8 @@ def _output_kernel(r, *, problem: Problem, block: int):
         out = scale_tokens(dot_nt(state.astype(problem.dtype), load_tile(r.read, rows, r.is_lean)), read_row)
         if r.read_rows is None:
             out = problem.scale * out
-        return after, out + dot_nt(residual.astype(problem.dtype), load_tile(r.scores, n, r.is_lean))
+        residual = residual.astype(r.scores.dtype)
+        return after, out + dot_nt(residual, load_tile(r.scores, n, r.is_lean), problem.dtype == jnp.float32)
 
     def store(n, out):
         r.out[pl.ds(n * CHUNK, CHUNK), :] = out.T.astype(r.out.dtype)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_nt, dot_tn, load_tile
+from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_halves, dot_nt, dot_tn, load_tile
 from pallas_kernels.triton.decay import CHUNK, split_gate
 from pallas_kernels.triton.pairs import weigh_pairs
 from pallas_kernels.triton.prepare import product
@@ -139,7 +139,7 @@ def _sums_kernel(r, *, problem: Problem, block: int, reverse: bool, transposed: 
         elif gate is not None:
             pairs = pairs * gate[None, :]
         far = problem.scale * product(factor, far)
-        out = far + problem.scale * dot(pairs.astype(reader.dtype), value)
+        out = far + problem.scale * dot_halves(pairs, value)
         if r.products is not None:
             other = r.product_with[rows, :].astype(jnp.float32)
             r.products[rows] = jnp.sum(out * other, axis=1)
