@@ -169,11 +169,14 @@ def split(x: Array) -> tuple[Array, Array]:
 
 
 def dot_halves(a: Array, b: Array, dims: tuple[int, int] = (1, 0)) -> Array:
-    """A product of float32 with bfloat16 (or float32), the first in two parts: `a` is not rounded to bfloat16."""
-    if b.dtype == jnp.float32:
+    """A product of float32 with bfloat16, on either side: the float32 matrix goes in two parts, unrounded."""
+    if a.dtype == b.dtype:
         return _dot(a, b, dims, None)
-    high, low = split(a)
-    return _dot(high, b, dims, None) + _dot(low, b, dims, None)
+    if a.dtype == jnp.float32:
+        high, low = split(a)
+        return _dot(high, b, dims, None) + _dot(low, b, dims, None)
+    high, low = split(b)
+    return _dot(a, high, dims, None) + _dot(a, low, dims, None)
 
 
 LOG2_E = math.log2(math.e)

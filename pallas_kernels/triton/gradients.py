@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_tn, iota, load_again
+from pallas_kernels.triton.backend import Launch, Operand, call, dot, dot_halves, dot_tn, iota, load_again
 from pallas_kernels.triton.channel_gradients import (
     EXTREME_WIDTH,
     StateProducts,
@@ -114,11 +114,10 @@ def _pairs_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
 def _state_products(r, problem: Problem, block: int, shares_gate: bool) -> StateProducts:
     def terms(part):
         state, d_state, d_out = r.states[part, :], r.d_states[part, :], r.d_out[:, part]
-        read, written = state.astype(d_out.dtype), d_state.astype(d_out.dtype)
         return StateProducts(
-            read=dot(d_out, read),
-            erased=dot(r.d_values[:, part], read) if problem.online else None,
-            written=dot_tn(r.residuals[part, :], written),
+            read=dot_halves(d_out, state),
+            erased=dot(r.d_values[:, part], state) if problem.online else None,
+            written=dot_halves(r.residuals[part, :], d_state, (0, 0)),
             kept=None if r.log_decay is None else keep(state, d_state),
         )
 

@@ -147,6 +147,9 @@ def test_reference_is_the_scan_at_rows_compared(name, is_packed):
     errors = relative_errors((name, take_rows(name, x, shape), found[name]) for name, x in wanted.items())
     assert set(errors) == {"out", "final_state", *operator.arrays}
     assert max(errors.values()) < 1e-5
+    assert jax_worker.is_consistent(rows, found)
+    for name in ("q", "v", "out"):
+        assert not jax_worker.is_consistent(rows, {**found, name: found[name].at[2].multiply(-1.0)})
 
 
 def test_relative_error_of_what_is_not_finite():
