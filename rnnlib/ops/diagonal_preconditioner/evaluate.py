@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops.arguments import (
@@ -11,10 +10,10 @@ from rnnlib.ops.arguments import (
     choose_implementation,
     default_preference,
     floating_arrays,
-    segment_starts,
 )
 from rnnlib.ops.diagonal_preconditioner.chunked import diagonal_gram_chunked
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
+from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram
 from rnnlib.ops.diagonal_preconditioner.scan import diagonal_gram_scan
 from rnnlib.ops.diagonal_preconditioner.triton import diagonal_gram_triton, triton_gram_unsupported
 
@@ -69,13 +68,8 @@ def evaluate(
     if chosen == "triton":
         options: dict[str, Any] = {"readout": readout, "like": like, "dtype": dtype, "with_key": with_key}
         return diagonal_gram_triton(inputs, x, parameter, initial_state, segment_ids, **options)
-    grams, final = _IN_XLA[chosen](inputs, initial_state, segment_ids)
-    first = jnp.zeros_like(final) if initial_state is None else initial_state.astype(grams.dtype)
-    previous = jnp.concatenate([first[:, None], grams[:, :-1]], axis=1)
-    if segment_ids is not None:
-        previous = jnp.where(segment_starts(segment_ids)[:, :, None, None], 0.0, previous)
-    row = (k if x is None else x).astype(grams.dtype)
-    out = readout(previous, grams, row, None if parameter is None else parameter.astype(grams.dtype)[:, None])
     if dtype is None and like is not None:
         dtype = like.dtype
-    return out.astype(dtype or out.dtype), final, k
+    recurrence = _IN_XLA[chosen]
+    out, final = read_gram(recurrence, inputs, x, parameter, initial_state, segment_ids, readout=readout, dtype=dtype)
+    return out, final, k

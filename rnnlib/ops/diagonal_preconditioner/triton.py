@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from rnnlib.ops.derivatives import with_further_derivatives
+from rnnlib.ops.diagonal_preconditioner.chunked import diagonal_gram_chunked
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
+from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram
 from rnnlib.ops.kernels import triton_kernels
 
 
@@ -38,17 +41,31 @@ def diagonal_gram_triton(
     kernels = triton_kernels()
     of_kernels = getattr(kernels.preconditioner_readouts, type(readout).__name__)(**dataclasses.asdict(readout))
     stored = jnp.float32 if like is None else like.dtype
-    out, final, *key = kernels.diagonal_gram_readout(
-        inputs.k,
-        x,
-        parameter,
-        readout=of_kernels,
-        dtype=stored if dtype is None else dtype,
-        stored=stored,
-        log_decay=inputs.log_decay,
-        gain=inputs.gain,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        with_key=with_key,
-    )
+    dtype = stored if dtype is None else dtype
+
+    def kernel(arrays, segment_ids):
+        inputs, x, parameter, initial_state = arrays
+        return kernels.diagonal_gram_readout(
+            inputs.k,
+            x,
+            parameter,
+            readout=of_kernels,
+            dtype=dtype,
+            stored=stored,
+            log_decay=inputs.log_decay,
+            gain=inputs.gain,
+            initial_state=initial_state,
+            segment_ids=segment_ids,
+            with_key=with_key,
+        )
+
+    def reference(arrays, segment_ids):
+        inputs, x, parameter, initial_state = arrays
+        results = read_gram(
+            diagonal_gram_chunked, inputs, x, parameter, initial_state, segment_ids, readout=readout, dtype=dtype
+        )
+        return (*results, inputs.k) if with_key else results
+
+    arrays = (inputs, x, parameter, initial_state)
+    out, final, *key = with_further_derivatives(kernel, reference)(arrays, segment_ids)
     return out, final, (key[0] if key else inputs.k)

@@ -5,6 +5,8 @@ import functools
 import jax
 from jax import Array
 
+from rnnlib.ops.derivatives import with_further_derivatives
+from rnnlib.ops.gated_delta_rule.chunked import gated_delta_rule_chunked
 from rnnlib.ops.gated_delta_rule.inputs import DeltaRuleInputs
 from rnnlib.ops.kernels import triton_kernels
 
@@ -42,12 +44,21 @@ def _run(
     scale: float,
     chunk_size: int,
 ) -> tuple[Array, Array]:
-    if shares_gate:
-        inputs = inputs._replace(write=inputs.erase)
-    return triton_kernels().gated_delta_rule(
-        **inputs._asdict(),
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        scale=scale,
-        chunk_size=chunk_size,
-    )
+    def with_shared(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
+        return inputs._replace(write=inputs.erase) if shares_gate else inputs
+
+    def kernel(arrays, segment_ids):
+        inputs, initial_state = arrays
+        return triton_kernels().gated_delta_rule(
+            **with_shared(inputs)._asdict(),
+            initial_state=initial_state,
+            segment_ids=segment_ids,
+            scale=scale,
+            chunk_size=chunk_size,
+        )
+
+    def reference(arrays, segment_ids):
+        inputs, *rest = arrays
+        return gated_delta_rule_chunked(with_shared(inputs), *rest, segment_ids, scale=scale, chunk_size=chunk_size)
+
+    return with_further_derivatives(kernel, reference)((inputs, initial_state), segment_ids)

@@ -5,7 +5,9 @@ import functools
 import jax
 from jax import Array
 
+from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.kernels import triton_kernels
+from rnnlib.ops.linear_attention.chunked import linear_attention_chunked
 from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
 
 
@@ -27,10 +29,18 @@ def linear_attention_triton(
         scale: factor on the output.
         chunk_size: tokens in a chunk.
     """
-    return triton_kernels().linear_attention(
-        **inputs._asdict(),
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        scale=scale,
-        chunk_size=chunk_size,
-    )
+
+    def kernel(arrays, segment_ids):
+        inputs, initial_state = arrays
+        return triton_kernels().linear_attention(
+            **inputs._asdict(),
+            initial_state=initial_state,
+            segment_ids=segment_ids,
+            scale=scale,
+            chunk_size=chunk_size,
+        )
+
+    def reference(arrays, segment_ids):
+        return linear_attention_chunked(*arrays, segment_ids, scale=scale, chunk_size=chunk_size)
+
+    return with_further_derivatives(kernel, reference)((inputs, initial_state), segment_ids)

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.kernels import triton_kernels
+from rnnlib.ops.ridge_solve.chunked import ridge_solve_chunked
 from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
 from rnnlib.ops.ridge_solve.solvers import Solver
 
@@ -54,19 +56,26 @@ def ridge_solve_triton(
         options: of the solve; differentiation is implicit, the method is not `"exact"`.
         chunk_size: tokens in a chunk.
     """
-    heads = inputs.q.shape[2]
-    solver = options.solver
-    return triton_kernels().ridge_solve(
-        inputs.q,
-        inputs.k,
-        jnp.broadcast_to(inputs.ridge, (heads, inputs.ridge.shape[1])),
-        adaptive=options.adaptive,
-        log_decay=inputs.log_decay,
-        iterations=options.iterations,
-        solver=solver.method,
-        epsilon=solver.epsilon,
-        precision=_precision(solver, inputs),
-        initial_gram=initial_gram,
-        segment_ids=segment_ids,
-        chunk_size=chunk_size,
-    )
+
+    def kernel(arrays, segment_ids):
+        inputs, initial_gram = arrays
+        solver = options.solver
+        return triton_kernels().ridge_solve(
+            inputs.q,
+            inputs.k,
+            jnp.broadcast_to(inputs.ridge, (inputs.q.shape[2], inputs.ridge.shape[1])),
+            adaptive=options.adaptive,
+            log_decay=inputs.log_decay,
+            iterations=options.iterations,
+            solver=solver.method,
+            epsilon=solver.epsilon,
+            precision=_precision(solver, inputs),
+            initial_gram=initial_gram,
+            segment_ids=segment_ids,
+            chunk_size=chunk_size,
+        )
+
+    def reference(arrays, segment_ids):
+        return ridge_solve_chunked(*arrays, segment_ids, options=options, chunk_size=chunk_size)
+
+    return with_further_derivatives(kernel, reference)((inputs, initial_gram), segment_ids)

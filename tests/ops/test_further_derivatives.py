@@ -1,0 +1,77 @@
+"""Kernels have one derivative: those beyond it are the XLA form's, and nothing of it shows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rnnlib import ops
+
+LENGTH, SIZE = 20, 16
+IDS = jnp.asarray([[0] * 9 + [1] * 11], jnp.int32)
+
+
+def draw(name, *shape):
+    return 0.3 * jax.random.normal(jax.random.key(sum(name.encode())), (1, LENGTH, *shape))
+
+
+def rule_arguments():
+    q, k, v = (draw(name, 1, SIZE) for name in ("q", "k", "v"))
+    log_decay = -jax.nn.softplus(draw("log_decay", 1))
+    return {"q": q, "k": k, "v": v, "log_decay": log_decay, "initial_state": draw("state", SIZE)[:, None, :SIZE]}
+
+
+def rule(arguments, implementation):
+    return ops.gated_delta_rule(
+        **arguments, beta=-arguments["log_decay"], segment_ids=IDS, implementation=implementation
+    )
+
+
+def linear(arguments, implementation):
+    return ops.linear_attention(**arguments, segment_ids=IDS, implementation=implementation)
+
+
+def solve(arguments, implementation):
+    named = {"q": arguments["q"], "k": 3 * arguments["k"], "log_decay": arguments["log_decay"]}
+    return ops.ridge_solve(**named, ridge=0.3, segment_ids=IDS, implementation=implementation)
+
+
+def preconditioner(arguments, implementation):
+    return ops.diagonal_preconditioner(
+        arguments["k"], log_decay=arguments["log_decay"], segment_ids=IDS, implementation=implementation
+    )
+
+
+def convolution(arguments, implementation):
+    x, kernel = arguments["v"].reshape(1, LENGTH, SIZE), arguments["q"][0, :4, 0]
+    name = "chunked" if implementation == "scan" else implementation
+    return ops.short_convolution(x, kernel, activation="silu", norm_size=8, segment_ids=IDS, implementation=name)
+
+
+def gradient(operator, implementation):
+    return jax.grad(lambda x: sum(jnp.sum(jnp.sin(3 * y)) for y in operator(x, implementation)))
+
+
+def forwards(operator, implementation, x, vector):
+    return jax.jvp(gradient(operator, implementation), (x,), (vector,))[1]
+
+
+def backwards(operator, implementation, x, vector):
+    def along(x):
+        return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient(operator, implementation)(x), vector)))
+
+    return jax.grad(along)(x)
+
+
+@pytest.mark.parametrize(
+    ("operator", "way"),
+    [(rule, forwards), (linear, backwards), (solve, forwards), (preconditioner, forwards), (convolution, backwards)],
+)
+def test_a_hessian_times_a_vector_is_the_scans(operator, way):
+    arguments = rule_arguments()
+    vector = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), arguments)
+    wanted = jax.jit(lambda x: forwards(operator, "scan", x, vector))(arguments)
+    found = jax.jit(lambda x: way(operator, "triton", x, vector))(arguments)
+    for name, expected in wanted.items():
+        scale = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(found[name], expected, rtol=1e-3, atol=1e-4 * scale + 1e-12)
