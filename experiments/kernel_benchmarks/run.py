@@ -85,19 +85,25 @@ class Runner:
         self._running.append(process)
         return process
 
-    def wait(self, title: str, processes: dict[Process, str], total: int | None = None) -> list[Record]:
+    def wait(
+        self, title: str, processes: dict[Process, str], total: int | None = None, until: float | None = None
+    ) -> list[Record]:
         """Waits for processes, each with the file that its records go to (or ""), and reads these.
 
-        Progress is that of records where a total is given, else of processes. What still runs a while after the
-        deadline, when nothing new should have started, is ended.
+        Progress is that of records where a total is given, else of processes. What still runs at `until` is ended; left
+        out, that is a while after the deadline, when nothing new should have started.
         """
+        until = self.work.deadline + GRACE if until is None else until
         files = [self._folder / file for file in dict.fromkeys(processes.values()) if file]
         where = "" if self._gpu is None else f"GPU {self._gpu}: "
         task = self._progress.add_task(where + title, total=len(processes) if total is None else total)
+        late: set[Process] = set()
         while any(process.poll() is None for process in processes):
-            if time.time() > self.work.deadline + GRACE:
+            if time.time() > until:
                 for process in processes:
-                    process.terminate()
+                    if process.poll() is None:
+                        late.add(process)
+                        process.terminate()
             if total is None:
                 done = sum(process.poll() is not None for process in processes)
             else:
@@ -111,7 +117,8 @@ class Runner:
         for process in processes:
             if process.returncode != 0:
                 log = self._logs[process]
-                reason = f"{log.stem}: exit {process.returncode}: {log.read_text()[-1500:]}"
+                ended = "stopped, out of time" if process in late else f"exit {process.returncode}"
+                reason = f"{log.stem}: {ended}: {log.read_text()[-1500:]}"
                 records.append({"kind": "failure", "of": "worker", "reason": reason})
         return records
 
@@ -173,7 +180,8 @@ def _measure_on_one(runner: Runner, peers: list[str]) -> list[Record]:
     jax_worker = runner.start("jax_worker", stdin=subprocess.PIPE)
     checking = {} if any(m.kind != "error" for m in work.measurements) else _start_checks(runner)
     compiling = {runner.start("torch_worker", *job): "" for job in _compile_jobs(work, peers)}
-    records = runner.wait("compiling peers", compiling)
+    # A peer that compiles for longer than half of the time takes it from its own measurements, not from ours.
+    records = runner.wait("compiling peers", compiling, until=(time.time() + work.deadline) / 2)
     assert jax_worker.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it may have ended, and its log says why
         jax_worker.stdin.write("measure\n")

@@ -1,9 +1,12 @@
 import json
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.progress import Progress
 
 from experiments.kernel_benchmarks import jax_worker, marks
 from experiments.kernel_benchmarks.__main__ import add, main
@@ -19,7 +22,9 @@ from experiments.kernel_benchmarks.inputs import (
 )
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.roofline import floor_milliseconds, operations
+from experiments.kernel_benchmarks.run import Runner
 from experiments.kernel_benchmarks.view import View
+from experiments.kernel_benchmarks.work import Work
 
 SHAPE = (1, 24, 2, 16, 16)
 
@@ -238,6 +243,18 @@ def test_errors_alone_with_several_seeds(tmp_path):
     assert [(r["kind"], r["seed"]) for r in records] == [("error", 0), ("error", 1)]
     assert records[0]["errors"] != records[1]["errors"]
     assert all(error < 1e-4 for r in records for error in r["errors"].values())
+
+
+def test_a_peer_that_compiles_for_too_long_is_ended_and_said_to_be(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with Progress(disable=True) as progress:
+        runner = Runner(Work((), (), "bfloat16", 1, time.time() + 60, tmp_path), progress, [], None)
+        process = runner.start("torch_worker", "fla", "warm")
+        (record,) = runner.wait("compiling peers", {process: ""}, until=time.time())
+    assert record["kind"] == "failure" and "torch_worker_fla_warm: stopped, out of time" in record["reason"]
 
 
 @pytest.mark.parametrize("sizes", [(1, 8), (4, 8), (1, 3)])
