@@ -5,7 +5,7 @@ from typing import Literal
 
 from experiments.sweep.study import Mixer
 from rnnlib.data import DataConfig
-from rnnlib.layers import Initializer
+from rnnlib.layers import ConvolutionConfig, Initializer
 from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset, two_global_attention_layers
 from rnnlib.training import CheckpointConfig, EvaluationConfig, LoggingConfig, OptimizerConfig, TrainConfig
 
@@ -26,6 +26,9 @@ def mixers_of(num_layers: int) -> tuple[Mixer, ...]:
         Mixer.of("Gated DeltaNet, no output gate", "gated_deltanet", output_gate=False),
         # Its authors' kernels start smaller than the other mixers'; this is what to compare those with.
         Mixer.of("Gated DeltaNet-2, start of the others", "gated_deltanet2", initializer=Initializer()),
+        # What else sets it apart from KDA beside its gates: filters that keep a stream's size, a decay of full rank.
+        Mixer.of("Gated DeltaNet-2, filters of the others", "gated_deltanet2", convolution=ConvolutionConfig()),
+        Mixer.of("Gated DeltaNet-2, decay of rank V", "gated_deltanet2", **{"decay.rank": "value_size"}),
         Mixer.of("Mamba-2", "mamba2"),
         Mixer.of("Mamba-3", "mamba3"),
         Mixer.of("PDN", "pdn"),
