@@ -44,7 +44,7 @@ def _reverse_step(r, n, d_state: Array, problem: Problem, is_exact: bool = False
     # Without erasing, the values' gradient is only this and a product with scores: like these, it is not rounded.
     d_written = dot_nt(d_state.astype(dtype), written) if problem.online else dot_halves(d_state, written, (1, 1))
     scores = load_tile(r.scores, n, r.is_lean)
-    d_near = dot_tn(d_out.astype(scores.dtype), scores, dtype == jnp.float32)
+    d_near = dot_tn(d_out.astype(scores.dtype), scores, precise=dtype == jnp.float32)
     d_residual = d_near + scale_tokens(d_written, load_row(r.written_rows, rows))
 
     if r.read_rows is not None:

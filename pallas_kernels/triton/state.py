@@ -147,7 +147,7 @@ def _output_kernel(r, *, problem: Problem, block: int):
         if r.read_rows is None:
             out = problem.scale * out
         residual = residual.astype(r.scores.dtype)
-        return after, out + dot_nt(residual, load_tile(r.scores, n, r.is_lean), problem.dtype == jnp.float32)
+        return after, out + dot_nt(residual, load_tile(r.scores, n, r.is_lean), precise=problem.dtype == jnp.float32)
 
     def store(n, out):
         r.out[pl.ds(n * CHUNK, CHUNK), :] = out.T.astype(r.out.dtype)

@@ -43,8 +43,7 @@ def diagonal_gram_triton(
     stored = jnp.float32 if like is None else like.dtype
     dtype = stored if dtype is None else dtype
 
-    def kernel(arrays, segment_ids):
-        inputs, x, parameter, initial_state = arrays
+    def kernel(inputs, x, parameter, initial_state, segment_ids):
         return kernels.diagonal_gram_readout(
             inputs.k,
             x,
@@ -59,13 +58,10 @@ def diagonal_gram_triton(
             with_key=with_key,
         )
 
-    def reference(arrays, segment_ids):
-        inputs, x, parameter, initial_state = arrays
-        results = read_gram(
-            diagonal_gram_chunked, inputs, x, parameter, initial_state, segment_ids, readout=readout, dtype=dtype
-        )
+    def reference(inputs, *rest):
+        results = read_gram(diagonal_gram_chunked, inputs, *rest, readout=readout, dtype=dtype)
         return (*results, inputs.k) if with_key else results
 
-    arrays = (inputs, x, parameter, initial_state)
-    out, final, *key = with_further_derivatives(kernel, reference)(arrays, segment_ids)
+    run = with_further_derivatives(kernel, reference)
+    out, final, *key = run(inputs, x, parameter, initial_state, segment_ids)
     return out, final, (key[0] if key else inputs.k)

@@ -47,8 +47,7 @@ def _run(
     def with_shared(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
         return inputs._replace(write=inputs.erase) if shares_gate else inputs
 
-    def kernel(arrays, segment_ids):
-        inputs, initial_state = arrays
+    def kernel(inputs, initial_state, segment_ids):
         return triton_kernels().gated_delta_rule(
             **with_shared(inputs)._asdict(),
             initial_state=initial_state,
@@ -57,8 +56,7 @@ def _run(
             chunk_size=chunk_size,
         )
 
-    def reference(arrays, segment_ids):
-        inputs, *rest = arrays
-        return gated_delta_rule_chunked(with_shared(inputs), *rest, segment_ids, scale=scale, chunk_size=chunk_size)
+    def reference(inputs, *rest):
+        return gated_delta_rule_chunked(with_shared(inputs), *rest, scale=scale, chunk_size=chunk_size)
 
-    return with_further_derivatives(kernel, reference)((inputs, initial_state), segment_ids)
+    return with_further_derivatives(kernel, reference)(inputs, initial_state, segment_ids)

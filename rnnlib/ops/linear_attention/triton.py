@@ -30,8 +30,7 @@ def linear_attention_triton(
         chunk_size: tokens in a chunk.
     """
 
-    def kernel(arrays, segment_ids):
-        inputs, initial_state = arrays
+    def kernel(inputs, initial_state, segment_ids):
         return triton_kernels().linear_attention(
             **inputs._asdict(),
             initial_state=initial_state,
@@ -40,7 +39,5 @@ def linear_attention_triton(
             chunk_size=chunk_size,
         )
 
-    def reference(arrays, segment_ids):
-        return linear_attention_chunked(*arrays, segment_ids, scale=scale, chunk_size=chunk_size)
-
-    return with_further_derivatives(kernel, reference)((inputs, initial_state), segment_ids)
+    reference = functools.partial(linear_attention_chunked, scale=scale, chunk_size=chunk_size)
+    return with_further_derivatives(kernel, reference)(inputs, initial_state, segment_ids)

@@ -57,8 +57,7 @@ def ridge_solve_triton(
         chunk_size: tokens in a chunk.
     """
 
-    def kernel(arrays, segment_ids):
-        inputs, initial_gram = arrays
+    def kernel(inputs, initial_gram, segment_ids):
         solver = options.solver
         return triton_kernels().ridge_solve(
             inputs.q,
@@ -75,7 +74,5 @@ def ridge_solve_triton(
             chunk_size=chunk_size,
         )
 
-    def reference(arrays, segment_ids):
-        return ridge_solve_chunked(*arrays, segment_ids, options=options, chunk_size=chunk_size)
-
-    return with_further_derivatives(kernel, reference)((inputs, initial_gram), segment_ids)
+    reference = functools.partial(ridge_solve_chunked, options=options, chunk_size=chunk_size)
+    return with_further_derivatives(kernel, reference)(inputs, initial_gram, segment_ids)
