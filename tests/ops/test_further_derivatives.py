@@ -63,11 +63,13 @@ def backwards(operator, implementation, x, vector):
     return jax.grad(along)(x)
 
 
-@pytest.mark.parametrize(
+OPERATORS = pytest.mark.parametrize(
     ("operator", "way"),
     [(rule, forwards), (linear, backwards), (solve, forwards), (preconditioner, forwards), (convolution, backwards)],
 )
-def test_a_hessian_times_a_vector_is_the_scans(operator, way):
+
+
+def check_hessian_times_vector(operator, way):
     arguments = rule_arguments()
     vector = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), arguments)
     wanted = jax.jit(lambda x: forwards(operator, "scan", x, vector))(arguments)
@@ -75,3 +77,15 @@ def test_a_hessian_times_a_vector_is_the_scans(operator, way):
     for name, expected in wanted.items():
         scale = float(jnp.abs(expected).max())
         np.testing.assert_allclose(found[name], expected, rtol=1e-3, atol=1e-4 * scale + 1e-12)
+
+
+@OPERATORS
+def test_a_hessian_times_a_vector_is_the_scans(operator, way):
+    check_hessian_times_vector(operator, way)
+
+
+@pytest.mark.gpu
+@OPERATORS
+def test_a_hessian_times_a_vector_is_the_scans_on_a_gpu(operator, way):
+    with jax.default_matmul_precision("highest"):  # of the scan's own products
+        check_hessian_times_vector(operator, way)
