@@ -182,6 +182,7 @@ def roofline(results: dict[str, Any], path: pathlib.Path) -> None:
         axes.set_title(PASSES[run])
         axes.set_xlabel("operations a byte that must move")
     panels[0].set_ylabel("TFLOP/s")
+    panels[0].set_ylim(top=1.5 * panels[0].get_ylim()[1])  # room for the text above the roof
     handles = [
         panels[0].scatter([], [], color=_color(operator), label=OPERATORS[operator].title)
         for operator in view.config["operators"]
