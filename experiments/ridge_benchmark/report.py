@@ -63,17 +63,24 @@ def _solve_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def readme_table(results: dict[str, Any]) -> str:
-    """Device times of the solve at its default precision, and of MesaNet's operator and its peer in bfloat16."""
-    times: dict[Any, float] = {}
-    for r in _kind(results, "time"):
-        if r["precision"] == "bfloat16":
-            times[r["operator"], tuple(r["shape"]), r["implementation"], r["pass"]] = r["device_ms"]
-    names = {"chebyshev": "Gated KalmaNet's solve", "mesanet": "MesaNet, bfloat16 products"}
+    """Device times of the solves at their default precisions, and of MesaNet's in bfloat16, beside the peer."""
+    times = {
+        (r["operator"], r["precision"], tuple(r["shape"]), r["implementation"], r["pass"]): r["device_ms"]
+        for r in _kind(results, "time")
+    }
+    titles = {
+        ("chebyshev", "bfloat16"): "Gated KalmaNet's solve",
+        ("mesanet", "split"): "MesaNet",
+        ("mesanet", "bfloat16"): "MesaNet, bfloat16 products",
+    }
     rows = []
-    for operator, title in names.items():
+    for (operator, precision), title in titles.items():
         for sizes in results["config"]["shapes"]:
             shape = (*sizes, results["config"]["head_size"])
-            cells = [times.get((operator, shape, who, name)) for name in PASSES for who in ("ours", "fla")]
+            cells = []
+            for name in PASSES:
+                cells.append(times.get((operator, precision, shape, "ours", name)))
+                cells.append(times.get((operator, "bfloat16", shape, "fla", name)))  # it has no other precision
             rows.append((title, _sizes(sizes), *(_milliseconds(ms) or "-" for ms in cells)))
     header = ("operator", "B, T, H", "fwd: ours", "fwd: FLA", "fwd + bwd: ours", "fwd + bwd: FLA")
     return "\n".join(_table(header, rows))
