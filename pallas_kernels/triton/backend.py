@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.platform import platform
+from pallas_kernels.varying import varying_axes
 
 # The Triton backend is deprecated upstream in favour of Mosaic GPU, whose kernels would stand beside these.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
@@ -118,6 +119,9 @@ def call(
         kernel(SimpleNamespace(**{**absent, **dict(zip([*given, *wanted], refs))}, is_lean=launch.is_lean), **static)
 
     body.__name__ = body.__qualname__ = name
+    varying = varying_axes([operand.array for operand in given.values()])
+    # JAX's interpreter of kernels has no such types, and asks for `check_vma=False`.
+    varies = None if interpreted() else jax.sharding.ManualAxisType(varying=varying)
     # Kernels count in 32 bits, whatever the program around them does.
     with jax.enable_x64(False):
         results = pl.pallas_call(
@@ -126,7 +130,10 @@ def call(
             grid=grid,
             in_specs=[operand.spec for operand in given.values()],
             out_specs=[operand.spec for operand in wanted.values()],
-            out_shape=[jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype) for operand in wanted.values()],
+            out_shape=[
+                jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype, manual_axis_type=varies)
+                for operand in wanted.values()
+            ],
             input_output_aliases={n: list(wanted).index(key) for n, key in enumerate(updates)},
             interpret=interpreted(),
             compiler_params=None

@@ -22,6 +22,7 @@ from pallas_kernels.triton.reverse import reverse_offsets, reverse_pass
 from pallas_kernels.triton.schedule import Schedule
 from pallas_kernels.triton.segments import fold_segments, segment_maps
 from pallas_kernels.triton.state import output_pass, states_pass
+from pallas_kernels.varying import vary_alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,4 +177,5 @@ _run_one_token.defvjp(_one_token_forward, _one_token_backward)
 
 def run(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` of inputs of any length and width; differentiable."""
+    inputs = vary_alike(inputs)
     return _run_one_token(options, inputs) if inputs.q.shape[1] == 1 else _run_chunks(options, inputs)

@@ -28,6 +28,7 @@ from pallas_kernels.triton.preconditioner_kernels import (
     sums_kernel,
 )
 from pallas_kernels.triton.problem import segment_starts
+from pallas_kernels.varying import vary_alike
 
 _MAX_CHANNELS = 256
 
@@ -365,5 +366,5 @@ def diagonal_gram_readout(
         starts=None if starts is None else pad(starts),
     )
     options = Options(readout, jnp.dtype(dtype), jnp.dtype(stored or dtype), schedule, with_key)
-    out, final, *passed = _run(options, inputs)
+    out, final, *passed = _run(options, vary_alike(inputs))
     return (out[:, :length, :, :channels], final[..., :channels], *(y[:, :length, :, :channels] for y in passed))

@@ -27,6 +27,7 @@ from pallas_kernels.triton.ridge_problem import (
 )
 from pallas_kernels.triton.ridge_reverse import state_gradients
 from pallas_kernels.triton.ridge_states import gram_states
+from pallas_kernels.varying import vary_alike
 
 _MAX_CHANNELS = 128
 
@@ -112,7 +113,7 @@ def ridge_solve(
     reason = ridge_solve_unsupported(q, k, solver=solver, precision=precision, chunk_size=chunk_size)
     if reason is not None:
         raise NotImplementedError(f"ridge_solve: the Triton kernels do not support {reason}")
-    inputs = _padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids)
+    inputs = vary_alike(_padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids))
     if precision is None:
         precision = _default_precision(inputs, adaptive)
     method = Method(solver, iterations, adaptive, float(epsilon), precision)

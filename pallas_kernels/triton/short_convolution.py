@@ -20,6 +20,7 @@ from pallas_kernels.platform import platform
 from pallas_kernels.triton.backend import Launch, Operand, call, cdiv, interpreted, next_power_of_two
 from pallas_kernels.triton.convolution_kernels import Cut, convolution_kernel, reverse_convolution_kernel
 from pallas_kernels.triton.problem import segment_starts
+from pallas_kernels.varying import vary_alike
 
 _MAX_WIDTH = 8
 _MAX_HEAD = 1024
@@ -288,4 +289,4 @@ def short_convolution(
         initial_state = None
     starts = segment_starts(segment_ids)
     options = Options(activation, norm_size, eps, schedule or choose_convolution_schedule())
-    return _run(options, ConvolutionInputs(x, kernel, bias, initial_state, starts))
+    return _run(options, vary_alike(ConvolutionInputs(x, kernel, bias, initial_state, starts)))

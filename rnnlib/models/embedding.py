@@ -8,11 +8,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.varying import vary_alike
+
 # Tokens whose gradients are summed in one product: bounds the memory that their one-hot rows take.
 _BLOCK = 4096
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def look_up(
     table: Float[Array, "vocabulary D"], tokens: Int[Array, "*batch"], dtype: DTypeLike
 ) -> Float[Array, "*batch D"]:
@@ -26,13 +27,18 @@ def look_up(
         tokens: row numbers; one outside the table gives NaN, and no gradient.
         dtype: of the result.
     """
+    return _look_up(*vary_alike((table, tokens)), dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _look_up(table: Array, tokens: Array, dtype: DTypeLike) -> Array:
     # Rows are picked before the cast: casting the table would touch all of it at every step.
     return jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan).astype(dtype)
 
 
 def _forward(table: Array, tokens: Array, dtype: DTypeLike) -> tuple[Array, tuple[Array, Array]]:
     # Of the table only shape and dtype are needed: an empty array has them.
-    return look_up(table, tokens, dtype), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
+    return _look_up(table, tokens, dtype), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
 
 
 def _backward(dtype: DTypeLike, residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, np.ndarray]:
@@ -74,4 +80,4 @@ def sum_rows_by_products(
     return jax.lax.scan(add, jnp.zeros((vocabulary_size, rows.shape[-1]), dtype), (tokens, rows))[0]
 
 
-look_up.defvjp(_forward, _backward)
+_look_up.defvjp(_forward, _backward)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.varying import vary_alike
+
 
 class LossSums(NamedTuple):
     """Sums over tokens, from which every mean follows; sums of parts add up to the sums of the whole.
@@ -97,7 +99,8 @@ def head_loss_sums(
     targets = jnp.where(counted, targets, 0)
     tokens = jnp.where(counted[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
     block_size = max(1, block_logits // head.shape[0])
-    nats = _head_nats(block_size, tokens, head, targets.reshape(-1), weights.reshape(-1))
+    arguments = vary_alike((tokens, head, targets.reshape(-1), weights.reshape(-1)))
+    nats = _head_nats(block_size, *arguments)
     return _sums(nats.astype(jnp.float32), targets, weights, token_bytes)
 
 

@@ -429,7 +429,6 @@ def test_sharded_over_batch_and_heads():
         mesh=mesh,
         in_specs=(specs,),
         out_specs=(heads, jax.sharding.PartitionSpec("data", "model")),
-        check_vma=False,
     )
     for out, right in zip(jax.jit(sharded)(arguments), expected):
         np.testing.assert_allclose(out, right, rtol=1e-6)

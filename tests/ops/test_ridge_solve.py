@@ -225,7 +225,7 @@ def test_shard_map_over_batch_and_heads():
     def solve(arguments):
         return ops.ridge_solve(**arguments, implementation="chunked")
 
-    sharded = jax.shard_map(solve, mesh=mesh, in_specs=(specs,), out_specs=(token, state), check_vma=False)
+    sharded = jax.shard_map(solve, mesh=mesh, in_specs=(specs,), out_specs=(token, state))
     gradient = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(sharded(a)[0]))))(arguments)
     alone = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(solve(a)[0]))))(arguments)
     assert max(relative_error(gradient[name], alone[name]) for name in alone) < 1e-6

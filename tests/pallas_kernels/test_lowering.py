@@ -7,7 +7,8 @@ from importlib import resources
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import triton
 from pallas_kernels.triton import Schedule
@@ -19,7 +20,10 @@ from rnnlib import ops
 from rnnlib.ops.arguments import default_preference
 
 H200 = AbstractMesh(
-    (1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    (1,),
+    ("x",),
+    axis_types=(AxisType.Auto,),
+    abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu"),
 )
 # Forward: prepare and output, with segments also maps and fold. Backward: states, reverse, two of gradients; with
 # segments also offsets and fold. Channel-wise decay: two kernels for extreme chunks, and the factors once more.
@@ -158,6 +162,31 @@ def test_the_short_convolution_lowers(channels, norm_size):
             return jnp.sum(jax.vmap(lambda row: loss(row[None], kernel, None, None, None))(x))
 
         assert count_kernels(jax.grad(by_row), x, kernel) == 2
+
+
+@pytest.mark.parametrize("operator", ["delta_rule", "linear_attention", "ridge_solve", "preconditioner", "convolution"])
+def test_operators_lower_inside_shard_map(operator):
+    """At its default, which types arrays by what they vary along: with constants, and arguments that devices share."""
+    x, row = jax.ShapeDtypeStruct((1, 100, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 100, 2), jnp.float32)
+    ridge, kernel = jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((4, 128), jnp.float32)
+
+    def loss(x, row, ridge, kernel):
+        state = jnp.zeros((1, 2, 64, 64))
+        results = {
+            "delta_rule": lambda: ops.gated_delta_rule(x, x, x, beta=jnp.ones((1, 100, 2)), initial_state=state),
+            "linear_attention": lambda: ops.linear_attention(x, x, x, log_decay=-row, initial_state=state),
+            "ridge_solve": lambda: ops.ridge_solve(x, x, ridge=ridge, log_decay=-row),
+            "preconditioner": lambda: ops.precondition_query(x, x, ridge=ridge, log_decay=-row),
+            "convolution": lambda: ops.short_convolution(x.reshape(1, 100, 128), kernel),
+        }[operator]()
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in results)
+
+    def inside(*arguments):
+        return jax.lax.psum(loss(*arguments), "x")
+
+    sharded = jax.shard_map(inside, mesh=H200, in_specs=(P("x"), P("x"), P(), P()), out_specs=P())
+    alone, split = (count_kernels(jax.grad(f, argnums=(0, 1, 2, 3)), x, row, ridge, kernel) for f in (loss, sharded))
+    assert split == alone > 0
 
 
 def test_what_does_not_fit_in_shared_memory_is_refused_on_a_gpu_only():

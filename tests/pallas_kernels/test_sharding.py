@@ -51,11 +51,12 @@ def convolution(q, k, v, beta, log_decay):
     return y.reshape(q.shape) * k, tail.reshape(batch, -1, heads, size).swapaxes(1, 2)
 
 
+@pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("devices", ((2, 1), (1, 2), (2, 2)), ids=lambda shape: "batch_{}-heads_{}".format(*shape))
 @pytest.mark.parametrize(
     "operator", (delta_rule, preconditioned_key, ridge_regression, convolution), ids=lambda f: f.__name__
 )
-def test_several_devices_are_one(operator, devices):
+def test_several_devices_are_one(operator, devices, check_vma):
     count = devices[0] * devices[1]
     if jax.device_count() < count:
         pytest.skip(f"needs {count} devices")
@@ -76,7 +77,7 @@ def test_several_devices_are_one(operator, devices):
         mesh=mesh,
         in_specs=({name: tokens for name in arguments()},),
         out_specs=(tokens, states),
-        check_vma=False,
+        check_vma=check_vma,
     )
     placed = jax.device_put(arguments(), NamedSharding(mesh, tokens))
     several = jax.jit(functools.partial(value_and_gradients, split))(placed)

@@ -143,10 +143,11 @@ def test_more_devices_than_there_are_is_refused(tiny_config):
 
 TWO_DEVICES = """
 import dataclasses, json, sys
-import jax, numpy as np
+import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from rnnlib.data import DataConfig
-from rnnlib.models import ModelConfig
+from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.training import *
 from tests.training.stand_in import VOCABULARY, TinyModel, random_batch
 
@@ -170,6 +171,22 @@ for mesh in (make_mesh(1), make_mesh(2)):
     losses.append([evaluation.loss, evaluation.tokens, evaluation.perplexity])
     results.append(losses)
 assert len(jax.tree.leaves(state.parameters)[0].sharding.device_set) == 2
+
+# Weights that devices share, in a shard_map of the user's own: their gradients are summed over the devices' rows.
+small = ModelConfig(vocabulary_size=16, width=32, num_layers=1, num_heads=2, mixers="kda")
+graphdef, parameters = nnx.split(DecoderLM(small, rngs=nnx.Rngs(0)))
+tokens = np.random.default_rng(0).integers(0, 16, (2, 20))
+
+def loss(parameters, tokens):
+    weights = np.ones(tokens.shape, np.float32)
+    model = nnx.merge(graphdef, parameters)
+    hidden = model.hidden(tokens)
+    return head_loss_sums(hidden, model.output_embedding, tokens, weights, jnp.ones(16, int)).nats[None]
+
+rows = PartitionSpec("data")
+split = jax.shard_map(loss, mesh=make_mesh(2), in_specs=(PartitionSpec(), rows), out_specs=rows)
+wanted, found = (jax.jit(jax.grad(lambda p: f(p, tokens).sum()))(parameters) for f in (loss, split))
+jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), found, wanted)
 # Unless a number is asked for, an odd batch is no error on two devices.
 model = ModelConfig(width=8, num_layers=1, num_heads=1, mlp_width=8)
 odd = TrainConfig(model=model, data=DataConfig(batch_size=3, sequence_length=8))
