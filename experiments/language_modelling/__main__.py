@@ -2,21 +2,19 @@
 
 import dataclasses
 import functools
-import json
 import pathlib
-import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import tyro
 
+from experiments.language_modelling.report import chosen, figure, more_runs, rates_table, table, widths_figure
 from experiments.language_modelling.runs import get_tokenizer, hold_out, read_run, train_and_test
-from experiments.language_modelling.study import LanguageSetting, LanguageStudy, study
+from experiments.language_modelling.study import WIDTHS, LanguageSetting, study
 from experiments.sweep.report import marks
 from experiments.sweep.results import command_line, environment, write_text
-from experiments.sweep.study import pick, slug
+from experiments.sweep.study import pick
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -50,158 +48,6 @@ class Options:
     """Give up a run that would end after this time (since the epoch), as soon as its speed tells."""
     commit: str | None = None
     """Commit to record where there is no git repository."""
-
-
-def chosen(plan: LanguageStudy, results: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
-    """For each mixer all of whose runs are there: its seeds at the rate with the fewest bits in validation."""
-    found = {}
-    for mixer in plan.mixers:
-        runs = [read_run(plan, results, mixer, rate, seed) for rate in plan.learning_rates for seed in plan.seeds]
-        done = [run for run in runs if run is not None]
-        if len(done) < len(runs):
-            continue
-
-        def bits(rate: float) -> float:
-            return statistics.fmean(r["validation"]["bits_per_byte"] for r in done if r["learning_rate"] == rate)
-
-        best = min(plan.learning_rates, key=bits)
-        found[mixer.label] = [run for run in done if run["learning_rate"] == best]
-    return found
-
-
-def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]]) -> str:
-    """Bits per byte at each length, Markdown."""
-    if not found:
-        return "No results yet.\n"
-    head = ["mixer", "parameters", "rate", *(f"T={n}" for n in plan.lengths), "training loss", "tokens/s", "memory, GB"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for label, runs in sorted(found.items(), key=lambda entry: _bits(entry[1], plan.train.data.sequence_length)):
-        first = runs[0]
-        row = [label, f"{first['num_parameters'] / 1e6:.1f}M", f"{first['learning_rate']:g}"]
-        row += [f"{_bits(runs, n):.4f}" for n in plan.lengths]
-        row.append(f"{statistics.fmean(_last_loss(run) for run in runs):.3f}")
-        speed, peak = first["median_tokens_per_second"], first.get("peak_bytes")
-        row += ["" if speed is None else f"{speed:,}", "" if peak is None else f"{peak / 1e9:.1f}"]
-        lines.append("| " + " | ".join(row) + " |")
-    every = [run for runs in found.values() for run in runs]
-    where = every[0]["environment"]
-    texts = {(run["corpus"]["fingerprint"], run["corpus"]["tokens"], run["corpus"]["bytes"]) for run in every}
-    text = "; ".join(f"{tokens:,} tokens of {size:,} bytes, hash {name[:8]}" for name, tokens, size in sorted(texts))
-    dates = sorted({run["environment"]["date"][:10] for run in every})
-    commits = ", ".join(sorted({run["environment"]["commit"][:7] for run in every}))
-    return "\n".join(lines) + (
-        f"\n\nBits per byte of held-out text by tokens a row (trained at {plan.train.data.sequence_length}), mean over "
-        f"{len(plan.seeds)} seed(s), best first, after {every[0]['train_tokens']:,} tokens; training loss in nats a "
-        f"token, mean of the last tenth. Text: {text}. {where['device']}, jax {where['packages']['jax']}; commit "
-        f"{commits}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.\n"
-    )
-
-
-def rates_table(plan: LanguageStudy, results: pathlib.Path) -> str:
-    """Bits per byte of the validation half at every learning rate that was tried, Markdown."""
-    rows = []
-    for mixer in plan.mixers:
-        runs = {r: [read_run(plan, results, mixer, r, seed) for seed in plan.seeds] for r in plan.learning_rates}
-        bits = {
-            r: statistics.fmean(x["validation"]["bits_per_byte"] for x in v if x) for r, v in runs.items() if all(v)
-        }
-        if bits:
-            best = min(bits.values())
-            cells = [f"{bits[r]:.4f}" if r in bits else "" for r in plan.learning_rates]
-            rows.append((best, f"| {mixer.label} | " + " | ".join(cells) + " |"))
-    if not rows or len(plan.learning_rates) < 2:
-        return ""
-    head = "| mixer, validation half | " + " | ".join(f"rate {r:g}" for r in plan.learning_rates) + " |"
-    return (
-        "\n"
-        + "\n".join([head, "|" + " --- |" * (len(plan.learning_rates) + 1), *(row for _, row in sorted(rows))])
-        + "\n"
-    )
-
-
-def more_runs(plan: LanguageStudy, results: pathlib.Path) -> str:
-    """All runs of mixers that were trained at other rates or seeds than the study's too, Markdown."""
-    length = plan.train.data.sequence_length
-    lines = []
-    for mixer in plan.mixers:
-        runs = []
-        for path in results.glob(f"{slug(mixer.label)}--*.json"):
-            content = json.loads(path.read_text())
-            run = read_run(plan, results, mixer, content["learning_rate"], content["seed"])
-            runs += [] if run is None else [run]
-        if any(run["learning_rate"] not in plan.learning_rates or run["seed"] not in plan.seeds for run in runs):
-            for run in sorted(runs, key=lambda run: (run["learning_rate"], run["seed"])):
-                bits = [
-                    run["validation"]["bits_per_byte"],
-                    *(run["test"][str(n)]["bits_per_byte"] for n in plan.lengths),
-                ]
-                row = [mixer.label, f"{run['learning_rate']:g}", str(run["seed"]), *(f"{b:.4f}" for b in bits)]
-                lines.append("| " + " | ".join([*row, f"{_last_loss(run):.3f}"]) + " |")
-    if not lines:
-        return ""
-    head = ["mixer, every run", "rate", "seed", f"validation half, T={length}", *(f"T={n}" for n in plan.lengths)]
-    head.append("training loss")
-    return "\n" + "\n".join(["| " + " | ".join(head) + " |", "|" + " --- |" * len(head), *lines]) + "\n"
-
-
-def _bits(runs: list[dict[str, Any]], length: int) -> float:
-    return statistics.fmean(run["test"][str(length)]["bits_per_byte"] for run in runs)
-
-
-def _last_loss(run: dict[str, Any]) -> float:
-    losses = [loss for _, loss in run["train_loss"]]
-    return statistics.fmean(losses[-max(1, len(losses) // 10) :])
-
-
-def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: int) -> None:
-    """Training loss over steps, bits per byte by length and by position in the document; best at `length` first."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    drawing, (left, middle, right) = plt.subplots(1, 3, figsize=(14, max(4.2, 0.2 * len(found))), layout="constrained")
-    palette = plt.get_cmap("tab10")
-    ranked = sorted(found.items(), key=lambda entry: _bits(entry[1], length))
-    for i, (label, runs) in enumerate(ranked):  # best first, so that the legend is a ranking too
-        style: dict[str, Any] = {"color": palette(i % 10), "linewidth": 1.1, "linestyle": ("-", "--", ":")[i // 10 % 3]}
-        steps, losses = zip(*runs[0]["train_loss"])
-        window = max(1, len(losses) // 40)  # the mean of a few points, or the noise of batches hides the models
-        smooth = [statistics.fmean(losses[max(0, j - window) : j + 1]) for j in range(len(losses))]
-        left.plot(steps, smooth, label=label, **style)
-        lengths = sorted(map(int, runs[0]["test"]))
-        middle.plot(lengths, [_bits(runs, n) for n in lengths], marker="o", markersize=3, **style)
-        points = runs[0]["test"][str(lengths[-1])]["by_position"]
-        right.plot(*zip(*points[4:] if len(points) > 6 else points), marker="o", markersize=3, **style)
-    left.set_xlabel("step")
-    left.set_ylabel("training loss, nats a token")
-    final = [_last_loss(runs[0]) for runs in found.values()]
-    left.set_ylim(min(final) - 0.2, statistics.median(final) + 1.7)
-    middle.set_xlabel("tokens a row in the test")
-    middle.set_ylabel("bits per byte")
-    right.set_xlabel(f"position in the document, up to (rows of {lengths[-1]} tokens)")
-    for panel in (middle, right):
-        panel.set_xscale("log", base=2)
-    for panel in (left, middle, right):
-        panel.grid(alpha=0.3)
-    left.set_title("training", fontsize=10)
-    middle_title = "held-out text by length of the rows"
-    # One model that is far behind would press all others into a line: what is beyond is cut off.
-    bits = [_bits(runs, length) for _, runs in ranked]
-    top = bits[0] + 4 * max(statistics.median(bits) - bits[0], 0.02)
-    if bits[-1] > top:
-        middle.set_ylim(bits[0] - 0.2 * (top - bits[0]), top)
-        middle_title += f" (to {top:.2f})"
-    middle.set_title(middle_title, fontsize=10)
-    right.set_title("held-out text by position", fontsize=10)
-    sizes = [runs[0]["num_parameters"] / 1e6 for runs in found.values()]
-    tokens = next(iter(found.values()))[0]["train_tokens"] / 1e6
-    size = "-".join(dict.fromkeys(f"{x:.1f}" for x in (min(sizes), max(sizes))))
-    drawing.suptitle(f"Language models of {size}M parameters after {tokens:.1f}M tokens, best first")
-    drawing.legend(loc="outside right center", fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=130, metadata={"Software": None})
-    plt.close(drawing)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -249,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = table(plan, found) + rates_table(plan, results) + more_runs(plan, results)
     if found:
         figure(found, options.output / "figures" / f"{options.setting}.png", plan.train.data.sequence_length)
+    if options.setting in WIDTHS:
+        widths_figure(options.output)
     page = options.output / "README.md"
     before, after = marks(options.setting)
     if not options.mixers and options.steps is None and page.exists() and before in page.read_text():

@@ -86,6 +86,7 @@ RATES = (2e-3, 4e-3)
 
 LanguageSetting = Literal["small", "short", "real", "large_short", "large"]
 SETTINGS: tuple[LanguageSetting, ...] = ("small", "short", "real", "large_short", "large")
+WIDTHS: tuple[LanguageSetting, ...] = ("real", "large")  # two widths, as many tokens
 
 
 def study(setting: LanguageSetting) -> LanguageStudy:

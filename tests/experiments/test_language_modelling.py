@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.language_modelling.__main__ import FOLDER, chosen, main, more_runs, rates_table, table
+from experiments.language_modelling.__main__ import FOLDER, main
+from experiments.language_modelling.report import chosen, more_runs, rates_table, table, widths_figure
 from experiments.language_modelling.runs import BitsPerByte, Deadline, OutOfTimeError, hold_out
 from experiments.language_modelling.study import model_config, study
 from experiments.sweep.report import marks
@@ -27,6 +28,14 @@ def test_the_page_shows_what_the_results_say():
         begin, end = marks(setting)
         text = table(plan, found) + rates_table(plan, results) + more_runs(plan, results)
         assert found and page.split(begin, 1)[1].split(end, 1)[0].lstrip("\n") == text
+
+
+def test_both_widths_are_drawn_once_they_have_results(tmp_path):
+    widths_figure(tmp_path)
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "results").symlink_to(FOLDER / "results")
+    widths_figure(tmp_path)
+    assert (tmp_path / "figures" / "widths.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("setting", ["real", "large"])
