@@ -37,13 +37,17 @@ def table_name(kind: str) -> str:
 
 @functools.cache
 def load_table(kind: str) -> dict | None:
-    """The table of a device, or None, with a note in the log the first time."""
-    file = resources.files("pallas_kernels.triton") / "tables" / table_name(kind)
-    if file.is_file():
-        return json.loads(file.read_text())
-    logging.getLogger("pallas_kernels").warning(
-        "no measured schedule for %r: using a safe default; `python -m pallas_kernels.triton.tune` measures one", kind
-    )
+    """The table of a device, or of one with the same processor; else None. A note in the log, the first time."""
+    tables = resources.files("pallas_kernels.triton") / "tables"
+    own, log = tables / table_name(kind), logging.getLogger("pallas_kernels")
+    if own.is_file():
+        return json.loads(own.read_text())
+    hint = "`python -m pallas_kernels.triton.tune` measures one"
+    for table in (json.loads(file.read_text()) for file in tables.iterdir() if file.name.endswith(".json")):
+        if kind in table.get("same_processor", ()):
+            log.info("no measured schedule for %r: using that of %r; %s", kind, table["device"], hint)
+            return table
+    log.warning("no measured schedule for %r: using a safe default; %s", kind, hint)
     return None
 
 

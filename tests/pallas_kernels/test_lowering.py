@@ -15,7 +15,7 @@ from pallas_kernels.triton import Schedule
 from pallas_kernels.triton.backend import Launch, interpreted
 from pallas_kernels.triton.problem import Inputs
 from pallas_kernels.triton.schedule import choose_segments, choose_sum_segments
-from pallas_kernels.triton.tuning import choose_schedule, table_launches
+from pallas_kernels.triton.tuning import choose_schedule, load_table, table_launches
 from rnnlib import ops
 from rnnlib.ops.arguments import default_preference
 
@@ -205,6 +205,17 @@ def test_tables_are_of_stages_and_launches():
         for variant in (*table["variants"].values(), *table.get("underfilled", {}).values()):
             Schedule(**{stage: Launch(**parameters) for stage, parameters in variant.items()})
         assert set(table.get("underfilled", {})) <= set(table["variants"])
+
+
+def test_a_device_without_a_table_is_noted_once(caplog):
+    """An H100 has an H200's processors and shared memory, and so its launches; of others nothing is known."""
+    load_table.cache_clear()
+    with caplog.at_level("INFO", "pallas_kernels"):
+        assert load_table("NVIDIA H100 80GB HBM3") == load_table("NVIDIA H200") is not None
+        assert load_table("NVIDIA X1") is load_table("NVIDIA X1") is None
+    similar, unknown = (record.getMessage() for record in caplog.records)
+    assert "'NVIDIA H100 80GB HBM3': using that of 'NVIDIA H200'" in similar
+    assert "'NVIDIA X1': using a safe default" in unknown
 
 
 def test_passes_that_underfill_the_card_have_launches_of_their_own():
