@@ -30,7 +30,7 @@ def loss_sums(
     logits: Float[Array, "B T vocabulary"],
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
-    token_bytes: Int[Array, " tokens"],
+    token_bytes: Int[Array | np.ndarray, " tokens"],
 ) -> LossSums:
     """Cross entropy of next-token predictions, in float32, over the tokens whose weight is not 0.
 
@@ -40,7 +40,7 @@ def loss_sums(
         logits: Unnormalised log probabilities.
         targets: The tokens to predict.
         weights: Loss weights, 0 for tokens that are not to be predicted.
-        token_bytes: Bytes that each token of the vocabulary stands for.
+        token_bytes: Bytes that each token of the vocabulary stands for, such as a tokenizer's `token_bytes`.
 
     Returns:
         Float32 sums of nats, tokens and bytes.
@@ -61,11 +61,11 @@ def _cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array, Array]:
     return normalizer - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1), normalizer, is_target
 
 
-def _sums(nats: Array, targets: Array, weights: Array, token_bytes: Array) -> LossSums:
+def _sums(nats: Array, targets: Array, weights: Array, token_bytes: Array | np.ndarray) -> LossSums:
     return LossSums(
         nats=nats,
         tokens=jnp.sum(weights),
-        bytes=jnp.sum(token_bytes[targets].astype(jnp.float32) * weights),
+        bytes=jnp.sum(jnp.asarray(token_bytes)[targets].astype(jnp.float32) * weights),
     )
 
 
@@ -74,7 +74,7 @@ def head_loss_sums(
     head: Float[Array, "vocabulary D"],
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
-    token_bytes: Int[Array, " tokens"],
+    token_bytes: Int[Array | np.ndarray, " tokens"],
     *,
     block_logits: int = 1 << 27,
 ) -> LossSums:
@@ -89,7 +89,7 @@ def head_loss_sums(
         head: The output embedding, in the dtype it is stored in.
         targets: The tokens to predict.
         weights: Loss weights, 0 for tokens that are not to be predicted.
-        token_bytes: Bytes that each token of the vocabulary stands for.
+        token_bytes: Bytes that each token of the vocabulary stands for, such as a tokenizer's `token_bytes`.
         block_logits: Most logits of a block. The default takes half a gigabyte, and its products fill a GPU.
 
     Returns:

@@ -143,7 +143,7 @@ def test_more_devices_than_there_are_is_refused(tiny_config):
 
 TWO_DEVICES = """
 import dataclasses, json, sys
-import jax, jax.numpy as jnp, numpy as np
+import jax, numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 from rnnlib.data import DataConfig
@@ -181,7 +181,7 @@ def loss(parameters, tokens):
     weights = np.ones(tokens.shape, np.float32)
     model = nnx.merge(graphdef, parameters)
     hidden = model.hidden(tokens)
-    return head_loss_sums(hidden, model.output_embedding, tokens, weights, jnp.ones(16, int)).nats[None]
+    return head_loss_sums(hidden, model.output_embedding, tokens, weights, np.ones(16, int)).nats[None]
 
 rows = PartitionSpec("data")
 split = jax.shard_map(loss, mesh=make_mesh(2), in_specs=(PartitionSpec(), rows), out_specs=rows)
