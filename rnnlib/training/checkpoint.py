@@ -24,7 +24,7 @@ class Progress:
     Attributes:
         step: Training steps done, skipped ones included.
         tokens: Tokens predicted in them.
-        data_state: The data iterator's state after them, as JSON holds it.
+        data_state: The data iterator's state after them and the validation data's fingerprint, as JSON holds them.
     """
 
     step: int

@@ -239,6 +239,12 @@ class Trainer:
                 if progress.step > self.config.steps:
                     raise RunError(f"run {folder} is at step {progress.step}, beyond the {self.config.steps} asked for")
                 self._batches.set_state(progress.data_state)
+                found, wanted = self._validation_data.fingerprint, progress.data_state.get("validation")
+                if wanted not in (None, found):
+                    raise RunError(
+                        f"the validation data is not that of run {folder}: its files have changed "
+                        f"(fingerprint {found}, saved {wanted})"
+                    )
                 self._state = put_state(state, self._mesh)
                 self._step, self._tokens = progress.step, progress.tokens
             if saved != self.config:
@@ -416,7 +422,8 @@ class Trainer:
         with self._speed.pause():
             # Before the checkpoint that counts on them.
             self._log.sync()
-            self._checkpoints.save(self._state, Progress(self._step, self._tokens, self._batches.get_state()))
+            data = self._batches.get_state() | {"validation": self._validation_data.fingerprint}
+            self._checkpoints.save(self._state, Progress(self._step, self._tokens, data))
         self._saved_step = self._step
 
 

@@ -197,6 +197,10 @@ def test_folders_that_do_not_fit_are_refused_and_left_alone(uninterrupted, tmp_p
     reseeded = dataclasses.replace(run_config, seed=1)
     with pytest.raises(RunError, match=r"seed is 1 but 0 in the run"):
         train(reseeded, uninterrupted, resume=True)
+    trainer = Trainer(run_config)
+    trainer.read_data()[1].fingerprint = "of other files"
+    with pytest.raises(RunError, match=r"validation data is not that of run .* of other files, saved"):
+        trainer.open(uninterrupted, resume=True)
     assert content() == before
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="is not a folder"):
