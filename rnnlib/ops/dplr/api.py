@@ -100,7 +100,7 @@ def dplr(
         "scan": functools.partial(dplr_scan, scale=scale),
         "chunked": functools.partial(dplr_chunked, scale=scale, chunk_size=chunk_size),
     }
-    chosen = choose_implementation(
-        _NAME, implementation, {name: lambda: None for name in implementations}, default_preference(length)
-    )
-    return implementations[chosen](DPLRInputs(q, k, v, a, b, log_decay), initial_state, segment_ids)
+    unsupported = {name: lambda: None for name in implementations}
+    arguments = DPLRInputs(q, k, v, a, b, log_decay), initial_state, segment_ids
+    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length), arguments)
+    return implementations[chosen](*arguments)

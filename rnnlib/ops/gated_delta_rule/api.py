@@ -130,5 +130,6 @@ def gated_delta_rule(
         "chunked": lambda: None,
         "triton": lambda: triton_unsupported(q, k, v, erase, log_decay, chunk_size=chunk_size),
     }
-    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
-    return implementations[chosen](inputs, initial_state, segment_ids)
+    arguments = inputs, initial_state, segment_ids
+    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length), arguments)
+    return implementations[chosen](*arguments)

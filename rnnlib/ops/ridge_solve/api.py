@@ -127,5 +127,6 @@ def ridge_solve(
         "chunked": lambda: "the exact solver, which factorises every Gram matrix" if solver.method == "exact" else None,
         "triton": lambda: ridge_triton_unsupported(inputs, options, chunk_size),
     }
-    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
-    return implementations[chosen](inputs, initial_gram, segment_ids)
+    arguments = inputs, initial_gram, segment_ids
+    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length), arguments)
+    return implementations[chosen](*arguments)

@@ -77,6 +77,6 @@ def short_convolution(
     unsupported = {"chunked": lambda: None, "triton": lambda: triton_convolution_unsupported(inputs, finish)}
     # A single token is one fused loop in XLA: nothing is left for a kernel to gain.
     preference = ("chunked",) if length == 1 else default_preference(length)
-    chosen = choose_implementation(_NAME, implementation, unsupported, preference)
+    chosen = choose_implementation(_NAME, implementation, unsupported, preference, inputs)
     y = (short_convolution_triton if chosen == "triton" else short_convolution_taps)(inputs, finish)
     return y, last_inputs(inputs)
