@@ -14,8 +14,8 @@ def varying_axes(arrays: Any) -> frozenset[str]:
 def vary_alike(arrays: Any) -> Any:
     """The same arrays, each taken to differ along every mesh axis that any of them does.
 
-    For the arguments of what has a backward pass of its own. Its gradients all differ so; those of an argument that did
-    not, such as a weight that devices share, are summed over them here.
+    A scan's carry must begin as it goes on. And an argument of what has a backward pass of its own must vary as its
+    gradient does: that of one that did not, such as a weight that devices share, is summed over the devices here.
     """
     varying = varying_axes(arrays)
 

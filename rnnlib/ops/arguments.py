@@ -180,18 +180,6 @@ def segment_index(segment_ids: Array) -> Array:
     return jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
 
 
-def vary_alike(arrays: Any) -> Any:
-    """The pytree `arrays`, each varying over the mesh axes that any of them varies over in `jax.shard_map`.
-
-    A scan's carry must begin as it goes on, and a custom gradient must vary as its argument does.
-    """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return arrays
-    # A sum varies over all the axes that its terms vary over.
-    nothing = sum(jnp.zeros_like(x, jnp.int8, ()) for x in jax.tree.leaves(arrays))
-    return jax.tree.map(lambda x: x + jnp.asarray(nothing, x.dtype), arrays)
-
-
 def choose_implementation(
     operator: str,
     implementation: str | None,

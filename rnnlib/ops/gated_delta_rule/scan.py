@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rnnlib.ops.arguments import accumulation_dtype, segment_starts, vary_alike
+from pallas_kernels.varying import vary_alike
+from rnnlib.ops.arguments import accumulation_dtype, segment_starts
 from rnnlib.ops.gated_delta_rule.inputs import DeltaRuleInputs
 from rnnlib.ops.heads import merge_heads
 
