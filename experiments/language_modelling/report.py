@@ -5,11 +5,6 @@ import pathlib
 import statistics
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 from experiments.language_modelling.runs import read_run
 from experiments.language_modelling.study import WIDTHS, LanguageStudy, study
 from experiments.sweep.study import slug
@@ -116,8 +111,25 @@ def _last_loss(run: dict[str, Any]) -> float:
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
 
+def _pyplot() -> Any:
+    """matplotlib's, loaded when something is drawn: training needs none."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _save(drawing: Any, path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, dpi=130, metadata={"Software": None})
+    _pyplot().close(drawing)
+
+
 def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: int) -> None:
     """Training loss over steps, bits per byte by length and by position in the document; best at `length` first."""
+    plt = _pyplot()
     drawing, (left, middle, right) = plt.subplots(1, 3, figsize=(14, max(4.2, 0.2 * len(found))), layout="constrained")
     palette = plt.get_cmap("tab10")
     ranked = sorted(found.items(), key=lambda entry: _bits(entry[1], length))
@@ -157,9 +169,7 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: i
     size = "-".join(dict.fromkeys(f"{x:.1f}" for x in (min(sizes), max(sizes))))
     drawing.suptitle(f"Language models of {size}M parameters after {tokens:.1f}M tokens, best first")
     drawing.legend(loc="outside right center", fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=130, metadata={"Software": None})
-    plt.close(drawing)
+    _save(drawing, path)
 
 
 def widths_figure(output: pathlib.Path) -> None:
@@ -177,7 +187,7 @@ def widths_figure(output: pathlib.Path) -> None:
     bits = {label: [_bits(runs[label], length) for runs in found.values()] for label in shared}
     ranked = sorted(shared, key=lambda label: bits[label][-1], reverse=True)  # the first row is at the bottom
     rows = range(len(ranked))
-    drawing, panel = plt.subplots(figsize=(8, 1.6 + 0.22 * len(ranked)), layout="constrained")
+    drawing, panel = _pyplot().subplots(figsize=(8, 1.6 + 0.22 * len(ranked)), layout="constrained")
     for row, label in zip(rows, ranked):
         panel.plot(bits[label], [row] * len(WIDTHS), color="0.75", linewidth=1.5, zorder=1)
     for i, (setting, color, marker) in enumerate(zip(WIDTHS, ("#e69f00", "#0072b2"), ("o", "s"), strict=True)):
@@ -191,7 +201,4 @@ def widths_figure(output: pathlib.Path) -> None:
     panel.set_title(f"Language models after {tokens:.0f}M tokens of Python text, one seed each", fontsize=11)
     panel.grid(alpha=0.3, axis="x")
     panel.legend(fontsize=9)
-    path = output / "figures" / "widths.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=130, metadata={"Software": None})
-    plt.close(drawing)
+    _save(drawing, output / "figures" / "widths.png")

@@ -203,14 +203,19 @@ def choose_implementation(
         NotImplementedError: the implementation named does not support the case; says why.
     """
     chosen = _chosen(operator, implementation, unsupported, preference)
-    for array in jax.tree.leaves(arrays) if chosen != "scan" else ():
+    if chosen != "scan":
+        _check_whole(operator, arrays)
+    return chosen
+
+
+def _check_whole(operator: str, arrays: Any) -> None:
+    for array in jax.tree.leaves(arrays):
         spec = jax.typeof(array).sharding.spec
         if any(axis is not None for axis in spec):
             raise ValueError(
                 f"{operator}: an argument of shape {array.shape} is sharded over Explicit mesh axes as {spec}, "
                 "expected whole arrays: call the operator inside jax.shard_map, or give the mesh axes of type Auto"
             )
-    return chosen
 
 
 def _chosen(
