@@ -123,9 +123,11 @@ class TrapezoidalSolver(Solver):
         if rank > 1:
             # Query r stands at step r, but reads all R pairs.
             out = out + self._read(query, key_before, values_before, write_before, jnp.triu(jnp.ones((rank, rank)), 1))
-        last = gates.write[:, -1, :, None, None] * key[:, -1].astype(self.shape.gate_dtype)
-        memory = memory + self._product("bhrk,bhrv->bhkv", last, values[:, -1])
-        new = TrapezoidalState(memory, *(y[:, -1].astype(self.shape.gate_dtype) for y in (key, value)))
+        dtype = self.shape.gate_dtype
+        precision = matmul_precision(key, values)
+        last = gates.write[:, -1, :, None, None] * key[:, -1].astype(dtype)
+        memory = memory + jnp.einsum("bhrk,bhrv->bhkv", last, values[:, -1].astype(dtype), precision=precision)
+        new = TrapezoidalState(memory, *(y[:, -1].astype(dtype) for y in (key, value)))
         return self._sum_reads(out).astype(value.dtype), new
 
     def _per_value_head(self, y: Array) -> Array:
@@ -149,14 +151,17 @@ class TrapezoidalSolver(Solver):
 
     def _read(self, query: Array, key: Array, value: Array, write: Array, seen: Array) -> Array:
         """What the queries of each token read of R pairs: pair j by query r where `seen[r, j]` is 1."""
-        scale = self.shape.key_size**-0.5 if self.options.scale is None else self.options.scale
-        weight = scale * write[..., None, None] * seen.astype(write.dtype)
-        return self._product("bthrj,bthjv->bthrv", weight * self._product("bthrk,bthjk->bthrj", query, key), value)
-
-    def _product(self, subscripts: str, first: Array, second: Array) -> Array:
+        # Pair by pair, sums of products: a batch of matrix products of R rows (1 or 4) keeps no device busy.
         dtype = self.shape.gate_dtype
-        precision = matmul_precision(first, second)
-        return jnp.einsum(subscripts, first.astype(dtype), second.astype(dtype), precision=precision)
+        query, key, value = (y.astype(dtype) for y in (query, key, value))
+        scale = self.shape.key_size**-0.5 if self.options.scale is None else self.options.scale
+        out = jnp.zeros_like(value)
+        for pair in range(self.shape.pairs):
+            # [B, T, HV, R]
+            weight = jnp.sum(query * key[..., pair : pair + 1, :], axis=-1)
+            weight = weight * scale * write[..., None] * seen[:, pair].astype(dtype)
+            out = out + weight[..., None] * value[..., pair : pair + 1, :]
+        return out
 
     def init_state(self, batch_size: int) -> TrapezoidalState:
         """The state before the first token: zeros."""
