@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     missing = [
         (mixer, rate, seed)
+        for rate in options.rates or plan.learning_rates  # all mixers at one rate before the next
         for mixer in plan.mixers
-        for rate in options.rates or plan.learning_rates
         for seed in options.seeds or plan.seeds
         if read_run(plan, results, mixer, rate, seed) is None
     ]

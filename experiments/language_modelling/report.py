@@ -1,30 +1,31 @@
 """Tables and pictures of the language models, from their results."""
 
 import json
+import math
 import pathlib
 import statistics
 from typing import Any
 
 from experiments.language_modelling.runs import read_run
 from experiments.language_modelling.study import WIDTHS, LanguageStudy, study
-from experiments.sweep.study import slug
+from experiments.sweep.study import Mixer, slug
+
+
+def _by_rate(plan: LanguageStudy, results: pathlib.Path, mixer: Mixer) -> dict[float, list[dict[str, Any]]]:
+    """A mixer's runs of all seeds at each of the study's rates that has them all."""
+    runs = {rate: [read_run(plan, results, mixer, rate, seed) for seed in plan.seeds] for rate in plan.learning_rates}
+    return {rate: [run for run in seeds if run is not None] for rate, seeds in runs.items() if all(seeds)}
+
+
+def _validation_bits(runs: list[dict[str, Any]]) -> float:
+    bits = statistics.fmean(run["validation"]["bits_per_byte"] for run in runs)
+    return bits if math.isfinite(bits) else math.inf
 
 
 def chosen(plan: LanguageStudy, results: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
-    """For each mixer all of whose runs are there: its seeds at the rate with the fewest bits in validation."""
-    found = {}
-    for mixer in plan.mixers:
-        runs = [read_run(plan, results, mixer, rate, seed) for rate in plan.learning_rates for seed in plan.seeds]
-        done = [run for run in runs if run is not None]
-        if len(done) < len(runs):
-            continue
-
-        def bits(rate: float) -> float:
-            return statistics.fmean(r["validation"]["bits_per_byte"] for r in done if r["learning_rate"] == rate)
-
-        best = min(plan.learning_rates, key=bits)
-        found[mixer.label] = [run for run in done if run["learning_rate"] == best]
-    return found
+    """For each mixer with a finished rate: the seeds of the one with the fewest bits per byte in validation."""
+    rates = {mixer.label: _by_rate(plan, results, mixer) for mixer in plan.mixers}
+    return {label: min(runs.values(), key=_validation_bits) for label, runs in rates.items() if runs}
 
 
 def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]]) -> str:
@@ -56,25 +57,18 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def rates_table(plan: LanguageStudy, results: pathlib.Path) -> str:
-    """Bits per byte of the validation half at every learning rate that was tried, Markdown."""
+    """Bits per byte of the validation half at every learning rate of the study, Markdown."""
     rows = []
     for mixer in plan.mixers:
-        runs = {r: [read_run(plan, results, mixer, r, seed) for seed in plan.seeds] for r in plan.learning_rates}
-        bits = {
-            r: statistics.fmean(x["validation"]["bits_per_byte"] for x in v if x) for r, v in runs.items() if all(v)
-        }
+        bits = {rate: _validation_bits(runs) for rate, runs in _by_rate(plan, results, mixer).items()}
         if bits:
-            best = min(bits.values())
-            cells = [f"{bits[r]:.4f}" if r in bits else "" for r in plan.learning_rates]
-            rows.append((best, f"| {mixer.label} | " + " | ".join(cells) + " |"))
+            cells = [f"{bits[rate]:.4f}" if rate in bits else "not run" for rate in plan.learning_rates]
+            rows.append((min(bits.values()), f"| {mixer.label} | " + " | ".join(cells) + " |"))
     if not rows or len(plan.learning_rates) < 2:
         return ""
     head = "| mixer, validation half | " + " | ".join(f"rate {r:g}" for r in plan.learning_rates) + " |"
-    return (
-        "\n"
-        + "\n".join([head, "|" + " --- |" * (len(plan.learning_rates) + 1), *(row for _, row in sorted(rows))])
-        + "\n"
-    )
+    rule = "|" + " --- |" * (len(plan.learning_rates) + 1)
+    return "\n" + "\n".join([head, rule, *(row for _, row in sorted(rows))]) + "\n"
 
 
 def more_runs(plan: LanguageStudy, results: pathlib.Path) -> str:
