@@ -17,7 +17,16 @@ from experiments.sweep.command import SweepOptions, run
 from experiments.sweep.study import SETTINGS
 from experiments.throughput.__main__ import main as throughput
 
-STUDIES = ("state_tracking", "mqar", "kla_suite", "s_niah", "ablations", "axis_combinations", "regbench_mad")
+STUDIES = (
+    "state_tracking",
+    "mqar",
+    "mqar_sizes",
+    "kla_suite",
+    "s_niah",
+    "ablations",
+    "axis_combinations",
+    "regbench_mad",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -198,19 +198,24 @@ def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
     families = list(dict.fromkeys(m.label.removesuffix(_NEGATIVE) for m in study.mixers))
     palette = plt.get_cmap("tab10" if len(families) <= 10 else "tab20")
     colors = {m.label: palette(families.index(m.label.removesuffix(_NEGATIVE)) % palette.N) for m in study.mixers}
-    markers = {m.label: "osD^vP*X<>"[families.index(m.label.removesuffix(_NEGATIVE)) % 10] for m in study.mixers}
+    markers = {m.label: "osD^vP*X<>h"[families.index(m.label.removesuffix(_NEGATIVE)) % 11] for m in study.mixers}
     chance = dict(study.chance)
-    if study.figure == "cells":
-        drawing, axes = plt.subplots(figsize=(7, 4), squeeze=False, layout="constrained")
-        for mixer in study.mixers:
-            picked = [
-                (i, found[mixer.label, p.cell.name], next(iter(p.tests.values())))
-                for i, p in enumerate(groups)
-                if (mixer.label, p.cell.name) in found
-            ]
-            if picked:
-                _line(axes[0, 0], study, mixer.label, picked, colors, markers)
-        axes[0, 0].set_xticks(range(len(groups)), [group.title for group in groups], fontsize=8)
+    if study.figure == "axes":
+        size = (4 * len(study.axes) + 1.5, 4.6)
+        drawing, axes = plt.subplots(1, len(study.axes), figsize=size, squeeze=False, layout="constrained")
+        first_tests = {group.cell.name: next(iter(group.tests.values())) for group in reversed(groups)}
+        for panel, axis in zip(axes.flat, study.axes):
+            sizes = [(size, name) for size, name in axis.cells if name in first_tests]
+            for label in colors:
+                points = [
+                    (size, found[label, name], first_tests[name]) for size, name in sizes if (label, name) in found
+                ]
+                if points:
+                    _line(panel, study, label, points, colors, markers)
+            panel.set_xscale("log", base=2)
+            panel.set_xticks([size for size, _ in sizes], [str(size) for size, _ in sizes])
+            panel.set_xticks([], minor=True)
+            panel.set_xlabel(axis.name)
     else:
         across = min(len(groups), 3)
         down = -(-len(groups) // across)

@@ -155,6 +155,13 @@ class Cell:
         )
 
 
+class Axis(NamedTuple):
+    """A size that cells differ in: its name, and each cell's size and name, in order."""
+
+    name: str
+    cells: tuple[tuple[int, str], ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Study:
     """A study at one setting.
@@ -167,8 +174,9 @@ class Study:
         learning_rates: tried for every mixer alike.
         seeds: of initial weights and of the order of examples.
         metric: what is reported and chosen by.
-        figure: `"lengths"` draws accuracy over test lengths, one panel a cell; `"cells"` accuracy over cells in the
-            order given; `"bars"` a bar for each mixer, one panel a cell.
+        figure: `"lengths"` draws accuracy over test lengths, one panel a cell; `"axes"` accuracy over the sizes of
+            `axes`, one panel each; `"bars"` a bar for each mixer, one panel a cell.
+        axes: sizes that cells differ in; a cell may stand on several.
         chance: accuracy of guessing, by cell name, drawn as a line.
         paper: a paper's numbers, percent, by (its name for the row, cell name, length).
     """
@@ -180,7 +188,8 @@ class Study:
     learning_rates: tuple[float, ...]
     seeds: tuple[int, ...]
     metric: Literal["token_accuracy", "query_accuracy"] = "token_accuracy"
-    figure: Literal["lengths", "cells", "bars"] = "lengths"
+    figure: Literal["lengths", "axes", "bars"] = "lengths"
+    axes: tuple[Axis, ...] = ()
     chance: tuple[tuple[str, float], ...] = ()
     paper: tuple[tuple[str, str, int, float], ...] = ()
 
@@ -190,6 +199,8 @@ class Study:
                 raise ValueError(f"study {self.name!r}: {kind} must have different names; got {names}")
         if not (self.mixers and self.cells and self.learning_rates and self.seeds):
             raise ValueError(f"study {self.name!r}: mixers, cells, learning_rates and seeds must not be empty")
+        if self.figure == "axes" and not self.axes:
+            raise ValueError(f"study {self.name!r}: figure is 'axes', so axes must not be empty")
 
     def rates(self, cell: Cell) -> tuple[float, ...]:
         """The learning rates that are tried in a cell."""

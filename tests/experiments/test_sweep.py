@@ -17,7 +17,7 @@ from experiments.sweep.data import DataFactory, batched, epoch_orders, gather_an
 from experiments.sweep.report import choose, marks, table, write_report
 from experiments.sweep.results import read_runs, result_path, write_runs
 from experiments.sweep.runner import missing_groups, run_studies
-from experiments.sweep.study import Lane, fingerprint
+from experiments.sweep.study import Axis, Lane, fingerprint
 from experiments.sweep.training import DeviceData, Group, compile_group, train_group
 from rnnlib.data.tasks import MQAR, Compression, InContextRecall, Mixture, RegBench
 from rnnlib.models import DecoderLM
@@ -247,9 +247,10 @@ def test_a_diverged_run_counts_against_its_learning_rate(tmp_path):
     assert choose(STUDY, tmp_path, MIXER, CELL).learning_rate == 1e-3
 
 
-@pytest.mark.parametrize("kind", ["lengths", "cells", "bars"])
+@pytest.mark.parametrize("kind", ["lengths", "axes", "bars"])
 def test_reports_are_rebuilt_from_results_alone(finished, tmp_path, kind):
-    study = dataclasses.replace(STUDY, figure=kind, paper=(("a paper", "recall", 12, 73.84),))
+    axes = (Axis("width", ((8, "recall"), (16, "not run"))),) if kind == "axes" else ()
+    study = dataclasses.replace(STUDY, figure=kind, axes=axes, paper=(("a paper", "recall", 12, 73.84),))
     begin, end = marks("real")
     (tmp_path / "README.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     text = write_report(study, tmp_path, finished, readme=True)
