@@ -8,7 +8,7 @@ every linear baseline at all lengths and widths, also with fewer channels than p
 from experiments.cells import sized_recall_cell
 from experiments.mqar.study import MIXERS
 from experiments.sweep import Mixer, Study
-from experiments.sweep.study import Axis, Setting
+from experiments.sweep.study import Axis, Setting, pick
 
 # The papers' other baselines.
 BASELINES = (
@@ -21,6 +21,8 @@ BASELINES = (
     Mixer.of("RetNet", "retnet"),
     Mixer.of("linear attention", "linear_attention"),
 )
+
+FEW = ("DeltaNet", "PDN", "Gated DeltaNet", "KLA", "Gated KalmaNet")  # of the small setting: a minute each a size
 
 
 def study(setting: Setting) -> Study:
@@ -42,7 +44,7 @@ def study(setting: Setting) -> Study:
     return Study(
         "mqar_sizes",
         f"MQAR: test accuracy over each of width, pairs and length (others: T={length}, {pairs} pairs, width {width})",
-        MIXERS if small else MIXERS + BASELINES,
+        pick(MIXERS, FEW) if small else MIXERS + BASELINES,
         tuple(cells),
         (1e-3, 1e-2) if small else (7e-4, 2e-3),
         (0, 1, 2),
