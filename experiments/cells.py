@@ -51,7 +51,7 @@ def sized_recall_cell(setting: Setting, sequence_length: int, num_pairs: int, wi
     """A size of the study over sizes: one vocabulary, steps and rates for all, larger than the longest sequence."""
     name = f"T={sequence_length}, {num_pairs} pairs, width {width}"
     if setting == "small":
-        task = MQAR(sequence_length=sequence_length, num_pairs=num_pairs, vocabulary_size=160)
+        task = MQAR(sequence_length=sequence_length, num_pairs=num_pairs, vocabulary_size=72)
         return dataclasses.replace(small_recall_cell(), name=name, task=task, width=width)
     task = MQAR(sequence_length=sequence_length, num_pairs=num_pairs, vocabulary_size=640)
     return dataclasses.replace(long_recall_cell(), name=name, task=task, width=width)

@@ -188,11 +188,19 @@ def widths_figure(output: pathlib.Path) -> None:
         sizes = [found[setting][label][0]["num_parameters"] / 1e6 for label in shared]
         name = f"width {plans[setting].train.model.width}, {min(sizes):.0f}M to {max(sizes):.0f}M parameters"
         panel.scatter([bits[label][i] for label in ranked], rows, color=color, marker=marker, s=28, label=name)
+    # What is far behind would press all others together: its numbers stand at the edge.
+    values = [value for both in bits.values() for value in both]
+    edge = max(value for value in values if value < 1.5 * statistics.median(values))
+    left, right = min(values) - 0.03, edge + 0.1 * (edge - min(values))
+    for row, label in zip(rows, ranked):
+        if max(bits[label]) > edge:
+            panel.text(right, row, ", ".join(f"{b:.3f}" for b in bits[label]) + " \u2192 ", ha="right", va="center")
+    panel.set_xlim(left, right)
     panel.set_yticks(rows, ranked)
     panel.set_ylim(-0.7, len(ranked) - 0.3)
     panel.set_xlabel(f"bits per byte of held-out text, rows of {length} tokens (less is better)")
     tokens = found[WIDTHS[-1]][shared[0]][0]["train_tokens"] / 1e6
     panel.set_title(f"Language models after {tokens:.0f}M tokens of Python text, one seed each", fontsize=11)
     panel.grid(alpha=0.3, axis="x")
-    panel.legend(fontsize=9)
+    panel.legend(fontsize=9, loc="center right")
     _save(drawing, output / "figures" / "widths.png")

@@ -29,7 +29,7 @@ def study(setting: Setting) -> Study:
     """The study at a setting: a middle, and each of three sizes varied from there."""
     small = setting == "small"
     (length, pairs, width), widths, numbers, lengths = (
-        ((32, 4, 32), (16, 32, 64), (2, 4, 8), (32, 64, 128))
+        ((32, 4, 32), (16, 32, 64), (2, 4, 8), (32, 48, 64))
         if small
         else ((128, 32, 64), (32, 64, 128), (8, 16, 32), (128, 256, 512))
     )
@@ -43,7 +43,7 @@ def study(setting: Setting) -> Study:
     cells = dict.fromkeys((middle, *(cell for line in lines.values() for cell in line.values())))
     return Study(
         "mqar_sizes",
-        f"MQAR: test accuracy over each of width, pairs and length (others: T={length}, {pairs} pairs, width {width})",
+        f"MQAR from T={length}, {pairs} pairs and width {width}, one varied at a time",
         pick(MIXERS, FEW) if small else MIXERS + BASELINES,
         tuple(cells),
         (1e-3, 1e-2) if small else (7e-4, 2e-3),

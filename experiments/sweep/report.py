@@ -201,21 +201,22 @@ def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
     markers = {m.label: "osD^vP*X<>h"[families.index(m.label.removesuffix(_NEGATIVE)) % 11] for m in study.mixers}
     chance = dict(study.chance)
     if study.figure == "axes":
-        size = (4 * len(study.axes) + 1.5, 4.6)
-        drawing, axes = plt.subplots(1, len(study.axes), figsize=size, squeeze=False, layout="constrained")
         first_tests = {group.cell.name: next(iter(group.tests.values())) for group in reversed(groups)}
-        for panel, axis in zip(axes.flat, study.axes):
-            sizes = [(size, name) for size, name in axis.cells if name in first_tests]
-            for label in colors:
-                points = [
-                    (size, found[label, name], first_tests[name]) for size, name in sizes if (label, name) in found
-                ]
-                if points:
-                    _line(panel, study, label, points, colors, markers)
+        drawn = [(a.name, {n: c for n, c in a.cells if c in first_tests}) for a in study.axes]
+        drawn = [(name, line) for name, line in drawn if len(line) > 1] or drawn[:1]
+        size = (4 * len(drawn) + 2.5, 4.6)
+        drawing, axes = plt.subplots(1, len(drawn), figsize=size, squeeze=False, layout="constrained")
+        shown = [m.label for m in study.mixers if any(label == m.label for label, _ in found)]
+        for panel, (name, line) in zip(axes.flat, drawn):
+            for i, label in enumerate(shown):
+                aside = 2 ** (0.015 * (i - len(shown) / 2))  # or the error bars of one size hide each other
+                here = [(n * aside, found[label, c], first_tests[c]) for n, c in line.items() if (label, c) in found]
+                if here:
+                    _line(panel, study, label, here, colors, markers)
             panel.set_xscale("log", base=2)
-            panel.set_xticks([size for size, _ in sizes], [str(size) for size, _ in sizes])
+            panel.set_xticks(list(line), [str(size) for size in line])
             panel.set_xticks([], minor=True)
-            panel.set_xlabel(axis.name)
+            panel.set_xlabel(name)
     else:
         across = min(len(groups), 3)
         down = -(-len(groups) // across)
