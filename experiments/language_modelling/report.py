@@ -57,18 +57,20 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def rates_table(plan: LanguageStudy, results: pathlib.Path) -> str:
-    """Bits per byte of the validation half at every learning rate of the study, Markdown."""
-    rows = []
-    for mixer in plan.mixers:
-        bits = {rate: _validation_bits(runs) for rate, runs in _by_rate(plan, results, mixer).items()}
-        if bits:
-            cells = [f"{bits[rate]:.4f}" if rate in bits else "not run" for rate in plan.learning_rates]
-            rows.append((min(bits.values()), f"| {mixer.label} | " + " | ".join(cells) + " |"))
-    if not rows or len(plan.learning_rates) < 2:
+    """Bits per byte of the validation half at every learning rate of the study that was run, Markdown; "" with one."""
+    runs = {mixer.label: _by_rate(plan, results, mixer) for mixer in plan.mixers}
+    bits = {label: {rate: _validation_bits(seeds) for rate, seeds in rates.items()} for label, rates in runs.items()}
+    tried = [rate for rate in plan.learning_rates if any(rate in rates for rates in bits.values())]
+    if len(tried) < 2:
         return ""
-    head = "| mixer, validation half | " + " | ".join(f"rate {r:g}" for r in plan.learning_rates) + " |"
-    rule = "|" + " --- |" * (len(plan.learning_rates) + 1)
-    return "\n" + "\n".join([head, rule, *(row for _, row in sorted(rows))]) + "\n"
+    lines = ["| mixer, validation half | " + " | ".join(f"rate {rate:g}" for rate in tried) + " |"]
+    lines.append("|" + " --- |" * (len(tried) + 1))
+    for label, rates in sorted(bits.items(), key=lambda entry: min(entry[1].values(), default=math.inf)):
+        if not rates:
+            continue
+        cells = [f"{rates[rate]:.4f}" if rate in rates else "not run" for rate in tried]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n" + "\n".join(lines) + "\n"
 
 
 def more_runs(plan: LanguageStudy, results: pathlib.Path) -> str:
