@@ -22,7 +22,7 @@ BASELINES = (
     Mixer.of("linear attention", "linear_attention"),
 )
 
-FEW = ("DeltaNet", "PDN", "Gated DeltaNet", "KLA", "Gated KalmaNet")  # of the small setting: a minute each a size
+FEW = ("DeltaNet", "PDN", "Gated DeltaNet", "KLA", "Gated KalmaNet")  # of the small setting: 45 s a size each
 
 
 def study(setting: Setting) -> Study:
