@@ -1,108 +1,18 @@
-"""Tables and figures from result files: for each mixer the learning rate that was best in validation."""
+"""A study's page: tables of its results, Markdown, and the figure beside them."""
 
-import dataclasses
-import math
 import pathlib
-import statistics
-from typing import Any
 
-from experiments.sweep.results import read_runs, write_text
-from experiments.sweep.study import Cell, Mixer, Study, test_name
+from experiments.sweep.outcomes import SOLVED, Outcome, Panel, outcomes, panels
+from experiments.sweep.pictures import figure
+from experiments.sweep.results import write_text
+from experiments.sweep.study import Cell, Study
 
-SOLVED = 0.9
 MOST_COLUMNS = 15  # of results, in one table
-_NEGATIVE = " [-1, 1]"
 
 
 def marks(setting: str) -> tuple[str, str]:
     """What stands before and after the table of a setting in a README."""
     return f"<!-- {setting} setting: written by the report, do not edit -->", f"<!-- end of the {setting} setting -->"
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """A mixer's result in a cell, at its learning rate.
-
-    Attributes:
-        learning_rate: the best by the mean of validation over seeds.
-        at_edge: whether it is the smallest or the largest that was tried.
-        runs: the seeds' runs at it.
-        solved: how many of all runs, at every rate, are right in 90 % of validation.
-    """
-
-    learning_rate: float
-    at_edge: bool
-    runs: tuple[dict[str, Any], ...]
-    solved: str
-
-    def values(self, metric: str, test: str) -> list[float]:
-        """Test accuracy of each seed, percent."""
-        return [100 * run["test"][test][metric] for run in self.runs]
-
-    def mean(self, metric: str, test: str) -> float:
-        """Mean over seeds, percent."""
-        return statistics.fmean(self.values(metric, test))
-
-    def spread(self, metric: str, test: str) -> float:
-        """Standard deviation over seeds (n - 1), percent; 0 with one seed."""
-        values = self.values(metric, test)
-        return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def choose(study: Study, folder: pathlib.Path, mixer: Mixer, cell: Cell) -> Outcome | None:
-    """A mixer's outcome in a cell; None until all its runs are there. Test results are not looked at."""
-    done = read_runs(folder, mixer, cell)
-    if any(lane not in done for lane in study.lanes(cell)):
-        return None
-
-    def quality(rate: float) -> tuple[float, float]:
-        runs = [done[lane]["validation"] for lane in study.lanes(cell) if lane.learning_rate == rate]
-        loss = statistics.fmean(math.inf if run["loss"] is None else run["loss"] for run in runs)
-        return statistics.fmean(run[study.metric] for run in runs), -loss
-
-    rates = study.rates(cell)
-    best = max(rates, key=quality)
-    runs = tuple(done[lane] for lane in study.lanes(cell) if lane.learning_rate == best)
-    edge = len(rates) > 1 and best in (min(rates), max(rates))
-    every = [done[lane]["validation"][study.metric] for lane in study.lanes(cell)]
-    return Outcome(best, edge, runs, f"{sum(accuracy >= SOLVED for accuracy in every)}/{len(every)}")
-
-
-def outcomes(study: Study, folder: pathlib.Path) -> dict[tuple[str, str], Outcome]:
-    """All outcomes that are there, by (mixer's label, cell's name)."""
-    found = {(m.label, c.name): choose(study, folder, m, c) for c in study.cells for m in study.mixers}
-    return {key: outcome for key, outcome in found.items() if outcome is not None}
-
-
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """What is tested of a cell with one task: a group of columns, or a panel of the figure.
-
-    Attributes:
-        title: the cell's name, and that of the test if it is not the cell's own.
-        cell: the cell.
-        paper: the name under which a paper's numbers stand.
-        tests: names of results by length.
-        last: whether it is the cell's last.
-    """
-
-    title: str
-    cell: Cell
-    paper: str
-    tests: dict[int, str]
-    last: bool
-
-
-def panels(cells: list[Cell]) -> list[Panel]:
-    """One for each cell, or for each test of a cell that has tests of its own."""
-    found = []
-    for cell in cells:
-        names = [name for name, _ in cell.tests] or [""]
-        for name in names:
-            tests = {length: test_name(name, length) for length in cell.test_lengths}
-            title = f"{cell.name}, {name}" if name else cell.name
-            found.append(Panel(title, cell, name or cell.name, tests, last=name == names[-1]))
-    return found
 
 
 def table(study: Study, folder: pathlib.Path) -> str:
@@ -180,123 +90,6 @@ def _foundation(study: Study, cells: list[Cell], found: dict[tuple[str, str], Ou
             f"{cell.train_examples} | {', '.join(f'{rate:g}' for rate in study.rates(cell))} | {chosen} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
-    """Draws the study's figure; False where there is nothing to draw."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    found = outcomes(study, folder)
-    cells = [cell for cell in study.cells if any(name == cell.name for _, name in found)]
-    if not cells:
-        return False
-    groups = panels(cells)
-    # A mixer and the same with negative eigenvalues share a colour; the line of the one without is dashed.
-    families = list(dict.fromkeys(m.label.removesuffix(_NEGATIVE) for m in study.mixers))
-    palette = plt.get_cmap("tab10" if len(families) <= 10 else "tab20")
-    colors = {m.label: palette(families.index(m.label.removesuffix(_NEGATIVE)) % palette.N) for m in study.mixers}
-    markers = {m.label: "osD^vP*X<>h"[families.index(m.label.removesuffix(_NEGATIVE)) % 11] for m in study.mixers}
-    chance = dict(study.chance)
-    if study.figure == "axes":
-        first_tests = {group.cell.name: next(iter(group.tests.values())) for group in reversed(groups)}
-        drawn = [(a.name, {n: c for n, c in a.cells if c in first_tests}) for a in study.axes]
-        drawn = [(name, line) for name, line in drawn if len(line) > 1] or drawn[:1]
-        size = (4 * len(drawn) + 2.5, 4.6)
-        drawing, axes = plt.subplots(1, len(drawn), figsize=size, squeeze=False, layout="constrained")
-        shown = [m.label for m in study.mixers if any(label == m.label for label, _ in found)]
-        for panel, (name, line) in zip(axes.flat, drawn):
-            for i, label in enumerate(shown):
-                aside = 2 ** (0.015 * (i - len(shown) / 2))  # or the error bars of one size hide each other
-                here = [(n * aside, found[label, c], first_tests[c]) for n, c in line.items() if (label, c) in found]
-                if here:
-                    _line(panel, study, label, here, colors, markers)
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(list(line), [str(size) for size in line])
-            panel.set_xticks([], minor=True)
-            panel.set_xlabel(name)
-    else:
-        across = min(len(groups), 3)
-        down = -(-len(groups) // across)
-        shown = [m.label for m in study.mixers if any((m.label, cell.name) in found for cell in cells)]
-        height = 3.6 if study.figure == "lengths" else 1 + 0.26 * len(shown)
-        size = (max(4.2 * across, 7.5), height * down)
-        drawing, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-        for panel, group in zip(axes.flat, groups):
-            cell = group.cell
-            rows = [(m.label, found[m.label, cell.name]) for m in study.mixers if (m.label, cell.name) in found]
-            if study.figure == "lengths":
-                for label, outcome in rows:
-                    _line(panel, study, label, [(n, outcome, test) for n, test in group.tests.items()], colors, markers)
-                panel.set_xscale("log", base=2)
-                panel.set_xticks(list(group.tests), [str(n) for n in group.tests])
-                panel.set_xticks([], minor=True)
-                panel.set_xlabel(f"test length (trained at {cell.task.sequence_length})")
-            else:
-                _bars(panel, study, group, shown, dict(rows), colors)
-            if cell.name in chance:
-                line = panel.axhline if study.figure == "lengths" else panel.axvline
-                line(chance[cell.name], color="grey", linestyle=":", linewidth=1)
-            panel.set_title(group.title, fontsize=10)
-        for panel in list(axes.flat)[len(groups) :]:
-            panel.axis("off")
-    if study.figure != "bars":
-        for row in axes:
-            row[0].set_ylabel("test accuracy, %")
-        handles: dict[str, Any] = {}
-        for panel in axes.flat:
-            for handle, label in zip(*panel.get_legend_handles_labels()):
-                handles.setdefault(label, handle)
-        drawing.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=8, frameon=False)
-    drawing.suptitle(study.title, fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # No date or version inside, so that a rebuilt figure is the same file.
-    drawing.savefig(path, dpi=130, metadata={"Software": None})
-    plt.close(drawing)
-    return True
-
-
-def _line(panel: Any, study: Study, label: str, points: list[Any], colors: Any, markers: Any) -> None:
-    xs, means, spreads = [], [], []
-    for x, outcome, test in points:
-        xs.append(x)
-        means.append(outcome.mean(study.metric, test))
-        spreads.append(outcome.spread(study.metric, test))
-    low = [min(spread, mean) for mean, spread in zip(means, spreads)]
-    high = [min(spread, 100 - mean) for mean, spread in zip(means, spreads)]
-    paired = any(other.label == label + _NEGATIVE for other in study.mixers)
-    panel.errorbar(
-        xs,
-        means,
-        (low, high),
-        label=label,
-        color=colors[label],
-        marker=markers[label],
-        linestyle="--" if paired else "-",
-        markersize=4,
-        linewidth=1.2,
-        capsize=2,
-    )
-    panel.set_ylim(-3, 103)
-    panel.grid(alpha=0.3)
-
-
-def _bars(panel: Any, study: Study, group: Panel, labels: list[str], rows: dict[str, Outcome], colors: Any) -> None:
-    length, test = list(group.tests.items())[-1]
-    for i, label in enumerate(labels):
-        if label not in rows:
-            panel.text(1, i, "not run", va="center", fontsize=7, color="grey")
-            continue
-        values = rows[label].values(study.metric, test)
-        panel.barh(i, rows[label].mean(study.metric, test), color=colors[label], alpha=0.7)
-        panel.plot(values, [i] * len(values), "o", color="black", markersize=3, clip_on=False)
-    panel.set_yticks(range(len(labels)), labels, fontsize=8)
-    panel.set_ylim(len(labels) - 0.4, -0.6)
-    panel.set_xlim(0, 103)
-    panel.set_xlabel(f"test accuracy at T={length}, %: mean, and a dot for each seed", fontsize=8)
-    panel.grid(alpha=0.3, axis="x")
 
 
 def write_report(study: Study, folder: pathlib.Path, results: pathlib.Path, *, readme: bool) -> str:

@@ -14,7 +14,8 @@ from rich.console import Console
 from experiments.sweep import Cell, Mixer, Study
 from experiments.sweep.autoencoder import AutoEncoder
 from experiments.sweep.data import DataFactory, batched, epoch_orders, gather_answers
-from experiments.sweep.report import choose, marks, table, write_report
+from experiments.sweep.outcomes import choose
+from experiments.sweep.report import marks, table, write_report
 from experiments.sweep.results import read_runs, result_path, write_runs
 from experiments.sweep.runner import missing_groups, run_studies
 from experiments.sweep.study import Axis, Lane, fingerprint

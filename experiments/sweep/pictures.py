@@ -1,0 +1,179 @@
+"""A study's figure: accuracy over test lengths or over sizes, as lines with the spread over seeds, or as bars."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from experiments.sweep.outcomes import Outcome, Panel, outcomes, panels
+from experiments.sweep.study import Study
+
+_NEGATIVE = " [-1, 1]"
+_MARKERS = "osD^vP*X<>h"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Picture:
+    """What is drawn, and how.
+
+    Attributes:
+        study: the study.
+        found: outcomes by mixer's label and cell's name.
+        groups: tests of the cells that have results.
+        labels: mixers that have results.
+        colors: a mixer's; the same with negative eigenvalues shares it.
+        markers: likewise.
+        pyplot: matplotlib's.
+    """
+
+    study: Study
+    found: dict[tuple[str, str], Outcome]
+    groups: list[Panel]
+    labels: list[str]
+    colors: dict[str, Any]
+    markers: dict[str, str]
+    pyplot: Any
+
+    @classmethod
+    def of(cls, study: Study, folder: pathlib.Path, pyplot: Any) -> "_Picture":
+        """Of the results in a folder."""
+        found = outcomes(study, folder)
+        groups = panels([cell for cell in study.cells if any(name == cell.name for _, name in found)])
+        labels = [mixer.label for mixer in study.mixers if any(label == mixer.label for label, _ in found)]
+        families = list(dict.fromkeys(mixer.label.removesuffix(_NEGATIVE) for mixer in study.mixers))
+        palette = pyplot.get_cmap("tab10" if len(families) <= 10 else "tab20")
+        place = {mixer.label: families.index(mixer.label.removesuffix(_NEGATIVE)) for mixer in study.mixers}
+        colors = {label: palette(i % palette.N) for label, i in place.items()}
+        markers = {label: _MARKERS[i % len(_MARKERS)] for label, i in place.items()}
+        return cls(study, found, groups, labels, colors, markers, pyplot)
+
+    def over_sizes(self) -> Any:
+        """Accuracy over the sizes of each axis of which two have results."""
+        tests = {group.cell.name: next(iter(group.tests.values())) for group in reversed(self.groups)}
+        axes = [(axis.name, {size: cell for size, cell in axis.cells if cell in tests}) for axis in self.study.axes]
+        axes = [(name, cells) for name, cells in axes if len(cells) > 1] or axes[:1]
+        size = (4 * len(axes) + 2.5, 4.6)
+        drawing, panel_row = self.pyplot.subplots(1, len(axes), figsize=size, squeeze=False, layout="constrained")
+        for panel, (name, cells) in zip(panel_row.flat, axes):
+            for i, label in enumerate(self.labels):
+                aside = 2 ** (0.015 * (i - len(self.labels) / 2))  # or the error bars of one size hide each other
+                here = {n * aside: (label, cell) for n, cell in cells.items() if (label, cell) in self.found}
+                if here:
+                    self._line(panel, label, [(x, self.found[key], tests[key[1]]) for x, key in here.items()])
+            self._ticks(panel, list(cells), name)
+        self._legend(drawing, panel_row)
+        return drawing
+
+    def over_lengths(self) -> Any:
+        """Accuracy over test lengths, a panel for each cell and test."""
+        drawing, panel_rows = self._panels(3.6)
+        for panel, group in zip(panel_rows.flat, self.groups):
+            for label, outcome in self._outcomes(group).items():
+                self._line(panel, label, [(length, outcome, test) for length, test in group.tests.items()])
+            self._ticks(panel, list(group.tests), f"test length (trained at {group.cell.task.sequence_length})")
+            self._chance(group, panel.axhline)
+        self._legend(drawing, panel_rows)
+        return drawing
+
+    def bars(self) -> Any:
+        """Accuracy at the longest test, a panel for each cell and test: the mean as a bar, each seed as a dot."""
+        drawing, panel_rows = self._panels(1 + 0.26 * len(self.labels))
+        for panel, group in zip(panel_rows.flat, self.groups):
+            length, test = list(group.tests.items())[-1]
+            rows = self._outcomes(group)
+            for i, label in enumerate(self.labels):
+                if label not in rows:
+                    panel.text(1, i, "not run", va="center", fontsize=7, color="grey")
+                    continue
+                values = rows[label].values(self.study.metric, test)
+                panel.barh(i, rows[label].mean(self.study.metric, test), color=self.colors[label], alpha=0.7)
+                panel.plot(values, [i] * len(values), "o", color="black", markersize=3, clip_on=False)
+            panel.set_yticks(range(len(self.labels)), self.labels, fontsize=8)
+            panel.set_ylim(len(self.labels) - 0.4, -0.6)
+            panel.set_xlim(0, 103)
+            panel.set_xlabel(f"test accuracy at T={length}, %: mean, and a dot for each seed", fontsize=8)
+            panel.grid(alpha=0.3, axis="x")
+            self._chance(group, panel.axvline)
+        return drawing
+
+    def _panels(self, height: float) -> tuple[Any, Any]:
+        """A panel for each cell and test, three in a row."""
+        across = min(len(self.groups), 3)
+        down = -(-len(self.groups) // across)
+        size = (max(4.2 * across, 7.5), height * down)
+        drawing, panel_rows = self.pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+        for panel, group in zip(panel_rows.flat, self.groups):
+            panel.set_title(group.title, fontsize=10)
+        for panel in list(panel_rows.flat)[len(self.groups) :]:
+            panel.axis("off")
+        return drawing, panel_rows
+
+    def _outcomes(self, group: Panel) -> dict[str, Outcome]:
+        """The mixers that were run in a panel's cell."""
+        keys = {label: (label, group.cell.name) for label in self.labels}
+        return {label: self.found[key] for label, key in keys.items() if key in self.found}
+
+    def _line(self, panel: Any, label: str, points: list[tuple[float, Outcome, str]]) -> None:
+        """A mixer's mean and spread over the x of `(x, outcome, name of the test)`."""
+        metric = self.study.metric
+        means = [outcome.mean(metric, test) for _, outcome, test in points]
+        spreads = [outcome.spread(metric, test) for _, outcome, test in points]
+        low = [min(spread, mean) for mean, spread in zip(means, spreads)]
+        high = [min(spread, 100 - mean) for mean, spread in zip(means, spreads)]
+        paired = any(other.label == label + _NEGATIVE for other in self.study.mixers)
+        panel.errorbar(
+            [x for x, _, _ in points],
+            means,
+            (low, high),
+            label=label,
+            color=self.colors[label],
+            marker=self.markers[label],
+            linestyle="--" if paired else "-",
+            markersize=4,
+            linewidth=1.2,
+            capsize=2,
+        )
+        panel.set_ylim(-3, 103)
+        panel.grid(alpha=0.3)
+
+    def _ticks(self, panel: Any, sizes: list[int], name: str) -> None:
+        """A logarithmic axis with these sizes alone."""
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, [str(size) for size in sizes])
+        panel.set_xticks([], minor=True)
+        panel.set_xlabel(name)
+
+    def _chance(self, group: Panel, line: Any) -> None:
+        """What guessing gives, where the study says."""
+        chance = dict(self.study.chance)
+        if group.cell.name in chance:
+            line(chance[group.cell.name], color="grey", linestyle=":", linewidth=1)
+
+    def _legend(self, drawing: Any, panel_rows: Any) -> None:
+        """One for all panels, of lines."""
+        for row in panel_rows:
+            row[0].set_ylabel("test accuracy, %")
+        handles: dict[str, Any] = {}
+        for panel in panel_rows.flat:
+            for handle, label in zip(*panel.get_legend_handles_labels()):
+                handles.setdefault(label, handle)
+        drawing.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=8, frameon=False)
+
+
+def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
+    """Draws the study's figure of the results in a folder; False where there is nothing to draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    picture = _Picture.of(study, folder, plt)
+    if not picture.groups:
+        return False
+    kinds = {"axes": picture.over_sizes, "lengths": picture.over_lengths, "bars": picture.bars}
+    drawing = kinds[study.figure]()
+    drawing.suptitle(study.title, fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # No date or version inside, so that a rebuilt figure is the same file.
+    drawing.savefig(path, dpi=130, metadata={"Software": None})
+    plt.close(drawing)
+    return True
