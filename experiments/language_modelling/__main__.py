@@ -77,7 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         while missing and (options.seconds is None or time.monotonic() - begin < options.seconds):
             mixer, rate, seed = missing.pop(0)
             print(f"{mixer.label}, learning rate {rate:g}, seed {seed}; {len(missing)} more runs after it", flush=True)
-            places = {"work": work, "results": results, "tokenizer": tokenizer, "held_out": held_out}
             done = train_and_test(
                 plan,
                 mixer,
@@ -86,13 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 environment=where,
                 exclusive=options.exclusive,
                 until=options.until,
-                **places,
+                work=work,
+                results=results,
+                tokenizer=tokenizer,
+                held_out=held_out,
             )
             if done is None:
                 missing.insert(0, (mixer, rate, seed))
                 break
     found = chosen(plan, results)
-    text = table(plan, found) + rates_table(plan, results) + more_runs(plan, results)
+    tables = table(plan, found) + rates_table(plan, results) + more_runs(plan, results)
     if found:
         figure(found, options.output / "figures" / f"{options.setting}.png", plan.train.data.sequence_length)
     if options.setting in WIDTHS:
@@ -101,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     before, after = marks(options.setting)
     if not options.mixers and options.steps is None and page.exists() and before in page.read_text():
         head, rest = page.read_text().split(before, 1)
-        write_text(page, f"{head}{before}\n{text}{after}{rest.split(after, 1)[1]}")
-    print(text)
+        write_text(page, f"{head}{before}\n{tables}{after}{rest.split(after, 1)[1]}")
+    print(tables)
     return 0 if options.report_only or not missing else 1
 
 

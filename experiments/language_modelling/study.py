@@ -1,7 +1,7 @@
 """Which language models are compared, on what."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from experiments.sweep.study import Mixer
 from rnnlib.data import DataConfig
@@ -95,7 +95,7 @@ def study(setting: LanguageSetting) -> LanguageStudy:
     "real" is about 25M parameters and 105M tokens of Python text a run, "short" 10.5M tokens; "large" is about 135M
     parameters and 105M tokens, "large_short" 26.2M.
     """
-    quiet = {"logging": LoggingConfig(tensorboard=False)}
+    quiet: dict[str, Any] = {"logging": LoggingConfig(tensorboard=False)}
     if setting == "small":
         return LanguageStudy(
             mixers=(MIXERS[0], MIXERS[1], MIXERS[3]),

@@ -5,6 +5,8 @@ attention on recall, fuzzy recall above all, and worse on memorisation; on RegBe
 trained as MAD does it, with an auto-encoder in place of a language model.
 """
 
+from typing import Any
+
 from experiments.sweep import Cell, Mixer, Study
 from experiments.sweep.study import Setting
 from rnnlib.data.tasks import (
@@ -46,11 +48,11 @@ _COLUMNS = (
 def study(setting: Setting) -> Study:
     """The study at a setting."""
     if setting == "small":
-        sizes = {"width": 32, "num_layers": 1, "steps": 200, "batch_size": 32, "train_examples": 2048}
+        sizes: dict[str, Any] = {"width": 32, "num_layers": 1, "steps": 200, "batch_size": 32, "train_examples": 2048}
         cells: tuple[Cell, ...] = (
-            Cell("in-context recall", InContextRecall(sequence_length=32), **sizes),  # type: ignore[arg-type]
-            Cell("compression", Compression(sequence_length=8), **sizes),  # type: ignore[arg-type]
-            Cell("RegBench", RegBench(sequence_length=64, num_symbols=6, max_states=5), **sizes),  # type: ignore[arg-type]
+            Cell("in-context recall", InContextRecall(sequence_length=32), **sizes),
+            Cell("compression", Compression(sequence_length=8), **sizes),
+            Cell("RegBench", RegBench(sequence_length=64, num_symbols=6, max_states=5), **sizes),
         )
         return Study(
             "regbench_mad", "RegBench and MAD, small", MIXERS[3:5], cells, (1e-3, 1e-2), (0, 1, 2), figure="bars"
@@ -65,17 +67,17 @@ def study(setting: Setting) -> Study:
         "dtype": "bfloat16",
     }
     cells = (
-        Cell("fuzzy recall", FuzzyRecall(), **sizes),  # type: ignore[arg-type]
-        Cell("memorization", Memorization(), **(sizes | {"steps": 4000})),  # type: ignore[arg-type]
+        Cell("fuzzy recall", FuzzyRecall(), **sizes),
+        Cell("memorization", Memorization(), **(sizes | {"steps": 4000})),
         Cell(
             "RegBench",
             RegBench(sequence_length=512),
             **(sizes | {"steps": 2000, "batch_size": 32, "train_examples": 10_000}),
-        ),  # type: ignore[arg-type]
-        Cell("in-context recall", InContextRecall(), **sizes),  # type: ignore[arg-type]
-        Cell("noisy recall", NoisyRecall(), **sizes),  # type: ignore[arg-type]
-        Cell("compression", Compression(), **(sizes | {"steps": 2000})),  # type: ignore[arg-type]
-        Cell("selective copying", SelectiveCopying(), **(sizes | {"steps": 2000, "batch_size": 64})),  # type: ignore[arg-type]
+        ),
+        Cell("in-context recall", InContextRecall(), **sizes),
+        Cell("noisy recall", NoisyRecall(), **sizes),
+        Cell("compression", Compression(), **(sizes | {"steps": 2000})),
+        Cell("selective copying", SelectiveCopying(), **(sizes | {"steps": 2000, "batch_size": 64})),
     )
     paper = tuple(
         (f"{mixer}, DeltaNet paper", task, length, value)

@@ -5,6 +5,8 @@ paper, table 4). Language models answer S-NIAH-1 most surely, then S-NIAH-2 and 
 DeltaNet, table 5; Gated DeltaNet-2, table 3). Exact match: the whole answer has to be right.
 """
 
+from typing import Any
+
 from experiments.sweep import Cell, Mixer, Study
 from experiments.sweep.study import Setting
 from rnnlib.data.tasks import Mixture, make_task
@@ -74,7 +76,13 @@ def study(setting: Setting) -> Study:
             for name, task, length in _TASKS
         )
         return Study("s_niah", "Needles, small", MIXERS[:2], cells, (3e-3, 1e-2), (0, 1, 2), "query_accuracy")
-    sizes = {"width": 128, "batch_size": 32, "validation_examples": 256, "test_examples": 256, "dtype": "bfloat16"}
+    sizes: dict[str, Any] = {
+        "width": 128,
+        "batch_size": 32,
+        "validation_examples": 256,
+        "test_examples": 256,
+        "dtype": "bfloat16",
+    }
     longer = sizes | {"steps": 4000, "chunks": 20, "train_examples": 64_000}
     cells = (
         *(
@@ -83,7 +91,7 @@ def study(setting: Setting) -> Study:
                 make_task(task, sequence_length=length, train_on_all_tokens=True),
                 (length, *_TESTED),
                 answer_weight=16.0,
-                **longer,  # type: ignore[arg-type]
+                **longer,
             )
             for name, task, length in _TASKS
         ),
@@ -93,13 +101,13 @@ def study(setting: Setting) -> Study:
             (768, *_TESTED),
             answer_weight=16.0,
             tests=tuple((name, task) for (name, _, _), task in zip(_TASKS, _ALL)),
-            **longer,  # type: ignore[arg-type]
+            **longer,
         ),
         Cell(
             "loss on all tokens alike",
             make_task("s_niah_1", sequence_length=512, train_on_all_tokens=True),
             (512, *_TESTED),
-            **longer,  # type: ignore[arg-type]
+            **longer,
         ),
         # The first try, in which nothing was learned.
         Cell(
@@ -108,7 +116,7 @@ def study(setting: Setting) -> Study:
             _TESTED,
             steps=3000,
             train_examples=16_000,
-            **sizes,  # type: ignore[arg-type]
+            **sizes,
         ),
     )
     return Study(

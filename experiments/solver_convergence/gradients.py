@@ -18,6 +18,7 @@ from experiments.solver_convergence.config import GRADIENTS, PRECISIONS, SolverC
 from rnnlib import ops
 from rnnlib.layers import NoDecay, RidgeRegression
 from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.models.config import DtypeName
 from rnnlib.ops.ridge_solve import Solver
 
 EXACT = "exact"
@@ -34,7 +35,7 @@ def relative_difference(gradient: Any, reference: Any) -> float:
 
 
 def _curves(
-    config: SolverConvergenceConfig, gradient: Callable[[Solver, int, str], Any], labels: Sequence[str]
+    config: SolverConvergenceConfig, gradient: Callable[[Solver, int, DtypeName], Any], labels: Sequence[str]
 ) -> dict[str, Any]:
     """Relative differences by precision, label and number of iterations; the exact solver's own as a floor.
 
@@ -47,13 +48,13 @@ def _curves(
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilation takes most of the time, and a core each
         reference = pool.submit(gradient, exact, 1, "float64")
 
-        def difference(solver: Solver, iterations: int, dtype: str) -> Future[float]:
+        def difference(solver: Solver, iterations: int, dtype: DtypeName) -> Future[float]:
             return pool.submit(lambda: relative_difference(gradient(solver, iterations, dtype), reference.result()))
 
-        floors = {dtype: difference(exact, 1, dtype) for dtype in ("float32", "bfloat16")}
+        floors = {"float32": difference(exact, 1, "float32"), "bfloat16": difference(exact, 1, "bfloat16")}
         differences: dict[str, Any] = {}
         for precision in PRECISIONS:
-            dtype = "bfloat16" if precision == "bfloat16" else "float32"
+            dtype: DtypeName = "bfloat16" if precision == "bfloat16" else "float32"
             differences[precision] = {EXACT: floors[dtype]}
             for label in labels:
                 if precision == "bfloat16" and not label.endswith("implicit"):
@@ -82,7 +83,7 @@ def single_layer(config: SolverConvergenceConfig) -> dict[str, Any]:
 
         return jax.vjp(solve, q, k)[1](d_x)
 
-    def gradient(solver: Solver, iterations: int, precision: str) -> Any:
+    def gradient(solver: Solver, iterations: int, precision: DtypeName) -> Any:
         with jax.enable_x64(precision == "float64"):
             arguments = (jnp.asarray(x, precision) for x in (q, k, d_x))
             return jax.tree.map(np.asarray, run(*arguments, solver, iterations))
@@ -90,7 +91,7 @@ def single_layer(config: SolverConvergenceConfig) -> dict[str, Any]:
     return _curves(config, gradient, tuple(GRADIENTS))
 
 
-def model_config(config: SolverConvergenceConfig, solver: Solver, iterations: int, precision: str) -> ModelConfig:
+def model_config(config: SolverConvergenceConfig, solver: Solver, iterations: int, precision: DtypeName) -> ModelConfig:
     """A LLaMA-like model whose attention is replaced by the plain ridge regression, without gates or convolution."""
     width = config.gradient_heads * config.size
     options = {
@@ -131,7 +132,7 @@ def model(config: SolverConvergenceConfig) -> dict[str, Any]:
         np.asarray, nnx.to_pure_dict(nnx.state(DecoderLM(initial, rngs=nnx.Rngs(config.seed)), nnx.Param))
     )
 
-    def gradient(solver: Solver, iterations: int, precision: str) -> Any:
+    def gradient(solver: Solver, iterations: int, precision: DtypeName) -> Any:
         settings = model_config(config, solver, iterations, precision)
         with jax.enable_x64(precision == "float64"):
             graph, state = nnx.split(nnx.eval_shape(lambda: DecoderLM(settings, rngs=nnx.Rngs(config.seed))))

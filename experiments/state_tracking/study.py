@@ -6,6 +6,8 @@ Preconditioned DeltaNet leaves negative eigenvalues of its own recurrences to fu
 is bounded by 2 / x, which keeps them stable.
 """
 
+from typing import Any
+
 from experiments.sweep import Cell, Mixer, Study
 from experiments.sweep.study import Setting
 from rnnlib.data.tasks import Parity, Permutations
@@ -31,7 +33,7 @@ def study(setting: Setting) -> Study:
     """The study at a setting."""
     small = setting == "small"
     lengths = (16, 32) if small else (64, 128, 256, 512)
-    sizes = (
+    sizes: dict[str, Any] = (
         {"width": 32, "num_layers": 1, "steps": 300, "batch_size": 32, "train_examples": 4096}
         if small
         else {"width": 64, "num_layers": 2, "steps": 1500, "batch_size": 128, "train_examples": 100_000}

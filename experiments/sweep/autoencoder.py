@@ -1,5 +1,7 @@
 """MAD's auto-encoder, for the task that wants no language model: compression (Poli et al. 2024, arXiv 2403.17844)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -26,7 +28,7 @@ class AutoEncoder(nnx.Module):
         """Builds encoder and decoder with fresh weights; `config` is the encoder's."""
         if config.width % 2:
             raise ValueError(f"AutoEncoder: width is {config.width}, expected an even number")
-        dtypes = {"dtype": config.compute_dtype, "param_dtype": config.storage_dtype}
+        dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.storage_dtype}
         width = config.width
         self.encoder = DecoderLM(config, rngs=rngs)
         self.norms = nnx.List([nnx.RMSNorm(width, epsilon=config.norm_eps, rngs=rngs, **dtypes) for _ in range(2)])

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from rnnlib.data.tasks import Task
 from rnnlib.models import ModelConfig
+from rnnlib.models.config import DtypeName
 from rnnlib.training import OptimizerConfig
 
 Setting = Literal["small", "real"]
@@ -107,7 +108,7 @@ class Cell:
     max_lanes: int = 12
     data_seed: int = 0
     learning_rates: tuple[float, ...] = ()
-    dtype: str = "float32"
+    dtype: DtypeName = "float32"
     answer_weight: float = 1.0
     tests: tuple[tuple[str, Task], ...] = ()
 

@@ -74,7 +74,8 @@ def compile_group(group: Group, data: CellData) -> CompiledGroup:
     graphdef = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param, ...)[0]
 
     def init_lane(seed: jax.Array) -> tuple[Any, Any, Any]:
-        _, parameters, other = nnx.split(build(nnx.Rngs(jax.random.key(seed))), nnx.Param, ...)
+        parts: Any = nnx.split(build(nnx.Rngs(jax.random.key(seed))), nnx.Param, ...)
+        _, parameters, other = parts
         return parameters, other, optimizer.init(parameters)
 
     def answers(parameters: Any, other: Any, batch: dict[str, jax.Array]) -> jax.Array:

@@ -1,6 +1,7 @@
 """The floating-point operations that a training step needs by its mathematics, whatever the kernels do."""
 
 import dataclasses
+from typing import Any
 
 from rnnlib.layers import Attention, Offline, Online, RidgeRegression, Trapezoidal
 from rnnlib.models import ModelConfig, abstract_model, count_parameters
@@ -48,7 +49,7 @@ def step_flops(config: ModelConfig, length: int) -> StepFlops:
     weights = count.total if config.tie_embeddings else count.without_embedding
     mixing = 0.0
     for block in abstract_model(config).blocks:
-        mixer = block.mixer
+        mixer: Any = block.mixer
         shape = mixer.shape
         pairs = shape.key_size * shape.value_size
         if isinstance(mixer, Attention):

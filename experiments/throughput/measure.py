@@ -94,7 +94,8 @@ def compile_case(plan: ThroughputStudy, case: Case) -> CompiledCase:
     optimizer_config = OptimizerConfig()
     optimizer = make_optimizer(optimizer_config, _SCHEDULE_STEPS)
     schedule = learning_rate_schedule(optimizer_config, _SCHEDULE_STEPS)
-    graphdef, full, other = nnx.split(nnx.eval_shape(lambda: DecoderLM(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
+    parts: Any = nnx.split(nnx.eval_shape(lambda: DecoderLM(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
+    graphdef, full, other = parts
     if jax.tree.leaves(other):
         raise TypeError(f"{case.mixer.label}: expected a model of parameters alone")
     parameters = _initial_parameters(config, full)

@@ -73,17 +73,14 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
         lines += ["", f"Thousand tokens a second by length, {plan.tokens} tokens a step:", ""]
         lines += ["| mixer | " + " | ".join(f"T={n}" for n in lengths) + " |", "|" + " --- |" * (len(lengths) + 1)]
         lines += [f"| {m} | " + " | ".join(_cell(_find(records, m, n)) for n in lengths) + " |" for m in swept]
-    special = [
-        (label, kind, _find(records, label, main), _find(records, label, main, **{kind: True}))
-        for kind, labels in (("deterministic", plan.deterministic), ("packed", plan.packed))
-        for label in labels
-    ]
-    special = [entry for entry in special if entry[3] is not None]
+    options = [(m, "deterministic", _find(records, m, main, deterministic=True)) for m in plan.deterministic]
+    options += [(m, "packed", _find(records, m, main, packed=True)) for m in plan.packed]
+    special = [(label, kind, record) for label, kind, record in options if record is not None]
     if special:
         lines += ["", "| mixer | option | thousand tokens/s | without it | same bits twice |", "|" + " --- |" * 5]
-        for label, kind, plain, record in special:
-            same = {True: "yes", False: "no"}.get((record or {}).get("same_bits_twice"), "")
-            lines.append(f"| {label} | {kind} | {_cell(record)} | {_cell(plain)} | {same} |")
+        for label, kind, record in special:
+            same = {True: "yes", False: "no", None: ""}[record.get("same_bits_twice")]
+            lines.append(f"| {label} | {kind} | {_cell(record)} | {_cell(_find(records, label, main))} | {same} |")
     where = records[0]["environment"]
     commits = ", ".join(sorted({record["environment"]["commit"][:7] for record in records}))
     dates = sorted({record["environment"]["date"][:10] for record in records})
