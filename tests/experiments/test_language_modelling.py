@@ -1,6 +1,7 @@
 """The language-modelling study: bits per byte, halves of the held-out text, one command end to end."""
 
 import json
+import shutil
 import time
 
 import jax
@@ -28,6 +29,25 @@ def test_the_page_shows_what_the_results_say():
         begin, end = marks(setting)
         text = table(plan, found) + rates_table(plan, results) + more_runs(plan, results)
         assert found and page.split(begin, 1)[1].split(end, 1)[0].lstrip("\n") == text
+
+
+def test_a_mixer_stands_at_the_better_of_the_rates_that_were_run(tmp_path):
+    plan, names = study("short"), ("transformer--0.004--0", "comba--0.002--0")
+    for name in names:
+        shutil.copy(FOLDER / "results" / "short" / f"{name}.json", tmp_path)
+    assert {label: runs[0]["learning_rate"] for label, runs in chosen(plan, tmp_path).items()} == {
+        "Transformer++": 0.004,
+        "Comba": 0.002,
+    }
+    # Best first, 1.4786 and 1.7206 in the page's table of rates.
+    assert rates_table(plan, tmp_path).splitlines()[3:] == [
+        "| Comba | 1.4786 | not run |",
+        "| Transformer++ | not run | 1.7206 |",
+    ]
+    (tmp_path / "transformer--0.004--0.json").unlink()
+    assert rates_table(plan, tmp_path) == ""
+    shutil.copy(FOLDER / "results" / "short" / "comba--0.004--0.json", tmp_path)
+    assert chosen(plan, tmp_path)["Comba"][0]["learning_rate"] == 0.004  # 1.3774
 
 
 def test_both_widths_are_drawn_once_they_have_results(tmp_path):
