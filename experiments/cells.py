@@ -3,7 +3,6 @@
 import dataclasses
 
 from experiments.sweep import Cell
-from experiments.sweep.study import Setting
 from rnnlib.data.tasks import MQAR
 
 
@@ -45,13 +44,3 @@ def small_recall_cell() -> Cell:
         batch_size=32,
         train_examples=4096,
     )
-
-
-def sized_recall_cell(setting: Setting, sequence_length: int, num_pairs: int, width: int) -> Cell:
-    """A size of the study over sizes: one vocabulary, steps and rates for all, larger than the longest sequence."""
-    name = f"T={sequence_length}, {num_pairs} pairs, width {width}"
-    if setting == "small":
-        task = MQAR(sequence_length=sequence_length, num_pairs=num_pairs, vocabulary_size=72)
-        return dataclasses.replace(small_recall_cell(), name=name, task=task, width=width)
-    task = MQAR(sequence_length=sequence_length, num_pairs=num_pairs, vocabulary_size=640)
-    return dataclasses.replace(long_recall_cell(), name=name, task=task, width=width)

@@ -12,8 +12,8 @@ import tyro
 from experiments.language_modelling.report import chosen, figure, more_runs, rates_table, table, widths_figure
 from experiments.language_modelling.runs import get_tokenizer, hold_out, read_run, train_and_test
 from experiments.language_modelling.study import WIDTHS, LanguageSetting, study
-from experiments.sweep.report import marks
-from experiments.sweep.results import command_line, environment, write_text
+from experiments.sweep.report import write_between_marks
+from experiments.sweep.results import command_line, environment
 from experiments.sweep.study import pick
 
 FOLDER = pathlib.Path(__file__).parent
@@ -99,11 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         figure(found, options.output / "figures" / f"{options.setting}.png", plan.train.data.sequence_length)
     if options.setting in WIDTHS:
         widths_figure(options.output)
-    page = options.output / "README.md"
-    before, after = marks(options.setting)
-    if not options.mixers and options.steps is None and page.exists() and before in page.read_text():
-        head, rest = page.read_text().split(before, 1)
-        write_text(page, f"{head}{before}\n{tables}{after}{rest.split(after, 1)[1]}")
+    if not options.mixers and options.steps is None:
+        write_between_marks(options.output / "README.md", options.setting, tables)
     print(tables)
     return 0 if options.report_only or not missing else 1
 

@@ -8,13 +8,19 @@ from typing import Any
 
 from experiments.language_modelling.runs import read_run
 from experiments.language_modelling.study import WIDTHS, LanguageStudy, study
-from experiments.sweep.study import Mixer, slug
+from experiments.sweep.pictures import pyplot, save
+from experiments.sweep.study import slug
 
 
-def _by_rate(plan: LanguageStudy, results: pathlib.Path, mixer: Mixer) -> dict[float, list[dict[str, Any]]]:
-    """A mixer's runs of all seeds at each of the study's rates that has them all."""
-    runs = {rate: [read_run(plan, results, mixer, rate, seed) for seed in plan.seeds] for rate in plan.learning_rates}
-    return {rate: [run for run in seeds if run is not None] for rate, seeds in runs.items() if all(seeds)}
+def _by_rate(plan: LanguageStudy, results: pathlib.Path) -> dict[str, dict[float, list[dict[str, Any]]]]:
+    """For each mixer that has any, its runs of all seeds at each of the study's rates that has them all."""
+    found: dict[str, dict[float, list[dict[str, Any]]]] = {}
+    for mixer in plan.mixers:
+        for rate in plan.learning_rates:
+            runs = [run for seed in plan.seeds if (run := read_run(plan, results, mixer, rate, seed)) is not None]
+            if len(runs) == len(plan.seeds):
+                found.setdefault(mixer.label, {})[rate] = runs
+    return found
 
 
 def _validation_bits(runs: list[dict[str, Any]]) -> float:
@@ -24,8 +30,7 @@ def _validation_bits(runs: list[dict[str, Any]]) -> float:
 
 def chosen(plan: LanguageStudy, results: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
     """For each mixer with a finished rate: the seeds of the one with the fewest bits per byte in validation."""
-    rates = {mixer.label: _by_rate(plan, results, mixer) for mixer in plan.mixers}
-    return {label: min(runs.values(), key=_validation_bits) for label, runs in rates.items() if runs}
+    return {label: min(runs.values(), key=_validation_bits) for label, runs in _by_rate(plan, results).items()}
 
 
 def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]]) -> str:
@@ -58,16 +63,14 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]]) -> str:
 
 def rates_table(plan: LanguageStudy, results: pathlib.Path) -> str:
     """Bits per byte of the validation half at every learning rate of the study that was run, Markdown; "" with one."""
-    runs = {mixer.label: _by_rate(plan, results, mixer) for mixer in plan.mixers}
-    bits = {label: {rate: _validation_bits(seeds) for rate, seeds in rates.items()} for label, rates in runs.items()}
+    found = _by_rate(plan, results)
+    bits = {label: {rate: _validation_bits(seeds) for rate, seeds in runs.items()} for label, runs in found.items()}
     tried = [rate for rate in plan.learning_rates if any(rate in rates for rates in bits.values())]
     if len(tried) < 2:
         return ""
     lines = ["| mixer, validation half | " + " | ".join(f"rate {rate:g}" for rate in tried) + " |"]
     lines.append("|" + " --- |" * (len(tried) + 1))
-    for label, rates in sorted(bits.items(), key=lambda entry: min(entry[1].values(), default=math.inf)):
-        if not rates:
-            continue
+    for label, rates in sorted(bits.items(), key=lambda entry: min(entry[1].values())):
         cells = [f"{rates[rate]:.4f}" if rate in rates else "not run" for rate in tried]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n" + "\n".join(lines) + "\n"
@@ -107,27 +110,11 @@ def _last_loss(run: dict[str, Any]) -> float:
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
 
-def _pyplot() -> Any:
-    """matplotlib's, loaded when something is drawn: training needs none."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _save(drawing: Any, path: pathlib.Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=130, metadata={"Software": None})
-    _pyplot().close(drawing)
-
-
 def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: int) -> None:
     """Training loss over steps, bits per byte by length and by position in the document; best at `length` first."""
-    plt = _pyplot()
-    drawing, (left, middle, right) = plt.subplots(1, 3, figsize=(14, max(4.2, 0.2 * len(found))), layout="constrained")
-    palette = plt.get_cmap("tab10")
+    shape = (14, max(4.2, 0.2 * len(found)))
+    drawing, (left, middle, right) = pyplot().subplots(1, 3, figsize=shape, layout="constrained")
+    palette = pyplot().get_cmap("tab10")
     ranked = sorted(found.items(), key=lambda entry: _bits(entry[1], length))
     for i, (label, runs) in enumerate(ranked):  # best first, so that the legend is a ranking too
         style: dict[str, Any] = {"color": palette(i % 10), "linewidth": 1.1, "linestyle": ("-", "--", ":")[i // 10 % 3]}
@@ -165,7 +152,7 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: i
     size = "-".join(dict.fromkeys(f"{x:.1f}" for x in (min(sizes), max(sizes))))
     drawing.suptitle(f"Language models of {size}M parameters after {tokens:.1f}M tokens, best first")
     drawing.legend(loc="outside right center", fontsize=8, frameon=False)
-    _save(drawing, path)
+    save(drawing, path)
 
 
 def widths_figure(output: pathlib.Path) -> None:
@@ -183,7 +170,7 @@ def widths_figure(output: pathlib.Path) -> None:
     bits = {label: [_bits(runs[label], length) for runs in found.values()] for label in shared}
     ranked = sorted(shared, key=lambda label: bits[label][-1], reverse=True)  # the first row is at the bottom
     rows = range(len(ranked))
-    drawing, panel = _pyplot().subplots(figsize=(8, 1.6 + 0.22 * len(ranked)), layout="constrained")
+    drawing, panel = pyplot().subplots(figsize=(8, 1.6 + 0.22 * len(ranked)), layout="constrained")
     for row, label in zip(rows, ranked):
         panel.plot(bits[label], [row] * len(WIDTHS), color="0.75", linewidth=1.5, zorder=1)
     for i, (setting, color, marker) in enumerate(zip(WIDTHS, ("#e69f00", "#0072b2"), ("o", "s"), strict=True)):
@@ -205,4 +192,4 @@ def widths_figure(output: pathlib.Path) -> None:
     panel.set_title(f"Language models after {tokens:.0f}M tokens of Python text, one seed each", fontsize=11)
     panel.grid(alpha=0.3, axis="x")
     panel.legend(fontsize=9, loc="center right")
-    _save(drawing, output / "figures" / "widths.png")
+    save(drawing, output / "figures" / "widths.png")

@@ -5,10 +5,13 @@ keeps or improves the accuracy at every width (Preconditioned DeltaNet, figures 
 every linear baseline at all lengths and widths, also with fewer channels than pairs (its figure 3a).
 """
 
-from experiments.cells import sized_recall_cell
+import dataclasses
+
+from experiments.cells import long_recall_cell, small_recall_cell
 from experiments.mqar.study import MIXERS
-from experiments.sweep import Mixer, Study
+from experiments.sweep import Cell, Mixer, Study
 from experiments.sweep.study import Axis, Setting, pick
+from rnnlib.data.tasks import MQAR
 
 # The papers' other baselines.
 BASELINES = (
@@ -25,6 +28,14 @@ BASELINES = (
 FEW = ("DeltaNet", "PDN", "Gated DeltaNet", "KLA", "Gated KalmaNet")  # of the small setting: 45 s a size each
 
 
+def sized_cell(setting: Setting, sequence_length: int, num_pairs: int, width: int) -> Cell:
+    """One size, in the budget of `mqar`; all have one vocabulary, larger than the longest sequence."""
+    base, vocabulary_size = (small_recall_cell(), 72) if setting == "small" else (long_recall_cell(), 640)
+    task = MQAR(sequence_length=sequence_length, num_pairs=num_pairs, vocabulary_size=vocabulary_size)
+    name = f"T={sequence_length}, {num_pairs} pairs, width {width}"
+    return dataclasses.replace(base, name=name, task=task, width=width)
+
+
 def study(setting: Setting) -> Study:
     """The study at a setting: a middle, and each of three sizes varied from there."""
     small = setting == "small"
@@ -34,11 +45,11 @@ def study(setting: Setting) -> Study:
         else ((128, 32, 64), (32, 64, 128), (8, 16, 32), (128, 256, 512))
     )
     lines = {
-        "width": {size: sized_recall_cell(setting, length, pairs, size) for size in widths},
-        "key-value pairs": {size: sized_recall_cell(setting, length, size, width) for size in numbers},
-        "sequence length": {size: sized_recall_cell(setting, size, pairs, width) for size in lengths},
+        "width": {size: sized_cell(setting, length, pairs, size) for size in widths},
+        "key-value pairs": {size: sized_cell(setting, length, size, width) for size in numbers},
+        "sequence length": {size: sized_cell(setting, size, pairs, width) for size in lengths},
     }
-    middle = sized_recall_cell(setting, length, pairs, width)
+    middle = sized_cell(setting, length, pairs, width)
     # The middle first: it stands on all three axes.
     cells = dict.fromkeys((middle, *(cell for line in lines.values() for cell in line.values())))
     return Study(

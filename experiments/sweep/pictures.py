@@ -11,6 +11,23 @@ _NEGATIVE = " [-1, 1]"
 _MARKERS = "osD^vP*X<>h"
 
 
+def pyplot() -> Any:
+    """matplotlib's, without a window; loaded when something is drawn, since training needs none."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def save(drawing: Any, path: pathlib.Path) -> None:
+    """Writes a figure and forgets it. No date or version inside: a rebuilt one is the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, dpi=130, metadata={"Software": None})
+    pyplot().close(drawing)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Picture:
     """What is drawn, and how.
@@ -22,7 +39,6 @@ class _Picture:
         labels: mixers that have results.
         colors: a mixer's; the same with negative eigenvalues shares it.
         markers: likewise.
-        pyplot: matplotlib's.
     """
 
     study: Study
@@ -31,20 +47,19 @@ class _Picture:
     labels: list[str]
     colors: dict[str, Any]
     markers: dict[str, str]
-    pyplot: Any
 
     @classmethod
-    def of(cls, study: Study, folder: pathlib.Path, pyplot: Any) -> "_Picture":
+    def of(cls, study: Study, folder: pathlib.Path) -> "_Picture":
         """Of the results in a folder."""
         found = outcomes(study, folder)
         groups = panels([cell for cell in study.cells if any(name == cell.name for _, name in found)])
         labels = [mixer.label for mixer in study.mixers if any(label == mixer.label for label, _ in found)]
         families = list(dict.fromkeys(mixer.label.removesuffix(_NEGATIVE) for mixer in study.mixers))
-        palette = pyplot.get_cmap("tab10" if len(families) <= 10 else "tab20")
+        palette = pyplot().get_cmap("tab10" if len(families) <= 10 else "tab20")
         place = {mixer.label: families.index(mixer.label.removesuffix(_NEGATIVE)) for mixer in study.mixers}
         colors = {label: palette(i % palette.N) for label, i in place.items()}
         markers = {label: _MARKERS[i % len(_MARKERS)] for label, i in place.items()}
-        return cls(study, found, groups, labels, colors, markers, pyplot)
+        return cls(study, found, groups, labels, colors, markers)
 
     def over_sizes(self) -> Any:
         """Accuracy over the sizes of each axis of which two have results."""
@@ -52,13 +67,14 @@ class _Picture:
         axes = [(axis.name, {size: cell for size, cell in axis.cells if cell in tests}) for axis in self.study.axes]
         axes = [(name, cells) for name, cells in axes if len(cells) > 1] or axes[:1]
         size = (4 * len(axes) + 2.5, 4.6)
-        drawing, panel_row = self.pyplot.subplots(1, len(axes), figsize=size, squeeze=False, layout="constrained")
+        drawing, panel_row = pyplot().subplots(1, len(axes), figsize=size, squeeze=False, layout="constrained")
         for panel, (name, cells) in zip(panel_row.flat, axes):
             for i, label in enumerate(self.labels):
                 aside = 2 ** (0.015 * (i - len(self.labels) / 2))  # or the error bars of one size hide each other
-                here = {n * aside: (label, cell) for n, cell in cells.items() if (label, cell) in self.found}
-                if here:
-                    self._line(panel, label, [(x, self.found[key], tests[key[1]]) for x, key in here.items()])
+                keys = {size * aside: (label, cell) for size, cell in cells.items()}
+                points = [(x, self.found[key], tests[key[1]]) for x, key in keys.items() if key in self.found]
+                if points:
+                    self._line(panel, label, points)
             self._ticks(panel, list(cells), name)
         self._legend(drawing, panel_row)
         return drawing
@@ -100,7 +116,7 @@ class _Picture:
         across = min(len(self.groups), 3)
         down = -(-len(self.groups) // across)
         size = (max(4.2 * across, 7.5), height * down)
-        drawing, panel_rows = self.pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+        drawing, panel_rows = pyplot().subplots(down, across, figsize=size, squeeze=False, layout="constrained")
         for panel, group in zip(panel_rows.flat, self.groups):
             panel.set_title(group.title, fontsize=10)
         for panel in list(panel_rows.flat)[len(self.groups) :]:
@@ -161,19 +177,11 @@ class _Picture:
 
 def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
     """Draws the study's figure of the results in a folder; False where there is nothing to draw."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    picture = _Picture.of(study, folder, plt)
+    picture = _Picture.of(study, folder)
     if not picture.groups:
         return False
     kinds = {"axes": picture.over_sizes, "lengths": picture.over_lengths, "bars": picture.bars}
     drawing = kinds[study.figure]()
     drawing.suptitle(study.title, fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # No date or version inside, so that a rebuilt figure is the same file.
-    drawing.savefig(path, dpi=130, metadata={"Software": None})
-    plt.close(drawing)
+    save(drawing, path)
     return True

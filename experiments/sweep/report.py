@@ -15,6 +15,17 @@ def marks(setting: str) -> tuple[str, str]:
     return f"<!-- {setting} setting: written by the report, do not edit -->", f"<!-- end of the {setting} setting -->"
 
 
+def write_between_marks(page: pathlib.Path, setting: str, text: str) -> None:
+    """Puts a setting's table into a README, in place of the one that is there; does nothing where it has no marks."""
+    if not page.exists():
+        return
+    content = page.read_text()
+    begin, end = marks(setting)
+    if begin in content and end in content:
+        before, rest = content.split(begin, 1)
+        write_text(page, f"{before}{begin}\n{text}{end}{rest.split(end, 1)[1]}")
+
+
 def table(study: Study, folder: pathlib.Path) -> str:
     """Markdown: mean and standard deviation over seeds of test accuracy, percent; then what it rests on.
 
@@ -106,11 +117,6 @@ def write_report(study: Study, folder: pathlib.Path, results: pathlib.Path, *, r
     """
     text = table(study, results)
     figure(study, results, folder / "figures" / f"{results.name}.png")
-    page = folder / "README.md"
-    if readme and page.exists():
-        content = page.read_text()
-        begin, end = marks(results.name)
-        if begin in content and end in content:
-            before, rest = content.split(begin, 1)
-            write_text(page, f"{before}{begin}\n{text}{end}{rest.split(end, 1)[1]}")
+    if readme:
+        write_between_marks(folder / "README.md", results.name, text)
     return text

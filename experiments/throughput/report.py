@@ -5,8 +5,8 @@ import pathlib
 import statistics
 from typing import Any
 
-from experiments.sweep.report import marks
-from experiments.sweep.results import write_text
+from experiments.sweep.pictures import pyplot, save
+from experiments.sweep.report import write_between_marks
 from experiments.throughput.study import ThroughputStudy
 
 
@@ -95,17 +95,12 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
 
 def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.Path) -> bool:
     """Bars of speed at the main length, and lines over length; False where there is nothing to draw."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     plain = [r for r in records if not r["deterministic"] and not r["packed"] and r["keeps"] == "input"]
     done = [r for r in plain if "error" not in r]
     main = {r["mixer"]: r for r in done if r["length"] == plan.main_length}
     if not main:
         return False
-    drawing, (left, right) = plt.subplots(1, 2, figsize=(12, 1.6 + 0.24 * len(main)), layout="constrained")
+    drawing, (left, right) = pyplot().subplots(1, 2, figsize=(12, 1.6 + 0.24 * len(main)), layout="constrained")
     rows = sorted(main.values(), key=lambda r: -r["tokens_per_second"])
     left.barh(range(len(rows)), [r["tokens_per_second"] / 1000 for r in rows], color="tab:blue", alpha=0.7)
     for i, row in enumerate(rows):
@@ -123,7 +118,7 @@ def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.P
     left.set_xlabel(
         f"thousand tokens a second, T={plan.main_length}; share of the peak in model operations", fontsize=8
     )
-    palette = plt.get_cmap("tab10")
+    palette = pyplot().get_cmap("tab10")
     for i, mixer in enumerate(m for m in plan.mixers if m.label in plan.at_every_length):
         mine = [r for r in done if r["mixer"] == mixer.label]
         if len(mine) < 2:
@@ -144,9 +139,7 @@ def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.P
     if right.get_legend_handles_labels()[0]:
         right.legend(fontsize=7, frameon=False)
     drawing.suptitle(f"Training throughput, width {plan.model.width}, {plan.model.num_layers} layers", fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=130, metadata={"Software": None})
-    plt.close(drawing)
+    save(drawing, path)
     return True
 
 
@@ -158,9 +151,5 @@ def write_report(plan: ThroughputStudy, records: list[dict[str, Any]], folder: p
     """
     text = table(plan, records)
     figure(plan, records, folder / "figures" / f"{setting}.png")
-    page = folder / "README.md"
-    before, after = marks(setting)
-    if page.exists() and before in page.read_text():
-        head, rest = page.read_text().split(before, 1)
-        write_text(page, f"{head}{before}\n{text}{after}{rest.split(after, 1)[1]}")
+    write_between_marks(folder / "README.md", setting, text)
     return text
