@@ -103,13 +103,12 @@ class TrapezoidalSolver(Solver):
         write_before = gates.previous + jnp.exp(log_decay) * write_before
         if segment_ids is not None:
             write_before = jnp.where(segment_starts(segment_ids)[..., None], 0.0, write_before)
-        values, values_before = self._values(value), self._values(value_before)
 
         rank = self.shape.pairs
         out, memory = ops.linear_attention(
             _steps(query),
             _steps(key_before),
-            _steps(values_before),
+            _steps(self._values(value_before)),
             log_decay=_steps(jnp.pad(log_decay[..., None, None], ((0, 0),) * 3 + ((0, rank - 1), (0, 0))))[..., 0],
             write=jnp.repeat(write_before, rank, axis=1),
             initial_state=state.memory,
@@ -118,17 +117,18 @@ class TrapezoidalSolver(Solver):
             chunk_size=self.options.chunk_size,
             implementation=self.options.implementation,
         )
-        out = jnp.moveaxis(out.reshape(*x.shape[:2], rank, *value.shape[2:]), 2, 3)
-        out = out + self._read(query, key, values, gates.write, jnp.ones((rank, rank)))
+        out = self._sum_reads(jnp.moveaxis(out.reshape(*x.shape[:2], rank, *value.shape[2:]), 2, 3))
+        out = out + self._read(query, key, value, gates.write, jnp.ones((rank, rank)))
         if rank > 1:
             # Query r stands at step r, but reads all R pairs.
-            out = out + self._read(query, key_before, values_before, write_before, jnp.triu(jnp.ones((rank, rank)), 1))
+            out = out + self._read(query, key_before, value_before, write_before, jnp.triu(jnp.ones((rank, rank)), 1))
         dtype = self.shape.gate_dtype
-        precision = matmul_precision(key, values)
+        last_values = self._values(value[:, -1:])[:, 0]
         last = gates.write[:, -1, :, None, None] * key[:, -1].astype(dtype)
-        memory = memory + jnp.einsum("bhrk,bhrv->bhkv", last, values[:, -1].astype(dtype), precision=precision)
+        precision = matmul_precision(key, last_values)
+        memory = memory + jnp.einsum("bhrk,bhrv->bhkv", last, last_values.astype(dtype), precision=precision)
         new = TrapezoidalState(memory, *(y[:, -1].astype(dtype) for y in (key, value)))
-        return self._sum_reads(out).astype(value.dtype), new
+        return out.astype(value.dtype), new
 
     def _per_value_head(self, y: Array) -> Array:
         """Keys or queries of any heads, `[B, T, HV, R, K]`."""
@@ -150,19 +150,23 @@ class TrapezoidalSolver(Solver):
         return scale[...].astype(shape.gate_dtype).reshape(shape.value_heads, shape.pairs, shape.value_size)
 
     def _read(self, query: Array, key: Array, value: Array, write: Array, seen: Array) -> Array:
-        """What the queries of each token read of R pairs: pair j by query r where `seen[r, j]` is 1."""
+        """What each token's queries read of R pairs, summed: pair j by query r where `seen[r, j]` is 1.
+
+        `sum_rj c_r * (w_rj u_j * v) = v * sum_rj w_rj (c_r * u_j)`, with `w_rj = q_r . k_j`: nothing has R values.
+        """
+        rank, dtype = self.shape.pairs, self.shape.gate_dtype
+        query, key = query.astype(dtype), key.astype(dtype)
         # Pair by pair, sums of products, since R is 1 or 4: as fast on a GPU as a batch of matrix products, and faster
-        # on a CPU.
-        dtype = self.shape.gate_dtype
-        query, key, value = (y.astype(dtype) for y in (query, key, value))
+        # on a CPU. [B, T, HV, R, R]
+        weights = jnp.stack([jnp.sum(query * key[..., j : j + 1, :], axis=-1) for j in range(rank)], axis=-1)
         scale = self.shape.key_size**-0.5 if self.options.scale is None else self.options.scale
-        out = jnp.zeros_like(value)
-        for pair in range(self.shape.pairs):
-            # [B, T, HV, R]
-            weight = jnp.sum(query * key[..., pair : pair + 1, :], axis=-1)
-            weight = weight * scale * write[..., None] * seen[:, pair].astype(dtype)
-            out = out + weight[..., None] * value[..., pair : pair + 1, :]
-        return out
+        weights = weights * scale * write[..., None, None] * seen.astype(dtype)
+        if self.value_scale is None or self.read_scale is None:
+            return weights[..., 0] * value.astype(dtype)
+        # [HV, R, R, V]
+        mixing = self._per_head(self.read_scale)[:, :, None] * self._per_head(self.value_scale)[:, None]
+        precision = matmul_precision(query, value)
+        return value.astype(dtype) * jnp.einsum("bthrj,hrjv->bthv", weights, mixing, precision=precision)
 
     def init_state(self, batch_size: int) -> TrapezoidalState:
         """The state before the first token: zeros."""
