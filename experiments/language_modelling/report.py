@@ -155,27 +155,44 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: i
     save(drawing, path)
 
 
+def at_every_width(output: pathlib.Path) -> dict[str, list[list[dict[str, Any]]]]:
+    """For each mixer, the runs of every width of `WIDTHS`: of the rates run at all widths, each width's better one.
+
+    The widths' rates are as many, in one order: what one width has at its other rate has no partner.
+    """
+    plans = [study(setting) for setting in WIDTHS]
+    tables = [_by_rate(plan, output / "results" / setting) for plan, setting in zip(plans, WIDTHS, strict=True)]
+    found = {}
+    for label in tables[-1]:
+        # [widths][rates], None where a rate was not run.
+        runs = [[by.get(label, {}).get(rate) for rate in plan.learning_rates] for plan, by in zip(plans, tables)]
+        shared = [[run for run in runs_of_rate if run] for runs_of_rate in zip(*runs, strict=True)]
+        shared = [runs_of_rate for runs_of_rate in shared if len(runs_of_rate) == len(WIDTHS)]
+        if shared:
+            found[label] = [min(of_width, key=_validation_bits) for of_width in zip(*shared)]
+    return found
+
+
 def widths_figure(output: pathlib.Path) -> None:
     """Bits per byte of each mixer at the widths that were trained on as many tokens; no picture while one has none.
 
     Args:
         output: the study's folder of results and figures.
     """
-    plans = {setting: study(setting) for setting in WIDTHS}
-    found = {setting: chosen(plan, output / "results" / setting) for setting, plan in plans.items()}
-    shared = [label for label in found[WIDTHS[-1]] if all(label in runs for runs in found.values())]
-    if not shared:
+    plans = [study(setting) for setting in WIDTHS]
+    found = at_every_width(output)
+    if not found:
         return
-    length = plans[WIDTHS[-1]].train.data.sequence_length
-    bits = {label: [_bits(runs[label], length) for runs in found.values()] for label in shared}
-    ranked = sorted(shared, key=lambda label: bits[label][-1], reverse=True)  # the first row is at the bottom
+    length = plans[-1].train.data.sequence_length
+    bits = {label: [_bits(runs, length) for runs in of_widths] for label, of_widths in found.items()}
+    ranked = sorted(found, key=lambda label: bits[label][-1], reverse=True)  # the first row is at the bottom
     rows = range(len(ranked))
     drawing, panel = pyplot().subplots(figsize=(8, 1.6 + 0.22 * len(ranked)), layout="constrained")
     for row, label in zip(rows, ranked):
         panel.plot(bits[label], [row] * len(WIDTHS), color="0.75", linewidth=1.5, zorder=1)
-    for i, (setting, color, marker) in enumerate(zip(WIDTHS, ("#e69f00", "#0072b2"), ("o", "s"), strict=True)):
-        sizes = [found[setting][label][0]["num_parameters"] / 1e6 for label in shared]
-        name = f"width {plans[setting].train.model.width}, {min(sizes):.0f}M to {max(sizes):.0f}M parameters"
+    for i, (plan, color, marker) in enumerate(zip(plans, ("#e69f00", "#0072b2"), ("o", "s"), strict=True)):
+        sizes = [runs[i][0]["num_parameters"] / 1e6 for runs in found.values()]
+        name = f"width {plan.train.model.width}, {min(sizes):.0f}M to {max(sizes):.0f}M parameters"
         panel.scatter([bits[label][i] for label in ranked], rows, color=color, marker=marker, s=28, label=name)
     # What is far behind would press all others together: its numbers stand at the edge.
     values = [value for both in bits.values() for value in both]
@@ -188,7 +205,7 @@ def widths_figure(output: pathlib.Path) -> None:
     panel.set_yticks(rows, ranked)
     panel.set_ylim(-0.7, len(ranked) - 0.3)
     panel.set_xlabel(f"bits per byte of held-out text, rows of {length} tokens (less is better)")
-    tokens = found[WIDTHS[-1]][shared[0]][0]["train_tokens"] / 1e6
+    tokens = found[ranked[0]][-1][0]["train_tokens"] / 1e6
     panel.set_title(f"Language models after {tokens:.0f}M tokens of Python text, one seed each", fontsize=11)
     panel.grid(alpha=0.3, axis="x")
     panel.legend(fontsize=9, loc="center right")

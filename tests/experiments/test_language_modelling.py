@@ -11,8 +11,15 @@ import pytest
 from flax import nnx
 
 from experiments.language_modelling.__main__ import FOLDER, main
-from experiments.language_modelling.report import chosen, more_runs, rates_table, table, widths_figure
-from experiments.language_modelling.runs import BitsPerByte, Deadline, OutOfTimeError, hold_out
+from experiments.language_modelling.report import at_every_width, chosen, more_runs, rates_table, table, widths_figure
+from experiments.language_modelling.runs import (
+    BitsPerByte,
+    Deadline,
+    OutOfTimeError,
+    fingerprint,
+    hold_out,
+    result_path,
+)
 from experiments.language_modelling.study import model_config, study
 from experiments.sweep.report import marks
 from rnnlib.data import DataConfig, TokenCorpus, load_tokenizer
@@ -56,6 +63,26 @@ def test_both_widths_are_drawn_once_they_have_results(tmp_path):
     (tmp_path / "results").symlink_to(FOLDER / "results")
     widths_figure(tmp_path)
     assert (tmp_path / "figures" / "widths.png").stat().st_size > 10_000
+
+
+def test_widths_are_compared_at_rates_that_each_was_run_at(tmp_path):
+    def put(setting, rate, bits):
+        plan = study(setting)
+        mixer = next(mixer for mixer in plan.mixers if mixer.label == "Comba")
+        run = json.loads(result_path(FOLDER / "results" / setting, mixer, plan.learning_rates[0], 0).read_text())
+        run |= {"learning_rate": rate, "fingerprint": fingerprint(plan, mixer, rate, 0)}
+        run["validation"]["bits_per_byte"] = bits
+        path = result_path(tmp_path / "results" / setting, mixer, rate, 0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(run))
+
+    def rates():
+        return [runs[0]["learning_rate"] for runs in at_every_width(tmp_path)["Comba"]]
+
+    put("real", 2e-3, 0.8), put("real", 4e-3, 0.7), put("large", 1e-3, 0.6)
+    assert rates() == [2e-3, 1e-3]
+    put("large", 2e-3, 0.65)
+    assert rates() == [4e-3, 1e-3]
 
 
 @pytest.mark.parametrize("setting", ["real", "large"])
