@@ -40,7 +40,7 @@ class CompiledGroup:
         num_parameters: of one model.
         init: `seeds -> state`.
         train: `(state, data, orders, which seed, learning rates) -> state, losses [steps, lanes]`.
-        evaluate: `(state, batches) -> sums`, by the shapes of the batches.
+        evaluate: `(sums so far, state, batch) -> sums`, by the shapes of the batch.
         seconds: that compiling took.
     """
 
@@ -56,8 +56,13 @@ def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _signature(arrays: Arrays) -> tuple[Any, ...]:
-    return tuple(sorted((name, values.shape) for name, values in arrays.items()))
+def _signature(batch: Any) -> tuple[Any, ...]:
+    return tuple(sorted((name, values.shape) for name, values in batch.items()))
+
+
+def _batches(arrays: Arrays) -> list[Arrays]:
+    """`[batches, B, ...]` one by one: sets of the same batches share a compiled program, however many they have."""
+    return [{name: values[i] for name, values in arrays.items()} for i in range(len(arrays["inputs"]))]
 
 
 def compile_group(group: Group, data: CellData) -> CompiledGroup:
@@ -105,19 +110,13 @@ def compile_group(group: Group, data: CellData) -> CompiledGroup:
 
         return jax.lax.scan(step, state, orders)
 
-    def evaluate(state: Any, batches: Any) -> tuple[jax.Array, AccuracySums]:
+    def evaluate(totals: Any, state: Any, batch: dict[str, jax.Array]) -> Any:
         def lane(parameters: Any, other: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, AccuracySums]:
             loss, logits = nats(parameters, other, batch)
             sums = accuracy_sums(logits, batch["targets"], batch["query_ids"], batch.get("allowed_targets"))
             return loss * sums.tokens, sums
 
-        def step(totals: Any, batch: Any) -> tuple[Any, None]:
-            sums = jax.vmap(lane, in_axes=(0, 0, None))(state[0], state[1], batch)
-            return jax.tree.map(jnp.add, totals, sums), None
-
-        zero = jnp.zeros(len(lanes))
-        totals, _ = jax.lax.scan(step, (zero, AccuracySums(zero, zero, zero, zero)), batches)
-        return totals
+        return jax.tree.map(jnp.add, totals, jax.vmap(lane, in_axes=(0, 0, None))(state[0], state[1], batch))
 
     seeds = jax.ShapeDtypeStruct((len(lanes),), jnp.uint32)
     init_all = jax.jit(jax.vmap(init_lane))
@@ -125,11 +124,12 @@ def compile_group(group: Group, data: CellData) -> CompiledGroup:
     orders = jax.ShapeDtypeStruct((cell.steps // cell.chunks, len({s for _, s in lanes}), cell.batch_size), jnp.int32)
     columns = jax.ShapeDtypeStruct((len(lanes),), jnp.int32)
     rates = jax.ShapeDtypeStruct((len(lanes),), jnp.float32)
-    sets = {_signature(arrays): arrays for arrays in (data.validation, *data.test.values())}
+    batches = [batch for arrays in (data.validation, *data.test.values()) for batch in _batches(arrays)]
+    shapes = {_signature(batch): _shapes(batch) for batch in batches}
     lowered = [
         init_all.lower(seeds),
         jax.jit(train, donate_argnums=0).lower(state, _shapes(_trained(data.train)), orders, columns, rates),
-        *(jax.jit(evaluate).lower(state, _shapes(arrays)) for arrays in sets.values()),
+        *(jax.jit(evaluate).lower(_shapes(_no_sums(group)), state, batch) for batch in shapes.values()),
     ]
     # XLA compiles without Python's lock: the parts side by side take as long as the training step.
     with concurrent.futures.ThreadPoolExecutor(len(lowered)) as threads:
@@ -139,9 +139,15 @@ def compile_group(group: Group, data: CellData) -> CompiledGroup:
         num_parameters=sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(state[0])),
         init=compiled_init,
         train=compiled_train,
-        evaluate=dict(zip(sets, evaluations)),
+        evaluate=dict(zip(shapes, evaluations)),
         seconds=time.monotonic() - start,
     )
+
+
+def _no_sums(group: Group) -> Any:
+    """Nats and counts of each lane before the first batch."""
+    zero: Any = np.zeros(len(group.lanes), np.float32)
+    return zero, AccuracySums(zero, zero, zero, zero)
 
 
 def _builder(group: Group) -> Callable[[nnx.Rngs], Any]:
@@ -164,13 +170,11 @@ class DeviceData:
         self._data: CellData | None = None
 
     def put(self, cell: Cell, data: CellData) -> CellData:
-        """The data as device arrays."""
+        """The data with the training set as device arrays; each batch of the others goes there when it is tested."""
         if self._cell != cell:
             self._data = None
             self._data = CellData(
-                train=jax.device_put(_trained(data.train)),
-                validation=jax.device_put(data.validation),
-                test={name: jax.device_put(arrays) for name, arrays in data.test.items()},
+                train=jax.device_put(_trained(data.train)), validation=data.validation, test=data.test
             )
             self._cell = cell
         assert self._data is not None
@@ -205,7 +209,10 @@ def train_group(compiled: CompiledGroup, data: CellData, advance: Callable[[int]
     seconds = time.monotonic() - start
 
     def results(arrays: Arrays) -> list[dict[str, float | None]]:
-        nats, sums = jax.device_get(compiled.evaluate[_signature(arrays)](state, arrays))
+        totals = _no_sums(compiled.group)
+        for batch in _batches(arrays):
+            totals = compiled.evaluate[_signature(batch)](totals, state, batch)
+        nats, sums = jax.device_get(totals)
         return [
             {
                 "loss": _finite(nats[i] / sums.tokens[i]),
