@@ -28,6 +28,10 @@ MIXERS = (
     Mixer.of("PGDN", "pgdn"),
     Mixer.of("KLA", "kla"),
     Mixer.of("Gated DeltaNet-2", "gated_deltanet2"),
+    Mixer.of("PDN", "pdn"),
+    Mixer.of("KDA", "kda"),
+    Mixer.of("PKDA", "pkda"),
+    Mixer.of("Gated KalmaNet", "gated_kalmanet"),
 )
 
 _PAPER = {
