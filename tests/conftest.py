@@ -38,6 +38,8 @@ settings.register_profile(
     derandomize=True,  # the same examples on every machine
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+# Other examples each time: pytest --hypothesis-profile=random
+settings.register_profile("random", settings.get_profile("rnnlib"), derandomize=False)
 settings.load_profile("rnnlib")
 
 
