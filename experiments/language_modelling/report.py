@@ -164,12 +164,13 @@ def at_every_width(output: pathlib.Path) -> dict[str, list[list[dict[str, Any]]]
     tables = [_by_rate(plan, output / "results" / setting) for plan, setting in zip(plans, WIDTHS, strict=True)]
     found = {}
     for label in tables[-1]:
-        # [widths][rates], None where a rate was not run.
-        runs = [[by.get(label, {}).get(rate) for rate in plan.learning_rates] for plan, by in zip(plans, tables)]
-        shared = [[run for run in runs_of_rate if run] for runs_of_rate in zip(*runs, strict=True)]
-        shared = [runs_of_rate for runs_of_rate in shared if len(runs_of_rate) == len(WIDTHS)]
+        by_width = [runs.get(label, {}) for runs in tables]
+        # [rates][widths]
+        partners = zip(*(plan.learning_rates for plan in plans), strict=True)
+        shared = [rates for rates in partners if all(rate in runs for rate, runs in zip(rates, by_width, strict=True))]
         if shared:
-            found[label] = [min(of_width, key=_validation_bits) for of_width in zip(*shared)]
+            widths = zip(by_width, zip(*shared), strict=True)
+            found[label] = [min((runs[rate] for rate in rates), key=_validation_bits) for runs, rates in widths]
     return found
 
 

@@ -173,9 +173,7 @@ class DeviceData:
         """The data with the training set as device arrays; each batch of the others goes there when it is tested."""
         if self._cell != cell:
             self._data = None
-            self._data = CellData(
-                train=jax.device_put(_trained(data.train)), validation=data.validation, test=data.test
-            )
+            self._data = dataclasses.replace(data, train=jax.device_put(_trained(data.train)))
             self._cell = cell
         assert self._data is not None
         return self._data

@@ -123,7 +123,7 @@ class TrapezoidalSolver(Solver):
             # Query r stands at step r, but reads all R pairs.
             out = out + self._read(query, key_before, value_before, write_before, jnp.triu(jnp.ones((rank, rank)), 1))
         dtype = self.shape.gate_dtype
-        last_values = self._values(value[:, -1:])[:, 0]
+        last_values = self._values(value[:, -1])
         last = gates.write[:, -1, :, None, None] * key[:, -1].astype(dtype)
         precision = matmul_precision(key, last_values)
         memory = memory + jnp.einsum("bhrk,bhrv->bhkv", last, last_values.astype(dtype), precision=precision)
@@ -136,10 +136,10 @@ class TrapezoidalSolver(Solver):
         return jnp.repeat(y, self.shape.value_heads // y.shape[2], axis=2)
 
     def _values(self, value: Array) -> Array:
-        """The R values, `[B, T, HV, R, V]`."""
+        """The R values `[..., HV, R, V]` of each value `[..., HV, V]`."""
         if self.value_scale is None:
-            return value[:, :, :, None]
-        return value[:, :, :, None] * self._per_head(self.value_scale).astype(value.dtype)
+            return value[..., None, :]
+        return value[..., None, :] * self._per_head(self.value_scale).astype(value.dtype)
 
     def _sum_reads(self, out: Array) -> Array:
         """The R queries' outputs `[B, T, HV, R, V]`, summed with their weights."""

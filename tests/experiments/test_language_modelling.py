@@ -22,6 +22,7 @@ from experiments.language_modelling.runs import (
 )
 from experiments.language_modelling.study import model_config, study
 from experiments.sweep.report import marks
+from experiments.sweep.results import write_text
 from rnnlib.data import DataConfig, TokenCorpus, load_tokenizer
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.models.mixers import mixer_config
@@ -72,9 +73,7 @@ def test_widths_are_compared_at_rates_that_each_was_run_at(tmp_path):
         run = json.loads(result_path(FOLDER / "results" / setting, mixer, plan.learning_rates[0], 0).read_text())
         run |= {"learning_rate": rate, "fingerprint": fingerprint(plan, mixer, rate, 0)}
         run["validation"]["bits_per_byte"] = bits
-        path = result_path(tmp_path / "results" / setting, mixer, rate, 0)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(run))
+        write_text(result_path(tmp_path / "results" / setting, mixer, rate, 0), json.dumps(run))
 
     def rates():
         return [runs[0]["learning_rate"] for runs in at_every_width(tmp_path)["Comba"]]
