@@ -90,14 +90,18 @@ def _power_of_two(x: Array) -> Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000, jnp.float32)
 
 
+def _size(b: Array) -> Array:
+    """A power of two about the largest magnitude in each row of `b` `[C, K]`, `[C, 1]`: dividing by it is exact."""
+    most = jnp.max(jnp.abs(b), axis=1, keepdims=True)
+    return _power_of_two(jnp.where(most > 0.0, jnp.clip(most, 1e-30, 1e30), 1.0))
+
+
 def _float16_scale(b: Array, condition: Array) -> Array:
     """A power of two, `[C, 1]`, that brings solutions for `b` `[C, K]` of systems below two into float16's range.
 
     No element of the solution times this is above twice the square root of the number of channels.
     """
-    most = jnp.max(jnp.abs(b), axis=1, keepdims=True)
-    most = jnp.where(most > 0.0, jnp.clip(most, 1e-30, 1e30), 1.0)
-    return _power_of_two(1.0 / condition) / _power_of_two(most)
+    return _power_of_two(1.0 / condition) / _size(b)
 
 
 def _add_product(system: System, x: Array, onto: Array, precision: str, factor: Any = None) -> Array:
@@ -167,12 +171,18 @@ def _leading_half(x: Array) -> Array:
 
 
 def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
-    """Conjugate gradients from zero; a system whose residual has vanished stays where it is.
+    """Conjugate gradients from zero, in units of `b`'s size; a system whose residual has vanished stays where it is.
+
+    They square what they are given. In units of one the squares of tiny `b`, as cotangents are that decayed over many
+    tokens, would be lost, and the quotients infinite.
 
     A ridge by channel takes a register for each channel that a thread has, and registers are what is short. So it goes
     round the loop with one channel a thread, and is spread when it is used. The minimum hides from the compiler that it
     stays the same, and need not be spread but once.
     """
+    size = _size(b)
+    unit = 1.0 / size
+    b = b * unit
     square = jnp.sum(b * b, axis=1, keepdims=True)
     floor = square * jnp.finfo(jnp.float32).eps ** 2
 
@@ -181,7 +191,10 @@ def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
         is_live = square > floor
 
         def quotient(numerator, denominator):
-            return jnp.where(is_live, numerator / (jnp.where(is_live, denominator, 1.0) + method.epsilon), 0.0)
+            divisor = jnp.where(is_live, denominator, 1.0)
+            if method.epsilon:
+                divisor = divisor + method.epsilon * unit * unit
+            return jnp.where(is_live, numerator / divisor, 0.0)
 
         ridge = system.ridge if spread is None else spread[None, :]
         image = _add_product(system, direction, ridge * direction, method.precision)
@@ -193,7 +206,7 @@ def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
         return x, residual, direction, after, None if spread is None else jnp.minimum(spread, greatest)
 
     by_channel, greatest = system.ridge if system.ridge.ndim == 1 else None, jnp.max(system.ridge)
-    return lax.fori_loop(0, method.iterations, body, (jnp.zeros_like(b), b, b, square, by_channel))[0]
+    return lax.fori_loop(0, method.iterations, body, (jnp.zeros_like(b), b, b, square, by_channel))[0] * size
 
 
 def _solve_kernel(r, *, method: Method):

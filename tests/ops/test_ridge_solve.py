@@ -63,6 +63,19 @@ def test_bfloat16():
     assert_close(actual, reference(GKA, arguments), 1e-2)
 
 
+@pytest.mark.parametrize("implementation", ["scan", "chunked", "triton"])
+@pytest.mark.parametrize("solver", ["chebyshev", "conjugate_gradient"])
+@pytest.mark.parametrize("size", [1e-17, 1e17])
+def test_solutions_scale_with_their_queries(implementation, solver, size):
+    """Cotangents that decayed over many tokens are tiny: their squares must not vanish."""
+    call = Call(shape=(1, 40, 1, 16), adaptive=False)
+    arguments = call.arguments(jnp.float32)
+    a = {name: arguments[name] for name in ("k", "ridge", "log_decay")}
+    solve = functools.partial(ops.ridge_solve, **a, adaptive=False, implementation=implementation, solver=solver)
+    expected, scaled = (np.asarray(solve(scale * arguments["q"])[0]) for scale in (1, size))
+    assert relative_error(scaled / size, expected) < 1e-5
+
+
 def dense(arguments, adaptive):
     """`H_t` and `(H_t + lambda_t)^-1 q_t` by loops over batch, heads and tokens, in float64."""
     a = {name: np.asarray(x, np.float64) for name, x in arguments.items()}

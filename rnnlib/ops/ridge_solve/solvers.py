@@ -186,7 +186,7 @@ class ConjugateState(NamedTuple):
 
 
 def _conjugate_gradient(
-    product: Product, b: Array, ridge: Array, norm: Array, epsilon: float = 0.0
+    product: Product, b: Array, ridge: Array, norm: Array, epsilon: float | Array = 0.0
 ) -> tuple[Any, Callable[[Any], Any]]:
     """Hestenes and Stiefel's iteration from zero; a system whose residual has vanished stays where it is."""
     square = jnp.sum(jnp.square(b), axis=-1, keepdims=True)
@@ -240,11 +240,28 @@ def iteration(
 def iterate(solver: Solver, product: Product, b: Array, ridge: Array, norm: Array, iterations: int) -> Any:
     """Runs `iterations` steps of a method; arguments as `iteration`.
 
+    Conjugate gradients square what they are given: they run in units of `b`'s size, so that tiny right-hand sides, as
+    cotangents are that decayed over many tokens, do not vanish or divide by zero.
+
     Returns:
         The last carry: a tuple whose first entry is the solution `[..., K]`.
     """
-    carry, step = iteration(solver, product, b, ridge, norm)
-    return jax.lax.fori_loop(0, iterations, lambda _, carry: step(carry), carry)
+    if solver.method != "conjugate_gradient":
+        carry, step = iteration(solver, product, b, ridge, norm)
+        return jax.lax.fori_loop(0, iterations, lambda _, carry: step(carry), carry)
+    size = _size(b)
+    epsilon = solver.epsilon / jnp.square(size) if solver.epsilon else 0.0
+    carry, step = _conjugate_gradient(product, b / size, ridge, norm, epsilon)
+    carry = jax.lax.fori_loop(0, iterations, lambda _, carry: step(carry), carry)
+    return carry._replace(x=carry.x * size)
+
+
+def _size(b: Array) -> Array:
+    """A power of two about the largest magnitude of `b` `[..., K]`, `[..., 1]`: dividing by it is exact."""
+    limits = jnp.finfo(b.dtype)
+    most = jnp.max(jnp.abs(jax.lax.stop_gradient(b)), axis=-1, keepdims=True)
+    most = jnp.where(most > 0, jnp.clip(most, limits.tiny, limits.max / 4), 1)
+    return jnp.ldexp(jnp.ones_like(most), jnp.frexp(most)[1] - 1)
 
 
 def cholesky_solve(gram: Array, b: Array, ridge: Array) -> Array:
