@@ -1,8 +1,11 @@
-"""A study's figure: accuracy over test lengths or over sizes, as lines with the spread over seeds, or as bars."""
+"""A study's figure: accuracy over test lengths as lines with the spread over seeds, over sizes as tiles, or as bars."""
 
 import dataclasses
+import itertools
 import pathlib
 from typing import Any
+
+import numpy as np
 
 from experiments.sweep.outcomes import Outcome, Panel, outcomes, panels
 from experiments.sweep.study import Study
@@ -62,21 +65,36 @@ class _Picture:
         return cls(study, found, groups, labels, colors, markers)
 
     def over_sizes(self) -> Any:
-        """Accuracy over the sizes of each axis of which two have results."""
+        """Accuracy as tiles, a row for each mixer: a panel for each axis of which two sizes have results.
+
+        Where most mixers are near 100 or near 0 %, lines would hide each other.
+        """
         tests = {group.cell.name: next(iter(group.tests.values())) for group in reversed(self.groups)}
         axes = [(axis.name, {size: cell for size, cell in axis.cells if cell in tests}) for axis in self.study.axes]
         axes = [(name, cells) for name, cells in axes if len(cells) > 1] or axes[:1]
-        size = (4 * len(axes) + 2.5, 4.6)
-        drawing, panel_row = pyplot().subplots(1, len(axes), figsize=size, squeeze=False, layout="constrained")
+        size = (1.6 + 0.8 * sum(len(cells) for _, cells in axes), 1.6 + 0.26 * len(self.labels))
+        widths = [len(cells) for _, cells in axes]
+        drawing, panel_row = pyplot().subplots(
+            1, len(axes), figsize=size, squeeze=False, layout="constrained", sharey=True, width_ratios=widths
+        )
         for panel, (name, cells) in zip(panel_row.flat, axes):
-            for i, label in enumerate(self.labels):
-                aside = 2 ** (0.015 * (i - len(self.labels) / 2))  # or the error bars of one size hide each other
-                keys = {size * aside: (label, cell) for size, cell in cells.items()}
-                points = [(x, self.found[key], tests[key[1]]) for x, key in keys.items() if key in self.found]
-                if points:
-                    self._line(panel, label, points)
-            self._ticks(panel, list(cells), name)
-        self._legend(drawing, panel_row)
+            means = np.full((len(self.labels), len(cells)), np.nan)
+            for (row, label), (column, cell) in itertools.product(enumerate(self.labels), enumerate(cells.values())):
+                outcome = self.found.get((label, cell))
+                if outcome is None:
+                    panel.text(column, row, "not run", ha="center", va="center", fontsize=6, color="grey")
+                    continue
+                mean, spread = (f(self.study.metric, tests[cell]) for f in (outcome.mean, outcome.spread))
+                means[row, column] = mean
+                text = f"{mean:.0f}" if spread < 0.5 else f"{mean:.0f} ± {spread:.0f}"
+                color = "white" if mean < 60 else "black"
+                panel.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
+            image = panel.imshow(means, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+            panel.set_xticks(range(len(cells)), [str(size) for size in cells], fontsize=8)
+            panel.set_yticks(range(len(self.labels)), self.labels, fontsize=8)
+            panel.tick_params(length=0)
+            panel.set_xlabel(name, fontsize=9)
+        drawing.colorbar(image, ax=panel_row, label="test accuracy, %: mean ± standard deviation over seeds")
         return drawing
 
     def over_lengths(self) -> Any:
@@ -84,7 +102,7 @@ class _Picture:
         drawing, panel_rows = self._panels(3.6)
         for panel, group in zip(panel_rows.flat, self.groups):
             for label, outcome in self._outcomes(group).items():
-                self._line(panel, label, [(length, outcome, test) for length, test in group.tests.items()])
+                self._line(panel, label, outcome, group.tests)
             self._ticks(panel, list(group.tests), f"test length (trained at {group.cell.task.sequence_length})")
             self._chance(group, panel.axhline)
         self._legend(drawing, panel_rows)
@@ -128,16 +146,16 @@ class _Picture:
         keys = {label: (label, group.cell.name) for label in self.labels}
         return {label: self.found[key] for label, key in keys.items() if key in self.found}
 
-    def _line(self, panel: Any, label: str, points: list[tuple[float, Outcome, str]]) -> None:
-        """A mixer's mean and spread over the x of `(x, outcome, name of the test)`."""
+    def _line(self, panel: Any, label: str, outcome: Outcome, tests: dict[int, str]) -> None:
+        """A mixer's mean and spread over the lengths of tests."""
         metric = self.study.metric
-        means = [outcome.mean(metric, test) for _, outcome, test in points]
-        spreads = [outcome.spread(metric, test) for _, outcome, test in points]
+        means = [outcome.mean(metric, test) for test in tests.values()]
+        spreads = [outcome.spread(metric, test) for test in tests.values()]
         low = [min(spread, mean) for mean, spread in zip(means, spreads)]
         high = [min(spread, 100 - mean) for mean, spread in zip(means, spreads)]
         paired = any(other.label == label + _NEGATIVE for other in self.study.mixers)
         panel.errorbar(
-            [x for x, _, _ in points],
+            list(tests),
             means,
             (low, high),
             label=label,
