@@ -156,22 +156,29 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: i
 
 
 def at_every_width(output: pathlib.Path) -> dict[str, list[list[dict[str, Any]]]]:
-    """For each mixer, the runs of every width of `WIDTHS`: of the rates run at all widths, each width's better one.
+    """For each mixer, the runs of every width of `WIDTHS`: of the rates compared at, each width's better one.
 
-    The widths' rates are as many, in one order: what one width has at its other rate has no partner.
+    The widths' rates are as many, in one order: what one width has at its other rate has no partner. All mixers are
+    compared at the same rates, those that most were run at with every width; one that lacks these is left out.
     """
     plans = [study(setting) for setting in WIDTHS]
     tables = [_by_rate(plan, output / "results" / setting) for plan, setting in zip(plans, WIDTHS, strict=True)]
-    found = {}
-    for label in tables[-1]:
-        by_width = [runs.get(label, {}) for runs in tables]
-        # [rates][widths]
-        partners = zip(*(plan.learning_rates for plan in plans), strict=True)
-        shared = [rates for rates in partners if all(rate in runs for rate, runs in zip(rates, by_width, strict=True))]
-        if shared:
-            widths = zip(by_width, zip(*shared), strict=True)
-            found[label] = [min((runs[rate] for rate in rates), key=_validation_bits) for runs, rates in widths]
-    return found
+    # [rates][widths], and the mixers that have them
+    partners = list(zip(*(plan.learning_rates for plan in plans), strict=True))
+    having = {
+        rates: {label for label in tables[-1] if all(r in t.get(label, {}) for r, t in zip(rates, tables, strict=True))}
+        for rates in partners
+    }
+    most = max(map(len, having.values()))
+    compared = [rates for rates in partners if len(having[rates]) == most]
+    return {
+        label: [
+            min((runs[label][rate] for rate in rates), key=_validation_bits)
+            for runs, rates in zip(tables, zip(*compared), strict=True)
+        ]
+        for label in tables[-1]
+        if all(label in having[rates] for rates in compared)
+    }
 
 
 def widths_figure(output: pathlib.Path) -> None:
