@@ -7,6 +7,8 @@ norm KLA does not learn recall, with the norm alone or a learned scalar it does,
 does not, and wider values keep more beyond the trained length (KLA paper, table 5); Gated KalmaNet's ridge relative to
 the Gram's norm beats a constant one, weighting by decay beats none, the alpha connection helps (its appendix F), and a
 weaker ridge memorises more until it slows convergence (appendix G).
+
+The small setting also asks what keeps MesaNet from recalling (`mqar_sizes`): its decay begins at one half a token.
 """
 
 from experiments.ablations.gains import AveragedChannelGain, ScalarKaczmarzGain, SingleKaczmarzGain
@@ -49,6 +51,13 @@ MIXERS = (
     ),
 )
 
+# GLA's temperature in place of one, which begins at 0.96 a token.
+MESANET = (
+    Mixer.of("MesaNet", "mesanet"),
+    Mixer.of("MesaNet, decay^(1/16)", "mesanet", **{"decay.divisor": 16.0}),
+    Mixer.of("MesaNet, no decay", "mesanet", decay=NoDecay()),
+)
+
 
 def study(setting: Setting) -> Study:
     """The study at a setting."""
@@ -56,7 +65,7 @@ def study(setting: Setting) -> Study:
     return Study(
         "ablations",
         "Ablations on recall" + ", small setting" * small,
-        MIXERS,
+        MIXERS + MESANET * small,
         (small_recall_cell() if small else long_recall_cell(),),
         (1e-3, 1e-2) if small else (1e-3, 3e-3, 1e-2),
         (0, 1, 2),
