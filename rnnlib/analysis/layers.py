@@ -15,6 +15,7 @@ from rnnlib import ops
 from rnnlib.layers import Online, RecurrentMixer
 from rnnlib.layers.preconditioner import ApplyToBothMap, ApplyToKeyMap, GramKeyMap
 from rnnlib.models import DecoderLM
+from rnnlib.models.embedding import look_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +96,7 @@ def iterate_layers(
     wanted = set(range(len(names)) if layers is None else layers)
     if not wanted <= set(range(len(names))):
         raise ValueError(f"layers is {sorted(wanted)}, expected numbers of blocks from 0 to {len(names) - 1}")
-    rows = jnp.take(model.embedding[...], tokens, axis=0, mode="fill", fill_value=jnp.nan)
-    x = rows.astype(model.config.compute_dtype)
+    x = look_up(model.embedding[...], tokens, model.config.compute_dtype)
     for layer, block in enumerate(model.blocks[: max(wanted, default=-1) + 1]):
         graphdef, state = nnx.split(block)
         if layer in wanted and isinstance(block.mixer, RecurrentMixer):

@@ -33,7 +33,9 @@ def look_up(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _look_up(table: Array, tokens: Array, dtype: DTypeLike) -> Array:
     # Rows are picked before the cast: casting the table would touch all of it at every step.
-    return jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan).astype(dtype)
+    # A negative token is outside as well, and not one counted from the table's end.
+    rows = jnp.asarray(table).at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    return rows.astype(dtype)
 
 
 def _forward(table: Array, tokens: Array, dtype: DTypeLike) -> tuple[Array, tuple[Array, Array]]:
