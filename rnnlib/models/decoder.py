@@ -12,6 +12,7 @@ from rnnlib.layers import Attention
 from rnnlib.models.config import ModelConfig
 from rnnlib.models.embedding import look_up
 from rnnlib.models.mixers import build_mixer
+from rnnlib.ops.arguments import check_array, check_segment_ids, check_shape
 
 # One entry a layer, each the cache of that layer's mixer: a pytree whose arrays keep their shapes from call to call.
 DecoderCache = tuple[Any, ...]
@@ -168,7 +169,7 @@ class DecoderLM(nnx.Module):
 
         With `output_embedding` it lets a loss over a large vocabulary be taken a part of the sequence at a time.
         """
-        x = self._embed(tokens)
+        x = self._embed(tokens, segment_ids, positions)
         repeats = self._repeats() if self.config.scan_layers else 1
         done = 0
         if repeats > 1:
@@ -199,7 +200,7 @@ class DecoderLM(nnx.Module):
         Args:
             batch_size: rows that are decoded together.
             max_length: most tokens that will be read through the cache, prompt, padding and new ones together. Only
-                layers of full attention take memory in proportion to it.
+                layers of full attention take memory in proportion to it; beyond it attention forgets the oldest tokens.
 
         Returns:
             The cache, for `extend`.
@@ -242,7 +243,7 @@ class DecoderLM(nnx.Module):
         """`extend` without the head: who needs the last token's logits only reads them out of `[:, -1:]`."""
         if len(cache) != len(self.blocks):
             raise ValueError(f"cache has {len(cache)} entries: expected one for each of {len(self.blocks)} layers")
-        x = self._embed(tokens)
+        x = self._embed(tokens, segment_ids)
         entries = []
         for block, entry in zip(self.blocks, cache):
             graphdef, state = nnx.split(block)
@@ -250,9 +251,18 @@ class DecoderLM(nnx.Module):
             entries.append(entry)
         return self.norm(x), tuple(entries)
 
-    def _embed(self, tokens: Array) -> Array:
-        if tokens.ndim != 2 or tokens.shape[1] < 1:
-            raise ValueError(f"tokens has shape {tokens.shape}: expected [batch, at least one token]")
+    def _embed(self, tokens: Array, segment_ids: Array | None, positions: Array | None = None) -> Array:
+        check_array("DecoderLM", "tokens", tokens)
+        if len(tokens.shape) != 2 or 0 in tokens.shape:
+            raise ValueError(
+                f"DecoderLM: tokens has shape {tokens.shape}, expected [B, T], at least one row of at least one token"
+            )
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise TypeError(f"DecoderLM: tokens has dtype {tokens.dtype}, expected an integer dtype")
+        check_segment_ids("DecoderLM", segment_ids, *tokens.shape)
+        if positions is not None:
+            check_array("DecoderLM", "positions", positions)
+            check_shape("DecoderLM", "positions", positions, tokens.shape, axes="[B, T]")
         return look_up(self.embedding[...], tokens, self.config.compute_dtype)
 
     def _repeats(self) -> int:

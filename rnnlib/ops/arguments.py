@@ -13,6 +13,9 @@ from pallas_kernels.platform import platform
 
 IMPLEMENTATIONS = ("scan", "chunked", "triton")
 
+# A wrong argument in a part of a line: `reprlib.repr` shows six lists in each of six, six levels deep.
+_SHORT = reprlib.Repr(maxlevel=2, maxlist=2, maxtuple=2)
+
 
 def check_shape(operator: str, name: str, array: Array, *allowed: tuple[int, ...], axes: str) -> None:
     """Raises unless `array` has one of the shapes `allowed`.
@@ -66,7 +69,7 @@ def floating_arrays(operator: str, **arguments: Any) -> list[Any]:
 def check_array(operator: str, name: str, argument: Any) -> None:
     """Raises TypeError for what has no shape and dtype, such as a list or a number."""
     if not hasattr(argument, "shape") or not hasattr(argument, "dtype"):
-        raise TypeError(f"{operator}: {name} is {reprlib.repr(argument)}, expected an array")
+        raise TypeError(f"{operator}: {name} is {_SHORT.repr(argument)}, expected an array")
 
 
 def check_segment_ids(operator: str, segment_ids: Array | None, batch: int, length: int) -> None:
@@ -117,13 +120,17 @@ def scaled_queries(operator: str, q: Array, scale: Any) -> tuple[Array, float]:
     try:
         return q, float(scale)
     except (TypeError, ValueError):
-        raise TypeError(f"{operator}: scale is {reprlib.repr(scale)}, expected a number") from None
+        raise TypeError(f"{operator}: scale is {_SHORT.repr(scale)}, expected a number") from None
 
 
 def check_positive(operator: str, name: str, number: float) -> None:
-    """Raises ValueError unless `number` is above 0 in float32 too, where the smallest are not told from it."""
+    """Raises unless `number` is one above 0 in float32 too, where the smallest are not told from it."""
     smallest = float(jnp.finfo(jnp.float32).tiny)
-    if not number >= smallest:
+    try:
+        is_positive = bool(number >= smallest)
+    except TypeError:  # of None, text and what is not known before the program runs
+        raise TypeError(f"{operator}: {name} is {_SHORT.repr(number)}, expected a positive number") from None
+    if not is_positive:
         raise ValueError(f"{operator}: {name} is {number}, expected a positive number, of at least {smallest:.2g}")
 
 

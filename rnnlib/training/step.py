@@ -120,7 +120,14 @@ def put_batch(batch: Batch, mesh: Mesh | None, accumulation_steps: int = 1) -> d
     """Puts a batch of NumPy arrays on the device(s), as `accumulation_steps` parts `[A, B / A, T]`.
 
     Rows are dealt to the parts in order; with a mesh each part's rows are split over its devices.
+
+    Raises:
+        ValueError: If one of `BATCH_FIELDS` is missing, or the rows do not split evenly.
     """
+    missing = [name for name in BATCH_FIELDS if name not in batch]
+    if missing:
+        raise ValueError(f"put_batch: batch has no {', '.join(missing)}, expected all of {', '.join(BATCH_FIELDS)}")
+    check_batch_size(len(batch["inputs"]), accumulation_steps, mesh)
     target = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec(None, "data"))
     parts = {}
     for name in BATCH_FIELDS:

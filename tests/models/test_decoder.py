@@ -141,14 +141,23 @@ def test_a_model_without_feed_forward_is_mixers_alone():
 
 
 def test_a_token_outside_the_vocabulary_gives_nan_and_not_a_neighbour():
-    logits = small_logits(TOKENS.at[0, 3].set(29), jnp.ones_like(TOKENS))
-    assert jnp.isnan(logits[0, 3:]).all()
-    assert jnp.isfinite(logits[1]).all()
+    for outside in (29, -1):
+        logits = small_logits(TOKENS.at[0, 3].set(outside), jnp.ones_like(TOKENS))
+        assert jnp.isnan(logits[0, 3:]).all()
+        assert jnp.isfinite(logits[1]).all()
 
 
 def test_bad_shapes_are_named(unchecked_shapes):
-    with pytest.raises(ValueError, match=r"tokens has shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"DecoderLM: tokens has shape \(2,\), expected \[B, T\]"):
         small_model()(TOKENS[:, 0])
+    with pytest.raises(TypeError, match=r"tokens is \[\[1, 2\]\], expected an array"):
+        small_model()([[1, 2]])
+    with pytest.raises(TypeError, match="tokens has dtype float32, expected an integer"):
+        small_model()(TOKENS.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"DecoderLM: segment_ids has shape \(1, 24\), expected \[B, T\] = \(2, 24\)"):
+        small_model().extend(TOKENS, small_model().init_cache(2, 24), segment_ids=jnp.ones((1, 24), jnp.int32))
+    with pytest.raises(ValueError, match=r"positions has shape \(24,\), expected \[B, T\] = \(2, 24\)"):
+        small_model()(TOKENS, positions=jnp.arange(24))
     with pytest.raises(ValueError, match="cache has 1 entries: expected one for each of 2 layers"):
         small_model().extend(TOKENS, small_model().init_cache(2, 30)[:1])
     with pytest.raises(ValueError, match="batch_size=0"):

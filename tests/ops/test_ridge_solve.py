@@ -252,6 +252,7 @@ def test_shard_map_over_batch_and_heads():
         ({"q": jnp.ones((2, 37, 2, 8), int)}, TypeError, "q has dtype int32, expected a floating dtype"),
         ({"ridge": jnp.ones((3,))}, ValueError, r"ridge has shape \(3,\), expected a number, \[H\] or \[H, K\]"),
         ({"ridge": 0.0}, ValueError, r"ridge is 0.0, expected a positive number"),
+        ({"ridge": None}, TypeError, r"ridge is None, expected a positive number"),
         ({"log_decay": jnp.ones((2, 37, 2, 8))}, ValueError, r"log_decay has shape .* expected \[B, T, H\]"),
         ({"initial_gram": jnp.ones((2, 2, 8))}, ValueError, r"initial_gram has shape .* = \(2, 2, 8, 8\)"),
         ({"segment_ids": jnp.zeros((2, 37))}, TypeError, "segment_ids has dtype float32, expected an integer"),

@@ -154,6 +154,8 @@ def test_bad_arguments_are_named(unchecked_shapes):
         ops.short_convolution(x, jnp.ones((4, 3)), initial_state=jnp.ones((2, 4, 3)))
     with pytest.raises(ValueError, match="norm_size is 2, expected a divisor of the 3 channels"):
         ops.short_convolution(x, jnp.ones((4, 3)), norm_size=2)
+    with pytest.raises(ValueError, match=r"norm_size is 1\.5, expected a divisor"):
+        ops.short_convolution(x, jnp.ones((4, 3)), norm_size=1.5)
     with pytest.raises(ValueError, match="activation is 'relu', expected None or 'silu'"):
         ops.short_convolution(x, jnp.ones((4, 3)), activation="relu")
     with pytest.raises(NotImplementedError, match="no 'scan' implementation"):
@@ -164,6 +166,8 @@ def test_bad_arguments_are_named(unchecked_shapes):
         ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 3, 8)), jnp.ones((1, 4, 3, 8)))
     with pytest.raises(ValueError, match="number is -1"):
         ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), number=-1)
+    with pytest.raises(TypeError, match=r"k is .{1,80}, expected an array"):
+        ops.kaczmarz_gain(jnp.ones((9, 9, 9, 9)).tolist(), jnp.ones((9, 9, 9)))
     with pytest.raises(TypeError, match=r"eta is 1\.0, expected an array"):
         ops.kaczmarz_gain(jnp.ones((1, 2, 1, 4)), 1.0)
     with pytest.raises(ValueError, match=r"eta has shape \(1, 2\), expected \[B, T, H\] = \(1, 2, 1\)"):

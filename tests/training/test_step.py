@@ -40,6 +40,16 @@ def assert_trees_equal(got, expected, **tolerance):
         np.testing.assert_allclose(a, b, err_msg=jax.tree_util.keystr(path), **tolerance)
 
 
+def test_a_batch_that_does_not_fit_is_named():
+    batch = random_batch(np.random.default_rng(0))
+    rows = len(batch["inputs"])
+    with pytest.raises(ValueError, match=f"batch_size={rows} does not split evenly into accumulation_steps={rows + 1}"):
+        put_batch(batch, None, rows + 1)
+    del batch["positions"]
+    with pytest.raises(ValueError, match="batch has no positions, expected all of inputs, targets"):
+        put_batch(batch, None)
+
+
 def test_loss_ignores_what_is_masked():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(2, 3, VOCABULARY)).astype(np.float32)

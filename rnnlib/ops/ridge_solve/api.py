@@ -85,7 +85,8 @@ def ridge_solve(
 
     Raises:
         ValueError: a shape, `ridge`, `iterations`, `solver`, `chunk_size` or `implementation` is none of those above.
-        TypeError: an argument is no array or not floating, `segment_ids` is not of integers, or `solver` is no solver.
+        TypeError: an argument is no array or not floating, `ridge` is no number, `segment_ids` is not of integers, or
+            `solver` is no solver.
         NotImplementedError: the implementation named does not support the case.
     """
     array = None if isinstance(ridge, (int, float)) else ridge

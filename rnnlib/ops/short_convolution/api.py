@@ -1,5 +1,7 @@
 """The short causal convolution over time that precedes queries, keys and values, and what follows it there."""
 
+from numbers import Integral
+
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -69,7 +71,7 @@ def short_convolution(
     check_segment_ids(_NAME, segment_ids, batch, length)
     if activation not in (None, "silu"):
         raise ValueError(f"{_NAME}: activation is {activation!r}, expected None or 'silu'")
-    if norm_size is not None and (norm_size < 1 or channels % norm_size):
+    if norm_size is not None and (not isinstance(norm_size, Integral) or norm_size < 1 or channels % norm_size):
         raise ValueError(f"{_NAME}: norm_size is {norm_size}, expected a divisor of the {channels} channels")
 
     inputs = ConvolutionInputs(x, kernel, bias, initial_state, segment_ids)
