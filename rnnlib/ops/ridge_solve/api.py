@@ -57,7 +57,8 @@ def ridge_solve(
     The gradient is that of the solution of the equation, found by solving once more with the same method (implicit
     differentiation; Gated KalmaNet, table 1). For the methods other than conjugate gradients, which apply a fixed
     polynomial of a symmetric matrix, the gradient of `q` is exact after any number of iterations (lemma 2); the errors
-    of the other gradients fall with the iterations. `Solver` has exact alternatives.
+    of the other gradients fall with the iterations. `Solver` has exact alternatives. `jax.jvp` of the solve itself goes
+    through `Solver(differentiation="unrolled")` alone.
 
     Args:
         q: queries.
