@@ -2,7 +2,7 @@
 
 In each channel a pair of tokens `r >= s` is weighted by `exp(G_r - G_s)`, with `G` the inclusive cumulative log decay.
 In a product of matrices each side is scaled relative to a reference row `m` instead: what reads by `exp(G_r - G_m)`,
-what is written by `exp(G_m - G_s)`. Where no channel loses more than 70 nats in half a chunk, the chunk's middle serves
+what is written by `exp(G_m - G_s)`. Where no channel loses more than 50 nats in half a chunk, the chunk's middle serves
 all pairs. Every other chunk is extreme, and its pairs go in groups with references of their own: those that part at row
 32, at rows 16 and 48, and at 8, 24, 40 and 56, relative to the row where they part, so that no exponent is positive;
 and those within blocks of 8 rows, relative to the block's middle. A token's decay counts as `exp(-18)` (1.5e-8) at
@@ -17,8 +17,9 @@ from jax import Array, lax
 from pallas_kernels.triton.backend import LOG2_E, dot, exp, exp2, iota
 from pallas_kernels.triton.decay import CHUNK, MIN_LOG_DECAY, load_starts
 
-# Largest exponent on either side of a product taken relative to the chunk's middle row.
-_MAX_EXPONENT = 70.0
+# Largest exponent on either side of a product taken relative to the chunk's middle row. Not forward but backward sets
+# it: cotangents of a mean over many tokens are 1e-8 or less, and with `exp(-70)` they would be below float32's range.
+_MAX_EXPONENT = 50.0
 _MIDDLE = CHUNK // 2
 # The strongest decay of a token in pairs of an extreme chunk.
 _MIN_PAIR_DECAY = -18.0

@@ -92,6 +92,25 @@ def test_the_decays_gradient_where_equal_keys_add_up():
     assert relative_error(found, expected) < 1e-3
 
 
+def test_small_cotangents_keep_their_digits():
+    """Those of a mean over many tokens: factors relative to a chunk's middle must leave them float32's range."""
+    arrays, _ = make_inputs(Case((1, 64, 1, 1, 16, 16), CHANNEL, write=NO, initial_state=False))
+    ones = jnp.ones_like(arrays.pop("log_decay"))
+    cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(arrays["v"].shape), jnp.float32)
+
+    @jax.jit
+    def gradients(log_decay, size):
+        def run(arrays, log_decay):
+            return triton.gated_delta_rule(**arrays, log_decay=log_decay)[0]
+
+        return jax.vjp(run, arrays, log_decay)[1](size * cotangent)
+
+    for nats in (49.0, 69.0, 200.0):  # in half a chunk: just below two limits on such factors, and above both
+        expected, found = (gradients(-nats / 32 * ones, size) for size in (1.0, 2.0**-40))
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert relative_error(x * 2.0**40, y) < 1e-5, nats
+
+
 @pytest.mark.parametrize("shares_gate", [False, True])
 def test_gates_of_zero_and_next_to_zero(shares_gate):
     """Gradients are divided by the write gate, which must not show where it is zero."""
