@@ -1,6 +1,5 @@
 """The look-up of token embeddings, with a gradient that is deterministic on every device."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +29,20 @@ def look_up(
     return _look_up(*vary_alike((table, tokens)), dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _look_up(table: Array, tokens: Array, dtype: DTypeLike) -> Array:
+def _rows(table: Array, tokens: Array, dtype: DTypeLike) -> Array:
     # Rows are picked before the cast: casting the table would touch all of it at every step.
     # A negative token is outside as well, and not one counted from the table's end.
     rows = jnp.asarray(table).at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     return rows.astype(dtype)
 
 
+_look_up = jax.custom_vjp(_rows, nondiff_argnums=(2,))
+
+
 def _forward(table: Array, tokens: Array, dtype: DTypeLike) -> tuple[Array, tuple[Array, Array]]:
+    # Not by `_look_up`, so that a gradient can be differentiated forwards (a Hessian times a vector).
     # Of the table only shape and dtype are needed: an empty array has them.
-    return _look_up(table, tokens, dtype), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
+    return _rows(table, tokens, dtype), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
 
 
 def _backward(dtype: DTypeLike, residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, np.ndarray]:

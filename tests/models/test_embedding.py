@@ -44,3 +44,14 @@ def test_gradient_is_that_of_indexing(dtype, backend, monkeypatch):
 def test_a_token_outside_the_table_is_nan():
     rows = embedding.look_up(jnp.ones((3, 2)), jnp.array([2, 3, -1, -100]), jnp.float32)
     assert np.isnan(rows).all(axis=1).tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
+def test_gradient_can_be_differentiated_again(outer):
+    table = jax.random.normal(jax.random.key(0), (3, 2))
+    tokens = jnp.array([[1, 1, 2]])
+
+    def second(look_up):
+        return outer(jax.grad(lambda table: jnp.sum(look_up(table, tokens, jnp.float32) ** 3)))(table)
+
+    np.testing.assert_allclose(second(embedding.look_up), second(lambda table, *_: table[tokens]), rtol=1e-6)
