@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -166,8 +167,8 @@ def stream(
         row has ended. The arguments are checked, and the prompt is read, when this is called.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("block_size", block_size)):
-        if value < 1:
-            raise ValueError(f"{name}={value!r}: expected at least 1")
+        if not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"{name}={value!r}: expected an integer of at least 1")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     vocabulary_size = model.config.vocabulary_size
     if end_token is not None and not 0 <= end_token < vocabulary_size:

@@ -138,6 +138,7 @@ def test_padding_is_left_and_its_own_segment():
         ({"prompt_tokens": [[1, 29]]}, r"tokens from 1 to 29: expected them in \[0, 29\)"),
         ({"prompt_tokens": [[-1]]}, r"tokens from -1"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: expected an integer of at least 1"),
         ({"temperature": -1.0}, "temperature is -1.0, expected a number of at least 0 and finite"),
         ({"temperature": float("nan")}, "temperature is nan, expected"),
         ({"top_k": 0}, "top_k is 0, expected an integer of at least 1 or None"),
