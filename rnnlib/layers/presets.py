@@ -58,6 +58,14 @@ _PRESETS: dict[str, MixerPreset] = {}
 def register_preset(title: str, paper: str) -> Callable[[Callable[[], MixerConfig]], Callable[[], MixerConfig]]:
     """Registers the decorated function, under its name, as a preset: it returns the configuration.
 
+    Models and files name it; whatever reads them, commands among them, runs after this has.
+
+    Example:
+        >>> @register_preset("KDA with a decay per head", "composition, 2026")
+        ... def kda_per_head() -> MixerConfig:
+        ...     '''Kimi Delta Attention, but for its decay.'''
+        ...     return mixer_preset("kda", decay=SoftplusDecay())
+
     Args:
         title: the model's name in its paper.
         paper: author, year and arXiv number.
