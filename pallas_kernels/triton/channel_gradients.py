@@ -13,12 +13,12 @@ from jax import Array, lax
 
 from pallas_kernels.triton.backend import dot, dot_tn, exp2, load_again
 from pallas_kernels.triton.channels import (
-    EXTREME_GROUPS,
     add_up_to_end,
     clamped_steps,
     end_factor,
     end_masks,
     extreme_factors,
+    extreme_groups,
     is_flat,
     keep_rows,
     mild_exponent,
@@ -143,7 +143,7 @@ def extreme_channel_gradients(
             d_written = d_written + dot_tn(d_near, erased, precise=is_precise)
         return d_q, d_erased, d_key + writes * d_written
 
-    d_q, d_erased, d_key = lax.fori_loop(0, EXTREME_GROUPS, add_group, (d_q, d_erased, d_key))
+    d_q, d_erased, d_key = lax.fori_loop(0, extreme_groups(problem.dtype), add_group, (d_q, d_erased, d_key))
     d_total = load_again(r.q) * d_q - load_again(_written_key(r)) * d_key
     if problem.online:
         d_total = d_total + _erase_key(r, load_again(r.k)) * d_erased

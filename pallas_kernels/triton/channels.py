@@ -4,9 +4,10 @@ In each channel a pair of tokens `r >= s` is weighted by `exp(G_r - G_s)`, with 
 In a product of matrices each side is scaled relative to a reference row `m` instead: what reads by `exp(G_r - G_m)`,
 what is written by `exp(G_m - G_s)`. Where no channel loses more than 50 nats in half a chunk, the chunk's middle serves
 all pairs. Every other chunk is extreme, and its pairs go in groups with references of their own: those that part at row
-32, at rows 16 and 48, and at 8, 24, 40 and 56, relative to the row where they part, so that no exponent is positive;
-and those within blocks of 8 rows, relative to the block's middle. A token's decay counts as `exp(-18)` (1.5e-8) at
-most there, which bounds these exponents. Any decay comes out exact, for four products in place of one.
+32, at rows 16 and 48, and at 8, 24, 40 and 56 (float32: also at 4, 12 and so on), relative to the row where they part,
+so that no exponent is positive; and those within blocks of 8 rows (float32: 4), relative to the block's middle. A
+token's decay counts as `exp(-12.5)` (4e-6; float32: `exp(-25)`) at most there, so that these exponents are within the
+same 50. Any decay comes out as exact as the operands are, for four (five) products in place of one.
 """
 
 from typing import Any, NamedTuple
@@ -21,13 +22,6 @@ from pallas_kernels.triton.decay import CHUNK, MIN_LOG_DECAY, load_starts
 # it: cotangents of a mean over many tokens are 1e-8 or less, and with `exp(-70)` they would be below float32's range.
 _MAX_EXPONENT = 50.0
 _MIDDLE = CHUNK // 2
-# The strongest decay of a token in pairs of an extreme chunk.
-_MIN_PAIR_DECAY = -18.0
-
-
-# Groups of an extreme chunk's pairs: those that part at 32, 16 and 8 rows, and those within blocks of 8 rows.
-EXTREME_GROUPS = 4
-_SMALLEST_BLOCK = 8
 
 
 class ChunkEnds(NamedTuple):
@@ -123,18 +117,25 @@ def mild_exponent(step: Array, dtype: Any) -> Array:
     return sum_rows(signs, step * LOG2_E, dtype)
 
 
+def extreme_groups(dtype: Any) -> int:
+    """Groups of an extreme chunk's pairs: those that part at 32, 16, 8 (and 4) rows, and those within blocks."""
+    return 5 if dtype == jnp.float32 else 4
+
+
 def extreme_factors(step: Array, group: Array, dtype: Any) -> tuple[Array, Array, Array]:
     """Factors `[C, K]` on what reads and on what is written for one group of pairs, and the pairs' mask `[C, C]`.
 
     In the mask rows are later tokens than columns, or the same.
     """
     row = iota((CHUNK,), 0)
-    is_parted = group < EXTREME_GROUPS - 1
-    width = jnp.where(is_parted, lax.shift_right_logical(jnp.int32(CHUNK), group), _SMALLEST_BLOCK)
+    last = extreme_groups(dtype) - 1
+    is_parted = group < last
+    width = lax.shift_right_logical(jnp.int32(CHUNK), group)
+    strongest = -_MAX_EXPONENT / (CHUNK >> (last + 1))  # of a token, with half a block on either side of its middle
     block = lax.div(row, width)
     middle = block * width + lax.div(width, 2)
     is_later = row >= middle
-    exponent = _sums_from(jnp.maximum(step, _MIN_PAIR_DECAY), middle, dtype)
+    exponent = _sums_from(jnp.maximum(step, strongest), middle, dtype)
     # Of pairs that part at a middle, each row is on one side only: it reads if it is later, or is read.
     reads = exp2(jnp.where(is_later | is_parted, 1.0, -1.0)[:, None] * exponent)
     writes = exp2(jnp.where(is_later & ~is_parted, -1.0, 1.0)[:, None] * exponent)

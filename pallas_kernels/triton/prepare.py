@@ -17,12 +17,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.triton.backend import Launch, call, dot_nt, exp2, iota, load_again
 from pallas_kernels.triton.channels import (
-    EXTREME_GROUPS,
     chunk_ends,
     clamped_steps,
     end_factor,
     end_masks,
     extreme_factors,
+    extreme_groups,
     keep_rows,
     mild_exponent,
     runs_of,
@@ -245,7 +245,7 @@ def _store_extreme_pairs(r, scale: float, block: int):
                 erased_pairs = jnp.where(is_here, erased_pairs + near, erased_pairs)
             return scores, erased_pairs
 
-        scores, erased_pairs = lax.fori_loop(0, EXTREME_GROUPS, add_group, (scores, erased_pairs))
+        scores, erased_pairs = lax.fori_loop(0, extreme_groups(dtype), add_group, (scores, erased_pairs))
     _store_channel_pairs(r, scores, erased_pairs, runs_of(r), scale)
 
 

@@ -1,6 +1,5 @@
 """The look-up of token embeddings, with a gradient that is deterministic on every device."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
