@@ -34,7 +34,8 @@ def loss_sums(
 ) -> LossSums:
     """Cross entropy of next-token predictions, in float32, over the tokens whose weight is not 0.
 
-    Logits and targets at tokens of weight 0 have no influence, not even when they are not finite or out of range.
+    Logits and targets at tokens of weight 0 have no influence, not even when they are not finite or out of range. A
+    target outside of the vocabulary (such as -100) at a token that has a weight gives NaN.
 
     Args:
         logits: Unnormalised log probabilities.
@@ -58,7 +59,10 @@ def _cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array, Array]:
     # a GPU is either not deterministic or not fast.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     normalizer = jax.nn.logsumexp(logits, axis=-1)
-    return normalizer - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1), normalizer, is_target
+    nats = normalizer - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+    # No target at all would pass for one of logit 0.
+    is_token = (targets >= 0) & (targets < logits.shape[-1])
+    return jnp.where(is_token, nats, jnp.nan), normalizer, is_target
 
 
 def _sums(nats: Array, targets: Array, weights: Array, token_bytes: Array | np.ndarray) -> LossSums:

@@ -70,6 +70,15 @@ def test_loss_ignores_what_is_masked():
     assert (float(sums.tokens), float(sums.bytes)) == (4.0, 1 + 2 * 3 + 5)
 
 
+@pytest.mark.parametrize("target", [-100, -1, VOCABULARY])
+def test_a_target_outside_of_the_vocabulary_is_not_a_loss(target):
+    """Its logit would count as 0: a plausible number, and nothing is learned from it."""
+    hidden, head = jnp.ones((1, 2, 4)), jnp.ones((VOCABULARY, 4))
+    targets, weights, counts = jnp.asarray([[0, target]]), jnp.ones((1, 2)), jnp.asarray(TOKEN_BYTES)
+    assert np.isnan(loss_sums(hidden @ head.T, targets, weights, counts).nats)
+    assert np.isnan(head_loss_sums(hidden, head, targets, weights, counts).nats)
+
+
 @pytest.mark.parametrize("block_tokens", [3, 100])
 def test_the_head_s_loss_is_the_loss_of_its_logits(block_tokens):
     keys = jax.random.split(jax.random.key(0), 4)
