@@ -18,8 +18,8 @@ from jax import Array, lax
 from pallas_kernels.triton.backend import LOG2_E, dot, exp, exp2, iota
 from pallas_kernels.triton.decay import CHUNK, MIN_LOG_DECAY, load_starts
 
-# Largest exponent on either side of a product taken relative to the chunk's middle row. Not forward but backward sets
-# it: cotangents of a mean over many tokens are 1e-8 or less, and with `exp(-70)` they would be below float32's range.
+# Largest exponent on either side of a product taken relative to the chunk's middle row. The backward pass sets it: a
+# cotangent of 1e-8 times `exp(-70)` would be below float32's range, one of 1e-12 times `exp(-50)` is well above.
 _MAX_EXPONENT = 50.0
 _MIDDLE = CHUNK // 2
 

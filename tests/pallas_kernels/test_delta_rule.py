@@ -93,7 +93,7 @@ def test_the_decays_gradient_where_equal_keys_add_up():
 
 
 def test_small_cotangents_keep_their_digits():
-    """Those of a mean over many tokens: factors relative to a chunk's middle must leave them float32's range."""
+    """Factors relative to a chunk's middle must leave them in float32's range."""
     arrays, _ = make_inputs(Case((1, 64, 1, 1, 16, 16), CHANNEL, write=NO, initial_state=False))
     ones = jnp.ones_like(arrays.pop("log_decay"))
     cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(arrays["v"].shape), jnp.float32)
