@@ -72,8 +72,8 @@ class _Picture:
         tests = {group.cell.name: next(iter(group.tests.values())) for group in reversed(self.groups)}
         axes = [(axis.name, {size: cell for size, cell in axis.cells if cell in tests}) for axis in self.study.axes]
         axes = [(name, cells) for name, cells in axes if len(cells) > 1] or axes[:1]
-        size = (1.6 + 0.8 * sum(len(cells) for _, cells in axes), 1.6 + 0.26 * len(self.labels))
         widths = [len(cells) for _, cells in axes]
+        size = (1.6 + 0.8 * sum(widths), 1.6 + 0.26 * len(self.labels))
         drawing, panel_row = pyplot().subplots(
             1, len(axes), figsize=size, squeeze=False, layout="constrained", sharey=True, width_ratios=widths
         )
