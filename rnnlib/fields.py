@@ -63,9 +63,13 @@ def check_fields(config: Any) -> None:
     other generic type takes every value.
     """
     for name, kind in field_types(type(config)).items():
-        value = getattr(config, name)
-        if not matches(kind, value):
-            raise ValueError(f"{type(config).__name__}: {name} is {value!r}, expected {in_words(kind)}")
+        check_value(type(config).__name__, name, getattr(config, name), kind)
+
+
+def check_value(owner: str, name: str, value: Any, kind: Any) -> None:
+    """ValueError unless a field of a class, or an argument of a function, is of a type as `field_types` gives it."""
+    if not matches(kind, value):
+        raise ValueError(f"{owner}: {name} is {value!r}, expected {in_words(kind)}")
 
 
 def field_types(cls: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from numbers import Integral
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from rnnlib.fields import PositiveInteger, Range, check_fields
+from rnnlib.fields import PositiveInteger, Range, check_fields, check_value
 from rnnlib.models.decoder import DecoderCache, DecoderLM
 
 # Prompts are padded on the left to a multiple of this, so that prompts of all lengths share a few compiled functions.
@@ -167,8 +166,7 @@ def stream(
         row has ended. The arguments are checked, and the prompt is read, when this is called.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("block_size", block_size)):
-        if not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"{name}={value!r}: expected an integer of at least 1")
+        check_value("generate", name, value, PositiveInteger)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     vocabulary_size = model.config.vocabulary_size
     if end_token is not None and not 0 <= end_token < vocabulary_size:

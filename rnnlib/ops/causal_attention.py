@@ -1,6 +1,5 @@
 """Softmax attention, full or over a sliding window: the baseline and the other half of hybrid models."""
 
-from numbers import Integral
 from typing import Literal
 
 import jax
@@ -10,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from pallas_kernels.platform import platform
+from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.ops.arguments import check_rank, check_segment_ids, floating_arrays, segment_index
 
 _NAME = "causal_attention"
@@ -57,8 +57,7 @@ def causal_attention(
         )
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"{_NAME}: v has shape {v.shape}, expected [B, T, HK] = {k.shape[:3]} as in k")
-    if window is not None and (not isinstance(window, Integral) or window < 1):
-        raise ValueError(f"{_NAME}: window is {window}, expected None or an integer of at least 1")
+    check_value(_NAME, "window", window, PositiveInteger | None)
     if number < 0:
         raise ValueError(f"{_NAME}: number is {number}, expected 0 or more")
     batch, length = q.shape[:2]

@@ -160,8 +160,9 @@ def test_bad_arguments_are_named(unchecked_shapes):
         ops.short_convolution(x, jnp.ones((4, 3)), activation="relu")
     with pytest.raises(NotImplementedError, match="no 'scan' implementation"):
         ops.short_convolution(x, jnp.ones((4, 3)), implementation="scan")
-    with pytest.raises(ValueError, match="window is 0, expected None or an integer of at least 1"):
-        ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), window=0)
+    for window in (0, True, 2.0):
+        with pytest.raises(ValueError, match=f"window is {window}, expected an integer of at least 1 or None"):
+            ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), window=window)
     with pytest.raises(ValueError, match="HK divides H"):
         ops.causal_attention(jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 3, 8)), jnp.ones((1, 4, 3, 8)))
     with pytest.raises(ValueError, match="number is -1"):

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from numbers import Integral
 from typing import cast
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.ops.arguments import (
     accumulation_dtype,
     check_chunk_size,
@@ -108,8 +108,7 @@ def ridge_solve(
         check_shape(_NAME, "initial_gram", initial_gram, gram_shape, axes="[B, H, K, K]")
     check_segment_ids(_NAME, segment_ids, batch, length)
     check_chunk_size(_NAME, chunk_size)
-    if not isinstance(iterations, Integral) or iterations < 1:
-        raise ValueError(f"{_NAME}: iterations is {iterations}, expected an integer of at least 1")
+    check_value(_NAME, "iterations", iterations, PositiveInteger)
     if isinstance(solver, str):
         solver = Solver(solver)
     elif not isinstance(solver, Solver):

@@ -1,10 +1,9 @@
 """The short causal convolution over time that precedes queries, keys and values, and what follows it there."""
 
-from numbers import Integral
-
 from jax import Array
 from jaxtyping import Float, Int
 
+from rnnlib.fields import PositiveInteger, matches
 from rnnlib.ops.arguments import (
     check_rank,
     check_segment_ids,
@@ -71,7 +70,7 @@ def short_convolution(
     check_segment_ids(_NAME, segment_ids, batch, length)
     if activation not in (None, "silu"):
         raise ValueError(f"{_NAME}: activation is {activation!r}, expected None or 'silu'")
-    if norm_size is not None and (not isinstance(norm_size, Integral) or norm_size < 1 or channels % norm_size):
+    if norm_size is not None and not (matches(PositiveInteger, norm_size) and channels % norm_size == 0):
         raise ValueError(f"{_NAME}: norm_size is {norm_size}, expected a divisor of the {channels} channels")
 
     inputs = ConvolutionInputs(x, kernel, bias, initial_state, segment_ids)
