@@ -95,7 +95,9 @@ def channel_gradients(r, problem: Problem, find_sums: Callable[[], StateProducts
     d_read = keep_rows((problem.scale * front) * sums.read, sees_start)
     d_q = reads * (d_read + dot(load_again(r.d_scores), written, precise=is_precise))
     d_total = d_total + q * d_q
-    r.d_q[...] = d_q.astype(r.d_q.dtype)
+    d_own = r.d_own[...][:, None]
+    r.d_q[...] = (d_q + d_own * load_again(_written_key(r))).astype(r.d_q.dtype)
+    d_key = d_key + d_own * q
 
     d_erased: Any = None
     if problem.online:
@@ -144,9 +146,10 @@ def extreme_channel_gradients(
         return d_q, d_erased, d_key + writes * d_written
 
     d_q, d_erased, d_key = lax.fori_loop(0, extreme_groups(problem.dtype), add_group, (d_q, d_erased, d_key))
-    d_total = load_again(r.q) * d_q - load_again(_written_key(r)) * d_key
+    q, key, d_own = load_again(r.q), load_again(_written_key(r)), r.d_own[...][:, None]
+    d_total = q * d_q - key * d_key
     if problem.online:
         d_total = d_total + _erase_key(r, load_again(r.k)) * d_erased
-    r.d_q[...] = d_q.astype(r.d_q.dtype)
+    r.d_q[...] = (d_q + d_own * key).astype(r.d_q.dtype)
     _store_decay_gradient(r, d_total, d_end, problem)
-    return d_erased, d_key
+    return d_erased, d_key + d_own * q

@@ -65,10 +65,14 @@ class PairGradients(NamedTuple):
     Attributes:
         d_scores: dP, weighted by a scalar decay, `[B, HV, N, C, C]`; float32 if the decay is channel-wise.
         d_erased: dT, likewise, times an erase gate of one number a token; None for linear attention.
+        d_own: the diagonal of dP, `[B, HV, N, C]` float32, if the decay is channel-wise, and it is zero in `d_scores`.
+            A token's score with itself has no decay. Taken through operands that are scaled by decays it would leave
+            their rounding in the decay's gradient, and where a token forgets nearly all that is all there is.
     """
 
     d_scores: Array
     d_erased: Array | None
+    d_own: Array | None
 
 
 def _is_row(gate: Any) -> bool:
@@ -105,7 +109,11 @@ def _pairs_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
     d_scores, *rest = sum_of_parts(problem.value_size, block, terms, (zero, zero) if problem.online else (zero,))
     # Of a channel-wise decay only the restarts concern the pairs' mask.
     decay = load_chunk_decay(r)
-    r.d_scores[...] = weigh_pairs(problem.scale * d_scores, decay, strict=False).astype(r.d_scores.dtype)
+    d_scores = problem.scale * d_scores
+    if r.d_own is not None:
+        is_own = iota(d_scores.shape, 0) == iota(d_scores.shape, 1)
+        r.d_own[...] = jnp.sum(jnp.where(is_own, d_scores, 0.0), axis=1)
+    r.d_scores[...] = weigh_pairs(d_scores, decay, strict=r.d_own is not None).astype(r.d_scores.dtype)
     for d_erased in rest:
         d_erased = _scale_rows(-d_erased, _reader_ratio(r, shares_gate))
         r.d_erased[...] = weigh_pairs(d_erased, decay, strict=True).astype(r.d_erased.dtype)
@@ -242,8 +250,9 @@ def gradients_of_pairs(
     def token(array):
         return p.of_token(array, CHUNK, at)
 
-    pairs_dtype = jnp.float32 if is_channel_wise(x.log_decay) else None
-    pairs = of_matrix(p.per_head(p.chunks, CHUNK, CHUNK, dtype=pairs_dtype), CHUNK)
+    is_scaled = is_channel_wise(x.log_decay)
+    pairs = of_matrix(p.per_head(p.chunks, CHUNK, CHUNK, dtype=jnp.float32 if is_scaled else None), CHUNK)
+    own = p.of_head(p.per_head(p.chunks, CHUNK, dtype=jnp.float32), (None, CHUNK), lambda h, n, b: (b, h, n, 0))
     results = call(
         _pairs_kernel,
         "delta_pair_gradients",
@@ -260,6 +269,7 @@ def gradients_of_pairs(
         {
             "d_scores": pairs,
             "d_erased": pairs if p.online else None,
+            "d_own": own if is_scaled else None,
         },
         launch,
         problem=p,
@@ -338,8 +348,12 @@ def argument_gradients(
 
             return p.of_head(array, (None, p.value_size, width), place)
 
+        def at_matrix(*g):
+            b, n, h, _ = at_key(*g)
+            return b, h, n, 0
+
         def of_matrix(array, rows):
-            return p.of_head(array, (None, rows, CHUNK), lambda *g: (at_key(*g)[0], at_key(*g)[2], at_key(*g)[1], 0, 0))
+            return p.of_head(array, (None, rows, CHUNK), lambda *g: (*at_matrix(*g), 0))
 
         def of_chunk(array, *size):
             return p.of_head(
@@ -374,6 +388,7 @@ def argument_gradients(
         if is_channel_side:
             given |= {name: of_chunk(getattr(prepared, name), width) for name in ("front", "tail", "kept")}
             given["extreme"] = of_chunk(prepared.extreme)
+            given["d_own"] = p.of_head(pairs.d_own, (None, CHUNK), at_matrix)
         return given, outputs, (p.value_heads, p.chunks, p.batch * key_blocks)
 
     static: dict[str, Any] = {"problem": p, "block": min(launch.inner, p.value_size), "shares_gate": shares_gate}

@@ -112,6 +112,28 @@ def test_small_cotangents_keep_their_digits():
             assert relative_error(x * 2.0**40, y) < 1e-5, nats
 
 
+def error_of_strong_decays(dtype, size: int) -> float:
+    """Relative error of the log decay's gradient where each token keeps 2e-3 of what came before it."""
+    arrays, _ = make_inputs(Case((1, 128, 1, 1, size, size), CHANNEL, write=NO, initial_state=False, dtype=dtype))
+    arrays["log_decay"] = jnp.full_like(arrays["log_decay"], -6.25)
+    cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(arrays["v"].shape), dtype)
+
+    def gradient(function, arrays, cotangent):
+        log_decay = arrays.pop("log_decay")
+        return jax.jit(jax.vjp(lambda x: function(**arrays, log_decay=x)[0], log_decay)[1])(cotangent)[0]
+
+    with jax.enable_x64(True):
+        doubles, double = jax.tree.map(lambda x: x.astype(jnp.float64), (dict(arrays), cotangent))
+        expected = gradient(functools.partial(ops.gated_delta_rule, implementation="scan"), doubles, double)
+        expected = np.asarray(expected)
+    return relative_error(gradient(triton.gated_delta_rule, arrays, cotangent), expected)
+
+
+def test_the_gradient_of_strong_decays():
+    """A token's score with itself has no decay, and is all but 2e-3 of what is read: its rounding must not show."""
+    assert error_of_strong_decays(jnp.float32, 16) < 1e-5
+
+
 @pytest.mark.parametrize("shares_gate", [False, True])
 def test_gates_of_zero_and_next_to_zero(shares_gate):
     """Gradients are divided by the write gate, which must not show where it is zero."""
@@ -348,6 +370,13 @@ def test_on_a_gpu(name, dtype):
     found = errors(dataclasses.replace(CASES[name], dtype=dtype, shape=shape))
     limit = {jnp.float32: 2e-4 if name in LOOSE else 2e-5, jnp.bfloat16: 1e-2}[dtype]
     assert all(error < limit for error in found.values()), found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_the_gradient_of_strong_decays_on_a_gpu(dtype):
+    """Pairs are products of tf32 there."""
+    assert error_of_strong_decays(dtype, 128) < {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}[dtype]
 
 
 @pytest.mark.gpu
