@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from experiments.language_modelling.report import chosen, figure, more_runs, rates_table, table, widths_figure
+from experiments.language_modelling.report import chosen, figure, lacking_rates, tables, widths_figure
 from experiments.language_modelling.runs import get_tokenizer, hold_out, read_run, train_and_test
 from experiments.language_modelling.study import WIDTHS, LanguageSetting, study
 from experiments.sweep.report import write_between_marks
@@ -93,15 +93,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             if done is None:
                 missing.insert(0, (mixer, rate, seed))
                 break
-    found = chosen(plan, results)
-    tables = table(plan, found) + rates_table(plan, results) + more_runs(plan, results)
-    if found:
-        figure(found, options.output / "figures" / f"{options.setting}.png", plan.train.data.sequence_length)
+    if found := chosen(plan, results):
+        path = options.output / "figures" / f"{options.setting}.png"
+        figure(found, path, plan.train.data.sequence_length, lacking_rates(plan, results))
     if options.setting in WIDTHS:
         widths_figure(options.output)
+    written = tables(plan, results)
     if not options.mixers and options.steps is None:
-        write_between_marks(options.output / "README.md", options.setting, tables)
-    print(tables)
+        write_between_marks(options.output / "README.md", options.setting, written)
+    print(written)
     return 0 if options.report_only or not missing else 1
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import pathlib
 import statistics
+from collections.abc import Collection
 from typing import Any
 
 from experiments.language_modelling.runs import read_run
@@ -33,15 +34,28 @@ def chosen(plan: LanguageStudy, results: pathlib.Path) -> dict[str, list[dict[st
     return {label: min(runs.values(), key=_validation_bits) for label, runs in _by_rate(plan, results).items()}
 
 
-def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]]) -> str:
-    """Bits per byte at each length, Markdown."""
+def lacking_rates(plan: LanguageStudy, results: pathlib.Path) -> set[str]:
+    """Labels of the mixers that were not run at every rate that others were: they stand at no choice of rates."""
+    tried = _by_rate(plan, results)
+    every = {rate for rates in tried.values() for rate in rates}
+    return {label for label, rates in tried.items() if set(rates) != every}
+
+
+def tables(plan: LanguageStudy, results: pathlib.Path) -> str:
+    """All of a setting's tables, Markdown: what stands between its marks on the page."""
+    found = chosen(plan, results)
+    return table(plan, found, lacking_rates(plan, results)) + rates_table(plan, results) + more_runs(plan, results)
+
+
+def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]], lacking: Collection[str] = ()) -> str:
+    """Bits per byte at each length, Markdown; the rates of mixers that are `lacking` others have a star."""
     if not found:
         return "No results yet.\n"
     head = ["mixer", "parameters", "rate", *(f"T={n}" for n in plan.lengths), "training loss", "tokens/s", "memory, GB"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for label, runs in sorted(found.items(), key=lambda entry: _bits(entry[1], plan.train.data.sequence_length)):
         first = runs[0]
-        row = [label, f"{first['num_parameters'] / 1e6:.1f}M", f"{first['learning_rate']:g}"]
+        row = [label, f"{first['num_parameters'] / 1e6:.1f}M", f"{first['learning_rate']:g}" + "*" * (label in lacking)]
         row += [f"{_bits(runs, n):.4f}" for n in plan.lengths]
         row.append(f"{statistics.fmean(_last_loss(run) for run in runs):.3f}")
         speed, peak = first["median_tokens_per_second"], first.get("peak_bytes")
@@ -53,10 +67,11 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]]) -> str:
     text = "; ".join(f"{tokens:,} tokens of {size:,} bytes, hash {name[:8]}" for name, tokens, size in sorted(texts))
     dates = sorted({run["environment"]["date"][:10] for run in every})
     commits = ", ".join(sorted({run["environment"]["commit"][:7] for run in every}))
+    note = " * Not run at every rate that others were." if lacking else ""
     return "\n".join(lines) + (
         f"\n\nBits per byte of held-out text by tokens a row (trained at {plan.train.data.sequence_length}), mean over "
         f"{len(plan.seeds)} seed(s), best first, after {every[0]['train_tokens']:,} tokens; training loss in nats a "
-        f"token, mean of the last tenth. Text: {text}. {where['device']}, jax {where['packages']['jax']}; commit "
+        f"token, mean of the last tenth.{note} Text: {text}. {where['device']}, jax {where['packages']['jax']}; commit "
         f"{commits}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.\n"
     )
 
@@ -110,8 +125,13 @@ def _last_loss(run: dict[str, Any]) -> float:
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
 
-def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: int) -> None:
-    """Training loss over steps, bits per byte by length and by position in the document; best at `length` first."""
+def figure(
+    found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: int, lacking: Collection[str] = ()
+) -> None:
+    """Training loss over steps, bits per byte by length and by position in the document; best at `length` first.
+
+    Mixers that are `lacking` rates that others have stand with a star.
+    """
     shape = (14, max(4.2, 0.2 * len(found)))
     drawing, (left, middle, right) = pyplot().subplots(1, 3, figsize=shape, layout="constrained")
     palette = pyplot().get_cmap("tab10")
@@ -121,7 +141,7 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: i
         steps, losses = zip(*runs[0]["train_loss"])
         window = max(1, len(losses) // 40)  # the mean of a few points, or the noise of batches hides the models
         smooth = [statistics.fmean(losses[max(0, j - window) : j + 1]) for j in range(len(losses))]
-        left.plot(steps, smooth, label=label, **style)
+        left.plot(steps, smooth, label=label + " *" * (label in lacking), **style)
         lengths = sorted(map(int, runs[0]["test"]))
         middle.plot(lengths, [_bits(runs, n) for n in lengths], marker="o", markersize=3, **style)
         points = runs[0]["test"][str(lengths[-1])]["by_position"]
@@ -150,7 +170,8 @@ def figure(found: dict[str, list[dict[str, Any]]], path: pathlib.Path, length: i
     sizes = [runs[0]["num_parameters"] / 1e6 for runs in found.values()]
     tokens = next(iter(found.values()))[0]["train_tokens"] / 1e6
     size = "-".join(dict.fromkeys(f"{x:.1f}" for x in (min(sizes), max(sizes))))
-    drawing.suptitle(f"Language models of {size}M parameters after {tokens:.1f}M tokens, best first")
+    note = " (* not run at every learning rate)" if lacking else ""
+    drawing.suptitle(f"Language models of {size}M parameters after {tokens:.1f}M tokens, best first{note}")
     drawing.legend(loc="outside right center", fontsize=8, frameon=False)
     save(drawing, path)
 

@@ -11,7 +11,14 @@ import pytest
 from flax import nnx
 
 from experiments.language_modelling.__main__ import FOLDER, main
-from experiments.language_modelling.report import at_every_width, chosen, more_runs, rates_table, table, widths_figure
+from experiments.language_modelling.report import (
+    at_every_width,
+    chosen,
+    lacking_rates,
+    rates_table,
+    tables,
+    widths_figure,
+)
 from experiments.language_modelling.runs import (
     BitsPerByte,
     Deadline,
@@ -33,10 +40,9 @@ def test_the_page_shows_what_the_results_say():
     page = (FOLDER / "README.md").read_text()
     for setting in ("short", "real", "large_short", "large"):
         plan, results = study(setting), FOLDER / "results" / setting
-        found = chosen(plan, results)
         begin, end = marks(setting)
-        text = table(plan, found) + rates_table(plan, results) + more_runs(plan, results)
-        assert found and page.split(begin, 1)[1].split(end, 1)[0].lstrip("\n") == text
+        assert chosen(plan, results)
+        assert page.split(begin, 1)[1].split(end, 1)[0].lstrip("\n") == tables(plan, results)
 
 
 def test_a_mixer_stands_at_the_better_of_the_rates_that_were_run(tmp_path):
@@ -52,7 +58,10 @@ def test_a_mixer_stands_at_the_better_of_the_rates_that_were_run(tmp_path):
         "| Comba | 1.4786 | not run |",
         "| Transformer++ | not run | 1.7206 |",
     ]
+    assert lacking_rates(plan, tmp_path) == {"Comba", "Transformer++"}
+    assert "| 0.002* |" in tables(plan, tmp_path)
     (tmp_path / "transformer--0.004--0.json").unlink()
+    assert not lacking_rates(plan, tmp_path)  # one rate, all have it
     assert rates_table(plan, tmp_path) == ""
     shutil.copy(FOLDER / "results" / "short" / "comba--0.004--0.json", tmp_path)
     assert chosen(plan, tmp_path)["Comba"][0]["learning_rate"] == 0.004  # 1.3774
