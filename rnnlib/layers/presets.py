@@ -53,12 +53,14 @@ class MixerPreset:
 
 
 _PRESETS: dict[str, MixerPreset] = {}
+_MODULES: dict[str, str] = {}  # that each preset's function is from
 
 
 def register_preset(title: str, paper: str) -> Callable[[Callable[[], MixerConfig]], Callable[[], MixerConfig]]:
     """Registers the decorated function, under its name, as a preset: it returns the configuration.
 
-    Models and files name it; whatever reads them, commands among them, runs after this has.
+    Models and files name it; whatever reads them, commands among them, runs after this has. A function that is defined
+    again, as by a notebook's cell that is run again, takes its own place.
 
     Example:
         >>> @register_preset("KDA with a decay per head", "composition, 2026")
@@ -71,17 +73,18 @@ def register_preset(title: str, paper: str) -> Callable[[Callable[[], MixerConfi
         paper: author, year and arXiv number.
 
     Raises:
-        ValueError: there is a preset of this name already, or the function has no docstring.
+        ValueError: another module has a preset of this name already, or the function has no docstring.
     """
 
     def register(function: Callable[[], MixerConfig]) -> Callable[[], MixerConfig]:
         name = function.__name__
-        if name in _PRESETS:
-            raise ValueError(f"register_preset: there is a preset {name!r} already")
+        if _MODULES.get(name, function.__module__) != function.__module__:
+            raise ValueError(f"register_preset: there is a preset {name!r} already, of {_MODULES[name]}")
         description = inspect.getdoc(function)
         if not description:
             raise ValueError(f"register_preset: {name!r} has no docstring, expected its paper and equation")
         _PRESETS[name] = MixerPreset(name, title, paper, function(), description)
+        _MODULES[name] = function.__module__
         return function
 
     return register

@@ -19,6 +19,7 @@ from rnnlib.layers import (
     mixer_preset,
     mixer_table,
     preset_details,
+    presets,
     register_preset,
 )
 from rnnlib.layers.part import from_plain, to_plain
@@ -199,8 +200,21 @@ def test_a_new_preset_costs_a_function():
         """Twice."""
         return RecurrentMixerConfig()
 
-    with pytest.raises(ValueError, match="there is a preset 'gated_deltanet' already"):
+    with pytest.raises(ValueError, match=r"there is a preset 'gated_deltanet' already, of rnnlib\.layers\.presets"):
         register_preset("Twice", "nowhere")(gated_deltanet)
+
+
+def test_a_preset_that_is_defined_again_takes_its_own_place(monkeypatch):
+    for table in ("_PRESETS", "_MODULES"):
+        monkeypatch.setattr(presets, table, dict(getattr(presets, table)))
+    for heads in (2, 4):  # a notebook's cell, changed and run again
+
+        @register_preset("Mine", "composition, 2026")
+        def my_mixer():
+            """`S_t = S_{t-1} + k_t v_t^T`."""
+            return RecurrentMixerConfig(value_heads=heads)
+
+        assert mixer_preset("my_mixer") == RecurrentMixerConfig(value_heads=heads)
 
 
 def test_presets_name_paper_and_equation():
