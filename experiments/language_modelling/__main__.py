@@ -6,9 +6,12 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import tyro
+from rich.console import Console
 
+from experiments.language_modelling.devices import Job, expected_seconds, train_on_devices
 from experiments.language_modelling.report import chosen, figure, lacking_rates, tables, widths_figure
 from experiments.language_modelling.runs import get_tokenizer, hold_out, read_run, train_and_test
 from experiments.language_modelling.study import WIDTHS, LanguageSetting, study
@@ -36,6 +39,11 @@ class Options:
     """Training steps, in place of the study's."""
     report_only: bool = False
     """Train nothing."""
+    train_only: bool = False
+    """Write no table and no figure."""
+    devices: tuple[int, ...] = ()
+    """Train on these GPUs of the machine, by the numbers of CUDA_VISIBLE_DEVICES: two models a GPU, of which one
+    compiles while the other trains."""
     output: pathlib.Path = FOLDER
     """Folder for results and figures."""
     work: pathlib.Path = pathlib.Path("runs/language_modelling")
@@ -48,6 +56,24 @@ class Options:
     """Give up a run that would end after this time (since the epoch), as soon as its speed tells."""
     commit: str | None = None
     """Commit to record where there is no git repository."""
+
+
+def command_of(options: Options, job: Job, device: int) -> list[str]:
+    """The command that trains one of the runs that `options` ask for, by turns with others on a device."""
+    arguments: dict[str, Any] = {
+        "setting": options.setting,
+        "mixers": job.mixer.label,
+        "rates": job.rate,
+        "seeds": job.seed,
+        "steps": options.steps,
+        "output": options.output,
+        "work": options.work,
+        "until": options.until,
+        "commit": options.commit,
+        "exclusive": options.work / f"device{device}.lock",
+    }
+    given = [part for name, value in arguments.items() if value is not None for part in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "experiments.language_modelling", "--train-only", *given]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for seed in options.seeds or plan.seeds
         if read_run(plan, results, mixer, rate, seed) is None
     ]
-    if missing and not options.report_only:
+    if missing and options.devices and not options.report_only:
+        jobs = [Job(*run, expected_seconds(plan, results, run[0])) for run in missing]
+        command = functools.partial(command_of, options)
+        logs = work / "logs"
+        train_on_devices(jobs, options.devices, command, logs=logs, console=Console(), until=options.until)
+        missing = [run for run in missing if read_run(plan, results, *run) is None]
+    elif missing and not options.report_only:
         tokenizer = get_tokenizer(plan, work)
         text = dataclasses.replace(plan.train.data, tokenizer=tokenizer[1])
         held_out = functools.cache(lambda: hold_out(text, tokenizer[0]))
@@ -93,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if done is None:
                 missing.insert(0, (mixer, rate, seed))
                 break
+    if options.train_only:
+        return 1 if missing else 0
     if found := chosen(plan, results):
         path = options.output / "figures" / f"{options.setting}.png"
         figure(found, path, plan.train.data.sequence_length, lacking_rates(plan, results))
