@@ -83,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     mixers = pick(plan.mixers, options.mixers)
     if not mixers:
         sys.exit(f"error: mixers are {', '.join(m.label for m in plan.mixers)}; got {options.mixers}")
+    if options.devices and options.seconds is not None:
+        sys.exit("error: with devices, give until (a time) in place of seconds")
     train = plan.train if options.steps is None else dataclasses.replace(plan.train, steps=options.steps)
     plan = dataclasses.replace(plan, mixers=mixers, train=train)
     results = options.output / "results" / options.setting

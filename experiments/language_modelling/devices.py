@@ -72,6 +72,11 @@ class Timetable:
                     return job
             return None
 
+    def close(self) -> None:
+        """Gives out no more."""
+        with self._lock:
+            self._waiting.clear()
+
     def end(self, device: int, job: Job, now: float) -> None:
         """A job has ended: what its device still has to do begins now."""
         with self._lock:
@@ -87,8 +92,8 @@ def train_on_devices(
     logs: pathlib.Path,
     console: Console,
     until: float | None = None,
-) -> list[Job]:
-    """Runs a command for each job, `COMMANDS_PER_DEVICE` at a time on each device.
+) -> None:
+    """Runs a command for each job, `COMMANDS_PER_DEVICE` at a time on each device; one that fails stops no other.
 
     Args:
         jobs: what is to be trained, the most wanted first.
@@ -97,12 +102,9 @@ def train_on_devices(
         logs: folder for what the commands print.
         console: where progress is shown.
         until: begins no job that would end after this time (since the epoch).
-
-    Returns:
-        The jobs whose command did not end well.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    timetable, failed = Timetable(jobs, until), list[Job]()
+    timetable = Timetable(jobs, until)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("language models", total=len(jobs))
@@ -122,13 +124,16 @@ def train_on_devices(
                 outcome = "done" if code == 0 else f"ended with {code}, see {log},"
                 took = f"{outcome} after {time.monotonic() - begin:.0f} s"
                 console.print(f"GPU {device}: {job}: {took}", highlight=False, markup=False)
-                if code != 0:
-                    failed.append(job)
                 progress.advance(bar)
 
         threads = [threading.Thread(target=work, args=(d,)) for _ in range(COMMANDS_PER_DEVICE) for d in devices]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
-    return failed
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:  # the commands have got it too, and write their checkpoints
+            timetable.close()
+            for thread in threads:
+                thread.join()
+            raise
