@@ -92,14 +92,14 @@ class TrapezoidalSolver(Solver):
         gates, keys, log_decay = signals.gates, signals.keys, signals.decay.log_decay
         if gates.previous is None or gates.write is None or gates.erase is not None or log_decay is None:
             raise ValueError("Trapezoidal: the gain gives no gate on the previous token, expected TrapezoidalGain")
-        if state is None:
-            state = self.init_state(x.shape[0])
+        before = (None, None, None) if state is None else (state.memory, state.key, state.value)
+        initial_memory, first_key, first_value = before
         query = self._per_value_head(keys.query)
         key = self._per_value_head(keys.written)
         value = signals.value
-        key_before, value_before = _shift(key, state.key), _shift(value, state.value)
+        key_before, value_before = _shift(key, first_key), _shift(value, first_value)
         # The state has the writing of the token before the first.
-        write_before = _shift(gates.write, jnp.zeros_like(gates.write[:, 0]))
+        write_before = _shift(gates.write)
         write_before = gates.previous + jnp.exp(log_decay) * write_before
         if segment_ids is not None:
             write_before = jnp.where(segment_starts(segment_ids)[..., None], 0.0, write_before)
@@ -111,7 +111,7 @@ class TrapezoidalSolver(Solver):
             _steps(self._values(value_before)),
             log_decay=_steps(jnp.pad(log_decay[..., None, None], ((0, 0),) * 3 + ((0, rank - 1), (0, 0))))[..., 0],
             write=jnp.repeat(write_before, rank, axis=1),
-            initial_state=state.memory,
+            initial_state=initial_memory,
             segment_ids=None if segment_ids is None else jnp.repeat(segment_ids, rank, axis=1),
             scale=self.options.scale,
             chunk_size=self.options.chunk_size,
@@ -176,9 +176,10 @@ class TrapezoidalSolver(Solver):
         return TrapezoidalState(*(jnp.zeros((batch_size, *size), shape.gate_dtype) for size in sizes))
 
 
-def _shift(y: Array, first: Array) -> Array:
-    """`y` `[B, T, ...]` one token later, `first` `[B, ...]` in front."""
-    return jnp.concatenate([first[:, None].astype(y.dtype), y[:, :-1]], axis=1)
+def _shift(y: Array, first: Array | None = None) -> Array:
+    """`y` `[B, T, ...]` one token later, `first` `[B, ...]` in front, or zeros."""
+    row = jnp.zeros_like(y[:, :1]) if first is None else first[:, None].astype(y.dtype)
+    return jnp.concatenate([row, y[:, :-1]], axis=1)
 
 
 def _steps(y: Array) -> Array:

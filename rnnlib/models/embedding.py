@@ -3,10 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.varying import vary_alike
+from rnnlib.ops.sharding import is_split, mesh_of
 
 # Tokens whose gradients are summed in one product: bounds the memory that their one-hot rows take.
 _BLOCK = 4096
@@ -25,6 +28,11 @@ def look_up(
         tokens: row numbers; one outside the table gives NaN, and no gradient.
         dtype: of the result.
     """
+    if is_split(tokens):  # over Explicit mesh axes: each device looks up its own
+        mesh, spec = mesh_of(tokens), jax.typeof(tokens).sharding.spec
+        specs = {"mesh": mesh, "in_specs": (P(), spec), "out_specs": P(*spec, None)}
+        own_rows = jax.shard_map(lambda table, tokens: look_up(table, tokens, dtype), **specs)
+        return own_rows(jax.sharding.reshard(table, NamedSharding(mesh, P())), tokens)
     return _look_up(*vary_alike((table, tokens)), dtype)
 
 

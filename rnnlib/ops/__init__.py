@@ -1,4 +1,7 @@
-"""Operators on arrays: pure functions, each with a token-by-token definition and faster forms of it."""
+"""Operators on arrays: pure functions, each with a token-by-token definition and faster forms of it.
+
+Arrays may be sharded by rows and heads over mesh axes of type Explicit (see `sharding`).
+"""
 
 from rnnlib.ops.causal_attention import causal_attention as causal_attention
 from rnnlib.ops.diagonal_preconditioner import diagonal_gram as diagonal_gram

@@ -192,7 +192,6 @@ def choose_implementation(
     implementation: str | None,
     unsupported: Mapping[str, Callable[[], str | None]],
     preference: Sequence[str],
-    arrays: Any = (),
 ) -> str:
     """The implementation to run.
 
@@ -202,35 +201,11 @@ def choose_implementation(
         unsupported: for each implementation of this operator, a function that says why it can't serve this case, or
             returns None where it can.
         preference: names, best first.
-        arrays: the operator's arguments, a tree.
 
     Raises:
-        ValueError: `implementation` is no implementation's name, or an array is sharded by mesh axes of type Explicit,
-            for which neither chunks nor kernels say what becomes of them.
+        ValueError: `implementation` is no implementation's name.
         NotImplementedError: the implementation named does not support the case; says why.
     """
-    chosen = _chosen(operator, implementation, unsupported, preference)
-    if chosen != "scan":
-        _check_whole(operator, arrays)
-    return chosen
-
-
-def _check_whole(operator: str, arrays: Any) -> None:
-    for array in jax.tree.leaves(arrays):
-        spec = jax.typeof(array).sharding.spec
-        if any(axis is not None for axis in spec):
-            raise ValueError(
-                f"{operator}: an argument of shape {array.shape} is sharded over Explicit mesh axes as {spec}, "
-                "expected whole arrays: call the operator inside jax.shard_map, or give the mesh axes of type Auto"
-            )
-
-
-def _chosen(
-    operator: str,
-    implementation: str | None,
-    unsupported: Mapping[str, Callable[[], str | None]],
-    preference: Sequence[str],
-) -> str:
     if implementation is None:
         return next(name for name in preference if name in unsupported and unsupported[name]() is None)
     if implementation not in IMPLEMENTATIONS:

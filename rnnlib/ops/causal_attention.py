@@ -11,10 +11,12 @@ from jaxtyping import Float, Int
 from pallas_kernels.platform import platform
 from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.ops.arguments import check_rank, check_segment_ids, floating_arrays, segment_index
+from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "causal_attention"
 
 
+@split_over_mesh
 def causal_attention(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T HK K"],

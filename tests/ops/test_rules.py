@@ -230,23 +230,6 @@ def test_states_vary_as_tokens_do(operator, implementation):
     jax.eval_shape(jax.grad(lambda x: sum(jnp.sum(y) for y in sharded(x))), x)
 
 
-def test_arrays_that_explicit_axes_shard_are_refused():
-    """XLA forms have no rule for their shardings, and kernels cannot be split."""
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    rows = jax.device_put(
-        jnp.ones((1, 20, 1, 16)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    )
-    for call in (
-        lambda: ops.gated_delta_rule(jnp.ones(rows.shape), rows, jnp.ones(rows.shape)),
-        lambda: ops.linear_attention(rows, rows, rows, implementation="triton"),
-        lambda: ops.ridge_solve(rows, rows),
-        lambda: ops.diagonal_preconditioner(rows),
-        lambda: ops.short_convolution(rows[..., 0], jnp.ones((4, 1))),
-    ):
-        with pytest.raises(ValueError, match=r"sharded over Explicit mesh axes as P\('data'.* inside jax.shard_map"):
-            call()
-
-
 def test_calls_outside_of_jit_are_compiled_once():
     """A loop that is written in Python does not compile at each step."""
     arguments = dataclasses.replace(PLAIN, shape=(1, 20, 1, 1, 4, 4)).arguments(jnp.float32, delta=True)

@@ -7,7 +7,7 @@ from importlib import resources
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import triton
@@ -262,3 +262,19 @@ def test_segments_fill_an_idle_card_only():
     assert choose_segments(programs=256, length=4096, processors=132) == 1
     assert choose_segments(programs=16, length=64, processors=132) == 1
     assert all(choose_segments(16, length, 132) <= max(1, (length + 63) // 128) for length in (1, 64, 128, 256, 1000))
+
+
+def test_kernels_take_each_devices_share_of_explicit_axes():
+    """What is sharded so need not be gathered: the kernels see a row and a head of each."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = AbstractMesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Explicit,) * 2, abstract_device=device)
+    sharding = NamedSharding(mesh, P("rows", None, "heads"))
+    tokens = {name: jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16, sharding=sharding) for name in "qkv"}
+
+    def loss(tokens):
+        return jnp.sum(ops.gated_delta_rule(**tokens, implementation="triton")[0].astype(jnp.float32) ** 2)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(jax.grad(loss)).trace(tokens).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("xla.gpu.triton") == KERNELS["none", 1]
+    assert "tensor<1x256x1x64xbf16>" in lowered

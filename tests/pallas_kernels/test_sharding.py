@@ -51,12 +51,12 @@ def convolution(q, k, v, beta, log_decay):
     return y.reshape(q.shape) * k, tail.reshape(batch, -1, heads, size).swapaxes(1, 2)
 
 
-@pytest.mark.parametrize("check_vma", (True, False))
+@pytest.mark.parametrize("how", ("explicit axes", "shard_map", "shard_map, unchecked"))
 @pytest.mark.parametrize("devices", ((2, 1), (1, 2), (2, 2)), ids=lambda shape: "batch_{}-heads_{}".format(*shape))
 @pytest.mark.parametrize(
     "operator", (delta_rule, preconditioned_key, ridge_regression, convolution), ids=lambda f: f.__name__
 )
-def test_several_devices_are_one(operator, devices, check_vma):
+def test_several_devices_are_one(operator, devices, how):
     count = devices[0] * devices[1]
     if jax.device_count() < count:
         pytest.skip(f"needs {count} devices")
@@ -70,15 +70,18 @@ def test_several_devices_are_one(operator, devices, check_vma):
         return out, state, pullback((jnp.ones_like(out), jnp.ones_like(state)))[0]
 
     one = jax.jit(functools.partial(value_and_gradients, results))(arguments())
-    mesh = jax.make_mesh(devices, ("batch", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:count])
+    kinds = (AxisType.Explicit if how == "explicit axes" else AxisType.Auto,) * 2
+    mesh = jax.make_mesh(devices, ("batch", "heads"), axis_types=kinds, devices=jax.devices()[:count])
     tokens, states = P("batch", None, "heads"), P("batch", "heads")
-    split = jax.shard_map(
-        results,
-        mesh=mesh,
-        in_specs=({name: tokens for name in arguments()},),
-        out_specs=(tokens, states),
-        check_vma=check_vma,
-    )
+    split = results
+    if how != "explicit axes":  # where operators split themselves
+        split = jax.shard_map(
+            results,
+            mesh=mesh,
+            in_specs=({name: tokens for name in arguments()},),
+            out_specs=(tokens, states),
+            check_vma=how == "shard_map",
+        )
     placed = jax.device_put(arguments(), NamedSharding(mesh, tokens))
     several = jax.jit(functools.partial(value_and_gradients, split))(placed)
     assert len(several[0].sharding.device_set) == count

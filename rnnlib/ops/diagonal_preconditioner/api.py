@@ -12,8 +12,10 @@ from rnnlib.ops.diagonal_preconditioner.evaluate import evaluate
 from rnnlib.ops.diagonal_preconditioner.inputs import gram_inputs
 from rnnlib.ops.diagonal_preconditioner.readouts import Gram, Preconditioner
 from rnnlib.ops.diagonal_preconditioner.squash import Interval, Squash, check_squash
+from rnnlib.ops.sharding import split_over_mesh
 
 
+@split_over_mesh
 def diagonal_gram(
     k: Float[Array, "B T H K"],
     *,
@@ -58,6 +60,7 @@ def diagonal_gram(
     return evaluate("diagonal_gram", Gram(), inputs, **options)[:2]
 
 
+@split_over_mesh
 def diagonal_preconditioner(
     k: Float[Array, "B T H K"],
     *,
@@ -117,6 +120,7 @@ def diagonal_preconditioner(
     return evaluate(name, readout, inputs, parameter=inputs.per_head(name, "center", center), **options)[:2]
 
 
+@split_over_mesh
 def precondition_key(
     k: Float[Array, "B T H K"],
     *,

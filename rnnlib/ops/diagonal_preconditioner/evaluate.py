@@ -64,8 +64,7 @@ def evaluate(
     }
     # A single token is one fused loop in XLA: nothing is left for a kernel to gain.
     preference = ("scan", "chunked") if length == 1 else default_preference(length)
-    arrays = inputs, x, parameter, initial_state, segment_ids
-    chosen = choose_implementation(operator, implementation, unsupported, preference, arrays)
+    chosen = choose_implementation(operator, implementation, unsupported, preference)
     if chosen == "triton":
         options: dict[str, Any] = {"readout": readout, "like": like, "dtype": dtype, "with_key": with_key}
         return diagonal_gram_triton(inputs, x, parameter, initial_state, segment_ids, **options)

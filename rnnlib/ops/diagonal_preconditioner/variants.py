@@ -10,10 +10,12 @@ from rnnlib.ops.arguments import accumulation_dtype, check_rank, check_shape, fl
 from rnnlib.ops.diagonal_preconditioner.evaluate import evaluate
 from rnnlib.ops.diagonal_preconditioner.inputs import gram_inputs
 from rnnlib.ops.diagonal_preconditioner.readouts import PreconditionedQuery, ShermanMorrisonKey
+from rnnlib.ops.sharding import split_over_mesh
 
 Normalization = Literal["projection", "implicit", "decayed_implicit"]
 
 
+@split_over_mesh
 def precondition_query(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -59,6 +61,7 @@ def precondition_query(
     return evaluate(name, PreconditionedQuery(), inputs, x=q, parameter=ridges, like=q, **options)[:2]
 
 
+@split_over_mesh
 def sherman_morrison_key(
     k: Float[Array, "B T H K"],
     *,
@@ -103,6 +106,7 @@ def sherman_morrison_key(
     return evaluate(name, ShermanMorrisonKey(), inputs, parameter=ridges, like=inputs.k, **options)[:2]
 
 
+@split_over_mesh
 def write_key_normalization(
     k: Float[Array, "B T H K"],
     write_key: Float[Array, "B T H K"],

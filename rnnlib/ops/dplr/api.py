@@ -18,10 +18,12 @@ from rnnlib.ops.arguments import (
 from rnnlib.ops.dplr.chunked import dplr_chunked
 from rnnlib.ops.dplr.inputs import DPLRInputs
 from rnnlib.ops.dplr.scan import dplr_scan
+from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "dplr"
 
 
+@split_over_mesh
 def dplr(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"] | Float[Array, "B T HV K"],
@@ -102,5 +104,5 @@ def dplr(
     }
     unsupported = {name: lambda: None for name in implementations}
     arguments = DPLRInputs(q, k, v, a, b, log_decay), initial_state, segment_ids
-    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length), arguments)
+    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
     return implementations[chosen](*arguments)

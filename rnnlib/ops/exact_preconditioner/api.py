@@ -13,10 +13,12 @@ from rnnlib.ops.arguments import (
     per_head,
 )
 from rnnlib.ops.exact_preconditioner.scan import exact_preconditioner_scan
+from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "exact_preconditioner"
 
 
+@split_over_mesh
 def exact_preconditioner(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],

@@ -20,10 +20,12 @@ from rnnlib.ops.gated_delta_rule.inputs import DeltaRuleInputs
 from rnnlib.ops.gated_delta_rule.scan import gated_delta_rule_scan
 from rnnlib.ops.gated_delta_rule.triton import gated_delta_rule_triton
 from rnnlib.ops.kernels import triton_unsupported
+from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "gated_delta_rule"
 
 
+@split_over_mesh
 def gated_delta_rule(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -131,5 +133,5 @@ def gated_delta_rule(
         "triton": lambda: triton_unsupported(q, k, v, erase, log_decay, chunk_size=chunk_size),
     }
     arguments = inputs, initial_state, segment_ids
-    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length), arguments)
+    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
     return implementations[chosen](*arguments)

@@ -20,10 +20,12 @@ from rnnlib.ops.linear_attention.chunked import linear_attention_chunked
 from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
 from rnnlib.ops.linear_attention.scan import linear_attention_scan
 from rnnlib.ops.linear_attention.triton import linear_attention_triton
+from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "linear_attention"
 
 
+@split_over_mesh
 def linear_attention(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -102,5 +104,5 @@ def linear_attention(
         "triton": lambda: triton_unsupported(q, k, v, log_decay, chunk_size=chunk_size),
     }
     arguments = inputs, initial_state, segment_ids
-    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length), arguments)
+    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
     return implementations[chosen](*arguments)

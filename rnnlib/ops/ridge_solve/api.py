@@ -25,10 +25,12 @@ from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
 from rnnlib.ops.ridge_solve.scan import ridge_solve_scan
 from rnnlib.ops.ridge_solve.solvers import METHODS, Solver
 from rnnlib.ops.ridge_solve.triton import ridge_solve_triton, ridge_triton_unsupported
+from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "ridge_solve"
 
 
+@split_over_mesh
 def ridge_solve(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -129,5 +131,5 @@ def ridge_solve(
         "triton": lambda: ridge_triton_unsupported(inputs, options, chunk_size),
     }
     arguments = inputs, initial_gram, segment_ids
-    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length), arguments)
+    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
     return implementations[chosen](*arguments)

@@ -12,6 +12,7 @@ from rnnlib.ops.arguments import (
     default_preference,
     floating_arrays,
 )
+from rnnlib.ops.sharding import split_over_mesh
 from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs, Finish
 from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
 from rnnlib.ops.short_convolution.triton import short_convolution_triton, triton_convolution_unsupported
@@ -19,6 +20,7 @@ from rnnlib.ops.short_convolution.triton import short_convolution_triton, triton
 _NAME = "short_convolution"
 
 
+@split_over_mesh
 def short_convolution(
     x: Float[Array, "B T D"],
     kernel: Float[Array, "W D"],
@@ -78,6 +80,6 @@ def short_convolution(
     unsupported = {"chunked": lambda: None, "triton": lambda: triton_convolution_unsupported(inputs, finish)}
     # A single token is one fused loop in XLA: nothing is left for a kernel to gain.
     preference = ("chunked",) if length == 1 else default_preference(length)
-    chosen = choose_implementation(_NAME, implementation, unsupported, preference, inputs)
+    chosen = choose_implementation(_NAME, implementation, unsupported, preference)
     y = (short_convolution_triton if chosen == "triton" else short_convolution_taps)(inputs, finish)
     return y, last_inputs(inputs)

@@ -1,0 +1,137 @@
+"""Operators on meshes with Explicit axes, which are JAX's default: each device takes its own rows and heads.
+
+Under such a mesh an array's type says how it is sharded, and every operation needs a rule for what becomes of that.
+Chunks and kernels have none; but rows and heads never meet in an operator, so that it runs on each device's share as it
+is. How arguments are laid out is read off their annotations: `"B T H K"` has rows along its first axis and heads along
+its third.
+"""
+
+import functools
+import inspect
+import math
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# What devices may share out, by the axis's name in annotations. Key and value heads go together; channels only where
+# none reads another (short convolutions).
+_SHARES = {"B": "rows", "H": "heads", "HV": "heads", "HK": "heads", "D": "channels"}
+
+Axes = tuple[str, ...]
+
+
+def is_split(array: Any) -> bool:
+    """Whether an array is sharded over Explicit mesh axes."""
+    return isinstance(array, Array) and any(axis is not None for axis in jax.typeof(array).sharding.spec)
+
+
+def split_over_mesh[**Arguments, Result](operator: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """`operator`, which takes arguments whose rows and heads are sharded over Explicit mesh axes too.
+
+    Its results are sharded as these are. Arguments that are whole, or in which an axis is, are split as the others.
+
+    Args:
+        operator: a function whose arguments and results that are arrays have their axes' names in their annotations.
+
+    Raises:
+        ValueError: an argument is sharded along another axis, or two arguments differently; or heads do not come out
+            whole on each device.
+    """
+    signature = inspect.signature(operator)
+    layouts = {name: found for name, p in signature.parameters.items() if (found := _layouts(p.annotation))}
+    results = [next(iter(_layouts(kind).values())) for kind in _members(signature.return_annotation)]
+
+    @functools.wraps(operator)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not any(map(is_split, (*args, *kwargs.values()))):
+            return operator(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        arrays = {name: x for name, x in given.items() if name in layouts and isinstance(x, Array | np.ndarray)}
+        if any(np.ndim(x) not in layouts[name] for name, x in arrays.items()):  # the operator says what is wrong
+            return operator(*args, **kwargs)
+        axes = {name: layouts[name][np.ndim(x)] for name, x in arrays.items()}
+        shares = _mesh_axes(operator.__name__, arrays, axes)
+        mesh = mesh_of(next(filter(is_split, arrays.values())))
+
+        def spec(of: Axes) -> P:
+            return P(*(shares.get(_SHARES.get(axis, axis)) for axis in of))
+
+        _check_divisible(operator.__name__, arrays, axes, shares, mesh)
+        specs = {name: spec(of) for name, of in axes.items()}
+        own = {
+            name: jax.sharding.reshard(jnp.asarray(x), NamedSharding(mesh, specs[name])) for name, x in arrays.items()
+        }
+        whole: Callable[..., Result] = operator
+        out_specs = tuple(map(spec, results))
+        mapped = jax.shard_map(
+            lambda own: whole(**{**given, **own}),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=out_specs if len(results) > 1 else out_specs[0],
+            axis_names={name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit},
+        )
+        return mapped(own)
+
+    return call
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The types of a tuple's members, or the annotation itself."""
+    return typing.get_args(annotation) if typing.get_origin(annotation) is tuple else (annotation,)
+
+
+def _layouts(annotation: Any) -> dict[int, Axes]:
+    """Names of the axes of each array that an annotation allows, by their number."""
+    options = typing.get_args(annotation) or (annotation,)
+    found = [tuple(option.dim_str.split()) for option in options if hasattr(option, "dim_str")]
+    return {len(axes): axes for axes in reversed(found)}
+
+
+def mesh_of(array: Any) -> Any:
+    """The mesh of a sharded array: in a traced function its shape is all that is known of it."""
+    return (jax.typeof(array) if isinstance(array, jax.core.Tracer) else array).sharding.mesh
+
+
+def _mesh_axes(operator: str, arrays: Mapping[str, Any], axes: Mapping[str, Axes]) -> dict[str, Any]:
+    """The mesh axes over which rows, heads or channels are sharded, where they are."""
+    shares: dict[str, Any] = {}
+    for name, array in arrays.items():
+        if not is_split(array):
+            continue
+        spec = jax.typeof(array).sharding.spec
+        for axis, over in zip(axes[name], spec):
+            if over is None:
+                continue
+            share = _SHARES.get(axis)
+            if share is None:
+                raise ValueError(
+                    f"{operator}: {name} of shape {array.shape} is sharded over Explicit mesh axes as {spec}, expected "
+                    f"only rows and heads to be, of [{', '.join(axes[name])}]"
+                )
+            if shares.setdefault(share, over) != over:
+                raise ValueError(
+                    f"{operator}: {name} of shape {array.shape} has its {share} sharded over {over!r}, expected "
+                    f"{shares[share]!r} as in other arguments"
+                )
+    return shares
+
+
+def _check_divisible(
+    operator: str, arrays: Mapping[str, Any], axes: Mapping[str, Axes], shares: Mapping[str, Any], mesh: Any
+) -> None:
+    for name, array in arrays.items():
+        for size, axis in zip(array.shape, axes[name]):
+            over = shares.get(_SHARES.get(axis, axis), ())
+            devices = math.prod(mesh.shape[a] for a in ((over,) if isinstance(over, str) else over))
+            if size % devices:
+                raise ValueError(
+                    f"{operator}: {name} of shape {array.shape} has {size} {_SHARES[axis]}, expected a multiple of the "
+                    f"{devices} devices of mesh axis {over!r} that share them"
+                )
