@@ -35,7 +35,7 @@ def is_split(array: Any) -> bool:
 def split_over_mesh[**Arguments, Result](operator: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """`operator`, which takes arguments whose rows and heads are sharded over Explicit mesh axes too.
 
-    Its results are sharded as these are. Arguments that are whole, or in which an axis is, are split as the others.
+    Its results are sharded as these are. Arguments that are whole along rows or heads are split as the others.
 
     Args:
         operator: a function whose arguments and results that are arrays have their axes' names in their annotations.
@@ -68,10 +68,10 @@ def split_over_mesh[**Arguments, Result](operator: Callable[Arguments, Result]) 
         own = {
             name: jax.sharding.reshard(jnp.asarray(x), NamedSharding(mesh, specs[name])) for name, x in arrays.items()
         }
-        whole: Callable[..., Result] = operator
+        run: Callable[..., Result] = operator
         out_specs = tuple(map(spec, results))
         mapped = jax.shard_map(
-            lambda own: whole(**{**given, **own}),
+            lambda own: run(**{**given, **own}),
             mesh=mesh,
             in_specs=(specs,),
             out_specs=out_specs if len(results) > 1 else out_specs[0],
@@ -111,9 +111,10 @@ def _mesh_axes(operator: str, arrays: Mapping[str, Any], axes: Mapping[str, Axes
                 continue
             share = _SHARES.get(axis)
             if share is None:
+                able = " and ".join(a for a in axes[name] if a in _SHARES) or "none"
                 raise ValueError(
                     f"{operator}: {name} of shape {array.shape} is sharded over Explicit mesh axes as {spec}, expected "
-                    f"only rows and heads to be, of [{', '.join(axes[name])}]"
+                    f"at most {able} of its axes [{', '.join(axes[name])}] to be"
                 )
             if shares.setdefault(share, over) != over:
                 raise ValueError(

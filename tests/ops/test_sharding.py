@@ -67,9 +67,9 @@ def test_results_are_sharded_as_arguments_are():
     [
         (
             {"q": P(None, "data")},
-            r"q of shape \(8, 16, 2, 8\) is .*only rows and heads to be, of \[B, T, H, K\]",
+            r"q of shape \(8, 16, 2, 8\) is .*at most B and H of its axes \[B, T, H, K\] to be",
         ),
-        ({"k": P(None, None, None, "data")}, "k of shape .* only rows and heads"),
+        ({"k": P(None, None, None, "data")}, "k of shape .* at most B and H of"),
         ({"q": P("data"), "v": P("model")}, "v of shape .* has its rows sharded over 'model', expected 'data' as in"),
         ({"v": P(None, None, "model")}, "q of shape .* has 2 heads, expected a multiple of the 4 devices of mesh axis"),
     ],
