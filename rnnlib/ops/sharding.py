@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 # What devices may share out, by the axis's name in annotations. Key and value heads go together; channels only where
@@ -64,22 +64,44 @@ def split_over_mesh[**Arguments, Result](operator: Callable[Arguments, Result]) 
             return P(*(shares.get(_SHARES.get(axis, axis)) for axis in of))
 
         _check_divisible(operator.__name__, arrays, axes, shares, mesh)
-        specs = {name: spec(of) for name, of in axes.items()}
-        own = {
-            name: jax.sharding.reshard(jnp.asarray(x), NamedSharding(mesh, specs[name])) for name, x in arrays.items()
-        }
-        run: Callable[..., Result] = operator
+        specs = tuple(spec(of) for of in axes.values())
         out_specs = tuple(map(spec, results))
-        mapped = jax.shard_map(
-            lambda own: run(**{**given, **own}),
-            mesh=mesh,
-            in_specs=(specs,),
-            out_specs=out_specs if len(results) > 1 else out_specs[0],
-            axis_names={name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit},
+        how = (
+            operator,
+            tuple(arrays),
+            tuple((name, x) for name, x in given.items() if name not in arrays),
+            mesh,
+            specs,
+            out_specs if len(results) > 1 else out_specs[0],
+            frozenset(axis for over in shares.values() for axis in _mesh_axes_of(over)),
         )
-        return mapped(own)
+        try:
+            mapped = _mapped(*how)
+        except TypeError:  # an option that cannot be looked up, such as a traced number
+            mapped = _mapped.__wrapped__(*how)
+        own = [jax.sharding.reshard(jnp.asarray(x), NamedSharding(mesh, s)) for x, s in zip(arrays.values(), specs)]
+        return mapped(*own)
 
     return call
+
+
+@functools.lru_cache(maxsize=256)
+def _mapped(
+    operator: Callable[..., Any],
+    names: tuple[str, ...],
+    options: tuple[tuple[str, Any], ...],
+    mesh: Any,
+    in_specs: tuple[P, ...],
+    out_specs: Any,
+    axis_names: frozenset[str],
+) -> Callable[..., Any]:
+    """An operator on each device's share of the arguments `names`; kept, so that calls outside of jit compile once."""
+
+    def run(*own: Array) -> Any:
+        return operator(**dict(options), **dict(zip(names, own)))
+
+    specs = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": axis_names}
+    return jax.jit(jax.shard_map(run, mesh=mesh, **specs))
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -124,13 +146,18 @@ def _mesh_axes(operator: str, arrays: Mapping[str, Any], axes: Mapping[str, Axes
     return shares
 
 
+def _mesh_axes_of(entry: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The mesh axes that an entry of a `PartitionSpec` names."""
+    return (entry,) if isinstance(entry, str) else entry
+
+
 def _check_divisible(
     operator: str, arrays: Mapping[str, Any], axes: Mapping[str, Axes], shares: Mapping[str, Any], mesh: Any
 ) -> None:
     for name, array in arrays.items():
         for size, axis in zip(array.shape, axes[name]):
             over = shares.get(_SHARES.get(axis, axis), ())
-            devices = math.prod(mesh.shape[a] for a in ((over,) if isinstance(over, str) else over))
+            devices = math.prod(mesh.shape[mesh_axis] for mesh_axis in _mesh_axes_of(over))
             if size % devices:
                 raise ValueError(
                     f"{operator}: {name} of shape {array.shape} has {size} {_SHARES[axis]}, expected a multiple of the "

@@ -60,6 +60,7 @@ OPERATORS = {
     "exact_preconditioner": lambda a: ops.exact_preconditioner(a["wide_q"], a["wide_k"], gain=a["beta"]),
     "dplr": lambda a: ops.dplr(a["q"], a["k"], a["v"], a=-a["k"], b=a["k"]),
     "short_convolution": lambda a: ops.short_convolution(a["x"], a["kernel"], activation="silu", norm_size=K),
+    "row by row": lambda a: jax.vmap(lambda *x: ops.gated_delta_rule(*(y[None] for y in x)))(a["q"], a["k"], a["v"]),
     "causal_attention": lambda a: ops.causal_attention(a["wide_q"], a["k"], a["k"], window=5),
 }
 

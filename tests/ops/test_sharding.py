@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import unittest
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,26 @@ def test_results_are_sharded_as_arguments_are():
     assert out.sharding.spec[:3] == ("data", None, "model") and gram.sharding.spec[:2] == ("data", "model")
     embedded = jax.eval_shape(lambda *x: look_up(*x, jnp.float32), like(32, 6), like(8, 16, spec=rows, dtype=jnp.int32))
     assert embedded.sharding.spec[0] == ("data", "model")
+
+
+def test_calls_outside_of_jit_are_compiled_once():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    rows = jax.device_put(jnp.ones((1, 20, 1, 4)), NamedSharding(mesh, P("data")))
+    with jax.log_compiles(), unittest.TestCase().assertLogs("jax", "WARNING") as first:
+        ops.short_convolution(rows[..., 0, :], jnp.ones((3, 4)))
+    assert any("Compiling" in line for line in first.output)
+    with jax.log_compiles(), unittest.TestCase().assertNoLogs("jax", "WARNING"):
+        ops.short_convolution(rows[..., 0, :], jnp.ones((3, 4)))
+
+
+def test_an_option_may_be_traced(unchecked_shapes):
+    """As without a mesh, though its annotation says a number."""
+
+    def run(eps, rows):
+        return ops.short_convolution(rows, jnp.ones((3, 8)), norm_size=4, norm_eps=eps)[0]
+
+    out = jax.eval_shape(run, jnp.ones(()), like(8, 16, 8, spec=P("data")))
+    assert out.sharding.spec[0] == "data"
 
 
 @pytest.mark.parametrize(
