@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from rnnlib.fields import PositiveInteger, check_fields, in_words, matches
 from rnnlib.layers.initializers import Initializer
+from rnnlib.ops.sharding import dot_general_over_mesh
 
 # Of a projection: None is full rank, `"value_size"` is V.
 Rank = PositiveInteger | Literal["value_size"] | None
@@ -137,6 +138,7 @@ class MixerShape:
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             kernel_init=self.initializer.build(),
+            dot_general=dot_general_over_mesh,
             rngs=rngs,
         )
 

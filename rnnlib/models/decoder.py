@@ -13,6 +13,7 @@ from rnnlib.models.config import ModelConfig
 from rnnlib.models.embedding import look_up
 from rnnlib.models.mixers import build_mixer
 from rnnlib.ops.arguments import check_array, check_segment_ids, check_shape
+from rnnlib.ops.sharding import dot_general_over_mesh
 
 # One entry a layer, each the cache of that layer's mixer: a pytree whose arrays keep their shapes from call to call.
 DecoderCache = tuple[Any, ...]
@@ -38,6 +39,7 @@ class SwiGLU(nnx.Module):
             kernel_init=nnx.initializers.normal(initializer_std),
             dtype=dtype,
             param_dtype=param_dtype,
+            dot_general=dot_general_over_mesh,
             rngs=rngs,
         )
         self.gate = linear(width, hidden_width)

@@ -163,3 +163,18 @@ def _check_divisible(
                     f"{operator}: {name} of shape {array.shape} has {size} {_SHARES[axis]}, expected a multiple of the "
                     f"{devices} devices of mesh axis {over!r} that share them"
                 )
+
+
+def dot_general_over_mesh(lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, **options: Any) -> Array:
+    """`jax.lax.dot_general`, summed over devices where they share out what is contracted over Explicit mesh axes.
+
+    So the output's projection takes heads that devices share, with its rows sharded as these are. Everything else that
+    is sharded stays so in the product.
+    """
+    (contracted, others), (batch, _) = dimension_numbers
+    left, right = (jax.typeof(x).sharding.spec for x in (lhs, rhs))
+    if not batch and any(left[axis] is not None for axis in contracted):
+        kept = [entry for axis, entry in enumerate(left) if axis not in contracted]
+        kept += [entry for axis, entry in enumerate(right) if axis not in others]
+        options["out_sharding"] = NamedSharding(mesh_of(lhs), P(*kept))
+    return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
