@@ -162,5 +162,6 @@ class MixerShape:
             raise ValueError(f"{part}: the solve axis takes {self.pairs} keys a token and head, expected 1")
 
     def repeat_key_heads(self, x: Array) -> Array:
-        """Gives each value head its key head's signal: `[B, T, H, ...]` to `[B, T, HV, ...]`."""
-        return x if self.group == 1 else jnp.repeat(x, self.group, axis=2)
+        """Gives each value head its key head's signal: `[B, T, H, ...]` to `[B, T, HV, ...]`, which stays as it is."""
+        group = self.value_heads // x.shape[2]
+        return x if group == 1 else jnp.repeat(x, group, axis=2)

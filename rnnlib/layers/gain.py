@@ -228,7 +228,7 @@ class NLMSGate(Gain):
     ) -> Gates:
         """Beta `[B, T, HV]` from the keys."""
         gain = ops.nlms_gain(key.astype(self.shape.gate_dtype), self.eps)
-        return Gates(beta=jnp.repeat(gain, self.shape.value_heads // gain.shape[2], axis=2))
+        return Gates(beta=self.shape.repeat_key_heads(gain))
 
 
 @dataclasses.dataclass(frozen=True)

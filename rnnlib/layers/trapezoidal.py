@@ -132,8 +132,7 @@ class TrapezoidalSolver(Solver):
 
     def _per_value_head(self, y: Array) -> Array:
         """Keys or queries of any heads, `[B, T, HV, R, K]`."""
-        y = y.reshape(*y.shape[:2], -1, self.shape.pairs, self.shape.key_size)
-        return jnp.repeat(y, self.shape.value_heads // y.shape[2], axis=2)
+        return self.shape.repeat_key_heads(y.reshape(*y.shape[:2], -1, self.shape.pairs, self.shape.key_size))
 
     def _values(self, value: Array) -> Array:
         """The R values `[..., HV, R, V]` of each value `[..., HV, V]`."""
