@@ -95,6 +95,11 @@ def _reader_ratio(r, shares_gate: bool) -> Any:
     return inverse if ratio is None else ratio * inverse
 
 
+def _diagonal(x: Array, axis: int) -> Array:
+    """Of a square matrix, by a sum along an axis."""
+    return jnp.sum(jnp.where(iota(x.shape, 0) == iota(x.shape, 1), x, 0.0), axis=axis)
+
+
 def _scale_rows(x: Any, rows: Any) -> Any:
     return x if rows is None else rows[:, None] * x
 
@@ -111,8 +116,7 @@ def _pairs_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
     decay = load_chunk_decay(r)
     d_scores = problem.scale * d_scores
     if r.d_own is not None:
-        is_own = iota(d_scores.shape, 0) == iota(d_scores.shape, 1)
-        r.d_own[...] = jnp.sum(jnp.where(is_own, d_scores, 0.0), axis=1)
+        r.d_own[...] = _diagonal(d_scores, axis=1)
     r.d_scores[...] = weigh_pairs(d_scores, decay, strict=r.d_own is not None).astype(r.d_scores.dtype)
     for d_erased in rest:
         d_erased = _scale_rows(-d_erased, _reader_ratio(r, shares_gate))
@@ -140,8 +144,7 @@ def _state_products(r, problem: Problem, block: int, shares_gate: bool) -> State
     start = StateProducts(zero, zero if problem.online else None, zero, None if r.log_decay is None else pairs)
     result = sum_of_parts(problem.value_size, block, terms, start)
     if result.kept is not None and are_operands:
-        i, j = iota((width, width), 0), iota((width, width), 1)
-        result = result._replace(kept=jnp.sum(jnp.where(i == j, result.kept, 0.0), axis=0))
+        result = result._replace(kept=_diagonal(result.kept, axis=0))
     if problem.online:
         result = result._replace(erased=_scale_rows(result.erased, _reader_ratio(r, shares_gate)))
     return result

@@ -43,6 +43,7 @@ class MixerPreset:
         paper: where it is from.
         config: its configuration.
         description: the preset's docstring: paper, equation, choices.
+        module: that registered it.
     """
 
     name: str
@@ -50,10 +51,10 @@ class MixerPreset:
     paper: str
     config: MixerConfig
     description: str
+    module: str
 
 
 _PRESETS: dict[str, MixerPreset] = {}
-_MODULES: dict[str, str] = {}  # that each preset's function is from
 
 
 def register_preset(title: str, paper: str) -> Callable[[Callable[[], MixerConfig]], Callable[[], MixerConfig]]:
@@ -78,13 +79,13 @@ def register_preset(title: str, paper: str) -> Callable[[Callable[[], MixerConfi
 
     def register(function: Callable[[], MixerConfig]) -> Callable[[], MixerConfig]:
         name = function.__name__
-        if _MODULES.get(name, function.__module__) != function.__module__:
-            raise ValueError(f"register_preset: there is a preset {name!r} already, of {_MODULES[name]}")
+        present = _PRESETS.get(name)
+        if present is not None and present.module != function.__module__:
+            raise ValueError(f"register_preset: there is a preset {name!r} already, of {present.module}")
         description = inspect.getdoc(function)
         if not description:
             raise ValueError(f"register_preset: {name!r} has no docstring, expected its paper and equation")
-        _PRESETS[name] = MixerPreset(name, title, paper, function(), description)
-        _MODULES[name] = function.__module__
+        _PRESETS[name] = MixerPreset(name, title, paper, function(), description, function.__module__)
         return function
 
     return register

@@ -92,8 +92,7 @@ class TrapezoidalSolver(Solver):
         gates, keys, log_decay = signals.gates, signals.keys, signals.decay.log_decay
         if gates.previous is None or gates.write is None or gates.erase is not None or log_decay is None:
             raise ValueError("Trapezoidal: the gain gives no gate on the previous token, expected TrapezoidalGain")
-        before = (None, None, None) if state is None else (state.memory, state.key, state.value)
-        initial_memory, first_key, first_value = before
+        initial_memory, first_key, first_value = (None, None, None) if state is None else state
         query = self._per_value_head(keys.query)
         key = self._per_value_head(keys.written)
         value = signals.value

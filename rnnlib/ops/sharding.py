@@ -61,7 +61,7 @@ def split_over_mesh[**Arguments, Result](operator: Callable[Arguments, Result]) 
         mesh = mesh_of(next(filter(is_split, arrays.values())))
 
         def spec(of: Axes) -> P:
-            return P(*(shares.get(_SHARES.get(axis, axis)) for axis in of))
+            return P(*map(shares.get, of))
 
         _check_divisible(operator.__name__, arrays, axes, shares, mesh)
         specs = tuple(spec(of) for of in axes.values())
@@ -122,7 +122,7 @@ def mesh_of(array: Any) -> Any:
 
 
 def _mesh_axes(operator: str, arrays: Mapping[str, Any], axes: Mapping[str, Axes]) -> dict[str, Any]:
-    """The mesh axes over which rows, heads or channels are sharded, where they are."""
+    """By the name of each axis that devices share out, the mesh axes over which."""
     shares: dict[str, Any] = {}
     for name, array in arrays.items():
         if not is_split(array):
@@ -143,7 +143,7 @@ def _mesh_axes(operator: str, arrays: Mapping[str, Any], axes: Mapping[str, Axes
                     f"{operator}: {name} of shape {array.shape} has its {share} sharded over {over!r}, expected "
                     f"{shares[share]!r} as in other arguments"
                 )
-    return shares
+    return {axis: shares[share] for axis, share in _SHARES.items() if share in shares}
 
 
 def _mesh_axes_of(entry: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ def _check_divisible(
 ) -> None:
     for name, array in arrays.items():
         for size, axis in zip(array.shape, axes[name]):
-            over = shares.get(_SHARES.get(axis, axis), ())
+            over = shares.get(axis, ())
             devices = math.prod(mesh.shape[mesh_axis] for mesh_axis in _mesh_axes_of(over))
             if size % devices:
                 raise ValueError(

@@ -1,5 +1,6 @@
 """Run by `test_sharding.py` in a process of its own, which has four devices: prints relative errors, JSON."""
 
+import functools
 import json
 import os
 
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from rnnlib import ops
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.ops.sharding import is_split
+from tests.ops.rules import relative_error
 
 B, T, H, HV, K = 4, 20, 2, 4, 8
 MODELS = ("pkda", "gated_kalmanet", "mamba3", "sliding_window_attention")
@@ -66,15 +68,10 @@ OPERATORS = {
 }
 
 
-def relative_error(x, y):
-    x, y = (np.asarray(array, np.float64) for array in (x, y))
-    return float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
-
-
 def largest_error(function, whole, split):
     """Of value and gradients between arrays that are whole and the same ones split over devices."""
-    run = jax.jit(jax.value_and_grad(function))
-    return max(jax.tree.leaves(jax.tree.map(relative_error, run(*split), run(*whole))))
+    run, error = jax.jit(jax.value_and_grad(function)), functools.partial(relative_error, smallest=1e-30)
+    return max(jax.tree.leaves(jax.tree.map(error, run(*split), run(*whole))))
 
 
 def by_heads(path, weight):
