@@ -30,7 +30,7 @@ class Options:
     """"small" runs on a CPU in minutes; on one GPU "real", "short" (a tenth of the tokens), "large" (150M) and
     "large_short" (a quarter of the tokens)."""
     mixers: tuple[str, ...] = ()
-    """Only mixers of these labels, or whose label contains one of these."""
+    """Only mixers of these labels, or whose label contains one of these, in this order."""
     rates: tuple[float, ...] = ()
     """Train only at these learning rates; left out, at those of the study."""
     seeds: tuple[int, ...] = ()

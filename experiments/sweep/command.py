@@ -22,7 +22,7 @@ class SweepOptions:
     setting: Literal["small", "real"] = "small"
     """"small" runs on a CPU in minutes, "real" on one GPU."""
     mixers: tuple[str, ...] = ()
-    """Only mixers of these labels, or whose label contains one of these."""
+    """Only mixers of these labels, or whose label contains one of these, in this order."""
     skip: tuple[str, ...] = ()
     """No mixers whose label contains one of these."""
     cells: tuple[str, ...] = ()

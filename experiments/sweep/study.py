@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rnnlib.data.tasks import Task
@@ -52,13 +52,15 @@ class Mixer:
         return cls(label, preset, tuple(sorted(overrides.items())))
 
 
-def pick(mixers: Iterable[Mixer], parts: Collection[str]) -> tuple[Mixer, ...]:
-    """The mixers whose label is one of `parts` or, for a part that is no mixer's label, contains it; () picks all."""
+def pick(mixers: Iterable[Mixer], parts: Sequence[str]) -> tuple[Mixer, ...]:
+    """The mixers whose label is one of `parts` or, for a part that is no mixer's label, contains it; () picks all.
+
+    They come in the order of `parts`, so that what is named first is trained first.
+    """
     mixers = tuple(mixers)
     labels = {mixer.label for mixer in mixers}
-    return tuple(
-        m for m in mixers if not parts or any(p == m.label or (p not in labels and p in m.label) for p in parts)
-    )
+    named = (m for part in parts or ("",) for m in mixers if (part == m.label if part in labels else part in m.label))
+    return tuple(dict.fromkeys(named))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,10 +21,11 @@ MIXERS = tuple(Mixer.of(label, "linear_attention") for label in ("KLA", "KLA + A
         (("DeltaNet",), ["DeltaNet"]),
         (("Delta",), ["DeltaNet", "Gated DeltaNet"]),
         (("KLA", "Gated"), ["KLA", "Gated DeltaNet"]),
+        (("Gated", "Delta"), ["Gated DeltaNet", "DeltaNet"]),
         (("nothing",), []),
     ],
 )
-def test_a_whole_label_picks_one_mixer_and_a_part_all_that_contain_it(parts, labels):
+def test_a_whole_label_picks_one_mixer_and_a_part_all_that_contain_it_in_the_order_named(parts, labels):
     assert [mixer.label for mixer in pick(MIXERS, parts)] == labels
 
 
