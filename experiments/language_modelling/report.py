@@ -179,31 +179,28 @@ def figure(
 def at_every_width(output: pathlib.Path) -> dict[str, list[list[dict[str, Any]]]]:
     """For each mixer, the runs of every width of `WIDTHS`: of the rates compared at, each width's better one.
 
-    The widths' rates are as many, in one order: what one width has at its other rate has no partner. All mixers are
-    compared at the same rates, those that most were run at with every width; one that lacks these is left out.
+    The widths' rates are as many, in one order: what one width has at its other rate has no partner, and a mixer
+    without any partners is left out.
     """
     plans = [study(setting) for setting in WIDTHS]
     tables = [_by_rate(plan, output / "results" / setting) for plan, setting in zip(plans, WIDTHS, strict=True)]
-    # [rates][widths], and the mixers that have them
-    partners = list(zip(*(plan.learning_rates for plan in plans), strict=True))
-    having = {
-        rates: {label for label in tables[-1] if all(r in t.get(label, {}) for r, t in zip(rates, tables, strict=True))}
-        for rates in partners
-    }
-    most = max(map(len, having.values()))
-    compared = [rates for rates in partners if len(having[rates]) == most]
-    return {
-        label: [
-            min((runs[label][rate] for rate in rates), key=_validation_bits)
-            for runs, rates in zip(tables, zip(*compared), strict=True)
-        ]
-        for label in tables[-1]
-        if all(label in having[rates] for rates in compared)
-    }
+    partners = list(zip(*(plan.learning_rates for plan in plans), strict=True))  # [rates][widths]
+    found = {}
+    for label in tables[-1]:
+        of_widths = [table.get(label, {}) for table in tables]
+        compared = [rates for rates in partners if all(r in runs for r, runs in zip(rates, of_widths, strict=True))]
+        if compared:
+            found[label] = [
+                min((runs[rate] for rate in rates), key=_validation_bits)
+                for runs, rates in zip(of_widths, zip(*compared), strict=True)
+            ]
+    return found
 
 
 def widths_figure(output: pathlib.Path) -> None:
     """Bits per byte of each mixer at the widths that were trained on as many tokens; no picture while one has none.
+
+    Mixers that lack rates which others have at some width are drawn with open marks.
 
     Args:
         output: the study's folder of results and figures.
@@ -212,6 +209,8 @@ def widths_figure(output: pathlib.Path) -> None:
     found = at_every_width(output)
     if not found:
         return
+    results = [output / "results" / setting for setting in WIDTHS]
+    lacking = set().union(*map(lacking_rates, plans, results))
     length = plans[-1].train.data.sequence_length
     bits = {label: [_bits(runs, length) for runs in of_widths] for label, of_widths in found.items()}
     ranked = sorted(found, key=lambda label: bits[label][-1], reverse=True)  # the first row is at the bottom
@@ -222,7 +221,11 @@ def widths_figure(output: pathlib.Path) -> None:
     for i, (plan, color, marker) in enumerate(zip(plans, ("#e69f00", "#0072b2"), ("o", "s"), strict=True)):
         sizes = [runs[i][0]["num_parameters"] / 1e6 for runs in found.values()]
         name = f"width {plan.train.model.width}, {min(sizes):.0f}M to {max(sizes):.0f}M parameters"
-        panel.scatter([bits[label][i] for label in ranked], rows, color=color, marker=marker, s=28, label=name)
+        fill = ["white" if label in lacking else color for label in ranked]
+        panel.scatter([bits[label][i] for label in ranked], rows, c=fill, edgecolors=color, marker=marker, s=28)
+        panel.scatter([], [], color=color, marker=marker, s=28, label=name)
+    if lacking & set(ranked):
+        panel.scatter([], [], c="white", edgecolors="0.3", s=28, label="open: not run at every learning rate")
     # What is far behind would press all others together: its numbers stand at the edge.
     values = [value for both in bits.values() for value in both]
     edge = max(value for value in values if value < 1.5 * statistics.median(values))
@@ -237,5 +240,5 @@ def widths_figure(output: pathlib.Path) -> None:
     tokens = found[ranked[0]][-1][0]["train_tokens"] / 1e6
     panel.set_title(f"Language models after {tokens:.0f}M tokens of Python text, one seed each", fontsize=11)
     panel.grid(alpha=0.3, axis="x")
-    panel.legend(fontsize=9, loc="center right")
+    panel.legend(fontsize=9, loc="upper right")
     save(drawing, output / "figures" / "widths.png")

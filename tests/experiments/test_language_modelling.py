@@ -75,7 +75,7 @@ def test_both_widths_are_drawn_once_they_have_results(tmp_path):
     assert (tmp_path / "figures" / "widths.png").stat().st_size > 10_000
 
 
-def test_widths_are_compared_at_rates_that_most_mixers_were_run_at(tmp_path):
+def test_widths_are_compared_at_rates_that_a_mixer_was_run_at_with_both(tmp_path):
     def put(setting, rate, bits, label="Comba"):
         plan = study(setting)
         mixer = next(mixer for mixer in plan.mixers if mixer.label == label)
@@ -85,14 +85,19 @@ def test_widths_are_compared_at_rates_that_most_mixers_were_run_at(tmp_path):
         write_text(result_path(tmp_path / "results" / setting, mixer, rate, 0), json.dumps(run))
 
     def rates():
-        return [runs[0]["learning_rate"] for runs in at_every_width(tmp_path)["Comba"]]
+        return {
+            label: [runs[0]["learning_rate"] for runs in of_widths]
+            for label, of_widths in at_every_width(tmp_path).items()
+        }
 
     put("real", 2e-3, 0.8), put("real", 4e-3, 0.7), put("large", 1e-3, 0.6)
-    assert rates() == [2e-3, 1e-3]
+    assert rates() == {"Comba": [2e-3, 1e-3]}, "4e-3 has no partner"
     put("large", 2e-3, 0.65)
-    assert rates() == [4e-3, 1e-3]
-    put("real", 2e-3, 0.8, "KLA"), put("large", 1e-3, 0.6, "KLA")
-    assert rates() == [2e-3, 1e-3]
+    assert rates() == {"Comba": [4e-3, 1e-3]}, "each width's better one"
+    put("real", 4e-3, 0.8, "KLA"), put("large", 1e-3, 0.6, "KLA")
+    assert rates() == {"Comba": [4e-3, 1e-3]}
+    put("real", 2e-3, 0.9, "KLA")
+    assert rates() == {"Comba": [4e-3, 1e-3], "KLA": [2e-3, 1e-3]}
 
 
 @pytest.mark.parametrize("setting", ["real", "large"])
