@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pathlib
 import sys
 import threading
 from typing import Any
@@ -33,8 +34,13 @@ class BatchDataset(grain.IterDataset[Batch]):
             fingerprint: identifies the data; a saved position is only restored where it is the same.
             num_workers: worker processes; 0 prepares batches in a thread of this process.
             prefetch: batches prepared ahead, per worker.
+
+        Raises:
+            ValueError: worker processes would run this program's script again.
         """
         super().__init__()
+        if num_workers:
+            _expect_guarded_script()
         self._batches = batches
         self._num_workers = num_workers
         self._prefetch = prefetch
@@ -118,6 +124,20 @@ class BatchIterator(grain.DatasetIterator[Batch]):
 
     def __str__(self) -> str:
         return f"BatchIterator(next_batch={self._next_batch})"
+
+
+def _expect_guarded_script() -> None:
+    """ValueError where each worker process would run this program's script again, and would then never get its data."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    try:
+        source = pathlib.Path(script).read_bytes() if script else None
+    except OSError:
+        return
+    if source is not None and b"__name__" not in source and b"parent_process" not in source:
+        raise ValueError(
+            f"num_workers: each worker process imports {script}, expected what it runs under "
+            'if __name__ == "__main__":; 0 workers prepare the batches in this process'
+        )
 
 
 def _end_with_parent(worker: int, num_workers: int) -> None:

@@ -179,7 +179,8 @@ class DecoderLM(nnx.Module):
             x = self._scan_blocks(x, segment_ids, positions, repeats)
         for block in self.blocks[done:]:
             graphdef, state = nnx.split(block)
-            x = self._training_block()(graphdef, state, x, segment_ids, positions)
+            x, changes = self._training_block()(graphdef, state, x, segment_ids, positions)
+            _apply(block, changes)
         return self.norm(x)
 
     @property
@@ -221,7 +222,8 @@ class DecoderLM(nnx.Module):
     ) -> tuple[Float[Array, "B T vocabulary"], DecoderCache]:
         """Reads `T >= 1` more tokens after those that the cache stands for.
 
-        Reading a sequence in any pieces gives the logits of reading it at once.
+        Reading a sequence in any pieces gives the logits of reading it at once. Random streams and statistics, which
+        parts of your own may have, are read here and not advanced: `model.eval()` turns dropout off.
 
         Args:
             tokens: token numbers.
@@ -291,17 +293,45 @@ class DecoderLM(nnx.Module):
         run = self._training_block()
 
         def cell(x, states):
+            changes = []
             for graphdef, state in zip(graphdefs, states):
-                x = run(graphdef, state, x, segment_ids, positions)
-            return x, None
+                x, changed = run(graphdef, state, x, segment_ids, positions)
+                changes.append(changed)
+            return x, changes
 
-        return jax.lax.scan(cell, x, stacked)[0]
+        x, changes = jax.lax.scan(cell, x, stacked)
+        for i, block in enumerate(self.blocks[: repeats * period]):
+            _apply(block, {path: values[i // period] for path, values in changes[i % period].items()})
+        return x
 
 
 # Blocks of equal structure share one trace: without this the time to trace a model grows with its depth.
 @functools.partial(jax.jit, static_argnums=0)
 def _run_block(graphdef, state, x, segment_ids, positions):
-    return nnx.merge(graphdef, state)(x, segment_ids=segment_ids, positions=positions)[0]
+    """The block's output, and the variables that it has changed, such as a random stream's counter, by path."""
+    block = nnx.merge(graphdef, state)
+    before = _mutable_values(block)
+    x, _ = block(x, segment_ids=segment_ids, positions=positions)
+    after = _mutable_values(block)
+    return x, {path: value for path, value in after.items() if path in before and value is not before[path]}
+
+
+def _mutable_values(block: Block) -> dict[str, Any]:
+    """All but the parameters, by path."""
+    return {_path(keys): leaf.get_value() for keys, leaf in nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.Param)))}
+
+
+def _apply(block: Block, changes: dict[str, Any]) -> None:
+    """Gives a block the variables that its run has changed."""
+    if changes:
+        state = nnx.state(block, nnx.Not(nnx.Param))
+        leaves = nnx.to_flat_state(state)
+        changed = [(keys, leaf.replace(changes[_path(keys)])) for keys, leaf in leaves if _path(keys) in changes]
+        nnx.update(block, nnx.from_flat_state(changed))
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    return ".".join(map(str, keys))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -120,6 +120,18 @@ def test_worker_processes_change_nothing(config, tmp_path):
     _assert_equal(_take(plain, 5), batches[7:])
 
 
+def test_a_script_that_its_workers_would_run_again_is_refused(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from rnnlib.data import DataConfig, make_dataset\n"
+        "config = DataConfig(max_train_bytes=10_000, num_workers=1)\n"
+        "next(iter(make_dataset(config, split='train', process_index=0, process_count=1)))\n"
+    )
+    result = subprocess.run([sys.executable, program], capture_output=True, text=True, cwd=os.getcwd(), timeout=120)
+    assert result.returncode == 1
+    assert f"each worker process imports {program}, expected what it runs under if __name__" in result.stderr
+
+
 def test_workers_end_with_a_killed_process(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
