@@ -31,6 +31,10 @@ def write_eigenvalues(signals: LayerSignals, *, every: int = 1) -> Float[np.ndar
 
     Returns:
         For `N = ceil(T / every)` tokens of each value head, or of each of its keys where a token writes several.
+
+    Raises:
+        ValueError: a decay per channel meets a write key of another sign than its key: there is no such symmetric
+            matrix, and eigenvalues may be complex.
     """
     tokens = slice(None, None, every)
     erase = np.asarray(signals.erase[:, tokens], np.float64)
@@ -41,8 +45,14 @@ def write_eigenvalues(signals: LayerSignals, *, every: int = 1) -> Float[np.ndar
     parts = erase * key * write_key
     if alpha.ndim == 3:
         return alpha * (1 - np.sum(parts, axis=-1))
+    if np.any(parts < 0):
+        share = np.mean(parts < 0)
+        raise ValueError(
+            f"write_eigenvalues: layer {signals.layer}: erase * key * write_key is negative in {share:.0%} of the "
+            "channels, expected write keys of their keys' signs under a decay per channel"
+        )
     # D - (D k~) e^T is similar to D - s s^T with s_i^2 = d_i k~_i e_i.
-    root = np.sqrt(np.maximum(alpha * parts, 0.0))
+    root = np.sqrt(alpha * parts)
     matrices = alpha[..., None] * np.eye(alpha.shape[-1]) - root[..., :, None] * root[..., None, :]
     return np.linalg.eigvalsh(matrices)[..., 0]
 

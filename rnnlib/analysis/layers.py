@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib import ops
-from rnnlib.layers import Online, RecurrentMixer
+from rnnlib.layers import RecurrentMixer
 from rnnlib.layers.preconditioner import ApplyToBothMap, ApplyToKeyMap, GramKeyMap
 from rnnlib.models import DecoderLM
 from rnnlib.models.embedding import look_up
@@ -52,7 +52,7 @@ class LayerSignals:
         erase: gate on the read key, `[B, T, HV]` or `[B, T, HV, K]`; zero for rules that erase nothing.
         write: gate on the value, `[B, T, HV]` or `[B, T, HV, V]`.
         log_decay: None, `[B, T, HV]` or `[B, T, HV, K]`.
-        preconditioner: the layer's diagonal preconditioner, or None.
+        preconditioner: the layer's diagonal preconditioner, that of its keys where queries have one too, or None.
         segment_ids: documents packed into a row `[B, T]`, where everything restarts; None where a row is one.
     """
 
@@ -90,7 +90,8 @@ def iterate_layers(
         The signals of each recurrent layer, first to last.
 
     Raises:
-        ValueError: `layers` names a block that the model does not have.
+        ValueError: `layers` names a block that the model does not have, or one whose solve axis does not say what its
+            transition is (`SolveConfig.erases`).
     """
     names = model.config.layer_mixers
     wanted = set(range(len(names)) if layers is None else layers)
@@ -100,6 +101,12 @@ def iterate_layers(
     for layer, block in enumerate(model.blocks[: max(wanted, default=-1) + 1]):
         graphdef, state = nnx.split(block)
         if layer in wanted and isinstance(block.mixer, RecurrentMixer):
+            solve = block.mixer.config.solve
+            if solve.erases() is None:
+                raise ValueError(
+                    f"layer {layer}: {type(solve).__name__}.erases gives None, expected True for the delta rule's "
+                    "transition or False for decay alone"
+                )
             arrays = _layer_signals(graphdef, state, x, segment_ids)
             yield LayerSignals(layer, names[layer], **arrays, segment_ids=segment_ids)
         x = _run_block(graphdef, state, x, segment_ids)
@@ -120,7 +127,7 @@ def _layer_arrays(graphdef, state, x, segment_ids):
     erase = gates.beta if gates.erase is None else gates.erase
     write = gates.beta if gates.write is None else gates.write
     ones = jnp.ones((*x.shape[:2], mixer.shape.value_heads), mixer.shape.gate_dtype)
-    if not isinstance(mixer.config.solve, Online):
+    if not mixer.config.solve.erases():
         erase = jnp.zeros_like(ones)
     arrays = {
         "query": keys.query,
@@ -130,7 +137,9 @@ def _layer_arrays(graphdef, state, x, segment_ids):
         "write": ones if write is None else write,
         "log_decay": log_decay,
     }
-    key_map = mixer.keys.key_map if isinstance(mixer.keys, ApplyToBothMap) else mixer.keys
+    key_map = mixer.keys
+    if isinstance(key_map, ApplyToBothMap):
+        key_map = key_map.key_map if isinstance(key_map.key_map, GramKeyMap) else key_map.query_map
     if not isinstance(key_map, GramKeyMap):
         return arrays, None
     recurrence = key_map.gram(x, keys.key, signals.decay, mixer.gain(x, signals.decay))

@@ -56,7 +56,7 @@ from rnnlib.layers.presets import MixerPreset, mixer_names, mixer_preset, preset
 from rnnlib.layers.readout import Readout, ReadoutConfig
 from rnnlib.layers.ridge import FixedProjection, RidgeRegression, RidgeState
 from rnnlib.layers.rotary import Rotary
-from rnnlib.layers.solve import Offline, Online, OperatorOptions, Signals, SolveConfig, Solver
+from rnnlib.layers.solve import MatrixStateSolver, Offline, Online, OperatorOptions, Signals, SolveConfig, Solver
 from rnnlib.layers.table import mixer_rows, mixer_table
 from rnnlib.layers.trapezoidal import Trapezoidal, TrapezoidalState
 
@@ -91,6 +91,7 @@ __all__ = [
     "KeysConfig",
     "LogSigmoidDecay",
     "LonghornGain",
+    "MatrixStateSolver",
     "MixerCache",
     "MixerConfig",
     "MixerPreset",

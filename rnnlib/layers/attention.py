@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger, check_fields
-from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, exact_quotient
+from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_input, exact_quotient
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
@@ -147,11 +147,10 @@ class Attention(nnx.Module):
             Output `[B, T, D]`, and the next cache (None where none was given).
 
         Raises:
-            ValueError: `x` is not as wide as the layer, the cache is of another batch, or a call is longer than a
-                full-attention cache.
+            ValueError: `x` is not as wide as the layer or is empty, the cache is of another batch, or a call is longer
+                than a full-attention cache.
         """
-        if x.shape[-1] != self.shape.width:
-            raise ValueError(f"Attention: x has shape {x.shape}, expected [B, T, D] with D = {self.shape.width}")
+        check_input("Attention", x, self.shape.width)
         batch, length = x.shape[:2]
         check_segment_ids("Attention", segment_ids, batch, length)
         if cache is not None:

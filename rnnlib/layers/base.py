@@ -66,6 +66,12 @@ def exact_quotient(total: float | int, parts: int, what: str) -> int:
     return quotient
 
 
+def check_input(mixer: str, x: Array, width: int) -> None:
+    """ValueError, naming `mixer`, unless `x` is `[B, T, D]` with D = `width` and no empty axis."""
+    if x.ndim != 3 or 0 in x.shape or x.shape[-1] != width:
+        raise ValueError(f"{mixer}: x has shape {x.shape}, expected [B, T, D] with D = {width} and no empty axis")
+
+
 def check_cache(mixer: str, cache: Any, batch: int) -> None:
     """ValueError, naming `mixer`, unless every array of its cache is of `batch` sequences."""
     for leaf in jax.tree.leaves(cache):

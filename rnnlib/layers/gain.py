@@ -19,7 +19,11 @@ from rnnlib.layers.part import PartConfig
 
 
 class Gain(nnx.Module, abc.ABC):
-    """Module of the gain axis: a learned gate, then a normalisation of it by the keys that will be written."""
+    """Module of the gain axis: a learned gate, then a normalisation of it by the keys that will be written.
+
+    It sees a token at a time: neither documents nor a state reach it. A gain that remembers earlier tokens, such as an
+    average of key norms, belongs on the keys axis, whose maps have a state: it scales the write key.
+    """
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:

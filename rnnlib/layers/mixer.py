@@ -12,14 +12,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
-from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, exact_quotient
+from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_input, exact_quotient
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.decay import DecayConfig, NoDecay
 from rnnlib.layers.gain import GainConfig, SigmoidGain
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import KeysConfig, PlainKeys
 from rnnlib.layers.normalization import RMSNorm, l2_normalize
-from rnnlib.layers.readout import Readout, ReadoutConfig
+from rnnlib.layers.readout import ReadoutConfig
 from rnnlib.layers.rotary import Rotary, running_positions
 from rnnlib.layers.solve import Online, OperatorOptions, Signals, SolveConfig
 
@@ -83,7 +83,8 @@ class RecurrentMixerConfig(MixerConfig):
         initializer: of the projections.
         scale: factor on the recurrence's output; None is `K**-0.5`.
         chunk_size: tokens in a chunk of the chunked implementations.
-        implementation: the operator's: `"scan"`, `"chunked"`, `"triton"`, or None for the best that supports the case.
+        implementation: of the solve axis's operator: `"scan"`, `"chunked"`, `"triton"`, or None for the best that
+            supports the case. Convolutions and preconditioners choose theirs.
     """
 
     decay: DecayConfig = dataclasses.field(default_factory=NoDecay)
@@ -258,7 +259,7 @@ class RecurrentMixer(nnx.Module):
         self.keys = config.keys.build(shape, rngs=rngs)
         options = OperatorOptions(config.scale, config.chunk_size, config.implementation)
         self.solve = config.solve.build(shape, options, rngs=rngs)
-        self.readout = Readout(config.readout, shape, rngs=rngs)
+        self.readout = config.readout.build(shape, rngs=rngs)
 
     def __call__(
         self,
@@ -281,7 +282,7 @@ class RecurrentMixer(nnx.Module):
             Output `[B, T, D]`, and the next cache (None where none was given).
 
         Raises:
-            ValueError: `x` is not as wide as the mixer, or the cache is of another batch.
+            ValueError: `x` is not as wide as the mixer or empty, or the cache is of another batch.
         """
         signals, partial = self.signals(x, segment_ids=segment_ids, positions=positions, cache=cache)
         state = None if cache is None else cache.state
@@ -309,8 +310,7 @@ class RecurrentMixer(nnx.Module):
         Returns:
             The signals, and the next cache but for its `state`, which is None.
         """
-        if x.shape[-1] != self.shape.width:
-            raise ValueError(f"RecurrentMixer: x has shape {x.shape}, expected [B, T, D] with D = {self.shape.width}")
+        check_input("RecurrentMixer", x, self.shape.width)
         check_cache("RecurrentMixer", cache, x.shape[0])
         tails = (None, None, None) if cache is None else (cache.query_tail, cache.key_tail, cache.value_tail)
         query, query_tail = self.query(x, segment_ids=segment_ids, tail=tails[0])

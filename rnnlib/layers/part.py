@@ -14,7 +14,8 @@ class PartConfig:
     """Configuration of a part of a mixer: a choice on an axis, or something that such a choice has.
 
     In plain values it is its class's name and the fields that are not at their defaults, such as
-    `{"ApplyToKey": {"bound": 2.0}}`. A class of your own can be written like this as soon as it is defined.
+    `{"ApplyToKey": {"bound": 2.0}}`. A class of your own can be written like this as soon as it is defined, under a
+    name that no part of another module has.
     """
 
     def __post_init__(self) -> None:
@@ -22,8 +23,13 @@ class PartConfig:
 
 
 def to_plain(value: Any) -> Any:
-    """A part as nested mappings, a tuple as a list, a number of NumPy's as Python's; `from_plain` reads it."""
+    """A part as nested mappings, a tuple as a list, a number of NumPy's as Python's; `from_plain` reads it.
+
+    Raises:
+        ValueError: a part's name is also that of one of another module.
+    """
     if isinstance(value, PartConfig):
+        _part(type(value).__name__)
         changed = {
             field.name: getattr(value, field.name)
             for field in dataclasses.fields(value)
@@ -45,17 +51,27 @@ def from_plain(value: Any) -> Any:
         return tuple(from_plain(entry) for entry in value)
     if not isinstance(value, Mapping):
         return value
-    parts = {part.__name__: part for part in _parts(PartConfig)}
     name, fields = next(iter(value.items())) if len(value) == 1 else (None, None)
-    if name not in parts or not isinstance(fields, Mapping):
+    part = _part(name)
+    if part is None or not isinstance(fields, Mapping):
+        names = sorted({known.__name__ for known in _parts(PartConfig)})
         raise ValueError(
-            f"{value!r}: expected a part and its fields, {{name: {{field: value}}}}, one of {sorted(parts)}"
+            f"{value!r}: expected a part and its fields, {{name: {{field: value}}}}, one of {names}, or of a module "
+            "that defines it and is imported before"
         )
-    known = [field.name for field in dataclasses.fields(parts[name])]
+    known = [field.name for field in dataclasses.fields(part)]
     for field in fields:
         if field not in known:
             raise ValueError(f"{name} has no field {field!r}, expected {known}")
-    return parts[name](**{field: from_plain(entry) for field, entry in fields.items()})
+    return part(**{field: from_plain(entry) for field, entry in fields.items()})
+
+
+def _part(name: Any) -> type[PartConfig] | None:
+    """The part of a name; of several definitions in one module, as by a notebook's cell, the last."""
+    found = {part.__module__: part for part in _parts(PartConfig) if part.__name__ == name}
+    if len(found) > 1:
+        raise ValueError(f"{name}: there are parts of this name in {' and '.join(sorted(found))}, expected one: rename")
+    return next(iter(found.values()), None)
 
 
 def _default(field: dataclasses.Field) -> Any:

@@ -36,6 +36,10 @@ class ReadoutConfig(PartConfig):
     eps: float = 1e-6
     skip: bool = False
 
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "Readout":
+        """Builds the module. A class of your own may give another, which is called as `Readout` is."""
+        return Readout(self, shape, rngs=rngs)
+
 
 class Readout(nnx.Module):
     """Skip, gate, norm, output projection."""

@@ -106,6 +106,10 @@ class RidgeRegression(SolveConfig):
         """The axis in a few words, for the table of mixers."""
         return f"ridge ({self.solver.replace('_', ' ')})"
 
+    def erases(self) -> bool:
+        """Both of its states decay alone."""
+        return False
+
 
 class RidgeSolver(Solver):
     """Calls `rnnlib.ops.ridge_solve`, then `rnnlib.ops.linear_attention` with its solutions."""

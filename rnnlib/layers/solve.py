@@ -96,6 +96,13 @@ class SolveConfig(PartConfig, abc.ABC):
         """Keys and values that a token writes into each head's state, and queries that read it."""
         return 1
 
+    def erases(self) -> bool | None:
+        """Whether a token's transition of the state erases as the delta rule's does, or decays alone.
+
+        None is neither of both, or not said: `rnnlib.analysis`, which takes eigenvalues of it, then refuses the layer.
+        """
+        return None
+
 
 class MatrixStateSolver(Solver):
     """A solver whose state is one matrix `[B, HV, K, V]`, float32."""
@@ -121,6 +128,10 @@ class Online(SolveConfig):
     def describe(self) -> str:
         """The axis in a few words, for the table of mixers."""
         return "online"
+
+    def erases(self) -> bool:
+        """It does."""
+        return True
 
 
 class OnlineSolver(MatrixStateSolver):
@@ -164,6 +175,10 @@ class Offline(SolveConfig):
     def describe(self) -> str:
         """The axis in a few words, for the table of mixers."""
         return "offline"
+
+    def erases(self) -> bool:
+        """It decays alone."""
+        return False
 
 
 class OfflineSolver(MatrixStateSolver):

@@ -56,6 +56,10 @@ class Trapezoidal(SolveConfig):
         """The rank."""
         return self.rank
 
+    def erases(self) -> bool:
+        """It decays alone."""
+        return False
+
 
 class TrapezoidalSolver(Solver):
     """Calls `rnnlib.ops.linear_attention` with the previous tokens' keys and values, and adds each token's own.

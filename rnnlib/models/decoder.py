@@ -310,28 +310,24 @@ class DecoderLM(nnx.Module):
 def _run_block(graphdef, state, x, segment_ids, positions):
     """The block's output, and the variables that it has changed, such as a random stream's counter, by path."""
     block = nnx.merge(graphdef, state)
-    before = _mutable_values(block)
+    before = {path: leaf.get_value() for path, (_, leaf) in _mutable(block).items()}
     x, _ = block(x, segment_ids=segment_ids, positions=positions)
-    after = _mutable_values(block)
+    after = {path: leaf.get_value() for path, (_, leaf) in _mutable(block).items()}
     return x, {path: value for path, value in after.items() if path in before and value is not before[path]}
 
 
-def _mutable_values(block: Block) -> dict[str, Any]:
-    """All but the parameters, by path."""
-    return {_path(keys): leaf.get_value() for keys, leaf in nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.Param)))}
+def _mutable(block: Block) -> dict[str, tuple[tuple[Any, ...], nnx.Variable]]:
+    """All variables but the parameters, each with its keys, by path; arrays that are plain attributes are none."""
+    leaves = nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.Param)))
+    return {".".join(map(str, keys)): (keys, leaf) for keys, leaf in leaves if isinstance(leaf, nnx.Variable)}
 
 
 def _apply(block: Block, changes: dict[str, Any]) -> None:
     """Gives a block the variables that its run has changed."""
     if changes:
-        state = nnx.state(block, nnx.Not(nnx.Param))
-        leaves = nnx.to_flat_state(state)
-        changed = [(keys, leaf.replace(changes[_path(keys)])) for keys, leaf in leaves if _path(keys) in changes]
+        mutable = _mutable(block)
+        changed = [(mutable[path][0], mutable[path][1].replace(value)) for path, value in changes.items()]
         nnx.update(block, nnx.from_flat_state(changed))
-
-
-def _path(keys: tuple[Any, ...]) -> str:
-    return ".".join(map(str, keys))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -35,6 +35,8 @@ class _Entry(NamedTuple):
 def save_weights(model: DecoderLM, path: str | os.PathLike[str]) -> None:
     """Writes a model's parameters and configuration to a `.safetensors` file, whole or not at all.
 
+    Statistics that parts of your own have go with the parameters; random streams and constants do not.
+
     Args:
         model: the model.
         path: file to write; replaced where it exists.
@@ -43,7 +45,7 @@ def save_weights(model: DecoderLM, path: str | os.PathLike[str]) -> None:
     arrays = []
     offset = 0
     for name, array in sorted(_parameters(model).items()):
-        values = np.ascontiguousarray(jax.device_get(array))
+        values = np.asarray(jax.device_get(array), order="C")
         if values.dtype.name not in _DTYPES:
             raise TypeError(f"{name} has dtype {values.dtype.name}: expected one of {', '.join(_DTYPES)}")
         header[name] = {
@@ -86,6 +88,8 @@ def load_weights(path: str | os.PathLike[str]) -> DecoderLM:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{name}: expected a safetensors file that save_weights wrote ({error})") from error
     model = abstract_model(config)
+    if len(_variables(model)) != len(nnx.to_flat_state(nnx.state(model))):
+        model = DecoderLM(config, rngs=nnx.Rngs(0))  # what the file does not hold is built: streams, constants
     expected = {key: (leaf.dtype.name, leaf.shape) for key, leaf in _parameters(model).items()}
     found = {key: (entry.dtype, entry.shape) for key, entry in entries.items()}
     if expected != found:
@@ -100,11 +104,11 @@ def load_weights(path: str | os.PathLike[str]) -> DecoderLM:
     if len(arrays) != end:
         raise ValueError(f"{name}: has {len(arrays)} bytes of arrays, expected {end}: it was cut off or added to")
 
-    def read(keys: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
+    def read(keys: tuple[Any, ...], shape: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:
         entry = entries[_name(keys)]
         return jnp.array(arrays[entry.begin : entry.end].view(shape.dtype).reshape(shape.shape))
 
-    leaves = nnx.to_flat_state(nnx.state(model))
+    leaves = _variables(model)
     nnx.update(
         model, nnx.from_flat_state([(keys, leaf.replace(read(keys, leaf.get_value()))) for keys, leaf in leaves])
     )
@@ -119,5 +123,11 @@ def _name(keys: tuple[Any, ...]) -> str:
     return ".".join(map(str, keys))
 
 
+def _variables(model: DecoderLM) -> list[tuple[tuple[Any, ...], nnx.Variable]]:
+    """Parameters and statistics by path: all variables but random streams, and no arrays that are plain attributes."""
+    leaves = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState)))
+    return [(keys, leaf) for keys, leaf in leaves if isinstance(leaf, nnx.Variable)]
+
+
 def _parameters(model: DecoderLM) -> dict[str, Any]:
-    return {_name(keys): leaf.get_value() for keys, leaf in nnx.to_flat_state(nnx.state(model))}
+    return {_name(keys): leaf.get_value() for keys, leaf in _variables(model)}

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import jax
@@ -8,7 +7,6 @@ import optax
 import pytest
 from flax import nnx
 
-from rnnlib.layers import Gain, GainConfig, Gates
 from rnnlib.models import DecoderLM, ModelConfig
 
 # Compilation takes nearly all of these tests' time, and half of it is optimisation.
@@ -194,63 +192,3 @@ def test_a_few_steps_learn_a_repeating_sequence():
         losses.append(float(value))
     assert losses[0] == pytest.approx(np.log(29), rel=0.1)
     assert losses[-1] < 0.3
-
-
-class CountedGate(Gain):
-    """Half of the gates dropped out, and a running mean of the rest."""
-
-    def __init__(self, shape, *, rngs):
-        self.shape = shape
-        self.projection = shape.project(shape.value_heads, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.mean = nnx.BatchStat(jnp.zeros(()))
-
-    def __call__(self, x, decay):
-        gate = jax.nn.sigmoid(self.projection(x).astype(self.shape.gate_dtype))
-        if not self.dropout.deterministic:
-            self.mean[...] = 0.5 * self.mean[...] + 0.5 * gate.mean()
-        return Gates(beta=self.dropout(gate))
-
-
-@dataclasses.dataclass(frozen=True)
-class CountedGain(GainConfig):
-    def build(self, shape, *, rngs):
-        return CountedGate(shape, rngs=rngs)
-
-    def describe(self):
-        return "counted"
-
-
-@pytest.mark.parametrize("how", ["plain", "scan_layers", "remat"])
-def test_random_streams_and_statistics_of_parts_advance(how):
-    options = {} if how == "plain" else {how: True}
-    config = SMALL.replace(mixers=("deltanet",), mixer_overrides={"deltanet": {"gain": CountedGain()}}, **options)
-    model = DecoderLM(config, rngs=nnx.Rngs(0))
-    graphdef, parameters, other = nnx.split(model, nnx.Param, ...)
-
-    @quick_jit
-    def run(other):
-        def loss(parameters):
-            model = nnx.merge(graphdef, parameters, other, copy=True)
-            return model(TOKENS).mean(), nnx.state(model, nnx.Not(nnx.Param))
-
-        return jax.value_and_grad(loss, has_aux=True)(parameters)[0]
-
-    first, once = run(other)
-    second, twice = run(once)
-    again, _ = run(once)
-    assert second != first and again == second, "another mask at every step, the same one for the same state"
-    for state, count in ((other, 0), (once, 1), (twice, 2)):
-        for layer in range(SMALL.num_layers):
-            gain = state["blocks"][layer]["mixer"]["gain"]
-            assert gain["dropout"]["rngs"]["count"].get_value() == count
-            assert (gain["mean"].get_value() > 0) == (count > 0)
-    assert not jnp.array_equal(
-        once["blocks"][0]["mixer"]["gain"]["mean"].get_value(), once["blocks"][1]["mixer"]["gain"]["mean"].get_value()
-    )
-    model(TOKENS)  # and without jit
-    assert model.blocks[1].mixer.gain.dropout.rngs.count[...] == 1
-    model.eval()
-    closed = quick_jit(lambda tokens: model(tokens))(TOKENS)  # where nothing changes, a model may be closed over
-    np.testing.assert_allclose(closed, model(TOKENS), atol=1e-5)
-    assert model.blocks[1].mixer.gain.dropout.rngs.count[...] == 1

@@ -53,6 +53,9 @@ def gated_delta_rule(
     (channel-wise decay), Gated DeltaNet-2 (channel-wise gates), Preconditioned DeltaNet (`write_key`), Kaczmarz Linear
     Attention, Longhorn and others (gains in `beta`).
 
+    Inputs must be finite at every token, padding and other documents included (but for a `log_decay` of -inf): the fast
+    implementations multiply what they leave out by zero, so that a NaN reaches all of its row. The scan's does not.
+
     Args:
         q: queries.
         k: read keys. Transitions are stable for `0 <= erase * (k . write_key) <= 2`: normalise keys or scale gates.
