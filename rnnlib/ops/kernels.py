@@ -1,18 +1,25 @@
 """The way from the operators to `pallas_kernels`: imported when first needed, and only there."""
 
+import warnings
 from types import ModuleType
 
 from jax import Array
+
+from pallas_kernels.platform import platform
 
 
 def triton_kernels() -> ModuleType:
     """The package of Triton kernels.
 
     Raises:
-        ImportError: this jax has no Pallas, or its Pallas no Triton backend.
+        ImportError: this jax has no Pallas, or its Pallas no Triton backend; on a GPU with a warning.
     """
-    from pallas_kernels import triton
-
+    try:
+        from pallas_kernels import triton
+    except ImportError as error:
+        if platform() == "gpu":
+            warnings.warn(f"operators run without kernels, several times slower: {error}", RuntimeWarning, stacklevel=2)
+        raise
     return triton
 
 

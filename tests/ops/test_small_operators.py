@@ -1,5 +1,8 @@
 """Gains, the short convolution and softmax attention against their formulas in NumPy."""
 
+import sys
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pallas_kernels
 from rnnlib import ops
+from rnnlib.ops import kernels
 
 RNG = np.random.default_rng(0)
 
@@ -189,3 +194,15 @@ def test_numbers_of_attention_calls_make_other_programs_and_no_other_digits(wind
     assert len(texts) == 4
     for found, expected in zip(gradients(q, k, v, 7), gradients(q, k, v, 0)):
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+
+
+def test_a_gpu_without_the_kernels_backend_warns_and_goes_on(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pallas_kernels.triton", None)  # as if importing it failed
+    monkeypatch.delattr(pallas_kernels, "triton", raising=False)
+    q = jnp.ones((1, 4, 1, 16))
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(kernels, "platform", lambda platform=platform: platform)
+        with (
+            pytest.warns(RuntimeWarning, match="operators run without kernels") if platform == "gpu" else nullcontext()
+        ):
+            assert kernels.triton_unsupported(q, q, q, chunk_size=64).startswith("this installation: ")
