@@ -178,9 +178,15 @@ class ModelConfig:
 def _frozen_option(mixer: str, path: str, value: Any) -> Any:
     try:
         value = from_plain(value)
-        hash(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"mixer_overrides: {mixer}: {path}: {error}") from error
+    try:
+        hash(value)
+    except TypeError as error:
+        raise ValueError(
+            f"mixer_overrides: {mixer}: {path}: {value!r} is not hashable ({error}), expected a part, a number, text "
+            "or a tuple of such"
+        ) from error
     return value
 
 
