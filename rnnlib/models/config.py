@@ -65,7 +65,8 @@ class ModelConfig:
         remat_keeps: what `remat` stores of a block: its `"input"` alone, or also the results of its `"products"` with
             weights, of its recurrence and of its ridge solve, the costly parts of a block to recompute.
         scan_layers: run repeated blocks as one `jax.lax.scan` in the training pass: compile time then does not grow
-            with depth, at the cost of one stacked copy of the blocks' parameters. The parameters stay one per layer.
+            with depth, at the cost of one stacked copy of the blocks' parameters. The parameters stay one per layer. A
+            model whose repeated blocks were made to differ otherwise, or to share random streams, is refused.
     """
 
     vocabulary_size: PositiveInteger = 256

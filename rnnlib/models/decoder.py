@@ -129,8 +129,7 @@ class DecoderLM(nnx.Module):
         self.embedding = nnx.Param(init(rngs.params(), shape, config.storage_dtype))
         self.blocks = nnx.List([Block(config, mixer, rngs=rngs) for mixer in config.layer_mixers])
         if config.compute_dtype == jnp.bfloat16:  # what cuDNN serves: see `rnnlib.ops.causal_attention`
-            attention = [block.mixer for block in self.blocks if isinstance(block.mixer, Attention)]
-            for number, mixer in enumerate(attention):
+            for number, mixer in enumerate(self._attention_of_a_program()):
                 mixer.number = number
         self.norm = nnx.RMSNorm(
             config.width,
@@ -223,7 +222,8 @@ class DecoderLM(nnx.Module):
         """Reads `T >= 1` more tokens after those that the cache stands for.
 
         Reading a sequence in any pieces gives the logits of reading it at once. Random streams and statistics, which
-        parts of your own may have, are read here and not advanced: `model.eval()` turns dropout off.
+        parts of your own may have, are read here and not advanced: `model.eval()` turns dropout off. What a part sows
+        is lost here.
 
         Args:
             tokens: token numbers.
@@ -272,6 +272,12 @@ class DecoderLM(nnx.Module):
     def _repeats(self) -> int:
         return self.config.num_layers // len(self.config.mixers)
 
+    def _attention_of_a_program(self) -> list[Attention]:
+        """Attention layers whose calls stand apart in the training pass: of scanned blocks those of the last round."""
+        scanned = self._repeats() if self.config.scan_layers else 1
+        blocks = self.blocks[(scanned - 1) * len(self.config.mixers) :]
+        return [block.mixer for block in blocks if isinstance(block.mixer, Attention)]
+
     def _training_block(self):
         if not self.config.remat:
             return _run_block
@@ -285,10 +291,18 @@ class DecoderLM(nnx.Module):
 
     def _scan_blocks(self, x: Array, segment_ids: Array | None, positions: Array | None, repeats: int) -> Array:
         period = len(self.config.mixers)
+        self._expect_streams_of_their_own(repeats * period)
         graphdefs, stacked = [], []
         for offset in range(period):
             parts = [nnx.split(block) for block in self.blocks[offset : repeats * period : period]]
             graphdefs.append(parts[0][0])
+            for i, (graphdef, _) in enumerate(parts):
+                if graphdef != parts[0][0]:
+                    other = offset + i * period
+                    raise ValueError(
+                        f"scan_layers: blocks {offset} and {other} differ in more than their arrays' values, expected "
+                        "blocks that repeat to be alike; without scan_layers each runs as it is"
+                    )
             stacked.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *(state for _, state in parts)))
         run = self._training_block()
 
@@ -303,6 +317,19 @@ class DecoderLM(nnx.Module):
         for i, block in enumerate(self.blocks[: repeats * period]):
             _apply(block, {path: values[i // period] for path, values in changes[i % period].items()})
         return x
+
+    def _expect_streams_of_their_own(self, scanned: int) -> None:
+        """ValueError where scanned blocks share a variable that runs change: each would begin with its first value."""
+        owners: dict[int, int] = {}
+        for i, block in enumerate(self.blocks[:scanned]):
+            for path, node in nnx.iter_graph(block) if _mutable(block) else ():
+                shared = isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
+                if shared and owners.setdefault(id(node), i) != i:
+                    name = ".".join(map(str, path))
+                    raise ValueError(
+                        f"scan_layers: blocks {owners[id(node)]} and {i} share {name} ({type(node).__name__}), "
+                        "expected blocks with streams and statistics of their own"
+                    )
 
 
 # Blocks of equal structure share one trace: without this the time to trace a model grows with its depth.

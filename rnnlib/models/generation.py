@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from rnnlib.fields import PositiveInteger, Range, check_fields, check_value
 from rnnlib.models.decoder import DecoderCache, DecoderLM
 
-# Prompts are padded on the left to a multiple of this, so that prompts of all lengths share a few compiled functions.
+# Prompts are padded on the left to a multiple of this, and room for new tokens is rounded up to one, so that all
+# lengths share a few compiled functions.
 PROMPT_BUCKET = 64
 
 
@@ -69,20 +70,27 @@ def sample(logits: Float[Array, "B vocabulary"], keys: Any, sampling: Sampling) 
     """
     if sampling.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return _draw(logits, keys, max(sampling.temperature, _LOWEST_TEMPERATURE), sampling.top_k, sampling.top_p)
+
+
+def _draw(
+    logits: Array, keys: Any, temperature: Array | float, top_k: int | None, top_p: Array | float | None
+) -> Array:
+    """`sample` where it is not greedy; of arrays any values share a compiled function."""
     # The likeliest token's is 0, so that no temperature makes it infinite.
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / max(sampling.temperature, _LOWEST_TEMPERATURE)
-    if sampling.top_k is None and sampling.top_p is None:
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    if top_k is None and top_p is None:
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
     # Draws by rank and not by a threshold on the logits, which would let ties through.
     by_rank = jnp.argsort(logits, axis=-1, descending=True, stable=True)
     ranked = jnp.take_along_axis(logits, by_rank, axis=-1)
-    if sampling.top_k is not None:
-        ranked = jnp.where(jnp.arange(ranked.shape[-1]) < sampling.top_k, ranked, -jnp.inf)
-    if sampling.top_p is not None:
+    if top_k is not None:
+        ranked = jnp.where(jnp.arange(ranked.shape[-1]) < top_k, ranked, -jnp.inf)
+    if top_p is not None:
         probabilities = jax.nn.softmax(ranked, axis=-1)
         likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
         # The likeliest token stays whatever rounding does.
-        ranked = jnp.where((likelier < sampling.top_p).at[:, 0].set(True), ranked, -jnp.inf)
+        ranked = jnp.where((likelier < top_p).at[:, 0].set(True), ranked, -jnp.inf)
     ranks = jax.vmap(jax.random.categorical)(keys, ranked)
     return jnp.take_along_axis(by_rank, ranks[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
@@ -101,7 +109,8 @@ def generate(
     """Continues prompts.
 
     What a row gets depends on its prompt, its place in the batch, the seed and the options, not on the other rows
-    (up to rounding).
+    (up to rounding). It compiles what it runs by itself and is not called under `jax.jit`; inside of a function of
+    your own, `jax.lax.scan` over `model.extend` decodes.
 
     Args:
         model: the language model.
@@ -119,6 +128,7 @@ def generate(
 
     Raises:
         ValueError: for an empty prompt, a token outside the vocabulary, or an option out of range.
+        TypeError: under `jax.jit`.
     """
     blocks = stream(
         model,
@@ -165,6 +175,11 @@ def stream(
         An iterator over int32 arrays `[B, n]`, `n <= block_size`, `max_new_tokens` columns in all, fewer when every
         row has ended. The arguments are checked, and the prompt is read, when this is called.
     """
+    if isinstance(jnp.zeros([]), jax.core.Tracer):
+        raise TypeError(
+            "generate: called while jax traces a function, expected no jit around it: it compiles what it runs; "
+            "jax.lax.scan over model.extend decodes inside of a function"
+        )
     for name, value in (("max_new_tokens", max_new_tokens), ("block_size", block_size)):
         check_value("generate", name, value, PositiveInteger)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -172,11 +187,21 @@ def stream(
     if end_token is not None and not 0 <= end_token < vocabulary_size:
         raise ValueError(f"{end_token=}: expected a token of the vocabulary, in [0, {vocabulary_size})")
     tokens, segment_ids = pad_prompts(prompt_tokens, vocabulary_size, multiple=PROMPT_BUCKET)
-    cache = model.init_cache(tokens.shape[0], tokens.shape[1] + max_new_tokens)
+    cache = model.init_cache(tokens.shape[0], tokens.shape[1] + _bucketed(max_new_tokens))
     graphdef, state = nnx.split(model)
     carry = _prefill(graphdef, state, tokens, segment_ids, cache)
-    decode = functools.partial(_decode, graphdef, min(block_size, max_new_tokens), sampling, end_token, state)
+    values = {
+        "temperature": jnp.float32(max(sampling.temperature, _LOWEST_TEMPERATURE)),
+        "top_p": None if top_p is None else jnp.float32(top_p),
+        "end_token": None if end_token is None else jnp.int32(end_token),
+    }
+    size = _bucketed(min(block_size, max_new_tokens))
+    decode = functools.partial(_decode, graphdef, size, sampling.greedy, top_k, state, values)
     return _blocks(decode, carry, jax.random.key(seed), max_new_tokens, block_size)
+
+
+def _bucketed(tokens: int) -> int:
+    return -(-tokens // PROMPT_BUCKET) * PROMPT_BUCKET
 
 
 def _blocks(decode, carry: _Carry, key: Array, max_new_tokens: int, block_size: int) -> Iterator[Array]:
@@ -237,9 +262,10 @@ def _prefill(graphdef, state, tokens: Array, segment_ids: Array, cache: DecoderC
 def _decode(
     graphdef,
     size: int,
-    sampling: Sampling,
-    end_token: int | None,
+    greedy: bool,
+    top_k: int | None,
     state,
+    values: dict[str, Any],
     carry: _Carry,
     key: Array,
     limit: Int[Array, ""] | int,
@@ -247,6 +273,7 @@ def _decode(
     """Makes at most `limit <= size` tokens a row; returns them in `[B, size]`, how many, and what to go on from."""
     batch = carry.logits.shape[0]
     rows = jnp.arange(batch)
+    end_token = values["end_token"]
     filler = 0 if end_token is None else end_token
 
     def unfinished(loop):
@@ -255,8 +282,12 @@ def _decode(
 
     def step(loop):
         made, tokens, carry = loop
-        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, carry.step)))(rows)
-        token = jnp.where(carry.finished, filler, sample(carry.logits, keys, sampling))
+        if greedy:
+            token = jnp.argmax(carry.logits, axis=-1).astype(jnp.int32)
+        else:
+            keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, carry.step)))(rows)
+            token = _draw(carry.logits, keys, values["temperature"], top_k, values["top_p"])
+        token = jnp.where(carry.finished, filler, token)
         finished = carry.finished if end_token is None else carry.finished | (token == end_token)
         model = nnx.merge(graphdef, state)
         logits, cache = model.extend(token[:, None], carry.cache)

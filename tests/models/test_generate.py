@@ -152,3 +152,16 @@ def test_bad_options_are_named(options, message):
     arguments = {"prompt_tokens": [[1]], "max_new_tokens": 2} | options
     with pytest.raises(ValueError, match=message):
         generate(model(), **arguments)
+
+
+def test_other_temperatures_ends_and_lengths_compile_nothing(caplog):
+    prompt = [[1, 2, 3]]
+    generate(model(), prompt, max_new_tokens=4, temperature=0.5, top_p=0.9, end_token=1)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        generate(model(), prompt, max_new_tokens=5, temperature=0.7, top_p=0.8, end_token=2)
+    assert not [record for record in caplog.records if "_decode" in record.message or "_prefill" in record.message]
+
+
+def test_generation_inside_of_jit_is_refused():
+    with pytest.raises(TypeError, match="generate: called while jax traces a function, expected no jit around it"):
+        jax.jit(lambda: generate(model(), [[1, 2]], max_new_tokens=2))()

@@ -189,3 +189,46 @@ def test_an_input_of_another_shape_is_named(unchecked_shapes, mixer, shape):
     module = mixer_preset(mixer).build(32, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"x has shape .*expected \[B, T, D\] with D = 32 and no empty axis"):
         module(jnp.zeros(shape))
+
+
+class Noisy(nnx.Module):
+    """A feed-forward with a part of one's own around it."""
+
+    def __init__(self, inner, rate, rngs):
+        self.inner = inner
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.inner(x))
+
+
+@pytest.mark.parametrize("how", ["rate", "structure", "shared stream"])
+def test_scanned_layers_that_were_made_to_differ_are_refused(how):
+    for scan_layers in (False, True):
+        model = model_of({}, num_layers=3, scan_layers=scan_layers)
+        shared = nnx.Rngs(1)
+        for block, rate in zip(model.blocks, (0.1, 0.1, 0.9)):
+            if how == "shared stream":
+                block.feed_forward.noise = shared
+            else:
+                block.feed_forward = Noisy(block.feed_forward, 0.1 if how == "structure" else rate, nnx.Rngs(1))
+        if how == "structure":
+            model.blocks[1].feed_forward = model.blocks[1].feed_forward_norm = None
+        if not scan_layers:
+            assert jnp.isfinite(model(TOKENS)).all()
+            continue
+        message = {
+            "rate": "scan_layers: blocks 0 and 2 differ in more than their arrays' values",
+            "structure": "scan_layers: blocks 0 and 1 differ in more than their arrays' values",
+            "shared stream": r"scan_layers: blocks 0 and 1 share feed_forward.noise.\w+.\w+ \(Rng\w+\)",
+        }[how]
+        with pytest.raises(ValueError, match=message):
+            model(TOKENS)
+
+
+def test_bfloat16_attention_layers_are_alike_where_they_are_scanned():
+    config = SMALL.replace(num_layers=5, mixers=("attention", "deltanet"), dtype="bfloat16")
+    for scan_layers, numbers in ((False, [0, 1, 2]), (True, [0, 0, 1])):
+        model = DecoderLM(config.replace(scan_layers=scan_layers), rngs=nnx.Rngs(0))
+        assert [block.mixer.number for block in model.blocks[::2]] == numbers
+        assert jnp.isfinite(model(TOKENS)).all()
