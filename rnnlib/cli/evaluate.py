@@ -32,6 +32,8 @@ class EvalArguments:
     """Files or glob patterns of other text to evaluate on, all of it."""
     text_field: str = "text"
     """The field (JSON lines) or column (Parquet) that holds the text."""
+    encoding: str | None = None
+    """Of --paths; left out, as in training."""
     json: bool = False
     """Print one line of JSON."""
 
@@ -47,6 +49,7 @@ def _data(arguments: EvalArguments, trained_on: DataConfig) -> DataConfig:
         paths=arguments.paths,
         validation_paths=arguments.paths,
         text_field=arguments.text_field,
+        encoding=trained_on.encoding if arguments.encoding is None else arguments.encoding,
         deduplicate=False,
         max_validation_bytes=None,
     )
@@ -59,6 +62,8 @@ def run(argv: Sequence[str]) -> int:
         raise CommandError(f"--batches must be at least 1, got {arguments.batches}")
     if arguments.source != "text" and not arguments.paths:
         raise CommandError(f"--source {arguments.source} needs --paths, the files to evaluate on")
+    if arguments.encoding is not None and not arguments.paths:
+        raise CommandError(f"--encoding {arguments.encoding} needs --paths, the files to evaluate on")
     with input_errors():
         loaded = load_run(arguments.run)
         dataset = make_dataset(_data(arguments, loaded.config.data), split="validation", tokenizer=loaded.tokenizer)

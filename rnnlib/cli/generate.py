@@ -50,10 +50,11 @@ def print_continuation(
     stop: bool = True,
 ) -> None:
     """Prints a prompt and its continuation while it is made; options as in `rnnlib.models.generate`."""
+    ids = list(tokenizer.encode(prompt))
     with input_errors():
         blocks = stream(
             model,
-            [tokenizer.encode(prompt)],
+            [ids],
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -62,8 +63,8 @@ def print_continuation(
             end_token=tokenizer.end_of_document if stop else None,
         )
     sys.stdout.write(prompt)
-    ids: list[int] = []
-    shown = 0
+    # Decoded together with the prompt: some tokenizers drop a space, or join words, only at a text's beginning.
+    shown = len(tokenizer.decode(ids).rstrip("\ufffd"))
     for block in blocks:
         ids += np.asarray(block)[0].tolist()
         text = tokenizer.decode(ids)

@@ -26,6 +26,8 @@ class TokenizerArguments:
     """Files or glob patterns of text to learn from."""
     text_field: str = "text"
     """The field (JSON lines) or column (Parquet) that holds the text."""
+    encoding: str = "utf-8"
+    """Of text and JSON lines files."""
     max_bytes: int | None = 16_000_000
     """At most so many bytes of text are read; None reads all that --paths are."""
     split_by: Literal["document", "tail"] = "document"
@@ -46,6 +48,7 @@ def run(argv: Sequence[str]) -> int:
             source=arguments.source,
             paths=arguments.paths,
             text_field=arguments.text_field,
+            encoding=arguments.encoding,
             max_train_bytes=arguments.max_bytes,
             split_by=arguments.split_by,
         )

@@ -24,7 +24,7 @@ class DataConfig:
         paths: files or glob patterns (`**` crosses folders) for "text", "jsonl" and "parquet".
         validation_paths: files or patterns held out for validation. Without them `validation_fraction` of `paths` is.
         text_field: the field (JSON lines) or column (Parquet) that holds the text.
-        encoding: of text and JSON lines files.
+        encoding: of text and JSON lines files; in the latter a line feed is one byte, so that UTF-16 is for text only.
         tokenizer: "byte", or the path of a Hugging Face `tokenizers` JSON file.
         sequence_length: tokens a row, T.
         batch_size: rows a batch over all processes, B.

@@ -102,12 +102,28 @@ class TokenCorpus:
 
     @classmethod
     def load(cls, folder: str) -> "TokenCorpus":
-        """Opens a corpus written by `from_documents`; its tokens stay on the disk until they are read."""
-        with open(os.path.join(folder, "corpus.json"), encoding="utf-8") as file:
-            meta = json.load(file)
-        dtype = meta.pop("dtype")
-        tokens = np.memmap(os.path.join(folder, "tokens.bin"), dtype=dtype, mode="r")
-        return cls(tokens=tokens, starts=np.load(os.path.join(folder, "starts.npy")), **meta)
+        """Opens a corpus written by `from_documents`; its tokens stay on the disk until they are read.
+
+        Raises:
+            ValueError: the folder's files are not those that were written, or not whole.
+        """
+        try:
+            with open(os.path.join(folder, "corpus.json"), encoding="utf-8") as file:
+                meta = json.load(file)
+            dtype = meta.pop("dtype")
+            starts = np.load(os.path.join(folder, "starts.npy"))
+            tokens = np.memmap(os.path.join(folder, "tokens.bin"), dtype=dtype, mode="r")
+            corpus = cls(tokens=tokens, starts=starts, **meta)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{folder}: damaged tokens ({error}), expected them as written: delete the folder"
+            ) from error
+        if len(tokens) != starts[-1]:
+            raise ValueError(
+                f"{folder}: damaged tokens, {len(tokens):,} in tokens.bin, expected {starts[-1]:,} as written: delete "
+                "the folder"
+            )
+        return corpus
 
     def __getstate__(self) -> dict[str, object]:
         # A memory-mapped array travels to worker processes as its path, not as its content.
@@ -127,7 +143,7 @@ def load_corpus(config: DataConfig, split: Split, tokenizer: Tokenizer) -> Token
     """Reads and tokenizes a split, or opens it from the cache folder when its files have not changed since.
 
     Raises:
-        ValueError: see `iterate_documents`; or the cache folder is not a folder.
+        ValueError: see `iterate_documents`; or the cache folder is not a folder, or what it holds is damaged.
     """
     check_split(split)
     if config.cache_folder is None:

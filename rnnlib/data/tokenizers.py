@@ -196,7 +196,8 @@ def _count_bytes(tokenizer: tokenizers.Tokenizer, size: int) -> np.ndarray:
     """Bytes of text behind each token.
 
     Exact for byte-level vocabularies (each character of a token is a byte) and for SentencePiece ones (a low line
-    block is a space, <0x41> a byte). Other kinds drop spaces between words, which then are not counted.
+    block is a space, <0x41> a byte), but that a tokenizer which puts a space before each document counts it. Other
+    kinds drop spaces between words, which then are not counted; an unknown token counts as none.
     """
     definition = json.loads(tokenizer.to_str())
     byte_level = '"ByteLevel"' in json.dumps([definition["pre_tokenizer"], definition["decoder"]])

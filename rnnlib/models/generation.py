@@ -182,6 +182,7 @@ def stream(
         )
     for name, value in (("max_new_tokens", max_new_tokens), ("block_size", block_size)):
         check_value("generate", name, value, PositiveInteger)
+    check_value("generate", "seed", seed, Annotated[int, Range(at_least=0, below=2**63)])
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     vocabulary_size = model.config.vocabulary_size
     if end_token is not None and not 0 <= end_token < vocabulary_size:

@@ -117,9 +117,17 @@ def load_run_config(folder: Path) -> TrainConfig:
 
 
 def load_run_tokenizer(folder: Path, config: TrainConfig) -> Tokenizer:
-    """The run's tokenizer, from its own copy where it is a file."""
+    """The run's tokenizer, from its own copy where it is a file.
+
+    Raises:
+        RunError: If the copy is gone: the file that it was made of may hold another tokenizer by now.
+    """
+    if config.data.tokenizer == "byte":
+        return load_tokenizer("byte")
     copy = folder / TOKENIZER_FILE
-    return load_tokenizer(copy if copy.is_file() else config.data.tokenizer)
+    if not copy.is_file():
+        raise RunError(f"run {folder} has no {TOKENIZER_FILE}, expected its copy of {config.data.tokenizer}")
+    return load_tokenizer(copy)
 
 
 def check_continues(config: TrainConfig, saved: TrainConfig) -> None:

@@ -10,9 +10,13 @@ import subprocess
 import sys
 
 import pytest
+import tokenizers
 
+from rnnlib.cli.generate import print_continuation
 from rnnlib.cli.main import COMMANDS, main
+from rnnlib.data import FileTokenizer
 from rnnlib.layers import mixer_names
+from rnnlib.models import DecoderLM
 from rnnlib.training import (
     CheckpointConfig,
     EvaluationConfig,
@@ -87,6 +91,11 @@ def test_eval(trained, capsys, tmp_path):
     # The text's 150 bytes, and perhaps the end of the document.
     assert re.search(r"evaluated on 1(49|50|51) tokens, 1(49|50) bytes", output)
     assert re.search(r"bits per byte  \d\.\d{4}", output)
+    (tmp_path / "text.txt").write_bytes("une idée; ".encode("latin-1") * 10)
+    assert main(["eval", str(folder), "--paths", str(tmp_path / "text.txt")]) == 2
+    assert "not valid utf-8 at byte 6; set encoding to the file's" in capsys.readouterr().err
+    assert main(["eval", str(folder), "--paths", str(tmp_path / "text.txt"), "--encoding", "latin-1"]) == 0
+    assert re.search(r"evaluated on 1(09|10|11) tokens, 1(09|10) bytes", capsys.readouterr().out)
 
 
 def test_generate_is_seeded(trained, capsys):
@@ -98,6 +107,17 @@ def test_generate_is_seeded(trained, capsys):
     assert first.startswith("3 plus 4") and len(first) > 10
     assert generate("--seed", "1") == first
     assert generate("--seed", "2") != first
+
+
+def test_a_continuation_keeps_its_space(capsys, monkeypatch):
+    vocabulary = {"▁3": 0, "▁plus": 1, "▁4": 2, "▁is": 3}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    words.decoder = tokenizers.decoders.Metaspace()  # drops the space of a text's first word
+    monkeypatch.setattr("rnnlib.cli.generate.stream", lambda model, prompts, **options: iter([[[1, 2]], [[3]]]))
+    model = object.__new__(DecoderLM)  # not run
+    print_continuation(model, FileTokenizer(words), "3")
+    assert capsys.readouterr().out == "3 plus 4 is\n"
 
 
 def test_a_prompt_that_is_not_text(trained, capsys, monkeypatch):
@@ -166,6 +186,7 @@ def test_tokenizer(tmp_path, corpus, capsys):
         (["eval", "nosuch"], "run nosuch does not exist"),
         (["eval", "nosuch", "--batches", "0"], "--batches must be at least 1"),
         (["eval", "nosuch", "--source", "jsonl"], "--source jsonl needs --paths"),
+        (["eval", "nosuch", "--encoding", "latin-1"], "--encoding latin-1 needs --paths"),
         (["generate", "."], "is not a run folder: it has no config.yaml"),
         (["generate", "nosuch", "--prompt", ""], "--prompt is empty"),
         (["tokenizer", "out.json", "--source", "nosuch"], "nosuch"),
@@ -185,7 +206,9 @@ def test_wrong_input_is_one_line(arguments, message, tmp_path, monkeypatch, caps
     assert set(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("flag", ["--temperature=-1", "--top-k=0", "--top-p=2", "--max-new-tokens=0"])
+@pytest.mark.parametrize(
+    "flag", ["--temperature=-1", "--top-k=0", "--top-p=2", "--max-new-tokens=0", f"--seed={10**23}"]
+)
 def test_wrong_sampling_is_one_line(trained, flag, capsys, unchecked_shapes):
     assert main(["generate", str(trained[0]), flag]) == 2
     errors = capsys.readouterr().err

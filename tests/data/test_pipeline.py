@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -195,6 +196,26 @@ def test_cache_folder(config, tmp_path):
     assert len(os.listdir(tmp_path / "cache")) == 3
     with pytest.raises(ValueError, match="is not a folder"):
         load_corpus(dataclasses.replace(config, cache_folder=config.paths[0]), "train", ByteTokenizer())
+
+
+def test_a_damaged_cache_is_refused(config, tmp_path):
+    cached = dataclasses.replace(config, cache_folder=str(tmp_path))
+    load_corpus(cached, "train", ByteTokenizer())
+    (folder,) = tmp_path.iterdir()
+    for name, message in (
+        ("tokens.bin", r"damaged tokens, .* expected .* as written"),
+        ("corpus.json", "damaged tokens"),
+    ):
+        whole = (folder / name).read_bytes()
+        for content in (whole[: len(whole) // 4 * 2], b""):
+            (folder / name).write_bytes(content)
+            with pytest.raises(ValueError, match=re.escape(f"{folder}: ") + (message if content else "damaged")):
+                load_corpus(cached, "train", ByteTokenizer())
+        (folder / name).unlink()
+        with pytest.raises(ValueError, match="delete the folder"):
+            load_corpus(cached, "train", ByteTokenizer())
+        (folder / name).write_bytes(whole)
+    load_corpus(cached, "train", ByteTokenizer())
 
 
 def test_an_interrupted_cache_leaves_nothing(config, tmp_path):

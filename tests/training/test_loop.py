@@ -11,6 +11,7 @@ import pytest
 from rnnlib.data import make_dataset, train_tokenizer
 from rnnlib.training import (
     NonFiniteLossError,
+    RunError,
     Trainer,
     evaluate,
     load_run,
@@ -49,6 +50,9 @@ def test_training_learns_and_the_run_can_be_read_back(tmp_path, corpus, tiny_con
     again = evaluate(loaded.model, batches, token_bytes=loaded.tokenizer.token_bytes)
     assert again.loss == pytest.approx(validation[-1]["loss"], rel=1e-6)
     assert again == result.evaluation
+    (tmp_path / "run" / "tokenizer.json").unlink()  # where it was copied from may hold another one by now
+    with pytest.raises(RunError, match=r"run .* has no tokenizer.json, expected its copy of .*tokenizer.json"):
+        load_run(tmp_path / "run")
 
 
 def test_evaluation_batches_are_spread_over_the_text(tiny_config):
