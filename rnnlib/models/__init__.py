@@ -8,7 +8,7 @@ from rnnlib.models.config import (
     swiglu_width,
     two_global_attention_layers,
 )
-from rnnlib.models.decoder import Block, DecoderCache, DecoderLM, SwiGLU
+from rnnlib.models.decoder import Block, DecoderCache, DecoderLM, SwiGLU, take_rows
 from rnnlib.models.generation import Sampling, generate, sample, stream
 from rnnlib.models.presets import ModelPreset, model_preset, preset_details, preset_names
 from rnnlib.models.summary import ParameterCount, abstract_model, cache_bytes, count_parameters, summary
@@ -39,5 +39,6 @@ __all__ = [
     "stream",
     "summary",
     "swiglu_width",
+    "take_rows",
     "two_global_attention_layers",
 ]

@@ -19,6 +19,20 @@ from rnnlib.ops.sharding import dot_general_over_mesh
 DecoderCache = tuple[Any, ...]
 
 
+def take_rows(cache: DecoderCache, rows: Int[Array, " N"]) -> DecoderCache:
+    """A cache whose row `i` is row `rows[i]` of another: beams that go on, or one prompt read for several samples.
+
+    Args:
+        cache: from `init_cache` or `extend`.
+        rows: numbers of its rows, in any order, any of them more than once.
+
+    Returns:
+        A cache of N rows.
+    """
+    # Arrays are [B, ...], but for attention's number of tokens, which all rows share.
+    return jax.tree.map(lambda x: x[rows] if x.ndim else x, cache)
+
+
 class SwiGLU(nnx.Module):
     """Gated feed-forward `W_down (silu(W_gate x) * W_up x)`, without biases."""
 

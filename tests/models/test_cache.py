@@ -14,6 +14,7 @@ from rnnlib.models import (
     ModelConfig,
     every_other_sliding_window,
     gated_deltanet2_cell,
+    take_rows,
     two_global_attention_layers,
 )
 
@@ -115,3 +116,14 @@ def test_a_segment_that_starts_within_a_later_piece_restarts_the_cache():
     _, cache = extend(TOKENS[:, :7], cache, segments[:, :7])
     logits, cache = extend(TOKENS[:, 7:], cache, segments[:, 7:])
     np.testing.assert_allclose(logits, expected[:, 7:], atol=1e-4)
+
+
+def test_rows_of_a_cache_go_on_as_others():
+    graphdef, state = build(HYBRIDS["every other layer sliding"].replace(mixers=("gated_deltanet", "attention")))
+    model = nnx.merge(graphdef, state)
+    _, cache = model.extend(TOKENS[:, :PREFIX], model.init_cache(2, LENGTH))
+    rows, last = jnp.asarray([1, 1, 0]), jnp.asarray([[3], [4], [5]])
+    logits, _ = model.extend(last, take_rows(cache, rows))
+    whole = parallel(graphdef, state, jnp.concatenate([TOKENS[rows, :PREFIX], last], axis=1), None)
+    np.testing.assert_allclose(logits[:, 0], whole[:, -1], atol=1e-4)
+    assert not np.allclose(logits[0], logits[1], atol=1e-2)
