@@ -31,7 +31,7 @@ class TokenizerArguments:
     max_bytes: int | None = 16_000_000
     """At most so many bytes of text are read; None reads all that --paths are."""
     split_by: Literal["document", "tail"] = "document"
-    """What stays unseen, as training holds it out: whole documents, or with "tail" the end of each."""
+    """What stays unseen, as training holds it out at its default share: documents, or with "tail" the end of each."""
     overwrite: bool = False
     """Replace the file if it exists."""
 

@@ -1,5 +1,6 @@
 """Training: configs, optimizer, loop, evaluation, checkpoints, metrics."""
 
+from rnnlib.training.accuracy import TaskEvaluation, evaluate_lengths, evaluate_task
 from rnnlib.training.checkpoint import CheckpointError, Checkpoints, Progress
 from rnnlib.training.config import CheckpointConfig, EvaluationConfig, LoggingConfig, TrainConfig
 from rnnlib.training.config_file import ConfigError, from_plain, load_config, save_config, to_plain
@@ -47,6 +48,7 @@ __all__ = [
     "RunError",
     "StepMetrics",
     "StepReport",
+    "TaskEvaluation",
     "TrainConfig",
     "TrainResult",
     "TrainState",
@@ -55,6 +57,8 @@ __all__ = [
     "check_new_folder",
     "decay_mask",
     "evaluate",
+    "evaluate_lengths",
+    "evaluate_task",
     "from_plain",
     "head_loss_sums",
     "init_train_state",
