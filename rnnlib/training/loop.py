@@ -22,7 +22,7 @@ from rnnlib.training.config import TrainConfig
 from rnnlib.training.config_file import from_plain, save_config, to_plain
 from rnnlib.training.evaluation import Evaluation, evaluate_with, evaluation_view, spread_batches
 from rnnlib.training.loss import bits_per_byte
-from rnnlib.training.metrics import RunLog
+from rnnlib.training.metrics import TRAIN_FILE, RunLog, recorded_steps
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
 from rnnlib.training.picture import loss_picture
 from rnnlib.training.progress import ProgressReporter, Speed, StepReport
@@ -80,6 +80,24 @@ class TrainResult:
     evaluation: Evaluation | None
     stopped_by: signal.Signals | None
     seconds: float
+
+
+def _check_checkpoints_not_lost(folder: Path, saved: TrainConfig) -> None:
+    # Without a checkpoint a run goes on from the start and its rows are dropped. That is right where it was
+    # interrupted before its first checkpoint was whole, and not where its checkpoints were lost.
+    checkpoints = folder / CHECKPOINTS
+    # Looked at without orbax, which writes into the folder that it opens.
+    if checkpoints.is_dir() and any(entry.name.isdecimal() for entry in checkpoints.iterdir()):
+        return
+    steps = recorded_steps(folder / TRAIN_FILE)
+    last = max(steps, default=0)
+    # A checkpoint is written while the next steps are done, but the second is not begun before the first is whole. The
+    # picture is drawn when the last one is.
+    if last > 2 * saved.checkpoint.every or (last >= saved.steps and (folder / "loss.png").exists()):
+        raise RunError(
+            f"run {folder} has {len(steps)} rows in {TRAIN_FILE} and no whole checkpoint, expected one in "
+            f"{checkpoints} to continue from: put it back, or begin again in another folder"
+        )
 
 
 class Trainer:
@@ -214,7 +232,8 @@ class Trainer:
             resume: Continue the run in it, from its latest checkpoint (or from the start, if it has none yet).
 
         Raises:
-            ValueError: If the folder exists (new run), is no run or is one of another model or other data (resume).
+            ValueError: If the folder exists (new run), is no run, is one of another model or other data or has lost its
+                checkpoints (resume).
         """
         folder = Path(folder)
         train_data, self._validation_data = self.read_data()
@@ -228,6 +247,8 @@ class Trainer:
             if not resume:
                 stack.push(self._remove_if_nothing_was_done)
             stack.enter_context(lock_run(folder))
+            if resume:
+                _check_checkpoints_not_lost(folder, saved)
             checkpoints = stack.enter_context(Checkpoints(folder / CHECKPOINTS, keep=self.config.checkpoint.keep))
             self._batches = iter(train_data)
             stack.callback(self._batches.close)
@@ -249,7 +270,12 @@ class Trainer:
                 self._step, self._tokens = progress.step, progress.tokens
             if saved != self.config:
                 save_config(self.config, folder / CONFIG_FILE)
-            self._log = RunLog(folder, last_step=self._step, tensorboard=self.config.logging.tensorboard)
+            self._log = RunLog(
+                folder,
+                last_step=self._step,
+                tensorboard=self.config.logging.tensorboard,
+                tell=lambda text: self._reporter.message(text),  # the reporter comes with `run`, as all rows do
+            )
             stack.callback(self._log.close)
             self._checkpoints = checkpoints
             self._resources = stack.pop_all()

@@ -1,9 +1,13 @@
 import errno
 import io
 import math
+import struct
+import subprocess
+import sys
 import threading
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from rnnlib.training import Evaluation, ProgressReporter, StepReport, loss_picture, read_csv
 from rnnlib.training.metrics import TRAIN_FIELDS, VALIDATION_FIELDS, RunLog
@@ -66,6 +70,75 @@ def test_tensorboard_events_are_written(tmp_path):
     (events,) = (tmp_path / "tensorboard").iterdir()
     content = events.read_bytes()
     assert b"train/bits_per_byte" in content and b"validation/perplexity" in content
+
+
+def read_events(folder):
+    """Of all files in the order of their names: the events as TensorBoard's protocol has them."""
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        while content:
+            (length,) = struct.unpack("<Q", content[:8])
+            yield Event.FromString(content[12 : 12 + length])
+            content = content[16 + length :]
+
+
+def test_tensorboard_events_of_a_resumed_run(tmp_path):
+    for last_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        log = RunLog(tmp_path, last_step=last_step)
+        for step in steps:
+            log.train(train_row(step, gradient_norm=math.inf))
+        log.close()
+    events = list(read_events(tmp_path / "tensorboard"))
+    assert [event.step for event in events] == [0, 1, 1, 2, 3, 0, 3, 3, 4]
+    assert [event.WhichOneof("what") for event in events[:3]] == ["file_version", "session_log", "summary"]
+    assert events[6].session_log.status == SessionLog.START
+    values = {value.tag: value.simple_value for value in events[-1].summary.value}
+    drawn = set(TRAIN_FIELDS) - {"step", "gradient_norm"}
+    assert values == {f"train/{name}": {"tokens": 400.0, "skipped": 0.0}.get(name, 0.5) for name in drawn}
+
+
+FILES_OF_12_KIB = """
+import resource, sys
+from pathlib import Path
+from rnnlib.training.metrics import TRAIN_FIELDS, RunLog
+
+log = RunLog(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (12 * 1024, 12 * 1024))
+for step in range(1, 201):
+    log.train(dict.fromkeys(TRAIN_FIELDS, 0.5) | {"step": step})
+log.close()
+"""
+
+
+def test_events_that_cannot_be_written_do_not_end_training(tmp_path):
+    # In a process of its own, which a writer that waits for ever does not survive.
+    command = [sys.executable, "-c", FILES_OF_12_KIB, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = done.stdout.splitlines()
+    assert "tensorboard cannot be written ([Errno 27] File too large); training goes on without them" in line
+    assert len(read_csv(tmp_path / "metrics.csv")) == 200
+
+
+@pytest.mark.parametrize("when", ["open", "close"])
+def test_an_event_file_that_cannot_be_opened_or_closed_is_told_once(tmp_path, monkeypatch, when):
+    told = []
+    if when == "open":
+        (tmp_path / "tensorboard").write_text("no folder")
+    log = RunLog(tmp_path, tell=told.append)
+    for step in range(1, 4):
+        log.train(train_row(step))
+    if when == "close":
+        assert not told
+
+        def no_space(*arguments):
+            raise OSError(errno.ENOSPC, "no space left")
+
+        monkeypatch.setattr("tensorboardX.RecordWriter.flush", no_space)
+    log.close()
+    log.close()
+    assert len(told) == 1 and "cannot be written" in told[0]
+    assert len(read_csv(tmp_path / "metrics.csv")) == 3
 
 
 def test_picture(tmp_path):

@@ -1,6 +1,7 @@
 """Runs that are stopped in every way and continued end as if they had not been."""
 
 import dataclasses
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from rnnlib.cli.main import main
 from rnnlib.training import (
     CheckpointError,
+    Checkpoints,
     ProgressReporter,
     RunError,
     Trainer,
@@ -240,3 +242,49 @@ def test_a_run_without_a_checkpoint_cannot_be_loaded_but_resumed(tmp_path, run_c
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         load_run(tmp_path / "run")
     assert train(config, tmp_path / "run", resume=True).step == 3
+
+
+def test_a_run_that_has_lost_its_checkpoints_is_refused_and_left_alone(uninterrupted, tmp_path, run_config):
+    folder = tmp_path / "run"
+    shutil.copytree(uninterrupted, folder)
+    shutil.rmtree(folder / "checkpoints")
+
+    def content():
+        return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
+
+    before = content()
+    expected = r"run .*/run has 240 rows in metrics.csv and no whole checkpoint, expected one in .*/run/checkpoints to "
+    with pytest.raises(RunError, match=expected):
+        train(run_config, folder, resume=True)
+    assert content() == before
+    # A run whose only checkpoint was that of its last step.
+    config = dataclasses.replace(run_config, steps=3, optimizer=constant(run_config))
+    train(config, tmp_path / "short")
+    shutil.rmtree(tmp_path / "short" / "checkpoints" / "3")
+    with pytest.raises(RunError, match=r"has 3 rows in metrics.csv and no whole checkpoint"):
+        train(dataclasses.replace(config, steps=5), tmp_path / "short", resume=True)
+    # Not drawn, the same run may have been killed while its first checkpoint was written.
+    (tmp_path / "short" / "loss.png").unlink()
+    assert train(config, tmp_path / "short", resume=True).step == 3
+    assert [row["step"] for row in read_csv(tmp_path / "short" / "metrics.csv")] == [1, 2, 3]
+
+
+class NeverWhole(Checkpoints):
+    """On a full disk: that the first checkpoint could not be written shows when the second is to be."""
+
+    def save(self, state, progress):
+        if progress.step >= 40:
+            raise CheckpointError("no space left")
+
+
+def test_a_run_that_fails_before_its_first_checkpoint_is_whole_can_be_resumed(
+    uninterrupted, tmp_path, run_config, monkeypatch
+):
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("rnnlib.training.loop.Checkpoints", NeverWhole)
+        with pytest.raises(CheckpointError, match="no space left"):
+            train(run_config, folder)
+    assert len(read_csv(folder / "metrics.csv")) == 40
+    assert train(run_config, folder, resume=True).step == run_config.steps
+    assert records(folder) == records(uninterrupted)
