@@ -90,7 +90,14 @@ class BatchIterator(grain.DatasetIterator[Batch]):
         self._assert_not_closed()
         if self._stream is None:  # started here, so that restoring a position does not start workers twice
             self._stream = self._dataset.iterate_from(self._next_batch)
-        batch = next(self._stream)
+        try:
+            batch = next(self._stream)
+        except RuntimeError as error:  # of grain, which has no class of its own for it
+            if "Worker process was terminated" not in str(error):
+                raise
+            raise ChildProcessError(
+                "a worker process of the data was killed, perhaps for want of memory: expected it to live"
+            ) from error
         self._next_batch += 1
         return batch
 

@@ -295,7 +295,7 @@ class Trainer:
         Raises:
             RuntimeError: If no run is open.
             NonFiniteLossError: If loss or gradient is not finite in more than `max_skipped_steps` steps.
-            CheckpointError, OSError: If nothing more can be written.
+            CheckpointError, OSError: If nothing more can be written, or the data cannot be read on.
         """
         if self._resources is None:
             raise RuntimeError("Trainer.run: no run is open, expected a call of Trainer.open before each of run")

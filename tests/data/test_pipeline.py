@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import pickle
@@ -131,6 +132,16 @@ def test_a_script_that_its_workers_would_run_again_is_refused(tmp_path):
     result = subprocess.run([sys.executable, program], capture_output=True, text=True, cwd=os.getcwd(), timeout=120)
     assert result.returncode == 1
     assert f"each worker process imports {program}, expected what it runs under if __name__" in result.stderr
+
+
+def test_a_killed_worker_is_an_error_of_the_system(config, tmp_path):
+    iterator = iter(_dataset(dataclasses.replace(config, num_workers=1, prefetch=1, cache_folder=str(tmp_path))))
+    before = set(multiprocessing.active_children())
+    next(iterator)
+    for worker in set(multiprocessing.active_children()) - before:
+        worker.kill()
+    with pytest.raises(ChildProcessError, match="a worker process of the data was killed"):
+        _take(iterator, 50)
 
 
 def test_workers_end_with_a_killed_process(tmp_path):
