@@ -329,7 +329,7 @@ class DecoderLM(nnx.Module):
 
         x, changes = jax.lax.scan(cell, x, stacked)
         for i, block in enumerate(self.blocks[: repeats * period]):
-            _apply(block, {path: values[i // period] for path, values in changes[i % period].items()})
+            _apply(block, jax.tree.map(lambda values, i=i: values[i // period], changes[i % period]))
         return x
 
     def _expect_streams_of_their_own(self, scanned: int) -> None:
@@ -351,10 +351,16 @@ class DecoderLM(nnx.Module):
 def _run_block(graphdef, state, x, segment_ids, positions):
     """The block's output, and the variables that it has changed, such as a random stream's counter, by path."""
     block = nnx.merge(graphdef, state)
-    before = {path: leaf.get_value() for path, (_, leaf) in _mutable(block).items()}
+    before = {path: jax.tree.flatten(leaf.get_value()) for path, (_, leaf) in _mutable(block).items()}
     x, _ = block(x, segment_ids=segment_ids, positions=positions)
     after = {path: leaf.get_value() for path, (_, leaf) in _mutable(block).items()}
-    return x, {path: value for path, value in after.items() if path in before and value is not before[path]}
+    return x, {path: value for path, value in after.items() if path in before and _changed(before[path], value)}
+
+
+def _changed(before: tuple[list[Any], Any], value: Any) -> bool:
+    """Whether a variable's value, an array or a tree of those (`nnx.capture`), is another than it was."""
+    leaves, structure = jax.tree.flatten(value)
+    return structure != before[1] or any(new is not old for new, old in zip(leaves, before[0]))
 
 
 def _mutable(block: Block) -> dict[str, tuple[tuple[Any, ...], nnx.Variable]]:

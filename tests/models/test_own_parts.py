@@ -232,3 +232,26 @@ def test_bfloat16_attention_layers_are_alike_where_they_are_scanned():
         model = DecoderLM(config.replace(scan_layers=scan_layers), rngs=nnx.Rngs(0))
         assert [block.mixer.number for block in model.blocks[::2]] == numbers
         assert jnp.isfinite(model(TOKENS)).all()
+
+
+class Sown(nnx.Module):
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, x):
+        y = self.inner(x)
+        self.sow(nnx.Intermediate, "mean", y.mean())
+        return y
+
+
+def test_what_parts_sow_is_captured_of_scanned_layers_too():
+    captured = []
+    for scan_layers in (False, True):
+        model = model_of({}, num_layers=3, scan_layers=scan_layers)
+        for block in model.blocks:
+            block.feed_forward = Sown(block.feed_forward)
+        logits, intermediates = nnx.capture(lambda model: model(TOKENS), nnx.Intermediate)(model)
+        captured.append(jax.tree.leaves(nnx.to_pure_dict(intermediates)))
+        assert len(set(map(float, captured[-1]))) == 3
+        np.testing.assert_allclose(logits, model(TOKENS), atol=1e-6)
+    np.testing.assert_allclose(*captured, atol=1e-7)
