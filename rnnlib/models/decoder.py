@@ -12,11 +12,15 @@ from rnnlib.layers import Attention
 from rnnlib.models.config import ModelConfig
 from rnnlib.models.embedding import look_up
 from rnnlib.models.mixers import build_mixer
+from rnnlib.models.variables import assign_values, values_by_path
 from rnnlib.ops.arguments import check_array, check_segment_ids, check_shape
 from rnnlib.ops.sharding import dot_general_over_mesh
 
 # One entry a layer, each the cache of that layer's mixer: a pytree whose arrays keep their shapes from call to call.
 DecoderCache = tuple[Any, ...]
+
+# What a block's run may change: random streams, statistics.
+_MUTABLE = nnx.Not(nnx.Param)
 
 
 def take_rows(cache: DecoderCache, rows: Int[Array, " N"]) -> DecoderCache:
@@ -193,7 +197,8 @@ class DecoderLM(nnx.Module):
         for block in self.blocks[done:]:
             graphdef, state = nnx.split(block)
             x, changes = self._training_block()(graphdef, state, x, segment_ids, positions)
-            _apply(block, changes)
+            if changes:
+                assign_values(block, _MUTABLE, changes)
         return self.norm(x)
 
     @property
@@ -329,14 +334,16 @@ class DecoderLM(nnx.Module):
 
         x, changes = jax.lax.scan(cell, x, stacked)
         for i, block in enumerate(self.blocks[: repeats * period]):
-            _apply(block, jax.tree.map(lambda values, i=i: values[i // period], changes[i % period]))
+            if changes[i % period]:
+                own = jax.tree.map(lambda values, i=i: values[i // period], changes[i % period])
+                assign_values(block, _MUTABLE, own)
         return x
 
     def _expect_streams_of_their_own(self, scanned: int) -> None:
         """ValueError where scanned blocks share a variable that runs change: each would begin with its first value."""
         owners: dict[int, int] = {}
         for i, block in enumerate(self.blocks[:scanned]):
-            for path, node in nnx.iter_graph(block) if _mutable(block) else ():
+            for path, node in nnx.iter_graph(block) if values_by_path(block, _MUTABLE) else ():
                 shared = isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
                 if shared and owners.setdefault(id(node), i) != i:
                     name = ".".join(map(str, path))
@@ -351,9 +358,9 @@ class DecoderLM(nnx.Module):
 def _run_block(graphdef, state, x, segment_ids, positions):
     """The block's output, and the variables that it has changed, such as a random stream's counter, by path."""
     block = nnx.merge(graphdef, state)
-    before = {path: jax.tree.flatten(leaf.get_value()) for path, (_, leaf) in _mutable(block).items()}
+    before = {path: jax.tree.flatten(value) for path, value in values_by_path(block, _MUTABLE).items()}
     x, _ = block(x, segment_ids=segment_ids, positions=positions)
-    after = {path: leaf.get_value() for path, (_, leaf) in _mutable(block).items()}
+    after = values_by_path(block, _MUTABLE)
     return x, {path: value for path, value in after.items() if path in before and _changed(before[path], value)}
 
 
@@ -361,20 +368,6 @@ def _changed(before: tuple[list[Any], Any], value: Any) -> bool:
     """Whether a variable's value, an array or a tree of those (`nnx.capture`), is another than it was."""
     leaves, structure = jax.tree.flatten(value)
     return structure != before[1] or any(new is not old for new, old in zip(leaves, before[0]))
-
-
-def _mutable(block: Block) -> dict[str, tuple[tuple[Any, ...], nnx.Variable]]:
-    """All variables but the parameters, each with its keys, by path; arrays that are plain attributes are none."""
-    leaves = nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.Param)))
-    return {".".join(map(str, keys)): (keys, leaf) for keys, leaf in leaves if isinstance(leaf, nnx.Variable)}
-
-
-def _apply(block: Block, changes: dict[str, Any]) -> None:
-    """Gives a block the variables that its run has changed."""
-    if changes:
-        mutable = _mutable(block)
-        changed = [(mutable[path][0], mutable[path][1].replace(value)) for path, value in changes.items()]
-        nnx.update(block, nnx.from_flat_state(changed))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -47,6 +47,11 @@ class Sampling:
         """Whether the likeliest token is taken, with no draw."""
         return self.temperature == 0
 
+    @property
+    def divisor(self) -> float | None:
+        """What divides the logits; None where the likeliest token is taken."""
+        return None if self.greedy else max(self.temperature, _LOWEST_TEMPERATURE)
+
 
 class _Carry(NamedTuple):
     """What decoding goes on from: the logits of the next token, and the cache that they came with."""
@@ -68,17 +73,17 @@ def sample(logits: Float[Array, "B vocabulary"], keys: Any, sampling: Sampling) 
     Returns:
         Token numbers `[B]`, int32.
     """
-    if sampling.greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return _draw(logits, keys, max(sampling.temperature, _LOWEST_TEMPERATURE), sampling.top_k, sampling.top_p)
+    return _draw(logits, keys, sampling.divisor, sampling.top_k, sampling.top_p)
 
 
 def _draw(
-    logits: Array, keys: Any, temperature: Array | float, top_k: int | None, top_p: Array | float | None
+    logits: Array, keys: Any, divisor: Array | float | None, top_k: int | None, top_p: Array | float | None
 ) -> Array:
-    """`sample` where it is not greedy; of arrays any values share a compiled function."""
+    """`sample` by numbers, of which all arrays of any values share a compiled function."""
+    if divisor is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # The likeliest token's is 0, so that no temperature makes it infinite.
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor
     if top_k is None and top_p is None:
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
     # Draws by rank and not by a threshold on the logits, which would let ties through.
@@ -188,21 +193,21 @@ def stream(
     if end_token is not None and not 0 <= end_token < vocabulary_size:
         raise ValueError(f"{end_token=}: expected a token of the vocabulary, in [0, {vocabulary_size})")
     tokens, segment_ids = pad_prompts(prompt_tokens, vocabulary_size, multiple=PROMPT_BUCKET)
-    cache = model.init_cache(tokens.shape[0], tokens.shape[1] + _bucketed(max_new_tokens))
+    cache = model.init_cache(tokens.shape[0], tokens.shape[1] + _rounded_up(max_new_tokens, PROMPT_BUCKET))
     graphdef, state = nnx.split(model)
     carry = _prefill(graphdef, state, tokens, segment_ids, cache)
     values = {
-        "temperature": jnp.float32(max(sampling.temperature, _LOWEST_TEMPERATURE)),
+        "divisor": None if sampling.greedy else jnp.float32(sampling.divisor),
         "top_p": None if top_p is None else jnp.float32(top_p),
         "end_token": None if end_token is None else jnp.int32(end_token),
     }
-    size = _bucketed(min(block_size, max_new_tokens))
-    decode = functools.partial(_decode, graphdef, size, sampling.greedy, top_k, state, values)
+    size = _rounded_up(min(block_size, max_new_tokens), PROMPT_BUCKET)
+    decode = functools.partial(_decode, graphdef, size, top_k, state, values)
     return _blocks(decode, carry, jax.random.key(seed), max_new_tokens, block_size)
 
 
-def _bucketed(tokens: int) -> int:
-    return -(-tokens // PROMPT_BUCKET) * PROMPT_BUCKET
+def _rounded_up(tokens: int, multiple: int) -> int:
+    return -(-tokens // multiple) * multiple
 
 
 def _blocks(decode, carry: _Carry, key: Array, max_new_tokens: int, block_size: int) -> Iterator[Array]:
@@ -242,7 +247,7 @@ def pad_prompts(
                 f"prompt_tokens[{index}] has tokens from {row.min()} to {row.max()}: "
                 f"expected them in [0, {vocabulary_size})"
             )
-    length = -(-max(row.size for row in rows) // multiple) * multiple
+    length = _rounded_up(max(row.size for row in rows), multiple)
     tokens = np.zeros([len(rows), length], np.int32)
     segment_ids = np.zeros([len(rows), length], np.int32)
     for index, row in enumerate(rows):
@@ -259,11 +264,10 @@ def _prefill(graphdef, state, tokens: Array, segment_ids: Array, cache: DecoderC
     return _Carry(jnp.int32(0), logits, jnp.zeros(tokens.shape[0], bool), cache)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _decode(
     graphdef,
     size: int,
-    greedy: bool,
     top_k: int | None,
     state,
     values: dict[str, Any],
@@ -283,11 +287,8 @@ def _decode(
 
     def step(loop):
         made, tokens, carry = loop
-        if greedy:
-            token = jnp.argmax(carry.logits, axis=-1).astype(jnp.int32)
-        else:
-            keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, carry.step)))(rows)
-            token = _draw(carry.logits, keys, values["temperature"], top_k, values["top_p"])
+        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, carry.step)))(rows)
+        token = _draw(carry.logits, keys, values["divisor"], top_k, values["top_p"])
         token = jnp.where(carry.finished, filler, token)
         finished = carry.finished if end_token is None else carry.finished | (token == end_token)
         model = nnx.merge(graphdef, state)

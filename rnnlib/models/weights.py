@@ -18,9 +18,11 @@ from flax import nnx
 from rnnlib.models.config import ModelConfig
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.summary import abstract_model
+from rnnlib.models.variables import assign_values, values_by_path
 
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32"}
 _CONFIG_KEY = "rnnlib.model_config"
+_SAVED = nnx.Not(nnx.RngState)
 
 
 class _Entry(NamedTuple):
@@ -44,7 +46,7 @@ def save_weights(model: DecoderLM, path: str | os.PathLike[str]) -> None:
     header: dict[str, Any] = {"__metadata__": {_CONFIG_KEY: json.dumps(model.config.to_dict())}}
     arrays = []
     offset = 0
-    for name, array in sorted(_parameters(model).items()):
+    for name, array in sorted(values_by_path(model, _SAVED).items()):
         values = np.asarray(jax.device_get(array), order="C")
         if values.dtype.name not in _DTYPES:
             raise TypeError(f"{name} has dtype {values.dtype.name}: expected one of {', '.join(_DTYPES)}")
@@ -88,9 +90,10 @@ def load_weights(path: str | os.PathLike[str]) -> DecoderLM:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{name}: expected a safetensors file that save_weights wrote ({error})") from error
     model = abstract_model(config)
-    if len(_variables(model)) != len(nnx.to_flat_state(nnx.state(model))):
+    if len(values_by_path(model, _SAVED)) != len(jax.tree.leaves(nnx.state(model))):
         model = DecoderLM(config, rngs=nnx.Rngs(0))  # what the file does not hold is built: streams, constants
-    expected = {key: (leaf.dtype.name, leaf.shape) for key, leaf in _parameters(model).items()}
+    wanted = values_by_path(model, _SAVED)
+    expected = {key: (leaf.dtype.name, leaf.shape) for key, leaf in wanted.items()}
     found = {key: (entry.dtype, entry.shape) for key, entry in entries.items()}
     if expected != found:
         keys = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
@@ -104,30 +107,13 @@ def load_weights(path: str | os.PathLike[str]) -> DecoderLM:
     if len(arrays) != end:
         raise ValueError(f"{name}: has {len(arrays)} bytes of arrays, expected {end}: it was cut off or added to")
 
-    def read(keys: tuple[Any, ...], shape: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:
-        entry = entries[_name(keys)]
+    def read(key: str, shape: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:
+        entry = entries[key]
         return jnp.array(arrays[entry.begin : entry.end].view(shape.dtype).reshape(shape.shape))
 
-    leaves = _variables(model)
-    nnx.update(
-        model, nnx.from_flat_state([(keys, leaf.replace(read(keys, leaf.get_value()))) for keys, leaf in leaves])
-    )
+    assign_values(model, _SAVED, {key: read(key, leaf) for key, leaf in wanted.items()})
     return model
 
 
 def _named(code: str) -> str:
     return next((name for name, other in _DTYPES.items() if other == code), code)
-
-
-def _name(keys: tuple[Any, ...]) -> str:
-    return ".".join(map(str, keys))
-
-
-def _variables(model: DecoderLM) -> list[tuple[tuple[Any, ...], nnx.Variable]]:
-    """Parameters and statistics by path: all variables but random streams, and no arrays that are plain attributes."""
-    leaves = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState)))
-    return [(keys, leaf) for keys, leaf in leaves if isinstance(leaf, nnx.Variable)]
-
-
-def _parameters(model: DecoderLM) -> dict[str, Any]:
-    return {_name(keys): leaf.get_value() for keys, leaf in _variables(model)}

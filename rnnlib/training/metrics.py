@@ -1,15 +1,10 @@
-"""Metrics as CSV files that survive kills and resumes, and as TensorBoard events."""
+"""What a run records: metrics as CSV files that survive kills and resumes, and as TensorBoard events."""
 
-import contextlib
 import csv
 import io
-import math
 import os
-import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rnnlib.training.config_file import write_atomically
 
@@ -103,81 +98,6 @@ class CsvLog:
         self._file.close()
 
 
-class EventLog:
-    """TensorBoard events of a run, in a file made for the first of them.
-
-    They are an extra: where they cannot be written, that is told once and the rest are left out. Written in this
-    thread: tensorboardX's `SummaryWriter` has one of its own, and waits for it for ever once an error has ended it.
-    """
-
-    _FLUSH_SECONDS = 30
-
-    def __init__(self, folder: Path, *, last_step: int, tell: Callable[[str], None]):
-        """Prepares the log; writes nothing.
-
-        Args:
-            folder: Where the event file goes.
-            last_step: TensorBoard shows no events of later steps from files before this one.
-            tell: Called with the message that nothing more can be written.
-        """
-        # Imported here: a package that is missing is an error before the first step.
-        from tensorboardX import RecordWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        self._folder, self._last_step, self._tell = folder, last_step, tell
-        self._new_writer, self._event, self._session, self._summary = RecordWriter, Event, SessionLog, Summary
-        self._writer: Any = None
-        self._next_flush = -math.inf
-        self._failed = False
-
-    def write(self, step: int, values: Mapping[str, int | float]) -> None:
-        """Writes the values of a step by their names."""
-        if self._failed:
-            return
-        try:
-            if self._writer is None:
-                self._open()
-            # The CSV file keeps numbers that are not finite; TensorBoard cannot draw them.
-            finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
-            scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
-            self._write_event(step=step, summary=self._summary(value=scalars))
-            if time.monotonic() >= self._next_flush:
-                self._writer.flush()
-                self._next_flush = time.monotonic() + self._FLUSH_SECONDS
-        except OSError as error:
-            self._fail(error)
-
-    def _open(self) -> None:
-        self._folder.mkdir(exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names.
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-        self._writer = self._new_writer(str(self._folder / name))
-        self._write_event(file_version="brain.Event:2")
-        # Events after the checkpoint are taken back: the resumed run writes those steps again.
-        self._write_event(step=self._last_step + 1, session_log=self._session(status=self._session.START))
-
-    def _write_event(self, **fields: Any) -> None:
-        self._writer.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-
-    def _fail(self, error: OSError) -> None:
-        self._failed = True
-        if self._writer is not None:
-            with contextlib.suppress(OSError):  # what is still to be written cannot be
-                self._writer.close()
-            self._writer = None
-        self._tell(f"TensorBoard events in {self._folder} cannot be written ({error}); training goes on without them")
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._writer is not None:
-            try:
-                self._writer.flush()
-                self._writer.close()
-            except OSError as error:
-                self._fail(error)
-
-
 class RunLog:
     """What a run records: `metrics.csv`, `validation.csv` and TensorBoard events."""
 
@@ -194,7 +114,12 @@ class RunLog:
         """
         self._train = CsvLog(folder / TRAIN_FILE, TRAIN_FIELDS, last_step=last_step)
         self._validation = CsvLog(folder / VALIDATION_FILE, VALIDATION_FIELDS, last_step=last_step)
-        self._events = EventLog(folder / "tensorboard", last_step=last_step, tell=tell) if tensorboard else None
+        self._events = None
+        if tensorboard:
+            # Imported here: only who writes events needs their packages, and one missing is an error before any step.
+            from rnnlib.training.events import EventLog
+
+            self._events = EventLog(folder / "tensorboard", last_step=last_step, tell=tell)
 
     def train(self, row: Row) -> None:
         """Records one training step; keys are `TRAIN_FIELDS`."""
