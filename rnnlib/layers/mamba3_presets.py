@@ -1,7 +1,8 @@
 """Mamba-3: single-input single-output, and multiple-input multiple-output.
 
-Notation as in `rnnlib.layers.presets`; `k~` is a key after norm, bias and rotation. The recurrence is equation 16 of
-the Gated DeltaNet-2 paper (arXiv 2605.22791); where that is silent, choices follow the code of Mamba-3's authors.
+Notation as in `rnnlib.layers.presets`; `k~` is a key after norm, bias and rotation. The recurrence is that of
+table 1 of the Gated DeltaNet-2 paper (arXiv 2605.22791) with its equation 16; where that is silent, choices follow the
+code of Mamba-3's authors.
 """
 
 from rnnlib.layers.base import MixerConfig

@@ -20,7 +20,8 @@ _COMPOSITION = "composition, 2026"
 def pdn() -> MixerConfig:
     """Preconditioned DeltaNet, Tumma et al. 2026; `S_t = S_{t-1} + beta_t B_t k_t (v_t - S_{t-1}^T k_t)^T`.
 
-    Equation 9; `A_t = a_t A_{t-1} + b_t k_t^2` with gates of its own. The rest is DeltaNet's.
+    Equation 9; `A_t = a_t A_{t-1} + b_t k_t^2` with gates of its own. The rest is DeltaNet's. The center may be
+    negative, as in the authors' code; the paper's is positive, `ApplyToKey(positive_center=True)`.
     """
     return mixer_preset("deltanet", gain=PreconditionedGain(), keys=ApplyToKey())
 
@@ -54,7 +55,8 @@ def pmamba2() -> MixerConfig:
     """P-Mamba-2, Tumma et al. 2026; `S_t = alpha_t S_{t-1} + beta_t k_t v_t^T`, `q~_t = q_t / (A_t + ridge)`.
 
     `A_t = alpha_t A_{t-1} + beta_t k_t^2` with the same gates. "Mamba-2 with a gain term added to the write" in Gated
-    DeltaNet's layer: what table 6 compares (appendix E.3).
+    DeltaNet's layer: what table 6 compares (appendix E.3, which writes the same gates for both; whether its models had
+    them is not said).
     """
     return mixer_preset("gated_deltanet", keys=ApplyToQuery(), solve=Offline(), output_gate=False)
 

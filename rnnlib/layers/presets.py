@@ -1,8 +1,12 @@
 """The papers' mixers, each a choice on every axis. A preset's docstring names its paper and gives its equation.
 
 Below, `S` is `[K, V]` per head, `q, k` are rows of K and `v` of V channels, and `o = scale * S^T q` with
-`scale = K**-0.5` unless said otherwise. Every choice can be overridden: `mixer_preset("gated_deltanet",
-decay=SoftplusDecay(channelwise=True))` is KDA's recurrence in Gated DeltaNet's dress.
+`scale = K**-0.5` unless said otherwise. The papers write none (`scale=1.0`), their codes use flash-linear-attention's,
+which is this one. The norm behind it does not undo it: a new model's `o` is so small (1e-4 to 2e-3) that the norm's
+`eps` counts, and scale 1 makes a mixer's first outputs 1.4 to 8 times as large.
+
+Every choice can be overridden: `mixer_preset("gated_deltanet", decay=SoftplusDecay(channelwise=True))` is KDA's
+recurrence in Gated DeltaNet's dress.
 """
 
 import dataclasses
@@ -92,7 +96,7 @@ def register_preset(title: str, paper: str) -> Callable[[Callable[[], MixerConfi
 
 
 # PyTorch's default filter, which about keeps a stream's size; N(0, 0.02), the default here, shrinks it fifteenfold. It
-# is what keys that keep their length need, and what models start from whose code sets no other.
+# is what gains need that depend on the keys' length (Longhorn's, EFLA's), and what models start from whose code sets no other.
 _LENGTH_PRESERVING = ConvolutionConfig(initializer=Initializer("fan_in_uniform", 1.0))
 
 
@@ -339,7 +343,8 @@ def attention() -> MixerConfig:
 def sliding_window_attention() -> MixerConfig:
     """Softmax attention over the last 2048 tokens, Beltagy et al. 2020; `t - 2048 < s <= t` in the sum.
 
-    The local half of hybrids (GDN-2 paper, section 3.5; DeltaNet paper, section 3.4).
+    The local half of hybrids (GDN-2 paper, section 3.5, with this window in its section 4; DeltaNet paper, section 3.4,
+    which states no window).
     """
     return AttentionConfig(window=2048)
 
