@@ -96,7 +96,8 @@ def register_preset(title: str, paper: str) -> Callable[[Callable[[], MixerConfi
 
 
 # PyTorch's default filter, which about keeps a stream's size; N(0, 0.02), the default here, shrinks it fifteenfold. It
-# is what gains need that depend on the keys' length (Longhorn's, EFLA's), and what models start from whose code sets no other.
+# is what gains need that depend on the keys' length (Longhorn's, EFLA's), and what models start from whose code sets no
+# other.
 _LENGTH_PRESERVING = ConvolutionConfig(initializer=Initializer("fan_in_uniform", 1.0))
 
 

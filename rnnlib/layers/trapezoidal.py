@@ -34,7 +34,8 @@ class Trapezoidal(SolveConfig):
     """Linear attention, `S_t = alpha_t S_(t-1) + eta_t sum_r k_(t-1,r) v_(t-1,r)^T + zeta_t sum_r k_(t,r) v_(t,r)^T`.
 
     Mamba-3's recurrence (Gated DeltaNet-2 paper, table 1 with equation 16), with the gain axis's `write` as zeta and
-    `previous` as eta; nothing of the previous token is written where a document starts. Read by `o_t = sum_r c_r * S_t^T q_(t,r)`.
+    `previous` as eta; nothing of the previous token is written where a document starts. Read by
+    `o_t = sum_r c_r * S_t^T q_(t,r)`.
 
     Attributes:
         rank: R, pairs of key and value that a token writes, and queries that read (multiple-input multiple-output).

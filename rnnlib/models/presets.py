@@ -102,8 +102,8 @@ def _build() -> dict[str, ModelPreset]:
         "kla_0.4b": ModelPreset(
             _paper(1024, 24, 8, ("kla",), tie_embeddings=False), "Kaczmarz Linear Attention, appendix C", 0.4e9
         ),
-        # The paper gives width, heads and 1.3B; with its feed-forward 19 layers come to 1.29B, 20 to 1.36B. Its appendix
-        # D.5 starts all linear layers small; here, as in the authors' code, only the mixer's.
+        # The paper gives width, heads and 1.3B; with its feed-forward 19 layers come to 1.29B, 20 to 1.36B. Its
+        # appendix D.5 starts all linear layers small; here, as in the authors' code, only the mixer's.
         "gated_deltanet2_1.3b": ModelPreset(_paper(2048, 19, 16, ("gated_deltanet2",)), erase_write, 1.3e9),
         # The authors' code: width 2304 and 18 layers, which is what 18 attention heads of 128 need.
         "gated_deltanet2_hybrid_1.3b": ModelPreset(
