@@ -54,7 +54,8 @@ def distribution(
 
 def _skewness(x: np.ndarray) -> float:
     deviation = x.std() if x.size else 0.0
-    return float(np.mean(((x - x.mean()) / deviation) ** 3)) if deviation > 0 else 0.0
+    # Equal values deviate by the rounding of their mean, which is no distribution to speak of.
+    return float(np.mean(((x - x.mean()) / deviation) ** 3)) if deviation > 1e-12 * np.abs(x).max(initial=0) else 0.0
 
 
 def _or_nan(moment):

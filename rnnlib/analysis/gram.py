@@ -7,14 +7,21 @@ from typing import NamedTuple
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from rnnlib.analysis.layers import LayerSignals
 
 
-def key_gram(key: Float[Array, "B T H K"]) -> Float[np.ndarray, "B H K K"]:
-    """`sum_t k_t k_t^T` of each sequence and head, float64; of all documents of a packed row together."""
+def key_gram(key: Float[Array, "B T H K"], valid: Bool[Array, "B T"] | None = None) -> Float[np.ndarray, "B H K K"]:
+    """`sum_t k_t k_t^T` of each sequence and head, float64; of all documents of a packed row together.
+
+    Args:
+        key: keys.
+        valid: tokens to sum over; None is all.
+    """
     keys = np.swapaxes(np.asarray(key, np.float64), 1, 2)
+    if valid is not None:
+        keys = np.where(np.asarray(valid)[:, None, :, None], keys, 0.0)
     return np.swapaxes(keys, -1, -2) @ keys
 
 
@@ -56,9 +63,16 @@ def gram_spectrum(gram: ArrayLike) -> GramSpectrum:
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    x, y = (z - z.mean(axis=-1, keepdims=True) for z in (x, y))
+    x, y = (_deviations(z) for z in (x, y))
     norm = np.sqrt(np.sum(x * x, axis=-1) * np.sum(y * y, axis=-1))
     return np.asarray(np.sum(x * y, axis=-1) / _positive(norm))
+
+
+def _deviations(x: np.ndarray) -> np.ndarray:
+    """From the mean; 0 where they are no more than rounding."""
+    deviations = x - x.mean(axis=-1, keepdims=True)
+    flat = np.abs(deviations).max(axis=-1, keepdims=True) <= 1e-12 * np.abs(x).max(axis=-1, keepdims=True)
+    return np.where(flat, 0.0, deviations)
 
 
 def _positive(x: ArrayLike) -> np.ndarray:
@@ -138,7 +152,7 @@ def condition_number(gram: ArrayLike, scale: ArrayLike | None = None, *, ridge: 
 
 
 class ConditionNumbers(NamedTuple):
-    """Effective condition numbers of a layer's key Gram over time.
+    """Effective condition numbers of a layer's key Gram over time; NaN at tokens that are not valid.
 
     Attributes:
         times: numbers of tokens `[N]`.
@@ -180,9 +194,18 @@ def conditions_over_time(signals: LayerSignals, times: Sequence[int], *, ridge: 
     applied = None
     if preconditioner is not None and preconditioner.applied is not None:
         applied = np.moveaxis(np.asarray(preconditioner.applied)[:, np.asarray(times) - 1], 1, 0)
+
+    def of_valid_tokens(scale: np.ndarray | None) -> np.ndarray:
+        conditions = condition_number(grams, scale, ridge=ridge)
+        if signals.valid is None:
+            return conditions
+        # [N, B, 1]
+        valid = np.swapaxes(np.asarray(signals.valid)[:, np.asarray(times) - 1], 0, 1)[..., None]
+        return np.where(valid, conditions, np.nan)
+
     return ConditionNumbers(
         times=np.asarray(times),
-        plain=condition_number(grams, ridge=ridge),
-        jacobi=condition_number(grams, 1 / _positive(diagonal), ridge=ridge),
-        preconditioned=None if applied is None else condition_number(grams, applied, ridge=ridge),
+        plain=of_valid_tokens(None),
+        jacobi=of_valid_tokens(1 / _positive(diagonal)),
+        preconditioned=None if applied is None else of_valid_tokens(applied),
     )

@@ -2,20 +2,22 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Int
 
 from rnnlib import ops
 from rnnlib.layers import RecurrentMixer
 from rnnlib.layers.preconditioner import ApplyToBothMap, ApplyToKeyMap, GramKeyMap
 from rnnlib.models import DecoderLM
 from rnnlib.models.embedding import look_up
+from rnnlib.ops.arguments import check_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Preconditioner:
         gain: likewise, None for 1.
         applied: B `[B, T, H, K]`, for the stable apply-to-key form; else None.
         center: log A at which B is in the middle of its interval `[H]`; else None.
+        eps: added to A under the logarithm.
     """
 
     key: Array
@@ -37,6 +40,7 @@ class Preconditioner:
     gain: Array | None
     applied: Array | None
     center: Array | None
+    eps: float = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +58,7 @@ class LayerSignals:
         log_decay: None, `[B, T, HV]` or `[B, T, HV, K]`.
         preconditioner: the layer's diagonal preconditioner, that of its keys where queries have one too, or None.
         segment_ids: documents packed into a row `[B, T]`, where everything restarts; None where a row is one.
+        valid: `[B, T]`, true for the tokens that statistics count; None counts all.
     """
 
     layer: int
@@ -66,6 +71,7 @@ class LayerSignals:
     log_decay: Array | None
     preconditioner: Preconditioner | None
     segment_ids: Array | None = None
+    valid: Array | None = None
 
 
 def iterate_layers(
@@ -73,6 +79,8 @@ def iterate_layers(
     tokens: Int[Array, "B T"],
     *,
     segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+    valid: Bool[Array, "B T"] | None = None,
     layers: Collection[int] | None = None,
 ) -> Iterator[LayerSignals]:
     """Runs a model block by block and gives what each recurrence gets. Attention layers are passed over.
@@ -84,6 +92,9 @@ def iterate_layers(
         model: the model.
         tokens: token numbers, such as `jnp.asarray([tokenizer.encode(text)])`.
         segment_ids: documents packed into a row.
+        positions: of each token in its document, for rotary angles; None counts from each document's first token.
+        valid: false for tokens that no statistic is to count: with batches of `rnnlib.data`, where 0 is padding,
+            `segment_ids > 0`. None counts all.
         layers: numbers of the blocks to give; None gives all.
 
     Yields:
@@ -91,12 +102,15 @@ def iterate_layers(
 
     Raises:
         ValueError: `layers` names a block that the model does not have, or one whose solve axis does not say what its
-            transition is (`SolveConfig.erases`).
+            transition is (`SolveConfig.erases`); a token is not of the vocabulary; `segment_ids` has 0 and `valid` is
+            not given; an argument is not `[B, T]`.
+        TypeError: tokens or numbers of blocks are no integers.
     """
     names = model.config.layer_mixers
-    wanted = set(range(len(names)) if layers is None else layers)
+    wanted = set(range(len(names)) if layers is None else _block_numbers(layers))
     if not wanted <= set(range(len(names))):
         raise ValueError(f"layers is {sorted(wanted)}, expected numbers of blocks from 0 to {len(names) - 1}")
+    tokens, segment_ids, positions, valid = _check_text(model, tokens, segment_ids, positions, valid)
     x = look_up(model.embedding[...], tokens, model.config.compute_dtype)
     for layer, block in enumerate(model.blocks[: max(wanted, default=-1) + 1]):
         graphdef, state = nnx.split(block)
@@ -107,22 +121,72 @@ def iterate_layers(
                     f"layer {layer}: {type(solve).__name__}.erases gives None, expected True for the delta rule's "
                     "transition or False for decay alone"
                 )
-            arrays = _layer_signals(graphdef, state, x, segment_ids)
-            yield LayerSignals(layer, names[layer], **arrays, segment_ids=segment_ids)
-        x = _run_block(graphdef, state, x, segment_ids)
+            arrays, parts = _layer_arrays(graphdef, state, x, segment_ids, positions)
+            key_map = _gram_map(block.mixer)
+            eps = key_map.config.eps if isinstance(key_map, ApplyToKeyMap) else Preconditioner.eps
+            preconditioner = None if parts is None else Preconditioner(**parts, eps=eps)
+            yield LayerSignals(
+                layer, names[layer], **arrays, preconditioner=preconditioner, segment_ids=segment_ids, valid=valid
+            )
+        x = _run_block(graphdef, state, x, segment_ids, positions)
+
+
+def _block_numbers(layers: Any) -> list[int]:
+    numbers = list(layers) if isinstance(layers, Iterable) else None
+    if numbers is not None and all(isinstance(number, Integral) for number in numbers):
+        return [int(number) for number in numbers]
+    raise TypeError(f"layers is {layers!r}, expected numbers of blocks, such as [0, 3]")
+
+
+def _check_text(model: DecoderLM, tokens, segment_ids, positions, valid):
+    """The four as arrays; positions are counted where there are none but documents."""
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or not tokens.size:
+        raise ValueError(f"tokens has shape {tokens.shape}, expected [B, T], at least one row of at least one token")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens has dtype {tokens.dtype}, expected an integer dtype")
+    size = model.config.vocabulary_size
+    if int(tokens.min()) < 0 or int(tokens.max()) >= size:
+        raise ValueError(
+            f"tokens has numbers from {tokens.min()} to {tokens.max()}, expected 0 to {size - 1}, the vocabulary's"
+        )
+    others = {"segment_ids": segment_ids, "positions": positions, "valid": valid}
+    others = {name: None if x is None else jnp.asarray(x) for name, x in others.items()}
+    for name, array in others.items():
+        if array is not None:
+            check_shape("iterate_layers", name, array, tokens.shape, axes="[B, T]")
+    segment_ids, positions, valid = others.values()
+    if valid is None and segment_ids is not None and not jnp.all(segment_ids):
+        raise ValueError(
+            f"segment_ids is 0 at {jnp.sum(segment_ids == 0)} of {segment_ids.size} tokens, as batches of rnnlib.data "
+            "have it at padding: expected valid=segment_ids > 0, which leaves that out, or numbers from 1 on"
+        )
+    if positions is None and segment_ids is not None:
+        index = jnp.arange(tokens.shape[1])
+        first = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
+        positions = index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+    return tokens, segment_ids, positions, None if valid is None else valid.astype(bool)
+
+
+def _gram_map(mixer: RecurrentMixer) -> GramKeyMap | None:
+    """The part of a mixer that holds its preconditioner, that of the keys where queries have one too."""
+    key_map = mixer.keys
+    if isinstance(key_map, ApplyToBothMap):
+        key_map = key_map.key_map if isinstance(key_map.key_map, GramKeyMap) else key_map.query_map
+    return key_map if isinstance(key_map, GramKeyMap) else None
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_block(graphdef, state, x, segment_ids):
-    return nnx.merge(graphdef, state)(x, segment_ids=segment_ids)[0]
+def _run_block(graphdef, state, x, segment_ids, positions):
+    return nnx.merge(graphdef, state)(x, segment_ids=segment_ids, positions=positions)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _layer_arrays(graphdef, state, x, segment_ids):
+def _layer_arrays(graphdef, state, x, segment_ids, positions):
     block = nnx.merge(graphdef, state)
     mixer = block.mixer
     x = block.mixer_norm(x)
-    signals, _ = mixer.signals(x, segment_ids=segment_ids)
+    signals, _ = mixer.signals(x, segment_ids=segment_ids, positions=positions)
     keys, gates, log_decay = signals.keys, signals.gates, signals.decay.log_decay
     erase = gates.beta if gates.erase is None else gates.erase
     write = gates.beta if gates.write is None else gates.write
@@ -137,19 +201,13 @@ def _layer_arrays(graphdef, state, x, segment_ids):
         "write": ones if write is None else write,
         "log_decay": log_decay,
     }
-    key_map = mixer.keys
-    if isinstance(key_map, ApplyToBothMap):
-        key_map = key_map.key_map if isinstance(key_map.key_map, GramKeyMap) else key_map.query_map
-    if not isinstance(key_map, GramKeyMap):
+    key_map = _gram_map(mixer)
+    if key_map is None:
         return arrays, None
     recurrence = key_map.gram(x, keys.key, signals.decay, mixer.gain(x, signals.decay))
     gram, _ = ops.diagonal_gram(**recurrence, segment_ids=segment_ids)
     applied = center = None
     if isinstance(key_map, ApplyToKeyMap):
         applied, center = key_map.squash(gram), key_map.centers()
-    return arrays, (recurrence["k"], gram, recurrence["log_decay"], recurrence["gain"], applied, center)
-
-
-def _layer_signals(graphdef, state, x: Float[Array, "B T D"], segment_ids: Array | None) -> dict[str, Any]:
-    arrays, preconditioner = _layer_arrays(graphdef, state, x, segment_ids)
-    return arrays | {"preconditioner": None if preconditioner is None else Preconditioner(*preconditioner)}
+    of_gram = {name: recurrence[name] for name in ("log_decay", "gain")}
+    return arrays, {"key": recurrence["k"], "gram": gram, **of_gram, "applied": applied, "center": center}

@@ -30,7 +30,11 @@ def plot_alignment(ax: Axes, alignments: ArrayLike, channels: int, *, layers: Se
         alignments: `[L, ...]`, whatever follows the layers is shown as points and averaged.
         channels: K.
         layers: numbers of the L layers.
+
+    Raises:
+        ValueError: there is no layer, as in a model of attention alone.
     """
+    _check_layers("plot_alignment", layers)
     values = np.asarray(alignments).reshape(len(layers), -1)
     for layer, row in zip(layers, values):
         ax.plot(np.full(len(row), layer), row, "o", color="C0", alpha=0.3, markersize=4)
@@ -63,7 +67,7 @@ def plot_distribution(
 def plot_saturation(ax: Axes, saturation: Saturation) -> None:
     """Saturation of both squash functions over the sequence, averaged over sequences and heads (figure 12, right)."""
     for name, values in (("r / (1 + |r|)", saturation.rational), ("tanh r", saturation.tanh)):
-        ax.plot(np.arange(1, values.shape[1] + 1), values.mean(axis=(0, 2)), label=name)
+        ax.plot(np.arange(1, values.shape[1] + 1), np.ma.masked_invalid(values).mean(axis=(0, 2)), label=name)
     ax.set(xlabel="token", ylabel="mean |s|", ylim=(0, 1))
     ax.legend()
 
@@ -86,7 +90,11 @@ def plot_heads(ax: Axes, values: ArrayLike, *, layers: Sequence[int], label: str
         values: `[L, H]`.
         layers: numbers of the L layers.
         label: what the numbers are.
+
+    Raises:
+        ValueError: there is no layer.
     """
+    _check_layers("plot_heads", layers)
     values = np.asarray(values)
     image = ax.imshow(values, aspect="auto", cmap="viridis")
     middle = (values.min() + values.max()) / 2
@@ -108,6 +116,11 @@ def plot_conditions(ax: Axes, conditions: ConditionNumbers, *, head: int | None 
     for name, values in rows:
         if values is not None:
             chosen = values if head is None else values[..., head : head + 1]
-            ax.loglog(conditions.times, np.median(chosen, axis=(1, 2)), "o-", label=name)
+            ax.loglog(conditions.times, np.ma.median(np.ma.masked_invalid(chosen), axis=(1, 2)), "o-", label=name)
     ax.set(xlabel="tokens", ylabel="effective condition number")
     ax.legend()
+
+
+def _check_layers(name: str, layers: Sequence[int]) -> None:
+    if not len(layers):
+        raise ValueError(f"{name}: layers is empty, expected the number of at least one recurrent layer")

@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from jax import Array
-from jaxtyping import Int
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Int
 
 from rnnlib.analysis.distribution import Distribution, distribution
 from rnnlib.analysis.dynamics import decays, key_products, write_eigenvalues
@@ -64,6 +66,8 @@ def iterate_reports(
     tokens: Int[Array, "B T"],
     *,
     segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+    valid: Bool[Array, "B T"] | None = None,
     layers: Collection[int] | None = None,
     times: Sequence[int] | None = None,
     every: int = 16,
@@ -76,44 +80,83 @@ def iterate_reports(
         model: the model.
         tokens: token numbers.
         segment_ids: documents packed into a row.
+        positions: of each token in its document, as in `iterate_layers`.
+        valid: false for tokens that are not counted, as in `iterate_layers`; rows without any are left out. Condition
+            numbers and saturation are NaN at such tokens of other rows.
         layers: numbers of blocks; None gives all.
         times: numbers of tokens at which condition numbers are taken; None is 8 of them, doubling up to T.
         every: eigenvalues of transitions with a decay per channel are taken of every n-th token.
     """
-    length = tokens.shape[1]
+    length = tokens.shape[-1]
     if times is None:
         times = sorted({max(1, length >> shift) for shift in range(8)})
-    for signals in iterate_layers(model, tokens, segment_ids=segment_ids, layers=layers):
+    rows = {"segment_ids": segment_ids, "positions": positions, "valid": valid}
+    for signals in iterate_layers(model, tokens, **rows, layers=layers):
         yield report(signals, times=times, every=every)
 
 
 def report(signals: LayerSignals, *, times: Sequence[int], every: int = 16) -> LayerReport:
-    """The statistics of one layer's signals; arguments as `iterate_reports`."""
+    """The statistics of one layer's signals; arguments as `iterate_reports`.
+
+    Raises:
+        ValueError: `every` is less than 1, or `times` are not increasing numbers from 1 to T.
+    """
+    if every < 1:
+        raise ValueError(f"every is {every}, expected at least 1")
+    if signals.valid is not None:
+        signals = _rows(signals, np.asarray(signals.valid).any(axis=1))
     alpha = decays(signals)
     step = every if alpha.ndim == 4 else 1
     return LayerReport(
         layer=signals.layer,
         mixer=signals.mixer,
-        spectrum=gram_spectrum(key_gram(signals.key)),
+        spectrum=gram_spectrum(key_gram(signals.key, signals.valid)),
         conditions=conditions_over_time(signals, times),
-        key_product=distribution(key_products(signals), head_axis=2),
-        write_eigenvalue=distribution(write_eigenvalues(signals, every=step), head_axis=2, bounds=(-1.0, 1.0)),
-        decay=distribution(alpha, head_axis=2, bounds=(0.0, 1.0)),
-        gain=distribution(signals.erase, head_axis=2, bounds=(0.0, max(1.0, float(np.max(signals.erase))))),
+        key_product=_distribution(signals, key_products(signals)),
+        write_eigenvalue=_distribution(signals, write_eigenvalues(signals, every=step), every=step, bounds=(-1.0, 1.0)),
+        decay=_distribution(signals, alpha, bounds=(0.0, 1.0)),
+        gain=_distribution(signals, signals.erase, bounds=(0.0, max(1.0, float(np.max(signals.erase, initial=0.0))))),
         preconditioner=_preconditioner_report(signals),
     )
+
+
+def _rows(signals: LayerSignals, rows: np.ndarray) -> LayerSignals:
+    """The signals of some of the sequences, chosen by `[B]` of bool."""
+
+    def choose(part: Any) -> dict[str, Any]:
+        values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+        return {name: x[rows] for name, x in values.items() if hasattr(x, "shape") and x.ndim > 1}
+
+    preconditioner = signals.preconditioner
+    if preconditioner is not None:
+        preconditioner = dataclasses.replace(preconditioner, **choose(preconditioner))
+    return dataclasses.replace(signals, **choose(signals), preconditioner=preconditioner)
+
+
+def _only_valid(signals: LayerSignals, values: ArrayLike, every: int = 1) -> np.ndarray:
+    """Values `[B, T, ...]` of every n-th token, NaN where that is not valid."""
+    values = np.asarray(values, np.float64)
+    if signals.valid is None:
+        return values
+    valid = np.asarray(signals.valid)[:, ::every]
+    return np.where(valid.reshape(*valid.shape, *(1,) * (values.ndim - 2)), values, np.nan)
+
+
+def _distribution(signals: LayerSignals, values: ArrayLike, *, every: int = 1, **options: Any) -> Distribution:
+    return distribution(_only_valid(signals, values, every), head_axis=2, **options)
 
 
 def _preconditioner_report(signals: LayerSignals) -> PreconditionerReport | None:
     preconditioner = signals.preconditioner
     if preconditioner is None:
         return None
-    logs = distribution(log_gram(preconditioner.gram), head_axis=2)
+    logs = _distribution(signals, log_gram(preconditioner.gram, preconditioner.eps))
     if preconditioner.applied is None or preconditioner.center is None:
         return PreconditionerReport(logs, None, None, None)
+    saturated = saturation(preconditioner.gram, preconditioner.center, preconditioner.eps)
     return PreconditionerReport(
         log_gram=logs,
-        applied=distribution(preconditioner.applied, head_axis=2),
-        saturation=saturation(preconditioner.gram, preconditioner.center),
+        applied=_distribution(signals, preconditioner.applied),
+        saturation=Saturation(*(_only_valid(signals, values) for values in saturated)),
         center=np.asarray(preconditioner.center),
     )

@@ -7,7 +7,14 @@ import pytest
 from flax import nnx
 
 from rnnlib import ops
-from rnnlib.analysis import condition_number, conditions_over_time, gram_over_time, iterate_layers, iterate_reports
+from rnnlib.analysis import (
+    condition_number,
+    conditions_over_time,
+    gram_over_time,
+    iterate_layers,
+    iterate_reports,
+    report,
+)
 from rnnlib.models import DecoderLM, ModelConfig
 
 MIXERS = ("pgdn", "attention", "pmamba2", "pgdn_atq", "gated_deltanet")
@@ -132,3 +139,64 @@ def test_one_layer_is_held_at_a_time():
         held.append(sum(array.nbytes for array in jax.live_arrays()))
     assert len(held) == 6
     assert max(held) <= held[0] * 1.01
+
+
+def test_padding_is_not_counted():
+    """A batch whose last rows are padding, in part and whole, gives the statistics of its tokens alone."""
+    config = ModelConfig(11, 16, 2, 2, ("pgdn", "kda"), mlp_width=16)
+    model = DecoderLM(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(1), (3, LENGTH), 0, 11)
+    segment_ids = jnp.ones_like(tokens).at[1, 9:].set(0).at[2].set(0)
+    padded = tokens * (segment_ids > 0)
+    every = {"times": [4, 9, LENGTH], "every": 2}
+    reports = list(iterate_reports(model, padded, segment_ids=segment_ids, valid=segment_ids > 0, **every))
+    whole = list(iterate_reports(model, tokens[:1], **every))
+    part = list(iterate_reports(model, tokens[1:2, :9], times=[4, 9], every=2))
+    for found, first, second in zip(reports, whole, part):
+        np.testing.assert_allclose(found.spectrum.eigenvalues[:1], first.spectrum.eigenvalues, rtol=1e-4)
+        np.testing.assert_allclose(found.spectrum.eigenvalues[1:], second.spectrum.eigenvalues, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found.conditions.plain[:2, 1:], second.conditions.plain, rtol=1e-3)
+        np.testing.assert_array_equal(np.isnan(found.conditions.plain[2]), [[False] * 2, [True] * 2])
+        for name in ("key_product", "write_eigenvalue", "decay", "gain"):
+            both, one, other = (getattr(r, name) for r in (found, first, second))
+            np.testing.assert_allclose(both.counts.sum(axis=1), one.counts.sum(axis=1) + other.counts.sum(axis=1))
+            np.testing.assert_allclose(both.maximum, np.maximum(one.maximum, other.maximum), rtol=1e-4)
+    logs = [r.preconditioner.log_gram for r in (reports[0], whole[0], part[0])]
+    count = [x.counts.sum(axis=1) for x in logs]
+    np.testing.assert_allclose(logs[0].mean * count[0], logs[1].mean * count[1] + logs[2].mean * count[2], rtol=1e-4)
+    assert np.isnan(reports[0].preconditioner.saturation.rational[1, 9:]).all()
+    with pytest.raises(ValueError, match=r"segment_ids is 0 at 39 of 72 tokens, .*expected valid=segment_ids > 0"):
+        next(iterate_layers(model, padded, segment_ids=segment_ids))
+
+
+def test_rotary_keys_of_a_packed_row_are_those_of_training():
+    config = ModelConfig(11, 16, 1, 2, ("retnet",), mlp_width=16)
+    model = DecoderLM(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(2), (1, 12), 0, 11)
+    (packed,) = iterate_layers(model, tokens, segment_ids=jnp.array([[7] * 5 + [3] * 7]))
+    (alone,) = iterate_layers(model, tokens[:, 5:])
+    np.testing.assert_allclose(packed.key[:, 5:], alone.key, rtol=1e-4, atol=1e-6)
+    (running,) = iterate_layers(model, tokens, positions=jnp.arange(12)[None])
+    assert np.abs(running.key[:, 5:] - alone.key).max() > 1e-2
+
+
+def test_the_preconditioner_s_own_eps_is_reported():
+    config = ModelConfig(11, 16, 1, 2, ("pgdn",), mixer_overrides={"pgdn": {"keys.eps": 0.1}}, mlp_width=16)
+    model = DecoderLM(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(3), (2, LENGTH), 0, 11)
+    (signals,) = iterate_layers(model, tokens)
+    logs = np.log(np.asarray(signals.preconditioner.gram, np.float64) + 0.1)
+    s = logs - np.asarray(signals.preconditioner.center)[:, None]
+    np.testing.assert_allclose(np.exp(-np.log(1.5) * s / (1 + np.abs(s))), signals.preconditioner.applied, rtol=1e-4)
+    found = report(signals, times=[LENGTH]).preconditioner
+    np.testing.assert_allclose(found.log_gram.mean, logs.mean(axis=(0, 1, 3)), rtol=1e-6)
+    np.testing.assert_allclose(found.saturation.rational, np.mean(np.abs(s) / (1 + np.abs(s)), axis=-1), rtol=1e-6)
+
+
+def test_wrong_texts_are_named(model):
+    """Shapes and dtypes are checked twice under pytest, the annotations first; what those do not say is here."""
+    with pytest.raises(ValueError, match="tokens has numbers from -1 to 11, expected 0 to 10"):
+        next(iterate_layers(model, jnp.array([[-1, 11]])))
+    (signals,) = iterate_layers(model, jnp.zeros((1, 3), jnp.int32), layers=[0])
+    with pytest.raises(ValueError, match="every is 0, expected at least 1"):
+        report(signals, times=[3], every=0)

@@ -73,6 +73,14 @@ def test_spectrum_ranges(seed, scale):
     assert np.all((spectrum.diagonal_share > 0) & (spectrum.diagonal_share <= 1 + 1e-9))
 
 
+def test_rounding_is_no_shape():
+    """Equal values, off by rounding, have no skewness, and a flat diagonal correlates with nothing."""
+    assert analysis.distribution(np.full((1, 1000), 0.1), head_axis=0).skewness == 0
+    gram = 0.1 * np.eye(4)
+    gram[0, 1] = gram[1, 0] = 1e-17
+    assert analysis.gram_spectrum(gram).correlation == 0
+
+
 def test_spectrum_of_nothing_is_finite():
     assert all(np.all(np.isfinite(x)) for x in analysis.gram_spectrum(np.zeros((2, 3, 3))))
 
