@@ -26,33 +26,43 @@ class EvalArguments:
     """Rows a batch; left out, as in training."""
     sequence_length: int | None = None
     """Tokens a row; left out, as in training."""
-    source: Literal["text", "jsonl", "parquet"] = "text"
-    """What --paths are: "text" (a document a file), "jsonl" or "parquet"."""
+    source: Literal["text", "jsonl", "parquet"] | None = None
+    """What --paths are: "text" (a document a file), "jsonl" or "parquet"; left out, as in training ("text" where that
+    took the installed Python sources)."""
     paths: tuple[str, ...] = ()
     """Files or glob patterns of other text to evaluate on, all of it."""
-    text_field: str = "text"
-    """The field (JSON lines) or column (Parquet) that holds the text."""
+    text_field: str | None = None
+    """The field (JSON lines) or column (Parquet) that holds the text; left out, as in training."""
     encoding: str | None = None
     """Of --paths; left out, as in training."""
     json: bool = False
     """Print one line of JSON."""
 
 
+_OF_PATHS = ("source", "text_field", "encoding")
+"""Arguments that say how --paths are read."""
+
+
 def _data(arguments: EvalArguments, trained_on: DataConfig) -> DataConfig:
-    changes = {name: getattr(arguments, name) for name in ("batch_size", "sequence_length")}
-    data = dataclasses.replace(trained_on, **{name: value for name, value in changes.items() if value is not None})
+    data = _changed(trained_on, arguments, ("batch_size", "sequence_length"))
     if not arguments.paths:
         return data
-    return dataclasses.replace(
+    if data.source == "python":
+        data = dataclasses.replace(data, source="text", paths=arguments.paths)
+    data = dataclasses.replace(
         data,
-        source=arguments.source,
         paths=arguments.paths,
         validation_paths=arguments.paths,
-        text_field=arguments.text_field,
-        encoding=trained_on.encoding if arguments.encoding is None else arguments.encoding,
         deduplicate=False,
         max_validation_bytes=None,
     )
+    return _changed(data, arguments, _OF_PATHS)
+
+
+def _changed(data: DataConfig, arguments: EvalArguments, names: Sequence[str]) -> DataConfig:
+    """The data with those of the named arguments that were given."""
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return dataclasses.replace(data, **given)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -60,10 +70,9 @@ def run(argv: Sequence[str]) -> int:
     arguments = parse(EvalArguments, argv, command="eval")
     if arguments.batches is not None and arguments.batches < 1:
         raise CommandError(f"--batches must be at least 1, got {arguments.batches}")
-    if arguments.source != "text" and not arguments.paths:
-        raise CommandError(f"--source {arguments.source} needs --paths, the files to evaluate on")
-    if arguments.encoding is not None and not arguments.paths:
-        raise CommandError(f"--encoding {arguments.encoding} needs --paths, the files to evaluate on")
+    for name in _OF_PATHS:
+        if (value := getattr(arguments, name)) is not None and not arguments.paths:
+            raise CommandError(f"--{name.replace('_', '-')} {value} needs --paths, the files to evaluate on")
     with input_errors():
         loaded = load_run(arguments.run)
         dataset = make_dataset(_data(arguments, loaded.config.data), split="validation", tokenizer=loaded.tokenizer)

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +26,7 @@ from rnnlib.training import (
     load_run_tokenizer,
     next_run_folder,
 )
+from rnnlib.training.config_file import read_yaml
 
 _OVERRIDES = "--model.mixer-overrides"
 
@@ -69,7 +72,7 @@ def _starting_point(argv: Sequence[str]) -> TrainConfig:
 
 def _mixer_overrides(text: str) -> Any:
     try:
-        overrides = yaml.safe_load(text)
+        overrides = read_yaml(text)
     except yaml.YAMLError as error:
         raise CommandError(f"{_OVERRIDES} is not YAML: {error}") from error
     if not isinstance(overrides, dict):
@@ -86,6 +89,13 @@ def _parse(argv: Sequence[str]) -> TrainArguments:
         plain = dataclasses.replace(start, model=dataclasses.replace(start.model, mixer_overrides=()))
         arguments = parse(TrainArguments, argv, command="train", default=TrainArguments(train=plain))
         model = dataclasses.replace(arguments.train.model, mixer_overrides=held)
+        # A preset's overrides may be for a mixer that a flag has replaced; those of the flag itself are meant.
+        unused = set() if overrides is None else set(held) - {"*"} - set(model.layer_mixers)
+        if unused:
+            raise CommandError(
+                f"{_OVERRIDES} is for {', '.join(sorted(unused))}, expected the model's mixers "
+                f"({', '.join(dict.fromkeys(model.layer_mixers))}) or '*'; --model.mixers chooses them"
+            )
         return dataclasses.replace(arguments, train=dataclasses.replace(arguments.train, model=model))
 
 
@@ -102,7 +112,8 @@ def run(argv: Sequence[str]) -> int:
         else:
             check_new_folder(folder)
         print(f"reading data: {_data_description(arguments.train)}", flush=True)
-        trainer = Trainer(arguments.train, tokenizer=tokenizer)
+        with _lasting_interrupts():
+            trainer = Trainer(arguments.train, tokenizer=tokenizer)
         if arguments.run is None:
             folder = next_run_folder(Path("runs"))  # again: a run that was started beside this one may have taken it
         trainer.open(folder, resume=arguments.resume)
@@ -144,6 +155,28 @@ def run(argv: Sequence[str]) -> int:
         print_continuation(trainer.trained_model(), trainer.tokenizer, arguments.prompt)
     print(f"more of them: rnnlib generate {folder} --prompt {arguments.prompt or 'def '!r}")
     return 0
+
+
+@contextlib.contextmanager
+def _lasting_interrupts() -> Iterator[None]:
+    """A Ctrl-C that a callback swallows, as jax's at garbage collections do, interrupts at the end at the latest."""
+    received = []
+
+    def receive(number: int, frame: Any) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, receive)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if received:
+        raise KeyboardInterrupt
 
 
 def _data_description(config: TrainConfig) -> str:

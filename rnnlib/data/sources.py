@@ -173,7 +173,8 @@ def _named_errors(config: DataConfig, path: str, reader: Callable[[DataConfig, s
 
 def _read_text(config: DataConfig, path: str) -> Iterator[str]:
     with open(path, "rb") as file:
-        yield _decode(config, path, file.read())
+        # Some editors begin UTF-8 files with a byte order mark, which is no text.
+        yield _decode(config, path, file.read()).removeprefix("\ufeff")
 
 
 def _decode(config: DataConfig, path: str, content: bytes, line: int | None = None) -> str:

@@ -119,7 +119,7 @@ class ModelConfig:
             raise ValueError("mixers=(): expected at least one mixer name")
         if len(self.mixers) > self.num_layers:
             raise ValueError(
-                f"mixers={self.mixers!r} has {len(self.mixers)} entries: expected at most {self.num_layers=} of them"
+                f"mixers={self.mixers!r} has {len(self.mixers)} entries: expected at most num_layers={self.num_layers}"
             )
         known = mixer_names()
         for name in self.mixers:

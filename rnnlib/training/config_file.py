@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import numpy as np
 import yaml
@@ -117,7 +117,7 @@ def load_config[Config](cls: type[Config], path: str | os.PathLike, *, default: 
     """
     try:
         with open(path, encoding="utf-8") as file:
-            plain = yaml.safe_load(file)
+            plain = read_yaml(file)
     except OSError as error:
         raise ConfigError(f"config file {os.fspath(path)}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -126,6 +126,27 @@ def load_config[Config](cls: type[Config], path: str | os.PathLike, *, default: 
         return from_plain(cls, {} if plain is None else plain, default=default)
     except ConfigError as error:
         raise ConfigError(f"config file {os.fspath(path)}: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, to which a key that stands twice is an error: one of the two would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        mapping = super().construct_mapping(node, deep=deep)
+        if len(mapping) < len(node.value):
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} stands twice in it", node.start_mark)
+        return mapping
+
+
+def read_yaml(text: str | IO[str]) -> Any:
+    """What a text or an open file of YAML says, in plain types.
+
+    Raises:
+        yaml.YAMLError: it is not YAML, or a mapping has a key twice.
+    """
+    return yaml.load(text, _Loader)
 
 
 def save_config(config: Any, path: str | os.PathLike) -> None:

@@ -1,6 +1,9 @@
 """A clean stop: signals that ask a run to save and end."""
 
+import contextlib
+import os
 import signal
+import sys
 import threading
 from typing import Any
 
@@ -8,7 +11,8 @@ from typing import Any
 class StopSignals:
     """While entered, SIGTERM, SIGHUP (a closed terminal) and the first Ctrl-C only ask to stop.
 
-    A second Ctrl-C interrupts at once. A SIGHUP that is ignored, as under nohup, stays so.
+    Standard error says so at once: a first step may have minutes of compiling before it. A second Ctrl-C interrupts. A
+    SIGHUP that is ignored, as under nohup, stays so.
 
     Attributes:
         received: The last signal that asked to stop; None before any.
@@ -22,6 +26,10 @@ class StopSignals:
         if self.received == signal.SIGINT == number:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
+        again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
+        # Not print, in the middle of which a handler may come; and there may be no standard error.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            os.write(sys.stderr.fileno(), f"stopping after this step{again}\n".encode())
 
     def __enter__(self) -> "StopSignals":
         # Only the main thread may set handlers; elsewhere the caller decides what signals do.

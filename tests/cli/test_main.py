@@ -1,11 +1,14 @@
 """The command line: what works, and that what is wrong gives one line and exit code 2."""
 
+import contextlib
 import dataclasses
 import io
 import itertools
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 
@@ -98,6 +101,35 @@ def test_eval(trained, capsys, tmp_path):
     assert re.search(r"evaluated on 1(09|10|11) tokens, 1(09|10) bytes", capsys.readouterr().out)
 
 
+def test_eval_reads_other_text_as_in_training(trained, capsys, tmp_path):
+    """A run that was trained on JSON lines takes --paths for JSON lines, and their text from the same field."""
+    folder, _ = trained
+    (tmp_path / "run").mkdir()
+    shutil.copytree(folder, tmp_path / "run", dirs_exist_ok=True)
+    config = load_run_config(folder)
+    data = dataclasses.replace(config.data, source="jsonl", paths=("absent.jsonl",), text_field="body")
+    save_config(dataclasses.replace(config, data=data), tmp_path / "run" / "config.yaml")
+    (tmp_path / "more.jsonl").write_text('{"body": "1 plus 1 is 2; 1 plus 2 is 3"}\n' * 4)
+    command = ["eval", str(tmp_path / "run"), "--paths", str(tmp_path / "more.jsonl")]
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] in range(4 * 28, 4 * 29 + 1)
+    assert main([*command, "--json", "--source", "text"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] > 4 * 38
+
+
+def test_an_interrupt_that_a_callback_swallows(monkeypatch, tmp_path, capsys):
+    def swallow(*arguments, **options):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rnnlib.cli.train.Trainer", swallow)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["train", "--steps", "1"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) == before and not list(tmp_path.iterdir())
+
+
 def test_generate_is_seeded(trained, capsys):
     def generate(*flags):
         assert main(["generate", str(trained[0]), "--prompt", "3 plus 4", "--max-new-tokens", "20", *flags]) == 0
@@ -187,6 +219,12 @@ def test_tokenizer(tmp_path, corpus, capsys):
         (["eval", "nosuch", "--batches", "0"], "--batches must be at least 1"),
         (["eval", "nosuch", "--source", "jsonl"], "--source jsonl needs --paths"),
         (["eval", "nosuch", "--encoding", "latin-1"], "--encoding latin-1 needs --paths"),
+        (["eval", "nosuch", "--text-field", "body"], "--text-field body needs --paths"),
+        (
+            ["train", "--model.mixer-overrides", "{kla: {scale: 1.0}}"],
+            "is for kla, expected the model's mixers (gated_",
+        ),
+        (["train", "--model.mixer-overrides", "{kla: {scale: 1.0}, kla: {}}"], "'kla' stands twice in it"),
         (["generate", "."], "is not a run folder: it has no config.yaml"),
         (["generate", "nosuch", "--prompt", ""], "--prompt is empty"),
         (["tokenizer", "out.json", "--source", "nosuch"], "nosuch"),

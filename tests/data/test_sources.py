@@ -53,6 +53,12 @@ def test_documents_of_each_source(tmp_path, source):
     assert few == [text for text in DOCUMENTS[:30] if text in set(validation)]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "x.txt").write_bytes("\ufeffwords and \ufeff".encode())
+    config = _config("text", (str(tmp_path / "x.txt"),), validation_fraction=1e-9)
+    assert list(iterate_documents(config, "train")) == ["words and \ufeff"]
+
+
 def test_half_of_an_emoji_in_json_is_no_error(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "cut here \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n')
     config = _config("jsonl", (str(tmp_path / "x.jsonl"),), validation_fraction=1e-9, max_train_bytes=100)

@@ -92,6 +92,9 @@ def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "broken.yaml").write_text("a: [1,\nb")
     with pytest.raises(ConfigError, match=r"broken.yaml is not YAML"):
         load_config(Outer, tmp_path / "broken.yaml")
+    (tmp_path / "twice.yaml").write_text("flag: true\ninner: {size: 4, rate: 1.0, size: 5}\n")
+    with pytest.raises(ConfigError, match=r"twice.yaml is not YAML: 'size' stands twice in it .*line 2"):
+        load_config(Outer, tmp_path / "twice.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match=r"list.yaml: Outer: expected a mapping"):
         load_config(Outer, tmp_path / "list.yaml")

@@ -110,6 +110,7 @@ def test_killed_and_terminated_runs_continue_bit_for_bit(
     process.terminate()
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "stopping after this step\n" in errors
     stopped = len(read_csv(folder / "metrics.csv"))
     assert stopped < run_config.steps and f"SIGTERM: saved at step {stopped}" in output
     assert (folder / "checkpoints" / str(stopped)).is_dir()
