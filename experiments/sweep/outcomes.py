@@ -17,7 +17,7 @@ class Outcome:
     """A mixer's result in a cell, at its learning rate.
 
     Attributes:
-        learning_rate: the best by the mean of validation over seeds.
+        learning_rate: the best by the mean of validation over seeds, of those at which no run diverged.
         at_edge: whether it is the smallest or the largest that was tried.
         runs: the seeds' runs at it.
         solved: how many of all runs, at every rate, are right in 90 % of validation.
@@ -43,15 +43,18 @@ class Outcome:
 
 
 def choose(study: Study, folder: pathlib.Path, mixer: Mixer, cell: Cell) -> Outcome | None:
-    """A mixer's outcome in a cell; None until all its runs are there. Test results are not looked at."""
+    """A mixer's outcome in a cell; None until all its runs are there. Test results are not looked at.
+
+    A learning rate at which a run's validation loss is not finite is chosen only where that is so at every rate.
+    """
     done = read_runs(folder, mixer, cell)
     if any(lane not in done for lane in study.lanes(cell)):
         return None
 
-    def quality(rate: float) -> tuple[float, float]:
+    def quality(rate: float) -> tuple[bool, float, float]:
         runs = [done[lane]["validation"] for lane in study.lanes(cell) if lane.learning_rate == rate]
         loss = statistics.fmean(math.inf if run["loss"] is None else run["loss"] for run in runs)
-        return statistics.fmean(run[study.metric] for run in runs), -loss
+        return math.isfinite(loss), statistics.fmean(run[study.metric] for run in runs), -loss
 
     rates = study.rates(cell)
     best = max(rates, key=quality)

@@ -38,7 +38,7 @@ def accuracy_sums(
     query_ids: Int[Array, "B T"],
     allowed_targets: Bool[Array, "B T vocabulary"] | None = None,
 ) -> AccuracySums:
-    """Counts right answers, the most probable token being the model's.
+    """Counts right answers, the most probable token being the model's; where a logit is NaN there is no answer.
 
     With teacher forcing a query is right exactly when greedy decoding would give its whole answer.
 
@@ -53,6 +53,7 @@ def accuracy_sums(
         right = predicted == targets
     else:
         right = jnp.take_along_axis(allowed_targets, predicted[..., None], axis=-1)[..., 0]
+    right &= ~jnp.isnan(logits).any(axis=-1)  # of which argmax would give the first, so that a target of 0 were right
     asked = query_ids > 0
 
     def count(ids, values):

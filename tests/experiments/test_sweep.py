@@ -246,6 +246,12 @@ def test_a_diverged_run_counts_against_its_learning_rate(tmp_path):
     ]
     write_runs(tmp_path, STUDY, MIXER, CELL, runs, num_parameters=1)
     assert choose(STUDY, tmp_path, MIXER, CELL).learning_rate == 1e-3
+    runs[3] = _record(1e-1, 1, validation=1.0, test=1.0, loss=None)  # however right its answers
+    write_runs(tmp_path, STUDY, MIXER, CELL, runs, num_parameters=1)
+    assert choose(STUDY, tmp_path, MIXER, CELL).learning_rate == 1e-3
+    runs[:2] = [_record(1e-3, seed, validation=0.5, test=0.5, loss=None) for seed in (0, 1)]
+    write_runs(tmp_path, STUDY, MIXER, CELL, runs, num_parameters=1)
+    assert choose(STUDY, tmp_path, MIXER, CELL).learning_rate == 1e-1, "all diverged"
 
 
 @pytest.mark.parametrize("kind", ["lengths", "axes", "bars"])

@@ -32,6 +32,15 @@ def test_counts_equal_a_loop():
     assert jax.jit(accuracy_sums)(logits, targets, query_ids, allowed).correct_tokens == (right & (query_ids > 0)).sum()
 
 
+def test_no_answer_is_right_where_logits_are_not_numbers():
+    logits = jnp.full((2, 3, 4), jnp.nan).at[1].set(0.0).at[1, 0, 2].set(jnp.nan)
+    targets = jnp.zeros((2, 3), jnp.int32)
+    query_ids = jnp.arange(1, 4)[None].repeat(2, axis=0)
+    allowed = jnp.ones((2, 3, 4), bool)
+    for sums in (accuracy_sums(logits, targets, query_ids), accuracy_sums(logits, targets, query_ids, allowed)):
+        assert sums.tokens == 6 and sums.correct_tokens == sums.correct_queries == 2
+
+
 class PrefixParity(nnx.Module):
     """Knows parity up to a length; beyond, it says 0."""
 
