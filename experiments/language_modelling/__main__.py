@@ -13,10 +13,17 @@ from rich.console import Console
 
 from experiments.language_modelling.devices import Job, expected_seconds, train_on_devices
 from experiments.language_modelling.report import chosen, figure, lacking_rates, tables, widths_figure
-from experiments.language_modelling.runs import get_tokenizer, hold_out, read_run, train_and_test
+from experiments.language_modelling.runs import (
+    fingerprint,
+    get_tokenizer,
+    hold_out,
+    read_run,
+    result_path,
+    train_and_test,
+)
 from experiments.language_modelling.study import WIDTHS, LanguageSetting, study
 from experiments.sweep.report import write_between_marks
-from experiments.sweep.results import command_line, environment
+from experiments.sweep.results import command_line, environment, refuse_other_runs
 from experiments.sweep.study import pick
 
 FOLDER = pathlib.Path(__file__).parent
@@ -97,6 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for seed in options.seeds or plan.seeds
         if read_run(plan, results, mixer, rate, seed) is None
     ]
+    if not options.report_only:
+        try:
+            refuse_other_runs({result_path(results, *run): fingerprint(plan, *run) for run in missing})
+        except ValueError as error:
+            sys.exit(f"error: {error}")
     if missing and options.devices and not options.report_only:
         jobs = [Job(*run, expected_seconds(plan, results, run[0])) for run in missing]
         command = functools.partial(command_of, options)

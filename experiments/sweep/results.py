@@ -9,6 +9,7 @@ import pathlib
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -58,6 +59,30 @@ def read_runs(folder: pathlib.Path, mixer: Mixer, cell: Cell) -> dict[Lane, dict
     return {Lane(run["learning_rate"], run["seed"]): run for run in content["runs"]}
 
 
+def holds_other_runs(path: pathlib.Path, expected: str) -> bool:
+    """Whether there is a result file, of another fingerprint than expected: writing it would lose its runs."""
+    return path.exists() and json.loads(path.read_text())["fingerprint"] != expected
+
+
+def refuse_other_runs(wanted: Mapping[pathlib.Path, str]) -> None:
+    """Raises where result files that are to be written hold finished runs of another configuration.
+
+    Args:
+        wanted: the files, each with its fingerprint.
+
+    Raises:
+        ValueError: names the first such file, its fingerprint and the expected one.
+    """
+    other = [path for path, expected in wanted.items() if holds_other_runs(path, expected)]
+    if other:
+        found = json.loads(other[0].read_text())["fingerprint"]
+        more = f" (and {len(other) - 1} more such files)" if len(other) > 1 else ""
+        raise ValueError(
+            f"{other[0]} holds finished runs of another configuration: its fingerprint is {found}, expected "
+            f"{wanted[other[0]]}{more}; choose another folder with --output, or remove what is not needed"
+        )
+
+
 def write_runs(
     folder: pathlib.Path,
     study: Study,
@@ -67,7 +92,13 @@ def write_runs(
     *,
     num_parameters: int,
 ) -> pathlib.Path:
-    """Adds runs to those of a mixer in a cell."""
+    """Adds runs to those of a mixer in a cell.
+
+    Raises:
+        ValueError: the file has runs of another configuration.
+    """
+    path = result_path(folder, mixer, cell)
+    refuse_other_runs({path: fingerprint(mixer, cell)})
     merged = read_runs(folder, mixer, cell) | {Lane(run["learning_rate"], run["seed"]): run for run in runs}
     config: dict[str, Any] = {field.name: getattr(cell, field.name) for field in dataclasses.fields(cell)}
     config["task"] = _described(cell.task)
@@ -84,7 +115,6 @@ def write_runs(
         "fingerprint": fingerprint(mixer, cell),
         "runs": [merged[lane] for lane in sorted(merged)],
     }
-    path = result_path(folder, mixer, cell)
     write_text(path, json.dumps(content, indent=1) + "\n")
     return path
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from experiments.sweep.data import CellData, DataFactory
 from experiments.sweep.device import turn
-from experiments.sweep.results import read_runs, write_runs
+from experiments.sweep.results import holds_other_runs, read_runs, refuse_other_runs, result_path, write_runs
 from experiments.sweep.study import Lane, Study, fingerprint
 from experiments.sweep.training import CompiledGroup, DeviceData, Group, compile_group, train_group
 
@@ -31,7 +31,10 @@ def missing_groups(study: Study, folder: pathlib.Path) -> list[Group]:
 
 
 def adopt_results(studies: Sequence[tuple[Study, pathlib.Path]]) -> None:
-    """Copies results that another study has for the same model, task and budget: they are measured once."""
+    """Copies results that another study has for the same model, task and budget: they are measured once.
+
+    A file with runs of another configuration is left as it is.
+    """
     known: dict[str, list[dict[str, Any]]] = {}
     for _, folder in studies:
         # <studies>/<study>/results/<setting>
@@ -42,6 +45,8 @@ def adopt_results(studies: Sequence[tuple[Study, pathlib.Path]]) -> None:
     for study, folder in studies:
         for cell in study.cells:
             for mixer in study.mixers:
+                if holds_other_runs(result_path(folder, mixer, cell), fingerprint(mixer, cell)):
+                    continue
                 done = read_runs(folder, mixer, cell)
                 for content in known.get(fingerprint(mixer, cell), []):
                     runs = [run for run in content["runs"] if Lane(run["learning_rate"], run["seed"]) not in done]
@@ -74,17 +79,23 @@ def run_studies(
 
     Returns:
         Whether all runs are there. A group that fails is shown with its error, and the others go on.
+
+    Raises:
+        ValueError: before anything is trained, if a file that is to be written has runs of another configuration.
     """
     begin = time.monotonic()
     adopt_results(studies)
     work = []
     planned: set[tuple[str, tuple[Lane, ...]]] = set()
+    files = {}
     for study, folder in studies:
         for group in missing_groups(study, folder):
             key = (fingerprint(group.mixer, group.cell), group.lanes)
+            files[result_path(folder, group.mixer, group.cell)] = key[0]
             if key not in planned:
                 planned.add(key)
                 work.append((study, folder, group))
+    refuse_other_runs(files)
     # The first cell of every study, then the second of every one: whenever it ends, each study has something.
     work.sort(key=lambda entry: entry[0].cells.index(entry[2].cell))
     if not work:

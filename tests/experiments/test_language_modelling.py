@@ -180,3 +180,8 @@ def test_one_command_trains_and_reports(tmp_path, capsys):
     assert main(arguments) == 0
     assert file.stat().st_mtime_ns == written, "a finished run is skipped"
     assert "| Transformer++ |" in capsys.readouterr().out
+    longer = ["2" if part == "1" else part for part in arguments]
+    with pytest.raises(SystemExit, match=rf"error: .*{file.name} holds finished runs of another configuration"):
+        main(longer)
+    assert main([*longer, "--report-only"]) == 0
+    assert file.stat().st_mtime_ns == written

@@ -168,6 +168,30 @@ def test_finished_runs_are_skipped_and_missing_ones_are_added(finished, tmp_path
     assert len(group.lanes) == 4, "another budget is another run"
 
 
+def test_runs_of_another_budget_are_not_written_over(finished, tmp_path, monkeypatch):
+    folder = tmp_path / "toy" / "results" / "real"
+    folder.mkdir(parents=True)
+    path = result_path(folder, MIXER, CELL)
+    before = result_path(finished, MIXER, CELL).read_text()
+    path.write_text(before)
+    monkeypatch.setattr("experiments.sweep.runner.train_group", lambda *_: pytest.fail("something was trained"))
+    longer = dataclasses.replace(CELL, steps=8)
+    study = dataclasses.replace(STUDY, cells=(dataclasses.replace(CELL, name="new"), longer))
+    theirs, ours = fingerprint(MIXER, CELL), fingerprint(MIXER, longer)
+    expected = rf"{path.name} holds finished runs .* is {theirs}, expected {ours}; choose .* --output"
+    with pytest.raises(ValueError, match=expected):
+        run(study, folder)
+    with pytest.raises(ValueError, match=expected):
+        write_runs(folder, study, MIXER, longer, [], num_parameters=1)
+    # Not even where another study has what is wanted.
+    other = tmp_path / "other" / "results" / "real"
+    write_runs(other, study, MIXER, longer, [_record(1e-3, 0, validation=1, test=1)], num_parameters=1)
+    with pytest.raises(ValueError, match=expected):
+        run(study, folder)
+    assert path.read_text() == before
+    assert "No results yet" in table(dataclasses.replace(STUDY, cells=(longer,)), folder)
+
+
 def test_lanes_do_not_depend_on_each_other(finished):
     data = DataFactory().get(CELL)
     group = Group(MIXER, CELL, (Lane(1e-1, 1),))
