@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -13,8 +12,8 @@ from experiments.language_modelling.study import SETTINGS as LANGUAGE_SETTINGS
 from experiments.ridge_benchmark.__main__ import main as ridge_benchmark
 from experiments.solver_convergence.__main__ import main as solver_convergence
 from experiments.solver_convergence.config import SolverConvergenceConfig
-from experiments.sweep.command import SweepOptions, run
-from experiments.sweep.study import SETTINGS
+from experiments.sweep.command import SweepOptions, check_names, run
+from experiments.sweep.study import SETTINGS, Setting
 from experiments.throughput.__main__ import main as throughput
 
 STUDIES = (
@@ -33,7 +32,7 @@ STUDIES = (
 class Options(SweepOptions):
     """Trains what is missing of the studies, then writes their tables and figures."""
 
-    setting: Literal["small", "real"] = "real"
+    setting: Setting = "real"
     """"small" runs on a CPU in minutes, "real" on one GPU."""
     studies: tuple[str, ...] = STUDIES
     """Which, in this order."""
@@ -45,6 +44,10 @@ def main() -> None:
     unknown = sorted(set(options.studies) - set(STUDIES))
     if unknown:
         sys.exit(f"error: unknown studies {', '.join(unknown)}; expected some of {', '.join(STUDIES)}")
+    try:
+        check_names(options.studies, options, SETTINGS if options.report_only else [options.setting])
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     if options.report_only:  # everything that has results, at either setting
         for setting in SETTINGS:
             run(options.studies, dataclasses.replace(options, setting=setting), Console(), module="experiments")

@@ -24,7 +24,7 @@ from experiments.language_modelling.runs import (
 from experiments.language_modelling.study import WIDTHS, LanguageSetting, study
 from experiments.sweep.report import write_between_marks
 from experiments.sweep.results import command_line, environment, refuse_other_runs
-from experiments.sweep.study import pick
+from experiments.sweep.study import pick, unmatched
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -88,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, args=argv, prog="python -m experiments.language_modelling")
     plan = study(options.setting)
     mixers = pick(plan.mixers, options.mixers)
-    if not mixers:
-        sys.exit(f"error: mixers are {', '.join(m.label for m in plan.mixers)}; got {options.mixers}")
+    labels = [mixer.label for mixer in plan.mixers]
+    if unknown := unmatched(options.mixers, labels):
+        sys.exit(f"error: mixers {', '.join(map(repr, unknown))} match nothing; expected parts of {'; '.join(labels)}")
     if options.devices and options.seconds is not None:
         sys.exit("error: with devices, give until (a time) in place of seconds")
     train = plan.train if options.steps is None else dataclasses.replace(plan.train, steps=options.steps)

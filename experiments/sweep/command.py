@@ -5,12 +5,11 @@ import importlib
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Literal
 
 from rich.console import Console
 
 from experiments.sweep.results import command_line, environment
-from experiments.sweep.study import Study, pick
+from experiments.sweep.study import Setting, Study, pick, unmatched
 
 EXPERIMENTS = pathlib.Path(__file__).parents[1]
 
@@ -19,7 +18,7 @@ EXPERIMENTS = pathlib.Path(__file__).parents[1]
 class SweepOptions:
     """Trains what is missing of a study, then writes its table and figure."""
 
-    setting: Literal["small", "real"] = "small"
+    setting: Setting = "small"
     """"small" runs on a CPU in minutes, "real" on one GPU."""
     mixers: tuple[str, ...] = ()
     """Only mixers of these labels, or whose label contains one of these, in this order."""
@@ -53,25 +52,48 @@ class SweepOptions:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def load_study(name: str, options: SweepOptions) -> Study:
-    """The study of a folder under `experiments`, at a setting, reduced as the options say.
+def whole_study(name: str, setting: Setting) -> Study:
+    """The study of a folder under `experiments`, at a setting."""
+    return importlib.import_module(f"experiments.{name}.study").study(setting)
 
-    Raises:
-        ValueError: nothing is left of it.
-    """
-    study: Study = importlib.import_module(f"experiments.{name}.study").study(options.setting)
+
+def load_study(name: str, options: SweepOptions) -> Study | None:
+    """A study at the options' setting, reduced as they say; None where nothing is left of it."""
+    study = whole_study(name, options.setting)
     mixers = pick(study.mixers, options.mixers)
     mixers = tuple(mixer for mixer in mixers if not any(part in mixer.label for part in options.skip))
     cells = [c for c in study.cells if not options.cells or any(part in c.name for part in options.cells)]
     if not mixers or not cells:
-        raise ValueError(
-            f"study {name!r} has mixers {', '.join(m.label for m in study.mixers)} and cells "
-            f"{', '.join(c.name for c in study.cells)}; got {options.mixers} and {options.cells}"
-        )
+        return None
     if options.steps is not None:
         cells = [dataclasses.replace(c, steps=options.steps, chunks=1) for c in cells]
     seeds = study.seeds if options.seeds is None else tuple(range(options.seeds))
     return dataclasses.replace(study, mixers=mixers, cells=tuple(cells), seeds=seeds)
+
+
+def check_names(names: Sequence[str], options: SweepOptions, settings: Sequence[Setting]) -> None:
+    """Raises where the options name something that is in none of the studies.
+
+    Args:
+        names: folders of the studies. Not every one needs to have what the options name.
+        options: the options; their setting does not count.
+        settings: of the studies.
+
+    Raises:
+        ValueError: a mixer or a cell is in no study, or the options leave nothing of any.
+    """
+    studies = [whole_study(name, setting) for setting in settings for name in names]
+    labels = dict.fromkeys(mixer.label for study in studies for mixer in study.mixers)
+    cells = dict.fromkeys(cell.name for study in studies for cell in study.cells)
+    given = (("mixers", options.mixers, labels), ("skip", options.skip, labels), ("cells", options.cells, cells))
+    unknown = [f"{option} {part!r}" for option, parts, known in given for part in unmatched(parts, known)]
+    parts = [dataclasses.replace(options, setting=setting) for setting in settings]
+    if unknown or not any(load_study(name, part) for part in parts for name in names):
+        what = f"{', '.join(unknown)} match" if unknown else "mixers, skip and cells leave"
+        raise ValueError(
+            f"{what} nothing in {', '.join(names)}; expected parts of the mixers ({'; '.join(labels)}) or cells "
+            f"({'; '.join(cells)})"
+        )
 
 
 def folders(name: str, options: SweepOptions) -> tuple[pathlib.Path, pathlib.Path]:
@@ -81,7 +103,7 @@ def folders(name: str, options: SweepOptions) -> tuple[pathlib.Path, pathlib.Pat
 
 
 def run(names: Sequence[str], options: SweepOptions, console: Console, *, module: str) -> bool:
-    """Runs studies and writes their reports.
+    """Runs studies, but those of which the options leave nothing, and writes their reports.
 
     Returns:
         Whether all runs are there.
@@ -89,7 +111,8 @@ def run(names: Sequence[str], options: SweepOptions, console: Console, *, module
     from experiments.sweep.report import write_report
     from experiments.sweep.runner import adopt_results, run_studies
 
-    studies = [(load_study(name, options), *folders(name, options)) for name in names]
+    loaded = {name: load_study(name, options) for name in names}
+    studies = [(study, *folders(name, options)) for name, study in loaded.items() if study is not None]
     finished = True
     adopt_results([(study, results) for study, _, results in studies])
     if not options.report_only:
@@ -117,6 +140,7 @@ def main(name: str, argv: Sequence[str] | None = None) -> None:
     module = f"experiments.{name}"
     options = tyro.cli(SweepOptions, args=argv, prog=f"python -m {module}")
     try:
+        check_names([name], options, [options.setting])
         finished = run([name], options, Console(), module=module)
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -63,6 +63,12 @@ def pick(mixers: Iterable[Mixer], parts: Sequence[str]) -> tuple[Mixer, ...]:
     return tuple(dict.fromkeys(named))
 
 
+def unmatched(parts: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The parts that no name contains."""
+    names = tuple(names)
+    return [part for part in parts if not any(part in name for name in names)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """A task, a model size and a training budget: one column (or one curve) of a study.

@@ -12,9 +12,11 @@ from rich.console import Console
 
 from experiments.__main__ import STUDIES
 from experiments.ablations.gains import AveragedChannelGain, ScalarKaczmarzGain, SingleKaczmarzGain
+from experiments.language_modelling.__main__ import main as language_modelling
 from experiments.sweep import Mixer, command
-from experiments.sweep.command import SweepOptions, load_study
+from experiments.sweep.command import SweepOptions, check_names, load_study
 from experiments.sweep.runner import run_studies
+from experiments.throughput.__main__ import main as throughput
 from rnnlib.layers import mixer_preset
 from rnnlib.models.mixers import mixer_config
 
@@ -115,7 +117,27 @@ def test_one_command_trains_resumes_and_reports(tmp_path, capsys, monkeypatch):
 
 
 def test_wrong_names_are_named():
-    with pytest.raises(ValueError, match=r"has mixers .* and cells"):
-        load_study("mqar", SweepOptions(mixers=("no such mixer",)))
+    options = SweepOptions(mixers=("DeltaNet", "Foo"), cells=("parity", "bar"), skip=("baz",))
+    message = r"mixers 'Foo', skip 'baz', cells 'bar' match nothing in state_tracking; expected .*DeltaNet.*parity"
+    with pytest.raises(ValueError, match=message):
+        check_names(["state_tracking"], options, ["small"])
+    with pytest.raises(SystemExit, match="error: mixers 'Foo' match nothing in mqar"):
+        command.main("mqar", ["--mixers", "attention", "Foo"])
+    with pytest.raises(ValueError, match="mixers, skip and cells leave nothing in mqar"):
+        check_names(["mqar"], SweepOptions(mixers=("attention",), skip=("att",)), ["small"])
+    for main in (language_modelling, throughput):
+        with pytest.raises(SystemExit, match=r"error: mixers 'Foo' match nothing; expected parts of .*Gated DeltaNet"):
+            main(["--mixers", "Gated", "Foo"])
     with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
         SweepOptions(seeds=0)
+
+
+def test_names_of_several_studies_need_not_be_in_each(tmp_path, capsys):
+    """A study of which nothing is left is left out."""
+    options = SweepOptions(setting="real", cells=("parity",), mixers=("DeltaNet",), output=tmp_path, report_only=True)
+    check_names(["state_tracking", "mqar"], options, ["real"])
+    assert load_study("mqar", options) is None
+    command.run(["state_tracking", "mqar"], options, Console(), module="experiments")
+    assert capsys.readouterr().out.count("No results yet") == 1
+    with pytest.raises(ValueError, match="cells 'parity' match nothing in mqar"):
+        check_names(["mqar"], options, ["real"])
