@@ -12,7 +12,7 @@ from experiments.language_modelling.study import SETTINGS as LANGUAGE_SETTINGS
 from experiments.ridge_benchmark.__main__ import main as ridge_benchmark
 from experiments.solver_convergence.__main__ import main as solver_convergence
 from experiments.solver_convergence.config import SolverConvergenceConfig
-from experiments.sweep.command import SweepOptions, check_names, run
+from experiments.sweep.command import SweepOptions, check_names, errors_as_lines, run
 from experiments.sweep.study import SETTINGS, Setting
 from experiments.throughput.__main__ import main as throughput
 
@@ -44,10 +44,8 @@ def main() -> None:
     unknown = sorted(set(options.studies) - set(STUDIES))
     if unknown:
         sys.exit(f"error: unknown studies {', '.join(unknown)}; expected some of {', '.join(STUDIES)}")
-    try:
+    with errors_as_lines():
         check_names(options.studies, options, SETTINGS if options.report_only else [options.setting])
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     if options.report_only:  # everything that has results, at either setting
         for setting in SETTINGS:
             run(options.studies, dataclasses.replace(options, setting=setting), Console(), module="experiments")
@@ -58,7 +56,8 @@ def main() -> None:
         ridge_benchmark(["--from-json"])
         solver_convergence(SolverConvergenceConfig(from_json=True))
         return
-    finished = run(options.studies, options, Console(), module="experiments")
+    with errors_as_lines():
+        finished = run(options.studies, options, Console(), module="experiments")
     sys.exit(0 if finished else 1)
 
 

@@ -1,10 +1,12 @@
 """The command line of every study."""
 
+import contextlib
 import dataclasses
 import importlib
+import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
@@ -133,15 +135,26 @@ def run(names: Sequence[str], options: SweepOptions, console: Console, *, module
     return finished
 
 
+@contextlib.contextmanager
+def errors_as_lines() -> Iterator[None]:
+    """An option that does not fit, and Ctrl-C, end the program with one line in place of a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        print("interrupted: groups that are done are kept, the same command goes on", file=sys.stderr, flush=True)
+        os._exit(130)  # Python would wait for threads that compile, which nothing can stop
+
+
 def main(name: str, argv: Sequence[str] | None = None) -> None:
     """`python -m experiments.<name>`."""
     import tyro
 
     module = f"experiments.{name}"
     options = tyro.cli(SweepOptions, args=argv, prog=f"python -m {module}")
-    try:
+    with errors_as_lines():
         check_names([name], options, [options.setting])
         finished = run([name], options, Console(), module=module)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     sys.exit(0 if finished else 1)

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import multiprocessing
+import signal
 import threading
 from typing import Any
 
@@ -70,6 +71,10 @@ def batched(arrays: Arrays, batch_size: int) -> Arrays:
     return {name: shaped(values) for name, values in arrays.items()}
 
 
+def _leave_ctrl_c_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class DataFactory:
     """Generates cells' data, each part once; with workers in the background."""
 
@@ -78,7 +83,7 @@ class DataFactory:
         self._pool = None
         if workers:
             context = multiprocessing.get_context("spawn")
-            self._pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
+            self._pool = concurrent.futures.ProcessPoolExecutor(workers, context, _leave_ctrl_c_to_the_parent)
         self._workers = workers
         self._parts: dict[Any, list[concurrent.futures.Future[Arrays]] | Arrays] = {}
         self._cells: dict[Cell, CellData] = {}

@@ -102,6 +102,8 @@ def run_studies(
         return not any(missing_groups(study, folder) for study, folder in studies)
     factory = DataFactory(data_workers)
     compilers = concurrent.futures.ThreadPoolExecutor(compile_workers)
+    # A thread that waits for the device hears no Ctrl-C, so that it is not this one.
+    trainer = concurrent.futures.ThreadPoolExecutor(1)
     on_device = DeviceData()
     ahead: dict[int, concurrent.futures.Future[tuple[CompiledGroup, CellData]]] = {}
 
@@ -138,9 +140,12 @@ def run_studies(
                         start = time.monotonic()
                         if seconds is not None and start - begin > seconds:
                             raise TimeoutError(f"its turn came after {start - begin:.0f} s")
-                        runs = train_group(
-                            compiled, on_device.put(group.cell, data), lambda steps: progress.advance(bar, steps)
-                        )
+                        runs = trainer.submit(
+                            train_group,
+                            compiled,
+                            on_device.put(group.cell, data),
+                            lambda steps: progress.advance(bar, steps),
+                        ).result()
                 except TimeoutError as error:
                     console.print(f"out of time: {len(work) - number} of {len(work)} groups are left ({error})")
                     finished = False
@@ -162,9 +167,9 @@ def run_studies(
                     soft_wrap=True,
                 )
     finally:
-        for future in ahead.values():
-            future.cancel()
-        compilers.shutdown(cancel_futures=True)
+        # What is being compiled or trained cannot be stopped, and nobody waits for it.
+        for threads in (compilers, trainer):
+            threads.shutdown(wait=False, cancel_futures=True)
         factory.close()
     adopt_results(studies)
     return finished

@@ -3,6 +3,10 @@
 import dataclasses
 import json
 import pathlib
+import signal
+import sys
+import threading
+import time
 
 import jax
 import numpy as np
@@ -13,13 +17,14 @@ from rich.console import Console
 
 from experiments.sweep import Cell, Mixer, Study
 from experiments.sweep.autoencoder import AutoEncoder
+from experiments.sweep.command import errors_as_lines
 from experiments.sweep.data import DataFactory, batched, epoch_orders, gather_answers
 from experiments.sweep.outcomes import choose
 from experiments.sweep.report import marks, table, write_report
 from experiments.sweep.results import read_runs, result_path, write_runs
 from experiments.sweep.runner import missing_groups, run_studies
 from experiments.sweep.study import Axis, Lane, fingerprint
-from experiments.sweep.training import DeviceData, Group, compile_group, train_group
+from experiments.sweep.training import CompiledGroup, DeviceData, Group, compile_group, train_group
 from rnnlib.data.tasks import MQAR, Compression, InContextRecall, Mixture, RegBench
 from rnnlib.models import DecoderLM
 from rnnlib.training import loss_sums, make_optimizer
@@ -206,6 +211,40 @@ def test_a_run_that_ends_early_says_so_and_leaves_no_half_files(tmp_path):
     folder = tmp_path / "toy" / "results" / "real"
     assert not run(STUDY, folder, seconds=-1.0)
     assert not list(tmp_path.rglob("*.json*"))
+
+
+def test_ctrl_c_waits_for_no_thread(tmp_path, monkeypatch, capsys):
+    done = threading.Event()
+    training = threading.Event()
+
+    def compile_group(group, data):
+        if group.mixer.label == "another":  # the group after the one that trains
+            done.wait(30)
+        return CompiledGroup(group, 1, None, None, {}, 0.0)
+
+    def train_group(*_):
+        training.set()
+        done.wait(30)
+
+    def interrupt():
+        training.wait(30)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    monkeypatch.setattr("experiments.sweep.runner.compile_group", compile_group)
+    monkeypatch.setattr("experiments.sweep.runner.train_group", train_group)
+    monkeypatch.setattr("experiments.sweep.command.os._exit", sys.exit)
+    study = dataclasses.replace(STUDY, mixers=(MIXER, dataclasses.replace(MIXER, label="another")))
+    threading.Thread(target=interrupt).start()
+    begin = time.monotonic()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as end, errors_as_lines():
+            run(study, tmp_path / "toy" / "results" / "real")
+    finally:
+        signal.signal(signal.SIGINT, before)
+        done.set()
+    assert end.value.code == 130 and time.monotonic() - begin < 15
+    assert capsys.readouterr().err == "interrupted: groups that are done are kept, the same command goes on\n"
 
 
 def test_another_studys_equal_runs_are_adopted(finished):
