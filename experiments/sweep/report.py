@@ -29,7 +29,7 @@ def write_between_marks(page: pathlib.Path, setting: str, text: str) -> None:
 def table(study: Study, folder: pathlib.Path) -> str:
     """Markdown: mean and standard deviation over seeds of test accuracy, percent; then what it rests on.
 
-    One table, or one for each cell and test where that would be too wide.
+    One table, or one for each cell and test where that would be too wide. One seed has no deviation, and none is shown.
     """
     found = outcomes(study, folder)
     cells = [cell for cell in study.cells if any(name == cell.name for _, name in found)]
@@ -70,19 +70,22 @@ def _part(study: Study, found: dict[tuple[str, str], Outcome], groups: list[Pane
 
 
 def _number(outcome: Outcome, study: Study, test: str) -> str:
-    return f"{outcome.mean(study.metric, test):.1f} ± {outcome.spread(study.metric, test):.1f}"
+    mean = f"{outcome.mean(study.metric, test):.1f}"
+    return mean if len(outcome.runs) == 1 else f"{mean} ± {outcome.spread(study.metric, test):.1f}"
 
 
 def _foundation(study: Study, cells: list[Cell], found: dict[tuple[str, str], Outcome]) -> str:
     kind = "answer tokens" if study.metric == "token_accuracy" else "whole answers"
+    count = len(study.seeds)
+    numbers = "one seed" if count == 1 else f"mean ± standard deviation over {count} seeds"
     environments = [run["environment"] for outcome in found.values() for run in outcome.runs]
     devices = ", ".join(sorted({e["device"] for e in environments}))
     versions = ", ".join(sorted({f"jax {e['packages']['jax']}, flax {e['packages']['flax']}" for e in environments}))
     dates = sorted({e["date"][:10] for e in environments})
     commits = ", ".join(sorted({e["commit"][:7] for e in environments}))
     lines = [
-        f"Test accuracy of {kind}, percent: mean ± standard deviation over {len(study.seeds)} seeds, at the learning "
-        f"rate with the best mean validation accuracy. Solved: runs of all rates and seeds with at least {SOLVED:.0%} "
+        f"Test accuracy of {kind}, percent: {numbers}, at the learning rate "
+        f"with the best mean validation accuracy. Solved: runs of all rates and seeds with at least {SOLVED:.0%} "
         f"in validation. Rows in italics are the papers' numbers. Device: {devices}; {versions}; commit {commits}; "
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
         "",

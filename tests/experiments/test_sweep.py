@@ -300,6 +300,14 @@ def test_the_learning_rate_is_chosen_on_validation_only(tmp_path):
     assert "| linear | 30.0 ± 14.1 | 15.0 ± 7.1 | 2/4 |" in table(STUDY, folder)
 
 
+def test_one_seed_has_no_spread(tmp_path):
+    study = dataclasses.replace(STUDY, learning_rates=(1e-3,), seeds=(0,))
+    write_runs(tmp_path, study, MIXER, CELL, [_record(1e-3, 0, validation=0.9, test=0.2)], num_parameters=1)
+    text = table(study, tmp_path)
+    assert "| linear | 20.0 | 10.0 | 1/1 |" in text and "percent: one seed, at the learning rate with" in text
+    assert "±" not in text
+
+
 def test_a_diverged_run_counts_against_its_learning_rate(tmp_path):
     runs = [
         _record(1e-3, 0, validation=0.5, test=0.5, loss=3.0),
