@@ -63,11 +63,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("paths", "validation_paths"):
-            value = getattr(self, name)
-            if isinstance(value, str | os.PathLike):
-                raise ValueError(f"{name} must be a tuple of files or patterns, such as ({os.fspath(value)!r},)")
-            if isinstance(value, Iterable):
-                object.__setattr__(self, name, tuple(plain_path(path) for path in value))
+            object.__setattr__(self, name, plain_paths(name, getattr(self, name)))
         for name in ("tokenizer", "cache_folder"):
             object.__setattr__(self, name, plain_path(getattr(self, name)))
         check_fields(self)
@@ -91,6 +87,17 @@ class DataConfig:
 def plain_path(path: Any) -> Any:
     """A path as a string; anything else as it is."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+def plain_paths(name: str, value: Any) -> Any:
+    """A field's paths as a tuple of strings; what is no collection as it is, for `check_fields` to refuse.
+
+    Raises:
+        ValueError: it is a single path, of which each letter would be one.
+    """
+    if isinstance(value, str | os.PathLike):
+        raise ValueError(f"{name} must be a tuple of files or patterns, such as ({os.fspath(value)!r},)")
+    return tuple(map(plain_path, value)) if isinstance(value, Iterable) else value
 
 
 def check_split(split: str) -> None:

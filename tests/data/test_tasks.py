@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from rnnlib.data.tasks import TASK_SPLITS, Mixture, make_task, task_arrays, task_dataset, task_names
+from rnnlib.data.tasks import TASK_SPLITS, Mixture, make_task, needle, task_arrays, task_dataset, task_names
 
 # Small settings of tasks whose defaults are large.
 SMALL = {"regbench": {"sequence_length": 128, "max_strings": 12, "max_string_length": 10}}
@@ -92,6 +92,23 @@ def test_short_essays_always_have_a_word():
         assert task.example(i)["inputs"].shape == (520,)
 
 
+def test_an_essay_without_words_is_named(tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text("x" * 41)
+    with pytest.raises(ValueError, match=r"essay_paths=\('.*long.txt',\) hold no word of at most 40 characters"):
+        make_task("s_niah_2", essay_paths=(str(path),)).example(0)
+    path.write_text("x" * 40)
+    assert make_task("s_niah_2", essay_paths=(f"{tmp_path}/*",)).example(0)["query_ids"].any()
+
+
+def test_a_haystack_has_no_more_needles_than_there_are_keys(monkeypatch):
+    monkeypatch.setattr(needle, "ADJECTIVES", ("able", "agile"))
+    monkeypatch.setitem(needle._COUNTS, "words", 2 * len(needle.NOUNS))
+    assert make_task("mk_niah_2", sequence_length=30_000).example(0)["inputs"].shape == (30_000,)
+    with pytest.raises(ValueError, match=r"sequence_length=40000 is too long: .* the 524 keys of key_kind='words'"):
+        make_task("mk_niah_2", sequence_length=40_000).example(0)
+
+
 def test_unknown_names_and_knobs(unchecked_shapes):
     with pytest.raises(ValueError, match=r"task must be one of mqar, .*; got 'recall'"):
         make_task("recall")
@@ -131,6 +148,9 @@ def test_unknown_names_and_knobs(unchecked_shapes):
         ("s_niah_1", {"depth": 2.0}, "depth is 2.0, expected a number from 0 to 1 or None"),
         ("s_niah_1", {"essay_paths": ("x",)}, "goes with haystack='essay'"),
         ("s_niah_1", {"tokenizer": "nowhere"}, "there is no file 'nowhere'"),
+        ("s_niah_1", {"num_keys": 49_781}, "num_keys=49781 is more than the 49780 keys of key_kind='words'"),
+        ("s_niah_2", {"essay_paths": "one.txt"}, r"essay_paths must be a tuple .* such as \('one.txt',\)"),
+        ("s_niah_2", {"essay_paths": 3}, "essay_paths is 3, expected"),
     ],
 )
 def test_knobs_that_do_not_fit(unchecked_shapes, name, knobs, message):

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from rnnlib.data.config import DataConfig, plain_path
+from rnnlib.data.config import DataConfig, plain_path, plain_paths
 from rnnlib.data.sources import iterate_documents
 from rnnlib.data.tasks.base import Example, Task, TaskSplit
 from rnnlib.data.tasks.needle_words import ADJECTIVES, NOUNS
@@ -16,6 +16,8 @@ from rnnlib.data.tokenizers import Tokenizer, load_tokenizer
 from rnnlib.fields import Fraction, PositiveInteger
 
 Kind = Literal["words", "numbers", "uuids"]
+# How many keys or values of a kind there are.
+_COUNTS: dict[Kind, int] = {"words": len(ADJECTIVES) * len(NOUNS), "numbers": 9 * 10**6, "uuids": 2**122}
 # Longer "words" of an essay, which are lines of tables and addresses, would leave no room in a short text.
 _LONGEST_WORD = 40
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -55,7 +57,7 @@ class NeedleInHaystack(Task):
         haystack: "repeat", "essay" or "needles".
         key_kind: "words" (adjective-noun), "numbers" (seven digits) or "uuids".
         value_kind: likewise.
-        num_keys: needles, of which one is asked for.
+        num_keys: needles, of which one is asked for; at most as many as the kind has keys (49,780 words).
         depth: where that needle stands in the haystack, 0 (beginning) to 1 (end); None draws it.
         tokenizer: "byte" or a tokenizers JSON file.
         essay_paths: text files for the essay, globs allowed.
@@ -76,8 +78,12 @@ class NeedleInHaystack(Task):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokenizer", plain_path(self.tokenizer))
-        object.__setattr__(self, "essay_paths", tuple(map(plain_path, self.essay_paths)))
+        object.__setattr__(self, "essay_paths", plain_paths("essay_paths", self.essay_paths))
         super().__post_init__()
+        if self.num_keys > _COUNTS[self.key_kind]:
+            raise ValueError(
+                f"num_keys={self.num_keys} is more than the {_COUNTS[self.key_kind]} keys of key_kind={self.key_kind!r}"
+            )
         if self.essay_paths and self.haystack != "essay":
             raise ValueError(f"essay_paths goes with haystack='essay'; got haystack={self.haystack!r}")
         _tokenizer(self.tokenizer)
@@ -138,6 +144,11 @@ class NeedleInHaystack(Task):
             return [line] * (max(room, 0) // len(line))
         lines: list[list[int]] = []
         while True:
+            if len(taken) == _COUNTS[self.key_kind]:
+                raise ValueError(
+                    f"sequence_length={self.sequence_length} is too long: its haystack of needles has room for more "
+                    f"than the {len(taken)} keys of key_kind={self.key_kind!r}"
+                )
             key, value = _draw(rng, self.key_kind), _draw(rng, self.value_kind)
             if key in taken:
                 continue
@@ -178,6 +189,8 @@ def _essay(tokenizer_name: str, paths: tuple[str, ...]) -> tuple[np.ndarray, np.
 
         text = " ".join(topics[name] for name in sorted(topics))
     words = [word for word in text.split() if len(word) <= _LONGEST_WORD]
+    if not words:
+        raise ValueError(f"essay_paths={paths} hold no word of at most {_LONGEST_WORD} characters, expected some")
     encoded = _tokenizer(tokenizer_name).encode_batch([f" {word}" for word in words])
     ends_sentence = np.array([bool(re.search(r"[.!?][\"')\]]*$", word)) for word in words])
     return np.concatenate(encoded), np.cumsum([len(ids) for ids in encoded]), ends_sentence
