@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from rnnlib.data.tasks import TASK_SPLITS, Mixture, make_task, needle, task_arrays, task_dataset, task_names
+from rnnlib.data.tasks import TASK_SPLITS, Mixture, make_task, needle, regbench, task_arrays, task_dataset, task_names
 
 # Small settings of tasks whose defaults are large.
 SMALL = {"regbench": {"sequence_length": 128, "max_strings": 12, "max_string_length": 10}}
@@ -109,6 +109,16 @@ def test_a_haystack_has_no_more_needles_than_there_are_keys(monkeypatch):
         make_task("mk_niah_2", sequence_length=40_000).example(0)
 
 
+@pytest.mark.parametrize(
+    "knobs", [{"held_out_fraction": 1e-9}, {"num_symbols": 2, "min_alphabet": 1, "max_edges": 1, "max_states": 2}]
+)
+def test_splits_without_a_language_are_named(monkeypatch, knobs):
+    monkeypatch.setattr(regbench, "_MOST_DRAWS", 200)
+    task = make_task("regbench", min_states=2, **knobs)
+    with pytest.raises(ValueError, match=r"none of 200 .* belongs to split 'test': .* got RegBench\(.*max_states="):
+        task.example(0, split="test")
+
+
 def test_unknown_names_and_knobs(unchecked_shapes):
     with pytest.raises(ValueError, match=r"task must be one of mqar, .*; got 'recall'"):
         make_task("recall")
@@ -128,16 +138,26 @@ def test_unknown_names_and_knobs(unchecked_shapes):
         ("mqar", {"num_pairs": 0}, "MQAR: num_pairs is 0, expected an integer of at least 1"),
         ("mqar", {"vocabulary_size": 64}, "vocabulary_size must be even and larger"),
         ("palindrome", {"sequence_length": 5}, "sequence_length must be even"),
-        ("stack", {"push_probability": 1.5}, "push_probability is 1.5, expected a number from 0 to 1"),
+        ("stack", {"push_probability": 1.0}, "push_probability is 1.0, expected a number of at least 0 and below 1"),
         ("stack", {"num_stacks": 0}, "num_stacks is 0, expected an integer of at least 1"),
         ("regbench", {"min_states": 20}, "min_states=20 must not be above max_states=12"),
         ("regbench", {"held_out_fraction": 1.0}, "held_out_fraction is 1.0, expected a number above 0 and below 1"),
+        (
+            "regbench",
+            {"min_strings": 1, "max_strings": 1, "max_string_length": 1},
+            "max_strings and max_string_length must not both be 1",
+        ),
         ("mad_in_context_recall", {"noise_fraction": 0.2}, "needs noise_vocabulary_size"),
         ("mad_noisy_recall", {"vocabulary_size": 16}, "vocabulary_size must leave"),
         ("mad_noisy_recall", {"noise_fraction": 1.5}, "noise_fraction is 1.5, expected a number from 0 to 1"),
         ("mad_fuzzy_recall", {"vocabulary_size": 6}, "too few keys or values"),
         ("mad_memorization", {"sequence_length": 3}, "sequence_length must be even"),
         ("mad_compression", {"noise_fraction": 0.2}, "needs noise_vocabulary_size"),
+        (
+            "mad_compression",
+            {"noise_fraction": 1.0, "noise_vocabulary_size": 3},
+            "noise_fraction is 1.0, expected a number of at least 0 and below 1",
+        ),
         ("mad_selective_copying", {"sequence_length": 33}, "sequence_length must be at least 34"),
         ("parity", {"supervise": "first"}, "Parity: supervise is 'first', expected 'all' or 'last'"),
         ("modular_arithmetic", {"brackets": True, "supervise": "all"}, "needs brackets=False"),

@@ -238,13 +238,14 @@ class Compression(Task):
     Attributes:
         sequence_length: T, the aggregation token included.
         vocabulary_size: V, noise tokens and aggregation token included.
-        noise_fraction: probability that a token is noise, which need not be recovered.
+        noise_fraction: probability that a token is noise, which need not be recovered. Below 1, or nothing would be
+            asked.
         noise_vocabulary_size: number of noise tokens.
     """
 
     sequence_length: Annotated[int, Range(at_least=2)] = 32
     vocabulary_size: PositiveInteger = 16
-    noise_fraction: Fraction = 0.0
+    noise_fraction: Annotated[float, Range(at_least=0, below=1)] = 0.0
     noise_vocabulary_size: NaturalNumber = 0
 
     def __post_init__(self) -> None:

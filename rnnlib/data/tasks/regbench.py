@@ -9,6 +9,9 @@ import numpy as np
 from rnnlib.data.tasks.base import Example, Task, TaskSplit
 from rnnlib.fields import PositiveInteger, Range
 
+# Where one in 2000 belongs to the split (held_out_fraction=0.001) none does in so many with probability 1e-11.
+_MOST_DRAWS = 50_000
+
 
 @dataclasses.dataclass(frozen=True)
 class Automaton:
@@ -100,6 +103,8 @@ class RegBench(Task):
         ):
             if getattr(self, low) > getattr(self, high):
                 raise ValueError(f"{low}={getattr(self, low)} must not be above {high}={getattr(self, high)}")
+        if self.max_strings == self.max_string_length == 1:
+            raise ValueError("max_strings and max_string_length must not both be 1: one symbol has no next one")
 
     @property
     def vocabulary_size(self) -> int:
@@ -120,8 +125,12 @@ class RegBench(Task):
         return "validation" if share < self.held_out_fraction / 2 else "test"
 
     def automaton(self, rng: np.random.Generator, split: TaskSplit) -> Automaton:
-        """Draws automata until one belongs to the split."""
-        while True:
+        """Draws automata until one belongs to the split.
+
+        Raises:
+            ValueError: none of very many does.
+        """
+        for _ in range(_MOST_DRAWS):
             num_states = int(rng.integers(self.min_states, self.max_states + 1))
             alphabet = rng.choice(
                 self.num_symbols, rng.integers(self.min_alphabet, self.num_symbols + 1), replace=False
@@ -136,6 +145,10 @@ class RegBench(Task):
             automaton = Automaton(tuple(transitions))
             if self.split_of(automaton) == split:
                 return automaton
+        raise ValueError(
+            f"none of {_MOST_DRAWS} automata that were drawn belongs to split {split!r}: expected another "
+            f"held_out_fraction or more languages; got {self}"
+        )
 
     def generate(self, rng: np.random.Generator, split: TaskSplit) -> Example:
         """Draws the automaton and its strings."""

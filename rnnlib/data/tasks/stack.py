@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 
 from rnnlib.data.tasks.base import Example, Task, TaskSplit
-from rnnlib.fields import Fraction, PositiveInteger, Range
+from rnnlib.fields import PositiveInteger, Range
 
 _PAD, _PUSH, _POP = 0, 1, 2
 
@@ -26,13 +26,14 @@ class Stack(Task):
         sequence_length: T; the last one or two tokens are padding where 3 does not divide it.
         num_stacks: number of stacks.
         num_elements: number of elements.
-        push_probability: of a push where a stack is not empty; the first operation always is one.
+        push_probability: of a push where a stack is not empty; the first operation always is one. Below 1, or nothing
+            would be asked.
     """
 
     sequence_length: Annotated[int, Range(at_least=6)] = 256
     num_stacks: PositiveInteger = 64
     num_elements: PositiveInteger = 64
-    push_probability: Fraction = 0.5
+    push_probability: Annotated[float, Range(at_least=0, below=1)] = 0.5
 
     @property
     def vocabulary_size(self) -> int:
