@@ -223,13 +223,24 @@ def test_evaluation_sets_are_finite_and_ordered():
     assert last["loss_weights"][:2].any() and not last["loss_weights"][2:].any() and not last["query_ids"][2:].any()
 
 
-def test_batch_arguments():
+def test_batch_arguments(unchecked_shapes):
     task = make_task("parity")
     with pytest.raises(ValueError, match="split 'test' needs num_examples"):
         _dataset(task, batch_size=4, split="test")
-    with pytest.raises(ValueError, match="batch_size and num_examples must be at least 1; got batch_size 0"):
-        _dataset(task, batch_size=0)
-    with pytest.raises(ValueError, match="num_examples must be at least 1"):
+    positive = "expected an integer of at least 1"
+    for name, value, expected in (
+        ("batch_size", 0, positive),
+        ("batch_size", 2.5, positive),
+        ("batch_size", "4", positive),
+        ("num_examples", 2.5, f"{positive} or None"),
+        ("num_workers", -1, "expected an integer of at least 0"),
+        ("prefetch", 0, positive),
+    ):
+        with pytest.raises(ValueError, match=f"task_dataset: {name} is {value!r}, {expected}"):
+            _dataset(task, **{"batch_size": 4, name: value})
+    with pytest.raises(ValueError, match=r"split must be one of train, validation, test; got 'val'"):
+        _dataset(task, batch_size=4, split="val")
+    with pytest.raises(ValueError, match=f"task_arrays: num_examples is 0, {positive}"):
         task_arrays(task, 0)
     with pytest.raises(ValueError, match=r"sequence_length=300 is too short: needles, question and answer alone are"):
         _dataset(make_task("s_niah_1", sequence_length=300), batch_size=4)

@@ -13,6 +13,12 @@ TASK_SPLITS: tuple[TaskSplit, ...] = ("train", "validation", "test")
 Example = dict[str, np.ndarray]
 
 
+def check_task_split(split: str) -> None:
+    """Raises ValueError unless `split` is one of a task's."""
+    if split not in TASK_SPLITS:
+        raise ValueError(f"split must be one of {', '.join(TASK_SPLITS)}; got {split!r}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(abc.ABC):
     """A synthetic task; its fields are its knobs.
@@ -52,8 +58,7 @@ class Task(abc.ABC):
         Raises:
             ValueError: the split is unknown, or index or seed out of range.
         """
-        if split not in TASK_SPLITS:
-            raise ValueError(f"split must be one of {', '.join(TASK_SPLITS)}; got {split!r}")
+        check_task_split(split)
         if index < 0 or not 0 <= seed < 2**32:
             raise ValueError(f"index must be at least 0 and seed in [0, 2**32); got index {index}, seed {seed}")
         rng = np.random.default_rng([seed, TASK_SPLITS.index(split), index])

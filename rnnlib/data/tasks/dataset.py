@@ -7,7 +7,8 @@ import grain
 import numpy as np
 
 from rnnlib.data.pipeline import BatchDataset, share_by_process
-from rnnlib.data.tasks.base import Example, Task, TaskSplit
+from rnnlib.data.tasks.base import Example, Task, TaskSplit, check_task_split
+from rnnlib.fields import NaturalNumber, PositiveInteger, check_value
 
 
 class TaskExamples(grain.MapDataset[Example]):
@@ -71,10 +72,14 @@ def task_dataset(
     Raises:
         ValueError: an argument does not fit (names it).
     """
-    if batch_size < 1 or (num_examples is not None and num_examples < 1):
-        raise ValueError(
-            f"batch_size and num_examples must be at least 1; got batch_size {batch_size}, num_examples {num_examples}"
-        )
+    for name, value, kind in (
+        ("batch_size", batch_size, PositiveInteger),
+        ("num_examples", num_examples, PositiveInteger | None),
+        ("num_workers", num_workers, NaturalNumber),
+        ("prefetch", prefetch, PositiveInteger),
+    ):
+        check_value("task_dataset", name, value, kind)
+    check_task_split(split)
     if split != "train" and num_examples is None:
         raise ValueError(f"split {split!r} needs num_examples")
     task.example(0, seed=seed, split=split)  # an argument that does not fit is an error here and not in a worker
@@ -96,8 +101,7 @@ def task_dataset(
 
 def task_arrays(task: Task, num_examples: int, *, split: TaskSplit = "train", seed: int = 0) -> Example:
     """The first examples of a split as arrays `[num_examples, ...]`, for sets that fit in memory and are read often."""
-    if num_examples < 1:
-        raise ValueError(f"num_examples must be at least 1; got {num_examples}")
+    check_value("task_arrays", "num_examples", num_examples, PositiveInteger)
     first = task.example(0, seed=seed, split=split)
     arrays = {name: np.empty((num_examples, *values.shape), values.dtype) for name, values in first.items()}
     for i in range(num_examples):
