@@ -83,6 +83,12 @@ def test_a_mixture_draws_from_all_of_its_tasks():
         Mixture(tasks=(short, make_task("parity")))
     with pytest.raises(ValueError, match="tasks must not be empty"):
         Mixture(tasks=())
+    languages = make_task("regbench")
+    recall = make_task("mad_in_context_recall", vocabulary_size=languages.vocabulary_size)
+    message = r"same extra_arrays, .* got \[\('RegBench', \('allowed_targets',\)\), \('InContextRecall', \(\)\)\]"
+    with pytest.raises(ValueError, match=message):
+        Mixture(tasks=(languages, recall))
+    assert "allowed_targets" in Mixture(sequence_length=64, tasks=(languages, languages)).example(0)
 
 
 def test_short_essays_always_have_a_word():
@@ -137,6 +143,8 @@ def test_unknown_names_and_knobs(unchecked_shapes):
         ("mqar", {"num_pairs": 17}, "at least 68 for num_pairs=17"),
         ("mqar", {"num_pairs": 0}, "MQAR: num_pairs is 0, expected an integer of at least 1"),
         ("mqar", {"vocabulary_size": 64}, "vocabulary_size must be even and larger"),
+        ("mqar", {"power_a": float("inf")}, "power_a=inf gives fewer than num_pairs=4 gaps a probability above 0"),
+        ("mqar", {"power_a": -600.0}, "power_a=-600.0 gives fewer than num_pairs=4"),
         ("palindrome", {"sequence_length": 5}, "sequence_length must be even"),
         ("stack", {"push_probability": 1.0}, "push_probability is 1.0, expected a number of at least 0 and below 1"),
         ("stack", {"num_stacks": 0}, "num_stacks is 0, expected an integer of at least 1"),

@@ -37,6 +37,11 @@ class Task(abc.ABC):
     def vocabulary_size(self) -> int:
         """Number of token ids in inputs and targets."""
 
+    @property
+    def extra_arrays(self) -> tuple[str, ...]:
+        """Names of the arrays that examples have beside those of every task."""
+        return ()
+
     @abc.abstractmethod
     def generate(self, rng: np.random.Generator, split: TaskSplit) -> Example:
         """Draws one example; `example` calls it with the generator of an index."""
@@ -81,6 +86,8 @@ class Task(abc.ABC):
         padding = self.sequence_length - length
         if padding < 0 or len(targets) != length or len(query_ids) != length:
             raise AssertionError(f"{len(inputs)} inputs, {len(targets)} targets, {len(query_ids)} query ids")
+        if set(extra) != set(self.extra_arrays):
+            raise AssertionError(f"arrays {sorted(extra)}, but extra_arrays is {self.extra_arrays}")
         query_ids = np.asarray(query_ids, np.int32)
         weights = np.asarray(query_ids > 0 if loss_weights is None else loss_weights, np.float32)
         example = {

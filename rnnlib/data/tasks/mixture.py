@@ -13,7 +13,7 @@ class Mixture(Task):
 
     Attributes:
         sequence_length: T, of all of them, whatever theirs was.
-        tasks: tasks of the same vocabulary, whose examples have the same arrays.
+        tasks: tasks of the same vocabulary, whose examples have the same arrays (`extra_arrays`).
     """
 
     tasks: tuple[Task, ...]
@@ -26,12 +26,20 @@ class Mixture(Task):
         sizes = [task.vocabulary_size for task in self.tasks]
         if len(set(sizes)) > 1:
             raise ValueError(f"tasks must have the same vocabulary_size; got {sizes}")
+        arrays = [(type(task).__name__, task.extra_arrays) for task in self.tasks]
+        if len({extra for _, extra in arrays}) > 1:
+            raise ValueError(f"tasks must have the same extra_arrays, to be batched together; got {arrays}")
         object.__setattr__(self, "tasks", tuple(task.at_length(self.sequence_length) for task in self.tasks))
 
     @property
     def vocabulary_size(self) -> int:
         """The tasks'."""
         return self.tasks[0].vocabulary_size
+
+    @property
+    def extra_arrays(self) -> tuple[str, ...]:
+        """The tasks'."""
+        return self.tasks[0].extra_arrays
 
     def generate(self, rng: np.random.Generator, split: TaskSplit) -> Example:
         """Draws the task, then its example."""

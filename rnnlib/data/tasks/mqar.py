@@ -47,6 +47,18 @@ class MQAR(Task):
                 f"vocabulary_size must be even and larger than sequence_length={self.sequence_length} and twice "
                 f"num_pairs={self.num_pairs}; got {self.vocabulary_size}"
             )
+        with np.errstate(all="ignore"):
+            probability = self._gap_probability()
+        if np.isnan(probability).any() or np.count_nonzero(probability) < self.num_pairs:
+            raise ValueError(
+                f"power_a={self.power_a} gives fewer than num_pairs={self.num_pairs} gaps a probability above 0; "
+                "expected a number nearer to 1"
+            )
+
+    def _gap_probability(self) -> np.ndarray:
+        space = self.sequence_length // 2 - self.num_passes * self.num_pairs
+        weights = np.arange(1, space + 1, dtype=np.float64) ** (self.power_a - 1)
+        return weights / weights.sum()
 
     def generate(self, rng: np.random.Generator, split: TaskSplit) -> Example:
         """Draws keys, values, then gaps."""
@@ -54,9 +66,8 @@ class MQAR(Task):
         keys = 1 + rng.choice(half - 1, self.num_pairs, replace=False)
         values = half + rng.choice(half, self.num_pairs, replace=False)
         context = np.tile(np.stack([keys, values], 1).ravel(), self.num_passes)
-        space = (self.sequence_length - len(context)) // 2
-        probability = np.arange(1, space + 1) ** (self.power_a - 1)
-        gaps = rng.choice(space, self.num_pairs, replace=False, p=probability / probability.sum())
+        probability = self._gap_probability()
+        gaps = rng.choice(len(probability), self.num_pairs, replace=False, p=probability)
         queries = len(context) + 2 * gaps
         inputs = np.zeros(self.sequence_length, np.int32)
         inputs[: len(context)] = context

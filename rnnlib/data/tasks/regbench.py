@@ -112,6 +112,11 @@ class RegBench(Task):
         return self.num_symbols + 2
 
     @property
+    def extra_arrays(self) -> tuple[str, ...]:
+        """More than one symbol may be right."""
+        return ("allowed_targets",)
+
+    @property
     def separator(self) -> int:
         """The token between strings."""
         return self.num_symbols
