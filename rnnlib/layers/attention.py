@@ -142,13 +142,14 @@ class Attention(nnx.Module):
                 of a call continues the cache's last segment, whatever its id.
             positions: of each token, for the rotation; None counts on from the cache, or from 0.
             cache: None for the parallel pass; else what `init_cache` or the previous call gave, to continue from.
+                `init_cache` says what tokens see beyond its `max_length`.
 
         Returns:
             Output `[B, T, D]`, and the next cache (None where none was given).
 
         Raises:
-            ValueError: `x` is not as wide as the layer or is empty, the cache is of another batch, or a call is longer
-                than a full-attention cache.
+            ValueError: `x` is not as wide as the layer or is empty, the cache is of another batch, or a single call is
+                longer than a full-attention cache.
         """
         check_input("Attention", x, self.shape.width)
         batch, length = x.shape[:2]
@@ -221,8 +222,9 @@ class Attention(nnx.Module):
             length=cache.length + length,
             current=segment[:, -1],
         )
-        if self.config.window is None or length == 1:
-            # No slot that these tokens may see was overwritten: the updated ring holds all of it.
+        if length == 1:
+            # The updated ring holds all that the token sees. Of several tokens, the last may lie in slots that the
+            # first still see.
             keys, values, segments = updated.key, updated.value, updated.segment
             indices = _slot_indices(updated.length, capacity)
         else:
@@ -230,33 +232,20 @@ class Attention(nnx.Module):
             values = jnp.concatenate([cache.value, value.astype(cache.value.dtype)], axis=1)
             segments = jnp.concatenate([cache.segment, segment], axis=1)
             indices = jnp.concatenate([_slot_indices(cache.length, capacity), index])
-        mask = self._mask(index, indices, segment, segments)
+        mask = _mask(index, indices, segment, segments, capacity)
         dtype = product_dtype(query.dtype)
         out = jax.nn.dot_product_attention(
             query.astype(dtype), keys.astype(dtype), values.astype(dtype), mask=mask[:, None]
         )
         return updated, out.astype(query.dtype)
 
-    def _mask(
-        self,
-        query_index: Int[Array, "T"],
-        key_index: Int[Array, "S"],
-        query_segment: Int[Array, "B T"],
-        key_segment: Int[Array, "B S"],
-    ) -> Bool[Array, "B T S"]:
-        """Which keys each query sees; a negative key index is an empty slot."""
-        distance = query_index[:, None] - key_index[None, :]
-        seen = (key_index >= 0) & (distance >= 0)
-        if self.config.window is not None:
-            seen &= distance < self.config.window
-        return seen[None] & (query_segment[:, :, None] == key_segment[:, None, :])
-
     def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike = jnp.float32) -> AttentionCache:
         """The cache before the first token.
 
         Args:
             batch_size: sequences B.
-            max_length: greatest length of the sequences. Full attention forgets its oldest tokens beyond it.
+            max_length: greatest length of the sequences. Beyond it each token sees the last `max_length`, itself
+                included (of a window, the last `min(window, max_length)`), in whatever pieces they are read.
             dtype: of keys and values.
 
         Raises:
@@ -275,6 +264,19 @@ class Attention(nnx.Module):
             current=jnp.zeros((batch_size,), jnp.int32),
             position=jnp.zeros((batch_size,), jnp.int32),
         )
+
+
+def _mask(
+    query_index: Int[Array, "T"],
+    key_index: Int[Array, "S"],
+    query_segment: Int[Array, "B T"],
+    key_segment: Int[Array, "B S"],
+    capacity: int,
+) -> Bool[Array, "B T S"]:
+    """Which keys each query sees: the last `capacity` of its segment. A negative key index is an empty slot."""
+    distance = query_index[:, None] - key_index[None, :]
+    seen = (key_index >= 0) & (distance >= 0) & (distance < capacity)
+    return seen[None] & (query_segment[:, :, None] == key_segment[:, None, :])
 
 
 def _slot_indices(length: Int[Array, ""], capacity: int) -> Int[Array, "capacity"]:

@@ -221,7 +221,8 @@ class DecoderLM(nnx.Module):
         Args:
             batch_size: rows that are decoded together.
             max_length: most tokens that will be read through the cache, prompt, padding and new ones together. Only
-                layers of full attention take memory in proportion to it; beyond it attention forgets the oldest tokens.
+                layers of full attention take memory in proportion to it; beyond it attention sees the last `max_length`
+                tokens, recurrent layers go on as before.
 
         Returns:
             The cache, for `extend`.
@@ -240,7 +241,8 @@ class DecoderLM(nnx.Module):
     ) -> tuple[Float[Array, "B T vocabulary"], DecoderCache]:
         """Reads `T >= 1` more tokens after those that the cache stands for.
 
-        Reading a sequence in any pieces gives the logits of reading it at once. Random streams and statistics, which
+        Reading a sequence in any pieces gives the logits of reading it at once, up to the cache's `max_length` tokens;
+        beyond them attention sees the last `max_length`, in any pieces too. Random streams and statistics, which
         parts of your own may have, are read here and not advanced: `model.eval()` turns dropout off. What a part sows
         is lost here.
 

@@ -49,6 +49,22 @@ def test_any_cut_into_calls_gives_the_parallel_pass(window):
         assert relative_error(np.concatenate(pieces, axis=1), expected) < 1e-5
 
 
+@pytest.mark.parametrize("window", [None, 4, 9])
+def test_beyond_max_length_any_cut_sees_the_last_tokens(window):
+    """Each token sees as many as the cache holds, however calls end on, run past or begin beyond its `max_length`."""
+    capacity, x = 6, inputs(2, 13)
+    expected, _ = compiled(build(window=min(window or capacity, capacity)))(x)
+    module = build(window=window)
+    call = compiled(module)
+    for lengths in ((1,) * 13, (6, 6, 1), (4, 5, 4), (5, 1, 2, 5)):
+        cache, start, pieces = module.init_cache(2, capacity), 0, []
+        for length in lengths:
+            y, cache = call(x[:, start : start + length], None, cache)
+            pieces.append(y)
+            start += length
+        assert relative_error(np.concatenate(pieces, axis=1), expected) < 1e-5, lengths
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_long_calls_are_read_in_blocks(window, monkeypatch):
     """Documents restart wherever the blocks are cut; the last block is a part of one."""
