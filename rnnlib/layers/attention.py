@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger, check_fields
-from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_input, exact_quotient
+from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
@@ -148,14 +148,15 @@ class Attention(nnx.Module):
             Output `[B, T, D]`, and the next cache (None where none was given).
 
         Raises:
-            ValueError: `x` is not as wide as the layer or is empty, the cache is of another batch, or a single call is
-                longer than a full-attention cache.
+            ValueError: `x` is not as wide as the layer or is empty, the cache is of another batch or layer, or a single
+                call is longer than a full-attention cache.
         """
         check_input("Attention", x, self.shape.width)
         batch, length = x.shape[:2]
         check_segment_ids("Attention", segment_ids, batch, length)
         if cache is not None:
-            check_cache("Attention", cache.key, batch)
+            capacity = cache.key.shape[1] if isinstance(cache, AttentionCache) else 1
+            check_cache("Attention", cache, jax.eval_shape(lambda: self.init_cache(batch, capacity)))
         query, key, value = (
             projection(x).reshape(batch, length, -1, self.shape.key_size)
             for projection in (self.query, self.key, self.value)
@@ -239,22 +240,22 @@ class Attention(nnx.Module):
         )
         return updated, out.astype(query.dtype)
 
-    def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike = jnp.float32) -> AttentionCache:
+    def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike | None = None) -> AttentionCache:
         """The cache before the first token.
 
         Args:
             batch_size: sequences B.
             max_length: greatest length of the sequences. Beyond it each token sees the last `max_length`, itself
                 included (of a window, the last `min(window, max_length)`), in whatever pieces they are read.
-            dtype: of keys and values.
+            dtype: of keys and values; None is what the layer computes in.
 
         Raises:
-            ValueError: `max_length` is below 1.
+            ValueError: `batch_size` or `max_length` is no integer of at least 1.
         """
-        if max_length < 1:
-            raise ValueError(f"Attention.init_cache: max_length is {max_length}, expected at least 1")
+        check_cache_size("Attention", batch_size, max_length)
         window = self.config.window
         capacity = max_length if window is None else min(window, max_length)
+        dtype = self.shape.dtype if dtype is None else dtype
         keys = jnp.zeros((batch_size, capacity, self.shape.key_heads, self.shape.key_size), dtype)
         return AttentionCache(
             key=keys,

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from rnnlib.fields import PositiveInteger, check_fields, in_words, matches
+from rnnlib.fields import PositiveInteger, check_fields, check_value, in_words, matches
 from rnnlib.layers.initializers import Initializer
 from rnnlib.ops.sharding import dot_general_over_mesh
 
@@ -72,11 +72,36 @@ def check_input(mixer: str, x: Array, width: int) -> None:
         raise ValueError(f"{mixer}: x has shape {x.shape}, expected [B, T, D] with D = {width} and no empty axis")
 
 
-def check_cache(mixer: str, cache: Any, batch: int) -> None:
-    """ValueError, naming `mixer`, unless every array of its cache is of `batch` sequences."""
-    for leaf in jax.tree.leaves(cache):
-        if leaf.shape[0] != batch:
-            raise ValueError(f"{mixer}: cache is of a batch of {leaf.shape[0]}, expected {batch} as in x")
+def check_cache(mixer: str, cache: Any, expected: Any) -> None:
+    """ValueError, naming `mixer`, unless a cache has the arrays that it is expected to have, of any dtypes.
+
+    Args:
+        mixer: begins the message.
+        cache: the argument.
+        expected: what `init_cache` gives for the batch, or the shapes of that.
+    """
+    found, wanted = _shapes(cache), _shapes(expected)
+    if type(cache) is not type(expected) or found.keys() != wanted.keys():
+        raise ValueError(
+            f"{mixer}: cache is {type(cache).__name__}({', '.join(found)}), expected what init_cache gives, "
+            f"{type(expected).__name__}({', '.join(wanted)})"
+        )
+    for name, shape in wanted.items():
+        if len(found[name]) != len(shape) or found[name][1:] != shape[1:]:
+            raise ValueError(f"{mixer}: cache{name} has shape {found[name]}, expected {shape} as init_cache gives")
+        if found[name] != shape:
+            raise ValueError(f"{mixer}: cache is of a batch of {found[name][0]}, expected {shape[0]} as in x")
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): getattr(leaf, "shape", ()) for path, leaf in leaves}
+
+
+def check_cache_size(mixer: str, batch_size: int, max_length: int) -> None:
+    """ValueError, naming `mixer`, unless the arguments of an `init_cache` are numbers of at least 1."""
+    for name, value in (("batch_size", batch_size), ("max_length", max_length)):
+        check_value(f"{mixer}.init_cache", name, value, PositiveInteger)
 
 
 class LowRank(nnx.Module):

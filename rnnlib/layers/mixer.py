@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
-from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_input, exact_quotient
+from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.decay import DecayConfig, NoDecay
 from rnnlib.layers.gain import GainConfig, SigmoidGain
@@ -282,8 +282,11 @@ class RecurrentMixer(nnx.Module):
             Output `[B, T, D]`, and the next cache (None where none was given).
 
         Raises:
-            ValueError: `x` is not as wide as the mixer or empty, or the cache is of another batch.
+            ValueError: `x` is not as wide as the mixer or empty, or the cache is of another batch or mixer.
         """
+        check_input("RecurrentMixer", x, self.shape.width)
+        if cache is not None:
+            check_cache("RecurrentMixer", cache, jax.eval_shape(lambda: self.init_cache(x.shape[0], 1)))
         signals, partial = self.signals(x, segment_ids=segment_ids, positions=positions, cache=cache)
         state = None if cache is None else cache.state
         out, state = self.solve(x, signals, segment_ids=segment_ids, state=state)
@@ -311,7 +314,6 @@ class RecurrentMixer(nnx.Module):
             The signals, and the next cache but for its `state`, which is None.
         """
         check_input("RecurrentMixer", x, self.shape.width)
-        check_cache("RecurrentMixer", cache, x.shape[0])
         tails = (None, None, None) if cache is None else (cache.query_tail, cache.key_tail, cache.value_tail)
         query, query_tail = self.query(x, segment_ids=segment_ids, tail=tails[0])
         key, key_tail = self.key(x, segment_ids=segment_ids, tail=tails[1])
@@ -339,14 +341,20 @@ class RecurrentMixer(nnx.Module):
         carried = MixerCache(query_tail, key_tail, value_tail, keys_state, None, position)
         return Signals(keys, value, gates, decay), carried
 
-    def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike = jnp.float32) -> MixerCache:
+    def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike | None = None) -> MixerCache:
         """The cache before the first token.
 
         Args:
             batch_size: sequences B.
             max_length: of the sequences; a recurrent cache does not depend on it.
-            dtype: of the convolutions' tails: what the mixer computes in. States are float32 whatever it is.
+            dtype: of the convolutions' tails; None is what the mixer computes in, which every call gives them. States
+                are float32 whatever it is.
+
+        Raises:
+            ValueError: `batch_size` or `max_length` is no integer of at least 1.
         """
+        check_cache_size("RecurrentMixer", batch_size, max_length)
+        dtype = self.shape.dtype if dtype is None else dtype
         return MixerCache(
             query_tail=self.query.init_tail(batch_size, dtype),
             key_tail=self.key.init_tail(batch_size, dtype),

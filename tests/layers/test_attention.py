@@ -9,7 +9,7 @@ from flax import nnx
 from rnnlib.layers import AttentionConfig, attention
 
 from .reference import linear, rms, rotate
-from .tiny import HEADS, WIDTH, compiled, inputs, parameters, randomize, relative_error
+from .tiny import HEADS, WIDTH, compiled, inputs, parameters, randomize, relative_error, tiny
 
 
 def build(**options):
@@ -132,7 +132,9 @@ def test_without_rotary_positions_order_in_the_past_does_not_matter():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_cache_keeps_its_dtype_and_size(dtype):
     module = AttentionConfig(window=4).build(WIDTH, HEADS, rngs=nnx.Rngs(0), dtype=dtype)
-    cache = module.init_cache(3, 64, dtype)
+    cache = module.init_cache(3, 64)
+    assert cache.key.dtype == dtype, "what the layer computes in"
+    assert module.init_cache(3, 64, jnp.float32).value.dtype == jnp.float32
     assert cache.key.shape == (3, 4, HEADS, WIDTH // HEADS)
     y, after = compiled(module)(inputs(3, 2).astype(dtype), None, cache)
     assert y.dtype == dtype
@@ -150,9 +152,19 @@ def test_cache_keeps_its_dtype_and_size(dtype):
         (lambda: build(num_heads=3), "16 does not divide into 3 heads"),
         (lambda: build(head_dim=3), "head_dim is 3, expected an even one"),
         (lambda: build(rope_base=1.0), "rope_base is 1.0, expected a number above 1 and finite or None"),
-        (lambda: build().init_cache(1, 0), "max_length is 0, expected at least 1"),
+        (lambda: build().init_cache(1, 0), "Attention.init_cache: max_length is 0, expected an integer of at least 1"),
+        (lambda: build().init_cache(1, 4.5), "max_length is 4.5, expected an integer"),
+        (lambda: build().init_cache(True, 4), "batch_size is True, expected an integer"),
         (lambda: build()(jnp.zeros((1, 2, 3))), r"x has shape \(1, 2, 3\), expected \[B, T, D\] with D = 16"),
         (lambda: build()(inputs(2, 2), cache=build().init_cache(1, 2)), "cache is of a batch of 1, expected 2 as in x"),
+        (
+            lambda: build(window=4)(inputs(1, 2), cache=build().init_cache(1, 8)),
+            r"cache.key has shape \(1, 8, 2, 8\), expected \(1, 4, 2, 8\) as init_cache gives",
+        ),
+        (
+            lambda: build()(inputs(1, 2), cache=tiny("retnet").init_cache(1, 8)),
+            r"Attention: cache is MixerCache\(.state, .position\), expected what init_cache gives, AttentionCache",
+        ),
         (lambda: build()(inputs(1, 2), segment_ids=jnp.zeros((1, 3), int)), "Attention: segment_ids has shape"),
         (lambda: _too_long(), "5 tokens in a call, expected at most the cache's max_length = 4"),
     ],

@@ -189,7 +189,7 @@ def test_half_precision_keeps_states_gates_and_decay_parameters_wide(name):
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         assert variable.dtype == (jnp.float32 if path[-1] in kept else jnp.bfloat16), path
     x = inputs(1, 5).astype(jnp.bfloat16)
-    cache = module.init_cache(1, 8, jnp.bfloat16)
+    cache = module.init_cache(1, 8)
     signals, _ = module.signals(x)
     assert signals.decay.log_decay.dtype == jnp.float32
     assert all(gate.dtype == jnp.float32 for gate in signals.gates if gate is not None)
@@ -368,6 +368,23 @@ def test_sizes_that_do_not_come_out_are_named(options, width, heads, message):
         (lambda: build()(inputs(1, 2), segment_ids=jnp.zeros((1, 3), int)), "segment_ids has shape"),
         (lambda: build(chunk_size=48)(inputs(1, 2)), "chunk_size is 48"),
         (lambda: build()(inputs(2, 2), cache=build().init_cache(1, 2)), "cache is of a batch of 1, expected 2 as in x"),
+        (
+            lambda: build()(inputs(1, 2), cache=tiny("attention").init_cache(1, 2)),
+            r"cache is AttentionCache\(.key, .*\), expected what init_cache gives, MixerCache\(.query_tail, ",
+        ),
+        (
+            lambda: build()(inputs(1, 2), cache=build(keys=ApplyToKey()).init_cache(1, 2)),
+            r"tail, .keys, .state\), expected what init_cache gives, MixerCache\(.*tail, .state\)",
+        ),
+        (
+            lambda: build()(inputs(1, 2), cache=build(value_expansion=2.0).init_cache(1, 2)),
+            r"cache.value_tail has shape \(1, 3, 32\), expected \(1, 3, 16\) as init_cache gives",
+        ),
+        (
+            lambda: build().init_cache(1, None),
+            "RecurrentMixer.init_cache: max_length is None, expected an integer",
+        ),
+        (lambda: build().init_cache(0, 4), "batch_size is 0, expected an integer of at least 1"),
     ],
 )
 def test_bad_values_are_named(make, message):
