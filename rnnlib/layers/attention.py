@@ -89,7 +89,8 @@ class AttentionCache(NamedTuple):
         key: `[B, capacity, HK, K]`, after norm and rotation.
         value: `[B, capacity, HK, K]`.
         segment: `[B, capacity]` int32, the number of segment changes before the token in each slot.
-        length: tokens so far, int32 scalar.
+        length: tokens so far, int32 scalar: one number for all rows, so that caches of different lengths cannot be
+            joined to one, as those of recurrent mixers can.
         current: `[B]` int32, the number of segment changes so far.
         position: `[B]` int32, the next token's rotary position.
     """

@@ -1,14 +1,18 @@
 """A decoder-only language model: pre-norm blocks of any token mixer and a SwiGLU feed-forward."""
 
 import functools
+import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rnnlib.layers import Attention
+from rnnlib.layers.base import check_cache_size
 from rnnlib.models.config import ModelConfig
 from rnnlib.models.embedding import look_up
 from rnnlib.models.mixers import build_mixer
@@ -23,8 +27,11 @@ DecoderCache = tuple[Any, ...]
 _MUTABLE = nnx.Not(nnx.Param)
 
 
-def take_rows(cache: DecoderCache, rows: Int[Array, " N"]) -> DecoderCache:
+def take_rows(cache: DecoderCache, rows: Int[Array | np.ndarray, " N"] | Sequence[int]) -> DecoderCache:
     """A cache whose row `i` is row `rows[i]` of another: beams that go on, or one prompt read for several samples.
+
+    The other way, joining caches to one of more rows, is for recurrent mixers alone, array by array. All rows of an
+    attention layer's cache have read the same number of tokens, padding included.
 
     Args:
         cache: from `init_cache` or `extend`.
@@ -32,9 +39,27 @@ def take_rows(cache: DecoderCache, rows: Int[Array, " N"]) -> DecoderCache:
 
     Returns:
         A cache of N rows.
+
+    Raises:
+        ValueError: `rows` is not `[N]` with N >= 1, or has a number that is none of the cache's rows. Where jax traces
+            the function that calls this, such a row is NaN instead, and so are its logits.
+        TypeError: `rows` is not of integers.
     """
+    numbers = rows if isinstance(rows, jax.core.Tracer) else np.asarray(rows)
+    if numbers.ndim != 1 or not numbers.size:
+        raise ValueError(f"take_rows: rows has shape {numbers.shape}, expected [N], at least one")
+    if not jnp.issubdtype(numbers.dtype, jnp.integer):
+        raise TypeError(f"take_rows: rows has dtype {numbers.dtype}, expected an integer dtype")
     # Arrays are [B, ...], but for attention's number of tokens, which all rows share.
-    return jax.tree.map(lambda x: x[rows] if x.ndim else x, cache)
+    batch = min((x.shape[0] for x in jax.tree.leaves(cache) if x.ndim), default=0)
+    if isinstance(numbers, np.ndarray) and (numbers.min() < 0 or numbers.max() >= batch):
+        raise ValueError(f"take_rows: rows are {numbers.min()} to {numbers.max()}, expected them in [0, {batch})")
+
+    def take(x: Array) -> Array:
+        # Filled with NaN, and integers with the lowest.
+        return x.at[numbers].get(mode="fill", wrap_negative_indices=False) if x.ndim else x
+
+    return jax.tree.map(take, cache)
 
 
 class SwiGLU(nnx.Module):
@@ -226,10 +251,11 @@ class DecoderLM(nnx.Module):
 
         Returns:
             The cache, for `extend`.
+
+        Raises:
+            ValueError: `batch_size` or `max_length` is no integer of at least 1.
         """
-        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: expected a positive number")
+        check_cache_size("DecoderLM", batch_size, max_length)
         return tuple(block.mixer.init_cache(batch_size, max_length, self.config.compute_dtype) for block in self.blocks)
 
     def extend(
@@ -254,6 +280,11 @@ class DecoderLM(nnx.Module):
 
         Returns:
             Logits `[B, T, vocabulary_size]` as in `__call__`, and the new cache.
+
+        Raises:
+            ValueError: the cache is none of this model's, or of another batch; `tokens` or `segment_ids` have the wrong
+                shape.
+            TypeError: `tokens` or `segment_ids` are not of integers.
         """
         hidden, cache = self.extend_hidden(tokens, cache, segment_ids=segment_ids)
         return self.logits(hidden), cache
@@ -266,8 +297,10 @@ class DecoderLM(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DecoderCache]:
         """`extend` without the head: who needs the last token's logits only reads them out of `[:, -1:]`."""
-        if len(cache) != len(self.blocks):
-            raise ValueError(f"cache has {len(cache)} entries: expected one for each of {len(self.blocks)} layers")
+        layers = len(self.blocks)
+        if not isinstance(cache, tuple) or len(cache) != layers:
+            found = f"has {len(cache)} entries" if isinstance(cache, tuple) else f"is {reprlib.repr(cache)}"
+            raise ValueError(f"DecoderLM: cache {found}, expected {layers}, one a layer, as init_cache gives")
         x = self._embed(tokens, segment_ids)
         entries = []
         for block, entry in zip(self.blocks, cache):

@@ -124,6 +124,33 @@ def test_rows_of_a_cache_go_on_as_others():
     _, cache = model.extend(TOKENS[:, :PREFIX], model.init_cache(2, LENGTH))
     rows, last = jnp.asarray([1, 1, 0]), jnp.asarray([[3], [4], [5]])
     logits, _ = model.extend(last, take_rows(cache, rows))
+    for form in (np.asarray(rows, np.int64), rows.tolist()):
+        jax.tree.map(np.testing.assert_array_equal, take_rows(cache, form), take_rows(cache, rows))
     whole = parallel(graphdef, state, jnp.concatenate([TOKENS[rows, :PREFIX], last], axis=1), None)
     np.testing.assert_allclose(logits[:, 0], whole[:, -1], atol=1e-4)
     assert not np.allclose(logits[0], logits[1], atol=1e-2)
+
+
+def test_a_row_that_a_cache_does_not_have_shows(unchecked_shapes):
+    graphdef, state = build(SMALL.replace(num_layers=2, mixers=("gated_deltanet", "attention")))
+    model = nnx.merge(graphdef, state)
+    _, cache = model.extend(TOKENS[:, :2], model.init_cache(2, LENGTH))
+    for outside in (2, -1):
+        with pytest.raises(ValueError, match=r"take_rows: rows are .* to .*, expected them in \[0, 2\)"):
+            take_rows(cache, [0, outside])
+
+        @jax.jit
+        def go_on(rows):
+            return model.extend(jnp.asarray([[1], [1]]), take_rows(cache, rows))[0]
+
+        logits = go_on(jnp.asarray([1, outside]))
+        assert jnp.isfinite(logits[0]).all() and jnp.isnan(logits[1]).all()
+    for rows, error, message in (
+        (jnp.asarray(1), ValueError, r"rows has shape \(\), expected \[N\]"),
+        (jnp.asarray([], int), ValueError, r"rows has shape \(0,\), expected \[N\], at least one"),
+        ([[0]], ValueError, r"rows has shape \(1, 1\), expected \[N\]"),
+        ([0.0], TypeError, "rows has dtype float64, expected an integer dtype"),
+        ([True], TypeError, "rows has dtype bool, expected an integer dtype"),
+    ):
+        with pytest.raises(error, match=message):
+            take_rows(cache, rows)

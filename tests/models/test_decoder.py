@@ -158,9 +158,17 @@ def test_bad_shapes_are_named(unchecked_shapes):
         small_model().extend(TOKENS, small_model().init_cache(2, 24), segment_ids=jnp.ones((1, 24), jnp.int32))
     with pytest.raises(ValueError, match=r"positions has shape \(24,\), expected \[B, T\] = \(2, 24\)"):
         small_model()(TOKENS, positions=jnp.arange(24))
-    with pytest.raises(ValueError, match="cache has 1 entries: expected one for each of 2 layers"):
+    with pytest.raises(ValueError, match="cache has 1 entries, expected 2, one a layer, as init_cache gives"):
         small_model().extend(TOKENS, small_model().init_cache(2, 30)[:1])
-    with pytest.raises(ValueError, match="batch_size=0"):
+    with pytest.raises(ValueError, match="DecoderLM: cache is None, expected 2, one a layer, as init_cache gives"):
+        small_model().extend(TOKENS, None)
+    other = DecoderLM(SMALL.replace(num_heads=1), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"cache.* has shape \(2, .*\), expected \(2, .*\) as init_cache gives"):
+        small_model().extend(TOKENS, other.init_cache(2, 30))
+    for wrong, value in ((0, "0"), (None, "None"), (4.5, "4.5")):
+        with pytest.raises(ValueError, match=f"init_cache: max_length is {value}, expected an integer of at least 1"):
+            small_model().init_cache(2, wrong)
+    with pytest.raises(ValueError, match=r"DecoderLM\.init_cache: batch_size is 0, expected an integer of at least 1"):
         small_model().init_cache(0, 30)
 
 
