@@ -114,8 +114,8 @@ def generate(
     """Continues prompts.
 
     What a row gets depends on its prompt, its place in the batch, the seed and the options, not on the other rows
-    (up to rounding). It compiles what it runs by itself and is not called under `jax.jit`; inside of a function of
-    your own, `jax.lax.scan` over `model.extend` decodes.
+    (up to rounding). It compiles what it runs by itself and is not called under `jax.jit` or `jax.vmap`; inside of a
+    function of your own, `jax.lax.scan` over `model.extend` decodes.
 
     Args:
         model: the language model.
@@ -133,7 +133,7 @@ def generate(
 
     Raises:
         ValueError: for an empty prompt, a token outside the vocabulary, or an option out of range.
-        TypeError: under `jax.jit`.
+        TypeError: under `jax.jit` or `jax.vmap`.
     """
     blocks = stream(
         model,
@@ -180,21 +180,22 @@ def stream(
         An iterator over int32 arrays `[B, n]`, `n <= block_size`, `max_new_tokens` columns in all, fewer when every
         row has ended. The arguments are checked, and the prompt is read, when this is called.
     """
-    if isinstance(jnp.zeros([]), jax.core.Tracer):
+    graphdef, state = nnx.split(model)
+    # What is made here is traced under jit, but not under vmap, which shows in what is given.
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((jnp.zeros([]), prompt_tokens, state))):
         raise TypeError(
-            "generate: called while jax traces a function, expected no jit around it: it compiles what it runs; "
-            "jax.lax.scan over model.extend decodes inside of a function"
+            "generate: called while jax traces a function, expected no jit or vmap around it: it compiles what it "
+            "runs, for many prompts at once; jax.lax.scan over model.extend decodes inside of a function"
         )
     for name, value in (("max_new_tokens", max_new_tokens), ("block_size", block_size)):
         check_value("generate", name, value, PositiveInteger)
     check_value("generate", "seed", seed, Annotated[int, Range(at_least=0, below=2**63)])
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     vocabulary_size = model.config.vocabulary_size
-    if end_token is not None and not 0 <= end_token < vocabulary_size:
-        raise ValueError(f"{end_token=}: expected a token of the vocabulary, in [0, {vocabulary_size})")
+    token = Annotated[int, Range(at_least=0, below=vocabulary_size)]
+    check_value("generate", "end_token", end_token, token | None)
     tokens, segment_ids = pad_prompts(prompt_tokens, vocabulary_size, multiple=PROMPT_BUCKET)
     cache = model.init_cache(tokens.shape[0], tokens.shape[1] + _rounded_up(max_new_tokens, PROMPT_BUCKET))
-    graphdef, state = nnx.split(model)
     carry = _prefill(graphdef, state, tokens, segment_ids, cache)
     values = {
         "divisor": None if sampling.greedy else jnp.float32(sampling.divisor),

@@ -145,7 +145,11 @@ def test_padding_is_left_and_its_own_segment():
         ({"top_k": 1.5}, "top_k is 1.5, expected an integer"),
         ({"top_p": 0.0}, "top_p is 0.0, expected a number above 0 and at most 1 or None"),
         ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"end_token": 29}, "end_token=29"),
+        ({"end_token": 29}, "end_token is 29, expected an integer of at least 0 and below 29 or None"),
+        ({"end_token": -1}, "end_token is -1, expected an integer"),
+        ({"end_token": 3.0}, "end_token is 3.0, expected an integer"),
+        ({"end_token": True}, "end_token is True, expected an integer"),
+        ({"end_token": [3]}, r"end_token is \[3\], expected an integer"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -162,6 +166,18 @@ def test_other_temperatures_ends_and_lengths_compile_nothing(caplog):
     assert not [record for record in caplog.records if "_decode" in record.message or "_prefill" in record.message]
 
 
-def test_generation_inside_of_jit_is_refused():
-    with pytest.raises(TypeError, match="generate: called while jax traces a function, expected no jit around it"):
-        jax.jit(lambda: generate(model(), [[1, 2]], max_new_tokens=2))()
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_generation_inside_of_transformed_functions_is_refused():
+    def of_weights(state):
+        return generate(nnx.merge(graphdef, state), [[1, 2]], max_new_tokens=2)
+
+    graphdef, state = nnx.split(model())
+    prompts = jnp.asarray([[1, 2]])
+    for call in (
+        lambda: jax.jit(lambda: generate(model(), [[1, 2]], max_new_tokens=2))(),
+        lambda: jax.vmap(lambda prompt: generate(model(), prompt[None], max_new_tokens=2))(prompts),
+        lambda: jax.vmap(lambda prompt: generate(model(), [prompt], max_new_tokens=2))(prompts),
+        lambda: jax.vmap(of_weights)(jax.tree.map(lambda x: x[None], state)),
+    ):
+        with pytest.raises(TypeError, match="generate: called while jax traces a function, expected no jit or vmap"):
+            call()
