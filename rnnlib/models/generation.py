@@ -77,7 +77,7 @@ def sample(logits: Float[Array, "B vocabulary"], keys: Any, sampling: Sampling) 
 
 
 def _draw(
-    logits: Array, keys: Any, divisor: Array | float | None, top_k: int | None, top_p: Array | float | None
+    logits: Array, keys: Any, divisor: Array | float | None, top_k: Array | int | None, top_p: Array | float | None
 ) -> Array:
     """`sample` by numbers, of which all arrays of any values share a compiled function."""
     if divisor is None:
@@ -197,13 +197,15 @@ def stream(
     tokens, segment_ids = pad_prompts(prompt_tokens, vocabulary_size, multiple=PROMPT_BUCKET)
     cache = model.init_cache(tokens.shape[0], tokens.shape[1] + _rounded_up(max_new_tokens, PROMPT_BUCKET))
     carry = _prefill(graphdef, state, tokens, segment_ids, cache)
+    is_filtered = top_k is not None or top_p is not None
     values = {
         "divisor": None if sampling.greedy else jnp.float32(sampling.divisor),
+        "top_k": jnp.int32(min(top_k or vocabulary_size, vocabulary_size)) if is_filtered else None,
         "top_p": None if top_p is None else jnp.float32(top_p),
         "end_token": None if end_token is None else jnp.int32(end_token),
     }
     size = _rounded_up(min(block_size, max_new_tokens), PROMPT_BUCKET)
-    decode = functools.partial(_decode, graphdef, size, top_k, state, values)
+    decode = functools.partial(_decode, graphdef, size, state, values)
     return _blocks(decode, carry, jax.random.key(seed), max_new_tokens, block_size)
 
 
@@ -265,11 +267,10 @@ def _prefill(graphdef, state, tokens: Array, segment_ids: Array, cache: DecoderC
     return _Carry(jnp.int32(0), logits, jnp.zeros(tokens.shape[0], bool), cache)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _decode(
     graphdef,
     size: int,
-    top_k: int | None,
     state,
     values: dict[str, Any],
     carry: _Carry,
@@ -289,7 +290,7 @@ def _decode(
     def step(loop):
         made, tokens, carry = loop
         keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, carry.step)))(rows)
-        token = _draw(carry.logits, keys, values["divisor"], top_k, values["top_p"])
+        token = _draw(carry.logits, keys, values["divisor"], values["top_k"], values["top_p"])
         token = jnp.where(carry.finished, filler, token)
         finished = carry.finished if end_token is None else carry.finished | (token == end_token)
         model = nnx.merge(graphdef, state)

@@ -158,11 +158,12 @@ def test_bad_options_are_named(options, message):
         generate(model(), **arguments)
 
 
-def test_other_temperatures_ends_and_lengths_compile_nothing(caplog):
+def test_other_values_of_options_compile_nothing(caplog):
     prompt = [[1, 2, 3]]
-    generate(model(), prompt, max_new_tokens=4, temperature=0.5, top_p=0.9, end_token=1)
+    generate(model(), prompt, max_new_tokens=4, temperature=0.5, top_k=7, top_p=0.9, end_token=1)
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        generate(model(), prompt, max_new_tokens=5, temperature=0.7, top_p=0.8, end_token=2)
+        generate(model(), prompt, max_new_tokens=5, temperature=0.7, top_k=2**40, top_p=0.8, end_token=2)
+        generate(model(), prompt, max_new_tokens=6, temperature=0.9, top_p=0.7, end_token=3)
     assert not [record for record in caplog.records if "_decode" in record.message or "_prefill" in record.message]
 
 
