@@ -125,7 +125,7 @@ def generate(
         temperature: see `Sampling`; 0 is greedy.
         top_k: see `Sampling`.
         top_p: see `Sampling`.
-        seed: of the draws.
+        seed: of the draws, in [0, 2**63).
         end_token: a row stops after this token, and decoding once all have; None never stops.
 
     Returns:
@@ -206,7 +206,13 @@ def stream(
     }
     size = _rounded_up(min(block_size, max_new_tokens), PROMPT_BUCKET)
     decode = functools.partial(_decode, graphdef, size, state, values)
-    return _blocks(decode, carry, jax.random.key(seed), max_new_tokens, block_size)
+    return _blocks(decode, carry, _seed_key(int(seed)), max_new_tokens, block_size)
+
+
+def _seed_key(seed: int) -> Array:
+    """The key of a seed below `2**63`, which `jax.random.key` cuts to 32 bits unless 64-bit types are enabled."""
+    key = jax.random.key(seed % 2**32)
+    return jax.random.fold_in(key, seed >> 32) if seed >> 32 else key
 
 
 def _rounded_up(tokens: int, multiple: int) -> int:

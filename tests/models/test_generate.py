@@ -66,6 +66,16 @@ def test_seed_decides_and_rows_do_not_depend_on_other_rows():
     assert (equal_prompts[0] != equal_prompts[1]).any()
 
 
+def test_seeds_of_more_than_32_bits_are_told_apart():
+    draw = functools.partial(generate, model(), PROMPTS, max_new_tokens=NEW)
+    seeds = (1, 2**32 + 1, 2**33 + 1, 2**32 + 2, 2**63 - 1)
+    texts = [np.asarray(draw(seed=seed)) for seed in seeds]
+    assert len({text.tobytes() for text in texts}) == len(seeds)
+    with jax.enable_x64(True):
+        for text, seed in zip(texts[:2], seeds):
+            np.testing.assert_array_equal(draw(seed=seed), text)
+
+
 def test_end_token_stops_rows_and_then_the_loop():
     end = int(greedy()[0, 4])
     stopped = np.asarray(generate(model(), PROMPTS, max_new_tokens=NEW, temperature=0, end_token=end))
@@ -145,6 +155,10 @@ def test_padding_is_left_and_its_own_segment():
         ({"top_k": 1.5}, "top_k is 1.5, expected an integer"),
         ({"top_p": 0.0}, "top_p is 0.0, expected a number above 0 and at most 1 or None"),
         ({"top_p": 1.5}, "top_p is 1.5"),
+        (
+            {"seed": 2**63},
+            "seed is 9223372036854775808, expected an integer of at least 0 and below 9223372036854775808",
+        ),
         ({"end_token": 29}, "end_token is 29, expected an integer of at least 0 and below 29 or None"),
         ({"end_token": -1}, "end_token is -1, expected an integer"),
         ({"end_token": 3.0}, "end_token is 3.0, expected an integer"),
