@@ -12,7 +12,7 @@ import tyro
 from rnnlib.cli.arguments import parse
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.data import Tokenizer
-from rnnlib.models import DecoderLM, stream
+from rnnlib.models import DecoderLM, NaNLogitsError, stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +65,17 @@ def print_continuation(
     sys.stdout.write(prompt)
     # Decoded together with the prompt: some tokenizers drop a space, or join words, only at a text's beginning.
     shown = len(tokenizer.decode(ids).rstrip("\ufffd"))
-    for block in blocks:
-        ids += np.asarray(block)[0].tolist()
-        text = tokenizer.decode(ids)
-        # The last character may be cut in the middle; it is shown when the rest of it is there.
-        whole = text.rstrip("\ufffd")
-        sys.stdout.write(whole[shown:])
-        sys.stdout.flush()
-        shown = max(shown, len(whole))
+    try:
+        for block in blocks:
+            ids += np.asarray(block)[0].tolist()
+            text = tokenizer.decode(ids)
+            # The last character may be cut in the middle; it is shown when the rest of it is there.
+            whole = text.rstrip("\ufffd")
+            sys.stdout.write(whole[shown:])
+            sys.stdout.flush()
+            shown = max(shown, len(whole))
+    except NaNLogitsError as error:
+        raise CommandError(str(error), exit_code=1) from error
     sys.stdout.write(tokenizer.decode(ids)[shown:] + "\n")
     sys.stdout.flush()
 

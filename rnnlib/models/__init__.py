@@ -9,7 +9,7 @@ from rnnlib.models.config import (
     two_global_attention_layers,
 )
 from rnnlib.models.decoder import Block, DecoderCache, DecoderLM, SwiGLU, take_rows
-from rnnlib.models.generation import Sampling, generate, sample, stream
+from rnnlib.models.generation import NaNLogitsError, Sampling, generate, sample, stream
 from rnnlib.models.presets import ModelPreset, model_preset, preset_details, preset_names
 from rnnlib.models.summary import ParameterCount, abstract_model, cache_bytes, count_parameters, summary
 from rnnlib.models.weights import load_weights, save_weights
@@ -20,6 +20,7 @@ __all__ = [
     "DecoderLM",
     "ModelConfig",
     "ModelPreset",
+    "NaNLogitsError",
     "ParameterCount",
     "Sampling",
     "SwiGLU",

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -51,6 +52,10 @@ class Sampling:
     def divisor(self) -> float | None:
         """What divides the logits; None where the likeliest token is taken."""
         return None if self.greedy else max(self.temperature, _LOWEST_TEMPERATURE)
+
+
+class NaNLogitsError(ValueError):
+    """There is no token to draw: a model's logits are NaN, for which its weights or its arithmetic are the reason."""
 
 
 class _Carry(NamedTuple):
@@ -133,6 +138,7 @@ def generate(
 
     Raises:
         ValueError: for an empty prompt, a token outside the vocabulary, or an option out of range.
+        NaNLogitsError: the model's logits are NaN; a ValueError.
         TypeError: under `jax.jit` or `jax.vmap`.
     """
     blocks = stream(
@@ -179,6 +185,10 @@ def stream(
     Returns:
         An iterator over int32 arrays `[B, n]`, `n <= block_size`, `max_new_tokens` columns in all, fewer when every
         row has ended. The arguments are checked, and the prompt is read, when this is called.
+
+    Raises:
+        ValueError: as in `generate`, NaN logits when the iterator comes to their block.
+        TypeError: as in `generate`.
     """
     graphdef, state = nnx.split(model)
     # What is made here is traced under jit, but not under vmap, which shows in what is given.
@@ -222,9 +232,15 @@ def _rounded_up(tokens: int, multiple: int) -> int:
 def _blocks(decode, carry: _Carry, key: Array, max_new_tokens: int, block_size: int) -> Iterator[Array]:
     done = 0
     while done < max_new_tokens:
-        block, made, carry = decode(carry, key, min(block_size, max_new_tokens - done))
+        block, made, stuck, carry = decode(carry, key, min(block_size, max_new_tokens - done))
         block = block[:, : int(made)]
         done += block.shape[1]
+        if stuck.any():
+            stuck_rows = reprlib.repr(np.flatnonzero(stuck).tolist())
+            raise NaNLogitsError(
+                f"generate: the model's logits are NaN for row(s) {stuck_rows} after {done} new tokens, expected "
+                "numbers: are its weights finite?"
+            )
         yield block
         if bool(carry.finished.all()):
             return
@@ -282,16 +298,23 @@ def _decode(
     carry: _Carry,
     key: Array,
     limit: Int[Array, ""] | int,
-) -> tuple[Array, Array, _Carry]:
-    """Makes at most `limit <= size` tokens a row; returns them in `[B, size]`, how many, and what to go on from."""
+) -> tuple[Array, Array, Array, _Carry]:
+    """Makes at most `limit <= size` tokens a row, and stops where one has NaN for logits.
+
+    Returns:
+        The tokens in `[B, size]`; how many; the rows, `[B]` bool, that have no next token; what to go on from.
+    """
     batch = carry.logits.shape[0]
     rows = jnp.arange(batch)
     end_token = values["end_token"]
     filler = 0 if end_token is None else end_token
 
+    def stuck(carry):
+        return jnp.isnan(carry.logits).any(axis=-1) & ~carry.finished
+
     def unfinished(loop):
         made, _, carry = loop
-        return (made < limit) & ~carry.finished.all()
+        return (made < limit) & ~carry.finished.all() & ~stuck(carry).any()
 
     def step(loop):
         made, tokens, carry = loop
@@ -306,4 +329,4 @@ def _decode(
     made, tokens, carry = jax.lax.while_loop(
         unfinished, step, (jnp.int32(0), jnp.full([batch, size], filler, jnp.int32), carry)
     )
-    return tokens, made, carry
+    return tokens, made, stuck(carry) & (made < limit), carry

@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 import tokenizers
 
+from rnnlib import models
 from rnnlib.cli.generate import print_continuation
 from rnnlib.cli.main import COMMANDS, main
 from rnnlib.data import FileTokenizer
@@ -150,6 +152,17 @@ def test_a_continuation_keeps_its_space(capsys, monkeypatch):
     model = object.__new__(DecoderLM)  # not run
     print_continuation(model, FileTokenizer(words), "3")
     assert capsys.readouterr().out == "3 plus 4 is\n"
+
+
+def test_a_model_of_nan_is_one_line(trained, capsys, monkeypatch):
+    def stream(model, *arguments, **options):
+        model.embedding[...] *= jnp.nan
+        return models.stream(model, *arguments, **options)
+
+    monkeypatch.setattr("rnnlib.cli.generate.stream", stream)
+    assert main(["generate", str(trained[0]), "--prompt", "3"]) == 1
+    errors = capsys.readouterr().err
+    assert "the model's logits are NaN" in errors and errors.count("\n") == 1
 
 
 def test_a_prompt_that_is_not_text(trained, capsys, monkeypatch):

@@ -1,4 +1,6 @@
 import functools
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.models import DecoderLM, ModelConfig, Sampling, generate, sample, stream
+from rnnlib.models import DecoderLM, ModelConfig, NaNLogitsError, Sampling, generate, sample, stream
 from rnnlib.models.generation import pad_prompts
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [2]]
@@ -87,6 +89,44 @@ def test_end_token_stops_rows_and_then_the_loop():
     # Rows of one batch, so that what is compiled above serves here.
     options = {"max_new_tokens": NEW, "block_size": NEW, "temperature": 0, "end_token": end}
     assert [block.shape for block in stream(model(), [PROMPTS[0]] * 3, **options)] == [(3, first)]
+
+
+def first_token_of_none(tokens: np.ndarray) -> tuple[int, int]:
+    """The first new token that is in no prompt, nor padding, and how many tokens are new when it is there."""
+    read = {0, *itertools.chain(*PROMPTS)}
+    return next((int(token), made) for made, column in enumerate(tokens.T, 1) for token in column if token not in read)
+
+
+def model_that_breaks_on(token: int) -> DecoderLM:
+    """Its logits are NaN after this token."""
+    broken = nnx.clone(model())
+    broken.embedding[...] = broken.embedding[...].at[token].set(jnp.nan)
+    return broken
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 9, "top_p": 0.9}])
+def test_nan_logits_are_an_error_and_not_token_0(options):
+    options = {"max_new_tokens": NEW} | options
+    free = np.asarray(generate(model(), PROMPTS, **options))
+    token, made = first_token_of_none(free)
+    broken = model_that_breaks_on(token)
+    rows = np.flatnonzero(free[:, made - 1] == token).tolist()
+    message = re.escape(f"generate: the model's logits are NaN for row(s) {rows} after {made} new tokens, expected")
+    with pytest.raises(ValueError, match=message):
+        generate(broken, PROMPTS, **options)
+    blocks = stream(broken, PROMPTS, block_size=made, **options)
+    np.testing.assert_array_equal(next(blocks), free[:, :made])
+    with pytest.raises(NaNLogitsError, match=message):
+        next(blocks)
+    with pytest.raises(NaNLogitsError, match=r"for row\(s\) \[1\] after 0 new tokens"):
+        generate(broken, [PROMPTS[0], [token], PROMPTS[0]], **options)
+
+
+def test_nan_logits_of_rows_that_have_ended_do_not_matter():
+    token, _ = first_token_of_none(greedy())
+    options = {"max_new_tokens": NEW, "temperature": 0, "end_token": token}
+    ended = generate(model_that_breaks_on(token), PROMPTS, **options)
+    np.testing.assert_array_equal(ended, generate(model(), PROMPTS, **options))
 
 
 def test_an_array_of_prompts_is_taken_too():
