@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -39,12 +40,25 @@ def save_weights(model: DecoderLM, path: str | os.PathLike[str]) -> None:
 
     Statistics that parts of your own have go with the parameters; random streams and constants do not.
 
+    A model whose arrays were cast is not what its configuration says, and is refused. To store, or compute, in another
+    dtype is another configuration, for which values are cast:
+
+        half = DecoderLM(model.config.replace(dtype="bfloat16", param_dtype="bfloat16"), rngs=nnx.Rngs(0))
+        to, given = nnx.state(half, nnx.Param), nnx.state(model, nnx.Param)
+        nnx.update(half, jax.tree.map(lambda x, y: y.astype(x.dtype), to, given))
+
+    With `dtype` alone only the computation changes, and `nnx.update(half, given)` is enough.
+
     Args:
         model: the model.
         path: file to write; replaced where it exists.
+
+    Raises:
+        ValueError: an array is not of the shape and dtype that the configuration gives it.
+        TypeError: the configuration gives an array a dtype that files cannot hold.
     """
     header: dict[str, Any] = {"__metadata__": {_CONFIG_KEY: json.dumps(model.config.to_dict())}}
-    arrays = []
+    arrays: dict[str, np.ndarray] = {}
     offset = 0
     for name, array in sorted(values_by_path(model, _SAVED).items()):
         values = np.asarray(jax.device_get(array), order="C")
@@ -56,16 +70,20 @@ def save_weights(model: DecoderLM, path: str | os.PathLike[str]) -> None:
             "data_offsets": [offset, offset + values.nbytes],
         }
         offset += values.nbytes
-        arrays.append(values)
+        arrays[name] = values
+    _check_arrays("save_weights: the model's arrays", arrays, values_by_path(abstract_model(model.config), _SAVED))
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # keeps the arrays aligned
     target = pathlib.Path(path)
     unfinished = target.with_name(target.name + ".unfinished")
-    with open(unfinished, "wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for values in arrays:
-            file.write(values.reshape(-1).view(np.uint8).data)
-    os.replace(unfinished, target)
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            for values in arrays.values():
+                file.write(values.reshape(-1).view(np.uint8).data)
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)  # of a full disk
 
 
 def load_weights(path: str | os.PathLike[str]) -> DecoderLM:
@@ -93,11 +111,7 @@ def load_weights(path: str | os.PathLike[str]) -> DecoderLM:
     if len(values_by_path(model, _SAVED)) != len(jax.tree.leaves(nnx.state(model))):
         model = DecoderLM(config, rngs=nnx.Rngs(0))  # what the file does not hold is built: streams, constants
     wanted = values_by_path(model, _SAVED)
-    expected = {key: (leaf.dtype.name, leaf.shape) for key, leaf in wanted.items()}
-    found = {key: (entry.dtype, entry.shape) for key, entry in entries.items()}
-    if expected != found:
-        keys = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
-        raise ValueError(f"{name}: arrays do not fit the configuration in it: {', '.join(keys)}")
+    _check_arrays(f"{name}: its arrays", entries, wanted)
     arrays, end = data[begin:], 0
     for key, entry in sorted(entries.items(), key=lambda item: item[1].begin):
         size = math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
@@ -113,6 +127,21 @@ def load_weights(path: str | os.PathLike[str]) -> DecoderLM:
 
     assign_values(model, _SAVED, {key: read(key, leaf) for key, leaf in wanted.items()})
     return model
+
+
+def _check_arrays(what: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """ValueError, naming the first few that differ, unless arrays have the names, dtypes and shapes of others."""
+    given, wanted = (
+        {key: f"{array.dtype} {list(array.shape)}" for key, array in arrays.items()} for arrays in (found, expected)
+    )
+    wrong = [
+        f"{key} is {given.get(key, 'missing')}, expected {wanted.get(key, 'no such array')}"
+        for key in sorted(given.keys() | wanted.keys())
+        if given.get(key) != wanted.get(key)
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"{what} do not fit the configuration: {'; '.join(wrong[:3])}{more}")
 
 
 def _named(code: str) -> str:

@@ -1,4 +1,5 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -29,6 +30,47 @@ def test_weights_come_back_bit_for_bit_with_their_configuration(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+def test_a_model_that_is_not_its_configuration_is_not_written(tmp_path):
+    model = DecoderLM(CONFIG.replace(param_dtype="float32"), rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(model)
+    cast = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
+    message = (
+        r"save_weights: the model's arrays do not fit the configuration: blocks.0.feed_forward.down.kernel is "
+        r"bfloat16 \[32, 32\], expected float32 \[32, 32\]; .*; and \d+ more$"
+    )
+    with pytest.raises(ValueError, match=message):
+        save_weights(cast, tmp_path / "model.safetensors")
+    model.norm = nnx.RMSNorm(31, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"configuration: norm.scale is float32 \[31\], expected float32 \[32\]$"):
+        save_weights(model, tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    def full(*paths):
+        raise OSError("disk is full")
+
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"before")
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="disk is full"):
+        save_weights(DecoderLM(CONFIG, rngs=nnx.Rngs(0)), path)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"before"]
+
+
+def test_another_dtype_is_another_configuration(tmp_path):
+    """As save_weights says: values cast to what the configuration's model has, some of which stays wide."""
+    model = DecoderLM(CONFIG.replace(param_dtype="float32"), rngs=nnx.Rngs(0))
+    half = DecoderLM(model.config.replace(dtype="bfloat16", param_dtype="bfloat16"), rngs=nnx.Rngs(1))
+    to, given = nnx.state(half, nnx.Param), nnx.state(model, nnx.Param)
+    nnx.update(half, jax.tree.map(lambda x, y: y.astype(x.dtype), to, given))
+    save_weights(half, tmp_path / "half")
+    assert half.embedding.dtype == jnp.bfloat16 and half.blocks[0].mixer.decay.A_log.dtype == jnp.float32
+    tokens = jnp.arange(12)[None]
+    np.testing.assert_array_equal(load_weights(tmp_path / "half")(tokens), half(tokens))
+    np.testing.assert_allclose(half(tokens), model(tokens), atol=0.02)
+
+
 def test_a_file_that_is_not_whole_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     save_weights(DecoderLM(CONFIG.replace(num_layers=1, mixers=("attention",)), rngs=nnx.Rngs(0)), path)
@@ -38,6 +80,11 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path):
         (whole + b"more", "it was cut off or added to"),
         (whole.replace(b"[0, 2048]", b"[8, 2056]"), "is at bytes 8 to 2056, expected 0 to 2048"),
         (whole.replace(b'"data_offsets"', b'"data-offsets"'), "expected a safetensors file that save_weights wrote"),
+        (
+            whole.replace(b'"BF16", "shape": [29, 32]', b'"F8_X", "shape": [29, 32]'),
+            r"do not fit the configuration: embedding is F8_X \[29, 32\], expected bfloat16 \[29, 32\]",
+        ),
+        (whole.replace(b'"embedding"', b'"embeddinG"'), r"embeddinG is bfloat16 \[29, 32\], expected no such array"),
         (whole[:100], "expected a safetensors file that save_weights wrote"),
         (b"", "expected a safetensors file that save_weights wrote"),
     ):
