@@ -134,18 +134,19 @@ def run_studies(
                 progress.update(bar, description=f"{study.name} {group.cell.name} {group.mixer.label}")
                 waited = time.monotonic()
                 try:
-                    compiled, data = ahead.pop(number).result()
+                    compiled, data = _result(ahead.pop(number))
                     waited = time.monotonic() - waited
                     with turn(exclusive):
                         start = time.monotonic()
                         if seconds is not None and start - begin > seconds:
                             raise TimeoutError(f"its turn came after {start - begin:.0f} s")
-                        runs = trainer.submit(
+                        training = trainer.submit(
                             train_group,
                             compiled,
                             on_device.put(group.cell, data),
                             lambda steps: progress.advance(bar, steps),
-                        ).result()
+                        )
+                        runs = _result(training)
                 except TimeoutError as error:
                     console.print(f"out of time: {len(work) - number} of {len(work)} groups are left ({error})")
                     finished = False
@@ -173,3 +174,10 @@ def run_studies(
         factory.close()
     adopt_results(studies)
     return finished
+
+
+def _result[Value](future: concurrent.futures.Future[Value]) -> Value:
+    """A future's result, waited for in pieces: a signal that comes just before a wait begins does not end it."""
+    while not future.done():
+        concurrent.futures.wait([future], timeout=1.0)
+    return future.result()
