@@ -1,5 +1,6 @@
 """What every operator does with its arguments before the mathematics: checks, dtypes, choice of implementation."""
 
+import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -7,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels.platform import platform
@@ -73,13 +75,19 @@ def check_array(operator: str, name: str, argument: Any) -> None:
 
 
 def check_segment_ids(operator: str, segment_ids: Array | None, batch: int, length: int) -> None:
-    """Raises unless `segment_ids` is None or an integer array `[B, T]`."""
+    """Raises unless `segment_ids` is None or an integer array `[B, T]`, of numbers that jax has."""
     if segment_ids is None:
         return
     check_array(operator, "segment_ids", segment_ids)
     check_shape(operator, "segment_ids", segment_ids, (batch, length), axes="[B, T]")
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise TypeError(f"{operator}: segment_ids has dtype {segment_ids.dtype}, expected an integer dtype")
+    # jax cuts NumPy's 64-bit integers, after which two documents may have one id.
+    kept = jax.dtypes.canonicalize_dtype(segment_ids.dtype)
+    if isinstance(segment_ids, np.ndarray) and kept != segment_ids.dtype and segment_ids.size:
+        low, high = segment_ids.min(), segment_ids.max()
+        if low < jnp.iinfo(kept).min or high > jnp.iinfo(kept).max:
+            raise ValueError(f"{operator}: segment_ids has numbers from {low} to {high}, expected those of {kept}")
 
 
 def check_key_value_heads(operator: str, q: Array, k: Array, v: Array) -> None:
@@ -124,14 +132,16 @@ def scaled_queries(operator: str, q: Array, scale: Any) -> tuple[Array, float]:
 
 
 def check_positive(operator: str, name: str, number: float) -> None:
-    """Raises unless `number` is one above 0 in float32 too, where the smallest are not told from it."""
-    smallest = float(jnp.finfo(jnp.float32).tiny)
+    """Raises unless `number` is finite and above 0 in float32 too, where the smallest are not told from 0."""
+    smallest, largest = (float(x) for x in (jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).max))
     try:
-        is_positive = bool(number >= smallest)
+        is_positive = bool(smallest <= number <= largest)
     except TypeError:  # of None, text and what is not known before the program runs
         raise TypeError(f"{operator}: {name} is {_SHORT.repr(number)}, expected a positive number") from None
     if not is_positive:
-        raise ValueError(f"{operator}: {name} is {number}, expected a positive number, of at least {smallest:.2g}")
+        raise ValueError(
+            f"{operator}: {name} is {number}, expected a positive number, of at least {smallest:.2g} and finite"
+        )
 
 
 def per_head(
@@ -148,12 +158,14 @@ def per_head(
         is_positive: whether a number must be above 0; an array is not looked into.
 
     Raises:
-        ValueError: a number is not positive, or an array has another shape.
+        ValueError: a number is not finite or not positive, or an array has another shape.
         TypeError: it is neither, or not floating.
     """
     if isinstance(number, (int, float)):
         if is_positive:
             check_positive(operator, name, number)
+        elif not math.isfinite(number):
+            raise ValueError(f"{operator}: {name} is {number}, expected a finite number")
         return jnp.full((heads,), number, dtype)
     (array,) = floating_arrays(operator, **{name: number})
     check_shape(operator, name, array, (), (heads,), axes="a number or [H]")

@@ -43,7 +43,7 @@ def causal_attention(
             the others among those it has built. Give the layers of a bfloat16 model numbers of their own.
 
     Returns:
-        The output in `v`'s dtype.
+        The output in `v`'s dtype. Its softmax is float32's at most, for float64 arguments too.
 
     Raises:
         ValueError: a shape or `window` is none of those above.

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.varying import vary_alike
 from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
+from rnnlib.ops.derivatives import batch_alike
 from rnnlib.ops.heads import merge_heads
 
 _SMALLEST_CHUNK = 16
@@ -224,7 +225,7 @@ def _evaluate_forward(chunk_factors, precision, inputs, starts, state):
         factors = chunk_factors(inputs, starts)
         states, final = _states(factors, state)
         out = factors.read @ states + factors.scores @ _residual(factors, states)
-    return (out, final), (inputs, starts, states)
+    return batch_alike((inputs, starts, state), (out, final)), (inputs, starts, states)
 
 
 def _evaluate_backward(chunk_factors, precision, saved, cotangents):

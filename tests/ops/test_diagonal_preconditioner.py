@@ -494,3 +494,25 @@ def test_a_wide_write_key_brings_an_unrounded_gradient(implementation):
 def test_write_key_dtype_is_checked():
     with pytest.raises(TypeError, match=r"write_key_dtype is .*int32"):
         ops.precondition_key(jnp.ones((1, 3, 1, 4)), write_key_dtype=jnp.int32)
+
+
+def test_squash_of_a_float16_gram_is_that_in_float32_rounded():
+    gram = jnp.asarray([[0.0, 1e-3, 2.0]])
+    wide = ops.squash_to_interval(gram, eps=2e-8, center=-1.0)
+    narrow = ops.squash_to_interval(gram.astype(jnp.float16), eps=2e-8, center=-1.0)
+    assert narrow.dtype == jnp.float16
+    np.testing.assert_allclose(narrow, wide, rtol=1e-3)
+
+
+def test_options_may_be_arrays_of_one_number_and_are_finite(unchecked_shapes):
+    k = jax.random.normal(jax.random.key(0), (1, 20, 1, 16))
+    options = {"bound": jnp.float32(1.25), "eps": np.float32(1e-5)}
+    for implementation in ("chunked", "triton"):
+        out, _ = ops.diagonal_preconditioner(k, **options, implementation=implementation)
+        np.testing.assert_allclose(out, ops.diagonal_preconditioner(k, bound=1.25, eps=1e-5)[0], rtol=1e-5)
+    with pytest.raises(TypeError, match=r"bound is .*, expected a number from 1 to 2"):
+        jax.jit(lambda bound: ops.diagonal_preconditioner(k, bound=bound))(1.25)
+    with pytest.raises(ValueError, match="center is inf, expected a finite number"):
+        ops.diagonal_preconditioner(k, center=float("inf"))
+    with pytest.raises(ValueError, match=r"ridge is inf, expected a positive number, .* finite"):
+        ops.ridge_solve(k, k, ridge=float("inf"))

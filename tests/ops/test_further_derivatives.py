@@ -89,3 +89,30 @@ def test_a_hessian_times_a_vector_is_the_scans(operator, way):
 def test_a_hessian_times_a_vector_is_the_scans_on_a_gpu(operator, way):
     with jax.default_matmul_precision("highest"):  # of the scan's own products
         check_hessian_times_vector(operator, way)
+
+
+SHARED = {
+    "q": (rule, linear, solve),
+    "log_decay": (rule, solve, preconditioner),
+}
+
+
+@pytest.mark.parametrize("implementation", ["scan", "chunked", "triton"])
+@pytest.mark.parametrize(("mapped", "operator"), [(name, f) for name, fs in SHARED.items() for f in fs])
+def test_what_vmap_shares_has_the_sum_of_the_gradients(mapped, operator, implementation):
+    """Of all results, those too that do not depend on what `jax.vmap` maps over: a final state, say, on queries."""
+    shared = rule_arguments()
+    given = shared.pop(mapped)
+    rows = jnp.stack([given, 0.5 * given, 1.5 * given])
+
+    def loss(shared, by_vmap):
+        def call(row):
+            return operator(shared | {mapped: row}, implementation)
+
+        results = jax.vmap(call)(rows) if by_vmap else jax.tree.map(lambda *x: jnp.stack(x), *map(call, rows))
+        return sum(jnp.sum(jnp.sin(3 * x + i)) for i, x in enumerate(results))
+
+    found, wanted = (jax.jit(jax.grad(lambda x, way=way: loss(x, way)))(shared) for way in (True, False))
+    for name, expected in wanted.items():
+        size = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(found[name], expected, rtol=1e-3, atol=1e-4 * size + 1e-12)

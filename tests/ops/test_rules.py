@@ -299,6 +299,20 @@ def test_bad_shapes_are_named(change, message, unchecked_shapes):
         ops.gated_delta_rule(**arguments)
 
 
+def test_a_scale_of_nothing_leaves_the_final_state_s_gradient():
+    arguments = PLAIN.arguments(jnp.float32, delta=False)
+
+    def gradient(scale, implementation):
+        def loss(k):
+            out, state = ops.linear_attention(**arguments | {"k": k}, scale=scale, implementation=implementation)
+            return 10 * jnp.sum(state) + jnp.sum(out)
+
+        return jax.grad(loss)(arguments["k"])
+
+    for scale in (0.0, 1e-38, -1e-20):
+        np.testing.assert_allclose(gradient(scale, "triton"), gradient(scale, "scan"), rtol=1e-4, atol=1e-4)
+
+
 def test_bad_values_are_named(unchecked_shapes):
     arguments = PLAIN.arguments(jnp.float32, delta=True)
     with pytest.raises(ValueError, match="chunk_size is 48, expected 16, 32, 64, 128 or 256"):
@@ -309,6 +323,9 @@ def test_bad_values_are_named(unchecked_shapes):
         ops.gated_delta_rule(**{**arguments, "q": jnp.ones(arguments["q"].shape, jnp.int32)})
     with pytest.raises(TypeError, match="segment_ids has dtype float32, expected an integer dtype"):
         ops.gated_delta_rule(**arguments, segment_ids=jnp.zeros((1, 150)))
+    ids = np.array([[0] * 75 + [2**32] * 75])  # which jax cuts to 0
+    with pytest.raises(ValueError, match="segment_ids has numbers from 0 to 4294967296, expected those of int32"):
+        ops.gated_delta_rule(**arguments, segment_ids=ids)
     with pytest.raises(TypeError, match=r"segment_ids is \[0, 0\], expected an array"):
         ops.gated_delta_rule(**arguments, segment_ids=[0, 0])
     with pytest.raises(TypeError, match=r"linear_attention: write is 0\.5, expected an array"):

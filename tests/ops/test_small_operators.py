@@ -161,6 +161,9 @@ def test_bad_arguments_are_named(unchecked_shapes):
         ops.short_convolution(x, jnp.ones((4, 3)), norm_size=2)
     with pytest.raises(ValueError, match=r"norm_size is 1\.5, expected a divisor"):
         ops.short_convolution(x, jnp.ones((4, 3)), norm_size=1.5)
+    for eps, expected in ((0.0, "a positive number"), (1e-30, "at least 1e-25"), (np.inf, "a positive number")):
+        with pytest.raises(ValueError, match=f"norm_eps is {eps}, expected {expected}"):
+            ops.short_convolution(x, jnp.ones((4, 3)), norm_size=3, norm_eps=eps)
     with pytest.raises(ValueError, match="activation is 'relu', expected None or 'silu'"):
         ops.short_convolution(x, jnp.ones((4, 3)), activation="relu")
     with pytest.raises(NotImplementedError, match="no 'scan' implementation"):

@@ -116,7 +116,7 @@ def diagonal_preconditioner(
         "segment_ids": segment_ids,
         "implementation": implementation,
     }
-    readout = Preconditioner(bound, eps, interval, squash, times_row=False)
+    readout = Preconditioner(float(bound), float(eps), interval, squash, times_row=False)
     return evaluate(name, readout, inputs, parameter=inputs.per_head(name, "center", center), **options)[:2]
 
 
@@ -184,7 +184,7 @@ def precondition_key(
     }
     write_key, final, key = evaluate(
         name,
-        Preconditioner(bound, eps, interval, squash, times_row=True),
+        Preconditioner(float(bound), float(eps), interval, squash, times_row=True),
         inputs,
         x=None if gram_key is None else k,
         parameter=inputs.per_head(name, "center", center),

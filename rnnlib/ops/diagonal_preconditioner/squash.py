@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from rnnlib.ops.arguments import check_positive, floating_arrays, per_head
+from rnnlib.ops.arguments import accumulation_dtype, check_positive, floating_arrays, per_head
 
 Interval = Literal["symmetric", "amplify", "dampen"]
 Squash = Literal["rational", "tanh"]
@@ -15,7 +15,11 @@ Squash = Literal["rational", "tanh"]
 
 def check_squash(operator: str, bound: float, eps: float, interval: str, squash: str) -> None:
     """Raises ValueError for a bound outside [1, 2], an eps that is not positive in float32, or an unknown name."""
-    if not 1 <= bound <= 2:
+    try:
+        is_bound = bool(1 <= bound <= 2)
+    except TypeError:  # of None, text and what is not known before the program runs
+        raise TypeError(f"{operator}: bound is {bound!r}, expected a number from 1 to 2") from None
+    if not is_bound:
         raise ValueError(f"{operator}: bound is {bound}, expected 1 <= bound <= 2 (1 is no preconditioning)")
     check_positive(operator, "eps", eps)
     if interval not in get_args(Interval):
@@ -57,8 +61,11 @@ def squash_to_interval(
     (gram,) = floating_arrays(name, gram=gram)
     if gram.ndim < 2:
         raise ValueError(f"{name}: gram has shape {gram.shape}, expected [..., H, K]")
-    centers = per_head(name, "center", center, gram.shape[-2], gram.dtype)
-    return preconditioner_of(gram, centers[:, None], bound, eps, interval, squash)
+    # In float16 a small eps is 0, whose logarithm is none.
+    dtype = accumulation_dtype(gram)
+    centers = per_head(name, "center", center, gram.shape[-2], dtype)
+    out = preconditioner_of(gram.astype(dtype), centers[:, None], bound, eps, interval, squash)
+    return out.astype(gram.dtype)
 
 
 def preconditioner_of(gram: Array, center: Array, bound: float, eps: float, interval: str, squash: str) -> Array:

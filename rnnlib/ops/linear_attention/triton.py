@@ -10,6 +10,9 @@ from rnnlib.ops.kernels import triton_kernels
 from rnnlib.ops.linear_attention.chunked import linear_attention_chunked
 from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
 
+# The kernels' backward divides the final state's gradient by the scale.
+_SMALLEST_SCALE = 1e-10
+
 
 @functools.partial(jax.jit, static_argnames=("scale", "chunk_size"), inline=True)
 def linear_attention_triton(
@@ -31,11 +34,14 @@ def linear_attention_triton(
     """
 
     def kernel(inputs, initial_state, segment_ids):
+        factor = scale
+        if abs(scale) < _SMALLEST_SCALE:
+            inputs, factor = inputs._replace(q=scale * inputs.q), 1.0
         return triton_kernels().linear_attention(
             **inputs._asdict(),
             initial_state=initial_state,
             segment_ids=segment_ids,
-            scale=scale,
+            scale=factor,
             chunk_size=chunk_size,
         )
 

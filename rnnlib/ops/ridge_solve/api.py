@@ -119,7 +119,7 @@ def ridge_solve(
     strength = jnp.asarray(ridge, accumulation_dtype(q, k, log_decay, initial_gram)) if array is None else array
     by_channel = strength if strength.ndim == 2 else strength.reshape(-1, 1)
     inputs = RidgeInputs(q, k, by_channel, log_decay)
-    options = SolveOptions(adaptive, iterations, solver)
+    options = SolveOptions(bool(adaptive), iterations, solver)
     implementations = {
         "scan": functools.partial(ridge_solve_scan, options=options),
         "chunked": functools.partial(ridge_solve_chunked, options=options, chunk_size=chunk_size),

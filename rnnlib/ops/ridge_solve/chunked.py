@@ -10,6 +10,7 @@ from jax import Array
 from pallas_kernels.varying import vary_alike
 from rnnlib.ops import chunk
 from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
+from rnnlib.ops.derivatives import batch_alike
 from rnnlib.ops.ridge_solve import gram as grams
 from rnnlib.ops.ridge_solve import solvers
 from rnnlib.ops.ridge_solve.inputs import (
@@ -74,7 +75,7 @@ def _unrolled(options: SolveOptions, precision: str, chunks: Chunks) -> tuple[Ar
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _with_backward(options: SolveOptions, precision: str, chunks: Chunks) -> tuple[Array, Array]:
     """Solutions `[N, B, H, C, K]` and final Gram matrix; the backward keeps the solutions and recomputes the rest."""
-    return _unrolled(options, precision, chunks)
+    return batch_alike(chunks, _unrolled(options, precision, chunks))
 
 
 def _forward(options, precision, chunks):
@@ -83,7 +84,7 @@ def _forward(options, precision, chunks):
         carry = _solve(options, chunks.k, prepared, chunks.q)
     is_reversed = options.solver.differentiation == "reversed"
     kept = (chunks.q, carry.x, carry.previous) if is_reversed else (carry[0],)
-    return (carry[0], prepared.final), (chunks._replace(q=None), kept)
+    return batch_alike(chunks, (carry[0], prepared.final)), (chunks._replace(q=None), kept)
 
 
 def _backward(options, precision, saved, cotangents):

@@ -1,10 +1,12 @@
 """The short causal convolution over time that precedes queries, keys and values, and what follows it there."""
 
+import jax
 from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveInteger, matches
 from rnnlib.ops.arguments import (
+    check_positive,
     check_rank,
     check_segment_ids,
     check_shape,
@@ -47,7 +49,7 @@ def short_convolution(
         activation: `"silu"` of the sums, `y * sigmoid(y)`; None is none.
         norm_size: channels of a head. Each `norm_size` consecutive channels of the activation get unit length,
             `y * rsqrt(sum y^2 + norm_eps)`; zeros stay zeros. None is no norm.
-        norm_eps: added to the squared norm.
+        norm_eps: added to the squared norm; at least 1e-25, of whose gradient float32 has the numbers.
         implementation: `"chunked"` (XLA, any device: the definition), `"triton"` (Pallas kernels on NVIDIA GPUs; on a
             CPU they are interpreted, which serves tests), or None for the fastest that supports the case.
 
@@ -74,6 +76,11 @@ def short_convolution(
         raise ValueError(f"{_NAME}: activation is {activation!r}, expected None or 'silu'")
     if norm_size is not None and not (matches(PositiveInteger, norm_size) and channels % norm_size == 0):
         raise ValueError(f"{_NAME}: norm_size is {norm_size}, expected a divisor of the {channels} channels")
+    if not isinstance(norm_eps, jax.core.Tracer):
+        check_positive(_NAME, "norm_eps", norm_eps)
+        if norm_eps < 1e-25:
+            raise ValueError(f"{_NAME}: norm_eps is {norm_eps}, expected at least 1e-25")
+        norm_eps = float(norm_eps)
 
     inputs = ConvolutionInputs(x, kernel, bias, initial_state, segment_ids)
     finish = Finish(activation, norm_size, norm_eps)
