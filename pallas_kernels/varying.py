@@ -1,8 +1,13 @@
-"""What differs between devices inside `jax.shard_map`, whose arrays have the mesh axes they vary along as a type."""
+"""What differs between devices inside `jax.shard_map`, whose arrays have the mesh axes they vary along as a type.
 
+Likewise what differs along the axis of a `jax.vmap`.
+"""
+
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 
@@ -23,3 +28,15 @@ def vary_alike(arrays: Any) -> Any:
         return lax.pcast(x, tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying)), to="varying")
 
     return jax.tree.map(vary, arrays)
+
+
+def batch_alike(arguments: Any, results: Any) -> Any:
+    """The results, each taken to depend on every argument, so that `jax.vmap` over one argument batches all of them.
+
+    What a function with a backward pass of its own returns is to be so. Under `jax.vmap` that pass runs for each index,
+    and jax (0.11) gives the whole cotangent of a result that is not batched to each of them: summed over the indices
+    once more, it comes out too large by their number.
+    """
+    first = (x[(0,) * x.ndim] for x in jax.tree.leaves(arguments))
+    any_number = functools.reduce(jnp.logical_and, (x == x for x in first))
+    return jax.tree.map(lambda x: lax.select_n(any_number, x, x), results)  # XLA drops a choice between equals

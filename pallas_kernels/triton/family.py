@@ -22,7 +22,7 @@ from pallas_kernels.triton.reverse import reverse_offsets, reverse_pass
 from pallas_kernels.triton.schedule import Schedule
 from pallas_kernels.triton.segments import fold_segments, segment_maps
 from pallas_kernels.triton.state import output_pass, states_pass
-from pallas_kernels.varying import vary_alike
+from pallas_kernels.varying import batch_alike, vary_alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any
     if problem.segments > 1:
         maps = segment_maps(problem, inputs, prepared, schedule.maps)
         starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
-    results = output_pass(problem, inputs, prepared, starts, schedule.output)
+    results = batch_alike(inputs, output_pass(problem, inputs, prepared, starts, schedule.output))
     # Matrices as large as the inputs are made again in the backward; what is a number a token is kept.
     kept = prepared._replace(read=None, erased=None, written=None, growth=None)
     return results, (inputs, kept, maps, starts)
@@ -160,11 +160,12 @@ def _run_one_token(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
     padded = _operands(options, pad_inputs(inputs, 0))
     out, state = decode(_problem(options, padded), padded, options.schedule.decode)
-    return out[..., :value_size], state[:, :, :key_size, :value_size]
+    return batch_alike(inputs, (out[..., :value_size], state[:, :, :key_size, :value_size]))
 
 
 def _one_token_forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
-    return jax.vjp(functools.partial(_run_chunks, options), inputs)
+    results, transposed = jax.vjp(functools.partial(_run_chunks, options), inputs)
+    return batch_alike(inputs, results), transposed
 
 
 def _one_token_backward(options: Options, transposed: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:

@@ -13,6 +13,7 @@ from pallas_kernels.triton.prepare import product
 from pallas_kernels.triton.problem import Inputs, Problem, problem_of
 from pallas_kernels.triton.schedule import Schedule
 from pallas_kernels.triton.sums import Places, rows_of, segment_starts, sums
+from pallas_kernels.varying import batch_alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ def _forward(options: LinearOptions, inputs: Inputs) -> tuple[tuple[Array, Array
     rows = rows_of(problem, x)
     starts = segment_starts(problem, x, rows, x.k, x.v, x.initial_state, launches)
     found = sums(problem, x, rows, Places(x.q, x.k, x.v), starts, schedule.sums)
-    return (found.out, found.end), (inputs, rows, starts)
+    return batch_alike(inputs, (found.out, found.end)), (inputs, rows, starts)
 
 
 def _backward(options: LinearOptions, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:

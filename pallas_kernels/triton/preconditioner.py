@@ -28,7 +28,7 @@ from pallas_kernels.triton.preconditioner_kernels import (
     sums_kernel,
 )
 from pallas_kernels.triton.problem import segment_starts
-from pallas_kernels.varying import vary_alike
+from pallas_kernels.varying import batch_alike, vary_alike
 
 _MAX_CHANNELS = 256
 
@@ -209,7 +209,8 @@ def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> 
     )
     # To a wider dtype only for the gradient's sake: XLA drops this and whoever rounds to the narrower one again.
     out = (results["out"].astype(options.dtype), results["final_state"])  # type: ignore[union-attr]
-    return (*out, inputs.k) if options.passes_key else out, (inputs, results["states"], sums["kept"])
+    out = batch_alike(inputs, (*out, inputs.k) if options.passes_key else out)
+    return out, (inputs, results["states"], sums["kept"])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -27,7 +27,7 @@ from pallas_kernels.triton.ridge_problem import (
 )
 from pallas_kernels.triton.ridge_reverse import state_gradients
 from pallas_kernels.triton.ridge_states import gram_states
-from pallas_kernels.varying import vary_alike
+from pallas_kernels.varying import batch_alike, vary_alike
 
 _MAX_CHANNELS = 128
 
@@ -170,7 +170,7 @@ def _forward(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tu
     # A checkpoint policy may keep these by name: solving is the costly part to do again.
     x, norm = checkpoint_name(x, "solution"), checkpoint_name(norm, "solution")
     kept = (rows, states, squares) if schedule.keeps_states else None
-    return (x, final), (inputs._replace(q=None), x, norm, kept)  # type: ignore[arg-type]
+    return batch_alike(inputs, (x, final)), (inputs._replace(q=None), x, norm, kept)  # type: ignore[arg-type]
 
 
 def _backward(

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels.varying import vary_alike
+from pallas_kernels.varying import batch_alike, vary_alike
 from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
-from rnnlib.ops.derivatives import batch_alike
 from rnnlib.ops.heads import merge_heads
 
 _SMALLEST_CHUNK = 16

@@ -1,30 +1,18 @@
-"""Derivatives of what has a backward pass of its own: of `jax.vmap` of it, and of kernels beyond the first.
+"""Derivatives of kernels beyond the first.
 
 A kernel comes with one derivative, backwards, which is a kernel too: neither can be differentiated. The same function
 in XLA can, as often as one likes.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import zero_from_primal
 
+from pallas_kernels.varying import batch_alike
+
 Tree = Any
-
-
-def batch_alike(arguments: Tree, results: Tree) -> Tree:
-    """The results, each taken to depend on every argument, so that `jax.vmap` over one argument batches all of them.
-
-    What a function with a backward pass of its own returns is to be so. Under `jax.vmap` that pass runs for each index,
-    and jax (0.11) gives the whole cotangent of a result that is not batched to each of them: summed over the indices
-    once more, it comes out too large by their number.
-    """
-    first = (x[(0,) * x.ndim] for x in jax.tree.leaves(arguments))
-    any_number = functools.reduce(jnp.logical_and, (x == x for x in first))
-    return jax.tree.map(lambda x: jax.lax.select_n(any_number, x, x), results)  # XLA drops a choice between equals
 
 
 def with_further_derivatives(kernel: Callable[..., Tree], reference: Callable[..., Tree]) -> Callable[..., Tree]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import triton
 from rnnlib import ops
 
 LENGTH, SIZE = 20, 16
@@ -116,3 +117,21 @@ def test_what_vmap_shares_has_the_sum_of_the_gradients(mapped, operator, impleme
     for name, expected in wanted.items():
         size = float(jnp.abs(expected).max())
         np.testing.assert_allclose(found[name], expected, rtol=1e-3, atol=1e-4 * size + 1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["gated_delta_rule", "linear_attention", "ridge_solve"])
+def test_kernels_of_their_own_share_under_vmap_too(kernel):
+    arguments = rule_arguments()
+    queries = jnp.stack([arguments["q"], 0.5 * arguments["q"]])
+
+    def loss(k, by_vmap):
+        def call(q):
+            if kernel == "ridge_solve":
+                return triton.ridge_solve(q, 3 * k, jnp.full((1, 1), 0.3), log_decay=arguments["log_decay"])
+            return getattr(triton, kernel)(q, k, arguments["v"], log_decay=arguments["log_decay"])
+
+        results = jax.vmap(call)(queries) if by_vmap else jax.tree.map(lambda *x: jnp.stack(x), *map(call, queries))
+        return sum(jnp.sum(jnp.sin(3 * x + i)) for i, x in enumerate(results))
+
+    found, wanted = (jax.jit(jax.grad(lambda k, way=way: loss(k, way)))(arguments["k"]) for way in (True, False))
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4 * float(jnp.abs(wanted).max()))

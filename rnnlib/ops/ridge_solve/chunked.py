@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.varying import vary_alike
+from pallas_kernels.varying import batch_alike, vary_alike
 from rnnlib.ops import chunk
 from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
-from rnnlib.ops.derivatives import batch_alike
 from rnnlib.ops.ridge_solve import gram as grams
 from rnnlib.ops.ridge_solve import solvers
 from rnnlib.ops.ridge_solve.inputs import (
