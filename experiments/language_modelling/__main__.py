@@ -22,9 +22,10 @@ from experiments.language_modelling.runs import (
     train_and_test,
 )
 from experiments.language_modelling.study import WIDTHS, LanguageSetting, study
+from experiments.sweep.command import errors_as_lines
 from experiments.sweep.report import write_between_marks
 from experiments.sweep.results import command_line, environment, refuse_other_runs
-from experiments.sweep.study import pick, unmatched
+from experiments.sweep.study import pick_named
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -87,10 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the study; returns the exit code."""
     options = tyro.cli(Options, args=argv, prog="python -m experiments.language_modelling")
     plan = study(options.setting)
-    mixers = pick(plan.mixers, options.mixers)
-    labels = [mixer.label for mixer in plan.mixers]
-    if unknown := unmatched(options.mixers, labels):
-        sys.exit(f"error: mixers {', '.join(map(repr, unknown))} match nothing; expected parts of {'; '.join(labels)}")
+    with errors_as_lines():
+        mixers = pick_named(plan.mixers, options.mixers)
     if options.devices and options.seconds is not None:
         sys.exit("error: with devices, give until (a time) in place of seconds")
     train = plan.train if options.steps is None else dataclasses.replace(plan.train, steps=options.steps)
@@ -106,10 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if read_run(plan, results, mixer, rate, seed) is None
     ]
     if not options.report_only:
-        try:
+        with errors_as_lines():
             refuse_other_runs({result_path(results, *run): fingerprint(plan, *run) for run in missing})
-        except ValueError as error:
-            sys.exit(f"error: {error}")
     if missing and options.devices and not options.report_only:
         jobs = [Job(*run, expected_seconds(plan, results, run[0])) for run in missing]
         command = functools.partial(command_of, options)

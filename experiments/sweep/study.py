@@ -63,6 +63,18 @@ def pick(mixers: Iterable[Mixer], parts: Sequence[str]) -> tuple[Mixer, ...]:
     return tuple(dict.fromkeys(named))
 
 
+def pick_named(mixers: Sequence[Mixer], parts: Sequence[str]) -> tuple[Mixer, ...]:
+    """`pick`, of parts that each name something.
+
+    Raises:
+        ValueError: a part is in no label.
+    """
+    labels = [mixer.label for mixer in mixers]
+    if unknown := unmatched(parts, labels):
+        raise ValueError(f"mixers {', '.join(map(repr, unknown))} match nothing; expected parts of {'; '.join(labels)}")
+    return pick(mixers, parts)
+
+
 def unmatched(parts: Iterable[str], names: Iterable[str]) -> list[str]:
     """The parts that no name contains."""
     names = tuple(names)

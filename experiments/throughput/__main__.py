@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import tyro
 
+from experiments.sweep.command import errors_as_lines
 from experiments.sweep.device import turn
 from experiments.sweep.results import command_line, environment, write_text
-from experiments.sweep.study import pick, slug, unmatched
+from experiments.sweep.study import pick_named, slug
 from experiments.throughput.measure import CompiledCase, Measurement, compile_case
 from experiments.throughput.report import read_results, write_report
 from experiments.throughput.study import Case, Keeps, ThroughputStudy, cases, study
@@ -121,14 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, args=argv, prog="python -m experiments.throughput")
     plan = study(options.setting)
     results = options.output / "results" / options.setting
-    picked = pick(plan.mixers, options.mixers)
-    labels = [mixer.label for mixer in plan.mixers]
-    if unknown := unmatched(options.mixers, labels):
-        sys.exit(f"error: mixers {', '.join(map(repr, unknown))} match nothing; expected parts of {'; '.join(labels)}")
+    with errors_as_lines():
+        picked = pick_named(plan.mixers, options.mixers)
     wanted = [c for c in cases(plan) if c.mixer in picked and (not options.lengths or c.length in options.lengths)]
     wanted = [c for c in wanted if c.keeps in options.keeps]
     if not wanted:
-        sys.exit(f"error: mixers are {', '.join(labels)} and lengths {plan.lengths}")
+        sys.exit(f"error: mixers are {', '.join(mixer.label for mixer in plan.mixers)} and lengths {plan.lengths}")
     begin = time.monotonic()
     failed = 0
     missing = [case for case in wanted if options.again or not (results / file_name(case)).exists()]

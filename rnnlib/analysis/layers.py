@@ -16,8 +16,7 @@ from rnnlib import ops
 from rnnlib.layers import RecurrentMixer
 from rnnlib.layers.preconditioner import ApplyToBothMap, ApplyToKeyMap, GramKeyMap
 from rnnlib.models import DecoderLM
-from rnnlib.models.embedding import look_up
-from rnnlib.ops.arguments import check_shape
+from rnnlib.ops.arguments import check_shape, segment_starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +109,14 @@ def iterate_layers(
     wanted = set(range(len(names)) if layers is None else _block_numbers(layers))
     if not wanted <= set(range(len(names))):
         raise ValueError(f"layers is {sorted(wanted)}, expected numbers of blocks from 0 to {len(names) - 1}")
-    tokens, segment_ids, positions, valid = _check_text(model, tokens, segment_ids, positions, valid)
-    x = look_up(model.embedding[...], tokens, model.config.compute_dtype)
+    tokens = jnp.asarray(tokens)
+    segment_ids, positions = (None if x is None else jnp.asarray(x) for x in (segment_ids, positions))
+    valid = None if valid is None else jnp.asarray(valid, bool)
+    x = model.embed(tokens, segment_ids, positions)
+    _check_values(model, tokens, segment_ids, valid)
+    if positions is None and segment_ids is not None:
+        index = jnp.arange(tokens.shape[1])
+        positions = index - jax.lax.cummax(jnp.where(segment_starts(segment_ids), index, 0), axis=1)
     for layer, block in enumerate(model.blocks[: max(wanted, default=-1) + 1]):
         graphdef, state = nnx.split(block)
         if layer in wanted and isinstance(block.mixer, RecurrentMixer):
@@ -138,34 +143,19 @@ def _block_numbers(layers: Any) -> list[int]:
     raise TypeError(f"layers is {layers!r}, expected numbers of blocks, such as [0, 3]")
 
 
-def _check_text(model: DecoderLM, tokens, segment_ids, positions, valid):
-    """The four as arrays; positions are counted where there are none but documents."""
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2 or not tokens.size:
-        raise ValueError(f"tokens has shape {tokens.shape}, expected [B, T], at least one row of at least one token")
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"tokens has dtype {tokens.dtype}, expected an integer dtype")
+def _check_values(model: DecoderLM, tokens: Array, segment_ids: Array | None, valid: Array | None) -> None:
     size = model.config.vocabulary_size
     if int(tokens.min()) < 0 or int(tokens.max()) >= size:
         raise ValueError(
             f"tokens has numbers from {tokens.min()} to {tokens.max()}, expected 0 to {size - 1}, the vocabulary's"
         )
-    others = {"segment_ids": segment_ids, "positions": positions, "valid": valid}
-    others = {name: None if x is None else jnp.asarray(x) for name, x in others.items()}
-    for name, array in others.items():
-        if array is not None:
-            check_shape("iterate_layers", name, array, tokens.shape, axes="[B, T]")
-    segment_ids, positions, valid = others.values()
-    if valid is None and segment_ids is not None and not jnp.all(segment_ids):
+    if valid is not None:
+        check_shape("iterate_layers", "valid", valid, tokens.shape, axes="[B, T]")
+    elif segment_ids is not None and not jnp.all(segment_ids):
         raise ValueError(
             f"segment_ids is 0 at {jnp.sum(segment_ids == 0)} of {segment_ids.size} tokens, as batches of rnnlib.data "
             "have it at padding: expected valid=segment_ids > 0, which leaves that out, or numbers from 1 on"
         )
-    if positions is None and segment_ids is not None:
-        index = jnp.arange(tokens.shape[1])
-        first = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
-        positions = index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
-    return tokens, segment_ids, positions, None if valid is None else valid.astype(bool)
 
 
 def _gram_map(mixer: RecurrentMixer) -> GramKeyMap | None:

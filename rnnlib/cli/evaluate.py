@@ -44,25 +44,18 @@ _OF_PATHS = ("source", "text_field", "encoding")
 
 
 def _data(arguments: EvalArguments, trained_on: DataConfig) -> DataConfig:
-    data = _changed(trained_on, arguments, ("batch_size", "sequence_length"))
-    if not arguments.paths:
-        return data
-    if data.source == "python":
-        data = dataclasses.replace(data, source="text", paths=arguments.paths)
-    data = dataclasses.replace(
-        data,
-        paths=arguments.paths,
-        validation_paths=arguments.paths,
-        deduplicate=False,
-        max_validation_bytes=None,
-    )
-    return _changed(data, arguments, _OF_PATHS)
-
-
-def _changed(data: DataConfig, arguments: EvalArguments, names: Sequence[str]) -> DataConfig:
-    """The data with those of the named arguments that were given."""
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    return dataclasses.replace(data, **given)
+    names = ("batch_size", "sequence_length", *_OF_PATHS)
+    changes = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if arguments.paths:
+        other_text = {
+            "source": "text" if trained_on.source == "python" else trained_on.source,
+            "paths": arguments.paths,
+            "validation_paths": arguments.paths,
+            "deduplicate": False,
+            "max_validation_bytes": None,
+        }
+        changes = other_text | changes
+    return dataclasses.replace(trained_on, **changes)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -213,7 +213,7 @@ class DecoderLM(nnx.Module):
 
         With `output_embedding` it lets a loss over a large vocabulary be taken a part of the sequence at a time.
         """
-        x = self._embed(tokens, segment_ids, positions)
+        x = self.embed(tokens, segment_ids, positions)
         repeats = self._repeats() if self.config.scan_layers else 1
         done = 0
         if repeats > 1:
@@ -301,7 +301,7 @@ class DecoderLM(nnx.Module):
         if not isinstance(cache, tuple) or len(cache) != layers:
             found = f"has {len(cache)} entries" if isinstance(cache, tuple) else f"is {reprlib.repr(cache)}"
             raise ValueError(f"DecoderLM: cache {found}, expected {layers}, one a layer, as init_cache gives")
-        x = self._embed(tokens, segment_ids)
+        x = self.embed(tokens, segment_ids)
         entries = []
         for block, entry in zip(self.blocks, cache):
             graphdef, state = nnx.split(block)
@@ -309,7 +309,18 @@ class DecoderLM(nnx.Module):
             entries.append(entry)
         return self.norm(x), tuple(entries)
 
-    def _embed(self, tokens: Array, segment_ids: Array | None, positions: Array | None = None) -> Array:
+    def embed(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """What enters the first block: the rows of the embedding; the arguments, as in `__call__`, are checked.
+
+        Raises:
+            ValueError: an argument is not `[B, T]`, or that is empty.
+            TypeError: an argument is not an array of integers.
+        """
         check_array("DecoderLM", "tokens", tokens)
         if len(tokens.shape) != 2 or 0 in tokens.shape:
             raise ValueError(
