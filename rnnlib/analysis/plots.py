@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 
 from rnnlib.analysis.distribution import Distribution
 from rnnlib.analysis.gram import ConditionNumbers, GramSpectrum
 from rnnlib.analysis.saturation import Saturation
+from rnnlib.extras import from_extra
+
+with from_extra("train", "rnnlib.analysis.plots"):
+    from matplotlib.axes import Axes
 
 
 def plot_spectrum(ax: Axes, spectrum: GramSpectrum, *, sequence: int = 0, head: int = 0) -> None:

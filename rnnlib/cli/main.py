@@ -1,13 +1,14 @@
 """Entry point: finds the command; everything heavy is imported by the command that needs it."""
 
 import importlib
-import importlib.metadata
 import io
 import os
 import sys
 from collections.abc import Sequence
 
+import rnnlib
 from rnnlib.cli.errors import CommandError
+from rnnlib.extras import MissingExtraError, from_extra
 
 # Name: (module with `run(argv) -> exit code`, summary).
 COMMANDS = {
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; those of the process by default.
 
     Returns:
-        Exit code: 0 done, 1 failed while running, 2 wrong input (one line on standard error), 129, 130 and 143 stopped
+        Exit code: 0 done, 1 failed while running, 2 wrong input or an extra that
+        is not installed (one line on standard error), 129, 130 and 143 stopped
         by SIGHUP, Ctrl-C and SIGTERM.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(help_text(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     if command == "--version":
-        print(importlib.metadata.version("rnnlib"))
+        print(rnnlib.__version__)
         return 0
     if command not in COMMANDS:
         print(f"rnnlib: error: there is no command {command!r}; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
@@ -63,7 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
     try:
-        code = importlib.import_module(COMMANDS[command][0]).run(arguments[1:])
+        with from_extra("train", f"rnnlib {command}"):
+            module = importlib.import_module(COMMANDS[command][0])
+        code = module.run(arguments[1:])
+    except MissingExtraError as error:
+        print(f"rnnlib {command}: error: {error}", file=sys.stderr)
+        return 2
     except CommandError as error:
         print(f"rnnlib {command}: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,11 +1,14 @@
 """Text and task data as batches: sources, tokenizers, packing, grain pipelines."""
 
-from rnnlib.data.config import DataConfig, SourceName, Split
-from rnnlib.data.corpus import TokenCorpus, load_corpus
-from rnnlib.data.packing import PackedDocuments
-from rnnlib.data.pipeline import Batch, BatchDataset, BatchIterator, make_dataset
-from rnnlib.data.sources import iterate_documents
-from rnnlib.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from rnnlib.extras import from_extra
+
+with from_extra("train", "rnnlib.data"):
+    from rnnlib.data.config import DataConfig, SourceName, Split
+    from rnnlib.data.corpus import TokenCorpus, load_corpus
+    from rnnlib.data.packing import PackedDocuments
+    from rnnlib.data.pipeline import Batch, BatchDataset, BatchIterator, make_dataset
+    from rnnlib.data.sources import iterate_documents
+    from rnnlib.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
     "Batch",

@@ -3,14 +3,16 @@
 import collections
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
-from rich.table import Table
 
 from rnnlib.models.config import ModelConfig
 from rnnlib.models.decoder import DecoderLM
+
+if TYPE_CHECKING:
+    import rich.table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,7 @@ def cache_bytes(config: ModelConfig, batch_size: int = 1, max_length: int = 4096
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-def summary(config: ModelConfig, *, max_length: int = 4096) -> Table:
+def summary(config: ModelConfig, *, max_length: int = 4096) -> "rich.table.Table":
     """A table of the model's parts, for a terminal (`rich.print(summary(config))`).
 
     Args:
@@ -92,6 +94,8 @@ def summary(config: ModelConfig, *, max_length: int = 4096) -> Table:
     Returns:
         The table.
     """
+    from rich.table import Table
+
     count = count_parameters(config)
     table = Table(title=f"{config.num_layers} layers, width {config.width}, vocabulary {config.vocabulary_size}")
     table.add_column("part")

@@ -1,35 +1,38 @@
 """Training: configs, optimizer, loop, evaluation, checkpoints, metrics."""
 
-from rnnlib.training.accuracy import TaskEvaluation, evaluate_lengths, evaluate_task
-from rnnlib.training.checkpoint import CheckpointError, Checkpoints, Progress
-from rnnlib.training.config import CheckpointConfig, EvaluationConfig, LoggingConfig, TrainConfig
-from rnnlib.training.config_file import ConfigError, from_plain, load_config, save_config, to_plain
-from rnnlib.training.evaluation import Evaluation, evaluate, spread_batches
-from rnnlib.training.loop import NonFiniteLossError, Trainer, TrainResult, train
-from rnnlib.training.loss import LossSums, bits_per_byte, head_loss_sums, loss_sums
-from rnnlib.training.metrics import read_csv
-from rnnlib.training.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
-from rnnlib.training.picture import loss_picture
-from rnnlib.training.progress import ProgressReporter, StepReport
-from rnnlib.training.run import (
-    LoadedRun,
-    RunError,
-    check_new_folder,
-    load_run,
-    load_run_config,
-    load_run_tokenizer,
-    next_run_folder,
-)
-from rnnlib.training.step import (
-    StepMetrics,
-    TrainState,
-    init_train_state,
-    make_evaluation_step,
-    make_mesh,
-    make_train_step,
-    put_batch,
-    put_state,
-)
+from rnnlib.extras import from_extra
+
+with from_extra("train", "rnnlib.training"):
+    from rnnlib.training.accuracy import TaskEvaluation, evaluate_lengths, evaluate_task
+    from rnnlib.training.checkpoint import CheckpointError, Checkpoints, Progress
+    from rnnlib.training.config import CheckpointConfig, EvaluationConfig, LoggingConfig, TrainConfig
+    from rnnlib.training.config_file import ConfigError, from_plain, load_config, save_config, to_plain
+    from rnnlib.training.evaluation import Evaluation, evaluate, spread_batches
+    from rnnlib.training.loop import NonFiniteLossError, Trainer, TrainResult, train
+    from rnnlib.training.loss import LossSums, bits_per_byte, head_loss_sums, loss_sums
+    from rnnlib.training.metrics import read_csv
+    from rnnlib.training.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
+    from rnnlib.training.picture import loss_picture
+    from rnnlib.training.progress import ProgressReporter, StepReport
+    from rnnlib.training.run import (
+        LoadedRun,
+        RunError,
+        check_new_folder,
+        load_run,
+        load_run_config,
+        load_run_tokenizer,
+        next_run_folder,
+    )
+    from rnnlib.training.step import (
+        StepMetrics,
+        TrainState,
+        init_train_state,
+        make_evaluation_step,
+        make_mesh,
+        make_train_step,
+        put_batch,
+        put_state,
+    )
 
 __all__ = [
     "CheckpointConfig",
