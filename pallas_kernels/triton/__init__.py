@@ -1,12 +1,21 @@
-"""Kernels in Pallas on its Triton backend, for NVIDIA GPUs; interpreted on a CPU."""
+"""Kernels in Pallas on its Triton backend, for NVIDIA GPUs; interpreted on a CPU.
 
-from pallas_kernels.triton import preconditioner_readouts
-from pallas_kernels.triton.gated_delta_rule import gated_delta_rule, linear_attention, unsupported
-from pallas_kernels.triton.preconditioner import GramSchedule, diagonal_gram_readout, gram_unsupported
-from pallas_kernels.triton.ridge_problem import RidgeSchedule
-from pallas_kernels.triton.ridge_solve import ridge_solve, ridge_solve_unsupported
-from pallas_kernels.triton.schedule import Schedule
-from pallas_kernels.triton.short_convolution import (
+One folder an operator, each of which opens with its equations and its stages: `delta_rule`, `linear_attention`,
+`diagonal_preconditioner`, `ridge_solve`, `short_convolution`. `common` is what they share; `tune` measures schedules.
+"""
+
+from pallas_kernels.schedule import Schedule
+from pallas_kernels.triton.delta_rule.gated_delta_rule import gated_delta_rule, unsupported
+from pallas_kernels.triton.diagonal_preconditioner import readouts as preconditioner_readouts
+from pallas_kernels.triton.diagonal_preconditioner.gram_readout import (
+    GramSchedule,
+    diagonal_gram_readout,
+    gram_unsupported,
+)
+from pallas_kernels.triton.linear_attention.linear_attention import linear_attention
+from pallas_kernels.triton.ridge_solve.problem import RidgeSchedule
+from pallas_kernels.triton.ridge_solve.ridge_solve import ridge_solve, ridge_solve_unsupported
+from pallas_kernels.triton.short_convolution.short_convolution import (
     ConvolutionPrograms,
     ConvolutionSchedule,
     convolution_unsupported,

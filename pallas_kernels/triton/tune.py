@@ -26,19 +26,20 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.platform import platform
-from pallas_kernels.triton.backend import Launch, device_kind
-from pallas_kernels.triton.decode import decode
-from pallas_kernels.triton.family import Options
-from pallas_kernels.triton.family import run as apply
-from pallas_kernels.triton.gradients import Saved, argument_gradients, gradients_of_pairs
-from pallas_kernels.triton.prepare import prepare
-from pallas_kernels.triton.problem import Inputs, is_sum, problem_of
-from pallas_kernels.triton.reverse import reverse_offsets, reverse_pass
-from pallas_kernels.triton.schedule import Schedule, default_schedule, splits, with_segments
-from pallas_kernels.triton.segments import fold_segments, segment_maps
-from pallas_kernels.triton.state import output_pass, states_pass
-from pallas_kernels.triton.sums import Places, rows_of, segment_starts, sums
-from pallas_kernels.triton.tuning import table_name, variant_name
+from pallas_kernels.problem import Inputs, crop_results, is_sum, pad_inputs, problem_of
+from pallas_kernels.schedule import Launch, Schedule, default_schedule, splits, with_segments
+from pallas_kernels.triton.common.backend import device_kind
+from pallas_kernels.triton.common.problem import Problem
+from pallas_kernels.triton.common.tuning import table_name, variant_name
+from pallas_kernels.triton.delta_rule.argument_gradients import Saved, argument_gradients, gradients_of_pairs
+from pallas_kernels.triton.delta_rule.chunk_factors import prepare
+from pallas_kernels.triton.delta_rule.decode import decode
+from pallas_kernels.triton.delta_rule.differentiable import Options, chunked_pass
+from pallas_kernels.triton.delta_rule.segments import fold_segments, segment_maps
+from pallas_kernels.triton.delta_rule.state_gradients import reverse_offsets, reverse_pass
+from pallas_kernels.triton.delta_rule.states import output_pass, states_pass
+from pallas_kernels.triton.linear_attention.differentiable import sums_pass
+from pallas_kernels.triton.linear_attention.sums import Places, rows_of, segment_starts, sums
 
 _LOOPS = [
     *(Launch(4, stages, 64) for stages in (1, 2, 3)),
@@ -127,7 +128,7 @@ def scan(options: Options, inputs: Inputs) -> tuple[Array, Array]:
 def sum_stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch], Callable], Any]]:
     """`stages` of linear attention."""
     x, schedule = inputs, options.schedule
-    p = problem_of(x, online=False, scale=options.scale, segments=schedule.segments)
+    p = problem_of(Problem, x, online=False, scale=options.scale, segments=schedule.segments)
     places, rows = Places(x.q, x.k, x.v), jax.jit(lambda x: rows_of(p, x))(x)
 
     def starts_of(l: Launch, other: Launch):
@@ -149,7 +150,7 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch
     if is_sum(inputs, options.online):
         return sum_stages(options, inputs)
     x, schedule = inputs, options.schedule
-    p = problem_of(x, online=options.online, scale=options.scale, segments=schedule.segments)
+    p = problem_of(Problem, x, online=options.online, scale=options.scale, segments=schedule.segments)
     prepared = jax.jit(lambda x: prepare(p, x, schedule.prepare))(x)
     maps = starts = ends = None
     if p.segments > 1:
@@ -185,7 +186,7 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch
 
 def decode_stage(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch], Callable], Any]]:
     """The same for the kernel of a single token."""
-    p = problem_of(inputs, online=options.online, scale=options.scale)
+    p = problem_of(Problem, inputs, online=options.online, scale=options.scale)
     return {"decode": (lambda l: lambda x: decode(p, x, l), (inputs,))}
 
 
@@ -222,7 +223,11 @@ def check_schedule(options: Options, variant: tuple[str, str, str], sizes: tuple
     def run(function, inputs):
         return jax.jit(jax.value_and_grad(functools.partial(loss, function), has_aux=True))(inputs)
 
-    (_, results), gradients = run(functools.partial(apply, options), inputs)
+    def apply(inputs):
+        pass_over = sums_pass if is_sum(inputs, options.online) else chunked_pass
+        return crop_results(inputs, pass_over(options, pad_inputs(inputs)))
+
+    (_, results), gradients = run(apply, inputs)
     with jax.enable_x64(True):
         doubles = jax.tree.map(lambda a: a.astype(jnp.float64), inputs)
         (_, reference), d_reference = run(functools.partial(scan, options), doubles)

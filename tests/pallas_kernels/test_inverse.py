@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.triton.inverse import unit_lower_inverse
+from pallas_kernels.triton.delta_rule.triangular_inverse import unit_lower_inverse
 from tests.pallas_kernels.cases import relative_error
 
 

@@ -11,11 +11,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import triton
+from pallas_kernels.problem import Inputs
+from pallas_kernels.schedule import Launch, choose_segments, choose_sum_segments
 from pallas_kernels.triton import Schedule
-from pallas_kernels.triton.backend import Launch, interpreted
-from pallas_kernels.triton.problem import Inputs
-from pallas_kernels.triton.schedule import choose_segments, choose_sum_segments
-from pallas_kernels.triton.tuning import choose_schedule, load_table, table_launches
+from pallas_kernels.triton.common.backend import interpreted
+from pallas_kernels.triton.common.tuning import choose_schedule, load_table, table_launches
 from rnnlib import ops
 from rnnlib.ops.arguments import default_preference
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import triton
+from pallas_kernels.schedule import Launch
 from pallas_kernels.triton import RidgeSchedule
-from pallas_kernels.triton.backend import Launch
 from rnnlib import ops
 from rnnlib.ops.ridge_solve import Solver
 from tests.ops.ridge import Call, assert_close, reference, relative_error, run

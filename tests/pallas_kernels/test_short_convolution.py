@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.schedule import Launch
 from pallas_kernels.triton import ConvolutionPrograms, ConvolutionSchedule, convolution_unsupported, short_convolution
-from pallas_kernels.triton.backend import Launch
 from rnnlib import ops
 from tests.pallas_kernels.cases import relative_error
 

@@ -1,0 +1,161 @@
+"""How a call is cut into programs: segments of the sequence, block widths, warps and pipeline depth of each kernel."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from pallas_kernels.problem import CHUNK, cdiv
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel is compiled.
+
+    Attributes:
+        num_warps: warps of 32 threads in a program.
+        num_stages: depth of the software pipeline that loads ahead of matrix products in loops.
+        block: width of the program's block along the axis that the kernel splits (value or key channels).
+        inner: width of the blocks that the kernel loops over, where it does.
+        is_lean: whether a loop keeps one buffer less of the tiles that only products read (see `load_tile`).
+    """
+
+    num_warps: int = 4
+    num_stages: int = 2
+    block: int = 64
+    inner: int = 64
+    is_lean: bool = False
+
+    def with_stages(self, most: int) -> "Launch":
+        """The same with at most so many stages."""
+        return dataclasses.replace(self, num_stages=min(self.num_stages, most))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Compilation of each kernel and the number of segments. The defaults are safe on any card since Ampere.
+
+    Attributes:
+        segments: parts of the sequence that run side by side; 1 for one pass from end to end.
+        prepare: first stage.
+        maps: affine maps of segments.
+        fold: their composition.
+        output: outputs and final state.
+        states: recomputed states, in the backward.
+        offsets: affine maps of the state's gradient.
+        reverse: the state's gradient.
+        pair_gradients: gradients of the pairs' matrices; `inner` is a block of value channels.
+        gradients: gradients of the rest; `block` is a block of key channels, `inner` one of value channels.
+        decode: the step of a single token.
+        increments: linear attention: what each segment adds.
+        scan: their sums; `block` is a number of rows, `inner` the number of segments whose loads are begun together.
+        sums: output and final state.
+        gradient_sums: gradients.
+    """
+
+    segments: int = 1
+    prepare: Launch = Launch(num_warps=4, num_stages=1)
+    maps: Launch = Launch(num_warps=4, num_stages=2)
+    fold: Launch = Launch(num_warps=4, num_stages=2, block=32)
+    output: Launch = Launch(num_warps=4, num_stages=2)
+    states: Launch = Launch(num_warps=4, num_stages=2)
+    offsets: Launch = Launch(num_warps=4, num_stages=2)
+    reverse: Launch = Launch(num_warps=4, num_stages=2)
+    pair_gradients: Launch = Launch(num_warps=4, num_stages=2, inner=64)
+    gradients: Launch = Launch(num_warps=4, num_stages=1, block=64, inner=128)
+    decode: Launch = Launch(num_warps=4, num_stages=1)
+    increments: Launch = Launch(num_warps=4, num_stages=2)
+    scan: Launch = Launch(num_warps=4, num_stages=1, block=8, inner=8)
+    sums: Launch = Launch(num_warps=4, num_stages=1)
+    gradient_sums: Launch = Launch(num_warps=4, num_stages=1)
+
+
+def default_schedule(key_size: int, dtype: str, segments: int = 1) -> Schedule:
+    """A schedule that fits in the shared memory of a card since Ampere with 160 KiB a processor or more.
+
+    Args:
+        key_size: K, a power of two.
+        dtype: name of the matrices' dtype.
+        segments: number of segments.
+    """
+    if key_size * (4 if dtype == "float32" else 2) <= 256:
+        return Schedule(segments=segments)
+    if dtype != "float32":
+        loop = Launch(num_warps=4, num_stages=2, block=32)
+        gradients = Launch(num_warps=4, num_stages=1, block=32, inner=64)
+        return Schedule(segments=segments, output=loop, states=loop, reverse=loop, gradients=gradients)
+    loop = Launch(num_warps=4, num_stages=1)
+    return Schedule(
+        segments=segments,
+        maps=loop,
+        fold=Launch(num_warps=4, num_stages=1, block=32),
+        output=loop,
+        states=loop,
+        offsets=loop,
+        reverse=loop,
+        pair_gradients=Launch(num_warps=4, num_stages=1, inner=32),
+        gradients=Launch(num_warps=4, num_stages=1, block=32, inner=32),
+        increments=loop,
+    )
+
+
+def splits(key_size: int) -> bool:
+    """Whether sequences are split into segments where heads are few.
+
+    Not beyond 128 key channels: folding multiplies by a segment's `[K, K]` transition, which for K = 256 alone takes
+    more shared memory (128 KiB in bfloat16, twice that in float32) than is left beside what it is multiplied with; held
+    in registers it spills 18 KiB a thread.
+    """
+    return key_size <= 128
+
+
+def choose_segments(programs: int, length: int, processors: int) -> int:
+    """Number of segments that should take the least time.
+
+    A split sequence is passed over twice (once for the maps), and its segments are folded one after another; in
+    return it fills a card that few heads leave idle. The model of a step's time was measured on an H200: a chunk takes
+    3.3 us on a processor with one program and 4.4 us on one with two; folding a segment takes 2.5 us.
+
+    Args:
+        programs: programs of one pass without segments: batch * value heads * value blocks.
+        length: tokens of a sequence.
+        processors: multiprocessors of the card.
+    """
+    chunks = cdiv(length, CHUNK)
+
+    def cost(segments: int) -> float:
+        load = programs * segments / processors
+        step = 3.3 if load <= 1 else max(4.4, 2.2 * load)
+        passes = 1 if segments == 1 else 2
+        return passes * cdiv(chunks, segments) * step + (2.5 * segments if segments > 1 else 0)
+
+    candidates = [1 << n for n in range(8) if 1 << n <= max(1, chunks // 2)]
+    return min(candidates, key=cost)
+
+
+def choose_sum_segments(programs: int, length: int, processors: int, has_decay: bool) -> int:
+    """The same for linear attention, whose segments only add up.
+
+    Measured on an H200: without decay a chunk takes 1.6 us of a processor, which runs one program; with decay 3.1 us
+    with one program on it, 3.75 us with two. Finding what segments add takes 0.65 us a chunk, the scan over them 2 us
+    and 0.15 us a segment.
+    """
+    chunks = cdiv(length, CHUNK)
+
+    def step(load: float) -> float:
+        if has_decay:
+            return 3.1 if load <= 1 else 3.75 * math.ceil(load / 2)
+        return 1.6 * math.ceil(load)
+
+    def cost(segments: int) -> float:
+        size, load = cdiv(chunks, segments), programs / processors
+        if segments == 1:
+            return size * step(load)
+        added = 0.65 * math.ceil(load * (segments - 1))
+        return size * (step(load * segments) + added) + 2 + 0.15 * segments
+
+    return min([1 << n for n in range(8) if 1 << n <= max(1, chunks // 2)], key=cost)
+
+
+def with_segments(schedule: Schedule, segments: int) -> Schedule:
+    """The same schedule for another number of segments."""
+    return dataclasses.replace(schedule, segments=segments)

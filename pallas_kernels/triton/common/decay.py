@@ -1,0 +1,105 @@
+"""Decay and restarts inside one chunk, as values inside a kernel.
+
+A token that starts a segment begins a new run: pairs of different runs do not meet, tokens after the first run do not
+see the state before the chunk, and tokens before the last run do not reach the state after it.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.problem import CHUNK
+from pallas_kernels.triton.common.backend import exp, iota
+
+# exp(-100) is zero in float32 (flushed); a smaller log decay, -inf included, would only cost the sums their digits.
+MIN_LOG_DECAY = -100.0
+
+
+class ChunkDecay(NamedTuple):
+    """Decay of one chunk.
+
+    Attributes:
+        total: inclusive cumulative log decay, `[C]` float32; None without one, and where it is channel-wise.
+        fine: a part of the same sum, small so that it has more digits, to be added after differences; None with it.
+        runs: number of segment starts up to and including each token, `[C]` int32; None without restarts.
+    """
+
+    total: Array | None
+    fine: Array | None
+    runs: Array | None
+
+
+def load_starts(r) -> Array | None:
+    """A chunk's marks of segment starts `[C]`; None without restarts."""
+    return None if r.starts is None else r.starts[...]
+
+
+def chunk_decay(log_decay: Array | None, starts: Array | None) -> ChunkDecay:
+    """Adds up one chunk's log decay, `[C]` float32, and counts its segment starts `[C]`."""
+    total = fine = runs = None
+    if log_decay is not None:
+        step = jnp.maximum(log_decay, MIN_LOG_DECAY)
+        # Multiples of 1/16 add up without rounding, so a strong decay early on costs later tokens no accuracy.
+        coarse = jnp.floor(step * 16.0) * 0.0625
+        total, fine = jnp.cumsum(coarse, axis=0), jnp.cumsum(step - coarse, axis=0)
+    if starts is not None:
+        runs = jnp.cumsum(starts, axis=0)
+    return ChunkDecay(total, fine, runs)
+
+
+def pick_row(x: Array, n: int) -> Array:
+    """Row `n` of `[C, ...]`."""
+    return jnp.sum(jnp.where(iota(x.shape, 0) == n, x, 0), axis=0)
+
+
+def decay_from_start(decay: ChunkDecay) -> Array | None:
+    """What is left at each token of the state before the chunk, `[C]`; None if all of it."""
+    if decay.total is None or decay.fine is None:
+        return None
+    factor = exp(decay.total + decay.fine)
+    return factor if decay.runs is None else jnp.where(decay.runs == 0, factor, 0.0)
+
+
+def decay_to_end(decay: ChunkDecay) -> Array | None:
+    """What is left at the chunk's end of each token's write, `[C]`; None if all of it."""
+    if decay.total is None or decay.fine is None:
+        return None
+    difference = pick_row(decay.total, CHUNK - 1)[None] - decay.total
+    difference = difference + (pick_row(decay.fine, CHUNK - 1)[None] - decay.fine)
+    factor = exp(difference)
+    return factor if decay.runs is None else jnp.where(decay.runs == jnp.max(decay.runs), factor, 0.0)
+
+
+def decay_of_chunk(decay: ChunkDecay) -> Array | None:
+    """What the chunk leaves of the state before it, a scalar; None if all of it."""
+    if decay.total is None or decay.fine is None:
+        return None
+    last = pick_row(decay.total, CHUNK - 1)
+    factor = exp(last + pick_row(decay.fine, CHUNK - 1))
+    return factor if decay.runs is None else jnp.where(jnp.max(decay.runs) == 0, factor, 0.0)
+
+
+# A gate smaller than this is divided by as if it were this, having been multiplied by the same before.
+_SMALLEST_GATE = 2.0**-32
+
+
+def divisible(gate: Array) -> Array:
+    """A gate `[C]`, kept away from zero: what is multiplied by it can be divided by it again."""
+    return jnp.where(jnp.abs(gate) < _SMALLEST_GATE, _SMALLEST_GATE, gate)
+
+
+def split_gate(gate: Array) -> tuple[Array, Array]:
+    """A gate `[C]` as a product of what can be divided by and the rest, 1 but where the gate is next to zero."""
+    is_small = jnp.abs(gate) < 1e-30
+    return jnp.where(is_small, 1.0, gate), jnp.where(is_small, gate, 1.0)
+
+
+def causal_mask(decay: ChunkDecay, strict: bool, reverse: bool = False) -> Array:
+    """Pairs `[C, C]` of one run in which the column's token comes before the row's, or is it unless `strict`.
+
+    In `reverse` it comes after the row's.
+    """
+    later, earlier = iota((CHUNK, CHUNK), int(reverse)), iota((CHUNK, CHUNK), int(not reverse))
+    mask = later > earlier if strict else later >= earlier
+    return mask if decay.runs is None else mask & (decay.runs[:, None] == decay.runs[None, :])

@@ -1,0 +1,162 @@
+"""A channel-wise decay of one chunk, as values inside a kernel.
+
+In each channel a pair of tokens `r >= s` is weighted by `exp(G_r - G_s)`, with `G` the inclusive cumulative log decay.
+In a product of matrices each side is scaled relative to a reference row `m` instead: what reads by `exp(G_r - G_m)`,
+what is written by `exp(G_m - G_s)`. Where no channel loses more than 50 nats in half a chunk, the chunk's middle serves
+all pairs. Every other chunk is extreme, and its pairs go in groups with references of their own: those that part at row
+32, at rows 16 and 48, and at 8, 24, 40 and 56 (float32: also at 4, 12 and so on), relative to the row where they part,
+so that no exponent is positive; and those within blocks of 8 rows (float32: 4), relative to the block's middle. A
+token's decay counts as `exp(-12.5)` (4e-6; float32: `exp(-25)`) at most there, so that these exponents are within the
+same 50. Any decay comes out as exact as the operands are, for four (five) products in place of one.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.problem import CHUNK
+from pallas_kernels.triton.common.backend import LOG2_E, dot, exp, exp2, iota
+from pallas_kernels.triton.common.decay import MIN_LOG_DECAY, load_starts
+
+# Largest exponent on either side of a product taken relative to the chunk's middle row. The backward pass sets it: a
+# cotangent of 1e-8 times `exp(-70)` would be below float32's range, one of 1e-12 times `exp(-50)` is well above.
+_MAX_EXPONENT = 50.0
+_MIDDLE = CHUNK // 2
+
+
+class ChunkEnds(NamedTuple):
+    """How a block of channels decays over a chunk.
+
+    Attributes:
+        front: `exp(G_m)` with `m` the chunk's middle: what completes the factor on what reads, where it meets the state
+            before the chunk, `[K]` float32.
+        tail: `exp(G_C - G_m)`, what completes the factor on what is written, likewise.
+        kept: what the chunk leaves of the state, likewise.
+        is_extreme: whether a reference for the whole chunk does not do.
+    """
+
+    front: Array
+    tail: Array
+    kept: Array
+    is_extreme: Array
+
+
+def clamped_steps(log_decay: Array, starts: Array | None) -> Array:
+    """Log decay `[C, K]` of a chunk (or of one token) as it is added up, float32: 0 where a segment starts, `[C]`."""
+    step = jnp.maximum(log_decay.astype(jnp.float32), MIN_LOG_DECAY)
+    if starts is None:
+        return step
+    return jnp.where(starts[:, None] > 0 if step.ndim > 1 else starts > 0, 0.0, step)
+
+
+def runs_of(r) -> Array | None:
+    """Number of segment starts up to and including each token, `[C]` int32; None without restarts."""
+    starts = load_starts(r)
+    return None if starts is None else jnp.cumsum(starts, axis=0)
+
+
+def end_masks(r) -> tuple[Array | None, Array | None]:
+    """Masks `[C]` of the tokens that see the state before the chunk, and whose writes reach its end; None for all."""
+    runs = runs_of(r)
+    return (None, None) if runs is None else (runs == 0, runs == jnp.max(runs))
+
+
+def keep_rows(x: Array, mask: Array | None) -> Array:
+    """Rows of `x` `[C, K]` where the mask `[C]` is true, zero elsewhere; all of them for None."""
+    return x if mask is None else jnp.where(mask[:, None], x, 0.0)
+
+
+def is_flat(log_decay: Array, starts: Array | None) -> Array:
+    """Where the gradient of the log decay, `[C, K]` or `[C]`, is zero: where it was clamped or a segment starts."""
+    flat = log_decay.astype(jnp.float32) <= MIN_LOG_DECAY
+    if starts is None:
+        return flat
+    return flat | ((starts > 0)[:, None] if flat.ndim > 1 else starts > 0)
+
+
+def chunk_ends(step: Array, first: Array, runs: Array | None) -> ChunkEnds:
+    """`ChunkEnds` of steps `[C, K]`; `first` is their first row `[K]` once more, `runs` counts segment starts `[C]`."""
+    row = iota(step.shape, 0)
+    to_middle = jnp.sum(jnp.where((row > 0) & (row <= _MIDDLE), step, 0.0), axis=0)
+    after = jnp.sum(jnp.where(row > _MIDDLE, step, 0.0), axis=0)
+    before = first + to_middle
+    kept = exp(before + after)
+    if runs is not None:
+        kept = jnp.where(jnp.max(runs) == 0, kept, 0.0)
+    return ChunkEnds(exp(before), exp(after), kept, jnp.min(jnp.minimum(to_middle, after)) < -_MAX_EXPONENT)
+
+
+def sum_rows(signs: Array, x: Array, dtype: Any) -> Array:
+    """`signs @ x` for a matrix of -1, 0 and 1; for operands of bfloat16, `x` is taken to 16 bits of its mantissa."""
+    if dtype == jnp.float32:
+        return dot(signs, x, precise=True)
+    signs, high = signs.astype(dtype), x.astype(dtype)
+    return dot(signs, high) + dot(signs, (x - high.astype(jnp.float32)).astype(dtype))
+
+
+def _indices() -> tuple[Array, Array]:
+    return iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+
+
+def _sums_from(step: Array, middle: Array, dtype: Any) -> Array:
+    """Sums of the steps between each row and row `middle` `[C]`, without the earlier of the two, `[C, K]`."""
+    row, column = iota((CHUNK,), 0), iota((CHUNK,), 0)
+    after, until = jnp.minimum(row, middle), jnp.maximum(row, middle)
+    is_between = (column[None, :] > after[:, None]) & (column[None, :] <= until[:, None])
+    return sum_rows(jnp.where(is_between, 1.0, 0.0), step * LOG2_E, dtype)
+
+
+def mild_exponent(step: Array, dtype: Any) -> Array:
+    """Binary exponent `[C, K]` of the factor on what reads, relative to the chunk's middle; its negative for the other.
+
+    `dtype` is that of the operands of matrix products.
+    """
+    i, j = _indices()
+    is_early = j <= _MIDDLE
+    signs = jnp.where(j <= i, jnp.where(is_early, 0.0, 1.0), jnp.where(is_early, -1.0, 0.0))
+    return sum_rows(signs, step * LOG2_E, dtype)
+
+
+def extreme_groups(dtype: Any) -> int:
+    """Groups of an extreme chunk's pairs: those that part at 32, 16, 8 (and 4) rows, and those within blocks."""
+    return 5 if dtype == jnp.float32 else 4
+
+
+def extreme_factors(step: Array, group: Array, dtype: Any) -> tuple[Array, Array, Array]:
+    """Factors `[C, K]` on what reads and on what is written for one group of pairs, and the pairs' mask `[C, C]`.
+
+    In the mask rows are later tokens than columns, or the same.
+    """
+    row = iota((CHUNK,), 0)
+    last = extreme_groups(dtype) - 1
+    is_parted = group < last
+    width = lax.shift_right_logical(jnp.int32(CHUNK), group)
+    strongest = -_MAX_EXPONENT / (CHUNK >> (last + 1))  # of a token, with half a block on either side of its middle
+    block = lax.div(row, width)
+    middle = block * width + lax.div(width, 2)
+    is_later = row >= middle
+    exponent = _sums_from(jnp.maximum(step, strongest), middle, dtype)
+    # Of pairs that part at a middle, each row is on one side only: it reads if it is later, or is read.
+    reads = exp2(jnp.where(is_later | is_parted, 1.0, -1.0)[:, None] * exponent)
+    writes = exp2(jnp.where(is_later & ~is_parted, -1.0, 1.0)[:, None] * exponent)
+    readers, written = jnp.where(is_later | ~is_parted, block, -1), jnp.where(is_later & is_parted, -2, block)
+    return reads, writes, readers[:, None] == written[None, :]
+
+
+def start_factor(step: Array, dtype: Any) -> Array:
+    """`exp(G_r)`, `[C, K]`: what is left at each token of the state before the chunk."""
+    i, j = _indices()
+    return exp2(sum_rows(jnp.where(j <= i, 1.0, 0.0), step * LOG2_E, dtype))
+
+
+def end_factor(step: Array, dtype: Any) -> Array:
+    """`exp(G_C - G_s)`, `[C, K]`: what is left at the chunk's end of what each token writes."""
+    i, j = _indices()
+    return exp2(sum_rows(jnp.where(j > i, 1.0, 0.0), step * LOG2_E, dtype))
+
+
+def add_up_to_end(x: Array, dtype: Any) -> Array:
+    """Sums of the rows `[C, K]` from each to the last."""
+    i, j = _indices()
+    return sum_rows(jnp.where(i <= j, 1.0, 0.0), x, dtype)

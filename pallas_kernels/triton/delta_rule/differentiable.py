@@ -1,0 +1,135 @@
+"""The stages of the chunk form put together, forward and backward, and the step of a single token."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+
+from pallas_kernels.problem import Inputs, crop_results, pad_inputs, problem_of
+from pallas_kernels.schedule import Schedule
+from pallas_kernels.triton.common.problem import Problem
+from pallas_kernels.triton.delta_rule.argument_gradients import Saved, argument_gradients, gradients_of_pairs
+from pallas_kernels.triton.delta_rule.chunk_factors import prepare
+from pallas_kernels.triton.delta_rule.decode import decode
+from pallas_kernels.triton.delta_rule.segments import fold_segments, segment_maps
+from pallas_kernels.triton.delta_rule.state_gradients import reverse_offsets, reverse_pass
+from pallas_kernels.triton.delta_rule.states import output_pass, states_pass
+from pallas_kernels.varying import batch_alike
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of a call: see `Problem` and `Schedule`.
+
+    Attributes:
+        online: see `Problem`.
+        scale: likewise.
+        schedule: compilation.
+        shares_gate: whether `erase`, one number a token, is the write gate too; then the inputs have no other. Its
+            gradient is one sum, rounded once.
+        write_key_dtype: of the write key as it is given and of its gradient, where that is not the kernels' own.
+    """
+
+    online: bool
+    scale: float
+    schedule: Schedule
+    shares_gate: bool = False
+    write_key_dtype: Any = None
+
+
+def _problem(options: Options, inputs: Inputs) -> Problem:
+    return problem_of(Problem, inputs, online=options.online, scale=options.scale, segments=options.schedule.segments)
+
+
+def _operands(options: Options, inputs: Inputs) -> Inputs:
+    """The inputs as kernels load them: with both gates, and with the write key in the dtype of the other matrices."""
+    if options.shares_gate:
+        inputs = inputs._replace(write=inputs.erase)
+    if inputs.write_key is not None:
+        inputs = inputs._replace(write_key=inputs.write_key.astype(inputs.k.dtype))
+    return inputs
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` for padded inputs; differentiable."""
+    return _forward(options, inputs)[0]
+
+
+def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
+    problem, schedule = _problem(options, inputs), options.schedule
+    inputs = _operands(options, inputs)
+    prepared = prepare(problem, inputs, schedule.prepare)
+    maps = starts = None
+    if problem.segments > 1:
+        maps = segment_maps(problem, inputs, prepared, schedule.maps)
+        starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
+    results = batch_alike(inputs, output_pass(problem, inputs, prepared, starts, schedule.output))
+    # Matrices as large as the inputs are made again in the backward; what is a number a token is kept.
+    kept = prepared._replace(read=None, erased=None, written=None, growth=None)
+    return results, (inputs, kept, maps, starts)
+
+
+def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
+    inputs, prepared, maps, starts = residuals
+    d_out, d_final_state = cotangents
+    problem, schedule = _problem(options, inputs), options.schedule
+    if _has_wide_factors(inputs):
+        prepared = prepare(problem, inputs, schedule.prepare, prepared)
+    states, residual = states_pass(problem, inputs, prepared, starts, schedule.states)
+    ends = None
+    if problem.segments > 1:
+        offsets = reverse_offsets(problem, inputs, prepared, d_out, schedule.offsets)
+        adjoint = maps._replace(offset=offsets)
+        ends = fold_segments(problem, adjoint, d_final_state, schedule.fold, reverse=True)
+    back = reverse_pass(problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse)
+    saved, shared = Saved(states, residual, back), options.shares_gate
+    pairs = gradients_of_pairs(problem, inputs, d_out, saved, schedule.pair_gradients, shared)
+    gradients = argument_gradients(
+        problem,
+        inputs,
+        d_out,
+        saved,
+        pairs,
+        prepared,
+        schedule.gradients,
+        shares_gate=shared,
+        write_key_dtype=options.write_key_dtype,
+    )
+    if inputs.initial_state is not None:
+        gradients = gradients._replace(initial_state=back.d_initial_state.astype(inputs.initial_state.dtype))  # type: ignore[union-attr]
+    return (gradients,)
+
+
+def _has_wide_factors(inputs: Inputs) -> bool:
+    return any(x is not None and x.ndim == 4 for x in (inputs.log_decay, inputs.erase))
+
+
+chunked_pass.defvjp(_forward, _backward)
+
+
+Pass = Callable[[Options, Inputs], tuple[Array, Array]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def one_token(run: Pass, options: Options, inputs: Inputs) -> tuple[Array, Array]:
+    """Output and state of one token by the decode kernel; the gradient goes through `run`, a pass over chunks."""
+    padded = _operands(options, pad_inputs(inputs, whole_chunks=False))
+    results = decode(_problem(options, padded), padded, options.schedule.decode)
+    return batch_alike(inputs, crop_results(inputs, results))
+
+
+def _one_token_forward(run: Pass, options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
+    results, transposed = jax.vjp(lambda x: crop_results(x, run(options, pad_inputs(x))), inputs)
+    return batch_alike(inputs, results), transposed
+
+
+def _one_token_backward(run: Pass, options: Options, transposed: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
+    (gradients,) = transposed(cotangents)
+    return (gradients._replace(starts=None),)
+
+
+one_token.defvjp(_one_token_forward, _one_token_backward)

@@ -1,0 +1,127 @@
+"""The public function of the gated delta rule, and which calls its kernels can serve."""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from pallas_kernels.platform import platform
+from pallas_kernels.problem import CHUNK, Inputs, crop_results, make_inputs, pad_inputs
+from pallas_kernels.schedule import Schedule
+from pallas_kernels.triton.common.tuning import choose_schedule
+from pallas_kernels.triton.delta_rule.differentiable import Options, chunked_pass, one_token
+from pallas_kernels.varying import vary_alike
+
+_MAX_CHANNELS = 256
+
+
+def unsupported(q: Array, k: Array, v: Array, *gates: Array | None, chunk_size: int = CHUNK) -> str | None:
+    """Why the kernels here can't serve a call, as a noun phrase, or None if they can.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`.
+        *gates: erase gate and log decay, or None.
+        chunk_size: tokens in a chunk.
+    """
+    if platform() not in ("gpu", "cpu"):
+        return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"
+    if chunk_size != CHUNK:
+        return f"chunk_size {chunk_size} (only {CHUNK})"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"{name} of dtype {x.dtype} (only bfloat16 and float32)"
+    if q.shape[3] > _MAX_CHANNELS or v.shape[3] > _MAX_CHANNELS:
+        return f"key size {q.shape[3]} with value size {v.shape[3]} (at most {_MAX_CHANNELS} each)"
+    has_channel_gates = any(x is not None and x.ndim == 4 for x in gates)
+    if platform() != "cpu" and has_channel_gates and q.shape[3] > 128 and jnp.result_type(q, k, v) == jnp.float32:
+        return f"key size {q.shape[3]} in float32 with channel-wise gates (at most 128: shared memory is too small)"
+    return None
+
+
+def gated_delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    *,
+    erase: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+    write: Float[Array, "B T HV"] | Float[Array, "B T HV V"] | None = None,
+    write_key: Float[Array, "B T H K"] | Float[Array, "B T HV K"] | None = None,
+    log_decay: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+    initial_state: Float[Array, "B HV K V"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+    chunk_size: int = CHUNK,
+    schedule: Schedule | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
+    r"""The delta rule with decay, erase and write gates and a write key, forward and backward in Triton kernels.
+
+    Per value head, with the state `S [K, V]` in float32 and `D_t = Diag(exp(log_decay_t))`:
+
+        S_t = D_t S_{t-1} + k~_t (w_t * v_t - (D_t S_{t-1})^T (b_t * k_t))^T        o_t = scale * S_t^T q_t
+
+    evaluated in chunks of 64 tokens (equations 21 to 24 of Gated DeltaNet-2, arXiv 2605.22791, with `k~` and `k` told
+    apart). The backward keeps the segments' starting states and two `[64, 64]` matrices a chunk and recomputes the
+    rest. Runs are bit-identical. Few heads are spread over the card in segments of the sequence; there, what is left of
+    a state counts as zero where it is less than 1e-15 of it. A single token takes a kernel of its own that moves the
+    state once; a state that is donated is updated in place.
+
+    Args:
+        q: queries, bfloat16 or float32.
+        k: read keys.
+        v: values; value head `j` uses key head `j // (HV // H)`.
+        erase: gate on the read key; None is 1.
+        write: gate on the value; None is 1.
+        write_key: the key that is written; None is `k`. Kernels round it to the other matrices' dtype; its gradient has
+            the dtype that it is given in, so that one given in float32 gets one that nothing rounds.
+        log_decay: natural logarithm of the decay, `<= 0`, -inf included; None is no decay.
+        initial_state: the state before the first token; None is zero.
+        segment_ids: the state restarts where the id changes; the first token continues `initial_state`.
+        scale: factor on the output; None is `K ** -0.5`.
+        chunk_size: only 64.
+        schedule: how the call is cut into programs; None takes the device's tuned one.
+
+    Returns:
+        The output in `v`'s dtype and the final state in float32.
+
+    Raises:
+        NotImplementedError: `unsupported` has an objection.
+    """
+    refuse_unsupported("gated_delta_rule", q, k, v, erase, log_decay, chunk_size=chunk_size)
+    inputs = make_inputs(
+        q,
+        k,
+        v,
+        write_key=write_key,
+        erase=erase,
+        write=write,
+        log_decay=log_decay,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+    )
+    options, inputs = call_options(inputs, scale=scale, schedule=schedule)
+    if q.shape[1] == 1:
+        out, state = one_token(chunked_pass, options, inputs)
+    else:
+        out, state = crop_results(inputs, chunked_pass(options, pad_inputs(inputs)))
+    return out.astype(v.dtype), state
+
+
+def refuse_unsupported(operator: str, *arrays: Array | None, chunk_size: int) -> None:
+    """Raises NotImplementedError if `unsupported` has an objection."""
+    reason = unsupported(*arrays, chunk_size=chunk_size)  # type: ignore[arg-type]
+    if reason is not None:
+        raise NotImplementedError(f"{operator}: the Triton kernels do not support {reason}")
+
+
+def call_options(
+    inputs: Inputs, *, scale: float | None, schedule: Schedule | None, online: bool = True
+) -> tuple[Options, Inputs]:
+    """The static options of a call, and its inputs as its passes take them (see `Options`)."""
+    scale = inputs.q.shape[-1] ** -0.5 if scale is None else float(scale)
+    schedule = schedule or choose_schedule(inputs, online)
+    shares_gate = inputs.erase is not None and inputs.erase is inputs.write and inputs.erase.ndim == 3
+    if shares_gate:
+        inputs = inputs._replace(write=None)
+    write_key_dtype = None if inputs.write_key is None else inputs.write_key.dtype
+    return Options(online, scale, schedule, shares_gate, write_key_dtype), vary_alike(inputs)
