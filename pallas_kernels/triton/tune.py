@@ -152,10 +152,9 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch
     x, schedule = inputs, options.schedule
     p = problem_of(Problem, x, online=options.online, scale=options.scale, segments=schedule.segments)
     prepared = jax.jit(lambda x: prepare(p, x, schedule.prepare))(x)
-    maps = starts = ends = None
-    if p.segments > 1:
-        maps = jax.jit(lambda x, y: segment_maps(p, x, y, schedule.maps))(x, prepared)
-        starts = jax.jit(lambda m: fold_segments(p, m, x.initial_state, schedule.fold))(maps)
+    ends = None
+    maps = jax.jit(lambda x, y: segment_maps(p, x, y, schedule.maps))(x, prepared)
+    starts = jax.jit(lambda m: fold_segments(p, m, x.initial_state, schedule.fold))(maps)
     states, residuals = jax.jit(lambda x, y, z: states_pass(p, x, y, z, schedule.states))(x, prepared, starts)
     if maps is not None:
         offset = jax.jit(lambda x, y, d: reverse_offsets(p, x, y, d, schedule.offsets))(x, prepared, x.v)

@@ -1,5 +1,19 @@
 """Operators on arrays: pure functions, each with a token-by-token definition and faster forms of it.
 
+The way of a call from here to a kernel, with the delta rule as the example (a line is a frame of a traceback):
+
+    rnnlib.ops.sharding            call                     each device's rows and heads (see below)
+    rnnlib.ops.gated_delta_rule    gated_delta_rule         checks; the implementation: scan, chunked or triton
+        .triton                    gated_delta_rule_triton  compiled once by `jax.jit`
+    rnnlib.ops.derivatives         run                      derivatives beyond the first, by way of `chunked`
+    pallas_kernels.triton          gated_delta_rule         dtypes, schedule, padding
+        .delta_rule.differentiable chunked_pass             forward and backward: the stages, in order
+        .delta_rule.chunk_factors  prepare                  one stage: where each program finds its arrays
+        .common.backend            call                     `pl.pallas_call`
+
+The other operators go the same way: `api` checks and chooses, `scan` is the definition, `chunked` is XLA on any device,
+`triton` is the way to the kernels. What rules with a state `[K, V]` share is in `token_scan` and `chunk`.
+
 Arrays may be sharded by rows and heads over mesh axes of type Explicit (see `sharding`).
 """
 

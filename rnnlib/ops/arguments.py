@@ -90,17 +90,62 @@ def check_segment_ids(operator: str, segment_ids: Array | None, batch: int, leng
             raise ValueError(f"{operator}: segment_ids has numbers from {low} to {high}, expected those of {kept}")
 
 
-def check_key_value_heads(operator: str, q: Array, k: Array, v: Array) -> None:
-    """Checks q, k `[B, T, H, K]` and v `[B, T, HV, V]`, where HV is a multiple of H."""
+def check_key_value_heads(operator: str, q: Array, k: Array | None, v: Array) -> None:
+    """Checks q, k `[B, T, H, K]` (unless None) and v `[B, T, HV, V]`, where HV is a multiple of H."""
     check_rank(operator, "q", q, 4, axes="[B, T, H, K]")
     check_rank(operator, "v", v, 4, axes="[B, T, HV, V]")
-    check_shape(operator, "k", k, q.shape, axes="the shape of q, [B, T, H, K]")
+    if k is not None:
+        check_shape(operator, "k", k, q.shape, axes="the shape of q, [B, T, H, K]")
     if v.shape[:2] != q.shape[:2]:
         raise ValueError(f"{operator}: v has shape {v.shape}, expected batch and length [B, T] = {q.shape[:2]} as in q")
     if v.shape[2] % q.shape[2] != 0:
         raise ValueError(
             f"{operator}: v has {v.shape[2]} heads (shape {v.shape}), expected a multiple of the {q.shape[2]} key heads"
         )
+
+
+def check_rule(
+    operator: str,
+    q: Array,
+    v: Array,
+    *,
+    gates: Mapping[str, Array | None],
+    keys: Mapping[str, Array | None],
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    chunk_size: int,
+) -> None:
+    """Checks the arguments of a rule with a state `[K, V]` for each value head, beyond `check_key_value_heads`.
+
+    Args:
+        operator: the public function's name.
+        q: queries `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`.
+        gates: by name, None, `[B, T, HV]`, or one number a channel: `[B, T, HV, V]` for `write`, else `[B, T, HV, K]`.
+        keys: by name, None, `[B, T, H, K]` or `[B, T, HV, K]`.
+        initial_state: None or `[B, HV, K, V]`.
+        segment_ids: None or `[B, T]`.
+        chunk_size: tokens in a chunk.
+
+    Raises:
+        ValueError: names the argument, its shape and what was expected.
+        TypeError: `segment_ids` is no array of integers.
+    """
+    batch, length, _, key_size = q.shape
+    per_head, value_size = v.shape[:3], v.shape[3]
+    for name, gate in gates.items():
+        if gate is not None:
+            size, letter = (value_size, "V") if name == "write" else (key_size, "K")
+            axes = f"[B, T, HV] or [B, T, HV, {letter}]"
+            check_shape(operator, name, gate, per_head, (*per_head, size), axes=axes)
+    for name, key in keys.items():
+        if key is not None:
+            check_shape(operator, name, key, q.shape, (*per_head, key_size), axes="[B, T, H, K] or [B, T, HV, K]")
+    if initial_state is not None:
+        state_shape = (batch, v.shape[2], key_size, value_size)
+        check_shape(operator, "initial_state", initial_state, state_shape, axes="[B, HV, K, V]")
+    check_segment_ids(operator, segment_ids, batch, length)
+    check_chunk_size(operator, chunk_size)
 
 
 def check_chunk_size(operator: str, chunk_size: int) -> None:
@@ -199,35 +244,42 @@ def segment_index(segment_ids: Array) -> Array:
     return jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
 
 
-def choose_implementation(
+def choose_implementation[Implementation](
     operator: str,
     implementation: str | None,
-    unsupported: Mapping[str, Callable[[], str | None]],
+    implementations: Mapping[str, Implementation],
     preference: Sequence[str],
-) -> str:
+    **unsupported: Callable[[], str | None],
+) -> Implementation:
     """The implementation to run.
 
     Args:
         operator: the public function's name.
         implementation: what the caller asked for; `None` takes the first of `preference` that supports the case.
-        unsupported: for each implementation of this operator, a function that says why it can't serve this case, or
-            returns None where it can.
+        implementations: those of this operator, by name.
         preference: names, best first.
+        **unsupported: by the name of an implementation that does not serve every case, a function that says why it
+            can't serve this one, or returns None where it can.
 
     Raises:
         ValueError: `implementation` is no implementation's name.
         NotImplementedError: the implementation named does not support the case; says why.
     """
+
+    def objection(name: str) -> str | None:
+        return unsupported[name]() if name in unsupported else None
+
     if implementation is None:
-        return next(name for name in preference if name in unsupported and unsupported[name]() is None)
+        name = next(name for name in preference if name in implementations and objection(name) is None)
+        return implementations[name]
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{operator}: implementation is {implementation!r}, expected None or one of {IMPLEMENTATIONS}")
-    if implementation not in unsupported:
+    if implementation not in implementations:
         raise NotImplementedError(f"{operator}: there is no {implementation!r} implementation of this operator")
-    reason = unsupported[implementation]()
+    reason = objection(implementation)
     if reason is not None:
         raise NotImplementedError(f"{operator}: implementation {implementation!r} does not support {reason}")
-    return implementation
+    return implementations[implementation]
 
 
 def default_preference(length: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.varying import batch_alike, vary_alike
 from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
-from rnnlib.ops.heads import merge_heads
+from rnnlib.ops.heads import group_inputs, merge_heads
 
 _SMALLEST_CHUNK = 16
 _SMALLEST_PRODUCT = 4
@@ -179,6 +179,24 @@ def finite_log_decay(log_decay: Array | None, starts: Array | None) -> Array | N
     return jnp.where(starts, LOG_ZERO, 0.0 if log_decay is None else log_decay)
 
 
+def group_tokens(inputs: Any, starts: Array | None) -> Any:
+    """A rule's arguments with heads grouped and the log decay as `finite_log_decay` gives it.
+
+    Args:
+        inputs: a named tuple with at least `q [B, T, H, K]` and `log_decay`.
+        starts: None or `[B, T]`, true where a segment begins.
+    """
+    grouped = group_inputs(inputs)
+    decay = None if grouped.log_decay is None else grouped.log_decay.astype(accumulation_dtype(*inputs))
+    return grouped._replace(log_decay=finite_log_decay(decay, starts))
+
+
+def split_tokens(grouped: Any, size: int) -> Any:
+    """What `group_tokens` returns as chunks of `size` tokens, `[N, B, H, R, C, X]`, in the dtype of accumulation."""
+    dtype = accumulation_dtype(*grouped)
+    return jax.tree.map(lambda x: split_chunks(x.astype(dtype), size), grouped)
+
+
 def _states(factors: ChunkFactors, state: Array) -> tuple[Array, Array]:
     """The state that enters each chunk, `[N, B, H, R, K, V]`, and the one that leaves the last."""
 
@@ -271,23 +289,31 @@ def _sum_to_shape(x: Array, like: Array) -> Array:
 evaluate_chunks.defvjp(_evaluate_forward, _evaluate_backward)
 
 
+@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("scale", "chunk_size"), inline=True)
 def evaluate_rule(
-    chunk_factors: Callable[[Any, Array | None], ChunkFactors],
+    rule_factors: Callable[..., ChunkFactors],
     inputs: Any,
     initial_state: Array | None,
     segment_ids: Array | None,
+    *,
+    scale: float,
+    chunk_size: int,
 ) -> tuple[Array, Array]:
     """Runs a rule given by its chunk factors on arguments in the public layout.
 
     Args:
-        chunk_factors: from `(inputs, starts)` to the factors of all chunks at once.
+        rule_factors: from `(inputs, starts, scale=, size=)` to the factors of all chunks of `size` tokens at once.
         inputs: the rule's token-wise arguments, a named tuple with at least `q [B, T, H, K]` and `v [B, T, HV, V]`.
         initial_state: None (zero) or `[B, HV, K, V]`.
         segment_ids: None or `[B, T]`.
+        scale: factor on the output.
+        chunk_size: tokens in a chunk; shorter sequences use a smaller one.
 
     Returns:
         Output `[B, T, HV, V]` in `v`'s dtype and final state `[B, HV, K, V]`.
     """
+    size = chunk_length(inputs.q.shape[1], chunk_size)
+    chunk_factors = functools.partial(rule_factors, scale=scale, size=size)
     dtype = accumulation_dtype(*inputs, initial_state)
     batch, length, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]

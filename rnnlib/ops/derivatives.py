@@ -15,23 +15,28 @@ from pallas_kernels.varying import batch_alike
 Tree = Any
 
 
-def with_further_derivatives(kernel: Callable[..., Tree], reference: Callable[..., Tree]) -> Callable[..., Tree]:
-    """`kernel`, whose gradient is its own, and whose gradient's derivatives are those of `reference`'s gradient.
+def with_further_derivatives(
+    kernel: Callable[..., Tree], keywords: Callable[..., dict[str, Any]], reference: Callable[..., Tree]
+) -> Callable[..., Tree]:
+    """`kernel(**keywords(*arguments))` as a function of the arguments, with all derivatives.
+
+    The gradient is the kernel's own; its derivatives are those of `reference`'s gradient.
 
     So `jax.grad` runs kernels alone, and the gradient of a gradient, `jax.jvp` of one (a Hessian times a vector) and
     `jax.hessian` run `reference` besides.
 
     Args:
-        kernel: from positional arguments to arrays; `jax.vjp` goes through it. All arguments but the last are
-            differentiated; that is an array of integers or None.
-        reference: the same function, which can be differentiated twice.
+        kernel: a function of `pallas_kernels`; `jax.vjp` goes through it.
+        keywords: from positional arguments to the kernel's. All but the last argument are differentiated; the last is
+            an array of integers or None.
+        reference: the same function of the positional arguments, which can be differentiated twice.
     """
     structure: Any = None  # of the kernel's pull-back, whose arrays alone are passed on
 
     @jax.custom_jvp
     def forward(arrays: Tree, segment_ids: Tree) -> tuple[Tree, list[Any]]:
         nonlocal structure
-        results, pull_back = _vjp(kernel, arrays, segment_ids)
+        results, pull_back = _vjp(lambda *arguments: kernel(**keywords(*arguments)), arrays, segment_ids)
         kept, structure = jax.tree.flatten(pull_back)
         return results, kept
 
@@ -66,7 +71,10 @@ def with_further_derivatives(kernel: Callable[..., Tree], reference: Callable[..
     def run_backward(residuals: Tree, cotangents: Tree) -> tuple[Tree, ...]:
         return (*backward(*residuals, cotangents), None)
 
-    run = jax.custom_vjp(lambda *arguments: batch_alike(arguments, kernel(*arguments)))
+    @jax.custom_vjp
+    def run(*arguments: Tree) -> Tree:
+        return batch_alike(arguments, kernel(**keywords(*arguments)))
+
     run.defvjp(run_forward, run_backward)
     return run
 

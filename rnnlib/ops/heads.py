@@ -1,5 +1,8 @@
 """Grouped value heads: value head `j` uses key head `j // R`, `R = HV // H`, and nothing is repeated in memory."""
 
+from typing import Any
+
+import jax
 from jax import Array
 
 
@@ -20,3 +23,8 @@ def group_heads(x: Array, heads: int) -> Array:
 def merge_heads(x: Array) -> Array:
     """The inverse of `group_heads`: `[B, T, H, n, X]` to `[B, T, n * H, X]`."""
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
+
+
+def group_inputs(inputs: Any) -> Any:
+    """`group_heads` of each array of a named tuple with `q [B, T, H, K]`."""
+    return jax.tree.map(lambda x: group_heads(x, inputs.q.shape[2]), inputs)

@@ -2,6 +2,7 @@
 
 import warnings
 from types import ModuleType
+from typing import Any
 
 from jax import Array
 
@@ -23,10 +24,16 @@ def triton_kernels() -> ModuleType:
     return triton
 
 
-def triton_unsupported(q: Array, k: Array, v: Array, *gates: Array | None, chunk_size: int) -> str | None:
-    """Why the Triton kernels can't serve a call, as a noun phrase, or None if they can; `gates` are erase and decay."""
+def triton_unsupported(objection: str, *arrays: Array | None, **options: Any) -> str | None:
+    """Why the Triton kernels can't serve a call, as a noun phrase, or None if they can.
+
+    Args:
+        objection: name of the function of `pallas_kernels.triton` that knows, such as `"unsupported"`.
+        *arrays: its arguments.
+        **options: likewise.
+    """
     try:
         kernels = triton_kernels()
     except ImportError as error:
         return f"this installation: {error}"
-    return kernels.unsupported(q, k, v, *gates, chunk_size=chunk_size)
+    return getattr(kernels, objection)(*arrays, **options)

@@ -182,7 +182,11 @@ class TestTable3:
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        ({"v": jnp.ones((1, 3, 3, 4))}, ValueError, r"v has shape \(1, 3, 3, 4\), .* HV a multiple of 2"),
+        (
+            {"v": jnp.ones((1, 3, 3, 4))},
+            ValueError,
+            r"v has 3 heads \(shape \(1, 3, 3, 4\)\), expected a multiple of the 2",
+        ),
         ({"a": jnp.ones((1, 3, 2, 4))}, ValueError, r"a has shape \(1, 3, 2, 4\), expected \[B, T, H, K\] or"),
         ({"b": jnp.ones((1, 3, 2, 5), int)}, TypeError, "b has dtype int32"),
         ({"log_decay": jnp.ones((1, 3, 2))}, ValueError, r"log_decay has shape \(1, 3, 2\)"),

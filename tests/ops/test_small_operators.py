@@ -208,4 +208,4 @@ def test_a_gpu_without_the_kernels_backend_warns_and_goes_on(monkeypatch):
         with (
             pytest.warns(RuntimeWarning, match="operators run without kernels") if platform == "gpu" else nullcontext()
         ):
-            assert kernels.triton_unsupported(q, q, q, chunk_size=64).startswith("this installation: ")
+            assert kernels.triton_unsupported("unsupported", q, q, q, chunk_size=64).startswith("this installation: ")

@@ -56,17 +56,21 @@ def _operands(options: Options, inputs: Inputs) -> Inputs:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` for padded inputs; differentiable."""
-    return _forward(options, inputs)[0]
-
-
-def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
     problem, schedule = _problem(options, inputs), options.schedule
     inputs = _operands(options, inputs)
     prepared = prepare(problem, inputs, schedule.prepare)
-    maps = starts = None
-    if problem.segments > 1:
-        maps = segment_maps(problem, inputs, prepared, schedule.maps)
-        starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
+    maps = segment_maps(problem, inputs, prepared, schedule.maps)
+    starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
+    return batch_alike(inputs, output_pass(problem, inputs, prepared, starts, schedule.output))
+
+
+def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
+    """The stages of `chunked_pass` with what the backward keeps; here rather than there for a shorter traceback."""
+    problem, schedule = _problem(options, inputs), options.schedule
+    inputs = _operands(options, inputs)
+    prepared = prepare(problem, inputs, schedule.prepare)
+    maps = segment_maps(problem, inputs, prepared, schedule.maps)
+    starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
     results = batch_alike(inputs, output_pass(problem, inputs, prepared, starts, schedule.output))
     # Matrices as large as the inputs are made again in the backward; what is a number a token is kept.
     kept = prepared._replace(read=None, erased=None, written=None, growth=None)

@@ -176,9 +176,11 @@ def _fold_kernel(r, *, problem: Problem, block: int, reverse: bool):
     pl.when(jnp.logical_not(is_strong) & (own == 0))(in_order)
 
 
-def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch) -> SegmentMaps:
-    """M and N of each segment."""
+def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch) -> SegmentMaps | None:
+    """M and N of each segment; None where there is one segment."""
     p = problem
+    if p.segments == 1:
+        return None
     block = min(launch.block, p.value_size, p.key_size)
     value_blocks = p.value_size // block
     grid, at = sequence_grid(p, p.value_size + (p.key_size if p.online else 0), block)
@@ -223,8 +225,8 @@ def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: L
 
 
 def fold_segments(
-    problem: Problem, maps: SegmentMaps, boundary: Array | None, launch: Launch, reverse: bool = False
-) -> Array:
+    problem: Problem, maps: SegmentMaps | None, boundary: Array | None, launch: Launch, reverse: bool = False
+) -> Array | None:
     """The state at each segment's start or, in `reverse`, its gradient at each segment's end.
 
     Args:
@@ -235,9 +237,11 @@ def fold_segments(
         reverse: from the last segment to the first.
 
     Returns:
-        `[B, HV, P, V, K]` float32.
+        `[B, HV, P, V, K]` float32; None where there is one segment.
     """
     p = problem
+    if maps is None:
+        return None
     block = min(launch.block, p.value_size)
     side_by_side = 1 if maps.survival is None else p.segments
 

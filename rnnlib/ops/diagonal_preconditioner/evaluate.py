@@ -1,5 +1,6 @@
 """The diagonal Gram and a readout of it: checks of what the operators share, choice of implementation."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jax import Array
@@ -15,9 +16,14 @@ from rnnlib.ops.diagonal_preconditioner.chunked import diagonal_gram_chunked
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
 from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram
 from rnnlib.ops.diagonal_preconditioner.scan import diagonal_gram_scan
-from rnnlib.ops.diagonal_preconditioner.triton import diagonal_gram_triton, triton_gram_unsupported
+from rnnlib.ops.diagonal_preconditioner.triton import diagonal_gram_triton
+from rnnlib.ops.kernels import triton_unsupported
 
-_IN_XLA = {"scan": diagonal_gram_scan, "chunked": diagonal_gram_chunked}
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "scan": diagonal_gram_scan,
+    "chunked": diagonal_gram_chunked,
+    "triton": diagonal_gram_triton,
+}
 
 
 def evaluate(
@@ -58,18 +64,19 @@ def evaluate(
     if initial_state is not None:
         check_shape(operator, "initial_state", initial_state, (batch, heads, channels), axes="[B, H, K]")
     check_segment_ids(operator, segment_ids, batch, length)
-    unsupported = {
-        **{name: lambda: None for name in _IN_XLA},
-        "triton": lambda: triton_gram_unsupported(k, x, parameter, log_decay, gain, initial_state),
-    }
     # A single token is one fused loop in XLA: nothing is left for a kernel to gain.
     preference = ("scan", "chunked") if length == 1 else default_preference(length)
-    chosen = choose_implementation(operator, implementation, unsupported, preference)
-    if chosen == "triton":
+    run = choose_implementation(
+        operator,
+        implementation,
+        _IMPLEMENTATIONS,
+        preference,
+        triton=lambda: triton_unsupported("gram_unsupported", k, x, parameter, log_decay, gain, initial_state),
+    )
+    if run is diagonal_gram_triton:
         options: dict[str, Any] = {"readout": readout, "like": like, "dtype": dtype, "with_key": with_key}
         return diagonal_gram_triton(inputs, x, parameter, initial_state, segment_ids, **options)
     if dtype is None and like is not None:
         dtype = like.dtype
-    recurrence = _IN_XLA[chosen]
-    out, final = read_gram(recurrence, inputs, x, parameter, initial_state, segment_ids, readout=readout, dtype=dtype)
+    out, final = read_gram(run, inputs, x, parameter, initial_state, segment_ids, readout=readout, dtype=dtype)
     return out, final, k

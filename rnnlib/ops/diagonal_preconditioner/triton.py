@@ -15,15 +15,6 @@ from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram
 from rnnlib.ops.kernels import triton_kernels
 
 
-def triton_gram_unsupported(*arrays: Array | None) -> str | None:
-    """Why the kernels can't serve a call on these arrays (keys first), as a noun phrase, or None if they can."""
-    try:
-        kernels = triton_kernels()
-    except ImportError as error:
-        return f"this installation: {error}"
-    return kernels.gram_unsupported(*arrays)
-
-
 @functools.partial(jax.jit, static_argnames=("readout", "dtype", "with_key"), inline=True)
 def diagonal_gram_triton(
     inputs: DiagonalGramInputs,
@@ -43,25 +34,15 @@ def diagonal_gram_triton(
     stored = jnp.float32 if like is None else like.dtype
     dtype = stored if dtype is None else dtype
 
-    def kernel(inputs, x, parameter, initial_state, segment_ids):
-        return kernels.diagonal_gram_readout(
-            inputs.k,
-            x,
-            parameter,
-            readout=of_kernels,
-            dtype=dtype,
-            stored=stored,
-            log_decay=inputs.log_decay,
-            gain=inputs.gain,
-            initial_state=initial_state,
-            segment_ids=segment_ids,
-            with_key=with_key,
-        )
+    def keywords(inputs, x, parameter, initial_state, segment_ids) -> dict[str, Any]:
+        arrays = {**inputs._asdict(), "x": x, "parameter": parameter, "initial_state": initial_state}
+        options = {"readout": of_kernels, "dtype": dtype, "stored": stored, "with_key": with_key}
+        return {**arrays, "segment_ids": segment_ids, **options}
 
     def reference(inputs, *rest):
         results = read_gram(diagonal_gram_chunked, inputs, *rest, readout=readout, dtype=dtype)
         return (*results, inputs.k) if with_key else results
 
-    run = with_further_derivatives(kernel, reference)
+    run = with_further_derivatives(kernels.diagonal_gram_readout, keywords, reference)
     out, final, *key = run(inputs, x, parameter, initial_state, segment_ids)
     return out, final, (key[0] if key else inputs.k)

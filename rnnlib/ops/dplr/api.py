@@ -1,15 +1,14 @@
 """The diagonal-plus-low-rank recurrence: checks, choice of implementation, documentation."""
 
 import functools
+from collections.abc import Callable
 
 from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import (
-    check_chunk_size,
-    check_rank,
-    check_segment_ids,
-    check_shape,
+    check_key_value_heads,
+    check_rule,
     choose_implementation,
     default_preference,
     floating_arrays,
@@ -76,33 +75,22 @@ def dplr(
     q, k, v, a, b, log_decay, initial_state = floating_arrays(
         _NAME, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay, initial_state=initial_state
     )
-    check_rank(_NAME, "q", q, 4, axes="[B, T, H, K]")
-    check_rank(_NAME, "v", v, 4, axes="[B, T, HV, V]")
-    batch, length, heads, key_size = q.shape
-    value_heads, value_size = v.shape[2:]
-    if v.shape[:2] != (batch, length) or value_heads % heads != 0:
-        raise ValueError(
-            f"{_NAME}: v has shape {v.shape}, expected [B, T, HV, V] with [B, T] = {(batch, length)} and HV a multiple "
-            f"of {heads}"
-        )
-    per_head = (batch, length, value_heads)
-    for name, vector in (("k", k), ("a", a), ("b", b)):
-        check_shape(_NAME, name, vector, q.shape, (*per_head, key_size), axes="[B, T, H, K] or [B, T, HV, K]")
-    if log_decay is not None:
-        axes = "[B, T, HV] or [B, T, HV, K]"
-        check_shape(_NAME, "log_decay", log_decay, per_head, (*per_head, key_size), axes=axes)
-    if initial_state is not None:
-        state_shape = (batch, value_heads, key_size, value_size)
-        check_shape(_NAME, "initial_state", initial_state, state_shape, axes="[B, HV, K, V]")
-    check_segment_ids(_NAME, segment_ids, batch, length)
-    check_chunk_size(_NAME, chunk_size)
+    check_key_value_heads(_NAME, q, None, v)
+    check_rule(
+        _NAME,
+        q,
+        v,
+        gates={"log_decay": log_decay},
+        keys={"k": k, "a": a, "b": b},
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        chunk_size=chunk_size,
+    )
     q, scale = scaled_queries(_NAME, q, scale)
 
-    implementations = {
+    implementations: dict[str, Callable[..., tuple[Array, Array]]] = {
         "scan": functools.partial(dplr_scan, scale=scale),
         "chunked": functools.partial(dplr_chunked, scale=scale, chunk_size=chunk_size),
     }
-    unsupported = {name: lambda: None for name in implementations}
-    arguments = DPLRInputs(q, k, v, a, b, log_decay), initial_state, segment_ids
-    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
-    return implementations[chosen](*arguments)
+    run = choose_implementation(_NAME, implementation, implementations, default_preference(q.shape[1]))
+    return run(DPLRInputs(q, k, v, a, b, log_decay), initial_state, segment_ids)

@@ -2,12 +2,10 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops import chunk
-from rnnlib.ops.arguments import accumulation_dtype
 from rnnlib.ops.dplr.inputs import DPLRInputs
 from rnnlib.ops.triangular import unit_lower_inverse
 
@@ -29,14 +27,11 @@ def dplr_factors(inputs: DPLRInputs, starts: Array | None, *, scale: float, size
         scale: factor on the queries.
         size: chunk size C.
     """
-    dtype = accumulation_dtype(*inputs)
-    grouped = inputs.group_heads()
-    decay = None if grouped.log_decay is None else grouped.log_decay.astype(dtype)
-    grouped = grouped._replace(log_decay=chunk.finite_log_decay(decay, starts))
+    grouped = chunk.group_tokens(inputs, starts)
     if starts is not None:
         # A segment's first token has nothing to read: it would see the state before the reset.
         grouped = grouped._replace(a=jnp.where(starts[:, :, None, None, None], 0.0, grouped.a))
-    c = jax.tree.map(lambda x: chunk.split_chunks(x.astype(dtype), size), grouped)
+    c = chunk.split_tokens(grouped, size)
 
     q = scale * c.q
     if c.log_decay is None:
@@ -77,24 +72,4 @@ def _join(first: Array, second: Array, *, axis: int) -> Array:
     return jnp.concatenate([first, second], axis=axis)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "chunk_size"), inline=True)
-def dplr_chunked(
-    inputs: DPLRInputs,
-    initial_state: Array | None,
-    segment_ids: Array | None,
-    *,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Array, Array]:
-    """Evaluates the recurrence chunk by chunk; arguments and results as `dplr_scan`.
-
-    Args:
-        inputs: token-wise arguments.
-        initial_state: None (zero) or `[B, HV, K, V]`.
-        segment_ids: None or `[B, T]`.
-        scale: factor on the output.
-        chunk_size: tokens in a chunk; shorter sequences use a smaller one.
-    """
-    size = chunk.chunk_length(inputs.q.shape[1], chunk_size)
-    factors = functools.partial(dplr_factors, scale=scale, size=size)
-    return chunk.evaluate_rule(factors, inputs, initial_state, segment_ids)
+dplr_chunked = functools.partial(chunk.evaluate_rule, dplr_factors)

@@ -2,10 +2,7 @@
 
 from typing import NamedTuple
 
-import jax
 from jax import Array
-
-from rnnlib.ops.heads import group_heads
 
 
 class DPLRInputs(NamedTuple):
@@ -26,8 +23,3 @@ class DPLRInputs(NamedTuple):
     a: Array
     b: Array
     log_decay: Array | None
-
-    def group_heads(self) -> "DPLRInputs":
-        """Splits heads into `[B, T, H, R, X]`, R = HV // H or 1, and gives a decay per head a channel axis of 1."""
-        heads = self.q.shape[2]
-        return jax.tree.map(lambda x: group_heads(x, heads), self)

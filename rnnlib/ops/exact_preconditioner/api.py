@@ -68,5 +68,5 @@ def exact_preconditioner(
         check_shape(_NAME, "initial_inverse", initial_inverse, shape, axes="[B, H, K, K]")
     ridges = per_head(_NAME, "ridge", ridge, heads, accumulation_dtype(k), is_positive=True)
     check_segment_ids(_NAME, segment_ids, batch, length)
-    choose_implementation(_NAME, implementation, {"scan": lambda: None}, ("scan",))
-    return exact_preconditioner_scan(q, k, gain, ridges, initial_inverse, segment_ids)
+    run = choose_implementation(_NAME, implementation, {"scan": exact_preconditioner_scan}, ("scan",))
+    return run(q, k, gain, ridges, initial_inverse, segment_ids)

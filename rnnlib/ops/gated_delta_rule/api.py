@@ -1,14 +1,15 @@
 """The gated delta rule: checks, choice of implementation, documentation."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import (
-    check_chunk_size,
     check_key_value_heads,
-    check_segment_ids,
+    check_rule,
     check_shape,
     choose_implementation,
     default_preference,
@@ -99,42 +100,36 @@ def gated_delta_rule(
         initial_state=initial_state,
     )
     check_key_value_heads(_NAME, q, k, v)
-    batch, length, _, key_size = q.shape
-    value_heads, value_size = v.shape[2:]
-    per_head = (batch, length, value_heads)
-    per_key_channel = (*per_head, key_size)
     if beta is not None:
         if erase is not None or write is not None:
             given = "erase" if erase is not None else "write"
             raise ValueError(f"{_NAME}: beta is short for erase = write = beta, so it can't be given with {given}")
-        check_shape(_NAME, "beta", beta, per_head, axes="[B, T, HV]")
+        check_shape(_NAME, "beta", beta, v.shape[:3], axes="[B, T, HV]")
         erase = write = beta
-    if erase is not None:
-        check_shape(_NAME, "erase", erase, per_head, per_key_channel, axes="[B, T, HV] or [B, T, HV, K]")
-    if write is not None:
-        check_shape(_NAME, "write", write, per_head, v.shape, axes="[B, T, HV] or [B, T, HV, V]")
-    if write_key is not None:
-        check_shape(_NAME, "write_key", write_key, q.shape, per_key_channel, axes="[B, T, H, K] or [B, T, HV, K]")
-    if log_decay is not None:
-        check_shape(_NAME, "log_decay", log_decay, per_head, per_key_channel, axes="[B, T, HV] or [B, T, HV, K]")
-    if initial_state is not None:
-        state_shape = (batch, value_heads, key_size, value_size)
-        check_shape(_NAME, "initial_state", initial_state, state_shape, axes="[B, HV, K, V]")
-    check_segment_ids(_NAME, segment_ids, batch, length)
-    check_chunk_size(_NAME, chunk_size)
+    check_rule(
+        _NAME,
+        q,
+        v,
+        gates={"erase": erase, "write": write, "log_decay": log_decay},
+        keys={"write_key": write_key},
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        chunk_size=chunk_size,
+    )
     q, scale = scaled_queries(_NAME, q, scale)
 
-    inputs = DeltaRuleInputs(q, k, v, erase, write, write_key, log_decay)
-    implementations = {
+    options: dict[str, Any] = {"scale": scale, "chunk_size": chunk_size}
+    shares_gate = write is not None and write is erase
+    implementations: dict[str, Callable[..., tuple[Array, Array]]] = {
         "scan": functools.partial(gated_delta_rule_scan, scale=scale),
-        "chunked": functools.partial(gated_delta_rule_chunked, scale=scale, chunk_size=chunk_size),
-        "triton": functools.partial(gated_delta_rule_triton, scale=scale, chunk_size=chunk_size),
+        "chunked": functools.partial(gated_delta_rule_chunked, **options),
+        "triton": functools.partial(gated_delta_rule_triton, shares_gate=shares_gate, **options),
     }
-    unsupported = {
-        "scan": lambda: None,
-        "chunked": lambda: None,
-        "triton": lambda: triton_unsupported(q, k, v, erase, log_decay, chunk_size=chunk_size),
-    }
-    arguments = inputs, initial_state, segment_ids
-    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
-    return implementations[chosen](*arguments)
+    run = choose_implementation(
+        _NAME,
+        implementation,
+        implementations,
+        default_preference(q.shape[1]),
+        triton=lambda: triton_unsupported("unsupported", q, k, v, erase, log_decay, chunk_size=chunk_size),
+    )
+    return run(DeltaRuleInputs(q, k, v, erase, write, write_key, log_decay), initial_state, segment_ids)

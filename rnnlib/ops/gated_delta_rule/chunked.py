@@ -2,12 +2,10 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops import chunk
-from rnnlib.ops.arguments import accumulation_dtype
 from rnnlib.ops.gated_delta_rule.inputs import DeltaRuleInputs
 from rnnlib.ops.triangular import unit_lower_inverse
 
@@ -29,11 +27,7 @@ def delta_rule_factors(inputs: DeltaRuleInputs, starts: Array | None, *, scale: 
         scale: factor on the queries.
         size: chunk size C.
     """
-    dtype = accumulation_dtype(*inputs)
-    grouped = inputs.group_heads()
-    decay = None if grouped.log_decay is None else grouped.log_decay.astype(dtype)
-    grouped = grouped._replace(log_decay=chunk.finite_log_decay(decay, starts))
-    c = jax.tree.map(lambda x: chunk.split_chunks(x.astype(dtype), size), grouped)
+    c = chunk.split_tokens(chunk.group_tokens(inputs, starts), size)
 
     # Rows are tokens of a chunk: [N, B, H, R, C, K or V].
     e = c.k if c.erase is None else c.erase * c.k
@@ -60,23 +54,4 @@ def delta_rule_factors(inputs: DeltaRuleInputs, starts: Array | None, *, scale: 
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "chunk_size"), inline=True)
-def gated_delta_rule_chunked(
-    inputs: DeltaRuleInputs,
-    initial_state: Array | None,
-    segment_ids: Array | None,
-    *,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Array, Array]:
-    """Evaluates the gated delta rule chunk by chunk; arguments and results as `gated_delta_rule_scan`.
-
-    Args:
-        inputs: token-wise arguments.
-        initial_state: None (zero) or `[B, HV, K, V]`.
-        segment_ids: None or `[B, T]`.
-        scale: factor on the output.
-        chunk_size: tokens in a chunk; shorter sequences use a smaller one.
-    """
-    factors = functools.partial(delta_rule_factors, scale=scale, size=chunk.chunk_length(inputs.q.shape[1], chunk_size))
-    return chunk.evaluate_rule(factors, inputs, initial_state, segment_ids)
+gated_delta_rule_chunked = functools.partial(chunk.evaluate_rule, delta_rule_factors)

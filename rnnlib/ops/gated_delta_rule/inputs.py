@@ -2,10 +2,7 @@
 
 from typing import NamedTuple
 
-import jax
 from jax import Array
-
-from rnnlib.ops.heads import group_heads
 
 
 class DeltaRuleInputs(NamedTuple):
@@ -28,7 +25,3 @@ class DeltaRuleInputs(NamedTuple):
     write: Array | None
     write_key: Array | None
     log_decay: Array | None
-
-    def group_heads(self) -> "DeltaRuleInputs":
-        """Splits heads into `[B, T, H, R, X]`, R = HV // H or 1, and gives per-head gates a channel axis of 1."""
-        return jax.tree.map(lambda x: group_heads(x, self.q.shape[2]), self)

@@ -1,6 +1,7 @@
 """The gated delta rule on NVIDIA GPUs: the kernels of `pallas_kernels.triton`."""
 
 import functools
+from typing import Any
 
 import jax
 from jax import Array
@@ -11,31 +12,8 @@ from rnnlib.ops.gated_delta_rule.inputs import DeltaRuleInputs
 from rnnlib.ops.kernels import triton_kernels
 
 
-def gated_delta_rule_triton(
-    inputs: DeltaRuleInputs,
-    initial_state: Array | None,
-    segment_ids: Array | None,
-    *,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Array, Array]:
-    """Evaluates the gated delta rule by kernels; arguments and results as `gated_delta_rule_scan`.
-
-    Args:
-        inputs: token-wise arguments. Kernels load a gate that is both `erase` and `write` once.
-        initial_state: None (zero) or `[B, HV, K, V]`.
-        segment_ids: None or `[B, T]`.
-        scale: factor on the output.
-        chunk_size: tokens in a chunk.
-    """
-    shares_gate = inputs.write is not None and inputs.write is inputs.erase
-    if shares_gate:
-        inputs = inputs._replace(write=None)  # jit would make two arguments of it
-    return _run(inputs, initial_state, segment_ids, shares_gate=shares_gate, scale=scale, chunk_size=chunk_size)
-
-
 @functools.partial(jax.jit, static_argnames=("shares_gate", "scale", "chunk_size"), inline=True)
-def _run(
+def gated_delta_rule_triton(
     inputs: DeltaRuleInputs,
     initial_state: Array | None,
     segment_ids: Array | None,
@@ -44,19 +22,28 @@ def _run(
     scale: float,
     chunk_size: int,
 ) -> tuple[Array, Array]:
+    """Evaluates the gated delta rule by kernels; results as `gated_delta_rule_scan`.
+
+    Args:
+        inputs: token-wise arguments.
+        initial_state: None (zero) or `[B, HV, K, V]`.
+        segment_ids: None or `[B, T]`.
+        shares_gate: whether `erase` is the write gate too: kernels then load it once.
+        scale: factor on the output.
+        chunk_size: tokens in a chunk.
+    """
+    if shares_gate:
+        inputs = inputs._replace(write=None)
+
     def with_shared(inputs: DeltaRuleInputs) -> DeltaRuleInputs:
         return inputs._replace(write=inputs.erase) if shares_gate else inputs
 
-    def kernel(inputs, initial_state, segment_ids):
-        return triton_kernels().gated_delta_rule(
-            **with_shared(inputs)._asdict(),
-            initial_state=initial_state,
-            segment_ids=segment_ids,
-            scale=scale,
-            chunk_size=chunk_size,
-        )
+    def keywords(inputs, initial_state, segment_ids) -> dict[str, Any]:
+        arrays = {**with_shared(inputs)._asdict(), "initial_state": initial_state, "segment_ids": segment_ids}
+        return {**arrays, "scale": scale, "chunk_size": chunk_size}
 
     def reference(inputs, *rest):
         return gated_delta_rule_chunked(with_shared(inputs), *rest, scale=scale, chunk_size=chunk_size)
 
-    return with_further_derivatives(kernel, reference)(inputs, initial_state, segment_ids)
+    run = with_further_derivatives(triton_kernels().gated_delta_rule, keywords, reference)
+    return run(inputs, initial_state, segment_ids)

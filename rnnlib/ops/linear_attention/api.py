@@ -1,15 +1,15 @@
 """Linear attention: checks, choice of implementation, documentation."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import (
-    check_chunk_size,
     check_key_value_heads,
-    check_segment_ids,
-    check_shape,
+    check_rule,
     choose_implementation,
     default_preference,
     floating_arrays,
@@ -77,32 +77,29 @@ def linear_attention(
         _NAME, q=q, k=k, v=v, log_decay=log_decay, write=write, initial_state=initial_state
     )
     check_key_value_heads(_NAME, q, k, v)
-    batch, length, _, key_size = q.shape
-    value_heads, value_size = v.shape[2:]
-    per_head = (batch, length, value_heads)
-    per_key_channel = (*per_head, key_size)
-    if log_decay is not None:
-        check_shape(_NAME, "log_decay", log_decay, per_head, per_key_channel, axes="[B, T, HV] or [B, T, HV, K]")
-    if write is not None:
-        check_shape(_NAME, "write", write, per_head, v.shape, axes="[B, T, HV] or [B, T, HV, V]")
-    if initial_state is not None:
-        state_shape = (batch, value_heads, key_size, value_size)
-        check_shape(_NAME, "initial_state", initial_state, state_shape, axes="[B, HV, K, V]")
-    check_segment_ids(_NAME, segment_ids, batch, length)
-    check_chunk_size(_NAME, chunk_size)
+    check_rule(
+        _NAME,
+        q,
+        v,
+        gates={"log_decay": log_decay, "write": write},
+        keys={},
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        chunk_size=chunk_size,
+    )
     q, scale = scaled_queries(_NAME, q, scale)
 
-    inputs = LinearAttentionInputs(q, k, v, write, log_decay)
-    implementations = {
+    options: dict[str, Any] = {"scale": scale, "chunk_size": chunk_size}
+    implementations: dict[str, Callable[..., tuple[Array, Array]]] = {
         "scan": functools.partial(linear_attention_scan, scale=scale),
-        "chunked": functools.partial(linear_attention_chunked, scale=scale, chunk_size=chunk_size),
-        "triton": functools.partial(linear_attention_triton, scale=scale, chunk_size=chunk_size),
+        "chunked": functools.partial(linear_attention_chunked, **options),
+        "triton": functools.partial(linear_attention_triton, **options),
     }
-    unsupported = {
-        "scan": lambda: None,
-        "chunked": lambda: None,
-        "triton": lambda: triton_unsupported(q, k, v, log_decay, chunk_size=chunk_size),
-    }
-    arguments = inputs, initial_state, segment_ids
-    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
-    return implementations[chosen](*arguments)
+    run = choose_implementation(
+        _NAME,
+        implementation,
+        implementations,
+        default_preference(q.shape[1]),
+        triton=lambda: triton_unsupported("unsupported", q, k, v, log_decay, chunk_size=chunk_size),
+    )
+    return run(LinearAttentionInputs(q, k, v, write, log_decay), initial_state, segment_ids)

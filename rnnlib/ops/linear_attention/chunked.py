@@ -2,12 +2,10 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops import chunk
-from rnnlib.ops.arguments import accumulation_dtype
 from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
 
 
@@ -22,11 +20,7 @@ def linear_attention_factors(
         scale: factor on the queries.
         size: chunk size C.
     """
-    dtype = accumulation_dtype(*inputs)
-    grouped = inputs.group_heads()
-    decay = None if grouped.log_decay is None else grouped.log_decay.astype(dtype)
-    grouped = grouped._replace(log_decay=chunk.finite_log_decay(decay, starts))
-    c = jax.tree.map(lambda x: chunk.split_chunks(x.astype(dtype), size), grouped)
+    c = chunk.split_tokens(chunk.group_tokens(inputs, starts), size)
 
     z = c.v if c.write is None else c.write * c.v
     q = scale * c.q
@@ -41,24 +35,4 @@ def linear_attention_factors(
     return chunk.ChunkFactors(read=q_bar, scores=scores, correction=None, update=z, write=k_tail, decay=total)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "chunk_size"), inline=True)
-def linear_attention_chunked(
-    inputs: LinearAttentionInputs,
-    initial_state: Array | None,
-    segment_ids: Array | None,
-    *,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Array, Array]:
-    """Evaluates linear attention chunk by chunk; arguments and results as `linear_attention_scan`.
-
-    Args:
-        inputs: token-wise arguments.
-        initial_state: None (zero) or `[B, HV, K, V]`.
-        segment_ids: None or `[B, T]`.
-        scale: factor on the output.
-        chunk_size: tokens in a chunk; shorter sequences use a smaller one.
-    """
-    size = chunk.chunk_length(inputs.q.shape[1], chunk_size)
-    factors = functools.partial(linear_attention_factors, scale=scale, size=size)
-    return chunk.evaluate_rule(factors, inputs, initial_state, segment_ids)
+linear_attention_chunked = functools.partial(chunk.evaluate_rule, linear_attention_factors)

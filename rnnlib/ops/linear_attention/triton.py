@@ -1,6 +1,7 @@
 """Linear attention on NVIDIA GPUs: the kernels of `pallas_kernels.triton`."""
 
 import functools
+from typing import Any
 
 import jax
 from jax import Array
@@ -33,17 +34,13 @@ def linear_attention_triton(
         chunk_size: tokens in a chunk.
     """
 
-    def kernel(inputs, initial_state, segment_ids):
+    def keywords(inputs, initial_state, segment_ids) -> dict[str, Any]:
         factor = scale
         if abs(scale) < _SMALLEST_SCALE:
             inputs, factor = inputs._replace(q=scale * inputs.q), 1.0
-        return triton_kernels().linear_attention(
-            **inputs._asdict(),
-            initial_state=initial_state,
-            segment_ids=segment_ids,
-            scale=factor,
-            chunk_size=chunk_size,
-        )
+        arrays = {**inputs._asdict(), "initial_state": initial_state, "segment_ids": segment_ids}
+        return {**arrays, "scale": factor, "chunk_size": chunk_size}
 
     reference = functools.partial(linear_attention_chunked, scale=scale, chunk_size=chunk_size)
-    return with_further_derivatives(kernel, reference)(inputs, initial_state, segment_ids)
+    run = with_further_derivatives(triton_kernels().linear_attention, keywords, reference)
+    return run(inputs, initial_state, segment_ids)

@@ -120,16 +120,19 @@ def ridge_solve(
     by_channel = strength if strength.ndim == 2 else strength.reshape(-1, 1)
     inputs = RidgeInputs(q, k, by_channel, log_decay)
     options = SolveOptions(bool(adaptive), iterations, solver)
-    implementations = {
+    implementations: dict[str, Callable[..., tuple[Array, Array]]] = {
         "scan": functools.partial(ridge_solve_scan, options=options),
         "chunked": functools.partial(ridge_solve_chunked, options=options, chunk_size=chunk_size),
         "triton": functools.partial(ridge_solve_triton, options=options, chunk_size=chunk_size),
     }
-    unsupported: dict[str, Callable[[], str | None]] = {
-        "scan": lambda: "running backwards through the iterations" if solver.differentiation == "reversed" else None,
-        "chunked": lambda: "the exact solver, which factorises every Gram matrix" if solver.method == "exact" else None,
-        "triton": lambda: ridge_triton_unsupported(inputs, options, chunk_size),
-    }
-    arguments = inputs, initial_gram, segment_ids
-    chosen = choose_implementation(_NAME, implementation, unsupported, default_preference(length))
-    return implementations[chosen](*arguments)
+    is_reversed, is_exact = solver.differentiation == "reversed", solver.method == "exact"
+    run = choose_implementation(
+        _NAME,
+        implementation,
+        implementations,
+        default_preference(length),
+        scan=lambda: "running backwards through the iterations" if is_reversed else None,
+        chunked=lambda: "the exact solver, which factorises every Gram matrix" if is_exact else None,
+        triton=lambda: ridge_triton_unsupported(inputs, options, chunk_size),
+    )
+    return run(inputs, initial_gram, segment_ids)

@@ -1,13 +1,14 @@
 """The ridge solve on NVIDIA GPUs: the kernels of `pallas_kernels.triton`."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops.derivatives import with_further_derivatives
-from rnnlib.ops.kernels import triton_kernels
+from rnnlib.ops.kernels import triton_kernels, triton_unsupported
 from rnnlib.ops.ridge_solve.chunked import ridge_solve_chunked
 from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
 from rnnlib.ops.ridge_solve.solvers import Solver
@@ -28,14 +29,8 @@ def ridge_triton_unsupported(inputs: RidgeInputs, options: SolveOptions, chunk_s
     solver = options.solver
     if solver.differentiation != "implicit":
         return f"differentiation {solver.differentiation!r} (only 'implicit')"
-    try:
-        kernels = triton_kernels()
-    except ImportError as error:
-        return f"this installation: {error}"
-    precision = _precision(solver, inputs)
-    return kernels.ridge_solve_unsupported(
-        inputs.q, inputs.k, solver=solver.method, precision=precision, chunk_size=chunk_size
-    )
+    arguments = {"solver": solver.method, "precision": _precision(solver, inputs), "chunk_size": chunk_size}
+    return triton_unsupported("ridge_solve_unsupported", inputs.q, inputs.k, **arguments)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "chunk_size"), inline=True)
@@ -56,23 +51,24 @@ def ridge_solve_triton(
         options: of the solve; differentiation is implicit, the method is not `"exact"`.
         chunk_size: tokens in a chunk.
     """
+    solver = options.solver
 
-    def kernel(inputs, initial_gram, segment_ids):
-        solver = options.solver
-        return triton_kernels().ridge_solve(
-            inputs.q,
-            inputs.k,
-            jnp.broadcast_to(inputs.ridge, (inputs.q.shape[2], inputs.ridge.shape[1])),
-            adaptive=options.adaptive,
-            log_decay=inputs.log_decay,
-            iterations=options.iterations,
-            solver=solver.method,
-            epsilon=solver.epsilon,
-            precision=_precision(solver, inputs),
-            initial_gram=initial_gram,
-            segment_ids=segment_ids,
-            chunk_size=chunk_size,
-        )
+    def keywords(inputs, initial_gram, segment_ids) -> dict[str, Any]:
+        return {
+            "q": inputs.q,
+            "k": inputs.k,
+            "ridge": jnp.broadcast_to(inputs.ridge, (inputs.q.shape[2], inputs.ridge.shape[1])),
+            "adaptive": options.adaptive,
+            "log_decay": inputs.log_decay,
+            "iterations": options.iterations,
+            "solver": solver.method,
+            "epsilon": solver.epsilon,
+            "precision": _precision(solver, inputs),
+            "initial_gram": initial_gram,
+            "segment_ids": segment_ids,
+            "chunk_size": chunk_size,
+        }
 
     reference = functools.partial(ridge_solve_chunked, options=options, chunk_size=chunk_size)
-    return with_further_derivatives(kernel, reference)(inputs, initial_gram, segment_ids)
+    run = with_further_derivatives(triton_kernels().ridge_solve, keywords, reference)
+    return run(inputs, initial_gram, segment_ids)

@@ -1,5 +1,7 @@
 """The short causal convolution over time that precedes queries, keys and values, and what follows it there."""
 
+from collections.abc import Callable
+
 import jax
 from jax import Array
 from jaxtyping import Float, Int
@@ -84,9 +86,17 @@ def short_convolution(
 
     inputs = ConvolutionInputs(x, kernel, bias, initial_state, segment_ids)
     finish = Finish(activation, norm_size, norm_eps)
-    unsupported = {"chunked": lambda: None, "triton": lambda: triton_convolution_unsupported(inputs, finish)}
     # A single token is one fused loop in XLA: nothing is left for a kernel to gain.
     preference = ("chunked",) if length == 1 else default_preference(length)
-    chosen = choose_implementation(_NAME, implementation, unsupported, preference)
-    y = (short_convolution_triton if chosen == "triton" else short_convolution_taps)(inputs, finish)
-    return y, last_inputs(inputs)
+    implementations: dict[str, Callable[[ConvolutionInputs, Finish], Array]] = {
+        "chunked": short_convolution_taps,
+        "triton": short_convolution_triton,
+    }
+    run = choose_implementation(
+        _NAME,
+        implementation,
+        implementations,
+        preference,
+        triton=lambda: triton_convolution_unsupported(inputs, finish),
+    )
+    return run(inputs, finish), last_inputs(inputs)

@@ -1,0 +1,62 @@
+"""Rules with a state `[K, V]` for each value head, token by token: the definition that every other form is held to."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.varying import vary_alike
+from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+from rnnlib.ops.heads import group_inputs, merge_heads
+
+
+def read_state(state: Array, key: Array) -> Array:
+    """`S^T k` for states `[B, H, R, K, V]` and keys `[B, H, R or 1, K]`."""
+    return jnp.einsum("bhrkv,bhrk->bhrv", state, key)
+
+
+@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("scale",), inline=True)
+def scan_rule(
+    token_step: Callable[[Array, Any], tuple[Array, Array]],
+    inputs: Any,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    *,
+    scale: float,
+) -> tuple[Array, Array]:
+    """Evaluates a rule with `jax.lax.scan` over tokens.
+
+    Args:
+        token_step: from the state `[B, H, R, K, V]` and one token's arguments, heads grouped, to the next state and
+            what the query reads of it, `[B, H, R, V]`.
+        inputs: the rule's token-wise arguments, a named tuple with at least `q [B, T, H, K]` and `v [B, T, HV, V]`.
+        initial_state: None (zero) or `[B, HV, K, V]`.
+        segment_ids: None or `[B, T]`.
+        scale: factor on the output.
+
+    Returns:
+        Output `[B, T, HV, V]` in `v`'s dtype and final state `[B, HV, K, V]` in float32 (float64 for float64 inputs).
+    """
+    dtype = accumulation_dtype(*inputs, initial_state)
+    batch, _, heads, key_size = inputs.q.shape
+    value_heads, value_size = inputs.v.shape[2:]
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), group_inputs(inputs))
+    starts = None if segment_ids is None else jnp.moveaxis(segment_starts(segment_ids), 1, 0)
+    state_shape = (batch, heads, value_heads // heads, key_size, value_size)
+    state = jnp.zeros(state_shape, dtype) if initial_state is None else initial_state.astype(dtype).reshape(state_shape)
+    state, tokens, starts = vary_alike((state, tokens, starts))
+
+    def step(state: Array, token: tuple[Any, Array | None]) -> tuple[Array, Array]:
+        arguments, start = token
+        if start is not None:
+            state = jnp.where(start[:, None, None, None, None], 0.0, state)
+        state, out = token_step(state, arguments)
+        return state, scale * out
+
+    with jax.default_matmul_precision("highest"):
+        state, out = jax.lax.scan(step, state, (tokens, starts))
+    out = merge_heads(jnp.moveaxis(out, 0, 1)).astype(inputs.v.dtype)
+    return out, state.reshape(batch, value_heads, key_size, value_size)
