@@ -1,5 +1,7 @@
 """The papers' mixers, each a choice on every axis. A preset's docstring names its paper and gives its equation.
 
+An axis that a preset leaves out is as in DeltaNet: no decay, a sigmoid gain, plain keys, and the online solve.
+
 Below, `S` is `[K, V]` per head, `q, k` are rows of K and `v` of V channels, and `o = scale * S^T q` with
 `scale = K**-0.5` unless said otherwise. The papers write none (`scale=1.0`), their codes use flash-linear-attention's,
 which is this one. The norm behind it does not undo it: a new model's `o` is so small (1e-4 to 2e-3) that the norm's
@@ -17,24 +19,24 @@ from typing import Any
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.base import MixerConfig
 from rnnlib.layers.convolution import ConvolutionConfig
-from rnnlib.layers.decay import FixedDecay, LogSigmoidDecay, NoDecay, SoftplusDecay
+from rnnlib.layers.decay import FixedDecay, LogSigmoidDecay, SoftplusDecay
 from rnnlib.layers.gain import (
     ChannelGain,
     CombaGain,
     EFLAGain,
+    GainConfig,
     KaczmarzGain,
     LonghornGain,
     NLMSGain,
-    SigmoidGain,
     StepGain,
     UnitGain,
 )
 from rnnlib.layers.initializers import Initializer
-from rnnlib.layers.keys import OutputCorrection, PlainKeys
+from rnnlib.layers.keys import OutputCorrection
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.readout import ReadoutConfig
 from rnnlib.layers.rotary import Rotary
-from rnnlib.layers.solve import Offline, Online
+from rnnlib.layers.solve import Offline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,22 @@ def register_preset(title: str, paper: str) -> Callable[[Callable[[], MixerConfi
 _LENGTH_PRESERVING = ConvolutionConfig(initializer=Initializer("fan_in_uniform", 1.0))
 
 
+# Queries, keys and values straight from their projections.
+_STREAMS_AS_PROJECTED: dict[str, Any] = {
+    "convolution": None,
+    "feature_map": "identity",
+    "value_map": "identity",
+    "query_norm": "none",
+    "key_norm": "none",
+}
+
+
+def _deltanet_of_long_keys(gain: GainConfig) -> MixerConfig:
+    """DeltaNet's layer with another gain, and keys that keep their length."""
+    readout = ReadoutConfig(gate="none")
+    return RecurrentMixerConfig(gain=gain, readout=readout, convolution=_LENGTH_PRESERVING, key_norm="none")
+
+
 @register_preset("Linear attention", "Katharopoulos et al. 2020, arXiv 2006.16236")
 def linear_attention() -> MixerConfig:
     """Linear attention, Katharopoulos et al. 2020; `S_t = S_{t-1} + k_t v_t^T` (GDN-2 paper, equation 1).
@@ -108,16 +126,7 @@ def linear_attention() -> MixerConfig:
     Identity feature map and no denominator, as in the later papers; `feature_map="elu_plus_one"` is the original map.
     """
     return RecurrentMixerConfig(
-        decay=NoDecay(),
-        gain=UnitGain(),
-        keys=PlainKeys(),
-        solve=Offline(),
-        readout=ReadoutConfig(gate="none"),
-        convolution=None,
-        feature_map="identity",
-        value_map="identity",
-        query_norm="none",
-        key_norm="none",
+        gain=UnitGain(), solve=Offline(), readout=ReadoutConfig(gate="none"), **_STREAMS_AS_PROJECTED
     )
 
 
@@ -130,14 +139,9 @@ def retnet() -> MixerConfig:
     return RecurrentMixerConfig(
         decay=FixedDecay(),
         gain=UnitGain(),
-        keys=PlainKeys(),
         solve=Offline(),
         readout=ReadoutConfig(gate="silu"),
-        convolution=None,
-        feature_map="identity",
-        value_map="identity",
-        query_norm="none",
-        key_norm="none",
+        **_STREAMS_AS_PROJECTED,
         rotary=Rotary(),
         value_expansion=2.0,
     )
@@ -154,7 +158,6 @@ def mamba2() -> MixerConfig:
     return RecurrentMixerConfig(
         decay=SoftplusDecay(rate=(1.0, 16.0)),
         gain=StepGain(),
-        keys=PlainKeys(),
         solve=Offline(),
         readout=ReadoutConfig(gate="silu", gate_first=True, norm="all", eps=1e-5, skip=True),
         convolution=ConvolutionConfig(use_bias=True, initializer=Initializer("fan_in_uniform", 1.0)),
@@ -177,14 +180,9 @@ def gla() -> MixerConfig:
     return RecurrentMixerConfig(
         decay=LogSigmoidDecay(channelwise=True, rank=16, divisor=16.0),
         gain=UnitGain(),
-        keys=PlainKeys(),
         solve=Offline(),
         readout=ReadoutConfig(gate="silu"),
-        convolution=None,
-        feature_map="identity",
-        value_map="identity",
-        query_norm="none",
-        key_norm="none",
+        **_STREAMS_AS_PROJECTED,
         key_expansion=0.5,
     )
 
@@ -195,9 +193,7 @@ def deltanet() -> MixerConfig:
 
     q and k: convolution, SiLU, L2 norm (section 3.3). Norm per head, no output gate.
     """
-    return RecurrentMixerConfig(
-        decay=NoDecay(), gain=SigmoidGain(), keys=PlainKeys(), solve=Online(), readout=ReadoutConfig(gate="none")
-    )
+    return RecurrentMixerConfig(readout=ReadoutConfig(gate="none"))
 
 
 @register_preset("Gated DeltaNet", "Yang et al. 2024, arXiv 2412.06464")
@@ -207,9 +203,7 @@ def gated_deltanet() -> MixerConfig:
     `alpha_t = exp(-exp(A_log) softplus(W x + dt_bias))` per head, SiLU gate. The authors' code also offers
     `key_expansion=0.75, value_expansion=1.5`; Preconditioned DeltaNet compares with `output_gate=False`.
     """
-    return RecurrentMixerConfig(
-        decay=SoftplusDecay(), gain=SigmoidGain(), keys=PlainKeys(), solve=Online(), readout=ReadoutConfig(gate="silu")
-    )
+    return RecurrentMixerConfig(decay=SoftplusDecay(), readout=ReadoutConfig(gate="silu"))
 
 
 @register_preset("Kimi Delta Attention", "Kimi Team 2025, arXiv 2510.26692")
@@ -220,9 +214,6 @@ def kda() -> MixerConfig:
     """
     return RecurrentMixerConfig(
         decay=SoftplusDecay(channelwise=True, rank="value_size", rate=(1.0, 16.0)),
-        gain=SigmoidGain(),
-        keys=PlainKeys(),
-        solve=Online(),
         readout=ReadoutConfig(gate="sigmoid", gate_rank="value_size", gate_bias=True),
     )
 
@@ -238,8 +229,6 @@ def gated_deltanet2() -> MixerConfig:
     return RecurrentMixerConfig(
         decay=SoftplusDecay(channelwise=True, heads="key", rate=(1.0, 16.0)),
         gain=ChannelGain(),
-        keys=PlainKeys(),
-        solve=Online(),
         readout=ReadoutConfig(gate="silu", gate_rank="value_size", gate_bias=True, eps=1e-5),
         convolution=_LENGTH_PRESERVING,
         initializer=Initializer("xavier_uniform", 2.0**-2.5),
@@ -253,12 +242,7 @@ def kla() -> MixerConfig:
     `eta_t = sigmoid(W x)`, `eps = 1e-6`; keys keep their length, queries are L2-normalised (section 3.3).
     """
     return RecurrentMixerConfig(
-        decay=SoftplusDecay(),
-        gain=KaczmarzGain(),
-        keys=PlainKeys(),
-        solve=Online(),
-        readout=ReadoutConfig(gate="silu"),
-        key_norm="none",
+        decay=SoftplusDecay(), gain=KaczmarzGain(), readout=ReadoutConfig(gate="silu"), key_norm="none"
     )
 
 
@@ -268,15 +252,7 @@ def longhorn() -> MixerConfig:
 
     The rule in DeltaNet's layer, as the taxonomies compare it; keys keep their length.
     """
-    return RecurrentMixerConfig(
-        decay=NoDecay(),
-        gain=LonghornGain(),
-        keys=PlainKeys(),
-        solve=Online(),
-        readout=ReadoutConfig(gate="none"),
-        convolution=_LENGTH_PRESERVING,
-        key_norm="none",
-    )
+    return _deltanet_of_long_keys(LonghornGain())
 
 
 @register_preset("NLMS", "Wang et al. 2025, arXiv 2501.12352")
@@ -285,15 +261,7 @@ def nlms() -> MixerConfig:
 
     Preconditioned DeltaNet, table 2. `eps = 1e-6` keeps zero keys finite; keys keep their length.
     """
-    return RecurrentMixerConfig(
-        decay=NoDecay(),
-        gain=NLMSGain(),
-        keys=PlainKeys(),
-        solve=Online(),
-        readout=ReadoutConfig(gate="none"),
-        convolution=_LENGTH_PRESERVING,
-        key_norm="none",
-    )
+    return _deltanet_of_long_keys(NLMSGain())
 
 
 @register_preset("EFLA", "Lei et al. 2025, arXiv 2512.12602")
@@ -302,15 +270,7 @@ def efla() -> MixerConfig:
 
     Preconditioned DeltaNet, table 2; keys keep their length.
     """
-    return RecurrentMixerConfig(
-        decay=NoDecay(),
-        gain=EFLAGain(),
-        keys=PlainKeys(),
-        solve=Online(),
-        readout=ReadoutConfig(gate="none"),
-        convolution=_LENGTH_PRESERVING,
-        key_norm="none",
-    )
+    return _deltanet_of_long_keys(EFLAGain())
 
 
 @register_preset("Comba", "Hu et al. 2025, arXiv 2506.02475")
@@ -323,11 +283,7 @@ def comba() -> MixerConfig:
     equation holds.
     """
     return RecurrentMixerConfig(
-        decay=SoftplusDecay(),
-        gain=CombaGain(),
-        keys=OutputCorrection(),
-        solve=Online(),
-        readout=ReadoutConfig(gate="sigmoid"),
+        decay=SoftplusDecay(), gain=CombaGain(), keys=OutputCorrection(), readout=ReadoutConfig(gate="sigmoid")
     )
 
 

@@ -8,7 +8,6 @@ from rnnlib.layers.convolution import ConvolutionConfig
 from rnnlib.layers.decay import LogSigmoidDecay, SoftplusDecay
 from rnnlib.layers.gain import SigmoidGain, UnitGain
 from rnnlib.layers.initializers import Initializer
-from rnnlib.layers.keys import PlainKeys
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.presets import register_preset
 from rnnlib.layers.readout import ReadoutConfig
@@ -25,11 +24,7 @@ def gated_kalmanet() -> MixerConfig:
     `{"solve.squared_gain": True}`. `{"solve.sketch_size": 32}` is appendix H.
     """
     return RecurrentMixerConfig(
-        decay=SoftplusDecay(),
-        gain=UnitGain(),
-        keys=PlainKeys(),
-        solve=RidgeRegression(),
-        readout=ReadoutConfig(gate="silu"),
+        decay=SoftplusDecay(), gain=UnitGain(), solve=RidgeRegression(), readout=ReadoutConfig(gate="silu")
     )
 
 
@@ -47,7 +42,6 @@ def mesanet() -> MixerConfig:
     return RecurrentMixerConfig(
         decay=LogSigmoidDecay(channelwise=False, rank=None, divisor=1.0),
         gain=SigmoidGain(use_bias=True),
-        keys=PlainKeys(),
         solve=RidgeRegression(
             ridge=1.0,
             adaptive=False,
