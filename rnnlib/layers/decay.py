@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from rnnlib.fields import PositiveNumber
 from rnnlib.layers.base import MixerShape, Rank
-from rnnlib.layers.part import PartConfig
+from rnnlib.layers.part import AxisConfig
 
 
 class Decay(NamedTuple):
@@ -37,29 +37,23 @@ class DecayGate(nnx.Module, abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class DecayConfig(PartConfig, abc.ABC):
+class DecayConfig(AxisConfig):
     """Configuration of the decay axis."""
 
     @abc.abstractmethod
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> DecayGate:
         """Builds the module."""
 
-    @abc.abstractmethod
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-
 
 @dataclasses.dataclass(frozen=True)
 class NoDecay(DecayConfig):
     """`D_t = I`: nothing is forgotten but by the delta rule's own erasing."""
 
+    words = "none"
+
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "NoDecayGate":
         """Builds the module."""
         return NoDecayGate()
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "none"
 
 
 class NoDecayGate(DecayGate):
@@ -74,15 +68,13 @@ class NoDecayGate(DecayGate):
 class FixedDecay(DecayConfig):
     """RetNet's constant decay, `gamma_h = 1 - 2^(-first_exponent - h)` for value head `h = 0, 1, ...`."""
 
+    words = "fixed per head"
+
     first_exponent: PositiveNumber = 5.0
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "FixedDecayGate":
         """Builds the module."""
         return FixedDecayGate(self, shape)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "fixed per head"
 
 
 class FixedDecayGate(DecayGate):

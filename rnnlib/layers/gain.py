@@ -15,7 +15,7 @@ from rnnlib.fields import PositiveNumber, Range
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
-from rnnlib.layers.part import PartConfig
+from rnnlib.layers.part import AxisConfig
 
 
 class Gain(nnx.Module, abc.ABC):
@@ -37,29 +37,23 @@ class Gain(nnx.Module, abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class GainConfig(PartConfig, abc.ABC):
+class GainConfig(AxisConfig):
     """Configuration of the gain axis."""
 
     @abc.abstractmethod
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> Gain:
         """Builds the module."""
 
-    @abc.abstractmethod
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-
 
 @dataclasses.dataclass(frozen=True)
 class UnitGain(GainConfig):
     """No gate: every token writes with strength 1."""
 
+    words = "1"
+
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "UnitGate":
         """Builds the module."""
         return UnitGate()
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "1"
 
 
 class UnitGate(Gain):
@@ -80,6 +74,8 @@ class SigmoidGain(GainConfig):
         use_bias: whether the projection has a bias, `sigmoid(W x + b)`.
     """
 
+    words = "sigmoid"
+
     negative_eigenvalues: bool = False
     use_bias: bool = False
 
@@ -87,10 +83,6 @@ class SigmoidGain(GainConfig):
         """Builds the module."""
         bound = 2.0 if self.negative_eigenvalues else 1.0
         return SigmoidGate(shape, bound=bound, use_bias=self.use_bias, rngs=rngs)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "sigmoid"
 
 
 class SigmoidGate(Gain):
@@ -148,6 +140,8 @@ class KaczmarzGain(KeyEnergyGain):
         negative_eigenvalues: doubles eta; the transition's eigenvalue along the key stays in [-1, 1].
     """
 
+    words = "eta / (k.k + eps)"
+
     eps: PositiveNumber = 1e-6
     negative_eigenvalues: bool = False
 
@@ -159,10 +153,6 @@ class KaczmarzGain(KeyEnergyGain):
         """`gate / (key.key + eps)`."""
         return ops.kaczmarz_gain(key, gate, self.eps)
 
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "eta / (k.k + eps)"
-
 
 @dataclasses.dataclass(frozen=True)
 class LonghornGain(KeyEnergyGain):
@@ -171,13 +161,11 @@ class LonghornGain(KeyEnergyGain):
     Liu et al., 2024 (arXiv 2407.14207).
     """
 
+    words = "b / (1 + b k.k)"
+
     def formula(self, key: Array, gate: Array) -> Array:
         """`gate / (1 + gate key.key)`."""
         return ops.longhorn_gain(key, gate)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "b / (1 + b k.k)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,13 +175,11 @@ class EFLAGain(KeyEnergyGain):
     Lei et al., 2025 (arXiv 2512.12602).
     """
 
+    words = "(1 - exp(-b k.k)) / k.k"
+
     def formula(self, key: Array, gate: Array) -> Array:
         """`(1 - exp(-gate key.key)) / key.key`."""
         return ops.efla_gain(key, gate)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "(1 - exp(-b k.k)) / k.k"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,15 +190,13 @@ class NLMSGain(GainConfig):
         eps: stabiliser, in the units of a squared key.
     """
 
+    words = "1 / k.k"
+
     eps: PositiveNumber = 1e-6
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "NLMSGate":
         """Builds the module."""
         return NLMSGate(self, shape)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "1 / k.k"
 
 
 class NLMSGate(Gain):
@@ -245,15 +229,13 @@ class ChannelGain(GainConfig):
         negative_eigenvalues: doubles the erase gate, and only it: the spectrum is the transition's.
     """
 
+    words = "erase per key channel, write per value channel"
+
     negative_eigenvalues: bool = False
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ChannelGates":
         """Builds the module."""
         return ChannelGates(self, shape, rngs=rngs)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "erase per key channel, write per value channel"
 
 
 class ChannelGates(Gain):
@@ -279,13 +261,11 @@ class ChannelGates(Gain):
 class StepGain(GainConfig):
     """Mamba-2's write gate: the discretisation step of the decay (Dao and Gu, 2024, arXiv 2405.21060)."""
 
+    words = "dt"
+
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "StepGate":
         """Builds the module."""
         return StepGate()
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "dt"
 
 
 class StepGate(Gain):
@@ -311,13 +291,11 @@ class TrapezoidalGain(GainConfig):
     `StepGain`.
     """
 
+    words = "l dt, previous token (1 - l) dt decay"
+
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "TrapezoidalGates":
         """Builds the module."""
         return TrapezoidalGates(shape, rngs=rngs)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "l dt, previous token (1 - l) dt decay"
 
 
 class TrapezoidalGates(Gain):
@@ -355,16 +333,14 @@ class CombaGain(GainConfig):
             so that a reset (`alpha_t = 0`) stays finite.
     """
 
+    words = "write b, erase s b / decay"
+
     initial: float = 1.0
     largest_log: Annotated[float, Range(at_least=0, at_most=80)] = 60.0  # float32 ends at exp(88)
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "CombaGates":
         """Builds the module."""
         return CombaGates(self, shape, rngs=rngs)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "write b, erase s b / decay"
 
 
 class CombaGates(SigmoidGate):

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
-from rnnlib.layers.part import PartConfig
+from rnnlib.layers.part import AxisConfig
 from rnnlib.layers.rotary import rotate_pairs
 from rnnlib.ops.arguments import segment_starts
 
@@ -74,34 +74,8 @@ class KeyMap(nnx.Module, abc.ABC):
         return None
 
 
-@dataclasses.dataclass(frozen=True)
-class KeysConfig(PartConfig, abc.ABC):
-    """Configuration of the keys axis."""
-
-    @abc.abstractmethod
-    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> KeyMap:
-        """Builds the module."""
-
-    @abc.abstractmethod
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainKeys(KeysConfig):
-    """Reads with the query, erases and writes with the same key."""
-
-    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "PlainKeyMap":
-        """Builds the module."""
-        return PlainKeyMap()
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "k"
-
-
-class PlainKeyMap(KeyMap):
-    """Passes queries and keys on."""
+class StatelessKeyMap(KeyMap):
+    """A key map of this token's query and key alone."""
 
     def __call__(
         self,
@@ -114,8 +88,40 @@ class PlainKeyMap(KeyMap):
         segment_ids: Int[Array, "B T"] | None = None,
         state: Any = None,
     ) -> tuple[Keys, Any]:
+        """`keys` of queries and keys; there is no state."""
+        return self.keys(query, key), None
+
+    @abc.abstractmethod
+    def keys(self, query: Float[Array, "B T H K"], key: Float[Array, "B T H K"]) -> Keys:
+        """The keys that the recurrence takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KeysConfig(AxisConfig):
+    """Configuration of the keys axis."""
+
+    @abc.abstractmethod
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> KeyMap:
+        """Builds the module."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainKeys(KeysConfig):
+    """Reads with the query, erases and writes with the same key."""
+
+    words = "k"
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "PlainKeyMap":
+        """Builds the module."""
+        return PlainKeyMap()
+
+
+class PlainKeyMap(StatelessKeyMap):
+    """Passes queries and keys on."""
+
+    def keys(self, query: Float[Array, "B T H K"], key: Float[Array, "B T H K"]) -> Keys:
         """Queries and keys as they are."""
-        return Keys(query, key), None
+        return Keys(query, key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,37 +134,25 @@ class OutputCorrection(KeysConfig):
         initial: what `d` starts at. The authors' code starts at 1 and recommends trying 0.02, the default here.
     """
 
+    words = "k, query q - d k"
+
     initial: float = 0.02
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "OutputCorrectionMap":
         """Builds the module."""
         return OutputCorrectionMap(self, shape)
 
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "k, query q - d k"
 
-
-class OutputCorrectionMap(KeyMap):
+class OutputCorrectionMap(StatelessKeyMap):
     """`q - d k`."""
 
     def __init__(self, config: OutputCorrection, shape: MixerShape):
         shape.expect_one_pair("OutputCorrection")
         self.correction = nnx.Param(jnp.full((shape.key_heads,), config.initial, shape.param_dtype))
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        query: Float[Array, "B T H K"],
-        key: Float[Array, "B T H K"],
-        *,
-        decay: Decay,
-        gates: Gates,
-        segment_ids: Int[Array, "B T"] | None = None,
-        state: Any = None,
-    ) -> tuple[Keys, Any]:
+    def keys(self, query: Float[Array, "B T H K"], key: Float[Array, "B T H K"]) -> Keys:
         """The corrected query, and keys as they are."""
-        return Keys(query - self.correction[...].astype(query.dtype)[:, None] * key, key), None
+        return Keys(query - self.correction[...].astype(query.dtype)[:, None] * key, key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +167,8 @@ class RotatedKeys(KeysConfig):
         fraction: of the channels that turn, in pairs `(i, i + K/2)` from the first on.
         initial_bias: what the biases start at.
     """
+
+    words = "k and q turned by learned angles"
 
     fraction: float = 0.5
     initial_bias: float = 1.0
@@ -191,10 +187,6 @@ class RotatedKeys(KeysConfig):
                 f"{shape.key_size} channels"
             )
         return RotatedKeyMap(self, shape, rngs=rngs)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "k and q turned by learned angles"
 
 
 class RotatedKeyMap(KeyMap):

@@ -1,8 +1,9 @@
 """What the parts of a mixer's configuration have in common: checked fields, and a form in plain values."""
 
+import abc
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,6 +21,21 @@ class PartConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisConfig(PartConfig, abc.ABC):
+    """Configuration of an axis.
+
+    Attributes:
+        words: the choice in a few words, for the table of mixers; `describe` gives them where they depend on fields.
+    """
+
+    words: ClassVar[str]
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return self.words
 
 
 def to_plain(value: Any) -> Any:

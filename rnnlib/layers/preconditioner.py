@@ -20,7 +20,7 @@ from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay, DecayConfig, NoDecay, SoftplusDecay
 from rnnlib.layers.gain import Gain, GainConfig, SigmoidGain
 from rnnlib.layers.gates import Gates
-from rnnlib.layers.keys import KeyMap, Keys, KeysConfig
+from rnnlib.layers.keys import KeyMap, Keys, KeysConfig, StatelessKeyMap
 from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import PartConfig
 
@@ -136,6 +136,8 @@ class ApplyToKey(KeysConfig):
         eps: added to A under the logarithm.
     """
 
+    words = "k, write B k (ATK)"
+
     gram: GramConfig = GramConfig()
     bound: Bound = 1.5
     interval: Literal["symmetric", "amplify", "dampen"] = "symmetric"
@@ -148,10 +150,6 @@ class ApplyToKey(KeysConfig):
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ApplyToKeyMap":
         """Builds the module."""
         return ApplyToKeyMap(self, shape, rngs=rngs)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "k, write B k (ATK)"
 
 
 class ApplyToKeyMap(GramKeyMap):
@@ -232,16 +230,14 @@ class ApplyToKeyUnstable(KeysConfig):
         initial_ridge: what the learned ridge, one per key head, starts at.
     """
 
+    words = "k, write k / (A + ridge) normalised (unstable ATK)"
+
     gram: GramConfig = GramConfig()
     initial_ridge: PositiveNumber = 1.0
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ApplyToKeyUnstableMap":
         """Builds the module."""
         return ApplyToKeyUnstableMap(self, shape, rngs=rngs)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "k, write k / (A + ridge) normalised (unstable ATK)"
 
 
 class Ridge(nnx.Module):
@@ -284,16 +280,14 @@ class ApplyToQuery(KeysConfig):
         initial_ridge: what the learned ridge, one per key head, starts at.
     """
 
+    words = "k, query q / (A + ridge) (ATQ)"
+
     gram: GramConfig = GramConfig(gates="tied")
     initial_ridge: PositiveNumber = 1.0
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ApplyToQueryMap":
         """Builds the module."""
         return ApplyToQueryMap(self, shape, rngs=rngs)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "k, query q / (A + ridge) (ATQ)"
 
 
 class ApplyToQueryMap(GramKeyMap):
@@ -320,16 +314,14 @@ class ApplyToBoth(KeysConfig):
         query: gives the query.
     """
 
+    words = "k, write B k, query q / (A + ridge) (ATK and ATQ)"
+
     key: KeysConfig = ApplyToKey()
     query: KeysConfig = ApplyToQuery()
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ApplyToBothMap":
         """Builds the module."""
         return ApplyToBothMap(self, shape, rngs=rngs)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "k, write B k, query q / (A + ridge) (ATK and ATQ)"
 
 
 class ApplyToBothMap(KeyMap):
@@ -373,18 +365,16 @@ class FixedPreconditioner(KeysConfig):
         bound: x; B lies in [1/x, x] and starts at 1.
     """
 
+    words = "k, write B k, B fixed"
+
     bound: Bound = 1.5
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "FixedPreconditionerMap":
         """Builds the module."""
         return FixedPreconditionerMap(self, shape)
 
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "k, write B k, B fixed"
 
-
-class FixedPreconditionerMap(KeyMap):
+class FixedPreconditionerMap(StatelessKeyMap):
     """Write keys `B * k_t`; no state."""
 
     def __init__(self, config: FixedPreconditioner, shape: MixerShape):
@@ -394,21 +384,11 @@ class FixedPreconditionerMap(KeyMap):
         # A vector, so that no optimizer decays it.
         self.strength = nnx.Param(jnp.zeros((shape.key_heads * shape.key_size,), jnp.float32))
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        query: Float[Array, "B T H K"],
-        key: Float[Array, "B T H K"],
-        *,
-        decay: Decay,
-        gates: Gates,
-        segment_ids: Int[Array, "B T"] | None = None,
-        state: Any = None,
-    ) -> tuple[Keys, Any]:
+    def keys(self, query: Float[Array, "B T H K"], key: Float[Array, "B T H K"]) -> Keys:
         """Queries and keys as they are, and the write key."""
         strength = self.strength[...].astype(self.shape.gate_dtype)
         factor = jnp.exp(math.log(self.config.bound) * jnp.tanh(strength)).reshape(key.shape[2:])
-        return Keys(query, key, (factor * key.astype(factor.dtype)).astype(key.dtype)), None
+        return Keys(query, key, (factor * key.astype(factor.dtype)).astype(key.dtype))
 
 
 @dataclasses.dataclass(frozen=True)

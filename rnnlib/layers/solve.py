@@ -14,7 +14,7 @@ from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
 from rnnlib.layers.keys import Keys
-from rnnlib.layers.part import PartConfig
+from rnnlib.layers.part import AxisConfig
 
 
 class Signals(NamedTuple):
@@ -81,16 +81,12 @@ class Solver(nnx.Module, abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class SolveConfig(PartConfig, abc.ABC):
+class SolveConfig(AxisConfig):
     """Configuration of the solve axis."""
 
     @abc.abstractmethod
     def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> Solver:
         """Builds the module."""
-
-    @abc.abstractmethod
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
 
     def pairs(self) -> int:
         """Keys and values that a token writes into each head's state, and queries that read it."""
@@ -121,13 +117,11 @@ class MatrixStateSolver(Solver):
 class Online(SolveConfig):
     """The delta rule, `S_t = D_t S_(t-1) + k~_t (w_t v_t - (D_t S_(t-1))^T (b_t k_t))^T`."""
 
+    words = "online"
+
     def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "OnlineSolver":
         """Builds the module."""
         return OnlineSolver(shape, options)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "online"
 
     def erases(self) -> bool:
         """It does."""
@@ -168,13 +162,11 @@ class OnlineSolver(MatrixStateSolver):
 class Offline(SolveConfig):
     """Linear attention, `S_t = D_t S_(t-1) + k~_t (w_t v_t)^T`: nothing is erased."""
 
+    words = "offline"
+
     def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "OfflineSolver":
         """Builds the module."""
         return OfflineSolver(shape, options)
-
-    def describe(self) -> str:
-        """The axis in a few words, for the table of mixers."""
-        return "offline"
 
     def erases(self) -> bool:
         """It decays alone."""
