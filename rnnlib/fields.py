@@ -2,6 +2,11 @@
 
 A dataclass with a field `size: PositiveInteger = 4` that calls `check_fields(self)` in its `__post_init__` says
 `Filter: size is 0, expected an integer of at least 1`.
+
+Why no library does this: pydantic's dataclasses (2.14) are frozen and hashable too, but take "3" and True for an
+integer without a word. For a size of 0 they say, in four lines with a web address, that "Input should be greater than
+or equal to 1" of argument "0": not the field, and not in one line. To turn that into a line like the one above, and to
+have tyro's help and YAML read the same `Range`, takes more code than these checks.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ from experiments.language_modelling.runs import (
     train_and_test,
 )
 from experiments.language_modelling.study import WIDTHS, LanguageSetting, study
-from experiments.sweep.command import errors_as_lines
+from experiments.sweep.command import errors_as_lines, interrupts_as_lines
 from experiments.sweep.report import write_between_marks
 from experiments.sweep.results import command_line, environment, refuse_other_runs
 from experiments.sweep.study import pick_named
@@ -84,6 +84,7 @@ def command_of(options: Options, job: Job, device: int) -> list[str]:
     return [sys.executable, "-m", "experiments.language_modelling", "--train-only", *given]
 
 
+@interrupts_as_lines()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the study; returns the exit code."""
     options = tyro.cli(Options, args=argv, prog="python -m experiments.language_modelling")

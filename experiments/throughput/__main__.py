@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import tyro
 
-from experiments.sweep.command import errors_as_lines
+from experiments.sweep.command import errors_as_lines, interrupts_as_lines
 from experiments.sweep.device import turn
 from experiments.sweep.results import command_line, environment, write_text
 from experiments.sweep.study import pick_named, slug
@@ -117,6 +117,7 @@ def _explanation(case: Case, error: Exception) -> dict[str, Any]:
     }
 
 
+@interrupts_as_lines()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the study; returns the exit code."""
     options = tyro.cli(Options, args=argv, prog="python -m experiments.throughput")

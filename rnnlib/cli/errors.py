@@ -30,5 +30,5 @@ def input_errors() -> Iterator[None]:
     except OSError as error:
         named = f"{error.filename}: " if error.filename is not None else ""
         raise CommandError(f"{named}{error.strerror or error}") from error
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, OverflowError) as error:
         raise CommandError(str(error) or type(error).__name__) from error

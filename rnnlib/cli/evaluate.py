@@ -35,11 +35,13 @@ class EvalArguments:
     """The field (JSON lines) or column (Parquet) that holds the text; left out, as in training."""
     encoding: str | None = None
     """Of --paths; left out, as in training."""
+    undecodable: Literal["error", "skip"] | None = None
+    """What becomes of files of --paths that are not in the encoding; left out, as in training."""
     json: bool = False
     """Print one line of JSON."""
 
 
-_OF_PATHS = ("source", "text_field", "encoding")
+_OF_PATHS = ("source", "text_field", "encoding", "undecodable")
 """Arguments that say how --paths are read."""
 
 

@@ -28,6 +28,8 @@ class TokenizerArguments:
     """The field (JSON lines) or column (Parquet) that holds the text."""
     encoding: str = "utf-8"
     """Of text and JSON lines files."""
+    undecodable: Literal["error", "skip"] = "error"
+    """What becomes of a file, or a line of JSON, that is not in the encoding."""
     max_bytes: int | None = 16_000_000
     """At most so many bytes of text are read; None reads all that --paths are."""
     split_by: Literal["document", "tail"] = "document"
@@ -49,6 +51,7 @@ def run(argv: Sequence[str]) -> int:
             paths=arguments.paths,
             text_field=arguments.text_field,
             encoding=arguments.encoding,
+            undecodable=arguments.undecodable,
             max_train_bytes=arguments.max_bytes,
             split_by=arguments.split_by,
         )

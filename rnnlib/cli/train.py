@@ -82,6 +82,8 @@ def _mixer_overrides(text: str) -> Any:
 
 def _parse(argv: Sequence[str]) -> TrainArguments:
     overrides, argv = take_option(argv, _OVERRIDES)
+    if take_option(argv, "--run")[0] == "":
+        raise CommandError("--run is empty, expected the name of a folder")
     with input_errors():
         start = _starting_point([] if {"-h", "--help"} & set(argv) else argv)
         held = start.model.mixer_overrides if overrides is None else _mixer_overrides(overrides)
@@ -112,7 +114,7 @@ def run(argv: Sequence[str]) -> int:
         else:
             check_new_folder(folder)
         print(f"reading data: {_data_description(arguments.train)}", flush=True)
-        with _lasting_interrupts():
+        with _lasting_interrupts(), _moved_text(arguments.resume):
             trainer = Trainer(arguments.train, tokenizer=tokenizer)
         if arguments.run is None:
             folder = next_run_folder(Path("runs"))  # again: a run that was started beside this one may have taken it
@@ -148,6 +150,8 @@ def run(argv: Sequence[str]) -> int:
     print(f"trained on {result.tokens:,} tokens in {result.seconds:.0f} s; everything is in {folder}/")
     if config.logging.picture:
         print(f"losses drawn in {folder / 'loss.png'}")
+    if config.logging.tensorboard:
+        print(f"curves: tensorboard --logdir {folder.parent}    (after pip install tensorboard)")
     if arguments.prompt:
         from rnnlib.cli.generate import print_continuation
 
@@ -177,6 +181,17 @@ def _lasting_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
     if received:
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _moved_text(resume: bool) -> Iterator[None]:
+    """Says how a run goes on whose text files are elsewhere by now."""
+    try:
+        yield
+    except ValueError as error:
+        if resume and str(error).startswith("paths: "):
+            raise ValueError(f"{error}; if the text was moved, say where to with --data.paths") from error
+        raise
 
 
 def _data_description(config: TrainConfig) -> str:

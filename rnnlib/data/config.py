@@ -25,6 +25,8 @@ class DataConfig:
         validation_paths: files or patterns held out for validation. Without them `validation_fraction` of `paths` is.
         text_field: the field (JSON lines) or column (Parquet) that holds the text.
         encoding: of text and JSON lines files; in the latter a line feed is one byte, so that UTF-16 is for text only.
+        undecodable: what becomes of a file (or a line of JSON) that is not in `encoding`: "error" or "skip", which
+            leaves it out and warns once of how many there were.
         tokenizer: "byte", or the path of a Hugging Face `tokenizers` JSON file.
         sequence_length: tokens a row, T.
         batch_size: rows a batch over all processes, B.
@@ -48,6 +50,7 @@ class DataConfig:
     validation_paths: tuple[str, ...] = ()
     text_field: str = "text"
     encoding: str = "utf-8"
+    undecodable: Literal["error", "skip"] = "error"
     tokenizer: str = "byte"
     sequence_length: PositiveInteger = 256
     batch_size: PositiveInteger = 16

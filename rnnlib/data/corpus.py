@@ -172,6 +172,7 @@ def _cache_key(config: DataConfig, split: Split, tokenizer: Tokenizer) -> str:
         config.source,
         config.text_field,
         config.encoding,
+        config.undecodable,
         config.split_by,
         config.validation_fraction,
         config.deduplicate,

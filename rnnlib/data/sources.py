@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import sysconfig
+import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -19,6 +21,12 @@ _PYTHON_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
 # Larger files there are generated tables (character maps, opcode lists), which would outweigh what people wrote.
 _PYTHON_MAX_FILE_BYTES = 262_144
 _PYTHON_MIN_FILE_BYTES = 256
+
+
+class _Undecodable(NamedTuple):
+    """Stands for a file or line that is not in the encoding that the configuration gives."""
+
+    why: str
 
 
 def iterate_documents(config: DataConfig, split: Split) -> Iterator[str]:
@@ -128,8 +136,20 @@ def _read(config: DataConfig, paths: tuple[str, ...]) -> Iterator[str]:
         documents = _read_python()
     else:
         reader = {"text": _read_text, "jsonl": _read_json_lines, "parquet": _read_parquet}[config.source]
-        documents = (text for path in expand_paths(paths) for text in _named_errors(config, path, reader))
+        documents = _decodable(text for path in expand_paths(paths) for text in _named_errors(config, path, reader))
     return (text for text in documents if text and not text.isspace())
+
+
+def _decodable(documents: Iterable[str | _Undecodable]) -> Iterator[str]:
+    """The documents without those that could not be decoded, of which one warning tells at the end."""
+    skipped: list[str] = []
+    for document in documents:
+        if isinstance(document, _Undecodable):
+            skipped.append(document.why)
+        else:
+            yield document
+    if skipped:
+        warnings.warn(f"left out as undecodable: {len(skipped)}, the first of them {skipped[0]}", stacklevel=2)
 
 
 def _python_files() -> Iterator[str]:
@@ -162,7 +182,9 @@ def _read_python() -> Iterator[str]:
             continue
 
 
-def _named_errors(config: DataConfig, path: str, reader: Callable[[DataConfig, str], Iterator[str]]) -> Iterator[str]:
+def _named_errors(
+    config: DataConfig, path: str, reader: Callable[[DataConfig, str], Iterator[str | _Undecodable]]
+) -> Iterator[str | _Undecodable]:
     """A file's documents; what the file system or a format's reader says becomes one line that names the file."""
     try:
         yield from reader(config, path)
@@ -171,30 +193,34 @@ def _named_errors(config: DataConfig, path: str, reader: Callable[[DataConfig, s
         raise ValueError(f"{path}: not readable as {config.source} ({reason})") from error
 
 
-def _read_text(config: DataConfig, path: str) -> Iterator[str]:
+def _read_text(config: DataConfig, path: str) -> Iterator[str | _Undecodable]:
     with open(path, "rb") as file:
         # Some editors begin UTF-8 files with a byte order mark, which is no text.
-        yield _decode(config, path, file.read()).removeprefix("\ufeff")
+        text = _decode(config, path, file.read())
+        yield text if isinstance(text, _Undecodable) else text.removeprefix("\ufeff")
 
 
-def _decode(config: DataConfig, path: str, content: bytes, line: int | None = None) -> str:
+def _decode(config: DataConfig, path: str, content: bytes, line: int | None = None) -> str | _Undecodable:
     where = path if line is None else f"{path}, line {line}"
     try:
         return content.decode(config.encoding)
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where}: not valid {config.encoding} at byte {error.start}; set encoding to the file's"
-        ) from error
+        why = f"{where}: not valid {config.encoding} at byte {error.start}"
+        if config.undecodable == "skip":
+            return _Undecodable(why)
+        raise ValueError(f"{why}; set encoding to the file's, or undecodable to 'skip' to leave it out") from error
     except LookupError as error:
         raise ValueError(f"encoding {config.encoding!r} is not known to Python") from error
 
 
-def _read_json_lines(config: DataConfig, path: str) -> Iterator[str]:
+def _read_json_lines(config: DataConfig, path: str) -> Iterator[str | _Undecodable]:
     opener = gzip.open if path.endswith(".gz") else open
     with opener(path, "rb") as file:
         for number, content in enumerate(file, start=1):
             line = _decode(config, path, content, number)
-            if not line.isspace():
+            if isinstance(line, _Undecodable):
+                yield line
+            elif not line.isspace():
                 yield _json_text(config, path, number, line)
 
 
@@ -212,7 +238,7 @@ def _json_text(config: DataConfig, path: str, number: int, line: str) -> str:
     return without_surrogates(text or "")
 
 
-def _read_parquet(config: DataConfig, path: str) -> Iterator[str]:
+def _read_parquet(config: DataConfig, path: str) -> Iterator[str | _Undecodable]:
     with pyarrow.parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if config.text_field not in names:

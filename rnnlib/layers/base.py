@@ -62,7 +62,10 @@ def exact_quotient(total: float | int, parts: int, what: str) -> int:
     """`total / parts` where it is a positive whole number; ValueError, naming `what`, where it is not."""
     quotient = round(total / parts) if parts > 0 else 0
     if quotient < 1 or abs(quotient * parts - total) > 1e-6 * max(1.0, abs(total)):
-        raise ValueError(f"{what}: {total:g} does not divide into {parts} heads of a whole size")
+        raise ValueError(
+            f"{what}: {total:g} does not divide into {parts} heads of a whole size; choose another width or "
+            "num_heads (--model.width, --model.num-heads), or give the heads' size"
+        )
     return quotient
 
 

@@ -124,10 +124,18 @@ class NormalizedGate(SigmoidGate):
         """The gates divided as the gain's formula says."""
         assert gates.beta is not None
         grouped = gates.beta.reshape(*key.shape[:3], -1)
+
         # The value heads of a group share a key: the keys are broadcast, not repeated.
-        gain = jax.vmap(self.config.formula, in_axes=(None, -1), out_axes=-1)(
-            key.astype(self.shape.gate_dtype), grouped
-        )
+        def formula(key: Array, gate: Array) -> Array:
+            gain = self.config.formula(key, gate)
+            name = f"{type(self.config).__name__}.formula"
+            if not isinstance(gain, Array):
+                raise TypeError(f"{name} gave a {type(gain).__name__}, expected an array [B, T, H] = {gate.shape}")
+            if gain.shape != gate.shape:
+                raise ValueError(f"{name} gave shape {gain.shape}, expected [B, T, H] = {gate.shape}")
+            return gain
+
+        gain = jax.vmap(formula, in_axes=(None, -1), out_axes=-1)(key.astype(self.shape.gate_dtype), grouped)
         return Gates(beta=gain.reshape(gates.beta.shape))
 
 

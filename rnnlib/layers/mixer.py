@@ -13,9 +13,11 @@ from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
+from rnnlib.layers.check_parts import check_decay, check_decay_is_no_growth, check_gates, check_keys, expect_type
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.decay import DecayConfig, NoDecay
 from rnnlib.layers.gain import GainConfig, SigmoidGain
+from rnnlib.layers.gates import Gates
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import KeysConfig, PlainKeys
 from rnnlib.layers.normalization import RMSNorm, l2_normalize
@@ -254,6 +256,7 @@ class RecurrentMixer(nnx.Module):
             norm="none",
             rngs=rngs,
         )
+        check_decay_is_no_growth(config.decay, shape)
         self.decay = config.decay.build(shape, rngs=rngs)
         self.gain = config.gain.build(shape, rngs=rngs)
         self.keys = config.keys.build(shape, rngs=rngs)
@@ -327,7 +330,9 @@ class RecurrentMixer(nnx.Module):
             position = positions[:, -1] + 1
 
         decay = self.decay(x)
+        check_decay(self.config.decay, decay, self.shape, x.shape[:2])
         gates = self.gain(x, decay)
+        expect_type("gain", self.config.gain, gates, Gates)
         keys, keys_state = self.keys(
             x,
             query,
@@ -337,7 +342,9 @@ class RecurrentMixer(nnx.Module):
             segment_ids=segment_ids,
             state=None if cache is None else cache.keys,
         )
+        check_keys(self.config.keys, keys)
         gates = self.gain.normalize(gates, keys.key, keys.write_key)
+        check_gates(self.config.gain, gates, self.shape, x.shape[:2])
         carried = MixerCache(query_tail, key_tail, value_tail, keys_state, None, position)
         return Signals(keys, value, gates, decay), carried
 

@@ -124,7 +124,10 @@ class ModelConfig:
         known = mixer_names()
         for name in self.mixers:
             if name not in known:
-                raise ValueError(f"mixers: {name!r} is no mixer; expected one of {', '.join(known)}")
+                raise ValueError(
+                    f"mixers: {name!r} is no mixer; expected one of {', '.join(known)}, or one of your own, which is "
+                    "known after register_preset: run the script that calls it (python mine.py train | eval | generate)"
+                )
         for name, _ in self.mixer_overrides:
             if name != "*" and name not in known:
                 raise ValueError(f"mixer_overrides: {name!r} is no mixer; expected '*' or one of {', '.join(known)}")

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rnnlib.training.damage import first_cause, one_report_of_damage
 from rnnlib.training.step import TrainState
 
 
@@ -158,7 +159,8 @@ class Checkpoints:
         except CheckpointError:
             raise
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split()).partition(" [tensorstore_spec")[0]
+            cause = first_cause(error)
+            reason = " ".join(f"{type(cause).__name__}: {cause}".split()).partition(" [tensorstore_spec")[0]
             if len(reason) > 300:
                 reason = f"{reason[:150]} ... {reason[-150:]}"
             raise CheckpointError(f"{what} ({reason}){advice}") from error
@@ -192,8 +194,10 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder} holds no checkpoint")
         what = f"checkpoint {self.path(self.latest_step)} cannot be read"
         # None as template: everything that was saved, on this machine's terms; from_host compares it with the model.
-        with self._named_error(what, "; if it is damaged, move that folder away and the checkpoint before it is taken"):
-            return self._checkpointer.load_checkpointables(None, dict.fromkeys(names))
+        advice = "; if it is damaged, move that folder away and the checkpoint before it is taken"
+        with self._named_error(what, advice), one_report_of_damage():
+            # One part at a time: the others' reads would go on in the background after an error, and complain.
+            return {name: self._checkpointer.load_checkpointables(None, {name: None})[name] for name in names}
 
     def path(self, step: int) -> Path:
         """Folder of a step's checkpoint."""

@@ -90,8 +90,8 @@ class TrainConfig:
     """Parts that each batch is computed in, in turn, to save memory; the update is that of the whole batch."""
     max_skipped_steps: NaturalNumber = 0
     """Steps of non-finite loss or gradient that are left out before training stops with an error."""
-    seed: NaturalNumber = 0
-    """Seed of the initial weights."""
+    seed: Annotated[int, Range(at_least=0, below=2**32)] = 0
+    """Seed of the initial weights. 0 <= seed < 2**32."""
     deterministic: bool = True
     """On a GPU, use only kernels that give the same bits every time, so that a resumed run repeats them."""
     devices: PositiveInteger | None = None
@@ -100,6 +100,8 @@ class TrainConfig:
     def __post_init__(self):
         """Checks every value that can be checked without reading data."""
         check_fields(self)
+        if self.steps >= 2**31:
+            raise ValueError(f"steps is {self.steps}, expected at most {2**31 - 1}: the optimizer counts in 32 bits")
         learning_rate_schedule(self.optimizer, self.steps)
         if self.data.batch_size % self.accumulation_steps:
             raise ValueError(

@@ -20,8 +20,6 @@ class EventLog:
     thread: tensorboardX's `SummaryWriter` has one of its own, and waits for it for ever once an error has ended it.
     """
 
-    _FLUSH_SECONDS = 30
-
     def __init__(self, folder: Path, *, last_step: int, tell: Callable[[str], None]):
         """Prepares the log; writes nothing.
 
@@ -32,7 +30,6 @@ class EventLog:
         """
         self._folder, self._last_step, self._tell = folder, last_step, tell
         self._writer: Any = None
-        self._next_flush = -math.inf
         self._failed = False
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
@@ -46,9 +43,7 @@ class EventLog:
             finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
             scalars = [Summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
             self._write_event(step=step, summary=Summary(value=scalars))
-            if time.monotonic() >= self._next_flush:
-                self._writer.flush()
-                self._next_flush = time.monotonic() + self._FLUSH_SECONDS
+            self._writer.flush()  # to the operating system, so that a killed process loses none
         except OSError as error:
             self._fail(error)
 

@@ -22,6 +22,7 @@ from rnnlib.training.config import TrainConfig
 from rnnlib.training.config_file import from_plain, save_config, to_plain
 from rnnlib.training.evaluation import Evaluation, evaluate_with, evaluation_view, spread_batches
 from rnnlib.training.loss import bits_per_byte
+from rnnlib.training.memory import check_fits
 from rnnlib.training.metrics import TRAIN_FILE, RunLog, recorded_steps
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
 from rnnlib.training.picture import loss_picture
@@ -131,6 +132,7 @@ class Trainer:
         vocabulary = max(config.model.vocabulary_size, self.tokenizer.vocabulary_size)
         model_config = dataclasses.replace(config.model, vocabulary_size=vocabulary)
         self.config = config = dataclasses.replace(config, model=model_config)
+        check_fits(config.model)
         rows = config.data.batch_size // config.accumulation_steps
         self._mesh = make_mesh(fitting_devices(rows) if config.devices is None else config.devices)
         check_batch_size(config.data.batch_size, config.accumulation_steps, self._mesh)

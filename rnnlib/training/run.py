@@ -25,7 +25,8 @@ CONFIG_FILE = "config.yaml"
 TOKENIZER_FILE = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
 
-# What may differ between a run and its continuation: nothing here changes the batches or the model's arrays.
+# What may differ between a run and its continuation: nothing here changes the batches or the model's arrays. A corpus
+# may have moved: the fingerprint of its tokens is compared with the checkpoint's.
 _MAY_CHANGE = (
     "optimizer",
     "evaluation",
@@ -37,7 +38,7 @@ _MAY_CHANGE = (
     "deterministic",
     "devices",
 )
-_MAY_CHANGE_DATA = ("num_workers", "prefetch", "cache_folder")
+_MAY_CHANGE_DATA = ("paths", "validation_paths", "num_workers", "prefetch", "cache_folder")
 _MAY_CHANGE_MODEL = ("remat", "remat_keeps", "scan_layers")
 
 

@@ -184,6 +184,35 @@ def test_resume_goes_on_with_the_runs_settings(trained, capsys):
     assert len(read_csv(folder / "metrics.csv")) == 40
 
 
+def test_a_run_goes_on_with_a_corpus_that_was_moved(tmp_path, monkeypatch, capsys, tiny_config, corpus):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(corpus, "old")
+    data = dataclasses.replace(tiny_config.data, paths=("old/*.txt",))
+    save_config(dataclasses.replace(tiny_config, data=data, steps=2), "config.yaml")
+    assert main(["train", "--config", "config.yaml", "--run", "run", "--prompt", ""]) == 0
+    os.rename("old", "new")
+    command = ["train", "--run", "run", "--resume", "--steps", "3", "--prompt", ""]
+    assert main(command) == 2
+    expected = "no file matches 'old/*.txt'; if the text was moved, say where to with --data.paths"
+    assert expected in capsys.readouterr().err
+    assert main([*command, "--data.paths", "new/*.txt"]) == 0
+    assert "continuing after step 2" in capsys.readouterr().out
+    assert load_run_config(tmp_path / "run").data.paths == ("new/*.txt",)
+    (tmp_path / "new" / "00.txt").write_text("another text, which is not what the run was trained on")
+    assert main([*command[:4], "--steps", "4", "--prompt", ""]) == 2
+    assert "the data is not that of the saved position" in capsys.readouterr().err
+
+
+def test_a_truncated_checkpoint_is_one_line(trained, tmp_path, process_environment):
+    shutil.copytree(trained[0], tmp_path / "run")
+    for file in (tmp_path / "run" / "checkpoints" / "40" / "model" / "ocdbt.process_0" / "d").iterdir():
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    command = [sys.executable, "-m", "rnnlib.cli.main", "eval", str(tmp_path / "run")]
+    process = subprocess.run(command, env=process_environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 2 and process.stderr.count("\n") == 1, process.stderr
+    assert re.search(r"checkpoint .*40 cannot be read \(.*byte range.*; if it is damaged, move", process.stderr)
+
+
 def test_mixers_lists_every_preset(capsys):
     assert main(["mixers"]) == 0
     output = capsys.readouterr().out
@@ -209,6 +238,19 @@ def test_tokenizer(tmp_path, corpus, capsys):
         (["train", "--model.widht", "3"], "Unrecognized options: --model.widht, 3 (perhaps --model.width?)"),
         (["train", "--steps", "many"], "--steps: expected an integer, got 'many'"),
         (["train", "--steps", "0"], "steps is 0, expected an integer of at least 1"),
+        (["train", "--steps", "99999999999999999999"], "expected at most 2147483647: the optimizer counts in 32 bits"),
+        (
+            ["train", "--seed", "1099511627776"],
+            "seed is 1099511627776, expected an integer of at least 0 and below",
+        ),
+        (["train", "--run", ""], "--run is empty, expected the name of a folder"),
+        (["train", "--run="], "--run is empty, expected the name of a folder"),
+        (
+            ["train", "--model.width", "100000000"],
+            "a model of width 100000000, 3 layers and vocabulary 257 has at least",
+        ),
+        (["train", "--model.width", "130", "--model.num-heads", "4"], "(--model.width, --model.num-heads)"),
+        (["train", "--model.mixers", "mine"], "run the script that calls it (python mine.py train | eval | generate)"),
         (["train", "--optimizer.learning-rate", "fast"], "--optimizer.learning-rate: expected a number, got 'fast'"),
         (["train", "--optimizer.learning-rate", "-1"], "learning_rate is -1.0, expected a number above 0"),
         (["train", "--model.width", "-8"], "width is -8, expected an integer of at least 1"),

@@ -282,3 +282,26 @@ def test_paths_may_be_path_objects(tmp_path, unchecked_shapes):
     (tmp_path / "one.txt").write_text("one")
     config = _config("text", [tmp_path / "*.txt"], validation_fraction=1e-9)
     assert config.paths == (f"{tmp_path}/*.txt",) and list(iterate_documents(config, "train")) == ["one"]
+
+
+def test_what_is_not_in_the_encoding_can_be_left_out(tmp_path):
+    (tmp_path / "a.txt").write_text("first é")
+    (tmp_path / "b.txt").write_bytes("second é".encode("latin-1"))
+    (tmp_path / "c.txt").write_text("third é")
+    config = _config("text", (f"{tmp_path}/*.txt",), split_by="tail")
+    with pytest.raises(ValueError, match=r"b.txt: not valid utf-8 at byte 7; .* undecodable to 'skip' to leave it out"):
+        list(iterate_documents(config, "train"))
+    config = dataclasses.replace(config, undecodable="skip")
+    with pytest.warns(UserWarning, match=r"left out as undecodable: 1, the first of them .*b.txt: not valid"):
+        documents = list(iterate_documents(config, "train"))
+    assert len(documents) == 2 and documents[0].startswith("fir") and documents[1].startswith("thi")
+
+
+def test_lines_that_are_not_in_the_encoding_can_be_left_out(tmp_path):
+    lines = [json.dumps({"text": f"line {i}"}).encode() for i in range(6)]
+    lines[2] = b'{"text": "\xff"}'
+    lines[4] = b'{"text": "\xfe"}'
+    (tmp_path / "lines.jsonl").write_bytes(b"\n".join(lines))
+    config = _config("jsonl", (f"{tmp_path}/lines.jsonl",), split_by="tail", undecodable="skip")
+    with pytest.warns(UserWarning, match=r"left out as undecodable: 2, the first of them .*lines.jsonl, line 3: not "):
+        assert len(list(iterate_documents(config, "train"))) == 4

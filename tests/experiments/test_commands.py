@@ -1,5 +1,7 @@
 """What the studies' commands share: picking mixers, taking turns on a device, comparing runs."""
 
+import importlib
+import sys
 import threading
 import time
 
@@ -72,3 +74,17 @@ def test_first_step_at_which_runs_differ():
     other = [dict(row) for row in rows]
     other[2]["loss"] += 1e-7
     assert first_difference(rows, other) == 3
+
+
+@pytest.mark.parametrize("study", ["language_modelling", "throughput"])
+def test_an_interrupt_is_one_line(study, monkeypatch, capsys):
+    def interrupted(setting):
+        raise KeyboardInterrupt
+
+    command = importlib.import_module(f"experiments.{study}.__main__")
+    monkeypatch.setattr(command, "study", interrupted)
+    monkeypatch.setattr("experiments.sweep.command.os._exit", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        command.main([])
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "interrupted: what is done is kept, the same command goes on\n"

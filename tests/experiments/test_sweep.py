@@ -244,7 +244,7 @@ def test_ctrl_c_waits_for_no_thread(tmp_path, monkeypatch, capsys):
         signal.signal(signal.SIGINT, before)
         done.set()
     assert end.value.code == 130 and time.monotonic() - begin < 15
-    assert capsys.readouterr().err == "interrupted: groups that are done are kept, the same command goes on\n"
+    assert capsys.readouterr().err == "interrupted: what is done is kept, the same command goes on\n"
 
 
 def test_another_studys_equal_runs_are_adopted(finished):

@@ -72,6 +72,15 @@ def test_tensorboard_events_are_written(tmp_path):
     assert b"train/bits_per_byte" in content and b"validation/perplexity" in content
 
 
+def test_events_of_a_killed_process_are_there(tmp_path):
+    """What the log was given is in the file without its being closed, as in metrics.csv."""
+    log = RunLog(tmp_path)
+    for step in (1, 2, 3):
+        log.train(train_row(step))
+        assert list(read_events(tmp_path / "tensorboard"))[-1].step == step
+    log.close()
+
+
 def read_events(folder):
     """Of all files in the order of their names: the events as TensorBoard's protocol has them."""
     for path in sorted(folder.iterdir()):

@@ -1,0 +1,48 @@
+"""Whether a model can fit into memory at all, from its configuration alone."""
+
+import os
+
+import jax
+
+from rnnlib.layers import RecurrentMixerConfig
+from rnnlib.models import ModelConfig
+from rnnlib.models.mixers import mixer_config
+
+_STATE_BYTES = 12  # of a parameter in float32: itself and Adam's two moments
+
+
+def least_parameters(config: ModelConfig) -> int:
+    """A lower bound on a model's parameters: the matrices whose sizes the configuration gives."""
+    width = config.width
+    count = config.vocabulary_size * width * (1 if config.tie_embeddings else 2)
+    count += config.num_layers * 3 * width * config.feed_forward_width
+    for name in config.layer_mixers:
+        mixer = mixer_config(config, name)
+        if isinstance(mixer, RecurrentMixerConfig):
+            shape = mixer.shape(width, config.num_heads)
+            channels = 2 * shape.key_heads * shape.pairs * shape.key_size + shape.value_heads * shape.value_size
+            count += width * channels
+    return count
+
+
+def memory_bytes() -> int:
+    """Memory of all devices together; of CPUs, which share it, that of the machine."""
+    devices = jax.devices()
+    stats = devices[0].memory_stats() if devices[0].platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return len(devices) * stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * jax.process_count()
+
+
+def check_fits(config: ModelConfig) -> None:
+    """ValueError where a model's training state cannot fit however it is spread over the devices.
+
+    It is asked before anything is traced: tracing a model of a width of millions takes minutes.
+    """
+    needed, there = least_parameters(config) * _STATE_BYTES, memory_bytes()
+    if needed > there:
+        raise ValueError(
+            f"a model of width {config.width}, {config.num_layers} layers and vocabulary {config.vocabulary_size} has "
+            f"at least {least_parameters(config):,} parameters, which take {needed / 1e9:,.0f} GB to train; expected "
+            f"at most the {there / 1e9:,.0f} GB that are there"
+        )
