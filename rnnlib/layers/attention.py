@@ -89,8 +89,8 @@ class AttentionCache(NamedTuple):
         key: `[B, capacity, HK, K]`, after norm and rotation.
         value: `[B, capacity, HK, K]`.
         segment: `[B, capacity]` int32, the number of segment changes before the token in each slot.
-        length: tokens so far, int32 scalar: one number for all rows, so that caches of different lengths cannot be
-            joined to one, as those of recurrent mixers can.
+        length: `[B]` int32, tokens so far, padding included. Rows have lengths of their own, so that one may be replaced
+            while others go on.
         current: `[B]` int32, the number of segment changes so far.
         position: `[B]` int32, the next token's rotary position.
     """
@@ -213,14 +213,14 @@ class Attention(nnx.Module):
         """The cache with the tokens in it, and what they attend to: the cache and each other."""
         query, key, value, segment = tokens
         length, capacity = key.shape[1], cache.key.shape[1]
-        index = cache.length + jnp.arange(length, dtype=jnp.int32)
+        index = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)
         # Where a call is longer than the ring, only its last tokens stay.
         kept = slice(max(0, length - capacity), None)
-        slots = index[kept] % capacity
+        slots = (jnp.arange(key.shape[0])[:, None], index[:, kept] % capacity)
         updated = cache._replace(
-            key=cache.key.at[:, slots].set(key[:, kept].astype(cache.key.dtype)),
-            value=cache.value.at[:, slots].set(value[:, kept].astype(cache.value.dtype)),
-            segment=cache.segment.at[:, slots].set(segment[:, kept]),
+            key=cache.key.at[slots].set(key[:, kept].astype(cache.key.dtype)),
+            value=cache.value.at[slots].set(value[:, kept].astype(cache.value.dtype)),
+            segment=cache.segment.at[slots].set(segment[:, kept]),
             length=cache.length + length,
             current=segment[:, -1],
         )
@@ -233,7 +233,7 @@ class Attention(nnx.Module):
             keys = jnp.concatenate([cache.key, key.astype(cache.key.dtype)], axis=1)
             values = jnp.concatenate([cache.value, value.astype(cache.value.dtype)], axis=1)
             segments = jnp.concatenate([cache.segment, segment], axis=1)
-            indices = jnp.concatenate([_slot_indices(cache.length, capacity), index])
+            indices = jnp.concatenate([_slot_indices(cache.length, capacity), index], axis=1)
         mask = _mask(index, indices, segment, segments, capacity)
         dtype = product_dtype(query.dtype)
         out = jax.nn.dot_product_attention(
@@ -262,27 +262,28 @@ class Attention(nnx.Module):
             key=keys,
             value=jnp.zeros_like(keys),
             segment=jnp.zeros((batch_size, capacity), jnp.int32),
-            length=jnp.zeros((), jnp.int32),
+            length=jnp.zeros((batch_size,), jnp.int32),
             current=jnp.zeros((batch_size,), jnp.int32),
             position=jnp.zeros((batch_size,), jnp.int32),
         )
 
 
 def _mask(
-    query_index: Int[Array, "T"],
-    key_index: Int[Array, "S"],
+    query_index: Int[Array, "B T"],
+    key_index: Int[Array, "B S"],
     query_segment: Int[Array, "B T"],
     key_segment: Int[Array, "B S"],
     capacity: int,
 ) -> Bool[Array, "B T S"]:
     """Which keys each query sees: the last `capacity` of its segment. A negative key index is an empty slot."""
-    distance = query_index[:, None] - key_index[None, :]
-    seen = (key_index >= 0) & (distance >= 0) & (distance < capacity)
-    return seen[None] & (query_segment[:, :, None] == key_segment[:, None, :])
+    distance = query_index[:, :, None] - key_index[:, None, :]
+    seen = (key_index >= 0)[:, None] & (distance >= 0) & (distance < capacity)
+    return seen & (query_segment[:, :, None] == key_segment[:, None, :])
 
 
-def _slot_indices(length: Int[Array, ""], capacity: int) -> Int[Array, "capacity"]:
-    """The token that lies in each slot of a ring that `length` tokens went through; negative for an empty slot."""
+def _slot_indices(length: Int[Array, "B"], capacity: int) -> Int[Array, "B capacity"]:
+    """The token in each slot of a ring that a row's `length` tokens went through; negative for an empty slot."""
     slot = jnp.arange(capacity, dtype=jnp.int32)
-    # The greatest index below `length` that is `slot` modulo the capacity.
-    return length - 1 - (length - 1 - slot) % capacity
+    last = length[:, None] - 1
+    # The greatest index up to `last` that is `slot` modulo the capacity.
+    return last - (last - slot) % capacity

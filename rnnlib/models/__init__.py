@@ -8,7 +8,7 @@ from rnnlib.models.config import (
     swiglu_width,
     two_global_attention_layers,
 )
-from rnnlib.models.decoder import Block, DecoderCache, DecoderLM, SwiGLU, take_rows
+from rnnlib.models.decoder import Block, DecoderCache, DecoderLM, SwiGLU, put_rows, take_rows
 from rnnlib.models.generation import NaNLogitsError, Sampling, generate, sample, stream
 from rnnlib.models.presets import ModelPreset, model_preset, preset_details, preset_names
 from rnnlib.models.summary import ParameterCount, abstract_model, cache_bytes, count_parameters, summary
@@ -40,6 +40,7 @@ __all__ = [
     "stream",
     "summary",
     "swiglu_width",
+    "put_rows",
     "take_rows",
     "two_global_attention_layers",
 ]

@@ -30,8 +30,7 @@ _MUTABLE = nnx.Not(nnx.Param)
 def take_rows(cache: DecoderCache, rows: Int[Array | np.ndarray, " N"] | Sequence[int]) -> DecoderCache:
     """A cache whose row `i` is row `rows[i]` of another: beams that go on, or one prompt read for several samples.
 
-    The other way, joining caches to one of more rows, is for recurrent mixers alone, array by array. All rows of an
-    attention layer's cache have read the same number of tokens, padding included.
+    `put_rows` is the other way: rows of one cache go into another.
 
     Args:
         cache: from `init_cache` or `extend`.
@@ -45,21 +44,61 @@ def take_rows(cache: DecoderCache, rows: Int[Array | np.ndarray, " N"] | Sequenc
             the function that calls this, such a row is NaN instead, and so are its logits.
         TypeError: `rows` is not of integers.
     """
+    numbers = _row_numbers("take_rows", rows, cache)
+    # Filled with NaN, and integers with the lowest.
+    return jax.tree.map(lambda x: x.at[numbers].get(mode="fill", wrap_negative_indices=False) if x.ndim else x, cache)
+
+
+def put_rows(
+    cache: DecoderCache, rows: Int[Array | np.ndarray, " N"] | Sequence[int], others: DecoderCache
+) -> DecoderCache:
+    """A cache whose row `rows[i]` is row `i` of another: a new text takes the place of one that has ended.
+
+    Rows may have read different numbers of tokens, whatever the mixers are.
+
+    Args:
+        cache: from `init_cache` or `extend`.
+        rows: numbers of its rows that are replaced, each once.
+        others: a cache of N rows of the same model and `max_length`.
+
+    Returns:
+        A cache of as many rows as `cache`; those that `rows` does not name are as they were.
+
+    Raises:
+        ValueError: `rows` is not `[N]` with N >= 1, or has a number twice or one that is none of the cache's rows;
+            `others` has another number of rows, or is of another model or `max_length`. Where jax traces the function
+            that calls this, rows outside are left out and of one named twice either may stay.
+        TypeError: `rows` is not of integers.
+    """
+    numbers = _row_numbers("put_rows", rows, cache)
+    if isinstance(numbers, np.ndarray) and np.unique(numbers).size != numbers.size:
+        raise ValueError(f"put_rows: rows are {numbers.tolist()}, expected each once")
+    if jax.tree.structure(cache) != jax.tree.structure(others):
+        raise ValueError("put_rows: others is not of the model that cache is of")
+    for x, y in zip(jax.tree.leaves(cache), jax.tree.leaves(others)):
+        if x.ndim and y.shape != (numbers.size, *x.shape[1:]):
+            raise ValueError(
+                f"put_rows: others has an array of shape {y.shape}, expected {(numbers.size, *x.shape[1:])}: one row "
+                "for each of rows, of the same model and max_length"
+            )
+
+    def put(x: Array, y: Array) -> Array:
+        return x.at[numbers].set(y.astype(x.dtype), mode="drop", wrap_negative_indices=False) if x.ndim else x
+
+    return jax.tree.map(put, cache, others)
+
+
+def _row_numbers(function: str, rows: Any, cache: DecoderCache) -> Any:
     numbers = rows if isinstance(rows, jax.core.Tracer) else np.asarray(rows)
     if numbers.ndim != 1 or not numbers.size:
-        raise ValueError(f"take_rows: rows has shape {numbers.shape}, expected [N], at least one")
+        raise ValueError(f"{function}: rows has shape {numbers.shape}, expected [N], at least one")
     if not jnp.issubdtype(numbers.dtype, jnp.integer):
-        raise TypeError(f"take_rows: rows has dtype {numbers.dtype}, expected an integer dtype")
-    # Arrays are [B, ...], but for attention's number of tokens, which all rows share.
+        raise TypeError(f"{function}: rows has dtype {numbers.dtype}, expected an integer dtype")
+    # Arrays are [B, ...], but for what parts of one's own may share between rows.
     batch = min((x.shape[0] for x in jax.tree.leaves(cache) if x.ndim), default=0)
     if isinstance(numbers, np.ndarray) and (numbers.min() < 0 or numbers.max() >= batch):
-        raise ValueError(f"take_rows: rows are {numbers.min()} to {numbers.max()}, expected them in [0, {batch})")
-
-    def take(x: Array) -> Array:
-        # Filled with NaN, and integers with the lowest.
-        return x.at[numbers].get(mode="fill", wrap_negative_indices=False) if x.ndim else x
-
-    return jax.tree.map(take, cache)
+        raise ValueError(f"{function}: rows are {numbers.min()} to {numbers.max()}, expected them in [0, {batch})")
+    return numbers
 
 
 class SwiGLU(nnx.Module):
@@ -264,6 +303,7 @@ class DecoderLM(nnx.Module):
         cache: DecoderCache,
         *,
         segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T vocabulary"], DecoderCache]:
         """Reads `T >= 1` more tokens after those that the cache stands for.
 
@@ -277,6 +317,7 @@ class DecoderLM(nnx.Module):
             cache: from `init_cache` or an earlier call.
             segment_ids: ids that restart what the cache stands for where they change *within this call*. The call's
                 first token continues the cache whatever its id. Left padding is a segment of its own before the prompt.
+            positions: of each token, for rotary angles; None counts on from the cache. Later calls count on from these.
 
         Returns:
             Logits `[B, T, vocabulary_size]` as in `__call__`, and the new cache.
@@ -286,7 +327,7 @@ class DecoderLM(nnx.Module):
                 shape.
             TypeError: `tokens` or `segment_ids` are not of integers.
         """
-        hidden, cache = self.extend_hidden(tokens, cache, segment_ids=segment_ids)
+        hidden, cache = self.extend_hidden(tokens, cache, segment_ids=segment_ids, positions=positions)
         return self.logits(hidden), cache
 
     def extend_hidden(
@@ -295,17 +336,18 @@ class DecoderLM(nnx.Module):
         cache: DecoderCache,
         *,
         segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DecoderCache]:
         """`extend` without the head: who needs the last token's logits only reads them out of `[:, -1:]`."""
         layers = len(self.blocks)
         if not isinstance(cache, tuple) or len(cache) != layers:
             found = f"has {len(cache)} entries" if isinstance(cache, tuple) else f"is {reprlib.repr(cache)}"
             raise ValueError(f"DecoderLM: cache {found}, expected {layers}, one a layer, as init_cache gives")
-        x = self.embed(tokens, segment_ids)
+        x = self.embed(tokens, segment_ids, positions)
         entries = []
         for block, entry in zip(self.blocks, cache):
             graphdef, state = nnx.split(block)
-            x, entry = _extend_block(graphdef, state, x, segment_ids, entry)
+            x, entry = _extend_block(graphdef, state, x, segment_ids, positions, entry)
             entries.append(entry)
         return self.norm(x), tuple(entries)
 
@@ -417,5 +459,5 @@ def _changed(before: tuple[list[Any], Any], value: Any) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _extend_block(graphdef, state, x, segment_ids, cache):
-    return nnx.merge(graphdef, state)(x, segment_ids=segment_ids, cache=cache)
+def _extend_block(graphdef, state, x, segment_ids, positions, cache):
+    return nnx.merge(graphdef, state)(x, segment_ids=segment_ids, positions=positions, cache=cache)

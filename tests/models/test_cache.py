@@ -14,6 +14,7 @@ from rnnlib.models import (
     ModelConfig,
     every_other_sliding_window,
     gated_deltanet2_cell,
+    put_rows,
     take_rows,
     two_global_attention_layers,
 )
@@ -94,6 +95,27 @@ def test_prefill_and_decode_equal_the_parallel_pass(name):
     np.testing.assert_allclose(logits[1, PREFIX - 4 :], expected[1, PREFIX - 4 :], atol=1e-4)
 
 
+@pytest.mark.parametrize("name", [*mixer_names(), *HYBRIDS])
+def test_a_row_joins_while_another_goes_on(name):
+    """Row 1 is read while row 0 has three tokens more; each row's logits are those of its text alone."""
+    config = HYBRIDS.get(name) or SMALL.replace(mixers=(name,))
+    graphdef, state = build(config)
+    expected = parallel(graphdef, state, TOKENS, SEGMENTS)
+    extend, late = extender(graphdef, state), 3
+    prompt, segments = TOKENS[:, :PREFIX], SEGMENTS[:, :PREFIX]
+    empty = nnx.merge(graphdef, state).init_cache(2, LENGTH)
+    # Before, another text is in the second row.
+    _, cache = extend(jnp.stack([prompt[0], prompt[0]]), empty, jnp.stack([segments[0], segments[0]]))
+    for t in range(PREFIX, PREFIX + late):
+        _, cache = extend(TOKENS[jnp.asarray([0, 0]), t : t + 1], cache, None)
+    _, joining = extend(prompt, empty, segments)
+    cache = put_rows(cache, [1], take_rows(joining, [1]))
+    for t in range(PREFIX, LENGTH - late):
+        logits, cache = extend(jnp.stack([TOKENS[0, t + late : t + late + 1], TOKENS[1, t : t + 1]]), cache, None)
+        np.testing.assert_allclose(logits[0, 0], expected[0, t + late], atol=1e-4)
+        np.testing.assert_allclose(logits[1, 0], expected[1, t], atol=1e-4)
+
+
 def test_any_pieces_equal_the_parallel_pass():
     graphdef, state = build(HYBRIDS["every other layer sliding"])
     expected = parallel(graphdef, state, TOKENS, None)
@@ -154,3 +176,18 @@ def test_a_row_that_a_cache_does_not_have_shows(unchecked_shapes):
     ):
         with pytest.raises(error, match=message):
             take_rows(cache, rows)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_rows_that_cannot_be_put_are_named():
+    model = DecoderLM(SMALL.replace(num_layers=2, mixers=("gated_deltanet", "attention")), rngs=nnx.Rngs(5))
+    cache, one = model.init_cache(2, LENGTH), model.init_cache(1, LENGTH)
+    for rows, others, message in (
+        ([2], one, r"put_rows: rows are 2 to 2, expected them in \[0, 2\)"),
+        ([0, 0], cache, r"put_rows: rows are \[0, 0\], expected each once"),
+        ([0, 1], one, r"put_rows: others has an array of shape \(1, .*\), expected \(2, "),
+        ([0], model.init_cache(1, 9), "one row for each of rows, of the same model and max_length"),
+        ([0], one[:1], "put_rows: others is not of the model that cache is of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            put_rows(cache, rows, others)
