@@ -89,8 +89,8 @@ class AttentionCache(NamedTuple):
         key: `[B, capacity, HK, K]`, after norm and rotation.
         value: `[B, capacity, HK, K]`.
         segment: `[B, capacity]` int32, the number of segment changes before the token in each slot.
-        length: `[B]` int32, tokens so far, padding included. Rows have lengths of their own, so that one may be replaced
-            while others go on.
+        length: `[B]` int32, tokens so far, padding included. Rows have lengths of their own: one may be replaced while
+            others go on.
         current: `[B]` int32, the number of segment changes so far.
         position: `[B]` int32, the next token's rotary position.
     """

@@ -35,12 +35,12 @@ __all__ = [
     "model_preset",
     "preset_details",
     "preset_names",
+    "put_rows",
     "sample",
     "save_weights",
     "stream",
     "summary",
     "swiglu_width",
-    "put_rows",
     "take_rows",
     "two_global_attention_layers",
 ]
