@@ -73,11 +73,9 @@ def put_rows(
     numbers = _row_numbers("put_rows", rows, cache)
     if isinstance(numbers, np.ndarray) and np.unique(numbers).size != numbers.size:
         raise ValueError(f"put_rows: rows are {numbers.tolist()}, expected each once")
-    leaves, structure = jax.tree.flatten(cache)
-    other_leaves, other_structure = jax.tree.flatten(others)
-    if structure != other_structure:
+    if str(jax.tree.structure(cache)) != str(jax.tree.structure(others)):
         raise ValueError("put_rows: others is not of the model that cache is of")
-    for x, y in zip(leaves, other_leaves):
+    for x, y in zip(jax.tree.leaves(cache), jax.tree.leaves(others)):
         if x.ndim and y.shape != (numbers.size, *x.shape[1:]):
             raise ValueError(
                 f"put_rows: others has an array of shape {y.shape}, expected {(numbers.size, *x.shape[1:])}: one row "
