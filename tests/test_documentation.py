@@ -1,0 +1,89 @@
+"""The pages are run, their tables are what the code and the results say, and their links lead somewhere."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from experiments.kernel_benchmarks.report import readme_table
+from experiments.ridge_benchmark.report import readme_table as ridge_table
+from rnnlib.layers import mixer_table, presets
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+RUN = [page for page in PAGES if "```python\n" in page.read_text()]
+
+
+def name_of(page: pathlib.Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def between(page: pathlib.Path, marker: str) -> str:
+    return page.read_text().split(f"<!-- {marker} -->\n")[1].split(f"<!-- /{marker} -->")[0]
+
+
+@pytest.mark.parametrize("page", RUN, ids=name_of)
+def test_python_blocks_run(page, monkeypatch):
+    """In order and in one namespace, as a reader would paste them."""
+    monkeypatch.setattr(presets, "_PRESETS", dict(presets._PRESETS))  # a page may register its own
+    namespace: dict = {"__name__": "page"}
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL), start=1):
+        exec(compile(block, f"{name_of(page)}, block {number}", "exec"), namespace)
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """Of a page's headings, as they are shown on the web: lower case, no punctuation, hyphens for spaces."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ +(.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: pathlib.Path) -> list[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        to = (page.parent / path).resolve() if path else page
+        if not to.exists() or (anchor and to.suffix == ".md" and anchor not in anchors(to)):
+            broken.append(target)
+    return broken
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [*PAGES, *(ROOT / "experiments").rglob("*.md")]
+    links = {name_of(page): broken for page in pages if (broken := broken_links(page))}
+    assert len(pages) > 20 and not links
+
+
+def test_every_page_is_linked_from_the_readme():
+    targets = set(re.findall(r"\]\(([^)\s#]+)", README.read_text()))
+    assert {name_of(page) for page in PAGES if page.parent == ROOT / "docs"} <= targets
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def test_table_of_mixers_is_the_presets():
+    assert between(README, "mixers") == mixer_table(), "write the output of rnnlib.layers.mixer_table() into the README"
+
+
+def test_cpu_figures_are_those_measured():
+    rows = json.loads((ROOT / "experiments" / "cpu_benchmark" / "results.json").read_text())["rows"]
+    for row in rows:
+        line = f"| {row['decay']} | {row['scan_ms']:.0f} | {row['chunked_ms']:.0f} | {row['ratio']:.1f} |"
+        assert line in between(ROOT / "docs" / "kernels.md", "cpu")
+
+
+def test_gpu_figures_are_those_measured():
+    results = json.loads((ROOT / "experiments" / "kernel_benchmarks" / "results" / "h200.json").read_text())
+    assert between(ROOT / "docs" / "kernels.md", "gpu") == readme_table(results)
+
+
+def test_figures_of_the_ridge_solves_are_those_measured():
+    results = json.loads((ROOT / "experiments" / "ridge_benchmark" / "results" / "h200.json").read_text())
+    assert between(ROOT / "docs" / "kernels.md", "ridge") == ridge_table(results)
