@@ -1,7 +1,7 @@
 """Softmax attention, full or over a sliding window, with a key-value cache that is a ring for windows."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,24 +25,38 @@ BLOCK = 512
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig(MixerConfig):
-    """Softmax attention (Transformer++): rotary positions, no biases.
+    """Softmax attention; by default Transformer++'s, with rotary positions and no biases.
 
     Attributes:
         window: tokens that each token sees, itself included; None is all before it.
-        key_heads: key and value heads, a divisor of the query heads (grouped queries); None is the model's `num_heads`.
+        num_heads: query heads; None is the model's attention heads.
+        key_heads: key and value heads, a divisor of the query heads (grouped queries); None is as many.
         head_dim: channels of a head; None is `width / num_heads`.
         rope_base: of the rotary positions; None is no positions.
-        qk_norm: RMS norm of each query and key head, before the rotation (Dehghani et al., 2023, arXiv 2302.05442).
+        rope_channels: channels of a head that turn, the first ones; None is all.
+        qk_norm: RMS norm of queries and keys, before the rotation (Dehghani et al., 2023, arXiv 2302.05442). True is of
+            each head, with one scale for all; `"all"` is over all heads together (OLMo 2, arXiv 2501.00656).
+        zero_centred: that norm's factor is `1 + scale`, see `RMSNorm`.
         eps: of that norm.
+        output_gate: multiplies what attention gives by `sigmoid(W x)`, a channel each, before the output's projection
+            (Qiu et al., 2025, arXiv 2505.06708).
+        use_bias: the projections of queries, keys and values, and of the gate, have biases.
+        output_bias: the output's projection has a bias.
         initializer: of the projections.
     """
 
     window: PositiveInteger | None = None
+    num_heads: PositiveInteger | None = None
     key_heads: int | None = None
     head_dim: int | None = None
     rope_base: RotaryBase | None = 10000.0
-    qk_norm: bool = False
+    rope_channels: PositiveInteger | None = None
+    qk_norm: bool | Literal["all"] = False
+    zero_centred: bool = False
     eps: float = 1e-6
+    output_gate: bool = False
+    use_bias: bool = False
+    output_bias: bool = False
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
 
     def __post_init__(self) -> None:
@@ -62,6 +76,7 @@ class AttentionConfig(MixerConfig):
         Raises:
             ValueError: heads or sizes do not come out whole, or rotary positions meet an odd head size.
         """
+        num_heads = num_heads if self.num_heads is None else self.num_heads
         if num_heads < 1:
             raise ValueError(f"AttentionConfig: num_heads is {num_heads}, expected at least 1")
         key_heads = num_heads if self.key_heads is None else self.key_heads
@@ -72,8 +87,11 @@ class AttentionConfig(MixerConfig):
         head_dim = self.head_dim
         if head_dim is None:
             head_dim = exact_quotient(width, num_heads, "attention channels (width)")
-        if self.rope_base is not None and head_dim % 2 != 0:
-            raise ValueError(f"AttentionConfig: head_dim is {head_dim}, expected an even one for rotary positions")
+        turned = head_dim if self.rope_channels is None else self.rope_channels
+        if self.rope_base is not None and (turned % 2 != 0 or turned > head_dim):
+            name = "head_dim" if self.rope_channels is None else "rope_channels"
+            limit = "" if self.rope_channels is None else f" of at most head_dim = {head_dim}"
+            raise ValueError(f"AttentionConfig: {name} is {turned}, expected an even one{limit} for rotary positions")
         # Here, unlike in recurrent mixers, it is the keys that are shared by queries: "value heads" are the query's.
         shape = MixerShape(width, key_heads, num_heads, head_dim, head_dim, dtype, param_dtype, self.initializer)
         return Attention(self, shape, rngs=rngs)
@@ -115,17 +133,35 @@ class Attention(nnx.Module):
         self.shape = shape
         self.number = 0
         size = shape.key_size
-        self.query = shape.project(shape.value_heads * size, rngs=rngs)
-        self.key = shape.project(shape.key_heads * size, rngs=rngs)
-        self.value = shape.project(shape.key_heads * size, rngs=rngs)
-        self.output = shape.linear(shape.value_heads * size, shape.width, rngs=rngs)
-        self.rotary = None if config.rope_base is None else Rotary(config.rope_base)
-        self.query_norm = self._head_norm() if config.qk_norm else None
-        self.key_norm = self._head_norm() if config.qk_norm else None
+        bias = config.use_bias
+        self.query = shape.project(shape.value_heads * size, use_bias=bias, rngs=rngs)
+        self.key = shape.project(shape.key_heads * size, use_bias=bias, rngs=rngs)
+        self.value = shape.project(shape.key_heads * size, use_bias=bias, rngs=rngs)
+        self.output = shape.linear(shape.value_heads * size, shape.width, use_bias=config.output_bias, rngs=rngs)
+        self.gate = shape.project(shape.value_heads * size, use_bias=bias, rngs=rngs) if config.output_gate else None
+        self.rotary = None if config.rope_base is None else Rotary(config.rope_base, config.rope_channels)
+        self.query_norm = self._norm(shape.value_heads)
+        self.key_norm = self._norm(shape.key_heads)
 
-    def _head_norm(self) -> RMSNorm:
-        shape = self.shape
-        return RMSNorm(shape.key_size, eps=self.config.eps, dtype=shape.dtype, param_dtype=shape.param_dtype)
+    def _norm(self, heads: int) -> RMSNorm | None:
+        """The norm of queries or keys that have so many heads."""
+        config, shape = self.config, self.shape
+        if not config.qk_norm:
+            return None
+        return RMSNorm(
+            shape.key_size * (heads if config.qk_norm == "all" else 1),
+            eps=config.eps,
+            zero_centred=config.zero_centred,
+            dtype=shape.dtype,
+            param_dtype=shape.param_dtype,
+        )
+
+    def _heads(self, y: Array, norm: RMSNorm | None = None) -> Array:
+        """`[B, T, H * K]` as heads `[B, T, H, K]`, normalised as the configuration says."""
+        heads = (*y.shape[:2], -1, self.shape.key_size)
+        if norm is None:
+            return y.reshape(heads)
+        return norm(y).reshape(heads) if self.config.qk_norm == "all" else norm(y.reshape(heads))
 
     def __call__(
         self,
@@ -158,12 +194,9 @@ class Attention(nnx.Module):
         if cache is not None:
             capacity = cache.key.shape[1] if isinstance(cache, AttentionCache) else 1
             check_cache("Attention", cache, jax.eval_shape(lambda: self.init_cache(batch, capacity)))
-        query, key, value = (
-            projection(x).reshape(batch, length, -1, self.shape.key_size)
-            for projection in (self.query, self.key, self.value)
-        )
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+        query = self._heads(self.query(x), self.query_norm)
+        key = self._heads(self.key(x), self.key_norm)
+        value = self._heads(self.value(x))
         if positions is None:
             positions = running_positions(None if cache is None else cache.position, batch, length)
         if self.rotary is not None:
@@ -176,7 +209,10 @@ class Attention(nnx.Module):
         else:
             out, cache = self._extend(query, key, value, segment_ids, cache)
             cache = cache._replace(position=positions[:, -1] + 1)
-        return self.output(out.reshape(batch, length, -1)), cache
+        out = out.reshape(batch, length, -1)
+        if self.gate is not None:
+            out = out * jax.nn.sigmoid(self.gate(x).astype(self.shape.gate_dtype)).astype(out.dtype)
+        return self.output(out), cache
 
     def _extend(
         self, query: Array, key: Array, value: Array, segment_ids: Array | None, cache: AttentionCache

@@ -25,7 +25,8 @@ def l2_normalize(x: Float[Array, "*axes K"], eps: float = 1e-6) -> Float[Array, 
 class RMSNorm(nnx.Module):
     """`x / sqrt(mean x^2 + eps) * scale` over the last axis, computed in float32 at least.
 
-    Zhang and Sennrich, 2019 (arXiv 1910.07467). `scale` `[F]` starts at 1.
+    Zhang and Sennrich, 2019 (arXiv 1910.07467). `scale` `[F]` starts at 1. With `zero_centred` the factor is
+    `1 + scale`, and `scale` starts at 0 (Gemma, Qwen3-Next): bfloat16 then holds small differences from 1.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class RMSNorm(nnx.Module):
         features: int,
         *,
         eps: float = 1e-6,
+        zero_centred: bool = False,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
     ):
@@ -42,10 +44,12 @@ class RMSNorm(nnx.Module):
             raise ValueError(f"RMSNorm: eps is {eps}, expected above 0")
         self.eps = eps
         self.dtype = dtype
-        self.scale = nnx.Param(jnp.ones((features,), param_dtype))
+        self.zero_centred = zero_centred
+        self.scale = nnx.Param(jnp.full((features,), 0 if zero_centred else 1, param_dtype))
 
     def __call__(self, x: Float[Array, "*axes F"]) -> Float[Array, "*axes F"]:
         """Normalises the last axis; the result has the module's `dtype`."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normalised = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (normalised * self.scale[...].astype(wide.dtype)).astype(self.dtype)
+        scale = self.scale[...].astype(wide.dtype)
+        return (normalised * (1 + scale if self.zero_centred else scale)).astype(self.dtype)

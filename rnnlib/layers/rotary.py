@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from rnnlib.fields import Range
+from rnnlib.fields import PositiveInteger, Range
 from rnnlib.layers.part import PartConfig
 
 RotaryBase = Annotated[float, Range(above=1, below=math.inf)]
@@ -19,30 +19,37 @@ class Rotary(PartConfig):
     """Rotary position embedding (Su et al., 2021, arXiv 2104.09864).
 
     Attributes:
-        base: channel pair `i` of K/2 turns by `base^(-2i/K)` radians a token.
+        base: channel pair `i` of R/2 turns by `base^(-2i/R)` radians a token.
+        channels: how many channels R of a head turn, the first ones; None is all K.
     """
 
     base: RotaryBase = 10000.0
+    channels: PositiveInteger | None = None
 
     def __call__(self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]) -> Float[Array, "B T H K"]:
-        """Turns the channel pairs `(i, i + K/2)` of each head by the position's angle, computed in float32 at least.
+        """Turns the channel pairs `(i, i + R/2)` of each head by the position's angle, computed in float32 at least.
 
         Args:
-            x: queries or keys, K even.
+            x: queries or keys.
             positions: of each token, in tokens.
 
         Returns:
             Turned queries or keys, in `x`'s dtype.
 
         Raises:
-            ValueError: K is odd.
+            ValueError: R is odd or more than K.
         """
-        channels = x.shape[-1]
+        channels = x.shape[-1] if self.channels is None else self.channels
+        if channels > x.shape[-1]:
+            raise ValueError(f"Rotary: channels is {channels}, expected at most the {x.shape[-1]} of x {x.shape}")
         if channels % 2 != 0:
-            raise ValueError(f"Rotary: x has shape {x.shape}, expected an even number of channels K")
+            raise ValueError(f"Rotary: x has shape {x.shape} and {channels} channels to turn, expected an even number")
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         frequency = self.base ** (-jnp.arange(0, channels, 2, dtype=dtype) / channels)
-        return rotate_pairs(x, positions[:, :, None, None].astype(dtype) * frequency)
+        angle = positions[:, :, None, None].astype(dtype) * frequency
+        if channels == x.shape[-1]:
+            return rotate_pairs(x, angle)
+        return jnp.concatenate([rotate_pairs(x[..., :channels], angle), x[..., channels:]], axis=-1)
 
 
 def rotate_pairs(x: Float[Array, "*axes K"], angle: Float[Array, "... P"]) -> Float[Array, "*axes K"]:

@@ -177,3 +177,46 @@ def test_bad_values_are_named(make, message):
 def _too_long():
     module = build()
     return module(inputs(1, 5), cache=module.init_cache(1, 4))
+
+
+@pytest.mark.parametrize("qk_norm", [True, "all"])
+def test_gate_biases_part_of_the_channels_turned_and_both_kinds_of_norm(qk_norm):
+    """What Qwen3.5 (zero-centred norms of heads) and OLMo Hybrid (norm of all heads) ask of attention, in one layer."""
+    options = {"zero_centred": qk_norm is True, "output_gate": True, "use_bias": True, "output_bias": True, "eps": 1e-3}
+    module = build(num_heads=4, key_heads=2, head_dim=6, rope_channels=4, qk_norm=qk_norm, **options)
+    p, x = parameters(module), np.asarray(inputs(1, 9))
+
+    def project(name):
+        return linear(p[name], x[0].astype(np.float64))
+
+    def normalise(y, scale):
+        y = y.reshape(9, -1, 6) if qk_norm is True else y
+        factor = 1 + scale if qk_norm is True else scale
+        return (y / np.sqrt(np.mean(y**2, axis=-1, keepdims=True) + 1e-3) * factor).reshape(9, -1, 6)
+
+    def turn(y):
+        return np.concatenate([rotate(y[..., :4]), y[..., 4:]], axis=-1)
+
+    q = turn(normalise(project("query"), p["query_norm"]["scale"]))
+    k = turn(normalise(project("key"), p["key_norm"]["scale"]))
+    v = project("value").reshape(9, 2, 6)
+    out = np.zeros_like(q)
+    for h in range(4):
+        for t in range(9):
+            weights = np.exp(k[: t + 1, h // 2] @ q[t, h] / np.sqrt(6))
+            out[t, h] = weights @ v[: t + 1, h // 2] / weights.sum()
+    gated = out.reshape(9, -1) / (1 + np.exp(-project("gate")))
+    expected = linear(p["output"], gated)
+    call = compiled(module)
+    assert relative_error(call(x)[0][0], expected) < 1e-5
+    cache, pieces = module.init_cache(1, 9), []
+    for start, end in ((0, 5), (5, 6), (6, 9)):
+        y, cache = call(x[:, start:end], None, cache)
+        pieces.append(y)
+    assert relative_error(np.concatenate(pieces, axis=1)[0], expected) < 1e-5
+
+
+def test_channels_to_turn_are_even_and_of_the_head():
+    for channels in (3, 8):
+        with pytest.raises(ValueError, match=rf"rope_channels is {channels}, expected an even one of at most"):
+            AttentionConfig(head_dim=6, rope_channels=channels).build(WIDTH, HEADS, rngs=nnx.Rngs(0))
