@@ -57,13 +57,12 @@ def make_inputs(
     q: Array,
     k: Array,
     v: Array,
-    *,
-    write_key: Array | None = None,
-    erase: Array | None = None,
-    write: Array | None = None,
-    log_decay: Array | None = None,
-    initial_state: Array | None = None,
-    segment_ids: Array | None = None,
+    write_key: Array | None,
+    erase: Array | None,
+    write: Array | None,
+    log_decay: Array | None,
+    initial_state: Array | None,
+    segment_ids: Array | None,
 ) -> Inputs:
     """Brings the matrices to one dtype and the gates to one that kernels load, and marks the segments' first tokens."""
     dtype = jnp.result_type(q, k, v)

@@ -108,7 +108,6 @@ def check_rule(
     operator: str,
     q: Array,
     v: Array,
-    *,
     gates: Mapping[str, Array | None],
     keys: Mapping[str, Array | None],
     initial_state: Array | None,

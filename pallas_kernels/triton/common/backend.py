@@ -47,6 +47,16 @@ class Operand:
         return pl.BlockSpec(self.block, self.place)
 
 
+def unsupported_arrays(**arrays: Array | None) -> str | None:
+    """Why no kernel here can serve a call on these arrays, as a noun phrase, or None: the platform or a dtype."""
+    if platform() not in ("gpu", "cpu"):
+        return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"
+    for name, x in arrays.items():
+        if x is not None and x.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"{name} of dtype {x.dtype} (only bfloat16 and float32)"
+    return None
+
+
 def interpreted() -> bool:
     """Whether kernels run interpreted, as they do where there is no GPU."""
     return platform() == "cpu"
@@ -200,12 +210,12 @@ def reciprocal(x: Array) -> Array:
 
 
 def load_tile(ref, index, is_lean: bool) -> Array:
-    """`ref[index]`, a tile for products that are all waited for in the step of the loop that loads it.
+    """`ref[index]`, a tile that only matrix products read, all of which end in the step of the loop that loads it.
 
-    A loop copies its products' tiles ahead, into as many buffers as its stages need, and one more where nothing but
-    products reads a tile: they might still be running when the next copy begins. Here they are not. So in a lean launch
-    the tile has another reader, a store under a condition that is never met, which Triton cannot tell, but LLVM can: no
-    instruction is left of it.
+    Triton's pipeline copies such tiles ahead. For a tile that nothing but products reads it takes one buffer more than
+    the stages need, in case a product still runs when the next copy begins. That does not happen here. A lean launch
+    saves the buffer: the tile gets a second reader, a store under a condition that is never true. Triton cannot tell
+    that it is never true; LLVM can, and removes the store.
     """
     tile = ref[index]
     if interpreted() or not is_lean:
@@ -218,19 +228,19 @@ def load_tile(ref, index, is_lean: bool) -> Array:
 
 
 def spread_like(x: Array, product: Array) -> Array:
-    """`x` `[C, 1]` or `[1, C]` float32 as a matrix that is spread over threads like `product`.
+    """`x` `[C, 1]` or `[1, C]` float32 broadcast to a matrix whose elements lie in the same threads as `product`'s.
 
-    A matrix made from a row and a column is found by other threads else, and brought to these through shared memory.
+    Without this Triton computes the matrix in another layout and converts it, which goes through shared memory.
     """
     x = jnp.broadcast_to(x, product.shape)
     if interpreted():
         return x
-    # A move that the second operand gives its layout to.
+    # A move of `x`; `product`, which it does not use, gives the result its layout.
     return _assembly("mov.b32 $0, $1;", "=f,f,f", x, product, dtype=jnp.float32)
 
 
 def rounded_product(x: Array, y: Array) -> Array:
-    """`x.astype(bfloat16) * y` for float32 and bfloat16 of one shape, two at a time, which the compiler may not see."""
+    """`x.astype(bfloat16) * y` for float32 and bfloat16 of one shape, two elements an instruction."""
     if interpreted():
         return x.astype(jnp.bfloat16) * y
     text = "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $2, $1; mul.rn.bf16x2 $0, t, $3; }"
@@ -238,7 +248,7 @@ def rounded_product(x: Array, y: Array) -> Array:
 
 
 def load_again(ref) -> Array:
-    """A reference's value, loaded here and not kept in registers since an earlier use."""
+    """A reference's value, loaded once more: the compiler does not keep an earlier load in registers instead."""
     return ref[...] if interpreted() else plt.load(ref, volatile=True)
 
 
@@ -263,29 +273,3 @@ def store_masked(ref, index: tuple[Any, ...], value: Array, mask: Array | None) 
 def iota(shape: tuple[int, ...], axis: int) -> Array:
     """Indices along `axis`, int32."""
     return lax.broadcasted_iota(jnp.int32, shape, axis)
-
-
-__all__ = [
-    "LOG2_E",
-    "Operand",
-    "call",
-    "device_kind",
-    "dot",
-    "dot_halves",
-    "dot_nt",
-    "dot_tn",
-    "exp",
-    "exp2",
-    "interpreted",
-    "iota",
-    "load_again",
-    "load_masked",
-    "load_rows",
-    "load_tile",
-    "log2",
-    "reciprocal",
-    "rounded_product",
-    "split",
-    "spread_like",
-    "store_masked",
-]

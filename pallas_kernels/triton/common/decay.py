@@ -1,7 +1,7 @@
 """Decay and restarts inside one chunk, as values inside a kernel.
 
-A token that starts a segment begins a new run: pairs of different runs do not meet, tokens after the first run do not
-see the state before the chunk, and tokens before the last run do not reach the state after it.
+A token that starts a segment begins a new *run*. A token reads only tokens of its own run. Only the first run reads the
+state before the chunk, and only the last run writes to the state after it.
 """
 
 from typing import NamedTuple
@@ -54,7 +54,7 @@ def pick_row(x: Array, n: int) -> Array:
 
 
 def decay_from_start(decay: ChunkDecay) -> Array | None:
-    """What is left at each token of the state before the chunk, `[C]`; None if all of it."""
+    """The factor by which the state before the chunk has decayed at each token, `[C]`; None for 1."""
     if decay.total is None or decay.fine is None:
         return None
     factor = exp(decay.total + decay.fine)
@@ -62,7 +62,7 @@ def decay_from_start(decay: ChunkDecay) -> Array | None:
 
 
 def decay_to_end(decay: ChunkDecay) -> Array | None:
-    """What is left at the chunk's end of each token's write, `[C]`; None if all of it."""
+    """The factor by which each token's write has decayed at the chunk's end, `[C]`; None for 1."""
     if decay.total is None or decay.fine is None:
         return None
     difference = pick_row(decay.total, CHUNK - 1)[None] - decay.total
@@ -72,7 +72,7 @@ def decay_to_end(decay: ChunkDecay) -> Array | None:
 
 
 def decay_of_chunk(decay: ChunkDecay) -> Array | None:
-    """What the chunk leaves of the state before it, a scalar; None if all of it."""
+    """The factor by which the state decays over the chunk, a scalar; None for 1."""
     if decay.total is None or decay.fine is None:
         return None
     last = pick_row(decay.total, CHUNK - 1)

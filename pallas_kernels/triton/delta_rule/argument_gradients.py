@@ -136,8 +136,8 @@ def _state_products(r, problem: Problem, block: int, shares_gate: bool) -> State
         )
 
     def keep(state, d_state):
-        # All pairs of key channels, for the sake of the diagonal: as a product it takes nothing from registers. States
-        # in float32 (`stored_states`) are to be multiplied in it, which takes the diagonal alone.
+        # Only the diagonal is wanted. A product forms all pairs of key channels, but needs fewer registers. States in
+        # float32 (`stored_states`) must be multiplied in float32, elementwise.
         return dot_tn(state, d_state) if are_operands else jnp.sum(state * d_state, axis=0)
 
     width, are_operands = r.states.shape[1], r.states.dtype == r.d_out.dtype

@@ -1,13 +1,18 @@
 """A channel-wise decay of one chunk, as values inside a kernel.
 
-In each channel a pair of tokens `r >= s` is weighted by `exp(G_r - G_s)`, with `G` the inclusive cumulative log decay.
-In a product of matrices each side is scaled relative to a reference row `m` instead: what reads by `exp(G_r - G_m)`,
-what is written by `exp(G_m - G_s)`. Where no channel loses more than 50 nats in half a chunk, the chunk's middle serves
-all pairs. Every other chunk is extreme, and its pairs go in groups with references of their own: those that part at row
-32, at rows 16 and 48, and at 8, 24, 40 and 56 (float32: also at 4, 12 and so on), relative to the row where they part,
-so that no exponent is positive; and those within blocks of 8 rows (float32: 4), relative to the block's middle. A
-token's decay counts as `exp(-12.5)` (4e-6; float32: `exp(-25)`) at most there, so that these exponents are within the
-same 50. Any decay comes out as exact as the operands are, for four (five) products in place of one.
+In each channel a pair of tokens `r >= s` has the weight `exp(G_r - G_s)`, with `G` the inclusive cumulative log decay.
+To form all pairs by one matrix product, both operands are scaled relative to a reference row `m`: rows that read by
+`exp(G_r - G_m)`, rows that are written by `exp(G_m - G_s)`.
+
+A chunk is *mild* if no channel loses more than 50 nats (a factor `exp(-50)`) in either half. Its middle row is then the
+reference for all pairs. Any other chunk is *extreme*. Its pairs are formed in groups, each with its own references:
+
+- pairs with the reference between them: r in the upper and s in the lower half of a block of 64, 32 or 16 rows
+  (float32: also of 8). The reference is the block's middle row, and no exponent is positive;
+- pairs within one block of 8 rows (float32: 4). The reference is the block's middle row.
+
+In these factors a token's decay is raised to at least `exp(-12.5)` (4e-6; float32: `exp(-25)`), so that exponents stay
+within 50. Any decay comes out as exact as the operands are, for four products (float32: five) instead of one.
 """
 
 from typing import Any, NamedTuple
@@ -119,7 +124,7 @@ def mild_exponent(step: Array, dtype: Any) -> Array:
 
 
 def extreme_groups(dtype: Any) -> int:
-    """Groups of an extreme chunk's pairs: those that part at 32, 16, 8 (and 4) rows, and those within blocks."""
+    """Number of groups of an extreme chunk's pairs: one for each size of block, as the module's page lists them."""
     return 5 if dtype == jnp.float32 else 4
 
 
@@ -137,7 +142,7 @@ def extreme_factors(step: Array, group: Array, dtype: Any) -> tuple[Array, Array
     middle = block * width + lax.div(width, 2)
     is_later = row >= middle
     exponent = _sums_from(jnp.maximum(step, strongest), middle, dtype)
-    # Of pairs that part at a middle, each row is on one side only: it reads if it is later, or is read.
+    # Where the middle is between the pair, a row is on one side only: later rows read, earlier rows are read.
     reads = exp2(jnp.where(is_later | is_parted, 1.0, -1.0)[:, None] * exponent)
     writes = exp2(jnp.where(is_later & ~is_parted, -1.0, 1.0)[:, None] * exponent)
     readers, written = jnp.where(is_later | ~is_parted, block, -1), jnp.where(is_later & is_parted, -2, block)

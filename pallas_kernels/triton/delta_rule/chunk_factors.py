@@ -48,7 +48,7 @@ _WIDEST = 128
 
 
 class Prepared(NamedTuple):
-    """What the first stage leaves for the passes over chunks. N is the number of chunks, C = 64.
+    """Results of the first stage, which the passes over chunks read. N is the number of chunks, C = 64.
 
     Attributes:
         inverse: A, `[B, HV, N, C, C]`; None for linear attention.
@@ -268,7 +268,7 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, before: Prepared |
         problem: static facts.
         inputs: arguments.
         launch: compilation; `inner` is the width of a block of key channels where the decay is channel-wise.
-        before: results of the same stage; then what is as large as the inputs is made again, and nothing else.
+        before: results of the same stage; then only arrays as large as the inputs are computed again.
     """
     p, x, with_pairs = problem, inputs, before is None
     decay_ndim = 0 if x.log_decay is None else x.log_decay.ndim

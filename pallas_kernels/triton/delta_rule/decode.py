@@ -1,7 +1,7 @@
 """One token: the recurrence itself, in one kernel that reads the state once and writes it once.
 
-The new state takes the old one's memory, so that a loop that carries the state, or a step to which it is donated, moves
-nothing else. A caller who keeps the old state pays for a copy of it.
+The new state is written over the old one. A loop that carries the state, or a step that it is donated to, needs no
+copy; XLA copies the old state first for a caller who keeps it.
 """
 
 import jax

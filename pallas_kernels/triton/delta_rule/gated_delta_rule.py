@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.platform import platform
 from pallas_kernels.problem import CHUNK, Inputs, crop_results, make_inputs, pad_inputs
 from pallas_kernels.schedule import Schedule
+from pallas_kernels.triton.common.backend import unsupported_arrays
 from pallas_kernels.triton.common.tuning import choose_schedule
 from pallas_kernels.triton.delta_rule.differentiable import Options, chunked_pass, one_token
 from pallas_kernels.varying import vary_alike
@@ -24,13 +25,11 @@ def unsupported(q: Array, k: Array, v: Array, *gates: Array | None, chunk_size: 
         *gates: erase gate and log decay, or None.
         chunk_size: tokens in a chunk.
     """
-    if platform() not in ("gpu", "cpu"):
-        return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"
+    reason = unsupported_arrays(q=q, k=k, v=v)
+    if reason is not None:
+        return reason
     if chunk_size != CHUNK:
         return f"chunk_size {chunk_size} (only {CHUNK})"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in (jnp.bfloat16, jnp.float32):
-            return f"{name} of dtype {x.dtype} (only bfloat16 and float32)"
     if q.shape[3] > _MAX_CHANNELS or v.shape[3] > _MAX_CHANNELS:
         return f"key size {q.shape[3]} with value size {v.shape[3]} (at most {_MAX_CHANNELS} each)"
     has_channel_gates = any(x is not None and x.ndim == 4 for x in gates)
@@ -88,17 +87,7 @@ def gated_delta_rule(
         NotImplementedError: `unsupported` has an objection.
     """
     refuse_unsupported("gated_delta_rule", q, k, v, erase, log_decay, chunk_size=chunk_size)
-    inputs = make_inputs(
-        q,
-        k,
-        v,
-        write_key=write_key,
-        erase=erase,
-        write=write,
-        log_decay=log_decay,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-    )
+    inputs = make_inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids)
     options, inputs = call_options(inputs, scale=scale, schedule=schedule)
     if q.shape[1] == 1:
         out, state = one_token(chunked_pass, options, inputs)

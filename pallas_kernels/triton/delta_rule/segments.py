@@ -1,11 +1,11 @@
 """Parts of one sequence that run side by side.
 
-What a segment does to the state is an affine map, `S -> M S + N`. `segment_maps` finds M and N of all segments at once,
-`fold_segments` applies them in order, which gives the state at each segment's start; the output pass starts there. The
-gradient goes back through a segment by `dS -> M^T dS + N'`, with the same M.
+A segment maps the state before it to the state after it by an affine map, `S -> M S + N`. `segment_maps` computes M and
+N of all segments side by side. `fold_segments` applies them in order, which gives the state at each segment's start,
+where the output pass begins. The gradient goes back through a segment by `dS -> M^T dS + N'`, with the same M.
 
-Nothing is approximated, but what is left of a state counts as zero where it is less than 1e-15 of it: M is not computed
-for a segment with such a decay, and where few segments reach the next ones, their starts are all folded at once.
+One thing is dropped: where less than 1e-15 of a state survives a segment, it counts as zero. M is not computed for such
+a segment. Where a state survives only a few segments, all starts are folded side by side.
 """
 
 from typing import NamedTuple
@@ -81,7 +81,7 @@ def _reach(survival, problem: Problem, reverse: bool) -> Array:
 
 
 def _linear_maps_kernel(r, *, problem: Problem, block: int):
-    """Of linear attention: what a segment adds, and what it leaves of each channel."""
+    """For linear attention: the sum that a segment adds, and the factor by which each channel decays in it."""
     first, count = segment_range(problem, lax.rem(pl.program_id(2), problem.segments))
 
     def body(m, carry):

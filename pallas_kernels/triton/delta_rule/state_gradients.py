@@ -112,7 +112,7 @@ def _operands(
 
 
 class Reversed(NamedTuple):
-    """What the pass leaves.
+    """Results of the reverse pass.
 
     Attributes:
         d_states: gradient of the state after each chunk, `[B, HV, N, V, K]`.

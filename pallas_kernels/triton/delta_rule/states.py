@@ -27,18 +27,19 @@ def scale_tokens(x: Array, row: Array | None) -> Array:
 
 
 def loop_with_late_stores(first, count, step, store, state, left, reverse: bool = False):
-    """Goes over chunks; what a step leaves is stored in the next step, before that one's first product.
+    """Goes over chunks, and stores each step's result in the next step, before that step's first product.
 
-    The compiler begins the copies for a step at the end of the one before, and all of them are waited for at the first
-    product: what is done until then costs no time.
+    The compiler begins the copies for a step at the end of the step before, and waits for all of them at the first
+    product. A store before that product costs no time.
 
     Args:
         first: the first chunk.
         count: number of chunks.
-        step: from a chunk's number and the state to the next state and what is left to store.
-        store: stores what the chunk of a number left.
+        step: from a chunk's number and the state to the next state and the result to store.
+        store: stores the result of the chunk of a number.
         state: the state before the first step.
-        left: anything in the shape of what a step leaves; it is stored, and overwritten, in place of the first chunk's.
+        left: an array in the shape of a step's result. The first step stores it as the first chunk's result, which
+            the second step overwrites.
         reverse: from the last chunk to the first.
 
     Returns:
@@ -61,8 +62,8 @@ def loop_with_late_stores(first, count, step, store, state, left, reverse: bool 
 def has_decay(r) -> bool:
     """Whether the state decays.
 
-    Then what goes through the inverse is not rounded before, which takes another product a chunk. Without a decay no
-    error was above the peers' without it, and there is no time to spare.
+    With a decay, residuals are not rounded before they are multiplied by the inverse, for one more product a chunk.
+    Without a decay the errors do not need it (BOUNDS.md).
     """
     return r.kept is not None
 
@@ -73,7 +74,7 @@ def chunk_step(r, n, state: Array, problem: Problem, is_value=None, is_exact: bo
     With `is_exact`, the difference of values and what is recalled, small beside both where keys repeat, is not rounded
     before it goes through the inverse.
     """
-    # What no product takes as it is stored is not fetched ahead by the compiler: it is loaded before it is waited for.
+    # The compiler copies ahead only what a product takes as stored. All else is loaded here, before the first wait.
     rows = pl.ds(n * CHUNK, CHUNK)
     written = load_tile(r.written, rows, r.is_lean)
     values = r.v[rows, :]

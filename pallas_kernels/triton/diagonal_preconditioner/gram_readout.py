@@ -208,7 +208,7 @@ def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> 
         readout=options.readout,
         **static,
     )
-    # To a wider dtype only for the gradient's sake: XLA drops this and whoever rounds to the narrower one again.
+    # The wider dtype is for the gradient alone: XLA drops this cast together with a caller's cast back.
     out = (results["out"].astype(options.dtype), results["final_state"])  # type: ignore[union-attr]
     out = batch_alike(inputs, (*out, inputs.k) if options.passes_key else out)
     return out, (inputs, results["states"], sums["kept"])
@@ -333,7 +333,7 @@ def diagonal_gram_readout(
         gain: weight of each token; None is 1.
         initial_state: A before the first token; None is zero.
         segment_ids: A restarts where the id changes; the first token continues `initial_state`.
-        with_key: whether `k` is returned too. Who goes on with that one has its gradient added in the kernel.
+        with_key: whether `k` is returned too. The kernel adds the gradient of that one to its own.
         schedule: how the call is cut into programs.
 
     Returns:

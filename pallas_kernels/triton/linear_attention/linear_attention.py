@@ -47,9 +47,7 @@ def linear_attention(
         NotImplementedError: `unsupported` has an objection.
     """
     refuse_unsupported("linear_attention", q, k, v, log_decay, chunk_size=chunk_size)
-    inputs = make_inputs(
-        q, k, v, write=write, log_decay=log_decay, initial_state=initial_state, segment_ids=segment_ids
-    )
+    inputs = make_inputs(q, k, v, None, None, write, log_decay, initial_state, segment_ids)
     options, inputs = call_options(inputs, scale=scale, schedule=schedule, online=False)
     run = sums_pass if is_sum(inputs, online=False) else chunked_pass
     if q.shape[1] == 1:

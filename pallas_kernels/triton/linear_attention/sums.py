@@ -8,10 +8,8 @@ With `G_r` the inclusive cumulative log decay, one number a token,
     dv_s = scale * sum_{r >= s} exp(G_r - G_s) (k_s . q_r)  w_s do_r
 
 are one sum, `out_r = sum_s weight_rs (reader_r . key_s) value_s`, with other arrays in the three places. A program goes
-over the chunks of a segment with what the chunks before it add up to, `sum key value^T`, in registers: no state of a
-chunk goes to memory, and segments start from an elementwise scan over what each of them adds.
-
-A channel-wise decay weighs operands, not pairs; it takes the delta rule's kernels.
+over the chunks of a segment and keeps the state, `sum key value^T` over the chunks before, in registers. No chunk's
+state goes to memory. The states at the segments' starts come from an elementwise scan over what each segment adds.
 """
 
 from typing import Any, NamedTuple
@@ -79,7 +77,7 @@ def _addition(key: Array, value: Array, factor: Array | None) -> Array:
 
 
 def _increments_kernel(r, *, problem: Problem, block: int, reverse: bool):
-    """What one segment adds, and what it leaves of what was there before."""
+    """The sum that one segment adds to the state, and the factor by which the state decays over it."""
     parts = problem.segments - 1
     segment = lax.rem(pl.program_id(2), parts) + (1 if reverse else 0)
     first, count = segment_range(problem, segment)

@@ -9,9 +9,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
-from pallas_kernels.platform import platform
 from pallas_kernels.problem import CHUNK, next_power_of_two, segment_starts
-from pallas_kernels.triton.common.backend import interpreted
+from pallas_kernels.triton.common.backend import interpreted, unsupported_arrays
 from pallas_kernels.triton.ridge_solve.argument_gradients import StateSums, argument_gradients
 from pallas_kernels.triton.ridge_solve.gram_states import gram_states
 from pallas_kernels.triton.ridge_solve.iterations import solve_chunks
@@ -43,17 +42,15 @@ def ridge_solve_unsupported(
         precision: of the products.
         chunk_size: tokens in a chunk.
     """
-    if platform() not in ("gpu", "cpu"):
-        return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"
+    reason = unsupported_arrays(q=q, k=k)
+    if reason is not None:
+        return reason
     if solver not in METHODS:
         return f"solver {solver!r} (only {', '.join(METHODS)})"
     if precision not in (None, *PRECISIONS):
         return f"products in {precision!r} (only {', '.join(PRECISIONS)})"
     if chunk_size != CHUNK:
         return f"chunk_size {chunk_size} (only {CHUNK})"
-    for name, x in (("q", q), ("k", k)):
-        if x.dtype not in (jnp.bfloat16, jnp.float32):
-            return f"{name} of dtype {x.dtype} (only bfloat16 and float32)"
     if q.shape[3] > _MAX_CHANNELS:
         return f"key size {q.shape[3]} (at most {_MAX_CHANNELS}: the iterates of a chunk stay in registers)"
     return None

@@ -52,11 +52,7 @@ def diagonal_gram(
         NotImplementedError: the implementation named does not support the case.
     """
     inputs = gram_inputs("diagonal_gram", k, log_decay, gain)
-    options: dict[str, Any] = {
-        "initial_state": initial_state,
-        "segment_ids": segment_ids,
-        "implementation": implementation,
-    }
+    options: dict[str, Any] = dict(initial_state=initial_state, segment_ids=segment_ids, implementation=implementation)
     return evaluate("diagonal_gram", Gram(), inputs, **options)[:2]
 
 
@@ -111,11 +107,7 @@ def diagonal_preconditioner(
     name = "diagonal_preconditioner"
     check_squash(name, bound, eps, interval, squash)
     inputs = gram_inputs(name, k, log_decay, gain)
-    options: dict[str, Any] = {
-        "initial_state": initial_state,
-        "segment_ids": segment_ids,
-        "implementation": implementation,
-    }
+    options: dict[str, Any] = dict(initial_state=initial_state, segment_ids=segment_ids, implementation=implementation)
     readout = Preconditioner(float(bound), float(eps), interval, squash, times_row=False)
     return evaluate(name, readout, inputs, parameter=inputs.per_head(name, "center", center), **options)[:2]
 
@@ -177,11 +169,7 @@ def precondition_key(
     if write_key_dtype is not None and not jnp.issubdtype(write_key_dtype, jnp.floating):
         raise TypeError(f"{name}: write_key_dtype is {write_key_dtype}, expected a floating dtype")
     inputs = gram_inputs(name, k if gram_key is None else gram_key, log_decay, gain)
-    options: dict[str, Any] = {
-        "initial_state": initial_state,
-        "segment_ids": segment_ids,
-        "implementation": implementation,
-    }
+    options: dict[str, Any] = dict(initial_state=initial_state, segment_ids=segment_ids, implementation=implementation)
     write_key, final, key = evaluate(
         name,
         Preconditioner(float(bound), float(eps), interval, squash, times_row=True),

@@ -9,7 +9,7 @@ from jax import Array
 from rnnlib.ops.arguments import accumulation_dtype, segment_starts
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
 from rnnlib.ops.linear_attention.chunked import linear_attention_chunked
-from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
+from rnnlib.ops.linear_attention.scan import LinearAttentionInputs
 
 _CHUNK_SIZE = 64
 

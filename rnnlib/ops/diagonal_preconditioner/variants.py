@@ -52,11 +52,7 @@ def precondition_query(
     (q,) = floating_arrays(name, q=q)
     inputs = gram_inputs(name, k, log_decay, gain)
     check_shape(name, "q", q, inputs.k.shape, axes="the shape of k, [B, T, H, K]")
-    options: dict[str, Any] = {
-        "initial_state": initial_state,
-        "segment_ids": segment_ids,
-        "implementation": implementation,
-    }
+    options: dict[str, Any] = dict(initial_state=initial_state, segment_ids=segment_ids, implementation=implementation)
     ridges = inputs.per_head(name, "ridge", ridge, is_positive=True)
     return evaluate(name, PreconditionedQuery(), inputs, x=q, parameter=ridges, like=q, **options)[:2]
 
@@ -97,11 +93,7 @@ def sherman_morrison_key(
     """
     name = "sherman_morrison_key"
     inputs = gram_inputs(name, k, log_decay, gain)
-    options: dict[str, Any] = {
-        "initial_state": initial_state,
-        "segment_ids": segment_ids,
-        "implementation": implementation,
-    }
+    options: dict[str, Any] = dict(initial_state=initial_state, segment_ids=segment_ids, implementation=implementation)
     ridges = inputs.per_head(name, "ridge", ridge, is_positive=True)
     return evaluate(name, ShermanMorrisonKey(), inputs, parameter=ridges, like=inputs.k, **options)[:2]
 

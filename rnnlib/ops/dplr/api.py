@@ -15,8 +15,7 @@ from rnnlib.ops.arguments import (
     scaled_queries,
 )
 from rnnlib.ops.dplr.chunked import dplr_chunked
-from rnnlib.ops.dplr.inputs import DPLRInputs
-from rnnlib.ops.dplr.scan import dplr_scan
+from rnnlib.ops.dplr.scan import DPLRInputs, dplr_scan
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "dplr"
@@ -76,16 +75,8 @@ def dplr(
         _NAME, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay, initial_state=initial_state
     )
     check_key_value_heads(_NAME, q, None, v)
-    check_rule(
-        _NAME,
-        q,
-        v,
-        gates={"log_decay": log_decay},
-        keys={"k": k, "a": a, "b": b},
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        chunk_size=chunk_size,
-    )
+    gates = {"log_decay": log_decay}
+    check_rule(_NAME, q, v, gates, {"k": k, "a": a, "b": b}, initial_state, segment_ids, chunk_size)
     q, scale = scaled_queries(_NAME, q, scale)
 
     implementations: dict[str, Callable[..., tuple[Array, Array]]] = {

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops import chunk
-from rnnlib.ops.dplr.inputs import DPLRInputs
+from rnnlib.ops.dplr.scan import DPLRInputs
 from rnnlib.ops.triangular import unit_lower_inverse
 
 

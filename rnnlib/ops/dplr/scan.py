@@ -1,12 +1,32 @@
 """The diagonal-plus-low-rank recurrence token by token: the definition that every other form is held to."""
 
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from rnnlib.ops.dplr.inputs import DPLRInputs
 from rnnlib.ops.token_scan import read_state, scan_rule
+
+
+class DPLRInputs(NamedTuple):
+    """The token-wise arguments of `rnnlib.ops.dplr`.
+
+    Attributes:
+        q: `[B, T, H, K]`.
+        k: `[B, T, H, K]` or `[B, T, HV, K]`, the key that values are written along.
+        v: `[B, T, HV, V]`.
+        a: `[B, T, H, K]` or `[B, T, HV, K]`, what the state is read with.
+        b: `[B, T, H, K]` or `[B, T, HV, K]`, what that reading is subtracted along.
+        log_decay: None (no decay), `[B, T, HV]` or `[B, T, HV, K]`.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    a: Array
+    b: Array
+    log_decay: Array | None
 
 
 def dplr_step(state: Array, t: DPLRInputs) -> tuple[Array, Array]:

@@ -17,8 +17,7 @@ from rnnlib.ops.arguments import (
     scaled_queries,
 )
 from rnnlib.ops.gated_delta_rule.chunked import gated_delta_rule_chunked
-from rnnlib.ops.gated_delta_rule.inputs import DeltaRuleInputs
-from rnnlib.ops.gated_delta_rule.scan import gated_delta_rule_scan
+from rnnlib.ops.gated_delta_rule.scan import DeltaRuleInputs, gated_delta_rule_scan
 from rnnlib.ops.gated_delta_rule.triton import gated_delta_rule_triton
 from rnnlib.ops.kernels import triton_unsupported
 from rnnlib.ops.sharding import split_over_mesh
@@ -106,16 +105,8 @@ def gated_delta_rule(
             raise ValueError(f"{_NAME}: beta is short for erase = write = beta, so it can't be given with {given}")
         check_shape(_NAME, "beta", beta, v.shape[:3], axes="[B, T, HV]")
         erase = write = beta
-    check_rule(
-        _NAME,
-        q,
-        v,
-        gates={"erase": erase, "write": write, "log_decay": log_decay},
-        keys={"write_key": write_key},
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        chunk_size=chunk_size,
-    )
+    gates = {"erase": erase, "write": write, "log_decay": log_decay}
+    check_rule(_NAME, q, v, gates, {"write_key": write_key}, initial_state, segment_ids, chunk_size)
     q, scale = scaled_queries(_NAME, q, scale)
 
     options: dict[str, Any] = {"scale": scale, "chunk_size": chunk_size}

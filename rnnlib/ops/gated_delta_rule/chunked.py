@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops import chunk
-from rnnlib.ops.gated_delta_rule.inputs import DeltaRuleInputs
+from rnnlib.ops.gated_delta_rule.scan import DeltaRuleInputs
 from rnnlib.ops.triangular import unit_lower_inverse
 
 

@@ -8,7 +8,7 @@ from jax import Array
 
 from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.gated_delta_rule.chunked import gated_delta_rule_chunked
-from rnnlib.ops.gated_delta_rule.inputs import DeltaRuleInputs
+from rnnlib.ops.gated_delta_rule.scan import DeltaRuleInputs
 from rnnlib.ops.kernels import triton_kernels
 
 

@@ -17,8 +17,7 @@ from rnnlib.ops.arguments import (
 )
 from rnnlib.ops.kernels import triton_unsupported
 from rnnlib.ops.linear_attention.chunked import linear_attention_chunked
-from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
-from rnnlib.ops.linear_attention.scan import linear_attention_scan
+from rnnlib.ops.linear_attention.scan import LinearAttentionInputs, linear_attention_scan
 from rnnlib.ops.linear_attention.triton import linear_attention_triton
 from rnnlib.ops.sharding import split_over_mesh
 
@@ -77,16 +76,8 @@ def linear_attention(
         _NAME, q=q, k=k, v=v, log_decay=log_decay, write=write, initial_state=initial_state
     )
     check_key_value_heads(_NAME, q, k, v)
-    check_rule(
-        _NAME,
-        q,
-        v,
-        gates={"log_decay": log_decay, "write": write},
-        keys={},
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        chunk_size=chunk_size,
-    )
+    gates = {"log_decay": log_decay, "write": write}
+    check_rule(_NAME, q, v, gates, {}, initial_state, segment_ids, chunk_size)
     q, scale = scaled_queries(_NAME, q, scale)
 
     options: dict[str, Any] = {"scale": scale, "chunk_size": chunk_size}

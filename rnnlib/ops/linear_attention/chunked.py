@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops import chunk
-from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
+from rnnlib.ops.linear_attention.scan import LinearAttentionInputs
 
 
 def linear_attention_factors(

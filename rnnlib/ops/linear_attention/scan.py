@@ -1,12 +1,30 @@
 """Linear attention token by token: the definition that every other implementation is held to."""
 
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
 from rnnlib.ops.token_scan import read_state, scan_rule
+
+
+class LinearAttentionInputs(NamedTuple):
+    """The token-wise arguments of linear attention, as `rnnlib.ops.linear_attention` takes them.
+
+    Attributes:
+        q: `[B, T, H, K]`.
+        k: `[B, T, H, K]`.
+        v: `[B, T, HV, V]`.
+        write: None (1), `[B, T, HV]` or `[B, T, HV, V]`.
+        log_decay: None (no decay), `[B, T, HV]` or `[B, T, HV, K]`.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    write: Array | None
+    log_decay: Array | None
 
 
 def linear_attention_step(state: Array, t: LinearAttentionInputs) -> tuple[Array, Array]:

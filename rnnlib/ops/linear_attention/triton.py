@@ -9,7 +9,7 @@ from jax import Array
 from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.kernels import triton_kernels
 from rnnlib.ops.linear_attention.chunked import linear_attention_chunked
-from rnnlib.ops.linear_attention.inputs import LinearAttentionInputs
+from rnnlib.ops.linear_attention.scan import LinearAttentionInputs
 
 # The kernels' backward divides the final state's gradient by the scale.
 _SMALLEST_SCALE = 1e-10
