@@ -34,7 +34,8 @@ from rnnlib.models import DecoderLM
 from rnnlib.training import ProgressReporter, StepReport, TrainConfig, Trainer, bits_per_byte, read_csv
 
 # Options that came after results, at the value of what was before: those results stay valid.
-_LATER_DEFAULTS = (" remat_keeps='input',",)
+# In the order in which they came.
+_LATER_DEFAULTS = (" remat_keeps='input',", " undecodable='error',")
 _BATCH = ("inputs", "targets", "segment_ids", "positions", "loss_weights")
 
 
@@ -131,15 +132,13 @@ def fingerprint(study: LanguageStudy, mixer: Mixer, rate: float, seed: int) -> s
     return _fingerprints(study, mixer, rate, seed)[0]
 
 
-def _fingerprints(study: LanguageStudy, mixer: Mixer, rate: float, seed: int) -> tuple[str, str]:
-    """Of a configuration as it was before the options of `_LATER_DEFAULTS`, and with them."""
+def _fingerprints(study: LanguageStudy, mixer: Mixer, rate: float, seed: int) -> tuple[str, ...]:
+    """Of a configuration as it was before each of the options of `_LATER_DEFAULTS`, the first first, and as it is."""
     config = run_config(study, mixer, rate, seed, "byte")
-    whole = repr((config, study.vocabulary_size, study.lengths))
-    before = whole
-    for default in _LATER_DEFAULTS:
-        before = before.replace(default, "")
-    first, second = (hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in (before, whole))
-    return first, second
+    texts = [repr((config, study.vocabulary_size, study.lengths))]
+    for default in reversed(_LATER_DEFAULTS):
+        texts.append(texts[-1].replace(default, ""))
+    return tuple(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in reversed(texts))
 
 
 def read_run(study: LanguageStudy, results: pathlib.Path, mixer: Mixer, rate: float, seed: int) -> dict | None:

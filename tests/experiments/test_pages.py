@@ -64,3 +64,13 @@ def test_bits_per_byte_in_the_text_are_those_of_some_run():
     claims = "\n".join(line for line in CLAIMS.splitlines() if "language_modelling" in line or "erplexity" in line)
     told = set(re.findall(BITS_PER_BYTE, parts((folder / "README.md").read_text())[1] + claims))
     assert len(told) > 40 and not told - measured
+
+
+def test_a_claim_is_one_line_that_leads_to_its_heading():
+    table = CLAIMS.split("\n## Claims\n", 1)[1].split("\n| claim |", 1)[1].split("\n\n", 1)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+    assert len(rows) > 30
+    for claim, _, _, ours, verdict, link in rows:
+        assert len(claim) + len(ours) < 160 and verdict.split()[0] in "✓◐✗?★"
+        page = re.search(r"\]\(([\w/]+\.md)#", link)
+        assert page and f"\n### {claim}\n" in (EXPERIMENTS / page[1]).read_text()
