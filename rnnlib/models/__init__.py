@@ -9,6 +9,7 @@ from rnnlib.models.config import (
     two_global_attention_layers,
 )
 from rnnlib.models.decoder import Block, DecoderCache, DecoderLM, SwiGLU, put_rows, take_rows
+from rnnlib.models.decoding import Continuation, Decoder
 from rnnlib.models.generation import NaNLogitsError, Sampling, generate, sample, stream
 from rnnlib.models.presets import ModelPreset, model_preset, preset_details, preset_names
 from rnnlib.models.summary import ParameterCount, abstract_model, cache_bytes, count_parameters, summary
@@ -16,6 +17,8 @@ from rnnlib.models.weights import load_weights, save_weights
 
 __all__ = [
     "Block",
+    "Continuation",
+    "Decoder",
     "DecoderCache",
     "DecoderLM",
     "ModelConfig",

@@ -91,6 +91,21 @@ def _draw(
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor
     if top_k is None and top_p is None:
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    return draw_filtered(keys, logits, top_k, top_p)
+
+
+def draw_filtered(keys: Any, logits: Array, top_k: Array | int | None, top_p: Array | float | None) -> Array:
+    """Draws one token a row among the `top_k` likeliest, and of those the fewest that reach `top_p`.
+
+    Args:
+        keys: one random key a row.
+        logits: `[B, vocabulary]`, divided by the temperature.
+        top_k: one number, or `[B, 1]`; None for all.
+        top_p: one number, or `[B, 1]`; None for all, as is any above 1.
+
+    Returns:
+        Token numbers `[B]`, int32.
+    """
     # Draws by rank and not by a threshold on the logits, which would let ties through.
     by_rank = jnp.argsort(logits, axis=-1, descending=True, stable=True)
     ranked = jnp.take_along_axis(logits, by_rank, axis=-1)
@@ -216,10 +231,10 @@ def stream(
     }
     size = _rounded_up(min(block_size, max_new_tokens), PROMPT_BUCKET)
     decode = functools.partial(_decode, graphdef, size, state, values)
-    return _blocks(decode, carry, _seed_key(int(seed)), max_new_tokens, block_size)
+    return _blocks(decode, carry, seed_key(int(seed)), max_new_tokens, block_size)
 
 
-def _seed_key(seed: int) -> Array:
+def seed_key(seed: int) -> Array:
     """The key of a seed below `2**63`, which `jax.random.key` cuts to 32 bits unless 64-bit types are enabled."""
     key = jax.random.key(seed % 2**32)
     return jax.random.fold_in(key, seed >> 32) if seed >> 32 else key

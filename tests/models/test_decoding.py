@@ -1,0 +1,114 @@
+"""Texts that join and leave a decoder's slots get what they would get alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rnnlib.models import Decoder, DecoderLM, ModelConfig, NaNLogitsError, generate
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [2], [7, 7, 1, 2, 3]]
+OPTIONS = (
+    {"max_new_tokens": 9, "temperature": 0},
+    {"max_new_tokens": 14, "temperature": 0.7, "seed": 3},
+    {"max_new_tokens": 5, "seed": 2**40 + 3, "top_k": 7, "top_p": 0.9},
+    {"max_new_tokens": 11, "temperature": 1.3, "seed": 8},
+)
+
+
+@functools.cache
+def model() -> DecoderLM:
+    mixers = ("gated_deltanet", "attention", "sliding_window_attention")
+    config = ModelConfig(
+        vocabulary_size=29,
+        width=32,
+        num_layers=3,
+        num_heads=2,
+        mixers=mixers,
+        window=6,
+        mlp_width=32,
+        initializer_std=0.3,
+        mixer_overrides={name: {"initializer.scale": 0.3} for name in ("*", "attention", "sliding_window_attention")},
+    )
+    return DecoderLM(config, rngs=nnx.Rngs(5))
+
+
+@functools.cache
+def alone() -> list[list[int]]:
+    return [generate(model(), [p], **options)[0].tolist() for p, options in zip(PROMPTS, OPTIONS, strict=True)]
+
+
+def test_texts_that_join_and_leave_get_what_they_would_get_alone():
+    decoder = Decoder(model(), slots=2, max_length=40)
+    waiting = list(zip(PROMPTS, OPTIONS, strict=True))
+    texts, steps = [], 0
+    while waiting or decoder.active:
+        while waiting and decoder.free:
+            prompt, options = waiting.pop(0)
+            texts.append(decoder.add(prompt, **options))
+        decoder.step(4)
+        steps += 1
+    assert [text.tokens for text in texts] == alone()
+    assert [text.finish for text in texts] == ["length"] * 4
+    assert decoder.free == 2 and decoder.step() == []
+    run = jax.jit(model().__call__)
+    for text in texts:
+        whole = jnp.asarray([[*text.prompt, *text.tokens]])
+        padded = jnp.pad(whole, ((0, 0), (0, 24 - whole.shape[1])))
+        scores = jax.nn.log_softmax(run(padded)[0], axis=-1)
+        before = len(text.prompt) - 1
+        expected = [float(scores[before + i, token]) for i, token in enumerate(text.tokens)]
+        np.testing.assert_allclose(text.log_probabilities, expected, atol=1e-4)
+
+
+def test_stop_tokens_and_removal_free_slots():
+    decoder = Decoder(model(), slots=2, max_length=40)
+    end = alone()[0][4]
+    kept = alone()[0].index(end) + 1
+    text = decoder.add(PROMPTS[0], stop_tokens=(end, 0), **OPTIONS[0])
+    other = decoder.add(PROMPTS[1], **OPTIONS[1])
+    finished = decoder.step(14)
+    assert finished == [text] and text.finish == "stop" and text.tokens[-1] in (end, 0)
+    assert text.tokens == alone()[0][: len(text.tokens)] and len(text.tokens) <= kept
+    decoder.remove(other)
+    assert other.finish == "removed" and other.tokens == alone()[1][: len(text.tokens)]
+    assert decoder.free == 2
+    with pytest.raises(ValueError, match="text has ended or is of another decoder"):
+        decoder.remove(other)
+
+
+def test_a_text_whose_logits_are_nan_leaves_and_others_go_on():
+    token = next(t for t in range(1, 29) if t not in alone()[0] and t not in PROMPTS[0])
+    broken = nnx.clone(model())
+    broken.embedding[...] = broken.embedding[...].at[token].set(jnp.nan)
+    decoder = Decoder(broken, slots=2, max_length=40)
+    text, bad = decoder.add(PROMPTS[0], **OPTIONS[0]), decoder.add([token], **OPTIONS[0])
+    with pytest.raises(NaNLogitsError, match=r"NaN for the text\(s\) in slot\(s\) \[1\]"):
+        decoder.step()
+    assert bad.finish == "nan"
+    while decoder.active:
+        decoder.step()
+    assert text.tokens == alone()[0]
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, r"prompt_tokens\[0\] has shape \(0,\)"),
+        ([29], {}, "tokens from 29 to 29"),
+        ([1] * 35, {}, r"35 tokens and 9 new ones, expected at most max_length = 40"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens is 0, expected an integer of at least 1"),
+        ([1], {"seed": -1}, "seed is -1"),
+        ([1], {"stop_tokens": (29,)}, "stop_tokens is 29"),
+        ([1], {"stop_tokens": range(9)}, "9 stop_tokens, expected at most 8"),
+    ],
+)
+def test_bad_texts_are_named(prompt, options, message):
+    decoder = Decoder(model(), slots=1, max_length=40)
+    with pytest.raises(ValueError, match=message):
+        decoder.add(prompt, **(OPTIONS[0] | options))
+    assert decoder.free == 1
