@@ -339,9 +339,11 @@ def mixer_preset(name: str, **overrides: Any) -> MixerConfig:
         ValueError: there is no preset of this name, or it has no such field, or a value is invalid.
     """
     config = preset_details(name).config
-    paths = [(_SHORT_NAMES.get(path, path).split("."), path, value) for path, value in overrides.items()]
+    # Attention has a field `output_gate` itself.
+    short = {given: path for given, path in _SHORT_NAMES.items() if not hasattr(config, given)}
+    paths = [(short.get(path, path).split("."), path, value) for path, value in overrides.items()]
     for path, given, value in sorted(paths, key=lambda entry: len(entry[0])):
-        if given == "output_gate" and isinstance(value, bool):
+        if given == "output_gate" and given in short and isinstance(value, bool):
             value = _gate(config) if value else "none"
         config = _replace_path(config, path, value, name=name)
     return config

@@ -13,6 +13,9 @@ from rnnlib.layers.presets import mixer_names
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 
+# Where the norms of a block stand: before mixer and feed-forward, or behind them.
+NormPosition = Literal["input", "output"]
+
 # Options of one mixer, or options of several by the mixers' names, in a form that can be hashed.
 FrozenOptions = tuple[tuple[str, Any], ...]
 
@@ -40,14 +43,16 @@ class ModelConfig:
     Attributes:
         vocabulary_size: number of tokens; the logits' last axis.
         width: width of the residual stream, `D`.
-        num_layers: number of blocks; each is a mixer and a SwiGLU feed-forward, both pre-normalised.
+        num_layers: number of blocks; each is a mixer and a SwiGLU feed-forward, normalised as `norm_positions` says.
         num_heads: heads of the recurrent mixers, and of attention where `attention_heads` is None.
         mixers: names of `rnnlib.layers.presets.mixer_names()`, repeated cyclically over the layers: one name for a
-            plain model, two for every other layer, as many as there are layers for an explicit pattern.
+            plain model, two for every other layer, as many as there are layers for an explicit pattern. Several
+            settings of one mixer are variants, `"attention/local"` and `"attention/global"`, under names of your own.
         mixer_overrides: what `mixer_preset` takes as overrides, by mixer name (`"*"`: every recurrent mixer), e.g.
             `{"gated_deltanet": {"output_gate": False, "gain.negative_eigenvalues": True}}`. An axis may be given as
-            its configuration or in plain values, `{"kla": {"keys": {"ApplyToKey": {"bound": 2.0}}}}`. Stored as
-            nested tuples, so that a config can be hashed.
+            its configuration or in plain values, `{"kla": {"keys": {"ApplyToKey": {"bound": 2.0}}}}`. A variant has
+            those of its mixer, then its own: `{"attention": {"qk_norm": True}, "attention/local": {"window": 512}}`.
+            Stored as nested tuples, so that a config can be hashed.
         attention_heads: heads of the attention layers, None for `num_heads`.
         head_dim: width of a key head in every mixer that does not fix it, as the Mambas do (`key_head_dim`); of a value
             head, times the mixer's expansion. None for the mixer's own default.
@@ -57,6 +62,10 @@ class ModelConfig:
         mlp_width: hidden width of the feed-forward, in place of the one that follows from `mlp_ratio`.
         tie_embeddings: read the logits out with the embedding matrix.
         norm_eps: added to the mean square in every RMSNorm of the residual stream.
+        norm_positions: where a block's two norms stand, repeated cyclically over the layers as `mixers` are:
+            `"input"` is `x + mixer(norm(x))`, `"output"` is `x + norm(mixer(x))` (OLMo 2, arXiv 2501.00656), and
+            likewise for the feed-forward. With `scan_layers` they have one entry, or one for each of `mixers`.
+        zero_centred_norms: norms of the residual stream multiply by `1 + scale`, and `scale` starts at 0.
         initializer_std: standard deviation of the normal distribution that embedding, head and feed-forward start
             from. (Mixers initialise themselves.)
         dtype: dtype of activations and matrix products. Logits, decay and states are float32 at least in any case.
@@ -83,6 +92,8 @@ class ModelConfig:
     mlp_width: PositiveInteger | None = None
     tie_embeddings: bool = False
     norm_eps: PositiveNumber = 1e-6
+    norm_positions: tuple[NormPosition, ...] = ("input",)
+    zero_centred_norms: bool = False
     initializer_std: PositiveNumber = 0.02
     dtype: DtypeName = "float32"
     param_dtype: DtypeName = "float32"
@@ -95,6 +106,10 @@ class ModelConfig:
             object.__setattr__(self, "mixers", (self.mixers,))
         elif isinstance(self.mixers, Iterable):
             object.__setattr__(self, "mixers", tuple(self.mixers))
+        if isinstance(self.norm_positions, str):
+            object.__setattr__(self, "norm_positions", (self.norm_positions,))
+        elif isinstance(self.norm_positions, Iterable):
+            object.__setattr__(self, "norm_positions", tuple(self.norm_positions))
         object.__setattr__(self, "mixer_overrides", self._frozen_overrides())
         self._check()
 
@@ -121,21 +136,36 @@ class ModelConfig:
             raise ValueError(
                 f"mixers={self.mixers!r} has {len(self.mixers)} entries: expected at most num_layers={self.num_layers}"
             )
+        if not 1 <= len(self.norm_positions) <= self.num_layers:
+            raise ValueError(
+                f"norm_positions={self.norm_positions!r} has {len(self.norm_positions)} entries: expected 1 to "
+                f"num_layers={self.num_layers}"
+            )
+        if self.scan_layers and len(self.norm_positions) not in (1, len(self.mixers)):
+            raise ValueError(
+                f"norm_positions={self.norm_positions!r}: with scan_layers expected one entry, or one for each of the "
+                f"{len(self.mixers)} of mixers"
+            )
         known = mixer_names()
         for name in self.mixers:
-            if name not in known:
+            if not _is_mixer(name, known):
                 raise ValueError(
                     f"mixers: {name!r} is no mixer; expected one of {', '.join(known)}, or one of your own, which is "
                     "known after register_preset: run the script that calls it (python mine.py train | eval | generate)"
                 )
         for name, _ in self.mixer_overrides:
-            if name != "*" and name not in known:
+            if name != "*" and not _is_mixer(name, known):
                 raise ValueError(f"mixer_overrides: {name!r} is no mixer; expected '*' or one of {', '.join(known)}")
 
     @property
     def layer_mixers(self) -> tuple[str, ...]:
         """The mixer of each layer, `num_layers` names."""
         return tuple(self.mixers[i % len(self.mixers)] for i in range(self.num_layers))
+
+    @property
+    def layer_norm_positions(self) -> tuple[NormPosition, ...]:
+        """Where the norms of each layer stand, `num_layers` entries."""
+        return tuple(self.norm_positions[i % len(self.norm_positions)] for i in range(self.num_layers))
 
     @property
     def feed_forward_width(self) -> int:
@@ -176,7 +206,20 @@ class ModelConfig:
         values = dict(fields)
         if "mixers" in values and not isinstance(values["mixers"], str):
             values["mixers"] = tuple(values["mixers"])
+        if "norm_positions" in values and not isinstance(values["norm_positions"], str):
+            values["norm_positions"] = tuple(values["norm_positions"])
         return cls(**values)
+
+
+def preset_of(mixer: str) -> str:
+    """The preset that an entry of `ModelConfig.mixers` is of: a variant is `preset/variant`."""
+    return mixer.partition("/")[0]
+
+
+def _is_mixer(name: str, known: Sequence[str]) -> bool:
+    """Whether a name is a preset's or a variant's of one."""
+    preset, slash, variant = name.partition("/")
+    return preset in known and bool(variant) == bool(slash)
 
 
 def _frozen_option(mixer: str, path: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A decoder-only language model: pre-norm blocks of any token mixer and a SwiGLU feed-forward."""
+"""A decoder-only language model: blocks of any token mixer and a SwiGLU feed-forward."""
 
 import functools
 import reprlib
@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from rnnlib.layers import Attention
 from rnnlib.layers.base import check_cache_size
-from rnnlib.models.config import ModelConfig
+from rnnlib.layers.normalization import RMSNorm
+from rnnlib.models.config import ModelConfig, NormPosition
 from rnnlib.models.embedding import look_up
 from rnnlib.models.mixers import build_mixer
 from rnnlib.models.variables import assign_values, values_by_path
@@ -133,23 +134,32 @@ class SwiGLU(nnx.Module):
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nnx.Module):
-    """`x + mixer(norm(x))`, then `x + feed_forward(norm(x))`."""
+def _residual_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | RMSNorm:
+    """A norm of the residual stream."""
+    dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.storage_dtype}
+    if config.zero_centred_norms:
+        return RMSNorm(config.width, eps=config.norm_eps, zero_centred=True, **dtypes)
+    return nnx.RMSNorm(config.width, epsilon=config.norm_eps, rngs=rngs, **dtypes)
 
-    def __init__(self, config: ModelConfig, mixer: str, *, rngs: nnx.Rngs):
+
+class Block(nnx.Module):
+    """`x + mixer(norm(x))`, then `x + feed_forward(norm(x))`; or with the norms behind mixer and feed-forward."""
+
+    def __init__(self, config: ModelConfig, mixer: str, *, norm_position: NormPosition = "input", rngs: nnx.Rngs):
         """Builds one layer.
 
         Args:
             config: the model's configuration.
             mixer: name of this layer's mixer.
+            norm_position: whether the norms stand before mixer and feed-forward or behind them.
             rngs: source of the initial weights.
         """
+        self.norm_position = norm_position
         dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.storage_dtype}
-        norm = functools.partial(nnx.RMSNorm, config.width, epsilon=config.norm_eps, rngs=rngs, **dtypes)
-        self.mixer_norm = norm()
+        self.mixer_norm = _residual_norm(config, rngs)
         self.mixer = build_mixer(config, mixer, rngs=rngs)
         hidden_width = config.feed_forward_width
-        self.feed_forward_norm = norm() if hidden_width else None
+        self.feed_forward_norm = _residual_norm(config, rngs) if hidden_width else None
         self.feed_forward = (
             SwiGLU(config.width, hidden_width, initializer_std=config.initializer_std, rngs=rngs, **dtypes)
             if hidden_width
@@ -175,10 +185,13 @@ class Block(nnx.Module):
         Returns:
             The residual stream `[B, T, D]` and the new cache (None without one).
         """
-        mixed, cache = self.mixer(self.mixer_norm(x), segment_ids=segment_ids, positions=positions, cache=cache)
-        x = x + mixed
+        before = self.norm_position == "input"
+        options = {"segment_ids": segment_ids, "positions": positions, "cache": cache}
+        mixed, cache = self.mixer(self.mixer_norm(x) if before else x, **options)
+        x = x + (mixed if before else self.mixer_norm(mixed))
         if self.feed_forward is not None and self.feed_forward_norm is not None:
-            x = x + self.feed_forward(self.feed_forward_norm(x))
+            norm = self.feed_forward_norm
+            x = x + (self.feed_forward(norm(x)) if before else norm(self.feed_forward(x)))
         return x, cache
 
 
@@ -209,17 +222,12 @@ class DecoderLM(nnx.Module):
         init = nnx.initializers.normal(config.initializer_std)
         shape = (config.vocabulary_size, config.width)
         self.embedding = nnx.Param(init(rngs.params(), shape, config.storage_dtype))
-        self.blocks = nnx.List([Block(config, mixer, rngs=rngs) for mixer in config.layer_mixers])
+        layers = zip(config.layer_mixers, config.layer_norm_positions)
+        self.blocks = nnx.List([Block(config, mixer, norm_position=place, rngs=rngs) for mixer, place in layers])
         if config.compute_dtype == jnp.bfloat16:  # what cuDNN serves: see `rnnlib.ops.causal_attention`
             for number, mixer in enumerate(self._attention_of_a_program()):
                 mixer.number = number
-        self.norm = nnx.RMSNorm(
-            config.width,
-            epsilon=config.norm_eps,
-            dtype=config.compute_dtype,
-            param_dtype=config.storage_dtype,
-            rngs=rngs,
-        )
+        self.norm = _residual_norm(config, rngs)
         self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), shape, config.storage_dtype))
 
     def __call__(

@@ -6,7 +6,7 @@ from flax import nnx
 
 from rnnlib.layers.base import MixerConfig, TokenMixer
 from rnnlib.layers.presets import mixer_preset
-from rnnlib.models.config import ModelConfig
+from rnnlib.models.config import ModelConfig, preset_of
 
 ATTENTION = ("attention", "sliding_window_attention")
 
@@ -16,7 +16,7 @@ def mixer_config(config: ModelConfig, mixer: str) -> MixerConfig:
 
     Args:
         config: the model's configuration.
-        mixer: the mixer's name.
+        mixer: the mixer's name, or a variant's, `name/variant`: the overrides of `name`, then its own.
 
     Returns:
         The mixer's configuration.
@@ -24,16 +24,19 @@ def mixer_config(config: ModelConfig, mixer: str) -> MixerConfig:
     Raises:
         ValueError: where an override names no field of it, or has an invalid value.
     """
+    preset = preset_of(mixer)
     options: dict[str, Any] = {"head_dim": config.head_dim}
-    if mixer in ATTENTION:
+    if preset in ATTENTION:
         options["rope_base"] = config.rope_base
-        if mixer == "sliding_window_attention":
+        if preset == "sliding_window_attention":
             options["window"] = config.window
     options = {name: value for name, value in options.items() if value is not None}
     overrides = {name: dict(values) for name, values in config.mixer_overrides}
-    if mixer not in ATTENTION:
+    if preset not in ATTENTION:
         options |= overrides.get("*", {})
-    return mixer_preset(mixer, **(options | overrides.get(mixer, {})))
+    for name in dict.fromkeys((preset, mixer)):
+        options |= overrides.get(name, {})
+    return mixer_preset(preset, **options)
 
 
 def build_mixer(config: ModelConfig, mixer: str, *, rngs: nnx.Rngs) -> TokenMixer:
@@ -48,7 +51,7 @@ def build_mixer(config: ModelConfig, mixer: str, *, rngs: nnx.Rngs) -> TokenMixe
         A module `(x, *, segment_ids, positions, cache) -> (y, cache)` with `init_cache`.
     """
     num_heads = config.num_heads
-    if mixer in ATTENTION and config.attention_heads is not None:
+    if preset_of(mixer) in ATTENTION and config.attention_heads is not None:
         num_heads = config.attention_heads
     return mixer_config(config, mixer).build(
         config.width, num_heads, rngs=rngs, dtype=config.compute_dtype, param_dtype=config.storage_dtype

@@ -200,3 +200,64 @@ def test_a_few_steps_learn_a_repeating_sequence():
         losses.append(float(value))
     assert losses[0] == pytest.approx(np.log(29), rel=0.1)
     assert losses[-1] < 0.3
+
+
+ONE_MIXER_TWICE = SMALL.replace(
+    num_layers=4,
+    mixers=("attention/local", "attention/global"),
+    mixer_overrides={
+        "attention": {"qk_norm": True},
+        "attention/local": {"window": 4, "num_heads": 4, "head_dim": 8},
+        "attention/global": {"rope_base": None, "output_gate": True},
+    },
+    norm_positions=("input", "output"),
+    zero_centred_norms=True,
+    mlp_width=24,
+)
+
+
+def test_variants_of_a_mixer_have_their_own_settings_on_top_of_its():
+    local, everywhere = (block.mixer.config for block in DecoderLM(ONE_MIXER_TWICE, rngs=nnx.Rngs(0)).blocks[:2])
+    assert (local.qk_norm, local.window, local.num_heads, local.rope_base) == (True, 4, 4, 10000.0)
+    assert (everywhere.qk_norm, everywhere.window, everywhere.head_dim) == (True, None, 16)
+    assert everywhere.rope_base is None and everywhere.output_gate
+    assert ModelConfig.from_dict(ONE_MIXER_TWICE.to_dict()) == ONE_MIXER_TWICE
+    for wrong in ("attention/", "/local", "nothing/local"):
+        with pytest.raises(ValueError, match=f"mixers: '{wrong}' is no mixer"):
+            SMALL.replace(mixers=(wrong,))
+
+
+def test_norms_stand_where_the_configuration_says():
+    """Both kinds of block against their formulas; norms multiply by 1 + scale."""
+    model = DecoderLM(ONE_MIXER_TWICE, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 6, 32))
+    for block, before in zip(model.blocks, (True, False)):
+        scales = [0.1 * jax.random.normal(jax.random.key(i), (32,)) for i in (2, 3)]
+        assert not np.any(block.mixer_norm.scale[...])
+        block.mixer_norm.scale[...], block.feed_forward_norm.scale[...] = scales
+
+        def norm(y, scale):
+            return y / jnp.sqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-6) * (1 + scale)
+
+        if before:
+            y = x + block.mixer(norm(x, scales[0]))[0]
+            y = y + block.feed_forward(norm(y, scales[1]))
+        else:
+            y = x + norm(block.mixer(x)[0], scales[0])
+            y = y + norm(block.feed_forward(y), scales[1])
+        np.testing.assert_allclose(block(x)[0], y, rtol=1e-5, atol=1e-5)
+
+
+def test_variants_and_norm_positions_under_scan_remat_and_a_cache():
+    expected = loss_and_gradients(ONE_MIXER_TWICE)
+    found = loss_and_gradients(ONE_MIXER_TWICE.replace(scan_layers=True, remat=True))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
+    with pytest.raises(ValueError, match=r"norm_positions=.* with scan_layers expected one entry, or one for each"):
+        ONE_MIXER_TWICE.replace(scan_layers=True, norm_positions=("input", "output", "input", "input"))
+    model = DecoderLM(ONE_MIXER_TWICE, rngs=nnx.Rngs(0))
+    cache, pieces = model.init_cache(2, 12), []
+    for start, end in ((0, 7), (7, 8), (8, 12)):
+        logits, cache = model.extend(TOKENS[:, start:end], cache)
+        pieces.append(logits)
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), model(TOKENS[:, :12]), rtol=1e-4, atol=1e-5)
