@@ -33,9 +33,18 @@ from rnnlib.data import train_tokenizer as learn_tokenizer
 from rnnlib.models import DecoderLM
 from rnnlib.training import ProgressReporter, StepReport, TrainConfig, Trainer, bits_per_byte, read_csv
 
-# Options that came after results, at the value of what was before: those results stay valid.
-# In the order in which they came.
-_LATER_DEFAULTS = (" remat_keeps='input',", " undecodable='error',")
+# The options that were there when the first results were made. An option that came later counts in a fingerprint only
+# where it differs from its default, which is what was before: those results stay valid. New options need nothing here.
+_FIRST = frozenset(
+    """model vocabulary_size width num_layers num_heads mixers mixer_overrides attention_heads head_dim window rope_base
+    mlp_ratio mlp_width tie_embeddings norm_eps initializer_std dtype param_dtype remat scan_layers
+    data source paths validation_paths text_field encoding tokenizer sequence_length batch_size seed split_by
+    validation_fraction deduplicate max_train_bytes max_validation_bytes num_workers prefetch cache_folder
+    optimizer learning_rate schedule warmup_steps final_fraction decay_fraction beta1 beta2 epsilon weight_decay clip_norm
+    evaluation every batches checkpoint keep logging tensorboard picture plain_seconds
+    steps accumulation_steps max_skipped_steps deterministic devices kind scale""".split()
+)
+_RECORDED = (_FIRST, _FIRST | {"remat_keeps"})
 _BATCH = ("inputs", "targets", "segment_ids", "positions", "loss_weights")
 
 
@@ -133,12 +142,29 @@ def fingerprint(study: LanguageStudy, mixer: Mixer, rate: float, seed: int) -> s
 
 
 def _fingerprints(study: LanguageStudy, mixer: Mixer, rate: float, seed: int) -> tuple[str, ...]:
-    """Of a configuration as it was before each of the options of `_LATER_DEFAULTS`, the first first, and as it is."""
+    """Of a configuration without its later options, and as results that were made with `remat_keeps` have it."""
     config = run_config(study, mixer, rate, seed, "byte")
-    texts = [repr((config, study.vocabulary_size, study.lengths))]
-    for default in reversed(_LATER_DEFAULTS):
-        texts.append(texts[-1].replace(default, ""))
-    return tuple(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in reversed(texts))
+    texts = (_recorded((config, study.vocabulary_size, study.lengths), names) for names in _RECORDED)
+    return tuple(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts)
+
+
+def _recorded(value: Any, names: frozenset[str]) -> str:
+    """`repr`, but a field that is not among `names` counts only where it differs from its default."""
+    if isinstance(value, tuple):
+        inner = ", ".join(_recorded(part, names) for part in value)
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    default = {field.name: _default(field) for field in dataclasses.fields(value)}
+    shown = {name: getattr(value, name) for name in default if name in names or getattr(value, name) != default[name]}
+    return f"{type(value).__name__}({', '.join(f'{name}={_recorded(part, names)}' for name, part in shown.items())})"
+
+
+def _default(field: dataclasses.Field) -> Any:
+    """A field's default; `MISSING`, which equals nothing, where it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def read_run(study: LanguageStudy, results: pathlib.Path, mixer: Mixer, rate: float, seed: int) -> dict | None:

@@ -46,7 +46,7 @@ def test_norm_errors():
         RMSNorm(0)
     with pytest.raises(ValueError, match="eps is 0"):
         RMSNorm(4, eps=0.0)
-    with pytest.raises(ValueError, match="expected an even number of channels"):
+    with pytest.raises(ValueError, match="3 channels to turn, expected an even number"):
         Rotary()(jnp.zeros((1, 2, 1, 3)), jnp.zeros((1, 2), jnp.int32))
 
 
