@@ -94,8 +94,11 @@ def make_mesh(devices: int | None = None) -> Mesh | None:
         devices: How many of `jax.local_devices()` to use; None for all.
 
     Raises:
-        ValueError: If there are fewer devices than asked for.
+        ValueError: If there are fewer devices than asked for, or `jax.distributed` has joined several processes.
     """
+    if jax.process_count() > 1:
+        # Each would train a model of its own, on its own part of the rows.
+        raise ValueError(f"training runs in one process, expected jax.process_count() 1 and not {jax.process_count()}")
     available = jax.local_devices()
     count = len(available) if devices is None else devices
     if not 1 <= count <= len(available):
