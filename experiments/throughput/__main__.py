@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import sys
 import time
@@ -18,6 +19,7 @@ from experiments.sweep.device import turn
 from experiments.sweep.results import command_line, environment, write_text
 from experiments.sweep.study import pick_named, slug
 from experiments.throughput.measure import CompiledCase, Measurement, compile_case
+from experiments.throughput.peer import time_peer
 from experiments.throughput.report import read_results, write_report
 from experiments.throughput.study import Case, Keeps, ThroughputStudy, cases, study
 
@@ -41,7 +43,11 @@ class Options:
     output: pathlib.Path = FOLDER
     """Folder for results and figures."""
     keeps: tuple[Keeps, ...] = ("input",)
-    """What the blocks keep for the backward pass. Keeping everything takes most of a card's memory."""
+    """What the blocks keep for the backward pass. Under a scan over layers, keeping everything takes most of a card."""
+    layers: tuple[Literal["scan", "unrolled"], ...] = ("scan", "unrolled")
+    """The layers as one scan, or one after another."""
+    peer: tuple[str, ...] = ()
+    """Models of flash-linear-attention to time besides: names of `peer.MODELS`. Its packages must be installed."""
     compile_workers: int = 0
     """Threads that compile while others are timed, which disturbs the timing; 0 compiles and times by turns.
 
@@ -63,7 +69,7 @@ class Options:
 def file_name(case: Case) -> str:
     """The file of a case's result."""
     marks = "--deterministic" * case.deterministic + "--packed" * case.packed
-    marks += f"--{case.keeps}" * (case.keeps != "input")
+    marks += f"--{case.keeps}" * (case.keeps != "input") + "--unrolled" * case.unrolled
     return f"{slug(case.mixer.label)}--{case.length}{marks}.json"
 
 
@@ -113,6 +119,7 @@ def _explanation(case: Case, error: Exception) -> dict[str, Any]:
         "deterministic": case.deterministic,
         "packed": case.packed,
         "keeps": case.keeps,
+        "unrolled": case.unrolled,
         "error": str(error).partition("\n")[0][:200],
     }
 
@@ -126,11 +133,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     with errors_as_lines():
         picked = pick_named(plan.mixers, options.mixers)
     wanted = [c for c in cases(plan) if c.mixer in picked and (not options.lengths or c.length in options.lengths)]
-    wanted = [c for c in wanted if c.keeps in options.keeps]
+    wanted = [
+        c for c in wanted if c.keeps in options.keeps and ("unrolled" if c.unrolled else "scan") in options.layers
+    ]
     if not wanted:
         sys.exit(f"error: mixers are {', '.join(mixer.label for mixer in plan.mixers)} and lengths {plan.lengths}")
     begin = time.monotonic()
     failed = 0
+    if options.peer and not options.report_only:
+        # Before anything of ours: JAX keeps the memory that it has taken, and must not take the card at its start.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        where = environment(command_line("experiments.throughput"), options.commit)
+        failed += time_peer(plan, options.peer, results, where)
     missing = [case for case in wanted if options.again or not (results / file_name(case)).exists()]
     if missing and not options.report_only:
         where = environment(command_line("experiments.throughput"), options.commit)

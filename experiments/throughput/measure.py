@@ -168,6 +168,7 @@ class Measurement:
             "deterministic": case.deterministic,
             "packed": case.packed,
             "keeps": case.keeps,
+            "unrolled": case.unrolled,
             "num_parameters": compiled.num_parameters,
             "step_seconds": [round(s, 6) for s in self.seconds],
             "tokens_per_second": round(plan.tokens / median, 1),

@@ -12,7 +12,7 @@ from experiments.throughput.study import ThroughputStudy
 
 def read_results(folder: pathlib.Path) -> list[dict[str, Any]]:
     """All records of a folder, in the order of their names."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [{"unrolled": False} | json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def _find(
@@ -23,9 +23,10 @@ def _find(
     deterministic: bool = False,
     packed: bool = False,
     keeps: str = "input",
+    unrolled: bool = False,
 ) -> dict[str, Any] | None:
-    key = (label, length, deterministic, packed, keeps)
-    names = ("mixer", "length", "deterministic", "packed", "keeps")
+    key = (label, length, deterministic, packed, keeps, unrolled)
+    names = ("mixer", "length", "deterministic", "packed", "keeps", "unrolled")
     return next((record for record in records if tuple(record[name] for name in names) == key), None)
 
 
@@ -49,9 +50,7 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
     if not records:
         return "No results yet.\n"
     main, lengths = plan.main_length, plan.lengths
-    keeping = any(_find(records, mixer.label, main, keeps="products") for mixer in plan.mixers)
     header = ["mixer", "parameters", f"thousand tokens/s, T={main}", "ms a step", "model FLOP/s of peak", "memory, GB"]
-    header += ["thousand tokens/s, products kept", "memory, GB"] * keeping
     lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
     for mixer in plan.mixers:
         record = _find(records, mixer.label, main)
@@ -64,9 +63,6 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
         share = "" if record["utilization"] is None else f"{record['utilization']:.1%}"
         row = [mixer.label, f"{record['num_parameters'] / 1e6:.0f}M", _cell(record), f"{1000 * seconds:.1f}", share]
         row.append(_memory(record))
-        if keeping:
-            kept = _find(records, mixer.label, main, keeps="products")
-            row += [_cell(kept), _memory(kept)]
         lines.append(f"| {' | '.join(row)} |")
     swept = [m.label for m in plan.mixers if sum(_find(records, m.label, n) is not None for n in lengths) > 1]
     if swept:
@@ -81,6 +77,7 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
         for label, kind, record in special:
             same = {True: "yes", False: "no", None: ""}[record.get("same_bits_twice")]
             lines.append(f"| {label} | {kind} | {_cell(record)} | {_cell(_find(records, label, main))} | {same} |")
+    lines += _kept_table(plan, records)
     where = records[0]["environment"]
     commits = ", ".join(sorted({record["environment"]["commit"][:7] for record in records}))
     dates = sorted({record["environment"]["date"][:10] for record in records})
@@ -93,9 +90,65 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _kept_table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> list[str]:
+    """Lines of the table of what blocks keep for the backward pass, for mixers timed with more than inputs."""
+    ways = [
+        ("input", False),
+        ("products", False),
+        ("everything", False),
+        ("input", True),
+        ("products", True),
+        ("everything", True),
+    ]
+    rows = []
+    for mixer in plan.mixers:
+        found = [_find(records, mixer.label, plan.main_length, keeps=keeps, unrolled=way) for keeps, way in ways]
+        for (keeps, unrolled), record in zip(ways, found):
+            if record is None or not any(found[1:]):
+                continue
+            cells = ["failed", "", "", ""]
+            if "error" not in record:
+                milliseconds = 1000 * statistics.median(record["step_seconds"])
+                share = "" if record["utilization"] is None else f"{record['utilization']:.1%}"
+                cells = [_cell(record), f"{milliseconds:.1f}", share, _memory(record)]
+            rows.append([mixer.label, "one after another" if unrolled else "scan", keeps, *cells])
+    if not rows:
+        return []
+    header = ["mixer", "layers", "kept", "thousand tokens/s", "ms a step", "model FLOP/s of peak", "memory, GB"]
+    return ["", *(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))]
+
+
+def _peer_table(peers: list[dict[str, Any]]) -> str:
+    header = ["model", "recomputation", "parameters", "thousand tokens/s", "ms a step", "memory, GB"]
+    rows = [header, ["---"] * len(header)]
+    for record in peers:
+        start = [record["model"], "blocks" if record["recomputed"] else "none"]
+        if "error" in record:
+            rows.append([*start, "", f"failed: {record['error']}", "", ""])
+            continue
+        seconds = record["step_seconds"]
+        speed = [record["tokens"] / each / 1000 for each in (statistics.median(seconds), min(seconds))]
+        rows.append(
+            [
+                *start,
+                f"{record['num_parameters'] / 1e6:.0f}M",
+                f"{speed[0]:.1f} ({speed[1]:.1f})",
+                f"{1000 * statistics.median(seconds):.1f}",
+                f"{record['peak_bytes'] / 1e9:.1f}",
+            ]
+        )
+    versions = peers[0]["versions"]
+    note = ", ".join(f"{name} {version}" for name, version in versions.items())
+    where = peers[0]["environment"]
+    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return (
+        f"{text}\n\n{where['device']}, {note}; {where['date'][:10]}; memory is what torch's allocator held at most.\n"
+    )
+
+
 def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.Path) -> bool:
     """Bars of speed at the main length, and lines over length; False where there is nothing to draw."""
-    plain = [r for r in records if not r["deterministic"] and not r["packed"] and r["keeps"] == "input"]
+    plain = [r for r in records if not (r["deterministic"] or r["packed"] or r["unrolled"]) and r["keeps"] == "input"]
     done = [r for r in plain if "error" not in r]
     main = {r["mixer"]: r for r in done if r["length"] == plan.main_length}
     if not main:
@@ -152,4 +205,9 @@ def write_report(plan: ThroughputStudy, records: list[dict[str, Any]], folder: p
     text = table(plan, records)
     figure(plan, records, folder / "figures" / f"{setting}.png")
     write_between_marks(folder / "README.md", setting, text)
+    peers = [json.loads(path.read_text()) for path in sorted((folder / "results" / f"{setting}_peer").glob("*.json"))]
+    if peers:
+        peer_text = _peer_table(peers)
+        write_between_marks(folder / "README.md", f"{setting} peer", peer_text)
+        text += "\n" + peer_text
     return text

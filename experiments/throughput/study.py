@@ -91,6 +91,7 @@ class Case:
         packed: rows of four documents, told apart by `segment_ids`, in place of one.
         keeps: what is kept of each block for the backward pass, in which the rest is computed again (`remat`): its
             input alone, also the results of its products with weights, or everything.
+        unrolled: the layers stand one after another in the program, in place of one scan over stacked parameters.
     """
 
     mixer: Mixer
@@ -98,6 +99,7 @@ class Case:
     deterministic: bool = False
     packed: bool = False
     keeps: Keeps = "input"
+    unrolled: bool = False
 
 
 def study(setting: Setting) -> ThroughputStudy:
@@ -132,6 +134,11 @@ def cases(plan: ThroughputStudy) -> list[Case]:
     special += [Case(m, plan.main_length, packed=True) for m in plan.mixers if m.label in plan.packed]
     swept = [m for m in plan.mixers if m.label in plan.at_every_length]
     kept = [Case(m, plan.main_length, keeps=keeps) for keeps in ("products", "everything") for m in swept]
+    kept += [
+        Case(m, plan.main_length, keeps=keeps, unrolled=True)
+        for keeps in ("input", "products", "everything")
+        for m in swept
+    ]
     ends = sorted(plan.lengths, key=lambda n: -abs(n - plan.main_length))
     return main + special + kept + [Case(m, n) for n in ends if n != plan.main_length for m in swept]
 
@@ -145,4 +152,5 @@ def model_config(plan: ThroughputStudy, case: Case) -> ModelConfig:
         attention_heads=16 if plan.model.width == 1024 else None,
         remat=case.keeps != "everything",
         remat_keeps="products" if case.keeps == "products" else "input",
+        scan_layers=not case.unrolled,
     )

@@ -6,6 +6,7 @@ import pytest
 
 from experiments.throughput import __main__ as command
 from experiments.throughput.flops import step_flops
+from experiments.throughput.peer import time_peer
 from experiments.throughput.report import read_results, table
 from experiments.throughput.study import cases, model_config, study
 from rnnlib.models import ModelConfig, count_parameters
@@ -104,3 +105,21 @@ def test_every_record_is_of_its_own_case(workers, quiet, tmp_path, monkeypatch):
     for case in set(timed):
         first, last = timed.index(case), len(timed) - 1 - timed[::-1].index(case)
         assert quiet == (len(set(timed[first : last + 1])) > 1) or case.packed, "one after another, or by turns"
+
+
+def test_the_peer_is_named_and_its_failures_are_recorded(tmp_path):
+    with pytest.raises(ValueError, match="'mamba9' is no model, expected one of gated_deltanet"):
+        time_peer(study("small"), ("mamba9",), tmp_path / "small", {})
+    # Without the peer's packages or a GPU its process fails, and the record says with what.
+    assert time_peer(study("small"), ("gla",), tmp_path / "small", {"device": "none"}) >= 1
+    record = json.loads((tmp_path / "small_peer" / "gla.json").read_text())
+    assert record["model"] == "gla" and record["error"] and record["environment"] == {"device": "none"}
+
+
+def test_layers_one_after_another_give_the_losses_of_the_scan(tmp_path):
+    arguments = ["--mixers", "Gated DeltaNet", "--lengths", "64", "--output", str(tmp_path)]
+    assert command.main([*arguments, "--keeps", "everything"]) == 0
+    records = read_results(tmp_path / "results" / "small")
+    scanned, unrolled = sorted(records, key=lambda record: record["unrolled"])
+    assert scanned["losses"] == pytest.approx(unrolled["losses"], rel=1e-4)
+    assert "| Gated DeltaNet | one after another | everything |" in table(study("small"), records)
