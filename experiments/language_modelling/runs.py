@@ -35,15 +35,17 @@ from rnnlib.training import ProgressReporter, StepReport, TrainConfig, Trainer, 
 
 # The options that were there when the first results were made. An option that came later counts in a fingerprint only
 # where it differs from its default, which is what was before: those results stay valid. New options need nothing here.
-_FIRST = frozenset(
-    """model vocabulary_size width num_layers num_heads mixers mixer_overrides attention_heads head_dim window rope_base
-    mlp_ratio mlp_width tie_embeddings norm_eps initializer_std dtype param_dtype remat scan_layers
-    data source paths validation_paths text_field encoding tokenizer sequence_length batch_size seed split_by
-    validation_fraction deduplicate max_train_bytes max_validation_bytes num_workers prefetch cache_folder
-    optimizer learning_rate schedule warmup_steps final_fraction decay_fraction beta1 beta2 epsilon weight_decay clip_norm
-    evaluation every batches checkpoint keep logging tensorboard picture plain_seconds
-    steps accumulation_steps max_skipped_steps deterministic devices kind scale""".split()
-)
+_FIRST_NAMES = """
+model vocabulary_size width num_layers num_heads mixers mixer_overrides attention_heads head_dim window
+rope_base mlp_ratio mlp_width tie_embeddings norm_eps initializer_std dtype param_dtype remat
+scan_layers data source paths validation_paths text_field encoding tokenizer sequence_length batch_size
+seed split_by validation_fraction deduplicate max_train_bytes max_validation_bytes num_workers prefetch
+cache_folder optimizer learning_rate schedule warmup_steps final_fraction decay_fraction beta1 beta2
+epsilon weight_decay clip_norm evaluation every batches checkpoint keep logging tensorboard picture
+plain_seconds steps accumulation_steps max_skipped_steps deterministic devices kind scale size
+use_bias query key value initializer
+"""
+_FIRST = frozenset(_FIRST_NAMES.split())
 _RECORDED = (_FIRST, _FIRST | {"remat_keeps"})
 _BATCH = ("inputs", "targets", "segment_ids", "positions", "loss_weights")
 
