@@ -10,6 +10,7 @@ with from_extra("train", "rnnlib.training"):
     from rnnlib.training.evaluation import Evaluation, evaluate, spread_batches
     from rnnlib.training.loop import NonFiniteLossError, Trainer, TrainResult, train
     from rnnlib.training.loss import LossSums, bits_per_byte, head_loss_sums, loss_sums
+    from rnnlib.training.mesh import MeshConfig, make_mesh
     from rnnlib.training.metrics import read_csv
     from rnnlib.training.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
     from rnnlib.training.picture import loss_picture
@@ -28,7 +29,6 @@ with from_extra("train", "rnnlib.training"):
         TrainState,
         init_train_state,
         make_evaluation_step,
-        make_mesh,
         make_train_step,
         put_batch,
         put_state,
@@ -44,6 +44,7 @@ __all__ = [
     "LoadedRun",
     "LoggingConfig",
     "LossSums",
+    "MeshConfig",
     "NonFiniteLossError",
     "OptimizerConfig",
     "Progress",

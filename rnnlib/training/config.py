@@ -7,6 +7,7 @@ from typing import Annotated
 from rnnlib.data import DataConfig
 from rnnlib.fields import NaturalNumber, PositiveInteger, Range, check_fields
 from rnnlib.models import ModelConfig
+from rnnlib.training.mesh import MeshConfig
 from rnnlib.training.optimizer import OptimizerConfig, learning_rate_schedule
 
 
@@ -96,6 +97,8 @@ class TrainConfig:
     """On a GPU, use only kernels that give the same bits every time, so that a resumed run repeats them."""
     devices: PositiveInteger | None = None
     """Devices that share each batch; left out, as many of this machine's as it splits evenly over."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """How these devices share rows, parameters and optimizer state."""
 
     def __post_init__(self):
         """Checks every value that can be checked without reading data."""

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from rnnlib.data import BatchDataset
 from rnnlib.training.loss import LossSums, bits_per_byte
-from rnnlib.training.step import Batch, make_evaluation_step, put_batch, put_state, split_model
+from rnnlib.training.mesh import in_shares, whole
+from rnnlib.training.step import Batch, make_evaluation_step, put_batch, split_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,8 @@ def evaluate(
     """
     graphdef, parameters, other = split_model(evaluation_view(model))
     step = make_evaluation_step(graphdef, token_bytes, mesh)
-    return evaluate_with(step, put_state(parameters, mesh), put_state(other, mesh), batches, mesh)
+    parameters = jax.device_put(parameters, in_shares(parameters, mesh))
+    return evaluate_with(step, parameters, jax.device_put(other, whole(mesh)), batches, mesh)
 
 
 def spread_batches(dataset: BatchDataset, count: int | None) -> Iterator[Batch]:

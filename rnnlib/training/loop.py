@@ -14,6 +14,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
 from rnnlib.models import DecoderLM
@@ -22,7 +23,8 @@ from rnnlib.training.config import TrainConfig
 from rnnlib.training.config_file import from_plain, save_config, to_plain
 from rnnlib.training.evaluation import Evaluation, evaluate_with, evaluation_view, spread_batches
 from rnnlib.training.loss import bits_per_byte
-from rnnlib.training.memory import check_fits
+from rnnlib.training.memory import check_fits, device_bytes
+from rnnlib.training.mesh import make_mesh, mesh_sizes
 from rnnlib.training.metrics import TRAIN_FILE, RunLog, recorded_steps
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
 from rnnlib.training.picture import loss_picture
@@ -44,13 +46,12 @@ from rnnlib.training.step import (
     StepMetrics,
     TrainState,
     check_batch_size,
-    fitting_devices,
     init_train_state,
     make_evaluation_step,
-    make_mesh,
     make_train_step,
     put_batch,
     put_state,
+    state_shardings,
 )
 
 
@@ -133,12 +134,12 @@ class Trainer:
         model_config = dataclasses.replace(config.model, vocabulary_size=vocabulary)
         self.config = config = dataclasses.replace(config, model=model_config)
         check_fits(config.model)
-        rows = config.data.batch_size // config.accumulation_steps
-        self._mesh = make_mesh(fitting_devices(rows) if config.devices is None else config.devices)
-        check_batch_size(config.data.batch_size, config.accumulation_steps, self._mesh)
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         # Shapes alone: a model that does not fit its own sizes fails here, and in seconds.
         model = nnx.eval_shape(self._new_model)
+        self._template: TrainState = jax.eval_shape(self._new_state)
+        self._mesh = self._fitting_mesh()
+        check_batch_size(config.data.batch_size, config.accumulation_steps, self._mesh)
         graphdef = nnx.split(model)[0]
         token_bytes = self.tokenizer.token_bytes
         schedule = learning_rate_schedule(config.optimizer, config.steps)
@@ -146,12 +147,24 @@ class Trainer:
         self._train_step = make_train_step(graphdef, self._optimizer, schedule, token_bytes, self._mesh, **options)
         evaluation_graphdef = nnx.split(evaluation_view(model))[0]
         self._evaluation_step = make_evaluation_step(evaluation_graphdef, token_bytes, self._mesh, **options)
-        self._template: TrainState = jax.eval_shape(self._new_state)
         self._data: tuple[BatchDataset, BatchDataset] | None = None
         self._resources: contextlib.ExitStack | None = None
         if read_data:
             self.read_data()
         jax.eval_shape(self._train_step, self._template, self._abstract_batch())
+
+    def _fitting_mesh(self) -> Mesh | None:
+        config, state = self.config, self._template
+        kept = (state.parameters, state.optimizer, state.parameters)  # the gradients are as large as these
+        sizes = mesh_sizes(
+            config.mesh,
+            jax.local_device_count(),
+            devices=config.devices,
+            rows=config.data.batch_size // config.accumulation_steps,
+            state_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)),
+            device_bytes=device_bytes(),
+        )
+        return make_mesh(config=sizes)
 
     def read_data(self) -> tuple[BatchDataset, BatchDataset]:
         """Training and validation data, read when first asked for.
@@ -194,13 +207,20 @@ class Trainer:
         if device.platform == "cpu":
             return "CPU"
         count, available = 1 if self._mesh is None else self._mesh.size, len(jax.local_devices())
-        return f"{count}{f' of {available}' if count < available else ''} x {device.device_kind}"
+        shares = f", fsdp {self._mesh.shape['fsdp']}" if self._mesh is not None and self._mesh.shape["fsdp"] > 1 else ""
+        return f"{count}{f' of {available}' if count < available else ''} x {device.device_kind}{shares}"
 
     def _new_model(self) -> DecoderLM:
         return DecoderLM(self.config.model, rngs=nnx.Rngs(self.config.seed))
 
     def _new_state(self) -> TrainState:
         return init_train_state(self._new_model(), self._optimizer)[1]
+
+    def _first_state(self) -> TrainState:
+        if self._mesh is None or self._mesh.shape["fsdp"] == 1:
+            return put_state(self._new_state(), self._mesh)
+        # Born in shares: no device ever holds the whole. A compiled start differs from the other in the last bits.
+        return jax.jit(self._new_state, out_shardings=state_shardings(self._template, self._mesh))()
 
     def _abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         parts, data = self.config.accumulation_steps, self.config.data
@@ -255,7 +275,7 @@ class Trainer:
             self._batches = iter(train_data)
             stack.callback(self._batches.close)
             if checkpoints.latest_step is None:
-                self._state = put_state(self._new_state(), self._mesh)
+                self._state = self._first_state()
                 self._step = self._tokens = 0
             else:
                 state, progress = checkpoints.restore(self._template)

@@ -25,12 +25,18 @@ def least_parameters(config: ModelConfig) -> int:
     return count
 
 
+def device_bytes() -> int | None:
+    """Memory of one device that has its own; None for a CPU, and where it is not known."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return stats.get("bytes_limit") if stats else None
+
+
 def memory_bytes() -> int:
     """Memory of all devices together; of CPUs, which share it, that of the machine."""
-    devices = jax.devices()
-    stats = devices[0].memory_stats() if devices[0].platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return len(devices) * stats["bytes_limit"]
+    one = device_bytes()
+    if one is not None:
+        return jax.device_count() * one
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * jax.process_count()
 
 

@@ -28,6 +28,7 @@ CHECKPOINTS = "checkpoints"
 # What may differ between a run and its continuation: nothing here changes the batches or the model's arrays. A corpus
 # may have moved: the fingerprint of its tokens is compared with the checkpoint's.
 _MAY_CHANGE = (
+    "mesh",
     "optimizer",
     "evaluation",
     "checkpoint",

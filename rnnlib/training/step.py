@@ -1,6 +1,7 @@
 """The compiled training and evaluation steps, on one device or with the batch split over several."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rnnlib.training.loss import LossSums, head_loss_sums, loss_sums
+from rnnlib.training.mesh import AXES, gather_where_read, in_shares, parameter_spec, whole
 from rnnlib.training.optimizer import Schedule
 
 Batch = Mapping[str, Any]
@@ -87,36 +89,19 @@ def _compiler_options(deterministic: bool) -> dict[str, Any] | None:
     return {"xla_gpu_deterministic_ops": True} if deterministic and jax.default_backend() == "gpu" else None
 
 
-def make_mesh(devices: int | None = None) -> Mesh | None:
-    """A mesh with the one axis "data" over local devices, or None for a single device.
-
-    Args:
-        devices: How many of `jax.local_devices()` to use; None for all.
-
-    Raises:
-        ValueError: If there are fewer devices than asked for, or `jax.distributed` has joined several processes.
-    """
-    if jax.process_count() > 1:
-        # Each would train a model of its own, on its own part of the rows.
-        raise ValueError(f"training runs in one process, expected jax.process_count() 1 and not {jax.process_count()}")
-    available = jax.local_devices()
-    count = len(available) if devices is None else devices
-    if not 1 <= count <= len(available):
-        raise ValueError(f"devices={devices}: this machine has {len(available)} {available[0].platform} device(s)")
-    if count == 1:
-        return None
-    return jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=available[:count])
-
-
-def fitting_devices(rows: int) -> int:
-    """The largest number of this machine's devices that rows split evenly over."""
-    return max(count for count in range(1, len(jax.local_devices()) + 1) if rows % count == 0)
+def state_shardings(state: TrainState, mesh: Mesh | None) -> TrainState:
+    """Where each array of a training state lies, as a `TrainState` of shardings."""
+    rest = jax.tree.map(lambda _: whole(mesh), state)
+    shares = in_shares((state.parameters, state.optimizer), mesh)
+    return dataclasses.replace(rest, parameters=shares[0], optimizer=shares[1])
 
 
 def put_state(state: Any, mesh: Mesh | None) -> Any:
-    """Puts a pytree of arrays on the device, or a copy on every device of the mesh."""
-    target = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return jax.device_put(state, target)
+    """Puts a pytree of arrays on the device, or on those of the mesh.
+
+    Each device gets a copy, but of a `TrainState` with a mesh axis "fsdp" its share of parameters and optimizer state.
+    """
+    return jax.device_put(state, state_shardings(state, mesh) if isinstance(state, TrainState) else whole(mesh))
 
 
 def put_batch(batch: Batch, mesh: Mesh | None, accumulation_steps: int = 1) -> dict[str, jax.Array]:
@@ -131,7 +116,7 @@ def put_batch(batch: Batch, mesh: Mesh | None, accumulation_steps: int = 1) -> d
     if missing:
         raise ValueError(f"put_batch: batch has no {', '.join(missing)}, expected all of {', '.join(BATCH_FIELDS)}")
     check_batch_size(len(batch["inputs"]), accumulation_steps, mesh)
-    target = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec(None, "data"))
+    target = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec(None, AXES))
     parts = {}
     for name in BATCH_FIELDS:
         array = np.asarray(batch[name])
@@ -143,9 +128,10 @@ def check_batch_size(batch_size: int, accumulation_steps: int, mesh: Mesh | None
     """Raises ValueError unless the batch splits evenly over parts and devices."""
     devices = 1 if mesh is None else mesh.size
     if batch_size % (accumulation_steps * devices):
+        sizes = "" if mesh is None else f" ({', '.join(f'mesh.{axis}={size}' for axis, size in mesh.shape.items())})"
         raise ValueError(
             f"data.batch_size={batch_size} does not split evenly into accumulation_steps={accumulation_steps} parts "
-            f"on devices={devices}"
+            f"on devices={devices}{sizes}"
         )
 
 
@@ -170,8 +156,10 @@ def init_train_state(model: nnx.Module, optimizer: optax.GradientTransformation)
     return graphdef, TrainState(parameters, other, optimizer.init(parameters), zero, jnp.zeros([], jnp.int32))
 
 
-def _forward(graphdef, parameters, other, token_bytes, batch: Batch) -> tuple[LossSums, Any]:
+def _forward(graphdef, parameters, other, token_bytes, batch: Batch, specs: Any = None) -> tuple[LossSums, Any]:
     model = nnx.merge(graphdef, parameters, other, copy=True)
+    if specs is not None:
+        gather_where_read(model, specs)
     # Without segment ids every row is one document (batches of the data pipelines always have them).
     tokens = {"segment_ids": batch.get("segment_ids"), "positions": batch["positions"]}
     asked = (batch["targets"], batch["loss_weights"], token_bytes)
@@ -182,23 +170,41 @@ def _forward(graphdef, parameters, other, token_bytes, batch: Batch) -> tuple[Lo
     return sums, nnx.state(model, nnx.Not(nnx.Param))
 
 
-def _over_devices(function, mesh: Mesh | None, reduced: int):
-    """Runs `function(parameters, other, batch)` on each device's rows; sums its first `reduced` outputs over devices.
+def _over_devices(function: Callable[..., Any], mesh: Mesh | None, *, gradients: bool) -> Callable[..., Any]:
+    """Runs `function(parameters, other, batch, specs)` on each device's rows; sums its first outputs over devices.
 
+    Summed are the gradients (with `gradients`, the first output) and the loss. `specs` says how parameters are shared.
     shard_map and not the automatic partitioner: each device runs the single-device program, custom kernels included.
     """
     if mesh is None:
-        return function
+        return functools.partial(function, specs=None)
 
-    def local(parameters, other, batch):
-        outputs = function(parameters, other, batch)
-        return (*jax.lax.psum(outputs[:reduced], "data"), *outputs[reduced:])
+    def call(parameters, other, batch):
+        specs = jax.tree.map(lambda x: parameter_spec(x.shape, mesh), parameters)
 
-    batch_spec = dict.fromkeys(BATCH_FIELDS, PartitionSpec(None, "data"))
-    replicated = PartitionSpec()
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=(replicated, replicated, batch_spec), out_specs=replicated, check_vma=False
-    )
+        def local(parameters, other, batch):
+            outputs = function(parameters, other, batch, specs)
+            if not gradients:
+                return jax.lax.psum(outputs, AXES)
+
+            def summed(gradient, spec):
+                # The gradient of what was gathered over "fsdp" is summed over it already.
+                return jax.lax.psum(gradient, "data" if "fsdp" in tuple(spec) else AXES)
+
+            own, sums, other = outputs
+            return jax.tree.map(summed, own, specs), jax.lax.psum(sums, AXES), other
+
+        whole, rows = PartitionSpec(), dict.fromkeys(batch, PartitionSpec(None, AXES))
+        mapped = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(specs, whole, rows),
+            out_specs=(specs, whole, whole) if gradients else whole,
+            check_vma=False,
+        )
+        return mapped(parameters, other, batch)
+
+    return call
 
 
 def make_train_step(
@@ -221,7 +227,7 @@ def make_train_step(
         optimizer: The optax transformation.
         schedule: Learning rate by number of updates, for the report.
         token_bytes: int32, bytes that each token stands for.
-        mesh: From `make_mesh`.
+        mesh: From `make_mesh`; the state is then one that `put_state` put on it.
         deterministic: On a GPU, the same state and batch give the same bits in every process.
 
     Returns:
@@ -229,9 +235,9 @@ def make_train_step(
     """
     byte_counts = jnp.asarray(token_bytes, jnp.int32)
 
-    def sums_and_gradients(parameters, other, batch):
+    def sums_and_own_gradients(parameters, other, batch, specs):
         def loss(parameters, other, part):
-            sums, other = _forward(graphdef, parameters, other, byte_counts, part)
+            sums, other = _forward(graphdef, parameters, other, byte_counts, part, specs)
             return sums.nats, (sums, other)
 
         def add_part(carry, part):
@@ -253,7 +259,7 @@ def make_train_step(
         (gradients, sums, other), _ = jax.lax.scan(add_part, carry, batch)
         return gradients, sums, other
 
-    sums_and_gradients = _over_devices(sums_and_gradients, mesh, reduced=2)
+    sums_and_gradients = _over_devices(sums_and_own_gradients, mesh, gradients=True)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         gradients, sums, other = sums_and_gradients(state.parameters, state.other, batch)
@@ -290,6 +296,8 @@ def make_train_step(
             updates=state.updates + jnp.where(finite, 1, 0),
             skipped=skipped,
         )
+        if mesh is not None:  # lying as it came: the next step takes it without compiling
+            state = jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
         return state, metrics
 
     return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(deterministic))
@@ -301,12 +309,13 @@ def make_evaluation_step(
     """Compiles the evaluation step: `(parameters, other, batch) -> LossSums` of one batch from `put_batch`."""
     byte_counts = jnp.asarray(token_bytes, jnp.int32)
 
-    def sums(parameters, other, batch):
-        return (_forward(graphdef, parameters, other, byte_counts, {k: v[0] for k, v in batch.items()})[0],)
+    def sums(parameters, other, batch, specs):
+        part = {name: x[0] for name, x in batch.items()}
+        return _forward(graphdef, parameters, other, byte_counts, part, specs)[0]
 
-    over_devices = _over_devices(sums, mesh, reduced=1)
+    over_devices = _over_devices(sums, mesh, gradients=False)
 
     def step(parameters, other, batch) -> LossSums:
-        return LossSums(*over_devices(parameters, other, batch)[0])
+        return LossSums(*over_devices(parameters, other, batch))
 
     return jax.jit(step, compiler_options=_compiler_options(deterministic))

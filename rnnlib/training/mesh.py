@@ -1,0 +1,170 @@
+"""Meshes of devices: rows of a batch over all of them, parameters whole on each or in shares (FSDP)."""
+
+import dataclasses
+import math
+from typing import Annotated, Any
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from rnnlib.fields import PositiveInteger, Range, check_fields
+
+AXES = ("data", "fsdp")
+
+# Of a device's memory, what parameters, gradients and optimizer state may take before they are shared: activations and
+# the compiler's buffers need the rest.
+_FOR_STATE = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How devices share the work: `data x fsdp` of them, each with its own rows of every batch.
+
+    With `fsdp` above 1, that many devices hold one copy of parameters and optimizer state between them. A matrix is
+    gathered where a layer reads it, and its gradient is summed and dealt out again.
+    """
+
+    data: Annotated[int, Range(at_least=-1)] = -1
+    """Groups of devices, each with one copy of parameters and optimizer state; -1: as many as there are devices for."""
+    fsdp: PositiveInteger | None = None
+    """Devices that share one copy; left out, 1, or as many as it takes where a copy does not fit into one GPU."""
+
+    def __post_init__(self):
+        """Checks every value."""
+        check_fields(self)
+        if self.data == 0:
+            raise ValueError("MeshConfig: data is 0, expected -1 (what is left) or at least 1")
+
+    def __str__(self) -> str:
+        """The sizes that were chosen, as flags name them."""
+        chosen = {"mesh.data": None if self.data == -1 else self.data, "mesh.fsdp": self.fsdp}
+        return " x ".join(f"{name}={size}" for name, size in chosen.items() if size is not None)
+
+
+def mesh_sizes(
+    config: MeshConfig,
+    available: int,
+    *,
+    devices: int | None = None,
+    rows: int | None = None,
+    state_bytes: int = 0,
+    device_bytes: int | None = None,
+) -> MeshConfig:
+    """The sizes of a mesh, with what a config leaves open decided.
+
+    As many devices as rows split evenly over, and of these meshes the one with the smallest `fsdp` whose share of the
+    training state fits into a device.
+
+    Args:
+        config: Sizes, or some of them.
+        available: Devices that there are.
+        devices: How many of them to use; None for as many as is good.
+        rows: Rows of a batch that are computed at a time; None for any number.
+        state_bytes: What parameters, gradients and optimizer state take.
+        device_bytes: A device's memory; None where it is not known.
+
+    Raises:
+        ValueError: If there are fewer devices than asked for, or the sizes do not come out even.
+    """
+    fixed = (1 if config.data == -1 else config.data) * (config.fsdp or 1)
+    for number, asked in ((devices, f"devices={devices}"), (fixed, str(config))):
+        if number is not None and number > available:
+            raise ValueError(f"{asked}: this machine has {available} {jax.default_backend()} device(s)")
+    open_ = config.data == -1 or config.fsdp is None
+    if devices is not None and (devices % fixed or (not open_ and devices != fixed)):
+        raise ValueError(f"{config}: does not fit devices={devices}")
+
+    def candidates(rows: int) -> list[MeshConfig]:
+        return [
+            MeshConfig(data, fsdp)
+            for data in (range(1, available + 1) if config.data == -1 else [config.data])
+            for fsdp in (range(1, available // data + 1) if config.fsdp is None else [config.fsdp])
+            if data * fsdp <= available and devices in (None, data * fsdp) and rows % (data * fsdp) == 0
+        ]
+
+    def goodness(sizes: MeshConfig) -> tuple[bool, int, int]:
+        fsdp = sizes.fsdp or 1
+        fits = device_bytes is None or state_bytes / fsdp <= _FOR_STATE * device_bytes
+        return fits, sizes.data * fsdp if devices is None else 0, -fsdp
+
+    # Where rows split over none of them, the error is about the batch: its caller knows what it is made of.
+    return max(candidates(rows or 0) or candidates(0), key=goodness)
+
+
+def make_mesh(devices: int | None = None, config: MeshConfig | None = None) -> Mesh | None:
+    """A mesh with the axes "data" and "fsdp" over this machine's devices, or None for a single device.
+
+    Args:
+        devices: How many of `jax.local_devices()` to use; None for as many as the config names, or all.
+        config: Sizes of the axes; by default all devices are "data".
+
+    Raises:
+        ValueError: If there are fewer devices than asked for, they do not come out even, or `jax.distributed` has
+            joined several processes.
+    """
+    if jax.process_count() > 1:
+        # Each would train a model of its own, on its own part of the rows.
+        raise ValueError(f"training runs in one process, expected jax.process_count() 1 and not {jax.process_count()}")
+    available = jax.local_devices()
+    sizes = mesh_sizes(MeshConfig() if config is None else config, len(available), devices=devices)
+    shape = (sizes.data, sizes.fsdp or 1)
+    if math.prod(shape) == 1:
+        return None
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=available[: math.prod(shape)])
+
+
+def parameter_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """Where a parameter, and what the optimizer keeps for it, lies: over "fsdp" along the first axis that it divides.
+
+    Vectors and scalars are whole on every device: they are small, and each would be a collective of its own.
+    """
+    size = mesh.shape["fsdp"]
+    if size > 1 and len(shape) > 1:
+        for axis, length in enumerate(shape):
+            if length and length % size == 0:
+                return PartitionSpec(*(None,) * axis, "fsdp")
+    return PartitionSpec()
+
+
+def whole(mesh: Mesh | None) -> Sharding:
+    """The sharding of an array that the device has, or each device of the mesh."""
+    return SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def in_shares(tree: Any, mesh: Mesh | None) -> Any:
+    """The sharding of each parameter, or of each array of an optimizer's state, in a pytree of them."""
+    return jax.tree.map(
+        lambda x: whole(mesh) if mesh is None else NamedSharding(mesh, parameter_spec(x.shape, mesh)), tree
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gather:
+    """What a sharded variable is read through: its whole value, gathered along an axis."""
+
+    axis: int
+
+    def __call__(self, variable: nnx.Variable, value: Any) -> Any:
+        return jax.lax.all_gather(value, "fsdp", axis=self.axis, tiled=True)
+
+
+def gather_where_read(model: nnx.Module, specs: Any) -> None:
+    """Makes each sharded parameter of a model whole where a layer reads it, inside `shard_map`.
+
+    So the gather stands in the layer, and within its recomputation where there is one. Its gradient is summed over the
+    devices and scattered.
+
+    Args:
+        model: The model with this device's shares in its parameters.
+        specs: `parameter_spec` of each, as `nnx.split(model, nnx.Param, ...)` has the parameters.
+    """
+    by_path = dict(nnx.to_flat_state(specs))
+    for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        spec = by_path[path]
+        spec = tuple(spec.get_raw_value() if isinstance(spec, nnx.Variable) else spec)
+        if "fsdp" in spec:
+            node: Any = model
+            for name in path:
+                node = node[name] if isinstance(name, int) else getattr(node, str(name))
+            node.set_metadata(on_get_value=(_Gather(spec.index("fsdp")),))
