@@ -1,6 +1,6 @@
-"""Operators on arrays: pure functions, each with a token-by-token definition and faster forms of it.
+"""Operators on arrays: pure functions, each with a token-by-token definition and faster implementations of it.
 
-The way of a call from here to a kernel, with the delta rule as the example (a line is a frame of a traceback):
+The path of a call from the public function to a kernel, for the delta rule (each line is one frame of a traceback):
 
     rnnlib.ops.sharding            call                     each device's rows and heads (see below)
     rnnlib.ops.gated_delta_rule    gated_delta_rule         checks; the implementation: scan, chunked or triton
@@ -11,8 +11,9 @@ The way of a call from here to a kernel, with the delta rule as the example (a l
         .delta_rule.chunk_factors  prepare                  one stage: where each program finds its arrays
         .common.backend            call                     `pl.pallas_call`
 
-The other operators go the same way: `api` checks and chooses, `scan` is the definition, `chunked` is XLA on any device,
-`triton` is the way to the kernels. What rules with a state `[K, V]` share is in `token_scan` and `chunk`.
+The other operators follow the same path: `api` checks the arguments and chooses an implementation, `scan` is the
+definition, `chunked` runs in XLA on any device, and `triton` calls the kernels. Rules with a state `[K, V]` share the
+code in `token_scan` and `chunk`.
 
 Arrays may be sharded by rows and heads over mesh axes of type Explicit (see `sharding`).
 """
@@ -27,6 +28,7 @@ from rnnlib.ops.diagonal_preconditioner import squash_to_interval as squash_to_i
 from rnnlib.ops.diagonal_preconditioner import write_key_normalization as write_key_normalization
 from rnnlib.ops.dplr import dplr as dplr
 from rnnlib.ops.exact_preconditioner import exact_preconditioner as exact_preconditioner
+from rnnlib.ops.experts import expert_mixture as expert_mixture
 from rnnlib.ops.gains import efla_gain as efla_gain
 from rnnlib.ops.gains import kaczmarz_gain as kaczmarz_gain
 from rnnlib.ops.gains import longhorn_gain as longhorn_gain

@@ -1,4 +1,4 @@
-"""What every operator does with its arguments before the mathematics: checks, dtypes, choice of implementation."""
+"""Argument handling that all operators share: checks, dtypes, choice of implementation."""
 
 import math
 import reprlib
@@ -15,7 +15,7 @@ from pallas_kernels.platform import platform
 
 IMPLEMENTATIONS = ("scan", "chunked", "triton")
 
-# A wrong argument in a part of a line: `reprlib.repr` shows six lists in each of six, six levels deep.
+# Keeps a wrong argument short in an error message: `reprlib.repr` would print six nested lists, six levels deep.
 _SHORT = reprlib.Repr(maxlevel=2, maxlist=2, maxtuple=2)
 
 
@@ -69,20 +69,20 @@ def floating_arrays(operator: str, **arguments: Any) -> list[Any]:
 
 
 def check_array(operator: str, name: str, argument: Any) -> None:
-    """Raises TypeError for what has no shape and dtype, such as a list or a number."""
+    """Raises TypeError if the argument has no shape and dtype, as a list or a number has none."""
     if not hasattr(argument, "shape") or not hasattr(argument, "dtype"):
         raise TypeError(f"{operator}: {name} is {_SHORT.repr(argument)}, expected an array")
 
 
 def check_segment_ids(operator: str, segment_ids: Array | None, batch: int, length: int) -> None:
-    """Raises unless `segment_ids` is None or an integer array `[B, T]`, of numbers that jax has."""
+    """Raises unless `segment_ids` is None or an integer array `[B, T]` whose values fit jax's integer dtype."""
     if segment_ids is None:
         return
     check_array(operator, "segment_ids", segment_ids)
     check_shape(operator, "segment_ids", segment_ids, (batch, length), axes="[B, T]")
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise TypeError(f"{operator}: segment_ids has dtype {segment_ids.dtype}, expected an integer dtype")
-    # jax cuts NumPy's 64-bit integers, after which two documents may have one id.
+    # jax truncates NumPy's 64-bit integers; two documents could then get the same id.
     kept = jax.dtypes.canonicalize_dtype(segment_ids.dtype)
     if isinstance(segment_ids, np.ndarray) and kept != segment_ids.dtype and segment_ids.size:
         low, high = segment_ids.min(), segment_ids.max()
@@ -176,7 +176,7 @@ def scaled_queries(operator: str, q: Array, scale: Any) -> tuple[Array, float]:
 
 
 def check_positive(operator: str, name: str, number: float) -> None:
-    """Raises unless `number` is finite and above 0 in float32 too, where the smallest are not told from 0."""
+    """Raises unless `number` is finite and positive after rounding to float32."""
     smallest, largest = (float(x) for x in (jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).max))
     try:
         is_positive = bool(smallest <= number <= largest)
@@ -199,7 +199,7 @@ def per_head(
         number: the argument.
         heads: H.
         dtype: of the result.
-        is_positive: whether a number must be above 0; an array is not looked into.
+        is_positive: whether a number must be above 0; the values of an array are not checked.
 
     Raises:
         ValueError: a number is not finite or not positive, or an array has another shape.
@@ -218,7 +218,7 @@ def per_head(
 
 def accumulation_dtype(*arrays: Array | None) -> jnp.dtype:
     """Float64 where any argument is float64, float32 otherwise: the dtype of states and of all accumulation."""
-    # A Python number that became an argument of `jax.jit` is weakly of the widest type, and asks for nothing.
+    # A Python number that became an argument of `jax.jit` is weakly typed float64: it does not ask for float64.
     is_double = any(x is not None and x.dtype == jnp.float64 and not x.weak_type for x in arrays)
     return jnp.dtype(jnp.float64 if is_double else jnp.float32)
 

@@ -1,4 +1,4 @@
-"""Softmax attention, full or over a sliding window: the baseline and the other half of hybrid models."""
+"""Softmax attention, full or over a sliding window, for baselines and hybrid models."""
 
 from typing import Literal
 
@@ -37,10 +37,10 @@ def causal_attention(
         v: values.
         window: how many tokens each token sees, itself included; None is all before it.
         segment_ids: documents packed into a row: tokens see nothing from before the last change of id.
-        number: tells a program's calls apart, of which nothing in the result depends. XLA's deterministic programs
-            on a GPU fail when they run (jax 0.11.2: `IndexError: raw_hash_map<>::at`) if they have equal calls of
-            cuDNN's attention: of equal backward passes it marks the first alone as deterministic, and does not find
-            the others among those it has built. Give the layers of a bfloat16 model numbers of their own.
+        number: a label that makes this call differ from other calls in the same program; the result does not depend
+            on it. It works around a fault of XLA (jax 0.11.2): a deterministic program on a GPU that contains two
+            equal calls of cuDNN's attention fails with `IndexError: raw_hash_map<>::at`, because only the first of
+            equal backward passes is marked as deterministic. Give each layer of a bfloat16 model its own number.
 
     Returns:
         The output in `v`'s dtype. Its softmax is float32's at most, for float64 arguments too.
@@ -67,7 +67,7 @@ def causal_attention(
     if segment_ids is not None:
         segment_ids = segment_index(segment_ids)
 
-    # cuDNN passes over what is outside of a window; with documents it would read a mask of T x T.
+    # cuDNN skips tokens outside of the window; with documents it would read a mask of T x T.
     widest = v if v.shape[3] > q.shape[3] else q
     is_direct = segment_ids is None and _backend(widest, _common_dtype(q, k, v)) is not None
     if window is None or 2 * window >= length or is_direct:
@@ -80,7 +80,7 @@ def causal_attention(
 def product_dtype(dtype: DTypeLike) -> jnp.dtype:
     """What `jax.nn.dot_product_attention` is to be called in: `dtype`, but float32 for float16 on a CPU.
 
-    It asks for products of float16 that are summed in float32, for which XLA has nothing on a CPU.
+    That function multiplies float16 and accumulates in float32, which XLA does not support on a CPU.
     """
     return jnp.dtype(jnp.float32 if dtype == jnp.float16 and platform() == "cpu" else dtype)
 
@@ -93,7 +93,7 @@ def _attention(q: Array, k: Array, v: Array, number: int, **options) -> Array:
     dtype = _common_dtype(q, k, v)  # dot_product_attention wants one dtype and one width throughout
     scale, size = q.shape[-1] ** -0.5, max(q.shape[-1], v.shape[-1])
     if number and dtype == jnp.bfloat16:
-        # Another factor makes another call; powers of two change no digit.
+        # A different factor makes the call different; factors that are powers of two change no digit of the result.
         power = 2.0 ** (number % 64)
         q, scale = q / power, power * scale
     padded = [jnp.pad(x.astype(dtype), [(0, 0)] * 3 + [(0, size - x.shape[-1])]) for x in (q, k, v)]

@@ -1,7 +1,7 @@
 """The chunk form shared by the delta rule, linear attention and their relatives.
 
-A chunk of C tokens acts on the state as an affine map. Each operator says what its `ChunkFactors` are; what happens
-between chunks, forward and backward, is the same for all and stands here.
+A chunk of C tokens acts on the state as an affine map. Each operator computes its own `ChunkFactors`. This module
+passes the state from chunk to chunk, forward and backward, which is the same for all operators.
 
 Decays are exponentials of sums of log decays over intervals of tokens. The sums are formed as sums, never as
 differences of cumulative sums: no cancellation, and a log decay of -inf (a hard reset) is an ordinary large number.
@@ -22,12 +22,12 @@ from rnnlib.ops.heads import group_inputs, merge_heads
 
 _SMALLEST_CHUNK = 16
 _SMALLEST_PRODUCT = 4
-# exp(LOG_ZERO) is 0 in float32 and float64, and sums of it stay finite: the place of a log decay of -inf.
+# Replaces a log decay of -inf: exp(LOG_ZERO) is 0 in float32 and float64, and sums of LOG_ZERO stay finite.
 LOG_ZERO = -1e4
 
 
 class ChunkFactors(NamedTuple):
-    """What a chunk does to the state that enters it, `S [K, V]`, for every chunk, batch entry and head (axes `...`).
+    """The affine map by which a chunk changes its initial state `S [K, V]`, for each chunk, row and head (axes `...`).
 
         R = update - correction S        O = read S + scores R        S_C = Diag(decay) S + write^T R
 
@@ -49,10 +49,10 @@ class ChunkFactors(NamedTuple):
 
 
 def zero_state(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Zeros that the compiler does not see to be zeros.
+    """Zeros that the compiler does not recognise as constant.
 
     XLA for CPUs (jaxlib 0.11.2) gives uninitialised memory for `sum((x @ zeros) * y, -1)`, a reduced batched product
-    with a constant matrix: what a chunk does to a state that starts at zero.
+    with a constant matrix. The first chunk of a state that starts at zero computes such a product.
     """
     return jax.lax.optimization_barrier(jnp.zeros(shape, dtype))
 
@@ -77,7 +77,7 @@ def join_chunks(x: Array, length: int) -> Array:
 
 
 def interval_sums(log_decay: Array) -> Array:
-    """Sums of the log decay over `(s, r]` for every pair of tokens; -inf where `s > r`.
+    """The log decay summed over the tokens `s + 1, ..., r`, for every pair of tokens; -inf where `s > r`.
 
     Args:
         log_decay: `[..., C, X]`.
@@ -92,12 +92,12 @@ def interval_sums(log_decay: Array) -> Array:
 
 
 def decay_since_start(log_decay: Array) -> Array:
-    """Decay from the chunk's start up to and with each token, `[..., C, X]`."""
+    """Decay from the chunk's start to each token, inclusive, `[..., C, X]`."""
     return jnp.exp(jnp.cumsum(log_decay, axis=-2))
 
 
 def decay_until_end(log_decay: Array) -> Array:
-    """Decay from each token, which is left out, to the chunk's end, `[..., C, X]`."""
+    """Decay from each token, exclusive, to the chunk's end, `[..., C, X]`."""
     return jnp.exp(_sums_after(log_decay))
 
 
@@ -127,10 +127,10 @@ def causal_scores(rows: Sequence[Array], columns: Array, log_decay: Array | None
 
 
 def _channel_scores(rows: Sequence[Array], columns: Array, log_decay: Array) -> list[Array]:
-    """`causal_scores` where each channel decays on its own, in blocks that double from one token to the chunk.
+    """`causal_scores` with a decay per channel, in blocks whose size doubles from one token to the whole chunk.
 
-    A block's later half meets its earlier half through the decay since the middle and the decay until the middle: both
-    exponents are <= 0, and each level takes no more exponentials than there are tokens.
+    Scores between the two halves of a block factor into the decay after its middle and the decay up to its middle. Both
+    exponents are <= 0, and each level computes at most one exponential per token and channel.
     """
     scores = [jnp.sum(row * columns, axis=-1)[..., None, None] for row in rows]  # [..., blocks, size, size]
     half = 1
@@ -155,18 +155,18 @@ def _halves(x: Array, half: int) -> tuple[Array, Array]:
 
 
 def _block_products(x: Array, y: Array) -> Array:
-    """`x y^T` over the last two axes; as sums where a call for each block would cost more than its arithmetic."""
+    """`x y^T` over the last two axes; as sums for small blocks, where products would be slower."""
     if x.shape[-2] < _SMALLEST_PRODUCT:
         return jnp.sum(x[..., :, None, :] * y[..., None, :, :], axis=-1)
     return x @ jnp.swapaxes(y, -1, -2)
 
 
 def finite_log_decay(log_decay: Array | None, starts: Array | None) -> Array | None:
-    """Log decays with -inf, and the start of a segment, as a finite stand-in whose exponential is zero.
+    """Log decays in which -inf, and the start of a segment, are a finite number whose exponential is zero.
 
     Args:
         log_decay: None or `[B, T, H, R, X]`.
-        starts: None or `[B, T]`, true where a segment begins: all before it is forgotten, as by a log decay of -inf.
+        starts: None or `[B, T]`, true where a segment begins: the state is forgotten there, as by a log decay of -inf.
 
     Returns:
         None where there is neither, otherwise `[B, T, H, R, X]` (X = 1 for starts alone).
@@ -198,7 +198,7 @@ def split_tokens(grouped: Any, size: int) -> Any:
 
 
 def _states(factors: ChunkFactors, state: Array) -> tuple[Array, Array]:
-    """The state that enters each chunk, `[N, B, H, R, K, V]`, and the one that leaves the last."""
+    """The initial state of each chunk, `[N, B, H, R, K, V]`, and the final state of the last chunk."""
 
     def step(state: Array, chunk: tuple[Array | None, Array, Array, Array | None]) -> tuple[Array, Array]:
         correction, update, write, decay = chunk
@@ -222,7 +222,7 @@ def evaluate_chunks(
     starts: Array | None,
     state: Array,
 ) -> tuple[Array, Array]:
-    """Runs a rule given by its chunk factors; keeps the states at chunk boundaries for the backward, and no more.
+    """Runs a rule given by its chunk factors. The backward pass keeps the states at chunk boundaries only.
 
     Args:
         chunk_factors: from `(inputs, starts)` to the factors of all chunks at once.
@@ -254,7 +254,7 @@ def _evaluate_backward(chunk_factors, precision, saved, cotangents):
         d_state_out = jnp.swapaxes(factors.read, -1, -2) @ d_out
 
         def step(d_state, chunk):
-            """From the gradient of the state that leaves a chunk to that of the state that enters it."""
+            """From the gradient of a chunk's final state to the gradient of its initial state."""
             correction, write, decay, d_residual, d_entering = chunk
             d_residual = d_residual + write @ d_state
             d_entering = d_entering + (d_state if decay is None else decay * d_state)
@@ -275,7 +275,7 @@ def _evaluate_backward(chunk_factors, precision, saved, cotangents):
             write=residual @ jnp.swapaxes(d_states, -1, -2),
             decay=None if factors.decay is None else jnp.sum(states * d_states, axis=-1, keepdims=True),
         )
-        # A factor shared by the value heads of a group, or by all channels, gathers the gradients of all of them.
+        # A factor that the value heads of a group share, or all channels, gets the sum of their gradients.
         d_factors = jax.tree.map(_sum_to_shape, d_factors, factors)
         (d_inputs,) = factors_vjp(d_factors)
     return d_inputs, None, d_initial

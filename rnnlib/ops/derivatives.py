@@ -1,7 +1,7 @@
-"""Derivatives of kernels beyond the first.
+"""Second and higher derivatives of kernels.
 
-A kernel comes with one derivative, backwards, which is a kernel too: neither can be differentiated. The same function
-in XLA can, as often as one likes.
+A kernel has one derivative, its backward pass, which is a kernel too. Neither can be differentiated again. The same
+function written in XLA can be differentiated any number of times.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def with_further_derivatives(
 
     The gradient is the kernel's own; its derivatives are those of `reference`'s gradient.
 
-    So `jax.grad` runs kernels alone, and the gradient of a gradient, `jax.jvp` of one (a Hessian times a vector) and
-    `jax.hessian` run `reference` besides.
+    So `jax.grad` runs kernels only. A gradient of a gradient, `jax.jvp` of a gradient (a Hessian times a vector) and
+    `jax.hessian` run `reference` as well.
 
     Args:
         kernel: a function of `pallas_kernels`; `jax.vjp` goes through it.
@@ -31,7 +31,7 @@ def with_further_derivatives(
             an array of integers or None.
         reference: the same function of the positional arguments, which can be differentiated twice.
     """
-    structure: Any = None  # of the kernel's pull-back, whose arrays alone are passed on
+    structure: Any = None  # The kernel's pull-back is a pytree: only its arrays can be passed on.
 
     @jax.custom_jvp
     def forward(arrays: Tree, segment_ids: Tree) -> tuple[Tree, list[Any]]:
@@ -44,9 +44,9 @@ def with_further_derivatives(
     def _(primals: tuple[Tree, ...], tangents: tuple[Tree, ...]) -> tuple[Tree, Tree]:
         (arrays, segment_ids), (d_arrays, _) = primals, tangents
         results, kept = forward(*primals)
-        # By way of its gradient, what has a backward of its own can be differentiated forwards.
+        # Taking the gradient first allows forward mode through functions that have a custom backward pass.
         _, d_results = jax.jvp(lambda arrays: _vjp(reference, arrays, segment_ids)[0], (arrays,), (d_arrays,))
-        # What is kept serves `backward`, whose derivatives do not go through it.
+        # The saved arrays are for `backward`; derivatives of `backward` do not go through them.
         return (results, kept), (d_results, zero_from_primal(kept))
 
     @jax.custom_jvp

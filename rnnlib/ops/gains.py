@@ -55,7 +55,7 @@ def nlms_gain(k: Float[Array, "B T H K"], eps: float = 1e-6) -> Float[Array, "B 
 def efla_gain(k: Float[Array, "B T H K"], beta: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
     """`(1 - exp(-beta k . k)) / (k . k)`: the delta rule's differential equation solved exactly over a step of `beta`.
 
-    Its limit for a zero key is `beta`, which is what a zero key gets, with a finite gradient.
+    A zero key gets the limit, `beta`, with a finite gradient.
 
     Args:
         k: keys, not normalised.
@@ -63,7 +63,7 @@ def efla_gain(k: Float[Array, "B T H K"], beta: Float[Array, "B T H"]) -> Float[
     """
     square, beta = _square_norm("efla_gain", k, "beta", beta)
     exponent = beta * square
-    # Near zero the quotient is 0 / 0; its series is exact there to rounding.
+    # Near zero the quotient would be 0 / 0; its series is accurate there up to rounding.
     is_small = exponent < 1e-3
     quotient = -jnp.expm1(-exponent) / jnp.where(is_small, 1.0, square)
     series = beta * (1 - exponent / 2 * (1 - exponent / 3))

@@ -1,4 +1,4 @@
-"""The way from the operators to `pallas_kernels`: imported when first needed, and only there."""
+"""Access to `pallas_kernels`, which is imported when a kernel is first needed."""
 
 import warnings
 from types import ModuleType
@@ -28,7 +28,7 @@ def triton_unsupported(objection: str, *arrays: Array | None, **options: Any) ->
     """Why the Triton kernels can't serve a call, as a noun phrase, or None if they can.
 
     Args:
-        objection: name of the function of `pallas_kernels.triton` that knows, such as `"unsupported"`.
+        objection: name of the function of `pallas_kernels.triton` that checks the call, such as `"unsupported"`.
         *arrays: its arguments.
         **options: likewise.
     """

@@ -1,9 +1,9 @@
 """Operators on meshes with Explicit axes, which are JAX's default: each device takes its own rows and heads.
 
-Under such a mesh an array's type says how it is sharded, and every operation needs a rule for what becomes of that.
-Chunks and kernels have none; but rows and heads never meet in an operator, so that it runs on each device's share as it
-is. How arguments are laid out is read off their annotations: `"B T H K"` has rows along its first axis and heads along
-its third.
+Under such a mesh an array's type contains its sharding, and every operation needs a rule for the sharding of its
+result. Chunks and kernels have no such rule. But an operator never mixes rows or heads, so it can run on each device's
+share unchanged. The axes of rows and heads come from the arguments' annotations: in `"B T H K"` the first axis is rows
+and the third is heads.
 """
 
 import functools
@@ -20,8 +20,8 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# What devices may share out, by the axis's name in annotations. Key and value heads go together; channels only where
-# none reads another (short convolutions).
+# Axes that devices may share, by their name in annotations. Key and value heads are split together; channels are split
+# only in operators that do not mix them (short convolutions).
 _SHARES = {"B": "rows", "H": "heads", "HV": "heads", "HK": "heads", "D": "channels"}
 
 Axes = tuple[str, ...]
@@ -33,16 +33,16 @@ def is_split(array: Any) -> bool:
 
 
 def split_over_mesh[**Arguments, Result](operator: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`operator`, which takes arguments whose rows and heads are sharded over Explicit mesh axes too.
+    """`operator`, for arguments whose rows and heads may be sharded over Explicit mesh axes.
 
-    Its results are sharded as these are. Arguments that are whole along rows or heads are split as the others.
+    Results are sharded like the arguments. An argument that is whole along rows or heads is split like the others.
 
     Args:
         operator: a function whose arguments and results that are arrays have their axes' names in their annotations.
 
     Raises:
-        ValueError: an argument is sharded along another axis, or two arguments differently; or heads do not come out
-            whole on each device.
+        ValueError: an argument is sharded along another axis, or two arguments differently; or heads do not divide
+            evenly over the devices.
     """
     signature = inspect.signature(operator)
     layouts = {name: found for name, p in signature.parameters.items() if (found := _layouts(p.annotation))}
@@ -54,7 +54,7 @@ def split_over_mesh[**Arguments, Result](operator: Callable[Arguments, Result]) 
             return operator(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         arrays = {name: x for name, x in given.items() if name in layouts and isinstance(x, Array | np.ndarray)}
-        if any(np.ndim(x) not in layouts[name] for name, x in arrays.items()):  # the operator says what is wrong
+        if any(np.ndim(x) not in layouts[name] for name, x in arrays.items()):  # The operator itself raises the error.
             return operator(*args, **kwargs)
         axes = {name: layouts[name][np.ndim(x)] for name, x in arrays.items()}
         shares = _mesh_axes(operator.__name__, arrays, axes)
@@ -77,7 +77,7 @@ def split_over_mesh[**Arguments, Result](operator: Callable[Arguments, Result]) 
         )
         try:
             mapped = _mapped(*how)
-        except TypeError:  # an option that cannot be looked up, such as a traced number
+        except TypeError:  # an option that is not hashable, such as a traced number
             mapped = _mapped.__wrapped__(*how)
         own = [jax.sharding.reshard(jnp.asarray(x), NamedSharding(mesh, s)) for x, s in zip(arrays.values(), specs)]
         return mapped(*own)
@@ -166,10 +166,10 @@ def _check_divisible(
 
 
 def dot_general_over_mesh(lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, **options: Any) -> Array:
-    """`jax.lax.dot_general`, summed over devices where they share out what is contracted over Explicit mesh axes.
+    """`jax.lax.dot_general`, summed over devices if the contracted axis is sharded over Explicit mesh axes.
 
-    So the output's projection takes heads that devices share, with its rows sharded as these are. Everything else that
-    is sharded stays so in the product.
+    A mixer's output projection contracts heads that are sharded over devices, with kernel rows sharded in the same way.
+    The sharding of all other axes is kept in the product.
     """
     (contracted, others), (batch, _) = dimension_numbers
     left, right = (jax.typeof(x).sharding.spec for x in (lhs, rhs))

@@ -1,4 +1,4 @@
-"""Rules with a state `[K, V]` for each value head, token by token: the definition that every other form is held to."""
+"""Rules with a state `[K, V]` per value head, token by token: the definition that other forms are tested against."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The inverse of a unit lower triangular matrix: what the delta rule's chunk form rests on."""
+"""The inverse of a unit lower triangular matrix, which the delta rule's chunk form needs."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def unit_lower_inverse(strict_lower: Float[Array, "*batch C C"]) -> Float[Array,
     inverse, unlike the powers of L in a Neumann series.
 
     Args:
-        strict_lower: L; what stands on and above its diagonal must be zero. C is a power of two.
+        strict_lower: L; entries on and above its diagonal must be zero. C is a power of two.
     """
     return _inverse(strict_lower)
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rnnlib import ops
+from rnnlib.layers import Experts
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.ops.sharding import is_split
 from tests.ops.rules import relative_error
@@ -77,6 +78,8 @@ def largest_error(function, whole, split):
 def by_heads(path, weight):
     """Which axis of a weight goes with heads, or with a feed-forward block's channels: the last one, mostly."""
     names = {str(name) for name in path}
+    if weight.ndim == 3 or "router" in names:  # of experts, which each device has
+        return P()
     if not names & {"mixer", "feed_forward"} or "norm" in names or "feed_forward_norm" in names:
         return P()
     if "output" in names or {"feed_forward", "down"} <= names:
@@ -101,7 +104,14 @@ def main():
         errors[name] = largest_error(loss, (whole,), (split,))
     for name in MODELS:
         config = ModelConfig(
-            vocabulary_size=32, width=16, num_layers=2, num_heads=2, mixers=name, window=8, scan_layers=name == "pkda"
+            vocabulary_size=32,
+            width=16,
+            num_layers=2,
+            num_heads=2,
+            mixers=name,
+            window=8,
+            scan_layers=name == "pkda",
+            feed_forwards=Experts(4, 2, 8, shared_width=8) if name == "sliding_window_attention" else "dense",
         )
         graph, parameters = nnx.split(DecoderLM(config, rngs=nnx.Rngs(0)))
         rows = jax.random.randint(jax.random.key(0), (4, 17), 0, 32)

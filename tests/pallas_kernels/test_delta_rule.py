@@ -134,6 +134,52 @@ def test_the_gradient_of_strong_decays():
     assert error_of_strong_decays(jnp.float32, 16) < 1e-5
 
 
+def errors_of_scalar_decays(case: Case, log_decays) -> dict[str, float]:
+    """Relative errors of the log decay's gradient, for several values of all tokens' log decay."""
+    arrays, _ = make_inputs(case)
+    if case.online:
+        arrays["erase"] = jnp.ones_like(arrays["erase"])
+    random = np.random.default_rng(1)
+    of_out = random.standard_normal(arrays["v"].shape)
+    of_state = random.standard_normal(arrays["initial_state"].shape)
+
+    def gradient(function):
+        @jax.jit
+        def run(arrays, log_decay):
+            def total(log_decay):
+                out, state = function(**{**arrays, "log_decay": log_decay})
+                return jnp.vdot(out.astype(state.dtype), of_out.astype(state.dtype)) + jnp.vdot(
+                    state, of_state.astype(state.dtype)
+                )
+
+            return jax.grad(total)(log_decay)
+
+        return run
+
+    kernels = gradient(getattr(triton, case.operator))
+    scan = gradient(functools.partial(getattr(ops, case.operator), implementation="scan"))
+    found = {}
+    for name, values in log_decays.items():
+        log_decay = jnp.broadcast_to(jnp.asarray(values, jnp.float32), arrays["log_decay"].shape)
+        with jax.enable_x64(True):
+            doubles = {key: x.astype(jnp.float64) for key, x in arrays.items()}
+            expected = np.asarray(scan(doubles, log_decay.astype(jnp.float64)))
+        found[name] = relative_error(kernels(arrays, log_decay), expected)
+    return found
+
+
+@pytest.mark.parametrize("online", [True, False])
+def test_the_gradient_of_strong_decays_of_one_number_a_token(online):
+    """Where a token forgets nearly all, its score with itself and what it leaves itself are far larger than the rest.
+
+    Neither depends on its decay. Added and taken away, they would leave errors of 1e-5 at -3 nats and 5e10 at -40.
+    """
+    case = Case((1, 65, 1, 1, 24, 64), SCALAR, CHANNEL, NO, online=online)
+    mixed = -np.random.default_rng(5).uniform(3, 40, (1, 65, 1))
+    found = errors_of_scalar_decays(case, {"-3": -3.0, "-5": -5.0, "-10": -10.0, "-40": -40.0, "mixed": mixed})
+    assert all(error < 5e-6 for error in found.values()), str(found)
+
+
 @pytest.mark.parametrize("shares_gate", [False, True])
 def test_gates_of_zero_and_next_to_zero(shares_gate):
     """Gradients are divided by the write gate, which must not show where it is zero."""

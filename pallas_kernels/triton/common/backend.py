@@ -243,7 +243,8 @@ def rounded_product(x: Array, y: Array) -> Array:
     """`x.astype(bfloat16) * y` for float32 and bfloat16 of one shape, two elements an instruction."""
     if interpreted():
         return x.astype(jnp.bfloat16) * y
-    text = "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $2, $1; mul.rn.bf16x2 $0, t, $3; }"
+    # `x * y - 0`, which rounds once and keeps signs: cards before Hopper have no product of bfloat16 without a sum.
+    text = "{ .reg .b32 t, z; mov.b32 z, 0x80008000; cvt.rn.bf16x2.f32 t, $2, $1; fma.rn.bf16x2 $0, t, $3, z; }"
     return _assembly(text, "=r,f,f,r", x, y, dtype=jnp.bfloat16, pack=2)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.common.backend import dot, dot_nt, dot_tn, exp, spread_like
+from pallas_kernels.triton.common.backend import dot, dot_nt, dot_tn, exp, iota, spread_like
 from pallas_kernels.triton.common.decay import ChunkDecay, causal_mask
 
 
@@ -33,6 +33,11 @@ def weigh_pairs(pairs: Array, decay: ChunkDecay, strict: bool, reverse: bool = F
 
     difference = differences(decay.total) + differences(decay.fine)
     return pairs * exp(jnp.where(mask, difference, -jnp.inf))
+
+
+def diagonal(x: Array, axis: int) -> Array:
+    """The diagonal of a square matrix, by a sum along an axis."""
+    return jnp.sum(jnp.where(iota(x.shape, 0) == iota(x.shape, 1), x, 0.0), axis=axis)
 
 
 def pair_products(readers: Sequence[Array], key: Array, decay: ChunkDecay) -> tuple[Array, ...]:

@@ -7,7 +7,8 @@ Given the state before the chunk, the gradient of the state after it, the residu
 
 `dT` is equation 66 of the Gated DeltaNet-2 paper, `-tril(A^T dA A^T, -1)` with `dA = dR W^T`, shortened by `R = A W`
 and `dW = A^T dR`; both gates are inside these products. Cumulative log decay: `dG = q dq + e de - k~ dk~` for each
-channel, and on the chunk's last row what the decay of the state and of the writes adds (equations 60 and 72).
+channel, and on the chunk's last row what the decay of the state and of the writes adds (equations 60 and 72). A token's
+score with itself is left out of these products, see `PairGradients`.
 
 Two kernels: the first finds dP and dT, the second takes a block of key channels. Both sum over blocks of value channels
 in a loop, which is what makes the compiler copy ahead and leave products in flight; one kernel for both holds too many
@@ -34,7 +35,7 @@ from pallas_kernels.triton.common.decay import (
     divisible,
     load_starts,
 )
-from pallas_kernels.triton.common.pairs import pair_gradients, sum_of, sum_of_parts, weigh_pairs
+from pallas_kernels.triton.common.pairs import diagonal, pair_gradients, sum_of, sum_of_parts, weigh_pairs
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.delta_rule.channel_decay import is_flat
 from pallas_kernels.triton.delta_rule.channel_gradients import (
@@ -67,9 +68,9 @@ class PairGradients(NamedTuple):
     Attributes:
         d_scores: dP, weighted by a scalar decay, `[B, HV, N, C, C]`; float32 if the decay is channel-wise.
         d_erased: dT, likewise, times an erase gate of one number a token; None for linear attention.
-        d_own: the diagonal of dP, `[B, HV, N, C]` float32, if the decay is channel-wise, and it is zero in `d_scores`.
-            A token's score with itself has no decay. Taken through operands that are scaled by decays it would leave
-            their rounding in the decay's gradient, and where a token forgets nearly all that is all there is.
+        d_own: the diagonal of dP, `[B, HV, N, C]` float32, if there is a decay, and it is zero in `d_scores`. A token's
+            score with itself has no decay: in the decay's gradient `q dq` and `k~ dk~` of it cancel. Their rounding
+            would be left, and where a token forgets nearly all that is all there is.
     """
 
     d_scores: Array
@@ -97,11 +98,6 @@ def _reader_ratio(r, shares_gate: bool) -> Any:
     return inverse if ratio is None else ratio * inverse
 
 
-def _diagonal(x: Array, axis: int) -> Array:
-    """Of a square matrix, by a sum along an axis."""
-    return jnp.sum(jnp.where(iota(x.shape, 0) == iota(x.shape, 1), x, 0.0), axis=axis)
-
-
 def _scale_rows(x: Any, rows: Any) -> Any:
     return x if rows is None else rows[:, None] * x
 
@@ -118,7 +114,7 @@ def _pairs_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
     decay = load_chunk_decay(r)
     d_scores = problem.scale * d_scores
     if r.d_own is not None:
-        r.d_own[...] = _diagonal(d_scores, axis=1)
+        r.d_own[...] = diagonal(d_scores, axis=1)
     r.d_scores[...] = weigh_pairs(d_scores, decay, strict=r.d_own is not None).astype(r.d_scores.dtype)
     for d_erased in rest:
         d_erased = _scale_rows(-d_erased, _reader_ratio(r, shares_gate))
@@ -146,7 +142,7 @@ def _state_products(r, problem: Problem, block: int, shares_gate: bool) -> State
     start = StateProducts(zero, zero if problem.online else None, zero, None if r.log_decay is None else pairs)
     result = sum_of_parts(problem.value_size, block, terms, start)
     if result.kept is not None and are_operands:
-        result = result._replace(kept=_diagonal(result.kept, axis=0))
+        result = result._replace(kept=diagonal(result.kept, axis=0))
     if problem.online:
         result = result._replace(erased=_scale_rows(result.erased, _reader_ratio(r, shares_gate)))
     return result
@@ -186,13 +182,18 @@ def _store_key_side(r, problem: Problem, block: int, shares_gate: bool):
     d_key_far = product(decay_to_end(decay), sums.written)
     d_readers = [near + far for near, far in zip(d_near, d_far)]
     d_key = d_key_near + d_key_far
-    r.d_q[...] = d_readers[0].astype(r.d_q.dtype)
+    if r.d_own is None:
+        r.d_q[...] = d_readers[0].astype(r.d_q.dtype)
+    else:
+        d_own = r.d_own[...][:, None]
+        r.d_q[...] = (d_readers[0] + d_own * key.astype(jnp.float32)).astype(r.d_q.dtype)
+        d_key = d_key + d_own * q.astype(jnp.float32)
     _store_key_gradients(r, k, erase, d_readers[1] if problem.online else None, d_key)
 
     if decay.total is not None:
         d_end = jnp.sum(key.astype(jnp.float32) * d_key_far, axis=1)
         both = [x.astype(jnp.float32) * dx for x, dx in zip(readers, d_readers)]
-        d_total = jnp.sum(sum_of(both) - key.astype(jnp.float32) * d_key, axis=1)
+        d_total = jnp.sum(sum_of(both) - key.astype(jnp.float32) * d_key_near, axis=1)
         starts = load_starts(r)
         d_log_decay = _log_decay_gradient(decay, load_wide(r.log_decay), starts, d_total, d_end, sums.kept)
         r.d_log_decay[0, :] = d_log_decay.astype(r.d_log_decay.dtype)
@@ -224,19 +225,24 @@ def _store_key_gradients(r, k: Array, erase: Any, d_erased: Any, d_key: Array):
 def _log_decay_gradient(
     decay: ChunkDecay, log_decay: Array, starts: Array | None, d_total: Array, d_end: Array, kept: Array
 ) -> Array:
-    """`dG` added up from each token to the chunk's end; zero where the decay was clamped or a segment starts.
+    """The gradient of each token's log decay; zero where the decay was clamped or a segment starts.
+
+    A token's decay weakens what it and later tokens read of earlier ones and of the state, and what earlier tokens
+    leave at the chunk's end. What a token itself leaves there is not weakened by it, and can be far larger than that:
+    it takes no part, instead of being added and taken away.
 
     Args:
         decay: the chunk's decay.
         log_decay: `[C]`.
         starts: `[C]` or None.
-        d_total: `dG` but for the last row's special part, `[C]`.
-        d_end: what each token's write adds to the last row, `[C]`.
+        d_total: `dG` by reading and by being read in this chunk, `[C]`.
+        d_end: what each token's write leaves at the chunk's end, times the gradient there, `[C]`.
         kept: `dS_C * S_0` summed over the values, `[K]`.
     """
     factor: Any = decay_of_chunk(decay)
-    d_last = jnp.sum(d_end, axis=0) + jnp.sum(factor * kept)
-    gradient = jnp.sum(d_total, axis=0)[None] - jnp.cumsum(d_total, axis=0) + d_total + d_last[None]
+    is_later = iota((CHUNK, CHUNK), 0) >= iota((CHUNK, CHUNK), 1)
+    parts = jnp.where(is_later, d_total[:, None], d_end[:, None])
+    gradient = jnp.sum(parts, axis=0) + jnp.sum(factor * kept)[None]
     return jnp.where(is_flat(log_decay, starts), 0.0, gradient)
 
 
@@ -255,7 +261,7 @@ def gradients_of_pairs(
     def token(array):
         return p.of_token(array, CHUNK, at)
 
-    is_scaled = is_channel_wise(x.log_decay)
+    is_scaled, has_decay = is_channel_wise(x.log_decay), x.log_decay is not None
     pairs = of_matrix(p.per_head(p.chunks, CHUNK, CHUNK, dtype=jnp.float32 if is_scaled else None), CHUNK)
     own = p.of_head(p.per_head(p.chunks, CHUNK, dtype=jnp.float32), (None, CHUNK), lambda h, n, b: (b, h, n, 0))
     results = call(
@@ -274,7 +280,7 @@ def gradients_of_pairs(
         {
             "d_scores": pairs,
             "d_erased": pairs if p.online else None,
-            "d_own": own if is_scaled else None,
+            "d_own": own if has_decay else None,
         },
         launch,
         problem=p,
@@ -389,11 +395,11 @@ def argument_gradients(
             "d_values": token(saved.back.d_values, at_value, p.value_size) if p.online else None,
             "d_scores": of_matrix(pairs.d_scores, CHUNK),
             "d_erased": of_matrix(pairs.d_erased, CHUNK),
+            "d_own": p.of_head(pairs.d_own, (None, CHUNK), at_matrix),
         }
         if is_channel_side:
             given |= {name: of_chunk(getattr(prepared, name), width) for name in ("front", "tail", "kept")}
             given["extreme"] = of_chunk(prepared.extreme)
-            given["d_own"] = p.of_head(pairs.d_own, (None, CHUNK), at_matrix)
         return given, outputs, (p.value_heads, p.chunks, p.batch * key_blocks)
 
     static: dict[str, Any] = {"problem": p, "block": min(launch.inner, p.value_size), "shares_gate": shares_gate}

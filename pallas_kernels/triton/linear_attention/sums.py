@@ -21,11 +21,19 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.problem import CHUNK, Inputs
 from pallas_kernels.schedule import Launch
-from pallas_kernels.triton.common.backend import Operand, call, dot, dot_halves, dot_nt, dot_tn, load_tile
+from pallas_kernels.triton.common.backend import (
+    Operand,
+    call,
+    dot,
+    dot_halves,
+    dot_nt,
+    dot_tn,
+    load_tile,
+)
 from pallas_kernels.triton.common.chunks import keep_factor, load_row, loop, product, segment_range, sequence_grid
-from pallas_kernels.triton.common.decay import split_gate
+from pallas_kernels.triton.common.decay import ChunkDecay, causal_mask, split_gate
 from pallas_kernels.triton.common.decay_rows import Rows, decay_rows, loaded_decay
-from pallas_kernels.triton.common.pairs import weigh_pairs
+from pallas_kernels.triton.common.pairs import diagonal, weigh_pairs
 from pallas_kernels.triton.common.problem import Problem
 
 
@@ -50,8 +58,8 @@ class Sums(NamedTuple):
         out: `[B, T, HV, D]`.
         end: what all tokens add up to, `[B, HV, A, D]` float32.
         products: `product_with . out`, `[C, B, T, HV]` float32, where asked for; in `reverse` without the rest of the
-            gate that `split_gate` leaves.
-        far_products: the part of it from other chunks, where `states` are given.
+            gate that `split_gate` leaves; without a token's pair with itself where that is kept apart.
+        far_products: the part of it from other chunks, where `states` are given; `products` is then the rest.
         states: what the tokens before each chunk add up to, `[B, HV, N, A, D]`, where asked for.
         crossed: what is left of the given `states` at the chunks' ends, times this sum there, `[C, B, HV, N]` float32.
     """
@@ -114,7 +122,7 @@ def _scan_kernel(r, *, segments: int, ahead: int, reverse: bool):
                 state = keeps * state + added[n - start]
 
 
-def _sums_kernel(r, *, problem: Problem, block: int, reverse: bool, transposed: bool):
+def _sums_kernel(r, *, problem: Problem, block: int, reverse: bool, transposed: bool, keeps_own_apart: bool):
     segment = lax.rem(pl.program_id(2), problem.segments)
     first, count = segment_range(problem, segment)
     state = jnp.zeros((problem.key_size, block), jnp.float32)
@@ -137,13 +145,22 @@ def _sums_kernel(r, *, problem: Problem, block: int, reverse: bool, transposed: 
             pairs, factor = pairs * divisor[:, None], product(divisor, factor)
         elif gate is not None:
             pairs = pairs * gate[None, :]
+        own = None
+        if keeps_own_apart:
+            own = problem.scale * diagonal(pairs, axis=1)
+            pairs = jnp.where(causal_mask(ChunkDecay(None, None, None), strict=True, reverse=reverse), pairs, 0.0)
         far = problem.scale * product(factor, far)
-        out = far + problem.scale * dot_halves(pairs, value)
+        near = problem.scale * dot_halves(pairs, value)
         if r.products is not None:
             other = r.product_with[rows, :].astype(jnp.float32)
-            r.products[rows] = jnp.sum(out * other, axis=1)
-            if r.far_products is not None:
+            if r.far_products is None:
+                r.products[rows] = jnp.sum((far + near) * other, axis=1)
+            else:
+                r.products[rows] = jnp.sum(near * other, axis=1)
                 r.far_products[rows] = jnp.sum(far * other, axis=1)
+        out = far + near
+        if own is not None:
+            out = out + own[:, None] * value.astype(jnp.float32)
         r.out[rows, :] = product(rest, out).astype(r.out.dtype)
         keeps = keep_factor(r.kept, n)
         if r.crossed is not None:
@@ -275,6 +292,7 @@ def sums(
     transposed: bool = False,
     dtype: Any = None,
     product_with: Array | None = None,
+    keeps_own_apart: bool = False,
     with_states: bool = False,
     states: Array | None = None,
 ) -> Sums:
@@ -291,6 +309,8 @@ def sums(
         transposed: whether `boundary` is `[B, HV, P, D, A]`.
         dtype: of the result; None is that of the inputs.
         product_with: `[B, T, heads, D]`, whose products with the rows of the result are wanted.
+        keeps_own_apart: whether they leave out a token's pair with itself. It has no decay: in the decay's gradient, a
+            difference of products, it would leave its rounding.
         with_states: whether what is before each chunk is wanted.
         states: the same of another sum, whose products with this one's are wanted.
     """
@@ -349,5 +369,6 @@ def sums(
         block=block,
         reverse=reverse,
         transposed=transposed,
+        keeps_own_apart=keeps_own_apart,
     )
     return Sums(**results)  # type: ignore[arg-type]

@@ -129,7 +129,7 @@ def precondition_key(
     squash: Squash = "rational",
     write_key_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B H K"]]:
-    """The stable apply-to-key preconditioner applied: `B_t * k_t`, B as `diagonal_preconditioner` gives it.
+    """The write key of the stable apply-to-key preconditioner: `B_t * k_t`, with B of `diagonal_preconditioner`.
 
     The same as multiplying by hand, except that B itself is never stored.
 
@@ -146,14 +146,13 @@ def precondition_key(
         implementation: likewise.
         interval: likewise.
         squash: likewise.
-        write_key_dtype: of the write key; None is k's. Gradients have the dtype of what they belong to: with keys in
-            bfloat16 and float32 here, the write key's gradient comes from `rnnlib.ops.gated_delta_rule` unrounded.
-            The write key itself is no more precise by it where kernels are: they round it to k's dtype.
+        write_key_dtype: of the write key; None is k's. A gradient has the dtype of its array: with keys in bfloat16 and
+            float32 here, the write key's gradient comes from `rnnlib.ops.gated_delta_rule` unrounded. The kernels
+            still round the write key itself to k's dtype.
 
     Returns:
         The read key, which is `k`; the write key; and A after the last token, in float32, or float64 for float64
-        inputs. The gradients of both keys are added in one pass where the read key that is returned takes the place of
-        `k`.
+        inputs. Use the returned read key in place of `k`: the gradients of both keys are then added in one pass.
 
     Raises:
         ValueError: a shape, `bound`, `eps`, `interval`, `squash` or `implementation` is none of those above.

@@ -50,8 +50,8 @@ def _prefix_scan(
     def compose(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
         return first[0] * second[0], second[0] * first[1] + second[1]
 
-    # Kept for the backward are the arguments alone, not every level's: as many arrays out of a `jax.shard_map` make
-    # XLA's partitioner crash (jaxlib 0.11.2).
+    # The backward pass keeps the arguments only, not the arrays of every level: so many outputs of a `jax.shard_map`
+    # make XLA's partitioner crash (jaxlib 0.11.2).
     scan = jax.checkpoint(functools.partial(jax.lax.associative_scan, compose, axis=1), prevent_cse=False)
     products, grams = scan((decay, increments))
     if initial_state is not None:

@@ -46,11 +46,11 @@ def evaluate(
         operator: the public function's name, which error messages begin with.
         readout: of `rnnlib.ops.diagonal_preconditioner.readouts`.
         inputs: token-wise arguments of the recurrence, checked (`gram_inputs`).
-        x: what the readout takes beside A, `[B, T, H, K]`; None is `inputs.k`.
+        x: the readout's second argument, beside A, `[B, T, H, K]`; None is `inputs.k`.
         parameter: a number a head that the readout takes, `[H]`, or None.
-        like: gives the dtype that the readout may be rounded to; None is that of accumulation.
+        like: an array to whose dtype the readout may be rounded; None is the accumulation dtype.
         dtype: of the readout; None is what `like` gives.
-        with_key: whether the caller goes on with the keys that are returned: the kernel then adds their gradient.
+        with_key: whether the caller uses the returned keys: the kernel then adds their gradient.
         initial_state: None (zero) or `[B, H, K]`.
         segment_ids: None or `[B, T]`.
         implementation: a name, or None for the best that supports the case.
@@ -64,7 +64,7 @@ def evaluate(
     if initial_state is not None:
         check_shape(operator, "initial_state", initial_state, (batch, heads, channels), axes="[B, H, K]")
     check_segment_ids(operator, segment_ids, batch, length)
-    # A single token is one fused loop in XLA: nothing is left for a kernel to gain.
+    # For a single token XLA makes one fused loop, which a kernel cannot improve on.
     preference = ("scan", "chunked") if length == 1 else default_preference(length)
     run = choose_implementation(
         operator,

@@ -26,7 +26,7 @@ def read_gram(
     Args:
         recurrence: gives A after each token and after the last.
         inputs: token-wise arguments of the recurrence.
-        x: what the readout takes beside A; None is `inputs.k`.
+        x: the readout's second argument, beside A; None is `inputs.k`.
         parameter: a number a head that the readout takes, or None.
         initial_state: None (zero) or `[B, H, K]`.
         segment_ids: None or `[B, T]`.

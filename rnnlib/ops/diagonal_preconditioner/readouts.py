@@ -1,4 +1,4 @@
-"""What becomes of the diagonal Gram: functions of it, token by token. The Triton kernels have the same by these names.
+"""Readouts: functions of the diagonal Gram, token by token. The Triton kernels have the same under these names.
 
 Each takes A before each token (zero where a segment starts) and after it, one array more of the same shape, and a
 number a head; all broadcast against each other, channels last.
@@ -23,7 +23,7 @@ class Gram:
 
 @dataclass(frozen=True)
 class Preconditioner:
-    """B, the stable preconditioner around the center that the parameter is, or `B * x`.
+    """B, the stable preconditioner, or `B * x`; the parameter is the center.
 
     Attributes:
         bound: as in `rnnlib.ops.diagonal_preconditioner`.
@@ -40,7 +40,7 @@ class Preconditioner:
     times_row: bool
 
     def __call__(self, before: Array, after: Array, x: Array, parameter: Array) -> Array:
-        """B, times x if so asked."""
+        """B, or B times x if `times_row`."""
         out = preconditioner_of(after, parameter, self.bound, self.eps, self.interval, self.squash)
         return out * x if self.times_row else out
 

@@ -1,4 +1,4 @@
-"""The diagonal Gram recurrence token by token: the definition that every other implementation is held to."""
+"""The diagonal Gram recurrence token by token: the definition that every other implementation is tested against."""
 
 import functools
 

@@ -17,7 +17,7 @@ def check_squash(operator: str, bound: float, eps: float, interval: str, squash:
     """Raises ValueError for a bound outside [1, 2], an eps that is not positive in float32, or an unknown name."""
     try:
         is_bound = bool(1 <= bound <= 2)
-    except TypeError:  # of None, text and what is not known before the program runs
+    except TypeError:  # `bound` is None, text or a traced value
         raise TypeError(f"{operator}: bound is {bound!r}, expected a number from 1 to 2") from None
     if not is_bound:
         raise ValueError(f"{operator}: bound is {bound}, expected 1 <= bound <= 2 (1 is no preconditioning)")
@@ -61,7 +61,7 @@ def squash_to_interval(
     (gram,) = floating_arrays(name, gram=gram)
     if gram.ndim < 2:
         raise ValueError(f"{name}: gram has shape {gram.shape}, expected [..., H, K]")
-    # In float16 a small eps is 0, whose logarithm is none.
+    # In float16 a small eps rounds to 0, and log(0) is -inf.
     dtype = accumulation_dtype(gram)
     centers = per_head(name, "center", center, gram.shape[-2], dtype)
     out = preconditioner_of(gram.astype(dtype), centers[:, None], bound, eps, interval, squash)

@@ -1,4 +1,4 @@
-"""What the stable preconditioner is compared with: inverses of the diagonal Gram, and normalised write keys."""
+"""Alternatives to the stable preconditioner: inverses of the diagonal Gram, and normalised write keys."""
 
 from typing import Any, Literal, get_args
 
@@ -72,7 +72,7 @@ def sherman_morrison_key(
 
         k~_t = P k_t / (1 + k_t^T P k_t)        P = Diag(A_{t-1} + ridge)^-1
 
-    `k_t . k~_t` lies in [0, 1) whatever A is (appendix C.3); it is training that the paper found unstable.
+    `k_t . k~_t` lies in [0, 1) whatever A is (appendix C.3). "Unstable" refers to training, in the paper's experiments.
     Preconditioned DeltaNet (arXiv 2604.21100), equation 8 and appendix F.1.2.
 
     Args:

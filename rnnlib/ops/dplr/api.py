@@ -42,17 +42,19 @@ def dplr(
 
         S_t = (D_t - b_t a_t^T) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
 
-    which in the papers' transposed notation is `S_t = S_{t-1} (D_t - a_t b_t^T) + v_t k_t^T` (Preconditioned DeltaNet,
-    arXiv 2604.21100, equation D.2.1). Note that `a` reads the state *before* it decays. Ties of table 3: DeltaNet,
-    Gated DeltaNet, KDA and Comba have a, b and k along one key; the preconditioned rules have b = k and a free; RWKV-7
-    has a and b along one key and k free. For all but the last, `rnnlib.ops.gated_delta_rule` takes half the work.
+    In the papers' transposed notation this is `S_t = S_{t-1} (D_t - a_t b_t^T) + v_t k_t^T`
+    (Preconditioned DeltaNet, arXiv 2604.21100, equation D.2.1). Note that `a` reads the state *before* it decays. Ties
+    of table 3: DeltaNet, Gated DeltaNet, KDA and Comba have a, b and k along one key; the preconditioned rules have
+    b = k and a free; RWKV-7 has a and b along one key and k free. For all but the last, `rnnlib.ops.gated_delta_rule`
+    takes half the work.
 
     Args:
         q: queries.
         k: keys that values are written along.
         v: values. Value heads HV are a multiple of key heads H: value head `j` uses key head `j // (HV // H)`.
-        a: what the previous state is read with.
-        b: what that reading is subtracted along. Transitions are stable for `0 <= a . b <= 2` where nothing decays.
+        a: the vector that reads the previous state.
+        b: the vector along which that reading is subtracted. Without decay, transitions are stable for
+            `0 <= a . b <= 2`.
         log_decay: natural logarithm of the decay, `<= 0` (-inf forgets the state, but what `a` removes of it is still
             removed), one per head or per key channel; None is no decay.
         initial_state: the state before the first token; None is zero.

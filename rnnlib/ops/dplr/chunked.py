@@ -11,7 +11,7 @@ from rnnlib.ops.triangular import unit_lower_inverse
 
 
 def dplr_factors(inputs: DPLRInputs, starts: Array | None, *, scale: float, size: int) -> chunk.ChunkFactors:
-    """The chunk form: twice as many rows as tokens, the readings that are removed and then the values that are added.
+    """The chunk form, with two rows for each token: the reading that is removed and the value that is added.
 
     The reading that token r removes, `e_r = S_{r-1}^T a_r`, is made of the chunk's earlier removals and additions. With
     `L_xy[r, s]` the inner product of `x_r` and `y_s` decayed over (s, r - 1], for s < r,
@@ -29,7 +29,7 @@ def dplr_factors(inputs: DPLRInputs, starts: Array | None, *, scale: float, size
     """
     grouped = chunk.group_tokens(inputs, starts)
     if starts is not None:
-        # A segment's first token has nothing to read: it would see the state before the reset.
+        # A segment's first token reads zero; without this it would read the state before the reset.
         grouped = grouped._replace(a=jnp.where(starts[:, :, None, None, None], 0.0, grouped.a))
     c = chunk.split_tokens(grouped, size)
 
@@ -43,7 +43,7 @@ def dplr_factors(inputs: DPLRInputs, starts: Array | None, *, scale: float, size
         a_bar, q_bar, b_tail, k_tail = before * c.a, since_start * q, until_end * c.b, until_end * c.k
         total = jnp.swapaxes(since_start[..., -1:, :], -1, -2)
 
-    # Row r of the readings is scored as row r - 1 of those of the following token: decayed over (s, r - 1], s < r.
+    # Reading r decays over (s, r - 1], s < r: its scores are row r - 1 of the scores of readings moved up by one token.
     following = jnp.concatenate([c.a[..., 1:, :], jnp.zeros_like(c.a[..., :1, :])], axis=-2)
     q_b, a_b = chunk.causal_scores([q, following], c.b, c.log_decay)
     q_k, a_k = chunk.causal_scores([q, following], c.k, c.log_decay)
@@ -61,7 +61,7 @@ def dplr_factors(inputs: DPLRInputs, starts: Array | None, *, scale: float, size
 
 
 def _move_down(scores: Array) -> Array:
-    """Row r becomes row r + 1; the last row goes, the first is zero."""
+    """Moves each row down by one: the last row is dropped, the first becomes zero."""
     return jnp.concatenate([jnp.zeros_like(scores[..., :1, :]), scores[..., :-1, :]], axis=-2)
 
 

@@ -1,4 +1,4 @@
-"""The diagonal-plus-low-rank recurrence token by token: the definition that every other form is held to."""
+"""The diagonal-plus-low-rank recurrence token by token: the definition that the chunk form is tested against."""
 
 import functools
 from typing import NamedTuple
@@ -16,8 +16,8 @@ class DPLRInputs(NamedTuple):
         q: `[B, T, H, K]`.
         k: `[B, T, H, K]` or `[B, T, HV, K]`, the key that values are written along.
         v: `[B, T, HV, V]`.
-        a: `[B, T, H, K]` or `[B, T, HV, K]`, what the state is read with.
-        b: `[B, T, H, K]` or `[B, T, HV, K]`, what that reading is subtracted along.
+        a: `[B, T, H, K]` or `[B, T, HV, K]`, the vector that reads the state.
+        b: `[B, T, H, K]` or `[B, T, HV, K]`, the vector along which that reading is subtracted.
         log_decay: None (no decay), `[B, T, HV]` or `[B, T, HV, K]`.
     """
 

@@ -54,7 +54,7 @@ def gated_delta_rule(
     Attention, Longhorn and others (gains in `beta`).
 
     Inputs must be finite at every token, padding and other documents included (but for a `log_decay` of -inf): the fast
-    implementations multiply what they leave out by zero, so that a NaN reaches all of its row. The scan's does not.
+    implementations mask by multiplying with zero, so a NaN spreads over its whole row. In the scan it does not.
 
     Args:
         q: queries.
@@ -63,8 +63,8 @@ def gated_delta_rule(
         beta: short for `erase = write = beta`.
         erase: gate on the read key, one per head or per key channel; None is 1.
         write: gate on the value, one per head or per value channel; None is 1.
-        write_key: the key that is written; None is `k`. Its gradient has its dtype: one given in float32 beside keys in
-            bfloat16 gets a gradient that is not rounded, though kernels round the key itself.
+        write_key: the key that is written; None is `k`. Its gradient has its dtype: a float32 write key beside bfloat16
+            keys gets an unrounded gradient, although the kernels round the write key itself.
         log_decay: natural logarithm of the decay, `<= 0` (-inf is a hard reset), one per head or per key channel; None
             is no decay.
         initial_state: the state before the first token; None is zero.

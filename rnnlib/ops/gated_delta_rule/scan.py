@@ -1,4 +1,4 @@
-"""The gated delta rule token by token: the definition that every other implementation is held to."""
+"""The gated delta rule token by token: the definition that every other implementation is tested against."""
 
 import functools
 from typing import NamedTuple

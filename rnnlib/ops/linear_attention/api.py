@@ -38,7 +38,7 @@ def linear_attention(
     chunk_size: int = 64,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
-    """Linear attention with decay: the rule that only adds, and never reads before it writes.
+    """Linear attention with decay: each token adds to the state, and nothing is erased.
 
     Per value head, with the state `S [K, V]` in float32:
 

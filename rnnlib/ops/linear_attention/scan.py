@@ -1,4 +1,4 @@
-"""Linear attention token by token: the definition that every other implementation is held to."""
+"""Linear attention token by token: the definition that every other implementation is tested against."""
 
 import functools
 from typing import NamedTuple

@@ -56,7 +56,7 @@ def ridge_solve(
     ridge, which bounds the condition number by `1 + 1 / ridge`; MesaNet by conjugate gradients with a learned constant
     one.
 
-    The gradient is that of the solution of the equation, found by solving once more with the same method (implicit
+    The gradient is the gradient of the exact solution, computed by a second solve with the same method (implicit
     differentiation; Gated KalmaNet, table 1). For the methods other than conjugate gradients, which apply a fixed
     polynomial of a symmetric matrix, the gradient of `q` is exact after any number of iterations (lemma 2); the errors
     of the other gradients fall with the iterations. `Solver` has exact alternatives. `jax.jvp` of the solve itself goes
@@ -71,8 +71,8 @@ def ridge_solve(
         log_decay: natural logarithm of the decay, `<= 0` (-inf is a hard reset); None is no decay.
         iterations: of the solver, at least 1; `"exact"` has none.
         solver: `"chebyshev"`, `"conjugate_gradient"`, `"gradient_descent"`, `"nesterov"`, `"exact"` (Cholesky), or a
-            `Solver`, which also says how to differentiate and in which precision to multiply. All start from zero; all
-            but conjugate gradients take a gradient step before they count.
+            `Solver`, which also says how to differentiate and in which precision to multiply. All start from zero. All
+            but conjugate gradients take one gradient step that does not count as an iteration.
         initial_gram: the Gram matrix before the first token, symmetric and positive semidefinite; None is zero. Its
             symmetric part is used.
         segment_ids: documents packed into a row: the Gram matrix restarts where the id changes. The first token

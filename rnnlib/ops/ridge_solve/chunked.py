@@ -42,7 +42,7 @@ class Chunks(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What the solve and its gradient both need, from the arguments without `q`."""
+    """Quantities that the solve and its gradient share; they do not depend on `q`."""
 
     decay: grams.Decays
     starts: Array  # [N, B, H, K, K]
@@ -59,7 +59,7 @@ def _prepare(options: SolveOptions, chunks: Chunks) -> _Prepared:
 
 
 def _solve(options: SolveOptions, k: Array, p: _Prepared, b: Array) -> Any:
-    """The last carry of the iteration for right-hand sides `b` `[N, B, H, C, K]`; its first entry is the solution."""
+    """The last carry for right-hand sides `b` `[N, B, H, C, K]`; the carry's first entry is the solution."""
     product = grams.gram_product(options.solver, k, p.decay, p.starts)
     b = solvable(b, p.norm, options.adaptive)
     return solvers.iterate(options.solver, product, b, p.ridge, p.norm, options.iterations)
@@ -73,7 +73,7 @@ def _unrolled(options: SolveOptions, precision: str, chunks: Chunks) -> tuple[Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _with_backward(options: SolveOptions, precision: str, chunks: Chunks) -> tuple[Array, Array]:
-    """Solutions `[N, B, H, C, K]` and final Gram matrix; the backward keeps the solutions and recomputes the rest."""
+    """Solutions `[N, B, H, C, K]` and final Gram; the backward keeps the solutions and recomputes the rest."""
     return batch_alike(chunks, _unrolled(options, precision, chunks))
 
 

@@ -1,4 +1,4 @@
-"""The Gram matrices of a chunk's tokens, never formed: their products with vectors, their norms, their gradients.
+"""Products, norms and gradients of the Gram matrices of a chunk's tokens, without forming these matrices.
 
 Token `t` of a chunk has, with `S` the Gram matrix at the chunk's start and decays from `Decays`,
 
@@ -21,9 +21,9 @@ class Decays(NamedTuple):
     """Decays inside a chunk.
 
     Attributes:
-        since_start: from the chunk's start up to and with each token, `[..., C]`.
-        pairs: from token s, left out, to token t, `[..., C (t), C (s)]`; zero where `s > t`.
-        until_end: from each token, left out, to the chunk's end, `[..., C]`.
+        since_start: from the chunk's start to each token, inclusive, `[..., C]`.
+        pairs: from token s, exclusive, to token t, inclusive, `[..., C (t), C (s)]`; zero where `s > t`.
+        until_end: from each token, exclusive, to the chunk's end, `[..., C]`.
     """
 
     since_start: Array
@@ -100,13 +100,13 @@ def _row_products(matrix: Array, vector: Array) -> Array:
 
 
 class GramGradients(NamedTuple):
-    """Gradients with respect to what `H_t` is made of inside a chunk.
+    """Gradients with respect to the keys, decays and starting matrix that make up `H_t` inside a chunk.
 
     Attributes:
         k: `[..., C, K]`.
         since_start: `[..., C]`.
         pairs: `[..., C, C]`.
-        start: of the chunk's starting matrix and its transpose together, `dS + dS^T`, `[..., K, K]`.
+        start: the gradient of the chunk's starting matrix plus its transpose, `dS + dS^T`, `[..., K, K]`.
     """
 
     k: Array

@@ -7,8 +7,8 @@ from jax import Array
 
 from rnnlib.ops.ridge_solve.solvers import Solver
 
-# A Gram matrix whose Frobenius norm is no more than this counts as zero: without keys there is nothing to solve, and
-# the solution is zero. High enough for gradients, which grow like its inverse cube, to be finite in float32.
+# A Gram matrix whose Frobenius norm is at most this counts as zero, and its solution is zero. Gradients grow like the
+# inverse cube of the norm: this floor keeps them finite in float32.
 NORM_FLOOR = 1e-10
 
 
@@ -29,7 +29,7 @@ class RidgeInputs(NamedTuple):
 
 
 class SolveOptions(NamedTuple):
-    """What a solve is told besides arrays.
+    """The options of a solve, besides its arrays.
 
     Attributes:
         adaptive: whether the ridge is relative to `||H_t||_F`.
@@ -49,7 +49,7 @@ def norm_from_square(square: Array) -> Array:
 
 
 def effective_ridge(ridge: Array, norm: Array, adaptive: bool) -> Array:
-    """What is added to the diagonal: `ridge * norm` (Gated KalmaNet, section 4.1) or `ridge`; 1 where `H` is zero.
+    """The number added to the diagonal: `ridge * norm` (Gated KalmaNet, section 4.1) or `ridge`; 1 where `H` is zero.
 
     Args:
         ridge: broadcasts against `norm`.
@@ -64,7 +64,7 @@ def effective_ridge(ridge: Array, norm: Array, adaptive: bool) -> Array:
 
 
 def solvable(b: Array, norm: Array, adaptive: bool) -> Array:
-    """The right-hand side, zeroed where an adaptive ridge leaves nothing to solve with (`H = 0`)."""
+    """The right-hand side, set to zero where `H = 0` and the ridge is adaptive: there the system is singular."""
     return jnp.where(norm > 0, b, 0) if adaptive else b
 
 

@@ -27,7 +27,7 @@ def weight_schedule(contraction: Array, iterations: int) -> Array:
 
 
 class UndoneStep(NamedTuple):
-    """An iteration undone, `xi_i = omega_i (xi_(i-1) - step r_(i-1)) - (omega_i - 1) xi_(i-2)`.
+    """What undoing `xi_i = omega_i (xi_(i-1) - step r_(i-1)) - (omega_i - 1) xi_(i-2)` recovers.
 
     Attributes:
         earlier: `xi_(i-2)`.
@@ -41,7 +41,7 @@ class UndoneStep(NamedTuple):
 
 
 def undo_step(matrix_product: Product, b: Array, step: Array, weight: Array, x: Array, before: Array) -> UndoneStep:
-    """Recovers the iterate before two that follow each other (equation 59, with `c_i q` subtracted).
+    """Recovers `xi_(i-2)` from the two iterates that follow it (equation 59, with `c_i q` subtracted).
 
     Args:
         matrix_product: `x -> A x`.
@@ -53,7 +53,7 @@ def undo_step(matrix_product: Product, b: Array, step: Array, weight: Array, x: 
     """
     residual = matrix_product(before) - b
     descended = before - step * residual
-    # The division is harmless but where H = 0: there the first iterate was the solution already.
+    # The divisor is 0 only where H = 0, and there the first iterate is the solution.
     momentum = weight - 1
     earlier = jnp.where(momentum > 0, (weight * descended - x) / jnp.where(momentum > 0, momentum, 1), x)
     return UndoneStep(earlier, descended, residual)
@@ -69,11 +69,11 @@ def reverse_chebyshev(
     d_x: Array,
     iterations: int,
 ) -> tuple[Array, Any, Array, Array]:
-    """The gradient of `iterate("chebyshev", ...)` in all that it is given.
+    """The gradient of `iterate("chebyshev", ...)` with respect to all of its inputs.
 
     Algorithm 2 of Gated KalmaNet, with three changes. The term `c_i q` of equations 59 and 60 is subtracted, as
-    equation 54 demands. The weights are computed forwards again: the reversed schedule (equation 57) runs to the other
-    fixed point, so that it multiplies rounding errors by thousands in 30 iterations. And the eigenvalue bounds, which
+    equation 54 demands. The weights are computed forwards again: the reversed schedule (equation 57) converges to the
+    other fixed point and so multiplies rounding errors by thousands in 30 iterations. And the eigenvalue bounds, which
     depend on `ridge` and `norm`, are differentiated too.
 
     Args:

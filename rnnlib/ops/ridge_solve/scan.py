@@ -1,4 +1,4 @@
-"""The ridge solve token by token: the definition that every other implementation is held to."""
+"""The ridge solve token by token: the definition that every other implementation is tested against."""
 
 import functools
 
@@ -20,7 +20,7 @@ from rnnlib.ops.ridge_solve.solvers import Solver, cholesky_solve, iterate
 
 
 def solve_gram(solver: Solver, iterations: int, gram: Array, b: Array, ridge: Array, norm: Array) -> Array:
-    """Solves `(gram + Diag(ridge)) x = b` for a Gram matrix that is at hand.
+    """Solves `(gram + Diag(ridge)) x = b` for a Gram matrix in memory.
 
     Args:
         solver: method and precision.
@@ -41,7 +41,7 @@ def solve_gram(solver: Solver, iterations: int, gram: Array, b: Array, ridge: Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _solve_implicit(solver: Solver, iterations: int, gram: Array, b: Array, ridge: Array, norm: Array) -> Array:
-    """`solve_gram` differentiated as the exact solution's equation is (Gated KalmaNet, equations 6 and 22)."""
+    """`solve_gram` with the implicit gradient of the exact solution (Gated KalmaNet, equations 6 and 22)."""
     return solve_gram(solver, iterations, gram, b, ridge, norm)
 
 

@@ -1,4 +1,4 @@
-"""Solvers of `(H + Diag(ridge)) x = b` that see `H` only through its products with vectors.
+"""Iterative solvers of `(H + Diag(ridge)) x = b` that use `H` only in products with vectors.
 
 All work on arrays `[..., K]`: one system for each leading index. Bounds on the eigenvalues of `H + Diag(ridge)` are
 `lower = min ridge` and `upper = ||H||_F + max ridge`, as Gated KalmaNet takes them (section 4.1).
@@ -27,12 +27,12 @@ class Solver:
         method: `"chebyshev"`, `"conjugate_gradient"`, `"gradient_descent"`, `"nesterov"`, or `"exact"` (Cholesky).
         differentiation: `"implicit"` solves once more with the same method (Gated KalmaNet, table 1); `"unrolled"` is
             automatic differentiation through the iterations, which stores them all; `"reversed"` runs Chebyshev's
-            iterations backwards and so stores two (appendix C.1). The last two are exact derivatives of what was
-            computed, and serve comparison.
+            iterations backwards and so stores two (appendix C.1). The last two are exact derivatives of the computed
+            iterate, for comparison.
         product_dtype: the factors of every product `H x` are rounded to this dtype and the products accumulated in
-            float32, as matrix units do; None leaves them in float32 (float64 for float64 inputs), but that the Triton
-            kernels multiply in bfloat16 where the inputs are bfloat16 and the ridge is adaptive, which bounds the
-            condition number. For bfloat16 inputs their float32 is two parts of bfloat16.
+            float32, as matrix units do. None leaves them in float32 (float64 for float64 inputs), with two exceptions
+            in the Triton kernels for bfloat16 inputs: with an adaptive ridge, which bounds the condition number, they
+            multiply in bfloat16, and otherwise they split each factor into two parts of bfloat16.
         epsilon: added to both divisors of conjugate gradients. Flash-linear-attention's MesaNet adds 1e-5, which stops
             the iteration at a residual of about its root, 0.003.
     """
@@ -134,9 +134,9 @@ def _chebyshev(
 ) -> tuple[ChebyshevState, Callable[[ChebyshevState], ChebyshevState]]:
     """Gated KalmaNet's algorithm 1, by increments.
 
-    The iterates are the paper's. But where it multiplies `H` with the iterate, here it is with the increment, and the
-    residual is carried: a product rounded to bfloat16 then errs by a share of what changes, which shrinks, and not of
-    the whole iterate, which makes the worst residual eight times smaller (experiments/solver_convergence).
+    The iterates are the paper's. The paper multiplies `H` with the iterate; here `H` multiplies the increment, and the
+    residual is carried. The error of a product rounded to bfloat16 is then relative to the increment, which shrinks,
+    and not to the iterate. This makes the worst residual eight times smaller (experiments/solver_convergence).
     """
     coefficients = chebyshev_coefficients(ridge, norm)
 
@@ -190,7 +190,7 @@ def _conjugate_gradient(
 ) -> tuple[Any, Callable[[Any], Any]]:
     """Hestenes and Stiefel's iteration from zero; a system whose residual has vanished stays where it is."""
     square = jnp.sum(jnp.square(b), axis=-1, keepdims=True)
-    # Below this the carried residual says nothing about the true one, and its quotients would have wild derivatives.
+    # Below this the carried residual is rounding error; quotients of it would have very large derivatives.
     floor = square * jnp.finfo(b.dtype).eps ** 2
 
     def iterate(state: ConjugateState) -> ConjugateState:
@@ -240,8 +240,8 @@ def iteration(
 def iterate(solver: Solver, product: Product, b: Array, ridge: Array, norm: Array, iterations: int) -> Any:
     """Runs `iterations` steps of a method; arguments as `iteration`.
 
-    Conjugate gradients square what they are given: they run in units of `b`'s size, so that tiny right-hand sides, as
-    cotangents are that decayed over many tokens, do not vanish or divide by zero.
+    Conjugate gradients square the right-hand side, so they run in units of `b`'s size. Otherwise the square of a tiny
+    right-hand side, such as a cotangent that decayed over many tokens, would underflow and divide by zero.
 
     Returns:
         The last carry: a tuple whose first entry is the solution `[..., K]`.

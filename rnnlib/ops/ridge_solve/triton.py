@@ -15,7 +15,7 @@ from rnnlib.ops.ridge_solve.solvers import Solver
 
 
 def _precision(solver: Solver, inputs: RidgeInputs) -> str | None:
-    """The kernels' name for what products are rounded to; None is their own choice."""
+    """The kernels' name for the precision of products; None leaves the choice to them."""
     if solver.product_dtype is None:
         return None
     name = jnp.dtype(solver.product_dtype).name

@@ -1,4 +1,4 @@
-"""The short causal convolution over time that precedes queries, keys and values, and what follows it there."""
+"""The short causal convolution of queries, keys and values over time, with an activation and a norm after it."""
 
 from collections.abc import Callable
 
@@ -37,7 +37,7 @@ def short_convolution(
     norm_eps: float = 1e-6,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B tail D"]]:
-    """Depthwise causal convolution, `y_t = bias + sum_i kernel[W - 1 - i] * x_{t - i}`, and what often follows it.
+    """Depthwise causal convolution, `y_t = bias + sum_i kernel[W - 1 - i] * x_{t - i}`, then an activation and a norm.
 
     Sums, activation and norm are computed in float32 (float64 for float64 inputs), and rounded once.
 
@@ -51,7 +51,7 @@ def short_convolution(
         activation: `"silu"` of the sums, `y * sigmoid(y)`; None is none.
         norm_size: channels of a head. Each `norm_size` consecutive channels of the activation get unit length,
             `y * rsqrt(sum y^2 + norm_eps)`; zeros stay zeros. None is no norm.
-        norm_eps: added to the squared norm; at least 1e-25, of whose gradient float32 has the numbers.
+        norm_eps: added to the squared norm; at least 1e-25, so that float32 can represent its gradient.
         implementation: `"chunked"` (XLA, any device: the definition), `"triton"` (Pallas kernels on NVIDIA GPUs; on a
             CPU they are interpreted, which serves tests), or None for the fastest that supports the case.
 
@@ -86,7 +86,7 @@ def short_convolution(
 
     inputs = ConvolutionInputs(x, kernel, bias, initial_state, segment_ids)
     finish = Finish(activation, norm_size, norm_eps)
-    # A single token is one fused loop in XLA: nothing is left for a kernel to gain.
+    # For a single token XLA makes one fused loop, which a kernel cannot improve on.
     preference = ("chunked",) if length == 1 else default_preference(length)
     implementations: dict[str, Callable[[ConvolutionInputs, Finish], Array]] = {
         "chunked": short_convolution_taps,

@@ -26,7 +26,7 @@ class ConvolutionInputs(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """What becomes of the convolution's sums.
+    """The operations after the convolution's sums.
 
     Attributes:
         activation: None or "silu".

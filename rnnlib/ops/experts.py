@@ -1,0 +1,90 @@
+"""Feed-forward experts: each token goes through the few that were chosen for it, and none is dropped."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
+
+from rnnlib.ops.arguments import check_array, check_rank, check_shape, floating_arrays
+from rnnlib.ops.sharding import mesh_of
+
+_NAME = "expert_mixture"
+
+
+def expert_mixture(
+    x: Float[Array, "B T M"],
+    choices: Int[Array, "B T S"],
+    weights: Float[Array, "B T S"],
+    gate: Float[Array, "E M F"],
+    up: Float[Array, "E M F"],
+    down: Float[Array, "E F M"],
+) -> Float[Array, "B T M"]:
+    """`sum_s weights_s * down_e (silu(gate_e x) * up_e x)` over a token's experts `e = choices_s`.
+
+    Tokens are sorted by expert, and each expert multiplies its own (`jax.lax.ragged_dot`): no expert has a capacity, so
+    that no token is dropped or waits for another. Products are in `x`'s dtype; the sum over experts is in float32 or
+    wider.
+
+    Args:
+        x: activations.
+        choices: S different experts of each token, numbers in `[0, E)`.
+        weights: what each expert's output is multiplied by.
+        gate: E matrices from M channels to F, in front of the SiLU.
+        up: E matrices from M channels to F.
+        down: E matrices back.
+
+    Returns:
+        The sum `[B, T, M]` in `x`'s dtype.
+
+    Raises:
+        ValueError: a shape is none of those above.
+        TypeError: an array is not floating, or `choices` is not of integers.
+    """
+    x, weights, gate, up, down = floating_arrays(_NAME, x=x, weights=weights, gate=gate, up=up, down=down)
+    check_rank(_NAME, "x", x, 3, axes="[B, T, M]")
+    check_rank(_NAME, "gate", gate, 3, axes="[E, M, F]")
+    check_array(_NAME, "choices", choices)
+    if not jnp.issubdtype(choices.dtype, jnp.integer):
+        raise TypeError(f"{_NAME}: choices has dtype {choices.dtype}, expected an integer dtype")
+    batch, length, width = x.shape
+    experts, _, hidden = gate.shape
+    check_rank(_NAME, "choices", choices, 3, axes="[B, T, S]")
+    chosen = choices.shape[2]
+    check_shape(_NAME, "choices", choices, (batch, length, chosen), axes="[B, T, S]")
+    check_shape(_NAME, "weights", weights, (batch, length, chosen), axes="[B, T, S]")
+    check_shape(_NAME, "gate", gate, (experts, width, hidden), axes="[E, M, F]")
+    check_shape(_NAME, "up", up, (experts, width, hidden), axes="[E, M, F]")
+    check_shape(_NAME, "down", down, (experts, hidden, width), axes="[E, F, M]")
+
+    arrays = (x, choices, weights, gate, up, down)
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return _mixture(*arrays)
+    # Neither sorting nor ragged products have rules for such axes: each device takes its own rows through all experts.
+    mesh, rows = mesh_of(x), P(sharding.spec[0])
+    specs = (rows,) * 3 + (P(),) * 3
+    own = [jax.sharding.reshard(jnp.asarray(y), NamedSharding(mesh, spec)) for y, spec in zip(arrays, specs)]
+    return jax.shard_map(_mixture, mesh=mesh, in_specs=specs, out_specs=rows)(*own)
+
+
+def _mixture(x: Array, choices: Array, weights: Array, gate: Array, up: Array, down: Array) -> Array:
+    batch, length, chosen = choices.shape
+    width, experts = x.shape[-1], gate.shape[0]
+    flat = choices.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    # Counts by comparison: counting by index is a scatter-add, which a GPU runs element by element.
+    sizes = jnp.sum(flat[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    gate, up, down = (matrix.astype(x.dtype) for matrix in (gate, up, down))
+    rows = _permuted(jnp.repeat(x.reshape(-1, width), chosen, axis=0), order)
+    hiddens = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
+    out = _permuted(jax.lax.ragged_dot(hiddens, down, sizes), jnp.argsort(order))
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    out = out.reshape(batch, length, chosen, width).astype(wide) * weights[..., None].astype(wide)
+    return jnp.sum(out, axis=2).astype(x.dtype)
+
+
+def _permuted(rows: Array, order: Array) -> Array:
+    """`rows[order]`. Each row is taken once: the gradient is a scatter without collisions, and deterministic."""
+    return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")
