@@ -1,9 +1,10 @@
-"""Token mixers: one recurrence over four axes, the papers' presets of it, and softmax attention.
+"""Token mixers (one recurrence over four axes, the papers' presets of it, softmax attention) and feed-forwards.
 
-Parameters that an optimizer should decay are matrices: kernels of projections and convolutions. All others are vectors:
-norms' `scale`, `bias`, `A_log` and `dt_bias` (float32 whatever `param_dtype` is), and the learned scalars per head
-`skip`, `feedback` and `correction`, the preconditioners' `center` and `ridge` (float32), and what is stored flat: a
-fixed preconditioner's `strength` per channel (float32), Mamba-3's biases and scales per head, pair and channel.
+Parameters with two or more axes are kernels of projections and convolutions: these are what weight decay is for. All
+other parameters have one axis, so that an optimizer can tell them apart by their shape: norms' `scale`, `bias`, `A_log`
+and `dt_bias` (float32 whatever `param_dtype` is), the learned scalars per head `skip`, `feedback` and `correction`, and
+the preconditioners' `center` and `ridge` (float32). Some are flattened for this reason: a fixed preconditioner's
+`strength` per channel (float32), and Mamba-3's biases and scales per head, pair and channel.
 """
 
 import rnnlib.layers.mamba3_presets
@@ -13,6 +14,7 @@ from rnnlib.layers.attention import Attention, AttentionCache, AttentionConfig
 from rnnlib.layers.base import MixerConfig, MixerShape, TokenMixer
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.decay import (
+    BoundedDecay,
     Decay,
     DecayConfig,
     DecayGate,
@@ -21,6 +23,9 @@ from rnnlib.layers.decay import (
     NoDecay,
     SoftplusDecay,
 )
+from rnnlib.layers.experts import ExpertMixture, Experts, RouterConfig, RouterLoss, with_router_losses
+from rnnlib.layers.feature_maps import DPFPMap, FeatureMapConfig, HedgehogMap, ProductMap, ReluMap
+from rnnlib.layers.feed_forward import FeedForwardConfig, SwiGLU
 from rnnlib.layers.gain import (
     ChannelGain,
     CombaGain,
@@ -38,7 +43,7 @@ from rnnlib.layers.gain import (
 )
 from rnnlib.layers.gates import Gates
 from rnnlib.layers.initializers import Initializer
-from rnnlib.layers.keys import KeyMap, Keys, KeysConfig, OutputCorrection, PlainKeys, RotatedKeys
+from rnnlib.layers.keys import CorrectionBeforeNorms, KeyMap, Keys, KeysConfig, OutputCorrection, PlainKeys, RotatedKeys
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer, RecurrentMixerConfig
 from rnnlib.layers.normalization import RMSNorm, l2_normalize
 from rnnlib.layers.part import PartConfig
@@ -68,13 +73,20 @@ __all__ = [
     "Attention",
     "AttentionCache",
     "AttentionConfig",
+    "BoundedDecay",
     "ChannelGain",
     "CombaGain",
     "ConvolutionConfig",
+    "CorrectionBeforeNorms",
+    "DPFPMap",
     "Decay",
     "DecayConfig",
     "DecayGate",
     "EFLAGain",
+    "ExpertMixture",
+    "Experts",
+    "FeatureMapConfig",
+    "FeedForwardConfig",
     "FixedDecay",
     "FixedPreconditioner",
     "FixedProjection",
@@ -83,6 +95,7 @@ __all__ = [
     "Gates",
     "GramConfig",
     "GramKeyMap",
+    "HedgehogMap",
     "Initializer",
     "KaczmarzGain",
     "KeyEnergyGain",
@@ -105,15 +118,19 @@ __all__ = [
     "PartConfig",
     "PlainKeys",
     "PreconditionedGain",
+    "ProductMap",
     "RMSNorm",
     "Readout",
     "ReadoutConfig",
     "RecurrentMixer",
     "RecurrentMixerConfig",
+    "ReluMap",
     "RidgeRegression",
     "RidgeState",
     "Rotary",
     "RotatedKeys",
+    "RouterConfig",
+    "RouterLoss",
     "ShortConvolution",
     "SigmoidGain",
     "Signals",
@@ -121,6 +138,7 @@ __all__ = [
     "SolveConfig",
     "Solver",
     "StepGain",
+    "SwiGLU",
     "TokenMixer",
     "Trapezoidal",
     "TrapezoidalGain",
@@ -133,4 +151,5 @@ __all__ = [
     "mixer_table",
     "preset_details",
     "register_preset",
+    "with_router_losses",
 ]

@@ -19,7 +19,7 @@ from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids, segment_index
 from rnnlib.ops.causal_attention import product_dtype
 
-# Queries that attend to a cache at a time: bounds the memory that their scores take.
+# The number of queries that attend to a cache at a time; it bounds the memory of the scores.
 BLOCK = 512
 
 
@@ -33,12 +33,12 @@ class AttentionConfig(MixerConfig):
         key_heads: key and value heads, a divisor of the query heads (grouped queries); None is as many.
         head_dim: channels of a head; None is `width / num_heads`.
         rope_base: of the rotary positions; None is no positions.
-        rope_channels: channels of a head that turn, the first ones; None is all.
+        rope_channels: how many channels of a head are rotated, counted from the first; None is all.
         qk_norm: RMS norm of queries and keys, before the rotation (Dehghani et al., 2023, arXiv 2302.05442). True is of
             each head, with one scale for all; `"all"` is over all heads together (OLMo 2, arXiv 2501.00656).
         zero_centred: that norm's factor is `1 + scale`, see `RMSNorm`.
         eps: of that norm.
-        output_gate: multiplies what attention gives by `sigmoid(W x)`, a channel each, before the output's projection
+        output_gate: multiplies attention's output by `sigmoid(W x)`, channel by channel, before the output projection
             (Qiu et al., 2025, arXiv 2505.06708).
         use_bias: the projections of queries, keys and values, and of the gate, have biases.
         output_bias: the output's projection has a bias.
@@ -74,7 +74,7 @@ class AttentionConfig(MixerConfig):
         """Builds the module; arguments as `MixerConfig.build`.
 
         Raises:
-            ValueError: heads or sizes do not come out whole, or rotary positions meet an odd head size.
+            ValueError: the width does not divide into heads of equal size, or rotary positions need an even head size.
         """
         num_heads = num_heads if self.num_heads is None else self.num_heads
         if num_heads < 1:
@@ -92,13 +92,13 @@ class AttentionConfig(MixerConfig):
             name = "head_dim" if self.rope_channels is None else "rope_channels"
             limit = "" if self.rope_channels is None else f" of at most head_dim = {head_dim}"
             raise ValueError(f"AttentionConfig: {name} is {turned}, expected an even one{limit} for rotary positions")
-        # Here, unlike in recurrent mixers, it is the keys that are shared by queries: "value heads" are the query's.
+        # Unlike in recurrent mixers, query heads share key heads: `value_heads` of the shape are the query heads.
         shape = MixerShape(width, key_heads, num_heads, head_dim, head_dim, dtype, param_dtype, self.initializer)
         return Attention(self, shape, rngs=rngs)
 
 
 class AttentionCache(NamedTuple):
-    """Keys and values of the tokens that later ones may see; its size does not grow.
+    """The keys and values that later tokens may attend to; the cache has a fixed size.
 
     Token `n` (counted from the first call) lies in slot `n % capacity`, where the capacity is the window, or the
     greatest length for full attention.
@@ -125,7 +125,7 @@ class Attention(nnx.Module):
     """Causal softmax attention, full or over a sliding window.
 
     Attributes:
-        number: of this layer among those of a program, see `rnnlib.ops.causal_attention`.
+        number: distinguishes this layer from others of a program, see `rnnlib.ops.causal_attention`.
     """
 
     def __init__(self, config: AttentionConfig, shape: MixerShape, *, rngs: nnx.Rngs):
@@ -144,7 +144,7 @@ class Attention(nnx.Module):
         self.key_norm = self._norm(shape.key_heads)
 
     def _norm(self, heads: int) -> RMSNorm | None:
-        """The norm of queries or keys that have so many heads."""
+        """The norm of queries or keys with a given number of heads."""
         config, shape = self.config, self.shape
         if not config.qk_norm:
             return None
@@ -250,7 +250,7 @@ class Attention(nnx.Module):
         query, key, value, segment = tokens
         length, capacity = key.shape[1], cache.key.shape[1]
         index = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)
-        # Where a call is longer than the ring, only its last tokens stay.
+        # If the call is longer than the ring, only its last tokens stay.
         kept = slice(max(0, length - capacity), None)
         slots = (jnp.arange(key.shape[0])[:, None], index[:, kept] % capacity)
         updated = cache._replace(
@@ -283,8 +283,8 @@ class Attention(nnx.Module):
         Args:
             batch_size: sequences B.
             max_length: greatest length of the sequences. Beyond it each token sees the last `max_length`, itself
-                included (of a window, the last `min(window, max_length)`), in whatever pieces they are read.
-            dtype: of keys and values; None is what the layer computes in.
+                included (of a window, the last `min(window, max_length)`), however the sequence is split into calls.
+            dtype: of keys and values; None is the layer's compute dtype.
 
         Raises:
             ValueError: `batch_size` or `max_length` is no integer of at least 1.
@@ -318,7 +318,7 @@ def _mask(
 
 
 def _slot_indices(length: Int[Array, "B"], capacity: int) -> Int[Array, "B capacity"]:
-    """The token in each slot of a ring that a row's `length` tokens went through; negative for an empty slot."""
+    """The index of the token in each slot of a ring after `length` tokens of a row; negative for an empty slot."""
     slot = jnp.arange(capacity, dtype=jnp.int32)
     last = length[:, None] - 1
     # The greatest index up to `last` that is `slot` modulo the capacity.

@@ -1,4 +1,4 @@
-"""What every token mixer is: a configuration that builds a module, and the sizes that its parts share."""
+"""Base classes of token mixers: a configuration that builds a module, and the sizes that its parts share."""
 
 import abc
 import dataclasses
@@ -51,15 +51,15 @@ class MixerConfig(abc.ABC):
 
         Args:
             width: the model's width D.
-            num_heads: heads, for what the configuration leaves open.
+            num_heads: number of heads, where the configuration does not give one.
             rngs: source of parameters.
-            dtype: what projections compute in.
-            param_dtype: what parameters are stored in; decay parameters are float32 whatever it is.
+            dtype: compute dtype of the projections.
+            param_dtype: dtype of the stored parameters; decay parameters are always float32.
         """
 
 
 def exact_quotient(total: float | int, parts: int, what: str) -> int:
-    """`total / parts` where it is a positive whole number; ValueError, naming `what`, where it is not."""
+    """`total / parts` if it is a positive integer; otherwise a ValueError that names `what`."""
     quotient = round(total / parts) if parts > 0 else 0
     if quotient < 1 or abs(quotient * parts - total) > 1e-6 * max(1.0, abs(total)):
         raise ValueError(
@@ -76,12 +76,12 @@ def check_input(mixer: str, x: Array, width: int) -> None:
 
 
 def check_cache(mixer: str, cache: Any, expected: Any) -> None:
-    """ValueError, naming `mixer`, unless a cache has the arrays that it is expected to have, of any dtypes.
+    """Raises a ValueError that names `mixer`, unless a cache has the expected arrays, of any dtypes.
 
     Args:
         mixer: begins the message.
         cache: the argument.
-        expected: what `init_cache` gives for the batch, or the shapes of that.
+        expected: the result of `init_cache` for the batch, or its shapes.
     """
     found, wanted = _shapes(cache), _shapes(expected)
     if type(cache) is not type(expected) or found.keys() != wanted.keys():
@@ -129,11 +129,14 @@ class MixerShape:
         value_heads: value heads HV, a multiple of H; value head `j` uses key head `j // (HV // H)`.
         key_size: channels K of a key head.
         value_size: channels V of a value head.
-        dtype: what projections compute in.
-        param_dtype: what their parameters are stored in.
-        initializer: how their kernels start.
-        pairs: keys and values that a token writes into each head's state, and queries that read it, of each kind; the
-            streams of queries and keys have H * pairs heads, key head by key head.
+        dtype: compute dtype of the projections.
+        param_dtype: dtype of their stored parameters.
+        initializer: of their kernels.
+        pairs: the number of key-value pairs that a token writes into each head's state, and of queries that read it.
+            The streams of queries and keys have H * pairs heads, ordered by key head.
+        projected_key_size: channels of a query or key head before a feature map that changes them; None is K.
+        shared_heads: heads of keys and values that are projected, each for consecutive key and value heads; None is one
+            for each.
     """
 
     width: PositiveInteger
@@ -145,12 +148,20 @@ class MixerShape:
     param_dtype: DTypeLike = jnp.float32
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
     pairs: PositiveInteger = 1
+    projected_key_size: PositiveInteger | None = None
+    shared_heads: PositiveInteger | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.value_heads % self.key_heads != 0:
             raise ValueError(
                 f"MixerShape: value_heads is {self.value_heads}, expected a multiple of key_heads = {self.key_heads}"
+            )
+
+        if self.shared_heads is not None and (self.key_heads % self.shared_heads != 0 or self.pairs != 1):
+            raise ValueError(
+                f"MixerShape: shared_heads is {self.shared_heads}, expected a divisor of key_heads = {self.key_heads}, "
+                f"and a solve axis that takes one key a token and head, not {self.pairs}"
             )
 
     @property
@@ -191,11 +202,11 @@ class MixerShape:
         )
 
     def expect_one_pair(self, part: str) -> None:
-        """ValueError, naming `part`, where a token writes several keys into a head's state: for parts that take one."""
+        """Raises a ValueError that names `part` if a token writes several keys into a head's state."""
         if self.pairs != 1:
             raise ValueError(f"{part}: the solve axis takes {self.pairs} keys a token and head, expected 1")
 
     def repeat_key_heads(self, x: Array) -> Array:
-        """Gives each value head its key head's signal: `[B, T, H, ...]` to `[B, T, HV, ...]`, which stays as it is."""
+        """Repeats a signal of key heads for each value head: `[B, T, H, ...]` to `[B, T, HV, ...]`."""
         group = self.value_heads // x.shape[2]
         return x if group == 1 else jnp.repeat(x, group, axis=2)

@@ -1,4 +1,4 @@
-"""What the axes of a mixer gave, held to types and shapes: a formula of one's own is named where it is wrong."""
+"""Checks types and shapes of an axis's results, so that an error names a user's formula that is wrong."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from rnnlib.layers.keys import Keys
 
 
 def expect_type(axis: str, config: Any, value: Any, expected: type) -> None:
-    """TypeError, naming the axis and its configuration, unless what it gave is of a type."""
+    """Raises a TypeError that names the axis and its configuration, unless the result has the expected type."""
     if not isinstance(value, expected):
         given = "an array" if isinstance(value, jax.Array) else f"a {type(value).__name__}"
         raise TypeError(f"{axis} ({type(config).__name__}) gave {given}, expected {expected.__name__}")
@@ -58,10 +58,10 @@ def check_keys(config: Any, keys: Any) -> None:
 
 
 def check_decay_is_no_growth(config: DecayConfig, shape: MixerShape) -> None:
-    """ValueError where a decay of one's own gives a positive log decay: its state would grow without a bound.
+    """Raises a ValueError if a user's decay gives a positive log decay, with which the state would grow without bound.
 
-    It is asked when a mixer is built, of freshly initialized weights and random inputs, since values are not known
-    while a model is traced. This library's own decays are left out: their formulas cannot be positive.
+    The check runs when a mixer is built, with initial weights and random inputs, because values are not known while a
+    model is traced. It skips this library's own decays, whose formulas cannot be positive.
     """
     if type(config).__module__.startswith("rnnlib."):
         return

@@ -26,7 +26,8 @@ class ConvolutionConfig(PartConfig):
         query: whether queries are filtered.
         key: whether keys are.
         value: whether values are.
-        initializer: how the filter starts (fan-in is `size`).
+        activation: of the filter's output, before the feature map.
+        initializer: of the filter (fan-in is `size`).
     """
 
     size: PositiveInteger = 4
@@ -34,6 +35,7 @@ class ConvolutionConfig(PartConfig):
     query: bool = True
     key: bool = True
     value: bool = True
+    activation: Literal["none", "silu"] = "none"
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
 
 
@@ -63,8 +65,8 @@ class ShortConvolution(nnx.Module):
             x: inputs.
             segment_ids: of packed documents, which the filter does not reach across; None is one document.
             state: the `size - 1` inputs before `x`; None is zeros.
-            activation: of what the filter gives; None is none.
-            norm_size: channels of a head, which get unit length after that; None is no norm.
+            activation: of the filter's output; None is none.
+            norm_size: channels of a head, which are then scaled to unit length; None is no norm.
 
         Returns:
             Output and next state.

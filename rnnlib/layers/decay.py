@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,15 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from rnnlib.fields import PositiveNumber
+from rnnlib.fields import PositiveNumber, Range
 from rnnlib.layers.base import MixerShape, Rank
 from rnnlib.layers.part import AxisConfig
 
+NegativeNumber = Annotated[float, Range(below=0)]
+
 
 class Decay(NamedTuple):
-    """What the decay axis gives.
+    """The result of the decay axis.
 
     Attributes:
         log_decay: natural log of the decay, float32: None (no decay), `[B, T, HV]` or `[B, T, HV, K]`.
@@ -47,7 +49,7 @@ class DecayConfig(AxisConfig):
 
 @dataclasses.dataclass(frozen=True)
 class NoDecay(DecayConfig):
-    """`D_t = I`: nothing is forgotten but by the delta rule's own erasing."""
+    """`D_t = I`: nothing decays; only the delta rule erases."""
 
     words = "none"
 
@@ -92,15 +94,14 @@ class FixedDecayGate(DecayGate):
         return Decay(log_decay=jnp.broadcast_to(constants, (*x.shape[:2], len(self.log_decay))))
 
 
-_LOWEST_RATE = 1e-4  # of rates that tokens give themselves: what Mamba-3's code starts and stays above
+_LOWEST_RATE = 1e-4  # Lower bound of a rate that is computed from the token, as in Mamba-3's code.
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftplusDecay(DecayConfig):
-    """`log_decay = -exp(A_log) * softplus(W x + dt_bias)`, the state-space models' decay.
+class StateSpaceDecay(DecayConfig):
+    """A decay of a rate `exp(A_log)` and of `W x + dt_bias`, computed in float32.
 
-    Scalar per head it is Mamba-2's and Gated DeltaNet's; per key channel, Kimi Delta Attention's and Gated DeltaNet-2's
-    (equation 12 there). Computed in float32; `A_log` and `dt_bias` are stored in float32.
+    `A_log` and `dt_bias` are stored in float32.
 
     Attributes:
         channelwise: a decay per key channel instead of per head. `A_log` stays per head, `dt_bias` is per channel.
@@ -110,6 +111,7 @@ class SoftplusDecay(DecayConfig):
             `softplus(W' x)` per head, at least 1e-4 (Mamba-3).
         step: softplus(dt_bias) starts log-uniformly in this range.
         step_floor: and not below this.
+        use_bias: whether the projection has a bias beside dt_bias.
     """
 
     channelwise: bool = False
@@ -118,30 +120,31 @@ class SoftplusDecay(DecayConfig):
     rate: tuple[float, float] | None = (0.0, 16.0)
     step: tuple[float, float] = (1e-3, 0.1)
     step_floor: float = 1e-4
+    use_bias: bool = False
 
-    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "SoftplusDecayGate":
-        """Builds the module."""
+    def check_ranges(self) -> None:
+        """ValueError where a range is empty, or allows what is not positive: for `build`."""
+        name = type(self).__name__
         if self.rate is not None and (not 0 <= self.rate[0] <= self.rate[1] or self.rate[1] <= 0):
-            raise ValueError(f"SoftplusDecay: rate is {self.rate}, expected 0 <= low <= high, high > 0")
+            raise ValueError(f"{name}: rate is {self.rate}, expected 0 <= low <= high, high > 0")
         if not 0 < self.step[0] <= self.step[1]:
-            raise ValueError(f"SoftplusDecay: step is {self.step}, expected 0 < low <= high")
-        return SoftplusDecayGate(self, shape, rngs=rngs)
+            raise ValueError(f"{name}: step is {self.step}, expected 0 < low <= high")
 
     def describe(self) -> str:
         """The axis in a few words, for the table of mixers."""
         return "channel" if self.channelwise else "scalar"
 
 
-class SoftplusDecayGate(DecayGate):
-    """`-rate * softplus(W x + dt_bias)`."""
+class StateSpaceDecayGate(DecayGate):
+    """Base of the decays with a rate and `W x + dt_bias`."""
 
-    def __init__(self, config: SoftplusDecay, shape: MixerShape, *, rngs: nnx.Rngs):
+    def __init__(self, config: StateSpaceDecay, shape: MixerShape, *, rngs: nnx.Rngs):
         self.shape = shape
         self.heads = config.heads
         self.channelwise = config.channelwise
         heads = shape.value_heads if config.heads == "value" else shape.key_heads
         features = heads * shape.key_size if config.channelwise else heads
-        self.projection = shape.project(features, rank=config.rank, rngs=rngs)
+        self.projection = shape.project(features, rank=config.rank, use_bias=config.use_bias, rngs=rngs)
 
         self.A_log = None if config.rate is None else self._initial_rate(heads, config.rate, rngs)
         self.rate_projection = shape.project(heads, rngs=rngs) if config.rate is None else None
@@ -159,25 +162,107 @@ class SoftplusDecayGate(DecayGate):
         return nnx.Param(jnp.log(rate))
 
     def _rate(self, x: Array) -> Array:
-        """`[heads]`, or `[B, T, heads]` where the token gives it."""
+        """`[heads]`, or `[B, T, heads]` if it is computed from the token."""
         dtype = self.shape.gate_dtype
         if self.A_log is not None:
             return jnp.exp(self.A_log[...].astype(dtype))
         assert self.rate_projection is not None
         return jnp.maximum(jax.nn.softplus(self.rate_projection(x).astype(dtype)), _LOWEST_RATE)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Decay:
-        """Decay and step, `[B, T, HV]` or `[B, T, HV, K]`, float32."""
+    def rate_and_logits(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+        """The rate `[heads]` or `[B, T, heads]`, and `W x + dt_bias` `[B, T, heads]`, float32.
+
+        With a decay per channel both have one more axis, of size 1 and of size K.
+        """
         dtype = self.shape.gate_dtype
-        step = jax.nn.softplus(self.projection(x).astype(dtype) + self.dt_bias[...].astype(dtype))
+        logits = self.projection(x).astype(dtype) + self.dt_bias[...].astype(dtype)
         rate = self._rate(x)
         if self.channelwise:
-            step = step.reshape(*step.shape[:2], rate.shape[-1], self.shape.key_size)
+            logits = logits.reshape(*logits.shape[:2], rate.shape[-1], self.shape.key_size)
             rate = rate[..., None]
-        log_decay = -rate * step
-        if self.heads == "key":
-            log_decay, step = self.shape.repeat_key_heads(log_decay), self.shape.repeat_key_heads(step)
-        return Decay(log_decay=log_decay, step=step)
+        return rate, logits
+
+    def per_value_head(self, x: Array) -> Array:
+        """A signal of the decay's heads, for each value head."""
+        return self.shape.repeat_key_heads(x) if self.heads == "key" else x
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftplusDecay(StateSpaceDecay):
+    """`log_decay = -exp(A_log) * softplus(W x + dt_bias)`, the state-space models' decay.
+
+    Scalar per head it is Mamba-2's and Gated DeltaNet's; per key channel, Kimi Delta Attention's and Gated DeltaNet-2's
+    (equation 12 there).
+
+    Attributes:
+        step_limits: the softplus is clamped to these, lowest and highest, infinity included (Mamba-2's
+            `time_step_limit`); None is no clamp.
+    """
+
+    step_limits: tuple[float, float] | None = None
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "SoftplusDecayGate":
+        """Builds the module.
+
+        Raises:
+            ValueError: a range is empty, or allows what is not positive.
+        """
+        self.check_ranges()
+        if self.step_limits is not None and not 0 <= self.step_limits[0] < self.step_limits[1]:
+            raise ValueError(f"SoftplusDecay: step_limits is {self.step_limits}, expected 0 <= low < high")
+        return SoftplusDecayGate(self, shape, rngs=rngs)
+
+
+class SoftplusDecayGate(StateSpaceDecayGate):
+    """`-rate * softplus(W x + dt_bias)`."""
+
+    def __init__(self, config: SoftplusDecay, shape: MixerShape, *, rngs: nnx.Rngs):
+        super().__init__(config, shape, rngs=rngs)
+        self.step_limits = config.step_limits
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Decay:
+        """Decay and step, `[B, T, HV]` or `[B, T, HV, K]`, float32."""
+        rate, logits = self.rate_and_logits(x)
+        step = jax.nn.softplus(logits)
+        if self.step_limits is not None:
+            step = jnp.clip(step, *self.step_limits)
+        return Decay(log_decay=self.per_value_head(-rate * step), step=self.per_value_head(step))
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundedDecay(StateSpaceDecay):
+    """`log_decay = lower_bound * sigmoid(exp(A_log) * (W x + dt_bias))`: its log is bounded from below.
+
+    Kimi Delta Attention with a `lower_bound`, as flash-linear-attention has it. With such a bound, products of decays
+    over 16 tokens stay within float32.
+
+    Attributes:
+        lower_bound: of the log decay.
+    """
+
+    lower_bound: NegativeNumber = -5.0
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "BoundedDecayGate":
+        """Builds the module.
+
+        Raises:
+            ValueError: a range is empty, or allows what is not positive.
+        """
+        self.check_ranges()
+        return BoundedDecayGate(self, shape, rngs=rngs)
+
+
+class BoundedDecayGate(StateSpaceDecayGate):
+    """`lower_bound * sigmoid(rate * (W x + dt_bias))`."""
+
+    def __init__(self, config: BoundedDecay, shape: MixerShape, *, rngs: nnx.Rngs):
+        super().__init__(config, shape, rngs=rngs)
+        self.lower_bound = config.lower_bound
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Decay:
+        """Decay `[B, T, HV]` or `[B, T, HV, K]`, float32."""
+        rate, logits = self.rate_and_logits(x)
+        return Decay(log_decay=self.per_value_head(self.lower_bound * jax.nn.sigmoid(rate * logits)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,12 +274,17 @@ class LogSigmoidDecay(DecayConfig):
         rank: of the projection W; None is full rank, `"value_size"` is V.
         divisor: GLA's temperature 16 keeps decays near 1.
         use_bias: whether the projection has a bias b.
+        lowest: the log decay is raised to this where it lies below; None is no bound.
+        heads: whether each value head decays by itself, or with those that share its projected key and value
+            (`RecurrentMixerConfig.shared_heads`).
     """
 
     channelwise: bool = True
     rank: Rank = 16
     divisor: PositiveNumber = 16.0
     use_bias: bool = True
+    lowest: NegativeNumber | None = None
+    heads: Literal["value", "shared"] = "value"
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "LogSigmoidDecayGate":
         """Builds the module."""
@@ -206,18 +296,23 @@ class LogSigmoidDecay(DecayConfig):
 
 
 class LogSigmoidDecayGate(DecayGate):
-    """`log sigmoid(W x + b) / divisor`."""
+    """`log sigmoid(W x + b) / divisor`, not below the lowest."""
 
     def __init__(self, config: LogSigmoidDecay, shape: MixerShape, *, rngs: nnx.Rngs):
         self.config = config
         self.shape = shape
-        features = shape.value_heads * (shape.key_size if config.channelwise else 1)
+        heads = shape.value_heads
+        if config.heads == "shared" and shape.shared_heads is not None:
+            heads = shape.shared_heads
+        features = heads * (shape.key_size if config.channelwise else 1)
         self.projection = shape.project(features, rank=config.rank, use_bias=config.use_bias, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Decay:
         """Decay `[B, T, HV]` or `[B, T, HV, K]`, float32."""
         logits = self.projection(x).astype(self.shape.gate_dtype)
         log_decay = jax.nn.log_sigmoid(logits) / self.config.divisor
+        if self.config.lowest is not None:
+            log_decay = jnp.maximum(log_decay, self.config.lowest)
         if self.config.channelwise:
-            log_decay = log_decay.reshape(*log_decay.shape[:2], self.shape.value_heads, self.shape.key_size)
-        return Decay(log_decay=log_decay)
+            log_decay = log_decay.reshape(*log_decay.shape[:2], -1, self.shape.key_size)
+        return Decay(log_decay=self.shape.repeat_key_heads(log_decay))

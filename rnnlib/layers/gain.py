@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from rnnlib.layers.part import AxisConfig
 class Gain(nnx.Module, abc.ABC):
     """Module of the gain axis: a learned gate, then a normalisation of it by the keys that will be written.
 
-    It sees a token at a time: neither documents nor a state reach it. A gain that remembers earlier tokens, such as an
-    average of key norms, belongs on the keys axis, whose maps have a state: it scales the write key.
+    A gain depends on one token: it gets neither documents nor a state. A rule that remembers earlier tokens, such as an
+    average of key norms, belongs on the keys axis, whose maps have a state, and scales the write key.
     """
 
     @abc.abstractmethod
@@ -32,7 +32,7 @@ class Gain(nnx.Module, abc.ABC):
     def normalize(
         self, gates: Gates, key: Float[Array, "B T H K"], write_key: Float[Array, "B T HX K"] | None = None
     ) -> Gates:
-        """The gates made independent of the keys' lengths, for gains that are; unchanged for the others."""
+        """The gates normalised by the keys; unchanged for gains that do not depend on keys."""
         return gates
 
 
@@ -72,30 +72,42 @@ class SigmoidGain(GainConfig):
         negative_eigenvalues: doubles beta, so that a transition's eigenvalue along the key lies in [-1, 1]
             (Grazzi et al., 2024, arXiv 2411.12537).
         use_bias: whether the projection has a bias, `sigmoid(W x + b)`.
+        heads: whether each value head has a gain of its own or that of its key head.
     """
 
     words = "sigmoid"
 
     negative_eigenvalues: bool = False
     use_bias: bool = False
+    heads: Literal["value", "key"] = "value"
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "SigmoidGate":
         """Builds the module."""
         bound = 2.0 if self.negative_eigenvalues else 1.0
-        return SigmoidGate(shape, bound=bound, use_bias=self.use_bias, rngs=rngs)
+        return SigmoidGate(shape, bound=bound, use_bias=self.use_bias, heads=self.heads, rngs=rngs)
 
 
 class SigmoidGate(Gain):
     """`bound * sigmoid(W x (+ b))`."""
 
-    def __init__(self, shape: MixerShape, *, bound: float, use_bias: bool = False, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        shape: MixerShape,
+        *,
+        bound: float,
+        use_bias: bool = False,
+        heads: Literal["value", "key"] = "value",
+        rngs: nnx.Rngs,
+    ):
         self.shape = shape
         self.bound = bound
-        self.projection = shape.project(shape.value_heads, use_bias=use_bias, rngs=rngs)
+        gates = shape.value_heads if heads == "value" else shape.key_heads
+        self.projection = shape.project(gates, use_bias=use_bias, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
         """Beta `[B, T, HV]`."""
-        return Gates(beta=self.bound * jax.nn.sigmoid(self.projection(x).astype(self.shape.gate_dtype)))
+        beta = self.bound * jax.nn.sigmoid(self.projection(x).astype(self.shape.gate_dtype))
+        return Gates(beta=self.shape.repeat_key_heads(beta))
 
 
 class KeyEnergyGain(GainConfig):
@@ -121,7 +133,7 @@ class NormalizedGate(SigmoidGate):
     def normalize(
         self, gates: Gates, key: Float[Array, "B T H K"], write_key: Float[Array, "B T HX K"] | None = None
     ) -> Gates:
-        """The gates divided as the gain's formula says."""
+        """The gates normalised by the gain's formula."""
         assert gates.beta is not None
         grouped = gates.beta.reshape(*key.shape[:3], -1)
 
@@ -234,7 +246,7 @@ class ChannelGain(GainConfig):
     Gated DeltaNet-2, equations 8 and 11. With grouped value heads the erase gate belongs to the key head.
 
     Attributes:
-        negative_eigenvalues: doubles the erase gate, and only it: the spectrum is the transition's.
+        negative_eigenvalues: doubles the erase gate only, since the write gate does not enter the transition.
     """
 
     words = "erase per key channel, write per value channel"
@@ -307,7 +319,7 @@ class TrapezoidalGain(GainConfig):
 
 
 class TrapezoidalGates(Gain):
-    """Shares the decay's step between the token and the one before it."""
+    """Divides the decay's step between the token and the one before it."""
 
     def __init__(self, shape: MixerShape, *, rngs: nnx.Rngs):
         self.dtype = shape.gate_dtype
@@ -336,15 +348,17 @@ class CombaGain(GainConfig):
     Preconditioned DeltaNet, table 2.
 
     Attributes:
-        initial: what `b` starts at.
-        largest_log: the exponent of `1 / alpha_t` is cut off here, far beyond decays that leave anything in the state,
-            so that a reset (`alpha_t = 0`) stays finite.
+        initial: the initial value of `b`.
+        feedback: whether there is a `b`; without it the erase gate is `beta_t / alpha_t`.
+        largest_log: upper limit of `-log(alpha_t)` in `1 / alpha_t`, which keeps a reset (`alpha_t = 0`) finite. A
+            decay that reaches the limit leaves nothing in the state.
     """
 
     words = "write b, erase s b / decay"
 
     initial: float = 1.0
-    largest_log: Annotated[float, Range(at_least=0, at_most=80)] = 60.0  # float32 ends at exp(88)
+    largest_log: Annotated[float, Range(at_least=0, at_most=80)] = 60.0  # exp(88) is near the largest float32
+    feedback: bool = True
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "CombaGates":
         """Builds the module."""
@@ -357,13 +371,17 @@ class CombaGates(SigmoidGate):
     def __init__(self, config: CombaGain, shape: MixerShape, *, rngs: nnx.Rngs):
         super().__init__(shape, bound=1.0, rngs=rngs)
         self.largest_log = config.largest_log
-        self.feedback = nnx.Param(jnp.full((shape.value_heads,), config.initial, shape.param_dtype))
+        self.feedback = (
+            nnx.Param(jnp.full((shape.value_heads,), config.initial, shape.param_dtype)) if config.feedback else None
+        )
 
     def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
         """Erase and write `[B, T, HV]`, or erase `[B, T, HV, K]` under a channel-wise decay."""
         beta = super().__call__(x, decay).beta
         assert beta is not None
-        erase = beta * jax.nn.sigmoid(self.feedback[...].astype(beta.dtype))
+        erase = beta
+        if self.feedback is not None:
+            erase = beta * jax.nn.sigmoid(self.feedback[...].astype(beta.dtype))
         if decay.log_decay is not None:
             inverse = jnp.exp(jnp.minimum(-decay.log_decay, self.largest_log))
             erase = (erase[..., None] if inverse.ndim == 4 else erase) * inverse

@@ -1,4 +1,4 @@
-"""What the gain axis gives to the recurrence."""
+"""The result of the gain axis."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ class Gates(NamedTuple):
         beta: `[B, T, HV]`, short for `erase = write = beta`.
         erase: `[B, T, HV]` or `[B, T, HV, K]`.
         write: `[B, T, HV]` or `[B, T, HV, V]`.
-        previous: `[B, T, HV]`, on the previous token's key and value, which are written again; left out, they are not.
+        previous: `[B, T, HV]`, a gate on the previous token's key and value, which are written again; None writes none.
     """
 
     beta: Array | None = None

@@ -1,4 +1,4 @@
-"""How projection kernels start."""
+"""Initial values of projection kernels."""
 
 import dataclasses
 from typing import Literal
@@ -10,7 +10,7 @@ from rnnlib.layers.part import PartConfig
 
 @dataclasses.dataclass(frozen=True)
 class Initializer(PartConfig):
-    """A distribution of starting kernels.
+    """A distribution of initial kernels.
 
     Attributes:
         kind: `"normal"` draws N(0, scale^2); `"xavier_uniform"` and `"fan_in_uniform"` draw

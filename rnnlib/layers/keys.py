@@ -1,4 +1,4 @@
-"""The keys axis: which key is written, and which query reads; the place of preconditioners."""
+"""The keys axis: which key is written and which query reads. Preconditioners belong here."""
 
 import abc
 import dataclasses
@@ -14,22 +14,23 @@ from jaxtyping import Float, Int
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
+from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import AxisConfig
 from rnnlib.layers.rotary import rotate_pairs
 from rnnlib.ops.arguments import segment_starts
 
 
 class Keys(NamedTuple):
-    """What the keys axis gives.
+    """The result of the keys axis.
 
-    Heads are those of the streams that came in (H, or H * pairs where a token writes several keys), or one for each of
-    these and each value head.
+    The heads are those of the input streams: H, or H * pairs if a token writes several keys. A key map may also return
+    one for each of these and each value head.
 
     Attributes:
-        query: `[B, T, H, K]`, what reads the state.
+        query: `[B, T, H, K]`, reads the state.
         key: `[B, T, H, K]`, the read key of the delta rule.
-        write_key: what the correction is written along: None (the read key), `[B, T, H, K]` or `[B, T, HV, K]`. Its
-            dtype may be wider than the key's: then its gradient is not rounded.
+        write_key: the key along which the correction is written: None (the read key), `[B, T, H, K]` or
+            `[B, T, HV, K]`. If its dtype is wider than the key's, its gradient is not rounded.
     """
 
     query: Array
@@ -38,7 +39,7 @@ class Keys(NamedTuple):
 
     @property
     def written(self) -> Array:
-        """The only key of a solve that has but one: the write key, in the key's dtype."""
+        """The key of a solve that takes one key: the write key, in the key's dtype."""
         return self.key if self.write_key is None else self.write_key.astype(self.key.dtype)
 
 
@@ -63,10 +64,10 @@ class KeyMap(nnx.Module, abc.ABC):
             x: the mixer's input.
             query: queries after convolution, activation and norm.
             key: keys likewise.
-            decay: what the decay axis gave, for maps whose own gates are tied to it.
-            gates: what the gain axis gave before it was normalised by the keys, likewise.
+            decay: the result of the decay axis, for maps whose own gates are tied to it.
+            gates: the result of the gain axis before its normalisation by the keys, for the same purpose.
             segment_ids: packed documents; a state restarts where the id changes.
-            state: None (as `init_state` gives) or what the previous call returned.
+            state: None (the state of `init_state`) or the state that the previous call returned.
         """
 
     def init_state(self, batch_size: int) -> Any:
@@ -75,7 +76,7 @@ class KeyMap(nnx.Module, abc.ABC):
 
 
 class StatelessKeyMap(KeyMap):
-    """A key map of this token's query and key alone."""
+    """A key map that depends on the token's query and key only."""
 
     def __call__(
         self,
@@ -156,6 +157,47 @@ class OutputCorrectionMap(StatelessKeyMap):
 
 
 @dataclasses.dataclass(frozen=True)
+class CorrectionBeforeNorms(KeysConfig):
+    """Comba's keys as its authors' code makes them: the query is corrected by `p = sigmoid(b) k`, then all are normed.
+
+    Reads with `unit(q - d p)`, erases with `unit(p)` and writes with `unit(k)`, with `b` and `d` learned per key head.
+    The norm removes the factor from p again, up to the norm's eps. The mixer's own norms of q and k must be none, and
+    the gain must have no feedback of its own: `CombaGain(feedback=False)`.
+
+    Attributes:
+        initial: what `d` starts at.
+        initial_feedback: what `b` starts at.
+    """
+
+    words = "unit k, query unit(q - d p), erase unit(p)"
+
+    initial: float = 1.0
+    initial_feedback: float = 1.0
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "CorrectionBeforeNormsMap":
+        """Builds the module."""
+        return CorrectionBeforeNormsMap(self, shape)
+
+
+class CorrectionBeforeNormsMap(StatelessKeyMap):
+    """`unit(q - d p)`, `unit(p)` and `unit(k)` with `p = sigmoid(b) k`."""
+
+    def __init__(self, config: CorrectionBeforeNorms, shape: MixerShape):
+        shape.expect_one_pair("CorrectionBeforeNorms")
+        self.shape = shape
+        self.correction = nnx.Param(jnp.full((shape.key_heads,), config.initial, shape.param_dtype))
+        self.feedback = nnx.Param(jnp.full((shape.key_heads,), config.initial_feedback, shape.param_dtype))
+
+    def keys(self, query: Float[Array, "B T H K"], key: Float[Array, "B T H K"]) -> Keys:
+        """Query, erase key and write key."""
+        wide = self.shape.gate_dtype
+        share = jax.nn.sigmoid(self.feedback[...].astype(wide))[:, None]
+        erased = share * key.astype(wide)
+        corrected = query.astype(wide) - self.correction[...].astype(wide)[:, None] * erased
+        return Keys(*(l2_normalize(y).astype(key.dtype) for y in (corrected, erased, key)))
+
+
+@dataclasses.dataclass(frozen=True)
 class RotatedKeys(KeysConfig):
     """Mamba-3's keys and queries: a bias, then a rotation that accumulates over the tokens, all per value head.
 
@@ -164,8 +206,8 @@ class RotatedKeys(KeysConfig):
     token t turns channel pair i by `pi tanh(W x_t)_i dt_t` more than token t - 1, with the decay's step dt per head.
 
     Attributes:
-        fraction: of the channels that turn, in pairs `(i, i + K/2)` from the first on.
-        initial_bias: what the biases start at.
+        fraction: the fraction of channels that are rotated, in pairs `(i, i + K/2)` from the first on.
+        initial_bias: the initial value of the biases.
     """
 
     words = "k and q turned by learned angles"
@@ -245,7 +287,7 @@ class RotatedKeyMap(KeyMap):
 
 
 def _accumulate(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Joins two stretches of tokens: whether a document starts in them, and the revolutions since it did."""
+    """Combines two runs of tokens: whether a document starts in them, and the revolutions since its start."""
     total = jnp.where(second[0], 0.0, first[1]) + second[1]
-    # Whole revolutions are left out, exactly, so that a long document's angles are as precise as a short one's.
+    # Dropping whole revolutions is exact and keeps the angles of long documents as precise as those of short ones.
     return first[0] | second[0], total - jnp.round(total)

@@ -1,7 +1,7 @@
 """The token mixer of every recurrent model here: it projects, wires the axes, and reads out."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,32 +14,21 @@ from jaxtyping import Float, Int
 from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
 from rnnlib.layers.check_parts import check_decay, check_decay_is_no_growth, check_gates, check_keys, expect_type
-from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
+from rnnlib.layers.convolution import ConvolutionConfig
 from rnnlib.layers.decay import DecayConfig, NoDecay
+from rnnlib.layers.feature_maps import Activation, FeatureMap, FeatureMapConfig
 from rnnlib.layers.gain import GainConfig, SigmoidGain
 from rnnlib.layers.gates import Gates
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import KeysConfig, PlainKeys
-from rnnlib.layers.normalization import RMSNorm, l2_normalize
 from rnnlib.layers.readout import ReadoutConfig
 from rnnlib.layers.rotary import Rotary, running_positions
 from rnnlib.layers.solve import Online, OperatorOptions, Signals, SolveConfig
-
-FeatureMap = Literal["identity", "silu", "relu", "elu_plus_one"]
-StreamNorm = Literal["none", "l2", "rms"]
-
-_FEATURE_MAPS = {
-    "identity": lambda x: x,
-    "silu": jax.nn.silu,
-    "relu": jax.nn.relu,
-    "elu_plus_one": lambda x: jax.nn.elu(x) + 1.0,
-}
-# Those that the convolution's operator has itself.
-_FUSED: dict[str, Literal["silu"] | None] = {"identity": None, "silu": "silu"}
+from rnnlib.layers.stream import Stream, StreamNorm
 
 
 class MixerCache(NamedTuple):
-    """What a recurrent mixer carries from one call to the next; its size does not grow.
+    """The state of a recurrent mixer between calls; its size is fixed.
 
     Attributes:
         query_tail: the last inputs `[B, size - 1, H * K]` of the query's convolution, or None.
@@ -69,24 +58,32 @@ class RecurrentMixerConfig(MixerConfig):
         solve: which recurrence.
         readout: skip, gate and norm of the output.
         convolution: the short convolution of queries, keys and values; None is none.
-        feature_map: activation of queries and keys, after the convolution.
+        feature_map: activation of queries and keys, after the convolution, or a map of each head: one for queries and
+            one for keys.
         value_map: activation of values, after the convolution.
-        query_norm: `"l2"` gives queries unit length; `"rms"` is an RMS norm of each head with a learned scale.
+        query_norm: `"l2"` gives queries unit length; `"rms"` is an RMS norm of each head with a learned scale; `"l1"`
+            and `"sum"` divide by `max(sum |q|, 1e-6)` and `sum q + 1e-4`.
         key_norm: likewise keys.
         rotary: rotary positions of queries and keys; None is none.
         key_expansion: `num_heads` key heads together have `key_expansion * width` channels.
         value_expansion: `num_heads` value heads together have `value_expansion * width` channels.
         key_heads: query and key heads H; None is the model's `num_heads`.
         value_heads: value heads HV, a multiple of H; None is the model's `num_heads`.
-        head_dim: channels of a head where it does not follow from the width: K is `head_dim`, V is
+        shared_heads: the number of projected heads of keys and values if it is smaller, a divisor of H. Consecutive key
+            and value heads then share one of them and have queries, decays and states of their own. None is one for
+            each.
+        head_dim: channels of a head, if they do not follow from the width: K is `head_dim`, V is
             `head_dim * value_expansion / key_expansion`.
-        key_head_dim: channels K of a key head, whatever the above say.
+        key_head_dim: channels K of a key head, overriding the fields above. This, like those, is the size before a
+            feature map, which may change it.
         value_head_dim: channels V of a value head, likewise.
+        use_bias: the projections of queries, keys and values have biases.
+        tie_feature_maps: keys go through the queries' map, where that is of heads.
         initializer: of the projections.
         scale: factor on the recurrence's output; None is `K**-0.5`.
         chunk_size: tokens in a chunk of the chunked implementations.
         implementation: of the solve axis's operator: `"scan"`, `"chunked"`, `"triton"`, or None for the best that
-            supports the case. Convolutions and preconditioners choose theirs.
+            supports the case. Convolutions and preconditioners choose their own.
     """
 
     decay: DecayConfig = dataclasses.field(default_factory=NoDecay)
@@ -96,7 +93,7 @@ class RecurrentMixerConfig(MixerConfig):
     readout: ReadoutConfig = dataclasses.field(default_factory=ReadoutConfig)
     convolution: ConvolutionConfig | None = dataclasses.field(default_factory=ConvolutionConfig)
     feature_map: FeatureMap = "silu"
-    value_map: FeatureMap = "silu"
+    value_map: Activation = "silu"
     query_norm: StreamNorm = "l2"
     key_norm: StreamNorm = "l2"
     rotary: Rotary | None = None
@@ -107,6 +104,9 @@ class RecurrentMixerConfig(MixerConfig):
     head_dim: PositiveInteger | None = None
     key_head_dim: PositiveInteger | None = None
     value_head_dim: PositiveInteger | None = None
+    use_bias: bool = False
+    tie_feature_maps: bool = False
+    shared_heads: PositiveInteger | None = None
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
     scale: float | None = None
     chunk_size: int = 64
@@ -126,13 +126,13 @@ class RecurrentMixerConfig(MixerConfig):
         """The sizes that this configuration gives in a model of `width` and `num_heads`.
 
         Raises:
-            ValueError: heads or sizes do not come out whole.
+            ValueError: the width does not divide into heads of equal size.
         """
         if num_heads < 1:
             raise ValueError(f"RecurrentMixerConfig: num_heads is {num_heads}, expected at least 1")
         key_heads = num_heads if self.key_heads is None else self.key_heads
         value_heads = num_heads if self.value_heads is None else self.value_heads
-        # All key channels of `num_heads` heads, for sizes that are not given outright.
+        # The key channels of all `num_heads` heads, for sizes that are not given explicitly.
         channels = self.key_expansion * width if self.head_dim is None else float(self.head_dim * num_heads)
         ratio = self.value_expansion / self.key_expansion
         key_size, value_size = self.key_head_dim, self.value_head_dim
@@ -140,16 +140,21 @@ class RecurrentMixerConfig(MixerConfig):
             key_size = exact_quotient(channels, num_heads, "key channels")
         if value_size is None:
             value_size = exact_quotient(channels * ratio, num_heads, "value channels")
+        mapped_size = key_size
+        if isinstance(self.feature_map, FeatureMapConfig):
+            mapped_size = self.feature_map.features(key_size)
         return MixerShape(
             width=width,
             key_heads=key_heads,
             value_heads=value_heads,
-            key_size=key_size,
+            key_size=mapped_size,
             value_size=value_size,
             dtype=dtype,
             param_dtype=param_dtype,
             initializer=self.initializer,
             pairs=self.solve.pairs(),
+            projected_key_size=key_size,
+            shared_heads=self.shared_heads,
         )
 
     def build(
@@ -165,63 +170,6 @@ class RecurrentMixerConfig(MixerConfig):
         return RecurrentMixer(self, self.shape(width, num_heads, dtype=dtype, param_dtype=param_dtype), rngs=rngs)
 
 
-class Stream(nnx.Module):
-    """One of queries, keys and values: projection, convolution, activation, heads, norm."""
-
-    def __init__(
-        self,
-        shape: MixerShape,
-        heads: int,
-        size: int,
-        *,
-        convolution: ConvolutionConfig | None,
-        feature_map: FeatureMap,
-        norm: StreamNorm,
-        rngs: nnx.Rngs,
-    ):
-        self.heads = heads
-        self.size = size
-        self.feature_map = feature_map
-        self.unit_length = norm == "l2"
-        self.norm = RMSNorm(size, eps=1e-5, dtype=shape.dtype, param_dtype=shape.param_dtype) if norm == "rms" else None
-        self.projection = shape.project(heads * size, rngs=rngs)
-        self.convolution = (
-            None if convolution is None else ShortConvolution(heads * size, convolution, shape, rngs=rngs)
-        )
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        tail: Float[Array, "B S C"] | None = None,
-    ) -> tuple[Float[Array, "B T H X"], Float[Array, "B S C"] | None]:
-        """The stream's heads, and the convolution's next tail."""
-        y = self.projection(x)
-        heads = (*x.shape[:2], self.heads, self.size)
-        if self.convolution is not None and self.feature_map in _FUSED:
-            # One operator, whose kernel goes over memory once; the norm's eps is `l2_normalize`'s.
-            y, tail = self.convolution(
-                y,
-                segment_ids=segment_ids,
-                state=tail,
-                activation=_FUSED[self.feature_map],
-                norm_size=self.size if self.unit_length else None,
-            )
-            y = y.reshape(heads)
-            return (y if self.norm is None else self.norm(y)), tail
-        if self.convolution is not None:
-            y, tail = self.convolution(y, segment_ids=segment_ids, state=tail)
-        y = _FEATURE_MAPS[self.feature_map](y).reshape(heads)
-        if self.norm is not None:
-            y = self.norm(y)
-        return (l2_normalize(y) if self.unit_length else y), tail
-
-    def init_tail(self, batch_size: int, dtype: DTypeLike) -> Array | None:
-        """The convolution's tail before the first token."""
-        return None if self.convolution is None else self.convolution.init_state(batch_size, dtype)
-
-
 class RecurrentMixer(nnx.Module):
     """A token mixer over the axes: decay, gain, keys, solve."""
 
@@ -229,31 +177,37 @@ class RecurrentMixer(nnx.Module):
         self.config = config
         self.shape = shape
         convolution = config.convolution
+        projected = shape.key_size if shape.projected_key_size is None else shape.projected_key_size
+        self.tied_map = config.tie_feature_maps and isinstance(config.feature_map, FeatureMapConfig)
         self.query = Stream(
             shape,
             shape.key_heads * shape.pairs,
-            shape.key_size,
+            projected,
             convolution=convolution if convolution is not None and convolution.query else None,
             feature_map=config.feature_map,
             norm=config.query_norm,
+            use_bias=config.use_bias,
             rngs=rngs,
         )
         self.key = Stream(
             shape,
-            shape.key_heads * shape.pairs,
-            shape.key_size,
+            shape.key_heads * shape.pairs if shape.shared_heads is None else shape.shared_heads,
+            projected,
             convolution=convolution if convolution is not None and convolution.key else None,
             feature_map=config.feature_map,
+            borrows_map=self.tied_map,
             norm=config.key_norm,
+            use_bias=config.use_bias,
             rngs=rngs,
         )
         self.value = Stream(
             shape,
-            shape.value_heads,
+            shape.value_heads if shape.shared_heads is None else shape.shared_heads,
             shape.value_size,
             convolution=convolution if convolution is not None and convolution.value else None,
             feature_map=config.value_map,
             norm="none",
+            use_bias=config.use_bias,
             rngs=rngs,
         )
         check_decay_is_no_growth(config.decay, shape)
@@ -279,7 +233,7 @@ class RecurrentMixer(nnx.Module):
             segment_ids: ids of packed documents; convolution and state restart where the id changes. The first token
                 of a call continues the cache, whatever its id.
             positions: of each token, for mixers with rotary positions; None counts on from the cache, or from 0.
-            cache: None for the parallel pass; else what `init_cache` or the previous call gave, to continue from.
+            cache: None for the parallel pass; otherwise the cache of `init_cache` or of the previous call.
 
         Returns:
             Output `[B, T, D]`, and the next cache (None where none was given).
@@ -305,7 +259,7 @@ class RecurrentMixer(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         cache: MixerCache | None = None,
     ) -> tuple[Signals, MixerCache]:
-        """What the recurrence takes: keys, values, gates and decay.
+        """The inputs of the recurrence: keys, values, gates and decay.
 
         Args:
             x: input `[B, T, D]`.
@@ -314,12 +268,13 @@ class RecurrentMixer(nnx.Module):
             cache: as for the call.
 
         Returns:
-            The signals, and the next cache but for its `state`, which is None.
+            The signals, and the next cache without its `state`, which is None.
         """
         check_input("RecurrentMixer", x, self.shape.width)
         tails = (None, None, None) if cache is None else (cache.query_tail, cache.key_tail, cache.value_tail)
         query, query_tail = self.query(x, segment_ids=segment_ids, tail=tails[0])
-        key, key_tail = self.key(x, segment_ids=segment_ids, tail=tails[1])
+        borrowed = self.query.feature_map if self.tied_map else None
+        key, key_tail = self.key(x, segment_ids=segment_ids, tail=tails[1], feature_map=borrowed)
         value, value_tail = self.value(x, segment_ids=segment_ids, tail=tails[2])
 
         position = None
@@ -328,6 +283,9 @@ class RecurrentMixer(nnx.Module):
                 positions = running_positions(None if cache is None else cache.position, *x.shape[:2])
             query, key = self.config.rotary(query, positions), self.config.rotary(key, positions)
             position = positions[:, -1] + 1
+        if self.shape.shared_heads is not None:
+            key = jnp.repeat(key, self.shape.key_heads // key.shape[2], axis=2)
+            value = self.shape.repeat_key_heads(value)
 
         decay = self.decay(x)
         check_decay(self.config.decay, decay, self.shape, x.shape[:2])
@@ -354,8 +312,8 @@ class RecurrentMixer(nnx.Module):
         Args:
             batch_size: sequences B.
             max_length: of the sequences; a recurrent cache does not depend on it.
-            dtype: of the convolutions' tails; None is what the mixer computes in, which every call gives them. States
-                are float32 whatever it is.
+            dtype: of the convolutions' tails; None is the mixer's compute dtype, in which every call returns them.
+                States are always float32.
 
         Raises:
             ValueError: `batch_size` or `max_length` is no integer of at least 1.

@@ -1,4 +1,4 @@
-"""Norms: RMS norm with a learned scale, and the L2 norm of queries and keys."""
+"""Norms: RMS norm with a learned scale, and the norms of queries and keys."""
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,38 @@ def l2_normalize(x: Float[Array, "*axes K"], eps: float = 1e-6) -> Float[Array, 
     return (wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
+def l1_normalize(x: Float[Array, "*axes K"], eps: float = 1e-6) -> Float[Array, "*axes K"]:
+    """`x / max(sum |x|, eps)` over the last axis, computed in float32 at least, in `x`'s dtype.
+
+    Args:
+        x: vectors `[..., K]`.
+        eps: lower bound of the divisor.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide / jnp.maximum(jnp.sum(jnp.abs(wide), axis=-1, keepdims=True), eps)).astype(x.dtype)
+
+
+def sum_normalize(x: Float[Array, "*axes K"], eps: float = 1e-4) -> Float[Array, "*axes K"]:
+    """`x / (sum x + eps)` over the last axis, computed in float32 at least, in `x`'s dtype: for feature maps above 0.
+
+    Args:
+        x: vectors `[..., K]`.
+        eps: added to the sum.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide / (jnp.sum(wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """`x / sqrt(mean x^2 + eps) * scale` over the last axis, computed in float32 at least.
 
     Zhang and Sennrich, 2019 (arXiv 1910.07467). `scale` `[F]` starts at 1. With `zero_centred` the factor is
-    `1 + scale`, and `scale` starts at 0 (Gemma, Qwen3-Next): bfloat16 then holds small differences from 1.
+    `1 + scale`, and `scale` starts at 0 (Gemma, Qwen3-Next): bfloat16 then holds small differences from 1. With
+    `groups`, each of so many equal parts of the axis has its own mean (Mamba-2); `scale` stays `[F]`.
+    Without `use_scale` there is none.
+
+    Raises:
+        ValueError: a size is not positive, or the groups do not divide the features.
     """
 
     def __init__(
@@ -34,22 +61,31 @@ class RMSNorm(nnx.Module):
         features: int,
         *,
         eps: float = 1e-6,
+        groups: int = 1,
+        use_scale: bool = True,
         zero_centred: bool = False,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
     ):
         if features < 1:
             raise ValueError(f"RMSNorm: features is {features}, expected at least 1")
+        if groups < 1 or features % groups != 0:
+            raise ValueError(f"RMSNorm: groups is {groups}, expected a divisor of features = {features}")
         if eps <= 0:
             raise ValueError(f"RMSNorm: eps is {eps}, expected above 0")
         self.eps = eps
+        self.groups = groups
         self.dtype = dtype
         self.zero_centred = zero_centred
-        self.scale = nnx.Param(jnp.full((features,), 0 if zero_centred else 1, param_dtype))
+        self.scale = nnx.Param(jnp.full((features,), 0 if zero_centred else 1, param_dtype)) if use_scale else None
 
     def __call__(self, x: Float[Array, "*axes F"]) -> Float[Array, "*axes F"]:
         """Normalises the last axis; the result has the module's `dtype`."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        normalised = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        parts = wide if self.groups == 1 else wide.reshape(*wide.shape[:-1], self.groups, -1)
+        normalised = parts * jax.lax.rsqrt(jnp.mean(jnp.square(parts), axis=-1, keepdims=True) + self.eps)
+        normalised = normalised.reshape(wide.shape)
+        if self.scale is None:
+            return normalised.astype(self.dtype)
         scale = self.scale[...].astype(wide.dtype)
         return (normalised * (1 + scale if self.zero_centred else scale)).astype(self.dtype)

@@ -1,4 +1,4 @@
-"""What the parts of a mixer's configuration have in common: checked fields, and a form in plain values."""
+"""Base classes of the parts of a mixer's configuration: checked fields, and conversion to and from plain values."""
 
 import abc
 import dataclasses
@@ -12,7 +12,7 @@ from rnnlib.fields import check_fields
 
 @dataclasses.dataclass(frozen=True)
 class PartConfig:
-    """Configuration of a part of a mixer: a choice on an axis, or something that such a choice has.
+    """Configuration of a part of a mixer: a choice on an axis, or a part of such a choice.
 
     In plain values it is its class's name and the fields that are not at their defaults, such as
     `{"ApplyToKey": {"bound": 2.0}}`. A class of your own can be written like this as soon as it is defined, under a
@@ -83,7 +83,7 @@ def from_plain(value: Any) -> Any:
 
 
 def _part(name: Any) -> type[PartConfig] | None:
-    """The part of a name; of several definitions in one module, as by a notebook's cell, the last."""
+    """The part with a name. If one module defines it several times, as a notebook's cell may, the last one."""
     found = {part.__module__: part for part in _parts(PartConfig) if part.__name__ == name}
     if len(found) > 1:
         raise ValueError(f"{name}: there are parts of this name in {' and '.join(sorted(found))}, expected one: rename")

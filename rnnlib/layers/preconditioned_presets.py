@@ -1,8 +1,8 @@
 """The mixers of Preconditioned DeltaNet, and compositions of its preconditioners with the other papers' rules.
 
 Notation as in `rnnlib.layers.presets`; `A_t` is the diagonal Gram, `B_t` the stable preconditioner in [1/x, x], where x
-is 1.5. With `negative_eigenvalues=True` the gain of the delta rules here reaches `2 / x`; who overrides `keys.bound`
-overrides `gain.bound` with it.
+is 1.5. With `negative_eigenvalues=True` the gain of the delta rules here reaches `2 / x`; override `gain.bound`
+together with `keys.bound`.
 """
 
 from rnnlib.layers.base import MixerConfig
@@ -65,8 +65,8 @@ def pmamba2() -> MixerConfig:
 def mamba2_atk() -> MixerConfig:
     """Key-preconditioned Mamba-2, Tumma et al. 2026; `S_t = alpha_t S_{t-1} + beta_t B_t k_t v_t^T` (appendix G.3).
 
-    What online convex programming's view makes of the preconditioner where nothing is erased; the stable B_t, with
-    gates of its own, and the layer of P-Mamba-2.
+    The preconditioner of the online convex programming view for a rule that erases nothing: the stable B_t with gates
+    of its own, in the layer of P-Mamba-2.
     """
     return mixer_preset("gated_deltanet", keys=ApplyToKey(), solve=Offline(), output_gate=False)
 

@@ -24,7 +24,7 @@ from rnnlib.layers.keys import KeyMap, Keys, KeysConfig, StatelessKeyMap
 from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import PartConfig
 
-# x, the end of the interval that a preconditioner lies in: 1 is none, and up to 2 a gain of 1 is stable (lemma E.2).
+# x: a preconditioner lies in [1/x, x]. 1 is no preconditioner; up to 2 a gain of 1 is stable (lemma E.2).
 Bound = Annotated[float, Range(at_least=1, at_most=2)]
 
 
@@ -38,15 +38,21 @@ class GramConfig(PartConfig):
             for ATK, table 6). `"none"`: both are 1, equation 7.
         decay: of the preconditioner's own gates.
         unit_keys: gives the recurrence keys of unit length where the main recurrence's keep theirs.
+        heads: whether there is an A for each key head or, with gates of its own, for each value head.
     """
 
     gates: Literal["own", "tied", "none"] = "own"
     decay: DecayConfig = dataclasses.field(default=SoftplusDecay())
     unit_keys: bool = False
+    heads: Literal["key", "value"] = "key"
+
+    def shape_of(self, shape: MixerShape) -> MixerShape:
+        """The mixer's sizes as the Gram sees them: its heads are the key heads."""
+        return shape if self.heads == "key" else dataclasses.replace(shape, key_heads=shape.value_heads)
 
 
 class GramGates(nnx.Module):
-    """What drives the diagonal Gram: keys, decay and gain."""
+    """Computes the inputs of the diagonal Gram: keys, decay and gain."""
 
     def __init__(self, config: GramConfig, shape: MixerShape, *, rngs: nnx.Rngs):
         shape.expect_one_pair("GramConfig")
@@ -71,18 +77,18 @@ class GramGates(nnx.Module):
         if self.config.gates == "tied":
             gain = gates.beta if gates.beta is not None else gates.write
             if gain is not None and gain.ndim == 4:
-                gain = gates.erase  # a write gate per value channel has no place on a key; the erase gate has
+                gain = gates.erase  # A write gate per value channel cannot multiply a key; the erase gate can.
             return {"k": key, "log_decay": decay.log_decay, "gain": gain}
         own_gain = None if self.gain is None else self.gain(x, decay).beta
         return {"k": key, "log_decay": self.decay(x).log_decay, "gain": own_gain}
 
 
 class GramKeyMap(KeyMap):
-    """A key map whose state is the diagonal Gram, `[B, H, K]` float32."""
+    """A key map whose state is the diagonal Gram, `[B, H, K]` float32, with a head for each of the Gram's."""
 
     def __init__(self, gram: GramConfig, shape: MixerShape, *, rngs: nnx.Rngs):
-        self.shape = shape
-        self.gram = GramGates(gram, shape, rngs=rngs)
+        self.shape = gram.shape_of(shape)
+        self.gram = GramGates(gram, self.shape, rngs=rngs)
 
     def __call__(
         self,
@@ -96,6 +102,8 @@ class GramKeyMap(KeyMap):
         state: Any = None,
     ) -> tuple[Keys, Any]:
         """The preconditioned keys, and the diagonal Gram after the last token."""
+        if self.gram.config.heads == "value":
+            query, key = self.shape.repeat_key_heads(query), self.shape.repeat_key_heads(key)
         recurrence = self.gram(x, key, decay, gates) | {"initial_state": state, "segment_ids": segment_ids}
         return self.precondition(query, key, recurrence, decay, gates)
 
@@ -132,7 +140,7 @@ class ApplyToKey(KeysConfig):
         normalization: factor on the write key, of `rnnlib.ops.write_key_normalization`; the paper's is none (table 7).
         positive_center: learns log(center), as the paper writes, and not center, as its authors' code does. Keys of
             unit length have most of A below 1, so that a positive center leaves B mostly above 1.
-        initial_center: what `center` (or, where it is positive, its logarithm) starts at.
+        initial_center: the initial value of `center` or, with `positive_center`, of its logarithm.
         eps: added to A under the logarithm.
     """
 
@@ -158,7 +166,7 @@ class ApplyToKeyMap(GramKeyMap):
     def __init__(self, config: ApplyToKey, shape: MixerShape, *, rngs: nnx.Rngs):
         super().__init__(config.gram, shape, rngs=rngs)
         self.config = config
-        self.center = nnx.Param(jnp.full((shape.key_heads,), config.initial_center, jnp.float32))
+        self.center = nnx.Param(jnp.full((self.shape.key_heads,), config.initial_center, jnp.float32))
 
     def precondition(
         self, query: Array, key: Array, recurrence: dict[str, Any], decay: Decay, gates: Gates
@@ -166,7 +174,7 @@ class ApplyToKeyMap(GramKeyMap):
         """The write key beside query and read key."""
         gram_key = recurrence["k"] if self.config.gram.unit_keys else None
         options = recurrence | self._squash_options() | {"k": key, "gram_key": gram_key}
-        # For the sake of its gradient, which the preconditioner's gates add up over all that cancels.
+        # Unrounded because of its gradient: the gates' gradients are sums over it in which large terms cancel.
         options["write_key_dtype"] = self.shape.gate_dtype
         key, write_key, gram = ops.precondition_key(**options)
         if self.config.normalization is not None:
@@ -222,8 +230,8 @@ class ApplyToKeyMap(GramKeyMap):
 class ApplyToKeyUnstable(KeysConfig):
     """The write key of Sherman and Morrison's formula with the previous diagonal Gram, equation 8 and appendix F.1.2.
 
-    `k~_t = P k_t / (1 + k_t^T P k_t)`, `P = Diag(A_(t-1) + ridge)^-1`. What the stable form replaced: the paper found
-    it to train worse than no preconditioner (table 6).
+    `k~_t = P k_t / (1 + k_t^T P k_t)`, `P = Diag(A_(t-1) + ridge)^-1`. The paper found it to train worse than no
+    preconditioner (table 6) and uses the stable form instead.
 
     Attributes:
         gram: the recurrence of A.
@@ -258,7 +266,7 @@ class ApplyToKeyUnstableMap(GramKeyMap):
 
     def __init__(self, config: ApplyToKeyUnstable, shape: MixerShape, *, rngs: nnx.Rngs):
         super().__init__(config.gram, shape, rngs=rngs)
-        self.ridge = Ridge(config.initial_ridge, shape)
+        self.ridge = Ridge(config.initial_ridge, self.shape)
 
     def precondition(
         self, query: Array, key: Array, recurrence: dict[str, Any], decay: Decay, gates: Gates
@@ -295,7 +303,7 @@ class ApplyToQueryMap(GramKeyMap):
 
     def __init__(self, config: ApplyToQuery, shape: MixerShape, *, rngs: nnx.Rngs):
         super().__init__(config.gram, shape, rngs=rngs)
-        self.ridge = Ridge(config.initial_ridge, shape)
+        self.ridge = Ridge(config.initial_ridge, self.shape)
 
     def precondition(
         self, query: Array, key: Array, recurrence: dict[str, Any], decay: Decay, gates: Gates
@@ -359,7 +367,7 @@ class FixedPreconditioner(KeysConfig):
     """Writes along `B * k_t` with a learned B that is the same for every token: a preconditioner without recurrence.
 
     `B = bound^tanh(p)` with a `p` per channel of each key head, so that what `ApplyToKey` guarantees holds here too.
-    The control that tells the cost, or the use, of a write key from that of the diagonal Gram.
+    It is a control: it separates the cost and the use of a second key from those of the diagonal Gram.
 
     Attributes:
         bound: x; B lies in [1/x, x] and starts at 1.
@@ -425,7 +433,7 @@ class PreconditionedGain(GainConfig):
 
 
 class PreconditionedGate(Gain):
-    """Another gain's gates, what erases scaled by a constant."""
+    """Another gain's gates, with the erasing gate scaled by a constant."""
 
     def __init__(self, gain: Gain, scale: float):
         self.gain = gain
@@ -440,5 +448,5 @@ class PreconditionedGate(Gain):
     def normalize(
         self, gates: Gates, key: Float[Array, "B T H K"], write_key: Float[Array, "B T HX K"] | None = None
     ) -> Gates:
-        """As the gain inside does."""
+        """Normalises as the inner gain does."""
         return self.gain.normalize(gates, key, write_key)

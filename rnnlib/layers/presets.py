@@ -3,12 +3,12 @@
 An axis that a preset leaves out is as in DeltaNet: no decay, a sigmoid gain, plain keys, and the online solve.
 
 Below, `S` is `[K, V]` per head, `q, k` are rows of K and `v` of V channels, and `o = scale * S^T q` with
-`scale = K**-0.5` unless said otherwise. The papers write none (`scale=1.0`), their codes use flash-linear-attention's,
-which is this one. The norm behind it does not undo it: a new model's `o` is so small (1e-4 to 2e-3) that the norm's
-`eps` counts, and scale 1 makes a mixer's first outputs 1.4 to 8 times as large.
+`scale = K**-0.5` unless said otherwise. The papers' equations have no scale (`scale=1.0`); their code uses
+flash-linear-attention's, which is this one. The output norm does not cancel the scale: a new model's `o` is so small
+(1e-4 to 2e-3) that the norm's `eps` matters, and scale 1 makes a mixer's first outputs 1.4 to 8 times as large.
 
 Every choice can be overridden: `mixer_preset("gated_deltanet", decay=SoftplusDecay(channelwise=True))` is KDA's
-recurrence in Gated DeltaNet's dress.
+recurrence in Gated DeltaNet's layer.
 """
 
 import dataclasses
@@ -66,8 +66,8 @@ _PRESETS: dict[str, MixerPreset] = {}
 def register_preset(title: str, paper: str) -> Callable[[Callable[[], MixerConfig]], Callable[[], MixerConfig]]:
     """Registers the decorated function, under its name, as a preset: it returns the configuration.
 
-    Models and files name it; whatever reads them, commands among them, runs after this has. A function that is defined
-    again, as by a notebook's cell that is run again, takes its own place.
+    Models and files refer to a preset by its name, so register it before code or a command reads them. A function that
+    is defined again, as when a notebook's cell is run twice, replaces itself.
 
     Example:
         >>> @register_preset("KDA with a decay per head", "composition, 2026")
@@ -97,13 +97,12 @@ def register_preset(title: str, paper: str) -> Callable[[Callable[[], MixerConfi
     return register
 
 
-# PyTorch's default filter, which about keeps a stream's size; N(0, 0.02), the default here, shrinks it fifteenfold. It
-# is what gains need that depend on the keys' length (Longhorn's, EFLA's), and what models start from whose code sets no
-# other.
+# PyTorch's default filter roughly keeps a stream's size; N(0, 0.02), the default here, makes it fifteen times smaller.
+# Gains that depend on the keys' length (Longhorn's, EFLA's) need it, and models whose code sets no other start from it.
 _LENGTH_PRESERVING = ConvolutionConfig(initializer=Initializer("fan_in_uniform", 1.0))
 
 
-# Queries, keys and values straight from their projections.
+# Queries, keys and values as their projections give them.
 _STREAMS_AS_PROJECTED: dict[str, Any] = {
     "convolution": None,
     "feature_map": "identity",
@@ -280,7 +279,7 @@ def comba() -> MixerConfig:
     Read by `q_t - d k_t`. `s = sigmoid(b)` and `d` are learned per head; the feedback reads the state before it decays,
     so the erase gate is `s beta_t / alpha_t` (Preconditioned DeltaNet, table 2). Sigmoid output gate. The authors' code
     corrects the query before the norms, and its kernels then normalise `s k`, which takes `s` out again; here the
-    equation holds.
+    equation holds. `CorrectionBeforeNorms` gives theirs.
     """
     return RecurrentMixerConfig(
         decay=SoftplusDecay(), gain=CombaGain(), keys=OutputCorrection(), readout=ReadoutConfig(gate="sigmoid")

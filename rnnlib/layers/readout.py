@@ -23,18 +23,24 @@ class ReadoutConfig(PartConfig):
         gate_rank: of the gate's projection: None is full rank, `"value_size"` is V.
         gate_bias: whether the gate's projection has a bias.
         gate_first: gates before the norm (Mamba-2, `norm(o * silu(z))`) instead of after it.
-        norm: RMS norm of each value head, of all heads together, or none.
+        norm: RMS norm of each value head, of all heads together, of the value heads that share a key head together
+            (`"group"`, Mamba-2 with several groups), or none. Its scale is `[V]` for `"head"`, else `[HV * V]`.
+        norm_scale: whether the norm has a learned scale.
         eps: of the norm.
-        skip: adds `D v` with a learned `D` per value head, starting at 1, to the recurrence's output (Mamba-2).
+        skip: adds `D v` with a learned `D`, starting at 1, to the recurrence's output (Mamba-2): one per value head, or
+            with `"channel"` one per channel of each, `[HV * V]`.
+        use_bias: whether the output's projection has a bias.
     """
 
     gate: Literal["none", "silu", "sigmoid"] = "silu"
     gate_rank: Rank = None
     gate_bias: bool = False
     gate_first: bool = False
-    norm: Literal["head", "all", "none"] = "head"
+    norm: Literal["head", "all", "group", "none"] = "head"
     eps: float = 1e-6
-    skip: bool = False
+    skip: bool | Literal["channel"] = False
+    use_bias: bool = False
+    norm_scale: bool = True
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "Readout":
         """Builds the module. A class of your own may give another, which is called as `Readout` is."""
@@ -48,7 +54,8 @@ class Readout(nnx.Module):
         self.config = config
         self.shape = shape
         features = shape.value_heads * shape.value_size
-        self.skip = nnx.Param(jnp.ones((shape.value_heads,), shape.param_dtype)) if config.skip else None
+        skipped = features if config.skip == "channel" else shape.value_heads
+        self.skip = nnx.Param(jnp.ones((skipped,), shape.param_dtype)) if config.skip else None
         self.gate = (
             None
             if config.gate == "none"
@@ -58,9 +65,16 @@ class Readout(nnx.Module):
         self.norm = (
             None
             if config.norm == "none"
-            else RMSNorm(normalised, eps=config.eps, dtype=shape.gate_dtype, param_dtype=shape.param_dtype)
+            else RMSNorm(
+                normalised,
+                eps=config.eps,
+                groups=shape.key_heads if config.norm == "group" else 1,
+                use_scale=config.norm_scale,
+                dtype=shape.gate_dtype,
+                param_dtype=shape.param_dtype,
+            )
         )
-        self.output = shape.linear(features, shape.width, rngs=rngs)
+        self.output = shape.linear(features, shape.width, use_bias=config.use_bias, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "B T D"], out: Float[Array, "B T HV V"], value: Float[Array, "B T HV V"]
@@ -68,12 +82,13 @@ class Readout(nnx.Module):
         """Reads the recurrence's output `out`; `x` is the mixer's input, `value` what was written."""
         y = out.astype(self.shape.gate_dtype)
         if self.skip is not None:
-            y = y + self.skip[...].astype(y.dtype)[:, None] * value.astype(y.dtype)
+            skip = self.skip[...].astype(y.dtype).reshape(self.shape.value_heads, -1)
+            y = y + skip * value.astype(y.dtype)
         gate = self._gate(x)
         if gate is not None and self.config.gate_first:
             y = y * gate
         if self.norm is not None:
-            flat = y.reshape(*y.shape[:2], -1) if self.config.norm == "all" else y
+            flat = y if self.config.norm == "head" else y.reshape(*y.shape[:2], -1)
             y = self.norm(flat).reshape(y.shape)
         if gate is not None and not self.config.gate_first:
             y = y * gate

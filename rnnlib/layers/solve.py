@@ -160,13 +160,24 @@ class OnlineSolver(MatrixStateSolver):
 
 @dataclasses.dataclass(frozen=True)
 class Offline(SolveConfig):
-    """Linear attention, `S_t = D_t S_(t-1) + k~_t (w_t v_t)^T`: nothing is erased."""
+    """Linear attention, `S_t = D_t S_(t-1) + k~_t (w_t v_t)^T`: nothing is erased.
+
+    Attributes:
+        normalize: divides the output by `scale * z_t.q_t + 1e-10`, `z_t = D_t z_(t-1) + w_t k~_t`: weights of the past
+            that add up to 1 (Katharopoulos et al., 2020, arXiv 2006.16236). For feature maps above 0.
+    """
 
     words = "offline"
 
+    normalize: bool = False
+
     def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "OfflineSolver":
         """Builds the module."""
-        return OfflineSolver(shape, options)
+        return (NormalizedOfflineSolver if self.normalize else OfflineSolver)(shape, options)
+
+    def describe(self) -> str:
+        """The axis in a few words, for the table of mixers."""
+        return "offline, over the sum of weights" if self.normalize else self.words
 
     def erases(self) -> bool:
         """It decays alone."""
@@ -209,3 +220,50 @@ class OfflineSolver(MatrixStateSolver):
             chunk_size=self.options.chunk_size,
             implementation=self.options.implementation,
         )
+
+
+class NormalizedState(NamedTuple):
+    """What a solver with a denominator carries, float32.
+
+    Attributes:
+        memory: `[B, HV, K, V]`, linear attention's state.
+        weight: `[B, HV, K]`, z, the sum of the keys.
+    """
+
+    memory: Array
+    weight: Array
+
+
+class NormalizedOfflineSolver(OfflineSolver):
+    """Linear attention of values with a channel more, which is 1: that channel's output is the denominator."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        signals: Signals,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: Any = None,
+    ) -> tuple[Float[Array, "B T HV V"], Any]:
+        """Output and next state.
+
+        Raises:
+            ValueError: the gain gives an erase gate, or a write gate per value channel.
+        """
+        if signals.gates.write is not None and signals.gates.write.ndim == 4:
+            raise ValueError("Offline: normalize takes a write gate per head, not per value channel")
+        wide, dtype = self.shape.gate_dtype, signals.value.dtype
+        value, keys = signals.value.astype(wide), signals.keys
+        keys = Keys(keys.query.astype(wide), keys.written.astype(wide))
+        value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
+        if state is not None:
+            state = jnp.concatenate([state.memory, state.weight[..., None]], axis=-1)
+        signals = signals._replace(keys=keys, value=value)
+        out, state = super().__call__(x, signals, segment_ids=segment_ids, state=state)
+        state = NormalizedState(state[..., :-1], state[..., -1])
+        return (out[..., :-1] / (out[..., -1:] + 1e-10)).astype(dtype), state
+
+    def init_state(self, batch_size: int) -> Any:
+        """The state before the first token: zeros."""
+        memory = super().init_state(batch_size)
+        return NormalizedState(memory, memory[..., 0])

@@ -332,13 +332,13 @@ def test_sizes_that_do_not_come_out_are_named(options, width, heads, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RecurrentMixerConfig(feature_map="gelu"), "feature_map is 'gelu', expected 'identity', 'silu'"),
-        (lambda: RecurrentMixerConfig(key_norm="l1"), "key_norm is 'l1', expected 'none', 'l2' or 'rms'"),
+        (lambda: RecurrentMixerConfig(feature_map="tanh"), "feature_map is 'tanh', expected 'identity', 'silu'"),
+        (lambda: RecurrentMixerConfig(key_norm="l3"), "key_norm is 'l3', expected 'none', 'l2', 'rms', 'l1' or 'sum'"),
         (lambda: RecurrentMixerConfig(key_expansion=0.0), "key_expansion is 0.0, expected a number above 0"),
         (lambda: RecurrentMixerConfig(head_dim=0), "head_dim is 0, expected an integer of at least 1 or None"),
         (lambda: build(initializer=Initializer("ones")), "kind is 'ones', expected 'normal'"),
         (lambda: ReadoutConfig(gate="tanh"), "gate is 'tanh', expected 'none', 'silu' or 'sigmoid'"),
-        (lambda: ReadoutConfig(norm="batch"), "norm is 'batch', expected 'head', 'all' or 'none'"),
+        (lambda: ReadoutConfig(norm="batch"), "norm is 'batch', expected 'head', 'all', 'group' or 'none'"),
         (lambda: mixer_preset("deltanet", **{"convolution.size": 0}), "size is 0, expected an integer of at least 1"),
         (lambda: build(decay=SoftplusDecay(rate=(2.0, 1.0))), r"rate is \(2.0, 1.0\), expected 0 <= low <= high"),
         (lambda: build(decay=SoftplusDecay(step=(0.0, 1.0))), r"step is \(0.0, 1.0\), expected 0 < low <= high"),

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import numpy as np
 import pytest
 import yaml
 from flax import nnx
@@ -28,11 +27,9 @@ from .mamba3_reference import MAMBA3_LAYERS
 from .preconditioned_reference import PRECONDITIONED_LAYERS
 from .reference import LAYERS as PLAIN_LAYERS
 from .ridge_reference import RIDGE_LAYERS
-from .tiny import HEADS, WIDTH, compiled, inputs, parameters, relative_error, tiny
+from .tiny import HEADS, WIDTH, check_documents, check_pieces, parallel_pass, parameters, tiny
 
 LAYERS = PLAIN_LAYERS | MAMBA3_LAYERS | PRECONDITIONED_LAYERS | RIDGE_LAYERS
-LENGTH = 70
-DOCUMENTS = (31, 1, 38)  # lengths: boundaries inside a chunk, and a document of one token
 
 
 def test_every_preset_has_a_reference():
@@ -40,43 +37,21 @@ def test_every_preset_has_a_reference():
 
 
 @functools.cache
-def parallel_pass(name):
-    """A mixer, its compiled call, and what it gives in parallel: computed once for the tests below."""
+def tiny_pass(name):
+    """A mixer and its parallel pass: computed once for the tests below."""
     module = tiny(name)
-    call = compiled(module)
-    x = inputs(2, LENGTH)
-    # The first row is one document, the second three; the last of them has the first one's id again.
-    ids = np.stack([np.full(LENGTH, 4), np.repeat([7, 3, 7], DOCUMENTS)]).astype(np.int32)
-    y, cache = call(x, ids)
-    assert cache is None
-    return module, call, x, ids, np.asarray(y)
+    return module, *parallel_pass(module)
 
 
 @pytest.mark.parametrize("name", mixer_names())
 def test_mixer_is_the_papers_layer(name):
-    module, _, x, _, y = parallel_pass(name)
-    p, wide = parameters(module), np.asarray(x, np.float64)
-    assert relative_error(y[0], LAYERS[name](p, wide[0])) < 1e-5
-    documents = np.split(wide[1], np.cumsum(DOCUMENTS)[:-1])
-    assert relative_error(y[1], np.concatenate([LAYERS[name](p, document) for document in documents])) < 1e-5
+    module, _, x, _, y = tiny_pass(name)
+    check_documents(LAYERS[name], module, x, y)
 
 
 @pytest.mark.parametrize("name", mixer_names())
 def test_prefill_in_pieces_and_decoding_give_the_parallel_pass(name):
-    module, call, x, ids, expected = parallel_pass(name)
-    cache = module.init_cache(2, 96, np.float32)
-    sizes = [leaf.shape for leaf in jax.tree.leaves(cache)]
-    pieces, start = [], 0
-    # The second row's documents end inside the first piece: all but the last are what left padding is.
-    for length in (33, 33, 1, 1, 1, 1):
-        piece = slice(start, start + length)
-        y, cache = call(x[:, piece], ids[:, piece], cache)
-        pieces.append(y)
-        start += length
-        assert [leaf.shape for leaf in jax.tree.leaves(cache)] == sizes
-    actual = np.concatenate(pieces, axis=1)
-    np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=0)
-    assert relative_error(actual, expected) < 1e-5
+    check_pieces(*tiny_pass(name))
 
 
 # Parameters of a mixer at the default tiny size, counted by hand: d = width, 2 heads of K = V = 8.

@@ -9,6 +9,10 @@ from rnnlib.layers import mixer_preset
 
 WIDTH, HEADS = 16, 2
 
+# A packed row: boundaries inside a chunk, and a document of one token.
+LENGTH = 70
+DOCUMENTS = (31, 1, 38)
+
 # Sizes of the presets whose own do not fit a tiny model.
 SMALL = {name: {"key_head_dim": 8} for name in ("mamba2", "mamba3", "mamba3_mimo")}
 SMALL["sliding_window_attention"] = {"window": 5}
@@ -58,3 +62,40 @@ def parameters(module):
 def relative_error(actual, expected):
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+def parallel_pass(module):
+    """A mixer's compiled call, its inputs and segment ids, and what it gives in parallel.
+
+    The first row is one document, the second three; the last of them has the first one's id again.
+    """
+    call, x = compiled(module), inputs(2, LENGTH)
+    ids = np.stack([np.full(LENGTH, 4), np.repeat([7, 3, 7], DOCUMENTS)]).astype(np.int32)
+    y, cache = call(x, ids)
+    assert cache is None
+    return call, x, ids, np.asarray(y)
+
+
+def check_documents(layer, module, x, y):
+    """The parallel pass is the layer in NumPy, alone and packed."""
+    p, wide = parameters(module), np.asarray(x, np.float64)
+    assert relative_error(y[0], layer(p, wide[0])) < 1e-5
+    documents = np.split(wide[1], np.cumsum(DOCUMENTS)[:-1])
+    assert relative_error(y[1], np.concatenate([layer(p, document) for document in documents])) < 1e-5
+
+
+def check_pieces(module, call, x, ids, expected):
+    """Pieces and single tokens from a cache of constant size give the parallel pass."""
+    cache = module.init_cache(2, 96, np.float32)
+    sizes = [leaf.shape for leaf in jax.tree.leaves(cache)]
+    pieces, start = [], 0
+    # The second row's documents end inside the first piece: all but the last are what left padding is.
+    for length in (33, 33, 1, 1, 1, 1):
+        piece = slice(start, start + length)
+        y, cache = call(x[:, piece], ids[:, piece], cache)
+        pieces.append(y)
+        start += length
+        assert [leaf.shape for leaf in jax.tree.leaves(cache)] == sizes
+    actual = np.concatenate(pieces, axis=1)
+    np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=0)
+    assert relative_error(actual, expected) < 1e-5

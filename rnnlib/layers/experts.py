@@ -1,0 +1,289 @@
+"""Experts: a router chooses a few of many feed-forwards for each token."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from rnnlib import ops
+from rnnlib.fields import NaturalNumber, PositiveInteger, PositiveNumber, Range
+from rnnlib.layers.feed_forward import FeedForwardConfig, SwiGLU
+from rnnlib.layers.part import PartConfig
+from rnnlib.ops.sharding import dot_general_over_mesh
+
+Coefficient = Annotated[float | int, Range(at_least=0)]
+
+# Added to the sum that weights are divided by, as DeepSeek-V3's code does: sigmoids may all be 0.
+_SMALLEST_SUM = 1e-20
+
+
+class RouterLoss(nnx.Variable):
+    """What a router adds to the training loss, a scalar times its coefficient; see `with_router_losses`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig(PartConfig):
+    """How a router chooses experts and weighs their outputs, in float32 or wider.
+
+    The default is that of Qwen3-Next and Mixtral (arXiv 2401.04088): the largest of a softmax over all experts, over
+    their sum. DeepSeek-V3's (arXiv 2412.19437, section 2.1.2) and Kimi Linear's is
+    `RouterConfig("sigmoid", correction_bias=True, groups=..., groups_kept=..., scale=...)`.
+
+    Attributes:
+        scores: `softmax(W x)` over all experts, or `sigmoid(W x)` of each.
+        renormalize: the weights of the chosen are their scores over the sum of these; or their scores as they are.
+        correction_bias: experts are chosen by their score plus a bias per expert. The bias does not enter the weights,
+            and its gradient is 0: losses do not train it.
+        groups: the number of groups that the experts are divided into, in order.
+        groups_kept: the number of groups that a token may choose from: those with the largest sum of their two best
+            scores.
+        scale: multiplies the weights.
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    correction_bias: bool = False
+    groups: PositiveInteger = 1
+    groups_kept: PositiveInteger = 1
+    scale: PositiveNumber = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.groups_kept > self.groups:
+            raise ValueError(f"RouterConfig: groups_kept is {self.groups_kept}, expected at most groups={self.groups}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts(FeedForwardConfig):
+    """Each token goes through a few of many SwiGLUs and, optionally, through one that all tokens share.
+
+    `sum_e w_e expert_e(x) + shared(x)`, where the shared expert may have a gate, `sigmoid(w x)` (Qwen). No token is
+    dropped: see `rnnlib.ops.expert_mixture`.
+
+    Attributes:
+        num_experts: how many there are, E.
+        experts_per_token: how many of them a token goes through.
+        width: hidden width of each; None is that of the model's SwiGLUs.
+        router: how they are chosen.
+        shared_width: hidden width of the shared expert, 0 for none. Several are one of their widths' sum.
+        shared_gate: the shared expert's output is multiplied by a gate, one number a token.
+        load_balancing: coefficient of `E sum_e f_e p_e` in the training loss, with the share f of choices and the mean
+            score p of each expert over the tokens (Switch Transformer, arXiv 2101.03961, equation 4; scores are over
+            their sum). It is 1 where all are chosen alike, and added up over layers.
+        z_loss: coefficient of the mean of `logsumexp(W x)^2` over the tokens (ST-MoE, arXiv 2202.08906, equation 5).
+    """
+
+    num_experts: PositiveInteger = 8
+    experts_per_token: PositiveInteger = 2
+    width: PositiveInteger | None = None
+    router: RouterConfig = dataclasses.field(default_factory=RouterConfig)
+    shared_width: NaturalNumber = 0
+    shared_gate: bool = False
+    load_balancing: Coefficient = 0.0
+    z_loss: Coefficient = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        experts, router = self.num_experts, self.router
+        if experts % router.groups:
+            raise ValueError(f"Experts: num_experts is {experts}, expected a multiple of router.groups={router.groups}")
+        most = experts // router.groups * router.groups_kept
+        if self.experts_per_token > most:
+            raise ValueError(
+                f"Experts: experts_per_token is {self.experts_per_token}, expected at most the {most} to choose from"
+            )
+        if self.shared_gate and not self.shared_width:
+            raise ValueError("Experts: shared_gate is True, expected shared_width above 0 with it")
+
+    def build(
+        self,
+        width: int,
+        hidden_width: int,
+        *,
+        initializer_std: float,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ) -> "ExpertMixture":
+        """Builds the module; arguments as `FeedForwardConfig.build`.
+
+        Raises:
+            ValueError: neither this configuration nor the model gives the width of an expert.
+        """
+        return ExpertMixture(
+            self,
+            width,
+            self._width(hidden_width),
+            initializer_std=initializer_std,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+    def _width(self, hidden_width: int) -> int:
+        if self.width is None and not hidden_width:
+            raise ValueError("Experts: width is None in a model whose mlp_width is 0, expected the experts' width")
+        return hidden_width if self.width is None else self.width
+
+    def least_parameters(self, width: int, hidden_width: int) -> int:
+        """Parameters of all experts."""
+        return 3 * width * (self.num_experts * self._width(hidden_width) + self.shared_width)
+
+    def describe(self, hidden_width: int) -> str:
+        """The number and width of the experts."""
+        shared = f", one shared of {self.shared_width}" if self.shared_width else ""
+        return f"{self.experts_per_token} of {self.num_experts} experts of width {self._width(hidden_width)}{shared}"
+
+
+class Router(nnx.Module):
+    """Chooses experts for tokens.
+
+    Attributes:
+        projection: from the model's width to one logit an expert.
+        correction_bias: `[E]` float32, or None.
+    """
+
+    def __init__(self, config: Experts, width: int, *, initializer_std: float, dtype, param_dtype, rngs: nnx.Rngs):
+        """Builds the projection; arguments as `FeedForwardConfig.build`."""
+        self.config = config
+        self.projection = nnx.Linear(
+            width,
+            config.num_experts,
+            use_bias=False,
+            kernel_init=nnx.initializers.normal(initializer_std),
+            dtype=jnp.promote_types(dtype, jnp.float32),
+            param_dtype=param_dtype,
+            precision=jax.lax.Precision.HIGHEST,  # In float32: rounding a logit could change the choice.
+            dot_general=dot_general_over_mesh,
+            rngs=rngs,
+        )
+        has_bias = config.router.correction_bias
+        self.correction_bias = nnx.Param(jnp.zeros([config.num_experts], jnp.float32)) if has_bias else None
+
+    def __call__(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Int[Array, "B T S"], Float[Array, "B T S"], Float[Array, "B T E"]]:
+        """The chosen experts of each token, their weights, and the logits of all."""
+        config = self.config.router
+        logits = self.projection(x)
+        scores = jax.nn.softmax(logits) if config.scores == "softmax" else jax.nn.sigmoid(logits)
+        choices = self._choose(jax.lax.stop_gradient(scores))
+        # Selected by comparison, because the gradient of indexing is a scatter-add.
+        is_chosen = choices[..., None] == jnp.arange(self.config.num_experts)
+        weights = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0), axis=-1)
+        if config.renormalize:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _SMALLEST_SUM)
+        return choices, weights * config.scale, logits
+
+    def _choose(self, scores: Array) -> Array:
+        config = self.config.router
+        if self.correction_bias is not None:
+            scores = scores + jax.lax.stop_gradient(self.correction_bias[...])
+        if config.groups > 1:
+            groups = scores.reshape(*scores.shape[:-1], config.groups, -1)
+            best = jax.lax.top_k(groups, min(2, groups.shape[-1]))[0].sum(axis=-1)
+            kept = jax.lax.top_k(best, config.groups_kept)[1]
+            is_kept = jnp.any(kept[..., None] == jnp.arange(config.groups), axis=-2)
+            scores = jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(scores.shape)
+        return jax.lax.top_k(scores, self.config.experts_per_token)[1]
+
+
+class ExpertMixture(nnx.Module):
+    """`sum_e w_e expert_e(x)`, and the shared expert's output where there is one; see `Experts`.
+
+    Attributes:
+        router: chooses experts and weighs them.
+        gate: `[E, D, F]`, the experts' matrices in front of the SiLU.
+        up: `[E, D, F]`.
+        down: `[E, F, D]`.
+        shared: a `SwiGLU`, or None.
+        shared_gate: a projection to one channel, or None.
+    """
+
+    def __init__(
+        self,
+        config: Experts,
+        width: int,
+        hidden_width: int,
+        *,
+        initializer_std: float,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        """Builds router and experts of `hidden_width`; other arguments as `FeedForwardConfig.build`."""
+        self.config = config
+        self.dtype = dtype
+        init = nnx.initializers.normal(initializer_std)
+        wide, narrow = (config.num_experts, width, hidden_width), (config.num_experts, hidden_width, width)
+        self.router = Router(
+            config, width, initializer_std=initializer_std, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.gate = nnx.Param(init(rngs.params(), wide, param_dtype))
+        self.up = nnx.Param(init(rngs.params(), wide, param_dtype))
+        self.down = nnx.Param(init(rngs.params(), narrow, param_dtype))
+        dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+        shared = config.shared_width
+        self.shared = SwiGLU(width, shared, initializer_std=initializer_std, rngs=rngs, **dtypes) if shared else None
+        self.shared_gate = (
+            nnx.Linear(
+                width, 1, use_bias=False, kernel_init=init, dot_general=dot_general_over_mesh, rngs=rngs, **dtypes
+            )
+            if config.shared_gate
+            else None
+        )
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Applies the experts to `[B, T, D]` activations; the result has the compute dtype."""
+        x = x.astype(self.dtype)
+        choices, weights, logits = self.router(x)
+        out = ops.expert_mixture(x, choices, weights, self.gate[...], self.up[...], self.down[...])
+        if self.has_losses and hasattr(self, "__captures__"):  # Read by `nnx.capture`.
+            self.sow(RouterLoss, "router_loss", self._losses(choices, logits))
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            shared = shared * jax.nn.sigmoid(self.shared_gate(x).astype(wide)).astype(shared.dtype)
+        return out + shared
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether the router adds to the training loss."""
+        return bool(self.config.load_balancing or self.config.z_loss)
+
+    def _losses(self, choices: Array, logits: Array) -> Array:
+        config = self.config
+        axes = tuple(range(logits.ndim - 1))
+        loss = config.z_loss * jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)))
+        if config.load_balancing:
+            scores = jax.nn.softmax(logits) if config.router.scores == "softmax" else jax.nn.sigmoid(logits)
+            scores = scores / (jnp.sum(scores, axis=-1, keepdims=True) + _SMALLEST_SUM)
+            share = jnp.mean(choices[..., None] == jnp.arange(config.num_experts), axis=(*axes, -2), dtype=scores.dtype)
+            balance = config.num_experts * jnp.sum(share * jnp.mean(scores, axis=axes))
+            loss = loss + config.load_balancing * balance
+        return loss
+
+
+def with_router_losses[Result](function: Callable[[nnx.Module], Result], model: nnx.Module) -> tuple[Result, Array]:
+    """`function(model)`, and the sum of the routers' losses times their coefficients.
+
+    Args:
+        function: runs the model, such as `lambda model: model.hidden(tokens)`.
+        model: any module. Give a copy: it gets empty variables for the values that its parts sow.
+
+    Returns:
+        The result, and a scalar: 0 where no router has a coefficient.
+    """
+    parts = (part for _, part in nnx.iter_modules(model))
+    if not any(isinstance(part, ExpertMixture) and part.has_losses for part in parts):
+        return function(model), jnp.zeros([])
+    result, losses = nnx.capture(function, RouterLoss)(model)
+    return result, sum(jax.tree.leaves(losses), jnp.zeros([]))

@@ -1,0 +1,79 @@
+"""The feed-forward half of a block: a SwiGLU, and the base class of other feed-forwards' configurations."""
+
+import abc
+import dataclasses
+import functools
+
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from rnnlib.layers.part import PartConfig
+from rnnlib.ops.sharding import dot_general_over_mesh
+
+
+class SwiGLU(nnx.Module):
+    """Gated feed-forward `W_down (silu(W_gate x) * W_up x)`, without biases."""
+
+    def __init__(self, width: int, hidden_width: int, *, initializer_std: float, dtype, param_dtype, rngs: nnx.Rngs):
+        """Builds the three maps.
+
+        Args:
+            width: width of input and output, `D`.
+            hidden_width: width in between.
+            initializer_std: standard deviation of the initial weights.
+            dtype: dtype of the products.
+            param_dtype: dtype of the weights.
+            rngs: source of the initial weights.
+        """
+        linear = functools.partial(
+            nnx.Linear,
+            use_bias=False,
+            kernel_init=nnx.initializers.normal(initializer_std),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            dot_general=dot_general_over_mesh,
+            rngs=rngs,
+        )
+        self.gate = linear(width, hidden_width)
+        self.up = linear(width, hidden_width)
+        self.down = linear(hidden_width, width)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Applies the block to `[B, T, D]` activations."""
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedForwardConfig(PartConfig, abc.ABC):
+    """Configuration of a layer's feed-forward that is not the model's SwiGLU."""
+
+    @abc.abstractmethod
+    def build(
+        self,
+        width: int,
+        hidden_width: int,
+        *,
+        initializer_std: float,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ) -> nnx.Module:
+        """Builds the module, which maps `[B, T, D]` to `[B, T, D]`.
+
+        Args:
+            width: the model's width D.
+            hidden_width: hidden width of the model's SwiGLUs, used if the configuration gives none; 0 for none.
+            initializer_std: standard deviation of the initial weights.
+            dtype: dtype of the products.
+            param_dtype: dtype of the weights.
+            rngs: source of the initial weights.
+        """
+
+    def least_parameters(self, width: int, hidden_width: int) -> int:
+        """A lower bound on the module's parameters; arguments as `build`'s."""
+        return 0
+
+    def describe(self, hidden_width: int) -> str:
+        """The module in a few words, for a table of a model's parts."""
+        return type(self).__name__
