@@ -9,9 +9,10 @@ from rnnlib.models.config import (
     two_global_attention_layers,
 )
 from rnnlib.models.decoder import Block, DecoderCache, DecoderLM, SwiGLU, put_rows, take_rows
-from rnnlib.models.decoding import Continuation, Decoder
-from rnnlib.models.generation import NaNLogitsError, Sampling, generate, sample, stream
+from rnnlib.models.decoding import Continuation, Decoder, Generated, generate
+from rnnlib.models.generation import NaNLogitsError, Sampling, sample, stream
 from rnnlib.models.presets import ModelPreset, model_preset, preset_details, preset_names
+from rnnlib.models.scoring import Scores, score
 from rnnlib.models.summary import ParameterCount, abstract_model, cache_bytes, count_parameters, summary
 from rnnlib.models.weights import load_weights, save_weights
 
@@ -21,11 +22,13 @@ __all__ = [
     "Decoder",
     "DecoderCache",
     "DecoderLM",
+    "Generated",
     "ModelConfig",
     "ModelPreset",
     "NaNLogitsError",
     "ParameterCount",
     "Sampling",
+    "Scores",
     "SwiGLU",
     "abstract_model",
     "attention_at",
@@ -41,6 +44,7 @@ __all__ = [
     "put_rows",
     "sample",
     "save_weights",
+    "score",
     "stream",
     "summary",
     "swiglu_width",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import jax.numpy as jnp
 
 from rnnlib.fields import PositiveInteger, PositiveNumber, Range, check_fields
+from rnnlib.layers.feed_forward import FeedForwardConfig
 from rnnlib.layers.part import from_plain, to_plain
 from rnnlib.layers.presets import mixer_names
 
@@ -43,7 +44,8 @@ class ModelConfig:
     Attributes:
         vocabulary_size: number of tokens; the logits' last axis.
         width: width of the residual stream, `D`.
-        num_layers: number of blocks; each is a mixer and a SwiGLU feed-forward, normalised as `norm_positions` says.
+        num_layers: number of blocks; each is a mixer and a feed-forward (a SwiGLU, or as `feed_forwards` says),
+            normalised as `norm_positions` says.
         num_heads: heads of the recurrent mixers, and of attention where `attention_heads` is None.
         mixers: names of `rnnlib.layers.presets.mixer_names()`, repeated cyclically over the layers: one name for a
             plain model, two for every other layer, as many as there are layers for an explicit pattern. Several
@@ -60,6 +62,10 @@ class ModelConfig:
         rope_base: base of the rotary positions of attention layers; None for the layer's default.
         mlp_ratio: size of the feed-forward, see `swiglu_width`; 0 leaves the feed-forward blocks out.
         mlp_width: hidden width of the feed-forward, in place of the one that follows from `mlp_ratio`.
+        feed_forwards: what feed-forward each layer has, repeated cyclically over the layers as `mixers` are: `"dense"`
+            for a SwiGLU of the width above, or a part such as `Experts(num_experts=64, width=512)`, which may be given
+            in plain values, `{"Experts": {"num_experts": 64, "width": 512}}`. With `scan_layers` one entry, or one for
+            each of `mixers`.
         tie_embeddings: read the logits out with the embedding matrix.
         norm_eps: added to the mean square in every RMSNorm of the residual stream.
         norm_positions: where a block's two norms stand, repeated cyclically over the layers as `mixers` are:
@@ -100,6 +106,7 @@ class ModelConfig:
     remat: bool = False
     remat_keeps: Literal["input", "products"] = "input"
     scan_layers: bool = False
+    feed_forwards: Any = ("dense",)
 
     def __post_init__(self):
         if isinstance(self.mixers, str):
@@ -111,7 +118,20 @@ class ModelConfig:
         elif isinstance(self.norm_positions, Iterable):
             object.__setattr__(self, "norm_positions", tuple(self.norm_positions))
         object.__setattr__(self, "mixer_overrides", self._frozen_overrides())
+        object.__setattr__(self, "feed_forwards", self._feed_forward_parts())
         self._check()
+
+    def _feed_forward_parts(self) -> tuple[FeedForwardConfig | Literal["dense"], ...]:
+        given = self.feed_forwards
+        single = isinstance(given, str | Mapping | FeedForwardConfig) or not isinstance(given, Iterable)
+        try:
+            entries = tuple(map(from_plain, (given,) if single else given))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"feed_forwards: {error}") from error
+        for entry in entries:
+            if entry != "dense" and not isinstance(entry, FeedForwardConfig):
+                raise ValueError(f"feed_forwards has {entry!r}, expected 'dense' or a part such as Experts(...)")
+        return entries
 
     def _frozen_overrides(self) -> FrozenOptions:
         options = self.mixer_overrides
@@ -136,16 +156,17 @@ class ModelConfig:
             raise ValueError(
                 f"mixers={self.mixers!r} has {len(self.mixers)} entries: expected at most num_layers={self.num_layers}"
             )
-        if not 1 <= len(self.norm_positions) <= self.num_layers:
-            raise ValueError(
-                f"norm_positions={self.norm_positions!r} has {len(self.norm_positions)} entries: expected 1 to "
-                f"num_layers={self.num_layers}"
-            )
-        if self.scan_layers and len(self.norm_positions) not in (1, len(self.mixers)):
-            raise ValueError(
-                f"norm_positions={self.norm_positions!r}: with scan_layers expected one entry, or one for each of the "
-                f"{len(self.mixers)} of mixers"
-            )
+        for name in ("norm_positions", "feed_forwards"):
+            entries = getattr(self, name)
+            if not 1 <= len(entries) <= self.num_layers:
+                raise ValueError(
+                    f"{name}={entries!r} has {len(entries)} entries: expected 1 to num_layers={self.num_layers}"
+                )
+            if self.scan_layers and len(entries) not in (1, len(self.mixers)):
+                raise ValueError(
+                    f"{name}={entries!r}: with scan_layers expected one entry, or one for each of the "
+                    f"{len(self.mixers)} of mixers"
+                )
         known = mixer_names()
         for name in self.mixers:
             if not _is_mixer(name, known):
@@ -166,6 +187,11 @@ class ModelConfig:
     def layer_norm_positions(self) -> tuple[NormPosition, ...]:
         """Where the norms of each layer stand, `num_layers` entries."""
         return tuple(self.norm_positions[i % len(self.norm_positions)] for i in range(self.num_layers))
+
+    @property
+    def layer_feed_forwards(self) -> tuple[FeedForwardConfig | Literal["dense"], ...]:
+        """The feed-forward of each layer, `num_layers` entries."""
+        return tuple(self.feed_forwards[i % len(self.feed_forwards)] for i in range(self.num_layers))
 
     @property
     def feed_forward_width(self) -> int:

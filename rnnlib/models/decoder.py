@@ -1,9 +1,9 @@
-"""A decoder-only language model: blocks of any token mixer and a SwiGLU feed-forward."""
+"""A decoder-only language model: blocks of any token mixer and a feed-forward."""
 
 import functools
 import reprlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,14 @@ from jaxtyping import Array, Float, Int
 
 from rnnlib.layers import Attention
 from rnnlib.layers.base import check_cache_size
+from rnnlib.layers.feed_forward import FeedForwardConfig
+from rnnlib.layers.feed_forward import SwiGLU as SwiGLU
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.models.config import ModelConfig, NormPosition
 from rnnlib.models.embedding import look_up
 from rnnlib.models.mixers import build_mixer
 from rnnlib.models.variables import assign_values, values_by_path
 from rnnlib.ops.arguments import check_array, check_segment_ids, check_shape
-from rnnlib.ops.sharding import dot_general_over_mesh
 
 # One entry a layer, each the cache of that layer's mixer: a pytree whose arrays keep their shapes from call to call.
 DecoderCache = tuple[Any, ...]
@@ -102,38 +103,6 @@ def _row_numbers(function: str, rows: Any, cache: DecoderCache) -> Any:
     return numbers
 
 
-class SwiGLU(nnx.Module):
-    """Gated feed-forward `W_down (silu(W_gate x) * W_up x)`, without biases."""
-
-    def __init__(self, width: int, hidden_width: int, *, initializer_std: float, dtype, param_dtype, rngs: nnx.Rngs):
-        """Builds the three maps.
-
-        Args:
-            width: width of input and output, `D`.
-            hidden_width: width in between.
-            initializer_std: standard deviation of the initial weights.
-            dtype: dtype of the products.
-            param_dtype: dtype of the weights.
-            rngs: source of the initial weights.
-        """
-        linear = functools.partial(
-            nnx.Linear,
-            use_bias=False,
-            kernel_init=nnx.initializers.normal(initializer_std),
-            dtype=dtype,
-            param_dtype=param_dtype,
-            dot_general=dot_general_over_mesh,
-            rngs=rngs,
-        )
-        self.gate = linear(width, hidden_width)
-        self.up = linear(width, hidden_width)
-        self.down = linear(hidden_width, width)
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Applies the block to `[B, T, D]` activations."""
-        return self.down(nnx.silu(self.gate(x)) * self.up(x))
-
-
 def _residual_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | RMSNorm:
     """A norm of the residual stream."""
     dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.storage_dtype}
@@ -145,13 +114,22 @@ def _residual_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | RMSNorm
 class Block(nnx.Module):
     """`x + mixer(norm(x))`, then `x + feed_forward(norm(x))`; or with the norms behind mixer and feed-forward."""
 
-    def __init__(self, config: ModelConfig, mixer: str, *, norm_position: NormPosition = "input", rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        mixer: str,
+        *,
+        norm_position: NormPosition = "input",
+        feed_forward: FeedForwardConfig | Literal["dense"] = "dense",
+        rngs: nnx.Rngs,
+    ):
         """Builds one layer.
 
         Args:
             config: the model's configuration.
             mixer: name of this layer's mixer.
             norm_position: whether the norms stand before mixer and feed-forward or behind them.
+            feed_forward: the model's SwiGLU, or another feed-forward's configuration.
             rngs: source of the initial weights.
         """
         self.norm_position = norm_position
@@ -159,10 +137,12 @@ class Block(nnx.Module):
         self.mixer_norm = _residual_norm(config, rngs)
         self.mixer = build_mixer(config, mixer, rngs=rngs)
         hidden_width = config.feed_forward_width
-        self.feed_forward_norm = _residual_norm(config, rngs) if hidden_width else None
+        has_feed_forward = bool(hidden_width) or feed_forward != "dense"
+        self.feed_forward_norm = _residual_norm(config, rngs) if has_feed_forward else None
+        make = SwiGLU if feed_forward == "dense" else feed_forward.build
         self.feed_forward = (
-            SwiGLU(config.width, hidden_width, initializer_std=config.initializer_std, rngs=rngs, **dtypes)
-            if hidden_width
+            make(config.width, hidden_width, initializer_std=config.initializer_std, rngs=rngs, **dtypes)
+            if has_feed_forward
             else None
         )
 
@@ -222,8 +202,11 @@ class DecoderLM(nnx.Module):
         init = nnx.initializers.normal(config.initializer_std)
         shape = (config.vocabulary_size, config.width)
         self.embedding = nnx.Param(init(rngs.params(), shape, config.storage_dtype))
-        layers = zip(config.layer_mixers, config.layer_norm_positions)
-        self.blocks = nnx.List([Block(config, mixer, norm_position=place, rngs=rngs) for mixer, place in layers])
+        layers = zip(config.layer_mixers, config.layer_norm_positions, config.layer_feed_forwards)
+        self.blocks = nnx.List(
+            Block(config, mixer, norm_position=place, feed_forward=feed_forward, rngs=rngs)
+            for mixer, place, feed_forward in layers
+        )
         if config.compute_dtype == jnp.bfloat16:  # what cuDNN serves: see `rnnlib.ops.causal_attention`
             for number, mixer in enumerate(self._attention_of_a_program()):
                 mixer.number = number

@@ -1,20 +1,30 @@
-"""Continuous batching: texts join and leave a fixed number of slots while others go on."""
+"""Generation row by row: `generate`, and continuous batching, where texts join and leave while others go on."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
+from jaxtyping import Array, Float, Int
 
 from rnnlib.fields import PositiveInteger, Range, check_value
 from rnnlib.models.decoder import DecoderCache, DecoderLM, put_rows
-from rnnlib.models.generation import PROMPT_BUCKET, NaNLogitsError, Sampling, draw_filtered, pad_prompts, seed_key
+from rnnlib.models.generation import (
+    PROMPT_BUCKET,
+    NaNLogitsError,
+    Sampling,
+    draw_filtered,
+    expect_no_tracing,
+    pad_prompts,
+    prompt_positions,
+    seed_key,
+    stream,
+)
 
 # Stop tokens that a text may have.
 MAX_STOP_TOKENS = 8
@@ -45,6 +55,7 @@ class _Rows(NamedTuple):
     logits: Array
     cache: DecoderCache
     key: Array
+    place: Array  # with the seed, what decides a text's draws: its row in `generate`
     made: Array
     limit: Array
     divisor: Array  # 0 takes the likeliest token
@@ -52,6 +63,14 @@ class _Rows(NamedTuple):
     top_p: Array
     stop: Array  # [slots, MAX_STOP_TOKENS], -1 for none
     ended: Array
+
+
+class _Asked(NamedTuple):
+    """A text that is to join: its prompt, how it is drawn, and its entries in `_Rows`."""
+
+    prompt: list[int]
+    sampling: Sampling
+    values: dict[str, Any]
 
 
 class Decoder:
@@ -99,6 +118,7 @@ class Decoder:
             logits=jnp.zeros([slots, self._vocabulary_size], logits_dtype),
             cache=model.init_cache(slots, self._capacity),
             key=jnp.stack([seed_key(0)] * slots),
+            place=jnp.zeros(slots, jnp.int32),
             made=jnp.zeros(slots, jnp.int32),
             limit=jnp.zeros(slots, jnp.int32),
             divisor=jnp.zeros(slots, jnp.float32),
@@ -147,47 +167,99 @@ class Decoder:
             ValueError: an option is out of range, the prompt is empty or has a token outside the vocabulary, prompt and
                 new tokens are more than `max_length`, or no slot is free.
         """
-        check_value("Decoder.add", "max_new_tokens", max_new_tokens, PositiveInteger)
-        check_value("Decoder.add", "seed", seed, Annotated[int, Range(at_least=0, below=2**63)])
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        if len(stop_tokens) > MAX_STOP_TOKENS:
-            raise ValueError(f"Decoder.add: {len(stop_tokens)} stop_tokens, expected at most {MAX_STOP_TOKENS}")
-        for token in stop_tokens:
-            check_value(
-                "Decoder.add", "stop_tokens", token, Annotated[int, Range(at_least=0, below=self._vocabulary_size)]
-            )
-        prompt = np.asarray(prompt_tokens).tolist()
-        pad_prompts([prompt], self._vocabulary_size)  # checks it
-        size = len(prompt)
-        if size + max_new_tokens > self.max_length:
-            raise ValueError(
-                f"Decoder.add: a prompt of {size} tokens and {max_new_tokens} new ones, expected at most "
-                f"max_length = {self.max_length} together"
-            )
+        asked = self._asked(
+            prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+            seed=seed,
+            stop_tokens=stop_tokens,
+        )
         if not self.free:
             raise ValueError(f"Decoder.add: all {self.slots} slots are taken, expected a free one: step until one is")
-        slot = self._texts.index(None)
-        bucket = PROMPT_BUCKET * 2 ** max(0, math.ceil(math.log2(size / PROMPT_BUCKET)))
-        tokens, segment_ids = pad_prompts([prompt], self._vocabulary_size, multiple=min(bucket, self._capacity))
+        return self._join([self._texts.index(None)], [asked])[0]
+
+    def add_all(self, texts: Sequence[dict[str, Any]], *, owner: str = "Decoder.add_all") -> list[Continuation]:
+        """Reads several prompts into free slots at once.
+
+        Args:
+            texts: for each the arguments of `add` by name, and perhaps `place`, an integer that with the seed decides
+                the draws; 0 is what `add` takes.
+            owner: who asks, for messages.
+
+        Returns:
+            The texts, to which `step` adds tokens.
+
+        Raises:
+            ValueError: as `add`, or there are fewer free slots than texts; then no text joins.
+        """
+        asked = []
+        for text in texts:
+            drawn = {name: text[name] for name in ("temperature", "top_k", "top_p") if name in text}
+            rest: dict[str, Any] = {"seed": 0, "stop_tokens": ()}
+            rest |= {name: value for name, value in text.items() if name not in drawn}
+            asked.append(self._asked(sampling=Sampling(**drawn), owner=owner, **rest))
+        free = [slot for slot, text in enumerate(self._texts) if text is None]
+        if len(asked) > len(free):
+            raise ValueError(
+                f"{owner}: {len(asked)} texts and {len(free)} free slots, expected no more texts than slots"
+            )
+        return self._join(free[: len(asked)], asked) if asked else []
+
+    def _asked(
+        self,
+        prompt_tokens: Any,
+        *,
+        max_new_tokens: int,
+        sampling: Sampling,
+        seed: int,
+        stop_tokens: Sequence[int],
+        place: int = 0,
+        owner: str = "Decoder.add",
+    ) -> "_Asked":
+        """What a text asks for, checked."""
+        check_value(owner, "max_new_tokens", max_new_tokens, PositiveInteger)
+        check_value(owner, "seed", seed, Annotated[int, Range(at_least=0, below=2**63)])
+        if len(stop_tokens) > MAX_STOP_TOKENS:
+            raise ValueError(f"{owner}: {len(stop_tokens)} stop_tokens, expected at most {MAX_STOP_TOKENS}")
+        for token in stop_tokens:
+            check_value(owner, "stop_tokens", token, Annotated[int, Range(at_least=0, below=self._vocabulary_size)])
+        prompt = np.asarray(prompt_tokens).tolist()
+        pad_prompts([prompt], self._vocabulary_size)  # checks it
+        if len(prompt) + max_new_tokens > self.max_length:
+            raise ValueError(
+                f"{owner}: a prompt of {len(prompt)} tokens and {max_new_tokens} new ones, expected at most "
+                f"max_length = {self.max_length} together"
+            )
         stop = np.full(MAX_STOP_TOKENS, -1, np.int32)
         stop[: len(stop_tokens)] = stop_tokens
-        options = {
+        vocabulary = self._vocabulary_size
+        values = {
             "key": seed_key(int(seed)),
+            "place": jnp.int32(place),
             "made": jnp.int32(0),
             "limit": jnp.int32(max_new_tokens),
             "divisor": jnp.float32(sampling.divisor or 0.0),
-            "top_k": jnp.int32(min(top_k or self._vocabulary_size, self._vocabulary_size)),
-            "top_p": jnp.float32(2.0 if top_p is None else top_p),
+            "top_k": jnp.int32(min(sampling.top_k or vocabulary, vocabulary)),
+            "top_p": jnp.float32(2.0 if sampling.top_p is None else sampling.top_p),
             "stop": jnp.asarray(stop),
             "ended": jnp.asarray(False),
         }
-        empty = self._model.init_cache(1, self._capacity)
-        self._rows = _join(
-            self._graphdef, self._state, self._rows, jnp.asarray([slot]), tokens, segment_ids, empty, options
-        )
-        text = Continuation(tuple(prompt))
-        self._texts[slot], self._sampling[slot] = text, sampling
-        return text
+        return _Asked(prompt, sampling, values)
+
+    def _join(self, slots: list[int], asked: list["_Asked"]) -> list[Continuation]:
+        """Reads prompts into free slots, all at once."""
+        size = max(len(text.prompt) for text in asked)
+        bucket = PROMPT_BUCKET * 2 ** max(0, math.ceil(math.log2(size / PROMPT_BUCKET)))
+        prompts = [text.prompt for text in asked]
+        tokens, segment_ids = pad_prompts(prompts, self._vocabulary_size, multiple=min(bucket, self._capacity))
+        values = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(text.values for text in asked))
+        empty = self._model.init_cache(len(slots), self._capacity)
+        rows = jnp.asarray(slots)
+        self._rows = _join(self._graphdef, self._state, self._rows, rows, tokens, segment_ids, empty, values)
+        texts = [Continuation(tuple(prompt)) for prompt in prompts]
+        for slot, text, of in zip(slots, texts, asked, strict=True):
+            self._texts[slot], self._sampling[slot] = text, of.sampling
+        return texts
 
     def step(self, max_tokens: int = 16) -> list[Continuation]:
         """Adds at most `max_tokens` tokens to each text; returns sooner when one ends, so that another may join.
@@ -249,15 +321,14 @@ class Decoder:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _join(graphdef, state, rows: _Rows, slot: Array, tokens: Array, segment_ids: Array, empty, options: dict[str, Any]):
-    """The rows with a prompt read into one of them."""
+def _join(graphdef, state, rows: _Rows, slots: Array, tokens: Array, segment_ids: Array, empty, values: dict[str, Any]):
+    """The rows with prompts read into some of them."""
     model = nnx.merge(graphdef, state)
-    # Positions count from the prompt's first token, not from the padding's.
-    positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1, dtype=jnp.int32) - 1, 0)
+    positions = prompt_positions(segment_ids)
     hidden, cache = model.extend_hidden(tokens, empty, segment_ids=segment_ids, positions=positions)
-    options = options | {"logits": model.logits(hidden[:, -1:])[0, 0]}
-    changed = {name: getattr(rows, name).at[slot[0]].set(value) for name, value in options.items()}
-    return rows._replace(cache=put_rows(rows.cache, slot, cache), **changed)
+    values = values | {"logits": model.logits(hidden[:, -1:])[:, 0]}
+    changed = {name: getattr(rows, name).at[slots].set(value) for name, value in values.items()}
+    return rows._replace(cache=put_rows(rows.cache, slots, cache), **changed)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -299,8 +370,9 @@ def _next_tokens(rows: _Rows, draws: str) -> Array:
     likeliest = jnp.argmax(rows.logits, axis=-1).astype(jnp.int32)
     if draws == "greedy":
         return likeliest
-    # As `generate` draws for its first row.
-    keys = jax.vmap(lambda key, made: jax.random.fold_in(jax.random.fold_in(key, made), 0))(rows.key, rows.made)
+    # As `stream` draws for the row of this place.
+    fold = jax.random.fold_in
+    keys = jax.vmap(lambda key, made, place: fold(fold(key, made), place))(rows.key, rows.made, rows.place)
     greedy = rows.divisor == 0
     divisor = jnp.where(greedy, 1.0, rows.divisor)[:, None]
     logits = (rows.logits - jnp.max(rows.logits, axis=-1, keepdims=True)) / divisor
@@ -310,3 +382,174 @@ def _next_tokens(rows: _Rows, draws: str) -> Array:
         filtered = (rows.top_k < rows.logits.shape[-1]) | (rows.top_p <= 1)
         token = jnp.where(filtered, by_filter, token)
     return jnp.where(greedy, likeliest, token)
+
+
+class Generated(NamedTuple):
+    """What `generate` gives with log-probabilities.
+
+    Attributes:
+        tokens: `[B, max_new_tokens]` int32, the new tokens alone; what follows a row's stop token is that token again.
+        log_probabilities: `[B, max_new_tokens]` float32 of each new token under the model: the log-softmax of its
+            logits, before temperature, `top_k` and `top_p`; 0 for what follows a row's stop token.
+        lengths: `[B]` int32, new tokens of each row, its stop token among them.
+    """
+
+    tokens: Int[Array, "B max_new_tokens"]
+    log_probabilities: Float[Array, "B max_new_tokens"]
+    lengths: Int[Array, " B"]
+
+
+@overload
+def generate(
+    model: DecoderLM,
+    prompt_tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float | int | Sequence[float | int] = 1.0,
+    top_k: int | Sequence[int | None] | None = None,
+    top_p: float | int | Sequence[float | int | None] | None = None,
+    seed: int | Sequence[int] = 0,
+    end_token: int | None = None,
+    stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+    log_probabilities: Literal[False] = False,
+) -> Int[Array, "B max_new_tokens"]: ...
+
+
+@overload
+def generate(
+    model: DecoderLM,
+    prompt_tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float | int | Sequence[float | int] = 1.0,
+    top_k: int | Sequence[int | None] | None = None,
+    top_p: float | int | Sequence[float | int | None] | None = None,
+    seed: int | Sequence[int] = 0,
+    end_token: int | None = None,
+    stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+    log_probabilities: Literal[True],
+) -> Generated: ...
+
+
+def generate(
+    model: DecoderLM,
+    prompt_tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: Any = 1.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    seed: Any = 0,
+    end_token: int | None = None,
+    stop_tokens: Any = (),
+    log_probabilities: bool = False,
+) -> Any:
+    """Continues prompts.
+
+    What a row gets depends on its prompt, its place in the batch, the seed and the options, not on the other rows
+    (up to rounding). With a seed of its own a row's place does not matter either: it gets what it would get alone. It
+    compiles what it runs by itself and is not called under `jax.jit` or `jax.vmap`; inside of a function of your own,
+    `jax.lax.scan` over `model.extend` decodes.
+
+    Args:
+        model: the language model.
+        prompt_tokens: one prompt a row, of one length (an array `[B, T]`) or several (lists of token numbers); each
+            of at least one token. Shorter ones are padded on the left, which changes no logit but for rounding.
+        max_new_tokens: tokens to add to each.
+        temperature: see `Sampling`; 0 is greedy. One number, or one a row.
+        top_k: see `Sampling`; one, or one a row.
+        top_p: see `Sampling`; one, or one a row.
+        seed: of the draws, in [0, 2**63); one, or one a row.
+        end_token: a row stops after this token, and decoding once all have; None never stops.
+        stop_tokens: a row stops after any of these too; token numbers, or those of each row, at most eight.
+        log_probabilities: give log-probabilities and lengths beside the tokens.
+
+    Returns:
+        The new tokens alone, `[B, max_new_tokens]` int32; with `log_probabilities` a `Generated`. What follows the
+        token that a row stopped after is that token again.
+
+    Raises:
+        ValueError: for an empty prompt, a token outside the vocabulary, or an option out of range or not one a row.
+        NaNLogitsError: the model's logits are NaN; a ValueError.
+        TypeError: under `jax.jit` or `jax.vmap`.
+    """
+    each_row = any(isinstance(value, Sequence | np.ndarray) for value in (temperature, top_k, top_p, seed))
+    if not each_row and not len(stop_tokens) and not log_probabilities:
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "end_token": end_token}
+        blocks = stream(model, prompt_tokens, max_new_tokens=max_new_tokens, block_size=max_new_tokens, **options)
+        tokens = next(blocks)
+        missing = max_new_tokens - tokens.shape[1]
+        return jnp.pad(tokens, ((0, 0), (0, missing)), constant_values=0 if end_token is None else end_token)
+    generated = _generate_rows(
+        model,
+        prompt_tokens,
+        max_new_tokens,
+        {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed},
+        end_token,
+        stop_tokens,
+    )
+    return generated if log_probabilities else generated.tokens
+
+
+def _generate_rows(
+    model: DecoderLM,
+    prompt_tokens: Any,
+    max_new_tokens: int,
+    options: dict[str, Any],
+    end_token: int | None,
+    stop_tokens: Any,
+) -> Generated:
+    """`generate` with options of each row, through a `Decoder` of as many slots."""
+    expect_no_tracing(prompt_tokens, nnx.state(model))
+    check_value("generate", "max_new_tokens", max_new_tokens, PositiveInteger)
+    vocabulary = Annotated[int, Range(at_least=0, below=model.config.vocabulary_size)]
+    check_value("generate", "end_token", end_token, vocabulary | None)
+    pad_prompts(prompt_tokens, model.config.vocabulary_size)  # checks them
+    prompts = [np.asarray(row).tolist() for row in prompt_tokens]
+    batch = len(prompts)
+    own_seeds = isinstance(options["seed"], Sequence | np.ndarray)
+    columns = {name: _of_rows(name, value, batch) for name, value in options.items()}
+    nested = any(isinstance(entry, Sequence | np.ndarray) for entry in stop_tokens)
+    stops = _of_rows("stop_tokens", stop_tokens, batch) if nested else [stop_tokens] * batch
+    ends = () if end_token is None else (end_token,)
+    decoder = Decoder(model, slots=batch, max_length=max(map(len, prompts)) + max_new_tokens)
+    texts = decoder.add_all(
+        [
+            {
+                "prompt_tokens": prompts[row],
+                "max_new_tokens": max_new_tokens,
+                **{name: column[row] for name, column in columns.items()},
+                "stop_tokens": tuple(dict.fromkeys((*ends, *stops[row]))),
+                "place": 0 if own_seeds else row,
+            }
+            for row in range(batch)
+        ],
+        owner="generate",
+    )
+    try:
+        while decoder.active:
+            decoder.step(max_new_tokens)
+    except NaNLogitsError:
+        stuck = [row for row, text in enumerate(texts) if text.finish == "nan"]
+        done = min(len(texts[row].tokens) for row in stuck)
+        raise NaNLogitsError(
+            f"generate: the model's logits are NaN for row(s) {stuck} after {done} new tokens, expected numbers: are "
+            "its weights finite?"
+        ) from None
+    tokens = np.zeros([batch, max_new_tokens], np.int32)
+    scores = np.zeros([batch, max_new_tokens], np.float32)
+    for row, text in enumerate(texts):
+        made = len(text.tokens)
+        tokens[row, :made], scores[row, :made] = text.tokens, text.log_probabilities
+        tokens[row, made:] = text.tokens[-1]
+    lengths = np.asarray([len(text.tokens) for text in texts], np.int32)
+    return Generated(jnp.asarray(tokens), jnp.asarray(scores), jnp.asarray(lengths))
+
+
+def _of_rows(name: str, value: Any, batch: int) -> list[Any]:
+    """An option of each row, from one for all or one a row."""
+    if not isinstance(value, Sequence | np.ndarray):
+        return [value] * batch
+    if len(value) != batch:
+        raise ValueError(f"generate: {name} has {len(value)} entries, expected one, or one for each of {batch} rows")
+    return [entry.item() if isinstance(entry, np.generic) else entry for entry in value]

@@ -120,58 +120,6 @@ def draw_filtered(keys: Any, logits: Array, top_k: Array | int | None, top_p: Ar
     return jnp.take_along_axis(by_rank, ranks[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
-def generate(
-    model: DecoderLM,
-    prompt_tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float | int = 1.0,
-    top_k: int | None = None,
-    top_p: float | int | None = None,
-    seed: int = 0,
-    end_token: int | None = None,
-) -> Int[Array, "B max_new_tokens"]:
-    """Continues prompts.
-
-    What a row gets depends on its prompt, its place in the batch, the seed and the options, not on the other rows
-    (up to rounding). It compiles what it runs by itself and is not called under `jax.jit` or `jax.vmap`; inside of a
-    function of your own, `jax.lax.scan` over `model.extend` decodes.
-
-    Args:
-        model: the language model.
-        prompt_tokens: one prompt a row, of one length (an array `[B, T]`) or several (lists of token numbers); each
-            of at least one token.
-        max_new_tokens: tokens to add to each.
-        temperature: see `Sampling`; 0 is greedy.
-        top_k: see `Sampling`.
-        top_p: see `Sampling`.
-        seed: of the draws, in [0, 2**63).
-        end_token: a row stops after this token, and decoding once all have; None never stops.
-
-    Returns:
-        The new tokens alone, `[B, max_new_tokens]` int32. What follows a row's `end_token` is `end_token` again.
-
-    Raises:
-        ValueError: for an empty prompt, a token outside the vocabulary, or an option out of range.
-        NaNLogitsError: the model's logits are NaN; a ValueError.
-        TypeError: under `jax.jit` or `jax.vmap`.
-    """
-    blocks = stream(
-        model,
-        prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        block_size=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        end_token=end_token,
-    )
-    tokens = next(blocks)
-    missing = max_new_tokens - tokens.shape[1]
-    return jnp.pad(tokens, ((0, 0), (0, missing)), constant_values=0 if end_token is None else end_token)
-
-
 def stream(
     model: DecoderLM,
     prompt_tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
@@ -191,10 +139,10 @@ def stream(
         prompt_tokens: as in `generate`.
         max_new_tokens: as in `generate`.
         block_size: tokens that one compiled loop makes before they are handed over.
-        temperature: as in `generate`.
-        top_k: as in `generate`.
-        top_p: as in `generate`.
-        seed: as in `generate`.
+        temperature: as in `generate`, one for all rows.
+        top_k: as in `generate`, one for all rows.
+        top_p: as in `generate`, one for all rows.
+        seed: as in `generate`, one for all rows.
         end_token: as in `generate`.
 
     Returns:
@@ -206,12 +154,7 @@ def stream(
         TypeError: as in `generate`.
     """
     graphdef, state = nnx.split(model)
-    # What is made here is traced under jit, but not under vmap, which shows in what is given.
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((jnp.zeros([]), prompt_tokens, state))):
-        raise TypeError(
-            "generate: called while jax traces a function, expected no jit or vmap around it: it compiles what it "
-            "runs, for many prompts at once; jax.lax.scan over model.extend decodes inside of a function"
-        )
+    expect_no_tracing(prompt_tokens, state)
     for name, value in (("max_new_tokens", max_new_tokens), ("block_size", block_size)):
         check_value("generate", name, value, PositiveInteger)
     check_value("generate", "seed", seed, Annotated[int, Range(at_least=0, below=2**63)])
@@ -232,6 +175,21 @@ def stream(
     size = _rounded_up(min(block_size, max_new_tokens), PROMPT_BUCKET)
     decode = functools.partial(_decode, graphdef, size, state, values)
     return _blocks(decode, carry, seed_key(int(seed)), max_new_tokens, block_size)
+
+
+def expect_no_tracing(prompt_tokens: Any, state: Any) -> None:
+    """TypeError within a function that JAX traces."""
+    # What is made here is traced under jit, but not under vmap, which shows in what is given.
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((jnp.zeros([]), prompt_tokens, state))):
+        raise TypeError(
+            "generate: called while jax traces a function, expected no jit or vmap around it: it compiles what it "
+            "runs, for many prompts at once; jax.lax.scan over model.extend decodes inside of a function"
+        )
+
+
+def prompt_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Positions of prompts padded on the left: they count from the first token, not from the padding before it."""
+    return jnp.maximum(jnp.cumsum(segment_ids, axis=1, dtype=jnp.int32) - 1, 0)
 
 
 def seed_key(seed: int) -> Array:
@@ -299,7 +257,8 @@ def pad_prompts(
 @functools.partial(jax.jit, static_argnums=0)
 def _prefill(graphdef, state, tokens: Array, segment_ids: Array, cache: DecoderCache) -> _Carry:
     model = nnx.merge(graphdef, state)
-    hidden, cache = model.extend_hidden(tokens, cache, segment_ids=segment_ids)
+    positions = prompt_positions(segment_ids)
+    hidden, cache = model.extend_hidden(tokens, cache, segment_ids=segment_ids, positions=positions)
     logits = model.logits(hidden[:, -1:])[:, 0]
     return _Carry(jnp.int32(0), logits, jnp.zeros(tokens.shape[0], bool), cache)
 

@@ -106,7 +106,10 @@ def summary(config: ModelConfig, *, max_length: int = 4096) -> "rich.table.Table
     for name, size in count.mixers.items():
         table.add_row(name, str(layers[name]), f"{size:,}")
     if count.feed_forward:
-        table.add_row(f"SwiGLU of width {config.feed_forward_width}", str(config.num_layers), f"{count.feed_forward:,}")
+        kinds = collections.Counter(config.layer_feed_forwards)
+        hidden = config.feed_forward_width
+        words = [f"SwiGLU of width {hidden}" if kind == "dense" else kind.describe(hidden) for kind in kinds]
+        table.add_row("; ".join(words), ", ".join(map(str, kinds.values())), f"{count.feed_forward:,}")
     table.add_row("norms", "", f"{count.norms:,}")
     if count.head:
         table.add_row("head", "", f"{count.head:,}")

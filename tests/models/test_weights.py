@@ -75,18 +75,18 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     save_weights(DecoderLM(CONFIG.replace(num_layers=1, mixers=("attention",)), rngs=nnx.Rngs(0)), path)
     whole = path.read_bytes()
+    whole_file = "expected a whole safetensors file that save_weights wrote"
     for content, message in (
-        (whole[:-10], "it was cut off or added to"),
-        (whole + b"more", "it was cut off or added to"),
-        (whole.replace(b"[0, 2048]", b"[8, 2056]"), "is at bytes 8 to 2056, expected 0 to 2048"),
-        (whole.replace(b'"data_offsets"', b'"data-offsets"'), "expected a safetensors file that save_weights wrote"),
+        (whole[:-10], whole_file),
+        (whole + b"more", whole_file),
+        (whole.replace(b'"data_offsets"', b'"data-offsets"'), whole_file),
         (
-            whole.replace(b'"BF16", "shape": [29, 32]', b'"F8_X", "shape": [29, 32]'),
-            r"do not fit the configuration: embedding is F8_X \[29, 32\], expected bfloat16 \[29, 32\]",
+            whole.replace(b'"BF16","shape":[29,32]', b'"U16" ,"shape":[29,32]'),
+            r"do not fit the configuration: embedding is U16 \[29, 32\], expected bfloat16 \[29, 32\]",
         ),
         (whole.replace(b'"embedding"', b'"embeddinG"'), r"embeddinG is bfloat16 \[29, 32\], expected no such array"),
-        (whole[:100], "expected a safetensors file that save_weights wrote"),
-        (b"", "expected a safetensors file that save_weights wrote"),
+        (whole[:100], whole_file),
+        (b"", whole_file),
     ):
         assert content != whole
         path.write_bytes(content)
@@ -97,8 +97,8 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path):
 def test_a_file_of_something_else_is_refused(tmp_path):
     path = tmp_path / "other.safetensors"
     path.write_bytes(b"\x02\0\0\0\0\0\0\0{}")
-    with pytest.raises(ValueError, match="expected a safetensors file that save_weights wrote"):
+    with pytest.raises(ValueError, match="expected a whole safetensors file that save_weights wrote"):
         load_weights(path)
     path.write_bytes(b"text, not a model")
-    with pytest.raises(ValueError, match="expected a safetensors file that save_weights wrote"):
+    with pytest.raises(ValueError, match="expected a whole safetensors file that save_weights wrote"):
         load_weights(path)
