@@ -18,7 +18,7 @@ from rnnlib.ops.ridge_solve import Solver
 from rnnlib.ops.ridge_solve import gram as grams
 from rnnlib.ops.ridge_solve.inputs import norm_from_square
 from rnnlib.ops.ridge_solve.reverse import undo_step, weight_schedule
-from rnnlib.ops.ridge_solve.solvers import Product, chebyshev_coefficients, iteration, next_weight
+from rnnlib.ops.ridge_solve.solvers import Product, chebyshev_coefficients, iteration, limit_weight, next_weight
 
 CHUNK = 64
 CHEBYSHEV_AS_PRINTED = "chebyshev as printed"
@@ -168,6 +168,38 @@ def _residuals(
         return step(carry), (jnp.max(norms), jnp.median(norms), jnp.median(jnp.linalg.norm(bare, axis=-1)))
 
     return jax.lax.scan(measure, start, None, length=iterations + 1)[1]
+
+
+class ChebyshevWeights(NamedTuple):
+    """The weights of Chebyshev's iteration (Gated KalmaNet, algorithm 1 and lemmas 3 and 4).
+
+    Attributes:
+        weights: `omega_0 = 2, omega_1, ...`, `[iterations + 1]`, float64.
+        limit: the fixed point that they fall to.
+    """
+
+    weights: np.ndarray
+    limit: float
+
+
+def chebyshev_weights(condition_number: float, iterations: int) -> ChebyshevWeights:
+    """The weights for systems with a given ratio of the largest eigenvalue to the smallest.
+
+    Undoing iteration i divides by `omega_i - 1` (figure 5a).
+
+    Args:
+        condition_number: kappa, at least 1.
+        iterations: how many.
+
+    Raises:
+        ValueError: `condition_number` is less than 1.
+    """
+    if not condition_number >= 1:
+        raise ValueError(f"chebyshev_weights: condition_number is {condition_number}, expected at least 1")
+    with jax.enable_x64(True):
+        contraction = jnp.full((1,), ((condition_number - 1) / (condition_number + 1)) ** 2, jnp.float64)
+        weights = np.asarray(weight_schedule(contraction, iterations))[:, 0]
+        return ChebyshevWeights(weights, float(limit_weight(contraction)[0]))
 
 
 class Divisors(NamedTuple):

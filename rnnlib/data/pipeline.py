@@ -5,6 +5,7 @@ import os
 import pathlib
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import grain
@@ -168,6 +169,7 @@ def make_dataset(
     finite: bool | None = None,
     process_index: int | None = None,
     process_count: int | None = None,
+    own_rows: Sequence[int] | None = None,
 ) -> BatchDataset:
     """Batches of packed text.
 
@@ -186,12 +188,15 @@ def make_dataset(
         process_index: this process among those that share a batch, of which it gets every `process_count`-th row;
             by default JAX's.
         process_count: number of processes; it divides `batch_size`.
+        own_rows: in place of these two, which rows of each batch are wanted, numbers below `batch_size`.
 
     Raises:
         ValueError: a path, size or name is wrong, or the split is empty (names it).
     """
     check_split(split)
-    index, count = share_by_process(config.batch_size, process_index, process_count)
+    if own_rows is None:
+        index, count = share_by_process(config.batch_size, process_index, process_count)
+        own_rows = range(index, config.batch_size, count)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.tokenizer)
     corpus = corpus if corpus is not None else load_corpus(config, split, tokenizer)
     finite = split == "validation" if finite is None else finite
@@ -203,9 +208,32 @@ def make_dataset(
     else:
         fingerprint += f"-seed{config.seed}"
         rows = PackedDocuments(corpus, config.sequence_length, seed=config.seed).shuffle(config.seed).repeat()
-    batches = rows[index::count].batch(config.batch_size // count, drop_remainder=True)
+    if len(own_rows) < config.batch_size:
+        rows = _RowsOfBatches(rows, config.batch_size, tuple(own_rows))
+    batches = rows.batch(len(own_rows), drop_remainder=True)
     workers = 0 if finite else config.num_workers
     return BatchDataset(batches, fingerprint=fingerprint, num_workers=workers, prefetch=config.prefetch)
+
+
+class _RowsOfBatches(grain.MapDataset):
+    """Of each batch of rows, those with these numbers."""
+
+    def __init__(self, rows: grain.MapDataset, batch_size: int, numbers: tuple[int, ...]):
+        super().__init__(rows)
+        self._batch_size = batch_size
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._parents[0]) // self._batch_size * len(self._numbers)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self.slice(index)
+        batch, row = divmod(int(index), len(self._numbers))
+        return self._parents[0][batch * self._batch_size + self._numbers[row]]
+
+    def __str__(self) -> str:
+        return f"_RowsOfBatches({len(self._numbers)} of {self._batch_size})"
 
 
 def share_by_process(batch_size: int, index: int | None, count: int | None) -> tuple[int, int]:

@@ -88,16 +88,24 @@ class FileTokenizer:
     decoded.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer):
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, end_token: str | None = None):
+        """Wraps a tokenizer.
+
+        Args:
+            tokenizer: the tokenizer, whose truncation and padding are switched off.
+            end_token: name of the token that ends a document; None, or one that the tokenizer lacks, for the first of
+                the published names that it has, or `<|endoftext|>`, which is added.
+        """
         self._tokenizer = tokenizer
         # Truncation or padding stored with a tokenizer would drop or add tokens of a document.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
-        if not any(tokenizer.token_to_id(name) is not None for name in _END_NAMES):
+        names = _END_NAMES if end_token is None else (end_token, *_END_NAMES)
+        if not any(tokenizer.token_to_id(name) is not None for name in names):
             tokenizer.add_special_tokens([END_OF_DOCUMENT])
-        known = (tokenizer.token_to_id(name) for name in _END_NAMES)
-        self.end_of_document: int = next(index for index in known if index is not None)
+        known = ((name, tokenizer.token_to_id(name)) for name in names)
+        self.end_token, self.end_of_document = next((name, index) for name, index in known if index is not None)
         # Ids may have gaps, so the largest counts and not their number.
         self.vocabulary_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.token_bytes: Int32[np.ndarray, " vocabulary"] = _count_bytes(tokenizer, self.vocabulary_size)
@@ -106,6 +114,23 @@ class FileTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids, without special tokens."""
         return self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids
+
+    def encode_marked(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a prompt, in which names of special tokens stand for these tokens.
+
+        Args:
+            text: the prompt, such as a chat template gives.
+            add_special_tokens: add what the tokenizer puts around a text, such as a token at its beginning.
+        """
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self._tokenizer.encode(without_surrogates(text), add_special_tokens=add_special_tokens).ids
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    def token_number(self, name: str) -> int | None:
+        """The id of a token by its name; None where there is none."""
+        return self._tokenizer.token_to_id(name)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, encoded in parallel threads."""
@@ -133,10 +158,14 @@ class FileTokenizer:
             raise
 
 
-def load_tokenizer(name: str | os.PathLike[str]) -> ByteTokenizer | FileTokenizer:
+def load_tokenizer(name: str | os.PathLike[str], *, end_token: str | None = None) -> ByteTokenizer | FileTokenizer:
     """The tokenizer called "byte", or the one in a Hugging Face `tokenizers` JSON file.
 
     Without a known end-of-document token (such as "<|endoftext|>" or "</s>") one is added after the file's tokens.
+
+    Args:
+        name: "byte", or the file.
+        end_token: name of the file's end-of-document token, where it is known.
 
     Raises:
         ValueError: there is no such file, or it is not a tokenizer.
@@ -146,7 +175,7 @@ def load_tokenizer(name: str | os.PathLike[str]) -> ByteTokenizer | FileTokenize
     if not os.path.isfile(name):
         raise ValueError(f"tokenizer must be 'byte' or a tokenizers JSON file; there is no file {os.fspath(name)!r}")
     try:
-        return FileTokenizer(tokenizers.Tokenizer.from_file(os.fspath(name)))
+        return FileTokenizer(tokenizers.Tokenizer.from_file(os.fspath(name)), end_token=end_token)
     except Exception as error:  # the package raises Exception itself
         if type(error) is not Exception:
             raise

@@ -7,7 +7,17 @@ with from_extra("train", "rnnlib.training"):
     from rnnlib.training.checkpoint import CheckpointError, Checkpoints, Progress
     from rnnlib.training.config import CheckpointConfig, EvaluationConfig, LoggingConfig, TrainConfig
     from rnnlib.training.config_file import ConfigError, from_plain, load_config, save_config, to_plain
+    from rnnlib.training.distributed import (
+        DistributedConfig,
+        DistributedError,
+        agree,
+        ending_together,
+        is_first,
+        join_processes,
+        launch_arguments,
+    )
     from rnnlib.training.evaluation import Evaluation, evaluate, spread_batches
+    from rnnlib.training.loading import LoadedModel, folder_model_config, is_run, load_model
     from rnnlib.training.loop import NonFiniteLossError, Trainer, TrainResult, train
     from rnnlib.training.loss import LossSums, bits_per_byte, head_loss_sums, loss_sums
     from rnnlib.training.mesh import MeshConfig, make_mesh
@@ -39,8 +49,11 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "ConfigError",
+    "DistributedConfig",
+    "DistributedError",
     "Evaluation",
     "EvaluationConfig",
+    "LoadedModel",
     "LoadedRun",
     "LoggingConfig",
     "LossSums",
@@ -57,17 +70,25 @@ __all__ = [
     "TrainResult",
     "TrainState",
     "Trainer",
+    "agree",
     "bits_per_byte",
     "check_new_folder",
     "decay_mask",
+    "ending_together",
     "evaluate",
     "evaluate_lengths",
     "evaluate_task",
+    "folder_model_config",
     "from_plain",
     "head_loss_sums",
     "init_train_state",
+    "is_first",
+    "is_run",
+    "join_processes",
+    "launch_arguments",
     "learning_rate_schedule",
     "load_config",
+    "load_model",
     "load_run",
     "load_run_config",
     "load_run_tokenizer",

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,14 @@ def to_host(tree: Any) -> dict[str, np.ndarray]:
     return {name: np.array(value) for name, value in jax.device_get(arrays).items()}
 
 
+def _on_devices(tree: Any) -> dict[str, jax.Array]:
+    """As `to_host`, but left where they are: several processes write their own shares, and copy them before."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {_name(path): jax.random.key_data(value) if _is_key(value) else value for path, value in leaves}
+
+
 def from_host(template: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Rebuilds a pytree like `template` out of `to_host`'s arrays.
+    """Rebuilds a pytree like `template` out of `to_host`'s arrays, or such arrays on devices.
 
     Raises:
         CheckpointError: If an array is missing, or its shape or dtype is not the template's.
@@ -133,12 +140,16 @@ class Checkpoints:
     def save(self, state: TrainState, progress: Progress) -> None:
         """Copies the state to the host and starts to write it in the background; a save under way is awaited first.
 
+        All processes of a run call it. Each writes its own shares, and process 0 gives the checkpoint its name when
+        all of them are written.
+
         Args:
             state: The training state; may be donated as soon as this returns.
             progress: Step, tokens and data position that belong to it.
         """
         self.wait()
-        written = {name: to_host(part) for name, part in _split(state).items()}
+        arrays = to_host if jax.process_count() == 1 else _on_devices
+        written: dict[str, dict[str, Any]] = {name: arrays(part) for name, part in _split(state).items()}
         text = json.dumps(dataclasses.asdict(progress)).encode()
         written["progress"] = {"json": np.frombuffer(text, np.uint8)}
         with self._named_error(f"checkpoint {self.path(progress.step)} cannot be written"):
@@ -165,20 +176,24 @@ class Checkpoints:
                 reason = f"{reason[:150]} ... {reason[-150:]}"
             raise CheckpointError(f"{what} ({reason}){advice}") from error
 
-    def restore(self, state: TrainState) -> tuple[TrainState, Progress]:
-        """Reads the latest checkpoint.
+    def restore(self, state: TrainState, shardings: TrainState | None = None) -> tuple[TrainState, Progress]:
+        """Reads the latest checkpoint, which any number of devices and processes may have written.
 
         Args:
             state: A state of the run's structure (arrays or `jax.ShapeDtypeStruct`s).
+            shardings: Where each array is to lie, from `state_shardings`; each process reads its own shares.
 
         Returns:
-            The saved state as NumPy arrays, and its progress.
+            The saved state as NumPy arrays, or with `shardings` as arrays that lie there, and its progress.
 
         Raises:
             CheckpointError: If there is none, it cannot be read, or it is not of this model and optimizer.
         """
         parts = _split(state)
-        loaded = self._load(*parts, "progress")
+        targets: dict[str, Any] = {}
+        for part in () if shardings is None else _split(shardings).values():
+            targets |= {_name(path): sharding for path, sharding in jax.tree_util.tree_leaves_with_path(part)}
+        loaded = self._load(*parts, "progress", targets=targets)
         restored = {name: from_host(part, loaded[name]) for name, part in parts.items()}
         progress = Progress(**json.loads(bytes(loaded["progress"]["json"])))
         return (TrainState(**restored["model"], **restored["optimizer"]), progress)
@@ -189,15 +204,25 @@ class Checkpoints:
         model = from_host({"parameters": parameters, "other": other}, loaded["model"])
         return model["parameters"], model["other"], Progress(**json.loads(bytes(loaded["progress"]["json"])))
 
-    def _load(self, *names: str) -> dict[str, Any]:
+    def _load(self, *names: str, targets: Mapping[str, Any] = types.MappingProxyType({})) -> dict[str, Any]:
         if self.latest_step is None:
             raise CheckpointError(f"{self.folder} holds no checkpoint")
         what = f"checkpoint {self.path(self.latest_step)} cannot be read"
-        # None as template: everything that was saved, on this machine's terms; from_host compares it with the model.
+        # Everything that was saved, as NumPy arrays or where `targets` says; from_host compares it with the model.
         advice = "; if it is damaged, move that folder away and the checkpoint before it is taken"
         with self._named_error(what, advice), one_report_of_damage():
+            saved = self._checkpointer.checkpointables_metadata(None).metadata
+
+            def template(name: str) -> dict[str, Any]:
+                def of(key: str, found: Any) -> Any:
+                    if key in targets:
+                        return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=targets[key])
+                    return np.empty(found.shape, found.dtype)
+
+                return {key: of(key, found) for key, found in saved[name].items()}
+
             # One part at a time: the others' reads would go on in the background after an error, and complain.
-            return {name: self._checkpointer.load_checkpointables(None, {name: None})[name] for name in names}
+            return {name: self._checkpointer.load_checkpointables(None, {name: template(name)})[name] for name in names}
 
     def path(self, step: int) -> Path:
         """Folder of a step's checkpoint."""

@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import io
 import os
 import shutil
 import signal
@@ -21,11 +22,12 @@ from rnnlib.models import DecoderLM
 from rnnlib.training.checkpoint import Checkpoints, Progress
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.config_file import from_plain, save_config, to_plain
+from rnnlib.training.distributed import agree, await_shared, is_first
 from rnnlib.training.evaluation import Evaluation, evaluate_with, evaluation_view, spread_batches
 from rnnlib.training.loss import bits_per_byte
 from rnnlib.training.memory import check_fits, device_bytes
-from rnnlib.training.mesh import make_mesh, mesh_sizes
-from rnnlib.training.metrics import TRAIN_FILE, RunLog, recorded_steps
+from rnnlib.training.mesh import make_mesh, mesh_sizes, process_rows, whole
+from rnnlib.training.metrics import TRAIN_FILE, NoLog, RunLog, recorded_steps
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
 from rnnlib.training.picture import loss_picture
 from rnnlib.training.progress import ProgressReporter, Speed, StepReport
@@ -102,6 +104,22 @@ def _check_checkpoints_not_lost(folder: Path, saved: TrainConfig) -> None:
         )
 
 
+def _check_same_arrays(expected: DecoderLM, found: DecoderLM) -> None:
+    """ValueError, naming the first array, unless two models have parameters of the same names, shapes and dtypes."""
+
+    def arrays(model: DecoderLM) -> dict[str, str]:
+        state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        return {".".join(map(str, path)): f"{leaf.dtype} {tuple(leaf.shape)}" for path, leaf in state}
+
+    wanted, given = arrays(expected), arrays(found)
+    for name in wanted | given:
+        if wanted.get(name) != given.get(name):
+            raise ValueError(
+                f"initial: {name} is {given.get(name, 'absent')}, expected {wanted.get(name, 'no such array')} as in "
+                "a model of the config"
+            )
+
+
 class Trainer:
     """A training run in three parts: all that can be wrong with a config, then the folder, then the steps.
 
@@ -116,16 +134,28 @@ class Trainer:
         start_step: The step that training goes on from, once open.
     """
 
-    def __init__(self, config: TrainConfig, *, tokenizer: Tokenizer | None = None, read_data: bool = True):
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        read_data: bool = True,
+        initial: DecoderLM | None = None,
+        origin: Path | None = None,
+    ):
         """Prepares a run and checks it; writes nothing.
 
         Args:
             config: What to train, on what.
             tokenizer: In place of the one that `config.data.tokenizer` names.
             read_data: Read the data now.
+            initial: The model to begin a new run with, of `config.model` but for what computes it; its arrays are the
+                first step's to reuse. None for fresh weights.
+            origin: The folder that `initial` is from; what says how to use its tokenizer is copied into the run's.
 
         Raises:
-            ValueError: If a path, size or name in the config is wrong; the message names it.
+            ValueError: If a path, size or name in the config is wrong, or `initial` is another model; the message
+                names it.
         """
         # As the run folder will hold it: lists are tuples, NumPy's numbers Python's.
         config = from_plain(TrainConfig, to_plain(config))
@@ -138,6 +168,9 @@ class Trainer:
         # Shapes alone: a model that does not fit its own sizes fails here, and in seconds.
         model = nnx.eval_shape(self._new_model)
         self._template: TrainState = jax.eval_shape(self._new_state)
+        self._initial, self._origin = initial, origin
+        if initial is not None:
+            _check_same_arrays(model, initial)
         self._mesh = self._fitting_mesh()
         check_batch_size(config.data.batch_size, config.accumulation_steps, self._mesh)
         graphdef = nnx.split(model)[0]
@@ -158,8 +191,9 @@ class Trainer:
         kept = (state.parameters, state.optimizer, state.parameters)  # the gradients are as large as these
         sizes = mesh_sizes(
             config.mesh,
-            jax.local_device_count(),
-            devices=config.devices,
+            jax.device_count(),
+            # Several processes leave none of their devices out.
+            devices=jax.device_count() if config.devices is None and jax.process_count() > 1 else config.devices,
             rows=config.data.batch_size // config.accumulation_steps,
             state_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)),
             device_bytes=device_bytes(),
@@ -173,8 +207,11 @@ class Trainer:
             ValueError: If a path or name in the config is wrong, or a split is empty.
         """
         if self._data is None:
-            train = make_dataset(self.config.data, split="train", tokenizer=self.tokenizer)
-            self._data = train, make_dataset(self.config.data, split="validation", tokenizer=self.tokenizer)
+            data, parts = self.config.data, self.config.accumulation_steps
+            rows = process_rows(self._mesh, data.batch_size, parts)
+            train = make_dataset(data, split="train", tokenizer=self.tokenizer, own_rows=rows)
+            rows = process_rows(self._mesh, data.batch_size)
+            self._data = train, make_dataset(data, split="validation", tokenizer=self.tokenizer, own_rows=rows)
         return self._data
 
     @property
@@ -205,10 +242,11 @@ class Trainer:
         """What trains, for people."""
         device = jax.local_devices()[0]
         if device.platform == "cpu":
-            return "CPU"
-        count, available = 1 if self._mesh is None else self._mesh.size, len(jax.local_devices())
+            return "CPU" if jax.process_count() == 1 else f"CPUs of {jax.process_count()} processes"
+        count, available = 1 if self._mesh is None else self._mesh.size, len(jax.devices())
         shares = f", fsdp {self._mesh.shape['fsdp']}" if self._mesh is not None and self._mesh.shape["fsdp"] > 1 else ""
-        return f"{count}{f' of {available}' if count < available else ''} x {device.device_kind}{shares}"
+        over = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        return f"{count}{f' of {available}' if count < available else ''} x {device.device_kind}{over}{shares}"
 
     def _new_model(self) -> DecoderLM:
         return DecoderLM(self.config.model, rngs=nnx.Rngs(self.config.seed))
@@ -217,6 +255,10 @@ class Trainer:
         return init_train_state(self._new_model(), self._optimizer)[1]
 
     def _first_state(self) -> TrainState:
+        if self._initial is not None:
+            state = init_train_state(self._initial, self._optimizer)[1]
+            self._initial = None  # the first step takes its arrays
+            return put_state(state, self._mesh)
         if self._mesh is None or self._mesh.shape["fsdp"] == 1:
             return put_state(self._new_state(), self._mesh)
         # Born in shares: no device ever holds the whole. A compiled start differs from the other in the last bits.
@@ -260,7 +302,8 @@ class Trainer:
         folder = Path(folder)
         train_data, self._validation_data = self.read_data()
         if not resume:
-            create_run(folder, self.config, self.tokenizer)
+            agree(lambda: create_run(folder, self.config, self.tokenizer, origin=self._origin))
+            await_shared(folder / CONFIG_FILE)
         saved = load_run_config(folder)
         check_continues(self.config, saved)
         self.folder = folder
@@ -268,17 +311,17 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             if not resume:
                 stack.push(self._remove_if_nothing_was_done)
-            stack.enter_context(lock_run(folder))
-            if resume:
-                _check_checkpoints_not_lost(folder, saved)
+            self._prepare(folder, saved, stack, resume=resume)
             checkpoints = stack.enter_context(Checkpoints(folder / CHECKPOINTS, keep=self.config.checkpoint.keep))
             self._batches = iter(train_data)
             stack.callback(self._batches.close)
-            if checkpoints.latest_step is None:
+            if agree(lambda: checkpoints.latest_step) is None:
                 self._state = self._first_state()
                 self._step = self._tokens = 0
             else:
-                state, progress = checkpoints.restore(self._template)
+                several = jax.process_count() > 1
+                shardings = state_shardings(self._template, self._mesh) if several else None
+                state, progress = checkpoints.restore(self._template, shardings)
                 if progress.step > self.config.steps:
                     raise RunError(f"run {folder} is at step {progress.step}, beyond the {self.config.steps} asked for")
                 self._batches.set_state(progress.data_state)
@@ -290,22 +333,37 @@ class Trainer:
                     )
                 self._state = put_state(state, self._mesh)
                 self._step, self._tokens = progress.step, progress.tokens
-            if saved != self.config:
-                save_config(self.config, folder / CONFIG_FILE)
-            self._log = RunLog(
-                folder,
-                last_step=self._step,
-                tensorboard=self.config.logging.tensorboard,
-                tell=lambda text: self._reporter.message(text),  # the reporter comes with `run`, as all rows do
-            )
+            self._log = self._open_log(saved)
             stack.callback(self._log.close)
             self._checkpoints = checkpoints
             self._resources = stack.pop_all()
         self.start_step = self._saved_step = self._step
 
+    def _prepare(self, folder: Path, saved: TrainConfig, stack: contextlib.ExitStack, *, resume: bool) -> None:
+        def prepare() -> None:  # one process holds the run for all
+            stack.enter_context(lock_run(folder))
+            if resume:
+                _check_checkpoints_not_lost(folder, saved)
+
+        agree(prepare)
+
+    def _open_log(self, saved: TrainConfig) -> RunLog | NoLog:
+        log: RunLog | NoLog | None = None
+        if is_first():
+            if saved != self.config:
+                save_config(self.config, self.folder / CONFIG_FILE)
+            log = RunLog(
+                self.folder,
+                last_step=self._step,
+                tensorboard=self.config.logging.tensorboard,
+                tell=lambda text: self._reporter.message(text),  # the reporter comes with `run`, as all rows do
+            )
+        evaluated = agree(lambda: log.evaluated if log is not None else [])
+        return NoLog(evaluated) if log is None else log
+
     def _remove_if_nothing_was_done(self, kind: Any, error: Any, traceback: Any) -> None:
         # An error before the first step is done (the batch does not fit in memory): no half-made run is left.
-        if kind is not None and self._recorded == 0:
+        if kind is not None and self._recorded == 0 and is_first():
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, reporter: ProgressReporter | None = None) -> TrainResult:
@@ -324,24 +382,28 @@ class Trainer:
         resources, self._resources = self._resources, None
         config = self.config
         if reporter is None:
-            reporter = ProgressReporter(config.steps, plain_seconds=config.logging.plain_seconds)
+            stream = None if is_first() else io.StringIO()
+            reporter = ProgressReporter(config.steps, plain_seconds=config.logging.plain_seconds, stream=stream)
         start = time.perf_counter()
         self._evaluation: Evaluation | None = None
+        self._agreed_stop: signal.Signals | None = None
         self._pending: collections.deque[tuple[int, StepMetrics]] = collections.deque()
         self._speed = Speed()
         with resources, StopSignals() as self._signals, reporter:
             self._reporter = reporter
             self._evaluate_if_due()
-            while self._step < config.steps and not self._signals.received:
+            while self._step < config.steps and not self._asked_to_stop:
                 try:
                     batch = next(self._batches)
                 except Exception:
                     # Ctrl-C reaches the data's worker processes as well.
-                    if self._signals.received:
+                    if self._asked_to_stop:
                         break
                     raise
+                # Of several processes all stop after the same step: the first whose metrics say so.
+                stop = int(self._signals.received or 0) if jax.process_count() > 1 else None
                 self._state, metrics = self._train_step(
-                    self._state, put_batch(batch, self._mesh, config.accumulation_steps)
+                    self._state, put_batch(batch, self._mesh, config.accumulation_steps, stop=stop)
                 )
                 self._step += 1
                 self._pending.append((self._step, metrics))
@@ -351,21 +413,25 @@ class Trainer:
                 if self._step % config.checkpoint.every == 0:
                     self._save()
             self._record_pending()
-            if self._signals.received:
-                self._reporter.message(f"{self._signals.received.name}: saving and stopping")
+            if self._asked_to_stop:
+                self._reporter.message(f"{self._asked_to_stop.name}: saving and stopping")
             if self._saved_step != self._step:
                 self._save()
             self._checkpoints.wait()
-            if config.logging.picture and self._step > 0:
+            if config.logging.picture and self._step > 0 and is_first():
                 loss_picture(self.folder, title=self._title())
         return TrainResult(
             folder=self.folder,
             step=self._step,
             tokens=self._tokens,
             evaluation=self._evaluation,
-            stopped_by=None if self._finished else self._signals.received,
+            stopped_by=None if self._finished else self._asked_to_stop,
             seconds=time.perf_counter() - start,
         )
+
+    @property
+    def _asked_to_stop(self) -> signal.Signals | None:
+        return self._signals.received if jax.process_count() == 1 else self._agreed_stop
 
     def close(self) -> None:
         """Closes an open run without training it; what is saved stays."""
@@ -378,14 +444,18 @@ class Trainer:
         return nnx.eval_shape(self._new_model)
 
     def trained_model(self) -> DecoderLM:
-        """The model as trained so far.
+        """The model as trained so far, whole on one device; all processes of a run call it.
 
         Raises:
             RuntimeError: If no run was opened.
         """
         self._check_opened("trained_model")
         graphdef = nnx.split(nnx.eval_shape(self._new_model))[0]
-        state = jax.device_put((self._state.parameters, self._state.other), jax.local_devices()[0])
+        state = self._state.parameters, self._state.other
+        if jax.process_count() > 1:
+            state = jax.jit(lambda x: x, out_shardings=whole(self._mesh))(state)
+            state = jax.tree.map(lambda x: x.addressable_data(0), state)
+        state = jax.device_put(state, jax.local_devices()[0])
         return nnx.merge(graphdef, *state)
 
     def _title(self) -> str:
@@ -397,6 +467,8 @@ class Trainer:
         while len(self._pending) > leave:
             step, metrics = self._pending.popleft()
             metrics = jax.device_get(metrics)
+            if metrics.stop:
+                self._agreed_stop = signal.Signals(int(metrics.stop))
             nats, tokens = float(metrics.nats), float(metrics.tokens)
             self._tokens += round(tokens)
             self._recorded += 1
@@ -439,7 +511,7 @@ class Trainer:
 
         def batches():
             for batch in spread_batches(self._validation_data, self.config.evaluation.batches):
-                if self._signals.received:
+                if self._asked_to_stop:
                     raise _Interrupted
                 yield batch
 

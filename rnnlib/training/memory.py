@@ -15,7 +15,9 @@ def least_parameters(config: ModelConfig) -> int:
     """A lower bound on a model's parameters: the matrices whose sizes the configuration gives."""
     width = config.width
     count = config.vocabulary_size * width * (1 if config.tie_embeddings else 2)
-    count += config.num_layers * 3 * width * config.feed_forward_width
+    hidden = config.feed_forward_width
+    for kind in config.layer_feed_forwards:
+        count += 3 * width * hidden if kind == "dense" else kind.least_parameters(width, hidden)
     for name in config.layer_mixers:
         mixer = mixer_config(config, name)
         if isinstance(mixer, RecurrentMixerConfig):

@@ -1,4 +1,7 @@
-"""Meshes of devices: rows of a batch over all of them, parameters whole on each or in shares (FSDP)."""
+"""Meshes of devices: rows of a batch over all of them, parameters whole on each or in shares (FSDP).
+
+The devices may belong to several processes. Each then reads the rows that its own devices compute.
+"""
 
 import dataclasses
 import math
@@ -70,7 +73,9 @@ def mesh_sizes(
     fixed = (1 if config.data == -1 else config.data) * (config.fsdp or 1)
     for number, asked in ((devices, f"devices={devices}"), (fixed, str(config))):
         if number is not None and number > available:
-            raise ValueError(f"{asked}: this machine has {available} {jax.default_backend()} device(s)")
+            count = jax.process_count()
+            who = "this machine has" if count == 1 else f"these {count} processes have"
+            raise ValueError(f"{asked}: {who} {available} {jax.default_backend()} device(s)")
     open_ = config.data == -1 or config.fsdp is None
     if devices is not None and (devices % fixed or (not open_ and devices != fixed)):
         raise ValueError(f"{config}: does not fit devices={devices}")
@@ -93,25 +98,49 @@ def mesh_sizes(
 
 
 def make_mesh(devices: int | None = None, config: MeshConfig | None = None) -> Mesh | None:
-    """A mesh with the axes "data" and "fsdp" over this machine's devices, or None for a single device.
+    """A mesh with the axes "data" and "fsdp" over the devices of all processes, or None for a single device.
 
     Args:
-        devices: How many of `jax.local_devices()` to use; None for as many as the config names, or all.
+        devices: How many of `jax.devices()` to use; None for as many as the config names, or all.
         config: Sizes of the axes; by default all devices are "data".
 
     Raises:
-        ValueError: If there are fewer devices than asked for, they do not come out even, or `jax.distributed` has
-            joined several processes.
+        ValueError: If there are fewer devices than asked for, they do not come out even, or devices of one of several
+            processes would be left out.
     """
-    if jax.process_count() > 1:
-        # Each would train a model of its own, on its own part of the rows.
-        raise ValueError(f"training runs in one process, expected jax.process_count() 1 and not {jax.process_count()}")
-    available = jax.local_devices()
+    available = jax.devices()
     sizes = mesh_sizes(MeshConfig() if config is None else config, len(available), devices=devices)
     shape = (sizes.data, sizes.fsdp or 1)
+    if jax.process_count() > 1 and math.prod(shape) != len(available):
+        raise ValueError(
+            f"mesh.data={sizes.data} x mesh.fsdp={sizes.fsdp or 1}: {jax.process_count()} processes have "
+            f"{len(available)} devices, expected a mesh of all of them"
+        )
     if math.prod(shape) == 1:
         return None
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=available[: math.prod(shape)])
+
+
+def row_shards(mesh: Mesh | None) -> tuple[tuple[int, ...], int]:
+    """Of the equal shares that a batch's rows are in, which this process's devices hold, and how many there are."""
+    if mesh is None:
+        return (0,), 1
+    total = math.prod(mesh.shape[axis] for axis in AXES)
+    held = NamedSharding(mesh, PartitionSpec(AXES)).addressable_devices_indices_map((total,)).values()
+    return tuple(sorted({(index or (slice(None),))[0].start or 0 for index in held})), total
+
+
+def process_rows(mesh: Mesh | None, rows: int, parts: int = 1) -> tuple[int, ...]:
+    """The rows of a batch that this process reads: those that its devices compute, in the batch's order.
+
+    Args:
+        mesh: From `make_mesh`.
+        rows: Rows of the whole batch.
+        parts: Parts of equal size that are computed in turn.
+    """
+    shards, total = row_shards(mesh)
+    part, share = rows // parts, rows // parts // total
+    return tuple(p * part + s * share + i for p in range(parts) for s in shards for i in range(share))
 
 
 def parameter_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:

@@ -3,7 +3,7 @@
 import csv
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from rnnlib.training.config_file import write_atomically
@@ -98,6 +98,36 @@ class CsvLog:
         self._file.close()
 
 
+class NoLog:
+    """In place of `RunLog` in a process that does not record: it knows which evaluations are recorded."""
+
+    def __init__(self, evaluated: Collection[int]):
+        """Steps whose evaluation is recorded."""
+        self._evaluated = set(evaluated)
+
+    @property
+    def evaluated(self) -> list[int]:
+        """Steps whose evaluation is recorded."""
+        return sorted(self._evaluated)
+
+    def train(self, row: Row) -> None:
+        """Records nothing."""
+
+    def validation(self, row: Row) -> None:
+        """Notes that another process records it."""
+        self._evaluated.add(int(row["step"]))
+
+    def has_validation(self, step: int) -> bool:
+        """Whether the evaluation after this step is recorded."""
+        return step in self._evaluated
+
+    def sync(self) -> None:
+        """There is nothing to wait for."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
 class RunLog:
     """What a run records: `metrics.csv`, `validation.csv` and TensorBoard events."""
 
@@ -136,6 +166,11 @@ class RunLog:
             self._events.write(
                 int(row["step"]), {f"{group}/{name}": value for name, value in row.items() if name != "step"}
             )
+
+    @property
+    def evaluated(self) -> list[int]:
+        """Steps whose evaluation is recorded."""
+        return sorted(self._validation.steps)
 
     def has_validation(self, step: int) -> bool:
         """Whether the evaluation after this step is recorded."""

@@ -15,6 +15,7 @@ from typing import IO, Any
 from flax import nnx
 
 from rnnlib.data import FileTokenizer, Tokenizer, load_tokenizer
+from rnnlib.hub.chat import TOKENIZER_FILES, special_token
 from rnnlib.models import DecoderLM
 from rnnlib.training.checkpoint import Checkpoints
 from rnnlib.training.config import TrainConfig
@@ -66,8 +67,14 @@ def check_new_folder(folder: Path) -> None:
         raise RunError(f"run folder {folder} cannot be made: {parent} cannot be written to")
 
 
-def create_run(folder: Path, config: TrainConfig, tokenizer: Tokenizer) -> None:
+def create_run(folder: Path, config: TrainConfig, tokenizer: Tokenizer, *, origin: Path | None = None) -> None:
     """Makes a run folder that holds its config and tokenizer from the moment that it is there.
+
+    Args:
+        folder: The run's folder.
+        config: Its config.
+        tokenizer: Its tokenizer.
+        origin: The folder of the model that training begins with; what says how to use its tokenizer is copied.
 
     Raises:
         RunError: If it exists or cannot be made.
@@ -81,6 +88,9 @@ def create_run(folder: Path, config: TrainConfig, tokenizer: Tokenizer) -> None:
         save_config(config, temporary / CONFIG_FILE)
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(temporary / TOKENIZER_FILE)
+        for path in [] if origin is None else [origin / name for name in TOKENIZER_FILES]:
+            if path.is_file():
+                shutil.copyfile(path, temporary / path.name)
         temporary.chmod(0o755)
         os.rename(temporary, folder)
     except OSError as error:
@@ -129,7 +139,8 @@ def load_run_tokenizer(folder: Path, config: TrainConfig) -> Tokenizer:
     copy = folder / TOKENIZER_FILE
     if not copy.is_file():
         raise RunError(f"run {folder} has no {TOKENIZER_FILE}, expected its copy of {config.data.tokenizer}")
-    return load_tokenizer(copy)
+    # Beside a published model's tokenizer stands how it calls the end of a document.
+    return load_tokenizer(copy, end_token=special_token(folder, "eos_token"))
 
 
 def check_continues(config: TrainConfig, saved: TrainConfig) -> None:
@@ -157,7 +168,7 @@ class LoadedRun:
 
     Attributes:
         folder: The run's folder.
-        config: Its config.
+        config: Its config, with the dtype that it was read for.
         model: The model at the latest checkpoint.
         tokenizer: Its tokenizer.
         step: Training steps done.
@@ -172,14 +183,21 @@ class LoadedRun:
     tokens: int
 
 
-def load_run(folder: str | os.PathLike) -> LoadedRun:
+def load_run(folder: str | os.PathLike, *, dtype: str | None = None) -> LoadedRun:
     """Reads the model of a run's latest checkpoint.
+
+    Args:
+        folder: The run's folder.
+        dtype: What the model computes in, such as "bfloat16"; None as in training.
 
     Raises:
         RunError, ConfigError, CheckpointError: All ValueErrors, saying what is missing.
     """
     folder = Path(folder)
     config = load_run_config(folder)
+    if dtype is not None:
+        changes: dict[str, Any] = {"dtype": dtype}
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
     tokenizer = load_run_tokenizer(folder, config)
     model = nnx.eval_shape(lambda: DecoderLM(config.model, rngs=nnx.Rngs(config.seed)))
     graphdef, parameters, other = split_model(model)

@@ -12,8 +12,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rnnlib.layers import RouterLoss, with_router_losses
 from rnnlib.training.loss import LossSums, head_loss_sums, loss_sums
-from rnnlib.training.mesh import AXES, gather_where_read, in_shares, parameter_spec, whole
+from rnnlib.training.mesh import AXES, gather_where_read, in_shares, parameter_spec, row_shards, whole
 from rnnlib.training.optimizer import Schedule
 
 Batch = Mapping[str, Any]
@@ -53,6 +54,8 @@ class StepMetrics:
         learning_rate: Rate of this update.
         finite: Whether loss and gradient were finite, that is, the update was applied.
         skipped: Updates left out so far, this one included.
+        stop: int32 scalar, the highest number of a signal by which one of several processes was asked to stop, 0
+            where none was; None in one process.
     """
 
     nats: Any
@@ -62,6 +65,7 @@ class StepMetrics:
     learning_rate: Any
     finite: Any
     skipped: Any
+    stop: Any = None
 
 
 @runtime_checkable
@@ -104,10 +108,19 @@ def put_state(state: Any, mesh: Mesh | None) -> Any:
     return jax.device_put(state, state_shardings(state, mesh) if isinstance(state, TrainState) else whole(mesh))
 
 
-def put_batch(batch: Batch, mesh: Mesh | None, accumulation_steps: int = 1) -> dict[str, jax.Array]:
+def put_batch(
+    batch: Batch, mesh: Mesh | None, accumulation_steps: int = 1, *, stop: int | None = None
+) -> dict[str, jax.Array]:
     """Puts a batch of NumPy arrays on the device(s), as `accumulation_steps` parts `[A, B / A, T]`.
 
-    Rows are dealt to the parts in order; with a mesh each part's rows are split over its devices.
+    Rows are dealt to the parts in order; with a mesh each part's rows are split over its devices. In several processes
+    each puts the rows that it has read (`process_rows`).
+
+    Args:
+        batch: `BATCH_FIELDS`, `[B, T]`.
+        mesh: From `make_mesh`.
+        accumulation_steps: A.
+        stop: The signal by which this process was asked to stop, 0 for none; the step's metrics tell it to all.
 
     Raises:
         ValueError: If one of `BATCH_FIELDS` is missing, or the rows do not split evenly.
@@ -115,13 +128,30 @@ def put_batch(batch: Batch, mesh: Mesh | None, accumulation_steps: int = 1) -> d
     missing = [name for name in BATCH_FIELDS if name not in batch]
     if missing:
         raise ValueError(f"put_batch: batch has no {', '.join(missing)}, expected all of {', '.join(BATCH_FIELDS)}")
-    check_batch_size(len(batch["inputs"]), accumulation_steps, mesh)
-    target = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec(None, AXES))
+    shards, total = row_shards(mesh)
+    check_batch_size(len(batch["inputs"]) * total // len(shards), accumulation_steps, mesh)
     parts = {}
     for name in BATCH_FIELDS:
         array = np.asarray(batch[name])
         parts[name] = array.reshape(accumulation_steps, array.shape[0] // accumulation_steps, *array.shape[1:])
-    return jax.device_put(parts, target)
+    if stop is not None:
+        parts["stop"] = np.full(parts["inputs"].shape[:2], stop, np.int32)
+    if mesh is None:
+        return jax.device_put(parts, jax.local_devices()[0])
+    sharding = NamedSharding(mesh, PartitionSpec(None, AXES))
+    if len(shards) == total:
+        return jax.device_put(parts, sharding)
+
+    def put(array: np.ndarray) -> jax.Array:
+        share = array.shape[1] // len(shards)
+
+        def own(index: Any) -> np.ndarray:
+            first = shards.index(index[1].start // share) * share
+            return array[:, first : first + share]
+
+        return jax.make_array_from_callback((array.shape[0], share * total, *array.shape[2:]), sharding, own)
+
+    return {name: put(array) for name, array in parts.items()}
 
 
 def check_batch_size(batch_size: int, accumulation_steps: int, mesh: Mesh | None) -> None:
@@ -156,18 +186,24 @@ def init_train_state(model: nnx.Module, optimizer: optax.GradientTransformation)
     return graphdef, TrainState(parameters, other, optimizer.init(parameters), zero, jnp.zeros([], jnp.int32))
 
 
-def _forward(graphdef, parameters, other, token_bytes, batch: Batch, specs: Any = None) -> tuple[LossSums, Any]:
+def _forward(
+    graphdef, parameters, other, token_bytes, batch: Batch, specs: Any = None
+) -> tuple[LossSums, jax.Array, Any]:
+    """The language-model loss, what routers of experts add to the mean loss of a token, and the new `other`."""
     model = nnx.merge(graphdef, parameters, other, copy=True)
     if specs is not None:
         gather_where_read(model, specs)
     # Without segment ids every row is one document (batches of the data pipelines always have them).
     tokens = {"segment_ids": batch.get("segment_ids"), "positions": batch["positions"]}
     asked = (batch["targets"], batch["loss_weights"], token_bytes)
-    if isinstance(model, HasOutputEmbedding):
-        sums = head_loss_sums(model.hidden(batch["inputs"], **tokens), model.output_embedding, *asked)
-    else:
-        sums = loss_sums(model(batch["inputs"], **tokens), *asked)
-    return sums, nnx.state(model, nnx.Not(nnx.Param))
+
+    def sums_of(model: Any) -> LossSums:
+        if isinstance(model, HasOutputEmbedding):
+            return head_loss_sums(model.hidden(batch["inputs"], **tokens), model.output_embedding, *asked)
+        return loss_sums(model(batch["inputs"], **tokens), *asked)
+
+    sums, router_loss = with_router_losses(sums_of, model)
+    return sums, router_loss, nnx.state(model, nnx.Not(nnx.Any(nnx.Param, RouterLoss)))
 
 
 def _over_devices(function: Callable[..., Any], mesh: Mesh | None, *, gradients: bool) -> Callable[..., Any]:
@@ -237,8 +273,8 @@ def make_train_step(
 
     def sums_and_own_gradients(parameters, other, batch, specs):
         def loss(parameters, other, part):
-            sums, other = _forward(graphdef, parameters, other, byte_counts, part, specs)
-            return sums.nats, (sums, other)
+            sums, router_loss, other = _forward(graphdef, parameters, other, byte_counts, part, specs)
+            return sums.nats + router_loss * sums.tokens, (sums, other)
 
         def add_part(carry, part):
             gradients, sums, other = carry
@@ -262,6 +298,8 @@ def make_train_step(
     sums_and_gradients = _over_devices(sums_and_own_gradients, mesh, gradients=True)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        stop = jnp.max(batch["stop"]) if "stop" in batch else None
+        batch = {name: x for name, x in batch.items() if name != "stop"}
         gradients, sums, other = sums_and_gradients(state.parameters, state.other, batch)
         sums = LossSums(*sums)
         scale = 1 / jnp.where(sums.tokens > 0, sums.tokens, 1)
@@ -288,6 +326,7 @@ def make_train_step(
             learning_rate=schedule(state.updates),
             finite=finite,
             skipped=skipped,
+            stop=stop,
         )
         state = TrainState(
             parameters=applied_if_finite(parameters, state.parameters),

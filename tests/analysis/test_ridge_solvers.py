@@ -9,6 +9,7 @@ import pytest
 
 from rnnlib.analysis.ridge_solvers import (
     CHEBYSHEV_AS_PRINTED,
+    chebyshev_weights,
     conjugate_gradient_divisors,
     random_systems,
     recovered_iterates,
@@ -78,7 +79,23 @@ def test_chebyshev_is_undone_with_known_loss_and_conjugate_gradients_are_not():
     assert recovered_iterates(systems(), "chebyshev", count, "float64").max() < 30 * 1e-16 * loss
 
 
+@pytest.mark.parametrize("kappa", [1.0, 11.0, 1001.0])
+def test_chebyshev_s_weights_fall_to_their_limit(kappa):
+    """The recurrence of algorithm 1, written out; its limit is a fixed point of it, and above 1 (lemma 4)."""
+    rho_squared = ((kappa - 1) / (kappa + 1)) ** 2
+    found = chebyshev_weights(kappa, 200)
+    expected = [2.0]
+    for _ in range(200):
+        expected.append(4 / (4 - rho_squared * expected[-1]))
+    np.testing.assert_allclose(found.weights, expected, rtol=1e-13)
+    assert found.limit == pytest.approx(4 / (4 - rho_squared * found.limit), rel=1e-13)
+    assert found.limit >= 1 and np.all(np.diff(found.weights) <= 1e-12)
+    assert found.weights[-1] == pytest.approx(found.limit, rel=1e-4)
+
+
 def test_bad_values_are_named():
+    with pytest.raises(ValueError, match=r"condition_number is 0\.5, expected at least 1"):
+        chebyshev_weights(0.5, 10)
     with pytest.raises(ValueError, match="length is 100, expected a multiple of 64"):
         random_systems(batch=1, length=100, heads=1, size=4)
     with pytest.raises(ValueError, match=r"ridge is 0\.0, expected a positive number"):

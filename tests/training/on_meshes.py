@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 
 from rnnlib.data import DataConfig
+from rnnlib.layers import Experts
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.training import (
     CheckpointConfig,
@@ -51,6 +52,7 @@ MODELS = {
     "preconditioned": ({"mixers": "pgdn"}, 1),
     "trapezoidal": ({"mixers": "mamba3"}, 1),
     "attention": ({"mixers": "attention"}, 1),
+    "experts": ({"feed_forwards": Experts(4, 2, 16, shared_width=8)}, 1),
 }
 MESHES = {
     "hybrid": ((8, 1), (4, 2), (2, 4), (1, 8)),
@@ -60,6 +62,7 @@ MESHES = {
     "preconditioned": ((2, 4),),
     "trapezoidal": ((1, 8),),
     "attention": ((4, 2),),
+    "experts": ((2, 4),),
 }
 
 

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
@@ -139,12 +138,6 @@ def test_a_number_of_the_wrong_type_is_refused_before_there_is_a_folder(tmp_path
     with pytest.raises(ValueError, match=r"TrainConfig: steps is 10000\.0, expected an integer of at least 1"):
         train(dataclasses.replace(tiny_config, steps=1e4), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_several_processes_are_refused(tiny_config, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"training runs in one process, expected jax.process_count\(\) 1 and not 2"):
-        Trainer(tiny_config, read_data=False)
 
 
 def test_more_devices_than_there_are_is_refused(tiny_config):
