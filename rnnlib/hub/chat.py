@@ -1,0 +1,92 @@
+"""Chat templates and special tokens of a published tokenizer's folder."""
+
+import datetime
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+
+from rnnlib.hub.keys import read_json
+
+# Files beside tokenizer.json that say how to use it; of those that a folder has.
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+)
+
+
+def special_token(folder: pathlib.Path, name: str) -> str | None:
+    """The text of a special token, such as "bos_token", as tokenizer_config.json names it; None where it does not."""
+    path = folder / TOKENIZER_FILES[0]
+    token = read_json(path).get(name) if path.is_file() else None
+    token = token.get("content") if isinstance(token, Mapping) else token
+    return token if isinstance(token, str) else None
+
+
+def end_tokens(folder: pathlib.Path) -> tuple[int, ...]:
+    """The numbers of the tokens after which generation ends, as generation_config.json names them."""
+    path = folder / "generation_config.json"
+    tokens = read_json(path).get("eos_token_id") if path.is_file() else None
+    tokens = tokens if isinstance(tokens, list) else [tokens]
+    return tuple(token for token in tokens if isinstance(token, int) and not isinstance(token, bool))
+
+
+def chat_template(folder: pathlib.Path) -> str | None:
+    """The folder's chat template (Jinja): its own file, or a key of tokenizer_config.json; None where it has none.
+
+    Of several named templates it is the one called "default".
+    """
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        template = read_json(folder / name).get("chat_template") if (folder / name).is_file() else None
+        if isinstance(template, list):
+            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        if isinstance(template, str):
+            return template
+    return None
+
+
+def render_chat(
+    folder: pathlib.Path, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+) -> str:
+    """Messages as the text that a chat model continues, by the folder's template.
+
+    Args:
+        folder: of the tokenizer.
+        messages: each with "role" ("system", "user", "assistant") and "content".
+        add_generation_prompt: whether the beginning of the assistant's answer follows.
+
+    Returns:
+        The text; names of special tokens in it stand for these tokens.
+
+    Raises:
+        ValueError: the folder has no template, or the template does not take these messages.
+    """
+    template = chat_template(folder)
+    if template is None:
+        raise ValueError(f"{folder}: there is no chat template, expected one in tokenizer_config.json")
+    # Templates come with files of others: the sandbox keeps them from Python's objects.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    tokens = {name: special_token(folder, name) or "" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    try:
+        return environment.from_string(template).render(
+            messages=list(messages), add_generation_prompt=add_generation_prompt, **tokens
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(f"{folder}: its chat template does not take the messages: {error}") from error
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,111 @@
+"""What a model's configuration says of the computation, without the many ways to say it and without how it starts.
+
+Two configurations that agree in this compute the same from the same variables.
+"""
+
+import dataclasses
+from typing import Any
+
+from rnnlib.layers.attention import AttentionConfig
+from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.models.config import ModelConfig, preset_of
+from rnnlib.models.mixers import ATTENTION, mixer_config
+
+# How variables start, how they are computed with, and what training adds to the loss.
+_LOSSES = "load_balancing z_loss"
+_STARTS = "initializer initializer_std rate step step_floor initial initial_feedback initial_center initial_ridge"
+_METHODS = "chunk_size implementation differentiation product_dtype"
+_LEFT_OUT = frozenset(f"{_STARTS} {_METHODS} {_LOSSES}".split())
+# What the model's configuration says of its layers, which are looked at one by one; and its dtypes and memory.
+_LAYERS = (
+    "mixers mixer_overrides num_heads attention_heads head_dim window rope_base mlp_ratio mlp_width norm_positions"
+)
+_STORAGE = "dtype param_dtype remat remat_keeps scan_layers"
+_SAID_BY_LAYERS = frozenset(f"{_LAYERS} {_STORAGE}".split())
+# A recurrent mixer's sizes are given by others of its fields.
+_SAID_BY_SIZES = frozenset({"head_dim", "key_expansion", "value_expansion"})
+
+
+def computation(config: ModelConfig) -> dict[str, Any]:
+    """Fields of a model's configuration by path, with sizes in numbers and each layer's mixer by itself.
+
+    Args:
+        config: the model.
+
+    Returns:
+        `{"width": 64, "layer 0: key_heads": 4, ...}`; of equal computations equal.
+    """
+    fields = _flat(config, "")
+    layers = zip(config.layer_mixers, config.layer_norm_positions, config.layer_feed_forwards)
+    for i, (mixer, position, feed_forward) in enumerate(layers):
+        fields[f"layer {i}: norm position"] = position
+        fields |= _flat(sized_mixer(config, mixer), f"layer {i}: ")
+        hidden_width = config.feed_forward_width
+        if isinstance(feed_forward, str):
+            fields[f"layer {i}: feed-forward width"] = hidden_width
+        else:
+            fields |= _flat(_with_width(feed_forward, hidden_width), f"layer {i}: feed-forward ")
+    return fields
+
+
+def _with_width(feed_forward: Any, hidden_width: int) -> Any:
+    """A feed-forward whose width is a number."""
+    left_open = getattr(feed_forward, "width", 0) is None
+    return dataclasses.replace(feed_forward, width=hidden_width) if left_open else feed_forward
+
+
+def difference(config: ModelConfig, other: ModelConfig) -> str | None:
+    """The first thing that two configurations compute otherwise, in words, or None."""
+    ours, theirs = computation(config), computation(other)
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        if ours.get(name) != theirs.get(name):
+            return f"{name} is {ours.get(name)!r}, expected {theirs.get(name)!r}"
+    return None
+
+
+def sized_mixer(config: ModelConfig, mixer: str) -> Any:
+    """A layer's mixer with its sizes in numbers: `key_heads`, `key_head_dim` and so on are set."""
+    given = mixer_config(config, mixer)
+    heads = config.num_heads
+    if preset_of(mixer) in ATTENTION and config.attention_heads is not None:
+        heads = config.attention_heads
+    if isinstance(given, RecurrentMixerConfig):
+        shape = given.shape(config.width, heads)
+        return dataclasses.replace(
+            given,
+            key_heads=shape.key_heads,
+            value_heads=shape.value_heads,
+            key_head_dim=shape.projected_key_size or shape.key_size,
+            value_head_dim=shape.value_size,
+            scale=shape.key_size**-0.5 if given.scale is None else given.scale,
+        )
+    if isinstance(given, AttentionConfig):
+        heads = heads if given.num_heads is None else given.num_heads
+        head_dim = config.width // heads if given.head_dim is None else given.head_dim
+        turned = None if given.rope_base is None else given.rope_channels or head_dim
+        return dataclasses.replace(
+            given,
+            num_heads=heads,
+            key_heads=heads if given.key_heads is None else given.key_heads,
+            head_dim=head_dim,
+            rope_channels=turned,
+        )
+    return given
+
+
+def _flat(value: Any, path: str) -> dict[str, Any]:
+    """Fields of dataclasses within each other by path, but for those that are left out."""
+    left_out = _LEFT_OUT
+    if isinstance(value, ModelConfig):
+        left_out |= _SAID_BY_LAYERS
+    elif isinstance(value, RecurrentMixerConfig):
+        left_out |= _SAID_BY_SIZES
+    fields: dict[str, Any] = {} if isinstance(value, ModelConfig) else {f"{path}kind": type(value).__name__}
+    for field in dataclasses.fields(value):
+        entry = getattr(value, field.name)
+        if field.name == "rate":
+            fields[f"{path}rate given by the token"] = entry is None
+        elif field.name not in left_out:
+            inner = f"{path}{field.name}"
+            fields |= _flat(entry, f"{inner}.") if dataclasses.is_dataclass(entry) else {inner: entry}
+    return fields

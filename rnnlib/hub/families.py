@@ -1,0 +1,60 @@
+"""The families of published models, by name."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rnnlib.hub.fla.comba import COMBA
+from rnnlib.hub.fla.delta_net import DELTA_NET
+from rnnlib.hub.fla.gated_deltanet import GATED_DELTANET
+from rnnlib.hub.fla.gla import GLA
+from rnnlib.hub.fla.kda import KDA
+from rnnlib.hub.fla.linear_attn import LINEAR_ATTN
+from rnnlib.hub.fla.mesa_net import MESA_NET
+from rnnlib.hub.fla.preconditioned import PRECOND_GATED_DELTANET, PRECOND_KDA
+from rnnlib.hub.fla.retnet import RETNET
+from rnnlib.hub.fla.transformer import TRANSFORMER
+from rnnlib.hub.mamba2 import MAMBA2, MAMBA2_FLA
+from rnnlib.hub.table import Family
+from rnnlib.hub.transformers.olmo_hybrid import OLMO_HYBRID
+from rnnlib.hub.transformers.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        DELTA_NET,
+        GATED_DELTANET,
+        KDA,
+        GLA,
+        RETNET,
+        LINEAR_ATTN,
+        COMBA,
+        MESA_NET,
+        PRECOND_GATED_DELTANET,
+        PRECOND_KDA,
+        TRANSFORMER,
+        QWEN3_5,
+        QWEN3_NEXT,
+        QWEN3_5_MOE,
+        OLMO_HYBRID,
+        MAMBA2,
+        MAMBA2_FLA,
+    )
+}
+
+
+def family_of(values: Mapping[str, Any], where: str) -> Family:
+    """The family that a config.json is of.
+
+    Args:
+        values: its keys.
+        where: its name, for messages.
+
+    Raises:
+        ValueError: it is of none.
+    """
+    for family in FAMILIES.values():
+        if family.matches(values):
+            return family
+    kind = json.dumps(values.get("model_type"))
+    raise ValueError(f"{where}: model_type is {kind}, expected one of {', '.join(sorted(FAMILIES))}")

@@ -1,0 +1,193 @@
+"""Folders of published models: arrays in safetensors files, in one file or in shards with an index."""
+
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rnnlib.extras import from_extra
+from rnnlib.hub.keys import read_json, write_json
+
+with from_extra("hub", "rnnlib.hub"):
+    import safetensors
+    import safetensors.numpy
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_NUMBERS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Of a file, where no source says which arrays stand together.
+_SHARD_BYTES = 5 * 2**30
+# Weights in any format, which are not copied from folder to folder.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
+
+
+class WeightFiles:
+    """The arrays of a folder, by name; each is read when it is asked for.
+
+    Attributes:
+        folder: the folder.
+        shards: the file of each array.
+        shapes: the shape of each array.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        """Opens the folder's files.
+
+        Raises:
+            ValueError: a file is missing or damaged, or the index and the files do not agree.
+        """
+        self.folder = folder
+        index = folder / INDEX
+        if (folder / SINGLE).exists():
+            names = [SINGLE]
+        elif index.exists():
+            names = sorted(set(self._weight_map(index).values()))
+        else:
+            found = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHTS)
+            instead = f", and not {found[0]}" if found else ""
+            raise ValueError(f"{folder}: expected {SINGLE}, or shards and {INDEX}{instead}")
+        self._files = {name: _open(folder / name) for name in names}
+        self.shards = {array: name for name, file in self._files.items() for array in file.keys()}  # noqa: SIM118
+        self.shapes = {array: tuple(self._slice(array).get_shape()) for array in self.shards}
+        if names != [SINGLE]:
+            listed = self._weight_map(index)
+            for array in sorted(listed.keys() | self.shards.keys()):
+                if listed.get(array) != self.shards.get(array):
+                    raise ValueError(
+                        f"{index}: {array} is in {self.shards.get(array, 'no file')}, expected it in "
+                        f"{listed.get(array, 'none, as in the index')}"
+                    )
+
+    @staticmethod
+    def _weight_map(index: pathlib.Path) -> dict[str, str]:
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+            raise ValueError(f"{index}: weight_map is {str(shards)[:80]}, expected the file of each array")
+        return shards
+
+    def dtype(self, name: str) -> str:
+        """An array's dtype.
+
+        Raises:
+            ValueError: it is none of floating-point numbers of 16 bits or more.
+        """
+        code = self._slice(name).get_dtype()
+        if code not in _NUMBERS:
+            raise ValueError(
+                f"{self.folder / self.shards[name]}: {name} has dtype {code}, expected one of {', '.join(_NUMBERS)}: "
+                "quantised files are not read"
+            )
+        return _NUMBERS[code]
+
+    def read(self, name: str) -> np.ndarray:
+        """An array, in host memory."""
+        return self._files[self.shards[name]].get_tensor(name)
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self.shards[name]].get_slice(name)
+
+
+def _open(path: pathlib.Path) -> Any:
+    try:
+        return safetensors.safe_open(path, framework="np")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}: expected a whole safetensors file ({error})") from error
+
+
+def shard_names(sizes: Mapping[str, int]) -> dict[str, str]:
+    """The file of each array: one file, or several of about five gigabytes, as published.
+
+    Args:
+        sizes: bytes of each array.
+    """
+    groups: list[list[str]] = [[]]
+    taken = 0
+    for name, size in sizes.items():
+        if groups[-1] and taken + size > _SHARD_BYTES:
+            groups.append([])
+            taken = 0
+        groups[-1].append(name)
+        taken += size
+    if len(groups) == 1:
+        return dict.fromkeys(groups[0], SINGLE)
+    files = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    return {name: file for file, names in zip(files, groups) for name in names}
+
+
+def write_arrays(
+    folder: pathlib.Path,
+    shards: Mapping[str, str],
+    arrays_of: Callable[[list[str]], Mapping[str, np.ndarray]],
+    *,
+    index: pathlib.Path | None = None,
+) -> None:
+    """Writes arrays into a folder, a file at a time, and an index where there are several files.
+
+    Args:
+        folder: where.
+        shards: the file of each array.
+        arrays_of: gives arrays by their names; called once a file.
+        index: the index of the same arrays in the same files, where there is one already.
+    """
+    total = 0
+    for file in sorted(set(shards.values())):
+        arrays = dict(arrays_of([name for name, shard in shards.items() if shard == file]))
+        total += sum(array.nbytes for array in arrays.values())
+        contiguous = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
+        safetensors.numpy.save_file(contiguous, folder / file, metadata={"format": "pt"})
+    if index is not None and index.exists():
+        shutil.copyfile(index, folder / INDEX)
+    elif set(shards.values()) != {SINGLE}:
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(shards)})
+
+
+def other_files(folder: pathlib.Path) -> Iterable[pathlib.Path]:
+    """A folder's files but for its weights: configuration, tokenizer, licence."""
+    return (
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json")
+    )
+
+
+def replace_folder(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
+    """Gives a folder new contents, whole or not at all; files that are no weights and not written stay.
+
+    Args:
+        folder: the folder, which may exist.
+        write: writes the new files into the empty folder that it is given.
+
+    Raises:
+        ValueError: the path is a file, or its parent is none.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: expected a folder, not a file")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
+    staged = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-unfinished-"))
+    try:
+        staged.chmod(0o755)
+        write(staged)
+        if not folder.exists():
+            os.replace(staged, folder)
+            return
+        for path in folder.iterdir():
+            stale = path.is_file() and (path.suffix == ".safetensors" or path.name == INDEX)
+            if stale or (staged / path.name).exists():
+                continue
+            if path.is_dir():
+                shutil.copytree(path, staged / path.name, symlinks=True)
+            else:
+                shutil.copy2(path, staged / path.name, follow_symlinks=False)
+        before = staged.with_name(staged.name + "-before")
+        os.replace(folder, before)
+        os.replace(staged, folder)
+        shutil.rmtree(before)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)

@@ -1,0 +1,52 @@
+"""`comba`: Comba, with its correction before the norms."""
+
+from typing import Any
+
+from rnnlib.hub.fla.common import (
+    Options,
+    fla_family,
+    read_convolution,
+    read_head_sizes,
+    write_convolution,
+    write_head_sizes,
+)
+from rnnlib.hub.fla.rows import CONVOLUTIONS, DECAY, READOUT, STREAMS
+from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.table import linear, row
+from rnnlib.layers.keys import CorrectionBeforeNorms
+from rnnlib.layers.mixer import RecurrentMixerConfig
+
+ROWS = (
+    *STREAMS,
+    *CONVOLUTIONS,
+    *DECAY,
+    *linear("attn.b_proj", "mixer.gain.projection"),
+    row("attn.decay", "mixer.keys.feedback"),
+    row("attn.D", "mixer.keys.correction"),
+    *READOUT,
+)
+
+
+def _read(keys: ConfigKeys, width: int) -> Options:
+    keys.ignore("use_output_correction", "use_inner_decay", "correction_factor")  # the model ignores them too
+    return {
+        **read_head_sizes(keys, 2.0),
+        "query_norm": "none",
+        "key_norm": "none",
+        "keys": CorrectionBeforeNorms(),
+        "gain.feedback": False,
+        "readout.gate": "sigmoid" if keys.flag("use_output_gate", True) else "none",
+        "readout.eps": keys.number("norm_eps", 1e-6),
+        **read_convolution(keys),
+    }
+
+
+def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
+    return {
+        **write_head_sizes(mixer),
+        "use_output_gate": mixer.readout.gate != "none",
+        **write_convolution(mixer),
+    }
+
+
+COMBA = fla_family("comba", "comba", "CombaForCausalLM", rows=ROWS, read=_read, write=_write)

@@ -1,0 +1,269 @@
+"""What flash-linear-attention's families share: the blocks around a mixer, and attention in some of the layers.
+
+A model is `model.embeddings`, layers of `attn_norm`, `attn`, `mlp_norm`, `mlp`, then `model.norm` and `lm_head`. In a
+hybrid `attn: {layers, num_heads, num_kv_heads, window_size, rope_theta, qkv_bias}`, or a list of such, says which
+layers are of softmax attention.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rnnlib.hub.computation import sized_mixer
+from rnnlib.hub.keys import ConfigKeys, expansion
+from rnnlib.hub.layouts import TRANSPOSED, Joined
+from rnnlib.hub.table import Family, Row, linear, row
+from rnnlib.layers.attention import AttentionConfig
+from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.models.config import ModelConfig, swiglu_width
+
+# Chosen kernels, and how a model is trained.
+_WITHOUT_EFFECT = (
+    "attn_mode",
+    "fuse_norm",
+    "fuse_swiglu",
+    "fuse_cross_entropy",
+    "fuse_linear_cross_entropy",
+    "use_l2warp",
+    "safe_gate",
+    "allow_inplace_update",
+    "elementwise_affine",  # where it does count, it was read
+)
+
+ROWS = (
+    row("model.embeddings.weight", "embedding"),
+    row("model.norm.weight", "norm.scale"),
+    row("lm_head.weight", "head"),
+    row("lm_head.weight", "embedding", copy=True),
+)
+
+BLOCK = (
+    row("attn_norm.weight", "mixer_norm.scale"),
+    row("mlp_norm.weight", "feed_forward_norm.scale"),
+    # Files from before February 2025 have both in one array.
+    row(
+        "mlp.gate_proj.weight",
+        ("feed_forward.gate.kernel", "feed_forward.up.kernel"),
+        Joined(TRANSPOSED),
+        unless="mlp.up_proj.weight",
+    ),
+    *linear("mlp.gate_proj", "feed_forward.gate"),
+    *linear("mlp.up_proj", "feed_forward.up"),
+    *linear("mlp.down_proj", "feed_forward.down"),
+)
+
+ATTENTION = (
+    *linear("attn.q_proj", "mixer.query"),
+    *linear("attn.k_proj", "mixer.key"),
+    *linear("attn.v_proj", "mixer.value"),
+    *linear("attn.o_proj", "mixer.output"),
+    row("attn.q_norm.weight", "mixer.query_norm.scale"),
+    row("attn.k_norm.weight", "mixer.key_norm.scale"),
+)
+
+# Options of a preset, by path, as `ModelConfig.mixer_overrides` has them.
+Options = dict[str, Any]
+
+
+def fla_family(
+    name: str,
+    preset: str,
+    architecture: str,
+    *,
+    rows: tuple[Row, ...],
+    read: Callable[[ConfigKeys, int], Options],
+    write: Callable[[Any, int], dict[str, Any]],
+    mixers: tuple[str, ...] = (),
+    hidden_ratio: float | int = 4,
+    unused: tuple[str, ...] = (),
+) -> Family:
+    """A family of flash-linear-attention.
+
+    Args:
+        name: of the family, its `model_type`.
+        preset: the mixer of its layers, for those that are not of attention.
+        architecture: the class that published files name.
+        rows: the table of the mixer's arrays.
+        read: options of the preset from the mixer's keys and the width; `key_heads` is one of them.
+        write: the mixer's keys from its configuration, with sizes in numbers, and the width.
+        mixers: other presets that may be of this family.
+        hidden_ratio: what a missing key of that name stands for.
+        unused: as in `Family`.
+    """
+
+    def read_config(keys: ConfigKeys) -> ModelConfig:
+        layers, width = keys.size("num_hidden_layers"), keys.size("hidden_size")
+        options = read(keys, width)
+        pattern, overrides = _read_attention(keys, preset, layers, width)
+        return ModelConfig(
+            width=width,
+            num_layers=layers,
+            num_heads=options.get("key_heads") or options["num_heads"],
+            mixers=pattern,
+            mixer_overrides={preset: options, **overrides},
+            **read_block(keys, width, hidden_ratio),
+        )
+
+    def write_config(config: ModelConfig) -> dict[str, Any]:
+        kinds = [sized_mixer(config, mixer) for mixer in config.layer_mixers]
+        own = [kind for kind in kinds if isinstance(kind, RecurrentMixerConfig)]
+        if not own:
+            raise ValueError(f"no layer has the mixer {preset!r}")
+        return (
+            {"model_type": name, "num_hidden_layers": config.num_layers, "hidden_size": config.width}
+            | write_block(config, hidden_ratio)
+            | write(own[0], config.width)
+            | {"attn": _write_attention(kinds)}
+        )
+
+    return Family(
+        name=name,
+        matches=lambda values: values.get("model_type") == name,
+        mixers=(preset, *mixers),
+        architecture=architecture,
+        read=read_config,
+        write=write_config,
+        rows=ROWS,
+        layer_rows=(*BLOCK, *rows, *ATTENTION),
+        unused=unused,
+    )
+
+
+def read_block(keys: ConfigKeys, width: int, hidden_ratio: float | int) -> dict[str, Any]:
+    """Fields of the model that its mixers do not matter to."""
+    keys.ignore(*_WITHOUT_EFFECT)
+    keys.only("hidden_act", "swish", "silu")
+    keys.only("attnres_block_size", None)
+    ratio = keys.take("hidden_ratio", float | int | None, None)
+    return {
+        "vocabulary_size": keys.size("vocab_size"),
+        "mlp_width": keys.size("intermediate_size", swiglu_width(width, hidden_ratio if ratio is None else ratio)),
+        "norm_eps": keys.number("norm_eps", 1e-6),
+        "tie_embeddings": keys.flag("tie_word_embeddings", False),
+    }
+
+
+def write_block(config: ModelConfig, hidden_ratio: float | int) -> dict[str, Any]:
+    """The keys that `read_block` reads."""
+    return {
+        "vocab_size": config.vocabulary_size,
+        "hidden_act": "swish",
+        "hidden_ratio": hidden_ratio,
+        "intermediate_size": config.feed_forward_width,
+        "norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def _read_attention(
+    keys: ConfigKeys, preset: str, layers: int, width: int
+) -> tuple[tuple[str, ...], dict[str, Options]]:
+    """The mixer of each layer, and the options of those of attention."""
+    given = keys.take("attn", dict | list | None, None)
+    groups = given if isinstance(given, list) else [given] if given else []
+    pattern, overrides = [preset] * layers, {}
+    for i, group in enumerate(groups):
+        if not isinstance(group, Mapping):
+            raise ValueError(f"{keys.where}: attn has the entry {group!r}, expected an object")
+        name = "attention" if len(groups) == 1 else f"attention/{i}"
+        inner = ConfigKeys(group, f"{keys.where}: attn")
+        chosen = inner.take("layers", list)
+        heads = inner.size("num_heads")
+        overrides[name] = attention_options(inner, heads, width)
+        inner.finish()
+        for layer in chosen:
+            if not isinstance(layer, int) or not 0 <= layer < layers:
+                raise ValueError(f"{keys.where}: attn.layers has {layer!r}, expected layers from 0 to {layers - 1}")
+            pattern[layer] = name
+    return tuple(pattern), overrides
+
+
+def attention_options(keys: ConfigKeys, heads: int, width: int) -> Options:
+    """Options of attention, of all layers or some."""
+    if width % heads:
+        raise ValueError(f"{keys.where}: num_heads is {heads}, expected a divisor of hidden_size = {width}")
+    return {
+        "num_heads": heads,
+        "key_heads": keys.size("num_kv_heads", heads),
+        "head_dim": width // heads,
+        "window": keys.size("window_size", None),
+        "rope_base": keys.number("rope_theta", 10000.0),
+        "use_bias": keys.flag("qkv_bias", False),
+    }
+
+
+def attention_keys(config: AttentionConfig) -> dict[str, Any]:
+    """The keys that `attention_options` reads."""
+    return {
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.key_heads,
+        "window_size": config.window,
+        "rope_theta": config.rope_base,
+        "qkv_bias": config.use_bias,
+    }
+
+
+def _write_attention(kinds: list[Any]) -> Any:
+    groups: dict[AttentionConfig, list[int]] = {}
+    for layer, kind in enumerate(kinds):
+        if isinstance(kind, AttentionConfig):
+            groups.setdefault(kind, []).append(layer)
+    entries = [{"layers": layers, **attention_keys(kind)} for kind, layers in groups.items()]
+    return entries if len(entries) > 1 else entries[0] if entries else None
+
+
+def expanded(keys: ConfigKeys, name: str, default: float, width: int, heads: int) -> int:
+    """Channels of one of `heads` heads that together have `int(width * factor)`."""
+    channels = int(width * keys.number(name, default))
+    if channels < heads or channels % heads:
+        raise ValueError(
+            f"{keys.where}: {name} gives {channels} channels of {width}, expected a multiple of {heads} heads"
+        )
+    return channels // heads
+
+
+def read_head_sizes(keys: ConfigKeys, default_expand_v: float) -> Options:
+    """Heads and their channels, of families with `head_dim`."""
+    size, heads = keys.size("head_dim"), keys.size("num_heads")
+    value_heads = keys.size("num_v_heads", heads)
+    if value_heads % heads:
+        raise ValueError(f"{keys.where}: num_v_heads is {value_heads}, expected a multiple of num_heads = {heads}")
+    return {
+        "key_heads": heads,
+        "value_heads": value_heads,
+        "key_head_dim": size,
+        "value_head_dim": expanded(keys, "expand_v", default_expand_v, size, 1),
+    }
+
+
+def write_head_sizes(mixer: RecurrentMixerConfig) -> dict[str, Any]:
+    """The keys that `read_head_sizes` reads."""
+    heads, value_heads, size, value_size = sizes_of(mixer)
+    return {
+        "head_dim": size,
+        "num_heads": heads,
+        "num_v_heads": None if value_heads == heads else value_heads,
+        "expand_v": expansion(value_size, size),
+    }
+
+
+def sizes_of(mixer: RecurrentMixerConfig) -> tuple[int, int, int, int]:
+    """Key heads, value heads, channels of a key head and of a value head."""
+    sizes = (mixer.key_heads, mixer.value_heads, mixer.key_head_dim, mixer.value_head_dim)
+    heads, value_heads, size, value_size = (0 if number is None else number for number in sizes)
+    return heads, value_heads, size, value_size
+
+
+def read_convolution(keys: ConfigKeys, default: bool = True) -> Options:
+    """The filters of the streams, or none; where a family has it, SiLU stays without them."""
+    used, size = keys.flag("use_short_conv", default), keys.size("conv_size", 4)
+    keys.only("conv_bias", False, None)
+    return {"convolution.size": size} if used else {"convolution": None}
+
+
+def write_convolution(mixer: RecurrentMixerConfig) -> dict[str, Any]:
+    """The keys that `read_convolution` reads."""
+    filters = mixer.convolution
+    return {"use_short_conv": filters is not None, "conv_size": 4 if filters is None else filters.size}
+
+
+GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}

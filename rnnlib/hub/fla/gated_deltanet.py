@@ -1,0 +1,52 @@
+"""`gated_deltanet`: Gated DeltaNet."""
+
+from typing import Any
+
+from rnnlib.hub.fla.common import (
+    GATES,
+    Options,
+    fla_family,
+    read_convolution,
+    read_head_sizes,
+    write_convolution,
+    write_head_sizes,
+)
+from rnnlib.hub.fla.rows import CONVOLUTIONS, DECAY, READOUT, STREAMS
+from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.table import linear
+from rnnlib.layers.mixer import RecurrentMixerConfig
+
+ROWS = (*STREAMS, *CONVOLUTIONS, *DECAY, *linear("attn.b_proj", "mixer.gain.projection"), *READOUT)
+
+
+def _read(keys: ConfigKeys, width: int) -> Options:
+    activation = keys.one_of("output_gate_activation", GATES, "swish")
+    return {
+        **read_head_sizes(keys, 2.0),
+        "gain.negative_eigenvalues": keys.flag("allow_neg_eigval", False),
+        "readout.gate": activation if keys.flag("use_gate", True) else "none",
+        "readout.eps": keys.number("norm_eps", 1e-6),
+        **read_convolution(keys),
+    }
+
+
+def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
+    gate = mixer.readout.gate
+    return {
+        **write_head_sizes(mixer),
+        "allow_neg_eigval": getattr(mixer.gain, "negative_eigenvalues", False),
+        "use_gate": gate != "none",
+        "output_gate_activation": "sigmoid" if gate == "sigmoid" else "swish",
+        **write_convolution(mixer),
+    }
+
+
+GATED_DELTANET = fla_family(
+    "gated_deltanet",
+    "gated_deltanet",
+    "GatedDeltaNetForCausalLM",
+    rows=ROWS,
+    read=_read,
+    write=_write,
+    unused=("model.layers.*.attn.D",),  # of files from before March 2025
+)

@@ -1,0 +1,129 @@
+"""`gla`: Gated Linear Attention."""
+
+from typing import Any
+
+from rnnlib.hub.fla.common import Options, expanded, fla_family, sizes_of
+from rnnlib.hub.fla.rows import CONVOLUTIONS, STREAMS
+from rnnlib.hub.keys import ConfigKeys, expansion
+from rnnlib.hub.table import linear, row
+from rnnlib.layers.convolution import ConvolutionConfig
+from rnnlib.layers.decay import LogSigmoidDecay
+from rnnlib.layers.mixer import RecurrentMixerConfig
+
+# The norm has the one name where a gate is fused with it, else the other.
+NORM_AND_GATE = (
+    *linear("attn.g_proj", "mixer.readout.gate"),
+    row("attn.g_norm_swish_gate.weight", "mixer.readout.norm.scale"),
+    row("attn.g_norm.weight", "mixer.readout.norm.scale"),
+    *linear("attn.o_proj", "mixer.readout.output"),
+)
+
+ROWS = (
+    *STREAMS,
+    *CONVOLUTIONS,
+    *linear("attn.gk_proj.0", "mixer.decay.projection.down"),
+    *linear("attn.gk_proj.1", "mixer.decay.projection.up"),
+    *NORM_AND_GATE,
+)
+
+
+# Of queries and keys, after the filters and their SiLU.
+_FEATURE_MAPS = {
+    None: "identity",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "sigmoid": "sigmoid",
+    "sqrelu": "squared_relu",
+    "gelu": "gelu",
+}
+
+
+def read_sizes(keys: ConfigKeys, width: int, expand_k: float, expand_v: float) -> Options:
+    """Heads and their channels, of families whose heads share the width."""
+    heads = keys.size("num_heads")
+    shared = keys.size("num_kv_heads", heads)
+    if heads % shared:
+        raise ValueError(f"{keys.where}: num_kv_heads is {shared}, expected a divisor of num_heads = {heads}")
+    return {
+        "key_heads": heads,
+        "value_heads": heads,
+        "shared_heads": None if shared == heads else shared,
+        "key_head_dim": expanded(keys, "expand_k", expand_k, width, heads),
+        "value_head_dim": expanded(keys, "expand_v", expand_v, width, heads),
+    }
+
+
+def write_sizes(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
+    """The keys that `read_sizes` reads."""
+    heads, value_heads, size, value_size = sizes_of(mixer)
+    return {
+        "num_heads": heads,
+        "num_kv_heads": mixer.shared_heads,
+        "expand_k": expansion(heads * size, width),
+        "expand_v": expansion(value_heads * value_size, width),
+    }
+
+
+def read_readout(keys: ConfigKeys) -> Options:
+    """The gate, and the norm per head, which may have no scale."""
+    return {"readout.gate": "silu" if keys.flag("use_output_gate", True) else "none", **read_norm(keys)}
+
+
+def read_norm(keys: ConfigKeys) -> Options:
+    """The norm per head; for null it has no scale either."""
+    return {
+        "readout.norm_scale": bool(keys.take("elementwise_affine", bool | None, True)),
+        "readout.eps": keys.number("norm_eps", 1e-6),
+    }
+
+
+def write_readout(mixer: RecurrentMixerConfig) -> dict[str, Any]:
+    """The keys that `read_readout` reads."""
+    gated = mixer.readout.gate != "none"
+    return {"use_output_gate": gated, "fuse_norm": gated, "elementwise_affine": mixer.readout.norm_scale}
+
+
+def read_feature_map(keys: ConfigKeys) -> Options:
+    """The activation of queries and keys."""
+    return {"feature_map": keys.one_of("feature_map", _FEATURE_MAPS, None)}
+
+
+def write_feature_map(mixer: RecurrentMixerConfig) -> dict[str, Any]:
+    """The key that `read_feature_map` reads."""
+    names: dict[Any, str | None] = {ours: theirs for theirs, ours in reversed(_FEATURE_MAPS.items())}
+    if mixer.feature_map not in names:
+        raise ValueError(f"feature_map is {mixer.feature_map!r}, expected one of {', '.join(names)}")
+    return {"feature_map": names[mixer.feature_map]}
+
+
+def _read(keys: ConfigKeys, width: int) -> Options:
+    keys.ignore("use_gk", "use_gv")  # the model ignores them too
+    sizes = read_sizes(keys, width, 0.5, 1.0)
+    filtered, size = keys.flag("use_short_conv", False), keys.size("conv_size", 4)
+    lowest = keys.take("clamp_min", float | int | None, None)
+    return {
+        **sizes,
+        **read_feature_map(keys),
+        **read_readout(keys),
+        "convolution": ConvolutionConfig(size, activation="silu") if filtered else None,
+        "decay.lowest": None if lowest is None else float(lowest),
+        "decay.heads": "value" if sizes["shared_heads"] is None else "shared",
+    }
+
+
+def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
+    if not isinstance(mixer.decay, LogSigmoidDecay):
+        raise ValueError(f"decay is {type(mixer.decay).__name__}, expected LogSigmoidDecay")
+    filters = mixer.convolution
+    return {
+        **write_sizes(mixer, width),
+        **write_feature_map(mixer),
+        **write_readout(mixer),
+        "use_short_conv": filters is not None,
+        "conv_size": 4 if filters is None else filters.size,
+        "clamp_min": mixer.decay.lowest,
+    }
+
+
+GLA = fla_family("gla", "gla", "GLAForCausalLM", rows=ROWS, read=_read, write=_write)

@@ -1,0 +1,123 @@
+"""`precond_gated_deltanet` and `precond_kda`: Preconditioned (Gated) DeltaNet and Kimi Delta Attention."""
+
+from typing import Any
+
+from rnnlib.hub.fla.common import (
+    GATES,
+    Options,
+    fla_family,
+    read_convolution,
+    read_head_sizes,
+    write_convolution,
+    write_head_sizes,
+)
+from rnnlib.hub.fla.kda import read_lower_bound, write_lower_bound
+from rnnlib.hub.fla.rows import CHANNEL_DECAY, CONVOLUTIONS, DECAY, LOW_RANK_READOUT, READOUT, STREAMS
+from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.table import linear, row
+from rnnlib.layers.gain import SigmoidGain
+from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.layers.preconditioner import ApplyToKey
+
+_PRECONDITIONER = (
+    *linear("attn.b_proj", "mixer.gain.projection"),
+    *linear("attn.b_proj", "mixer.gain.gain.projection"),
+    *linear("attn.b_atk_proj", "mixer.keys.gram.gain.projection"),
+    row("attn.A_log_atk", "mixer.keys.gram.decay.A_log"),
+    row("attn.dt_bias_atk", "mixer.keys.gram.decay.dt_bias"),
+    row("attn.log_atk_scale", "mixer.keys.center"),
+)
+
+GATED_ROWS = (
+    *STREAMS,
+    *CONVOLUTIONS,
+    *DECAY,
+    *_PRECONDITIONER,
+    *linear("attn.a_atk_proj", "mixer.keys.gram.decay.projection"),
+    *READOUT,
+)
+
+KDA_ROWS = (
+    *STREAMS,
+    *CONVOLUTIONS,
+    *CHANNEL_DECAY,
+    *_PRECONDITIONER,
+    *linear("attn.a_proj", "mixer.keys.gram.decay.projection"),
+    *LOW_RANK_READOUT,
+)
+
+
+def _read_preconditioner(keys: ConfigKeys) -> Options:
+    keys.ignore("a_log_init_lower", "log_atk_scale_init")
+    # Beta is doubled for negative eigenvalues, whatever the preconditioner's bound: not `PreconditionedGain`'s 2 / x.
+    return {
+        "gain": SigmoidGain(negative_eigenvalues=keys.flag("allow_neg_eigval", False)),
+        "keys.bound": keys.number("squash_x", 1.5),
+        "keys.eps": keys.number("squash_eps", 1e-6),
+    }
+
+
+def _write_preconditioner(mixer: RecurrentMixerConfig) -> dict[str, Any]:
+    if not isinstance(mixer.keys, ApplyToKey):
+        raise ValueError(f"keys is {type(mixer.keys).__name__}, expected ApplyToKey")
+    return {
+        "allow_neg_eigval": getattr(mixer.gain, "negative_eigenvalues", False),
+        "squash_x": mixer.keys.bound,
+        "squash_eps": mixer.keys.eps,
+    }
+
+
+def _read_gated(keys: ConfigKeys, width: int) -> Options:
+    activation = keys.one_of("output_gate_activation", GATES, "swish")
+    return {
+        **read_head_sizes(keys, 2.0),
+        **_read_preconditioner(keys),
+        "readout.gate": activation if keys.flag("use_gate", True) else "none",
+        "readout.eps": keys.number("norm_eps", 1e-6),
+        **read_convolution(keys),
+    }
+
+
+def _write_gated(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
+    return {
+        **write_head_sizes(mixer),
+        **_write_preconditioner(mixer),
+        "use_gate": mixer.readout.gate != "none",
+        **write_convolution(mixer),
+    }
+
+
+def _read_kda(keys: ConfigKeys, width: int) -> Options:
+    sizes, options = read_head_sizes(keys, 1.0), _read_preconditioner(keys)
+    if sizes["value_heads"] != sizes["key_heads"]:
+        # A preconditioner per value head, but a gain per key head.
+        options |= {"keys.gram.heads": "value", "gain.heads": "key"}
+    return {
+        **sizes,
+        **read_lower_bound(keys),
+        **options,
+        "readout.eps": keys.number("norm_eps", 1e-6),
+        **read_convolution(keys),
+    }
+
+
+def _write_kda(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
+    return {
+        **write_head_sizes(mixer),
+        **write_lower_bound(mixer),
+        **_write_preconditioner(mixer),
+        **write_convolution(mixer),
+    }
+
+
+PRECOND_GATED_DELTANET = fla_family(
+    "precond_gated_deltanet",
+    "pgdn",
+    "PrecondGatedDeltaNetForCausalLM",
+    rows=GATED_ROWS,
+    read=_read_gated,
+    write=_write_gated,
+)
+PRECOND_KDA = fla_family(
+    "precond_kda", "pkda", "PrecondKDAForCausalLM", rows=KDA_ROWS, read=_read_kda, write=_write_kda
+)

@@ -1,0 +1,31 @@
+"""`retnet`: RetNet."""
+
+from typing import Any
+
+from rnnlib.hub.fla.common import Options, fla_family
+from rnnlib.hub.fla.gla import (
+    NORM_AND_GATE,
+    read_feature_map,
+    read_readout,
+    read_sizes,
+    write_feature_map,
+    write_readout,
+    write_sizes,
+)
+from rnnlib.hub.fla.rows import STREAMS
+from rnnlib.hub.keys import ConfigKeys
+from rnnlib.layers.mixer import RecurrentMixerConfig
+
+ROWS = (*STREAMS, *NORM_AND_GATE)
+
+
+def _read(keys: ConfigKeys, width: int) -> Options:
+    keys.ignore("use_short_conv", "conv_size")  # the model ignores them too
+    return {**read_sizes(keys, width, 1.0, 2.0), **read_feature_map(keys), **read_readout(keys)}
+
+
+def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
+    return {**write_sizes(mixer, width), **write_feature_map(mixer), **write_readout(mixer)}
+
+
+RETNET = fla_family("retnet", "retnet", "RetNetForCausalLM", rows=ROWS, read=_read, write=_write, hidden_ratio=2)

@@ -1,0 +1,43 @@
+"""Rows of tables that several of flash-linear-attention's mixers have."""
+
+from rnnlib.hub.table import filter_, linear, row
+
+STREAMS = (
+    *linear("attn.q_proj", "mixer.query.projection"),
+    *linear("attn.k_proj", "mixer.key.projection"),
+    *linear("attn.v_proj", "mixer.value.projection"),
+)
+
+CONVOLUTIONS = (
+    *filter_("attn.q_conv1d", "mixer.query.convolution"),
+    *filter_("attn.k_conv1d", "mixer.key.convolution"),
+    *filter_("attn.v_conv1d", "mixer.value.convolution"),
+)
+
+# The decay per head, `-exp(A_log) softplus(W x + dt_bias)`.
+DECAY = (
+    *linear("attn.a_proj", "mixer.decay.projection"),
+    row("attn.A_log", "mixer.decay.A_log"),
+    row("attn.dt_bias", "mixer.decay.dt_bias"),
+)
+
+# The decay per key channel of Kimi Delta Attention, through a low rank.
+CHANNEL_DECAY = (
+    *linear("attn.f_proj.0", "mixer.decay.projection.down"),
+    *linear("attn.f_proj.1", "mixer.decay.projection.up"),
+    row("attn.A_log", "mixer.decay.A_log"),
+    row("attn.dt_bias", "mixer.decay.dt_bias"),
+)
+
+READOUT = (
+    *linear("attn.g_proj", "mixer.readout.gate"),
+    row("attn.o_norm.weight", "mixer.readout.norm.scale"),
+    *linear("attn.o_proj", "mixer.readout.output"),
+)
+
+LOW_RANK_READOUT = (
+    *linear("attn.g_proj.0", "mixer.readout.gate.down"),
+    *linear("attn.g_proj.1", "mixer.readout.gate.up"),
+    row("attn.o_norm.weight", "mixer.readout.norm.scale"),
+    *linear("attn.o_proj", "mixer.readout.output"),
+)

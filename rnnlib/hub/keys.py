@@ -1,0 +1,161 @@
+"""Reading a published config.json: every key is read, known to change nothing, or refused by name."""
+
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from rnnlib.fields import PositiveInteger, check_value
+
+# Of every family: names, classes, dtypes, token numbers, how to generate. None changes a logit.
+_NAMES = """
+    architectures model_type transformers_version torch_dtype dtype use_cache initializer_range initializer_scale
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id cls_token_id mask_token_id unk_token_id
+    auto_map id2label label2id problem_type return_dict output_hidden_states output_attentions max_position_embeddings
+    model_max_length is_encoder_decoder is_decoder cross_attention_hidden_size add_cross_attention
+    chunk_size_feed_forward task_specific_params prefix finetuning_task tokenizer_class torchscript pruned_heads
+    tie_encoder_decoder use_bfloat16 tf_legacy_loss temperature top_k top_p typical_p repetition_penalty length_penalty
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens attention_dropout hidden_dropout embd_pdrop attn_implementation pretraining_tp num_labels
+    keys_to_ignore_at_inference library_name license language tags
+"""
+_WITHOUT_EFFECT = frozenset(_NAMES.split())
+
+
+class ConfigKeys:
+    """The keys of a config.json, each taken once by what understands it."""
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        """Wraps keys.
+
+        Args:
+            values: the keys.
+            where: the file's name, for messages.
+        """
+        self.values = values
+        self.where = where
+        self._left = {name for name, value in values.items() if not name.startswith("_")} - _WITHOUT_EFFECT
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def take(self, name: str, annotation: Any, default: Any = ...) -> Any:
+        """A key's value.
+
+        Args:
+            name: the key.
+            annotation: the type of its values, as fields of configurations have, such as `PositiveInteger | None`.
+            default: of a key that is not there; `...` for one that must be.
+
+        Raises:
+            ValueError: the key is missing, or its value is not of the type.
+        """
+        self._left.discard(name)
+        if name not in self.values and default is not ...:
+            return default
+        if name not in self.values:
+            raise ValueError(f"{self.where}: {name} is missing")
+        value = self.values[name]
+        check_value(self.where, name, value, annotation)
+        return value
+
+    def size(self, name: str, default: Any = ...) -> Any:
+        """A positive integer; null counts as a missing key where there is a default."""
+        if default is not ... and self.values.get(name) is None:
+            self._left.discard(name)
+            return default
+        return self.take(name, PositiveInteger, default)
+
+    def number(self, name: str, default: Any = ...) -> float:
+        """A number, as a float."""
+        return float(self.take(name, float | int, default))
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false; null is the default."""
+        value = self.take(name, bool | None, default)
+        return default if value is None else value
+
+    def one_of(self, name: str, choices: Mapping[Any, Any], default: Any) -> Any:
+        """What a value stands for.
+
+        Raises:
+            ValueError: the value is none of `choices`.
+        """
+        self._left.discard(name)
+        value = self.values.get(name, default)
+        if not isinstance(value, str | int | float | None) or value not in choices:
+            known = ", ".join(json.dumps(choice) for choice in choices)
+            raise ValueError(f"{self.where}: {name} is {json.dumps(value)}, expected {known}")
+        return choices[value]
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """ValueError unless a key has one of some values or is not there."""
+        self._left.discard(name)
+        value = self.values.get(name, allowed[0])
+        if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed):
+            known = " or ".join(json.dumps(choice) for choice in allowed)
+            raise ValueError(f"{self.where}: {name} is {json.dumps(value)}, expected {known}")
+
+    def ignore(self, *names: str) -> None:
+        """Keys that change nothing that a model computes."""
+        self._left -= set(names)
+
+    def finish(self) -> None:
+        """ValueError where a key is left that nothing has understood."""
+        if self.values.get("quantization_config") is not None:
+            raise ValueError(f"{self.where}: quantization_config is there, expected weights that are not quantised")
+        unknown = sorted(name for name in self._left if self.values[name] not in (None, False, [], {}))
+        if unknown:
+            value = json.dumps(self.values[unknown[0]])
+            raise ValueError(
+                f"{self.where}: {unknown[0]} is {value[:80]}, expected no such key: it is not known here and may "
+                "change what the model computes (if it does not, remove it from the file)"
+            )
+
+
+def expansion(channels: int, width: int) -> float:
+    """The factor that gives so many channels of a width, as `int(width * factor)` computes it."""
+    factor = channels / width
+    return factor if int(width * factor) == channels else math.nextafter(factor, math.inf)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """A JSON object from a file, Infinity in either spelling as a float.
+
+    Raises:
+        ValueError: the file is missing, or holds no JSON object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: expected JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, not a {type(values).__name__}")
+    return values
+
+
+def _number(values: dict[str, Any]) -> Any:
+    """A float that JSON cannot say, as transformers writes it: `{"__float__": "Infinity"}`."""
+    if set(values) == {"__float__"} and isinstance(values["__float__"], str):
+        return float(values["__float__"].replace("Infinity", "inf"))
+    return values
+
+
+def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:
+    """A JSON object to a file, as transformers writes its configurations."""
+
+    def spelled(value: Any) -> Any:
+        if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+            return {"__float__": repr(value).replace("inf", "Infinity").replace("nan", "NaN")}
+        if isinstance(value, Mapping):
+            return {name: spelled(entry) for name, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [spelled(entry) for entry in value]
+        return value
+
+    path.write_text(json.dumps(spelled(values), indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,219 @@
+"""How an array of a published file lies in relation to a model's: the same numbers in another order.
+
+A layout goes both ways, and what it reads of what it has written is the same, bit by bit. The file's shapes follow from
+the model's: they are those of what is written.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout(abc.ABC):
+    """A change of order between arrays of a file and arrays of a model."""
+
+    @abc.abstractmethod
+    def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
+        """The model's arrays from the file's.
+
+        Args:
+            arrays: of the file, in the row's order.
+            like: shapes of the model's arrays, in the row's order.
+            part: the block of the model that the arrays belong to, without values; the model for those of no block.
+        """
+
+    @abc.abstractmethod
+    def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
+        """The file's arrays from the model's; arguments as in `read`."""
+
+
+class OneToOne(Layout):
+    """A layout of one array of the file and one of the model."""
+
+    @abc.abstractmethod
+    def read_one(self, array: Array, like: Any) -> Array:
+        """The model's array."""
+
+    @abc.abstractmethod
+    def write_one(self, array: Array) -> Array:
+        """The file's array."""
+
+    def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
+        """Each by itself."""
+        return [self.read_one(array, shape) for array, shape in zip(arrays, like, strict=True)]
+
+    def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
+        """Each by itself."""
+        return [self.write_one(array) for array in arrays]
+
+
+class Same(OneToOne):
+    """As it is."""
+
+    def read_one(self, array: Array, like: Any) -> Array:
+        """The array."""
+        return array
+
+    def write_one(self, array: Array) -> Array:
+        """The array."""
+        return array
+
+
+class Transposed(OneToOne):
+    """The last two axes change places: PyTorch's `[out, in]` of a linear map is `[in, out]` here."""
+
+    def read_one(self, array: Array, like: Any) -> Array:
+        """`[..., in, out]`."""
+        return jnp.swapaxes(array, -1, -2)
+
+    def write_one(self, array: Array) -> Array:
+        """`[..., out, in]`."""
+        return jnp.swapaxes(array, -1, -2)
+
+
+class Filter(OneToOne):
+    """PyTorch's depthwise filter `[C, 1, W]` is `[W, C]` here; the last tap is the token's own in both."""
+
+    def read_one(self, array: Array, like: Any) -> Array:
+        """`[W, C]`."""
+        return array[:, 0].T
+
+    def write_one(self, array: Array) -> Array:
+        """`[C, 1, W]`."""
+        return array.T[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshaped(OneToOne):
+    """The file's array has another shape, with at most one -1 for what is left.
+
+    Attributes:
+        shape: of the file's array.
+    """
+
+    shape: tuple[int, ...]
+
+    def read_one(self, array: Array, like: Any) -> Array:
+        """In the model's shape."""
+        return array.reshape(like.shape)
+
+    def write_one(self, array: Array) -> Array:
+        """In the file's shape."""
+        return array.reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined(Layout):
+    """One array of the file holds several of the model, one after the other along its first axis.
+
+    Attributes:
+        each: the layout of each of them.
+    """
+
+    each: OneToOne
+
+    def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
+        """The pieces."""
+        pieces = [jax.eval_shape(self.each.write_one, shape).shape[0] for shape in like]
+        ends = [sum(pieces[: i + 1]) for i in range(len(pieces))]
+        starts = [0, *ends[:-1]]
+        return [self.each.read_one(arrays[0][a:b], shape) for a, b, shape in zip(starts, ends, like)]
+
+    def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
+        """The pieces in one."""
+        return [jnp.concatenate([self.each.write_one(array) for array in arrays])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interleaved(Layout):
+    """One array of the file holds several of the model head by head: a head's piece of each, then the next head's.
+
+    Attributes:
+        each: the layout of each of them.
+        heads: which of the mixer's heads, `"key_heads"` or `"value_heads"` of its `MixerShape`.
+    """
+
+    each: OneToOne
+    heads: str
+
+    def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
+        """The pieces of all heads."""
+        heads = getattr(part.mixer.shape, self.heads)
+        rows = [jax.eval_shape(self.each.write_one, shape).shape[0] // heads for shape in like]
+        ends = [sum(rows[: i + 1]) for i in range(len(rows))]
+        array = arrays[0].reshape(heads, ends[-1], *arrays[0].shape[1:])
+        pieces = [array[:, end - count : end] for end, count in zip(ends, rows)]
+        flat = [piece.reshape(-1, *piece.shape[2:]) for piece in pieces]
+        return [self.each.read_one(piece, shape) for piece, shape in zip(flat, like)]
+
+    def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
+        """The heads in one."""
+        heads = getattr(part.mixer.shape, self.heads)
+        written = [self.each.write_one(array) for array in arrays]
+        pieces = [array.reshape(heads, array.shape[0] // heads, *array.shape[1:]) for array in written]
+        joined = jnp.concatenate(pieces, axis=1)
+        return [joined.reshape(-1, *joined.shape[2:])]
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualParts(Layout):
+    """The file has the model's arrays joined, and cut anew into as many parts of one size.
+
+    Attributes:
+        each: the layout of each of them.
+    """
+
+    each: OneToOne
+
+    def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
+        """The parts joined, and cut where the model's arrays end."""
+        return Joined(self.each).read([jnp.concatenate(arrays)], like, part)
+
+    def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
+        """Parts of one size."""
+        joined = Joined(self.each).write(arrays, part)[0]
+        size = joined.shape[0] // len(arrays)
+        return [joined[i * size : (i + 1) * size] for i in range(len(arrays))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked(Layout):
+    """Many arrays of the file, one for each of the model's entries along its first axis.
+
+    Attributes:
+        each: the layout of each of them.
+    """
+
+    each: OneToOne
+
+    def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
+        """One array."""
+        entry = jax.ShapeDtypeStruct(like[0].shape[1:], like[0].dtype)
+        return [jnp.stack([self.each.read_one(array, entry) for array in arrays])]
+
+    def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
+        """Its entries."""
+        return [self.each.write_one(entry) for entry in arrays[0]]
+
+
+class JoinedExperts(Layout):
+    """One array `[E, 2 F, D]` of the file has two `[E, D, F]` of the model, the first in front."""
+
+    def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
+        """Both."""
+        return [jnp.swapaxes(half, 1, 2) for half in jnp.split(arrays[0], 2, axis=1)]
+
+    def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
+        """Both in one."""
+        return [jnp.concatenate([jnp.swapaxes(array, 1, 2) for array in arrays], axis=1)]
+
+
+SAME = Same()
+TRANSPOSED = Transposed()
+FILTER = Filter()

@@ -1,0 +1,205 @@
+"""`mamba2`: Mamba-2, in the formats of transformers and of flash-linear-attention.
+
+Both have the same `model_type` and the same names of arrays. Flash-linear-attention's is told by its key `norm_eps`,
+where transformers has `layer_norm_epsilon`.
+"""
+
+import math
+from typing import Any
+
+from rnnlib.hub.computation import sized_mixer
+from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.layouts import FILTER, SAME, TRANSPOSED, Joined
+from rnnlib.hub.table import Family, linear, row
+from rnnlib.layers.decay import SoftplusDecay
+from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.models.config import ModelConfig
+
+# Rows of the input's projection: gate, value, key, query and step, which are z, x, B, C and dt of the paper.
+_INPUTS = ("readout.gate", "value.projection", "key.projection", "query.projection", "decay.projection")
+_FILTERED = ("value.convolution", "key.convolution", "query.convolution")
+
+
+def _paths(parts: tuple[str, ...], variable: str) -> tuple[str, ...]:
+    return tuple(f"mixer.{part}.{variable}" for part in parts)
+
+
+ROWS = (
+    row("backbone.embeddings.weight", "embedding"),
+    row("backbone.embedding.weight", "embedding"),  # of older files
+    row("backbone.norm_f.weight", "norm.scale"),
+    row("lm_head.weight", "head"),
+    row("lm_head.weight", "embedding", copy=True),
+)
+
+LAYER_ROWS = (
+    row("norm.weight", "mixer_norm.scale"),
+    row("mixer.in_proj.weight", _paths(_INPUTS, "kernel"), Joined(TRANSPOSED)),
+    row("mixer.in_proj.bias", _paths(_INPUTS, "bias"), Joined(SAME)),
+    row("mixer.conv1d.weight", _paths(_FILTERED, "kernel"), Joined(FILTER)),
+    row("mixer.conv1d.bias", _paths(_FILTERED, "bias"), Joined(SAME)),
+    row("mixer.A_log", "mixer.decay.A_log"),
+    row("mixer.dt_bias", "mixer.decay.dt_bias"),
+    row("mixer.D", "mixer.readout.skip"),
+    row("mixer.norm.weight", "mixer.readout.norm.scale"),
+    *linear("mixer.out_proj", "mixer.readout.output"),
+)
+
+# Of how a model starts and is trained; `residual_in_fp32` says how sums of less precise models are rounded.
+_WITHOUT_EFFECT = ("chunk_size", "rescale_prenorm_residual", "residual_in_fp32", "time_step_rank")
+
+
+def _read(
+    keys: ConfigKeys, *, eps: str, limits: str, heads: int | None, groups: int, mixer: dict[str, Any]
+) -> ModelConfig:
+    """The model, from keys that both formats have.
+
+    Args:
+        keys: of the file.
+        eps: the key of the norms' epsilon.
+        limits: the key of the limits of dt.
+        heads: what a missing number of heads stands for; None is what follows from the sizes.
+        groups: what a missing number of groups stands for.
+        mixer: options that come on top.
+    """
+    keys.ignore(*_WITHOUT_EFFECT)
+    keys.only("hidden_act", "silu", "swish")
+    width, size = keys.size("hidden_size"), keys.size("head_dim", 64)
+    channels = int(keys.number("expand", 2) * width)
+    found = keys.size("num_heads", channels // size if heads is None else heads)
+    if found * size != channels:
+        raise ValueError(
+            f"{keys.where}: num_heads is {found}, expected expand * hidden_size = {channels} channels in heads of "
+            f"head_dim = {size}"
+        )
+    groups = keys.size("n_groups", groups)
+    if found % groups:
+        raise ValueError(f"{keys.where}: n_groups is {groups}, expected a divisor of num_heads = {found}")
+    bias, epsilon = keys.flag("use_bias", False), keys.number(eps, 1e-5)
+    options = {
+        "key_heads": groups,
+        "value_heads": found,
+        "key_head_dim": keys.size("state_size", 128),
+        "value_head_dim": size,
+        "use_bias": bias,
+        "decay.use_bias": bias,
+        "decay.step_limits": _read_limits(keys, limits),
+        "convolution.size": keys.size("conv_kernel", 4),
+        "convolution.use_bias": keys.flag("use_conv_bias", True),
+        "readout.norm": "all" if groups == 1 else "group",
+        "readout.eps": epsilon,
+        "readout.gate_bias": bias,
+        "readout.use_bias": bias,
+    }
+    return ModelConfig(
+        vocabulary_size=keys.size("vocab_size"),
+        width=width,
+        num_layers=keys.size("num_hidden_layers"),
+        num_heads=found,
+        mixers=("mamba2",),
+        mixer_overrides={"mamba2": options | mixer},
+        mlp_ratio=0,
+        norm_eps=epsilon,
+        tie_embeddings=keys.flag("tie_word_embeddings", False),
+    )
+
+
+def _read_limits(keys: ConfigKeys, name: str) -> tuple[float, float] | None:
+    """Limits of dt, None where they bound nothing: dt is above 0 by itself."""
+    given = keys.take(name, list | tuple | None, None)
+    if given is None:
+        return None
+    if len(given) != 2 or not all(isinstance(limit, int | float) for limit in given):
+        raise ValueError(f"{keys.where}: {name} is {given!r}, expected two numbers")
+    low, high = (float(limit) for limit in given)
+    return None if low <= 0 and high == math.inf else (max(low, 0.0), high)
+
+
+def _write(config: ModelConfig) -> tuple[dict[str, Any], RecurrentMixerConfig, list[float]]:
+    """Keys that both formats have, the mixer, and the limits of dt."""
+    mixer = sized_mixer(config, config.layer_mixers[0])
+    if not isinstance(mixer, RecurrentMixerConfig) or not isinstance(mixer.decay, SoftplusDecay):
+        raise ValueError(f"its first layer is {config.layer_mixers[0]!r}, expected mamba2")
+    if config.feed_forward_width:
+        raise ValueError(f"the feed-forward's width is {config.feed_forward_width}, expected none: mlp_ratio=0")
+    heads, size = mixer.value_heads or 0, mixer.value_head_dim or 0
+    expand = heads * size / config.width
+    filters = mixer.convolution
+    keys = {
+        "model_type": "mamba2",
+        "vocab_size": config.vocabulary_size,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.num_layers,
+        "num_heads": heads,
+        "head_dim": size,
+        "state_size": mixer.key_head_dim,
+        "n_groups": mixer.key_heads,
+        "expand": int(expand) if expand == int(expand) else expand,
+        "conv_kernel": 4 if filters is None else filters.size,
+        "use_conv_bias": filters is not None and filters.use_bias,
+        "use_bias": mixer.use_bias,
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+    limits = mixer.decay.step_limits
+    return keys, mixer, [0.0, math.inf] if limits is None else list(limits)
+
+
+def _read_transformers(keys: ConfigKeys) -> ModelConfig:
+    keys.ignore("time_step_min", "time_step_max", "time_step_floor")
+    keys.only("rms_norm", True)
+    return _read(keys, eps="layer_norm_epsilon", limits="time_step_limit", heads=128, groups=8, mixer={})
+
+
+def _write_transformers(config: ModelConfig) -> dict[str, Any]:
+    keys, _, limits = _write(config)
+    return keys | {"layer_norm_epsilon": config.norm_eps, "time_step_limit": limits}
+
+
+def _read_fla(keys: ConfigKeys) -> ModelConfig:
+    keys.ignore("A_init_range", "conv_init", "dt_min", "dt_max", "dt_init_floor")
+    keys.ignore("fuse_norm", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp")
+    options: dict[str, Any] = {"readout.gate_first": not keys.flag("norm_before_gate", False)}
+    if not keys.flag("rmsnorm", True):
+        options |= {"readout.norm": "none", "readout.gate_first": True}
+    if keys.flag("D_has_hdim", False):
+        options["readout.skip"] = "channel"
+    return _read(keys, eps="norm_eps", limits="dt_limit", heads=None, groups=1, mixer=options)
+
+
+def _write_fla(config: ModelConfig) -> dict[str, Any]:
+    keys, mixer, limits = _write(config)
+    return keys | {
+        "norm_eps": config.norm_eps,
+        "dt_limit": limits,
+        "rmsnorm": mixer.readout.norm != "none",
+        "norm_before_gate": not mixer.readout.gate_first,
+        "D_has_hdim": mixer.readout.skip == "channel",
+    }
+
+
+MAMBA2 = Family(
+    name="mamba2",
+    matches=lambda values: values.get("model_type") == "mamba2" and "norm_eps" not in values,
+    mixers=("mamba2",),
+    architecture="Mamba2ForCausalLM",
+    read=_read_transformers,
+    write=_write_transformers,
+    rows=ROWS,
+    layer_rows=LAYER_ROWS,
+    layer_prefix="backbone.layers.{}.",
+    prefixes=("backbone.",),
+)
+
+MAMBA2_FLA = Family(
+    name="mamba2_fla",
+    matches=lambda values: values.get("model_type") == "mamba2" and "norm_eps" in values,
+    mixers=("mamba2",),
+    architecture="Mamba2ForCausalLM",
+    read=_read_fla,
+    write=_write_fla,
+    rows=ROWS,
+    layer_rows=LAYER_ROWS,
+    layer_prefix="backbone.layers.{}.",
+    prefixes=("backbone.",),
+)

@@ -1,0 +1,345 @@
+"""Reading a published model from a folder, and writing one that others can read."""
+
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from rnnlib.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
+from rnnlib.hub.computation import difference
+from rnnlib.hub.families import FAMILIES, family_of
+from rnnlib.hub.files import INDEX, WeightFiles, other_files, replace_folder, shard_names, write_arrays
+from rnnlib.hub.keys import ConfigKeys, read_json, write_json
+from rnnlib.hub.table import SAVED, Family, Match, match_rows
+from rnnlib.models.config import DtypeName, ModelConfig
+from rnnlib.models.decoder import DecoderLM
+from rnnlib.models.summary import abstract_model
+from rnnlib.models.variables import assign_values, values_by_path
+
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+class Source(NamedTuple):
+    """Where a model was read from: what writing it back needs beside its values.
+
+    Attributes:
+        folder: the folder, absolute; what the model does not hold is copied from it.
+        family: name of the family.
+        config: keys of config.json.
+        shards: the file of each array.
+        shapes: the shape of each array.
+        dtypes: the dtype of each array that the model uses.
+        ignored: keys of config.json that the caller knew to change nothing.
+    """
+
+    folder: pathlib.Path
+    family: str
+    config: Mapping[str, Any]
+    shards: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
+    ignored: tuple[str, ...] = ()
+
+
+class Pretrained(NamedTuple):
+    """A published model.
+
+    Attributes:
+        model: the language model.
+        tokenizer: of the folder's tokenizer.json, None where there is none.
+        source: what `save_pretrained` needs to write the model back; None for a model that was made here.
+    """
+
+    model: DecoderLM
+    tokenizer: Tokenizer | None = None
+    source: Source | None = None
+
+
+def load_pretrained(
+    folder: str | os.PathLike[str],
+    *,
+    dtype: DtypeName | None = None,
+    param_dtype: DtypeName | None = None,
+    sharding: Callable[[jax.ShapeDtypeStruct], jax.sharding.Sharding] | None = None,
+    ignore_keys: Sequence[str] = (),
+) -> Pretrained:
+    """Reads a published model: config.json, safetensors files, and tokenizer.json where there is one.
+
+    `rnnlib.hub` lists the families. Arrays are read one at a time onto the device, so that host memory never holds the
+    model.
+
+    Args:
+        folder: a folder in the Hugging Face format.
+        dtype: of activations and products; None for the file's.
+        param_dtype: of the parameters; None for the file's, an array each. Decays' `A_log` and `dt_bias` are float32 at
+            least in any case.
+        sharding: where a parameter of a shape goes, such as `lambda x: NamedSharding(mesh, parameter_spec(x.shape,
+            mesh))` of `rnnlib.training.mesh`; None for the default device.
+        ignore_keys: keys of config.json that are not known here and that you know to change nothing.
+
+    Returns:
+        Model, tokenizer and source.
+
+    Raises:
+        ValueError: with one line that names the file, the key or array and what was expected. The folder is of no known
+            family; a key is missing, has a value that is not served, or is not known; files are missing, damaged or
+            quantised; arrays are missing, surplus or of another shape.
+    """
+    folder = pathlib.Path(folder)
+    for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
+        if value is not None and value not in get_args(DtypeName):
+            raise ValueError(f"load_pretrained: {name} is {value!r}, expected one of {', '.join(get_args(DtypeName))}")
+    family, values, config, files = _read_folder(folder, ignore_keys)
+    config = config.replace(dtype=dtype or config.dtype, param_dtype=param_dtype or config.param_dtype)
+
+    model = abstract_model(config)
+    variables = values_by_path(model, SAVED)
+    if len(variables) != len(jax.tree.leaves(nnx.state(model))):
+        model = DecoderLM(config, rngs=nnx.Rngs(0))  # constants and streams, which files do not hold
+        variables = values_by_path(model, SAVED)
+    try:
+        matches = match_rows(family, model, files.shapes)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    _check(family, files, matches, variables)
+
+    read: dict[str, jax.Array] = {}
+    for match in matches:
+        if match.copy:
+            continue
+        arrays = [jnp.asarray(files.read(name)) for name in match.theirs]
+        for path, array in zip(match.ours, match.read(arrays, variables), strict=True):
+            target = jnp.dtype(variables[path].dtype)
+            if param_dtype is None:
+                # The file's own, where the model's would round it.
+                target = jnp.promote_types(target, array.dtype)
+            array = array.astype(target)
+            like = jax.ShapeDtypeStruct(array.shape, array.dtype)
+            read[path] = array if sharding is None else jax.device_put(array, sharding(like))
+    assign_values(model, SAVED, read)
+    used = [name for match in matches for name in match.theirs]
+    source = Source(
+        folder=folder.resolve(),
+        family=family.name,
+        config=values,
+        shards=dict(files.shards),
+        shapes=dict(files.shapes),
+        dtypes={name: files.dtype(name) for name in used},
+        ignored=tuple(ignore_keys),
+    )
+    return Pretrained(model, _tokenizer(folder), source)
+
+
+def pretrained_config(folder: str | os.PathLike[str], *, ignore_keys: Sequence[str] = ()) -> ModelConfig:
+    """The configuration of a published model, whose arrays are not read.
+
+    Args:
+        folder: a folder in the Hugging Face format.
+        ignore_keys: as in `load_pretrained`.
+
+    Raises:
+        ValueError: as in `load_pretrained`, but for what is wrong with arrays.
+    """
+    return _read_folder(pathlib.Path(folder), ignore_keys)[2]
+
+
+def _read_folder(
+    folder: pathlib.Path, ignore_keys: Sequence[str]
+) -> tuple[Family, dict[str, Any], ModelConfig, WeightFiles]:
+    """The family, the keys of config.json, the model's configuration in the file's dtype, and the weight files."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: there is no such folder, expected one with {CONFIG} and safetensors files")
+    values = read_json(folder / CONFIG)
+    family = family_of(values, str(folder / CONFIG))
+    config = read_config(family, values, str(folder / CONFIG), ignore_keys)
+    files = WeightFiles(folder)
+    stored = _stored_dtype(values, files)
+    return family, values, config.replace(dtype=stored, param_dtype=stored), files
+
+
+def save_pretrained(
+    pretrained: Pretrained | DecoderLM,
+    folder: str | os.PathLike[str],
+    *,
+    family: str | None = None,
+) -> None:
+    """Writes a model as a folder in the Hugging Face format, whole or not at all.
+
+    What was read by `load_pretrained` is written as it was: the same files, arrays of the same names, dtypes and
+    shapes (arrays that the model does not use among them), config.json and the tokenizer's files. Unchanged values give
+    bit-identical arrays. A model that was made here, or is written as another family, gets a new config.json, arrays in
+    the model's `param_dtype`, and the tokenizer.
+
+    Args:
+        pretrained: what was read, perhaps with other values in its model; or a model.
+        folder: to write. Of one that exists, the model's files are replaced and other files stay.
+        family: the family to write as; None for the source's, or the one of the model's mixers.
+
+    Raises:
+        ValueError: with one line. The model is of no family or not of this one, the source's folder is gone, or the
+            model's configuration is not what the source's config.json says.
+    """
+    target = pathlib.Path(folder)
+    model = pretrained if isinstance(pretrained, DecoderLM) else pretrained.model
+    source = None if isinstance(pretrained, DecoderLM) else pretrained.source
+    if source is not None and family in (None, source.family):
+        known = FAMILIES[source.family]
+        where = str(source.folder / CONFIG)
+        changed = difference(model.config, read_config(known, source.config, where, source.ignored))
+        if changed is not None:
+            raise ValueError(f"save_pretrained: the model is not what {where} says: {changed}")
+        if not source.folder.is_dir():
+            raise ValueError(f"save_pretrained: {source.folder} is gone, expected the folder that the model is from")
+        replace_folder(target, lambda staged: _write_back(staged, model, source, known))
+        return
+    known, values = _family_for(model.config, family)
+    tokenizer = None if isinstance(pretrained, DecoderLM) else pretrained.tokenizer
+    replace_folder(target, lambda staged: _write_new(staged, model, known, values, tokenizer))
+
+
+def read_config(family: Family, values: Mapping[str, Any], where: str, ignored: Sequence[str] = ()) -> ModelConfig:
+    """The model's configuration in a config.json, of which every key is understood or refused.
+
+    Args:
+        family: its family.
+        values: its keys.
+        where: its name, for messages.
+        ignored: keys that need not be understood.
+
+    Raises:
+        ValueError: a key is missing, has a value that is not served, or is not known.
+    """
+    keys = ConfigKeys(values, where)
+    keys.ignore(*ignored)
+    try:
+        config = family.read(keys)
+        abstract_model(config)
+    except ValueError as error:
+        raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from None
+    keys.finish()
+    return config
+
+
+def _write_back(staged: pathlib.Path, model: DecoderLM, source: Source, family: Family) -> None:
+    files = WeightFiles(source.folder)
+    matches = match_rows(family, model, source.shapes)
+    variables = values_by_path(model, SAVED)
+
+    def arrays_of(names: list[str]) -> dict[str, np.ndarray]:
+        found = _arrays(matches, variables, set(names))
+        used = {name: array.astype(source.dtypes[name]) for name, array in found.items()}
+        return {name: used[name] if name in used else files.read(name) for name in names}
+
+    write_arrays(staged, source.shards, arrays_of, index=source.folder / INDEX)
+    for path in other_files(source.folder):
+        shutil.copyfile(path, staged / path.name)
+
+
+def _write_new(
+    staged: pathlib.Path, model: DecoderLM, family: Family, values: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> None:
+    variables = values_by_path(model, SAVED)
+    matches = match_rows(family, model)
+    sizes = {
+        name: int(np.prod(shape)) * variables[match.ours[0]].dtype.itemsize
+        for match in matches
+        for name, shape in zip(match.theirs, match.shapes(variables), strict=True)
+    }
+    write_arrays(staged, shard_names(sizes), lambda names: _arrays(matches, variables, set(names)))
+    write_json(staged / CONFIG, values)
+    if isinstance(tokenizer, FileTokenizer):
+        tokenizer.save(staged / TOKENIZER)
+        options = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}
+        write_json(staged / TOKENIZER_CONFIG, options)
+
+
+def _arrays(matches: Sequence[Match], variables: Mapping[str, jax.Array], names: set[str]) -> dict[str, np.ndarray]:
+    """The file's arrays of some names, in host memory."""
+    found: dict[str, np.ndarray] = {}
+    for match in matches:
+        if names.intersection(match.theirs):
+            written = zip(match.theirs, match.write(variables), strict=True)
+            found |= {name: np.asarray(jax.device_get(array)) for name, array in written if name in names}
+    return found
+
+
+def _family_for(config: ModelConfig, name: str | None) -> tuple[Family, dict[str, Any]]:
+    """The family to write a model as, and its config.json."""
+    if name is not None and name not in FAMILIES:
+        raise ValueError(f"save_pretrained: family is {name!r}, expected one of {', '.join(FAMILIES)}")
+    presets = {mixer.partition("/")[0] for mixer in config.layer_mixers}
+    recurrent = presets - {"attention", "sliding_window_attention"} or presets
+    candidates = [FAMILIES[name]] if name else [known for known in FAMILIES.values() if recurrent & set(known.mixers)]
+    if not candidates:
+        served = sorted({mixer for known in FAMILIES.values() for mixer in known.mixers})
+        raise ValueError(
+            f"save_pretrained: no family has the mixers {', '.join(sorted(recurrent))}, expected {', '.join(served)}"
+        )
+    problem: ValueError | None = None
+    for family in candidates:
+        try:
+            return family, _written_config(family, config)
+        except ValueError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _written_config(family: Family, config: ModelConfig) -> dict[str, Any]:
+    """config.json for a model; ValueError where the family cannot say what the model computes."""
+    try:
+        values = family.write(config)
+        values |= {"architectures": [family.architecture], "dtype": config.param_dtype}
+        changed = difference(config, read_config(family, values, "config.json"))
+    except ValueError as error:
+        raise ValueError(f"save_pretrained: the model is not of family {family.name!r}: {error}") from None
+    if changed is not None:
+        raise ValueError(f"save_pretrained: the model is not of family {family.name!r}: {changed}")
+    return values
+
+
+def _check(family: Family, files: WeightFiles, matches: Sequence[Match], variables: Mapping[str, Any]) -> None:
+    """ValueError where an array is surplus, of another shape or of a dtype that is not read."""
+    used = {name for match in matches for name in match.theirs}
+    for name, file in files.shards.items():
+        if name not in used and not family.leaves_out(name):
+            raise ValueError(
+                f"{files.folder / file}: {name} {list(files.shapes[name])} is surplus, expected no such array for "
+                f"the model in {CONFIG}"
+            )
+    for match in matches:
+        for name, shape in zip(match.theirs, match.shapes(variables), strict=True):
+            files.dtype(name)
+            if files.shapes[name] != shape:
+                where = files.folder / files.shards[name]
+                raise ValueError(f"{where}: {name} has shape {list(files.shapes[name])}, expected {list(shape)}")
+
+
+def _stored_dtype(values: Mapping[str, Any], files: WeightFiles) -> Any:
+    """The dtype that most of a file's numbers have, as config.json says, or else the file's largest array."""
+    text = values.get("text_config")
+    for keys in (text if isinstance(text, Mapping) else {}, values):
+        for name in ("dtype", "torch_dtype"):
+            said = str(keys.get(name, "")).removeprefix("torch.")
+            if said in get_args(DtypeName):
+                return said
+    return files.dtype(max(files.shards, key=lambda name: int(np.prod(files.shapes[name]))))
+
+
+def _tokenizer(folder: pathlib.Path) -> Tokenizer | None:
+    """The folder's tokenizer, whose end of document is the token that it names so."""
+    if not (folder / TOKENIZER).exists():
+        return None
+    options = folder / TOKENIZER_CONFIG
+    end = read_json(options).get("eos_token") if options.exists() else None
+    if isinstance(end, Mapping):
+        end = end.get("content")
+    return load_tokenizer(folder / TOKENIZER, end_token=end if isinstance(end, str) else None)

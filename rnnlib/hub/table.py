@@ -1,0 +1,235 @@
+"""Tables of names: which arrays of a published file are which variables of a `DecoderLM`.
+
+A family's table is a list of rows, `Row(names in the file, names in the model, layout)`. One table serves all variants
+of a family: a row whose variables a model does not have does not count for it. Every variable of the model must stand
+in a row that counts, and every array of the file too, but for those that the family names as unused.
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax import Array
+
+from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.layouts import FILTER, SAME, TRANSPOSED, Layout
+from rnnlib.models.config import ModelConfig
+from rnnlib.models.decoder import Block, DecoderLM
+from rnnlib.models.variables import values_by_path
+
+# What files hold of a model: all but its random streams.
+SAVED = nnx.Not(nnx.RngState)
+
+
+class Row(NamedTuple):
+    """A line of a table.
+
+    Attributes:
+        theirs: names in the file. One with `*` stands for as many names as the model's array has entries along its
+            first axis, 0, 1, 2, ... in the place of `*`.
+        ours: paths of the model's variables.
+        layout: how the arrays of the two correspond.
+        copy: the file may hold the array once more, under this name: it is not read, and written where the file had it.
+        unless: a name with which the row does not count, for older files in which a name means something else.
+    """
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    layout: Layout = SAME
+    copy: bool = False
+    unless: str | None = None
+
+
+def row(
+    theirs: str | Sequence[str],
+    ours: str | Sequence[str],
+    layout: Layout = SAME,
+    *,
+    copy: bool = False,
+    unless: str | None = None,
+) -> Row:
+    """A `Row`, whose names may be a single one."""
+    names = (theirs,) if isinstance(theirs, str) else tuple(theirs)
+    paths = (ours,) if isinstance(ours, str) else tuple(ours)
+    return Row(names, paths, layout, copy, unless)
+
+
+def linear(theirs: str, ours: str) -> tuple[Row, Row]:
+    """The rows of a linear map, with its bias where it has one."""
+    return row(f"{theirs}.weight", f"{ours}.kernel", TRANSPOSED), row(f"{theirs}.bias", f"{ours}.bias")
+
+
+def filter_(theirs: str, ours: str) -> tuple[Row, Row]:
+    """The rows of a depthwise filter, with its bias where it has one."""
+    return row(f"{theirs}.weight", f"{ours}.kernel", FILTER), row(f"{theirs}.bias", f"{ours}.bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A kind of published model: its configuration and its arrays.
+
+    Attributes:
+        name: of the family, for `save_pretrained`.
+        matches: whether a config.json is of this family.
+        mixers: presets whose models are written as this family where none is named.
+        architecture: the class that published files name.
+        read: the model's configuration from config.json's keys.
+        write: config.json's keys for a model's configuration. `read` must give the model back: what the keys cannot say
+            is found by that.
+        rows: of arrays that belong to no layer.
+        layer_rows: of arrays of a layer, names without the layer's prefix; or a function from the layer's block to
+            them. Where files differ, the first rows whose names and shapes a file has count.
+        layer_prefix: of a layer's arrays in the file, with `{}` for its number.
+        prefixes: in place of the first, names may begin with another of these.
+        unused: beginnings of names of arrays that a language model does not use, perhaps with `*`; they are kept.
+    """
+
+    name: str
+    matches: Callable[[Mapping[str, Any]], bool]
+    mixers: tuple[str, ...]
+    architecture: str
+    read: Callable[[ConfigKeys], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    rows: tuple[Row, ...]
+    layer_rows: tuple[Row, ...] | Callable[[Block], tuple[Row, ...]]
+    layer_prefix: str = "model.layers.{}."
+    prefixes: tuple[str, ...] = ("model.",)
+    unused: tuple[str, ...] = ()
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether an array of this name is one that a language model does not use."""
+        return any(fnmatch.fnmatchcase(name, f"{beginning}*") for beginning in self.unused)
+
+
+class Match(NamedTuple):
+    """A row with full names: arrays of a file and the variables of a model that they are.
+
+    Attributes:
+        theirs: names in the file.
+        ours: paths of variables.
+        layout: between the two.
+        part: the block, or the model, without values.
+        copy: as in `Row`.
+    """
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    layout: Layout
+    part: Any
+    copy: bool
+
+    def read(self, arrays: Sequence[Array], variables: Mapping[str, Any]) -> list[Array]:
+        """The model's arrays."""
+        return self.layout.read(arrays, [variables[path] for path in self.ours], self.part)
+
+    def write(self, variables: Mapping[str, Any]) -> list[Array]:
+        """The file's arrays."""
+        return self.layout.write([variables[path] for path in self.ours], self.part)
+
+    def shapes(self, variables: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        """Shapes of the file's arrays."""
+        like = [jax.ShapeDtypeStruct(variables[path].shape, variables[path].dtype) for path in self.ours]
+        return [array.shape for array in jax.eval_shape(lambda arrays: self.layout.write(arrays, self.part), like)]
+
+
+def match_rows(family: Family, model: DecoderLM, present: Mapping[str, tuple[int, ...]] | None = None) -> list[Match]:
+    """The rows of a family's table that count for a model.
+
+    Args:
+        family: its tables.
+        model: the model, with or without values.
+        present: shapes of the file's arrays by name; None for a file that is to be written, which has the first names.
+
+    Returns:
+        Matches, whose variables are each of the model's once, but for copies.
+
+    Raises:
+        ValueError: a variable of the model is in no row, or the file lacks its array.
+    """
+    variables = values_by_path(model, SAVED)
+    names = None if present is None else set(present)
+    prefix = _prefix(family, names)
+    matches: list[Match] = []
+    copies: list[Match] = []
+    covered: dict[str, Match] = {}
+    lacking: dict[str, str] = {}
+    misfits: dict[str, Match] = {}
+    for candidate in _full_rows(family, model, variables, prefix, names):
+        if any(path not in variables for path in candidate.ours):
+            continue
+        found = names is None or all(name in names for name in candidate.theirs)
+        if candidate.copy:
+            if names is not None and found:
+                copies.append(candidate)
+        elif any(path in covered for path in candidate.ours):
+            continue
+        elif found and present is not None and not _fits(candidate, variables, present):
+            for path in candidate.ours:
+                misfits.setdefault(path, candidate)
+        elif found:
+            matches.append(candidate)
+            covered |= dict.fromkeys(candidate.ours, candidate)
+        else:
+            missing = next(name for name in candidate.theirs if names is not None and name not in names)
+            for path in candidate.ours:
+                lacking.setdefault(path, missing)
+    for path, variable in variables.items():
+        if path in covered:
+            continue
+        if path in misfits:
+            # The reader says which array has a wrong shape.
+            matches.append(misfits[path])
+            covered |= dict.fromkeys(misfits[path].ours, misfits[path])
+        elif path in lacking:
+            raise ValueError(f"{lacking[path]} is missing, expected an array that gives {path} {list(variable.shape)}")
+        else:
+            raise ValueError(f"{path}: family {family.name!r} has no array for this part of the model")
+    used = {name for match in matches for name in match.theirs}
+    return matches + [match for match in copies if used.isdisjoint(match.theirs)]
+
+
+def _fits(match: Match, variables: Mapping[str, Any], present: Mapping[str, tuple[int, ...]]) -> bool:
+    return match.shapes(variables) == [present[name] for name in match.theirs]
+
+
+def _prefix(family: Family, names: set[str] | None) -> str:
+    first = family.prefixes[0]
+    if names is None:
+        return first
+    found = [prefix for prefix in family.prefixes if any(name.startswith(prefix) for name in names)]
+    return max(found, key=len, default=first)
+
+
+def _full_rows(
+    family: Family, model: DecoderLM, variables: Mapping[str, Any], prefix: str, names: set[str] | None
+) -> Iterable[Match]:
+    parts: list[tuple[str, str, Any, tuple[Row, ...]]] = [("", "", model, family.rows)]
+    given_rows = family.layer_rows
+    parts += [
+        (
+            family.layer_prefix.format(i),
+            f"blocks.{i}.",
+            block,
+            given_rows(block) if callable(given_rows) else given_rows,
+        )
+        for i, block in enumerate(model.blocks)
+    ]
+    for theirs_prefix, ours_prefix, part, rows in parts:
+        for given in rows:
+            # Files that are written anew have the present names.
+            if given.unless is not None and (names is None or theirs_prefix + given.unless in names):
+                continue
+            ours = tuple(ours_prefix + path for path in given.ours)
+            theirs: list[str] = []
+            for name in (theirs_prefix + name for name in given.theirs):
+                if name.startswith(family.prefixes[0]):
+                    name = prefix + name.removeprefix(family.prefixes[0])
+                if "*" in name:
+                    entries = variables[ours[0]].shape[0] if ours[0] in variables else 0
+                    theirs += [name.replace("*", str(i)) for i in range(entries)]
+                else:
+                    theirs.append(name)
+            yield Match(tuple(theirs), ours, given.layout, part, given.copy)

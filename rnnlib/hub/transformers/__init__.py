@@ -1,0 +1,1 @@
+"""Families of transformers (https://github.com/huggingface/transformers, 5.23)."""

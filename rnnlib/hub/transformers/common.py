@@ -1,0 +1,159 @@
+"""What transformers' families share: embedding, SwiGLU, rotary positions, and which layers are of attention."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rnnlib.hub.computation import sized_mixer
+from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.layouts import TRANSPOSED, JoinedExperts, Stacked
+from rnnlib.hub.table import linear, row
+from rnnlib.layers.attention import AttentionConfig
+from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.models.config import ModelConfig
+
+ROWS = (
+    row("model.embed_tokens.weight", "embedding"),
+    row("model.norm.weight", "norm.scale"),
+    row("lm_head.weight", "head"),
+    row("lm_head.weight", "embedding", copy=True),
+)
+
+FEED_FORWARD = (
+    *linear("mlp.gate_proj", "feed_forward.gate"),
+    *linear("mlp.up_proj", "feed_forward.up"),
+    *linear("mlp.down_proj", "feed_forward.down"),
+)
+
+# Files have each expert's matrices by themselves, or those of all in two arrays.
+EXPERTS = (
+    *linear("mlp.gate", "feed_forward.router.projection"),
+    row("mlp.experts.*.gate_proj.weight", "feed_forward.gate", Stacked(TRANSPOSED)),
+    row("mlp.experts.*.up_proj.weight", "feed_forward.up", Stacked(TRANSPOSED)),
+    row("mlp.experts.*.down_proj.weight", "feed_forward.down", Stacked(TRANSPOSED)),
+    row("mlp.experts.gate_up_proj", ("feed_forward.gate", "feed_forward.up"), JoinedExperts()),
+    row("mlp.experts.down_proj", "feed_forward.down", TRANSPOSED),
+    *linear("mlp.shared_expert.gate_proj", "feed_forward.shared.gate"),
+    *linear("mlp.shared_expert.up_proj", "feed_forward.shared.up"),
+    *linear("mlp.shared_expert.down_proj", "feed_forward.shared.down"),
+    *linear("mlp.shared_expert_gate", "feed_forward.shared_gate"),
+)
+
+# Options of a preset, by path, as `ModelConfig.mixer_overrides` has them.
+Options = dict[str, Any]
+
+LAYER_TYPES = {"linear_attention": "gated_deltanet", "full_attention": "attention"}
+
+
+def read_model(keys: ConfigKeys) -> dict[str, Any]:
+    """Fields of the model that its mixers do not matter to."""
+    keys.only("hidden_act", "silu", "swish")
+    return {
+        "vocabulary_size": keys.size("vocab_size"),
+        "width": keys.size("hidden_size"),
+        "norm_eps": keys.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": keys.flag("tie_word_embeddings", False),
+    }
+
+
+def write_model(config: ModelConfig) -> dict[str, Any]:
+    """The keys that `read_model` reads, and the number of layers."""
+    return {
+        "vocab_size": config.vocabulary_size,
+        "hidden_size": config.width,
+        "hidden_act": "silu",
+        "num_hidden_layers": config.num_layers,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def read_layer_types(keys: ConfigKeys, mixers: Mapping[str, str], interval: int | None = None) -> tuple[str, ...]:
+    """The mixer of each layer.
+
+    Args:
+        keys: with `layer_types`, or `full_attention_interval` in older files.
+        mixers: of each type.
+        interval: of attention layers where neither key is there.
+    """
+    layers = keys.size("num_hidden_layers")
+    every = keys.size("full_attention_interval", interval)
+    types = keys.take("layer_types", list | None, None)
+    if types is None:
+        if every is None:
+            raise ValueError(f"{keys.where}: layer_types is missing")
+        types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    if len(types) != layers:
+        raise ValueError(f"{keys.where}: layer_types has {len(types)} entries, expected num_hidden_layers = {layers}")
+    for kind in types:
+        if kind not in mixers:
+            raise ValueError(f"{keys.where}: layer_types has {kind!r}, expected {' or '.join(mixers)}")
+    return tuple(mixers[kind] for kind in types)
+
+
+def write_layer_types(kinds: Sequence[Any]) -> list[str]:
+    """`layer_types` of mixers."""
+    return ["full_attention" if isinstance(kind, AttentionConfig) else "linear_attention" for kind in kinds]
+
+
+def read_rotary(keys: ConfigKeys, *, base: float = 10000.0, factor: float = 1.0) -> tuple[float | None, float]:
+    """The base of rotary positions, None for no positions, and the share of a head's channels that turn.
+
+    Newer files have `rope_parameters`, older ones `rope_theta`, `partial_rotary_factor` and `rope_scaling`.
+    """
+    outer_base = keys.take("rope_theta", float | int | None, base)
+    outer_factor = keys.number("partial_rotary_factor", factor)
+    scaling = keys.take("rope_scaling", dict | None, None)
+    given = keys.take("rope_parameters", dict | None, None)
+    for name, values in (("rope_scaling", scaling), ("rope_parameters", given)):
+        inner = ConfigKeys(values or {}, f"{keys.where}: {name}")
+        inner.only("rope_type", "default")
+        inner.only("type", "default")
+        inner.ignore("mrope_section", "mrope_interleaved", "rope_theta", "partial_rotary_factor")  # text turns alike
+        inner.finish()
+    inner = ConfigKeys(given or {}, f"{keys.where}: rope_parameters")
+    theta = inner.take("rope_theta", float | int | None, outer_base)
+    return None if theta is None else float(theta), inner.number("partial_rotary_factor", outer_factor)
+
+
+def mixers_by_kind(
+    config: ModelConfig,
+) -> tuple[list[Any], list[RecurrentMixerConfig], list[AttentionConfig]]:
+    """The mixer of each layer with sizes in numbers, and those of either kind."""
+    kinds = [sized_mixer(config, mixer) for mixer in config.layer_mixers]
+    recurrent = [kind for kind in kinds if isinstance(kind, RecurrentMixerConfig)]
+    attention = [kind for kind in kinds if isinstance(kind, AttentionConfig)]
+    if not recurrent:
+        raise ValueError("no layer has the mixer 'gated_deltanet'")
+    return kinds, recurrent, attention
+
+
+def read_delta_heads(keys: ConfigKeys, defaults: Mapping[str, int]) -> Options:
+    """Heads, channels and filter of Gated DeltaNet's layers."""
+
+    def size(name: str) -> int:
+        return keys.size(name, defaults.get(name, ...))
+
+    heads, value_heads = size("linear_num_key_heads"), size("linear_num_value_heads")
+    if value_heads % heads:
+        raise ValueError(
+            f"{keys.where}: linear_num_value_heads is {value_heads}, expected a multiple of linear_num_key_heads = "
+            f"{heads}"
+        )
+    return {
+        "key_heads": heads,
+        "value_heads": value_heads,
+        "key_head_dim": size("linear_key_head_dim"),
+        "value_head_dim": size("linear_value_head_dim"),
+        "convolution.size": keys.size("linear_conv_kernel_dim", 4),
+    }
+
+
+def write_delta_heads(mixer: RecurrentMixerConfig) -> dict[str, Any]:
+    """The keys that `read_delta_heads` reads."""
+    return {
+        "linear_num_key_heads": mixer.key_heads,
+        "linear_num_value_heads": mixer.value_heads,
+        "linear_key_head_dim": mixer.key_head_dim,
+        "linear_value_head_dim": mixer.value_head_dim,
+        "linear_conv_kernel_dim": 4 if mixer.convolution is None else mixer.convolution.size,
+    }

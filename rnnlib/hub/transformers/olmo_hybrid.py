@@ -1,0 +1,145 @@
+"""`olmo_hybrid`: layers of Gated DeltaNet, normalised before, and of attention, normalised behind."""
+
+from typing import Any
+
+from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.layouts import FILTER, EqualParts
+from rnnlib.hub.table import Family, Row, filter_, linear, row
+from rnnlib.hub.transformers.common import (
+    FEED_FORWARD,
+    LAYER_TYPES,
+    ROWS,
+    mixers_by_kind,
+    read_delta_heads,
+    read_layer_types,
+    read_model,
+    read_rotary,
+    write_delta_heads,
+    write_layer_types,
+    write_model,
+)
+from rnnlib.models.config import ModelConfig
+from rnnlib.models.decoder import Block
+
+# Of the linear layers' output norm, whatever `rms_norm_eps` says.
+_EPS = 1e-5
+
+_FILTERS = tuple(f"linear_attn.{stream}_conv1d.weight" for stream in "qkv")
+
+# The norms of an attention layer have other names where transformers wrote the file, and the filters are then cut into
+# three equal parts of the whole.
+_ATTENTION = (
+    row("post_attention_layernorm.weight", "mixer_norm.scale"),
+    row("feedforward_layer_norm.weight", "mixer_norm.scale"),
+    row("post_feedforward_layernorm.weight", "feed_forward_norm.scale"),
+    *FEED_FORWARD,
+    *linear("self_attn.q_proj", "mixer.query"),
+    *linear("self_attn.k_proj", "mixer.key"),
+    *linear("self_attn.v_proj", "mixer.value"),
+    *linear("self_attn.o_proj", "mixer.output"),
+    row("self_attn.q_norm.weight", "mixer.query_norm.scale"),
+    row("self_attn.k_norm.weight", "mixer.key_norm.scale"),
+)
+
+_DELTA = (
+    row("attention_layer_norm.weight", "mixer_norm.scale"),
+    row("feedforward_layer_norm.weight", "feed_forward_norm.scale"),
+    *FEED_FORWARD,
+    *linear("linear_attn.q_proj", "mixer.query.projection"),
+    *linear("linear_attn.k_proj", "mixer.key.projection"),
+    *linear("linear_attn.v_proj", "mixer.value.projection"),
+    *filter_("linear_attn.q_conv1d", "mixer.query.convolution"),
+    *filter_("linear_attn.k_conv1d", "mixer.key.convolution"),
+    *filter_("linear_attn.v_conv1d", "mixer.value.convolution"),
+    row(
+        _FILTERS,
+        tuple(f"mixer.{stream}.convolution.kernel" for stream in ("query", "key", "value")),
+        EqualParts(FILTER),
+    ),
+    *linear("linear_attn.a_proj", "mixer.decay.projection"),
+    row("linear_attn.A_log", "mixer.decay.A_log"),
+    row("linear_attn.dt_bias", "mixer.decay.dt_bias"),
+    *linear("linear_attn.b_proj", "mixer.gain.projection"),
+    *linear("linear_attn.g_proj", "mixer.readout.gate"),
+    row("linear_attn.o_norm.weight", "mixer.readout.norm.scale"),
+    *linear("linear_attn.o_proj", "mixer.readout.output"),
+)
+
+
+def _rows(block: Block) -> tuple[Row, ...]:
+    return _ATTENTION if block.norm_position == "output" else _DELTA
+
+
+def _read(keys: ConfigKeys) -> ModelConfig:
+    # How parameters start.
+    keys.ignore("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
+    model = read_model(keys)
+    width = model["width"]
+    heads = keys.size("num_attention_heads")
+    if width % heads:
+        raise ValueError(f"{keys.where}: num_attention_heads is {heads}, expected a divisor of hidden_size = {width}")
+    base, factor = read_rotary(keys)
+    if factor != 1:
+        raise ValueError(f"{keys.where}: partial_rotary_factor is {factor}, expected 1")
+    biases = keys.flag("attention_bias", False)
+    attention = {
+        "num_heads": heads,
+        "key_heads": keys.size("num_key_value_heads", heads),
+        "head_dim": width // heads,
+        "rope_base": base,
+        "qk_norm": "all",
+        "eps": model["norm_eps"],
+        "use_bias": biases,
+        "output_bias": biases,
+    }
+    key_size = int(0.75 * width / heads)
+    defaults = {
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": key_size,
+        "linear_value_head_dim": 2 * key_size,
+    }
+    delta = {
+        **read_delta_heads(keys, defaults),
+        "gain.negative_eigenvalues": keys.flag("linear_allow_neg_eigval", True),
+        "readout.eps": _EPS,
+    }
+    mixers = read_layer_types(keys, LAYER_TYPES, interval=4)
+    return ModelConfig(
+        **model,
+        mixers=mixers,
+        num_layers=len(mixers),
+        num_heads=delta["key_heads"],
+        mixer_overrides={"gated_deltanet": delta, "attention": attention},
+        norm_positions=tuple("output" if mixer == "attention" else "input" for mixer in mixers),
+        mlp_width=keys.size("intermediate_size"),
+    )
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    kinds, recurrent, attention = mixers_by_kind(config)
+    layer = attention[0] if attention else None
+    return {
+        "model_type": "olmo_hybrid",
+        **write_model(config),
+        **write_delta_heads(recurrent[0]),
+        "linear_allow_neg_eigval": getattr(recurrent[0].gain, "negative_eigenvalues", False),
+        "intermediate_size": config.feed_forward_width,
+        "layer_types": write_layer_types(kinds),
+        "num_attention_heads": layer.num_heads if layer else 1,
+        "num_key_value_heads": layer.key_heads if layer else 1,
+        "attention_bias": layer.use_bias if layer else False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": layer.rope_base if layer else None},
+    }
+
+
+OLMO_HYBRID = Family(
+    name="olmo_hybrid",
+    matches=lambda values: values.get("model_type") == "olmo_hybrid",
+    mixers=("gated_deltanet",),
+    architecture="OlmoHybridForCausalLM",
+    read=_read,
+    write=_write,
+    rows=ROWS,
+    layer_rows=_rows,
+)

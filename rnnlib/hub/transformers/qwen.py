@@ -1,0 +1,297 @@
+"""Qwen3.5, Qwen3-Next and Qwen3.5 with experts: three layers of Gated DeltaNet, then one of attention with a gate."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rnnlib.hub.keys import ConfigKeys, expansion
+from rnnlib.hub.layouts import FILTER, SAME, TRANSPOSED, Interleaved, Joined
+from rnnlib.hub.table import Family, linear, row
+from rnnlib.hub.transformers.common import (
+    EXPERTS,
+    FEED_FORWARD,
+    LAYER_TYPES,
+    ROWS,
+    mixers_by_kind,
+    read_delta_heads,
+    read_layer_types,
+    read_model,
+    read_rotary,
+    write_delta_heads,
+    write_layer_types,
+    write_model,
+)
+from rnnlib.layers.experts import Experts, RouterConfig
+from rnnlib.layers.feed_forward import FeedForwardConfig
+from rnnlib.models.config import ModelConfig
+
+_BLOCK = (
+    row("input_layernorm.weight", "mixer_norm.scale"),
+    row("post_attention_layernorm.weight", "feed_forward_norm.scale"),
+    *FEED_FORWARD,
+    *EXPERTS,
+)
+
+_STREAMS = ("mixer.query", "mixer.key", "mixer.value")
+
+# The query's projection has each head's query, then its gate.
+_ATTENTION = (
+    row("self_attn.q_proj.weight", ("mixer.query.kernel", "mixer.gate.kernel"), Interleaved(TRANSPOSED, "value_heads")),
+    row("self_attn.q_proj.bias", ("mixer.query.bias", "mixer.gate.bias"), Interleaved(SAME, "value_heads")),
+    *linear("self_attn.k_proj", "mixer.key"),
+    *linear("self_attn.v_proj", "mixer.value"),
+    *linear("self_attn.o_proj", "mixer.output"),
+    row("self_attn.q_norm.weight", "mixer.query_norm.scale"),
+    row("self_attn.k_norm.weight", "mixer.key_norm.scale"),
+)
+
+# One filter over all queries, keys and values.
+_DELTA = (
+    row("linear_attn.conv1d.weight", tuple(f"{stream}.convolution.kernel" for stream in _STREAMS), Joined(FILTER)),
+    row("linear_attn.A_log", "mixer.decay.A_log"),
+    row("linear_attn.dt_bias", "mixer.decay.dt_bias"),
+    row("linear_attn.norm.weight", "mixer.readout.norm.scale"),
+    *linear("linear_attn.out_proj", "mixer.readout.output"),
+)
+
+# Qwen3.5: queries, keys and values in one projection, one after the other; gates by themselves.
+_APART = (
+    row(
+        "linear_attn.in_proj_qkv.weight",
+        tuple(f"{stream}.projection.kernel" for stream in _STREAMS),
+        Joined(TRANSPOSED),
+    ),
+    *linear("linear_attn.in_proj_z", "mixer.readout.gate"),
+    *linear("linear_attn.in_proj_b", "mixer.gain.projection"),
+    *linear("linear_attn.in_proj_a", "mixer.decay.projection"),
+)
+
+# Qwen3-Next: key head by key head its query, its key, the values of its group, their gates; and likewise b and a.
+_FUSED = (
+    row(
+        "linear_attn.in_proj_qkvz.weight",
+        (*(f"{stream}.projection.kernel" for stream in _STREAMS), "mixer.readout.gate.kernel"),
+        Interleaved(TRANSPOSED, "key_heads"),
+    ),
+    row(
+        "linear_attn.in_proj_ba.weight",
+        ("mixer.gain.projection.kernel", "mixer.decay.projection.kernel"),
+        Interleaved(TRANSPOSED, "key_heads"),
+    ),
+)
+
+# Of prediction of several tokens, of caches, of losses in training.
+_WITHOUT_EFFECT = (
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+    "mtp_loss_coef",
+    "mamba_ssm_dtype",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "max_window_layers",
+)
+
+_DEFAULTS = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+
+
+def _read(keys: ConfigKeys, feed_forwards: tuple[Any, ...], mlp_width: int | None) -> ModelConfig:
+    keys.ignore(*_WITHOUT_EFFECT)
+    keys.only("use_sliding_window", False, None)
+    keys.only("sliding_window", None)
+    keys.only("attn_output_gate", True)
+    model = read_model(keys)
+    heads, size = keys.size("num_attention_heads"), keys.size("head_dim", 256)
+    base, factor = read_rotary(keys, factor=0.25)
+    biases = keys.flag("attention_bias", False)
+    attention = {
+        "num_heads": heads,
+        "key_heads": keys.size("num_key_value_heads", heads),
+        "head_dim": size,
+        "rope_base": base,
+        "rope_channels": int(size * factor),
+        "qk_norm": True,
+        "zero_centred": True,
+        "eps": model["norm_eps"],
+        "output_gate": True,
+        "use_bias": biases,
+        "output_bias": biases,
+    }
+    delta = {**read_delta_heads(keys, _DEFAULTS), "readout.eps": model["norm_eps"]}
+    return ModelConfig(
+        **model,
+        mixers=(mixers := read_layer_types(keys, LAYER_TYPES, interval=4)),
+        num_layers=len(mixers),
+        num_heads=delta["key_heads"],
+        mixer_overrides={"gated_deltanet": delta, "attention": attention},
+        zero_centred_norms=True,
+        mlp_width=mlp_width,
+        feed_forwards=feed_forwards,
+    )
+
+
+def _write(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    kinds, recurrent, attention = mixers_by_kind(config)
+    values = {
+        "model_type": model_type,
+        **write_model(config),
+        **write_delta_heads(recurrent[0]),
+        "layer_types": write_layer_types(kinds),
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 2,
+        "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    }
+    if attention:
+        layer = attention[0]
+        size, turned = layer.head_dim or 0, layer.rope_channels or 0
+        values |= {
+            "num_attention_heads": layer.num_heads,
+            "num_key_value_heads": layer.key_heads,
+            "head_dim": size,
+            "attention_bias": layer.use_bias,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": layer.rope_base,
+                "partial_rotary_factor": expansion(turned, size),
+            },
+        }
+    return values
+
+
+def _text(keys: ConfigKeys) -> ConfigKeys:
+    """The keys of the language model: of a multimodal file, those under `text_config`."""
+    if "text_config" not in keys:
+        return keys
+    text = dict(keys.take("text_config", dict))
+    if "tie_word_embeddings" in keys:
+        text["tie_word_embeddings"] = keys.flag("tie_word_embeddings", False)
+    keys.ignore(*(name for name in keys.values if name != "quantization_config"))
+    return ConfigKeys(text, f"{keys.where}: text_config")
+
+
+def _read_dense(keys: ConfigKeys) -> ModelConfig:
+    text = _text(keys)
+    text.only("mlp_only_layers", [], None)
+    config = _read(text, ("dense",), text.size("intermediate_size"))
+    text.finish()
+    return config
+
+
+def _experts(keys: ConfigKeys, renormalize: bool) -> Experts:
+    shared = keys.take("shared_expert_intermediate_size", int, 512)
+    return Experts(
+        num_experts=keys.size("num_experts"),
+        experts_per_token=keys.size("num_experts_per_tok"),
+        width=keys.size("moe_intermediate_size"),
+        router=RouterConfig(renormalize=renormalize),
+        shared_width=shared,
+        shared_gate=shared > 0,
+    )
+
+
+def _write_experts(layers: tuple[FeedForwardConfig | str, ...]) -> dict[str, Any]:
+    chosen = [layer for layer in layers if isinstance(layer, Experts)]
+    if not chosen:
+        raise ValueError("no layer has experts")
+    return {
+        "num_experts": chosen[0].num_experts,
+        "num_experts_per_tok": chosen[0].experts_per_token,
+        "moe_intermediate_size": chosen[0].width,
+        "shared_expert_intermediate_size": chosen[0].shared_width,
+    }
+
+
+def _read_moe(keys: ConfigKeys) -> ModelConfig:
+    text = _text(keys)
+    text.only("norm_topk_prob", True)
+    text.only("mlp_only_layers", [], None)
+    text.only("decoder_sparse_step", 1)
+    text.ignore("intermediate_size")  # every layer has experts
+    config = _read(text, (_experts(text, True),), text.size("moe_intermediate_size"))
+    text.finish()
+    return config
+
+
+def _read_next(keys: ConfigKeys) -> ModelConfig:
+    renormalize = keys.flag("norm_topk_prob", True)
+    step = keys.size("decoder_sparse_step", 1)
+    dense = keys.take("mlp_only_layers", list | None, None) or []
+    number = keys.take("num_experts", int, 512)
+    layers = keys.size("num_hidden_layers")
+    sparse = [bool(number) and i not in dense and (i + 1) % step == 0 for i in range(layers)]
+    part: Any = "dense"
+    if any(sparse):
+        part = _experts(keys, renormalize)
+    else:
+        keys.ignore("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    width = keys.size("intermediate_size", 5632)
+    return _read(keys, tuple(part if is_sparse else "dense" for is_sparse in sparse), width)
+
+
+def _write_next(config: ModelConfig) -> dict[str, Any]:
+    layers = config.layer_feed_forwards
+    values = _write(config, "qwen3_next") | {
+        "intermediate_size": config.feed_forward_width or 1,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, layer in enumerate(layers) if layer == "dense"],
+        "num_experts": 0,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 1,
+    }
+    routers = [layer.router for layer in layers if isinstance(layer, Experts)]
+    if routers:
+        values |= _write_experts(layers) | {"norm_topk_prob": routers[0].renormalize}
+    return values
+
+
+def _is(*types: str) -> Any:
+    def matches(values: Mapping[str, Any]) -> bool:
+        return values.get("model_type") in types
+
+    return matches
+
+
+_UNUSED = ("model.visual.", "mtp.", "model.mtp.")
+
+QWEN3_5 = Family(
+    name="qwen3_5",
+    matches=_is("qwen3_5", "qwen3_5_text"),
+    mixers=("gated_deltanet",),
+    architecture="Qwen3_5ForCausalLM",
+    read=_read_dense,
+    write=lambda config: _write(config, "qwen3_5_text") | {"intermediate_size": config.feed_forward_width},
+    rows=ROWS,
+    layer_rows=(*_BLOCK, *_ATTENTION, *_APART, *_DELTA),
+    prefixes=("model.", "model.language_model."),
+    unused=_UNUSED,
+)
+
+QWEN3_5_MOE = Family(
+    name="qwen3_5_moe",
+    matches=_is("qwen3_5_moe", "qwen3_5_moe_text"),
+    mixers=("gated_deltanet",),
+    architecture="Qwen3_5MoeForCausalLM",
+    read=_read_moe,
+    write=lambda config: _write(config, "qwen3_5_moe_text") | _write_experts(config.layer_feed_forwards),
+    rows=ROWS,
+    layer_rows=(*_BLOCK, *_ATTENTION, *_APART, *_DELTA),
+    prefixes=("model.", "model.language_model."),
+    unused=_UNUSED,
+)
+
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    matches=_is("qwen3_next"),
+    mixers=("gated_deltanet",),
+    architecture="Qwen3NextForCausalLM",
+    read=_read_next,
+    write=_write_next,
+    rows=ROWS,
+    layer_rows=(*_BLOCK, *_ATTENTION, *_FUSED, *_DELTA),
+    unused=_UNUSED,
+)
