@@ -1,4 +1,4 @@
-"""The command line: `rnnlib train | eval | generate | mixers | tokenizer`.
+"""The command line: `rnnlib train | eval | lm-eval | generate | export | mixers | tokenizer`.
 
 A script of your own ends with `sys.exit(rnnlib.cli.main.main())` to have these commands know its mixers.
 """

@@ -1,4 +1,4 @@
-"""`rnnlib eval`: evaluates a run on held-out text."""
+"""`rnnlib eval`: evaluates a run or a published model on held-out text."""
 
 import dataclasses
 import json
@@ -11,21 +11,24 @@ import tyro
 from rnnlib.cli.arguments import parse
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.data import DataConfig, make_dataset
-from rnnlib.training import evaluate, load_run, spread_batches
+from rnnlib.training import evaluate, load_model, spread_batches
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalArguments:
-    """Evaluates the model of a run's latest checkpoint on the run's validation text, or on other text."""
+    """Evaluates the model of a run's latest checkpoint on the run's validation text, or on other text.
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """The run's folder."""
+    A published model is evaluated on the text of --paths, or on Python sources that are installed here.
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """The folder of a run, or of a published model (config.json, safetensors)."""
     batches: int | None = None
     """Batches to evaluate on, spread over the text; left out, all of it."""
     batch_size: int | None = None
-    """Rows a batch; left out, as in training."""
+    """Rows a batch; left out, as in training, or 16."""
     sequence_length: int | None = None
-    """Tokens a row; left out, as in training."""
+    """Tokens a row; left out, as in training, or 256."""
     source: Literal["text", "jsonl", "parquet"] | None = None
     """What --paths are: "text" (a document a file), "jsonl" or "parquet"; left out, as in training ("text" where that
     took the installed Python sources)."""
@@ -35,6 +38,8 @@ class EvalArguments:
     """The field (JSON lines) or column (Parquet) that holds the text; left out, as in training."""
     encoding: str | None = None
     """Of --paths; left out, as in training."""
+    tokenizer: str | None = None
+    """"byte" or a tokenizers JSON file, for a folder that has none."""
     undecodable: Literal["error", "skip"] | None = None
     """What becomes of files of --paths that are not in the encoding; left out, as in training."""
     json: bool = False
@@ -69,15 +74,20 @@ def run(argv: Sequence[str]) -> int:
         if (value := getattr(arguments, name)) is not None and not arguments.paths:
             raise CommandError(f"--{name.replace('_', '-')} {value} needs --paths, the files to evaluate on")
     with input_errors():
-        loaded = load_run(arguments.run)
-        dataset = make_dataset(_data(arguments, loaded.config.data), split="validation", tokenizer=loaded.tokenizer)
+        loaded = load_model(arguments.folder, tokenizer=arguments.tokenizer)
+        trained_on = DataConfig() if loaded.run is None else loaded.run.config.data
+        dataset = make_dataset(_data(arguments, trained_on), split="validation", tokenizer=loaded.tokenizer)
     result = evaluate(
         loaded.model, spread_batches(dataset, arguments.batches), token_bytes=loaded.tokenizer.token_bytes
     )
     if arguments.json:
-        print(json.dumps({"step": loaded.step, "trained_tokens": loaded.tokens, **dataclasses.asdict(result)}))
+        trained = {} if loaded.run is None else {"step": loaded.run.step, "trained_tokens": loaded.run.tokens}
+        print(json.dumps(trained | dataclasses.asdict(result)))
         return 0
-    print(f"run {arguments.run}, step {loaded.step}, trained on {loaded.tokens:,} tokens")
+    if loaded.run is None:
+        print(f"published model {arguments.folder}")
+    else:
+        print(f"run {arguments.folder}, step {loaded.run.step}, trained on {loaded.run.tokens:,} tokens")
     print(f"evaluated on {result.tokens:,} tokens, {result.bytes:,} bytes")
     print(f"loss           {result.loss:.4f} nats/token")
     print(f"bits per byte  {result.bits_per_byte:.4f}")

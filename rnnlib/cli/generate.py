@@ -1,4 +1,4 @@
-"""`rnnlib generate`: continues a prompt with a run's model."""
+"""`rnnlib generate`: continues a prompt with the model of a run, or a published one."""
 
 import dataclasses
 import sys
@@ -6,23 +6,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import tyro
 
 from rnnlib.cli.arguments import parse
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.data import Tokenizer
-from rnnlib.models import DecoderLM, NaNLogitsError, stream
+from rnnlib.fields import PositiveInteger, check_value
+from rnnlib.models import Decoder, DecoderLM, NaNLogitsError
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerateArguments:
-    """Continues a prompt with the model of a run's latest checkpoint."""
+    """Continues a prompt with the model of a run's latest checkpoint, or with a published model."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """The run's folder."""
+    folder: Annotated[Path, tyro.conf.Positional]
+    """The folder of a run, or of a published model (config.json, safetensors)."""
     prompt: str = "def "
     """Text to continue; - reads it from standard input."""
+    chat: bool = False
+    """Take the prompt for a user's message, put into the folder's chat template; print the answer alone."""
+    system: str | None = None
+    """With --chat: the system's message before it."""
+    tokenizer: str | None = None
+    """"byte" or a tokenizers JSON file, for a folder that has none."""
+    dtype: str | None = None
+    """What the model computes in, e.g. bfloat16; left out, as in training or as the folder says."""
     max_new_tokens: int = 256
     """Tokens to add."""
     temperature: float = 0.8
@@ -34,7 +42,7 @@ class GenerateArguments:
     seed: int = 0
     """Seed of the draws."""
     stop: bool = True
-    """Stop where the model ends the document."""
+    """Stop where the model ends the document, or its answer."""
 
 
 def print_continuation(
@@ -42,41 +50,61 @@ def print_continuation(
     tokenizer: Tokenizer,
     prompt: str,
     *,
+    prompt_tokens: Sequence[int] | None = None,
+    echo: bool = True,
     max_new_tokens: int = 200,
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    stop: bool = True,
+    stop_tokens: Sequence[int] = (),
 ) -> None:
-    """Prints a prompt and its continuation while it is made; options as in `rnnlib.models.generate`."""
-    ids = list(tokenizer.encode(prompt))
+    """Prints a prompt and its continuation while it is made; options as in `rnnlib.models.Decoder.add`.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        prompt: The text.
+        prompt_tokens: Its tokens; None for the tokenizer's.
+        echo: Print the prompt too.
+        max_new_tokens: Tokens to add.
+        temperature: See `Sampling`.
+        top_k: See `Sampling`.
+        top_p: See `Sampling`.
+        seed: Of the draws.
+        stop_tokens: The text ends before any of them.
+    """
+    ids = list(tokenizer.encode(prompt)) if prompt_tokens is None else list(prompt_tokens)
     with input_errors():
-        blocks = stream(
-            model,
-            [ids],
+        check_value("generate", "max_new_tokens", max_new_tokens, PositiveInteger)
+        decoder = Decoder(model, slots=1, max_length=len(ids) + max_new_tokens)
+        text = decoder.add(
+            ids,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             seed=seed,
-            end_token=tokenizer.end_of_document if stop else None,
+            stop_tokens=stop_tokens,
         )
-    sys.stdout.write(prompt)
+    if echo:
+        sys.stdout.write(prompt)
     # Decoded together with the prompt: some tokenizers drop a space, or join words, only at a text's beginning.
     shown = len(tokenizer.decode(ids).rstrip("\ufffd"))
     try:
-        for block in blocks:
-            ids += np.asarray(block)[0].tolist()
-            text = tokenizer.decode(ids)
+        while text.finish is None:
+            decoder.step()
+            new = text.tokens[:-1] if text.finish == "stop" else text.tokens
+            whole = tokenizer.decode([*ids, *new])
             # The last character may be cut in the middle; it is shown when the rest of it is there.
-            whole = text.rstrip("\ufffd")
+            if text.finish is None:
+                whole = whole.rstrip("\ufffd")
             sys.stdout.write(whole[shown:])
             sys.stdout.flush()
             shown = max(shown, len(whole))
     except NaNLogitsError as error:
         raise CommandError(str(error), exit_code=1) from error
-    sys.stdout.write(tokenizer.decode(ids)[shown:] + "\n")
+    sys.stdout.write("\n")
     sys.stdout.flush()
 
 
@@ -86,19 +114,28 @@ def run(argv: Sequence[str]) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise CommandError("--prompt is empty: expected at least one character to continue")
-    from rnnlib.training import load_run
+    if arguments.system is not None and not arguments.chat:
+        raise CommandError("--system needs --chat, in whose template it stands")
+    from rnnlib.training import load_model
 
     with input_errors():
-        loaded = load_run(arguments.run)
+        loaded = load_model(arguments.folder, dtype=arguments.dtype, tokenizer=arguments.tokenizer)
+        if arguments.chat:
+            said = [("system", arguments.system), ("user", prompt)]
+            tokens = loaded.encode_chat([{"role": role, "content": text} for role, text in said if text is not None])
+        else:
+            tokens = loaded.encode_prompt(prompt)
     print_continuation(
         loaded.model,
         loaded.tokenizer,
         prompt,
+        prompt_tokens=tokens,
+        echo=not arguments.chat,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
-        stop=arguments.stop,
+        stop_tokens=loaded.stop_tokens if arguments.stop else (),
     )
     return 0

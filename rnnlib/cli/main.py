@@ -13,8 +13,10 @@ from rnnlib.extras import MissingExtraError, from_extra
 # Name: (module with `run(argv) -> exit code`, summary).
 COMMANDS = {
     "train": ("rnnlib.cli.train", "train a language model (without arguments: a small one, in minutes on a CPU)"),
-    "eval": ("rnnlib.cli.evaluate", "evaluate a run on held-out text"),
-    "generate": ("rnnlib.cli.generate", "continue a prompt with a run's model"),
+    "eval": ("rnnlib.cli.evaluate", "evaluate a run, or a published model, on held-out text"),
+    "lm-eval": ("rnnlib.cli.lm_eval", "run standard tasks of lm-evaluation-harness"),
+    "generate": ("rnnlib.cli.generate", "continue a prompt with a run's model, or a published one"),
+    "export": ("rnnlib.cli.export", "write a run's model as a folder that FLA or transformers reads"),
     "mixers": ("rnnlib.cli.mixers", "list the token mixers and where each stands on the axes"),
     "tokenizer": ("rnnlib.cli.tokenizer", "train a byte-pair tokenizer on text"),
 }

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,21 +16,32 @@ import yaml
 
 from rnnlib.cli.arguments import parse, take_option
 from rnnlib.cli.errors import CommandError, input_errors
-from rnnlib.models import model_preset
+from rnnlib.models import ModelConfig, model_preset
 from rnnlib.training import (
     CheckpointError,
+    DistributedConfig,
+    LoadedModel,
     NonFiniteLossError,
     TrainConfig,
     Trainer,
+    agree,
     check_new_folder,
+    ending_together,
+    folder_model_config,
+    is_first,
+    is_run,
+    join_processes,
     load_config,
+    load_model,
     load_run_config,
     load_run_tokenizer,
     next_run_folder,
 )
 from rnnlib.training.config_file import read_yaml
 
+# Flags cannot spell nested values: these are YAML.
 _OVERRIDES = "--model.mixer-overrides"
+_FEED_FORWARDS = "--model.feed-forwards"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +50,8 @@ class TrainArguments:
 
     Settings come from --config FILE (or the run that --resume continues, or the defaults), then from --preset NAME,
     then from the flags. --model.mixer-overrides takes YAML, e.g. '{gated_deltanet: {output_gate: false}}',
-    or '{kla: {keys: {ApplyToKey: {bound: 1.2}}}}' for another choice on an axis.
+    or '{kla: {keys: {ApplyToKey: {bound: 1.2}}}}' for another choice on an axis; --model.feed-forwards likewise,
+    e.g. '[dense, {Experts: {num_experts: 16, width: 64}}]'.
     """
 
     train: Annotated[TrainConfig, tyro.conf.arg(name="")]
@@ -50,8 +64,12 @@ class TrainArguments:
     """YAML file of settings (every run folder has one); flags override it."""
     preset: str | None = None
     """Model size by name, e.g. 340m (a wrong one lists all), with the tokenizer's vocabulary; flags override it."""
+    init: Path | None = None
+    """Fine-tune: begin with the model of this folder, of a run or published, and with its tokenizer."""
     prompt: str = "def "
     """What the sample that is printed at the end continues; empty for no sample."""
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    """Which of several processes this is; SLURM, Open MPI and Kubernetes say so themselves."""
 
 
 def _starting_point(argv: Sequence[str]) -> TrainConfig:
@@ -63,18 +81,64 @@ def _starting_point(argv: Sequence[str]) -> TrainConfig:
         config = load_run_config(Path(run))
     if path is not None:
         config = load_config(TrainConfig, path, default=config)
-    preset = take_option(argv, "--preset")[0]
+    preset, init = take_option(argv, "--preset")[0], take_option(argv, "--init")[0]
+    if init is not None:
+        refused = [name for name in ("--resume", "--preset") if any(a.split("=")[0] == name for a in argv)]
+        if refused:
+            raise CommandError(f"--init begins with the model of {init}, expected no {refused[0]} beside it")
+        return _like(config, Path(init), has_tokenizer=take_option(argv, "--data.tokenizer")[0] is not None)
     if preset is None:
         return config
     # The papers' vocabularies would be tens of thousands of rows that bytes never use.
     return dataclasses.replace(config, model=model_preset(preset, vocabulary_size=config.model.vocabulary_size))
 
 
-def _mixer_overrides(text: str) -> Any:
+def _like(config: TrainConfig, folder: Path, *, has_tokenizer: bool) -> TrainConfig:
+    """Settings whose model and tokenizer are a folder's."""
+    model = _trained_config(folder)
+    tokenizer = str(folder / "tokenizer.json")
+    if not Path(tokenizer).is_file():
+        if not has_tokenizer and not is_run(folder):
+            raise CommandError(f"--init {folder}: it has no tokenizer.json, expected one, or --data.tokenizer")
+        tokenizer = "byte"
+    return dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, tokenizer=tokenizer))
+
+
+def _trained_config(folder: Path) -> ModelConfig:
+    """The configuration of a folder's model; a published one's parameters are trained in float32."""
+    config = folder_model_config(folder)
+    return config if is_run(folder) else config.replace(param_dtype="float32")
+
+
+def _initial(arguments: TrainArguments) -> LoadedModel | None:
+    """The model to begin with.
+
+    Raises:
+        CommandError: A flag asks for another model.
+    """
+    if arguments.init is None:
+        return None
+    asked = arguments.train.model
+    computed = {name: getattr(asked, name) for name in ("dtype", "remat", "remat_keeps", "scan_layers")}
+    wanted = dataclasses.replace(_trained_config(arguments.init), **computed)
+    for entry in dataclasses.fields(asked):
+        if getattr(wanted, entry.name) != getattr(asked, entry.name):
+            flag = f"--model.{entry.name.replace('_', '-')}"
+            raise CommandError(f"{flag} is not that of --init {arguments.init}, expected it to be left out")
+    named = arguments.train.data.tokenizer
+    is_own = named == str(arguments.init / "tokenizer.json") or (named == "byte" and is_run(arguments.init))
+    return load_model(arguments.init, param_dtype="float32", tokenizer=None if is_own else named)
+
+
+def _yaml(name: str, text: str) -> Any:
     try:
-        overrides = read_yaml(text)
+        return read_yaml(text)
     except yaml.YAMLError as error:
-        raise CommandError(f"{_OVERRIDES} is not YAML: {error}") from error
+        raise CommandError(f"{name} is not YAML: {error}") from error
+
+
+def _mixer_overrides(text: str) -> Any:
+    overrides = _yaml(_OVERRIDES, text)
     if not isinstance(overrides, dict):
         raise CommandError(f"{_OVERRIDES}: expected a mapping such as '{{kda: {{output_gate: false}}}}', got {text!r}")
     return overrides
@@ -82,15 +146,18 @@ def _mixer_overrides(text: str) -> Any:
 
 def _parse(argv: Sequence[str]) -> TrainArguments:
     overrides, argv = take_option(argv, _OVERRIDES)
+    feed_forwards, argv = take_option(argv, _FEED_FORWARDS)
     if take_option(argv, "--run")[0] == "":
         raise CommandError("--run is empty, expected the name of a folder")
     with input_errors():
         start = _starting_point([] if {"-h", "--help"} & set(argv) else argv)
         held = start.model.mixer_overrides if overrides is None else _mixer_overrides(overrides)
-        # Flags cannot spell a nested mapping: it is taken out before them and put back after.
-        plain = dataclasses.replace(start, model=dataclasses.replace(start.model, mixer_overrides=()))
+        kinds = start.model.feed_forwards if feed_forwards is None else _yaml(_FEED_FORWARDS, feed_forwards)
+        # What is nested is taken out before the flags are read and put back after.
+        model = dataclasses.replace(start.model, mixer_overrides=(), feed_forwards=("dense",))
+        plain = dataclasses.replace(start, model=model)
         arguments = parse(TrainArguments, argv, command="train", default=TrainArguments(train=plain))
-        model = dataclasses.replace(arguments.train.model, mixer_overrides=held)
+        model = dataclasses.replace(arguments.train.model, mixer_overrides=held, feed_forwards=kinds)
         # A preset's overrides may be for a mixer that a flag has replaced; those of the flag itself are meant.
         unused = set() if overrides is None else set(held) - {"*"} - set(model.layer_mixers)
         if unused:
@@ -106,27 +173,62 @@ def run(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     if arguments.resume and arguments.run is None:
         raise CommandError("--resume needs --run FOLDER, the run to continue")
-    folder = arguments.run if arguments.run is not None else next_run_folder(Path("runs"))
+    with input_errors():
+        join_processes(arguments.distributed)
+    with ending_together(_report):
+        return _train(arguments)
+
+
+def _report(error: BaseException) -> int:
+    """Says in one line what ended this one of several processes; an error of the library keeps its traceback."""
+    if not isinstance(error, CommandError | KeyboardInterrupt | SystemExit):
+        traceback.print_exception(error)
+    what = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+    who = f"process {jax.process_index()} of {jax.process_count()}"
+    print(f"rnnlib train: {who}: error: {what}", file=sys.stderr, flush=True)
+    return error.exit_code if isinstance(error, CommandError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _say(text: str) -> None:
+    """Prints a line, in one of the processes."""
+    if is_first():
+        print(text, flush=True)
+
+
+def _next_folder() -> Path:
+    return Path(agree(lambda: str(next_run_folder(Path("runs")))))
+
+
+def _train(arguments: TrainArguments) -> int:
+    folder = arguments.run if arguments.run is not None else _next_folder()
     with input_errors():
         tokenizer = None
+        initial = _initial(arguments)
+        if initial is not None:
+            tokenizer = initial.tokenizer
         if arguments.resume:
             tokenizer = load_run_tokenizer(folder, load_run_config(folder))
         else:
-            check_new_folder(folder)
-        print(f"reading data: {_data_description(arguments.train)}", flush=True)
+            agree(lambda: check_new_folder(folder))
+        _say(f"reading data: {_data_description(arguments.train)}")
         with _lasting_interrupts(), _moved_text(arguments.resume):
-            trainer = Trainer(arguments.train, tokenizer=tokenizer)
+            trainer = Trainer(
+                arguments.train,
+                tokenizer=tokenizer,
+                initial=None if initial is None else initial.model,
+                origin=arguments.init,
+            )
         if arguments.run is None:
-            folder = next_run_folder(Path("runs"))  # again: a run that was started beside this one may have taken it
+            folder = _next_folder()  # again: a run that was started beside this one may have taken it
         trainer.open(folder, resume=arguments.resume)
     config = trainer.config
-    print(
+    _say(
         f"run {folder}: {' + '.join(dict.fromkeys(config.model.layer_mixers))}, {trainer.num_parameters:,} parameters, "
         f"{config.data.batch_size} x {config.data.sequence_length} tokens a step, on {trainer.device_description}"
     )
     if arguments.resume:
-        print(f"continuing after step {trainer.start_step}")
-    print("compiling; the first step takes a while", flush=True)
+        _say(f"continuing after step {trainer.start_step}")
+    _say("compiling; the first step takes a while")
     try:
         result = trainer.run()
     except NonFiniteLossError as error:
@@ -144,19 +246,25 @@ def run(argv: Sequence[str]) -> int:
         ) from error
     if result.stopped_by is not None:
         with contextlib.suppress(OSError):  # what has stopped it may be that the terminal is gone
+            if jax.process_count() > 1:  # each process says so itself: any of them may be the one that is looked at
+                print(f"process {jax.process_index()} of {jax.process_count()}: ", end="")
             print(f"{result.stopped_by.name}: saved at step {result.step}; continue with")
             print(f"  rnnlib train --run {folder} --resume", flush=True)
         return 128 + result.stopped_by
+    if not is_first():
+        return 0
     print(f"trained on {result.tokens:,} tokens in {result.seconds:.0f} s; everything is in {folder}/")
     if config.logging.picture:
         print(f"losses drawn in {folder / 'loss.png'}")
     if config.logging.tensorboard:
         print(f"curves: tensorboard --logdir {folder.parent}    (after pip install tensorboard)")
-    if arguments.prompt:
+    if arguments.prompt and jax.process_count() == 1:
         from rnnlib.cli.generate import print_continuation
 
         print("sample:", flush=True)
-        print_continuation(trainer.trained_model(), trainer.tokenizer, arguments.prompt)
+        tokenizer = trainer.tokenizer
+        stop_tokens = [tokenizer.end_of_document]
+        print_continuation(trainer.trained_model(), tokenizer, arguments.prompt, stop_tokens=stop_tokens)
     print(f"more of them: rnnlib generate {folder} --prompt {arguments.prompt or 'def '!r}")
     return 0
 

@@ -5,12 +5,14 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -28,6 +30,7 @@ from rnnlib.training import (
     LoggingConfig,
     OptimizerConfig,
     TrainConfig,
+    load_run,
     load_run_config,
     next_run_folder,
     read_csv,
@@ -103,6 +106,28 @@ def test_eval(trained, capsys, tmp_path):
     assert re.search(r"evaluated on 1(09|10|11) tokens, 1(09|10) bytes", capsys.readouterr().out)
 
 
+def test_standard_tasks(trained, capsys, tmp_path):
+    (tmp_path / "sums.jsonl").write_text(
+        '{"text": "1 plus 1 is", "end": " 2;"}\n{"text": "1 plus 2 is", "end": " 3;"}\n'
+    )
+    files = {"data_files": {"test": str(tmp_path / "sums.jsonl")}, "cache_dir": str(tmp_path / "cache")}
+    task = {"task": "sums", "dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
+    task |= {"output_type": "loglikelihood", "doc_to_text": "{{text}}", "doc_to_target": "{{end}}"}
+    task |= {"target_delimiter": "", "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}]}
+    (tmp_path / "sums.yaml").write_text(json.dumps(task))
+    command = ["lm-eval", str(trained[0]), "--tasks", "sums", "--include-path", str(tmp_path)]
+    assert main([*command, "--json", "--output", str(tmp_path / "results.json")]) == 0
+    numbers = json.loads(capsys.readouterr().out)["sums"]
+    run = load_run(trained[0])
+    pairs = [(list(f"1 plus {n} is".encode()), list(f" {n + 1};".encode())) for n in (1, 2)]
+    nats = [scores.log_probabilities.sum() for scores in models.score(run.model, pairs)]
+    assert numbers["perplexity,none"] == pytest.approx(math.exp(-sum(nats) / 2), rel=1e-6)
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert saved["results"]["sums"]["perplexity,none"] == numbers["perplexity,none"]
+    assert main([*command, "--limit", "1"]) == 0
+    assert re.search(r"\|sums .*\n.*\|perplexity\|", capsys.readouterr().out)
+
+
 def test_eval_reads_other_text_as_in_training(trained, capsys, tmp_path):
     """A run that was trained on JSON lines takes --paths for JSON lines, and their text from the same field."""
     folder, _ = trained
@@ -148,18 +173,29 @@ def test_a_continuation_keeps_its_space(capsys, monkeypatch):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     words.decoder = tokenizers.decoders.Metaspace()  # drops the space of a text's first word
-    monkeypatch.setattr("rnnlib.cli.generate.stream", lambda model, prompts, **options: iter([[[1, 2]], [[3]]]))
+
+    class Blocks(models.Continuation):
+        def extend(self):
+            self.tokens += [1, 2] if not self.tokens else [3]
+            self.finish = "length" if self.tokens[-1] == 3 else None
+
+    text = Blocks((0,))
+    monkeypatch.setattr("rnnlib.cli.generate.Decoder", lambda *_, **__: SimpleNamespace(add=add, step=text.extend))
+
+    def add(prompt, **options):
+        return text
+
     model = object.__new__(DecoderLM)  # not run
     print_continuation(model, FileTokenizer(words), "3")
     assert capsys.readouterr().out == "3 plus 4 is\n"
 
 
 def test_a_model_of_nan_is_one_line(trained, capsys, monkeypatch):
-    def stream(model, *arguments, **options):
+    def broken(model, **options):
         model.embedding[...] *= jnp.nan
-        return models.stream(model, *arguments, **options)
+        return models.Decoder(model, **options)
 
-    monkeypatch.setattr("rnnlib.cli.generate.stream", stream)
+    monkeypatch.setattr("rnnlib.cli.generate.Decoder", broken)
     assert main(["generate", str(trained[0]), "--prompt", "3"]) == 1
     errors = capsys.readouterr().err
     assert "the model's logits are NaN" in errors and errors.count("\n") == 1
@@ -258,6 +294,8 @@ def test_tokenizer(tmp_path, corpus, capsys):
         (["train", "--model.width", "100", "--model.num-heads", "3"], "3 heads"),
         (["train", "--model.mixer-overrides", "{kda: {nosuch: 1}}", "--model.mixers", "kda"], "'nosuch'"),
         (["train", "--model.mixer-overrides", "nosuch"], "--model.mixer-overrides: expected a mapping"),
+        (["train", "--model.feed-forwards", "[dense, {Experts: {size: 3}}]"], "Experts has no field 'size'"),
+        (["train", "--model.feed-forwards", "{Experts: "], "--model.feed-forwards is not YAML"),
         (["train", "--preset", "nosuch"], "'nosuch' is no model preset; expected one of tiny"),
         (["train", "--config", "nosuch.yaml"], "config file nosuch.yaml: No such file"),
         (["train", "--config"], "--config needs a value"),
@@ -270,6 +308,8 @@ def test_tokenizer(tmp_path, corpus, capsys):
         (["train", "--resume", "--run", "nosuch"], "run nosuch does not exist"),
         (["train", "--devices", "99"], "devices=99: this machine has"),
         (["eval"], "Missing from rnnlib eval"),
+        (["lm-eval", "absent", "--tasks", "piqa"], "run absent does not exist"),
+        (["lm-eval", "absent", "--tasks", "piqa", "--include-path", "absent"], "--include-path absent is not a folder"),
         (["eval", "nosuch"], "run nosuch does not exist"),
         (["eval", "nosuch", "--batches", "0"], "--batches must be at least 1"),
         (["eval", "nosuch", "--source", "jsonl"], "--source jsonl needs --paths"),
@@ -280,7 +320,7 @@ def test_tokenizer(tmp_path, corpus, capsys):
             "is for kla, expected the model's mixers (gated_",
         ),
         (["train", "--model.mixer-overrides", "{kla: {scale: 1.0}, kla: {}}"], "'kla' stands twice in it"),
-        (["generate", "."], "is not a run folder: it has no config.yaml"),
+        (["generate", "."], "is not a run folder, nor a published model"),
         (["generate", "nosuch", "--prompt", ""], "--prompt is empty"),
         (["tokenizer", "out.json", "--source", "nosuch"], "nosuch"),
         (["tokenizer", "out.json", "--source", "text", "--paths", "nosuch.txt"], "there is no file 'nosuch.txt'"),

@@ -1,0 +1,55 @@
+"""`rnnlib export`: writes a run's model as a published one."""
+
+import dataclasses
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from rnnlib.cli.arguments import parse
+from rnnlib.cli.errors import CommandError, input_errors
+from rnnlib.hub import load_pretrained, save_pretrained
+from rnnlib.hub.chat import TOKENIZER_FILES
+from rnnlib.hub.pretrained import Pretrained
+from rnnlib.training import is_run, load_run
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportArguments:
+    """Writes the model of a run's latest checkpoint as a folder in the Hugging Face format.
+
+    flash-linear-attention or transformers read it; so do the other commands. A published model is written as another
+    family, or copied.
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """The run's folder, or a published model's."""
+    output: Annotated[Path, tyro.conf.Positional]
+    """The folder to write."""
+    family: str | None = None
+    """Its family, e.g. gated_deltanet (a wrong one lists all); left out, the one of the model's mixers."""
+    overwrite: bool = False
+    """Replace the model's files in a folder that exists."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    arguments = parse(ExportArguments, argv, command="export")
+    folder, output = arguments.folder, arguments.output
+    if output.exists() and not arguments.overwrite:
+        raise CommandError(f"{output} exists: choose another, or replace the model in it with --overwrite")
+    with input_errors():
+        if is_run(folder):
+            loaded = load_run(folder)
+            pretrained = Pretrained(loaded.model, loaded.tokenizer, None)
+        else:
+            pretrained = load_pretrained(folder)
+        save_pretrained(pretrained, output, family=arguments.family)
+        # What says how to use the tokenizer of a model that was fine-tuned here.
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file() and folder.resolve() != output.resolve():
+                shutil.copyfile(folder / name, output / name)
+    print(f"{output}: {' '.join(sorted(path.name for path in output.iterdir()))}")
+    return 0
