@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 
 from experiments.language_modelling.study import LanguageStudy, model_config
+from experiments.recorded import recorded
 from experiments.sweep.device import turn
 from experiments.sweep.results import write_text
 from experiments.sweep.study import Mixer, slug
@@ -146,27 +147,8 @@ def fingerprint(study: LanguageStudy, mixer: Mixer, rate: float, seed: int) -> s
 def _fingerprints(study: LanguageStudy, mixer: Mixer, rate: float, seed: int) -> tuple[str, ...]:
     """Of a configuration without its later options, and as results that were made with `remat_keeps` have it."""
     config = run_config(study, mixer, rate, seed, "byte")
-    texts = (_recorded((config, study.vocabulary_size, study.lengths), names) for names in _RECORDED)
+    texts = (recorded((config, study.vocabulary_size, study.lengths), names) for names in _RECORDED)
     return tuple(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts)
-
-
-def _recorded(value: Any, names: frozenset[str]) -> str:
-    """`repr`, but a field that is not among `names` counts only where it differs from its default."""
-    if isinstance(value, tuple):
-        inner = ", ".join(_recorded(part, names) for part in value)
-        return f"({inner},)" if len(value) == 1 else f"({inner})"
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    default = {field.name: _default(field) for field in dataclasses.fields(value)}
-    shown = {name: getattr(value, name) for name in default if name in names or getattr(value, name) != default[name]}
-    return f"{type(value).__name__}({', '.join(f'{name}={_recorded(part, names)}' for name, part in shown.items())})"
-
-
-def _default(field: dataclasses.Field) -> Any:
-    """A field's default; `MISSING`, which equals nothing, where it has none."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def read_run(study: LanguageStudy, results: pathlib.Path, mixer: Mixer, rate: float, seed: int) -> dict | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from experiments.recorded import recorded
 from rnnlib.data.tasks import Task
 from rnnlib.models import ModelConfig
 from rnnlib.models.config import DtypeName
@@ -232,6 +233,22 @@ class Study:
         return tuple(Lane(rate, seed) for rate in self.rates(cell) for seed in self.seeds)
 
 
+# The options of a mixer's parts that there were when the first results were made.
+_FIRST_OPTIONS = frozenset(
+    f"{kind}.{name}"
+    for kind, names in {
+        "AveragedChannelGain": ("erase", "write"),
+        "ApplyToKeyUnstable": ("gram", "initial_ridge"),
+        "GramConfig": ("gates", "decay", "unit_keys"),
+        "NLMSGain": ("eps",),
+        "ScalarKaczmarzGain": ("initial", "eps"),
+        "SigmoidGain": ("negative_eigenvalues", "use_bias"),
+        "SingleKaczmarzGain": ("eps",),
+        "SoftplusDecay": ("channelwise", "rank", "heads", "rate", "step", "step_floor"),
+    }.items()
+    for name in names
+)
+
 StudyFactory = Callable[[Setting], Study]
 
 
@@ -242,5 +259,6 @@ def fingerprint(mixer: Mixer, cell: Cell) -> str:
     for name, default in (("dtype", "float32"), ("answer_weight", 1.0), ("tests", ())):
         if getattr(cell, name) == default:  # results from before there was a choice stay valid
             fields.remove(name)
-    described = repr((mixer.preset, mixer.overrides, [(name, getattr(cell, name)) for name in fields]))
+    of_cell = [(name, getattr(cell, name)) for name in fields]
+    described = recorded((mixer.preset, mixer.overrides, of_cell), _FIRST_OPTIONS)
     return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()

@@ -19,7 +19,8 @@ from experiments.sweep.device import turn
 from experiments.sweep.results import command_line, environment, write_text
 from experiments.sweep.study import pick_named, slug
 from experiments.throughput.measure import CompiledCase, Measurement, compile_case
-from experiments.throughput.peer import time_peer
+from experiments.throughput.peer import check_models, start_compiling, time_peer
+from experiments.throughput.profiling import write_program
 from experiments.throughput.report import read_results, write_report
 from experiments.throughput.study import Case, Keeps, ThroughputStudy, cases, study
 
@@ -47,7 +48,13 @@ class Options:
     layers: tuple[Literal["scan", "unrolled"], ...] = ("scan", "unrolled")
     """The layers as one scan, or one after another."""
     peer: tuple[str, ...] = ()
-    """Models of flash-linear-attention to time besides: names of `peer.MODELS`. Its packages must be installed."""
+    """Models of flash-linear-attention to time besides, before ours: names of `peer.MODELS`. Needs its packages."""
+    peer_processes: int = 0
+    """Processes that compile each of these models' kernels beforehand, while our cases compile; 0 for none."""
+    peer_seconds: float | None = None
+    """End a process of such a model after this time."""
+    profile: tuple[Keeps, ...] = ()
+    """Also profile one step of each case that keeps this: device time by operation, in `profiles/` beside results."""
     compile_workers: int = 0
     """Threads that compile while others are timed, which disturbs the timing; 0 compiles and times by turns.
 
@@ -78,11 +85,14 @@ _TURNS = 5
 
 
 def time_cases(
-    plan: ThroughputStudy, compiled: dict[Case, concurrent.futures.Future[CompiledCase]]
+    plan: ThroughputStudy,
+    compiled: dict[Case, concurrent.futures.Future[CompiledCase]],
+    profiles: tuple[pathlib.Path, Sequence[Keeps]] | None = None,
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     """The record of each case, timed by turns, or one that says why there is none.
 
-    A failure must not cost the others their results. The states of all cases are on the device at once.
+    A failure must not cost the others their results. The states of all cases are on the device at once. With
+    `profiles`, a folder and what cases keep, one more step of those cases is profiled.
     """
     running: dict[Case, Measurement] = {}
     failed: dict[Case, Exception] = {}
@@ -108,8 +118,18 @@ def time_cases(
         for case in list(running):
             attempt(case, functools.partial(running[case].time, steps))
     for case in compiled:
+        if profiles is not None and case.keeps in profiles[1]:
+            attempt(case, functools.partial(_profile, case, running.get(case), profiles[0]))
         record = attempt(case, lambda: running.pop(case).finish())
         yield case, record or _explanation(case, failed[case])
+
+
+def _profile(case: Case, measurement: Measurement | None, folder: pathlib.Path) -> None:
+    if measurement is not None:
+        operations, text = measurement.profile()
+        rows = ",\n".join(json.dumps(dataclasses.asdict(operation)) for operation in operations)
+        write_text(folder / file_name(case), f"[\n{rows}\n]\n")
+        write_program(text, folder / f"{file_name(case)}.program.gz")
 
 
 def _explanation(case: Case, error: Exception) -> dict[str, Any]:
@@ -136,21 +156,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = [
         c for c in wanted if c.keeps in options.keeps and ("unrolled" if c.unrolled else "scan") in options.layers
     ]
+    with errors_as_lines():
+        check_models(options.peer)
     if not wanted:
         sys.exit(f"error: mixers are {', '.join(mixer.label for mixer in plan.mixers)} and lengths {plan.lengths}")
     begin = time.monotonic()
     failed = 0
-    if options.peer and not options.report_only:
-        # Before anything of ours: JAX keeps the memory that it has taken, and must not take the card at its start.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        where = environment(command_line("experiments.throughput"), options.commit)
-        failed += time_peer(plan, options.peer, results, where)
+    profiles = options.output / "profiles" / options.setting, options.profile
     missing = [case for case in wanted if options.again or not (results / file_name(case)).exists()]
-    if missing and not options.report_only:
+    if not options.report_only and (missing or options.peer):
+        if options.peer:
+            # JAX keeps the memory that it has taken, and must leave the peer the card.
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         where = environment(command_line("experiments.throughput"), options.commit)
         pool = concurrent.futures.ThreadPoolExecutor(max(1, options.compile_workers))
         queue = list(missing)
         futures: dict[concurrent.futures.Future[CompiledCase], Case] = {}
+        if options.peer:
+            compiled = start_compiling(plan, options.peer, options.peer_processes, options.peer_seconds)
+            if options.quiet:  # nothing compiles while the peer is timed
+                futures = {pool.submit(compile_case, plan, case): case for case in queue}
+                queue = []
+                concurrent.futures.wait(futures)
+            for model, reason in compiled().items():
+                print(f"FLA {model}: not all compiled beforehand: {reason}", flush=True)
+            print(f"{time.monotonic() - begin:6.1f} s  compiled", flush=True)
+            failed += time_peer(plan, options.peer, results, where, seconds=options.peer_seconds)
         # In the order in which they are done. What others are still compiling tries out kernels now and then: the
         # median of the steps passes over that.
         while queue or futures:
@@ -167,7 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             with turn(options.exclusive):
                 while ready := [future for future in futures if future.done()]:
                     together = ready if options.quiet else ready[:1]
-                    for case, record in time_cases(plan, {futures.pop(future): future for future in together}):
+                    for case, record in time_cases(
+                        plan, {futures.pop(future): future for future in together}, profiles
+                    ):
                         failed += "error" in record
                         record["environment"] = where
                         write_text(results / file_name(case), json.dumps(record, indent=1) + "\n")

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.throughput.flops import PEAK, step_flops
+from experiments.throughput.profiling import Operation, profile
 from experiments.throughput.study import Case, ThroughputStudy, model_config
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.training import (
@@ -142,6 +143,11 @@ class Measurement:
     def time(self, steps: int) -> None:
         """Times so many steps more."""
         self.seconds += self._run(steps)
+
+    def profile(self) -> tuple[list[Operation], str]:
+        """Device time of one more step by operation, and the compiled program's text."""
+        text = self.compiled.step.as_text()
+        return profile(lambda: self._run(1), text), text
 
     def finish(self) -> dict[str, Any]:
         """Gives the state back.

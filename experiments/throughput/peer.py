@@ -2,16 +2,22 @@
 
 Its own models and kernels as its users run them: autocast to bfloat16 over float32 weights, fused AdamW, clipping at a
 norm of 1, its fused loss over the vocabulary. A process of its own times each model, so that torch and JAX do not share
-the card's memory. FLA's first step searches for kernel parameters, for minutes.
+the card's memory.
+
+FLA's first step times each of its kernels with many parameters, and compiling them all takes minutes. So
+`start_compiling` fills Triton's cache on disk beforehand, from many processes; the search is done alone on the card.
 """
 
 import importlib.metadata
+import itertools
 import json
+import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.sweep.results import write_text
@@ -22,16 +28,76 @@ _PACKAGES = ("torch", "triton", "transformers", "fla-core", "flash-linear-attent
 _WARMUP, _STEPS = 4, 10
 
 
+def check_models(models: Sequence[str]) -> None:
+    """Raises ValueError where a name is none of `MODELS`."""
+    unknown = [name for name in models if name not in MODELS]
+    if unknown:
+        raise ValueError(f"peer: {unknown[0]!r} is no model, expected one of {', '.join(MODELS)}")
+
+
+def _command(plan: ThroughputStudy, model: str, *more: str) -> list[str]:
+    return [sys.executable, "-m", "experiments.throughput.peer", model, str(plan.main_length), str(plan.tokens), *more]
+
+
+def start_compiling(
+    plan: ThroughputStudy, models: Sequence[str], processes: int, seconds: float | None
+) -> Callable[[], dict[str, str]]:
+    """Begins to compile the kernels of models for all parameters that FLA's search tries, and times nothing.
+
+    Args:
+        plan: gives the tokens a step and a row.
+        models: names of `MODELS`.
+        processes: of each model, each of which compiles its share.
+        seconds: after which a process is ended; what it has not compiled is compiled in the search.
+
+    Returns:
+        A function that waits for them and gives what the processes that failed said last, by model.
+    """
+    # A search of such a process would be taken over by the process that times.
+    environment = os.environ | {"FLA_CACHE_RESULTS": "0"}
+    end = None if seconds is None else time.monotonic() + seconds
+    started = []
+    for model, share in itertools.product(models, range(processes)):
+        log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `wait` closes it
+        command = _command(plan, model, str(share), str(processes))
+        started.append((model, log, subprocess.Popen(command, stdout=log, stderr=log, env=environment)))
+
+    def wait() -> dict[str, str]:
+        failed = {}
+        for model, log, process in started:
+            try:
+                process.wait(None if end is None else max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                print(f"not done in {seconds} s", file=log)
+            if process.returncode:
+                log.seek(0)
+                failed[model] = _last_line(log.read())
+            log.close()
+        return failed
+
+    return wait
+
+
 def time_peer(
-    plan: ThroughputStudy, models: Sequence[str], results: pathlib.Path, environment: Mapping[str, Any]
+    plan: ThroughputStudy,
+    models: Sequence[str],
+    results: pathlib.Path,
+    environment: Mapping[str, Any],
+    *,
+    seconds: float | None = None,
 ) -> int:
     """Times models with and without recomputed blocks, each in a process of its own, and writes their records.
+
+    The processes import what they need side by side and use the card one after another.
 
     Args:
         plan: gives the tokens a step and a row.
         models: names of `MODELS`.
         results: the folder of our records; the peer's stand in the folder beside it with `_peer` behind its name.
         environment: kept in each record.
+        seconds: after which a process is ended, counted from its turn.
 
     Returns:
         How many models failed; their records say why.
@@ -39,23 +105,32 @@ def time_peer(
     Raises:
         ValueError: a name is none of `MODELS`.
     """
-    unknown = [name for name in models if name not in MODELS]
-    if unknown:
-        raise ValueError(f"peer: {unknown[0]!r} is no model, expected one of {', '.join(MODELS)}")
+    check_models(models)
     failed = 0
-    for model in models:
-        command = [sys.executable, "-m", "experiments.throughput.peer", model, str(plan.main_length), str(plan.tokens)]
-        run = subprocess.run(command, capture_output=True, text=True)
-        found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-        if not found:
-            found = [{"model": model, "recomputed": False, "error": run.stderr.strip().rpartition("\n")[2][:200]}]
-        for record in found:
-            failed += "error" in record
-            name = f"{model}{'--recomputed' if record['recomputed'] else ''}.json"
-            content = record | {"versions": _versions(), "environment": dict(environment)}
-            write_text(results.with_name(f"{results.name}_peer") / name, json.dumps(content, indent=1) + "\n")
-            print(f"FLA {name}: {record.get('step_seconds', record.get('error'))}", flush=True)
+    for record in _time_by_turns(plan, models, seconds):
+        failed += "error" in record
+        name = f"{record['model']}{'--recomputed' if record['recomputed'] else ''}.json"
+        content = record | {"versions": _versions(), "environment": dict(environment)}
+        write_text(results.with_name(f"{results.name}_peer") / name, json.dumps(content, indent=1) + "\n")
+        print(f"FLA {name}: {record.get('step_seconds', record.get('error'))}", flush=True)
     return failed
+
+
+def _time_by_turns(plan: ThroughputStudy, models: Sequence[str], seconds: float | None) -> Iterator[dict[str, Any]]:
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    started = [(model, subprocess.Popen(_command(plan, model), text=True, **pipes)) for model in models]
+    for model, process in started:
+        try:
+            out, err = process.communicate("go\n", timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()[0], f"not done in {seconds} s"
+        found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        yield from found or [{"model": model, "recomputed": False, "error": _last_line(err)}]
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2][:200]
 
 
 def _versions() -> dict[str, str]:
@@ -80,15 +155,21 @@ def _configurations() -> dict[str, Callable[[], Any]]:
         "tie_word_embeddings": True,
         "use_cache": False,
     }
-    fla_common = common | {"hidden_ratio": 4, "fuse_linear_cross_entropy": True}
+    # The loss that never holds all logits; KDA's model takes it by itself.
+    fla_common = common | {"hidden_ratio": 4}
+    fused_loss = {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}
     heads: dict[str, Any] = {"num_heads": 8, "head_dim": 128}
     whole: dict[str, Any] = {"num_heads": 8, "expand_k": 1.0, "expand_v": 1.0}
     return {
-        "gated_deltanet": lambda: fla.models.GatedDeltaNetConfig(use_gate=False, expand_v=1.0, **heads, **fla_common),
+        "gated_deltanet": lambda: fla.models.GatedDeltaNetConfig(
+            use_gate=False, expand_v=1.0, **heads, **fla_common, **fused_loss
+        ),
         "kda": lambda: fla.models.KDAConfig(expand_v=1.0, **heads, **fla_common),
-        "deltanet": lambda: fla.models.DeltaNetConfig(**whole, **fla_common),
-        "pgdn": lambda: fla.models.PrecondGatedDeltaNetConfig(use_gate=False, expand_v=1.0, **heads, **fla_common),
-        "gla": lambda: fla.models.GLAConfig(**whole, **fla_common),
+        "deltanet": lambda: fla.models.DeltaNetConfig(**whole, **fla_common, **fused_loss),
+        "pgdn": lambda: fla.models.PrecondGatedDeltaNetConfig(
+            use_gate=False, expand_v=1.0, **heads, **fla_common, **fused_loss
+        ),
+        "gla": lambda: fla.models.GLAConfig(**whole, **fla_common, **fused_loss),
         # FLA's own attention needs flash-attn; this one takes torch's.
         "transformer": lambda: LlamaConfig(
             num_attention_heads=16,
@@ -100,24 +181,17 @@ def _configurations() -> dict[str, Callable[[], Any]]:
     }
 
 
-def time_model(name: str, length: int, tokens: int, *, recomputed: bool) -> dict[str, Any]:
-    """Times the training step of one model on the GPU of this process.
-
-    Args:
-        name: one of `MODELS`.
-        length: tokens a row.
-        tokens: tokens a step.
-        recomputed: whether blocks are computed again in the backward pass (gradient checkpointing).
-
-    Returns:
-        Seconds of each step, peak memory in bytes, parameters, and the last loss.
-    """
+def _step_of(name: str, length: int, tokens: int, *, recomputed: bool, layers: int | None = None) -> tuple[Any, Any]:
+    """A model on the GPU and a function that takes one training step and gives its loss."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
+    config = _configurations()[name]()
+    if layers is not None:
+        config.num_hidden_layers = layers
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(_configurations()[name]())
+        model = AutoModelForCausalLM.from_config(config)
     model.train()
     if recomputed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -133,9 +207,30 @@ def time_model(name: str, length: int, tokens: int, *, recomputed: bool) -> dict
         optimizer.zero_grad(set_to_none=True)
         return float(loss)  # waits for the device
 
+    return model, step
+
+
+def time_model(name: str, length: int, tokens: int, *, recomputed: bool) -> dict[str, Any]:
+    """Times the training step of one model on the GPU of this process.
+
+    Args:
+        name: one of `MODELS`.
+        length: tokens a row.
+        tokens: tokens a step.
+        recomputed: whether blocks are computed again in the backward pass (gradient checkpointing).
+
+    Returns:
+        Seconds of each step, peak memory in bytes, parameters, the last loss, and the seconds before timing, in which
+        kernels are searched for.
+    """
+    import torch
+
+    begin = time.perf_counter()
+    model, step = _step_of(name, length, tokens, recomputed=recomputed)
     for _ in range(_WARMUP):
         step()
     torch.cuda.reset_peak_memory_stats()
+    search = time.perf_counter() - begin
     seconds = []
     for _ in range(_STEPS):
         start = time.perf_counter()
@@ -150,18 +245,53 @@ def time_model(name: str, length: int, tokens: int, *, recomputed: bool) -> dict
         "step_seconds": seconds,
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "loss": loss,
+        "seconds_before": round(search, 1),
     }
 
 
-def main(name: str, length: int, tokens: int) -> None:
-    """Prints one JSON line for each of both settings, without recomputation first."""
+def compile_kernels(name: str, length: int, tokens: int, share: int, shares: int) -> None:
+    """Compiles, for every kernel of a model's step, one share of the parameters that the search will try.
+
+    Kernels are cached on disk by Triton. Two layers have all kernels of a model.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    never = [float("inf")] * 3
+    bench = Autotuner._bench
+
+    def compile_only(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+        number = next(i for i, mine in enumerate(self.configs) if str(mine) == str(config))
+        if number % shares != share:
+            return never
+        self.__dict__["do_bench"] = once
+        return bench(self, *args, config=config, **meta)
+
+    def once(call: Callable[[], Any], **_: Any) -> list[float]:
+        call()
+        return [1.0] * 3
+
+    Autotuner._bench = compile_only
+    _, step = _step_of(name, length, tokens, recomputed=False, layers=2)
+    step()
+
+
+def main(name: str, length: int, tokens: int, *shares: int) -> None:
+    """Prints one JSON line for each of both settings, without recomputation first; given shares, compiles alone."""
+    import transformers  # noqa: F401
+
     try:
+        import fla.models  # noqa: F401
+
         # FLA refuses its gated backward on Hopper with Triton 3.4 to 3.7.0 as numerically wrong; here only time counts.
         import fla.ops.common.chunk_o as chunk_o
 
         chunk_o.TRITON_ABOVE_3_7_1 = True
     except ImportError:
         pass
+    if shares:
+        compile_kernels(name, length, tokens, *shares)
+        return
+    sys.stdin.readline()  # the card is free
     for recomputed in (False, True):
         try:
             record = time_model(name, length, tokens, recomputed=recomputed)
@@ -171,4 +301,4 @@ def main(name: str, length: int, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -118,32 +118,80 @@ def _kept_table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> list[st
     return ["", *(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))]
 
 
-def _peer_table(peers: list[dict[str, Any]]) -> str:
-    header = ["model", "recomputation", "parameters", "thousand tokens/s", "ms a step", "memory, GB"]
+# The peer's names of our mixers.
+_PEER_LABELS = {
+    "gated_deltanet": "Gated DeltaNet",
+    "kda": "KDA",
+    "deltanet": "DeltaNet",
+    "pgdn": "PGDN",
+    "gla": "GLA",
+    "transformer": "Transformer++",
+}
+
+
+def _our_record(plan: ThroughputStudy, records: list[dict[str, Any]], peer: dict[str, Any]) -> dict[str, Any] | None:
+    """Our timed step that does the work of one of the peer's: its blocks are recomputed, or nothing is."""
+    keeps = "input" if peer["recomputed"] else "everything"
+    found = _find(records, _PEER_LABELS[peer["model"]], plan.main_length, keeps=keeps, unrolled=True)
+    return None if found is None or "error" in found else found
+
+
+def _speed(record: dict[str, Any]) -> float:
+    """Tokens a second of the median step of a peer's record."""
+    return record["tokens"] / statistics.median(record["step_seconds"])
+
+
+def _peer_table(plan: ThroughputStudy, records: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
+    header = ["model", "recomputed", "parameters", "FLA: thousand tokens/s", "ms a step", "GB"]
+    header += ["here: thousand tokens/s", "ms a step", "GB", "ratio"]
     rows = [header, ["---"] * len(header)]
-    for record in peers:
-        start = [record["model"], "blocks" if record["recomputed"] else "none"]
-        if "error" in record:
-            rows.append([*start, "", f"failed: {record['error']}", "", ""])
+    for peer in peers:
+        start = [_PEER_LABELS[peer["model"]], "blocks" if peer["recomputed"] else "nothing"]
+        if "error" in peer:
+            rows.append([*start, "", f"failed: {peer['error']}", *[""] * (len(header) - 4)])
             continue
-        seconds = record["step_seconds"]
-        speed = [record["tokens"] / each / 1000 for each in (statistics.median(seconds), min(seconds))]
-        rows.append(
-            [
-                *start,
-                f"{record['num_parameters'] / 1e6:.0f}M",
-                f"{speed[0]:.1f} ({speed[1]:.1f})",
-                f"{1000 * statistics.median(seconds):.1f}",
-                f"{record['peak_bytes'] / 1e9:.1f}",
-            ]
-        )
-    versions = peers[0]["versions"]
-    note = ", ".join(f"{name} {version}" for name, version in versions.items())
+        seconds = peer["step_seconds"]
+        speed = [peer["tokens"] / each / 1000 for each in (statistics.median(seconds), min(seconds))]
+        row = [*start, f"{peer['num_parameters'] / 1e6:.0f}M", f"{speed[0]:.1f} ({speed[1]:.1f})"]
+        row += [f"{1000 * statistics.median(seconds):.1f}", f"{peer['peak_bytes'] / 1e9:.1f}"]
+        ours = _our_record(plan, records, peer)
+        if ours is None:
+            rows.append([*row, "", "", "", ""])
+            continue
+        milliseconds = f"{1000 * statistics.median(ours['step_seconds']):.1f}"
+        rows.append([*row, _cell(ours), milliseconds, _memory(ours), f"{ours['tokens_per_second'] / _speed(peer):.2f}"])
+    note = ", ".join(f"{name} {version}" for name, version in peers[0]["versions"].items())
     where = peers[0]["environment"]
     text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return (
-        f"{text}\n\n{where['device']}, {note}; {where['date'][:10]}; memory is what torch's allocator held at most.\n"
+        f"{text}\n\nMedian step, in brackets the fastest; ours with layers one after another. {where['device']}, "
+        f"{note}; {where['date'][:10]}. Memory: what torch's allocator held at most, and XLA's plan.\n"
     )
+
+
+def peer_figure(
+    plan: ThroughputStudy, records: list[dict[str, Any]], peers: list[dict[str, Any]], path: pathlib.Path
+) -> bool:
+    """Bars of our speed and the peer's, of each model with and without recomputation; False where there are none."""
+    found = [(peer, _our_record(plan, records, peer)) for peer in peers if "error" not in peer]
+    pairs = [(peer, ours) for peer, ours in found if ours is not None]
+    if not pairs:
+        return False
+    drawing, axes = pyplot().subplots(figsize=(8, 1.2 + 0.5 * len(pairs)), layout="constrained")
+    for i, (peer, ours) in enumerate(pairs):
+        values = ours["tokens_per_second"] / 1000, _speed(peer) / 1000
+        for offset, value, color, name in zip((-0.2, 0.2), values, ("tab:blue", "tab:gray"), ("rnnlib", "FLA")):
+            axes.barh(i + offset, value, height=0.38, color=color, alpha=0.8, label=None if i else name)
+        axes.text(values[0], i - 0.2, f" {values[0] / values[1]:.2f} x", va="center", fontsize=8)
+    labels = [f"{_PEER_LABELS[peer['model']]}{', recomputed' if peer['recomputed'] else ''}" for peer, _ in pairs]
+    axes.set_yticks(range(len(pairs)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(f"thousand tokens a second, {plan.tokens} tokens a step, T={plan.main_length}", fontsize=8)
+    axes.legend(fontsize=8, frameon=False)
+    axes.set_title(f"Training step, width {plan.model.width}, {plan.model.num_layers} layers", fontsize=10)
+    save(drawing, path)
+    return True
 
 
 def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.Path) -> bool:
@@ -207,7 +255,9 @@ def write_report(plan: ThroughputStudy, records: list[dict[str, Any]], folder: p
     write_between_marks(folder / "README.md", setting, text)
     peers = [json.loads(path.read_text()) for path in sorted((folder / "results" / f"{setting}_peer").glob("*.json"))]
     if peers:
-        peer_text = _peer_table(peers)
+        peers.sort(key=lambda peer: (list(_PEER_LABELS).index(peer["model"]), peer["recomputed"]))
+        peer_text = _peer_table(plan, records, peers)
+        peer_figure(plan, records, peers, folder / "figures" / f"{setting}_peer.png")
         write_between_marks(folder / "README.md", f"{setting} peer", peer_text)
         text += "\n" + peer_text
     return text

@@ -139,6 +139,11 @@ def cases(plan: ThroughputStudy) -> list[Case]:
         for keeps in ("input", "products", "everything")
         for m in swept
     ]
+    kept += [
+        Case(m, plan.main_length, deterministic=True, keeps="everything", unrolled=True)
+        for m in swept
+        if m.label in plan.deterministic
+    ]
     ends = sorted(plan.lengths, key=lambda n: -abs(n - plan.main_length))
     return main + special + kept + [Case(m, n) for n in ends if n != plan.main_length for m in swept]
 

@@ -1,6 +1,7 @@
 """The sweep runner: lanes, resuming, choice of the learning rate, reports."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import signal
@@ -15,17 +16,19 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
+from experiments.__main__ import STUDIES
 from experiments.sweep import Cell, Mixer, Study
 from experiments.sweep.autoencoder import AutoEncoder
-from experiments.sweep.command import errors_as_lines
+from experiments.sweep.command import SweepOptions, errors_as_lines, folders, load_study
 from experiments.sweep.data import DataFactory, batched, epoch_orders, gather_answers
 from experiments.sweep.outcomes import choose
 from experiments.sweep.report import marks, table, write_report
 from experiments.sweep.results import read_runs, result_path, write_runs
 from experiments.sweep.runner import missing_groups, run_studies
-from experiments.sweep.study import Axis, Lane, fingerprint
+from experiments.sweep.study import SETTINGS, Axis, Lane, fingerprint
 from experiments.sweep.training import CompiledGroup, DeviceData, Group, compile_group, train_group
 from rnnlib.data.tasks import MQAR, Compression, InContextRecall, Mixture, RegBench
+from rnnlib.layers import SoftplusDecay
 from rnnlib.models import DecoderLM
 from rnnlib.training import loss_sums, make_optimizer
 
@@ -426,3 +429,23 @@ def test_the_auto_encoder_reads_the_last_position_alone(monkeypatch):
     np.testing.assert_array_equal(model.hidden(tokens), hidden)
     monkeypatch.setattr(DecoderLM, "hidden", lambda self, tokens: encode(self, tokens).at[:, -1].set(7.0))
     assert np.ptp(np.asarray(model.hidden(tokens)), axis=0).max() == 0, "nothing else tells examples apart"
+
+
+def test_options_that_came_later_leave_the_results_valid():
+    """Every result file of the studies has the fingerprint of what the study configures today."""
+    found = 0
+    for name, setting in itertools.product(STUDIES, SETTINGS):
+        _, results = folders(name, SweepOptions(setting=setting))
+        study = load_study(name, SweepOptions(setting=setting))
+        for mixer, cell in itertools.product(study.mixers, study.cells):
+            path = result_path(results, mixer, cell)
+            if path.exists():
+                assert json.loads(path.read_text())["fingerprint"] == fingerprint(mixer, cell), path
+                found += 1
+    assert found > 400
+    # An option that is set counts, whether it came later or not.
+    prints = {
+        fingerprint(Mixer.of("one", "kla", decay=decay), CELL)
+        for decay in (SoftplusDecay(), SoftplusDecay(step_limits=(0.1, 1.0)), SoftplusDecay(step_floor=1e-3))
+    }
+    assert len(prints) == 3
