@@ -9,11 +9,45 @@ import sys
 
 import pytest
 
+from rnnlib.data import DataConfig
+from rnnlib.models import ModelConfig
+from rnnlib.training import LoggingConfig, TrainConfig, train
+
 nbformat = pytest.importorskip("nbformat")
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NAMES = [path.stem for path in NOTEBOOKS]
+# As trained and as deep as they need to be for every cell to run.
+SMALL = {"steps": 2, "layers": 2}
+
+# Before and after the cells: keeps each picture's controls, then sets each to another value, which redraws it.
+KEEP_CONTROLS = """
+import explore
+
+def kept(draw, _show=explore.explore, **controls):
+    _show(draw, **controls)
+    kept.controls.extend(controls.values())
+
+kept.controls = []
+explore.explore = kept
+"""
+TURN_CONTROLS = """
+turned = []
+for control in kept.controls:
+    if hasattr(control, "options"):
+        others = [value for _, value in control._options_full if value != control.value][-1:]
+    elif hasattr(control, "max"):
+        others = [control.min if control.value == control.max else control.max]
+    else:
+        others = [control.value + "x"]
+    for value in others:
+        control.value = value
+        turned.append(control)
+single = {control for control in kept.controls if len(getattr(control, "options", ())) == 1}  # as the layer of the run
+assert set(turned) | single == set(kept.controls)
+assert len(turned) > len(kept.controls) / 2 or not kept.controls
+"""
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -26,7 +60,9 @@ def pictures(notebook):
 
 
 def test_the_issue_s_notebooks_are_here():
-    assert {"eigenvalues", "preconditioner_distributions", "ridge_solvers"} <= set(NAMES)
+    assert {"eigenvalues", "preconditioner_distributions", "ridge_solvers", "first_model", "your_own_mixer"} <= set(
+        NAMES
+    )
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
@@ -44,14 +80,36 @@ def test_saved_outputs(path):
     assert last.cell_type == "markdown" and "paper" in last.source, "ends in what to see, and how it compares"
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a run that no notebook made: their controls of models must open it."""
+    parent = tmp_path_factory.mktemp("runs")
+    config = TrainConfig(
+        model=ModelConfig(
+            vocabulary_size=257,
+            width=32,
+            num_layers=2,
+            num_heads=2,
+            mixers=("pgdn", "sliding_window_attention"),
+            window=8,
+        ),
+        data=DataConfig(sequence_length=32, batch_size=2, max_train_bytes=20_000, max_validation_bytes=20_000),
+        logging=LoggingConfig(tensorboard=False, picture=False),
+        steps=1,
+    )
+    train(config, parent / "001")
+    return parent
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
-def test_runs_from_top_to_bottom(path):
+def test_runs_from_top_to_bottom(path, runs):
     cells = code_cells(nbformat.read(path, as_version=4))
     parameters = [cell for cell in cells if "parameters" in cell.metadata.get("tags", ())]
-    for cell in parameters:  # as trained and as deep as it needs to be for every cell to run
+    small = SMALL | {"runs": repr(str(runs))}
+    for cell in parameters:
         names = [line.split(" = ")[0] for line in cell.source.splitlines()]
-        assert names in (["steps"], ["steps", "layers"])
-        cell.source = "\n".join(f"{name} = {small}" for name, small in zip(names, (2, 2)))
+        assert "steps" in names and set(names) <= set(small)
+        cell.source = "\n".join(f"{name} = {small[name]}" for name in names)
     assert len(parameters) == 1
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "jax"),
@@ -60,7 +118,7 @@ def test_runs_from_top_to_bottom(path):
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.notebooks.run_cells"],
-        input=json.dumps([cell.source for cell in cells]),
+        input=json.dumps([KEEP_CONTROLS, *(cell.source for cell in cells), TURN_CONTROLS]),
         env=os.environ | cache,
         cwd=path.parent,
         capture_output=True,
@@ -68,8 +126,13 @@ def test_runs_from_top_to_bottom(path):
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for cell, shown in zip(cells, json.loads(done.stdout), strict=True):
+    _, *of_cells, redrawn = json.loads(done.stdout)
+    for cell, shown in zip(cells, of_cells, strict=True):
         saved = [list(output.data) for output in cell.outputs if output.output_type == "display_data"]
-        widgets = sum(WIDGET in types for types in saved)  # each draws when it is shown, into itself
-        assert sum("image/png" in types for types in shown) == sum("image/png" in types for types in saved) + widgets
+        widgets = sum(WIDGET in types for types in saved)
+        # What `interact` draws goes into its widget; `explore` shows a picture of its own.
+        inside = widgets if "ipywidgets.interact(" in cell.source else 0
+        assert sum("image/png" in types for types in shown) == sum("image/png" in types for types in saved) + inside
         assert sum(WIDGET in types for types in shown) == widgets
+    if any("explore(" in cell.source for cell in cells):
+        assert redrawn and all("image/png" in types for types in redrawn), "a control turned redraws its picture"
