@@ -8,6 +8,7 @@ import pytest
 
 from experiments.kernel_benchmarks.report import readme_table
 from experiments.ridge_benchmark.report import readme_table as ridge_table
+from rnnlib.hub import FAMILIES
 from rnnlib.layers import mixer_table, presets
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -62,6 +63,11 @@ def test_links_between_pages_lead_somewhere():
 def test_every_page_is_linked_from_the_readme():
     targets = set(re.findall(r"\]\(([^)\s#]+)", README.read_text()))
     assert {name_of(page) for page in PAGES if page.parent == ROOT / "docs"} <= targets
+
+
+def test_every_family_of_published_models_stands_in_the_page():
+    page = (ROOT / "docs" / "hub.md").read_text()
+    assert [name for name in FAMILIES if f"| `{name}` |" not in page] == []
 
 
 def test_the_readme_is_short():
