@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 if __name__ == "__main__":  # before jax is imported
@@ -92,6 +93,14 @@ def to_the_first_half(folder, copy):
     agree(cut)
 
 
+def die_after(saved, seconds=60):
+    """Kills this process when a checkpoint, which is written while steps go on, is whole: then it has its name."""
+    end = time.monotonic() + seconds
+    while not saved.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def two(corpus, folder, me):
     """Parameters in shares over two processes; a half repeated; a signal to one process; a process that is killed."""
     config = run_config(corpus, data=1, fsdp=4)
@@ -105,7 +114,7 @@ def two(corpus, folder, me):
     config = dataclasses.replace(config, steps=1000)
     found["stopped"] = trained(config, folder / "stopped", reporter=stop)
     print(json.dumps(found), flush=True)
-    die = At(4, lambda: me == 1 and os.kill(os.getpid(), signal.SIGKILL))
+    die = At(4, lambda: me == 1 and die_after(folder / "killed" / "checkpoints" / "3"))
     trained(config, folder / "killed", reporter=die)
 
 
