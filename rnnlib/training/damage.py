@@ -1,6 +1,7 @@
 """Reading files that may be damaged: one clear reason, without what background threads say of it."""
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -9,11 +10,13 @@ from typing import Any
 
 @contextlib.contextmanager
 def one_report_of_damage() -> Iterator[None]:
-    """Within it, reads by orbax that fail raise an error and print nothing.
+    """Within it, reads by orbax that fail raise an error and print nothing, then or later.
 
-    Orbax reads arrays side by side in an event loop. The first error ends the loop, and each read that is done after it
-    prints "Event loop is closed" with a traceback, from a thread of tensorstore's.
+    Orbax reads arrays side by side in an event loop. The first error ends the loop. Each read that is done after it
+    prints "Event loop is closed" with a traceback, from a thread of tensorstore's, and each that failed is logged as a
+    task whose exception nobody retrieved, when its memory is freed.
     """
+    asyncio_log = logging.getLogger("asyncio")
     shown = sys.unraisablehook, sys.excepthook
 
     def without_late_reads(hook: Any) -> Any:
@@ -25,13 +28,21 @@ def one_report_of_damage() -> Iterator[None]:
         return show
 
     sys.unraisablehook, sys.excepthook = map(without_late_reads, shown)
+    asyncio_log.addFilter(_not_of_tensorstore)
     try:
         yield
     except Exception:
         time.sleep(0.3)  # for the reads that are still under way
-        raise
+        raise  # the filter stays: the error's traceback keeps the tasks
+    else:
+        asyncio_log.removeFilter(_not_of_tensorstore)
     finally:
         sys.unraisablehook, sys.excepthook = shown
+
+
+def _not_of_tensorstore(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not ("never retrieved" in record.getMessage() and "Error reading" in str(error))
 
 
 def first_cause(error: BaseException) -> BaseException:
