@@ -20,6 +20,7 @@ from rnnlib.training import (
     learning_rate_schedule,
     make_optimizer,
     make_train_step,
+    planned_bytes,
     put_batch,
 )
 
@@ -193,10 +194,4 @@ def _memory(step: Any) -> dict[str, int] | None:
     if analysis is None:
         return None
     names = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
-    values = {name: int(getattr(analysis, name)) for name in names}
-    return values | {
-        "peak_bytes": values["argument_size_in_bytes"]
-        + values["output_size_in_bytes"]
-        - values["alias_size_in_bytes"]
-        + values["temp_size_in_bytes"]
-    }
+    return {name: int(getattr(analysis, name)) for name in names} | {"peak_bytes": int(planned_bytes(step) or 0)}

@@ -144,7 +144,18 @@ def _mixer_overrides(text: str) -> Any:
     return overrides
 
 
+def _with_remat_value(argv: Sequence[str]) -> list[str]:
+    """Arguments in which `--model.remat` and `--model.no-remat`, which may stand alone, have their value."""
+    values = ["--model.remat", "False"]
+    rest = [part for argument in argv for part in (values if argument == "--model.no-remat" else [argument])]
+    for i in reversed(range(len(rest))):
+        if rest[i] == "--model.remat" and (i + 1 == len(rest) or rest[i + 1].startswith("-")):
+            rest.insert(i + 1, "True")
+    return rest
+
+
 def _parse(argv: Sequence[str]) -> TrainArguments:
+    argv = _with_remat_value(argv)
     overrides, argv = take_option(argv, _OVERRIDES)
     feed_forwards, argv = take_option(argv, _FEED_FORWARDS)
     if take_option(argv, "--run")[0] == "":
@@ -242,7 +253,7 @@ def _train(arguments: TrainArguments) -> int:
         tokens = f"{config.data.batch_size} x {config.data.sequence_length} tokens a step"
         raise CommandError(
             f"{trainer.device_description}: out of memory with {tokens}; raise --accumulation-steps, "
-            "lower --data.batch-size or set --model.remat"
+            "lower --data.batch-size or set --model.remat auto"
         ) from error
     if result.stopped_by is not None:
         with contextlib.suppress(OSError):  # what has stopped it may be that the terminal is gone

@@ -76,7 +76,9 @@ class ModelConfig:
             from. (Mixers initialise themselves.)
         dtype: dtype of activations and matrix products. Logits, decay and states are float32 at least in any case.
         param_dtype: dtype in which parameters are stored.
-        remat: recompute each block in the backward pass (gradient checkpointing).
+        remat: recompute each block in the backward pass (gradient checkpointing). With `"auto"` `rnnlib.training`
+            chooses this and `remat_keeps` by what fits into a device's memory: nothing recomputed, then what
+            `"products"` keeps, then `"input"`. Elsewhere, where nothing is known of the step, it is `True`.
         remat_keeps: what `remat` stores of a block: its `"input"` alone, or also the results of its `"products"` with
             weights, of its recurrence and of its ridge solve, the costly parts of a block to recompute.
         scan_layers: run repeated blocks as one `jax.lax.scan` in the training pass: compile time then does not grow
@@ -103,7 +105,7 @@ class ModelConfig:
     initializer_std: PositiveNumber = 0.02
     dtype: DtypeName = "float32"
     param_dtype: DtypeName = "float32"
-    remat: bool = False
+    remat: bool | Literal["auto"] = False
     remat_keeps: Literal["input", "products"] = "input"
     scan_layers: bool = False
     feed_forwards: Any = ("dense",)

@@ -20,11 +20,13 @@ with from_extra("train", "rnnlib.training"):
     from rnnlib.training.loading import LoadedModel, folder_model_config, is_run, load_model
     from rnnlib.training.loop import NonFiniteLossError, Trainer, TrainResult, train
     from rnnlib.training.loss import LossSums, bits_per_byte, head_loss_sums, loss_sums
+    from rnnlib.training.memory import planned_bytes
     from rnnlib.training.mesh import MeshConfig, make_mesh
     from rnnlib.training.metrics import read_csv
     from rnnlib.training.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
     from rnnlib.training.picture import loss_picture
     from rnnlib.training.progress import ProgressReporter, StepReport
+    from rnnlib.training.recomputation import Recomputation, choose_recomputation
     from rnnlib.training.run import (
         LoadedRun,
         RunError,
@@ -62,6 +64,7 @@ __all__ = [
     "OptimizerConfig",
     "Progress",
     "ProgressReporter",
+    "Recomputation",
     "RunError",
     "StepMetrics",
     "StepReport",
@@ -73,6 +76,7 @@ __all__ = [
     "agree",
     "bits_per_byte",
     "check_new_folder",
+    "choose_recomputation",
     "decay_mask",
     "ending_together",
     "evaluate",
@@ -99,6 +103,7 @@ __all__ = [
     "make_optimizer",
     "make_train_step",
     "next_run_folder",
+    "planned_bytes",
     "put_batch",
     "put_state",
     "read_csv",

@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
-from rnnlib.models import DecoderLM
+from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.training.checkpoint import Checkpoints, Progress
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.config_file import from_plain, save_config, to_plain
 from rnnlib.training.distributed import agree, await_shared, is_first
 from rnnlib.training.evaluation import Evaluation, evaluate_with, evaluation_view, spread_batches
 from rnnlib.training.loss import bits_per_byte
-from rnnlib.training.memory import check_fits, device_bytes
+from rnnlib.training.memory import bytes_of_each_device, check_fits, device_bytes
 from rnnlib.training.mesh import make_mesh, mesh_sizes, process_rows, whole
 from rnnlib.training.metrics import TRAIN_FILE, NoLog, RunLog, recorded_steps
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
 from rnnlib.training.picture import loss_picture
 from rnnlib.training.progress import ProgressReporter, Speed, StepReport
+from rnnlib.training.recomputation import Recomputation, choose_recomputation
 from rnnlib.training.run import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -44,9 +44,10 @@ from rnnlib.training.run import (
 )
 from rnnlib.training.signals import StopSignals
 from rnnlib.training.step import (
-    BATCH_FIELDS,
     StepMetrics,
     TrainState,
+    abstract_batch,
+    abstract_state,
     check_batch_size,
     init_train_state,
     make_evaluation_step,
@@ -173,18 +174,30 @@ class Trainer:
             _check_same_arrays(model, initial)
         self._mesh = self._fitting_mesh()
         check_batch_size(config.data.batch_size, config.accumulation_steps, self._mesh)
-        graphdef = nnx.split(model)[0]
-        token_bytes = self.tokenizer.token_bytes
-        schedule = learning_rate_schedule(config.optimizer, config.steps)
-        options: dict[str, Any] = {"deterministic": config.deterministic}
-        self._train_step = make_train_step(graphdef, self._optimizer, schedule, token_bytes, self._mesh, **options)
+        self._train_step: Any = self._make_train_step(config.model)
         evaluation_graphdef = nnx.split(evaluation_view(model))[0]
-        self._evaluation_step = make_evaluation_step(evaluation_graphdef, token_bytes, self._mesh, **options)
+        self._evaluation_step = make_evaluation_step(
+            evaluation_graphdef, self.tokenizer.token_bytes, self._mesh, deterministic=config.deterministic
+        )
+        self._recomputation: Recomputation | None = None  # what `remat="auto"` came to
         self._data: tuple[BatchDataset, BatchDataset] | None = None
         self._resources: contextlib.ExitStack | None = None
         if read_data:
             self.read_data()
         jax.eval_shape(self._train_step, self._template, self._abstract_batch())
+
+    def _make_train_step(self, model: ModelConfig) -> Any:
+        config = self.config
+        graphdef = nnx.split(nnx.eval_shape(lambda: DecoderLM(model, rngs=nnx.Rngs(config.seed))))[0]
+        schedule = learning_rate_schedule(config.optimizer, config.steps)
+        return make_train_step(
+            graphdef,
+            self._optimizer,
+            schedule,
+            self.tokenizer.token_bytes,
+            self._mesh,
+            deterministic=config.deterministic,
+        )
 
     def _fitting_mesh(self) -> Mesh | None:
         config, state = self.config, self._template
@@ -265,28 +278,36 @@ class Trainer:
         return jax.jit(self._new_state, out_shardings=state_shardings(self._template, self._mesh))()
 
     def _abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        parts, data = self.config.accumulation_steps, self.config.data
-        shape = (parts, data.batch_size // parts, data.sequence_length)
-        dtypes = {name: np.float32 if name == "loss_weights" else np.int32 for name in BATCH_FIELDS}
-        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+        data = self.config.data
+        return abstract_batch(data.batch_size, data.sequence_length, self._mesh, self.config.accumulation_steps)
 
     def compile(self) -> None:
         """Compiles both steps now and not when each is first used; on several devices it does nothing."""
         if self._mesh is not None:
             return
-        batch = self._abstract_batch()
-        first_part = {
-            name: jax.ShapeDtypeStruct((1, self.config.data.batch_size, *x.shape[2:]), x.dtype)
-            for name, x in batch.items()
-        }
-        lowered = cast(Any, self._train_step).lower(self._template, batch)
+        data = self.config.data
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            compiling = pool.submit(lowered.compile)
+            compiling = pool.submit(self._compile_train_step)
             evaluation = cast(Any, self._evaluation_step).lower(
-                self._template.parameters, self._template.other, first_part
+                self._template.parameters,
+                self._template.other,
+                abstract_batch(data.batch_size, data.sequence_length, None),
             )
             self._evaluation_step = evaluation.compile()
-            self._train_step = compiling.result()
+            compiling.result()
+
+    def _compile_train_step(self) -> None:
+        state, batch = abstract_state(self._template, self._mesh), self._abstract_batch()
+        if self.config.model.remat == "auto":
+            self._recomputation = choose_recomputation(
+                self.config.model,
+                lambda model: self._make_train_step(model).lower(state, batch).compile(),
+                bytes_of_each_device(),
+                agree=agree,
+            )
+            self._train_step = self._recomputation.step
+        else:
+            self._train_step = self._train_step.lower(state, batch).compile()
 
     def open(self, folder: str | os.PathLike, *, resume: bool = False) -> None:
         """Makes the run folder, or restores what is in it; nothing is changed in a folder that does not fit.
@@ -391,6 +412,11 @@ class Trainer:
         self._speed = Speed()
         with resources, StopSignals() as self._signals, reporter:
             self._reporter = reporter
+            if config.model.remat == "auto":
+                if self._recomputation is None:
+                    self._compile_train_step()
+                assert self._recomputation is not None
+                self._reporter.message(self._recomputation.line)
             self._evaluate_if_due()
             while self._step < config.steps and not self._asked_to_stop:
                 try:

@@ -1,6 +1,7 @@
-"""Whether a model can fit into memory at all, from its configuration alone."""
+"""Memory: what devices have, what a compiled step takes, and whether a model can fit at all."""
 
 import os
+from typing import Any
 
 import jax
 
@@ -40,6 +41,26 @@ def memory_bytes() -> int:
     if one is not None:
         return jax.device_count() * one
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * jax.process_count()
+
+
+def bytes_of_each_device() -> int:
+    """Memory of one device; of a CPU its share of the machine's, where several stand for one."""
+    return device_bytes() or memory_bytes() // jax.device_count()
+
+
+def planned_bytes(compiled: Any) -> int | None:
+    """What a compiled function takes on each device by XLA's plan: arguments, results and what is held between.
+
+    Donated arguments, whose memory results take over, count once. None where the backend does not say.
+
+    Args:
+        compiled: from `jax.jit(function).lower(...).compile()`.
+    """
+    plan = compiled.memory_analysis()
+    if plan is None:
+        return None
+    held = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return int(held + plan.temp_size_in_bytes)
 
 
 def check_fits(config: ModelConfig) -> None:

@@ -154,6 +154,30 @@ def put_batch(
     return {name: put(array) for name, array in parts.items()}
 
 
+def abstract_batch(
+    batch_size: int, length: int, mesh: Mesh | None, accumulation_steps: int = 1
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of what `put_batch` gives, and where it lies on a mesh."""
+    shape = (accumulation_steps, batch_size // accumulation_steps, length)
+    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(None, AXES))
+    dtypes = {name: np.float32 if name == "loss_weights" else np.int32 for name in BATCH_FIELDS}
+    fields = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+    if jax.process_count() > 1:  # whether one of several processes was asked to stop
+        fields["stop"] = jax.ShapeDtypeStruct(shape[:2], np.int32, sharding=sharding)
+    return fields
+
+
+def abstract_state(state: TrainState, mesh: Mesh | None) -> TrainState:
+    """Shapes and dtypes of a training state, and where it lies on a mesh."""
+    if mesh is None:
+        return jax.eval_shape(lambda x: x, state)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type),
+        state,
+        state_shardings(state, mesh),
+    )
+
+
 def check_batch_size(batch_size: int, accumulation_steps: int, mesh: Mesh | None) -> None:
     """Raises ValueError unless the batch splits evenly over parts and devices."""
     devices = 1 if mesh is None else mesh.size

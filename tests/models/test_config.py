@@ -87,7 +87,7 @@ def test_config_is_hashable_and_round_trips_through_plain_values():
         ),
         ({"norm_eps": None}, "norm_eps is None, expected a number above 0 and finite"),
         ({"mlp_ratio": "4"}, "mlp_ratio is '4', expected a number of at least 0 and finite"),
-        ({"remat": "no"}, "remat is 'no', expected a boolean"),
+        ({"remat": "no"}, "remat is 'no', expected a boolean or 'auto'"),
         ({"dtype": "int8"}, "dtype is 'int8', expected 'float32', 'bfloat16', 'float16' or 'float64'"),
         ({"window": 0}, "window is 0, expected an integer of at least 1 or None"),
         ({"mlp_ratio": -1.0}, "mlp_ratio is -1.0"),

@@ -41,7 +41,10 @@ STEPS, LOST_SECONDS = 6, 6.0
 def run_config(corpus, **mesh):
     """Eight packed rows in two parts: rows of a process are not next to each other in a batch."""
     return TrainConfig(
-        model=ModelConfig(width=16, num_layers=1, num_heads=2, mlp_width=16, mixers=("linear_attention",)),
+        # With "auto" all processes compile the step before the first one, and agree on it.
+        model=ModelConfig(
+            width=16, num_layers=1, num_heads=2, mlp_width=16, mixers=("linear_attention",), remat="auto"
+        ),
         data=DataConfig(source="text", paths=(f"{corpus}/*.txt",), split_by="tail", sequence_length=16, batch_size=16),
         checkpoint=CheckpointConfig(every=3, keep=9),
         evaluation=EvaluationConfig(every=3, batches=2),
