@@ -15,7 +15,8 @@ The other operators follow the same path: `api` checks the arguments and chooses
 definition, `chunked` runs in XLA on any device, and `triton` calls the kernels. Rules with a state `[K, V]` share the
 code in `token_scan` and `chunk`.
 
-Arrays may be sharded by rows and heads over mesh axes of type Explicit (see `sharding`).
+Arrays may be sharded by rows and heads over mesh axes of type Explicit (see `sharding`), and within `jax.shard_map` by
+tokens (see `sequence`).
 """
 
 from rnnlib.ops.causal_attention import causal_attention as causal_attention
@@ -36,4 +37,5 @@ from rnnlib.ops.gains import nlms_gain as nlms_gain
 from rnnlib.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from rnnlib.ops.linear_attention import linear_attention as linear_attention
 from rnnlib.ops.ridge_solve import ridge_solve as ridge_solve
+from rnnlib.ops.sequence import sequence_axis as sequence_axis
 from rnnlib.ops.short_convolution import short_convolution as short_convolution

@@ -4,13 +4,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from pallas_kernels.platform import platform
 from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.ops.arguments import check_rank, check_segment_ids, floating_arrays, segment_index
+from rnnlib.ops.sequence import current_axis, tokens_before
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "causal_attention"
@@ -64,9 +65,17 @@ def causal_attention(
         raise ValueError(f"{_NAME}: number is {number}, expected 0 or more")
     batch, length = q.shape[:2]
     check_segment_ids(_NAME, segment_ids, batch, length)
+    axis = current_axis()
+    if axis is not None:
+        return _over_devices(q, k, v, window, segment_ids, number, axis)
     if segment_ids is not None:
         segment_ids = segment_index(segment_ids)
+    return _over_rows(q, k, v, window, segment_ids, number)
 
+
+def _over_rows(q: Array, k: Array, v: Array, window: int | None, segment_ids: Array | None, number: int) -> Array:
+    """Attention over whole rows; no two documents of a row have the same id."""
+    length = q.shape[1]
     # cuDNN skips tokens outside of the window; with documents it would read a mask of T x T.
     widest = v if v.shape[3] > q.shape[3] else q
     is_direct = segment_ids is None and _backend(widest, _common_dtype(q, k, v)) is not None
@@ -75,6 +84,35 @@ def causal_attention(
         local = None if window is None else (window - 1, 0)
         return _attention(q, k, v, number, mask=mask, is_causal=True, local_window_size=local)
     return _blockwise_window_attention(q, k, v, window, segment_ids, number)
+
+
+def _over_devices(
+    q: Array, k: Array, v: Array, window: int | None, segment_ids: Array | None, number: int, axis: str
+) -> Array:
+    """Attention of this device's stretch of each row.
+
+    A window reads `window - 1` tokens more, from the device before. Where it is longer than a stretch, or there is
+    none, each device gets the keys and values of whole rows.
+    """
+    batch, length = q.shape[:2]
+    if window is not None and window - 1 <= length:
+        before = window - 1
+        seen = tokens_before(_NAME, jnp.ones((batch, length), bool), before, None, segment_ids, axis)
+        own = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_index(segment_ids)
+        ids = jnp.concatenate([seen.astype(jnp.int32) - 1, own], axis=1)
+        k, v = (jnp.concatenate([tokens_before(_NAME, x, before, None, None, axis), x], axis=1) for x in (k, v))
+        q = jnp.pad(q, [(0, 0), (before, 0), (0, 0), (0, 0)])
+        return _over_rows(q, k, v, window, ids, number)[:, before:]
+    k, v = lax.all_gather((k, v), axis, axis=1, tiled=True)
+    first = lax.axis_index(axis) * length
+    distance = first + jnp.arange(length)[:, None] - jnp.arange(k.shape[1])[None, :]
+    mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    mask = mask[None]
+    if segment_ids is not None:
+        ids = segment_index(lax.all_gather(segment_ids, axis, axis=1, tiled=True))
+        own = lax.dynamic_slice_in_dim(ids, first, length, axis=1)
+        mask = mask & (own[:, :, None] == ids[:, None, :])
+    return _attention(q, k, v, number, mask=mask[:, None])
 
 
 def product_dtype(dtype: DTypeLike) -> jnp.dtype:

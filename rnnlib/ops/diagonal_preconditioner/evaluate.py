@@ -15,9 +15,11 @@ from rnnlib.ops.arguments import (
 from rnnlib.ops.diagonal_preconditioner.chunked import diagonal_gram_chunked
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
 from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram
+from rnnlib.ops.diagonal_preconditioner.readouts import Gram
 from rnnlib.ops.diagonal_preconditioner.scan import diagonal_gram_scan
 from rnnlib.ops.diagonal_preconditioner.triton import diagonal_gram_triton
 from rnnlib.ops.kernels import triton_unsupported
+from rnnlib.ops.sequence import current_axis, enter_gram, of_last
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "scan": diagonal_gram_scan,
@@ -58,13 +60,50 @@ def evaluate(
     Returns:
         The readout `[B, T, H, K]`, A after the last token `[B, H, K]`, and `inputs.k`.
     """
-    k, log_decay, gain = inputs
+    k, log_decay, _ = inputs
     (initial_state,) = floating_arrays(operator, initial_state=initial_state)
     batch, length, heads, channels = k.shape
     if initial_state is not None:
         check_shape(operator, "initial_state", initial_state, (batch, heads, channels), axes="[B, H, K]")
     check_segment_ids(operator, segment_ids, batch, length)
+    axis = current_axis()
+    if axis is not None:  # A alone first: what enters this device's stretch of the rows
+        own = _evaluate(operator, Gram(), inputs, segment_ids=segment_ids, implementation=implementation)[1]
+        initial_state = enter_gram(own, log_decay, initial_state, segment_ids, axis)
+    out, final, key = _evaluate(
+        operator,
+        readout,
+        inputs,
+        x=x,
+        parameter=parameter,
+        like=like,
+        dtype=dtype,
+        with_key=with_key,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        implementation=implementation,
+    )
+    return out, (final if axis is None else of_last(final, axis)), key
+
+
+def _evaluate(
+    operator: str,
+    readout: Any,
+    inputs: DiagonalGramInputs,
+    *,
+    x: Array | None = None,
+    parameter: Array | None = None,
+    like: Array | None = None,
+    dtype: Any = None,
+    with_key: bool = False,
+    initial_state: Array | None = None,
+    segment_ids: Array | None,
+    implementation: str | None,
+) -> tuple[Array, Array, Array]:
+    """`evaluate` of rows that are whole, and of arguments that were checked."""
+    k, log_decay, gain = inputs
     # For a single token XLA makes one fused loop, which a kernel cannot improve on.
+    length = k.shape[1]
     preference = ("scan", "chunked") if length == 1 else default_preference(length)
     run = choose_implementation(
         operator,

@@ -13,6 +13,7 @@ from rnnlib.ops.arguments import (
     per_head,
 )
 from rnnlib.ops.exact_preconditioner.scan import exact_preconditioner_scan
+from rnnlib.ops.sequence import expect_whole_rows
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "exact_preconditioner"
@@ -55,7 +56,7 @@ def exact_preconditioner(
     Raises:
         ValueError: a shape, `ridge` or `implementation` is none of those above.
         TypeError: an array is not floating, or `segment_ids` is not of integers.
-        NotImplementedError: `implementation` is `"chunked"` or `"triton"`.
+        NotImplementedError: `implementation` is `"chunked"` or `"triton"`, or tokens are split over devices.
     """
     q, k, gain, initial_inverse = floating_arrays(_NAME, q=q, k=k, gain=gain, initial_inverse=initial_inverse)
     check_rank(_NAME, "k", k, 4, axes="[B, T, H, K]")
@@ -68,5 +69,6 @@ def exact_preconditioner(
         check_shape(_NAME, "initial_inverse", initial_inverse, shape, axes="[B, H, K, K]")
     ridges = per_head(_NAME, "ridge", ridge, heads, accumulation_dtype(k), is_positive=True)
     check_segment_ids(_NAME, segment_ids, batch, length)
+    expect_whole_rows(_NAME)
     run = choose_implementation(_NAME, implementation, {"scan": exact_preconditioner_scan}, ("scan",))
     return run(q, k, gain, ridges, initial_inverse, segment_ids)

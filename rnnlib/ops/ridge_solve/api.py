@@ -20,11 +20,13 @@ from rnnlib.ops.arguments import (
     default_preference,
     floating_arrays,
 )
+from rnnlib.ops.linear_attention import linear_attention
 from rnnlib.ops.ridge_solve.chunked import ridge_solve_chunked
 from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
 from rnnlib.ops.ridge_solve.scan import ridge_solve_scan
 from rnnlib.ops.ridge_solve.solvers import METHODS, Solver
 from rnnlib.ops.ridge_solve.triton import ridge_solve_triton, ridge_triton_unsupported
+from rnnlib.ops.sequence import current_axis, enter_gram, of_last, sequence_axis
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "ridge_solve"
@@ -135,4 +137,19 @@ def ridge_solve(
         chunked=lambda: "the exact solver, which factorises every Gram matrix" if is_exact else None,
         triton=lambda: ridge_triton_unsupported(inputs, options, chunk_size),
     )
-    return run(inputs, initial_gram, segment_ids)
+    axis = current_axis()
+    if axis is None:
+        return run(inputs, initial_gram, segment_ids)
+    with sequence_axis(None):  # The Gram matrix is linear attention's state, with keys for values.
+        own = linear_attention(
+            k,
+            k,
+            k,
+            log_decay=log_decay,
+            segment_ids=segment_ids,
+            chunk_size=chunk_size,
+            implementation=implementation,
+        )[1]
+    gram = enter_gram(own, log_decay, initial_gram, segment_ids, axis)
+    out, final = run(inputs, gram, segment_ids)
+    return out, of_last(final, axis)

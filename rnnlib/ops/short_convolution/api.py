@@ -16,6 +16,7 @@ from rnnlib.ops.arguments import (
     default_preference,
     floating_arrays,
 )
+from rnnlib.ops.sequence import current_axis, of_last, tokens_before
 from rnnlib.ops.sharding import split_over_mesh
 from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs, Finish
 from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
@@ -99,4 +100,8 @@ def short_convolution(
         preference,
         triton=lambda: triton_convolution_unsupported(inputs, finish),
     )
-    return run(inputs, finish), last_inputs(inputs)
+    axis = current_axis()
+    if axis is None:
+        return run(inputs, finish), last_inputs(inputs)
+    inputs = inputs._replace(initial_state=tokens_before(_NAME, x, width - 1, initial_state, segment_ids, axis))
+    return run(inputs, finish), of_last(last_inputs(inputs), axis)

@@ -1,0 +1,264 @@
+"""Rows whose tokens are split over devices: each device has one stretch of every row, in the devices' order.
+
+A recurrence takes the state that enters a stretch to `M state + N`, whatever its length. So each device finds M and N
+of its own stretch, all devices exchange these, and each composes those before it into the state that enters its own.
+From there the operator runs as it does on one device. What is exchanged does not grow with the row. Attention alone
+exchanges keys and values.
+
+Sources: the affine maps of linear recurrences are those of Blelloch's parallel scan (1990); LASP-2 (arXiv 2502.07563)
+gathers the states of linear attention over devices.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.varying import vary_alike
+from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+
+# Part of the key under which `jax.jit` keeps what it has traced.
+_AXIS = jax.make_user_context(default_value=None)
+
+# Widest values for which kernels serve a rule; a wider map is taken in two calls.
+_WIDEST = 256
+
+Product = Callable[[Array, Array], Array]
+
+
+def sequence_axis(name: str | None) -> AbstractContextManager[Any]:
+    """Within this context, tokens given to operators and layers are one stretch of each row.
+
+    For use inside `jax.shard_map` over a mesh with that axis, which splits the tokens (and segment ids, positions and
+    outputs) evenly: device i of the axis has the i-th stretch. Outputs and gradients are those of one device that has
+    whole rows. Initial states are those before the row's first token, the same on each device; final states are those
+    after its last, on each device.
+
+        @jax.shard_map(mesh=mesh, in_specs=PartitionSpec(None, "sequence"), out_specs=PartitionSpec(None, "sequence"))
+        def mix(q, k, v, beta):
+            with rnnlib.ops.sequence_axis("sequence"):
+                return rnnlib.ops.gated_delta_rule(q, k, v, beta=beta)[0]
+
+    As in any `jax.shard_map`, a gradient taken within it of what all devices have is this device's part of it where
+    `check_vma=False`.
+
+    Args:
+        name: the mesh axis; None is whole rows again.
+
+    Raises:
+        TypeError: `name` is no text.
+    """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"sequence_axis: name is {name!r}, expected a mesh axis's name or None")
+    return _AXIS(name)
+
+
+def current_axis() -> str | None:
+    """The mesh axis over which tokens are split, or None where each device has whole rows.
+
+    Raises:
+        ValueError: the axis is none of the `jax.shard_map` around.
+    """
+    name = _AXIS.value
+    if name is None:
+        return None
+    try:
+        size = lax.axis_size(name)
+    except NameError:
+        raise ValueError(
+            f"sequence_axis({name!r}): there is no such axis here, expected to be inside jax.shard_map over a mesh "
+            f"with an axis {name!r}"
+        ) from None
+    return name if size > 1 else None
+
+
+def expect_whole_rows(what: str) -> None:
+    """NotImplementedError, beginning with `what`, where tokens are split over devices."""
+    axis = current_axis()
+    if axis is not None:
+        raise NotImplementedError(f"{what}: is not for tokens split over devices (sequence_axis({axis!r}))")
+
+
+def from_before(x: Array, axis: str) -> Array:
+    """What the device before has; zeros on the first."""
+    size = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(i, i + 1) for i in range(size - 1)])
+
+
+def of_last(x: Array, axis: str) -> Array:
+    """What the last device has, on each device."""
+    is_last = lax.axis_index(axis) == lax.axis_size(axis) - 1
+    return lax.psum(jnp.where(is_last, x, jnp.zeros_like(x)), axis)
+
+
+def continues(segment_ids: Array | None, batch: int, axis: str) -> Array:
+    """Whether a stretch's first token is of the document that the stretch before ends with, `[B]` bool.
+
+    True on the first device, where it continues the initial state.
+    """
+    if segment_ids is None:
+        return jnp.ones((batch,), bool)
+    same = from_before(segment_ids[:, -1], axis) == segment_ids[:, 0]
+    return same | (lax.axis_index(axis) == 0)
+
+
+def tokens_before(
+    operator: str, x: Array, count: int, initial: Array | None, segment_ids: Array | None, axis: str
+) -> Array:
+    """The last `count` tokens before this device's stretch, `[B, count, ...]`; zeros for those of other documents.
+
+    Args:
+        operator: the public function's name, which begins the message.
+        x: `[B, T, ...]`.
+        count: how many.
+        initial: what stands before the first device's stretch; None is zeros.
+        segment_ids: None or `[B, T]`.
+        axis: the mesh axis over which tokens are split.
+
+    Raises:
+        ValueError: a stretch is shorter.
+    """
+    length = x.shape[1]
+    if length < count:
+        raise ValueError(
+            f"{operator}: each of the {lax.axis_size(axis)} devices of mesh axis {axis!r} has {length} tokens of a "
+            f"row, expected at least {count}: those that the next device reads"
+        )
+    if count == 0:
+        return x[:, :0]
+    before = from_before(x[:, -count:], axis)
+    if segment_ids is not None:
+        ids = from_before(segment_ids[:, -count:], axis)
+        # Back from the stretch, up to the first change of id.
+        same = jnp.flip(jnp.cumprod(jnp.flip(ids == segment_ids[:, :1], axis=1), axis=1), axis=1)
+        before = jnp.where(same.reshape(*same.shape, *(1,) * (x.ndim - 2)), before, 0)
+    first = jnp.zeros_like(before) if initial is None else initial.astype(x.dtype)
+    return jnp.where(lax.axis_index(axis) == 0, first, before)
+
+
+def entering_state(
+    transition: Array, offset: Array, initial_state: Array, segment_ids: Array | None, product: Product, axis: str
+) -> Array:
+    """The state that enters this device's stretch: zero where the stretch begins a document.
+
+    Args:
+        transition: M of the stretch, `[B, ...]`, zero where a document starts after its first token.
+        offset: N of the stretch, of the state's shape `[B, ...]`.
+        initial_state: what enters the first device's stretch.
+        segment_ids: None or `[B, T]` of the stretch.
+        product: of a transition and a state.
+        axis: the mesh axis over which tokens are split.
+    """
+    batch = offset.shape[0]
+    goes_on = continues(segment_ids, batch, axis)
+
+    def kept(x: Array) -> Array:
+        return jnp.where(goes_on.reshape(batch, *(1,) * (x.ndim - 1)), x, 0)
+
+    transition, offset, initial_state = vary_alike((kept(transition), offset, initial_state.astype(offset.dtype)))
+    stretches = lax.all_gather((transition, offset), axis)
+
+    def step(state: Array, stretch: tuple[Array, Array]) -> tuple[Array, Array]:
+        return product(stretch[0], state) + stretch[1], state
+
+    _, entering = lax.scan(step, initial_state, stretches)
+    return kept(lax.dynamic_index_in_dim(entering, lax.axis_index(axis), keepdims=False))
+
+
+def matrix_product(transition: Array, state: Array) -> Array:
+    """`transition @ state`, unrounded."""
+    return jnp.matmul(transition, state, precision=lax.Precision.HIGHEST)
+
+
+def total_decay(log_decay: Array | None, segment_ids: Array | None, like: Array) -> Array:
+    """What a stretch leaves of a state that decays alone, `[B, ...]`: zero where a document starts inside.
+
+    Args:
+        log_decay: `[B, T, ...]` or None, no decay.
+        segment_ids: None or `[B, T]`.
+        like: an array `[B, ...]` of the result's rank and dtype. Axes that a decay lacks are added last, of size 1.
+    """
+    batch = like.shape[0]
+    if log_decay is None:
+        decay = jnp.ones((batch, *(1,) * (like.ndim - 1)), like.dtype)
+    else:
+        decay = jnp.exp(jnp.sum(log_decay.astype(like.dtype), axis=1))
+        decay = decay.reshape(*decay.shape, *(1,) * (like.ndim - decay.ndim))
+    if segment_ids is None:
+        return decay
+    starts = jnp.any(segment_starts(segment_ids), axis=1)
+    return jnp.where(starts.reshape(batch, *(1,) * (like.ndim - 1)), 0, decay)
+
+
+def enter_gram(
+    offset: Array, log_decay: Array | None, initial_state: Array | None, segment_ids: Array | None, axis: str
+) -> Array:
+    """The decayed sum that enters this device's stretch; arguments as `entering_state` and `total_decay` take them."""
+    initial = jnp.zeros_like(offset) if initial_state is None else initial_state
+    return entering_state(total_decay(log_decay, segment_ids, offset), offset, initial, segment_ids, jnp.multiply, axis)
+
+
+Run = Callable[[Any, Array | None, Array | None], tuple[Array, Array]]
+
+
+def evaluate_erasing_rule(
+    run: Run, inputs: Any, initial_state: Array | None, segment_ids: Array | None
+) -> tuple[Array, Array]:
+    """Runs a rule whose transitions are matrices `[K, K]`, such as the delta rule's, on rows whole or split.
+
+    With values that have K channels more, all zero, and the initial state `[0 | I]`, the rule itself has the final
+    state `[N | M]`.
+
+    Args:
+        run: the operator's implementation.
+        inputs: the rule's token-wise arguments, a named tuple with at least `q`, `v [B, T, HV, V]` and, if it has one,
+            `write`.
+        initial_state: None (zero) or `[B, HV, K, V]`.
+        segment_ids: None or `[B, T]`.
+    """
+    axis = current_axis()
+    if axis is None:
+        return run(inputs, initial_state, segment_ids)
+    state = _state_like(inputs, initial_state)
+    key_size, value_size = state.shape[2:]
+    identity = jnp.broadcast_to(jnp.eye(key_size, dtype=state.dtype), (*state.shape[:3], key_size))
+    zeros = jnp.zeros((*inputs.v.shape[:3], key_size), inputs.v.dtype)
+    write = getattr(inputs, "write", None)
+    gates = {} if write is None or write.ndim == 3 else {"write": jnp.ones_like(zeros, dtype=write.dtype)}
+    if key_size + value_size <= _WIDEST:
+        more = {"v": zeros, **gates}
+        wide = {name: jnp.concatenate([getattr(inputs, name), x], axis=-1) for name, x in more.items()}
+        both = jnp.concatenate([jnp.zeros_like(state), identity], axis=-1)
+        final = run(inputs._replace(**wide), both, segment_ids)[1]
+        offset, transition = final[..., :value_size], final[..., value_size:]
+    else:
+        offset = run(inputs, None, segment_ids)[1]
+        transition = run(inputs._replace(v=zeros, **gates), identity, segment_ids)[1]
+    entering = entering_state(transition, offset, state, segment_ids, matrix_product, axis)
+    out, final = run(inputs, entering, segment_ids)
+    return out, of_last(final, axis)
+
+
+def evaluate_decaying_rule(
+    run: Run, inputs: Any, initial_state: Array | None, segment_ids: Array | None
+) -> tuple[Array, Array]:
+    """Runs a rule whose state decays and is added to, on rows whole or split; arguments as `evaluate_erasing_rule`."""
+    axis = current_axis()
+    if axis is None:
+        return run(inputs, initial_state, segment_ids)
+    state = _state_like(inputs, initial_state)
+    entering = enter_gram(run(inputs, None, segment_ids)[1], inputs.log_decay, state, segment_ids, axis)
+    out, final = run(inputs, entering, segment_ids)
+    return out, of_last(final, axis)
+
+
+def _state_like(inputs: Any, initial_state: Array | None) -> Array:
+    """The initial state, or zeros `[B, HV, K, V]`, in the dtype of states."""
+    dtype = accumulation_dtype(*inputs, initial_state)
+    if initial_state is not None:
+        return initial_state.astype(dtype)
+    batch, _, value_heads, value_size = inputs.v.shape
+    return jnp.zeros((batch, value_heads, inputs.q.shape[3], value_size), dtype)
