@@ -3,9 +3,11 @@
 import importlib.metadata
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
@@ -101,6 +103,19 @@ for part in ("rnnlib.data", "rnnlib.training", "rnnlib.data.tasks", "rnnlib.anal
     lines = run(core, "-c", program, **environment).splitlines()
     assert len(lines) == 4
     assert all("which is not installed: pip install 'rnnlib[train]'" in line for line in lines)
+    program = "import rnnlib\ntry: rnnlib.hub\nexcept ImportError as error: print(error)"
+    line = run(core, "-c", program, **environment)
+    assert "which is not installed: pip install 'rnnlib[hub]'" in line
+
+
+def test_published_models_need_the_hub_extra_alone():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = ["safetensors", "tokenizers", "jinja2"]
+    assert [re.split("[^a-z0-9]", requirement)[0] for requirement in extras["hub"]] == packages
+    program = "import sys, rnnlib; rnnlib.hub.load_pretrained, rnnlib.tokenizers.load_tokenizer; print(*sys.modules)"
+    imported = set(run(sys.executable, "-c", program).split())
+    assert {"safetensors", "tokenizers"} <= imported
+    assert not imported & {"chex", "grain", "lm_eval", "matplotlib", "pyarrow", "tensorboardX", "tyro"}
 
 
 def test_the_command_line_outside_of_the_repository(core, environment):

@@ -8,7 +8,7 @@ with from_extra("train", "rnnlib.data"):
     from rnnlib.data.packing import PackedDocuments
     from rnnlib.data.pipeline import Batch, BatchDataset, BatchIterator, make_dataset
     from rnnlib.data.sources import iterate_documents
-    from rnnlib.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+    from rnnlib.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
     "Batch",

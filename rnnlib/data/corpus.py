@@ -13,7 +13,7 @@ from jaxtyping import Int64
 
 from rnnlib.data.config import DataConfig, Split, check_split
 from rnnlib.data.sources import iterate_documents, source_fingerprint
-from rnnlib.data.tokenizers import Tokenizer, without_surrogates
+from rnnlib.tokenizers import Tokenizer, without_surrogates
 
 _BATCH_CHARACTERS = 4_000_000  # documents are tokenized in batches of about so many characters
 _FORMAT = 2

@@ -15,7 +15,7 @@ from absl import flags
 from rnnlib.data.config import DataConfig, Split, check_split
 from rnnlib.data.corpus import TokenCorpus, load_corpus
 from rnnlib.data.packing import PackedDocuments
-from rnnlib.data.tokenizers import Tokenizer, load_tokenizer
+from rnnlib.tokenizers import Tokenizer, load_tokenizer
 
 Batch = dict[str, np.ndarray]
 

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from rnnlib.data.config import DataConfig, Split, check_split
-from rnnlib.data.tokenizers import without_surrogates
+from rnnlib.tokenizers import without_surrogates
 
 _PYTHON_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
 # Larger files there are generated tables (character maps, opcode lists), which would outweigh what people wrote.

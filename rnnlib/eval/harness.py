@@ -11,11 +11,11 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from rnnlib.data import FileTokenizer, Tokenizer
 from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.hub.chat import chat_template as template_of
 from rnnlib.hub.chat import render_chat
 from rnnlib.models import Continuation, Decoder, DecoderLM, score
+from rnnlib.tokenizers import FileTokenizer, Tokenizer
 from rnnlib.training import LoadedModel, load_model
 
 # Slots for generation where no batch size is given.

@@ -6,10 +6,12 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.sandbox
-
+from rnnlib.extras import from_extra
 from rnnlib.hub.keys import read_json
+
+with from_extra("hub", "rnnlib.hub"):
+    import jinja2
+    import jinja2.sandbox
 
 # Files beside tokenizer.json that say how to use it; of those that a folder has.
 TOKENIZER_FILES = (

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rnnlib.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from rnnlib.hub.computation import difference
 from rnnlib.hub.families import FAMILIES, family_of
 from rnnlib.hub.files import INDEX, WeightFiles, other_files, replace_folder, shard_names, write_arrays
@@ -21,6 +20,7 @@ from rnnlib.models.config import DtypeName, ModelConfig
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.summary import abstract_model
 from rnnlib.models.variables import assign_values, values_by_path
+from rnnlib.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rnnlib.data import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
-from rnnlib.data.tokenizers import END_OF_DOCUMENT
+from rnnlib.tokenizers import END_OF_DOCUMENT
 
 TEXTS = ["def decay(state, gate):\n    return state * gate\n" * 3, "the state decays, the gate écrit → 漢字"] * 4
 

@@ -12,8 +12,8 @@ from rnnlib.data.config import DataConfig, plain_path, plain_paths
 from rnnlib.data.sources import iterate_documents
 from rnnlib.data.tasks.base import Example, Task, TaskSplit
 from rnnlib.data.tasks.needle_words import ADJECTIVES, NOUNS
-from rnnlib.data.tokenizers import Tokenizer, load_tokenizer
 from rnnlib.fields import Fraction, PositiveInteger
+from rnnlib.tokenizers import Tokenizer, load_tokenizer
 
 Kind = Literal["words", "numbers", "uuids"]
 # How many keys or values of a kind there are.

@@ -9,8 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, SupportsInt, runtime_checkable
 
 import numpy as np
-import tokenizers
 from jaxtyping import Int32
+
+from rnnlib.extras import from_extra
+
+with from_extra("hub", "rnnlib.tokenizers"):
+    import tokenizers
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Names that published tokenizers use for it, in order of preference.
