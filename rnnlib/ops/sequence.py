@@ -205,9 +205,9 @@ Run = Callable[[Any, Array | None, Array | None], tuple[Array, Array]]
 
 
 def evaluate_erasing_rule(
-    run: Run, inputs: Any, initial_state: Array | None, segment_ids: Array | None
+    run: Run, inputs: Any, initial_state: Array | None, segment_ids: Array | None, axis: str
 ) -> tuple[Array, Array]:
-    """Runs a rule whose transitions are matrices `[K, K]`, such as the delta rule's, on rows whole or split.
+    """Runs a rule whose transitions are matrices `[K, K]`, such as the delta rule's, on split rows.
 
     With values that have K channels more, all zero, and the initial state `[0 | I]`, the rule itself has the final
     state `[N | M]`.
@@ -218,10 +218,8 @@ def evaluate_erasing_rule(
             `write`.
         initial_state: None (zero) or `[B, HV, K, V]`.
         segment_ids: None or `[B, T]`.
+        axis: the mesh axis over which tokens are split.
     """
-    axis = current_axis()
-    if axis is None:
-        return run(inputs, initial_state, segment_ids)
     state = _state_like(inputs, initial_state)
     key_size, value_size = state.shape[2:]
     identity = jnp.broadcast_to(jnp.eye(key_size, dtype=state.dtype), (*state.shape[:3], key_size))
@@ -243,12 +241,9 @@ def evaluate_erasing_rule(
 
 
 def evaluate_decaying_rule(
-    run: Run, inputs: Any, initial_state: Array | None, segment_ids: Array | None
+    run: Run, inputs: Any, initial_state: Array | None, segment_ids: Array | None, axis: str
 ) -> tuple[Array, Array]:
-    """Runs a rule whose state decays and is added to, on rows whole or split; arguments as `evaluate_erasing_rule`."""
-    axis = current_axis()
-    if axis is None:
-        return run(inputs, initial_state, segment_ids)
+    """Runs a rule whose state decays and is added to, on split rows; arguments as `evaluate_erasing_rule`."""
     state = _state_like(inputs, initial_state)
     entering = enter_gram(run(inputs, None, segment_ids)[1], inputs.log_decay, state, segment_ids, axis)
     out, final = run(inputs, entering, segment_ids)

@@ -16,7 +16,7 @@ from rnnlib.ops.arguments import (
 )
 from rnnlib.ops.dplr.chunked import dplr_chunked
 from rnnlib.ops.dplr.scan import DPLRInputs, dplr_scan
-from rnnlib.ops.sequence import evaluate_erasing_rule
+from rnnlib.ops.sequence import current_axis, evaluate_erasing_rule
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "dplr"
@@ -87,4 +87,8 @@ def dplr(
         "chunked": functools.partial(dplr_chunked, scale=scale, chunk_size=chunk_size),
     }
     run = choose_implementation(_NAME, implementation, implementations, default_preference(q.shape[1]))
-    return evaluate_erasing_rule(run, DPLRInputs(q, k, v, a, b, log_decay), initial_state, segment_ids)
+    inputs = DPLRInputs(q, k, v, a, b, log_decay)
+    axis = current_axis()
+    if axis is None:
+        return run(inputs, initial_state, segment_ids)
+    return evaluate_erasing_rule(run, inputs, initial_state, segment_ids, axis)

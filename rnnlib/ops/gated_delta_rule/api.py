@@ -20,7 +20,7 @@ from rnnlib.ops.gated_delta_rule.chunked import gated_delta_rule_chunked
 from rnnlib.ops.gated_delta_rule.scan import DeltaRuleInputs, gated_delta_rule_scan
 from rnnlib.ops.gated_delta_rule.triton import gated_delta_rule_triton
 from rnnlib.ops.kernels import triton_unsupported
-from rnnlib.ops.sequence import evaluate_erasing_rule
+from rnnlib.ops.sequence import current_axis, evaluate_erasing_rule
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "gated_delta_rule"
@@ -125,4 +125,7 @@ def gated_delta_rule(
         triton=lambda: triton_unsupported("unsupported", q, k, v, erase, log_decay, chunk_size=chunk_size),
     )
     inputs = DeltaRuleInputs(q, k, v, erase, write, write_key, log_decay)
-    return evaluate_erasing_rule(run, inputs, initial_state, segment_ids)
+    axis = current_axis()
+    if axis is None:
+        return run(inputs, initial_state, segment_ids)
+    return evaluate_erasing_rule(run, inputs, initial_state, segment_ids, axis)

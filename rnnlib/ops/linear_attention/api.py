@@ -19,7 +19,7 @@ from rnnlib.ops.kernels import triton_unsupported
 from rnnlib.ops.linear_attention.chunked import linear_attention_chunked
 from rnnlib.ops.linear_attention.scan import LinearAttentionInputs, linear_attention_scan
 from rnnlib.ops.linear_attention.triton import linear_attention_triton
-from rnnlib.ops.sequence import evaluate_decaying_rule
+from rnnlib.ops.sequence import current_axis, evaluate_decaying_rule
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "linear_attention"
@@ -95,4 +95,7 @@ def linear_attention(
         triton=lambda: triton_unsupported("unsupported", q, k, v, log_decay, chunk_size=chunk_size),
     )
     inputs = LinearAttentionInputs(q, k, v, write, log_decay)
-    return evaluate_decaying_rule(run, inputs, initial_state, segment_ids)
+    axis = current_axis()
+    if axis is None:
+        return run(inputs, initial_state, segment_ids)
+    return evaluate_decaying_rule(run, inputs, initial_state, segment_ids, axis)
