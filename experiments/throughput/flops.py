@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from rnnlib.layers import Attention, Offline, Online, RidgeRegression, Trapezoidal
+from rnnlib.layers import Attention, LatentAttention, Offline, Online, RidgeRegression, Trapezoidal
 from rnnlib.models import ModelConfig, abstract_model, count_parameters
 
 # Dense bfloat16 products of one H100 or H200 (SXM), NVIDIA's data sheet, operations a second.
@@ -52,8 +52,8 @@ def step_flops(config: ModelConfig, length: int) -> StepFlops:
         mixer: Any = block.mixer
         shape = mixer.shape
         pairs = shape.key_size * shape.value_size
-        if isinstance(mixer, Attention):
-            window = min(mixer.config.window or length, length)
+        if isinstance(mixer, Attention | LatentAttention):
+            window = min(getattr(mixer.config, "window", None) or length, length)
             seen = (window * (window + 1) / 2 + (length - window) * window) / length  # mean over the row
             forward = 2 * seen * (shape.key_size + shape.value_size)
         elif isinstance(mixer.config.solve, Online):

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from rnnlib.layers.attention import AttentionConfig
+from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig, preset_of
 from rnnlib.models.mixers import ATTENTION, mixer_config
@@ -79,6 +80,8 @@ def sized_mixer(config: ModelConfig, mixer: str) -> Any:
             value_head_dim=shape.value_size,
             scale=shape.key_size**-0.5 if given.scale is None else given.scale,
         )
+    if isinstance(given, LatentAttentionConfig):
+        return given.sized(config.width, heads)
     if isinstance(given, AttentionConfig):
         heads = heads if given.num_heads is None else given.num_heads
         head_dim = config.width // heads if given.head_dim is None else given.head_dim

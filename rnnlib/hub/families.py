@@ -16,6 +16,7 @@ from rnnlib.hub.fla.retnet import RETNET
 from rnnlib.hub.fla.transformer import TRANSFORMER
 from rnnlib.hub.mamba2 import MAMBA2, MAMBA2_FLA
 from rnnlib.hub.table import Family
+from rnnlib.hub.transformers.kimi_linear import KIMI_LINEAR
 from rnnlib.hub.transformers.olmo_hybrid import OLMO_HYBRID
 from rnnlib.hub.transformers.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_NEXT,
         QWEN3_5_MOE,
         OLMO_HYBRID,
+        KIMI_LINEAR,
         MAMBA2,
         MAMBA2_FLA,
     )

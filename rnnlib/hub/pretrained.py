@@ -18,6 +18,7 @@ from rnnlib.hub.keys import ConfigKeys, read_json, write_json
 from rnnlib.hub.table import SAVED, Family, Match, match_rows
 from rnnlib.models.config import DtypeName, ModelConfig
 from rnnlib.models.decoder import DecoderLM
+from rnnlib.models.mixers import ATTENTION
 from rnnlib.models.summary import abstract_model
 from rnnlib.models.variables import assign_values, values_by_path
 from rnnlib.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
@@ -276,7 +277,7 @@ def _family_for(config: ModelConfig, name: str | None) -> tuple[Family, dict[str
     if name is not None and name not in FAMILIES:
         raise ValueError(f"save_pretrained: family is {name!r}, expected one of {', '.join(FAMILIES)}")
     presets = {mixer.partition("/")[0] for mixer in config.layer_mixers}
-    recurrent = presets - {"attention", "sliding_window_attention"} or presets
+    recurrent = presets - set(ATTENTION) or presets
     candidates = [FAMILIES[name]] if name else [known for known in FAMILIES.values() if recurrent & set(known.mixers)]
     if not candidates:
         served = sorted({mixer for known in FAMILIES.values() for mixer in known.mixers})

@@ -10,7 +10,8 @@ the preconditioners' `center` and `ridge` (float32). Some are flattened for this
 import rnnlib.layers.mamba3_presets
 import rnnlib.layers.preconditioned_presets
 import rnnlib.layers.ridge_presets  # noqa: F401  (registers its presets)
-from rnnlib.layers.attention import Attention, AttentionCache, AttentionConfig
+from rnnlib.layers.attention import Attention, AttentionConfig
+from rnnlib.layers.attention_cache import AttentionCache, LatentCache
 from rnnlib.layers.base import MixerConfig, MixerShape, TokenMixer
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.decay import (
@@ -44,6 +45,7 @@ from rnnlib.layers.gain import (
 from rnnlib.layers.gates import Gates
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import CorrectionBeforeNorms, KeyMap, Keys, KeysConfig, OutputCorrection, PlainKeys, RotatedKeys
+from rnnlib.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer, RecurrentMixerConfig
 from rnnlib.layers.normalization import RMSNorm, l2_normalize
 from rnnlib.layers.part import PartConfig
@@ -102,6 +104,9 @@ __all__ = [
     "KeyMap",
     "Keys",
     "KeysConfig",
+    "LatentAttention",
+    "LatentAttentionConfig",
+    "LatentCache",
     "LogSigmoidDecay",
     "LonghornGain",
     "MatrixStateSolver",

@@ -1,26 +1,25 @@
 """Softmax attention, full or over a sliding window, with a key-value cache that is a ring for windows."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger, check_fields
+from rnnlib.layers.attention_cache import AttentionCache, check_call_length, empty_ring, extend_ring
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
-from rnnlib.ops.arguments import check_segment_ids, segment_index
+from rnnlib.ops.arguments import check_segment_ids
 from rnnlib.ops.causal_attention import product_dtype
-
-# The number of queries that attend to a cache at a time; it bounds the memory of the scores.
-BLOCK = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,30 +94,6 @@ class AttentionConfig(MixerConfig):
         # Unlike in recurrent mixers, query heads share key heads: `value_heads` of the shape are the query heads.
         shape = MixerShape(width, key_heads, num_heads, head_dim, head_dim, dtype, param_dtype, self.initializer)
         return Attention(self, shape, rngs=rngs)
-
-
-class AttentionCache(NamedTuple):
-    """The keys and values that later tokens may attend to; the cache has a fixed size.
-
-    Token `n` (counted from the first call) lies in slot `n % capacity`, where the capacity is the window, or the
-    greatest length for full attention.
-
-    Attributes:
-        key: `[B, capacity, HK, K]`, after norm and rotation.
-        value: `[B, capacity, HK, K]`.
-        segment: `[B, capacity]` int32, the number of segment changes before the token in each slot.
-        length: `[B]` int32, tokens so far, padding included. Rows have lengths of their own: one may be replaced while
-            others go on.
-        current: `[B]` int32, the number of segment changes so far.
-        position: `[B]` int32, the next token's rotary position.
-    """
-
-    key: Array
-    value: Array
-    segment: Array
-    length: Array
-    current: Array
-    position: Array
 
 
 class Attention(nnx.Module):
@@ -207,75 +182,22 @@ class Attention(nnx.Module):
                 query, key, value, window=self.config.window, segment_ids=segment_ids, number=self.number
             )
         else:
-            out, cache = self._extend(query, key, value, segment_ids, cache)
+            if self.config.window is None:
+                check_call_length("Attention", cache, length)
+            out, cache = extend_ring(cache, query, {"key": key, "value": value}, self._attend, segment_ids)
             cache = cache._replace(position=positions[:, -1] + 1)
         out = out.reshape(batch, length, -1)
         if self.gate is not None:
             out = out * jax.nn.sigmoid(self.gate(x).astype(self.shape.gate_dtype)).astype(out.dtype)
         return self.output(out), cache
 
-    def _extend(
-        self, query: Array, key: Array, value: Array, segment_ids: Array | None, cache: AttentionCache
-    ) -> tuple[Array, AttentionCache]:
-        """Attends to the cache and to the call's own tokens; returns output and the cache with them in it."""
-        batch, length = key.shape[:2]
-        capacity = cache.key.shape[1]
-        if self.config.window is None and length > capacity:
-            raise ValueError(
-                f"Attention: {length} tokens in a call, expected at most the cache's max_length = {capacity}"
-            )
-        segment = jnp.broadcast_to(cache.current[:, None], (batch, length))
-        if segment_ids is not None:
-            segment = segment + segment_index(segment_ids)
-
-        tokens = (query, key, value, segment)
-        if length <= BLOCK:
-            cache, out = self._extend_block(cache, tokens)
-            return out, cache
-        # A long call is read block by block, so that its memory is linear in T.
-        blocks = length // BLOCK
-
-        def cut(y: Array) -> Array:
-            return jnp.moveaxis(y[:, : blocks * BLOCK].reshape(batch, blocks, BLOCK, *y.shape[2:]), 1, 0)
-
-        cache, out = jax.lax.scan(self._extend_block, cache, tuple(map(cut, tokens)))
-        out = jnp.moveaxis(out, 0, 1).reshape(batch, blocks * BLOCK, *out.shape[3:])
-        if blocks * BLOCK < length:
-            cache, rest = self._extend_block(cache, tuple(y[:, blocks * BLOCK :] for y in tokens))
-            out = jnp.concatenate([out, rest], axis=1)
-        return out, cache
-
-    def _extend_block(self, cache: AttentionCache, tokens: tuple[Array, ...]) -> tuple[AttentionCache, Array]:
-        """The cache with the tokens in it, and what they attend to: the cache and each other."""
-        query, key, value, segment = tokens
-        length, capacity = key.shape[1], cache.key.shape[1]
-        index = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)
-        # If the call is longer than the ring, only its last tokens stay.
-        kept = slice(max(0, length - capacity), None)
-        slots = (jnp.arange(key.shape[0])[:, None], index[:, kept] % capacity)
-        updated = cache._replace(
-            key=cache.key.at[slots].set(key[:, kept].astype(cache.key.dtype)),
-            value=cache.value.at[slots].set(value[:, kept].astype(cache.value.dtype)),
-            segment=cache.segment.at[slots].set(segment[:, kept]),
-            length=cache.length + length,
-            current=segment[:, -1],
-        )
-        if length == 1:
-            # The updated ring holds all that the token sees. Of several tokens, the last may lie in slots that the
-            # first still see.
-            keys, values, segments = updated.key, updated.value, updated.segment
-            indices = _slot_indices(updated.length, capacity)
-        else:
-            keys = jnp.concatenate([cache.key, key.astype(cache.key.dtype)], axis=1)
-            values = jnp.concatenate([cache.value, value.astype(cache.value.dtype)], axis=1)
-            segments = jnp.concatenate([cache.segment, segment], axis=1)
-            indices = jnp.concatenate([_slot_indices(cache.length, capacity), index], axis=1)
-        mask = _mask(index, indices, segment, segments, capacity)
+    def _attend(self, query: Array, seen: Mapping[str, Array], mask: Array) -> Array:
+        """The output of queries that see some of a cache's keys."""
         dtype = product_dtype(query.dtype)
         out = jax.nn.dot_product_attention(
-            query.astype(dtype), keys.astype(dtype), values.astype(dtype), mask=mask[:, None]
+            query.astype(dtype), seen["key"].astype(dtype), seen["value"].astype(dtype), mask=mask[:, None]
         )
-        return updated, out.astype(query.dtype)
+        return out.astype(query.dtype)
 
     def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike | None = None) -> AttentionCache:
         """The cache before the first token.
@@ -294,32 +216,4 @@ class Attention(nnx.Module):
         capacity = max_length if window is None else min(window, max_length)
         dtype = self.shape.dtype if dtype is None else dtype
         keys = jnp.zeros((batch_size, capacity, self.shape.key_heads, self.shape.key_size), dtype)
-        return AttentionCache(
-            key=keys,
-            value=jnp.zeros_like(keys),
-            segment=jnp.zeros((batch_size, capacity), jnp.int32),
-            length=jnp.zeros((batch_size,), jnp.int32),
-            current=jnp.zeros((batch_size,), jnp.int32),
-            position=jnp.zeros((batch_size,), jnp.int32),
-        )
-
-
-def _mask(
-    query_index: Int[Array, "B T"],
-    key_index: Int[Array, "B S"],
-    query_segment: Int[Array, "B T"],
-    key_segment: Int[Array, "B S"],
-    capacity: int,
-) -> Bool[Array, "B T S"]:
-    """Which keys each query sees: the last `capacity` of its segment. A negative key index is an empty slot."""
-    distance = query_index[:, :, None] - key_index[:, None, :]
-    seen = (key_index >= 0)[:, None] & (distance >= 0) & (distance < capacity)
-    return seen & (query_segment[:, :, None] == key_segment[:, None, :])
-
-
-def _slot_indices(length: Int[Array, "B"], capacity: int) -> Int[Array, "B capacity"]:
-    """The index of the token in each slot of a ring after `length` tokens of a row; negative for an empty slot."""
-    slot = jnp.arange(capacity, dtype=jnp.int32)
-    last = length[:, None] - 1
-    # The greatest index up to `last` that is `slot` modulo the capacity.
-    return last - (last - slot) % capacity
+        return AttentionCache(key=keys, value=jnp.zeros_like(keys), **empty_ring(batch_size, capacity))

@@ -33,6 +33,7 @@ from rnnlib.layers.gain import (
 )
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import OutputCorrection
+from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.readout import ReadoutConfig
 from rnnlib.layers.rotary import Rotary
@@ -303,6 +304,16 @@ def sliding_window_attention() -> MixerConfig:
     which states no window).
     """
     return AttentionConfig(window=2048)
+
+
+@register_preset("Multi-head latent attention", "DeepSeek-AI 2024, arXiv 2405.04434")
+def latent_attention() -> MixerConfig:
+    """Softmax attention of DeepSeek-V2, 2024; keys `[W_UK c_s; r_s]`, values `W_UV c_s`, `c = norm(W_DKV x)` (9 to 19).
+
+    `r = rotate(W_KR x)` is shared by all heads, and the cache keeps c and r. `rope_base=None` is Kimi Linear's, without
+    positions; `query_latent_size` puts a latent under the queries too.
+    """
+    return LatentAttentionConfig()
 
 
 def mixer_names() -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """The table of mixers, rendered from the presets."""
 
 from rnnlib.layers.attention import AttentionConfig
+from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.presets import mixer_names, preset_details
 
@@ -18,6 +19,8 @@ def mixer_rows() -> list[tuple[str, ...]]:
         elif isinstance(config, AttentionConfig):
             span = "all tokens" if config.window is None else f"last {config.window} tokens"
             axes = ("-", "-", "-", f"softmax over {span}")
+        elif isinstance(config, LatentAttentionConfig):
+            axes = ("-", "-", "-", "softmax over all tokens, keys and values from latents")
         else:
             axes = ("-", "-", "-", "-")
         rows.append((name, *axes, f"{preset.title}: {preset.paper}"))

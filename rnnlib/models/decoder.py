@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rnnlib.layers import Attention
+from rnnlib.layers import Attention, LatentAttention
 from rnnlib.layers.base import check_cache_size
 from rnnlib.layers.feed_forward import FeedForwardConfig
 from rnnlib.layers.feed_forward import SwiGLU as SwiGLU
@@ -370,11 +370,11 @@ class DecoderLM(nnx.Module):
     def _repeats(self) -> int:
         return self.config.num_layers // len(self.config.mixers)
 
-    def _attention_of_a_program(self) -> list[Attention]:
+    def _attention_of_a_program(self) -> list[Attention | LatentAttention]:
         """Attention layers whose calls stand apart in the training pass: of scanned blocks those of the last round."""
         scanned = self._repeats() if self.config.scan_layers else 1
         blocks = self.blocks[(scanned - 1) * len(self.config.mixers) :]
-        return [block.mixer for block in blocks if isinstance(block.mixer, Attention)]
+        return [block.mixer for block in blocks if isinstance(block.mixer, Attention | LatentAttention)]
 
     def _training_block(self):
         if not self.config.remat:

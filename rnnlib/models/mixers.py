@@ -8,7 +8,7 @@ from rnnlib.layers.base import MixerConfig, TokenMixer
 from rnnlib.layers.presets import mixer_preset
 from rnnlib.models.config import ModelConfig, preset_of
 
-ATTENTION = ("attention", "sliding_window_attention")
+ATTENTION = ("attention", "sliding_window_attention", "latent_attention")
 
 
 def mixer_config(config: ModelConfig, mixer: str) -> MixerConfig:

@@ -32,6 +32,11 @@ def is_split(array: Any) -> bool:
     return isinstance(array, Array) and any(axis is not None for axis in jax.typeof(array).sharding.spec)
 
 
+def broadcast_like(array: Array, shape: tuple[int, ...], like: Array) -> Array:
+    """`jnp.broadcast_to(array, shape)`, which devices share as they share `like`."""
+    return jnp.broadcast_to(array, shape, out_sharding=jax.typeof(like).sharding if is_split(like) else None)
+
+
 def split_over_mesh[**Arguments, Result](operator: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """`operator`, for arguments whose rows and heads may be sharded over Explicit mesh axes.
 

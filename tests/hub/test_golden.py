@@ -26,6 +26,7 @@ FOLDERS = [
     "gated_deltanet/gate",
     "gla/plain",
     "kda/plain",
+    "kimi_linear/moe",
     "linear_attn/elu",
     "mamba2/tied",
     "mamba2_fla/plain",

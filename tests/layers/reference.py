@@ -224,6 +224,24 @@ def sliding_window_attention(p, x):
     return attention(p, x, window=5)
 
 
+def latent_attention(p, x):
+    """DeepSeek-V2, equations 9 to 19, with keys and values of all tokens written out."""
+    down, size = linear(p["latent"], x), len(p["latent_norm"]["scale"])
+    latent = rms(down[:, :size], p["latent_norm"]["scale"])
+    shared = down[:, size:]
+    q = linear(p["query"], x).reshape(len(x), HEADS, -1)
+    k, v = (linear(p[name], latent).reshape(len(x), HEADS, -1) for name in ("key", "value"))
+    own = k.shape[-1]
+    q = np.concatenate([q[..., :own], rotate(q[..., own:])], axis=-1)
+    k = np.concatenate([k, np.repeat(rotate(shared[:, None]), HEADS, axis=1)], axis=-1)
+    out = np.zeros_like(v)
+    for h in range(HEADS):
+        for t in range(len(x)):
+            weights = np.exp(k[: t + 1, h] @ q[t, h] / np.sqrt(q.shape[-1]))
+            out[t, h] = weights @ v[: t + 1, h] / weights.sum()
+    return linear(p["output"], out.reshape(len(x), -1))
+
+
 LAYERS = {
     layer.__name__: layer
     for layer in (
@@ -242,5 +260,6 @@ LAYERS = {
         comba,
         attention,
         sliding_window_attention,
+        latent_attention,
     )
 }

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.layers import AttentionConfig, attention
+from rnnlib.layers import AttentionConfig, attention_cache
 
 from .reference import linear, rms, rotate
 from .tiny import HEADS, WIDTH, compiled, inputs, parameters, randomize, relative_error, tiny
@@ -71,7 +71,7 @@ def test_long_calls_are_read_in_blocks(window, monkeypatch):
     module = build(window=window)
     x, ids = inputs(2, 14), jnp.asarray([[0] * 5 + [1] * 9, [3] * 2 + [2] * 6 + [3] * 6])
     expected, _ = compiled(module)(x, ids)
-    monkeypatch.setattr(attention, "BLOCK", 4)
+    monkeypatch.setattr(attention_cache, "BLOCK", 4)
     first, cache = compiled(module)(x[:, :13], ids[:, :13], module.init_cache(2, 14))
     last, _ = compiled(module)(x[:, 13:], None, cache)
     assert relative_error(np.concatenate([first, last], axis=1), expected) < 1e-5
@@ -84,7 +84,7 @@ def test_memory_of_a_long_prompt_is_linear_in_its_length():
     def extend(state, x):
         return nnx.merge(graph, state)(x, cache=nnx.merge(graph, state).init_cache(1, x.shape[1]))
 
-    lengths = (attention.BLOCK, 16 * attention.BLOCK)
+    lengths = (attention_cache.BLOCK, 16 * attention_cache.BLOCK)
     shapes = [jax.ShapeDtypeStruct((1, length, WIDTH), jnp.float32) for length in lengths]
     sizes = [jax.jit(extend).lower(state, x).compile().memory_analysis().temp_size_in_bytes for x in shapes]
     assert sizes[1] < 16 * sizes[0]

@@ -72,6 +72,8 @@ COUNTS = {
     "comba": QKVO + CONVOLUTION + (PER_HEAD + 2 * HEADS) + (PER_HEAD + HEADS) + HEADS + D * D + NORM,
     "attention": QKVO,
     "sliding_window_attention": QKVO,
+    # Queries and the shared key with half a head's channels more; latents as wide as four heads.
+    "latent_attention": D * HEADS * (K + K // 2) + D * (4 * K + K // 2) + 4 * K + 2 * (4 * K) * D + D * D,
     # Values 2 d wide, one query and key head of 8 channels, convolution with bias, gate, skip, norm over all heads.
     "mamba2": 2 * D * 8 + 3 * 2 * D * D + 5 * (2 * 8 + 2 * D) + (PER_HEAD + 2 * HEADS) + HEADS + 2 * D,
 }

@@ -80,7 +80,7 @@ def by_heads(path, weight):
     names = {str(name) for name in path}
     if weight.ndim == 3 or "router" in names:  # of experts, which each device has
         return P()
-    if not names & {"mixer", "feed_forward"} or "norm" in names or "feed_forward_norm" in names:
+    if not names & {"mixer", "feed_forward"} or names & {"norm", "feed_forward_norm", "latent", "latent_norm"}:
         return P()
     if "output" in names or {"feed_forward", "down"} <= names:
         return P(*(None,) * (weight.ndim - 2), "model", None)
@@ -108,7 +108,7 @@ def main():
             width=16,
             num_layers=2,
             num_heads=2,
-            mixers=name,
+            mixers=(name, "latent_attention") if name == "sliding_window_attention" else name,
             window=8,
             scan_layers=name == "pkda",
             feed_forwards=Experts(4, 2, 8, shared_width=8) if name == "sliding_window_attention" else "dense",

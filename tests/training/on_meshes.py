@@ -51,7 +51,7 @@ MODELS = {
     "ridge": ({"mixers": "gated_kalmanet"}, 1),
     "preconditioned": ({"mixers": "pgdn"}, 1),
     "trapezoidal": ({"mixers": "mamba3"}, 1),
-    "attention": ({"mixers": "attention"}, 1),
+    "attention": ({"mixers": ("attention", "latent_attention")}, 1),
     "experts": ({"feed_forwards": Experts(4, 2, 16, shared_width=8)}, 1),
 }
 MESHES = {

@@ -44,13 +44,13 @@ Options = dict[str, Any]
 LAYER_TYPES = {"linear_attention": "gated_deltanet", "full_attention": "attention"}
 
 
-def read_model(keys: ConfigKeys) -> dict[str, Any]:
-    """Fields of the model that its mixers do not matter to."""
+def read_model(keys: ConfigKeys, *, eps: float = 1e-6) -> dict[str, Any]:
+    """Fields of the model that its mixers do not matter to; `eps` is that of norms where the file has none."""
     keys.only("hidden_act", "silu", "swish")
     return {
         "vocabulary_size": keys.size("vocab_size"),
         "width": keys.size("hidden_size"),
-        "norm_eps": keys.number("rms_norm_eps", 1e-6),
+        "norm_eps": keys.number("rms_norm_eps", eps),
         "tie_embeddings": keys.flag("tie_word_embeddings", False),
     }
 

@@ -1,0 +1,284 @@
+"""`kimi_linear`: layers of Kimi Delta Attention, then one of latent attention without positions; experts in most."""
+
+from typing import Any
+
+from rnnlib.fields import NaturalNumber, PositiveInteger, PositiveNumber
+from rnnlib.hub.computation import sized_mixer
+from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.layouts import TRANSPOSED, Interleaved, Reshaped, Stacked
+from rnnlib.hub.table import Family, filter_, linear, row
+from rnnlib.hub.transformers.common import FEED_FORWARD, ROWS, Options, read_model, write_model
+from rnnlib.layers.experts import Experts, RouterConfig
+from rnnlib.layers.latent_attention import LatentAttentionConfig
+from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.models.config import ModelConfig
+
+# Of latent attention's norms, whatever `rms_norm_eps` says.
+_EPS = 1e-6
+
+_BLOCK = (
+    row("input_layernorm.weight", "mixer_norm.scale"),
+    row("post_attention_layernorm.weight", "feed_forward_norm.scale"),
+    # Dense layers: as published, and as transformers writes them.
+    *FEED_FORWARD,
+    *linear("block_sparse_moe.gate_proj", "feed_forward.gate"),
+    *linear("block_sparse_moe.up_proj", "feed_forward.up"),
+    *linear("block_sparse_moe.down_proj", "feed_forward.down"),
+    *linear("block_sparse_moe.gate", "feed_forward.router.projection"),
+    row("block_sparse_moe.gate.e_score_correction_bias", "feed_forward.router.correction_bias"),
+    row("block_sparse_moe.experts.*.w1.weight", "feed_forward.gate", Stacked(TRANSPOSED)),
+    row("block_sparse_moe.experts.*.w3.weight", "feed_forward.up", Stacked(TRANSPOSED)),
+    row("block_sparse_moe.experts.*.w2.weight", "feed_forward.down", Stacked(TRANSPOSED)),
+    *linear("block_sparse_moe.shared_experts.gate_proj", "feed_forward.shared.gate"),
+    *linear("block_sparse_moe.shared_experts.up_proj", "feed_forward.shared.up"),
+    *linear("block_sparse_moe.shared_experts.down_proj", "feed_forward.shared.down"),
+)
+
+_DELTA = (
+    *linear("self_attn.q_proj", "mixer.query.projection"),
+    *linear("self_attn.k_proj", "mixer.key.projection"),
+    *linear("self_attn.v_proj", "mixer.value.projection"),
+    *filter_("self_attn.q_conv1d", "mixer.query.convolution"),
+    *filter_("self_attn.k_conv1d", "mixer.key.convolution"),
+    *filter_("self_attn.v_conv1d", "mixer.value.convolution"),
+    *linear("self_attn.f_a_proj", "mixer.decay.projection.down"),
+    *linear("self_attn.f_b_proj", "mixer.decay.projection.up"),
+    row("self_attn.A_log", "mixer.decay.A_log", Reshaped((1, 1, -1, 1))),
+    row("self_attn.dt_bias", "mixer.decay.dt_bias"),
+    *linear("self_attn.b_proj", "mixer.gain.projection"),
+    *linear("self_attn.g_a_proj", "mixer.readout.gate.down"),
+    *linear("self_attn.g_b_proj", "mixer.readout.gate.up"),
+    row("self_attn.o_norm.weight", "mixer.readout.norm.scale"),
+    *linear("self_attn.o_proj", "mixer.readout.output"),
+)
+
+_LATENT = (
+    *linear("self_attn.q_proj", "mixer.query"),
+    *linear("self_attn.q_a_proj", "mixer.query.down"),
+    row("self_attn.q_a_layernorm.weight", "mixer.query.norm.scale"),
+    *linear("self_attn.q_b_proj", "mixer.query.up"),
+    *linear("self_attn.kv_a_proj_with_mqa", "mixer.latent"),
+    row("self_attn.kv_a_layernorm.weight", "mixer.latent_norm.scale"),
+    # Head by head its part of the key, then its value.
+    row(
+        "self_attn.kv_b_proj.weight",
+        ("mixer.key.kernel", "mixer.value.kernel"),
+        Interleaved(TRANSPOSED, "value_heads"),
+    ),
+    *linear("self_attn.o_proj", "mixer.output"),
+)
+
+_LAYER_TYPES = {"linear_attention": "kda", "full_attention": "latent_attention"}
+_FEED_FORWARD_TYPES = ("dense", "sparse")
+
+# Positions of a model that has none; sizes that follow from others; losses in training.
+_WITHOUT_EFFECT = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "head_dim",
+    "qk_head_dim",
+    "output_router_logits",
+    "tie_word_embeddings",  # the class has its own head in any case
+)
+
+
+def _read(keys: ConfigKeys) -> ModelConfig:
+    keys.ignore(*_WITHOUT_EFFECT)
+    keys.only("mla_use_nope", True)
+    keys.only("num_nextn_predict_layers", 0, None)
+    # Inner keys that say the same as others of the file, which they go before.
+    published = ConfigKeys(
+        keys.take("linear_attn_config", dict | None, None) or {}, f"{keys.where}: linear_attn_config"
+    )
+    layers = keys.size("num_hidden_layers")
+    mixers = tuple(_LAYER_TYPES[kind] for kind in _layer_types(keys, published, layers))
+    model = read_model(keys, eps=1e-5) | {"tie_embeddings": False}
+    heads = published.size("num_heads", keys.size("linear_num_heads", 32))
+    size = published.size("head_dim", keys.size("linear_head_dim", 128))
+    taps = published.size("short_conv_kernel_size", keys.size("linear_conv_kernel_dim", 4))
+    published.finish()
+    delta = {
+        "key_heads": heads,
+        "value_heads": heads,
+        "key_head_dim": size,
+        "value_head_dim": size,
+        "convolution.size": taps,
+        "readout.gate_bias": False,
+        "readout.eps": model["norm_eps"],
+    }
+    dense = [kind == "dense" for kind in _feed_forward_types(keys, layers)]
+    experts: Any = "dense" if all(dense) else _read_experts(keys)
+    if all(dense):
+        keys.ignore(*_EXPERT_KEYS)
+    return ModelConfig(
+        **model,
+        num_layers=layers,
+        num_heads=heads,
+        mixers=mixers,
+        mixer_overrides={"kda": delta, "latent_attention": _read_attention(keys)},
+        mlp_width=keys.size("intermediate_size", 9216),
+        feed_forwards=tuple("dense" if is_dense else experts for is_dense in dense),
+    )
+
+
+def _layer_types(keys: ConfigKeys, published: ConfigKeys, layers: int) -> list[str]:
+    """The kind of each layer's mixer: `layer_types`, or lists of layers, counted from 1."""
+    given = keys.take("layer_types", list | None, None)
+    delta = published.take("kda_layers", list | None, None)
+    full = published.take("full_attn_layers", list | None, None)
+    if given is None and delta is not None and full is not None:
+        if sorted([*delta, *full]) != list(range(1, layers + 1)):
+            raise ValueError(
+                f"{published.where}: kda_layers and full_attn_layers are {delta} and {full}, expected each layer from "
+                f"1 to {layers} in one of them"
+            )
+        return ["linear_attention" if layer in delta else "full_attention" for layer in range(1, layers + 1)]
+    if given is None:
+        return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(layers)]
+    return _checked(keys, "layer_types", given, tuple(_LAYER_TYPES), layers)
+
+
+def _feed_forward_types(keys: ConfigKeys, layers: int) -> list[str]:
+    """The kind of each layer's feed-forward: `mlp_layer_types`, or dense ones before those with experts."""
+    given = keys.take("mlp_layer_types", list | None, None)
+    first = keys.take("first_k_dense_replace", NaturalNumber, 1)
+    keys.only("moe_layer_freq", 1)
+    if given is None:
+        return ["dense" if i < first else "sparse" for i in range(layers)]
+    return _checked(keys, "mlp_layer_types", given, _FEED_FORWARD_TYPES, layers)
+
+
+def _checked(keys: ConfigKeys, name: str, given: list[Any], kinds: tuple[str, ...], layers: int) -> list[str]:
+    if len(given) != layers:
+        raise ValueError(f"{keys.where}: {name} has {len(given)} entries, expected num_hidden_layers = {layers}")
+    for kind in given:
+        if kind not in kinds:
+            raise ValueError(f"{keys.where}: {name} has {kind!r}, expected {' or '.join(kinds)}")
+    return given
+
+
+def _read_attention(keys: ConfigKeys) -> Options:
+    heads, bias = keys.size("num_attention_heads", 32), keys.flag("attention_bias", False)
+    if keys.size("num_key_value_heads", heads) != heads:
+        found = keys.values["num_key_value_heads"]
+        raise ValueError(f"{keys.where}: num_key_value_heads is {found}, expected num_attention_heads = {heads}")
+    return {
+        "num_heads": heads,
+        "head_dim": keys.size("qk_nope_head_dim", 128),
+        "shared_key_dim": keys.size("qk_rope_head_dim", 64),
+        "value_head_dim": keys.size("v_head_dim", 128),
+        "latent_size": keys.size("kv_lora_rank", 512),
+        "query_latent_size": keys.size("q_lora_rank", None),
+        "rope_base": None,
+        "eps": _EPS,
+        "use_bias": bias,
+        "output_bias": bias,
+    }
+
+
+_EXPERT_KEYS = (
+    "num_experts",
+    "num_experts_per_token",
+    "num_shared_experts",
+    "moe_intermediate_size",
+    "moe_renormalize",
+    "moe_router_activation_func",
+    "use_grouped_topk",
+    "num_expert_group",
+    "topk_group",
+    "routed_scaling_factor",
+)
+
+
+def _read_experts(keys: ConfigKeys) -> Experts:
+    keys.only("moe_router_activation_func", "sigmoid")
+    groups = keys.size("num_expert_group", 1)
+    # One group is the same with groups and without.
+    keys.only("use_grouped_topk", True, *([False] if groups == 1 else []))
+    width = keys.size("moe_intermediate_size", 1024)
+    router = RouterConfig(
+        "sigmoid",
+        renormalize=keys.flag("moe_renormalize", True),
+        correction_bias=True,
+        groups=groups,
+        groups_kept=keys.size("topk_group", 1),
+        scale=float(keys.take("routed_scaling_factor", PositiveNumber, 2.446)),
+    )
+    return Experts(
+        num_experts=keys.size("num_experts", 256),
+        experts_per_token=keys.size("num_experts_per_token", 8),
+        width=width,
+        router=router,
+        shared_width=width * keys.take("num_shared_experts", PositiveInteger, 1),
+    )
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    kinds = [sized_mixer(config, mixer) for mixer in config.layer_mixers]
+    delta = [kind for kind in kinds if isinstance(kind, RecurrentMixerConfig)]
+    latent = [kind for kind in kinds if isinstance(kind, LatentAttentionConfig)]
+    experts = [part for part in config.layer_feed_forwards if isinstance(part, Experts)]
+    if not delta:
+        raise ValueError("no layer has the mixer 'kda'")
+    values = {
+        "model_type": "kimi_linear",
+        **write_model(config),
+        "tie_word_embeddings": False,
+        "intermediate_size": config.feed_forward_width or 1,
+        "layer_types": [
+            "full_attention" if isinstance(kind, LatentAttentionConfig) else "linear_attention" for kind in kinds
+        ],
+        "mlp_layer_types": ["sparse" if isinstance(part, Experts) else "dense" for part in config.layer_feed_forwards],
+        "linear_num_heads": delta[0].key_heads,
+        "linear_head_dim": delta[0].key_head_dim,
+        "linear_conv_kernel_dim": 4 if delta[0].convolution is None else delta[0].convolution.size,
+    }
+    if latent:
+        values |= _write_attention(latent[0])
+    if experts:
+        values |= _write_experts(experts[0])
+    return values
+
+
+def _write_attention(layer: LatentAttentionConfig) -> dict[str, Any]:
+    return {
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_heads,
+        "qk_nope_head_dim": layer.head_dim,
+        "qk_rope_head_dim": layer.shared_key_dim,
+        "v_head_dim": layer.value_head_dim,
+        "kv_lora_rank": layer.latent_size,
+        "q_lora_rank": layer.query_latent_size,
+        "attention_bias": layer.use_bias,
+    }
+
+
+def _write_experts(part: Experts) -> dict[str, Any]:
+    width = part.width or 0
+    if not width or not part.shared_width or part.shared_width % width:
+        raise ValueError(
+            f"the shared expert's width is {part.shared_width}, expected a multiple of the experts' {width}"
+        )
+    return {
+        "num_experts": part.num_experts,
+        "num_experts_per_token": part.experts_per_token,
+        "num_shared_experts": part.shared_width // width,
+        "moe_intermediate_size": width,
+        "moe_renormalize": part.router.renormalize,
+        "num_expert_group": part.router.groups,
+        "topk_group": part.router.groups_kept,
+        "routed_scaling_factor": part.router.scale,
+    }
+
+
+KIMI_LINEAR = Family(
+    name="kimi_linear",
+    matches=lambda values: values.get("model_type") == "kimi_linear",
+    mixers=("kda",),
+    architecture="KimiLinearForCausalLM",
+    read=_read,
+    write=_write,
+    rows=ROWS,
+    layer_rows=(*_BLOCK, *_DELTA, *_LATENT),
+)
