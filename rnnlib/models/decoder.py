@@ -1,6 +1,7 @@
 """A decoder-only language model: blocks of any token mixer and a feed-forward."""
 
 import functools
+import itertools
 import reprlib
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -249,7 +250,10 @@ class DecoderLM(nnx.Module):
         if repeats > 1:
             done = repeats * len(self.config.mixers)
             x = self._scan_blocks(x, segment_ids, positions, repeats)
-        for block in self.blocks[done:]:
+        blocks = self.blocks[done:]
+        for block, following in itertools.zip_longest(blocks, blocks[1:]):
+            if following is not None:
+                x = _await_to_gather(following, x)
             graphdef, state = nnx.split(block)
             x, changes = self._training_block()(graphdef, state, x, segment_ids, positions)
             if changes:
@@ -430,6 +434,29 @@ class DecoderLM(nnx.Module):
                         f"scan_layers: blocks {owners[id(node)]} and {i} share {name} ({type(node).__name__}), "
                         "expected blocks with streams and statistics of their own"
                     )
+
+
+def _await_to_gather(block: Block, x: Array) -> Array:
+    """`x`, together with which a block's parameters get their values, if they are gathered from several devices.
+
+    A block's parameters are gathered while the block before it runs, or later. XLA may begin with all gathers, for they
+    depend on nothing, and every device would hold the whole model.
+    """
+    parameters = nnx.state(block, nnx.Param)
+    if not any("on_get_value" in leaf.get_metadata() for _, leaf in nnx.to_flat_state(parameters)):
+        return x
+    x, parameters = _together(x, parameters)
+    nnx.update(block, parameters)
+    return x
+
+
+@jax.custom_vjp
+def _together(*values):
+    """What it is given, all of it when the last is there; their gradients do not wait for each other."""
+    return jax.lax.optimization_barrier(values)
+
+
+_together.defvjp(lambda *values: (_together(*values), None), lambda _, gradients: gradients)
 
 
 # Blocks of equal structure share one trace: without this the time to trace a model grows with its depth.

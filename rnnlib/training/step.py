@@ -302,7 +302,10 @@ def make_train_step(
 
         def add_part(carry, part):
             gradients, sums, other = carry
-            part_gradients, (part_sums, other) = jax.grad(loss, has_aux=True)(parameters, other, part)
+            # Together with the part: XLA would gather once, before the loop, what does not depend on it, and a device
+            # would hold all parameters whole.
+            own, part = (parameters, part) if specs is None else jax.lax.optimization_barrier((parameters, part))
+            part_gradients, (part_sums, other) = jax.grad(loss, has_aux=True)(own, other, part)
             return (
                 jax.tree.map(jnp.add, gradients, part_gradients),
                 jax.tree.map(jnp.add, sums, part_sums),

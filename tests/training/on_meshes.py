@@ -3,8 +3,8 @@
 import collections
 import dataclasses
 import json
+import math
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -17,9 +17,13 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rnnlib.data import DataConfig
 from rnnlib.layers import Experts
+from rnnlib.layers.presets import mixer_names
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.training import (
     CheckpointConfig,
@@ -40,9 +44,12 @@ from rnnlib.training import (
     read_csv,
     train,
 )
+from rnnlib.training.mesh import AXES
+from rnnlib.training.step import state_shardings
+
+from .collectives import collectives
 
 VOCABULARY, ROWS, LENGTH = 32, 16, 32
-KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 # One mixer of each kind, and a hybrid on every mesh of eight devices; each model with the meshes (data, fsdp).
 MODELS = {
     "hybrid": ({"mixers": ("gated_deltanet", "sliding_window_attention"), "window": 8, "remat": True}, 1),
@@ -92,24 +99,63 @@ def furthest(found, wanted):
     )
 
 
-def two_steps(options, parts, mesh):
-    """What two training steps give, and the gradient of the first, clipped: Adam's first moment, scaled."""
-    config = ModelConfig(vocabulary_size=VOCABULARY, width=32, num_layers=2, num_heads=2, mlp_width=32, **options)
+def made(config):
+    """A model's graph, a function that makes its training state, and what makes its training step on a mesh."""
     settings = OptimizerConfig(learning_rate=1e-3, warmup_steps=0)
     optimizer, schedule = make_optimizer(settings, 10), learning_rate_schedule(settings, 10)
-    graph, state = init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer)
-    template = jax.eval_shape(lambda: state)
-    state = put_state(state, mesh)
-    step = make_train_step(graph, optimizer, schedule, np.ones(VOCABULARY, np.int32), mesh)
-    before = [x.sharding for x in jax.tree.leaves((state.parameters, state.optimizer))]
-    rows, gradient = [], None
-    for batch in batches(2):
-        state, metrics = step(state, put_batch(batch, mesh, parts))
+    graph = nnx.split(nnx.eval_shape(lambda: DecoderLM(config, rngs=nnx.Rngs(0))))[0]
+
+    def state():
+        return init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer)[1]
+
+    def step(mesh):
+        return make_train_step(graph, optimizer, schedule, np.ones(config.vocabulary_size, np.int32), mesh)
+
+    return graph, state, step
+
+
+def two_steps(options, parts, mesh):
+    """What two training steps give, and the gradient of the first, clipped: Adam's first moment, scaled."""
+    sizes = {"vocabulary_size": VOCABULARY, "width": 32, "num_layers": 2, "num_heads": 2, "mlp_width": 32}
+    graph, new_state, step = made(ModelConfig(**(sizes | options)))
+    state = put_state(new_state(), mesh)
+    template = jax.eval_shape(new_state)
+    first, second = (put_batch(batch, mesh, parts) for batch in batches(2))
+    program = step(mesh).lower(state, first).compile()
+    rows = []
+    # It takes what lies as its first arguments did and no other, so the state that it gives lies so too.
+    for batch in (first, second):
+        state, metrics = program(state, batch)
+        if not rows:
+            gradient = jax.device_get(optax.tree.get(state.optimizer, "mu"))
         rows.append([float(metrics.nats / metrics.tokens), float(metrics.gradient_norm)])
-        gradient = jax.device_get(optax.tree.get(state.optimizer, "mu")) if gradient is None else gradient
-    after = [x.sharding for x in jax.tree.leaves((state.parameters, state.optimizer))]
-    assert before == after and step._cache_size() == 1  # lies as it was put, so the second step is the first's program
-    return graph, template, state, rows, gradient, step.lower(state, put_batch(batch, mesh, parts)).compile()
+    return graph, template, state, rows, gradient, program
+
+
+def totals(found):
+    """By kind and shape of a result, how often a device has part in it in a step."""
+    counts = collections.Counter()
+    for one in found:
+        counts.update({f"{one.kind} {list(shape)}": one.times for shape in one.shapes})
+    return counts
+
+
+def wanted_gathers(options, parts, parameters, size):
+    """The gathers and scatters of a step, from the parameters' shapes and nothing else, as `totals` has them.
+
+    A matrix is gathered where a layer reads it and, in a block that is recomputed, once more; its gradient is
+    scattered; both in each part of the batch. Vectors are whole everywhere.
+    """
+    counts = collections.Counter()
+    for path, x in parameters:
+        axes = [axis for axis, length in enumerate(x.shape) if length % size == 0]
+        if len(x.shape) < 2 or not axes or size == 1:
+            continue
+        share = [length // size if axis == axes[0] else length for axis, length in enumerate(x.shape)]
+        again = 2 if options.get("remat") and "blocks" in path else 1
+        counts[f"all-gather {[n for n in x.shape if n > 1]}"] += again * parts
+        counts[f"reduce-scatter {[n for n in share if n > 1]}"] += parts
+    return counts
 
 
 def every_mesh():
@@ -117,22 +163,30 @@ def every_mesh():
     for name, (options, parts) in MODELS.items():
         graph, _, state, rows, gradient, program = two_steps(options, parts, None)
         one = {"rows": rows, "bytes": program.memory_analysis().argument_size_in_bytes}
-        assert not re.search(KINDS, program.as_text())
+        assert not collectives(program.as_text())
         results[name] = one
         for data, fsdp in MESHES[name]:
             mesh = make_mesh(8, MeshConfig(data=data, fsdp=fsdp))
             graph, template, shared, rows, own_gradient, program = two_steps(options, parts, mesh)
-            parameters = nnx.to_flat_state(shared.parameters)
-            sharded = ["blocks" in path for path, x in parameters if "fsdp" in tuple(x.get_raw_value().sharding.spec)]
+            parameters = [(path, x.get_raw_value()) for path, x in nnx.to_flat_state(shared.parameters)]
+            sharded = [x for _, x in parameters if "fsdp" in tuple(x.sharding.spec)]
             kept = (shared.parameters, shared.optimizer)
+            done = [one for one in collectives(program.as_text()) if one.devices > 1]
+            reduced = [one for one in done if one.kind == "all-reduce"]
             found = {
                 "rows": rows,
                 "gradient": furthest(own_gradient, gradient),
-                "sharded in blocks": sum(sharded),
-                "sharded outside": len(sharded) - sum(sharded),
+                "vectors": sum(x.nbytes for _, x in parameters) - sum(x.nbytes for x in sharded),
+                "shares": sum(x.nbytes for x in sharded) // fsdp,
+                "sharded": len(sharded),
                 "share": bytes_of_a_device(kept) / bytes_of_a_device((state.parameters, state.optimizer)),
                 "bytes": program.memory_analysis().argument_size_in_bytes,
-                "collectives": collections.Counter(re.findall(rf" ({KINDS})(?:-start)?\(", program.as_text())),
+                "collectives": totals(one for one in done if one.kind != "all-reduce"),
+                "groups": sorted({one.devices for one in done if one.kind != "all-reduce"}),
+                "wanted": wanted_gathers(options, parts, parameters, fsdp),
+                "all-reduced": [
+                    sum(one.bytes * one.times for one in reduced if one.devices == size) for size in (8, data, fsdp)
+                ],
             }
             results[f"{name} {data} {fsdp}"] = found
             if name == "hybrid" and (data, fsdp) == (2, 4):
@@ -142,6 +196,61 @@ def every_mesh():
                 one["evaluation"] = evaluate(model, batches(1), token_bytes=counts).loss
                 restores_elsewhere(shared, template)
     return results
+
+
+def planned_memory():
+    """By XLA's plan, what a step on eight devices takes of each, at every size of "fsdp"; nothing is computed."""
+    config = ModelConfig(64, 64, 4, 2, "linear_attention", mlp_width=128, remat=True)
+    _, new_state, step = made(config)
+    template, found = jax.eval_shape(new_state), {}
+    for fsdp in (1, 2, 4, 8):
+        mesh = make_mesh(8, MeshConfig(fsdp=fsdp))
+
+        def lying(x, sharding):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        state = jax.tree.map(lying, template, state_shardings(template, mesh))
+        rows = NamedSharding(mesh, PartitionSpec(None, AXES))
+        batch = {name: lying(jax.ShapeDtypeStruct((1, 8, 8), x.dtype), rows) for name, x in next(batches(1)).items()}
+        plan = step(mesh).lower(state, batch).compile().memory_analysis()
+        found[fsdp] = {"kept": plan.argument_size_in_bytes, "temporary": plan.temp_size_in_bytes}
+    sizes = [(path, 4 * math.prod(x.shape)) for path, x in nnx.to_flat_state(template.parameters)]
+    block = sum(size for path, size in sizes if path[:2] == ("blocks", 0))
+    return {"by size": found, "parameters": sum(size for _, size in sizes), "block": block}
+
+
+@st.composite
+def drawn_models(draw):
+    """A model, parts of its batch, and a mesh."""
+    fsdp = draw(st.sampled_from([4, 2, 8, 1]))
+    options = {
+        "mixers": draw(st.sampled_from(mixer_names())),
+        "num_layers": 1,
+        "remat": draw(st.booleans()),
+        "tie_embeddings": draw(st.booleans()),
+    }
+    data = draw(st.sampled_from([n for n in (1, 2, 4, 8) if 2 <= n * fsdp <= 8]))
+    return options, draw(st.sampled_from([1, 2])), data, fsdp
+
+
+def drawn(examples):
+    """The largest differences from one device's losses and gradients in models and meshes that hypothesis draws."""
+    found = {}
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=HealthCheck)
+    @given(drawn_models())
+    def compare(case):
+        options, parts, data, fsdp = case
+        if repr(case) in found:
+            return
+        wanted = two_steps(options, 1, None)
+        mesh = make_mesh(data * fsdp, MeshConfig(data=data, fsdp=fsdp))
+        state = two_steps(options, parts, mesh)
+        rows = np.max(np.abs(np.divide(state[3], wanted[3]) - 1))
+        found[repr(case)] = {"rows": float(rows), "gradient": furthest(state[4], wanted[4])}
+
+    compare()
+    return found
 
 
 def restores_elsewhere(state, template):
@@ -183,4 +292,9 @@ def runs(corpus):
 
 
 if __name__ == "__main__":
-    json.dump(every_mesh() if sys.argv[1] == "meshes" else runs(sys.argv[2]), sys.stdout)
+    asked = {
+        "meshes": lambda: {"meshes": every_mesh(), "memory": planned_memory(), "drawn": drawn(2)},
+        "drawn": lambda: drawn(int(sys.argv[2])),
+        "runs": lambda: runs(sys.argv[2]),
+    }
+    json.dump(asked[sys.argv[1]](), sys.stdout)

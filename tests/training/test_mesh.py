@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rnnlib.training import MeshConfig, Trainer, make_mesh
 from rnnlib.training.mesh import mesh_sizes
 
-from .on_meshes import MESHES, MODELS
+from .collectives import Collective, collectives
+from .on_meshes import MESHES
 
 
 def on_eight_devices(environment, *arguments):
@@ -24,15 +25,20 @@ def on_eight_devices(environment, *arguments):
         env=environment | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1200,
     )
     assert process.returncode == 0, process.stderr[-3000:]
     return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
-def on_meshes(process_environment):
+def seen(process_environment):
     return on_eight_devices(process_environment, "meshes")
+
+
+@pytest.fixture(scope="module")
+def on_meshes(seen):
+    return seen["meshes"]
 
 
 CASES = [(name, data, fsdp) for name, meshes in MESHES.items() for data, fsdp in meshes]
@@ -57,15 +63,56 @@ def test_each_device_has_its_share(on_meshes, name, data, fsdp):
 
 @pytest.mark.parametrize(("name", "data", "fsdp"), CASES)
 def test_a_step_has_these_collectives_and_no_other(on_meshes, name, data, fsdp):
+    """Matrices are gathered, their gradients scattered; of anything else, as an operator's arguments, nothing is."""
     found = on_meshes[f"{name} {data} {fsdp}"]
-    blocks, outside = found["sharded in blocks"], found["sharded outside"]
-    if name.startswith("scanned"):
-        blocks //= 2  # a loop over both blocks
-    # The backward pass of a recomputed block gathers its matrices again.
-    gathers = blocks * (2 if "remat" in MODELS[name][0] else 1) + outside
-    # All-reduces: loss and gradients of vectors over all devices, gradients of shares over "data", squares of these.
-    expected = {"all-gather": gathers, "reduce-scatter": blocks + outside, "all-reduce": 3}
-    assert found["collectives"] == (expected if fsdp > 1 else {"all-reduce": 1})
+    assert found["collectives"] == found["wanted"]
+    assert found["groups"] == ([fsdp] if fsdp > 1 else [])
+    # Over all devices: three sums of the loss and the gradients of vectors. Over "data": gradients of shares. Over
+    # "fsdp": squares of these, for the norm that is reported and the one that is clipped.
+    over_all, over_data, over_fsdp = found["vectors"] + 3 * 4, found["shares"], 2 * 4 * found["sharded"]
+    assert found["all-reduced"] == {
+        (8, 1): [over_all, over_all, 0],
+        (1, 8): [over_all + over_fsdp, 0, over_all + over_fsdp],
+    }.get((data, fsdp), [over_all, over_data, over_fsdp])
+
+
+def test_what_a_device_needs_falls_with_the_size_of_fsdp(seen):
+    """By XLA's memory plan: what is kept, and what a step takes beside it (gradients and what becomes of them)."""
+    found = seen["memory"]
+    plans = {int(size): plan for size, plan in found["by size"].items()}
+    for size, plan in plans.items():
+        assert 1 / size <= plan["kept"] / plans[1]["kept"] < 1 / size + 0.01
+    taken = {size: sum(plan.values()) for size, plan in plans.items()}
+    assert taken[8] < taken[4] < taken[2] < taken[1]
+    # What does not fall: gathered matrices of two blocks at a time, and activations. All four would be a whole copy.
+    assert 2 * taken[8] - taken[4] < 3.2 * found["block"] < 0.8 * found["parameters"]
+
+
+def test_drawn_models_train_on_drawn_meshes_as_on_one_device(seen):
+    """More of them: `XLA_FLAGS= python -m tests.training.on_meshes drawn 20`."""
+    assert len(seen["drawn"]) >= 2
+    for case, found in seen["drawn"].items():
+        assert max(found.values()) < 1e-5, case
+
+
+def test_collectives_are_read_with_their_loops():
+    text = """HloModule step
+%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %g = f32[8,4]{1,0} all-gather(%x), replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp'}, dimensions={0}
+}
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %w = (s32[], f32[4]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %r = (f32[4]{0}, bf16[]) all-reduce(%y, %z), replica_groups={{0,1},{2,3}}, to_apply=%add
+}
+%c (p: (s32[], f32[4])) -> pred[] {
+}
+%add (a: f32[], b: f32[]) -> f32[] {
+}
+"""
+    gathers, reduces = Collective("all-gather", ((8, 4),), 128, 3, 4), Collective("all-reduce", ((4,), ()), 18, 1, 2)
+    assert collectives(text) == [gathers, reduces]
+    with pytest.raises(ValueError, match="in a loop of unknown length"):
+        collectives(text.replace("known_trip_count", "unknown"))
 
 
 def test_runs_go_on_on_any_mesh(process_environment, corpus):
