@@ -69,15 +69,26 @@ class Schedule:
     gradient_sums: Launch = Launch(num_warps=4, num_stages=1)
 
 
-def default_schedule(key_size: int, dtype: str, segments: int = 1) -> Schedule:
-    """A schedule that fits in the shared memory of a card since Ampere with 160 KiB a processor or more.
+_AMPLE = 160 * 1024
+_HOPPER = 200 * 1024
+
+
+def default_schedule(key_size: int, dtype: str, segments: int = 1, shared_memory: int = _HOPPER) -> Schedule:
+    """A schedule that fits in the shared memory of any card since Ampere: 160 KiB and more, or 99 KiB.
+
+    `python -m experiments.kernel_benchmarks.offline` compiles it for each, where there is no such card.
 
     Args:
         key_size: K, a power of two.
         dtype: name of the matrices' dtype.
         segments: number of segments.
+        shared_memory: bytes of it that one program can have; less than 200 KiB tell a card before Hopper, too.
     """
-    if key_size * (4 if dtype == "float32" else 2) <= 256:
+    is_wide = key_size * (4 if dtype == "float32" else 2) > 256
+    # Before Hopper products take both operands from registers: in float32, wider blocks spill 36 KiB a thread.
+    if is_wide and shared_memory < (_HOPPER if dtype == "float32" else _AMPLE):
+        return _small_schedule(segments)
+    if not is_wide:
         return Schedule(segments=segments)
     if dtype != "float32":
         loop = Launch(num_warps=4, num_stages=2, block=32)
@@ -95,6 +106,25 @@ def default_schedule(key_size: int, dtype: str, segments: int = 1) -> Schedule:
         pair_gradients=Launch(num_warps=4, num_stages=1, inner=32),
         gradients=Launch(num_warps=4, num_stages=1, block=32, inner=32),
         increments=loop,
+    )
+
+
+def _small_schedule(segments: int) -> Schedule:
+    """What fits in 99 KiB: nothing is copied ahead, and blocks are narrow."""
+    loop = Launch(num_warps=4, num_stages=1, block=32)
+    return Schedule(
+        segments=segments,
+        maps=loop,
+        fold=Launch(num_warps=4, num_stages=1, block=16),
+        output=loop,
+        states=loop,
+        offsets=loop,
+        reverse=loop,
+        pair_gradients=Launch(num_warps=4, num_stages=1, inner=32),
+        gradients=Launch(num_warps=4, num_stages=1, block=32, inner=32),
+        increments=loop,
+        sums=loop,
+        gradient_sums=loop,
     )
 
 

@@ -28,7 +28,7 @@ from jax import Array
 from pallas_kernels.platform import platform
 from pallas_kernels.problem import Inputs, crop_results, is_sum, pad_inputs, problem_of
 from pallas_kernels.schedule import Launch, Schedule, default_schedule, splits, with_segments
-from pallas_kernels.triton.common.backend import device_kind
+from pallas_kernels.triton.common.backend import device_kind, shared_memory
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.common.tuning import table_name, variant_name
 from pallas_kernels.triton.delta_rule.argument_gradients import Saved, argument_gradients, gradients_of_pairs
@@ -330,7 +330,8 @@ def tune_underfilled(solve: str, decay: str, dtype: str, sizes: tuple[int, int])
 
 def _checked_default(variant: tuple[str, str, str], sizes: tuple[int, int], segments: int) -> Options:
     solve, _, dtype = variant
-    default = Options(solve != "linear", sizes[0] ** -0.5, default_schedule(sizes[0], dtype, segments=segments))
+    schedule = default_schedule(sizes[0], dtype, segments=segments, shared_memory=shared_memory())
+    default = Options(solve != "linear", sizes[0] ** -0.5, schedule)
     error = check_schedule(default, variant, sizes)
     if not error < _ERROR[dtype]:
         raise RuntimeError(f"the default schedule's error is {error:.1e} for {variant} {sizes}")

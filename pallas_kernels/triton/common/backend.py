@@ -5,6 +5,7 @@ an NVIDIA GPU through Triton, on a CPU interpreted. Both are chosen by the devic
 """
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,27 @@ def device_kind() -> str:
     if abstract is not None and abstract.device_kind is not None:
         return abstract.device_kind
     return jax.devices()[0].device_kind
+
+
+_SHARED_MEMORY = {
+    **dict.fromkeys(("A100", "A800", "A30"), 163 * 1024),
+    **dict.fromkeys(("H100", "H200", "H800", "H20", "GH200", "B200", "GB200", "B300", "GB300"), 227 * 1024),
+}
+_LEAST_SHARED_MEMORY = 99 * 1024
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that one program can have on the device that is being traced for.
+
+    A device at hand says so itself. One that is only described has a name alone: cards for data centres are known by
+    it, and any other counts as having the 99 KiB that all since Ampere have.
+    """
+    if jax.sharding.get_abstract_mesh().abstract_device is None:
+        found = getattr(jax.devices()[0], "shared_memory_per_block_optin", None)
+        if found is not None:
+            return found
+    words = re.split(r"[^A-Za-z0-9]+", device_kind())
+    return next((_SHARED_MEMORY[word] for word in words if word in _SHARED_MEMORY), _LEAST_SHARED_MEMORY)
 
 
 def call(

@@ -17,7 +17,7 @@ from pallas_kernels.schedule import (
     splits,
     with_segments,
 )
-from pallas_kernels.triton.common.backend import device_kind, interpreted
+from pallas_kernels.triton.common.backend import device_kind, interpreted, shared_memory
 
 _DEFAULT_PROCESSORS = 132
 
@@ -59,7 +59,7 @@ def choose_schedule(inputs: Inputs, online: bool) -> Schedule:
         return Schedule(segments=1 if length <= 128 else 2)
     table = load_table(device_kind()) or {}
     key_size = next_power_of_two(inputs.q.shape[3])
-    default = default_schedule(key_size, inputs.v.dtype.name)
+    default = default_schedule(key_size, inputs.v.dtype.name, shared_memory=shared_memory())
     programs = batch * value_heads * max(1, value_size // 64)
     processors = table.get("processors", _DEFAULT_PROCESSORS)
     if is_sum(inputs, online):

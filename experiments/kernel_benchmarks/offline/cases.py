@@ -1,0 +1,228 @@
+"""Calls whose kernels are compiled: every kernel of every operator, with the launches that the package chooses."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import triton
+from rnnlib import ops
+
+Shape = tuple[int, int, int]  # B, T, H
+Arrays = dict[str, jax.ShapeDtypeStruct]
+
+MANY: Shape = (8, 4096, 16)
+"""So many heads that each multiprocessor has two programs of a pass over chunks: one segment."""
+ONE_EACH: Shape = (8, 4096, 8)
+"""At most one program for each multiprocessor: the launches that a table calls underfilled."""
+FEW: Shape = (1, 8192, 8)
+"""So few heads that sequences are split into segments, which adds kernels."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, differentiated.
+
+    Attributes:
+        name: by which reports and lists of exceptions know it.
+        loss: from arrays to a number, which is differentiated with respect to all floating-point arrays.
+        arrays: what it takes.
+        differentiated: whether its gradient is compiled, too.
+    """
+
+    name: str
+    loss: Callable[[Any], jax.Array]
+    arrays: Arrays
+    differentiated: bool = True
+
+    @property
+    def function(self) -> Callable[[Any], Any]:
+        """What is compiled: the loss with its gradient, so that no kernel of the forward is left out, or it alone."""
+        return jax.value_and_grad(self.loss, allow_int=True) if self.differentiated else self.loss
+
+
+def _total(results: Any) -> jax.Array:
+    return sum((jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(results)), jnp.zeros(()))
+
+
+def delta_rule(
+    variant: str, shape: Shape, place: str, *, channel_gates: bool = False, packed: bool = False, one: bool = False
+) -> Case:
+    """A call of the delta rule or of linear attention.
+
+    Args:
+        variant: as tables name it, such as `delta+key-scalar-128x128-bfloat16`.
+        shape: (B, T, H).
+        place: what `shape` is an example of, for the name.
+        channel_gates: whether erase and write gates are by channel.
+        packed: whether rows hold several documents.
+        one: whether a single token is decoded, which has no gradient.
+    """
+    solve, decay, sizes, dtype = variant.split("-")
+    key_size, value_size = (int(x) for x in sizes.split("x"))
+    batch, _, heads = shape
+    tokens = (batch, 1 if one else shape[1], heads)
+
+    def struct(*tail: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*tokens, *tail), dtype)
+
+    x = {"q": struct(key_size), "k": struct(key_size), "v": struct(value_size)}
+    x["write"] = struct(*([value_size] if channel_gates else []))
+    x["initial_state"] = jax.ShapeDtypeStruct((batch, heads, key_size, value_size), jnp.float32)
+    if solve != "linear":
+        x["erase"] = struct(*([key_size] if channel_gates else []))
+    if solve == "delta+key":
+        x["write_key"] = struct(key_size)
+    if decay != "none":
+        x["log_decay"] = struct(*([key_size] if decay == "channel" else []), dtype=jnp.float32)
+    if packed:
+        x["segment_ids"] = jax.ShapeDtypeStruct(tokens[:2], jnp.int32)
+    # Linear attention with channel-wise decay is a delta rule that erases nothing, under its public name.
+    run = triton.linear_attention if solve == "linear" else triton.gated_delta_rule
+    words = (variant, place, *["channel gates"] * channel_gates, *["packed"] * packed)
+    return Case(" ".join(words), lambda x: _total(run(**x)), x, differentiated=not one)
+
+
+def tuned() -> list[Case]:
+    """Every variant of the H200's table, where heads abound, where they are few, and in between where that differs."""
+    table = json.loads((resources.files("pallas_kernels.triton") / "tables" / "nvidia_h200.json").read_text())
+    cases = []
+    for variant in table["variants"]:
+        cases += [delta_rule(variant, MANY, "many heads"), delta_rule(variant, FEW, "few heads")]
+        if variant in table["underfilled"]:
+            cases.append(delta_rule(variant, ONE_EACH, "a program each"))
+        cases.append(delta_rule(variant, (64, 1, 8), "one token", one=True))
+    return cases
+
+
+def defaults() -> list[Case]:
+    """The delta rule and linear attention in all sizes and dtypes whose code differs, mostly with segments."""
+    variants = [
+        *(
+            f"delta-{decay}-{size}x{size}-bfloat16"
+            for size in (64, 128, 256)
+            for decay in ("none", "scalar", "channel")
+        ),
+        *(f"delta-{decay}-128x128-float32" for decay in ("none", "scalar", "channel")),
+        "delta-scalar-256x256-float32",
+        "delta-scalar-64x64-float32",
+        "delta-channel-64x64-float32",
+        "delta+key-scalar-128x128-bfloat16",
+        "delta+key-channel-128x128-bfloat16",
+        "delta+key-scalar-256x256-bfloat16",
+        "delta+key-channel-128x128-float32",
+        *(f"linear-{decay}-128x128-bfloat16" for decay in ("none", "scalar", "channel")),
+        "linear-scalar-128x128-float32",
+        "linear-scalar-256x256-bfloat16",
+        "linear-scalar-256x256-float32",
+    ]
+    gates = ("delta-channel-64x64-bfloat16", "delta-channel-128x128-bfloat16", "delta-channel-256x256-bfloat16")
+    return [
+        *(delta_rule(variant, FEW, "few heads") for variant in variants),
+        *(delta_rule(variant, FEW, "few heads", channel_gates=True, packed=True) for variant in gates),
+        delta_rule("delta-channel-128x128-float32", FEW, "few heads", channel_gates=True, packed=True),
+        *(delta_rule(variant, (64, 1, 8), "one token", one=True) for variant in variants if "linear" not in variant),
+    ]
+
+
+def ridge_solves() -> list[Case]:
+    """The ridge solve with each precision of its products, by Chebyshev's method and by conjugate gradients."""
+
+    def case(dtype: Any, size: int, precision: str, solver: str) -> Case:
+        x = {name: jax.ShapeDtypeStruct((4, 4096, 8, size), dtype) for name in ("q", "k")}
+        x["ridge"] = jax.ShapeDtypeStruct((8, size), jnp.float32)
+        x["log_decay"] = jax.ShapeDtypeStruct((4, 4096, 8), jnp.float32)
+        x["initial_gram"] = jax.ShapeDtypeStruct((4, 8, size, size), jnp.float32)
+
+        def loss(x: Any) -> jax.Array:
+            return _total(triton.ridge_solve(**x, solver=solver, precision=precision, adaptive=solver == "chebyshev"))
+
+        name = f"ridge solve {size} {jnp.dtype(dtype).name} {solver.replace('_', ' ')}, {precision} products"
+        return Case(name, loss, x)
+
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    return [
+        case(bf16, 128, "bfloat16", "chebyshev"),
+        case(bf16, 128, "bfloat16", "conjugate_gradient"),
+        case(bf16, 128, "split", "conjugate_gradient"),
+        case(f32, 128, "split", "chebyshev"),
+        case(f32, 64, "float32", "chebyshev"),
+        case(f32, 64, "tf32", "chebyshev"),
+    ]
+
+
+def preconditioners() -> list[Case]:
+    """The diagonal Gram with each of its readouts."""
+    runs: dict[str, Callable[..., Any]] = {
+        "gain": lambda k, **x: ops.diagonal_preconditioner(k, squash="tanh", **x),
+        "write key": lambda k, **x: ops.precondition_key(k, write_key_dtype=jnp.float32, **x),
+        "query": lambda k, **x: ops.precondition_query(k, k, **x),
+        "Sherman-Morrison key": lambda k, **x: ops.sherman_morrison_key(k, **x),
+    }
+
+    def case(readout: str, size: int, dtype: Any, by_channel: bool) -> Case:
+        gate = (1, 8192, 8, size) if by_channel else (1, 8192, 8)
+        x = {"k": jax.ShapeDtypeStruct((1, 8192, 8, size), dtype)}
+        x |= {name: jax.ShapeDtypeStruct(gate, jnp.float32) for name in ("log_decay", "gain")}
+
+        def loss(x: Any) -> jax.Array:
+            with_ridge = {"ridge": 0.1} if readout in ("query", "Sherman-Morrison key") else {"center": 0.1}
+            return _total(runs[readout](**x, **with_ridge, implementation="triton"))
+
+        return Case(f"preconditioner {readout} {size} {jnp.dtype(dtype).name}", loss, x)
+
+    return [
+        case("gain", 128, jnp.bfloat16, False),
+        case("write key", 128, jnp.bfloat16, False),
+        case("write key", 256, jnp.float32, True),
+        case("query", 128, jnp.bfloat16, True),
+        case("Sherman-Morrison key", 128, jnp.bfloat16, False),
+    ]
+
+
+def convolutions() -> list[Case]:
+    """The short convolution with and without the norm of heads."""
+
+    def case(norm_size: int | None, dtype: Any) -> Case:
+        x = {
+            "x": jax.ShapeDtypeStruct((4, 4096, 1024), dtype),
+            "kernel": jax.ShapeDtypeStruct((4, 1024), jnp.float32),
+            "bias": jax.ShapeDtypeStruct((1024,), jnp.float32),
+        }
+
+        def loss(x: Any) -> jax.Array:
+            return _total(triton.short_convolution(**x, activation="silu", norm_size=norm_size))
+
+        return Case(f"short convolution {jnp.dtype(dtype).name}{', norm' if norm_size else ''}", loss, x)
+
+    return [case(128, jnp.bfloat16), case(None, jnp.bfloat16), case(128, jnp.float32)]
+
+
+USUAL = (
+    r"^delta-(none|scalar|channel)-128x128-bfloat16 (few|many) heads$",
+    r"^delta-(scalar|channel)-128x128-bfloat16 (a program each|one token)$",
+    r"^delta-scalar-(64x64|256x256)-bfloat16 few heads$",
+    r"^delta-channel-(128x128|256x256)-bfloat16 few heads channel gates packed$",
+    r"^delta\+key-(scalar|channel)-128x128-bfloat16 few heads$",
+    r"^linear-(none|scalar)-128x128-bfloat16 few heads$",
+    r"^ridge solve 128 bfloat16 (chebyshev, bfloat16|conjugate gradient, split) products$",
+    r"^(preconditioner|short convolution)",
+)
+"""Patterns of the cases in bfloat16 that models take, an eighth of all."""
+
+
+def cases(*, with_table: bool, every: bool = False) -> dict[str, Case]:
+    """Cases by name.
+
+    Args:
+        with_table: whether to add the tuned launches, which only a card with a table takes.
+        every: whether to take all of them: the other sizes, float32, rarer combinations.
+    """
+    found = [*(tuned() if with_table else []), *defaults(), *ridge_solves(), *preconditioners(), *convolutions()]
+    by_name = {case.name: case for case in found}
+    return {name: case for name, case in by_name.items() if every or any(re.search(x, name) for x in USUAL)}

@@ -1,0 +1,192 @@
+"""Compiles calls for a described card and reads what the assembler and XLA say of each kernel.
+
+XLA compiles Triton kernels with its own copy of Triton, so these are the kernels that run on a card. Its report comes
+from `ptxas -v`, printed by XLA's log, and from a dump of the launches. Both are chosen by environment variables that
+are read when jax is first imported: `compile_cases` runs this file in a process of its own.
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+PACKAGES = ("jax_plugins.xla_cuda13", "nvidia.cu13")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a compiled kernel takes.
+
+    Attributes:
+        case: name of the call that it belongs to.
+        name: its name; a second one of that name in a call ends in `__1`.
+        registers: of a thread.
+        spills: bytes of stores to local memory for want of registers, of a thread.
+        shared_memory: bytes, of a program.
+        serialized: whether the assembler made its wgmma wait for one another (ptxas C7510 to C7519).
+    """
+
+    case: str
+    name: str
+    registers: int
+    spills: int
+    shared_memory: int
+    serialized: bool
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A call that did not compile, or that the package refuses: the reason in a line."""
+
+    case: str
+    reason: str
+
+
+def missing_packages() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    for name in PACKAGES:
+        try:
+            found = importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            return f"{name} is not installed: `uv sync --group offline`, on Linux"
+    return None
+
+
+def _data_folder() -> pathlib.Path:
+    spec = importlib.util.find_spec("nvidia.cu13")
+    assert spec is not None and spec.submodule_search_locations is not None
+    return pathlib.Path(next(iter(spec.submodule_search_locations)))
+
+
+def compile_cases(card: str, names: Sequence[str], timeout: float = 7200) -> list[Kernel | Refusal]:
+    """Compiles cases for a card, in a process of its own.
+
+    Args:
+        card: a key of `cards.CARDS`.
+        names: of cases.
+        timeout: seconds, after which the process is stopped.
+
+    Returns:
+        Every kernel of every case, or why a case has none.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        dump = pathlib.Path(folder)
+        flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text=true --xla_gpu_cuda_data_dir={_data_folder()}"
+        environment = os.environ | {
+            "JAX_PLATFORMS": "",
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # the plugin registers without cuDNN and the like
+            "TF_CPP_MIN_LOG_LEVEL": "0",
+            "TF_CPP_VMODULE": "subprocess_compilation=2",
+            "XLA_FLAGS": flags,
+            "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes from a cache is not assembled, and says nothing
+        }
+        command = [sys.executable, "-m", __name__, card, folder]
+        process = subprocess.run(
+            command,
+            env=environment,
+            input=json.dumps(list(names)),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{process.stderr[-4000:]}")
+        lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    return [Refusal(**line) if "reason" in line else Kernel(**line) for line in lines]
+
+
+def read_report(case: str, names: Iterable[str], log: str, launches: str) -> list[Kernel]:
+    """The kernels of one call.
+
+    Args:
+        case: its name.
+        names: the kernels' names in the lowered program, in order, with repetitions.
+        log: what XLA printed while it compiled the call.
+        launches: its dump of what the program launches.
+
+    Raises:
+        ValueError: a kernel is missing in either.
+    """
+    memory = {name: int(size) for name, size in re.findall(r"\] (\w+) grid.*?shared_memory: (\d+)", launches)}
+    entries = re.split(r"Compiling entry function '", log)[1:]
+    reports: dict[str, tuple[int, int, bool]] = {}
+    for entry in entries:
+        name = entry.partition("'")[0]
+        spills, registers = re.search(r"(\d+) bytes spill stores", entry), re.search(r"Used (\d+) registers", entry)
+        if spills and registers:
+            reports[name] = int(registers[1]), int(spills[1]), bool(re.search(rf"C751\d.*'{name}'", log))
+    counts: dict[str, int] = {}
+    kernels = []
+    for name in names:
+        seen = counts.get(name, 0)
+        counts[name] = seen + 1
+        unique = name if seen == 0 else f"{name}__{seen}"
+        if unique in reports and unique in memory:
+            used, spilled, serialized = reports[unique]
+            kernels.append(Kernel(case, unique, used, spilled, memory[unique], serialized))
+    found = {kernel.name.partition("__")[0] for kernel in kernels}
+    if missing := sorted(set(counts) - found):
+        raise ValueError(f"{case}: XLA said nothing of {', '.join(missing)}")
+    return kernels
+
+
+def _compile(card: str, folder: str, names: Sequence[str]) -> None:
+    """Prints a line of JSON for each kernel."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+    from experiments.kernel_benchmarks.offline.cards import CARDS
+    from experiments.kernel_benchmarks.offline.cases import cases
+    from pallas_kernels.triton.common.tuning import load_table
+
+    target = CARDS[card]
+    topology = topologies.get_topology_desc(
+        topology_name=card, platform="cuda", target_config=target.describe(), topology="1x1x1"
+    )
+    sharding = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
+    device = AbstractDevice(device_kind=target.kind, num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    known = cases(with_table=load_table(target.kind) is not None, every=True)
+    errors = os.dup(2)
+    for name in names:
+        case = known[name]
+        arrays = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for k, x in case.arrays.items()}
+        before = set(pathlib.Path(folder).iterdir())
+        with tempfile.TemporaryFile("w+") as log:
+            os.dup2(log.fileno(), 2)  # XLA writes to the descriptor, not to sys.stderr
+            try:
+                with jax.sharding.use_abstract_mesh(mesh):
+                    lowered = jax.jit(case.function).trace(arrays).lower(lowering_platforms=("cuda",))
+                    lowered.compile()
+            except Exception as error:
+                reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
+                print(json.dumps(asdict(Refusal(name, reason))), flush=True)
+                continue
+            finally:
+                os.dup2(errors, 2)
+            log.seek(0)
+            text = log.read()
+        wanted = re.findall(r'xla\.gpu\.triton.*?name = "(\w+)"', lowered.as_text())
+        new = [file for file in pathlib.Path(folder).iterdir() if file not in before]
+        launches = "\n".join(file.read_text() for file in new if file.name.endswith("thunk_sequence.txt"))
+        for file in new:
+            file.unlink()
+        for kernel in read_report(name, wanted, text, launches):
+            print(json.dumps(asdict(kernel)), flush=True)
+
+
+if __name__ == "__main__":
+    _compile(sys.argv[1], sys.argv[2], json.loads(sys.stdin.read()))

@@ -1,0 +1,84 @@
+"""What is wrong with compiled kernels, and the page about them."""
+
+import re
+from typing import Any
+
+from experiments.kernel_benchmarks.offline.cards import CARDS
+from experiments.kernel_benchmarks.offline.exceptions import allowed_spills
+
+Record = dict[str, Any]
+MEASURED = {"sm_90": "H200"}
+"""Cards on which these kernels were timed."""
+
+
+def objections(record: Record) -> list[str]:
+    """Why a case's kernels are not as they should be: a line each.
+
+    Every kernel must compile and fit in the card's shared memory, or be refused before it is compiled. On the card that
+    has tuned launches none may spill more than is known and explained, nor have its wgmma serialized.
+    """
+    card, where = CARDS[record["card"]], f"{record['card']}, {record['case']}"
+    if "refused" in record:
+        known = "kernels do not support" in record["refused"]
+        return [] if known else [f"{where}: {record['refused']}"]
+    wrong = []
+    for name, (_, spills, memory, serialized) in record["kernels"].items():
+        if memory > card.shared_memory:
+            wrong.append(f"{where}: {name} takes {memory} bytes of shared memory, there are {card.shared_memory}")
+        if record["card"] == "sm_90" and spills > (allowed := allowed_spills(record["case"], name)):
+            wrong.append(f"{where}: {name} spills {spills} bytes a thread, {allowed} are known")
+        if serialized:
+            wrong.append(f"{where}: {name} has its wgmma serialized")
+    return wrong
+
+
+def card_table(results: Record) -> str:
+    """The table of cards: `card, calls, kernels, largest shared memory, kernels that spill, measured`."""
+    lines = [
+        "| code | cards | calls compiled | of them fit | shared memory, KiB | kernels that spill | measured |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, card in CARDS.items():
+        mine = [record for record in results["records"] if record["card"] == name]
+        compiled = [record for record in mine if "kernels" in record]
+        if not mine:
+            continue
+        kernels = [numbers for record in compiled for numbers in record["kernels"].values()]
+        most = max(numbers[2] for numbers in kernels)
+        fits = sum(all(n[2] <= card.shared_memory for n in record["kernels"].values()) for record in compiled)
+        spilling = sum(numbers[1] > 0 for numbers in kernels)
+        kinds = ", ".join((re.sub("^NVIDIA (GeForce )?", "", card.kind), *card.like))
+        lines.append(
+            f"| {name} | {kinds} | {len(compiled)} of {len(mine)} | {fits} | {most / 1024:.0f} of "
+            f"{card.shared_memory // 1024} | {spilling} of {len(kernels)} | {MEASURED.get(name, 'no')} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def markdown(results: Record) -> str:
+    """The page of all kernels."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    lines = [
+        "# Every Triton kernel, compiled without a GPU",
+        "",
+        f"`{results['command']}`, commit {results['commit']}, {results['date']}; {versions}.",
+        "A call is an operator with its gradient. What is refused takes XLA. Spills are bytes of stores a thread.",
+        "",
+        card_table(results),
+    ]
+    for name in CARDS:
+        mine = [record for record in results["records"] if record["card"] == name]
+        refused = [record for record in mine if "refused" in record]
+        if not mine:
+            continue
+        lines += [f"## {name}", ""]
+        lines += [f"- {record['case']}: {record['refused']}" for record in refused]
+        lines += [""] * bool(refused)
+        lines += ["| call | kernels that spill: bytes | most shared memory |", "|---|---|---|"]
+        for record in mine:
+            if "kernels" in record:
+                spills = ", ".join(f"{kernel} {n[1]}" for kernel, n in record["kernels"].items() if n[1])
+                kernel, numbers = max(record["kernels"].items(), key=lambda item: item[1][2])
+                lines.append(f"| {record['case']} | {spills or 'none'} | {kernel} {numbers[2]} |")
+        lines.append("")
+    return "\n".join(lines)

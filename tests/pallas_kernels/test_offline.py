@@ -1,0 +1,95 @@
+"""Kernels as machine code, without a GPU: what an H200 runs spills nothing new, and every card's memory suffices."""
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from experiments.kernel_benchmarks.offline.compiling import Kernel, compile_cases, missing_packages, read_report
+from experiments.kernel_benchmarks.offline.report import objections
+from pallas_kernels.schedule import Schedule, default_schedule
+from pallas_kernels.triton.common.backend import shared_memory
+
+# All cases take an hour: `python -m experiments.kernel_benchmarks.offline`. These have the most used code.
+COMPILED = {
+    "delta-scalar-128x128-bfloat16 few heads": 10,
+    "delta-channel-64x64-bfloat16 one token": 1,
+    "short convolution bfloat16, norm": 2,
+    "preconditioner write key 128 bfloat16": 4,
+}
+LOG = """ptxas info    : Compiling entry function 'delta_output' for 'sm_90a'
+ptxas info    : (C7510) Potential Performance Loss: wgmma instructions are serialized in function 'delta_output'
+    120 bytes stack frame, 8 bytes spill stores, 116 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers
+ptxas info    : Compiling entry function 'loop_fusion' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 10 registers, used 0 barriers
+ptxas info    : Compiling entry function 'delta_output__1' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 0 barriers
+"""
+LAUNCHES = """1: kCustomKernel [source] loop_fusion grid: [4, 1, 1] threads: [4, 1, 1]  shared_memory: 0 bytes
+2: kCustomKernel [prev=001 (1)] delta_output grid: [4, 1, 1] threads: [128, 1, 1]  shared_memory: 109056 bytes
+3: kCustomKernel [prev=002 (1)] delta_output__1 grid: [4, 1, 1] threads: [128, 1, 1]  shared_memory: 512 bytes
+"""
+
+
+def record(card, name, *numbers):
+    return {"card": card, "case": "some call", "kernels": {name: numbers}}
+
+
+def test_kernels_compile_for_an_h200_and_spill_nothing_new():
+    if reason := missing_packages():
+        pytest.skip(reason)
+    found = compile_cases("sm_90", list(COMPILED))
+    kernels = [result for result in found if isinstance(result, Kernel)]
+    assert kernels == found
+    assert {name: sum(kernel.case == name for kernel in kernels) for name in COMPILED} == COMPILED
+    assert all(16 <= kernel.registers <= 255 for kernel in kernels)
+    assert max(kernel.shared_memory for kernel in kernels) > 64 * 1024
+    wrong = []
+    for kernel in kernels:
+        numbers = [kernel.registers, kernel.spills, kernel.shared_memory, kernel.serialized]
+        wrong += objections({"card": "sm_90", "case": kernel.case, "kernels": {kernel.name: numbers}})
+    assert not wrong
+
+
+def test_reports_are_read():
+    wide, second = read_report("a call", ["delta_output", "delta_output"], LOG, LAUNCHES)
+    assert wide == Kernel("a call", "delta_output", 255, 8, 109056, True)
+    assert second == Kernel("a call", "delta_output__1", 40, 0, 512, False)
+    with pytest.raises(ValueError, match="said nothing of delta_states"):
+        read_report("a call", ["delta_output", "delta_states"], LOG, LAUNCHES)
+
+
+def test_kernels_that_spill_wait_or_do_not_fit_are_objected_to():
+    assert objections(record("sm_90", "delta_states", 255, 0, 227 * 1024, False)) == []
+    assert "232449 bytes of shared memory" in objections(record("sm_90", "delta_states", 8, 0, 232449, False))[0]
+    assert "serialized" in objections(record("sm_90", "delta_states", 8, 0, 0, True))[0]
+    assert "spills 4000 bytes" in objections(record("sm_90", "delta_states", 255, 4000, 0, False))[0]
+    assert len(objections(record("sm_86", "delta_states", 255, 4000, 100 * 1024, False))) == 1  # no room; spills may be
+    refused = {"card": "sm_86", "case": "some call", "refused": "RuntimeError: no"}
+    assert objections(refused) == ["sm_86, some call: RuntimeError: no"]
+    assert objections(refused | {"refused": "f: the Triton kernels do not support x"}) == []
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "uv sync --group offline" in missing_packages()
+
+
+@pytest.mark.parametrize(
+    ("kind", "kibibytes"),
+    [("NVIDIA H100 80GB HBM3", 227), ("NVIDIA A100-SXM4-80GB", 163), ("NVIDIA A10", 99), ("NVIDIA L40S", 99)],
+)
+def test_a_described_card_has_the_shared_memory_of_its_kind(kind, kibibytes):
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        assert shared_memory() == kibibytes * 1024
+
+
+def test_small_cards_have_defaults_of_their_own_where_others_do_not_fit():
+    small = 99 * 1024
+    assert default_schedule(128, "bfloat16", shared_memory=small) == Schedule()
+    assert default_schedule(256, "bfloat16", 2, small).output.num_stages == 1
+    assert default_schedule(256, "bfloat16", 2, small).segments == 2
+    assert default_schedule(256, "bfloat16").output.num_stages == 2
