@@ -1,5 +1,7 @@
 """The look-up of token embeddings, with a gradient that is deterministic on every device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.varying import vary_alike
 from rnnlib.ops.sharding import is_split, mesh_of
 
-# Tokens whose gradients are summed in one product: bounds the memory that their one-hot rows take.
-_BLOCK = 4096
+# Sorted tokens whose gradients are summed in one product. A product does as many operations for each of its rows.
+_BLOCK = 128
 
 
 def look_up(
@@ -21,7 +23,7 @@ def look_up(
     """Rows of an embedding table, cast to `dtype`.
 
     The gradient of indexing is a scatter-add. GPUs sum it in the order of arrival, and XLA's deterministic form of it
-    fails to compile or runs token by token, so on a GPU it is a product with one-hot rows, a block of tokens at a time.
+    fails to compile or runs token by token, so on a GPU it is `sum_rows_by_products`.
 
     Args:
         table: the embeddings.
@@ -72,23 +74,46 @@ def accumulator(rows: Array) -> jnp.dtype:
 def sum_rows_by_products(
     tokens: Int[Array, "N"], rows: Float[Array, "N D"], vocabulary_size: int
 ) -> Float[Array, "vocabulary D"]:
-    """For each token the sum of its rows, by products with one-hot matrices of a block of tokens at a time."""
-    padding = -len(tokens) % min(_BLOCK, len(tokens))
-    blocks = (len(tokens) + padding) // min(_BLOCK, len(tokens))
-    tokens = jnp.pad(tokens, (0, padding), constant_values=-1).reshape(blocks, -1)
-    rows = jnp.pad(rows, ((0, padding), (0, 0))).reshape(blocks, -1, rows.shape[-1])
-    dtype = accumulator(rows)
+    """For each token the sum of its rows, in an order that does not change.
 
-    def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
-        ids, values = block
-        # Chosen and not converted: XLA writes a converted comparison to memory twice, once as booleans.
-        is_token = ids[:, None] == jnp.arange(vocabulary_size)
-        one_hot = jnp.where(is_token, jnp.ones([], values.dtype), jnp.zeros([], values.dtype))
-        return total + jnp.einsum(
-            "nv,nd->vd", one_hot, values, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST
-        ), None
+    Rows are sorted by their tokens. A block of them holds at most as many tokens as rows, so the sums within a block
+    are a product with a small one-hot matrix. A token that goes on from one block into the next ones has its first sum
+    where it begins; those of its other blocks are added to that. A product with one-hot rows of the whole vocabulary,
+    without sorting, would do `vocabulary / 128` times the operations.
 
-    return jax.lax.scan(add, jnp.zeros((vocabulary_size, rows.shape[-1]), dtype), (tokens, rows))[0]
+    Args:
+        tokens: of each row; one outside the vocabulary has no sum.
+        rows: what is added up, in their dtype's `accumulator`.
+        vocabulary_size: rows of the result.
+    """
+    count, width = rows.shape
+    size = min(_BLOCK, count)
+    blocks = -(-count // size)
+    known = jnp.where((tokens >= 0) & (tokens < vocabulary_size), tokens, vocabulary_size)
+    known = jnp.pad(known.astype(jnp.int32), (0, blocks * size - count), constant_values=vocabulary_size)
+    ids, order = jax.lax.sort_key_val(known, jnp.minimum(jnp.arange(blocks * size, dtype=jnp.int32), count - 1))
+    begins = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+    rank = (jnp.cumsum(begins.astype(jnp.int32)) - 1).reshape(blocks, size)
+    local = rank - rank[:, :1]  # the number of a row's token among those of its block
+    values = rows[order].reshape(blocks, size, width)
+    # Chosen and not converted: XLA writes a converted comparison to memory twice, once as booleans.
+    product = functools.partial(
+        jnp.einsum, preferred_element_type=accumulator(rows), precision=jax.lax.Precision.HIGHEST
+    )
+    one, zero = jnp.ones([], rows.dtype), jnp.zeros([], rows.dtype)
+    of_token = jnp.where(local[:, None] == jnp.arange(size)[:, None], one, zero)
+    sums = product("btn,bnd->btd", of_token, values)
+    # Of the blocks that a token goes on into, to the one that it begins in: there it is the last.
+    goes_on = ~begins.reshape(blocks, size)[:, 0]
+    numbers = jnp.arange(blocks)
+    follows = goes_on & (rank[:, -1:] == rank[:, 0]) & (numbers > numbers[:, None])
+    later = product("bc,cd->bd", follows.astype(sums.dtype), sums[:, 0])
+    place = jnp.searchsorted(ids, jnp.arange(vocabulary_size, dtype=jnp.int32), method="scan_unrolled")
+    place = jnp.minimum(place, blocks * size - 1)
+    block, within = place // size, local.reshape(-1)[place]
+    found = sums.reshape(blocks * size, width)[block * size + within]
+    found = found + jnp.where((within == local[block, -1])[:, None], later[block], 0)
+    return jnp.where((ids[place] == jnp.arange(vocabulary_size))[:, None], found, 0)
 
 
 _look_up.defvjp(_forward, _backward)
