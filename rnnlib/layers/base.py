@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from rnnlib.fields import PositiveInteger, check_fields, check_value, in_words, matches
 from rnnlib.layers.initializers import Initializer
+from rnnlib.ops.sequence import expect_whole_rows
 from rnnlib.ops.sharding import dot_general_over_mesh
 
 # Of a projection: None is full rank, `"value_size"` is V.
@@ -76,13 +77,18 @@ def check_input(mixer: str, x: Array, width: int) -> None:
 
 
 def check_cache(mixer: str, cache: Any, expected: Any) -> None:
-    """Raises a ValueError that names `mixer`, unless a cache has the expected arrays, of any dtypes.
+    """Raises an error that names `mixer`, unless a cache has the expected arrays, of any dtypes.
 
     Args:
         mixer: begins the message.
         cache: the argument.
         expected: the result of `init_cache` for the batch, or its shapes.
+
+    Raises:
+        ValueError: it has others.
+        NotImplementedError: tokens are split over devices.
     """
+    expect_whole_rows(f"{mixer}: a cache")
     found, wanted = _shapes(cache), _shapes(expected)
     if type(cache) is not type(expected) or found.keys() != wanted.keys():
         raise ValueError(

@@ -18,6 +18,7 @@ from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import AxisConfig
 from rnnlib.layers.rotary import rotate_pairs
 from rnnlib.ops.arguments import segment_starts
+from rnnlib.ops.sequence import current_axis, enter_gram
 
 
 class Keys(NamedTuple):
@@ -267,6 +268,11 @@ class RotatedKeyMap(KeyMap):
             turn = turn.at[:, 0].add(state)
         starts = jnp.zeros(x.shape[:2], bool) if segment_ids is None else segment_starts(segment_ids)
         _, angle = jax.lax.associative_scan(_accumulate, (starts[:, :, None, None], turn), axis=1)
+        axis = current_axis()
+        if axis is not None:  # on from the angle after the devices before
+            entering = enter_gram(angle[:, -1], None, None, segment_ids, axis)
+            own = jnp.cumsum(starts, axis=1)[:, :, None, None] == 0
+            angle = angle + jnp.where(own, (entering - jnp.round(entering))[:, None], 0)
         still = self.shape.key_size // 2 - self.turning
         radians = jnp.pad(2.0 * math.pi * angle, ((0, 0), (0, 0), (0, 0), (0, still)))[:, :, :, None]
         turned = (

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveInteger, Range
 from rnnlib.layers.part import PartConfig
+from rnnlib.ops.sequence import first_position
 
 RotaryBase = Annotated[float, Range(above=1, below=math.inf)]
 
@@ -61,6 +62,6 @@ def rotate_pairs(x: Float[Array, "*axes K"], angle: Float[Array, "... P"]) -> Fl
 
 
 def running_positions(first: Int[Array, "B"] | None, batch: int, length: int) -> Int[Array, "B T"]:
-    """Positions of `length` tokens that follow each other, from `first` (0 where it is None)."""
-    start = jnp.zeros((batch,), jnp.int32) if first is None else first
+    """Positions of `length` tokens that follow each other, from `first` (None: from the start of the row)."""
+    start = jnp.full((batch,), first_position(length), jnp.int32) if first is None else first
     return start[:, None] + jnp.arange(length, dtype=jnp.int32)

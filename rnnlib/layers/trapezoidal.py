@@ -12,7 +12,8 @@ from rnnlib import ops
 from rnnlib.fields import PositiveInteger
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver
-from rnnlib.ops.arguments import matmul_precision, segment_starts
+from rnnlib.ops.arguments import matmul_precision
+from rnnlib.ops.sequence import current_axis, document_starts, token_before
 
 
 class TrapezoidalState(NamedTuple):
@@ -106,7 +107,7 @@ class TrapezoidalSolver(Solver):
         write_before = _shift(gates.write)
         write_before = gates.previous + jnp.exp(log_decay) * write_before
         if segment_ids is not None:
-            write_before = jnp.where(segment_starts(segment_ids)[..., None], 0.0, write_before)
+            write_before = jnp.where(document_starts(segment_ids)[..., None], 0.0, write_before)
 
         rank = self.shape.pairs
         out, memory = ops.linear_attention(
@@ -180,7 +181,10 @@ class TrapezoidalSolver(Solver):
 
 
 def _shift(y: Array, first: Array | None = None) -> Array:
-    """`y` `[B, T, ...]` one token later, `first` `[B, ...]` in front, or zeros."""
+    """`y` `[B, T, ...]` one token later, `first` `[B, ...]` in front, or zeros, or the device's before."""
+    axis = current_axis()
+    if first is None and axis is not None:
+        first = token_before(y, axis)
     row = jnp.zeros_like(y[:, :1]) if first is None else first[:, None].astype(y.dtype)
     return jnp.concatenate([row, y[:, :-1]], axis=1)
 

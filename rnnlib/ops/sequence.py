@@ -139,6 +139,23 @@ def tokens_before(
     return jnp.where(lax.axis_index(axis) == 0, first, before)
 
 
+def token_before(x: Array, axis: str) -> Array:
+    """The token before this device's stretch, of any document, `[B, ...]` of `x` `[B, T, ...]`; zeros on the first."""
+    return from_before(x[:, -1], axis)
+
+
+def document_starts(segment_ids: Array) -> Array:
+    """Whether each token begins a new document of its row, `[B, T]` bool; tokens may be split over devices."""
+    starts, axis = segment_starts(segment_ids), current_axis()
+    return starts if axis is None else starts.at[:, 0].set(~continues(segment_ids, len(starts), axis))
+
+
+def first_position(length: int) -> Array | int:
+    """The place in its row of the first of `length` tokens: 0, or where this device's stretch begins."""
+    axis = current_axis()
+    return 0 if axis is None else lax.axis_index(axis) * length
+
+
 def entering_state(
     transition: Array, offset: Array, initial_state: Array, segment_ids: Array | None, product: Product, axis: str
 ) -> Array:

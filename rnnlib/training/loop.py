@@ -49,6 +49,7 @@ from rnnlib.training.step import (
     abstract_batch,
     abstract_state,
     check_batch_size,
+    check_length,
     init_train_state,
     make_evaluation_step,
     make_train_step,
@@ -174,6 +175,7 @@ class Trainer:
             _check_same_arrays(model, initial)
         self._mesh = self._fitting_mesh()
         check_batch_size(config.data.batch_size, config.accumulation_steps, self._mesh)
+        check_length(config.data.sequence_length, self._mesh)
         self._train_step: Any = self._make_train_step(config.model)
         evaluation_graphdef = nnx.split(evaluation_view(model))[0]
         self._evaluation_step = make_evaluation_step(
@@ -257,7 +259,8 @@ class Trainer:
         if device.platform == "cpu":
             return "CPU" if jax.process_count() == 1 else f"CPUs of {jax.process_count()} processes"
         count, available = 1 if self._mesh is None else self._mesh.size, len(jax.devices())
-        shares = f", fsdp {self._mesh.shape['fsdp']}" if self._mesh is not None and self._mesh.shape["fsdp"] > 1 else ""
+        sizes = {} if self._mesh is None else self._mesh.shape
+        shares = "".join(f", {axis} {sizes[axis]}" for axis in ("fsdp", "sequence") if sizes.get(axis, 1) > 1)
         over = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         return f"{count}{f' of {available}' if count < available else ''} x {device.device_kind}{over}{shares}"
 

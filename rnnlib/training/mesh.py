@@ -1,4 +1,4 @@
-"""Meshes of devices: rows of a batch over all of them, parameters whole on each or in shares (FSDP).
+"""Meshes of devices: rows of a batch over them, tokens of a row if asked, parameters whole on each or in shares (FSDP).
 
 The devices may belong to several processes. Each then reads the rows that its own devices compute.
 """
@@ -9,11 +9,13 @@ from typing import Annotated, Any
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from rnnlib.fields import PositiveInteger, Range, check_fields
 
+# Axes that share out a batch's rows, and the one that shares out a row's tokens, which only some meshes have.
 AXES = ("data", "fsdp")
+SEQUENCE = "sequence"
 
 # Of a device's memory, what parameters, gradients and optimizer state may take before they are shared: activations and
 # the compiler's buffers need the rest.
@@ -22,16 +24,20 @@ _FOR_STATE = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How devices share the work: `data x fsdp` of them, each with its own rows of every batch.
+    """How devices share the work: `data x fsdp` groups of `sequence` devices, each with its own rows of every batch.
 
     With `fsdp` above 1, that many devices hold one copy of parameters and optimizer state between them. A matrix is
     gathered where a layer reads it, and its gradient is summed and dealt out again.
+    With `sequence` above 1, the devices of a group have the same rows, and each computes one stretch of every row
+    (`rnnlib.ops.sequence_axis`); each holds what one device with whole rows would.
     """
 
     data: Annotated[int, Range(at_least=-1)] = -1
     """Groups of devices, each with one copy of parameters and optimizer state; -1: as many as there are devices for."""
     fsdp: PositiveInteger | None = None
     """Devices that share one copy; left out, 1, or as many as it takes where a copy does not fit into one GPU."""
+    sequence: PositiveInteger = 1
+    """Devices that share the tokens of each row, for rows too long for one."""
 
     def __post_init__(self):
         """Checks every value."""
@@ -42,6 +48,7 @@ class MeshConfig:
     def __str__(self) -> str:
         """The sizes that were chosen, as flags name them."""
         chosen = {"mesh.data": None if self.data == -1 else self.data, "mesh.fsdp": self.fsdp}
+        chosen |= {"mesh.sequence": self.sequence} if self.sequence > 1 else {}
         return " x ".join(f"{name}={size}" for name, size in chosen.items() if size is not None)
 
 
@@ -70,7 +77,7 @@ def mesh_sizes(
     Raises:
         ValueError: If there are fewer devices than asked for, or the sizes do not come out even.
     """
-    fixed = (1 if config.data == -1 else config.data) * (config.fsdp or 1)
+    fixed = (1 if config.data == -1 else config.data) * (config.fsdp or 1) * config.sequence
     for number, asked in ((devices, f"devices={devices}"), (fixed, str(config))):
         if number is not None and number > available:
             count = jax.process_count()
@@ -81,11 +88,12 @@ def mesh_sizes(
         raise ValueError(f"{config}: does not fit devices={devices}")
 
     def candidates(rows: int) -> list[MeshConfig]:
+        groups = available // config.sequence
         return [
-            MeshConfig(data, fsdp)
-            for data in (range(1, available + 1) if config.data == -1 else [config.data])
-            for fsdp in (range(1, available // data + 1) if config.fsdp is None else [config.fsdp])
-            if data * fsdp <= available and devices in (None, data * fsdp) and rows % (data * fsdp) == 0
+            MeshConfig(data, fsdp, config.sequence)
+            for data in (range(1, groups + 1) if config.data == -1 else [config.data])
+            for fsdp in (range(1, groups // data + 1) if config.fsdp is None else [config.fsdp])
+            if data * fsdp <= groups and devices in (None, data * fsdp * config.sequence) and rows % (data * fsdp) == 0
         ]
 
     def goodness(sizes: MeshConfig) -> tuple[bool, int, int]:
@@ -98,7 +106,9 @@ def mesh_sizes(
 
 
 def make_mesh(devices: int | None = None, config: MeshConfig | None = None) -> Mesh | None:
-    """A mesh with the axes "data" and "fsdp" over the devices of all processes, or None for a single device.
+    """A mesh with the axes "data", "fsdp" and, above size 1, "sequence" over the devices of all processes.
+
+    None for a single device.
 
     Args:
         devices: How many of `jax.devices()` to use; None for as many as the config names, or all.
@@ -110,15 +120,28 @@ def make_mesh(devices: int | None = None, config: MeshConfig | None = None) -> M
     """
     available = jax.devices()
     sizes = mesh_sizes(MeshConfig() if config is None else config, len(available), devices=devices)
-    shape = (sizes.data, sizes.fsdp or 1)
+    shape: tuple[int, ...] = (sizes.data, sizes.fsdp or 1)
+    axes: tuple[str, ...] = AXES
+    if sizes.sequence > 1:  # innermost: these devices exchange most often
+        shape, axes = (*shape, sizes.sequence), (*axes, SEQUENCE)
     if jax.process_count() > 1 and math.prod(shape) != len(available):
         raise ValueError(
-            f"mesh.data={sizes.data} x mesh.fsdp={sizes.fsdp or 1}: {jax.process_count()} processes have "
+            f"{dataclasses.replace(sizes, fsdp=sizes.fsdp or 1)}: {jax.process_count()} processes have "
             f"{len(available)} devices, expected a mesh of all of them"
         )
     if math.prod(shape) == 1:
         return None
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=available[: math.prod(shape)])
+    return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=available[: math.prod(shape)])
+
+
+def batch_spec(mesh: Mesh, rank: int = 3) -> PartitionSpec:
+    """Where an array of a batch in parts lies, `[A, B / A, T]`: rows over their axes, tokens over theirs."""
+    return PartitionSpec(None, AXES, *([SEQUENCE] if SEQUENCE in mesh.shape and rank > 2 else []))
+
+
+def stretches(mesh: Mesh | AbstractMesh | None) -> int:
+    """How many devices share the tokens of a row."""
+    return 1 if mesh is None else mesh.shape.get(SEQUENCE, 1)
 
 
 def row_shards(mesh: Mesh | None) -> tuple[tuple[int, ...], int]:

@@ -10,11 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rnnlib.layers import RouterLoss, with_router_losses
+from rnnlib.ops import sequence_axis
 from rnnlib.training.loss import LossSums, head_loss_sums, loss_sums
-from rnnlib.training.mesh import AXES, gather_where_read, in_shares, parameter_spec, row_shards, whole
+from rnnlib.training.mesh import (
+    SEQUENCE,
+    batch_spec,
+    gather_where_read,
+    in_shares,
+    parameter_spec,
+    row_shards,
+    stretches,
+    whole,
+)
 from rnnlib.training.optimizer import Schedule
 
 Batch = Mapping[str, Any]
@@ -138,16 +148,17 @@ def put_batch(
         parts["stop"] = np.full(parts["inputs"].shape[:2], stop, np.int32)
     if mesh is None:
         return jax.device_put(parts, jax.local_devices()[0])
-    sharding = NamedSharding(mesh, PartitionSpec(None, AXES))
+    check_length(parts["inputs"].shape[2], mesh)
+    shardings = {name: NamedSharding(mesh, batch_spec(mesh, array.ndim)) for name, array in parts.items()}
     if len(shards) == total:
-        return jax.device_put(parts, sharding)
+        return jax.device_put(parts, shardings)
 
     def put(array: np.ndarray) -> jax.Array:
-        share = array.shape[1] // len(shards)
+        share, sharding = array.shape[1] // len(shards), NamedSharding(mesh, batch_spec(mesh, array.ndim))
 
         def own(index: Any) -> np.ndarray:
             first = shards.index(index[1].start // share) * share
-            return array[:, first : first + share]
+            return array[(slice(None), slice(first, first + share), *index[2:])]
 
         return jax.make_array_from_callback((array.shape[0], share * total, *array.shape[2:]), sharding, own)
 
@@ -159,11 +170,14 @@ def abstract_batch(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of what `put_batch` gives, and where it lies on a mesh."""
     shape = (accumulation_steps, batch_size // accumulation_steps, length)
-    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(None, AXES))
-    dtypes = {name: np.float32 if name == "loss_weights" else np.int32 for name in BATCH_FIELDS}
-    fields = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+
+    def field(dtype: Any, shape: tuple[int, ...] = shape) -> jax.ShapeDtypeStruct:
+        sharding = None if mesh is None else NamedSharding(mesh, batch_spec(mesh, len(shape)))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    fields = {name: field(np.float32 if name == "loss_weights" else np.int32) for name in BATCH_FIELDS}
     if jax.process_count() > 1:  # whether one of several processes was asked to stop
-        fields["stop"] = jax.ShapeDtypeStruct(shape[:2], np.int32, sharding=sharding)
+        fields["stop"] = field(np.int32, shape[:2])
     return fields
 
 
@@ -178,14 +192,22 @@ def abstract_state(state: TrainState, mesh: Mesh | None) -> TrainState:
     )
 
 
-def check_batch_size(batch_size: int, accumulation_steps: int, mesh: Mesh | None) -> None:
+def check_batch_size(batch_size: int, accumulation_steps: int, mesh: Mesh | AbstractMesh | None) -> None:
     """Raises ValueError unless the batch splits evenly over parts and devices."""
     devices = 1 if mesh is None else mesh.size
-    if batch_size % (accumulation_steps * devices):
+    if batch_size % (accumulation_steps * devices // stretches(mesh)):
         sizes = "" if mesh is None else f" ({', '.join(f'mesh.{axis}={size}' for axis, size in mesh.shape.items())})"
         raise ValueError(
             f"data.batch_size={batch_size} does not split evenly into accumulation_steps={accumulation_steps} parts "
             f"on devices={devices}{sizes}"
+        )
+
+
+def check_length(length: int, mesh: Mesh | AbstractMesh | None) -> None:
+    """Raises ValueError unless a row's tokens split evenly over the devices that share them."""
+    if length % stretches(mesh):
+        raise ValueError(
+            f"data.sequence_length={length} does not split evenly over the devices of mesh.sequence={stretches(mesh)}"
         )
 
 
@@ -231,7 +253,7 @@ def _forward(
 
 
 def _over_devices(function: Callable[..., Any], mesh: Mesh | None, *, gradients: bool) -> Callable[..., Any]:
-    """Runs `function(parameters, other, batch, specs)` on each device's rows; sums its first outputs over devices.
+    """Runs `function(parameters, other, batch, specs)` on each device's rows or stretch of them; sums over devices.
 
     Summed are the gradients (with `gradients`, the first output) and the loss. `specs` says how parameters are shared.
     shard_map and not the automatic partitioner: each device runs the single-device program, custom kernels included.
@@ -239,22 +261,25 @@ def _over_devices(function: Callable[..., Any], mesh: Mesh | None, *, gradients:
     if mesh is None:
         return functools.partial(function, specs=None)
 
+    split, every = (SEQUENCE if stretches(mesh) > 1 else None), mesh.axis_names
+
     def call(parameters, other, batch):
         specs = jax.tree.map(lambda x: parameter_spec(x.shape, mesh), parameters)
 
         def local(parameters, other, batch):
-            outputs = function(parameters, other, batch, specs)
+            with sequence_axis(split):
+                outputs = function(parameters, other, batch, specs)
             if not gradients:
-                return jax.lax.psum(outputs, AXES)
+                return jax.lax.psum(outputs, every)
 
             def summed(gradient, spec):
                 # The gradient of what was gathered over "fsdp" is summed over it already.
-                return jax.lax.psum(gradient, "data" if "fsdp" in tuple(spec) else AXES)
+                return jax.lax.psum(gradient, tuple(axis for axis in every if axis not in tuple(spec)))
 
             own, sums, other = outputs
-            return jax.tree.map(summed, own, specs), jax.lax.psum(sums, AXES), other
+            return jax.tree.map(summed, own, specs), jax.lax.psum(sums, every), other
 
-        whole, rows = PartitionSpec(), dict.fromkeys(batch, PartitionSpec(None, AXES))
+        whole, rows = PartitionSpec(), {name: batch_spec(mesh, x.ndim) for name, x in batch.items()}
         mapped = jax.shard_map(
             local,
             mesh=mesh,

@@ -72,9 +72,9 @@ def documents(random):
 SCAN = {"implementation": "scan"}
 
 
-def rule(a, ids):
-    shared_by_all = {"initial_state": a["state"], "scale": a["scale"], "segment_ids": ids}
-    return ops.gated_delta_rule(a["q"], a["k"], a["v"], beta=a["beta"], log_decay=a["head_decay"], **shared_by_all)
+def rule(a, ids, **options):
+    options |= {"initial_state": a["state"], "scale": a["scale"], "segment_ids": ids}
+    return ops.gated_delta_rule(a["q"], a["k"], a["v"], beta=a["beta"], log_decay=a["head_decay"], **options)
 
 
 def rule_with_all_gates(a, ids):
@@ -108,11 +108,11 @@ def attention(value_heads, **options):
 
 
 OPERATORS = {
-    "gated_delta_rule": rule,
+    "gated_delta_rule": functools.partial(rule, **SCAN),
     "float32": rule,
     "all gates": rule_with_all_gates,
-    "wider than kernels": lambda a, ids: ops.gated_delta_rule(
-        a["q"], a["k"], jnp.tile(a["v"], 64), write=jnp.tile(a["write"], 64), segment_ids=ids, **SCAN
+    "wider than kernels, whole documents": lambda a, ids: ops.gated_delta_rule(
+        a["q"], a["k"], jnp.tile(a["v"], 64), write=jnp.tile(a["write"], 64), **SCAN
     ),
     "linear_attention": linear_attention,
     "dplr": dplr,
@@ -126,9 +126,6 @@ OPERATORS = {
         a["wide_k"], gain=a["beta"], initial_state=a["gram_diagonal"], segment_ids=ids, **SCAN
     ),
     "ridge_solve": ridge_solve,
-    "ridge_solve by conjugate gradients": lambda a, ids: ops.ridge_solve(
-        a["wide_q"], a["wide_k"], ridge=0.5, adaptive=False, iterations=4, solver="conjugate_gradient"
-    ),
     "causal_attention": attention(H),
     "window": attention(H, window=4),
     "wide window": attention(H, window=13),
