@@ -3,7 +3,7 @@
 import json
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rnnlib.fields import PositiveInteger, check_value
@@ -28,16 +28,19 @@ _WITHOUT_EFFECT = frozenset(_NAMES.split())
 class ConfigKeys:
     """The keys of a config.json, each taken once by what understands it."""
 
-    def __init__(self, values: Mapping[str, Any], where: str):
+    def __init__(self, values: Mapping[str, Any], where: str, ignored: Sequence[str] = ()):
         """Wraps keys.
 
         Args:
             values: the keys.
             where: the file's name, for messages.
+            ignored: keys, here and in objects within, that need not be understood.
         """
         self.values = values
         self.where = where
-        self._left = {name for name, value in values.items() if not name.startswith("_")} - _WITHOUT_EFFECT
+        self.ignored = ignored
+        left = {name for name, value in values.items() if not name.startswith("_")}
+        self._left = left - _WITHOUT_EFFECT - set(ignored)
 
     def __contains__(self, name: str) -> bool:
         return name in self.values
@@ -98,6 +101,10 @@ class ConfigKeys:
         if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed):
             known = " or ".join(json.dumps(choice) for choice in allowed)
             raise ValueError(f"{self.where}: {name} is {json.dumps(value)}, expected {known}")
+
+    def within(self, name: str) -> "ConfigKeys":
+        """The keys of a key that is an object; none where it is null or not there."""
+        return ConfigKeys(self.take(name, dict | None, None) or {}, f"{self.where}: {name}", self.ignored)
 
     def ignore(self, *names: str) -> None:
         """Keys that change nothing that a model computes."""

@@ -163,7 +163,7 @@ class Interleaved(Layout):
 
 @dataclasses.dataclass(frozen=True)
 class EqualParts(Layout):
-    """The file has the model's arrays joined, and cut anew into as many parts of one size.
+    """The file has the model's arrays joined, and cut anew into as many parts of one size; the last may be shorter.
 
     Attributes:
         each: the layout of each of them.
@@ -178,7 +178,7 @@ class EqualParts(Layout):
     def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
         """Parts of one size."""
         joined = Joined(self.each).write(arrays, part)[0]
-        size = joined.shape[0] // len(arrays)
+        size = -(-joined.shape[0] // len(arrays))
         return [joined[i * size : (i + 1) * size] for i in range(len(arrays))]
 
 

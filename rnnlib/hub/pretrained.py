@@ -218,8 +218,7 @@ def read_config(family: Family, values: Mapping[str, Any], where: str, ignored: 
     Raises:
         ValueError: a key is missing, has a value that is not served, or is not known.
     """
-    keys = ConfigKeys(values, where)
-    keys.ignore(*ignored)
+    keys = ConfigKeys(values, where, ignored)
     try:
         config = family.read(keys)
         abstract_model(config)
@@ -255,7 +254,9 @@ def _write_new(
         for name, shape in zip(match.theirs, match.shapes(variables), strict=True)
     }
     write_arrays(staged, shard_names(sizes), lambda names: _arrays(matches, variables, set(names)))
-    write_json(staged / CONFIG, values)
+    # Left out, they would be the published model's, which this vocabulary may not have.
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer and tokenizer.end_of_document, "pad_token_id": None}
+    write_json(staged / CONFIG, {**values, **ends})
     if isinstance(tokenizer, FileTokenizer):
         tokenizer.save(staged / TOKENIZER)
         options = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}

@@ -11,7 +11,9 @@ import safetensors.numpy
 from flax import nnx
 
 from rnnlib.data import train_tokenizer
-from rnnlib.hub import Pretrained, load_pretrained, save_pretrained
+from rnnlib.hub import FAMILIES, Pretrained, load_pretrained, pretrained_config, save_pretrained
+from rnnlib.hub.layouts import FILTER, EqualParts
+from rnnlib.hub.pretrained import read_config
 from rnnlib.models import DecoderLM, ModelConfig
 from tests.hub.test_golden import GOLDEN
 
@@ -73,6 +75,7 @@ def test_arrays_that_do_not_fit_are_named(folder, change, message):
         ({"expand_v": 0.001}, r"expand_v gives 0 channels of 8, expected a multiple of 1 heads$"),
         ({"attn": {"layers": [2], "num_heads": 2}}, r"attn.layers has 2, expected layers from 0 to 1$"),
         ({"attn": {"layers": [1], "num_heads": 2, "sinks": 4}}, r"attn: sinks is 4, expected no such key"),
+        ({"attn": [{"layers": [1], "num_heads": 2}] * 2}, r"attn.layers has 1 twice, expected each layer once$"),
     ],
 )
 def test_keys_that_change_the_computation_and_are_not_served_are_named(folder, keys, message):
@@ -87,6 +90,15 @@ def test_a_key_that_its_user_knows_to_change_nothing_is_kept(folder, tmp_path):
     pretrained = load_pretrained(folder, ignore_keys=("mystery",))
     save_pretrained(pretrained, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["mystery"] == 3
+
+
+def test_a_key_within_the_language_models_keys_can_be_ignored_too(tmp_path):
+    shutil.copytree(GOLDEN / "qwen3_5_multimodal/untied", tmp_path / "model")
+    text = json.loads((tmp_path / "model" / "config.json").read_text())["text_config"]
+    with_keys(tmp_path / "model", text_config=text | {"mystery": 3})
+    with pytest.raises(ValueError, match=r"config.json: text_config: mystery is 3, expected no such key"):
+        pretrained_config(tmp_path / "model")
+    pretrained_config(tmp_path / "model", ignore_keys=("mystery",))
 
 
 def test_files_that_are_damaged_or_missing_are_named(folder, tmp_path):
@@ -141,6 +153,7 @@ def test_an_index_and_its_shards_must_agree(folder):
         {"mixers": ("kda", "kda", "sliding_window_attention"), "num_layers": 3, "window": 4},
         {"mixers": ("gla",)},
         {"mixers": ("retnet",)},
+        {"mixers": ("retnet",), "mixer_overrides": {"retnet": {"readout.gate": "none"}}},
         {"mixers": ("mesanet",), "mixer_overrides": {"mesanet": {"solve.epsilon": 1e-5, "readout.eps": 1e-6}}},
         {"mixers": ("attention",), "attention_heads": 4},
     ],
@@ -249,6 +262,10 @@ def test_the_tokenizer_comes_along(tmp_path):
     again = load_pretrained(tmp_path / "model")
     assert again.tokenizer.encode("not to be") == tokenizer.encode("not to be")
     assert again.tokenizer.end_of_document == tokenizer.end_of_document
+    # The classes' own defaults are of the published vocabularies.
+    keys = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert keys["eos_token_id"] == tokenizer.end_of_document
+    assert keys["pad_token_id"] is keys["bos_token_id"] is None
     save_pretrained(again, tmp_path / "copy")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
@@ -299,3 +316,102 @@ def test_published_names_and_filters_of_olmo_hybrid(tmp_path):
     assert arrays["model.layers.0.linear_attn.v_conv1d.weight"].shape == (48, 1, 4)
     again = load_pretrained(tmp_path / "published")
     jax.tree.map(np.testing.assert_array_equal, nnx.state(again.model), nnx.state(pretrained.model))
+
+
+def test_filters_of_unequal_streams_are_cut_as_transformers_cuts_them():
+    """Into parts of one size, rounded up; the last is what is left (`torch.chunk`)."""
+    filters = [jnp.arange(4.0 * channels).reshape(4, channels) + channels for channels in (12, 12, 40)]
+    parts = EqualParts(FILTER).write(filters, None)
+    assert [part.shape for part in parts] == [(22, 1, 4), (22, 1, 4), (20, 1, 4)]
+    back = EqualParts(FILTER).read(parts, filters, None)
+    jax.tree.map(np.testing.assert_array_equal, back, filters)
+
+
+def test_norms_without_a_gate_have_the_name_that_their_reader_expects(tmp_path):
+    """Flash-linear-attention: `g_norm_swish_gate` where norm and gate are one kernel, else `g_norm`."""
+    for gate, name in (("silu", "g_norm_swish_gate"), ("none", "g_norm")):
+        config = SMALL.replace(mixers=("gla",), mixer_overrides={"gla": {"readout.gate": gate}})
+        save_pretrained(DecoderLM(config, rngs=nnx.Rngs(0)), tmp_path / gate)
+        assert f"model.layers.0.attn.{name}.weight" in safetensors.numpy.load_file(
+            tmp_path / gate / "model.safetensors"
+        )
+
+
+def config_of(folder, **changes):
+    """The model that a golden file's config.json gives with some keys changed, those of None left out."""
+    values = json.loads((GOLDEN / folder / "config.json").read_text()) | changes
+    values = {name: value for name, value in values.items() if value is not None}
+    family = next(family for family in FAMILIES.values() if family.matches(values))
+    return read_config(family, values, "config.json")
+
+
+def test_a_key_that_the_published_code_ignores_is_ignored():
+    plain = config_of("precond_gated_deltanet/gate")
+    assert config_of("precond_gated_deltanet/gate", output_gate_activation="sigmoid") == plain
+
+
+def test_a_model_of_attention_alone_can_be_of_a_hybrids_family(tmp_path):
+    config = config_of("qwen3_5/text", layer_types=["full_attention"] * 4)
+    save_pretrained(DecoderLM(config, rngs=nnx.Rngs(0)), tmp_path / "model", family="qwen3_5")
+    assert pretrained_config(tmp_path / "model").layer_mixers == ("attention",) * 4
+
+
+# As the published file has them, in place of what transformers writes.
+KIMI = {
+    "layer_types": None,
+    "mlp_layer_types": None,
+    "linear_num_heads": None,
+    "linear_head_dim": None,
+    "linear_conv_kernel_dim": None,
+    "linear_attn_config": {
+        "kda_layers": [1, 2],
+        "full_attn_layers": [3],
+        "num_heads": 2,
+        "head_dim": 12,
+        "short_conv_kernel_size": 4,
+    },
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_router_activation_func": "sigmoid",
+    "use_grouped_topk": True,
+    "mla_use_nope": True,
+    "num_nextn_predict_layers": 0,
+    "rope_theta": 10000.0,
+}
+
+
+def test_both_spellings_of_kimi_linears_configuration():
+    written = config_of("kimi_linear/moe")
+    assert config_of("kimi_linear/moe", **KIMI) == written
+    assert written.layer_mixers == ("kda", "kda", "latent_attention")
+    others = {"num_expert_group": 3, "topk_group": 2, "moe_renormalize": False, "num_shared_experts": 2}
+    experts = config_of("kimi_linear/moe", q_lora_rank=6, attention_bias=True, **others).layer_feed_forwards[1]
+    assert (experts.router.groups, experts.router.groups_kept, experts.router.renormalize) == (3, 2, False)
+    assert experts.shared_width == 24
+    # Where neither list is there: every fifth layer, but the first, and one dense feed-forward.
+    plain = config_of("kimi_linear/moe", layer_types=None, mlp_layer_types=None, num_hidden_layers=6)
+    assert [i for i, mixer in enumerate(plain.layer_mixers) if mixer == "latent_attention"] == [4]
+    assert plain.layer_feed_forwards.count("dense") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mla_use_nope": False}, "mla_use_nope is false, expected true"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2, expected num_attention_heads = 4"),
+        ({"moe_router_activation_func": "softmax"}, 'moe_router_activation_func is "softmax", expected "sigmoid"'),
+        ({"use_grouped_topk": False, "num_expert_group": 2}, "use_grouped_topk is false, expected true"),
+        ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types has 2 entries, expected num_hidden_layers = 3"),
+        ({"layer_types": ["full_attention"] * 2 + ["mamba"]}, "layer_types has 'mamba', expected linear_attention or"),
+        (
+            KIMI | {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2]}},
+            r"linear_attn_config: kda_layers and full_attn_layers are \[1, 2\] and \[2\], expected each layer from 1 to 3",
+        ),
+        (KIMI | {"linear_attn_config": {"rank": 2}}, "linear_attn_config: rank is 2, expected no such key"),
+        ({"num_experts": 5, "num_expert_group": 2}, "num_experts is 5, expected a multiple of router.groups=2"),
+    ],
+)
+def test_what_kimi_linear_is_not_served_with_is_named(changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        config_of("kimi_linear/moe", **changes)
+    assert str(error.value).startswith("config.json: ") and "\n" not in str(error.value)

@@ -15,6 +15,7 @@ from rnnlib.hub.table import Family, Row, linear, row
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig, swiglu_width
+from rnnlib.models.decoder import Block
 
 # Chosen kernels, and how a model is trained.
 _WITHOUT_EFFECT = (
@@ -69,7 +70,7 @@ def fla_family(
     preset: str,
     architecture: str,
     *,
-    rows: tuple[Row, ...],
+    rows: tuple[Row, ...] | Callable[[Block], tuple[Row, ...]],
     read: Callable[[ConfigKeys, int], Options],
     write: Callable[[Any, int], dict[str, Any]],
     mixers: tuple[str, ...] = (),
@@ -82,7 +83,7 @@ def fla_family(
         name: of the family, its `model_type`.
         preset: the mixer of its layers, for those that are not of attention.
         architecture: the class that published files name.
-        rows: the table of the mixer's arrays.
+        rows: the table of the mixer's arrays, or a function from a layer's block to it.
         read: options of the preset from the mixer's keys and the width; `key_heads` is one of them.
         write: the mixer's keys from its configuration, with sizes in numbers, and the width.
         mixers: other presets that may be of this family.
@@ -123,7 +124,7 @@ def fla_family(
         read=read_config,
         write=write_config,
         rows=ROWS,
-        layer_rows=(*BLOCK, *rows, *ATTENTION),
+        layer_rows=lambda block: (*BLOCK, *(rows(block) if callable(rows) else rows), *ATTENTION),
         unused=unused,
     )
 
@@ -173,6 +174,8 @@ def _read_attention(
         for layer in chosen:
             if not isinstance(layer, int) or not 0 <= layer < layers:
                 raise ValueError(f"{keys.where}: attn.layers has {layer!r}, expected layers from 0 to {layers - 1}")
+            if pattern[layer] != preset:
+                raise ValueError(f"{keys.where}: attn.layers has {layer} twice, expected each layer once")
             pattern[layer] = name
     return tuple(pattern), overrides
 

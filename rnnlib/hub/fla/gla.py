@@ -5,26 +5,35 @@ from typing import Any
 from rnnlib.hub.fla.common import Options, expanded, fla_family, sizes_of
 from rnnlib.hub.fla.rows import CONVOLUTIONS, STREAMS
 from rnnlib.hub.keys import ConfigKeys, expansion
-from rnnlib.hub.table import linear, row
+from rnnlib.hub.table import Row, linear, row
 from rnnlib.layers.convolution import ConvolutionConfig
 from rnnlib.layers.decay import LogSigmoidDecay
-from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.layers.mixer import RecurrentMixer, RecurrentMixerConfig
+from rnnlib.models.decoder import Block
 
-# The norm has the one name where a gate is fused with it, else the other.
-NORM_AND_GATE = (
-    *linear("attn.g_proj", "mixer.readout.gate"),
-    row("attn.g_norm_swish_gate.weight", "mixer.readout.norm.scale"),
-    row("attn.g_norm.weight", "mixer.readout.norm.scale"),
-    *linear("attn.o_proj", "mixer.readout.output"),
-)
+# The norm has the one name where a gate is fused with it, else the other. Files that are written anew have it fused.
+_FUSED_NORM = row("attn.g_norm_swish_gate.weight", "mixer.readout.norm.scale")
+_NORM = row("attn.g_norm.weight", "mixer.readout.norm.scale")
 
-ROWS = (
-    *STREAMS,
-    *CONVOLUTIONS,
-    *linear("attn.gk_proj.0", "mixer.decay.projection.down"),
-    *linear("attn.gk_proj.1", "mixer.decay.projection.up"),
-    *NORM_AND_GATE,
-)
+
+def norm_and_gate(block: Block) -> tuple[Row, ...]:
+    """The rows of a layer's gate, norm and output."""
+    is_gated = isinstance(block.mixer, RecurrentMixer) and block.mixer.config.readout.gate != "none"
+    return (
+        *linear("attn.g_proj", "mixer.readout.gate"),
+        *((_FUSED_NORM, _NORM) if is_gated else (_NORM, _FUSED_NORM)),
+        *linear("attn.o_proj", "mixer.readout.output"),
+    )
+
+
+def _rows(block: Block) -> tuple[Row, ...]:
+    return (
+        *STREAMS,
+        *CONVOLUTIONS,
+        *linear("attn.gk_proj.0", "mixer.decay.projection.down"),
+        *linear("attn.gk_proj.1", "mixer.decay.projection.up"),
+        *norm_and_gate(block),
+    )
 
 
 # Of queries and keys, after the filters and their SiLU.
@@ -126,4 +135,4 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     }
 
 
-GLA = fla_family("gla", "gla", "GLAForCausalLM", rows=ROWS, read=_read, write=_write)
+GLA = fla_family("gla", "gla", "GLAForCausalLM", rows=_rows, read=_read, write=_write)

@@ -3,7 +3,6 @@
 from typing import Any
 
 from rnnlib.hub.fla.common import (
-    GATES,
     Options,
     fla_family,
     read_convolution,
@@ -48,7 +47,7 @@ KDA_ROWS = (
 
 
 def _read_preconditioner(keys: ConfigKeys) -> Options:
-    keys.ignore("a_log_init_lower", "log_atk_scale_init")
+    keys.ignore("a_log_init_lower", "log_atk_scale_init", "output_gate_activation")  # the last the models ignore too
     # Beta is doubled for negative eigenvalues, whatever the preconditioner's bound: not `PreconditionedGain`'s 2 / x.
     return {
         "gain": SigmoidGain(negative_eigenvalues=keys.flag("allow_neg_eigval", False)),
@@ -68,11 +67,10 @@ def _write_preconditioner(mixer: RecurrentMixerConfig) -> dict[str, Any]:
 
 
 def _read_gated(keys: ConfigKeys, width: int) -> Options:
-    activation = keys.one_of("output_gate_activation", GATES, "swish")
     return {
         **read_head_sizes(keys, 2.0),
         **_read_preconditioner(keys),
-        "readout.gate": activation if keys.flag("use_gate", True) else "none",
+        "readout.gate": "silu" if keys.flag("use_gate", True) else "none",
         "readout.eps": keys.number("norm_eps", 1e-6),
         **read_convolution(keys),
     }

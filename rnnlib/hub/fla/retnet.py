@@ -4,7 +4,7 @@ from typing import Any
 
 from rnnlib.hub.fla.common import Options, fla_family
 from rnnlib.hub.fla.gla import (
-    NORM_AND_GATE,
+    norm_and_gate,
     read_feature_map,
     read_readout,
     read_sizes,
@@ -14,9 +14,13 @@ from rnnlib.hub.fla.gla import (
 )
 from rnnlib.hub.fla.rows import STREAMS
 from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.table import Row
 from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.models.decoder import Block
 
-ROWS = (*STREAMS, *NORM_AND_GATE)
+
+def _rows(block: Block) -> tuple[Row, ...]:
+    return (*STREAMS, *norm_and_gate(block))
 
 
 def _read(keys: ConfigKeys, width: int) -> Options:
@@ -28,4 +32,4 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     return {**write_sizes(mixer, width), **write_feature_map(mixer), **write_readout(mixer)}
 
 
-RETNET = fla_family("retnet", "retnet", "RetNetForCausalLM", rows=ROWS, read=_read, write=_write, hidden_ratio=2)
+RETNET = fla_family("retnet", "retnet", "RetNetForCausalLM", rows=_rows, read=_read, write=_write, hidden_ratio=2)

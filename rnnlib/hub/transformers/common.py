@@ -122,8 +122,6 @@ def mixers_by_kind(
     kinds = [sized_mixer(config, mixer) for mixer in config.layer_mixers]
     recurrent = [kind for kind in kinds if isinstance(kind, RecurrentMixerConfig)]
     attention = [kind for kind in kinds if isinstance(kind, AttentionConfig)]
-    if not recurrent:
-        raise ValueError("no layer has the mixer 'gated_deltanet'")
     return kinds, recurrent, attention
 
 
@@ -148,8 +146,11 @@ def read_delta_heads(keys: ConfigKeys, defaults: Mapping[str, int]) -> Options:
     }
 
 
-def write_delta_heads(mixer: RecurrentMixerConfig) -> dict[str, Any]:
-    """The keys that `read_delta_heads` reads."""
+def write_delta_heads(mixers: Sequence[RecurrentMixerConfig]) -> dict[str, Any]:
+    """The keys that `read_delta_heads` reads, of mixers that are alike; none of a model of attention alone."""
+    if not mixers:
+        return {}
+    mixer = mixers[0]
     return {
         "linear_num_key_heads": mixer.key_heads,
         "linear_num_value_heads": mixer.value_heads,

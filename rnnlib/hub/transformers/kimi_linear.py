@@ -88,9 +88,7 @@ def _read(keys: ConfigKeys) -> ModelConfig:
     keys.only("mla_use_nope", True)
     keys.only("num_nextn_predict_layers", 0, None)
     # Inner keys that say the same as others of the file, which they go before.
-    published = ConfigKeys(
-        keys.take("linear_attn_config", dict | None, None) or {}, f"{keys.where}: linear_attn_config"
-    )
+    published = keys.within("linear_attn_config")
     layers = keys.size("num_hidden_layers")
     mixers = tuple(_LAYER_TYPES[kind] for kind in _layer_types(keys, published, layers))
     model = read_model(keys, eps=1e-5) | {"tie_embeddings": False}

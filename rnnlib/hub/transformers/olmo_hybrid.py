@@ -122,8 +122,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         "model_type": "olmo_hybrid",
         **write_model(config),
-        **write_delta_heads(recurrent[0]),
-        "linear_allow_neg_eigval": getattr(recurrent[0].gain, "negative_eigenvalues", False),
+        **write_delta_heads(recurrent),
+        "linear_allow_neg_eigval": any(getattr(mixer.gain, "negative_eigenvalues", False) for mixer in recurrent),
         "intermediate_size": config.feed_forward_width,
         "layer_types": write_layer_types(kinds),
         "num_attention_heads": layer.num_heads if layer else 1,

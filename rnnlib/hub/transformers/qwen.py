@@ -138,7 +138,7 @@ def _write(config: ModelConfig, model_type: str) -> dict[str, Any]:
     values = {
         "model_type": model_type,
         **write_model(config),
-        **write_delta_heads(recurrent[0]),
+        **write_delta_heads(recurrent),
         "layer_types": write_layer_types(kinds),
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
@@ -167,11 +167,12 @@ def _text(keys: ConfigKeys) -> ConfigKeys:
     """The keys of the language model: of a multimodal file, those under `text_config`."""
     if "text_config" not in keys:
         return keys
-    text = dict(keys.take("text_config", dict))
+    within = keys.within("text_config")
+    text = dict(within.values)
     if "tie_word_embeddings" in keys:
         text["tie_word_embeddings"] = keys.flag("tie_word_embeddings", False)
     keys.ignore(*(name for name in keys.values if name != "quantization_config"))
-    return ConfigKeys(text, f"{keys.where}: text_config")
+    return ConfigKeys(text, within.where, keys.ignored)
 
 
 def _read_dense(keys: ConfigKeys) -> ModelConfig:
