@@ -22,7 +22,7 @@ from experiments.throughput.measure import CompiledCase, Measurement, compile_ca
 from experiments.throughput.peer import check_models, start_compiling, time_peer
 from experiments.throughput.profiling import write_program
 from experiments.throughput.report import read_results, write_report
-from experiments.throughput.study import Case, Keeps, ThroughputStudy, cases, study
+from experiments.throughput.study import Case, Keeps, Scale, ThroughputStudy, cases, study
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -31,8 +31,8 @@ FOLDER = pathlib.Path(__file__).parent
 class Options:
     """Times the cases that have no result yet, then writes table and figure."""
 
-    setting: Literal["small", "real"] = "small"
-    """"small" runs on a CPU in a minute and measures nothing of interest, "real" on one GPU."""
+    setting: Scale = "small"
+    """"small" runs on a CPU in a minute and measures nothing of interest, "real" and "large" (1.3B) on one GPU."""
     mixers: tuple[str, ...] = ()
     """Only mixers of these labels, or whose label contains one of these."""
     lengths: tuple[int, ...] = ()
@@ -117,6 +117,8 @@ def time_cases(
         steps = plan.steps * (number + 1) // turns - plan.steps * number // turns
         for case in list(running):
             attempt(case, functools.partial(running[case].time, steps))
+    for case in list(running):
+        attempt(case, functools.partial(running[case].time_ahead, plan.steps))
     for case in compiled:
         if profiles is not None and case.keeps in profiles[1]:
             attempt(case, functools.partial(_profile, case, running.get(case), profiles[0]))

@@ -10,6 +10,10 @@ from rnnlib.models import ModelConfig, abstract_model, count_parameters
 PEAK = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12}
 
 
+# Of their memory, bytes a second, the same data sheets.
+BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}
+
+
 @dataclasses.dataclass(frozen=True)
 class StepFlops:
     """Operations of forward and backward pass for one token.

@@ -119,7 +119,8 @@ def compile_case(plan: ThroughputStudy, case: Case) -> CompiledCase:
 class Measurement:
     """A case whose steps are being timed; its state stays on the device until `finish`.
 
-    Every timed step is waited for, so that each has a time of its own; a step takes long against the wait.
+    Steps are timed in two ways: each waited for before the next is asked for, and as `Trainer` takes them, one ahead of
+    the one that is waited for, so that what the host does between steps costs no time.
     """
 
     def __init__(self, plan: ThroughputStudy, compiled: CompiledCase):
@@ -129,6 +130,7 @@ class Measurement:
         self.batch = _batch(plan, compiled.case)
         self.losses: list[float] = []
         self.seconds: list[float] = []
+        self.seconds_ahead: list[float] = []
         self.state: Any = compiled.new_state()
         self._run(plan.warmup)
 
@@ -142,8 +144,22 @@ class Measurement:
         return seconds
 
     def time(self, steps: int) -> None:
-        """Times so many steps more."""
+        """Times so many steps more, each waited for."""
         self.seconds += self._run(steps)
+
+    def time_ahead(self, steps: int) -> None:
+        """Times so many steps more, from one's end to the next one's, with the next always asked for."""
+        ends: list[float] = []
+        pending: Any = None
+        for number in range(steps + 2):
+            metrics = None
+            if number <= steps:
+                self.state, metrics = self.compiled.step(self.state, self.batch)
+            if pending is not None:
+                self.losses.append(float(pending.nats) / float(pending.tokens))
+                ends.append(time.perf_counter())
+            pending = metrics
+        self.seconds_ahead += np.diff(ends).tolist()
 
     def profile(self) -> tuple[list[Operation], str]:
         """Device time of one more step by operation, and the compiled program's text."""
@@ -167,6 +183,13 @@ class Measurement:
         median = float(np.median(self.seconds))
         peak = PEAK.get(jax.devices()[0].device_kind)
         achieved = flops.total * plan.tokens / median
+        if self.seconds_ahead:
+            ahead = float(np.median(self.seconds_ahead))
+            record |= {
+                "step_seconds_ahead": [round(s, 6) for s in self.seconds_ahead],
+                "tokens_per_second_ahead": round(plan.tokens / ahead, 1),
+                "utilization_ahead": None if peak is None else round(flops.total * plan.tokens / ahead / peak, 5),
+            }
         return record | {
             "mixer": case.mixer.label,
             "preset": list(case.mixer.preset),

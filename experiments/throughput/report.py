@@ -90,6 +90,15 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _ahead(record: dict[str, Any] | None) -> list[str]:
+    """Milliseconds and utilisation of steps that are asked for ahead, empty where they were not timed."""
+    if record is None or not record.get("step_seconds_ahead"):
+        return ["", ""]
+    share = record["utilization_ahead"]
+    milliseconds = 1000 * statistics.median(record["step_seconds_ahead"])
+    return [f"{milliseconds:.1f}", "" if share is None else f"{share:.1%}"]
+
+
 def _kept_table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> list[str]:
     """Lines of the table of what blocks keep for the backward pass, for mixers timed with more than inputs."""
     ways = [
@@ -106,15 +115,16 @@ def _kept_table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> list[st
         for (keeps, unrolled), record in zip(ways, found):
             if record is None or not any(found[1:]):
                 continue
-            cells = ["failed", "", "", ""]
+            cells = ["failed", "", "", "", "", ""]
             if "error" not in record:
                 milliseconds = 1000 * statistics.median(record["step_seconds"])
                 share = "" if record["utilization"] is None else f"{record['utilization']:.1%}"
-                cells = [_cell(record), f"{milliseconds:.1f}", share, _memory(record)]
+                cells = [_cell(record), f"{milliseconds:.1f}", share, *_ahead(record), _memory(record)]
             rows.append([mixer.label, "one after another" if unrolled else "scan", keeps, *cells])
     if not rows:
         return []
-    header = ["mixer", "layers", "kept", "thousand tokens/s", "ms a step", "model FLOP/s of peak", "memory, GB"]
+    header = ["mixer", "layers", "kept", "thousand tokens/s", "ms a step", "model FLOP/s of peak"]
+    header += ["one ahead: ms a step", "of peak", "memory, GB"]
     return ["", *(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))]
 
 

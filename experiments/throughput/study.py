@@ -49,6 +49,7 @@ AT_EVERY_LENGTH = (
 
 
 Keeps = Literal["input", "products", "everything"]
+Scale = Setting | Literal["large"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +103,23 @@ class Case:
     unrolled: bool = False
 
 
-def study(setting: Setting) -> ThroughputStudy:
-    """The study at a setting: "real" is Preconditioned DeltaNet's 340M model (its figure 3) and 32K tokens a step."""
+def study(setting: Scale) -> ThroughputStudy:
+    """The study at a setting: "real" is Preconditioned DeltaNet's 340M model (its figure 3) and 32K tokens a step.
+
+    "large" is the 1.3B model.
+    """
+    if setting == "large":
+        mixers = ("Gated DeltaNet", "Transformer++")
+        return ThroughputStudy(
+            model=model_preset("1.3b").replace(mixer_overrides=(), scan_layers=True),
+            mixers=pick(MIXERS, mixers),
+            at_every_length=mixers,
+            tokens=32_768,
+            main_length=4096,
+            lengths=(4096,),
+            deterministic=(),
+            packed=(),
+        )
     if setting == "small":
         return ThroughputStudy(
             model=ModelConfig(vocabulary_size=256, width=32, num_layers=2, num_heads=2, scan_layers=True),
@@ -154,7 +170,7 @@ def model_config(plan: ThroughputStudy, case: Case) -> ModelConfig:
     return plan.model.replace(
         mixers=case.mixer.preset,
         mixer_overrides=overrides,
-        attention_heads=16 if plan.model.width == 1024 else None,
+        attention_heads=plan.model.width // 64 if plan.model.width >= 1024 else None,
         remat=case.keeps != "everything",
         remat_keeps="products" if case.keeps == "products" else "input",
         scan_layers=not case.unrolled,

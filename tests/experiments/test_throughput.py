@@ -5,6 +5,7 @@ import json
 import pytest
 
 from experiments.throughput import __main__ as command
+from experiments.throughput import decoding
 from experiments.throughput.flops import step_flops
 from experiments.throughput.peer import time_peer
 from experiments.throughput.report import read_results, table
@@ -60,6 +61,8 @@ def test_one_command_times_and_reports(tmp_path, capsys, monkeypatch):
     record = json.loads(file.read_text())
     assert record["tokens_per_second"] == pytest.approx(256 / sorted(record["step_seconds"])[0], rel=0.9)
     assert all(4 < loss < 7 for loss in record["losses"]), "random tokens of 256"
+    assert len(record["step_seconds"]) == len(record["step_seconds_ahead"]) == 2
+    assert len(record["losses"]) == 1 + 2 + 3, "warm-up, steps waited for, and one more than intervals between ends"
     assert (tmp_path / "figures" / "small.png").exists()
 
     def fail(*_):
@@ -89,6 +92,9 @@ def test_every_record_is_of_its_own_case(workers, quiet, tmp_path, monkeypatch):
             if quiet and self.case.packed and len(timed) > 5:
                 raise MemoryError("no room")
 
+        def time_ahead(self, steps):
+            assert steps == study("small").steps
+
         def finish(self):
             return name(self.case) | {"packed": self.case.packed, "keeps": self.case.keeps}
 
@@ -105,6 +111,19 @@ def test_every_record_is_of_its_own_case(workers, quiet, tmp_path, monkeypatch):
     for case in set(timed):
         first, last = timed.index(case), len(timed) - 1 - timed[::-1].index(case)
         assert quiet == (len(set(timed[first : last + 1])) > 1) or case.packed, "one after another, or by turns"
+
+
+def test_decoding_is_timed_beside_what_it_must_read(tmp_path, capsys):
+    arguments = ["--rows", "2", "--prompt", "4", "--new", "16", "--blocks", "3", "--output", str(tmp_path)]
+    assert decoding.main(arguments) == 0
+    record = json.loads((tmp_path / "results" / "small_decoding" / "gated_deltanet--2.json").read_text())
+    assert record["rows"] == 2 and len(record["token_seconds"]) == 2
+    config = model_config(study("small"), next(c for c in cases(study("small")) if c.mixer.label == "Gated DeltaNet"))
+    parameters = count_parameters(config)
+    assert record["bytes"]["weights"] == 4 * parameters.without_embedding, "the head, and of the embedding one row"
+    states = 2 * config.num_layers * config.num_heads * 16 * 16  # of two rows, float32, beside the convolutions' tails
+    assert record["bytes"]["caches"] == 2 * 4 * (states + 2 * config.num_layers * 3 * 3 * 32)
+    assert "| Gated DeltaNet | 2 |" in capsys.readouterr().out
 
 
 def test_the_peer_is_named_and_its_failures_are_recorded(tmp_path):
