@@ -88,6 +88,9 @@ def default_schedule(key_size: int, dtype: str, segments: int = 1, shared_memory
     # Before Hopper products take both operands from registers: in float32, wider blocks spill 36 KiB a thread.
     if is_wide and shared_memory < (_HOPPER if dtype == "float32" else _AMPLE):
         return _small_schedule(segments)
+    if not is_wide and shared_memory < _HOPPER:
+        # A channel-wise decay's gradients in blocks of 64 spill 26 KiB a thread there.
+        return Schedule(segments=segments, gradients=Launch(num_warps=4, num_stages=1, block=32, inner=64))
     if not is_wide:
         return Schedule(segments=segments)
     if dtype != "float32":

@@ -1,11 +1,13 @@
 """Kernels as machine code, without a GPU: what an H200 runs spills nothing new, and every card's memory suffices."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from experiments.kernel_benchmarks.offline.compiling import Kernel, compile_cases, missing_packages, read_report
 from experiments.kernel_benchmarks.offline.report import objections
+from pallas_kernels import triton
 from pallas_kernels.schedule import Schedule, default_schedule
 from pallas_kernels.triton.common.backend import shared_memory
 
@@ -87,9 +89,21 @@ def test_a_described_card_has_the_shared_memory_of_its_kind(kind, kibibytes):
         assert shared_memory() == kibibytes * 1024
 
 
+def test_small_cards_refuse_ridge_solves_whose_products_do_not_fit():
+    x, narrow = (jnp.zeros((1, 64, 1, size), jnp.bfloat16) for size in (128, 64))
+    device = AbstractDevice(device_kind="NVIDIA A10", num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        assert triton.ridge_solve_unsupported(x, x) is None
+        assert "shared memory" in triton.ridge_solve_unsupported(x, x, adaptive=False)
+        assert "shared memory" in triton.ridge_solve_unsupported(x, x, precision="split")
+        assert triton.ridge_solve_unsupported(narrow, narrow, precision="split") is None
+    assert triton.ridge_solve_unsupported(x, x, precision="split") is None
+
+
 def test_small_cards_have_defaults_of_their_own_where_others_do_not_fit():
     small = 99 * 1024
-    assert default_schedule(128, "bfloat16", shared_memory=small) == Schedule()
+    assert default_schedule(128, "bfloat16") == Schedule()
+    assert default_schedule(128, "bfloat16", shared_memory=small).gradients.block == 32
     assert default_schedule(256, "bfloat16", 2, small).output.num_stages == 1
     assert default_schedule(256, "bfloat16", 2, small).segments == 2
     assert default_schedule(256, "bfloat16").output.num_stages == 2

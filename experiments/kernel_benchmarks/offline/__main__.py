@@ -71,9 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {reason}")
         return 2
     path = chosen.output / "offline.json"
-    before = json.loads(path.read_text())["records"] if path.exists() else []
-    records = {(record["card"], record["case"]): record for record in before}
+    before = json.loads(path.read_text()) if path.exists() else {"records": []}
+    records = {(record["card"], record["case"]): record for record in before["records"]}
     command = shlex.join(["python", "-m", "experiments.kernel_benchmarks.offline", *arguments])
+    if before["records"] and arguments:
+        command = f"{before['command']} && {command}"
     for card in chosen.cards:
         known = cases(with_table=load_table(CARDS[card].kind) is not None, every=chosen.every)
         names = [name for name in known if re.search(chosen.only, name)]

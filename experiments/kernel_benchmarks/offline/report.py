@@ -33,10 +33,10 @@ def objections(record: Record) -> list[str]:
 
 
 def card_table(results: Record) -> str:
-    """The table of cards: `card, calls, kernels, largest shared memory, kernels that spill, measured`."""
+    """The table of cards: how many calls compile and fit, what they take, and whether they were timed there."""
     lines = [
-        "| code | cards | calls compiled | of them fit | shared memory, KiB | kernels that spill | measured |",
-        "|---|---|---|---|---|---|---|",
+        "| cards (code) | calls that compile and fit | shared memory, KiB | kernels that spill | above 1 KB | timed |",
+        "|---|---|---|---|---|---|",
     ]
     for name, card in CARDS.items():
         mine = [record for record in results["records"] if record["card"] == name]
@@ -46,12 +46,25 @@ def card_table(results: Record) -> str:
         kernels = [numbers for record in compiled for numbers in record["kernels"].values()]
         most = max(numbers[2] for numbers in kernels)
         fits = sum(all(n[2] <= card.shared_memory for n in record["kernels"].values()) for record in compiled)
-        spilling = sum(numbers[1] > 0 for numbers in kernels)
+        spilling, badly = (sum(numbers[1] > least for numbers in kernels) for least in (0, 1000))
         kinds = ", ".join((re.sub("^NVIDIA (GeForce )?", "", card.kind), *card.like))
         lines.append(
-            f"| {name} | {kinds} | {len(compiled)} of {len(mine)} | {fits} | {most / 1024:.0f} of "
-            f"{card.shared_memory // 1024} | {spilling} of {len(kernels)} | {MEASURED.get(name, 'no')} |"
+            f"| {kinds} ({name}) | {fits} of {len(mine)} | {most / 1024:.0f} of {card.shared_memory // 1024} | "
+            f"{spilling} of {len(kernels)} | {badly} | {MEASURED.get(name, 'no')} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def short_card_table(results: Record) -> str:
+    """Cards, whether the kernels compile and fit, and whether they were timed there."""
+    lines = ["| cards | kernels compile and fit | timed |", "|---|---|---|"]
+    for name, card in CARDS.items():
+        mine = [record for record in results["records"] if record["card"] == name]
+        fits = sum(not objections(record) and "kernels" in record for record in mine)
+        refused = sum("refused" in record for record in mine)
+        kinds = ", ".join((re.sub("^NVIDIA (GeForce )?", "", card.kind), *card.like))
+        rest = f", {refused} on XLA" if refused else ""
+        lines.append(f"| {kinds} | {fits} of {len(mine)} calls{rest} | {'yes' if name in MEASURED else 'no'} |")
     return "\n".join(lines) + "\n"
 
 

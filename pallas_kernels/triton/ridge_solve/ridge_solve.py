@@ -9,8 +9,9 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
+from pallas_kernels.platform import platform
 from pallas_kernels.problem import CHUNK, next_power_of_two, segment_starts
-from pallas_kernels.triton.common.backend import interpreted, unsupported_arrays
+from pallas_kernels.triton.common.backend import interpreted, shared_memory, unsupported_arrays
 from pallas_kernels.triton.ridge_solve.argument_gradients import StateSums, argument_gradients
 from pallas_kernels.triton.ridge_solve.gram_states import gram_states
 from pallas_kernels.triton.ridge_solve.iterations import solve_chunks
@@ -28,10 +29,18 @@ from pallas_kernels.triton.ridge_solve.state_gradients import state_gradients
 from pallas_kernels.varying import batch_alike, vary_alike
 
 _MAX_CHANNELS = 128
+_SPLIT_MEMORY = 128 * 1024
+"""Bytes of shared memory that two parts of every factor take with 128 channels."""
 
 
 def ridge_solve_unsupported(
-    q: Array, k: Array, *, solver: str = "chebyshev", precision: str | None = None, chunk_size: int = CHUNK
+    q: Array,
+    k: Array,
+    *,
+    solver: str = "chebyshev",
+    precision: str | None = None,
+    adaptive: bool = True,
+    chunk_size: int = CHUNK,
 ) -> str | None:
     """Why the kernels here can't serve a call of `ridge_solve`, as a noun phrase, or None if they can.
 
@@ -40,6 +49,7 @@ def ridge_solve_unsupported(
         k: keys `[B, T, H, K]`.
         solver: name of the method.
         precision: of the products.
+        adaptive: whether the ridge is relative, which decides what a precision of None is.
         chunk_size: tokens in a chunk.
     """
     reason = unsupported_arrays(q=q, k=k)
@@ -53,6 +63,10 @@ def ridge_solve_unsupported(
         return f"chunk_size {chunk_size} (only {CHUNK})"
     if q.shape[3] > _MAX_CHANNELS:
         return f"key size {q.shape[3]} (at most {_MAX_CHANNELS}: the iterates of a chunk stay in registers)"
+    if platform() != "cpu" and q.shape[3] > 64 and shared_memory() < _SPLIT_MEMORY:
+        precision = precision or _default_precision(k, adaptive)
+        if precision != "bfloat16":
+            return f"key size {q.shape[3]} with products in {precision!r} (at most 64: shared memory is too small)"
     return None
 
 
@@ -106,22 +120,22 @@ def ridge_solve(
     Raises:
         NotImplementedError: `ridge_solve_unsupported` has an objection.
     """
-    reason = ridge_solve_unsupported(q, k, solver=solver, precision=precision, chunk_size=chunk_size)
+    reason = ridge_solve_unsupported(q, k, solver=solver, precision=precision, adaptive=adaptive, chunk_size=chunk_size)
     if reason is not None:
         raise NotImplementedError(f"ridge_solve: the Triton kernels do not support {reason}")
     inputs = vary_alike(_padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids))
     if precision is None:
-        precision = _default_precision(inputs, adaptive)
+        precision = _default_precision(inputs.k, adaptive)
     method = Method(solver, iterations, adaptive, float(epsilon), precision)
     x, gram = _solve(method, schedule or choose_schedule(ridge_problem(inputs), precision), inputs)
     size = q.shape[3]
     return x[:, : q.shape[1], :, :size].astype(q.dtype), gram[:, :, :size, :size]
 
 
-def _default_precision(inputs: RidgeInputs, adaptive: bool) -> str:
-    if inputs.k.dtype == jnp.bfloat16:
+def _default_precision(k: Array, adaptive: bool) -> str:
+    if k.dtype == jnp.bfloat16:
         return "bfloat16" if adaptive else "split"
-    return "float32" if interpreted() or inputs.k.shape[3] <= 64 else "split"
+    return "float32" if interpreted() or k.shape[3] <= 64 else "split"
 
 
 def _padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids) -> RidgeInputs:

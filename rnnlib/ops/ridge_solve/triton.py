@@ -29,7 +29,12 @@ def ridge_triton_unsupported(inputs: RidgeInputs, options: SolveOptions, chunk_s
     solver = options.solver
     if solver.differentiation != "implicit":
         return f"differentiation {solver.differentiation!r} (only 'implicit')"
-    arguments = {"solver": solver.method, "precision": _precision(solver, inputs), "chunk_size": chunk_size}
+    arguments = {
+        "solver": solver.method,
+        "precision": _precision(solver, inputs),
+        "adaptive": options.adaptive,
+        "chunk_size": chunk_size,
+    }
     return triton_unsupported("ridge_solve_unsupported", inputs.q, inputs.k, **arguments)
 
 
