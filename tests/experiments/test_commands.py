@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from experiments.kill_check.__main__ import faults
 from experiments.resume_check.__main__ import first_difference
 from experiments.sweep.command import SweepOptions, load_study
 from experiments.sweep.device import turn
@@ -88,3 +89,14 @@ def test_an_interrupt_is_one_line(study, monkeypatch, capsys):
         command.main([])
     assert end.value.code == 130
     assert capsys.readouterr().err == "interrupted: what is done is kept, the same command goes on\n"
+
+
+def test_kill_check_finds_what_a_kill_may_not_cost():
+    kill = {"last_whole_checkpoint": 10, "last_whole_checkpoint_before": 10, "steps_lost": 7}
+    kill |= {"killed": (1,), "exit_codes": [1, -9]}
+    later = kill | {"last_whole_checkpoint": 15}
+    assert faults(kill, None) == faults(kill, later) == faults(kill | {"killed": (0, 1)}, kill) == []
+    assert faults(later, kill) == ["the next start went back before the last whole checkpoint"]
+    assert faults(kill | {"last_whole_checkpoint": 5}, None) == ["a whole checkpoint was lost"]
+    assert faults(kill | {"steps_lost": 11}, None) == ["11 steps were lost"]
+    assert faults(kill | {"exit_codes": [0, -9]}, None) == ["process 0 ended with code 0"]

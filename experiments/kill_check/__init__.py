@@ -1,0 +1,1 @@
+"""What a run of several processes loses when they are killed at random moments."""
