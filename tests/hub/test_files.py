@@ -1,7 +1,11 @@
 """Files that are damaged, or say what is not served; options that the golden files do not have; writing."""
 
 import json
+import os
+import pathlib
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -284,6 +288,28 @@ def test_parameters_go_where_they_are_told():
     sharding = jax.sharding.SingleDeviceSharding(device)
     model = load_pretrained(GOLDEN / "gla/plain", sharding=lambda like: sharding).model
     assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(nnx.state(model)))
+
+
+def test_a_sharded_model_is_never_whole_on_the_host_or_on_a_device(tmp_path):
+    """Of four devices each gets a quarter; beside that it holds an array of the file or two while they are read."""
+    config = SMALL.replace(width=64, num_layers=10, num_heads=4, mlp_width=128, vocabulary_size=64)
+    save_pretrained(DecoderLM(config, rngs=nnx.Rngs(0)), tmp_path / "model")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.hub.on_devices", str(tmp_path / "model")],
+        cwd=pathlib.Path(__file__).parents[2],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["sharded"] == found["matrices"] > 100
+    assert found["share of a device"] < 0.3 * found["model"]
+    allowed = 4 * found["largest array"]
+    assert allowed < 0.1 * found["model"], "the model is large enough to tell"
+    assert found["most on the host"] <= allowed
+    assert found["most on a device"] <= found["share of a device"] + allowed
 
 
 def test_experts_may_stand_in_two_arrays(tmp_path):
