@@ -16,6 +16,9 @@ from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "causal_attention"
 
+# Of rows split over devices: queries that are compared with a whole row at a time.
+_QUERIES = 1024
+
 
 @split_over_mesh
 def causal_attention(
@@ -92,7 +95,8 @@ def _over_devices(
     """Attention of this device's stretch of each row.
 
     A window reads `window - 1` tokens more, from the device before. Where it is longer than a stretch, or there is
-    none, each device gets the keys and values of whole rows.
+    none, each device gets the keys and values of whole rows, and takes some queries at a time: a mask of all of them
+    would be quadratic in the row.
     """
     batch, length = q.shape[:2]
     if window is not None and window - 1 <= length:
@@ -104,15 +108,25 @@ def _over_devices(
         q = jnp.pad(q, [(0, 0), (before, 0), (0, 0), (0, 0)])
         return _over_rows(q, k, v, window, ids, number)[:, before:]
     k, v = lax.all_gather((k, v), axis, axis=1, tiled=True)
+    documents = None if segment_ids is None else segment_index(lax.all_gather(segment_ids, axis, axis=1, tiled=True))
+
+    def attend(own: tuple[Array, Array]) -> Array:
+        """Attention of queries that follow each other, the first at a place of the row."""
+        first, q = own
+        distance = first + jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]
+        mask = (distance >= 0 if window is None else (distance >= 0) & (distance < window))[None]
+        if documents is not None:
+            of_queries = lax.dynamic_slice_in_dim(documents, first, q.shape[1], axis=1)
+            mask = mask & (of_queries[:, :, None] == documents[:, None, :])
+        return _attention(q, k, v, number, mask=mask[:, None])
+
     first = lax.axis_index(axis) * length
-    distance = first + jnp.arange(length)[:, None] - jnp.arange(k.shape[1])[None, :]
-    mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    mask = mask[None]
-    if segment_ids is not None:
-        ids = segment_index(lax.all_gather(segment_ids, axis, axis=1, tiled=True))
-        own = lax.dynamic_slice_in_dim(ids, first, length, axis=1)
-        mask = mask & (own[:, :, None] == ids[:, None, :])
-    return _attention(q, k, v, number, mask=mask[:, None])
+    if length <= _QUERIES or length % _QUERIES:
+        return attend((first, q))
+    blocks = length // _QUERIES
+    parts = jnp.moveaxis(q.reshape(batch, blocks, _QUERIES, *q.shape[2:]), 1, 0)
+    out = lax.map(jax.checkpoint(attend), (first + _QUERIES * jnp.arange(blocks), parts))
+    return jnp.moveaxis(out, 0, 1).reshape(batch, length, *out.shape[3:])
 
 
 def product_dtype(dtype: DTypeLike) -> jnp.dtype:

@@ -7,6 +7,8 @@ import functools
 import json
 import os
 import re
+import sys
+from unittest import mock
 
 if __name__ == "__main__":  # before jax is imported
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
@@ -107,6 +109,11 @@ def attention(value_heads, **options):
     return call
 
 
+def attention_by_queries(a, ids):
+    with mock.patch.object(sys.modules[ops.causal_attention.__module__], "_QUERIES", 1):
+        return attention(H)(a, ids)
+
+
 OPERATORS = {
     "gated_delta_rule": functools.partial(rule, **SCAN),
     "float32": rule,
@@ -127,6 +134,7 @@ OPERATORS = {
     ),
     "ridge_solve": ridge_solve,
     "causal_attention": attention(H),
+    "attention, a query at a time": attention_by_queries,
     "window": attention(H, window=4),
     "wide window": attention(H, window=13),
 }

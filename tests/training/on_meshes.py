@@ -222,15 +222,15 @@ def planned_memory():
 @st.composite
 def drawn_models(draw):
     """A model, parts of its batch, and a mesh."""
-    fsdp = draw(st.sampled_from([4, 2, 8, 1]))
+    fsdp, sequence = draw(st.sampled_from([(4, 1), (2, 2), (8, 1), (1, 4), (1, 1), (1, 8)]))
     options = {
         "mixers": draw(st.sampled_from(mixer_names())),
         "num_layers": 1,
         "remat": draw(st.booleans()),
         "tie_embeddings": draw(st.booleans()),
     }
-    data = draw(st.sampled_from([n for n in (1, 2, 4, 8) if 2 <= n * fsdp <= 8]))
-    return options, draw(st.sampled_from([1, 2])), data, fsdp
+    data = draw(st.sampled_from([n for n in (1, 2, 4, 8) if 2 <= n * fsdp * sequence <= 8]))
+    return options, draw(st.sampled_from([1, 2])), data, fsdp, sequence
 
 
 def drawn(examples):
@@ -240,12 +240,11 @@ def drawn(examples):
     @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=HealthCheck)
     @given(drawn_models())
     def compare(case):
-        options, parts, data, fsdp = case
+        options, parts, *sizes = case
         if repr(case) in found:
             return
         wanted = two_steps(options, 1, None)
-        mesh = make_mesh(data * fsdp, MeshConfig(data=data, fsdp=fsdp))
-        state = two_steps(options, parts, mesh)
+        state = two_steps(options, parts, make_mesh(config=MeshConfig(*sizes)))
         rows = np.max(np.abs(np.divide(state[3], wanted[3]) - 1))
         found[repr(case)] = {"rows": float(rows), "gradient": furthest(state[4], wanted[4])}
 
