@@ -17,6 +17,7 @@ COMMANDS = {
     "lm-eval": ("rnnlib.cli.lm_eval", "run standard tasks of lm-evaluation-harness"),
     "generate": ("rnnlib.cli.generate", "continue a prompt with a run's model, or a published one"),
     "export": ("rnnlib.cli.export", "write a run's model as a folder that FLA or transformers reads"),
+    "mesh": ("rnnlib.cli.mesh", "plan a training step on a mesh of devices: memory and communication, without them"),
     "mixers": ("rnnlib.cli.mixers", "list the token mixers and where each stands on the axes"),
     "tokenizer": ("rnnlib.cli.tokenizer", "train a byte-pair tokenizer on text"),
 }

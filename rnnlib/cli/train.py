@@ -45,7 +45,19 @@ _FEED_FORWARDS = "--model.feed-forwards"
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainArguments:
+class Settings:
+    """What a command takes that goes by a training config."""
+
+    train: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    """What to train, on what."""
+    config: Path | None = None
+    """YAML file of settings (every run folder has one); flags override it."""
+    preset: str | None = None
+    """Model size by name, e.g. 340m (a wrong one lists all), with the tokenizer's vocabulary; flags override it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainArguments(Settings):
     """Trains a language model; without any argument a small one, in minutes on two CPU cores.
 
     Settings come from --config FILE (or the run that --resume continues, or the defaults), then from --preset NAME,
@@ -54,16 +66,10 @@ class TrainArguments:
     e.g. '[dense, {Experts: {num_experts: 16, width: 64}}]'.
     """
 
-    train: Annotated[TrainConfig, tyro.conf.arg(name="")]
-    """What to train, on what."""
     run: Path | None = None
     """Folder to train in, which must not exist; left out, the next of runs/001, runs/002, ..."""
     resume: bool = False
     """Continue the run in the --run folder, with its settings; --steps and such may be given anew."""
-    config: Path | None = None
-    """YAML file of settings (every run folder has one); flags override it."""
-    preset: str | None = None
-    """Model size by name, e.g. 340m (a wrong one lists all), with the tokenizer's vocabulary; flags override it."""
     init: Path | None = None
     """Fine-tune: begin with the model of this folder, of a run or published, and with its tokenizer."""
     prompt: str = "def "
@@ -154,7 +160,12 @@ def _with_remat_value(argv: Sequence[str]) -> list[str]:
     return rest
 
 
-def _parse(argv: Sequence[str]) -> TrainArguments:
+def parse_settings[Arguments: Settings](cls: type[Arguments], argv: Sequence[str], *, command: str) -> Arguments:
+    """Arguments of a command whose field `train` is a `TrainConfig`, from --config, --preset and flags.
+
+    Raises:
+        CommandError: With what is wrong, in one line.
+    """
     argv = _with_remat_value(argv)
     overrides, argv = take_option(argv, _OVERRIDES)
     feed_forwards, argv = take_option(argv, _FEED_FORWARDS)
@@ -167,7 +178,7 @@ def _parse(argv: Sequence[str]) -> TrainArguments:
         # What is nested is taken out before the flags are read and put back after.
         model = dataclasses.replace(start.model, mixer_overrides=(), feed_forwards=("dense",))
         plain = dataclasses.replace(start, model=model)
-        arguments = parse(TrainArguments, argv, command="train", default=TrainArguments(train=plain))
+        arguments = parse(cls, argv, command=command, default=cls(train=plain))
         model = dataclasses.replace(arguments.train.model, mixer_overrides=held, feed_forwards=kinds)
         # A preset's overrides may be for a mixer that a flag has replaced; those of the flag itself are meant.
         unused = set() if overrides is None else set(held) - {"*"} - set(model.layer_mixers)
@@ -181,7 +192,7 @@ def _parse(argv: Sequence[str]) -> TrainArguments:
 
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    arguments = _parse(argv)
+    arguments = parse_settings(TrainArguments, argv, command="train")
     if arguments.resume and arguments.run is None:
         raise CommandError("--resume needs --run FOLDER, the run to continue")
     with input_errors():

@@ -25,6 +25,7 @@ with from_extra("train", "rnnlib.training"):
     from rnnlib.training.metrics import read_csv
     from rnnlib.training.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
     from rnnlib.training.picture import loss_picture
+    from rnnlib.training.plan import Exchange, StepPlan, plan_step
     from rnnlib.training.progress import ProgressReporter, StepReport
     from rnnlib.training.recomputation import Recomputation, choose_recomputation
     from rnnlib.training.run import (
@@ -55,6 +56,7 @@ __all__ = [
     "DistributedError",
     "Evaluation",
     "EvaluationConfig",
+    "Exchange",
     "LoadedModel",
     "LoadedRun",
     "LoggingConfig",
@@ -67,6 +69,7 @@ __all__ = [
     "Recomputation",
     "RunError",
     "StepMetrics",
+    "StepPlan",
     "StepReport",
     "TaskEvaluation",
     "TrainConfig",
@@ -103,6 +106,7 @@ __all__ = [
     "make_optimizer",
     "make_train_step",
     "next_run_folder",
+    "plan_step",
     "planned_bytes",
     "put_batch",
     "put_state",

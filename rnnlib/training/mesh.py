@@ -166,7 +166,7 @@ def process_rows(mesh: Mesh | None, rows: int, parts: int = 1) -> tuple[int, ...
     return tuple(p * part + s * share + i for p in range(parts) for s in shards for i in range(share))
 
 
-def parameter_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def parameter_spec(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Where a parameter, and what the optimizer keeps for it, lies: over "fsdp" along the first axis that it divides.
 
     Vectors and scalars are whole on every device: they are small, and each would be a collective of its own.

@@ -255,6 +255,15 @@ def test_mixers_lists_every_preset(capsys):
     assert all(f"`{name}`" in output for name in mixer_names())
 
 
+def test_mesh_plans_a_step_without_the_devices(capsys):
+    flags = ["--mesh.fsdp", "4", "--model.width", "64", "--model.num-layers", "2", "--model.remat", "True"]
+    assert main(["mesh", "--devices", "8", "--accumulation-steps", "2", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "8 devices, mesh.data=2 x mesh.fsdp=4: on each 2 rows of 4096 tokens a step in 2 part(s)" in shown
+    for line in ("optimizer state", "matrices, recomputed", "gradients of shares", "as on one NVIDIA H200"):
+        assert line in shown
+
+
 def test_tokenizer(tmp_path, corpus, capsys):
     command = ["tokenizer", str(tmp_path / "t.json"), "--source", "text", "--paths", f"{corpus}/*.txt"]
     assert main([*command, "--vocabulary-size", "280"]) == 0
@@ -327,6 +336,12 @@ def test_tokenizer(tmp_path, corpus, capsys):
         (["generate", "nosuch", "--prompt", ""], "--prompt is empty"),
         (["tokenizer", "out.json", "--source", "nosuch"], "nosuch"),
         (["tokenizer", "out.json", "--source", "text", "--paths", "nosuch.txt"], "there is no file 'nosuch.txt'"),
+        (["mesh"], "--devices is left out, expected how many there are"),
+        (["mesh", "--devices", "8", "--mesh.fsdp", "3"], "mesh.fsdp=3: does not fit devices=8"),
+        (["mesh", "--devices", "8", "--mesh.fsdp", "16"], "mesh.fsdp=16: does not fit devices=8"),
+        (["mesh", "--devices", "8", "--data.batch-size", "12"], "data.batch_size=12 does not split evenly"),
+        (["mesh", "--devices", "8", "--memory", "0"], "--memory 0.0: expected gigabytes above 0"),
+        (["mesh", "--devices", "8", "--preset", "nosuch"], "nosuch"),
         (["mixers", "--nosuch"], "Unrecognized options: --nosuch"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

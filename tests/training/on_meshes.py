@@ -39,6 +39,7 @@ from rnnlib.training import (
     make_mesh,
     make_optimizer,
     make_train_step,
+    plan_step,
     put_batch,
     put_state,
     read_csv,
@@ -50,6 +51,7 @@ from rnnlib.training.step import state_shardings
 from .collectives import collectives
 
 VOCABULARY, ROWS, LENGTH = 32, 16, 32
+SIZES = {"vocabulary_size": VOCABULARY, "width": 32, "num_layers": 2, "num_heads": 2, "mlp_width": 32}
 # One mixer of each kind, and a hybrid on every mesh of eight devices; each model with the meshes (data, fsdp).
 MODELS = {
     "hybrid": ({"mixers": ("gated_deltanet", "sliding_window_attention"), "window": 8, "remat": True}, 1),
@@ -116,8 +118,7 @@ def made(config):
 
 def two_steps(options, parts, mesh):
     """What two training steps give, and the gradient of the first, clipped: Adam's first moment, scaled."""
-    sizes = {"vocabulary_size": VOCABULARY, "width": 32, "num_layers": 2, "num_heads": 2, "mlp_width": 32}
-    graph, new_state, step = made(ModelConfig(**(sizes | options)))
+    graph, new_state, step = made(ModelConfig(**(SIZES | options)))
     state = put_state(new_state(), mesh)
     template = jax.eval_shape(new_state)
     first, second = (put_batch(batch, mesh, parts) for batch in batches(2))
@@ -158,6 +159,33 @@ def wanted_gathers(options, parts, parameters, size):
     return counts
 
 
+def config_of(options, parts, mesh):
+    """The config of `two_steps`."""
+    model = ModelConfig(**(SIZES | options))
+    data = DataConfig(sequence_length=LENGTH, batch_size=ROWS)
+    sizes = MeshConfig(data=mesh.shape["data"], fsdp=mesh.shape["fsdp"])
+    return TrainConfig(model=model, data=data, accumulation_steps=parts, mesh=sizes)
+
+
+def planned_and_found(config, program, done):
+    """By kind and devices, arrays and their bytes in a step; and bytes of the step's arguments on a device."""
+    plan, found = plan_step(config, 8), collections.Counter()
+    for one in done:
+        scattered = one.devices if one.kind == "reduce-scatter" else 1
+        found[f"{one.kind} of {one.devices}, arrays"] += len(one.shapes) * one.times
+        found[f"{one.kind} of {one.devices}, bytes"] += one.bytes * one.times * scattered
+    planned = collections.Counter()
+    for one in plan.exchanges:
+        planned[f"{one.kind} of {one.devices}, arrays"] += one.count
+        planned[f"{one.kind} of {one.devices}, bytes"] += one.bytes
+    found["arguments"] = program.memory_analysis().argument_size_in_bytes
+    # A batch of one part is passed without its positions where no attention reads them.
+    reads_all = config.accumulation_steps > 1 or any("attention" in name for name in config.model.layer_mixers)
+    batch, counters = (5 if reads_all else 4) * plan.rows * LENGTH * 4, 2 * 4
+    planned["arguments"] = plan.parameters + plan.optimizer + batch + counters
+    return planned, found
+
+
 def every_mesh():
     results = {}
     for name, (options, parts) in MODELS.items():
@@ -188,6 +216,7 @@ def every_mesh():
                     sum(one.bytes * one.times for one in reduced if one.devices == size) for size in (8, data, fsdp)
                 ],
             }
+            found["sent"] = planned_and_found(config_of(options, parts, mesh), program, done)
             results[f"{name} {data} {fsdp}"] = found
             if name == "hybrid" and (data, fsdp) == (2, 4):
                 model, counts = nnx.merge(graph, shared.parameters, shared.other), np.ones(VOCABULARY, np.int32)
@@ -203,7 +232,7 @@ def planned_memory():
     config = ModelConfig(64, 64, 4, 2, "linear_attention", mlp_width=128, remat=True)
     _, new_state, step = made(config)
     template, found = jax.eval_shape(new_state), {}
-    for fsdp in (1, 2, 4, 8):
+    for fsdp, tokens in ((1, 8), (2, 8), (4, 8), (8, 8), (8, 256)):
         mesh = make_mesh(8, MeshConfig(fsdp=fsdp))
 
         def lying(x, sharding):
@@ -211,9 +240,14 @@ def planned_memory():
 
         state = jax.tree.map(lying, template, state_shardings(template, mesh))
         rows = NamedSharding(mesh, PartitionSpec(None, AXES))
-        batch = {name: lying(jax.ShapeDtypeStruct((1, 8, 8), x.dtype), rows) for name, x in next(batches(1)).items()}
+        batch = {
+            name: lying(jax.ShapeDtypeStruct((1, 8, tokens), x.dtype), rows) for name, x in next(batches(1)).items()
+        }
         plan = step(mesh).lower(state, batch).compile().memory_analysis()
-        found[fsdp] = {"kept": plan.argument_size_in_bytes, "temporary": plan.temp_size_in_bytes}
+        sizes = {"kept": plan.argument_size_in_bytes, "temporary": plan.temp_size_in_bytes}
+        data = DataConfig(sequence_length=tokens, batch_size=8)
+        own = plan_step(TrainConfig(model=config, data=data, mesh=MeshConfig(fsdp=fsdp)), 8)
+        found[f"{fsdp} {tokens}"] = sizes | {"activations": own.stored + own.working, "gathered": own.gathered}
     sizes = [(path, 4 * math.prod(x.shape)) for path, x in nnx.to_flat_state(template.parameters)]
     block = sum(size for path, size in sizes if path[:2] == ("blocks", 0))
     return {"by size": found, "parameters": sum(size for _, size in sizes), "block": block}

@@ -1,0 +1,116 @@
+"""`rnnlib mesh`: what a training step takes and sends on a mesh of devices, which need not be there."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated
+
+from rnnlib.cli.arguments import take_option
+from rnnlib.cli.errors import CommandError, input_errors
+from rnnlib.cli.train import Settings, parse_settings
+from rnnlib.fields import Range
+from rnnlib.models import model_preset
+from rnnlib.training import StepPlan, TrainConfig, plan_step
+
+_LENGTH = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshArguments(Settings):
+    """Plans a training step on --devices of a kind: memory of each, and what it sends. None of them has to be there.
+
+    Takes the settings of `rnnlib train`. Left out, the batch has one row for each device and part, and rows of 4096
+    tokens. No tokenizer is read: the vocabulary is --model.vocabulary-size, or the preset's own.
+    """
+
+    memory: Annotated[float, Range(above=0)] = 141.0
+    """Gigabytes (1e9 bytes) of a device; --mesh.fsdp left out is as large as it takes."""
+    card: str = "NVIDIA H200"
+    """The GPU whose kernels activations are counted for, as JAX calls it."""
+
+
+def _given(argv: Sequence[str], *names: str) -> bool:
+    return any(take_option(argv, name)[0] is not None for name in names)
+
+
+def _with_a_batch(config: TrainConfig, argv: Sequence[str], devices: int) -> TrainConfig:
+    """A config whose batch fits the devices, and whose vocabulary is its preset's, where nothing was said of them."""
+    data = config.data
+    if not _given(argv, "--config", "--data.sequence-length", "--data.sequence_length"):
+        data = dataclasses.replace(data, sequence_length=_LENGTH)
+    if not _given(argv, "--config", "--data.batch-size", "--data.batch_size"):
+        data = dataclasses.replace(data, batch_size=devices * config.accumulation_steps)
+    model, preset = config.model, take_option(argv, "--preset")[0]
+    if preset is not None and not _given(argv, "--model.vocabulary-size", "--model.vocabulary_size"):
+        model = model.replace(vocabulary_size=model_preset(preset).vocabulary_size)
+    return dataclasses.replace(config, data=data, model=model)
+
+
+def _with_any_batch(argv: Sequence[str]) -> list[str]:
+    """A batch that splits over parts, where nothing was said of it: settings are checked before devices are known."""
+    parts = take_option(argv, "--accumulation-steps")[0]
+    if parts is None or _given(argv, "--config", "--data.batch-size", "--data.batch_size"):
+        return list(argv)
+    return [*argv, "--data.batch-size", parts]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    arguments = parse_settings(MeshArguments, _with_any_batch(argv), command="mesh")
+    devices = arguments.train.devices
+    if devices is None:
+        raise CommandError("--devices is left out, expected how many there are, such as --devices 64")
+    if not arguments.memory > 0:
+        raise CommandError(f"--memory {arguments.memory}: expected gigabytes above 0")
+    with input_errors():
+        config = _with_a_batch(arguments.train, argv, devices)
+        plan = plan_step(config, devices, device_bytes=round(arguments.memory * 1e9), card=arguments.card)
+    _print(plan, devices, arguments.memory * 1e9)
+    return 0
+
+
+def _print(plan: StepPlan, devices: int, device_bytes: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    model = plan.model
+    again = "nothing" if not model.remat else "blocks" if model.remat_keeps == "input" else "blocks but for products"
+    mixers = " + ".join(dict.fromkeys(model.layer_mixers))
+    memory = Table("on each device", title_justify="left", title="memory")
+    memory.add_column("GB", justify="right")
+    rows = {
+        "parameters": plan.parameters,
+        "gradients": plan.gradients,
+        "optimizer state": plan.optimizer,
+        "gathered matrices": plan.gathered,
+        "activations: kept for the backward pass, at most": plan.stored,
+        "activations: of the block at work or logits, at most": plan.working,
+    }
+    for name, size in rows.items():
+        memory.add_row(name, f"{size / 1e9:.3f}")
+    memory.add_section()
+    fits = "" if plan.total <= device_bytes else ", more than there is"
+    memory.add_row(f"all, of {device_bytes / 1e9:g}{fits}", f"{plan.total / 1e9:.3f}")
+    traffic = Table("collective", "of", "over", title_justify="left", title="communication in a step")
+    for name in ("devices", "arrays", "GB", "GB sent"):
+        traffic.add_column(name, justify="right")
+    for one in plan.exchanges:
+        numbers = (f"{one.devices}", f"{one.count}", f"{one.bytes / 1e9:.3f}", f"{one.sent / 1e9:.3f}")
+        traffic.add_row(one.kind, one.what, " x ".join(one.over), *numbers)
+    traffic.add_section()
+    traffic.add_row("all", "", "", "", "", "", f"{plan.sent / 1e9:.3f}")
+    console = Console(markup=False, highlight=False, width=100)
+    console.print(
+        f"{mixers}, {model.num_layers} layers, width {model.width}, vocabulary {model.vocabulary_size}: "
+        f"{plan.num_parameters:,} parameters"
+    )
+    console.print(
+        f"{devices} devices, {plan.mesh}: on each {plan.rows} rows of {plan.length} tokens a step in {plan.parts} "
+        f"part(s); recomputed: {again}"
+    )
+    console.print(memory)
+    console.print(traffic)
+    where = f"as on one {plan.card}" if plan.card else "in the form that runs here, larger than a GPU's"
+    console.print(
+        f"GB: of whole arrays. GB sent: by each device, round a ring. Activations are estimated from JAX's "
+        f"differentiation, {where}; XLA keeps less. What the update holds beside its results is left out."
+    )
