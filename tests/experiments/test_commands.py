@@ -9,10 +9,12 @@ import pytest
 
 from experiments.kill_check.__main__ import faults
 from experiments.resume_check.__main__ import first_difference
+from experiments.scale_prediction.__main__ import sent_by_link
 from experiments.sweep.command import SweepOptions, load_study
 from experiments.sweep.device import turn
 from experiments.sweep.study import Cell, Mixer, fingerprint, pick
 from rnnlib.data.tasks import MQAR
+from rnnlib.training import Exchange
 
 MIXERS = tuple(Mixer.of(label, "linear_attention") for label in ("KLA", "KLA + ATK", "DeltaNet", "Gated DeltaNet"))
 
@@ -100,3 +102,15 @@ def test_kill_check_finds_what_a_kill_may_not_cost():
     assert faults(kill | {"last_whole_checkpoint": 5}, None) == ["a whole checkpoint was lost"]
     assert faults(kill | {"steps_lost": 11}, None) == ["11 steps were lost"]
     assert faults(kill | {"exit_codes": [0, -9]}, None) == ["process 0 ended with code 0"]
+
+
+def test_predicted_bytes_go_by_the_links_that_a_group_has():
+    def sent(over, devices, fsdp):
+        return sent_by_link(Exchange("all-gather", "x", over, devices, 1, 1024 * devices), fsdp)
+
+    assert sent(("fsdp",), 8, 8) == (7 * 1024, 0)
+    assert sent(("fsdp",), 64, 64) == (63 * 1024, 63 * 1024 / 8)
+    # The same place in each of eight hosts: one device a host, alone with its adapter. Then two in each.
+    assert sent(("data",), 8, 8) == (0, 7 * 1024)
+    assert sent(("data",), 16, 4) == (15 * 1024, 15 * 1024 / 2)
+    assert sent(("data",), 16, 16) == (0, 15 * 1024)
