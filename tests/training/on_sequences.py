@@ -50,7 +50,7 @@ def batch():
 def step_of(mesh):
     """Loss, gradient norm and the parameters after a step of gradient descent."""
     # The token-by-token implementation compiles fastest, and devices exchange the same.
-    mixers = (*map(token_by_token, RECURRENT), "sliding_window_attention", "attention")
+    mixers = (*map(token_by_token, RECURRENT), "sliding_window_attention", "latent_attention")
     config = ModelConfig(VOCABULARY, 16, len(mixers), 2, mixers, window=5, mlp_width=16)
     optimizer = optax.sgd(1.0)
     graph, state = init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer)
