@@ -1,7 +1,8 @@
 """Kernels in Pallas on its Triton backend, for NVIDIA GPUs; interpreted on a CPU.
 
 One folder an operator, each of which opens with its equations and its stages: `delta_rule`, `linear_attention`,
-`diagonal_preconditioner`, `ridge_solve`, `short_convolution`. `common` is what they share; `tune` measures schedules.
+`diagonal_preconditioner`, `ridge_solve`, `rms_norm`, `short_convolution`. `common` is what they share; `tune` measures
+schedules.
 """
 
 from pallas_kernels.schedule import Schedule
@@ -15,6 +16,7 @@ from pallas_kernels.triton.diagonal_preconditioner.gram_readout import (
 from pallas_kernels.triton.linear_attention.linear_attention import linear_attention
 from pallas_kernels.triton.ridge_solve.problem import RidgeSchedule
 from pallas_kernels.triton.ridge_solve.ridge_solve import ridge_solve, ridge_solve_unsupported
+from pallas_kernels.triton.rms_norm.rms_norm import NormSchedule, norm_unsupported, rms_norm
 from pallas_kernels.triton.short_convolution.short_convolution import (
     ConvolutionPrograms,
     ConvolutionSchedule,
@@ -26,6 +28,7 @@ __all__ = [
     "ConvolutionPrograms",
     "ConvolutionSchedule",
     "GramSchedule",
+    "NormSchedule",
     "RidgeSchedule",
     "Schedule",
     "convolution_unsupported",
@@ -33,9 +36,11 @@ __all__ = [
     "gated_delta_rule",
     "gram_unsupported",
     "linear_attention",
+    "norm_unsupported",
     "preconditioner_readouts",
     "ridge_solve",
     "ridge_solve_unsupported",
+    "rms_norm",
     "short_convolution",
     "unsupported",
 ]

@@ -174,9 +174,11 @@ class StateSpaceDecayGate(DecayGate):
 
         With a decay per channel both have one more axis, of size 1 and of size K.
         """
+        return self._in_heads(self._rate(x), self.projection(x), self.dt_bias[...])
+
+    def _in_heads(self, rate: Array, projected: Array, bias: Array) -> tuple[Array, Array]:
         dtype = self.shape.gate_dtype
-        logits = self.projection(x).astype(dtype) + self.dt_bias[...].astype(dtype)
-        rate = self._rate(x)
+        logits = projected.astype(dtype) + bias.astype(dtype)
         if self.channelwise:
             logits = logits.reshape(*logits.shape[:2], rate.shape[-1], self.shape.key_size)
             rate = rate[..., None]
@@ -222,11 +224,18 @@ class SoftplusDecayGate(StateSpaceDecayGate):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Decay:
         """Decay and step, `[B, T, HV]` or `[B, T, HV, K]`, float32."""
-        rate, logits = self.rate_and_logits(x)
-        step = jax.nn.softplus(logits)
-        if self.step_limits is not None:
-            step = jnp.clip(step, *self.step_limits)
-        return Decay(log_decay=self.per_value_head(-rate * step), step=self.per_value_head(step))
+
+        def decay_and_step(rate: Array, projected: Array, bias: Array) -> tuple[Array, Array]:
+            rate, logits = self._in_heads(rate, projected, bias)
+            step = jax.nn.softplus(logits)
+            if self.step_limits is not None:
+                step = jnp.clip(step, *self.step_limits)
+            return -rate * step, step
+
+        if self.channelwise:  # for the backward pass the product is kept, and not a float32 array of a softplus
+            decay_and_step = jax.checkpoint(decay_and_step)
+        log_decay, step = decay_and_step(self._rate(x), self.projection(x), self.dt_bias[...])
+        return Decay(log_decay=self.per_value_head(log_decay), step=self.per_value_head(step))
 
 
 @dataclasses.dataclass(frozen=True)

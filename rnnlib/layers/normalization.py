@@ -7,6 +7,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from rnnlib.ops.rms_norm import norm_kernel_serves, rms_norm
+
 
 def l2_normalize(x: Float[Array, "*axes K"], eps: float = 1e-6) -> Float[Array, "*axes K"]:
     """`x * rsqrt(sum x^2 + eps)` over the last axis, computed in float32 at least; a zero vector stays zero.
@@ -42,6 +44,31 @@ def sum_normalize(x: Float[Array, "*axes K"], eps: float = 1e-4) -> Float[Array,
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return (wide / (jnp.sum(wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+def norm_and_stream(norm: nnx.Module, x: Float[Array, "*axes F"]) -> tuple[Float[Array, "*axes F"], Array]:
+    """`norm(x)`, and `x` for the residual stream to go on with: what `x` is read for then has one gradient.
+
+    Args:
+        norm: `nnx.RMSNorm`, `RMSNorm` or any other map.
+        x: the residual stream.
+    """
+    found = _scale_and_eps(norm)
+    if found is None or not norm_kernel_serves(x, found[0]):
+        return norm(x), x  # type: ignore[operator]
+    y, kept = rms_norm(x, found[0], eps=found[1], dtype=norm.dtype, keeps=True)  # type: ignore[attr-defined]
+    assert kept is not None
+    return y, kept
+
+
+def _scale_and_eps(norm: nnx.Module) -> tuple[Array, float] | None:
+    """What an RMS norm over the last axis multiplies by and its eps; None of any other module."""
+    if type(norm) is RMSNorm and norm.groups == 1 and norm.scale is not None:
+        scale = norm.scale[...]
+        return (1 + scale if norm.zero_centred else scale), norm.eps
+    if type(norm) is nnx.RMSNorm and norm.scale is not None and norm.feature_axes == -1 and norm.reduction_axes == -1:
+        return norm.scale[...], norm.epsilon
+    return None
 
 
 class RMSNorm(nnx.Module):

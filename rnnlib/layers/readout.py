@@ -12,6 +12,7 @@ from jaxtyping import Float
 from rnnlib.layers.base import MixerShape, Rank
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.part import PartConfig
+from rnnlib.ops.rms_norm import norm_kernel_serves, rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,12 @@ class Readout(nnx.Module):
         self, x: Float[Array, "B T D"], out: Float[Array, "B T HV V"], value: Float[Array, "B T HV V"]
     ) -> Float[Array, "B T D"]:
         """Reads the recurrence's output `out`; `x` is the mixer's input, `value` what was written."""
+        scale = self._scale_of_heads()
+        z = None if scale is None or self.gate is None else self.gate(x).astype(out.dtype).reshape(out.shape)
+        if scale is not None and norm_kernel_serves(out, scale, z):
+            activation: Literal["silu", "sigmoid"] = "sigmoid" if self.config.gate == "sigmoid" else "silu"
+            y = rms_norm(out, scale, z=z, activation=activation, eps=self.config.eps, dtype=self.shape.dtype)[0]
+            return self.output(y.reshape(*y.shape[:2], -1))
         y = out.astype(self.shape.gate_dtype)
         if self.skip is not None:
             skip = self.skip[...].astype(y.dtype).reshape(self.shape.value_heads, -1)
@@ -93,6 +100,13 @@ class Readout(nnx.Module):
         if gate is not None and not self.config.gate_first:
             y = y * gate
         return self.output(y.reshape(*y.shape[:2], -1).astype(self.shape.dtype))
+
+    def _scale_of_heads(self) -> Array | None:
+        """The scale of a norm of each head with nothing before it, and at most a gate behind it; else None."""
+        config = self.config
+        if config.norm != "head" or config.skip or (config.gate != "none" and config.gate_first):
+            return None
+        return None if self.norm is None or self.norm.scale is None else self.norm.scale[...]
 
     def _gate(self, x: Array) -> Array | None:
         if self.gate is None:

@@ -16,7 +16,7 @@ from rnnlib.layers import Attention, LatentAttention
 from rnnlib.layers.base import check_cache_size
 from rnnlib.layers.feed_forward import FeedForwardConfig
 from rnnlib.layers.feed_forward import SwiGLU as SwiGLU
-from rnnlib.layers.normalization import RMSNorm
+from rnnlib.layers.normalization import RMSNorm, norm_and_stream
 from rnnlib.models.config import ModelConfig, NormPosition
 from rnnlib.models.embedding import look_up
 from rnnlib.models.mixers import build_mixer
@@ -168,11 +168,14 @@ class Block(nnx.Module):
         """
         before = self.norm_position == "input"
         options = {"segment_ids": segment_ids, "positions": positions, "cache": cache}
-        mixed, cache = self.mixer(self.mixer_norm(x) if before else x, **options)
+        normed, x = norm_and_stream(self.mixer_norm, x) if before else (x, x)
+        mixed, cache = self.mixer(normed, **options)
         x = x + (mixed if before else self.mixer_norm(mixed))
         if self.feed_forward is not None and self.feed_forward_norm is not None:
             norm = self.feed_forward_norm
-            x = x + (self.feed_forward(norm(x)) if before else norm(self.feed_forward(x)))
+            normed, x = norm_and_stream(norm, x) if before else (x, x)
+            changed = self.feed_forward(normed)
+            x = x + (changed if before else norm(changed))
         return x, cache
 
 

@@ -18,6 +18,7 @@ from pallas_kernels.triton.common.backend import interpreted
 from pallas_kernels.triton.common.tuning import choose_schedule, load_table, table_launches
 from rnnlib import ops
 from rnnlib.ops.arguments import default_preference
+from rnnlib.ops.rms_norm import rms_norm
 
 H200 = AbstractMesh(
     (1,),
@@ -162,6 +163,19 @@ def test_the_short_convolution_lowers(channels, norm_size):
             return jnp.sum(jax.vmap(lambda row: loss(row[None], kernel, None, None, None))(x))
 
         assert count_kernels(jax.grad(by_row), x, kernel) == 2
+
+
+@pytest.mark.parametrize("features", [100, 1024, 8192])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_norm_lowers_and_is_taken_for_large_arrays(features, gated):
+    def loss(x, scale):
+        y, kept = rms_norm(x, scale, z=x if gated else None, keeps=True)
+        return jnp.sum((y + kept).astype(jnp.float32) ** 2)
+
+    x, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1 << 20, features), (features,)))
+    assert count_kernels(jax.grad(loss, (0, 1)), x, scale) == 2
+    few = jax.ShapeDtypeStruct((16, features), jnp.bfloat16)
+    assert count_kernels(jax.grad(loss, (0, 1)), few, scale) == 0
 
 
 @pytest.mark.parametrize("operator", ["delta_rule", "linear_attention", "ridge_solve", "preconditioner", "convolution"])

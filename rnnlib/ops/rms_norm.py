@@ -1,0 +1,83 @@
+"""RMS norm of rows, with an output gate or beside a residual stream, in one pass over memory where a kernel serves."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from pallas_kernels.platform import platform
+from rnnlib.ops.derivatives import with_further_derivatives
+from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.sharding import is_split
+
+# Numbers from which a kernel's launch is worth it.
+_LEAST = 1 << 20
+
+
+def norm_kernel_serves(x: Array, scale: Array, z: Array | None = None) -> bool:
+    """Whether `rms_norm` of these arrays is faster by a kernel: large ones of bfloat16 on a GPU."""
+    return (
+        platform() == "gpu"
+        and x.dtype == jnp.bfloat16
+        and x.size >= _LEAST
+        and not any(map(is_split, (x, scale, z)))
+        and triton_unsupported("norm_unsupported", x, scale, z) is None
+    )
+
+
+def rms_norm(
+    x: Float[Array, "*rows F"],
+    scale: Float[Array, " F"],
+    *,
+    z: Float[Array, "*rows F"] | None = None,
+    activation: Literal["silu", "sigmoid"] = "silu",
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+    keeps: bool = False,
+    implementation: Literal["xla", "triton"] | None = None,
+) -> tuple[Float[Array, "*rows F"], Float[Array, "*rows F"] | None]:
+    """`x / sqrt(mean x^2 + eps) * scale * activation(z)` over the last axis, computed in float32 at least.
+
+    Zhang and Sennrich, 2019 (arXiv 1910.07467).
+
+    Args:
+        x: rows.
+        scale: of each feature.
+        z: what the gate's activation is of; None is no gate.
+        activation: of the gate.
+        eps: added to the mean square.
+        dtype: of the result; None is `x`'s.
+        keeps: give `x` as well. Who goes on with that, as a residual stream does, has its gradient added to the norm's
+            in the kernel that computes that, and not in another pass over memory.
+        implementation: `"xla"`, `"triton"`, or None for the kernel where `norm_kernel_serves`.
+
+    Returns:
+        The result, rounded once, and `x` or None.
+
+    Raises:
+        NotImplementedError: the kernel is asked for and does not support the call.
+    """
+    dtype = x.dtype if dtype is None else dtype
+    if implementation is None:
+        implementation = "triton" if norm_kernel_serves(x, scale, z) else "xla"
+
+    def reference(x: Array, scale: Array, z: Array | None, unused: None) -> tuple[Array, Array | None]:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        y = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps) * scale.astype(wide.dtype)
+        if z is not None:
+            y = y * (jax.nn.silu if activation == "silu" else jax.nn.sigmoid)(z.astype(wide.dtype))
+        return y.astype(dtype), x if keeps else None
+
+    if implementation == "xla":
+        return reference(x, scale, z, None)
+
+    def keywords(x: Array, scale: Array, z: Array | None, unused: None) -> dict[str, Any]:
+        options = {"activation": activation, "eps": eps, "dtype": jnp.dtype(dtype).name, "keeps": keeps}
+        return {"x": x, "scale": scale, "z": z} | options
+
+    if keeps:  # in memory once: without the barrier XLA adds up a residual stream again where it goes on
+        x = jax.lax.optimization_barrier(x)
+    return with_further_derivatives(triton_kernels().rms_norm, keywords, reference)(x, scale, z, None)

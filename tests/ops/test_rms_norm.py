@@ -1,0 +1,94 @@
+"""The kernels of the RMS norm, interpreted: results and derivatives of the formula, and where layers take them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rnnlib.layers import normalization
+from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.ops import rms_norm as operator
+from rnnlib.ops.rms_norm import rms_norm
+
+
+def arguments(shape, *, gated, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, z = (jax.random.normal(key, shape, dtype) for key in keys[:2])
+    return x, 1 + 0.3 * jax.random.normal(keys[2], shape[-1:]), z if gated else None
+
+
+def assert_close(found, wanted, **tolerance):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (one, other)), **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("shape", "activation", "keeps"),
+    [((3, 7, 16), None, True), ((5, 12), "silu", False), ((2, 40), "sigmoid", True), ((9, 128), None, False)],
+)
+def test_kernels_give_the_formula_and_all_its_derivatives(shape, activation, keeps):
+    inputs = arguments(shape, gated=activation is not None)
+
+    def run(implementation):
+        def norm(x, scale, z):
+            gate = {} if activation is None else {"z": z, "activation": activation}
+            return rms_norm(x, scale, **gate, eps=1e-3, keeps=keeps, implementation=implementation)
+
+        def loss(x, scale, z):
+            return sum(jnp.sum(jnp.sin(3 * y)) for y in norm(x, scale, z) if y is not None)
+
+        places = (0, 1) if activation is None else (0, 1, 2)
+        gradient = jax.grad(loss, places)
+        tangents = jax.tree.map(jnp.cos, inputs)
+        again = jax.jvp(lambda *a: gradient(*a), inputs, tangents)[1] if activation else None
+        rows = jax.vmap(lambda x, z: norm(x, inputs[1], z)[0])(inputs[0], inputs[2])
+        return norm(*inputs), gradient(*inputs), again, rows
+
+    assert_close(jax.jit(run, static_argnums=0)("triton"), jax.jit(run, static_argnums=0)("xla"), rtol=2e-5, atol=2e-5)
+
+
+def test_low_precision_is_rounded_once():
+    x, scale, z = arguments((8, 64), gated=True, dtype=jnp.bfloat16)
+    exact = rms_norm(x.astype(jnp.float32), scale, z=z.astype(jnp.float32))[0]
+    found = rms_norm(x, scale, z=z, implementation="triton")[0]
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(np.float32), exact, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"mixers": ("kda",)}, {"mixers": ("gated_deltanet",), "zero_centred_norms": True}])
+def test_a_model_is_the_same_with_kernels(options, monkeypatch):
+    config = ModelConfig(vocabulary_size=17, width=16, num_layers=1, num_heads=2, mlp_width=16, **options)
+    graph, state = nnx.split(DecoderLM(config, rngs=nnx.Rngs(0)))
+    state = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape, p.dtype), state)
+    tokens = jnp.arange(12).reshape(2, 6)
+
+    def loss(graph):
+        return jax.jit(jax.value_and_grad(lambda state: jnp.sum(nnx.merge(graph, state)(tokens) ** 2)))(state)
+
+    plain, calls = loss(graph), []
+
+    def serves(x, scale, z=None):
+        calls.append((x.shape, z is not None))
+        return True
+
+    for module in ("rnnlib.layers.normalization", "rnnlib.layers.readout", "rnnlib.ops.rms_norm"):
+        monkeypatch.setattr(f"{module}.norm_kernel_serves", serves)
+    # Another configuration of the same computation: what was traced of the first is not taken again.
+    start = {config.mixers[0]: {"initializer.scale": 0.3}}
+    other = nnx.split(nnx.eval_shape(lambda: DecoderLM(config.replace(mixer_overrides=start), rngs=nnx.Rngs(0))))[0]
+    fused = loss(other)
+    assert {shape for shape, _ in calls} == {(2, 6, 16), (2, 6, 2, 8)}
+    assert_close(fused, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_small_and_wide_arrays_are_left_to_xla():
+    x, scale, _ = arguments((4, 8), gated=False)
+    assert not operator.norm_kernel_serves(x, scale)
+    with pytest.raises(NotImplementedError, match=r"rms_norm: .* rows of 8193 features \(at most 8192\)"):
+        rms_norm(jnp.ones((1, 8193)), jnp.ones(8193), implementation="triton")
+    layer_norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+    y, kept = normalization.norm_and_stream(layer_norm, x)
+    assert kept is x
+    np.testing.assert_array_equal(y, layer_norm(x))
