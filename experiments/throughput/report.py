@@ -64,6 +64,8 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
         row = [mixer.label, f"{record['num_parameters'] / 1e6:.0f}M", _cell(record), f"{1000 * seconds:.1f}", share]
         row.append(_memory(record))
         lines.append(f"| {' | '.join(row)} |")
+    if len(lines) == 2:  # none at the setting that all mixers are timed at
+        lines = []
     swept = [m.label for m in plan.mixers if sum(_find(records, m.label, n) is not None for n in lengths) > 1]
     if swept:
         lines += ["", f"Thousand tokens a second by length, {plan.tokens} tokens a step:", ""]
@@ -78,6 +80,7 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
             same = {True: "yes", False: "no", None: ""}[record.get("same_bits_twice")]
             lines.append(f"| {label} | {kind} | {_cell(record)} | {_cell(_find(records, label, main))} | {same} |")
     lines += _kept_table(plan, records)
+    lines = lines[1:] if lines and not lines[0] else lines
     where = records[0]["environment"]
     commits = ", ".join(sorted({record["environment"]["commit"][:7] for record in records}))
     dates = sorted({record["environment"]["date"][:10] for record in records})
