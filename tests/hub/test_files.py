@@ -290,12 +290,10 @@ def test_parameters_go_where_they_are_told():
     assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(nnx.state(model)))
 
 
-def test_a_sharded_model_is_never_whole_on_the_host_or_on_a_device(tmp_path):
+def test_a_sharded_model_is_never_whole_on_the_host_or_on_a_device():
     """Of four devices each gets a quarter; beside that it holds an array of the file or two while they are read."""
-    config = SMALL.replace(width=64, num_layers=10, num_heads=4, mlp_width=128, vocabulary_size=64)
-    save_pretrained(DecoderLM(config, rngs=nnx.Rngs(0)), tmp_path / "model")
     run = subprocess.run(
-        [sys.executable, "-m", "tests.hub.on_devices", str(tmp_path / "model")],
+        [sys.executable, "-m", "tests.hub.on_devices", str(GOLDEN / "qwen3_5/text")],
         cwd=pathlib.Path(__file__).parents[2],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -304,10 +302,10 @@ def test_a_sharded_model_is_never_whole_on_the_host_or_on_a_device(tmp_path):
     )
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    assert found["sharded"] == found["matrices"] > 100
+    assert found["sharded"] == found["matrices"] > 40
     assert found["share of a device"] < 0.3 * found["model"]
     allowed = 4 * found["largest array"]
-    assert allowed < 0.1 * found["model"], "the model is large enough to tell"
+    assert allowed < 0.4 * found["model"]  # so that a whole model would be more
     assert found["most on the host"] <= allowed
     assert found["most on a device"] <= found["share of a device"] + allowed
 

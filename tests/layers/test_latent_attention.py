@@ -53,19 +53,19 @@ OPTIONS = {
 def test_whole_packed_and_from_a_cache_of_latents(name):
     options = OPTIONS[name]
     module, shared = build(**options), options.get("shared_key_dim", 4)
-    p, x, ids = parameters(module), inputs(2, 12), jnp.asarray([[4] * 12, [7] * 5 + [2] * 7])
+    p, x, ids = parameters(module), inputs(2, 12), jnp.asarray([[4] * 12, [7] * 7 + [2] * 5])
     wide = np.asarray(x, np.float64)
     turns = options.get("rope_base", 1) is not None and shared > 0
     how = {"turns": turns, "shared": shared, "eps": options.get("eps", 1e-6)}
     expected = np.stack(
-        [naive(p, wide[0], **how), np.concatenate([naive(p, wide[1, :5], **how), naive(p, wide[1, 5:], **how)])]
+        [naive(p, wide[0], **how), np.concatenate([naive(p, wide[1, :7], **how), naive(p, wide[1, 7:], **how)])]
     )
     call = compiled(module)
     assert relative_error(call(x, ids)[0], expected) < 1e-5
     cache = module.init_cache(2, 12)
     assert cache.latent.shape == (2, 12, 7 + shared), "nothing that grows with the number of heads"
     pieces = []
-    for start, end in ((0, 7), (7, 8), (8, 12)):
+    for start, end in ((0, 5), (5, 10), (10, 11), (11, 12)):
         y, cache = call(x[:, start:end], ids[:, start:end], cache)
         pieces.append(y)
     assert relative_error(np.concatenate(pieces, axis=1), expected) < 1e-5
