@@ -1,12 +1,18 @@
 """Kernels as machine code, without a GPU: what an H200 runs spills nothing new, and every card's memory suffices."""
 
+import json
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from experiments.kernel_benchmarks.offline.__main__ import RESULTS
+from experiments.kernel_benchmarks.offline.cards import CARDS
+from experiments.kernel_benchmarks.offline.cases import cases
 from experiments.kernel_benchmarks.offline.compiling import Kernel, compile_cases, missing_packages, read_report
-from experiments.kernel_benchmarks.offline.report import objections
+from experiments.kernel_benchmarks.offline.report import card_table, objections, short_card_table
 from pallas_kernels import triton
 from pallas_kernels.schedule import Schedule, default_schedule
 from pallas_kernels.triton.common.backend import shared_memory
@@ -18,6 +24,8 @@ COMPILED = {
     "short convolution bfloat16, norm": 2,
     "preconditioner write key 128 bfloat16": 4,
 }
+MOST_USED = {f"delta-{decay}-128x128-bfloat16 few heads" for decay in ("scalar", "channel")}
+ROOT = pathlib.Path(__file__).parents[2]
 LOG = """ptxas info    : Compiling entry function 'delta_output' for 'sm_90a'
 ptxas info    : (C7510) Potential Performance Loss: wgmma instructions are serialized in function 'delta_output'
     120 bytes stack frame, 8 bytes spill stores, 116 bytes spill loads
@@ -53,6 +61,17 @@ def test_kernels_compile_for_an_h200_and_spill_nothing_new():
         numbers = [kernel.registers, kernel.spills, kernel.shared_memory, kernel.serialized]
         wrong += objections({"card": "sm_90", "case": kernel.case, "kernels": {kernel.name: numbers}})
     assert not wrong
+
+
+def test_what_was_compiled_for_all_cards_is_as_it_should_be():
+    results = json.loads((RESULTS / "offline.json").read_text())
+    records = results["records"]
+    assert [line for record in records for line in objections(record)] == []
+    for card in CARDS:
+        found = {record["case"] for record in records if record["card"] == card}
+        assert MOST_USED <= found <= set(cases(with_table=card == "sm_90", every=True)), "compile the cases again"
+    assert card_table(results) in (ROOT / "docs" / "kernels.md").read_text()
+    assert short_card_table(results) in (ROOT / "README.md").read_text()
 
 
 def test_reports_are_read():

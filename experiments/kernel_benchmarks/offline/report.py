@@ -60,11 +60,13 @@ def short_card_table(results: Record) -> str:
     lines = ["| cards | kernels compile and fit | timed |", "|---|---|---|"]
     for name, card in CARDS.items():
         mine = [record for record in results["records"] if record["card"] == name]
+        if not mine:
+            continue
         fits = sum(not objections(record) and "kernels" in record for record in mine)
         refused = sum("refused" in record for record in mine)
         kinds = ", ".join((re.sub("^NVIDIA (GeForce )?", "", card.kind), *card.like))
         rest = f", {refused} on XLA" if refused else ""
-        lines.append(f"| {kinds} | {fits} of {len(mine)} calls{rest} | {'yes' if name in MEASURED else 'no'} |")
+        lines.append(f"| {kinds} | {fits} of {len(mine)} calls{rest} | {MEASURED.get(name, 'no')} |")
     return "\n".join(lines) + "\n"
 
 
