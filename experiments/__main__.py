@@ -6,6 +6,7 @@ import sys
 import tyro
 from rich.console import Console
 
+from experiments.decoding.__main__ import main as decoding
 from experiments.kernel_benchmarks.__main__ import main as kernel_benchmarks
 from experiments.language_modelling.__main__ import main as language_modelling
 from experiments.language_modelling.study import SETTINGS as LANGUAGE_SETTINGS
@@ -50,6 +51,7 @@ def main() -> None:
         for setting in SETTINGS:
             run(options.studies, dataclasses.replace(options, setting=setting), Console(), module="experiments")
             throughput(["--report-only", "--setting", setting])
+            decoding(["--report-only", "--setting", setting])
         for language_setting in LANGUAGE_SETTINGS:
             language_modelling(["--report-only", "--setting", language_setting])
         kernel_benchmarks(["--from-json"])

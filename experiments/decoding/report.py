@@ -1,0 +1,94 @@
+"""Table and picture of the timed calls."""
+
+import json
+import pathlib
+from typing import Any
+
+from experiments.decoding.study import DecodingStudy
+from experiments.sweep.pictures import pyplot, save
+from experiments.sweep.report import write_between_marks
+
+Record = dict[str, Any]
+
+
+def read_results(folder: pathlib.Path) -> list[Record]:
+    """All records of a folder."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def _find(records: list[Record], label: str, batch: int, peer: bool) -> Record | None:
+    found = (r for r in records if (r["model"], r["batch"], "peer" in r) == (label, batch, peer))
+    return next(found, None)
+
+
+def _cells(ours: Record | None, theirs: Record | None) -> list[str]:
+    if ours is None:
+        return [""] * 5
+    share = ours["share_of_bandwidth"]
+    cells = [f"{ours['tokens_per_second']:,.0f}", f"{1e3 * ours['token_seconds']:.2f}"]
+    cells.append("" if share is None else f"{share:.0%}")
+    if theirs is None:
+        return [*cells, "", ""]
+    ratio = ours["tokens_per_second"] / theirs["tokens_per_second"]
+    return [*cells, f"{theirs['tokens_per_second']:,.0f} ({theirs['peer']})", f"{ratio:.2f}"]
+
+
+def table(plan: DecodingStudy, records: list[Record]) -> str:
+    """Markdown: a row for each model and batch."""
+    if not records:
+        return "No results yet.\n"
+    header = ["model", "batch", "tokens/s", "ms a token", "of memory speed", "peer's tokens/s", "times the peer's"]
+    lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
+    for label, _ in plan.models:
+        for batch in plan.batches:
+            ours, theirs = (_find(records, label, batch, peer) for peer in (False, True))
+            if ours is not None:
+                lines.append(f"| {label} | {batch} | {' | '.join(_cells(ours, theirs))} |")
+    environment = records[0]["environment"]
+    commits = ", ".join(sorted({r["environment"]["commit"][:7] for r in records}))
+    versions = next((r["versions"] for r in records if "peer" in r), {})
+    beside = "".join(f", {name} {version}" for name, version in versions.items())
+    lines += [
+        "",
+        f"{environment['device']}, jax {environment['packages']['jax']}{beside}, commit {commits}; prompts of "
+        f"{plan.prompt} tokens, {plan.new_tokens[1]} new ones.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def figure(plan: DecodingStudy, records: list[Record], path: pathlib.Path) -> bool:
+    """Bars of tokens a second for each batch; False where there is nothing to draw."""
+    if not records:
+        return False
+    batches = [b for b in plan.batches if any(r["batch"] == b for r in records)]
+    size = (3.2 * len(batches) + 1.6, 1.2 + 0.45 * len(plan.models))
+    drawing, panels = pyplot().subplots(1, len(batches), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for panel, batch in zip(panels[0], batches):
+        for peer, offset, color in ((False, -0.2, "tab:blue"), (True, 0.2, "tab:orange")):
+            for row, (label, _) in enumerate(plan.models):
+                record = _find(records, label, batch, peer)
+                if record is not None:
+                    name = f"{record.get('peer', 'rnnlib')}: {record['tokens_per_second']:,.0f}"
+                    panel.barh(row + offset, record["tokens_per_second"], 0.38, color=color, alpha=0.7)
+                    panel.text(record["tokens_per_second"], row + offset, f" {name}", va="center", fontsize=7)
+        panel.set_title(f"batch {batch}", fontsize=9)
+        panel.set_xlabel("tokens a second, all rows together", fontsize=8)
+        panel.margins(x=0.45)
+        panel.set_yticks(range(len(plan.models)), [label for label, _ in plan.models], fontsize=8)
+    panels[0][0].invert_yaxis()
+    drawing.suptitle(f"Greedy generation on {records[0]['environment']['device']}", fontsize=10)
+    save(drawing, path)
+    return True
+
+
+def write_report(plan: DecodingStudy, records: list[Record], folder: pathlib.Path, setting: str) -> str:
+    """Writes the picture and, where the page has a place for it, the table.
+
+    Returns:
+        The table.
+    """
+    text = table(plan, records)
+    figure(plan, records, folder / "figures" / f"{setting}.png")
+    write_between_marks(folder / "README.md", setting, text)
+    return text

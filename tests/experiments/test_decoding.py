@@ -1,0 +1,78 @@
+"""The study of decoding: it times what it says, and its report holds to its records."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+from flax import nnx
+
+from experiments.decoding import __main__ as command
+from experiments.decoding.measure import step_bytes
+from experiments.decoding.report import read_results, table, write_report
+from experiments.decoding.study import study
+from experiments.sweep.command import EXPERIMENTS
+from experiments.sweep.report import marks
+from rnnlib.models import DecoderLM, ModelConfig
+
+TINY = ModelConfig(
+    vocabulary_size=11, width=8, num_layers=2, num_heads=2, mlp_width=8, mixers=("linear_attention", "attention")
+)
+
+
+def test_a_token_moves_weights_once_and_states_twice():
+    model = DecoderLM(TINY, rngs=nnx.Rngs(0))
+    weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    of_table = 11 * 8 * 4 - 3 * 8 * 4  # only the rows of three tokens
+    recurrent, attention = (
+        sum(x.nbytes for x in jax.tree.leaves(block.mixer.init_cache(3, 16))) for block in model.blocks
+    )
+    assert step_bytes(model, 3, 16) == weights - of_table + 2 * recurrent + attention
+
+
+@pytest.fixture
+def small(monkeypatch):
+    plan = dataclasses.replace(study("small"), models=(("Tiny", TINY),), batches=(1, 2), prompt=3, new_tokens=(1, 3))
+    monkeypatch.setattr(command, "study", lambda setting: plan)
+    return plan
+
+
+def test_finished_results_are_kept_and_reported(small, tmp_path, capsys):
+    assert command.main(["--output", str(tmp_path)]) == 0
+    paths = sorted((tmp_path / "results" / "small").iterdir())
+    assert [path.name for path in paths] == ["tiny--1.json", "tiny--2.json"]
+    record = json.loads(paths[1].read_text())
+    assert record["tokens_per_second"] == pytest.approx(2 / record["token_seconds"])
+    assert record["share_of_bandwidth"] is None and record["environment"]["platform"] == "cpu"
+    assert (tmp_path / "figures" / "small.png").stat().st_size > 1000
+    before = [path.read_text() for path in paths]
+    assert command.main(["--output", str(tmp_path)]) == 0
+    assert [path.read_text() for path in paths] == before
+    assert "| Tiny | 2 |" in capsys.readouterr().out
+
+
+def test_the_table_sets_the_peer_beside_ours(small, tmp_path):
+    where = {"device": "a card", "packages": {"jax": "1"}, "commit": "abcdefgh"}
+    ours = {"model": "Tiny", "batch": 1, "tokens_per_second": 3000.0, "token_seconds": 1 / 3000, "environment": where}
+    theirs = ours | {"tokens_per_second": 1000.0, "peer": "FLA", "versions": {"torch": "2"}}
+    text = table(small, [ours | {"share_of_bandwidth": 0.5}, theirs])
+    assert "| Tiny | 1 | 3,000 | 0.33 | 50% | 1,000 (FLA) | 3.00 |" in text and "torch 2" in text
+    assert table(small, []) == "No results yet.\n"
+    assert write_report(small, [], tmp_path, "small") == "No results yet.\n" and not (tmp_path / "figures").exists()
+
+
+def test_wrong_options_are_one_line(small, capsys):
+    for arguments, said in (
+        (["--models", "nothing"], "'nothing' is part of none"),
+        (["--batches", "5"], "5 is not timed"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            command.main(arguments)
+
+
+@pytest.mark.parametrize("setting", ["small", "real"])
+def test_the_page_shows_what_the_results_say(setting):
+    folder = EXPERIMENTS / "decoding"
+    begin, end = marks(setting)
+    shown = (folder / "README.md").read_text().split(begin, 1)[1].split(end, 1)[0].lstrip("\n")
+    assert shown == table(study(setting), read_results(folder / "results" / setting))
