@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from experiments.decoding.study import DecodingStudy
+if TYPE_CHECKING:  # the peer's interpreter need not have jax
+    from experiments.decoding.study import DecodingStudy
 
 _PACKAGES = ("torch", "triton", "transformers", "fla-core", "flash-linear-attention")
 
@@ -51,7 +52,9 @@ PEERS: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
-def time_peer(plan: DecodingStudy, label: str, batch: int, python: str, seconds: float | None = None) -> dict[str, Any]:
+def time_peer(
+    plan: "DecodingStudy", label: str, batch: int, python: str, seconds: float | None = None
+) -> dict[str, Any]:
     """The peer's record for one of our models and a batch.
 
     Raises:
