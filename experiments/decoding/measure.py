@@ -1,4 +1,4 @@
-"""The time of one token of every row, and the bytes that it must move."""
+"""The time of one token of every text, and the bytes that it must move."""
 
 import time
 from typing import Any
@@ -8,65 +8,67 @@ import numpy as np
 from flax import nnx
 
 from experiments.decoding.study import DecodingStudy
-from rnnlib.layers import Attention
-from rnnlib.models import DecoderLM, ModelConfig, generate
-
-BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}
-"""Bytes a second of a card's memory, as its maker states them."""
+from experiments.throughput.flops import BANDWIDTH
+from rnnlib.models import DecoderLM, ModelConfig, stream
 
 
-def step_bytes(model: DecoderLM, batch: int, length: int) -> int:
-    """Bytes that one token of each row moves at the least.
+def random_model(config: ModelConfig) -> DecoderLM:
+    """A model whose weights are normal numbers: what is in them costs no time, and initialising takes long."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: DecoderLM(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(0)
+    return nnx.merge(graph, jax.tree.map(lambda p: jax.device_put(_normal(rng, p)), state))
 
-    Each weight is read once, but of an embedding that is not the head too only the rows of the tokens. A recurrent
-    state is read and written; keys and values of attention are read. The cache counts at its size after `length`
-    tokens.
+
+def _normal(rng: np.random.Generator, like: Any) -> np.ndarray:
+    return (0.02 * rng.standard_normal(like.shape, np.float32)).astype(like.dtype)
+
+
+def bytes_of_a_token(model: DecoderLM, batch: int, length: int) -> dict[str, int]:
+    """Bytes that a new token of all texts must read and write.
+
+    All weights once (the embedding only where it is the head too), and the caches, read and written.
+
+    Args:
+        model: the model.
+        batch: texts together.
+        length: of each, for attention's cache.
     """
-    weights = jax.tree.leaves(nnx.state(model, nnx.Param))
-    moved = sum(x.nbytes for x in weights)
-    if not model.config.tie_embeddings:
-        table = model.embedding[...].nbytes
-        moved -= table - batch * table // model.config.vocabulary_size
-    cache = jax.eval_shape(lambda: model.init_cache(batch_size=batch, max_length=length))
-    for block, part in zip(model.blocks, cache, strict=True):
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part))
-        moved += size if isinstance(block.mixer, Attention) else 2 * size
-    return moved
+    weights = sum(p.nbytes for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    if model.head is not None:
+        weights -= model.embedding[...].nbytes
+    caches = jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(batch, length)))
+    return {"weights": weights, "caches": 2 * sum(x.size * x.dtype.itemsize for x in caches)}
 
 
 def time_model(config: ModelConfig, batch: int, plan: DecodingStudy) -> dict[str, Any]:
-    """Times greedy `generate` of a model with random weights.
+    """Times greedy decoding of a model with random weights.
 
     Returns:
-        Seconds of a token of every row, from the difference of a long and a short call; seconds of the short call,
-        which reads the prompt; bytes that a token moves at the least, and the share of the card's memory speed at which
-        it does so, None where that speed is not known.
+        Seconds of a token of every text, of each block after the first; tokens a second of all texts together, from
+        the median block; bytes that a token moves, the seconds that this takes at the card's stated bandwidth, and the
+        share of them in what was measured, both None where that bandwidth is not known.
     """
-    model = DecoderLM(config, rngs=nnx.Rngs(0))
-    model.eval()
-    prompt = np.random.default_rng(0).integers(config.vocabulary_size, size=(batch, plan.prompt))
-    seconds = []
-    for count in plan.new_tokens:
-
-        def call(count: int = count) -> float:
-            begin = time.perf_counter()
-            jax.block_until_ready(generate(model, prompt, max_new_tokens=count, temperature=0))
-            return time.perf_counter() - begin
-
-        call()  # compiles
-        seconds.append(min(call() for _ in range(plan.repeats)))
-    (short, long), (few, many) = seconds, plan.new_tokens
-    token = (long - short) / (many - few)
-    moved = step_bytes(model, batch, plan.prompt + (few + many) // 2)
+    model = random_model(config)
+    prompts = np.random.default_rng(1).integers(config.vocabulary_size, size=(batch, plan.prompt)).astype(np.int32)
+    count = plan.block * plan.blocks
+    blocks = stream(model, prompts, max_new_tokens=count, block_size=plan.block, temperature=0)
+    np.asarray(next(blocks))
+    seconds, start = [], time.perf_counter()
+    for block in blocks:
+        np.asarray(block)
+        end = time.perf_counter()
+        seconds.append((end - start) / plan.block)
+        start = end
+    median = float(np.median(seconds))
+    moved = bytes_of_a_token(model, batch, plan.prompt + count)
     bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)
+    limit = None if bandwidth is None else sum(moved.values()) / bandwidth
     return {
         "batch": batch,
         "prompt": plan.prompt,
-        "new_tokens": list(plan.new_tokens),
-        "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
-        "token_seconds": token,
-        "short_call_seconds": short,
-        "tokens_per_second": batch / token,
+        "token_seconds": [round(s, 8) for s in seconds],
+        "tokens_per_second": round(batch / median, 1),
         "bytes": moved,
-        "share_of_bandwidth": None if bandwidth is None else moved / token / bandwidth,
+        "limit_seconds": limit,
+        "of_limit": None if limit is None else round(limit / median, 4),
     }

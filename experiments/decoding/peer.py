@@ -60,7 +60,7 @@ def time_peer(
     Raises:
         RuntimeError: its process failed; the message is its last line.
     """
-    numbers = (batch, plan.prompt, *plan.new_tokens, plan.repeats)
+    numbers = (batch, plan.prompt, plan.block, plan.block * plan.blocks)
     command = [python, "-m", "experiments.decoding.peer", label, *map(str, numbers)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
@@ -76,8 +76,11 @@ def _versions() -> dict[str, str]:
     return {name: installed[name] for name in _PACKAGES if name in installed}
 
 
-def main(label: str, batch: int, prompt: int, few: int, many: int, repeats: int) -> None:
-    """Prints the record of one model as a line of JSON."""
+_CALLS = 3  # of each length; the fastest counts
+
+
+def main(label: str, batch: int, prompt: int, few: int, many: int) -> None:
+    """Prints the record of one model as a line of JSON: its time of a token is the difference of two calls'."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -108,7 +111,7 @@ def main(label: str, batch: int, prompt: int, few: int, many: int, repeats: int)
         return time.perf_counter() - begin
 
     call(few)  # searches for kernels
-    short, long = (min(call(count) for _ in range(repeats)) for count in (few, many))
+    short, long = (min(call(count) for _ in range(_CALLS)) for count in (few, many))
     token = (long - short) / (many - few)
     record = {
         "peer": who,
@@ -116,9 +119,8 @@ def main(label: str, batch: int, prompt: int, few: int, many: int, repeats: int)
         "prompt": prompt,
         "new_tokens": [few, many],
         "parameters": sum(p.numel() for p in model.parameters()),
-        "token_seconds": token,
-        "short_call_seconds": short,
-        "tokens_per_second": batch / token,
+        "token_seconds": [round(token, 8)],
+        "tokens_per_second": round(batch / token, 1),
         "versions": _versions(),
         "threads": torch.get_num_threads(),
     }

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import statistics
 from typing import Any
 
 from experiments.decoding.study import DecodingStudy
@@ -21,12 +22,11 @@ def _find(records: list[Record], label: str, batch: int, peer: bool) -> Record |
     return next(found, None)
 
 
-def _cells(ours: Record | None, theirs: Record | None) -> list[str]:
-    if ours is None:
-        return [""] * 5
-    share = ours["share_of_bandwidth"]
-    cells = [f"{ours['tokens_per_second']:,.0f}", f"{1e3 * ours['token_seconds']:.2f}"]
-    cells.append("" if share is None else f"{share:.0%}")
+def _cells(ours: Record, theirs: Record | None) -> list[str]:
+    share = "" if ours["of_limit"] is None else f"{ours['of_limit']:.0%}"
+    moved = f"{ours['bytes']['weights'] / 1e9:.2f} + {ours['bytes']['caches'] / 1e9:.2f}"
+    milliseconds = 1000 * statistics.median(ours["token_seconds"])
+    cells = [f"{milliseconds:.2f}", f"{ours['tokens_per_second']:,.0f}", moved, share]
     if theirs is None:
         return [*cells, "", ""]
     ratio = ours["tokens_per_second"] / theirs["tokens_per_second"]
@@ -37,7 +37,8 @@ def table(plan: DecodingStudy, records: list[Record]) -> str:
     """Markdown: a row for each model and batch."""
     if not records:
         return "No results yet.\n"
-    header = ["model", "batch", "tokens/s", "ms a token", "of memory speed", "peer's tokens/s", "times the peer's"]
+    header = ["model", "batch", "ms a token", "tokens/s", "weights + caches, GB a token", "of the bandwidth"]
+    header += ["peer's tokens/s", "times the peer's"]
     lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
     for label, _ in plan.models:
         for batch in plan.batches:
@@ -51,7 +52,7 @@ def table(plan: DecodingStudy, records: list[Record]) -> str:
     lines += [
         "",
         f"{environment['device']}, jax {environment['packages']['jax']}{beside}, commit {commits}; prompts of "
-        f"{plan.prompt} tokens, {plan.new_tokens[1]} new ones.",
+        f"{plan.prompt} tokens, {plan.block * plan.blocks} new ones.",
         "",
     ]
     return "\n".join(lines)

@@ -8,21 +8,21 @@ from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset
 
 @dataclasses.dataclass(frozen=True)
 class DecodingStudy:
-    """`generate` of some models, timed.
+    """Greedy decoding of some models, timed.
 
     Attributes:
         models: label and configuration of each row.
-        batches: rows that are continued together.
+        batches: texts that are continued together.
         prompt: tokens of each prompt.
-        new_tokens: tokens added by the two calls whose difference is the time of decoding alone.
-        repeats: timed calls of each; the fastest counts.
+        block: new tokens whose time is taken together.
+        blocks: of each text; the first compiles and is not timed.
     """
 
     models: tuple[tuple[str, ModelConfig], ...]
     batches: tuple[int, ...]
-    prompt: int
-    new_tokens: tuple[int, int]
-    repeats: int = 5
+    prompt: int = 128
+    block: int = 128
+    blocks: int = 4
 
 
 def study(setting: Setting) -> DecodingStudy:
@@ -40,7 +40,7 @@ def study(setting: Setting) -> DecodingStudy:
             "Gated DeltaNet + sliding window": every_other_sliding_window("gated_deltanet"),
         }
         models = tuple((label, size.replace(mixers=mixer)) for label, mixer in mixers.items())
-        return DecodingStudy(models, batches=(1, 64), prompt=64, new_tokens=(32, 160), repeats=3)
+        return DecodingStudy(models, batches=(1, 64))
     presets = {
         "Gated DeltaNet 340M": "gated_deltanet_340m",
         "KDA 340M": "kda_340m",
@@ -48,4 +48,4 @@ def study(setting: Setting) -> DecodingStudy:
         "Gated DeltaNet 1.3B": "1.3b",
     }
     models = tuple((label, model_preset(name, param_dtype="bfloat16")) for label, name in presets.items())
-    return DecodingStudy(models, batches=(1, 16, 64, 256), prompt=512, new_tokens=(32, 288), repeats=3)
+    return DecodingStudy(models, batches=(1, 16, 64, 256))

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from experiments.throughput import __main__ as command
-from experiments.throughput import decoding
 from experiments.throughput.flops import step_flops
 from experiments.throughput.peer import time_peer
 from experiments.throughput.report import read_results, table
@@ -111,19 +110,6 @@ def test_every_record_is_of_its_own_case(workers, quiet, tmp_path, monkeypatch):
     for case in set(timed):
         first, last = timed.index(case), len(timed) - 1 - timed[::-1].index(case)
         assert quiet == (len(set(timed[first : last + 1])) > 1) or case.packed, "one after another, or by turns"
-
-
-def test_decoding_is_timed_beside_what_it_must_read(tmp_path, capsys):
-    arguments = ["--rows", "2", "--prompt", "4", "--new", "16", "--blocks", "3", "--output", str(tmp_path)]
-    assert decoding.main(arguments) == 0
-    record = json.loads((tmp_path / "results" / "small_decoding" / "gated_deltanet--2.json").read_text())
-    assert record["rows"] == 2 and len(record["token_seconds"]) == 2
-    config = model_config(study("small"), next(c for c in cases(study("small")) if c.mixer.label == "Gated DeltaNet"))
-    parameters = count_parameters(config)
-    assert record["bytes"]["weights"] == 4 * parameters.without_embedding, "the head, and of the embedding one row"
-    states = 2 * config.num_layers * config.num_heads * 16 * 16  # of two rows, float32, beside the convolutions' tails
-    assert record["bytes"]["caches"] == 2 * 4 * (states + 2 * config.num_layers * 3 * 3 * 32)
-    assert "| Gated DeltaNet | 2 |" in capsys.readouterr().out
 
 
 def test_the_peer_is_named_and_its_failures_are_recorded(tmp_path):
