@@ -63,11 +63,12 @@ def figure(plan: DecodingStudy, records: list[Record], path: pathlib.Path) -> bo
     if not records:
         return False
     batches = [b for b in plan.batches if any(r["batch"] == b for r in records)]
-    size = (3.2 * len(batches) + 1.6, 1.2 + 0.45 * len(plan.models))
+    labels = [label for label, _ in plan.models if any(r["model"] == label for r in records)]
+    size = (3.2 * len(batches) + 1.6, 1.4 + 0.45 * len(labels))
     drawing, panels = pyplot().subplots(1, len(batches), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for panel, batch in zip(panels[0], batches):
         for peer, offset, color in ((False, -0.2, "tab:blue"), (True, 0.2, "tab:orange")):
-            for row, (label, _) in enumerate(plan.models):
+            for row, label in enumerate(labels):
                 record = _find(records, label, batch, peer)
                 if record is not None:
                     name = f"{record.get('peer', 'rnnlib')}: {record['tokens_per_second']:,.0f}"
@@ -76,9 +77,10 @@ def figure(plan: DecodingStudy, records: list[Record], path: pathlib.Path) -> bo
         panel.set_title(f"batch {batch}", fontsize=9)
         panel.set_xlabel("tokens a second, all rows together", fontsize=8)
         panel.margins(x=0.45)
-        panel.set_yticks(range(len(plan.models)), [label for label, _ in plan.models], fontsize=8)
-    panels[0][0].invert_yaxis()
-    drawing.suptitle(f"Greedy generation on {records[0]['environment']['device']}", fontsize=10)
+        panel.set_yticks(range(len(labels)), labels, fontsize=8)
+    panels[0][0].set_ylim(len(labels) - 0.5, -0.5)
+    device = records[0]["environment"]["device"]
+    drawing.suptitle(f"Greedy decoding on {'a CPU' if device == 'cpu' else device}", fontsize=10)
     save(drawing, path)
     return True
 
