@@ -47,7 +47,7 @@ def table(plan: DecodingStudy, records: list[Record]) -> str:
                 lines.append(f"| {label} | {batch} | {' | '.join(_cells(ours, theirs))} |")
     environment = records[0]["environment"]
     commits = ", ".join(sorted({r["environment"]["commit"][:7] for r in records}))
-    versions = next((r["versions"] for r in records if "peer" in r), {})
+    versions: dict[str, str] = next((r["versions"] for r in records if "peer" in r), {})
     beside = "".join(f", {name} {version}" for name, version in versions.items())
     lines += [
         "",
