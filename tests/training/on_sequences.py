@@ -21,6 +21,8 @@ from rnnlib.ops import sequence_axis
 from rnnlib.training import MeshConfig, init_train_state, make_mesh, make_train_step, put_batch, put_state
 
 VOCABULARY, ROWS, LENGTH = 16, 4, 24
+# Of the step whose gradient is read from the parameters: so large that these are rounded in proportion to it.
+RATE = 2.0**10
 # A recurrence of each kind: delta rule and preconditioner, ridge, trapezoidal.
 RECURRENT = ("pkda", "gated_kalmanet", "mamba3")
 
@@ -52,12 +54,12 @@ def step_of(mesh):
     # The token-by-token implementation compiles fastest, and devices exchange the same.
     mixers = (*map(token_by_token, RECURRENT), "sliding_window_attention", "latent_attention")
     config = ModelConfig(VOCABULARY, 16, len(mixers), 2, mixers, window=5, mlp_width=16)
-    optimizer = optax.sgd(1.0)
+    optimizer = optax.sgd(RATE)
     graph, state = init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer)
     before = jax.device_get(state.parameters)
     step = make_train_step(graph, optimizer, lambda _: 1.0, np.ones(VOCABULARY, np.int32), mesh)
     state, metrics = step(put_state(state, mesh), put_batch(batch(), mesh))
-    gradient = jax.tree.map(lambda x, y: x - np.asarray(y), before, state.parameters)
+    gradient = jax.tree.map(lambda x, y: (x - np.asarray(y)) / RATE, before, state.parameters)
     return float(metrics.nats / metrics.tokens), jax.tree.leaves(gradient)
 
 
