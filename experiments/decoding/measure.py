@@ -9,12 +9,12 @@ from flax import nnx
 
 from experiments.decoding.study import DecodingStudy
 from experiments.throughput.flops import BANDWIDTH
-from rnnlib.models import DecoderLM, ModelConfig, stream
+from rnnlib.models import DecoderLM, ModelConfig, abstract_model, stream
 
 
 def random_model(config: ModelConfig) -> DecoderLM:
     """A model whose weights are normal numbers: what is in them costs no time, and initialising takes long."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: DecoderLM(config, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(abstract_model(config))
     rng = np.random.default_rng(0)
     return nnx.merge(graph, jax.tree.map(lambda p: jax.device_put(_normal(rng, p)), state))
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
-from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.models import DecoderLM, abstract_model
 from rnnlib.training.checkpoint import Checkpoints, Progress
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.config_file import from_plain, save_config, to_plain
@@ -176,7 +176,7 @@ class Trainer:
         self._mesh = self._fitting_mesh()
         check_batch_size(config.data.batch_size, config.accumulation_steps, self._mesh)
         check_length(config.data.sequence_length, self._mesh)
-        self._train_step: Any = self._make_train_step(config.model)
+        self._train_step: Any = self._make_train_step(nnx.split(model)[0])
         evaluation_graphdef = nnx.split(evaluation_view(model))[0]
         self._evaluation_step = make_evaluation_step(
             evaluation_graphdef, self.tokenizer.token_bytes, self._mesh, deterministic=config.deterministic
@@ -188,9 +188,8 @@ class Trainer:
             self.read_data()
         jax.eval_shape(self._train_step, self._template, self._abstract_batch())
 
-    def _make_train_step(self, model: ModelConfig) -> Any:
+    def _make_train_step(self, graphdef: Any) -> Any:
         config = self.config
-        graphdef = nnx.split(nnx.eval_shape(lambda: DecoderLM(model, rngs=nnx.Rngs(config.seed))))[0]
         schedule = learning_rate_schedule(config.optimizer, config.steps)
         return make_train_step(
             graphdef,
@@ -304,7 +303,7 @@ class Trainer:
         if self.config.model.remat == "auto":
             self._recomputation = choose_recomputation(
                 self.config.model,
-                lambda model: self._make_train_step(model).lower(state, batch).compile(),
+                lambda model: self._make_train_step(nnx.split(abstract_model(model))[0]).lower(state, batch).compile(),
                 bytes_of_each_device(),
                 agree=agree,
             )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.models import DecoderLM, ModelConfig, abstract_model
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.loss import head_loss_sums
 from rnnlib.training.mesh import AXES, MeshConfig, mesh_sizes, parameter_spec
@@ -238,7 +238,7 @@ def _exchanges(
 
 def _activation_bytes(model: ModelConfig, rows: int, length: int) -> tuple[int, int]:
     """What one part of a device's rows leaves for the backward pass, and the most that is held beside it."""
-    graphdef, parameters, other = split_model(nnx.eval_shape(lambda: DecoderLM(model, rngs=nnx.Rngs(0))))
+    graphdef, parameters, other = split_model(abstract_model(model))
     batch = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in abstract_batch(rows, length, None).items()}
     counts = jax.ShapeDtypeStruct((model.vocabulary_size,), jnp.int32)
 
@@ -256,7 +256,7 @@ def _activation_bytes(model: ModelConfig, rows: int, length: int) -> tuple[int, 
 
 def _block_bytes(model: ModelConfig, rows: int, length: int) -> int:
     """What the block that stores most does, if it is not recomputed."""
-    blocks = nnx.eval_shape(lambda: DecoderLM(model, rngs=nnx.Rngs(0))).blocks
+    blocks = abstract_model(model).blocks
     x = jax.ShapeDtypeStruct((rows, length, model.width), model.compute_dtype)
     ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     kinds = dict(zip(zip(model.layer_mixers, model.layer_feed_forwards), blocks))
