@@ -8,6 +8,7 @@ import sys
 
 if __name__ == "__main__":  # before jax is imported
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    os.environ["JAX_ENABLE_X64"] = "1"
 
 import jax
 import numpy as np
@@ -21,8 +22,7 @@ from rnnlib.ops import sequence_axis
 from rnnlib.training import MeshConfig, init_train_state, make_mesh, make_train_step, put_batch, put_state
 
 VOCABULARY, ROWS, LENGTH = 16, 4, 24
-# Of the step whose gradient is read from the parameters: so large that these are rounded in proportion to it.
-RATE = 2.0**10
+WIDE = {"dtype": "float64", "param_dtype": "float64"}  # so that rounding hides nothing
 # A recurrence of each kind: delta rule and preconditioner, ridge, trapezoidal.
 RECURRENT = ("pkda", "gated_kalmanet", "mamba3")
 
@@ -53,19 +53,19 @@ def step_of(mesh):
     """Loss, gradient norm and the parameters after a step of gradient descent."""
     # The token-by-token implementation compiles fastest, and devices exchange the same.
     mixers = (*map(token_by_token, RECURRENT), "sliding_window_attention", "latent_attention")
-    config = ModelConfig(VOCABULARY, 16, len(mixers), 2, mixers, window=5, mlp_width=16)
-    optimizer = optax.sgd(RATE)
+    config = ModelConfig(VOCABULARY, 16, len(mixers), 2, mixers, window=5, mlp_width=16, **WIDE)
+    optimizer = optax.sgd(1.0)
     graph, state = init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer)
     before = jax.device_get(state.parameters)
     step = make_train_step(graph, optimizer, lambda _: 1.0, np.ones(VOCABULARY, np.int32), mesh)
     state, metrics = step(put_state(state, mesh), put_batch(batch(), mesh))
-    gradient = jax.tree.map(lambda x, y: (x - np.asarray(y)) / RATE, before, state.parameters)
+    gradient = jax.tree.map(lambda x, y: x - np.asarray(y), before, state.parameters)
     return float(metrics.nats / metrics.tokens), jax.tree.leaves(gradient)
 
 
 def logits_without_positions():
     """The furthest from whole rows that a model's logits are on stretches in a map of the user's own."""
-    model = DecoderLM(ModelConfig(VOCABULARY, 16, 1, 2, ("attention",), mlp_width=16), rngs=nnx.Rngs(0))
+    model = DecoderLM(ModelConfig(VOCABULARY, 16, 1, 2, ("attention",), mlp_width=16, **WIDE), rngs=nnx.Rngs(0))
     mesh, tokens = jax.make_mesh((8,), ("tokens",)), batch()["inputs"]
     by = PartitionSpec(None, "tokens")
 

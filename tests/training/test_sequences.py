@@ -33,8 +33,6 @@ def test_a_group_of_devices_trains_as_one(process_environment):
     )
     assert process.returncode == 0, process.stderr[-3000:]
     found = json.loads(process.stdout.splitlines()[-1])
-    # Rounding: of float32's gradients one array of 1e-2 of the whole is 1.1e-5 off; in float64 all are within 2e-7.
-    assert found.pop("gradient") < 2e-5
     assert all(error < 1e-5 for error in found.values()), found
 
 
