@@ -93,7 +93,7 @@ class AttentionConfig(MixerConfig):
             raise ValueError(f"AttentionConfig: {name} is {turned}, expected an even one{limit} for rotary positions")
         # Unlike in recurrent mixers, query heads share key heads: `value_heads` of the shape are the query heads.
         shape = MixerShape(width, key_heads, num_heads, head_dim, head_dim, dtype, param_dtype, self.initializer)
-        return Attention(self, shape, rngs=rngs)
+        return Attention(self, shape.own_share(), rngs=rngs)
 
 
 class Attention(nnx.Module):
@@ -112,14 +112,14 @@ class Attention(nnx.Module):
         self.query = shape.project(shape.value_heads * size, use_bias=bias, rngs=rngs)
         self.key = shape.project(shape.key_heads * size, use_bias=bias, rngs=rngs)
         self.value = shape.project(shape.key_heads * size, use_bias=bias, rngs=rngs)
-        self.output = shape.linear(shape.value_heads * size, shape.width, use_bias=config.output_bias, rngs=rngs)
+        self.output = shape.output(shape.value_heads * size, use_bias=config.output_bias, rngs=rngs)
         self.gate = shape.project(shape.value_heads * size, use_bias=bias, rngs=rngs) if config.output_gate else None
         self.rotary = None if config.rope_base is None else Rotary(config.rope_base, config.rope_channels)
-        self.query_norm = self._norm(shape.value_heads)
-        self.key_norm = self._norm(shape.key_heads)
+        self.query_norm = self._norm(shape.value_heads, shape.shares)
+        self.key_norm = self._norm(shape.key_heads, shape.shares_of_keys)
 
-    def _norm(self, heads: int) -> RMSNorm | None:
-        """The norm of queries or keys with a given number of heads."""
+    def _norm(self, heads: int, shares: int) -> RMSNorm | None:
+        """The norm of queries or keys with a given number of heads, of which devices have so many shares."""
         config, shape = self.config, self.shape
         if not config.qk_norm:
             return None
@@ -127,6 +127,7 @@ class Attention(nnx.Module):
             shape.key_size * (heads if config.qk_norm == "all" else 1),
             eps=config.eps,
             zero_centred=config.zero_centred,
+            shares=shares if config.qk_norm == "all" else 1,
             dtype=shape.dtype,
             param_dtype=shape.param_dtype,
         )

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from rnnlib.fields import PositiveInteger, check_fields, check_value, in_words, matches
 from rnnlib.layers.initializers import Initializer
+from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
 from rnnlib.ops.sequence import expect_whole_rows
 from rnnlib.ops.sharding import dot_general_over_mesh
 
@@ -143,6 +144,8 @@ class MixerShape:
         projected_key_size: channels of a query or key head before a feature map that changes them; None is K.
         shared_heads: heads of keys and values that are projected, each for consecutive key and value heads; None is one
             for each.
+        shares: how many devices the heads were shared out over; the heads above are those of one of them.
+        one_key_head: all of these devices have the same key head, the only one.
     """
 
     width: PositiveInteger
@@ -156,6 +159,8 @@ class MixerShape:
     pairs: PositiveInteger = 1
     projected_key_size: PositiveInteger | None = None
     shared_heads: PositiveInteger | None = None
+    shares: PositiveInteger = 1
+    one_key_head: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -170,6 +175,36 @@ class MixerShape:
                 f"and a solve axis that takes one key a token and head, not {self.pairs}"
             )
 
+    def own_share(self) -> "MixerShape":
+        """The sizes of a device's share, within `tensor_shares`: its part of the heads.
+
+        A single key head is whole on each device. Several are shared out, so that each device has the key heads of its
+        value heads.
+
+        Raises:
+            ValueError: the heads do not come out even.
+        """
+        shares = current_shares()
+        if shares == 1:
+            return self
+
+        def own(heads: int, what: str) -> int:
+            return 1 if heads == 1 else share_of(heads, f"the {what} heads of a mixer (--model.num-heads)")
+
+        return dataclasses.replace(
+            self,
+            value_heads=share_of(self.value_heads, "the value heads of a mixer (--model.num-heads)"),
+            key_heads=own(self.key_heads, "key"),
+            shared_heads=None if self.shared_heads is None else own(self.shared_heads, "shared key"),
+            shares=shares,
+            one_key_head=self.key_heads == 1,
+        )
+
+    @property
+    def shares_of_keys(self) -> int:
+        """How many devices share the key heads: 1 where each has the only one."""
+        return 1 if self.one_key_head else self.shares
+
     @property
     def group(self) -> int:
         """Value heads that share a key head."""
@@ -180,9 +215,21 @@ class MixerShape:
         """Decays, gates and states: float32, or float64 where the mixer computes in it."""
         return jnp.promote_types(self.dtype, jnp.float32)
 
-    def linear(self, features_in: int, features: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> nnx.Linear:
+    def output(self, features_in: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> nnx.Linear:
+        """A linear map from the channels of all heads to the model's width: a sum over the devices that share them."""
+        return self.linear(features_in, self.width, rngs=rngs, use_bias=use_bias, module=linear_of_shares(self.shares))
+
+    def linear(
+        self,
+        features_in: int,
+        features: int,
+        *,
+        rngs: nnx.Rngs,
+        use_bias: bool = False,
+        module: type[nnx.Linear] = nnx.Linear,
+    ) -> nnx.Linear:
         """A linear map in this mixer's dtypes."""
-        return nnx.Linear(
+        return module(
             features_in,
             features,
             use_bias=use_bias,

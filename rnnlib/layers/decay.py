@@ -14,6 +14,7 @@ from jaxtyping import Float
 from rnnlib.fields import PositiveNumber, Range
 from rnnlib.layers.base import MixerShape, Rank
 from rnnlib.layers.part import AxisConfig
+from rnnlib.layers.tensor import first_of_share
 
 NegativeNumber = Annotated[float, Range(below=0)]
 
@@ -83,15 +84,17 @@ class FixedDecayGate(DecayGate):
     """The same decay at every token."""
 
     def __init__(self, config: FixedDecay, shape: MixerShape):
-        self.log_decay = tuple(
-            math.log1p(-(2.0 ** -(config.first_exponent + head))) for head in range(shape.value_heads)
-        )
+        heads = range(shape.value_heads * shape.shares)
+        self.log_decay = tuple(math.log1p(-(2.0 ** -(config.first_exponent + head))) for head in heads)
+        self.shape = shape
         self.dtype = shape.gate_dtype
 
     def __call__(self, x: Float[Array, "B T D"]) -> Decay:
         """The constants, `[B, T, HV]`."""
-        constants = jnp.asarray(self.log_decay, self.dtype)
-        return Decay(log_decay=jnp.broadcast_to(constants, (*x.shape[:2], len(self.log_decay))))
+        constants, own = jnp.asarray(self.log_decay, self.dtype), self.shape.value_heads
+        if self.shape.shares > 1:
+            constants = jax.lax.dynamic_slice(constants, (first_of_share(own, self.shape.shares),), (own,))
+        return Decay(log_decay=jnp.broadcast_to(constants, (*x.shape[:2], own)))
 
 
 _LOWEST_RATE = 1e-4  # Lower bound of a rate that is computed from the token, as in Mamba-3's code.

@@ -15,6 +15,7 @@ from rnnlib import ops
 from rnnlib.fields import NaturalNumber, PositiveInteger, PositiveNumber, Range
 from rnnlib.layers.feed_forward import FeedForwardConfig, SwiGLU
 from rnnlib.layers.part import PartConfig
+from rnnlib.layers.tensor import current_shares, share_of, sum_over_shares
 from rnnlib.ops.sharding import dot_general_over_mesh
 
 Coefficient = Annotated[float | int, Range(at_least=0)]
@@ -220,6 +221,8 @@ class ExpertMixture(nnx.Module):
         """Builds router and experts of `hidden_width`; other arguments as `FeedForwardConfig.build`."""
         self.config = config
         self.dtype = dtype
+        self.shares = current_shares()
+        hidden_width = share_of(hidden_width, "the width of an expert (Experts.width)")
         init = nnx.initializers.normal(initializer_std)
         wide, narrow = (config.num_experts, width, hidden_width), (config.num_experts, hidden_width, width)
         self.router = Router(
@@ -244,6 +247,7 @@ class ExpertMixture(nnx.Module):
         x = x.astype(self.dtype)
         choices, weights, logits = self.router(x)
         out = ops.expert_mixture(x, choices, weights, self.gate[...], self.up[...], self.down[...])
+        out = sum_over_shares(out, self.shares)
         if self.has_losses and hasattr(self, "__captures__"):  # Read by `nnx.capture`.
             self.sow(RouterLoss, "router_loss", self._losses(choices, logits))
         if self.shared is None:

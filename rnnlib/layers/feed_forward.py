@@ -2,10 +2,10 @@
 
 import abc
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from rnnlib.layers.part import PartConfig
+from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
 from rnnlib.ops.sharding import dot_general_over_mesh, is_split
 
 
@@ -53,8 +54,8 @@ class SwiGLU(nnx.Module):
             param_dtype: dtype of the weights.
             rngs: source of the initial weights.
         """
-        linear = functools.partial(
-            nnx.Linear,
+        hidden_width = share_of(hidden_width, "the width of a feed-forward (--model.mlp-width)")
+        options: dict[str, Any] = dict(
             use_bias=False,
             kernel_init=nnx.initializers.normal(initializer_std),
             dtype=dtype,
@@ -62,9 +63,9 @@ class SwiGLU(nnx.Module):
             dot_general=dot_general_over_mesh,
             rngs=rngs,
         )
-        self.gate = linear(width, hidden_width)
-        self.up = linear(width, hidden_width)
-        self.down = linear(hidden_width, width)
+        self.gate = nnx.Linear(width, hidden_width, **options)
+        self.up = nnx.Linear(width, hidden_width, **options)
+        self.down = linear_of_shares(current_shares())(hidden_width, width, **options)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the block to `[B, T, D]` activations."""

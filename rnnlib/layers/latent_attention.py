@@ -111,7 +111,7 @@ class LatentAttentionConfig(MixerConfig):
                 f"LatentAttentionConfig: shared_key_dim is {shared}, expected an even one for rotary positions"
             )
         shape = MixerShape(width, heads, heads, own + shared, value, dtype, param_dtype, self.initializer)
-        return LatentAttention(sized, shape, rngs=rngs)
+        return LatentAttention(sized, shape.own_share(), rngs=rngs)
 
 
 class LatentQuery(nnx.Module):
@@ -172,7 +172,7 @@ class LatentAttention(nnx.Module):
         self.latent_norm = RMSNorm(size, eps=config.eps, dtype=shape.dtype, param_dtype=shape.param_dtype)
         self.key = shape.linear(size, heads * self.own_size, rngs=rngs)
         self.value = shape.linear(size, heads * shape.value_size, rngs=rngs)
-        self.output = shape.linear(heads * shape.value_size, shape.width, use_bias=config.output_bias, rngs=rngs)
+        self.output = shape.output(heads * shape.value_size, use_bias=config.output_bias, rngs=rngs)
         turns = config.rope_base is not None and self.shared_size > 0
         self.rotary = Rotary(config.rope_base) if turns and config.rope_base else None
 

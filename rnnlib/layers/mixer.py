@@ -167,7 +167,8 @@ class RecurrentMixerConfig(MixerConfig):
         param_dtype: DTypeLike = jnp.float32,
     ) -> "RecurrentMixer":
         """Builds the module; arguments as `MixerConfig.build`."""
-        return RecurrentMixer(self, self.shape(width, num_heads, dtype=dtype, param_dtype=param_dtype), rngs=rngs)
+        shape = self.shape(width, num_heads, dtype=dtype, param_dtype=param_dtype)
+        return RecurrentMixer(self, shape.own_share(), rngs=rngs)
 
 
 class RecurrentMixer(nnx.Module):

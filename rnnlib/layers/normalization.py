@@ -7,6 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from rnnlib.layers.tensor import sum_over_shares
 from rnnlib.ops.rms_norm import norm_kernel_serves, rms_norm
 
 
@@ -63,7 +64,7 @@ def norm_and_stream(norm: nnx.Module, x: Float[Array, "*axes F"]) -> tuple[Float
 
 def _scale_and_eps(norm: nnx.Module) -> tuple[Array, float] | None:
     """What an RMS norm over the last axis multiplies by and its eps; None of any other module."""
-    if type(norm) is RMSNorm and norm.groups == 1 and norm.scale is not None:
+    if type(norm) is RMSNorm and norm.groups == norm.shares == 1 and norm.scale is not None:
         scale = norm.scale[...]
         return (1 + scale if norm.zero_centred else scale), norm.eps
     if type(norm) is nnx.RMSNorm and norm.scale is not None and norm.feature_axes == -1 and norm.reduction_axes == -1:
@@ -77,7 +78,7 @@ class RMSNorm(nnx.Module):
     Zhang and Sennrich, 2019 (arXiv 1910.07467). `scale` `[F]` starts at 1. With `zero_centred` the factor is
     `1 + scale`, and `scale` starts at 0 (Gemma, Qwen3-Next): bfloat16 then holds small differences from 1. With
     `groups`, each of so many equal parts of the axis has its own mean (Mamba-2); `scale` stays `[F]`.
-    Without `use_scale` there is none.
+    Without `use_scale` there is none. Of `shares` devices each has a share of the axis (`rnnlib.layers.tensor`).
 
     Raises:
         ValueError: a size is not positive, or the groups do not divide the features.
@@ -91,6 +92,7 @@ class RMSNorm(nnx.Module):
         groups: int = 1,
         use_scale: bool = True,
         zero_centred: bool = False,
+        shares: int = 1,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
     ):
@@ -104,13 +106,15 @@ class RMSNorm(nnx.Module):
         self.groups = groups
         self.dtype = dtype
         self.zero_centred = zero_centred
+        self.shares = shares
         self.scale = nnx.Param(jnp.full((features,), 0 if zero_centred else 1, param_dtype)) if use_scale else None
 
     def __call__(self, x: Float[Array, "*axes F"]) -> Float[Array, "*axes F"]:
         """Normalises the last axis; the result has the module's `dtype`."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         parts = wide if self.groups == 1 else wide.reshape(*wide.shape[:-1], self.groups, -1)
-        normalised = parts * jax.lax.rsqrt(jnp.mean(jnp.square(parts), axis=-1, keepdims=True) + self.eps)
+        mean = sum_over_shares(jnp.mean(jnp.square(parts), axis=-1, keepdims=True), self.shares) / self.shares
+        normalised = parts * jax.lax.rsqrt(mean + self.eps)
         normalised = normalised.reshape(wide.shape)
         if self.scale is None:
             return normalised.astype(self.dtype)

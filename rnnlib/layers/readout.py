@@ -63,6 +63,8 @@ class Readout(nnx.Module):
             else shape.project(features, rank=config.gate_rank, use_bias=config.gate_bias, rngs=rngs)
         )
         normalised = shape.value_size if config.norm == "head" else features
+        # Over heads of several devices: of all, or of a group that is all.
+        over_all = config.norm == "all" or (config.norm == "group" and shape.shares_of_keys == 1)
         self.norm = (
             None
             if config.norm == "none"
@@ -71,11 +73,12 @@ class Readout(nnx.Module):
                 eps=config.eps,
                 groups=shape.key_heads if config.norm == "group" else 1,
                 use_scale=config.norm_scale,
+                shares=shape.shares if over_all else 1,
                 dtype=shape.gate_dtype,
                 param_dtype=shape.param_dtype,
             )
         )
-        self.output = shape.linear(features, shape.width, use_bias=config.use_bias, rngs=rngs)
+        self.output = shape.output(features, use_bias=config.use_bias, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "B T D"], out: Float[Array, "B T HV V"], value: Float[Array, "B T HV V"]

@@ -17,8 +17,9 @@ from rnnlib.layers.base import check_cache_size
 from rnnlib.layers.feed_forward import FeedForwardConfig
 from rnnlib.layers.feed_forward import SwiGLU as SwiGLU
 from rnnlib.layers.normalization import RMSNorm, norm_and_stream
+from rnnlib.layers.tensor import current_shares, share_of, tensor_shares
 from rnnlib.models.config import ModelConfig, NormPosition
-from rnnlib.models.embedding import look_up
+from rnnlib.models.embedding import look_up_in_shares
 from rnnlib.models.mixers import build_mixer
 from rnnlib.models.variables import assign_values, values_by_path
 from rnnlib.ops.arguments import check_array, check_segment_ids, check_shape
@@ -204,7 +205,9 @@ class DecoderLM(nnx.Module):
                 raise ValueError(f"{name}='float64': expected jax_enable_x64 to be set, without which it is float32")
         self.config = config
         init = nnx.initializers.normal(config.initializer_std)
-        shape = (config.vocabulary_size, config.width)
+        self.shares = current_shares()
+        rows = share_of(config.vocabulary_size, "the vocabulary (--model.vocabulary-size)")
+        shape = (rows, config.width)
         self.embedding = nnx.Param(init(rngs.params(), shape, config.storage_dtype))
         layers = zip(config.layer_mixers, config.layer_norm_positions, config.layer_feed_forwards)
         self.blocks = nnx.List(
@@ -372,7 +375,16 @@ class DecoderLM(nnx.Module):
         if positions is not None:
             check_array("DecoderLM", "positions", positions)
             check_shape("DecoderLM", "positions", positions, tokens.shape, axes="[B, T]")
-        return look_up(self.embedding[...], tokens, self.config.compute_dtype)
+        return look_up_in_shares(self.embedding[...], tokens, self.config.compute_dtype, self.shares)
+
+    def share(self, count: int) -> "DecoderLM":
+        """The model that each of `count` devices has of this one, with shapes in place of arrays.
+
+        Heads, feed-forwards and vocabulary are shared out (`rnnlib.layers.tensor`): `logits` are those of the device's
+        part of it. ValueError where one does not come out even.
+        """
+        with tensor_shares(count):
+            return nnx.eval_shape(lambda: DecoderLM(self.config, rngs=nnx.Rngs(0)))
 
     def _repeats(self) -> int:
         return self.config.num_layers // len(self.config.mixers)

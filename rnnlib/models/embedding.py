@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.varying import vary_alike
+from rnnlib.layers.tensor import first_of_share, sum_over_shares
 from rnnlib.ops.sharding import is_split, mesh_of
 
 # Sorted tokens whose gradients are summed in one product. A product does as many operations for each of its rows.
@@ -36,6 +37,19 @@ def look_up(
         own_rows = jax.shard_map(lambda table, tokens: look_up(table, tokens, dtype), **specs)
         return own_rows(jax.sharding.reshard(table, NamedSharding(mesh, P())), tokens)
     return _look_up(*vary_alike((table, tokens)), dtype)
+
+
+def look_up_in_shares(
+    table: Float[Array, "vocabulary D"], tokens: Int[Array, "*batch"], dtype: DTypeLike, shares: int
+) -> Float[Array, "*batch D"]:
+    """`look_up` in a table that devices share out by rows; `table` is this device's share (`rnnlib.layers.tensor`)."""
+    if shares == 1:
+        return look_up(table, tokens, dtype)
+    size = len(table)
+    own = tokens - first_of_share(size, shares)
+    rows = jnp.where(((own >= 0) & (own < size))[..., None], look_up(table, own, dtype), 0)
+    is_known = (tokens >= 0) & (tokens < size * shares)
+    return jnp.where(is_known[..., None], sum_over_shares(rows, shares), jnp.nan)
 
 
 def _rows(table: Array, tokens: Array, dtype: DTypeLike) -> Array:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from rnnlib.data import BatchDataset
 from rnnlib.training.loss import LossSums, bits_per_byte
 from rnnlib.training.mesh import in_shares, whole
-from rnnlib.training.step import Batch, make_evaluation_step, put_batch, split_model
+from rnnlib.training.step import Batch, make_evaluation_step, put_batch, shared_out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def evaluate(
     Raises:
         ValueError: If no token is to be predicted.
     """
-    graphdef, parameters, other = split_model(evaluation_view(model))
+    graphdef, parameters, other = shared_out(evaluation_view(model), mesh)
     step = make_evaluation_step(graphdef, token_bytes, mesh)
     parameters = jax.device_put(parameters, in_shares(parameters, mesh))
     return evaluate_with(step, parameters, jax.device_put(other, whole(mesh)), batches, mesh)

@@ -25,7 +25,7 @@ from rnnlib.training.distributed import agree, await_shared, is_first
 from rnnlib.training.evaluation import Evaluation, evaluate_with, evaluation_view, spread_batches
 from rnnlib.training.loss import bits_per_byte
 from rnnlib.training.memory import bytes_of_each_device, check_fits, device_bytes
-from rnnlib.training.mesh import make_mesh, mesh_sizes, process_rows, whole
+from rnnlib.training.mesh import layer_shares, make_mesh, mesh_sizes, process_rows, whole
 from rnnlib.training.metrics import TRAIN_FILE, NoLog, RunLog, recorded_steps
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
 from rnnlib.training.picture import loss_picture
@@ -169,11 +169,14 @@ class Trainer:
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         # Shapes alone: a model that does not fit its own sizes fails here, and in seconds.
         model = nnx.eval_shape(self._new_model)
+        self._mesh: Mesh | None = None
         self._template: TrainState = jax.eval_shape(self._new_state)
         self._initial, self._origin = initial, origin
         if initial is not None:
             _check_same_arrays(model, initial)
         self._mesh = self._fitting_mesh()
+        if layer_shares(self._mesh) > 1:  # parameters then say how they are shared out
+            self._template = jax.eval_shape(self._new_state)
         check_batch_size(config.data.batch_size, config.accumulation_steps, self._mesh)
         check_length(config.data.sequence_length, self._mesh)
         self._train_step: Any = self._make_train_step(nnx.split(model)[0])
@@ -259,7 +262,7 @@ class Trainer:
             return "CPU" if jax.process_count() == 1 else f"CPUs of {jax.process_count()} processes"
         count, available = 1 if self._mesh is None else self._mesh.size, len(jax.devices())
         sizes = {} if self._mesh is None else self._mesh.shape
-        shares = "".join(f", {axis} {sizes[axis]}" for axis in ("fsdp", "sequence") if sizes.get(axis, 1) > 1)
+        shares = "".join(f", {axis} {sizes[axis]}" for axis in ("fsdp", "sequence", "tensor") if sizes.get(axis, 1) > 1)
         over = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         return f"{count}{f' of {available}' if count < available else ''} x {device.device_kind}{over}{shares}"
 
@@ -267,14 +270,14 @@ class Trainer:
         return DecoderLM(self.config.model, rngs=nnx.Rngs(self.config.seed))
 
     def _new_state(self) -> TrainState:
-        return init_train_state(self._new_model(), self._optimizer)[1]
+        return init_train_state(self._new_model(), self._optimizer, self._mesh)[1]
 
     def _first_state(self) -> TrainState:
         if self._initial is not None:
-            state = init_train_state(self._initial, self._optimizer)[1]
+            state = init_train_state(self._initial, self._optimizer, self._mesh)[1]
             self._initial = None  # the first step takes its arrays
             return put_state(state, self._mesh)
-        if self._mesh is None or self._mesh.shape["fsdp"] == 1:
+        if self._mesh is None or self._mesh.shape["fsdp"] * layer_shares(self._mesh) == 1:
             return put_state(self._new_state(), self._mesh)
         # Born in shares: no device ever holds the whole. A compiled start differs from the other in the last bits.
         return jax.jit(self._new_state, out_shardings=state_shardings(self._template, self._mesh))()

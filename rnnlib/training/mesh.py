@@ -12,10 +12,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from rnnlib.fields import PositiveInteger, Range, check_fields
+from rnnlib.layers.tensor import TENSOR, shared_axis
 
-# Axes that share out a batch's rows, and the one that shares out a row's tokens, which only some meshes have.
+# Axes that share out a batch's rows, and the one that shares out a row's tokens, which only some meshes have; so is
+# `TENSOR`, which shares out layers.
 AXES = ("data", "fsdp")
 SEQUENCE = "sequence"
+# Of a parameter's variable, the axis that is in shares over "tensor".
+_SHARED_AXIS = "tensor_axis"
 
 # Of a device's memory, what parameters, gradients and optimizer state may take before they are shared: activations and
 # the compiler's buffers need the rest.
@@ -24,12 +28,17 @@ _FOR_STATE = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How devices share the work: `data x fsdp` groups of `sequence` devices, each with its own rows of every batch.
+    """How devices share the work: `data x fsdp` groups of `sequence x tensor` devices.
+
+    Each group has its own rows of every batch.
 
     With `fsdp` above 1, that many devices hold one copy of parameters and optimizer state between them. A matrix is
     gathered where a layer reads it, and its gradient is summed and dealt out again.
     With `sequence` above 1, the devices of a group have the same rows, and each computes one stretch of every row
     (`rnnlib.ops.sequence_axis`); each holds what one device with whole rows would.
+    With `tensor` above 1, so many devices share each layer of a `DecoderLM`: its heads, the width of its feed-forward
+    and the vocabulary, with their parameters, gradients and optimizer state (`rnnlib.layers.tensor`). They have the
+    same tokens.
     """
 
     data: Annotated[int, Range(at_least=-1)] = -1
@@ -38,6 +47,8 @@ class MeshConfig:
     """Devices that share one copy; left out, 1, or as many as it takes where a copy does not fit into one GPU."""
     sequence: PositiveInteger = 1
     """Devices that share the tokens of each row, for rows too long for one."""
+    tensor: PositiveInteger = 1
+    """Devices that share each layer: heads, feed-forward and vocabulary; it divides these."""
 
     def __post_init__(self):
         """Checks every value."""
@@ -49,6 +60,7 @@ class MeshConfig:
         """The sizes that were chosen, as flags name them."""
         chosen = {"mesh.data": None if self.data == -1 else self.data, "mesh.fsdp": self.fsdp}
         chosen |= {"mesh.sequence": self.sequence} if self.sequence > 1 else {}
+        chosen |= {"mesh.tensor": self.tensor} if self.tensor > 1 else {}
         return " x ".join(f"{name}={size}" for name, size in chosen.items() if size is not None)
 
 
@@ -77,7 +89,7 @@ def mesh_sizes(
     Raises:
         ValueError: If there are fewer devices than asked for, or the sizes do not come out even.
     """
-    fixed = (1 if config.data == -1 else config.data) * (config.fsdp or 1) * config.sequence
+    fixed = (1 if config.data == -1 else config.data) * (config.fsdp or 1) * config.sequence * config.tensor
     for number, asked in ((devices, f"devices={devices}"), (fixed, str(config))):
         if number is not None and number > available:
             count = jax.process_count()
@@ -88,17 +100,18 @@ def mesh_sizes(
         raise ValueError(f"{config}: does not fit devices={devices}")
 
     def candidates(rows: int) -> list[MeshConfig]:
-        groups = available // config.sequence
+        together = config.sequence * config.tensor
+        groups = available // together
         return [
-            MeshConfig(data, fsdp, config.sequence)
+            MeshConfig(data, fsdp, config.sequence, config.tensor)
             for data in (range(1, groups + 1) if config.data == -1 else [config.data])
             for fsdp in (range(1, groups // data + 1) if config.fsdp is None else [config.fsdp])
-            if data * fsdp <= groups and devices in (None, data * fsdp * config.sequence) and rows % (data * fsdp) == 0
+            if data * fsdp <= groups and devices in (None, data * fsdp * together) and rows % (data * fsdp) == 0
         ]
 
     def goodness(sizes: MeshConfig) -> tuple[bool, int, int]:
         fsdp = sizes.fsdp or 1
-        fits = device_bytes is None or state_bytes / fsdp <= _FOR_STATE * device_bytes
+        fits = device_bytes is None or state_bytes / (fsdp * config.tensor) <= _FOR_STATE * device_bytes
         return fits, sizes.data * fsdp if devices is None else 0, -fsdp
 
     # Where rows split over none of them, the error is about the batch: its caller knows what it is made of.
@@ -106,7 +119,7 @@ def mesh_sizes(
 
 
 def make_mesh(devices: int | None = None, config: MeshConfig | None = None) -> Mesh | None:
-    """A mesh with the axes "data", "fsdp" and, above size 1, "sequence" over the devices of all processes.
+    """A mesh with the axes "data", "fsdp" and, above size 1, "sequence" and "tensor" over the devices of all processes.
 
     None for a single device.
 
@@ -124,6 +137,8 @@ def make_mesh(devices: int | None = None, config: MeshConfig | None = None) -> M
     axes: tuple[str, ...] = AXES
     if sizes.sequence > 1:  # innermost: these devices exchange most often
         shape, axes = (*shape, sizes.sequence), (*axes, SEQUENCE)
+    if sizes.tensor > 1:
+        shape, axes = (*shape, sizes.tensor), (*axes, TENSOR)
     if jax.process_count() > 1 and math.prod(shape) != len(available):
         raise ValueError(
             f"{dataclasses.replace(sizes, fsdp=sizes.fsdp or 1)}: {jax.process_count()} processes have "
@@ -142,6 +157,11 @@ def batch_spec(mesh: Mesh, rank: int = 3) -> PartitionSpec:
 def stretches(mesh: Mesh | AbstractMesh | None) -> int:
     """How many devices share the tokens of a row."""
     return 1 if mesh is None else mesh.shape.get(SEQUENCE, 1)
+
+
+def layer_shares(mesh: Mesh | AbstractMesh | None) -> int:
+    """How many devices share each layer."""
+    return 1 if mesh is None else mesh.shape.get(TENSOR, 1)
 
 
 def row_shards(mesh: Mesh | None) -> tuple[tuple[int, ...], int]:
@@ -166,17 +186,65 @@ def process_rows(mesh: Mesh | None, rows: int, parts: int = 1) -> tuple[int, ...
     return tuple(p * part + s * share + i for p in range(parts) for s in shards for i in range(share))
 
 
-def parameter_spec(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+def parameter_spec(shape: tuple[int, ...], mesh: Mesh | AbstractMesh, tensor_axis: int | None = None) -> PartitionSpec:
     """Where a parameter, and what the optimizer keeps for it, lies: over "fsdp" along the first axis that it divides.
+
+    That is the first but for `tensor_axis`, which lies over "tensor".
 
     Vectors and scalars are whole on every device: they are small, and each would be a collective of its own.
     """
-    size = mesh.shape["fsdp"]
+    size, over = mesh.shape["fsdp"], {} if tensor_axis is None else {tensor_axis: TENSOR}
     if size > 1 and len(shape) > 1:
         for axis, length in enumerate(shape):
-            if length and length % size == 0:
-                return PartitionSpec(*(None,) * axis, "fsdp")
-    return PartitionSpec()
+            if axis != tensor_axis and length and length % size == 0:
+                over[axis] = "fsdp"
+                break
+    return PartitionSpec(*(over.get(axis) for axis in range(max(over, default=-1) + 1)))
+
+
+def in_layer_shares(parameters: Any, own: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """Parameters that say along which axis they are shared out over "tensor".
+
+    Args:
+        parameters: Of the whole model, as `nnx.split(model, nnx.Param, ...)` has them.
+        own: Likewise those of a device's share.
+        mesh: Has the axis "tensor".
+
+    Raises:
+        ValueError: The share is of another model.
+    """
+    shares, found = dict(nnx.to_flat_state(own)), []
+    for path, variable in nnx.to_flat_state(parameters):
+        name = ".".join(map(str, path))
+        if path not in shares:
+            raise ValueError(f"mesh.tensor={layer_shares(mesh)}: {name} is not in the model that its config gives")
+        axis = shared_axis(variable.shape, shares[path].shape, layer_shares(mesh))
+        variable = variable.copy()
+        variable.set_metadata(**{_SHARED_AXIS: axis})
+        found.append((path, variable))
+    return nnx.from_flat_state(found)
+
+
+def parameter_specs(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """`parameter_spec` of each parameter in a pytree of them, or of each array that an optimizer keeps for one.
+
+    Raises:
+        ValueError: Layers are shared out, and the parameters were not made for that.
+    """
+
+    def spec(x: Any) -> Any:
+        if isinstance(x, nnx.Variable):
+            metadata = x.get_metadata()
+            if layer_shares(mesh) > 1 and _SHARED_AXIS not in metadata:
+                raise ValueError(
+                    f"mesh.tensor={layer_shares(mesh)}: parameters do not say how they are shared out, expected those "
+                    "of init_train_state(model, optimizer, mesh)"
+                )
+            axis = metadata.get(_SHARED_AXIS)
+            return jax.tree.map(lambda value: parameter_spec(value.shape, mesh, axis), x)
+        return parameter_spec(x.shape, mesh)
+
+    return jax.tree.map(spec, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def whole(mesh: Mesh | None) -> Sharding:
@@ -186,9 +254,10 @@ def whole(mesh: Mesh | None) -> Sharding:
 
 def in_shares(tree: Any, mesh: Mesh | None) -> Any:
     """The sharding of each parameter, or of each array of an optimizer's state, in a pytree of them."""
-    return jax.tree.map(
-        lambda x: whole(mesh) if mesh is None else NamedSharding(mesh, parameter_spec(x.shape, mesh)), tree
-    )
+    if mesh is None:
+        return jax.tree.map(lambda _: whole(None), tree)
+    specs = parameter_specs(tree, mesh)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,14 +13,18 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rnnlib.layers import RouterLoss, with_router_losses
+from rnnlib.layers.tensor import TENSOR
+from rnnlib.models import DecoderLM
 from rnnlib.ops import sequence_axis
 from rnnlib.training.loss import LossSums, head_loss_sums, loss_sums
 from rnnlib.training.mesh import (
     SEQUENCE,
     batch_spec,
     gather_where_read,
+    in_layer_shares,
     in_shares,
-    parameter_spec,
+    layer_shares,
+    parameter_specs,
     row_shards,
     stretches,
     whole,
@@ -195,7 +199,7 @@ def abstract_state(state: TrainState, mesh: Mesh | None) -> TrainState:
 def check_batch_size(batch_size: int, accumulation_steps: int, mesh: Mesh | AbstractMesh | None) -> None:
     """Raises ValueError unless the batch splits evenly over parts and devices."""
     devices = 1 if mesh is None else mesh.size
-    if batch_size % (accumulation_steps * devices // stretches(mesh)):
+    if batch_size % (accumulation_steps * devices // (stretches(mesh) * layer_shares(mesh))):
         sizes = "" if mesh is None else f" ({', '.join(f'mesh.{axis}={size}' for axis, size in mesh.shape.items())})"
         raise ValueError(
             f"data.batch_size={batch_size} does not split evenly into accumulation_steps={accumulation_steps} parts "
@@ -217,26 +221,58 @@ def split_model(model: nnx.Module) -> tuple[Any, Any, Any]:
     return parts
 
 
-def init_train_state(model: nnx.Module, optimizer: optax.GradientTransformation) -> tuple[nnx.GraphDef, TrainState]:
+def own_model(model: nnx.Module, count: int) -> nnx.Module:
+    """What each of `count` devices has of a model, with shapes in place of arrays.
+
+    Raises:
+        ValueError: The model cannot be shared out, or does not come out even.
+    """
+    if not isinstance(model, DecoderLM):
+        raise ValueError(f"mesh.tensor={count}: the model is {type(model).__name__}, expected a DecoderLM to share out")
+    return model.share(count)
+
+
+def shared_out(model: nnx.Module, mesh: Mesh | AbstractMesh | None) -> tuple[Any, Any, Any]:
+    """`split_model`; on a mesh that shares layers out, parameters say along which axis."""
+    graphdef, parameters, other = split_model(model)
+    if mesh is None or layer_shares(mesh) == 1:
+        return graphdef, parameters, other
+    _, own, own_other = split_model(own_model(model, layer_shares(mesh)))
+    for (path, x), (_, y) in zip(nnx.to_flat_state(other), nnx.to_flat_state(own_other), strict=True):
+        if jax.tree.map(jnp.shape, x.get_raw_value()) != jax.tree.map(jnp.shape, y.get_raw_value()):
+            name = ".".join(map(str, path))
+            raise ValueError(f"mesh.tensor={layer_shares(mesh)}: {name} is not trained, and only parameters are shared")
+    return graphdef, in_layer_shares(parameters, own, mesh), other
+
+
+def init_train_state(
+    model: nnx.Module, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh | None = None
+) -> tuple[nnx.GraphDef, TrainState]:
     """Splits a model into its static graph and the state of its training.
 
     Args:
         model: The module to train.
         optimizer: The optax transformation.
+        mesh: From `make_mesh`, if it is to be trained on one that shares layers out ("tensor").
 
     Returns:
         The graph definition, and a state that shares the model's arrays (which the first training step donates).
     """
-    graphdef, parameters, other = split_model(model)
+    graphdef, parameters, other = shared_out(model, mesh)
     zero = jnp.zeros([], jnp.int32)
     return graphdef, TrainState(parameters, other, optimizer.init(parameters), zero, jnp.zeros([], jnp.int32))
 
 
 def _forward(
-    graphdef, parameters, other, token_bytes, batch: Batch, specs: Any = None
+    graphdef, parameters, other, token_bytes, batch: Batch, specs: Any = None, shares: int = 1, evaluating: bool = False
 ) -> tuple[LossSums, jax.Array, Any]:
     """The language-model loss, what routers of experts add to the mean loss of a token, and the new `other`."""
     model = nnx.merge(graphdef, parameters, other, copy=True)
+    if shares > 1:
+        own: Any = own_model(model, shares)
+        if evaluating:
+            own.eval()
+        model = nnx.merge(split_model(own)[0], parameters, other, copy=True)
     if specs is not None:
         gather_where_read(model, specs)
     # Without segment ids every row is one document (batches of the data pipelines always have them).
@@ -245,7 +281,8 @@ def _forward(
 
     def sums_of(model: Any) -> LossSums:
         if isinstance(model, HasOutputEmbedding):
-            return head_loss_sums(model.hidden(batch["inputs"], **tokens), model.output_embedding, *asked)
+            hidden = model.hidden(batch["inputs"], **tokens)
+            return head_loss_sums(hidden, model.output_embedding, *asked, shares=shares)
         return loss_sums(model(batch["inputs"], **tokens), *asked)
 
     sums, router_loss = with_router_losses(sums_of, model)
@@ -262,22 +299,23 @@ def _over_devices(function: Callable[..., Any], mesh: Mesh | None, *, gradients:
         return functools.partial(function, specs=None)
 
     split, every = (SEQUENCE if stretches(mesh) > 1 else None), mesh.axis_names
+    apart = tuple(axis for axis in every if axis != TENSOR)  # devices that share layers have the same sums
 
     def call(parameters, other, batch):
-        specs = jax.tree.map(lambda x: parameter_spec(x.shape, mesh), parameters)
+        specs = parameter_specs(parameters, mesh)
 
         def local(parameters, other, batch):
             with sequence_axis(split):
                 outputs = function(parameters, other, batch, specs)
             if not gradients:
-                return jax.lax.psum(outputs, every)
+                return jax.lax.psum(outputs, apart)
 
             def summed(gradient, spec):
                 # The gradient of what was gathered over "fsdp" is summed over it already.
                 return jax.lax.psum(gradient, tuple(axis for axis in every if axis not in tuple(spec)))
 
             own, sums, other = outputs
-            return jax.tree.map(summed, own, specs), jax.lax.psum(sums, every), other
+            return jax.tree.map(summed, own, specs), jax.lax.psum(sums, apart), other
 
         whole, rows = PartitionSpec(), {name: batch_spec(mesh, x.ndim) for name, x in batch.items()}
         mapped = jax.shard_map(
@@ -318,12 +356,13 @@ def make_train_step(
     Returns:
         A jitted function of a state (donated) and a batch from `put_batch`, giving the new state and the metrics.
     """
-    byte_counts = jnp.asarray(token_bytes, jnp.int32)
+    byte_counts, shares = jnp.asarray(token_bytes, jnp.int32), layer_shares(mesh)
 
     def sums_and_own_gradients(parameters, other, batch, specs):
         def loss(parameters, other, part):
-            sums, router_loss, other = _forward(graphdef, parameters, other, byte_counts, part, specs)
-            return sums.nats + router_loss * sums.tokens, (sums, other)
+            sums, router_loss, other = _forward(graphdef, parameters, other, byte_counts, part, specs, shares)
+            # Of devices that share layers each takes a part of the loss: see `rnnlib.layers.tensor`.
+            return (sums.nats + router_loss * sums.tokens) / shares, (sums, other)
 
         def add_part(carry, part):
             gradients, sums, other = carry
@@ -402,7 +441,7 @@ def make_evaluation_step(
 
     def sums(parameters, other, batch, specs):
         part = {name: x[0] for name, x in batch.items()}
-        return _forward(graphdef, parameters, other, byte_counts, part, specs)[0]
+        return _forward(graphdef, parameters, other, byte_counts, part, specs, layer_shares(mesh), evaluating=True)[0]
 
     over_devices = _over_devices(sums, mesh, gradients=False)
 
