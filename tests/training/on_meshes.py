@@ -107,8 +107,8 @@ def made(config):
     optimizer, schedule = make_optimizer(settings, 10), learning_rate_schedule(settings, 10)
     graph = nnx.split(nnx.eval_shape(lambda: DecoderLM(config, rngs=nnx.Rngs(0))))[0]
 
-    def state():
-        return init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer)[1]
+    def state(mesh=None):
+        return init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer, mesh)[1]
 
     def step(mesh):
         return make_train_step(graph, optimizer, schedule, np.ones(config.vocabulary_size, np.int32), mesh)
@@ -119,7 +119,7 @@ def made(config):
 def two_steps(options, parts, mesh):
     """What two training steps give, and the gradient of the first, clipped: Adam's first moment, scaled."""
     graph, new_state, step = made(ModelConfig(**(SIZES | options)))
-    state = put_state(new_state(), mesh)
+    state = put_state(new_state(mesh), mesh)
     template = jax.eval_shape(new_state)
     first, second = (put_batch(batch, mesh, parts) for batch in batches(2))
     program = step(mesh).lower(state, first).compile()
@@ -256,15 +256,16 @@ def planned_memory():
 @st.composite
 def drawn_models(draw):
     """A model, parts of its batch, and a mesh."""
-    fsdp, sequence = draw(st.sampled_from([(4, 1), (2, 2), (8, 1), (1, 4), (1, 1), (1, 8)]))
+    shapes = [(4, 1, 1), (2, 2, 2), (8, 1, 1), (1, 4, 2), (1, 1, 1), (1, 8, 1), (2, 1, 2), (1, 1, 2)]
+    fsdp, sequence, tensor = draw(st.sampled_from(shapes))
     options = {
         "mixers": draw(st.sampled_from(mixer_names())),
         "num_layers": 1,
         "remat": draw(st.booleans()),
         "tie_embeddings": draw(st.booleans()),
     }
-    data = draw(st.sampled_from([n for n in (1, 2, 4, 8) if 2 <= n * fsdp * sequence <= 8]))
-    return options, draw(st.sampled_from([1, 2])), data, fsdp, sequence
+    data = draw(st.sampled_from([n for n in (1, 2, 4, 8) if 2 <= n * fsdp * sequence * tensor <= 8]))
+    return options, draw(st.sampled_from([1, 2])), data, fsdp, sequence, tensor
 
 
 def drawn(examples):
