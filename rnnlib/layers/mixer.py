@@ -21,6 +21,7 @@ from rnnlib.layers.gain import GainConfig, SigmoidGain
 from rnnlib.layers.gates import Gates
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import KeysConfig, PlainKeys
+from rnnlib.layers.part import PartConfig
 from rnnlib.layers.readout import ReadoutConfig
 from rnnlib.layers.rotary import Rotary, running_positions
 from rnnlib.layers.solve import Online, OperatorOptions, Signals, SolveConfig
@@ -168,7 +169,18 @@ class RecurrentMixerConfig(MixerConfig):
     ) -> "RecurrentMixer":
         """Builds the module; arguments as `MixerConfig.build`."""
         shape = self.shape(width, num_heads, dtype=dtype, param_dtype=param_dtype)
+        self._check_shares(shape.own_share().shares)
         return RecurrentMixer(self, shape.own_share(), rngs=rngs)
+
+    def _check_shares(self, shares: int) -> None:
+        """ValueError where devices are to share the heads of a part that may mix them."""
+        for field in dataclasses.fields(self) if shares > 1 else ():
+            part = getattr(self, field.name)
+            if isinstance(part, PartConfig) and not (part.heads_apart or type(part).__module__.startswith("rnnlib.")):
+                raise ValueError(
+                    f"mesh.tensor={shares}: {field.name} is {type(part).__name__}, a part of your own; expected "
+                    "heads_apart = True in its class, if its module mixes no heads and reads out by MixerShape.output"
+                )
 
 
 class RecurrentMixer(nnx.Module):

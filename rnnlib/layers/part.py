@@ -17,7 +17,13 @@ class PartConfig:
     In plain values it is its class's name and the fields that are not at their defaults, such as
     `{"ApplyToKey": {"bound": 2.0}}`. A class of your own can be written like this as soon as it is defined, under a
     name that no part of another module has.
+
+    Attributes:
+        heads_apart: a class of your own says by True that its module has the heads of `MixerShape`, mixes none of them,
+            and reads them out by `MixerShape.output`. Devices can then share its heads out (`--mesh.tensor`).
     """
+
+    heads_apart: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -227,7 +228,7 @@ def own_model(model: nnx.Module, count: int) -> nnx.Module:
     Raises:
         ValueError: The model cannot be shared out, or does not come out even.
     """
-    if not isinstance(model, DecoderLM):
+    if type(model) is not DecoderLM:
         raise ValueError(f"mesh.tensor={count}: the model is {type(model).__name__}, expected a DecoderLM to share out")
     return model.share(count)
 
@@ -237,12 +238,25 @@ def shared_out(model: nnx.Module, mesh: Mesh | AbstractMesh | None) -> tuple[Any
     graphdef, parameters, other = split_model(model)
     if mesh is None or layer_shares(mesh) == 1:
         return graphdef, parameters, other
-    _, own, own_other = split_model(own_model(model, layer_shares(mesh)))
+    share = own_model(model, layer_shares(mesh))
+    for (path, whole_part), (own_path, part) in itertools.zip_longest(
+        nnx.iter_modules(model), nnx.iter_modules(share), fillvalue=((), None)
+    ):
+        if path != own_path or not isinstance(part, type(whole_part)):
+            raise ValueError(
+                f"mesh.tensor={layer_shares(mesh)}: the model's {'.'.join(map(str, path or own_path))} is "
+                f"{_full_name(whole_part)}, expected {_full_name(part)} as its config gives"
+            )
+    _, own, own_other = split_model(share)
     for (path, x), (_, y) in zip(nnx.to_flat_state(other), nnx.to_flat_state(own_other), strict=True):
         if jax.tree.map(jnp.shape, x.get_raw_value()) != jax.tree.map(jnp.shape, y.get_raw_value()):
             name = ".".join(map(str, path))
             raise ValueError(f"mesh.tensor={layer_shares(mesh)}: {name} is not trained, and only parameters are shared")
     return graphdef, in_layer_shares(parameters, own, mesh), other
+
+
+def _full_name(part: Any) -> str:
+    return f"{type(part).__module__}.{type(part).__name__}"
 
 
 def init_train_state(

@@ -1,5 +1,6 @@
 """Layers shared out over devices in training: the numbers of one device, what is sent, and errors before compiling."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -11,7 +12,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
-from rnnlib.layers import Experts
+from rnnlib.layers import Experts, SigmoidGain
+from rnnlib.layers.normalization import RMSNorm
 from rnnlib.models import ModelConfig, abstract_model
 from rnnlib.training import MeshConfig
 from rnnlib.training.mesh import mesh_sizes, parameter_specs
@@ -108,6 +110,36 @@ def test_what_does_not_come_out_even_is_refused(options, message):
     sizes = {"vocabulary_size": 8, "width": 16, "num_layers": 1, "num_heads": 4, "mlp_width": 8}
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: shared_out(abstract_model(ModelConfig(**(sizes | options))), of_shares(4))[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnGain(SigmoidGain):
+    """A part of one's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnGainOfHeads(OwnGain):
+    """One that says that it mixes no heads."""
+
+    heads_apart = True
+
+
+def test_parts_of_ones_own_say_that_they_mix_no_heads():
+    def shared(gain):
+        overrides = {"*": {"gain": gain}}
+        model = abstract_model(ModelConfig(8, 16, 1, 4, ("deltanet",), mixer_overrides=overrides, mlp_width=8))
+        return shared_out(model, of_shares(2))[1]
+
+    assert jax.tree.leaves(shared(OwnGainOfHeads()))
+    with pytest.raises(ValueError, match=r"^mesh.tensor=2: gain is OwnGain, a part of your own; expected heads_apart"):
+        shared(OwnGain())
+
+
+def test_a_model_that_is_not_its_configs_is_refused():
+    model = abstract_model(ModelConfig(8, 16, 1, 4, mlp_width=8))
+    model.blocks[0].mixer_norm = RMSNorm(16)
+    with pytest.raises(ValueError, match=r"mixer_norm is rnnlib.*.RMSNorm, expected flax.*.RMSNorm as its"):
+        shared_out(model, of_shares(2))
 
 
 def test_only_models_that_say_how_are_shared():
