@@ -60,7 +60,7 @@ def time_peer(
     Raises:
         RuntimeError: its process failed; the message is its last line.
     """
-    numbers = (batch, plan.prompt, plan.block, plan.block * plan.blocks)
+    numbers = (batch, plan.prompt, plan.block, plan.block * plan.peer_blocks)
     command = [python, "-m", "experiments.decoding.peer", label, *map(str, numbers)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
@@ -76,7 +76,7 @@ def _versions() -> dict[str, str]:
     return {name: installed[name] for name in _PACKAGES if name in installed}
 
 
-_CALLS = 3  # of each length; the fastest counts
+_CALLS = 2  # of each length; the fastest counts
 
 
 def main(label: str, batch: int, prompt: int, few: int, many: int) -> None:

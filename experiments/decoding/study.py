@@ -16,6 +16,7 @@ class DecodingStudy:
         prompt: tokens of each prompt.
         block: new tokens whose time is taken together.
         blocks: of each text; the first compiles and is not timed.
+        peer_blocks: of each text in the long one of a peer's two calls.
     """
 
     models: tuple[tuple[str, ModelConfig], ...]
@@ -23,6 +24,7 @@ class DecodingStudy:
     prompt: int = 128
     block: int = 128
     blocks: int = 4
+    peer_blocks: int = 4
 
 
 def study(setting: Setting) -> DecodingStudy:
@@ -48,4 +50,5 @@ def study(setting: Setting) -> DecodingStudy:
         "Gated DeltaNet 1.3B": "1.3b",
     }
     models = tuple((label, model_preset(name, param_dtype="bfloat16")) for label, name in presets.items())
-    return DecodingStudy(models, batches=(1, 16, 64, 256))
+    # A peer's token takes some 50 ms: few of them are enough, and a card's time is short.
+    return DecodingStudy(models, batches=(1, 16, 64, 256), peer_blocks=2)
