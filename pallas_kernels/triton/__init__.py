@@ -1,8 +1,8 @@
 """Kernels in Pallas on its Triton backend, for NVIDIA GPUs; interpreted on a CPU.
 
 One folder an operator, each of which opens with its equations and its stages: `delta_rule`, `linear_attention`,
-`diagonal_preconditioner`, `ridge_solve`, `rms_norm`, `short_convolution`. `common` is what they share; `tune` measures
-schedules.
+`diagonal_preconditioner`, `ridge_solve`, `rms_norm`, `short_convolution`, `thin_products`. `common` is what they share;
+`tune` measures schedules.
 """
 
 from pallas_kernels.schedule import Schedule
@@ -17,12 +17,18 @@ from pallas_kernels.triton.linear_attention.linear_attention import linear_atten
 from pallas_kernels.triton.ridge_solve.problem import RidgeSchedule
 from pallas_kernels.triton.ridge_solve.ridge_solve import ridge_solve, ridge_solve_unsupported
 from pallas_kernels.triton.rms_norm.rms_norm import NormSchedule, norm_unsupported, rms_norm
+from pallas_kernels.triton.short_convolution.one_token import (
+    TokenStream,
+    one_token_convolutions,
+    token_convolutions_unsupported,
+)
 from pallas_kernels.triton.short_convolution.short_convolution import (
     ConvolutionPrograms,
     ConvolutionSchedule,
     convolution_unsupported,
     short_convolution,
 )
+from pallas_kernels.triton.thin_products.thin_products import ThinSchedule, thin_products, thin_unsupported
 
 __all__ = [
     "ConvolutionPrograms",
@@ -31,16 +37,22 @@ __all__ = [
     "NormSchedule",
     "RidgeSchedule",
     "Schedule",
+    "ThinSchedule",
+    "TokenStream",
     "convolution_unsupported",
     "diagonal_gram_readout",
     "gated_delta_rule",
     "gram_unsupported",
     "linear_attention",
     "norm_unsupported",
+    "one_token_convolutions",
     "preconditioner_readouts",
     "ridge_solve",
     "ridge_solve_unsupported",
     "rms_norm",
     "short_convolution",
+    "thin_products",
+    "thin_unsupported",
+    "token_convolutions_unsupported",
     "unsupported",
 ]

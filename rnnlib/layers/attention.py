@@ -17,6 +17,7 @@ from rnnlib.layers.attention_cache import AttentionCache, check_call_length, emp
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import RMSNorm
+from rnnlib.layers.products import joined_inputs
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids
 from rnnlib.ops.causal_attention import product_dtype
@@ -170,9 +171,11 @@ class Attention(nnx.Module):
         if cache is not None:
             capacity = cache.key.shape[1] if isinstance(cache, AttentionCache) else 1
             check_cache("Attention", cache, jax.eval_shape(lambda: self.init_cache(batch, capacity)))
-        query = self._heads(self.query(x), self.query_norm)
-        key = self._heads(self.key(x), self.key_norm)
-        value = self._heads(self.value(x))
+        with joined_inputs(self, x):
+            query = self._heads(self.query(x), self.query_norm)
+            key = self._heads(self.key(x), self.key_norm)
+            value = self._heads(self.value(x))
+            gate = None if self.gate is None else self.gate(x)
         if positions is None:
             positions = running_positions(None if cache is None else cache.position, batch, length)
         if self.rotary is not None:
@@ -188,8 +191,8 @@ class Attention(nnx.Module):
             out, cache = extend_ring(cache, query, {"key": key, "value": value}, self._attend, segment_ids)
             cache = cache._replace(position=positions[:, -1] + 1)
         out = out.reshape(batch, length, -1)
-        if self.gate is not None:
-            out = out * jax.nn.sigmoid(self.gate(x).astype(self.shape.gate_dtype)).astype(out.dtype)
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate.astype(self.shape.gate_dtype)).astype(out.dtype)
         return self.output(out), cache
 
     def _attend(self, query: Array, seen: Mapping[str, Array], mask: Array) -> Array:

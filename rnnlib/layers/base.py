@@ -12,9 +12,10 @@ from jax.typing import DTypeLike
 
 from rnnlib.fields import PositiveInteger, check_fields, check_value, in_words, matches
 from rnnlib.layers.initializers import Initializer
+from rnnlib.layers.products import InputLinear
 from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
 from rnnlib.ops.sequence import expect_whole_rows
-from rnnlib.ops.sharding import dot_general_over_mesh
+from rnnlib.ops.thin_products import linear_product
 
 # Of a projection: None is full rank, `"value_size"` is V.
 Rank = PositiveInteger | Literal["value_size"] | None
@@ -236,7 +237,7 @@ class MixerShape:
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             kernel_init=self.initializer.build(),
-            dot_general=dot_general_over_mesh,
+            dot_general=linear_product,
             rngs=rngs,
         )
 
@@ -247,11 +248,12 @@ class MixerShape:
         if not matches(Rank, rank):
             raise ValueError(f"MixerShape.project: rank is {rank!r}, expected {in_words(Rank)}")
         if rank is None:
-            return self.linear(self.width, features, rngs=rngs, use_bias=use_bias)
+            return self.linear(self.width, features, rngs=rngs, use_bias=use_bias, module=InputLinear)
         if rank == "value_size":
             rank = self.value_size
         return LowRank(
-            self.linear(self.width, rank, rngs=rngs), self.linear(rank, features, rngs=rngs, use_bias=use_bias)
+            self.linear(self.width, rank, rngs=rngs, module=InputLinear),
+            self.linear(rank, features, rngs=rngs, use_bias=use_bias),
         )
 
     def expect_one_pair(self, part: str) -> None:

@@ -14,6 +14,7 @@ from rnnlib.fields import PositiveInteger
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.part import PartConfig
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +72,21 @@ class ShortConvolution(nnx.Module):
         Returns:
             Output and next state.
         """
+        inputs = self.inputs(x, state)
         return ops.short_convolution(
             x,
-            self.kernel[...].astype(self.dtype),
-            bias=None if self.bias is None else self.bias[...].astype(self.dtype),
+            inputs.kernel,
+            bias=inputs.bias,
             initial_state=state,
             segment_ids=segment_ids,
             activation=activation,
             norm_size=norm_size,
         )
+
+    def inputs(self, x: Float[Array, "B T C"], state: Float[Array, "B S C"] | None) -> ConvolutionInputs:
+        """The operator's arrays, in the compute dtype; arguments as the call's."""
+        bias = None if self.bias is None else self.bias[...].astype(self.dtype)
+        return ConvolutionInputs(x, self.kernel[...].astype(self.dtype), bias, state, None)
 
     def init_state(self, batch_size: int, dtype: DTypeLike) -> Float[Array, "B S C"]:
         """The state before the first token: zeros."""

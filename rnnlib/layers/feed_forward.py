@@ -2,42 +2,16 @@
 
 import abc
 import dataclasses
-import itertools
-import math
-from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from rnnlib.layers.part import PartConfig
+from rnnlib.layers.products import gated_product
 from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
-from rnnlib.ops.sharding import dot_general_over_mesh, is_split
-
-
-def joined_products(x: Float[Array, "*batch D"], maps: Sequence[nnx.Linear]) -> Sequence[Float[Array, "*batch F"]]:
-    """`[f(x) for f in maps]`, as one product with all kernels where there are many rows.
-
-    The gradient of `x` is one product then too, in place of a sum of rounded ones, and what follows the maps has one
-    gradient to write. It takes a copy of the kernels, so rows are to be at least as many as a kernel's.
-
-    Args:
-        x: what is mapped.
-        maps: `nnx.Linear` of the same dtype. Others, such as adapters of one's own, are called one by one.
-    """
-    rows, dtype = math.prod(x.shape[:-1]), maps[0].dtype
-    if rows < x.shape[-1] or not all(type(f) is nnx.Linear and f.bias is None and f.dtype == dtype for f in maps):
-        return [f(x) for f in maps]
-    kernels = [f.kernel[...] for f in maps]
-    if is_split(x) or any(map(is_split, kernels)):  # a joined axis would not be spread over devices as its parts are
-        return [f(x) for f in maps]
-    x, *kernels = maps[0].promote_dtype((x, *kernels), dtype=dtype)
-    # The barrier is one in the backward pass too: without it XLA writes each map's gradient, and then joins them.
-    y = jax.lax.optimization_barrier(x @ jnp.concatenate(kernels, axis=-1))
-    return jnp.split(y, list(itertools.accumulate(f.out_features for f in maps[:-1])), axis=-1)
+from rnnlib.ops.thin_products import linear_product
 
 
 class SwiGLU(nnx.Module):
@@ -60,7 +34,7 @@ class SwiGLU(nnx.Module):
             kernel_init=nnx.initializers.normal(initializer_std),
             dtype=dtype,
             param_dtype=param_dtype,
-            dot_general=dot_general_over_mesh,
+            dot_general=linear_product,
             rngs=rngs,
         )
         self.gate = nnx.Linear(width, hidden_width, **options)
@@ -69,8 +43,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the block to `[B, T, D]` activations."""
-        gate, up = joined_products(x, (self.gate, self.up))
-        return self.down(nnx.silu(gate) * up)
+        return self.down(gated_product(x, self.gate, self.up))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,11 @@ from rnnlib.layers.gates import Gates
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import KeysConfig, PlainKeys
 from rnnlib.layers.part import PartConfig
+from rnnlib.layers.products import joined_inputs
 from rnnlib.layers.readout import ReadoutConfig
 from rnnlib.layers.rotary import Rotary, running_positions
 from rnnlib.layers.solve import Online, OperatorOptions, Signals, SolveConfig
-from rnnlib.layers.stream import Stream, StreamNorm
+from rnnlib.layers.stream import Stream, StreamNorm, run_streams
 
 
 class MixerCache(NamedTuple):
@@ -257,11 +258,12 @@ class RecurrentMixer(nnx.Module):
         check_input("RecurrentMixer", x, self.shape.width)
         if cache is not None:
             check_cache("RecurrentMixer", cache, jax.eval_shape(lambda: self.init_cache(x.shape[0], 1)))
-        signals, partial = self.signals(x, segment_ids=segment_ids, positions=positions, cache=cache)
-        state = None if cache is None else cache.state
-        out, state = self.solve(x, signals, segment_ids=segment_ids, state=state)
-        out = checkpoint_name(out, "recurrence")  # for checkpoint policies that keep it
-        y = self.readout(x, out, signals.value)
+        with joined_inputs(self, x):
+            signals, partial = self.signals(x, segment_ids=segment_ids, positions=positions, cache=cache)
+            state = None if cache is None else cache.state
+            out, state = self.solve(x, signals, segment_ids=segment_ids, state=state)
+            out = checkpoint_name(out, "recurrence")  # for checkpoint policies that keep it
+            y = self.readout(x, out, signals.value)
         return y, (None if cache is None else partial._replace(state=state))
 
     def signals(
@@ -285,10 +287,14 @@ class RecurrentMixer(nnx.Module):
         """
         check_input("RecurrentMixer", x, self.shape.width)
         tails = (None, None, None) if cache is None else (cache.query_tail, cache.key_tail, cache.value_tail)
-        query, query_tail = self.query(x, segment_ids=segment_ids, tail=tails[0])
         borrowed = self.query.feature_map if self.tied_map else None
-        key, key_tail = self.key(x, segment_ids=segment_ids, tail=tails[1], feature_map=borrowed)
-        value, value_tail = self.value(x, segment_ids=segment_ids, tail=tails[2])
+        (query, query_tail), (key, key_tail), (value, value_tail) = run_streams(
+            (self.query, self.key, self.value),
+            x,
+            segment_ids=segment_ids,
+            tails=tails,
+            feature_maps=(None, borrowed, None),
+        )
 
         position = None
         if self.config.rotary is not None:

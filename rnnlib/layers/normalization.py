@@ -1,5 +1,7 @@
 """Norms: RMS norm with a learned scale, and the norms of queries and keys."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -55,9 +57,10 @@ def norm_and_stream(norm: nnx.Module, x: Float[Array, "*axes F"]) -> tuple[Float
         x: the residual stream.
     """
     found = _scale_and_eps(norm)
-    if found is None or not norm_kernel_serves(x, found[0]):
+    if found is None or not norm_kernel_serves(x, found[0], between_kernels=x.shape[-2] == 1):
         return norm(x), x  # type: ignore[operator]
-    y, kept = rms_norm(x, found[0], eps=found[1], dtype=norm.dtype, keeps=True)  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"dtype": norm.dtype, "keeps": True, "implementation": "triton"}  # type: ignore[attr-defined]
+    y, kept = rms_norm(x, found[0], eps=found[1], **options)
     assert kept is not None
     return y, kept
 

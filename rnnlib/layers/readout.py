@@ -1,7 +1,7 @@
 """The readout: from a recurrence's output to the mixer's, through skip, gate, norm and projection."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -86,9 +86,10 @@ class Readout(nnx.Module):
         """Reads the recurrence's output `out`; `x` is the mixer's input, `value` what was written."""
         scale = self._scale_of_heads()
         z = None if scale is None or self.gate is None else self.gate(x).astype(out.dtype).reshape(out.shape)
-        if scale is not None and norm_kernel_serves(out, scale, z):
+        if scale is not None and norm_kernel_serves(out, scale, z, between_kernels=out.shape[1] == 1):
             activation: Literal["silu", "sigmoid"] = "sigmoid" if self.config.gate == "sigmoid" else "silu"
-            y = rms_norm(out, scale, z=z, activation=activation, eps=self.config.eps, dtype=self.shape.dtype)[0]
+            options: dict[str, Any] = {"eps": self.config.eps, "dtype": self.shape.dtype, "implementation": "triton"}
+            y = rms_norm(out, scale, z=z, activation=activation, **options)[0]
             return self.output(y.reshape(*y.shape[:2], -1))
         y = out.astype(self.shape.gate_dtype)
         if self.skip is not None:

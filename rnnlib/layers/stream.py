@@ -1,6 +1,7 @@
 """A stream of a recurrent mixer: from the mixer's input to the heads of its queries, keys or values."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from flax import nnx
 from jax import Array
@@ -11,6 +12,8 @@ from rnnlib.layers.base import MixerShape
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.feature_maps import ACTIVATIONS, FeatureMap, FeatureMapConfig, HeadMap
 from rnnlib.layers.normalization import RMSNorm, l1_normalize, l2_normalize, sum_normalize
+from rnnlib.ops.short_convolution.inputs import Finish
+from rnnlib.ops.short_convolution.one_token import Call, one_launch_serves, one_token_convolutions
 
 StreamNorm = Literal["none", "l2", "rms", "l1", "sum"]
 
@@ -66,26 +69,63 @@ class Stream(nnx.Module):
     ) -> tuple[Float[Array, "B T H X"], Float[Array, "B S C"] | None]:
         """The stream's heads, and the convolution's next tail; `feature_map` is one to borrow."""
         y = self.projection(x)
-        norm = self.norm_kind
-        chosen = self.feature_map if feature_map is None else feature_map
-        assert chosen is not None
+        chosen = self._chosen(feature_map)
         if self.convolution is not None:
-            # One operator, whose kernel goes over memory once; the norm's eps is `l2_normalize`'s.
-            fused = norm == "l2" and chosen == "identity"
-            y, tail = self.convolution(
-                y,
-                segment_ids=segment_ids,
-                state=tail,
-                activation=self.activation,
-                norm_size=self.size if fused else None,
-            )
-            norm = "none" if fused else norm
-        y = y.reshape(*x.shape[:2], self.heads, self.size)
+            options: dict[str, Any] = {"activation": self.activation, "norm_size": self._norm_size(chosen)}
+            y, tail = self.convolution(y, segment_ids=segment_ids, state=tail, **options)
+        return self._heads_of(y, chosen), tail
+
+    def _chosen(self, borrowed: HeadMap | str | None) -> HeadMap | str:
+        chosen = self.feature_map if borrowed is None else borrowed
+        assert chosen is not None
+        return chosen
+
+    def _norm_size(self, chosen: HeadMap | str) -> int | None:
+        """Channels of the norm that the convolution's operator does, whose kernel goes over memory once."""
+        return self.size if self.norm_kind == "l2" and chosen == "identity" else None  # with `l2_normalize`'s eps
+
+    def _heads_of(self, y: Float[Array, "B T C"], chosen: HeadMap | str) -> Float[Array, "B T H X"]:
+        """What follows the convolution: heads, feature map, norm."""
+        y = y.reshape(*y.shape[:2], self.heads, self.size)
         y = ACTIVATIONS[chosen](y) if isinstance(chosen, str) else chosen(y)
         if self.norm is not None:
-            return self.norm(y), tail
-        return (_NORMS[norm](y) if norm in _NORMS else y), tail
+            return self.norm(y)
+        is_done = self.convolution is not None and self._norm_size(chosen) is not None
+        return y if is_done or self.norm_kind not in _NORMS else _NORMS[self.norm_kind](y)
+
+    def _call(self, x: Float[Array, "B T D"], tail: Array | None, chosen: HeadMap | str) -> Call:
+        """The convolution's arrays and options."""
+        assert self.convolution is not None
+        finish = Finish(self.activation, self._norm_size(chosen), 1e-6)
+        return self.convolution.inputs(self.projection(x), tail), finish
 
     def init_tail(self, batch_size: int, dtype: DTypeLike) -> Array | None:
         """The convolution's tail before the first token."""
         return None if self.convolution is None else self.convolution.init_state(batch_size, dtype)
+
+
+def run_streams(
+    streams: Sequence[Stream],
+    x: Float[Array, "B T D"],
+    *,
+    segment_ids: Int[Array, "B T"] | None,
+    tails: Sequence[Array | None],
+    feature_maps: Sequence[HeadMap | str | None],
+) -> list[tuple[Float[Array, "B T H X"], Array | None]]:
+    """Each stream's heads and next tail; of one token all convolutions in one launch, where a kernel serves.
+
+    Args:
+        streams: what `x` goes through.
+        x: a mixer's input.
+        segment_ids: as for a stream.
+        tails: of each stream.
+        feature_maps: that each borrows.
+    """
+    if x.shape[1] == 1 and all(stream.convolution is not None for stream in streams):
+        chosen = [stream._chosen(borrowed) for stream, borrowed in zip(streams, feature_maps)]
+        calls = [stream._call(x, tail, one) for stream, tail, one in zip(streams, tails, chosen)]
+        if one_launch_serves(calls):
+            results = one_token_convolutions(calls)
+            return [(s._heads_of(y, one), tail) for s, (y, tail), one in zip(streams, results, chosen)]
+    every = zip(streams, tails, feature_maps)
+    return [stream(x, segment_ids=segment_ids, tail=tail, feature_map=borrowed) for stream, tail, borrowed in every]

@@ -23,6 +23,7 @@ from rnnlib.models.embedding import look_up_in_shares
 from rnnlib.models.mixers import build_mixer
 from rnnlib.models.variables import assign_values, values_by_path
 from rnnlib.ops.arguments import check_array, check_segment_ids, check_shape
+from rnnlib.ops.thin_products import added_to, remembered_products
 
 # One entry a layer, each the cache of that layer's mixer: a pytree whose arrays keep their shapes from call to call.
 DecoderCache = tuple[Any, ...]
@@ -170,13 +171,15 @@ class Block(nnx.Module):
         before = self.norm_position == "input"
         options = {"segment_ids": segment_ids, "positions": positions, "cache": cache}
         normed, x = norm_and_stream(self.mixer_norm, x) if before else (x, x)
-        mixed, cache = self.mixer(normed, **options)
-        x = x + (mixed if before else self.mixer_norm(mixed))
+        with remembered_products():
+            mixed, cache = self.mixer(normed, **options)
+            x = added_to(x, mixed if before else self.mixer_norm(mixed))
         if self.feed_forward is not None and self.feed_forward_norm is not None:
             norm = self.feed_forward_norm
             normed, x = norm_and_stream(norm, x) if before else (x, x)
-            changed = self.feed_forward(normed)
-            x = x + (changed if before else norm(changed))
+            with remembered_products():
+                changed = self.feed_forward(normed)
+                x = added_to(x, changed if before else norm(changed))
         return x, cache
 
 

@@ -4,8 +4,6 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-from jax import Array
-
 from pallas_kernels.platform import platform
 
 
@@ -24,7 +22,7 @@ def triton_kernels() -> ModuleType:
     return triton
 
 
-def triton_unsupported(objection: str, *arrays: Array | None, **options: Any) -> str | None:
+def triton_unsupported(objection: str, *arrays: Any, **options: Any) -> str | None:
     """Why the Triton kernels can't serve a call, as a noun phrase, or None if they can.
 
     Args:

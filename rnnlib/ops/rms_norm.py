@@ -17,12 +17,15 @@ from rnnlib.ops.sharding import is_split
 _LEAST = 1 << 20
 
 
-def norm_kernel_serves(x: Array, scale: Array, z: Array | None = None) -> bool:
-    """Whether `rms_norm` of these arrays is faster by a kernel: large ones of bfloat16 on a GPU."""
+def norm_kernel_serves(x: Array, scale: Array, z: Array | None = None, *, between_kernels: bool = False) -> bool:
+    """Whether `rms_norm` of these arrays is faster by a kernel: large ones of bfloat16 on a GPU.
+
+    Small ones too `between_kernels`, where XLA has nothing to fuse the norm with and launches it in two parts.
+    """
     return (
         platform() == "gpu"
         and x.dtype == jnp.bfloat16
-        and x.size >= _LEAST
+        and (between_kernels or x.size >= _LEAST)
         and not any(map(is_split, (x, scale, z)))
         and triton_unsupported("norm_unsupported", x, scale, z) is None
     )

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from rnnlib.layers.feed_forward import SwiGLU, joined_products
+from rnnlib.layers.feed_forward import SwiGLU
+from rnnlib.layers.products import joined_products
 
 
 def swiglu(dtype=jnp.float32):

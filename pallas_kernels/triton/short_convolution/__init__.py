@@ -6,6 +6,7 @@
 |---|---|---|---|
 | `short_convolution` | x, kernel, bias, first inputs | y | blocks of channels, parts of the sequence, rows |
 | `short_convolution_reverse` | the same, dy | dx; parts of d kernel and d bias | the same |
+| `short_convolution_one_token` (in `one_token`) | some streams | y, states in place | all channels, rows |
 
 A program goes over some tokens of some channels with the last W inputs in registers. The backward computes `a` again:
 nothing but the arguments is saved for it. Parts of the filter's gradient are added up in a fixed order. The time is

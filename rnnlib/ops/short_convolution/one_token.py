@@ -1,0 +1,63 @@
+"""One token of several streams: their convolutions in one launch on NVIDIA GPUs."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.platform import platform
+from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.sequence import current_axis
+from rnnlib.ops.sharding import is_split
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
+from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
+
+Call = tuple[ConvolutionInputs, Finish]
+
+
+def one_launch_serves(calls: Sequence[Call]) -> bool:
+    """Whether `one_token_convolutions` is faster than each call by itself: one token of bfloat16 on a GPU."""
+    return (
+        platform() == "gpu"
+        and current_axis() is None
+        and all(x.x.shape[1] == 1 and x.x.dtype == jnp.bfloat16 and x.initial_state is not None for x, _ in calls)
+        and not any(map(is_split, jax.tree.leaves([x for x, _ in calls])))
+        and triton_unsupported("token_convolutions_unsupported", _streams([x for x, _ in calls], calls)) is None
+    )
+
+
+def _streams(inputs: Sequence[ConvolutionInputs], calls: Sequence[Call]) -> list:
+    """The kernel's arguments."""
+    kernels = triton_kernels()
+    return [
+        kernels.TokenStream(x.x[:, 0], x.kernel, x.bias, x.initial_state, f.activation, f.norm_size, f.norm_eps)
+        for x, (_, f) in zip(inputs, calls)
+    ]
+
+
+def one_token_convolutions(calls: Sequence[Call]) -> list[tuple[Array, Array]]:
+    """`short_convolution` of one token for several streams, by one kernel; its derivatives are XLA's.
+
+    The next states are written over the initial ones where nobody else keeps those.
+
+    Args:
+        calls: arrays and options of each stream. Segment ids mean nothing here: a first token continues the state.
+
+    Returns:
+        For each the output `[B, 1, D]` and the next state `[B, W - 1, D]`.
+
+    Raises:
+        NotImplementedError: the kernel does not support the calls.
+    """
+
+    @jax.custom_jvp
+    def run(inputs: list[ConvolutionInputs]) -> list[tuple[Array, Array]]:
+        found = triton_kernels().one_token_convolutions(_streams(inputs, calls))
+        return [(y[:, None], state) for y, state in found]
+
+    def formula(inputs: list[ConvolutionInputs]) -> list[tuple[Array, Array]]:
+        return [(short_convolution_taps(x, finish), last_inputs(x)) for x, (_, finish) in zip(inputs, calls)]
+
+    run.defjvp(lambda primals, tangents: (run(*primals), jax.jvp(formula, primals, tangents)[1]))
+    return run([x._replace(segment_ids=None) for x, _ in calls])

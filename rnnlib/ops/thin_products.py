@@ -1,0 +1,104 @@
+"""Products with few rows, as of one token of some texts: by a kernel where XLA's are slow."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from pallas_kernels.platform import platform
+from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.sharding import dot_general_over_mesh, is_split
+
+
+def thin_kernel_serves(x: Array, kernels: Sequence[Array]) -> bool:
+    """Whether `thin_products` of these arrays is faster by a kernel: few rows of bfloat16 on a GPU."""
+    return (
+        platform() == "gpu"
+        and x.dtype == jnp.bfloat16
+        and not any(map(is_split, (x, *kernels)))
+        and triton_unsupported("thin_unsupported", _flat(x), *kernels) is None
+    )
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+def thin_products(
+    x: Float[Array, "*rows K"],
+    kernels: Sequence[Float[Array, "K _"]],
+    *,
+    is_gated: bool = False,
+    added: Float[Array, "*rows _"] | None = None,
+) -> tuple[Float[Array, "*rows _"], ...]:
+    """`x @ W` for each of some matrices by one kernel, accumulated in float32; its derivatives are XLA's.
+
+    Args:
+        x: rows, together at most 256.
+        kernels: matrices in `x`'s dtype; each has its own N.
+        is_gated: of two matrices of one shape, `silu(x W_0) * (x W_1)` is the only result.
+        added: of one matrix, the result is `added + x @ W`; in `x`'s dtype.
+
+    Returns:
+        The results in `x`'s dtype, each rounded once.
+
+    Raises:
+        NotImplementedError: the kernel does not support the call.
+    """
+
+    @jax.custom_jvp
+    def run(x: Array, kernels: tuple[Array, ...], added: Array | None) -> tuple[Array, ...]:
+        other = None if added is None else _flat(added)
+        found = triton_kernels().thin_products(_flat(x), kernels, is_gated=is_gated, added=other)
+        return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in found)
+
+    def formula(x: Array, kernels: tuple[Array, ...], added: Array | None) -> tuple[Array, ...]:
+        results = [jnp.matmul(x, kernel, preferred_element_type=jnp.float32) for kernel in kernels]
+        if is_gated:
+            results = [jax.nn.silu(results[0]) * results[1]]
+        if added is not None:
+            results = [added + results[0]]
+        return tuple(y.astype(x.dtype) for y in results)
+
+    run.defjvp(lambda primals, tangents: (run(*primals), jax.jvp(formula, primals, tangents)[1]))
+    return run(x, tuple(kernels), added)
+
+
+_MADE: contextvars.ContextVar[list[tuple[Array, Array, Array]] | None]
+_MADE = contextvars.ContextVar("products_of_few_rows", default=None)
+
+
+@contextlib.contextmanager
+def remembered_products() -> Iterator[None]:
+    """Within, `added_to` knows which of its arguments are products by the kernel."""
+    token = _MADE.set([])
+    try:
+        yield
+    finally:
+        _MADE.reset(token)
+
+
+def added_to(x: Array, y: Array) -> Array:
+    """`x + y`; where `y` itself is a product by the kernel, that kernel adds `x`, and XLA drops the one without it."""
+    for made, lhs, rhs in _MADE.get() or ():
+        if made is y and x.dtype == y.dtype and x.shape == y.shape and not is_split(x):
+            return thin_products(lhs, (rhs,), added=x)[0]
+    return x + y
+
+
+def linear_product(lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, **options: Any) -> Array:
+    """`jax.lax.dot_general` of linear maps: of few rows by a kernel, of sharded arrays as `dot_general_over_mesh`."""
+    plain = not args and all(value is None for value in options.values())
+    is_map = dimension_numbers == (((lhs.ndim - 1,), (0,)), ((), ())) and rhs.ndim == 2
+    if plain and is_map and lhs.size and lhs.dtype == rhs.dtype and thin_kernel_serves(lhs, (rhs,)):
+        y = thin_products(lhs, (rhs,))[0]
+        made = _MADE.get()
+        if made is not None:
+            made.append((y, lhs, rhs))
+        return y
+    return dot_general_over_mesh(lhs, rhs, dimension_numbers, *args, **options)

@@ -1,0 +1,216 @@
+"""Products of few rows by a kernel, interpreted: the formula, its derivatives, and a model that decodes by kernels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pallas_kernels.triton import ThinSchedule
+from pallas_kernels.triton import thin_products as kernel
+from rnnlib.layers.products import InputLinear, gated_product, joined_inputs
+from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.ops import thin_products as operator
+from rnnlib.ops.short_convolution import one_token
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
+from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
+from rnnlib.ops.thin_products import added_to, linear_product, remembered_products, thin_products
+
+
+def normal(*shapes, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
+
+
+def assert_close(found, wanted, **tolerance):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (one, other)), **tolerance)
+
+
+# Rows, inner axis and columns that fill blocks of 16, and that do not.
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"), [((1, 1), 40, (24, 8, 37)), ((32,), 32, (16, 32)), ((3, 6), 5, (1,))]
+)
+def test_kernels_give_the_products_and_all_derivatives(rows, inner, columns):
+    x, *kernels = normal((*rows, inner), *((inner, n) for n in columns))
+
+    def everything(products):
+        def loss(x, kernels):
+            return sum(jnp.sum(jnp.sin(y)) for y in products(x, kernels))
+
+        gradient = jax.grad(loss, (0, 1))
+        tangents = jax.tree.map(jnp.cos, (x, kernels))
+        return products(x, kernels), gradient(x, kernels), jax.jvp(gradient, (x, kernels), tangents)[1]
+
+    found = everything(lambda x, kernels: thin_products(x, kernels))
+    assert_close(found, everything(lambda x, kernels: tuple(x @ w for w in kernels)), rtol=1e-5, atol=1e-4)
+    over_rows = jax.vmap(lambda x: thin_products(x, kernels))(x)
+    assert_close(over_rows, found[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_gate_and_a_sum_are_part_of_the_kernel():
+    x, gate, up, added = normal((2, 1, 24), (24, 40), (24, 40), (2, 1, 40))
+    parts = ThinSchedule(16, 16, 16, splits=2)
+    (gated,) = kernel(x[:, 0], (gate, up), is_gated=True, schedule=parts)
+    assert_close(gated, jax.nn.silu(x[:, 0] @ gate) * (x[:, 0] @ up), rtol=1e-5, atol=1e-5)
+    (total,) = kernel(x[:, 0], (up,), added=added[:, 0], schedule=parts)
+    assert_close(total, added[:, 0] + x[:, 0] @ up, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="splits is 2, expected 1 with 2 results"):
+        kernel(x[:, 0], (gate, up), schedule=parts)
+    (gated,) = thin_products(x, (gate, up), is_gated=True)
+    assert_close(gated, jax.nn.silu(x @ gate) * (x @ up), rtol=1e-5, atol=1e-5)
+    (total,) = thin_products(x, (up,), added=added)
+    assert_close(total, added + x @ up, rtol=1e-5, atol=1e-5)
+    derivatives = jax.grad(lambda added: jnp.sum(jnp.sin(thin_products(x, (up,), added=added)[0])))(added)
+    assert_close(derivatives, jnp.cos(added + x @ up), rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_rounded_once():
+    x, w = normal((5, 200), (200, 48), dtype=jnp.bfloat16)
+    for schedule in (
+        None,
+        ThinSchedule(16, 32, 64),
+        ThinSchedule(32, 16, 32, splits=3),
+        ThinSchedule(16, 16, 64, splits=4),
+    ):
+        (found,) = kernel(x, (w,), schedule=schedule)
+        assert found.dtype == jnp.bfloat16
+        exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+        np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2**-8, atol=1e-5)
+
+
+def test_calls_that_the_kernel_cannot_serve_are_refused():
+    x, w = normal((1, 8), (8, 4))
+    for call, message in (
+        (lambda: kernel(jnp.ones((257, 8)), (w,)), r"257 rows \(at most 256\)"),
+        (lambda: kernel(x, (w,) * 9), r"9 matrices \(at most 8\)"),
+        (lambda: kernel(x, (w.astype(jnp.bfloat16),)), "matrices of another dtype"),
+        (lambda: kernel(x.astype(jnp.float16), (w.astype(jnp.float16),)), "float16"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"thin_products: .*{message}"):
+            call()
+    assert not operator.thin_kernel_serves(x.astype(jnp.bfloat16), [w.astype(jnp.bfloat16)])  # not on a CPU
+
+
+STREAMS = [
+    ((3, 1, 24), 4, True, Finish("silu", 12, 1e-6)),  # a head that is no power of two
+    ((3, 1, 40), 3, False, Finish("silu", None, 1e-6)),  # channels that do not fill a program
+    ((3, 1, 16), 2, True, Finish(None, 8, 1e-3)),
+]
+
+
+def streams():
+    calls = []
+    for shape, width, has_bias, finish in STREAMS:
+        rows, _, channels = shape
+        x, w, bias, state = normal(shape, (width, channels), (channels,), (rows, width - 1, channels))
+        calls.append((ConvolutionInputs(x, w, bias if has_bias else None, state, None), finish))
+    return calls
+
+
+def test_one_launch_convolves_a_token_of_several_streams():
+    calls = streams()
+    wanted = [(short_convolution_taps(x, finish), last_inputs(x)) for x, finish in calls]
+    assert_close(one_token.one_token_convolutions(calls), wanted, rtol=1e-5, atol=1e-6)
+
+    def loss(convolve, inputs):
+        results = convolve([(x, finish) for x, (_, finish) in zip(inputs, calls)])
+        return sum(jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(state)) for y, state in results)
+
+    def by_taps(calls):
+        return [(short_convolution_taps(x, finish), last_inputs(x)) for x, finish in calls]
+
+    inputs = [x for x, _ in calls]
+    found, expected = (jax.grad(lambda i, f=f: loss(f, i))(inputs) for f in (one_token.one_token_convolutions, by_taps))
+    assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    x = calls[0][0]._replace(kernel=calls[0][0].kernel[:1], initial_state=jnp.zeros((3, 0, 24)))
+    with pytest.raises(NotImplementedError, match="a filter of one token"):
+        one_token.one_token_convolutions([(x, calls[0][1])])
+    assert not one_token.one_launch_serves(calls)  # not on a CPU
+
+
+def test_products_are_added_to_what_only_they_are_added_to():
+    x, w, stream = normal((2, 1, 8), (8, 8), (2, 1, 8))
+    dimensions = (((2,), (0,)), ((), ()))
+    with remembered_products():
+        y = linear_product(x, w, dimensions)
+        assert_close(added_to(stream, y), stream + x @ w, rtol=1e-5, atol=1e-6)
+        assert_close(added_to(stream, 2 * y), stream + 2 * (x @ w), rtol=1e-5, atol=1e-6)
+
+
+class Twice(nnx.Module):
+    """A part that calls its map with the mixer's input, and with another."""
+
+    def __init__(self, rngs):
+        options = {"use_bias": False, "dtype": jnp.float32, "rngs": rngs}
+        self.own, self.other = (InputLinear(8, n, **options) for n in (8, 3))
+        self.biased = InputLinear(8, 4, rngs=rngs)
+
+    def __call__(self, x):
+        with joined_inputs(self, x):
+            return self.own(x), self.own(2 * x), self.other(x), self.biased(x)
+
+
+def serve(monkeypatch):
+    """Kernels serve as they would on a GPU, interpreted; returns the list of their names, which calls fill."""
+    names = []
+
+    def serves(name, condition):
+        def answer(*arguments, **options):
+            if condition(*arguments):
+                names.append(name)
+                return True
+            return False
+
+        return answer
+
+    few = serves("thin_products", lambda x, kernels: x.shape[-2] == 1)
+    for module in ("rnnlib.ops.thin_products", "rnnlib.layers.products"):
+        monkeypatch.setattr(f"{module}.thin_kernel_serves", few)
+    one = serves("one_token", lambda calls: all(x.x.shape[1] == 1 and x.initial_state is not None for x, _ in calls))
+    monkeypatch.setattr("rnnlib.layers.stream.one_launch_serves", one)
+    norm = serves("rms_norm", lambda x, scale, z=None: x.shape[1] == 1)
+    for module in ("rnnlib.layers.normalization", "rnnlib.layers.readout"):
+        monkeypatch.setattr(f"{module}.norm_kernel_serves", norm)
+    return names
+
+
+def test_maps_of_one_input_share_a_launch(monkeypatch):
+    module, (x,) = Twice(nnx.Rngs(0)), normal((3, 1, 8))
+    plain = module(x)
+    served = serve(monkeypatch)
+    launches = []
+    monkeypatch.setattr(
+        "rnnlib.layers.products.thin_products",
+        lambda x, kernels, **options: launches.append(len(kernels)) or thin_products(x, kernels, **options),
+    )
+    assert_close(module(x), plain, rtol=1e-5, atol=1e-6)
+    assert launches == [2] and served
+    gate, up = (nnx.Linear(8, 6, use_bias=False, dtype=jnp.float32, rngs=nnx.Rngs(i)) for i in range(2))
+    assert_close(gated_product(x, gate, up), nnx.silu(gate(x)) * up(x), rtol=1e-5, atol=1e-6)
+    assert launches == [2, 2]
+
+
+@pytest.mark.parametrize("mixers", [("gated_deltanet",), ("kda", "attention"), ("mamba2",)])
+def test_a_model_decodes_the_same_by_kernels(mixers, monkeypatch):
+    config = ModelConfig(vocabulary_size=17, width=16, num_layers=2, num_heads=2, mlp_width=24, mixers=mixers)
+    graph, state = nnx.split(DecoderLM(config, rngs=nnx.Rngs(0)))
+    tokens = jnp.arange(14).reshape(2, 7) % 17
+
+    def logits(graph):
+        model = nnx.merge(graph, state)
+        _, cache = model.extend(tokens[:, :4], model.init_cache(2, 8))
+        found = []
+        for i in range(4, 7):
+            one, cache = jax.jit(model.extend)(tokens[:, i : i + 1], cache)
+            found.append(one)
+        return jnp.concatenate(found, axis=1), cache
+
+    plain = logits(graph)
+    served = serve(monkeypatch)
+    # Another configuration of the same computation: what was traced of the first is not taken again.
+    start = {config.mixers[0]: {"initializer.scale": 0.3}}
+    other = nnx.split(nnx.eval_shape(lambda: DecoderLM(config.replace(mixer_overrides=start), rngs=nnx.Rngs(0))))[0]
+    assert_close(logits(other), plain, rtol=1e-4, atol=1e-4)
+    assert {"thin_products", "one_token", "rms_norm"} <= set(served)
