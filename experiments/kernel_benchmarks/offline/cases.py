@@ -203,6 +203,35 @@ def convolutions() -> list[Case]:
     return [case(128, jnp.bfloat16), case(None, jnp.bfloat16), case(128, jnp.float32)]
 
 
+def decoding() -> list[Case]:
+    """A token of some texts: products of few rows, and the convolutions of three streams."""
+    bf16 = jnp.bfloat16
+
+    def products(rows: int, columns: tuple[int, ...], inner: int, words: str, *, is_gated: bool = False) -> Case:
+        kernels = {f"kernel_{i}": jax.ShapeDtypeStruct((inner, n), bf16) for i, n in enumerate(columns)}
+        arrays = {"x": jax.ShapeDtypeStruct((rows, inner), bf16)} | kernels
+
+        def loss(x: Any) -> jax.Array:
+            return _total(triton.thin_products(x["x"], [x[name] for name in kernels], is_gated=is_gated))
+
+        return Case(f"thin products {words}, {rows} rows", loss, arrays, differentiated=False)
+
+    def convolutions(x: Any) -> jax.Array:
+        streams = [
+            triton.TokenStream(x["x"], x["kernel"], None, x["state"], "silu", norm, 1e-6) for norm in (128, 128, None)
+        ]
+        return _total(triton.one_token_convolutions(streams))
+
+    shapes = {"x": (64, 1024), "kernel": (4, 1024), "state": (64, 3, 1024)}
+    token = {name: jax.ShapeDtypeStruct(shape, bf16) for name, shape in shapes.items()}
+    return [
+        *(products(rows, (1024, 1024, 1024, 8, 8), 1024, "of five maps") for rows in (1, 64, 256)),
+        *(products(rows, (2816, 2816), 1024, "gated", is_gated=True) for rows in (1, 64, 256)),
+        *(products(rows, (1024,), 2816, "of one map") for rows in (1, 256)),
+        Case("short convolution bfloat16, one token of three streams", convolutions, token, differentiated=False),
+    ]
+
+
 USUAL = (
     r"^delta-(none|scalar|channel)-128x128-bfloat16 (few|many) heads$",
     r"^delta-(scalar|channel)-128x128-bfloat16 (a program each|one token)$",
@@ -211,7 +240,7 @@ USUAL = (
     r"^delta\+key-(scalar|channel)-128x128-bfloat16 few heads$",
     r"^linear-(none|scalar)-128x128-bfloat16 few heads$",
     r"^ridge solve 128 bfloat16 (chebyshev, bfloat16|conjugate gradient, split) products$",
-    r"^(preconditioner|short convolution)",
+    r"^(preconditioner|short convolution|thin products)",
 )
 """Patterns of the cases in bfloat16 that models take, an eighth of all."""
 
@@ -223,6 +252,7 @@ def cases(*, with_table: bool, every: bool = False) -> dict[str, Case]:
         with_table: whether to add the tuned launches, which only a card with a table takes.
         every: whether to take all of them: the other sizes, float32, rarer combinations.
     """
-    found = [*(tuned() if with_table else []), *defaults(), *ridge_solves(), *preconditioners(), *convolutions()]
+    found = [*(tuned() if with_table else []), *defaults(), *ridge_solves(), *preconditioners()]
+    found += [*convolutions(), *decoding()]
     by_name = {case.name: case for case in found}
     return {name: case for name, case in by_name.items() if every or any(re.search(x, name) for x in USUAL)}

@@ -7,7 +7,8 @@
 | `thin_products` | x, all W_i, added | all y_i, or y | rows, columns of all matrices, parts of the inner axis |
 
 With few rows the time is that of reading the matrices once. A program has few columns, so that all processors read at
-once. It waits for memory in every step of its loop, so a processor needs several: where one result has too few columns
-for that, programs share its inner axis, and XLA adds up their sums, with what is added or gated. One launch serves matrices that are too small to fill a card.
-XLA turns a product of one row into an elementwise product, which it writes to memory rounded, and a sum.
+once. A program waits for memory in every step of its loop, so a processor needs several programs. Where one result has
+too few columns for that, programs share its inner axis, and XLA adds up their sums, with what is added or gated.
+One launch serves matrices that are too small to fill a card. XLA turns a product of one row into an elementwise
+product, which it writes to memory rounded, and a sum.
 """

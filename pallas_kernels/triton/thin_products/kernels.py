@@ -1,4 +1,4 @@
-"""The kernel of products with few rows: a program has some columns of one matrix, and a part of the inner axis or all."""
+"""The kernel of products with few rows: a program has some columns of one matrix, and some of the inner axis or all."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of a result: its number along the rows and along the columns of its matrix; the part of the inner axis."""
+    """The numbers of a block of rows, of a block of a matrix's columns, and of a part of the inner axis."""
 
     row: Array
     column: Array
