@@ -18,8 +18,9 @@ _LENGTH = 4096
 class MeshArguments(Settings):
     """Plans a training step on --devices of a kind: memory of each, and what it sends. None of them has to be there.
 
-    Takes the settings of `rnnlib train`. Left out, the batch has one row for each device and part, and rows of 4096
-    tokens. No tokenizer is read: the vocabulary is --model.vocabulary-size, or the preset's own.
+    Takes the settings of `rnnlib train`. Left out, the batch has one row for each device and part (devices that share
+    rows or layers have one together), and rows of 4096 tokens. No tokenizer is read: the vocabulary is
+    --model.vocabulary-size, or the preset's own.
     """
 
     memory: Annotated[float, Range(above=0)] = 141.0
@@ -38,7 +39,8 @@ def _with_a_batch(config: TrainConfig, argv: Sequence[str], devices: int) -> Tra
     if not _given(argv, "--config", "--data.sequence-length", "--data.sequence_length"):
         data = dataclasses.replace(data, sequence_length=_LENGTH)
     if not _given(argv, "--config", "--data.batch-size", "--data.batch_size"):
-        data = dataclasses.replace(data, batch_size=devices * config.accumulation_steps)
+        together = min(devices, config.mesh.sequence * config.mesh.tensor)  # they have the same rows
+        data = dataclasses.replace(data, batch_size=devices // together * config.accumulation_steps)
     model, preset = config.model, take_option(argv, "--preset")[0]
     if preset is not None and not _given(argv, "--model.vocabulary-size", "--model.vocabulary_size"):
         model = model.replace(vocabulary_size=model_preset(preset).vocabulary_size)
@@ -98,7 +100,7 @@ def _print(plan: StepPlan, devices: int, device_bytes: float) -> None:
         traffic.add_row(one.kind, one.what, " x ".join(one.over), *numbers)
     traffic.add_section()
     traffic.add_row("all", "", "", "", "", "", f"{plan.sent / 1e9:.3f}")
-    console = Console(markup=False, highlight=False, width=100)
+    console = Console(markup=False, highlight=False, width=110)
     console.print(
         f"{mixers}, {model.num_layers} layers, width {model.width}, vocabulary {model.vocabulary_size}: "
         f"{plan.num_parameters:,} parameters"

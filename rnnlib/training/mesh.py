@@ -118,6 +118,23 @@ def mesh_sizes(
     return max(candidates(rows or 0) or candidates(0), key=goodness)
 
 
+def _axes(sizes: MeshConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Sizes and names of the axes of a mesh."""
+    shape: tuple[int, ...] = (sizes.data, sizes.fsdp or 1)
+    axes: tuple[str, ...] = AXES
+    if sizes.sequence > 1:  # innermost: these devices exchange most often
+        shape, axes = (*shape, sizes.sequence), (*axes, SEQUENCE)
+    if sizes.tensor > 1:
+        shape, axes = (*shape, sizes.tensor), (*axes, TENSOR)
+    return shape, axes
+
+
+def abstract_mesh(sizes: MeshConfig) -> AbstractMesh:
+    """The mesh of sizes that `mesh_sizes` gave, without devices."""
+    shape, axes = _axes(sizes)
+    return AbstractMesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
 def make_mesh(devices: int | None = None, config: MeshConfig | None = None) -> Mesh | None:
     """A mesh with the axes "data", "fsdp" and, above size 1, "sequence" and "tensor" over the devices of all processes.
 
@@ -133,12 +150,7 @@ def make_mesh(devices: int | None = None, config: MeshConfig | None = None) -> M
     """
     available = jax.devices()
     sizes = mesh_sizes(MeshConfig() if config is None else config, len(available), devices=devices)
-    shape: tuple[int, ...] = (sizes.data, sizes.fsdp or 1)
-    axes: tuple[str, ...] = AXES
-    if sizes.sequence > 1:  # innermost: these devices exchange most often
-        shape, axes = (*shape, sizes.sequence), (*axes, SEQUENCE)
-    if sizes.tensor > 1:
-        shape, axes = (*shape, sizes.tensor), (*axes, TENSOR)
+    shape, axes = _axes(sizes)
     if jax.process_count() > 1 and math.prod(shape) != len(available):
         raise ValueError(
             f"{dataclasses.replace(sizes, fsdp=sizes.fsdp or 1)}: {jax.process_count()} processes have "
@@ -149,7 +161,7 @@ def make_mesh(devices: int | None = None, config: MeshConfig | None = None) -> M
     return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=available[: math.prod(shape)])
 
 
-def batch_spec(mesh: Mesh, rank: int = 3) -> PartitionSpec:
+def batch_spec(mesh: Mesh | AbstractMesh, rank: int = 3) -> PartitionSpec:
     """Where an array of a batch in parts lies, `[A, B / A, T]`: rows over their axes, tokens over theirs."""
     return PartitionSpec(None, AXES, *([SEQUENCE] if SEQUENCE in mesh.shape and rank > 2 else []))
 
@@ -247,12 +259,12 @@ def parameter_specs(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     return jax.tree.map(spec, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def whole(mesh: Mesh | None) -> Sharding:
+def whole(mesh: Mesh | AbstractMesh | None) -> Sharding:
     """The sharding of an array that the device has, or each device of the mesh."""
     return SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-def in_shares(tree: Any, mesh: Mesh | None) -> Any:
+def in_shares(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
     """The sharding of each parameter, or of each array of an optimizer's state, in a pytree of them."""
     if mesh is None:
         return jax.tree.map(lambda _: whole(None), tree)

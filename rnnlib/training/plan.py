@@ -1,25 +1,52 @@
 """What a training step takes and sends on a mesh of devices, from shapes alone: none of the devices is needed."""
 
+import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
+from rnnlib.layers.tensor import TENSOR
 from rnnlib.models import DecoderLM, ModelConfig, abstract_model
+from rnnlib.ops import sequence_axis
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.loss import head_loss_sums
-from rnnlib.training.mesh import AXES, MeshConfig, mesh_sizes, parameter_spec
-from rnnlib.training.optimizer import make_optimizer
-from rnnlib.training.step import abstract_batch, check_batch_size, init_train_state, split_model
+from rnnlib.training.mesh import (
+    SEQUENCE,
+    MeshConfig,
+    abstract_mesh,
+    layer_shares,
+    mesh_sizes,
+    parameter_specs,
+    stretches,
+)
+from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
+from rnnlib.training.step import (
+    abstract_batch,
+    check_batch_size,
+    check_length,
+    init_train_state,
+    make_train_step,
+    own_model,
+    split_model,
+)
 
 # `head_loss_sums` has the logits of so many at a time, in float32, and their gradient.
 _LOGITS_AT_A_TIME = 1 << 27
+# Collectives by the names of JAX's primitives.
+_KINDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "ppermute": "collective-permute",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +59,10 @@ class Exchange:
         over: Axes of the mesh whose devices have part in one together.
         devices: How many these are.
         count: Arrays that a device has part in; XLA may join several in one operation.
-        bytes: Of these arrays, whole: what is gathered, scattered or summed.
+        bytes: Of these arrays, whole: what is gathered, scattered, summed or passed on.
     """
 
-    kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute"]
     what: str
     over: tuple[str, ...]
     devices: int
@@ -45,6 +72,8 @@ class Exchange:
     @property
     def sent(self) -> float:
         """Bytes that each device sends, and receives, where arrays go round a ring of the devices."""
+        if self.kind == "collective-permute":  # to the next device alone
+            return float(self.bytes)
         rounds = 2 if self.kind == "all-reduce" else 1
         return rounds * self.bytes * (self.devices - 1) / self.devices
 
@@ -116,20 +145,14 @@ def plan_step(
             It is None also where the model has attention and cuDNN is not installed here.
 
     Raises:
-        ValueError: The mesh does not fit the devices, or the batch does not split over it.
-        NotImplementedError: The mesh has another axis than these.
+        ValueError: The mesh does not fit the devices, or batch, rows or layers do not split over it.
     """
-    axes = {entry.name: getattr(config.mesh, entry.name) or 1 for entry in dataclasses.fields(config.mesh)}
-    others = [f"mesh.{name}={size}" for name, size in axes.items() if name not in AXES and size > 1]
-    if others:
-        raise NotImplementedError(
-            f"{', '.join(others)}: expected mesh.data and mesh.fsdp alone, which plans are made for"
-        )
-    if devices % math.prod(size for size in axes.values() if size != -1):
+    fixed = [getattr(config.mesh, entry.name) or 1 for entry in dataclasses.fields(config.mesh)]
+    if devices % math.prod(size for size in fixed if size != -1):
         raise ValueError(f"{config.mesh}: does not fit devices={devices}")
     model = config.model.replace(remat=True) if config.model.remat == "auto" else config.model
     optimizer = make_optimizer(config.optimizer, config.steps)
-    state = jax.eval_shape(lambda: init_train_state(DecoderLM(model, rngs=nnx.Rngs(0)), optimizer)[1])
+    state = _abstract_state(model, optimizer, None)[1]
     batch_size, parts = config.data.batch_size, config.accumulation_steps
     sizes = mesh_sizes(
         config.mesh,
@@ -139,36 +162,55 @@ def plan_step(
         state_bytes=_bytes((state.parameters, state.optimizer, state.parameters)),
         device_bytes=device_bytes,
     )
-    fsdp = sizes.fsdp or 1
-    mesh = AbstractMesh((sizes.data, fsdp), AXES)
+    mesh = abstract_mesh(sizes)
     check_batch_size(batch_size, parts, mesh)
-    parameters = [(path, leaf.get_raw_value()) for path, leaf in nnx.to_flat_state(state.parameters)]
-    shares = _share_bytes((x for _, x in parameters), mesh)
-    rows = batch_size // devices // parts
+    check_length(config.data.sequence_length, mesh)
+    graph, state = _abstract_state(model, optimizer, mesh)
+    shares = _share_bytes(state.parameters, mesh)
+    rows = batch_size // (mesh.shape["data"] * mesh.shape["fsdp"])
+    stretch = config.data.sequence_length // stretches(mesh)
     try:
         with _described(card):
-            stored, working = _activation_bytes(model, rows, config.data.sequence_length)
+            stored, working = _activation_bytes(model, rows // parts, stretch, mesh)
     except RuntimeError as error:
         if card is None or "cuDNN" not in str(error):
             raise
         card = None  # attention is traced for a GPU only where cuDNN is installed
-        stored, working = _activation_bytes(model, rows, config.data.sequence_length)
+        stored, working = _activation_bytes(model, rows // parts, stretch, mesh)
+    schedule = learning_rate_schedule(config.optimizer, config.steps)
+    step = make_train_step(graph, optimizer, schedule, np.ones(model.vocabulary_size, np.int32), mesh)
+    program = jax.make_jaxpr(step)(state, abstract_batch(batch_size, config.data.sequence_length, mesh, parts))
+    # The reported norm of the gradient, and the clipped one.
+    norms = 1 if config.optimizer.clip_norm is None else 2
     return StepPlan(
         mesh=sizes,
         model=model,
-        rows=batch_size // devices,
+        rows=rows,
         length=config.data.sequence_length,
         parts=parts,
-        num_parameters=sum(math.prod(x.shape) for _, x in parameters),
+        num_parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.parameters)),
         parameters=shares,
         gradients=shares * (2 if parts > 1 else 1),
-        optimizer=_share_bytes(jax.tree.leaves(state.optimizer), mesh),
-        gathered=_gathered_bytes(model, parameters, mesh),
+        optimizer=_share_bytes(state.optimizer, mesh),
+        gathered=_gathered_bytes(model, state.parameters, mesh),
         stored=stored,
         working=working,
         card=card,
-        exchanges=_exchanges(config, model, parameters, mesh),
+        exchanges=_exchanges(program, state.parameters, mesh, norms),
     )
+
+
+def _abstract_state(model: ModelConfig, optimizer: Any, mesh: AbstractMesh | None) -> tuple[Any, Any]:
+    """`init_train_state` in shapes."""
+    graphs = []
+
+    def new() -> Any:
+        graph, state = init_train_state(DecoderLM(model, rngs=nnx.Rngs(0)), optimizer, mesh)
+        graphs.append(graph)
+        return state
+
+    state = jax.eval_shape(new)
+    return graphs[0], state
 
 
 def _described(card: str | None) -> contextlib.AbstractContextManager[Any]:
@@ -184,23 +226,31 @@ def _bytes(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _is_shared(array: Any, mesh: AbstractMesh) -> bool:
-    return "fsdp" in tuple(parameter_spec(array.shape, mesh))
+def _with_axes(tree: Any, mesh: AbstractMesh) -> list[tuple[Any, tuple[str, ...]]]:
+    """Arrays of parameters, or of what the optimizer keeps for them, with the axes that each is shared out over."""
+    specs = jax.tree.leaves(parameter_specs(tree, mesh), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    axes = [tuple(axis for axis in spec if axis is not None) for spec in specs]
+    return list(zip(jax.tree.leaves(tree), axes, strict=True))
 
 
-def _share_bytes(arrays: Iterable[Any], mesh: AbstractMesh) -> int:
-    return sum(_bytes(x) // (mesh.shape["fsdp"] if _is_shared(x, mesh) else 1) for x in arrays)
+def _share_bytes(tree: Any, mesh: AbstractMesh) -> int:
+    return sum(_bytes(x) // math.prod(mesh.shape[axis] for axis in axes) for x, axes in _with_axes(tree, mesh))
 
 
-def _gathered_bytes(model: ModelConfig, parameters: list[tuple[Any, Any]], mesh: AbstractMesh) -> int:
-    shared = [(path, _bytes(x)) for path, x in parameters if _is_shared(x, mesh)]
+def _gathered_bytes(model: ModelConfig, parameters: Any, mesh: AbstractMesh) -> int:
+    paths = [path for path, _ in nnx.to_flat_state(parameters)]
+    shared = [
+        (path, _bytes(x) // (mesh.shape[TENSOR] if TENSOR in axes else 1))
+        for path, (x, axes) in zip(paths, _with_axes(parameters, mesh), strict=True)
+        if "fsdp" in axes
+    ]
     if not model.remat:
         return sum(size for _, size in shared)
     blocks = [0] * model.num_layers
     outside = [0]
     for path, size in shared:
         if "blocks" in path:
-            blocks[path[path.index("blocks") + 1]] += size
+            blocks[int(str(path[path.index("blocks") + 1]))] += size
         else:
             outside.append(size)
     if model.scan_layers:
@@ -209,36 +259,68 @@ def _gathered_bytes(model: ModelConfig, parameters: list[tuple[Any, Any]], mesh:
     return max(map(sum, zip(blocks, [*blocks[1:], 0]))) + max(outside)
 
 
-def _exchanges(
-    config: TrainConfig, model: ModelConfig, parameters: list[tuple[Any, Any]], mesh: AbstractMesh
-) -> tuple[Exchange, ...]:
-    """The collectives of `make_train_step`'s program; tests hold them to the compiled one."""
-    data, fsdp = mesh.shape["data"], mesh.shape["fsdp"]
-    shared = [(path, x) for path, x in parameters if _is_shared(x, mesh)]
-    whole = [x for _, x in parameters if not _is_shared(x, mesh)]
-    parts = config.accumulation_steps
+def _exchanges(program: Any, parameters: Any, mesh: AbstractMesh, norms: int) -> tuple[Exchange, ...]:
+    """The collectives of a step; tests hold them to compiled ones.
 
-    def of(kind: Any, what: str, over: tuple[str, ...], devices: int, sizes: list[int], times: int = 1) -> Exchange:
-        return Exchange(kind, what, over, devices, len(sizes) * times, sum(sizes) * times)
+    They are read from the traced step. XLA's partitioner adds those of the gradient's norm, of which there are `norms`.
+    XLA passes equal segment ids on once for several readers: it has a few collective-permutes of them less.
+    """
+    counts: dict[tuple[Any, tuple[str, ...]], list[int]] = {}
 
-    blocks = [_bytes(x) for path, x in shared if "blocks" in path]
-    others = [_bytes(x) for path, x in shared if "blocks" not in path]
-    # The reported norm of the gradient, and the clipped one.
-    norms = 1 if config.optimizer.clip_norm is None else 2
+    def add(kind: Any, axes: tuple[str, ...], size: int, times: int) -> None:
+        over = tuple(axis for axis in mesh.axis_names if axis in axes and mesh.shape[axis] > 1)
+        if over and times:
+            found = counts.setdefault((kind, over), [0, 0])
+            found[0] += times
+            found[1] += times * size * (math.prod(mesh.shape[axis] for axis in over) if kind == "all-gather" else 1)
+
+    def walk(jaxpr: Any, times: int) -> None:
+        for equation in jaxpr.eqns:
+            if (kind := _KINDS.get(equation.primitive.name)) is not None:
+                named = equation.params["axes" if "axes" in equation.params else "axis_name"]
+                for x in equation.invars:
+                    add(kind, named if isinstance(named, tuple) else (named,), _bytes(x.aval), times)
+            rounds = equation.params["length"] if equation.primitive.name == "scan" else 1
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+                if hasattr(inner, "eqns"):
+                    walk(inner, times * rounds)
+
+    walk(program.jaxpr, 1)
     found = [
-        of("all-gather", "matrices, forward", ("fsdp",), fsdp, blocks + others, parts),
-        of("all-gather", "matrices, recomputed", ("fsdp",), fsdp, blocks if model.remat else [], parts),
-        of("reduce-scatter", "gradients of matrices", ("fsdp",), fsdp, blocks + others, parts),
-        of("all-reduce", "gradients of shares", ("data",), data, [size // fsdp for size in blocks + others]),
-        of("all-reduce", "gradients, loss", AXES, data * fsdp, [_bytes(x) for x in whole] + [4] * 3),
-        of("all-reduce", "norm of the gradient", ("fsdp",), fsdp, [4] * (norms * len(shared))),
+        Exchange(kind, _what(kind, over, mesh), over, math.prod(mesh.shape[axis] for axis in over), count, size)
+        for (kind, over), (count, size) in counts.items()
     ]
-    return tuple(exchange for exchange in found if exchange.devices > 1 and exchange.count)
+    shared = collections.Counter(axis for _, axes in _with_axes(parameters, mesh) for axis in axes)
+    for axis, count in shared.items():
+        if (devices := mesh.shape[axis]) > 1:
+            count *= norms
+            found.append(Exchange("all-reduce", "norm of the gradient", (axis,), devices, count, 4 * count))
+    return tuple(found)
 
 
-def _activation_bytes(model: ModelConfig, rows: int, length: int) -> tuple[int, int]:
-    """What one part of a device's rows leaves for the backward pass, and the most that is held beside it."""
-    graphdef, parameters, other = split_model(abstract_model(model))
+def _what(kind: str, over: tuple[str, ...], mesh: AbstractMesh) -> str:
+    """What is exchanged, for people."""
+    if over == ("fsdp",) and kind != "all-reduce":
+        return "matrices" if kind == "all-gather" else "gradients of matrices"
+    if over == (TENSOR,):
+        return "activations, loss"
+    if over == (SEQUENCE,) and kind != "all-reduce":
+        return "states, tokens, keys"
+    return "gradients, loss" if math.prod(mesh.shape[axis] for axis in over) == mesh.size else "gradients of shares"
+
+
+def _activation_bytes(model: ModelConfig, rows: int, length: int, mesh: AbstractMesh) -> tuple[int, int]:
+    """What one part of a device's rows leaves for the backward pass, and the most that is held beside it.
+
+    Args:
+        model: The whole model.
+        rows: Of a part, on a device.
+        length: Tokens of a row on a device.
+        mesh: Layers and rows may be shared out over it.
+    """
+    shares = layer_shares(mesh)
+    own: Any = abstract_model(model) if shares == 1 else own_model(abstract_model(model), shares)
+    graphdef, parameters, other = split_model(own)
     batch = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in abstract_batch(rows, length, None).items()}
     counts = jax.ShapeDtypeStruct((model.vocabulary_size,), jnp.int32)
 
@@ -246,17 +328,16 @@ def _activation_bytes(model: ModelConfig, rows: int, length: int) -> tuple[int, 
         model = nnx.merge(graphdef, parameters, other, copy=True)
         hidden = model.hidden(batch["inputs"], segment_ids=batch["segment_ids"], positions=batch["positions"])
         asked = (batch["targets"], batch["loss_weights"], counts)
-        return head_loss_sums(hidden, model.output_embedding, *asked).nats
+        return head_loss_sums(hidden, model.output_embedding, *asked, shares=shares).nats
 
-    stored = _residual_bytes(nats, parameters, other, batch, counts)
-    tokens = rows * length
-    logits = 2 * 4 * model.vocabulary_size * min(tokens, max(1, _LOGITS_AT_A_TIME // model.vocabulary_size))
-    return stored, max(logits, _block_bytes(model, rows, length) if model.remat else 0)
+    stored = _residual_bytes(mesh, nats, parameters, other, batch, counts)
+    tokens, vocabulary = rows * length, model.vocabulary_size // shares
+    logits = 2 * 4 * vocabulary * min(tokens, max(1, _LOGITS_AT_A_TIME // vocabulary))
+    return stored, max(logits, _block_bytes(model, own.blocks, rows, length, mesh) if model.remat else 0)
 
 
-def _block_bytes(model: ModelConfig, rows: int, length: int) -> int:
+def _block_bytes(model: ModelConfig, blocks: Any, rows: int, length: int, mesh: AbstractMesh) -> int:
     """What the block that stores most does, if it is not recomputed."""
-    blocks = abstract_model(model).blocks
     x = jax.ShapeDtypeStruct((rows, length, model.width), model.compute_dtype)
     ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     kinds = dict(zip(zip(model.layer_mixers, model.layer_feed_forwards), blocks))
@@ -267,12 +348,12 @@ def _block_bytes(model: ModelConfig, rows: int, length: int) -> int:
         def run(parameters: Any, x: Any, other: Any, ids: Any, positions: Any) -> Any:
             return nnx.merge(graphdef, parameters, other, copy=True)(x, segment_ids=ids, positions=positions)[0]
 
-        return _residual_bytes(run, (parameters, x), other, ids, ids)
+        return _residual_bytes(mesh, run, (parameters, x), other, ids, ids)
 
     return max(map(of, kinds.values()))
 
 
-def _residual_bytes(function: Any, differentiated: Any, *rest: Any) -> int:
+def _residual_bytes(mesh: AbstractMesh, function: Any, differentiated: Any, *rest: Any) -> int:
     """Bytes of the arrays that `jax.vjp` stores, but those that are arguments."""
 
     def pullback(differentiated: Any, *rest: Any) -> Any:
@@ -280,7 +361,9 @@ def _residual_bytes(function: Any, differentiated: Any, *rest: Any) -> int:
             return jax.vjp(lambda *args: function(*args, *rest), *differentiated)[1]
         return jax.vjp(lambda x: function(x, *rest), differentiated)[1]
 
-    jaxpr = jax.make_jaxpr(pullback)(differentiated, *rest).jaxpr
+    axes = [(axis, size) for axis, size in mesh.shape.items() if axis in (SEQUENCE, TENSOR)]
+    with sequence_axis(SEQUENCE if stretches(mesh) > 1 else None):
+        jaxpr = jax.make_jaxpr(pullback, axis_env=axes)(differentiated, *rest).jaxpr
     arguments = set(map(id, jaxpr.invars))
     stored: dict[int, Any] = {id(x): x.aval for x in jaxpr.outvars if not hasattr(x, "val") and id(x) not in arguments}
     return sum(_bytes(aval) for aval in stored.values() if aval.dtype != jax.dtypes.float0)

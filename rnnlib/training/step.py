@@ -108,7 +108,7 @@ def _compiler_options(deterministic: bool) -> dict[str, Any] | None:
     return {"xla_gpu_deterministic_ops": True} if deterministic and jax.default_backend() == "gpu" else None
 
 
-def state_shardings(state: TrainState, mesh: Mesh | None) -> TrainState:
+def state_shardings(state: TrainState, mesh: Mesh | AbstractMesh | None) -> TrainState:
     """Where each array of a training state lies, as a `TrainState` of shardings."""
     rest = jax.tree.map(lambda _: whole(mesh), state)
     shares = in_shares((state.parameters, state.optimizer), mesh)
@@ -171,7 +171,7 @@ def put_batch(
 
 
 def abstract_batch(
-    batch_size: int, length: int, mesh: Mesh | None, accumulation_steps: int = 1
+    batch_size: int, length: int, mesh: Mesh | AbstractMesh | None, accumulation_steps: int = 1
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of what `put_batch` gives, and where it lies on a mesh."""
     shape = (accumulation_steps, batch_size // accumulation_steps, length)
@@ -303,7 +303,9 @@ def _forward(
     return sums, router_loss, nnx.state(model, nnx.Not(nnx.Any(nnx.Param, RouterLoss)))
 
 
-def _over_devices(function: Callable[..., Any], mesh: Mesh | None, *, gradients: bool) -> Callable[..., Any]:
+def _over_devices(
+    function: Callable[..., Any], mesh: Mesh | AbstractMesh | None, *, gradients: bool
+) -> Callable[..., Any]:
     """Runs `function(parameters, other, batch, specs)` on each device's rows or stretch of them; sums over devices.
 
     Summed are the gradients (with `gradients`, the first output) and the loss. `specs` says how parameters are shared.
@@ -349,7 +351,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: Schedule,
     token_bytes: np.ndarray,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     *,
     deterministic: bool = True,
 ) -> TrainStep:
@@ -364,7 +366,7 @@ def make_train_step(
         optimizer: The optax transformation.
         schedule: Learning rate by number of updates, for the report.
         token_bytes: int32, bytes that each token stands for.
-        mesh: From `make_mesh`; the state is then one that `put_state` put on it.
+        mesh: From `make_mesh`; the state is then one that `put_state` put on it. One without devices is for tracing.
         deterministic: On a GPU, the same state and batch give the same bits in every process.
 
     Returns:

@@ -41,6 +41,10 @@ def _group_size(line: str) -> int:
         return int(found[1])
     if found := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
         return len(found[1].split(","))
+    if found := re.search(r"source_target_pairs=\{\{(.*?)\}\}", line):  # chains of devices, all equally long
+        pairs = [pair.split(",") for pair in found[1].split("},{")]
+        firsts = {source for source, _ in pairs} - {target for _, target in pairs}
+        return len({device for pair in pairs for device in pair}) // len(firsts)
     raise ValueError(f"no groups of devices: {line}")
 
 

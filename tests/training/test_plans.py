@@ -1,0 +1,37 @@
+"""Plans of meshes that share layers or rows: the collectives and the state of the compiled step."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.timeout(600)
+def test_plans_of_shared_layers_and_rows_have_the_bytes_of_compiled_steps(process_environment):
+    """To the byte, but that XLA passes equal segment ids on once: `python -m tests.training.on_plans all` has more."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.training.on_plans"],
+        cwd=pathlib.Path(__file__).parents[2],
+        env=process_environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    results = json.loads(process.stdout.splitlines()[-1])
+    assert len(results) == 5
+    for name, case in results.items():
+        planned, found = case["planned"], case["found"]
+        passed_on = {key for key in planned if key.startswith("collective-permute")}
+        assert planned.keys() == found.keys(), name
+        assert {key: planned[key] for key in planned.keys() - passed_on} == {
+            key: found[key] for key in found.keys() - passed_on
+        }, name
+        for key in passed_on:
+            assert found[key] <= planned[key], name
+            assert planned[key] < 1.05 * found[key] or key.endswith("arrays"), name
+        # The compiled step has the batch beside the state: at most five arrays of a number a token, and counters.
+        state, arguments = case["state"]
+        assert 0 < arguments - state <= 5 * 4 * 16 * 4 + 8, name
