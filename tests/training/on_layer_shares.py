@@ -69,23 +69,24 @@ LOOP = {
 }
 
 
-def batch():
+def batch(rows=ROWS, length=LENGTH):
     """Packed rows."""
     random = np.random.default_rng(0)
-    tokens = random.integers(0, VOCABULARY, (ROWS, LENGTH + 1)).astype(np.int32)
+    tokens = random.integers(0, VOCABULARY, (rows, length + 1)).astype(np.int32)
     ids = np.cumsum(tokens[:, :-1] % 7 == 0, 1).astype(np.int32)
-    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
-    weights = random.uniform(size=(ROWS, LENGTH)).astype(np.float32)
+    positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+    weights = random.uniform(size=(rows, length)).astype(np.float32)
     names = ("inputs", "targets", "segment_ids", "positions", "loss_weights")
     return dict(zip(names, (tokens[:, :-1], tokens[:, 1:], ids, positions, weights)))
 
 
-def step_of(config, mesh, parts=1):
+def step_of(config, mesh, parts=1, packed=None):
     """Loss and norm of the gradient, the gradient by parameter, the state after a step, and the program."""
+    packed = batch() if packed is None else packed
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0, momentum=0.9))
     graph, state = init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer, mesh)
-    state, rows = put_state(state, mesh), put_batch(batch(), mesh, parts)
-    step = make_train_step(graph, optimizer, lambda _: 1.0, np.ones(VOCABULARY, np.int32), mesh)
+    state, rows = put_state(state, mesh), put_batch(packed, mesh, parts)
+    step = make_train_step(graph, optimizer, lambda _: 1.0, np.ones(config.vocabulary_size, np.int32), mesh)
     program = step.lower(state, rows).compile()
     state, metrics = program(state, rows)
     gradient = {
@@ -100,11 +101,17 @@ def compared(options, mesh, parts=1):
     config = ModelConfig(**(SIZES | options))
     rows, wanted, whole, _ = step_of(config, None, parts)
     own_rows, gradient, state, made = step_of(config, mesh, parts)
+    return differences((rows, wanted), (own_rows, gradient)), whole, state, made
+
+
+def differences(one, other):
+    """Of what `step_of` gives of two: how far they are from each other, in which array, as parts of the first."""
+    (rows, wanted), (own_rows, gradient) = one[:2], other[:2]
     least = 1e-3 * np.sqrt(sum(np.sum(np.square(x)) for x in wanted.values()))
     errors = {name: np.linalg.norm(gradient[name] - x) / max(np.linalg.norm(x), least) for name, x in wanted.items()}
     errors["rows"] = np.max(np.abs(np.divide(own_rows, rows) - 1))
     worst = max(errors, key=lambda name: errors[name])
-    return {"worst": worst, "error": float(errors[worst])}, whole, state, made
+    return {"worst": worst, "error": float(errors[worst])}
 
 
 def bytes_of_a_device(state):

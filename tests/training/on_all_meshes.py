@@ -1,0 +1,149 @@
+"""`python -m tests.training.on_all_meshes`: one mixer of each kind on every mesh of eight devices, beside one device.
+
+A mesh is (data, fsdp, sequence, tensor) with product 8: there are twenty. Rows are packed, and documents cross devices.
+Compared are the loss, the gradient's norm and each parameter's gradient of a training step. In float32 they differ by
+less than 1e-5. Where they do not, they are compared in float64 as well, which tells rounding from an error, and the
+table says so. Operators run token by token, which compiles fastest; devices exchange the same. Writes all_meshes.json
+beside this file, after each model.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from itertools import product
+
+if __name__ == "__main__":  # before jax is imported
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+
+import jax
+import tyro
+
+from rnnlib.models import ModelConfig
+from rnnlib.training import MeshConfig, make_mesh
+
+from .on_layer_shares import SCAN, VOCABULARY, WIDE, batch, differences, step_of
+
+RECORD = pathlib.Path(__file__).with_name("all_meshes.json")
+BOUND = 1e-5
+AXES = ("data", "fsdp", "sequence", "tensor")
+MESHES = tuple(sizes for sizes in product((1, 2, 4, 8), repeat=4) if math.prod(sizes) == 8)
+# Eight heads, and rows whose eighth is as long as a short convolution reads back.
+SIZES = {
+    "vocabulary_size": VOCABULARY,
+    "width": 32,
+    "num_layers": 1,
+    "num_heads": 8,
+    "mlp_width": 16,
+    "mixer_overrides": SCAN,
+}
+ROWS, LENGTH = 8, 32
+MODELS = {
+    "hybrid, recomputed": {
+        "mixers": ("gated_deltanet", "sliding_window_attention"),
+        "num_layers": 2,
+        "window": 4,
+        "remat": True,
+        "tie_embeddings": True,
+    },
+    "delta rule": {"mixers": ("gated_deltanet",)},
+    "channel-wise decay": {"mixers": ("kda",)},
+    "preconditioned": {"mixers": ("pgdn",)},
+    "ridge solve": {"mixers": ("gated_kalmanet",)},
+    "linear attention": {"mixers": ("linear_attention",)},
+    "Mamba-2": {"mixers": ("mamba2",)},
+    "Mamba-3": {"mixers": ("mamba3",)},
+    "attention": {"mixers": ("attention",)},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Compares and writes the record; exits with 1 where a difference is above the bound."""
+
+    only: tuple[str, ...] = ()
+    """Names of models; all by default. Others keep what the record has."""
+    workers: int = 2
+    """Models at a time."""
+    child: bool = False
+    """Compare the one model of --only here, and print its part of the record."""
+
+
+def steps(options, wide, sizes=None):
+    """What a step gives on a mesh, or on one device; in float32, or `wide`."""
+    jax.config.update("jax_enable_x64", wide)
+    config = ModelConfig(**(SIZES | options | (WIDE if wide else {})))
+    mesh = None if sizes is None else make_mesh(8, MeshConfig(*sizes))
+    return step_of(config, mesh, packed=batch(ROWS, LENGTH))[:2]
+
+
+def compared(name):
+    """A model's part of the record."""
+    options, begin = MODELS[name], time.monotonic()
+    one = steps(options, False)
+    found = {}
+    for sizes in MESHES:
+        here = {"float32": differences(one, steps(options, False, sizes))}
+        if here["float32"]["error"] >= BOUND:
+            here["float64"] = differences(steps(options, True), steps(options, True, sizes))
+        found[" ".join(map(str, sizes))] = here
+        print(name, sizes, here, file=sys.stderr, flush=True)
+    return {
+        "mixers": options["mixers"],
+        "meshes": found,
+        "seconds": round(time.monotonic() - begin),
+    }
+
+
+def error_of(mesh):
+    """Of a model on a mesh, the difference that is held to the bound."""
+    return mesh.get("float64", mesh["float32"])["error"]
+
+
+def in_a_process(name):
+    """`compared` in a process of its own."""
+    command = [sys.executable, "-m", "tests.training.on_all_meshes", "--child", "--only", name]
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(process.stdout)
+
+
+def table(models):
+    """The largest difference of each model on each mesh."""
+    lines = [f"{'data fsdp sequence tensor':26}" + "".join(f"{name:>20}" for name in models)]
+    for sizes in (" ".join(map(str, sizes)) for sizes in MESHES):
+        meshes = [one["meshes"][sizes] for one in models.values()]
+        cells = (f"{error_of(mesh):.1e}{' float64' if 'float64' in mesh else ''}" for mesh in meshes)
+        lines.append(f"{sizes:26}" + "".join(f"{cell:>20}" for cell in cells))
+    return "\n".join(lines)
+
+
+def main():
+    """Runs the command; returns the exit code."""
+    options = tyro.cli(Options, prog="python -m tests.training.on_all_meshes")
+    if unknown := set(options.only) - set(MODELS):
+        raise SystemExit(f"--only {', '.join(sorted(unknown))}: expected of {', '.join(MODELS)}")
+    if options.child:
+        print(json.dumps(compared(options.only[0])))
+        return 0
+    names = options.only or tuple(MODELS)
+    models = json.loads(RECORD.read_text())["models"] if RECORD.exists() else {}
+    with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+        running = {pool.submit(in_a_process, name): name for name in names}
+        for done in concurrent.futures.as_completed(running):
+            models[running[done]] = done.result()
+            models = {name: models[name] for name in MODELS if name in models}
+            record = {"axes": AXES, "rows": ROWS, "length": LENGTH, "bound": BOUND, "jax": jax.__version__}
+            RECORD.write_text(json.dumps(record | {"models": models}, indent=1) + "\n")
+    print(table(models))
+    errors = [error_of(mesh) for one in models.values() for mesh in one["meshes"].values()]
+    print(f"{len(errors)} comparisons, the furthest {max(errors):.1e}, bound {BOUND:g}")
+    return int(max(errors) >= BOUND)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
