@@ -6,11 +6,14 @@ rates, and operations over a rate that was measured on one card: a prediction. N
 
 import dataclasses
 import json
+import math
 import pathlib
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tyro
+from rich.progress import track
 
 from experiments.sweep.results import command_line, environment, write_text
 from experiments.throughput.flops import PEAK, step_flops
@@ -27,6 +30,7 @@ HOP = 3e-6
 # experiments/throughput: Gated DeltaNet of 1.3B, one after another, nothing recomputed. Blocks that are recomputed do a
 # third more for the same model operations.
 UTILISATION = 0.521 * 3 / 4
+LONG = 1 << 20
 BEGIN, END = "<!-- tables: written by the command, do not edit -->", "<!-- end of the tables -->"
 
 
@@ -37,7 +41,7 @@ class Options:
     rows: int = 4
     """Rows of a batch on each device."""
     length: int = 4096
-    """Tokens a row."""
+    """Tokens a row, but of the rows of 2**20 tokens."""
     output: pathlib.Path = FOLDER
     """Folder of README.md and results.json."""
     commit: str | None = None
@@ -55,46 +59,64 @@ def models() -> dict[str, ModelConfig]:
     return {"1.3B": small, "7B": small.replace(width=4096, num_layers=32, num_heads=32)}
 
 
-def in_one_host(exchange: Exchange, fsdp: int) -> int:
-    """How many devices of a group are in one host: devices of one `fsdp` group are next to each other."""
-    if exchange.over == ("data",):
-        return min(exchange.devices, max(1, IN_A_HOST // fsdp))
-    return min(exchange.devices, IN_A_HOST)
+def in_one_host(over: tuple[str, ...], mesh: Mapping[str, int]) -> int:
+    """How many devices of a group are in one host, where neighbours along the last axes are.
+
+    Args:
+        over: Axes of the group.
+        mesh: Sizes of all axes, in their order.
+    """
+    places, step = [0], 1
+    for axis, size in reversed(list(mesh.items())):
+        if axis in over:
+            places = [place + i * step for i in range(size) for place in places]
+        step *= size
+    return sum(place < IN_A_HOST for place in places)
 
 
-def sent_by_link(exchange: Exchange, fsdp: int) -> tuple[float, float]:
+def sent_by_link(exchange: Exchange, mesh: Mapping[str, int]) -> tuple[float, float]:
     """Bytes that a device sends by NVLink and by InfiniBand.
 
     A group of k devices in each of several hosts sends what leaves the host by the k adapters together, each a part of
     it: rings that leave the host at different cards.
     """
-    together = in_one_host(exchange, fsdp)
+    together = in_one_host(exchange.over, mesh)
     within = exchange.sent if together > 1 else 0.0
     return within, exchange.sent / together if exchange.devices > together else 0.0
 
 
 def waiting(exchange: Exchange) -> float:
     """Seconds beside the bytes, if each array is a collective of its own and goes round one ring."""
-    rounds = 2 if exchange.kind == "all-reduce" else 1
-    return exchange.count * rounds * (exchange.devices - 1) * HOP
+    rounds = {"all-reduce": 2 * (exchange.devices - 1), "collective-permute": 1}
+    return exchange.count * rounds.get(exchange.kind, exchange.devices - 1) * HOP
 
 
-def prediction(name: str, model: ModelConfig, devices: int, fsdp: int, options: Options) -> dict[str, Any]:
-    """One row of a table."""
-    data = DataConfig(sequence_length=options.length, batch_size=devices * options.rows)
-    config = TrainConfig(model=model, data=data, mesh=MeshConfig(data=devices // fsdp, fsdp=fsdp))
-    plan = plan_step(config, devices, card=CARD)
-    tokens = options.rows * options.length
-    compute = tokens * step_flops(model, options.length).total / (PEAK[CARD] * UTILISATION)
-    links = [sent_by_link(exchange, fsdp) for exchange in plan.exchanges]
+def prediction(name: str, model: ModelConfig, mesh: MeshConfig, rows: int, length: int) -> dict[str, Any]:
+    """One row of the table.
+
+    Args:
+        name: Of the model.
+        model: What is trained.
+        mesh: All sizes.
+        rows: Of the whole batch.
+        length: Tokens a row.
+    """
+    sizes = {axis: getattr(mesh, axis) for axis in ("data", "fsdp", "sequence", "tensor")}
+    devices = math.prod(sizes.values())
+    data = DataConfig(sequence_length=length, batch_size=rows)
+    plan = plan_step(TrainConfig(model=model, data=data, mesh=mesh), devices, card=CARD)
+    tokens = rows * length / devices
+    compute = tokens * step_flops(model, length).total / (PEAK[CARD] * UTILISATION)
+    links = [sent_by_link(exchange, sizes) for exchange in plan.exchanges]
     # The slower link of each collective decides.
     moving = sum(max(within / NVLINK, between / INFINIBAND) for within, between in links)
     return {
         "model": name,
         "parameters": plan.num_parameters,
         "devices": devices,
-        "data": devices // fsdp,
-        "fsdp": fsdp,
+        **sizes,
+        "rows": rows,
+        "length": length,
         "state_gb": (plan.parameters + plan.gradients + plan.optimizer) / 1e9,
         "memory_gb": plan.total / 1e9,
         "nvlink_gb": sum(within for within, _ in links) / 1e9,
@@ -108,18 +130,37 @@ def prediction(name: str, model: ModelConfig, devices: int, fsdp: int, options: 
     }
 
 
+def predictions(options: Options) -> Iterator[dict[str, Any]]:
+    """All rows: copies, FSDP and shared layers with the same batch; then rows of 2**20 tokens over eight devices."""
+    for name, model in models().items():
+        for devices in (64, 1024):
+            meshes = [MeshConfig(devices // fsdp, fsdp) for fsdp in (1, 8, 64, 1024) if fsdp <= devices]
+            meshes += [MeshConfig(devices // 8 // fsdp, fsdp, tensor=8) for fsdp in (1, 8)]
+            for mesh in meshes:
+                yield prediction(name, model, mesh, devices * options.rows, options.length)
+    small, large = models().items()
+    for (name, model), mesh in (
+        (small, MeshConfig(1, 1, sequence=8)),
+        (large, MeshConfig(1, 1, sequence=8, tensor=8)),
+        (large, MeshConfig(1, 8, sequence=8)),
+    ):
+        yield prediction(name, model, mesh, mesh.data * (mesh.fsdp or 1), LONG)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Predictions as Markdown."""
     lines = [
-        "| model | GPUs | data x fsdp | state, GB a GPU | all, at most | sent by NVLink, GB | by InfiniBand, GB | "
-        "compute, ms | communication, ms | efficiency: none hidden | all hidden | latency, ms, at most |",
-        "|" + " --- |" * 12,
+        "| model | GPUs | mesh | rows x tokens | state, GB a GPU | all, at most | sent by NVLink, GB | "
+        "by InfiniBand, GB | compute, ms | communication, ms | efficiency: none hidden | all hidden | "
+        "latency, ms, at most |",
+        "|" + " --- |" * 13,
     ]
     for row in rows:
         cells = [
             row["model"],
             row["devices"],
-            f"{row['data']} x {row['fsdp']}",
+            " x ".join(f"{axis} {row[axis]}" for axis in ("data", "fsdp", "sequence", "tensor") if row[axis] > 1),
+            f"{row['rows']:,} x {row['length']:,}",
             *(f"{row[key]:.1f}" for key in ("state_gb", "memory_gb", "nvlink_gb", "infiniband_gb")),
             *(f"{row[key]:.0f}" for key in ("compute_ms", "moving_ms")),
             *(f"{row[key]:.0%}" for key in ("efficiency_none_hidden", "efficiency_all_hidden")),
@@ -132,12 +173,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Runs the command; returns the exit code."""
     options = tyro.cli(Options, prog="python -m experiments.scale_prediction")
-    rows = [
-        prediction(name, model, devices, fsdp, options)
-        for name, model in models().items()
-        for devices in (64, 1024)
-        for fsdp in (1, 8, 64, *([1024] if devices == 1024 else []))
-    ]
+    rows = list(track(predictions(options), total=23, description="planning"))
     result = {
         "rows_a_device": options.rows,
         "length": options.length,

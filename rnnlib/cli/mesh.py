@@ -19,8 +19,8 @@ class MeshArguments(Settings):
     """Plans a training step on --devices of a kind: memory of each, and what it sends. None of them has to be there.
 
     Takes the settings of `rnnlib train`. Left out, the batch has one row for each device and part (devices that share
-    rows or layers have one together), and rows of 4096 tokens. No tokenizer is read: the vocabulary is
-    --model.vocabulary-size, or the preset's own.
+    rows or layers have one together), and rows of 4096 tokens. No tokenizer is read: --model.vocabulary-size says how
+    many tokens there are, or the preset.
     """
 
     memory: Annotated[float, Range(above=0)] = 141.0

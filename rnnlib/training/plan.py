@@ -263,7 +263,8 @@ def _exchanges(program: Any, parameters: Any, mesh: AbstractMesh, norms: int) ->
     """The collectives of a step; tests hold them to compiled ones.
 
     They are read from the traced step. XLA's partitioner adds those of the gradient's norm, of which there are `norms`.
-    XLA passes equal segment ids on once for several readers: it has a few collective-permutes of them less.
+    What is read twice in one place, as an embedding that is the head too, XLA gathers once. It passes equal segment ids
+    on once for several readers, too: it has a few collective-permutes of them less.
     """
     counts: dict[tuple[Any, tuple[str, ...]], list[int]] = {}
 
@@ -275,10 +276,16 @@ def _exchanges(program: Any, parameters: Any, mesh: AbstractMesh, norms: int) ->
             found[1] += times * size * (math.prod(mesh.shape[axis] for axis in over) if kind == "all-gather" else 1)
 
     def walk(jaxpr: Any, times: int) -> None:
+        gathered = set()
         for equation in jaxpr.eqns:
             if (kind := _KINDS.get(equation.primitive.name)) is not None:
                 named = equation.params["axes" if "axes" in equation.params else "axis_name"]
                 for x in equation.invars:
+                    if kind == "all-gather":
+                        same = (id(x), str(equation.params))
+                        if same in gathered:
+                            continue
+                        gathered.add(same)
                     add(kind, named if isinstance(named, tuple) else (named,), _bytes(x.aval), times)
             rounds = equation.params["length"] if equation.primitive.name == "scan" else 1
             for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):

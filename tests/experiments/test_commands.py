@@ -1,6 +1,7 @@
 """What the studies' commands share: picking mixers, taking turns on a device, comparing runs."""
 
 import importlib
+import math
 import sys
 import threading
 import time
@@ -105,12 +106,17 @@ def test_kill_check_finds_what_a_kill_may_not_cost():
 
 
 def test_predicted_bytes_go_by_the_links_that_a_group_has():
-    def sent(over, devices, fsdp):
-        return sent_by_link(Exchange("all-gather", "x", over, devices, 1, 1024 * devices), fsdp)
+    def sent(over, **mesh):
+        devices = math.prod(mesh[axis] for axis in over)
+        return sent_by_link(Exchange("all-gather", "x", over, devices, 1, 1024 * devices), mesh)
 
-    assert sent(("fsdp",), 8, 8) == (7 * 1024, 0)
-    assert sent(("fsdp",), 64, 64) == (63 * 1024, 63 * 1024 / 8)
+    assert sent(("fsdp",), data=8, fsdp=8) == (7 * 1024, 0)
+    assert sent(("fsdp",), data=1, fsdp=64) == (63 * 1024, 63 * 1024 / 8)
     # The same place in each of eight hosts: one device a host, alone with its adapter. Then two in each.
-    assert sent(("data",), 8, 8) == (0, 7 * 1024)
-    assert sent(("data",), 16, 4) == (15 * 1024, 15 * 1024 / 2)
-    assert sent(("data",), 16, 16) == (0, 15 * 1024)
+    assert sent(("data",), data=8, fsdp=8) == (0, 7 * 1024)
+    assert sent(("data",), data=16, fsdp=4) == (15 * 1024, 15 * 1024 / 2)
+    assert sent(("data",), data=16, fsdp=16) == (0, 15 * 1024)
+    # Devices that share layers are neighbours, and the group beside them is of another host.
+    assert sent(("tensor",), data=8, fsdp=8, tensor=8) == (7 * 1024, 0)
+    assert sent(("fsdp",), data=8, fsdp=8, tensor=8) == (0, 7 * 1024)
+    assert sent(("fsdp", "tensor"), data=8, fsdp=8, tensor=8) == (63 * 1024, 63 * 1024 / 8)

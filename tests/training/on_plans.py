@@ -52,7 +52,7 @@ DRAWN = {
 
 def compared(mesh, mixer):
     """By kind and devices, arrays and bytes of a step as planned and as compiled; and its arguments' bytes."""
-    model = ModelConfig(16, 32, 1, 4, (mixer,), mlp_width=16, remat=True, mixer_overrides={"*": {}})
+    model = ModelConfig(16, 32, 1, 4, (mixer,), mlp_width=16, remat=True, tie_embeddings="fsdp" in mesh)
     if mixer != "attention":
         model = model.replace(mixer_overrides={"*": {"implementation": "scan"}})
     sizes = MeshConfig(**({"data": 1, "fsdp": 1} | MESHES[mesh]))
