@@ -1,7 +1,6 @@
 """Generation row by row: `generate`, and continuous batching, where texts join and leave while others go on."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, overload
@@ -13,21 +12,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rnnlib.fields import PositiveInteger, Range, check_value
-from rnnlib.models.decoder import DecoderCache, DecoderLM, put_rows
+from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.generation import (
     PROMPT_BUCKET,
     NaNLogitsError,
     Sampling,
-    draw_filtered,
     expect_no_tracing,
     pad_prompts,
-    prompt_positions,
     seed_key,
     stream,
 )
-
-# Stop tokens that a text may have.
-MAX_STOP_TOKENS = 8
+from rnnlib.models.slots import MAX_STOP_TOKENS, Rows, advance, join
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,24 +44,8 @@ class Continuation:
     finish: Literal["stop", "length", "removed", "nan"] | None = None
 
 
-class _Rows(NamedTuple):
-    """What every slot goes on from; arrays of one entry a slot."""
-
-    logits: Array
-    cache: DecoderCache
-    key: Array
-    place: Array  # with the seed, what decides a text's draws: its row in `generate`
-    made: Array
-    limit: Array
-    divisor: Array  # 0 takes the likeliest token
-    top_k: Array
-    top_p: Array
-    stop: Array  # [slots, MAX_STOP_TOKENS], -1 for none
-    ended: Array
-
-
 class _Asked(NamedTuple):
-    """A text that is to join: its prompt, how it is drawn, and its entries in `_Rows`."""
+    """A text that is to join: its prompt, how it is drawn, and its entries in `Rows`."""
 
     prompt: list[int]
     sampling: Sampling
@@ -114,7 +93,7 @@ class Decoder:
         self._texts: list[Continuation | None] = [None] * slots
         self._sampling: list[Sampling] = [Sampling(temperature=0)] * slots
         logits_dtype = jnp.promote_types(jnp.float32, model.config.compute_dtype)
-        self._rows = _Rows(
+        self._rows = Rows(
             logits=jnp.zeros([slots, self._vocabulary_size], logits_dtype),
             cache=model.init_cache(slots, self._capacity),
             key=jnp.stack([seed_key(0)] * slots),
@@ -255,7 +234,7 @@ class Decoder:
         values = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(text.values for text in asked))
         empty = self._model.init_cache(len(slots), self._capacity)
         rows = jnp.asarray(slots)
-        self._rows = _join(self._graphdef, self._state, self._rows, rows, tokens, segment_ids, empty, values)
+        self._rows = join(self._graphdef, self._state, self._rows, rows, tokens, segment_ids, empty, values)
         texts = [Continuation(tuple(prompt)) for prompt in prompts]
         for slot, text, of in zip(slots, texts, asked, strict=True):
             self._texts[slot], self._sampling[slot] = text, of.sampling
@@ -282,7 +261,7 @@ class Decoder:
         used = [self._sampling[slot] for slot, _ in texts]
         filtered = any(s.top_k is not None or s.top_p is not None for s in used if not s.greedy)
         draws = "filter" if filtered else "greedy" if all(s.greedy for s in used) else "draw"
-        number, tokens, scores, stuck, self._rows = _advance(
+        number, tokens, scores, stuck, self._rows = advance(
             self._graphdef, size, draws, self._state, self._rows, max_tokens
         )
         count, stuck_rows = int(number), np.asarray(stuck)
@@ -318,70 +297,6 @@ class Decoder:
             text.finish = finish
         self._texts[slot] = None
         self._rows = self._rows._replace(ended=self._rows.ended.at[slot].set(True))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _join(graphdef, state, rows: _Rows, slots: Array, tokens: Array, segment_ids: Array, empty, values: dict[str, Any]):
-    """The rows with prompts read into some of them."""
-    model = nnx.merge(graphdef, state)
-    positions = prompt_positions(segment_ids)
-    hidden, cache = model.extend_hidden(tokens, empty, segment_ids=segment_ids, positions=positions)
-    values = values | {"logits": model.logits(hidden[:, -1:])[:, 0]}
-    changed = {name: getattr(rows, name).at[slots].set(value) for name, value in values.items()}
-    return rows._replace(cache=put_rows(rows.cache, slots, cache), **changed)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _advance(graphdef, size: int, draws: str, state, rows: _Rows, limit: Array | int):
-    """At most `limit <= size` tokens a row, until one ends or has NaN for logits.
-
-    Returns:
-        How many tokens; the tokens and their log-probabilities `[slots, size]`; the rows `[slots]` that have no next
-        token; the rows to go on from.
-    """
-    ended_before = rows.ended
-
-    def stuck(rows):
-        return jnp.isnan(rows.logits).any(axis=-1) & ~rows.ended
-
-    def unfinished(loop):
-        number, _, _, rows = loop
-        return (number < limit) & (rows.ended == ended_before).all() & ~stuck(rows).any()
-
-    def step(loop):
-        number, tokens, scores, rows = loop
-        token = _next_tokens(rows, draws)
-        chosen = jnp.take_along_axis(rows.logits, token[:, None], axis=-1)[:, 0]
-        score = (chosen - jax.nn.logsumexp(rows.logits, axis=-1)).astype(jnp.float32)
-        made = rows.made + 1
-        ended = rows.ended | (made >= rows.limit) | (token[:, None] == rows.stop).any(axis=-1)
-        logits, cache = nnx.merge(graphdef, state).extend(token[:, None], rows.cache)
-        rows = rows._replace(logits=logits[:, 0], cache=cache, made=made, ended=ended)
-        return number + 1, tokens.at[:, number].set(token), scores.at[:, number].set(score), rows
-
-    shape = (rows.ended.shape[0], size)
-    start = (jnp.int32(0), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), rows)
-    number, tokens, scores, rows = jax.lax.while_loop(unfinished, step, start)
-    return number, tokens, scores, stuck(rows), rows
-
-
-def _next_tokens(rows: _Rows, draws: str) -> Array:
-    """One token a row; what a row gets does not depend on what others ask for."""
-    likeliest = jnp.argmax(rows.logits, axis=-1).astype(jnp.int32)
-    if draws == "greedy":
-        return likeliest
-    # As `stream` draws for the row of this place.
-    fold = jax.random.fold_in
-    keys = jax.vmap(lambda key, made, place: fold(fold(key, made), place))(rows.key, rows.made, rows.place)
-    greedy = rows.divisor == 0
-    divisor = jnp.where(greedy, 1.0, rows.divisor)[:, None]
-    logits = (rows.logits - jnp.max(rows.logits, axis=-1, keepdims=True)) / divisor
-    token = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-    if draws == "filter":
-        by_filter = draw_filtered(keys, logits, rows.top_k[:, None], rows.top_p[:, None])
-        filtered = (rows.top_k < rows.logits.shape[-1]) | (rows.top_p <= 1)
-        token = jnp.where(filtered, by_filter, token)
-    return jnp.where(greedy, likeliest, token)
 
 
 class Generated(NamedTuple):

@@ -10,7 +10,7 @@ from rnnlib.data import FileTokenizer, Tokenizer, load_tokenizer
 from rnnlib.hub import Pretrained, load_pretrained, pretrained_config
 from rnnlib.hub.chat import end_tokens, render_chat, special_token
 from rnnlib.models import DecoderLM, ModelConfig
-from rnnlib.models.decoding import MAX_STOP_TOKENS
+from rnnlib.models.slots import MAX_STOP_TOKENS
 from rnnlib.training.run import CONFIG_FILE, TOKENIZER_FILE, LoadedRun, RunError, load_run, load_run_config
 
 
