@@ -6,13 +6,14 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import tyro
 
 from experiments.decoding.measure import time_model
 from experiments.decoding.peer import PEERS, time_peer
 from experiments.decoding.report import read_results, write_report
-from experiments.decoding.study import study
+from experiments.decoding.study import DecodingStudy, study
 from experiments.sweep.command import errors_as_lines
 from experiments.sweep.results import command_line, environment, write_text
 from experiments.sweep.study import Setting, slug
@@ -48,43 +49,75 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the study; returns the exit code."""
     options = tyro.cli(Options, args=argv, prog="python -m experiments.decoding")
     plan = study(options.setting)
-    results = options.output / "results" / options.setting
     failed = 0
     with errors_as_lines():
-        labels = [label for label, _ in plan.models]
-        for part in options.models:
-            if not any(part in label for label in labels):
-                raise ValueError(f"models: {part!r} is part of none, expected parts of {'; '.join(labels)}")
-        for batch in options.batches:
-            if batch not in plan.batches:
-                raise ValueError(f"batches: {batch} is not timed, expected some of {plan.batches}")
+        _check(options, plan)
         if not options.report_only:
-            # JAX keeps the memory that it has taken, and must leave the peer the card.
-            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-            where = environment(command_line("experiments.decoding"), options.commit)
-            for label, config in plan.models:
-                if options.models and not any(part in label for part in options.models):
-                    continue
-                for batch in plan.batches:
-                    if options.batches and batch not in options.batches:
-                        continue
-                    path = results / f"{slug(label)}--{batch}.json"
-                    if options.again or not path.exists():
-                        record = {"model": label, **time_model(config, batch, plan), "environment": where}
-                        write_text(path, json.dumps(record, indent=1) + "\n")
-                        print(f"{label}, batch {batch}: {record['tokens_per_second']:,.0f} tokens/s", flush=True)
-                    path = results / f"{slug(label)}--{batch}--peer.json"
-                    if options.peer and label in PEERS and (options.again or not path.exists()):
-                        try:
-                            found = time_peer(plan, label, batch, options.peer_python, options.peer_seconds)
-                        except RuntimeError as error:
-                            failed += 1
-                            print(f"FAILED {error}", flush=True)
-                            continue
-                        write_text(path, json.dumps({"model": label, **found, "environment": where}, indent=1) + "\n")
-                        print(f"  {found['peer']}: {found['tokens_per_second']:,.0f} tokens/s", flush=True)
-        print(write_report(plan, read_results(results), options.output, options.setting))
+            failed = _time_all(options, plan)
+        print(write_report(plan, read_results(_results(options)), options.output, options.setting))
     return 1 if failed else 0
+
+
+def _results(options: Options) -> pathlib.Path:
+    return options.output / "results" / options.setting
+
+
+def _check(options: Options, plan: DecodingStudy) -> None:
+    """ValueError where a model or batch that is asked for is not in the study."""
+    labels = [label for label, _ in plan.models]
+    for part in options.models:
+        if not any(part in label for label in labels):
+            raise ValueError(f"models: {part!r} is part of none, expected parts of {'; '.join(labels)}")
+    for batch in options.batches:
+        if batch not in plan.batches:
+            raise ValueError(f"batches: {batch} is not timed, expected some of {plan.batches}")
+
+
+def _time_all(options: Options, plan: DecodingStudy) -> int:
+    """Times what is asked for; returns how many peers failed."""
+    # JAX keeps the memory that it has taken, and must leave the peer the card.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    where = environment(command_line("experiments.decoding"), options.commit)
+    failed = 0
+    for label, config in plan.models:
+        if options.models and not any(part in label for part in options.models):
+            continue
+        for batch in plan.batches:
+            if options.batches and batch not in options.batches:
+                continue
+            path = _results(options) / f"{slug(label)}--{batch}.json"
+            if _is_due(options, path):
+                found = _record(path, label, time_model(config, batch, plan), where)
+                print(f"{label}, batch {batch}: {found['tokens_per_second']:,.0f} tokens/s", flush=True)
+            if options.peer and label in PEERS:
+                failed += _time_peer(options, plan, label, batch, where)
+    return failed
+
+
+def _time_peer(options: Options, plan: DecodingStudy, label: str, batch: int, where: dict[str, Any]) -> bool:
+    """Times a model's peer where that is due; says whether it failed."""
+    path = _results(options) / f"{slug(label)}--{batch}--peer.json"
+    if not _is_due(options, path):
+        return False
+    try:
+        found = time_peer(plan, label, batch, options.peer_python, options.peer_seconds)
+    except RuntimeError as error:
+        print(f"FAILED {error}", flush=True)
+        return True
+    _record(path, label, found, where)
+    print(f"  {found['peer']}: {found['tokens_per_second']:,.0f} tokens/s", flush=True)
+    return False
+
+
+def _is_due(options: Options, path: pathlib.Path) -> bool:
+    return options.again or not path.exists()
+
+
+def _record(path: pathlib.Path, label: str, found: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
+    """Writes a result and gives it back."""
+    record = {"model": label, **found, "environment": where}
+    write_text(path, json.dumps(record, indent=1) + "\n")
+    return record
 
 
 if __name__ == "__main__":
