@@ -1,7 +1,6 @@
 """The training loop: compiled steps, evaluation, checkpoints, records, and a clean stop at any moment."""
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import io
@@ -10,27 +9,23 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
-from rnnlib.models import DecoderLM, abstract_model
+from rnnlib.models import DecoderLM
 from rnnlib.training.checkpoint import Checkpoints, Progress
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.config_file import from_plain, save_config, to_plain
 from rnnlib.training.distributed import agree, await_shared, is_first
-from rnnlib.training.evaluation import Evaluation, evaluate_with, evaluation_view, spread_batches
+from rnnlib.training.evaluation import Evaluation, evaluate_with, spread_batches
 from rnnlib.training.loss import bits_per_byte
-from rnnlib.training.memory import bytes_of_each_device, check_fits, device_bytes
-from rnnlib.training.mesh import layer_shares, make_mesh, mesh_sizes, process_rows, whole
+from rnnlib.training.mesh import process_rows, whole
 from rnnlib.training.metrics import TRAIN_FILE, NoLog, RunLog, recorded_steps
-from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
 from rnnlib.training.picture import loss_picture
 from rnnlib.training.progress import ProgressReporter, Speed, StepReport
-from rnnlib.training.recomputation import Recomputation, choose_recomputation
 from rnnlib.training.run import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -42,17 +37,10 @@ from rnnlib.training.run import (
     load_run_tokenizer,
     lock_run,
 )
+from rnnlib.training.run_program import RunProgram
 from rnnlib.training.signals import StopSignals
 from rnnlib.training.step import (
     StepMetrics,
-    TrainState,
-    abstract_batch,
-    abstract_state,
-    check_batch_size,
-    check_length,
-    init_train_state,
-    make_evaluation_step,
-    make_train_step,
     put_batch,
     put_state,
     state_shardings,
@@ -106,22 +94,6 @@ def _check_checkpoints_not_lost(folder: Path, saved: TrainConfig) -> None:
         )
 
 
-def _check_same_arrays(expected: DecoderLM, found: DecoderLM) -> None:
-    """ValueError, naming the first array, unless two models have parameters of the same names, shapes and dtypes."""
-
-    def arrays(model: DecoderLM) -> dict[str, str]:
-        state = nnx.to_flat_state(nnx.state(model, nnx.Param))
-        return {".".join(map(str, path)): f"{leaf.dtype} {tuple(leaf.shape)}" for path, leaf in state}
-
-    wanted, given = arrays(expected), arrays(found)
-    for name in wanted | given:
-        if wanted.get(name) != given.get(name):
-            raise ValueError(
-                f"initial: {name} is {given.get(name, 'absent')}, expected {wanted.get(name, 'no such array')} as in "
-                "a model of the config"
-            )
-
-
 class Trainer:
     """A training run in three parts: all that can be wrong with a config, then the folder, then the steps.
 
@@ -165,57 +137,13 @@ class Trainer:
         vocabulary = max(config.model.vocabulary_size, self.tokenizer.vocabulary_size)
         model_config = dataclasses.replace(config.model, vocabulary_size=vocabulary)
         self.config = config = dataclasses.replace(config, model=model_config)
-        check_fits(config.model)
-        self._optimizer = make_optimizer(config.optimizer, config.steps)
-        # Shapes alone: a model that does not fit its own sizes fails here, and in seconds.
-        model = nnx.eval_shape(self._new_model)
-        self._mesh: Mesh | None = None
-        self._template: TrainState = jax.eval_shape(self._new_state)
-        self._initial, self._origin = initial, origin
-        if initial is not None:
-            _check_same_arrays(model, initial)
-        self._mesh = self._fitting_mesh()
-        if layer_shares(self._mesh) > 1:  # parameters then say how they are shared out
-            self._template = jax.eval_shape(self._new_state)
-        check_batch_size(config.data.batch_size, config.accumulation_steps, self._mesh)
-        check_length(config.data.sequence_length, self._mesh)
-        self._train_step: Any = self._make_train_step(nnx.split(model)[0])
-        evaluation_graphdef = nnx.split(evaluation_view(model))[0]
-        self._evaluation_step = make_evaluation_step(
-            evaluation_graphdef, self.tokenizer.token_bytes, self._mesh, deterministic=config.deterministic
-        )
-        self._recomputation: Recomputation | None = None  # what `remat="auto"` came to
+        self._program = RunProgram(config, self.tokenizer.token_bytes, initial)
+        self._origin = origin
         self._data: tuple[BatchDataset, BatchDataset] | None = None
         self._resources: contextlib.ExitStack | None = None
         if read_data:
             self.read_data()
-        jax.eval_shape(self._train_step, self._template, self._abstract_batch())
-
-    def _make_train_step(self, graphdef: Any) -> Any:
-        config = self.config
-        schedule = learning_rate_schedule(config.optimizer, config.steps)
-        return make_train_step(
-            graphdef,
-            self._optimizer,
-            schedule,
-            self.tokenizer.token_bytes,
-            self._mesh,
-            deterministic=config.deterministic,
-        )
-
-    def _fitting_mesh(self) -> Mesh | None:
-        config, state = self.config, self._template
-        kept = (state.parameters, state.optimizer, state.parameters)  # the gradients are as large as these
-        sizes = mesh_sizes(
-            config.mesh,
-            jax.device_count(),
-            # Several processes leave none of their devices out.
-            devices=jax.device_count() if config.devices is None and jax.process_count() > 1 else config.devices,
-            rows=config.data.batch_size // config.accumulation_steps,
-            state_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)),
-            device_bytes=device_bytes(),
-        )
-        return make_mesh(config=sizes)
+        self._program.check_step()
 
     def read_data(self) -> tuple[BatchDataset, BatchDataset]:
         """Training and validation data, read when first asked for.
@@ -225,9 +153,9 @@ class Trainer:
         """
         if self._data is None:
             data, parts = self.config.data, self.config.accumulation_steps
-            rows = process_rows(self._mesh, data.batch_size, parts)
+            rows = process_rows(self._program.mesh, data.batch_size, parts)
             train = make_dataset(data, split="train", tokenizer=self.tokenizer, own_rows=rows)
-            rows = process_rows(self._mesh, data.batch_size)
+            rows = process_rows(self._program.mesh, data.batch_size)
             self._data = train, make_dataset(data, split="validation", tokenizer=self.tokenizer, own_rows=rows)
         return self._data
 
@@ -248,7 +176,7 @@ class Trainer:
     @property
     def num_parameters(self) -> int:
         """Trained numbers in the model."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self._template.parameters))
+        return sum(leaf.size for leaf in jax.tree.leaves(self._program.template.parameters))
 
     @property
     def _finished(self) -> bool:
@@ -257,62 +185,11 @@ class Trainer:
     @property
     def device_description(self) -> str:
         """What trains, for people."""
-        device = jax.local_devices()[0]
-        if device.platform == "cpu":
-            return "CPU" if jax.process_count() == 1 else f"CPUs of {jax.process_count()} processes"
-        count, available = 1 if self._mesh is None else self._mesh.size, len(jax.devices())
-        sizes = {} if self._mesh is None else self._mesh.shape
-        shares = "".join(f", {axis} {sizes[axis]}" for axis in ("fsdp", "sequence", "tensor") if sizes.get(axis, 1) > 1)
-        over = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-        return f"{count}{f' of {available}' if count < available else ''} x {device.device_kind}{over}{shares}"
-
-    def _new_model(self) -> DecoderLM:
-        return DecoderLM(self.config.model, rngs=nnx.Rngs(self.config.seed))
-
-    def _new_state(self) -> TrainState:
-        return init_train_state(self._new_model(), self._optimizer, self._mesh)[1]
-
-    def _first_state(self) -> TrainState:
-        if self._initial is not None:
-            state = init_train_state(self._initial, self._optimizer, self._mesh)[1]
-            self._initial = None  # the first step takes its arrays
-            return put_state(state, self._mesh)
-        if self._mesh is None or self._mesh.shape["fsdp"] * layer_shares(self._mesh) == 1:
-            return put_state(self._new_state(), self._mesh)
-        # Born in shares: no device ever holds the whole. A compiled start differs from the other in the last bits.
-        return jax.jit(self._new_state, out_shardings=state_shardings(self._template, self._mesh))()
-
-    def _abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        data = self.config.data
-        return abstract_batch(data.batch_size, data.sequence_length, self._mesh, self.config.accumulation_steps)
+        return self._program.device_description
 
     def compile(self) -> None:
         """Compiles both steps now and not when each is first used; on several devices it does nothing."""
-        if self._mesh is not None:
-            return
-        data = self.config.data
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            compiling = pool.submit(self._compile_train_step)
-            evaluation = cast(Any, self._evaluation_step).lower(
-                self._template.parameters,
-                self._template.other,
-                abstract_batch(data.batch_size, data.sequence_length, None),
-            )
-            self._evaluation_step = evaluation.compile()
-            compiling.result()
-
-    def _compile_train_step(self) -> None:
-        state, batch = abstract_state(self._template, self._mesh), self._abstract_batch()
-        if self.config.model.remat == "auto":
-            self._recomputation = choose_recomputation(
-                self.config.model,
-                lambda model: self._make_train_step(nnx.split(abstract_model(model))[0]).lower(state, batch).compile(),
-                bytes_of_each_device(),
-                agree=agree,
-            )
-            self._train_step = self._recomputation.step
-        else:
-            self._train_step = self._train_step.lower(state, batch).compile()
+        self._program.compile()
 
     def open(self, folder: str | os.PathLike, *, resume: bool = False) -> None:
         """Makes the run folder, or restores what is in it; nothing is changed in a folder that does not fit.
@@ -342,12 +219,12 @@ class Trainer:
             self._batches = iter(train_data)
             stack.callback(self._batches.close)
             if agree(lambda: checkpoints.latest_step) is None:
-                self._state = self._first_state()
+                self._state = self._program.first_state()
                 self._step = self._tokens = 0
             else:
                 several = jax.process_count() > 1
-                shardings = state_shardings(self._template, self._mesh) if several else None
-                state, progress = checkpoints.restore(self._template, shardings)
+                shardings = state_shardings(self._program.template, self._program.mesh) if several else None
+                state, progress = checkpoints.restore(self._program.template, shardings)
                 if progress.step > self.config.steps:
                     raise RunError(f"run {folder} is at step {progress.step}, beyond the {self.config.steps} asked for")
                 self._batches.set_state(progress.data_state)
@@ -357,7 +234,7 @@ class Trainer:
                         f"the validation data is not that of run {folder}: its files have changed "
                         f"(fingerprint {found}, saved {wanted})"
                     )
-                self._state = put_state(state, self._mesh)
+                self._state = put_state(state, self._program.mesh)
                 self._step, self._tokens = progress.step, progress.tokens
             self._log = self._open_log(saved)
             stack.callback(self._log.close)
@@ -418,10 +295,7 @@ class Trainer:
         with resources, StopSignals() as self._signals, reporter:
             self._reporter = reporter
             if config.model.remat == "auto":
-                if self._recomputation is None:
-                    self._compile_train_step()
-                assert self._recomputation is not None
-                self._reporter.message(self._recomputation.line)
+                self._reporter.message(self._program.recomputation().line)
             self._evaluate_if_due()
             while self._step < config.steps and not self._asked_to_stop:
                 try:
@@ -433,8 +307,8 @@ class Trainer:
                     raise
                 # Of several processes all stop after the same step: the first whose metrics say so.
                 stop = int(self._signals.received or 0) if jax.process_count() > 1 else None
-                self._state, metrics = self._train_step(
-                    self._state, put_batch(batch, self._mesh, config.accumulation_steps, stop=stop)
+                self._state, metrics = self._program.train_step(
+                    self._state, put_batch(batch, self._program.mesh, config.accumulation_steps, stop=stop)
                 )
                 self._step += 1
                 self._pending.append((self._step, metrics))
@@ -472,7 +346,7 @@ class Trainer:
 
     def abstract_model(self) -> DecoderLM:
         """The model with shapes in place of arrays."""
-        return nnx.eval_shape(self._new_model)
+        return self._program.abstract_model()
 
     def trained_model(self) -> DecoderLM:
         """The model as trained so far, whole on one device; all processes of a run call it.
@@ -481,10 +355,10 @@ class Trainer:
             RuntimeError: If no run was opened.
         """
         self._check_opened("trained_model")
-        graphdef = nnx.split(nnx.eval_shape(self._new_model))[0]
+        graphdef = nnx.split(self.abstract_model())[0]
         state = self._state.parameters, self._state.other
         if jax.process_count() > 1:
-            state = jax.jit(lambda x: x, out_shardings=whole(self._mesh))(state)
+            state = jax.jit(lambda x: x, out_shardings=whole(self._program.mesh))(state)
             state = jax.tree.map(lambda x: x.addressable_data(0), state)
         state = jax.device_put(state, jax.local_devices()[0])
         return nnx.merge(graphdef, *state)
@@ -550,7 +424,11 @@ class Trainer:
         with self._speed.pause():
             try:
                 result = evaluate_with(
-                    self._evaluation_step, self._state.parameters, self._state.other, batches(), self._mesh
+                    self._program.evaluation_step,
+                    self._state.parameters,
+                    self._state.other,
+                    batches(),
+                    self._program.mesh,
                 )
             except _Interrupted:
                 return  # the resumed run makes up for it

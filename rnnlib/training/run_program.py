@@ -1,0 +1,193 @@
+"""What a run computes: its mesh, its first state, and the steps of training and evaluation that are compiled for it."""
+
+import concurrent.futures
+from typing import Any, cast
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from rnnlib.models import DecoderLM, abstract_model
+from rnnlib.training.config import TrainConfig
+from rnnlib.training.distributed import agree
+from rnnlib.training.evaluation import evaluation_view
+from rnnlib.training.memory import bytes_of_each_device, check_fits, device_bytes
+from rnnlib.training.mesh import layer_shares, make_mesh, mesh_sizes
+from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
+from rnnlib.training.recomputation import Recomputation, choose_recomputation
+from rnnlib.training.step import (
+    TrainState,
+    abstract_batch,
+    abstract_state,
+    check_batch_size,
+    check_length,
+    init_train_state,
+    make_evaluation_step,
+    make_train_step,
+    put_state,
+    state_shardings,
+)
+
+
+class RunProgram:
+    """The programs of a run, and the state that they begin with; no data and no folder.
+
+    Attributes:
+        mesh: The devices that train; None for one device.
+        template: Shapes, dtypes and shardings of the state.
+        train_step: `(state, batch) -> (state, metrics)`.
+        evaluation_step: The step of `evaluate_with`.
+    """
+
+    def __init__(self, config: TrainConfig, token_bytes: np.ndarray, initial: DecoderLM | None):
+        """Checks what a config computes, and compiles nothing.
+
+        Args:
+            config: What to train, its vocabulary size that of the tokenizer.
+            token_bytes: `[vocabulary_size]`, bytes of each token.
+            initial: The model to begin with, whose arrays the first step takes; None for fresh weights.
+
+        Raises:
+            ValueError: If a size in the config is wrong, or `initial` is another model; the message names it.
+        """
+        self.config = config
+        self._token_bytes = token_bytes
+        check_fits(config.model)
+        self._optimizer = make_optimizer(config.optimizer, config.steps)
+        # Shapes alone: a model that does not fit its own sizes fails here, and in seconds.
+        model = self.abstract_model()
+        self.mesh: Mesh | None = None
+        self.template: TrainState = jax.eval_shape(self._new_state)
+        self._initial = initial
+        if initial is not None:
+            _check_same_arrays(model, initial)
+        self.mesh = self._fitting_mesh()
+        if layer_shares(self.mesh) > 1:  # parameters then say how they are shared out
+            self.template = jax.eval_shape(self._new_state)
+        check_batch_size(config.data.batch_size, config.accumulation_steps, self.mesh)
+        check_length(config.data.sequence_length, self.mesh)
+        self.train_step: Any = self._make_train_step(nnx.split(model)[0])
+        evaluation_graphdef = nnx.split(evaluation_view(model))[0]
+        self.evaluation_step = make_evaluation_step(
+            evaluation_graphdef, token_bytes, self.mesh, deterministic=config.deterministic
+        )
+        self._recomputation: Recomputation | None = None  # what `remat="auto"` came to
+
+    def check_step(self) -> None:
+        """Traces the training step, so that what does not fit together is an error now."""
+        jax.eval_shape(self.train_step, self.template, self._abstract_batch())
+
+    def abstract_model(self) -> DecoderLM:
+        """The model with shapes in place of arrays."""
+        return nnx.eval_shape(self._new_model)
+
+    def recomputation(self) -> Recomputation:
+        """What `remat="auto"` chose; compiles the training step where that has not been done."""
+        if self._recomputation is None:
+            self._compile_train_step()
+        assert self._recomputation is not None
+        return self._recomputation
+
+    @property
+    def device_description(self) -> str:
+        """What trains, for people."""
+        device = jax.local_devices()[0]
+        if device.platform == "cpu":
+            return "CPU" if jax.process_count() == 1 else f"CPUs of {jax.process_count()} processes"
+        count, available = 1 if self.mesh is None else self.mesh.size, len(jax.devices())
+        sizes = {} if self.mesh is None else self.mesh.shape
+        shares = "".join(f", {axis} {sizes[axis]}" for axis in ("fsdp", "sequence", "tensor") if sizes.get(axis, 1) > 1)
+        over = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        return f"{count}{f' of {available}' if count < available else ''} x {device.device_kind}{over}{shares}"
+
+    def _make_train_step(self, graphdef: Any) -> Any:
+        config = self.config
+        schedule = learning_rate_schedule(config.optimizer, config.steps)
+        return make_train_step(
+            graphdef,
+            self._optimizer,
+            schedule,
+            self._token_bytes,
+            self.mesh,
+            deterministic=config.deterministic,
+        )
+
+    def _fitting_mesh(self) -> Mesh | None:
+        config, state = self.config, self.template
+        kept = (state.parameters, state.optimizer, state.parameters)  # the gradients are as large as these
+        sizes = mesh_sizes(
+            config.mesh,
+            jax.device_count(),
+            # Several processes leave none of their devices out.
+            devices=jax.device_count() if config.devices is None and jax.process_count() > 1 else config.devices,
+            rows=config.data.batch_size // config.accumulation_steps,
+            state_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)),
+            device_bytes=device_bytes(),
+        )
+        return make_mesh(config=sizes)
+
+    def _new_model(self) -> DecoderLM:
+        return DecoderLM(self.config.model, rngs=nnx.Rngs(self.config.seed))
+
+    def _new_state(self) -> TrainState:
+        return init_train_state(self._new_model(), self._optimizer, self.mesh)[1]
+
+    def first_state(self) -> TrainState:
+        """The state before the first step, placed on the devices; it takes the arrays of `initial`."""
+        if self._initial is not None:
+            state = init_train_state(self._initial, self._optimizer, self.mesh)[1]
+            self._initial = None  # the first step takes its arrays
+            return put_state(state, self.mesh)
+        if self.mesh is None or self.mesh.shape["fsdp"] * layer_shares(self.mesh) == 1:
+            return put_state(self._new_state(), self.mesh)
+        # Born in shares: no device ever holds the whole. A compiled start differs from the other in the last bits.
+        return jax.jit(self._new_state, out_shardings=state_shardings(self.template, self.mesh))()
+
+    def _abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        data = self.config.data
+        return abstract_batch(data.batch_size, data.sequence_length, self.mesh, self.config.accumulation_steps)
+
+    def compile(self) -> None:
+        """Compiles both steps now and not when each is first used; on several devices it does nothing."""
+        if self.mesh is not None:
+            return
+        data = self.config.data
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            compiling = pool.submit(self._compile_train_step)
+            evaluation = cast(Any, self.evaluation_step).lower(
+                self.template.parameters,
+                self.template.other,
+                abstract_batch(data.batch_size, data.sequence_length, None),
+            )
+            self.evaluation_step = evaluation.compile()
+            compiling.result()
+
+    def _compile_train_step(self) -> None:
+        state, batch = abstract_state(self.template, self.mesh), self._abstract_batch()
+        if self.config.model.remat == "auto":
+            self._recomputation = choose_recomputation(
+                self.config.model,
+                lambda model: self._make_train_step(nnx.split(abstract_model(model))[0]).lower(state, batch).compile(),
+                bytes_of_each_device(),
+                agree=agree,
+            )
+            self.train_step = self._recomputation.step
+        else:
+            self.train_step = self.train_step.lower(state, batch).compile()
+
+
+def _check_same_arrays(expected: DecoderLM, found: DecoderLM) -> None:
+    """ValueError, naming the first array, unless two models have parameters of the same names, shapes and dtypes."""
+
+    def arrays(model: DecoderLM) -> dict[str, str]:
+        state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        return {".".join(map(str, path)): f"{leaf.dtype} {tuple(leaf.shape)}" for path, leaf in state}
+
+    wanted, given = arrays(expected), arrays(found)
+    for name in wanted | given:
+        if wanted.get(name) != given.get(name):
+            raise ValueError(
+                f"initial: {name} is {given.get(name, 'absent')}, expected {wanted.get(name, 'no such array')} as in "
+                "a model of the config"
+            )
