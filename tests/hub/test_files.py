@@ -1,11 +1,7 @@
 """Files that are damaged, or say what is not served; options that the golden files do not have; writing."""
 
 import json
-import os
-import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +16,7 @@ from rnnlib.hub.layouts import FILTER, EqualParts
 from rnnlib.hub.pretrained import read_config
 from rnnlib.models import DecoderLM, ModelConfig
 from tests.hub.test_golden import GOLDEN
+from tests.processes import result_of
 
 NAMES = ("gate", "up", "down")
 SMALL = ModelConfig(vocabulary_size=300, width=16, num_layers=2, num_heads=2, mixers=("gated_deltanet",), mlp_width=24)
@@ -292,16 +289,7 @@ def test_parameters_go_where_they_are_told():
 
 def test_a_sharded_model_is_never_whole_on_the_host_or_on_a_device():
     """Of four devices each gets a quarter; beside that it holds an array of the file or two while they are read."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.hub.on_devices", str(GOLDEN / "qwen3_5/text")],
-        cwd=pathlib.Path(__file__).parents[2],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = json.loads(run.stdout.splitlines()[-1])
+    found = result_of("tests.hub.on_devices", str(GOLDEN / "qwen3_5/text"))
     assert found["sharded"] == found["matrices"] > 40
     assert found["share of a device"] < 0.3 * found["model"]
     allowed = 4 * found["largest array"]

@@ -1,10 +1,5 @@
 """Rows whose tokens are split over devices."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
 import unittest
 
 import jax
@@ -14,25 +9,16 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from rnnlib import ops
+from tests.processes import result_of
 
 from .on_stretches import OPERATORS
 
-ROOT = pathlib.Path(__file__).parents[2]
 MESH = AbstractMesh((4,), ("sequence",), axis_types=(AxisType.Auto,))
 
 
 def test_devices_that_share_tokens_are_one():
     """Results and gradients of random packed rows, and what is exchanged; in a process that has eight devices."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.ops.on_stretches"],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = json.loads(run.stdout.splitlines()[-1])
+    found = result_of("tests.ops.on_stretches")
     assert found["errors"].keys() == OPERATORS.keys()
     # The softmax of attention is float32's.
     in_float32 = {"float32", "causal_attention", "attention, a query at a time", "window", "wide window"}

@@ -1,10 +1,5 @@
 """Operators and models on meshes with Explicit axes, which are JAX's default."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
 import unittest
 
 import jax
@@ -16,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from rnnlib import ops
 from rnnlib.models.embedding import look_up
+from tests.processes import result_of
 
 from .on_devices import MODELS, OPERATORS
 
 MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 WHOLE = P()
@@ -32,16 +27,7 @@ def like(*shape: int, spec: P = WHOLE, dtype=jnp.float32) -> jax.ShapeDtypeStruc
 
 def test_devices_that_share_rows_and_heads_are_one():
     """Values and gradients, in a process that has four devices."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.ops.on_devices"],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    errors = json.loads(run.stdout.splitlines()[-1])
+    errors = result_of("tests.ops.on_devices")
     assert errors.keys() == {*OPERATORS, *MODELS}
     # Gradients of what cancels, a scale among them, differ by the order of sums.
     assert all(error < 2e-5 for error in errors.values()), errors

@@ -1,10 +1,6 @@
 """Layers shared out over devices in training: the numbers of one device, what is sent, and errors before compiling."""
 
 import dataclasses
-import json
-import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -18,6 +14,7 @@ from rnnlib.models import ModelConfig, abstract_model
 from rnnlib.training import MeshConfig
 from rnnlib.training.mesh import mesh_sizes, parameter_specs
 from rnnlib.training.step import check_batch_size, shared_out, split_model
+from tests.processes import result_of
 
 
 def of_shares(count):
@@ -26,16 +23,7 @@ def of_shares(count):
 
 @pytest.fixture(scope="module")
 def trained(process_environment, corpus):
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.training.on_layer_shares", "test", str(corpus)],
-        cwd=pathlib.Path(__file__).parents[2],
-        env=process_environment | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads(process.stdout.splitlines()[-1])
+    return result_of("tests.training.on_layer_shares", "test", str(corpus), environment=process_environment)
 
 
 def test_devices_that_share_layers_train_as_one(trained):

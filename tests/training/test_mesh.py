@@ -1,10 +1,6 @@
 """Meshes: the same numbers on every one, an even share of the state on each device, and errors before compiling."""
 
 import dataclasses
-import json
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +9,7 @@ from hypothesis import strategies as st
 
 from rnnlib.training import MeshConfig, Trainer, make_mesh
 from rnnlib.training.mesh import mesh_sizes
+from tests.processes import result_of
 
 from .collectives import Collective, collectives
 from .on_meshes import MESHES
@@ -22,16 +19,7 @@ pytestmark = pytest.mark.timeout(1500)
 
 
 def on_eight_devices(environment, *arguments):
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.training.on_meshes", *arguments],
-        cwd=pathlib.Path(__file__).parents[2],
-        env=environment | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads(process.stdout.splitlines()[-1])
+    return result_of("tests.training.on_meshes", *arguments, environment=environment, timeout=1200)
 
 
 @pytest.fixture(scope="module")

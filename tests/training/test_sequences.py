@@ -1,10 +1,5 @@
 """Rows whose tokens are split over devices in training: the numbers of one device, and errors before compiling."""
 
-import json
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -17,22 +12,14 @@ from rnnlib.ops import sequence_axis
 from rnnlib.training import MeshConfig
 from rnnlib.training.mesh import mesh_sizes
 from rnnlib.training.step import check_batch_size, check_length
+from tests.processes import result_of
 
 MESH = AbstractMesh((2, 1, 4), ("data", "fsdp", "sequence"), axis_types=(AxisType.Auto,) * 3)
 
 
 def test_a_group_of_devices_trains_as_one(process_environment):
     """Loss and gradients of a hybrid of every kind of recurrence on 2 x 4 devices, and logits in a user's own map."""
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.training.on_sequences"],
-        cwd=pathlib.Path(__file__).parents[2],
-        env=process_environment | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    found = json.loads(process.stdout.splitlines()[-1])
+    found = result_of("tests.training.on_sequences", environment=process_environment)
     assert all(error < 1e-5 for error in found.values()), found
 
 
