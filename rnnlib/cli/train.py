@@ -31,6 +31,7 @@ from rnnlib.training import (
     is_first,
     is_run,
     join_processes,
+    keep_freed_memory,
     load_config,
     load_model,
     load_run_config,
@@ -195,6 +196,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = parse_settings(TrainArguments, argv, command="train")
     if arguments.resume and arguments.run is None:
         raise CommandError("--resume needs --run FOLDER, the run to continue")
+    keep_freed_memory()
     with input_errors():
         join_processes(arguments.distributed)
     with ending_together(_report):

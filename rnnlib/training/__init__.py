@@ -20,7 +20,7 @@ with from_extra("train", "rnnlib.training"):
     from rnnlib.training.loading import LoadedModel, folder_model_config, is_run, load_model
     from rnnlib.training.loop import NonFiniteLossError, Trainer, TrainResult, train
     from rnnlib.training.loss import LossSums, bits_per_byte, head_loss_sums, loss_sums
-    from rnnlib.training.memory import planned_bytes
+    from rnnlib.training.memory import keep_freed_memory, planned_bytes
     from rnnlib.training.mesh import MeshConfig, make_mesh
     from rnnlib.training.metrics import read_csv
     from rnnlib.training.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
@@ -92,6 +92,7 @@ __all__ = [
     "is_first",
     "is_run",
     "join_processes",
+    "keep_freed_memory",
     "launch_arguments",
     "learning_rate_schedule",
     "load_config",

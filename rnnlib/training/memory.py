@@ -1,5 +1,6 @@
 """Memory: what devices have, what a compiled step takes, and whether a model can fit at all."""
 
+import ctypes
 import os
 from typing import Any
 
@@ -61,6 +62,28 @@ def planned_bytes(compiled: Any) -> int | None:
         return None
     held = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
     return int(held + plan.temp_size_in_bytes)
+
+
+# Options of glibc's mallopt (malloc.h), and the largest values that they take.
+_ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1
+_LARGEST = 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Lets this process keep the host memory that it frees, for the next arrays; whether the C library can.
+
+    For a process that trains on CPUs. XLA allocates a step's temporary arrays in every step. glibc takes large ones
+    from the system and gives them back, and the system clears each page again: that was a third of the time of a small
+    model's step. Memory that was once taken stays with the process until it ends. `rnnlib train` calls it; a script of
+    your own should do so before JAX computes anything. Where the C library is not glibc, nothing changes.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    # One heap for all threads: those of threads of their own are too small for large arrays.
+    options = {_ARENA_MAX: 1, _MMAP_THRESHOLD: _LARGEST, _TRIM_THRESHOLD: _LARGEST}
+    return all([mallopt(option, value) == 1 for option, value in options.items()])
 
 
 def check_fits(config: ModelConfig) -> None:
