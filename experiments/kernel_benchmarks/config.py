@@ -15,9 +15,9 @@ Sizes = tuple[int, int, int]
 
 TABLE_SHAPES = ((1, 2048, 8), (1, 8192, 8), (1, 32768, 8), (4, 4096, 8), (8, 4096, 16), (2, 16384, 16))
 Kind = Literal["time", "decode", "error"]
-Implementation = Literal["triton", "chunked", "scan", "fla", "flash_qla"]
+Implementation = Literal["triton", "chunked", "scan", "fla", "flash_qla", "cudnn"]
 OURS: tuple[Implementation, ...] = ("triton", "chunked", "scan")
-PEERS: tuple[Implementation, ...] = ("fla", "flash_qla")
+PEERS: tuple[Implementation, ...] = ("fla", "flash_qla", "cudnn")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class BenchmarkConfig:
 
     operators: tuple[str, ...] = tuple(OPERATORS)
     """Operators to measure."""
-    implementations: tuple[Implementation, ...] = ("triton", "chunked", "scan", "fla", "flash_qla")
+    implementations: tuple[Implementation, ...] = (*OURS, *PEERS)
     """Ours and the peers; peers that are not installed are passed over."""
     only: tuple[Kind, ...] = ("time", "decode", "error")
     """Kinds of measurements. Errors by themselves don't need the GPU for themselves: all their workers run at once."""

@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
+from experiments.kernel_benchmarks.config import PEERS
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.report import TITLES
 from experiments.kernel_benchmarks.roofline import moved_bytes, operations
@@ -33,9 +34,15 @@ OPERATOR_COLORS = {
     "pgdn": "#b2a000",
     "pkda": "#7b3294",
 }
-STYLES = {"triton": ("-", "o"), "fla": ("--", "s"), "flash_qla": (":", "D"), "chunked": ("-.", "^")}
+STYLES = {
+    "triton": ("-", "o"),
+    "fla": ("--", "s"),
+    "flash_qla": (":", "D"),
+    "cudnn": ("--", "v"),
+    "chunked": ("-.", "^"),
+}
 WIDTH, DPI = 8.3, 200
-PEER_COLORS = {"fla": "#e69f00", "flash_qla": "#6a3d9a", "chunked": "#999999"}
+PEER_COLORS = {"fla": "#e69f00", "flash_qla": "#6a3d9a", "cudnn": "#17a2b8", "chunked": "#999999"}
 
 
 def _title(view: View, what: str, results: dict[str, Any]) -> str:
@@ -58,7 +65,7 @@ def _has_sweep(view: View, filled: bool) -> bool:
 
 def _lengths_panel(axes: Axes, view: View, run: str, *, filled: bool) -> None:
     for operator in view.config["sweep_operators"]:
-        for name in ("triton", "fla", "flash_qla"):
+        for name in ("triton", *PEERS):
             points = []
             for shape in view.sweep_shapes(filled=filled):
                 t = view.time(name, operator, shape, run)
@@ -158,7 +165,7 @@ def roofline(results: dict[str, Any], path: pathlib.Path) -> None:
         intensities = []
         for operator, shape in view.table_points():
             intensity = operations(operator, shape, run) / moved_bytes(operator, shape, run)
-            for name, size in (("triton", 42), ("fla", 16), ("flash_qla", 16)):
+            for name, size in (("triton", 42), *((peer, 16) for peer in PEERS)):
                 t = view.time(name, operator, shape, run)
                 if t:
                     intensities.append(intensity)
@@ -187,7 +194,7 @@ def roofline(results: dict[str, Any], path: pathlib.Path) -> None:
         panels[0].scatter([], [], color=_color(operator), label=OPERATORS[operator].title)
         for operator in view.config["operators"]
     ]
-    for name in ("triton", "fla", "flash_qla"):
+    for name in ("triton", *PEERS):
         if view.has(name):
             face = "black" if name == "triton" else "none"
             style = {"facecolors": face, "edgecolors": "black", "marker": STYLES[name][1]}

@@ -58,6 +58,10 @@ def evaluate(view: View) -> list[Mark]:
     for run, name in PASSES.items():
         ratios = _ratios(view, "flash_qla", "device_ms", shapes, [run], ["gated_deltanet"])
         marks.append(_worst(f"GDN, {name}, over FlashQLA's", "<= 1", 1.0, ratios))
+    if view.has("cudnn"):
+        for run, name in PASSES.items():
+            ratios = _ratios(view, "cudnn", "device_ms", shapes, [run], ["kda"])
+            marks.append(_worst(f"KDA, {name}, over cuDNN's", "<= 1", 1.0, ratios))
     for operator in operators:
         if OPERATORS[operator].baseline:
             marks += [_baseline_mark(view, operator, shapes, run) for run in PASSES]

@@ -4,6 +4,7 @@ A call takes torch tensors named as `operators.ARGUMENTS` names them and returns
 unless `final` asks for it). `bounds` are the boundaries of packed documents.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -153,6 +154,25 @@ def _flash_qla_calls() -> dict[str, Call]:
     return {"gated_deltanet": gated_deltanet}
 
 
+def _cudnn_calls() -> dict[str, Call]:
+    import torch
+    from cudnn.linear_attention import kimi_delta_attention
+
+    @functools.cache
+    def of_rows(batch: int, length: int) -> Any:
+        return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device="cuda")
+
+    def kda(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
+        batch, length = x["q"].shape[:2]
+        # [batch, length, ...] -> [batch * length, ...]: cuDNN takes rows as documents of one row.
+        packed = (x[name].flatten(0, 1) for name in ("q", "k", "v", "channel_decay", "beta"))
+        starts = of_rows(batch, length) if bounds is None else bounds.int()
+        out, state = kimi_delta_attention(*packed, starts, output_final_state=final)
+        return out.unflatten(0, (batch, length)), state.transpose(-1, -2) if final else None
+
+    return {"kda": kda}
+
+
 PEERS = {
     "fla": Peer(
         title="FLA",
@@ -175,6 +195,13 @@ PEERS = {
         operators=("gated_deltanet",),
         calls=_flash_qla_calls,
         by_shape=True,
+    ),
+    "cudnn": Peer(
+        title="cuDNN",
+        module="cudnn",
+        packages=("nvidia-cudnn-frontend",),
+        operators=("kda",),
+        calls=_cudnn_calls,
     ),
 }
 

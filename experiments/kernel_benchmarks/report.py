@@ -8,12 +8,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from experiments.kernel_benchmarks.config import PEERS
 from experiments.kernel_benchmarks.marks import evaluate
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.roofline import floor_milliseconds
 from experiments.kernel_benchmarks.view import PASSES, View, sizes_text
 
-TITLES = {"triton": "ours", "chunked": "XLA chunks", "scan": "scan", "fla": "FLA", "flash_qla": "FlashQLA"}
+TITLES = {
+    "triton": "ours",
+    "chunked": "XLA chunks",
+    "scan": "scan",
+    "fla": "FLA",
+    "flash_qla": "FlashQLA",
+    "cudnn": "cuDNN",
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ def _ratio(ours: float | None, theirs: float | None) -> str:
 
 
 def _times(view: View) -> Iterator[Section]:
-    peers = [name for name in ("fla", "flash_qla", "chunked") if view.has(name)]
+    peers = [name for name in (*PEERS, "chunked") if view.has(name)]
     copy, product = view.ceilings
     for run, title in PASSES.items():
         rows = []
@@ -60,7 +68,7 @@ def _times(view: View) -> Iterator[Section]:
 
 
 def _wall_and_memory(view: View) -> Section:
-    names = [name for name in ("triton", "fla", "flash_qla") if view.has(name)]
+    names = [name for name in ("triton", *PEERS) if view.has(name)]
     rows = []
     for operator, shape in view.table_points():
         row = [OPERATORS[operator].title, sizes_text(shape)]
@@ -83,7 +91,7 @@ def _errors(view: View) -> Section:
     rows = []
     for (operator, shape, case), by_name in view.errors().items():
         results = list(dict.fromkeys(name for found in by_name.values() for name in found.by_result))
-        for name in (n for n in ("triton", "fla", "flash_qla") if n in by_name):
+        for name in (n for n in ("triton", *PEERS) if n in by_name):
             found = by_name[name]
             errors = " ".join(f"{key} {_error(found.median(key))}" for key in results)
             seeds = str(max(map(len, found.by_result.values())))
@@ -130,7 +138,7 @@ def _errors_over_peer(view: View) -> Section:
 def _sweep(view: View) -> Section:
     rows = []
     for operator in view.config["sweep_operators"]:
-        for name in (n for n in ("triton", "fla", "flash_qla") if view.has(n)):
+        for name in (n for n in ("triton", *PEERS) if view.has(n)):
             for shape in view.sweep_shapes():
                 times = [view.time(name, operator, shape, run) for run in PASSES]
                 if times[1] is None:
@@ -235,7 +243,7 @@ def markdown(results: dict[str, Any]) -> str:
 def readme_table(results: dict[str, Any], sizes: tuple[int, int, int] = (1, 8192, 8)) -> str:
     """Device times for the README: all operators at one shape, and Gated DeltaNet at all shapes."""
     view = View(results)
-    names = ("triton", "fla", "flash_qla")
+    names = [name for name in ("triton", *PEERS) if view.has(name)]
     header = ["operator", "B, T, H", *(f"{run}: {TITLES[name]}" for run in ("fwd", "fwd + bwd") for name in names)]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for operator, shape in view.table_points():

@@ -225,7 +225,17 @@ def _compile_jobs(work: Work, peers: list[str]) -> list[tuple[str, ...]]:
 def versions() -> dict[str, Any]:
     """Versions of what the results depend on, as far as it is installed."""
     found = {}
-    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "torch", "triton", "fla-core", "flash-qla", "tilelang"):
+    for name in (
+        "jax",
+        "jaxlib",
+        "jax-cuda13-plugin",
+        "torch",
+        "triton",
+        "fla-core",
+        "flash-qla",
+        "tilelang",
+        "nvidia-cudnn-frontend",
+    ):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
