@@ -165,9 +165,10 @@ def _cudnn_calls() -> dict[str, Call]:
     def kda(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
         batch, length = x["q"].shape[:2]
         # [batch, length, ...] -> [batch * length, ...]: cuDNN takes rows as documents of one row.
-        packed = (x[name].flatten(0, 1) for name in ("q", "k", "v", "channel_decay", "beta"))
+        packed = (x[name].flatten(0, 1) for name in ("q", "k", "v", "channel_decay"))
+        beta = x["beta"].flatten(0, 1).float()  # its backward pass on Hopper takes no other dtype
         starts = of_rows(batch, length) if bounds is None else bounds.int()
-        out, state = kimi_delta_attention(*packed, starts, output_final_state=final)
+        out, state = kimi_delta_attention(*packed, beta, starts, output_final_state=final)
         return out.unflatten(0, (batch, length)), state.transpose(-1, -2) if final else None
 
     return {"kda": kda}
