@@ -151,10 +151,13 @@ def test_an_interrupt_that_a_callback_swallows(monkeypatch, tmp_path, capsys):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rnnlib.cli.train.Trainer", swallow)
-    before = signal.getsignal(signal.SIGINT)
-    assert main(["train", "--steps", "1"]) == 130
-    assert "interrupted" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGINT) == before and not list(tmp_path.iterdir())
+    outer = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        assert main(["train", "--steps", "1"]) == 130
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, outer)
+    assert "interrupted" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_generate_is_seeded(trained, capsys):
