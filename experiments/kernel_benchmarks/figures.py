@@ -14,8 +14,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from experiments.kernel_benchmarks.config import PEERS
 from experiments.kernel_benchmarks.operators import OPERATORS
+from experiments.kernel_benchmarks.peers import PEERS
 from experiments.kernel_benchmarks.report import TITLES
 from experiments.kernel_benchmarks.roofline import moved_bytes, operations
 from experiments.kernel_benchmarks.view import PASSES, View, head_sizes_text

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from experiments.kernel_benchmarks.config import PEERS
 from experiments.kernel_benchmarks.marks import evaluate
 from experiments.kernel_benchmarks.operators import OPERATORS
+from experiments.kernel_benchmarks.peers import PEERS
 from experiments.kernel_benchmarks.roofline import floor_milliseconds
 from experiments.kernel_benchmarks.view import PASSES, View, sizes_text
 
@@ -18,9 +18,7 @@ TITLES = {
     "triton": "ours",
     "chunked": "XLA chunks",
     "scan": "scan",
-    "fla": "FLA",
-    "flash_qla": "FlashQLA",
-    "cudnn": "cuDNN",
+    **{name: peer.title for name, peer in PEERS.items()},
 }
 
 

@@ -225,17 +225,8 @@ def _compile_jobs(work: Work, peers: list[str]) -> list[tuple[str, ...]]:
 def versions() -> dict[str, Any]:
     """Versions of what the results depend on, as far as it is installed."""
     found = {}
-    for name in (
-        "jax",
-        "jaxlib",
-        "jax-cuda13-plugin",
-        "torch",
-        "triton",
-        "fla-core",
-        "flash-qla",
-        "tilelang",
-        "nvidia-cudnn-frontend",
-    ):
+    of_peers = (package for peer in PEER_LIBRARIES.values() for package in peer.packages)
+    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "torch", *of_peers):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
