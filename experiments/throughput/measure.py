@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from experiments.throughput.flops import PEAK, step_flops
 from experiments.throughput.profiling import Operation, profile
@@ -17,12 +18,15 @@ from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.training import (
     OptimizerConfig,
     TrainState,
+    abstract_train_state,
     learning_rate_schedule,
     make_optimizer,
     make_train_step,
     planned_bytes,
     put_batch,
+    put_state,
 )
+from rnnlib.training.step import abstract_state
 
 _SCHEDULE_STEPS = 1000
 
@@ -35,6 +39,7 @@ class CompiledCase:
         case: what it is.
         step: compiled `(state, batch) -> state, metrics`.
         new_state: gives a state to begin with.
+        mesh: of the devices that share the step; None for one device.
         num_parameters: of the model.
         seconds: that compiling took.
     """
@@ -42,13 +47,19 @@ class CompiledCase:
     case: Case
     step: Any
     new_state: Callable[[], TrainState]
+    mesh: Mesh | None
     num_parameters: int
     seconds: float
 
 
-def _batch(plan: ThroughputStudy, case: Case) -> dict[str, jax.Array]:
+def _tokens(plan: ThroughputStudy, mesh: Mesh | None) -> int:
+    """Tokens of a step: the study's for each device."""
+    return plan.tokens * (1 if mesh is None else mesh.size)
+
+
+def _batch(plan: ThroughputStudy, case: Case, mesh: Mesh | None) -> dict[str, jax.Array]:
     """Random tokens: speed does not depend on what they are."""
-    shape = (plan.tokens // case.length, case.length)
+    shape = (_tokens(plan, mesh) // case.length, case.length)
     rng = np.random.default_rng(0)
     tokens = rng.integers(plan.model.vocabulary_size, size=(shape[0], shape[1] + 1))
     documents = 4 if case.packed else 1
@@ -63,7 +74,7 @@ def _batch(plan: ThroughputStudy, case: Case) -> dict[str, jax.Array]:
             "positions": np.broadcast_to(within, shape).astype(np.int32),
             "loss_weights": np.ones(shape, np.float32),
         },
-        None,
+        mesh,
     )
     if not case.packed:
         del batch["segment_ids"]  # rows of one document: nothing to tell apart
@@ -89,31 +100,39 @@ def _initial_parameters(config: ModelConfig, full: Any) -> Any:
     return jax.tree_util.tree_map_with_path(value, full)
 
 
-def compile_case(plan: ThroughputStudy, case: Case) -> CompiledCase:
-    """Compiles the training step of `rnnlib.training`; XLA tries out kernels on the device meanwhile."""
+def compile_case(plan: ThroughputStudy, case: Case, mesh: Mesh | None = None) -> CompiledCase:
+    """Compiles the training step of `rnnlib.training`; XLA tries out kernels on the device meanwhile.
+
+    Args:
+        plan: the study; each device has its number of tokens.
+        case: what is timed.
+        mesh: devices that share the step; None for one device.
+    """
     start = time.monotonic()
     config = model_config(plan, case)
     optimizer_config = OptimizerConfig()
     optimizer = make_optimizer(optimizer_config, _SCHEDULE_STEPS)
     schedule = learning_rate_schedule(optimizer_config, _SCHEDULE_STEPS)
-    parts: Any = nnx.split(nnx.eval_shape(lambda: DecoderLM(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
-    graphdef, full, other = parts
-    if jax.tree.leaves(other):
+    graphdef, state = abstract_train_state(config, optimizer, mesh)
+    if jax.tree.leaves(state.other):
         raise TypeError(f"{case.mixer.label}: expected a model of parameters alone")
-    parameters = _initial_parameters(config, full)
+    parameters = _initial_parameters(config, state.parameters)
 
     def new_state() -> TrainState:
-        on_device = jax.device_put(parameters)
         zero = np.zeros([], np.int32)
-        return TrainState(on_device, other, optimizer.init(on_device), *jax.device_put((zero, zero.copy())))
+        on_device = put_state(parameters, None)
+        new = TrainState(on_device, state.other, optimizer.init(on_device), *put_state((zero, zero.copy()), None))
+        return new if mesh is None else put_state(new, mesh)
 
     token_bytes = np.ones(config.vocabulary_size, np.int32)
-    step: Any = make_train_step(graphdef, optimizer, schedule, token_bytes, deterministic=case.deterministic)
-    zero = jax.ShapeDtypeStruct([], np.int32)
-    state = TrainState(full, other, jax.eval_shape(optimizer.init, full), zero, zero)
-    compiled = step.lower(state, jax.eval_shape(lambda: _batch(plan, case))).compile()
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(full))
-    return CompiledCase(case, compiled, new_state, num_parameters, time.monotonic() - start)
+    step: Any = make_train_step(graphdef, optimizer, schedule, token_bytes, mesh, deterministic=case.deterministic)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=None if mesh is None else x.sharding),
+        _batch(plan, case, mesh),
+    )
+    compiled = step.lower(abstract_state(state, mesh), batch).compile()
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
+    return CompiledCase(case, compiled, new_state, mesh, num_parameters, time.monotonic() - start)
 
 
 class Measurement:
@@ -127,7 +146,7 @@ class Measurement:
         """Takes the steps before timing."""
         self.plan = plan
         self.compiled = compiled
-        self.batch = _batch(plan, compiled.case)
+        self.batch = _batch(plan, compiled.case, compiled.mesh)
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.seconds_ahead: list[float] = []
@@ -181,27 +200,29 @@ class Measurement:
             record["same_bits_twice"], self.state = self.losses == losses, None
         flops = step_flops(model_config(plan, case), case.length)
         median = float(np.median(self.seconds))
+        tokens = _tokens(plan, compiled.mesh)
         peak = PEAK.get(jax.devices()[0].device_kind)
-        achieved = flops.total * plan.tokens / median
+        peak = None if peak is None else peak * tokens / plan.tokens  # of all devices together
+        achieved = flops.total * tokens / median
         if self.seconds_ahead:
             ahead = float(np.median(self.seconds_ahead))
             record |= {
                 "step_seconds_ahead": [round(s, 6) for s in self.seconds_ahead],
-                "tokens_per_second_ahead": round(plan.tokens / ahead, 1),
-                "utilization_ahead": None if peak is None else round(flops.total * plan.tokens / ahead / peak, 5),
+                "tokens_per_second_ahead": round(tokens / ahead, 1),
+                "utilization_ahead": None if peak is None else round(flops.total * tokens / ahead / peak, 5),
             }
         return record | {
             "mixer": case.mixer.label,
             "preset": list(case.mixer.preset),
             "length": case.length,
-            "rows": plan.tokens // case.length,
+            "rows": tokens // case.length,
             "deterministic": case.deterministic,
             "packed": case.packed,
             "keeps": case.keeps,
             "unrolled": case.unrolled,
             "num_parameters": compiled.num_parameters,
             "step_seconds": [round(s, 6) for s in self.seconds],
-            "tokens_per_second": round(plan.tokens / median, 1),
+            "tokens_per_second": round(tokens / median, 1),
             "flops_per_token": {"weights": flops.weights, "mixing": flops.mixing},
             "model_flops_per_second": achieved,
             "utilization": None if peak is None else round(achieved / peak, 5),

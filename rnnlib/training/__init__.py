@@ -25,7 +25,7 @@ with from_extra("train", "rnnlib.training"):
     from rnnlib.training.metrics import read_csv
     from rnnlib.training.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
     from rnnlib.training.picture import loss_picture
-    from rnnlib.training.plan import Exchange, StepPlan, plan_step
+    from rnnlib.training.plan import Exchange, StepPlan, abstract_train_state, plan_step
     from rnnlib.training.progress import ProgressReporter, StepReport
     from rnnlib.training.recomputation import Recomputation, choose_recomputation
     from rnnlib.training.run import (
@@ -76,6 +76,7 @@ __all__ = [
     "TrainResult",
     "TrainState",
     "Trainer",
+    "abstract_train_state",
     "agree",
     "bits_per_byte",
     "check_new_folder",

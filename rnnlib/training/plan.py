@@ -9,8 +9,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from rnnlib.layers.tensor import TENSOR
 from rnnlib.models import DecoderLM, ModelConfig, abstract_model
@@ -28,6 +29,7 @@ from rnnlib.training.mesh import (
 )
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
 from rnnlib.training.step import (
+    TrainState,
     abstract_batch,
     check_batch_size,
     check_length,
@@ -152,7 +154,7 @@ def plan_step(
         raise ValueError(f"{config.mesh}: does not fit devices={devices}")
     model = config.model.replace(remat=True) if config.model.remat == "auto" else config.model
     optimizer = make_optimizer(config.optimizer, config.steps)
-    state = _abstract_state(model, optimizer, None)[1]
+    state = abstract_train_state(model, optimizer, None)[1]
     batch_size, parts = config.data.batch_size, config.accumulation_steps
     sizes = mesh_sizes(
         config.mesh,
@@ -165,7 +167,7 @@ def plan_step(
     mesh = abstract_mesh(sizes)
     check_batch_size(batch_size, parts, mesh)
     check_length(config.data.sequence_length, mesh)
-    graph, state = _abstract_state(model, optimizer, mesh)
+    graph, state = abstract_train_state(model, optimizer, mesh)
     shares = _share_bytes(state.parameters, mesh)
     rows = batch_size // (mesh.shape["data"] * mesh.shape["fsdp"])
     stretch = config.data.sequence_length // stretches(mesh)
@@ -200,9 +202,17 @@ def plan_step(
     )
 
 
-def _abstract_state(model: ModelConfig, optimizer: Any, mesh: AbstractMesh | None) -> tuple[Any, Any]:
-    """`init_train_state` in shapes."""
-    graphs = []
+def abstract_train_state(
+    model: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh | None = None
+) -> tuple[nnx.GraphDef, TrainState]:
+    """`init_train_state` of a model that is not made: shapes and dtypes in place of arrays.
+
+    Args:
+        model: The model's configuration.
+        optimizer: The optax transformation.
+        mesh: From `make_mesh`, or one without devices.
+    """
+    graphs: list[nnx.GraphDef] = []
 
     def new() -> Any:
         graph, state = init_train_state(DecoderLM(model, rngs=nnx.Rngs(0)), optimizer, mesh)

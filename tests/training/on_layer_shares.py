@@ -69,10 +69,10 @@ LOOP = {
 }
 
 
-def batch(rows=ROWS, length=LENGTH):
+def batch(rows=ROWS, length=LENGTH, vocabulary=VOCABULARY):
     """Packed rows."""
     random = np.random.default_rng(0)
-    tokens = random.integers(0, VOCABULARY, (rows, length + 1)).astype(np.int32)
+    tokens = random.integers(0, vocabulary, (rows, length + 1)).astype(np.int32)
     ids = np.cumsum(tokens[:, :-1] % 7 == 0, 1).astype(np.int32)
     positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
     weights = random.uniform(size=(rows, length)).astype(np.float32)
