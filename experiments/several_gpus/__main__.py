@@ -64,7 +64,7 @@ def groups(setting: Literal["small", "real"]) -> tuple[Group, ...]:
     middle, large = study("real"), study("large")
     return (
         Group("340M", middle, "Gated DeltaNet", "everything", AXES),
-        Group("340M", middle, "KDA", "everything", ("data", "sequence")),
+        Group("340M", middle, "KDA", "everything", ("sequence",)),
         Group("1.3B", large, "Gated DeltaNet", "input", ("data", "fsdp", "tensor")),
     )
 
@@ -80,7 +80,9 @@ class Options:
     compile_workers: int = 4
     """Threads that compile, before the first step is timed."""
     report_only: bool = False
-    """Time nothing; write table and picture from the results that are there."""
+    """Time nothing; write table and picture from the results that are there. Needs one device of any kind."""
+    no_report: bool = False
+    """Time only."""
     output: pathlib.Path = FOLDER
     """Folder of results, figures and page."""
     commit: str | None = None
@@ -96,12 +98,18 @@ def mesh_config(axis: Axis | None, devices: int) -> MeshConfig:
     return MeshConfig(**({"data": 1, "fsdp": 1} | ({} if axis is None else {axis: devices})))
 
 
-def planned(group: Group, axis: Axis | None, devices: int) -> dict[str, Any]:
-    """What `plan_step` says of a step: bytes that a device holds, and what it sends."""
-    case, size = group.case, 1 if axis is None else devices
+def planned(group: Group, axis: Axis | None, size: int, card: str | None) -> dict[str, Any]:
+    """What `plan_step` says of a step: bytes that a device holds, and what it sends.
+
+    Args:
+        group: gives the model.
+        axis: that all devices lie along.
+        size: how many they are.
+        card: what JAX calls them; None for a CPU.
+    """
+    case = group.case
     data = DataConfig(sequence_length=case.length, batch_size=group.study.tokens * size // case.length)
     config = TrainConfig(model=model_config(group.study, case), data=data, mesh=mesh_config(axis, size))
-    card = jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
     plan = plan_step(config, size, card=card)
     return {
         "state_bytes": plan.parameters + plan.gradients + plan.optimizer,
@@ -117,8 +125,7 @@ def measured(compiled: Any, group: Group, axis: Axis | None, devices: int) -> di
     timed.time(group.study.steps)
     timed.time_ahead(group.study.steps)
     record = timed.finish()
-    size = 1 if axis is None else devices
-    return {"model": group.model, "axis": axis, "devices": size, "plan": planned(group, axis, devices), **record}
+    return {"model": group.model, "axis": axis, "devices": 1 if axis is None else devices, **record}
 
 
 def time_all(options: Options, wanted: Sequence[Group]) -> Iterator[dict[str, Any]]:
@@ -131,6 +138,7 @@ def time_all(options: Options, wanted: Sequence[Group]) -> Iterator[dict[str, An
             pool.submit(compile_case, g.study, g.case, None if axis is None else meshes[axis]) for g, axis in cases
         ]
         concurrent.futures.wait(futures)
+    print("compiled", flush=True)
     for (group, axis), future in zip(cases, futures):
         try:
             record = measured(future.result(), group, axis, devices)
@@ -221,8 +229,18 @@ def figure(result: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def write_report(options: Options) -> str:
-    """Writes table and picture from the results; gives the table."""
-    result = json.loads((options.output / f"{options.setting}.json").read_text())
+    """Plans the steps that were timed, and writes table and picture; gives the table."""
+    path = options.output / f"{options.setting}.json"
+    result = json.loads(path.read_text())
+    where, known = result["environment"], {(g.model, g.mixer): g for g in groups(options.setting)}
+    for record in result["records"]:
+        if "plan" not in record and "error" not in record:
+            group, card = (
+                known[record["model"], record["mixer"]],
+                where["device"] if where["platform"] == "gpu" else None,
+            )
+            record["plan"] = planned(group, record["axis"], record["devices"], card)
+    write_text(path, json.dumps(result, indent=1) + "\n")
     text = table(result)
     figure(result, options.output / f"{options.setting}.png")
     write_between_marks(options.output / "README.md", options.setting, text)
@@ -252,7 +270,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 records.append(record)
                 failed |= "error" in record
                 write_text(options.output / f"{options.setting}.json", json.dumps(result, indent=1) + "\n")
-        print(write_report(options))
+        if not options.no_report:
+            print(write_report(options))
     return int(failed)
 
 

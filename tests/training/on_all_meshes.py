@@ -58,6 +58,9 @@ ROWS, LENGTH = 8, 32
 # On GPUs: heads as wide as models have them, and rows of several chunks.
 GPU_SIZES = {"vocabulary_size": 256, "width": 256, "num_layers": 2, "num_heads": 4, "mlp_width": 256}
 GPU_ROWS, GPU_LENGTH = 4, 512
+# In float32. Gradients of ridge solves and of linear attention without a norm are sums that cancel: there even the two
+# halves of a batch, each computed as before, differ by 1e-5.
+GPU_BOUND = 1e-4
 MODELS = {
     "hybrid, recomputed": {
         "mixers": ("gated_deltanet", "sliding_window_attention"),
@@ -190,7 +193,10 @@ def main():
     rows, length = (GPU_ROWS, GPU_LENGTH) if options.gpus else (ROWS, LENGTH)
     record = {"axes": AXES, "rows": rows, "length": length, "bound": BOUND, "jax": jax.__version__}
     if options.gpus:
-        record |= {"environment": environment(command_line("tests.training.on_all_meshes"), options.commit)}
+        record |= {
+            "bound": GPU_BOUND,
+            "environment": environment(command_line("tests.training.on_all_meshes"), options.commit),
+        }
     models = json.loads(path.read_text())["models"] if path.exists() else {}
     with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
         running = {pool.submit(in_a_process, name, options.gpus): name for name in names}
@@ -200,7 +206,7 @@ def main():
             path.write_text(json.dumps(record | {"models": models}, indent=1) + "\n")
     if options.gpus:
         print(gpu_table(models))
-        return int(max(m["float32"]["error"] for one in models.values() for m in one["meshes"].values()) >= BOUND)
+        return int(max(m["float32"]["error"] for one in models.values() for m in one["meshes"].values()) >= GPU_BOUND)
     print(table(models))
     errors = [error_of(mesh) for one in models.values() for mesh in one["meshes"].values()]
     print(f"{len(errors)} comparisons, the furthest {max(errors):.1e}, bound {BOUND:g}")

@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from rnnlib.data import DataConfig
+from rnnlib.models import ModelConfig
+from rnnlib.training import TrainConfig, plan_step
+
 
 @pytest.mark.timeout(600)
 def test_plans_of_shared_layers_and_rows_have_the_bytes_of_compiled_steps(process_environment):
@@ -35,3 +39,11 @@ def test_plans_of_shared_layers_and_rows_have_the_bytes_of_compiled_steps(proces
         # The compiled step has the batch beside the state: at most five arrays of a number a token, and counters.
         state, arguments = case["state"]
         assert 0 < arguments - state <= 5 * 4 * 16 * 4 + 8, name
+
+
+def test_a_step_is_planned_on_a_machine_with_gpus(monkeypatch):
+    """There training steps are compiled with options for determinism, which a traced step cannot have."""
+    config = TrainConfig(model=ModelConfig(64, 32, 1, 2, ("gated_deltanet",)), data=DataConfig(batch_size=8))
+    wanted = plan_step(config, 8)
+    monkeypatch.setattr("rnnlib.training.step.jax.default_backend", lambda: "gpu")
+    assert plan_step(config, 8) == wanted

@@ -15,7 +15,7 @@ import pytest
 
 from rnnlib.training import read_csv
 
-from .on_all_meshes import BOUND, MODELS, on_gpus
+from .on_all_meshes import GPU_BOUND, MODELS, on_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
 STEPS = 6
@@ -32,7 +32,7 @@ def test_meshes_of_gpus_train_as_one_gpu(name):
     need_gpus(2)
     found = on_gpus(name, 2)
     for sizes, here in found["meshes"].items():
-        assert here["float32"]["error"] < BOUND, sizes
+        assert here["float32"]["error"] < GPU_BOUND, sizes
         assert here["bfloat16"]["error"] < 2 * found["rounding"]["error"], sizes
 
 
