@@ -15,9 +15,9 @@ Sizes = tuple[int, int, int]
 
 TABLE_SHAPES = ((1, 2048, 8), (1, 8192, 8), (1, 32768, 8), (4, 4096, 8), (8, 4096, 16), (2, 16384, 16))
 Kind = Literal["time", "decode", "error"]
-Implementation = Literal["triton", "chunked", "scan", "fla", "flash_qla", "cudnn"]
+Implementation = Literal["triton", "chunked", "scan", "fla", "flash_qla", "cudnn", "flashinfer"]
 OURS: tuple[Implementation, ...] = ("triton", "chunked", "scan")
-PEERS: tuple[Implementation, ...] = ("fla", "flash_qla", "cudnn")
+PEERS: tuple[Implementation, ...] = ("fla", "flash_qla", "cudnn", "flashinfer")
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,17 @@ STYLES = {
     "fla": ("--", "s"),
     "flash_qla": (":", "D"),
     "cudnn": ("--", "v"),
+    "flashinfer": ("-.", "P"),
     "chunked": ("-.", "^"),
 }
 WIDTH, DPI = 8.3, 200
-PEER_COLORS = {"fla": "#e69f00", "flash_qla": "#6a3d9a", "cudnn": "#17a2b8", "chunked": "#999999"}
+PEER_COLORS = {
+    "fla": "#e69f00",
+    "flash_qla": "#6a3d9a",
+    "cudnn": "#17a2b8",
+    "flashinfer": "#c2185b",
+    "chunked": "#999999",
+}
 
 
 def _title(view: View, what: str, results: dict[str, Any]) -> str:

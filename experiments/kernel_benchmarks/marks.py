@@ -62,6 +62,9 @@ def evaluate(view: View) -> list[Mark]:
         for run, name in PASSES.items():
             ratios = _ratios(view, "cudnn", "device_ms", shapes, [run], ["kda"])
             marks.append(_worst(f"KDA, {name}, over cuDNN's", "<= 1", 1.0, ratios))
+    if view.has("flashinfer"):
+        ratios = _ratios(view, "flashinfer", "device_ms", shapes, ["forward"], ["gated_deltanet"])
+        marks.append(_worst("GDN, forward, over FlashInfer's", "<= 1", 1.0, ratios))
     for operator in operators:
         if OPERATORS[operator].baseline:
             marks += [_baseline_mark(view, operator, shapes, run) for run in PASSES]

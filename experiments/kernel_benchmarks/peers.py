@@ -31,6 +31,9 @@ class Peer:
         by_shape: whether it has kernels of its own for one row (short or long) and for batches.
         not_same: operators for which the peer's nearest call does something else besides, and parts of the names of the
             kernels that do it: their device time is left out, and errors and wall time aren't compared.
+        forward_only: whether it is for inference: there is no backward pass to measure.
+        prepare: makes of our arguments those that the calls take, before anything is timed; only where nothing is
+            differentiated.
     """
 
     title: str
@@ -43,6 +46,8 @@ class Peer:
     environment: tuple[tuple[str, str], ...] = ()
     by_shape: bool = False
     not_same: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    forward_only: bool = False
+    prepare: Callable[[Tensors], Tensors] = lambda x: x
 
 
 def _fla_calls() -> dict[str, Call]:
@@ -154,24 +159,49 @@ def _flash_qla_calls() -> dict[str, Call]:
     return {"gated_deltanet": gated_deltanet}
 
 
-def _cudnn_calls() -> dict[str, Call]:
+@functools.cache
+def _row_starts(batch: int, length: int, device: Any) -> Any:
+    """Boundaries of rows as documents of one row, as peers without a batch take them."""
     import torch
-    from cudnn.linear_attention import kimi_delta_attention
 
-    @functools.cache
-    def of_rows(batch: int, length: int) -> Any:
-        return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device="cuda")
+    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
+
+
+def _cudnn_calls() -> dict[str, Call]:
+    from cudnn.linear_attention import kimi_delta_attention
 
     def kda(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
         batch, length = x["q"].shape[:2]
         # [batch, length, ...] -> [batch * length, ...]: cuDNN takes rows as documents of one row.
         packed = (x[name].flatten(0, 1) for name in ("q", "k", "v", "channel_decay"))
         beta = x["beta"].flatten(0, 1).float()  # its backward pass on Hopper takes no other dtype
-        starts = of_rows(batch, length) if bounds is None else bounds.int()
+        starts = _row_starts(batch, length, x["q"].device) if bounds is None else bounds.int()
         out, state = kimi_delta_attention(*packed, beta, starts, output_final_state=final)
         return out.unflatten(0, (batch, length)), state.transpose(-1, -2) if final else None
 
     return {"kda": kda}
+
+
+def _flashinfer_calls() -> dict[str, Call]:
+    import flashinfer
+
+    def gated_deltanet(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
+        batch, length = x["q"].shape[:2]
+        packed = (x[name].flatten(0, 1) for name in ("q", "k", "v", "decay", "beta"))
+        starts = _row_starts(batch, length, x["q"].device) if bounds is None else bounds.int()
+        # Where rows and heads are few it splits rows into segments by itself.
+        found = flashinfer.chunk_gated_delta_rule(
+            *packed, output_final_state=final, cu_seqlens=starts, max_seqlen=length
+        )
+        out, state = (found[0], found[1].transpose(-1, -2)) if final else (found, None)
+        return out.unflatten(0, (batch, length)), state
+
+    return {"gated_deltanet": gated_deltanet}
+
+
+def _flashinfer_arguments(x: Tensors) -> Tensors:
+    # It takes the decay itself, not its logarithm, and gates in float32, as a model's own kernel would write them.
+    return {**x, "decay": x["head_decay"].exp(), "beta": x["beta"].float()}
 
 
 PEERS = {
@@ -203,6 +233,15 @@ PEERS = {
         packages=("nvidia-cudnn-frontend",),
         operators=("kda",),
         calls=_cudnn_calls,
+    ),
+    "flashinfer": Peer(
+        title="FlashInfer",
+        module="flashinfer",
+        packages=("flashinfer-python", "nvidia-cutlass-dsl"),
+        operators=("gated_deltanet",),
+        calls=_flashinfer_calls,
+        forward_only=True,
+        prepare=_flashinfer_arguments,
     ),
 }
 

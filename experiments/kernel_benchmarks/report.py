@@ -139,7 +139,7 @@ def _sweep(view: View) -> Section:
         for name in (n for n in ("triton", *PEERS) if view.has(n)):
             for shape in view.sweep_shapes():
                 times = [view.time(name, operator, shape, run) for run in PASSES]
-                if times[1] is None:
+                if times == [None, None]:
                     continue
                 tokens = shape[0] * shape[1] * shape[2]
                 each = [number(None if t is None else t * 1e6 / tokens) for t in times]

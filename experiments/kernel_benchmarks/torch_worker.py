@@ -11,7 +11,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -95,13 +95,18 @@ def take_first() -> None:
     Autotuner.prune_configs, Autotuner._bench = prune_configs, _bench
 
 
-def passes(operator: str, call: Call, tensors: Tensors) -> dict[str, Callable[[], Any]]:
+def passes(
+    operator: str, call: Call, tensors: Mapping[str, torch.Tensor], *, forward_only: bool = False
+) -> dict[str, Callable[[], Any]]:
     """Forward, and forward + backward for a cotangent of the output."""
-    inputs = [tensors[name].requires_grad_() for name in OPERATORS[operator].arrays if name != "write_key"]
 
     def forward() -> Any:
         with torch.no_grad():
             return call(tensors, final=False)[0]
+
+    if forward_only:
+        return {"forward": forward}
+    inputs = [tensors[name].requires_grad_() for name in OPERATORS[operator].arrays if name != "write_key"]
 
     def forward_backward() -> Any:
         out = call(tensors, final=False)[0]
@@ -159,25 +164,30 @@ class Session:
 
     def __init__(self, work: Work, peer: str) -> None:
         self.work, self.peer = work, peer
-        self.calls = PEERS[peer].calls()
-        self.decode = PEERS[peer].decode()
-        self.not_same = dict(PEERS[peer].not_same)
+        self.described = PEERS[peer]
+        self.calls = self.described.calls()
+        self.decode = self.described.decode()
+        self.not_same = dict(self.described.not_same)
         self.drawn: Drawn = {}
+
+    def passes(self, operator: str, shape: Shape) -> dict[str, Callable[[], Any]]:
+        """What is timed of an operator at a shape."""
+        tensors = self.described.prepare(timing_inputs(operator, shape, self.work.dtype))
+        return passes(operator, self.calls[operator], tensors, forward_only=self.described.forward_only)
 
     def measure(self, m: Measurement) -> list[Record]:
         """Records of a measurement."""
-        calls = self.decode if m.kind == "decode" else self.calls
         if m.kind == "error":
             return [self._error_record(m)]
-        tensors = timing_inputs(m.operator, m.shape, self.work.dtype)
         if m.kind == "decode":
+            tensors = timing_inputs(m.operator, m.shape, self.work.dtype)
             batch, _, heads, *sizes = m.shape
             state = torch.zeros(batch, heads, *sizes, device="cuda")
             moved = 2 * state.nbytes + sum(x.nbytes for x in tensors.values())  # d_out stands for the output
-            timing = timed_record(lambda: calls[m.operator](tensors, state), self.work.repeats)
+            timing = timed_record(lambda: self.decode[m.operator](tensors, state), self.work.repeats)
             return [{"kind": "decode", **timing, "bytes": moved}]
         records = []
-        for name, call in passes(m.operator, calls[m.operator], tensors).items():
+        for name, call in self.passes(m.operator, m.shape).items():
             timing = timed_record(call, self.work.repeats, self.not_same.get(m.operator, ()))
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -195,14 +205,19 @@ class Session:
             for name in (*names, "d_out", "d_state")
         }
         bounds = torch.from_numpy(draw_segments(m.shape)).cuda() if m.case == "packed" else None
+        differentiated = not self.described.forward_only
 
         def run() -> Tensors:
-            inputs = [tensors[name].detach().requires_grad_() for name in names]
-            out, state = self.calls[m.operator](dict(zip(names, inputs)), final=True, bounds=bounds)
+            inputs = [tensors[name].detach().requires_grad_(differentiated) for name in names]
+            arguments = self.described.prepare(dict(zip(names, inputs)))
+            out, state = self.calls[m.operator](arguments, final=True, bounds=bounds)
+            results = {"out": out, "final_state": state[-m.shape[0] :]}
+            if not differentiated:
+                return results
             d_state = torch.zeros_like(state)
             d_state[-len(tensors["d_state"]) :] = tensors["d_state"]  # the final state is that of the last document
             gradients = torch.autograd.grad([out, state], inputs, [tensors["d_out"], d_state])
-            return {"out": out, "final_state": state[-m.shape[0] :], **dict(zip(names, gradients))}
+            return {**results, **dict(zip(names, gradients))}
 
         results, again = run(), run()
         identical = all(torch.equal(results[name], again[name]) for name in results)
@@ -220,7 +235,7 @@ class Session:
 def warm(session: Session, operator: str, shape: Shape) -> None:
     """Compiles what timing an operator needs at a shape."""
     short_trials(once=True)
-    for call in passes(operator, session.calls[operator], timing_inputs(operator, shape, session.work.dtype)).values():
+    for call in session.passes(operator, shape).values():
         call()
     torch.cuda.synchronize()
 
@@ -234,8 +249,7 @@ def tune(session: Session, measurements: list[Measurement]) -> None:
         ordered = sorted(shapes, key=lambda shape: shape[0] * shape[1])
         # What fails here fails again, and is recorded, where it is measured.
         with contextlib.suppress(Exception):
-            tensors = timing_inputs(operator, ordered[len(ordered) // 2], session.work.dtype)
-            for call in passes(operator, session.calls[operator], tensors).values():
+            for call in session.passes(operator, ordered[len(ordered) // 2]).values():
                 call()
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import sys
 import time
@@ -10,7 +11,9 @@ from rich.progress import Progress
 
 from experiments.kernel_benchmarks import jax_worker, marks
 from experiments.kernel_benchmarks.__main__ import add, main
+from experiments.kernel_benchmarks.config import PEERS as PEER_NAMES
 from experiments.kernel_benchmarks.config import BenchmarkConfig, Measurement, plan, share_out
+from experiments.kernel_benchmarks.figures import PEER_COLORS, STYLES, write_figures
 from experiments.kernel_benchmarks.inputs import (
     CASES,
     compared_rows,
@@ -21,6 +24,8 @@ from experiments.kernel_benchmarks.inputs import (
     take_rows,
 )
 from experiments.kernel_benchmarks.operators import OPERATORS
+from experiments.kernel_benchmarks.peers import PEERS
+from experiments.kernel_benchmarks.report import sections
 from experiments.kernel_benchmarks.roofline import floor_milliseconds, operations
 from experiments.kernel_benchmarks.run import Runner
 from experiments.kernel_benchmarks.view import View
@@ -206,6 +211,68 @@ def test_marks_tell_met_from_missed():
     assert found["Gated DeltaNet, forward: time a token over T, largest over smallest"].met is True
     assert found["Error over FLA's, medians over seeds, any result"].met is False  # not finite
     assert found["Reruns bit-identical"].met is True
+
+
+def test_a_forward_only_peer_has_dashes_for_its_backward(tmp_path):
+    shape = (1, 2048, 8, 128, 128)
+    config = BenchmarkConfig(operators=("gated_deltanet", "kda"), shapes=(shape[:3],), sweep_lengths=(2048, 4096))
+    measurements = [m for m in plan(config) if m.implementation == "flashinfer"]
+    assert {m.operator for m in measurements} == {"gated_deltanet"}
+    assert {m.kind for m in measurements} == {"time", "error"}
+
+    records = []
+    for name, ms in (("triton", 0.2), ("fla", 0.5), ("flashinfer", 0.1)):
+        what = {"implementation": name, "operator": "gated_deltanet"}
+        runs = ("forward",) if name in PEERS and PEERS[name].forward_only else ("forward", "forward_backward")
+        errors = {"out": 3e-3, "final_state": 2e-3} | ({"q": 1e-3} if len(runs) > 1 else {})
+        for length in config.sweep_lengths:
+            for run in runs:
+                times = {"device_ms": ms, "wall_ms": ms, "kernels": {"kernel": ms}, "peak_mib": 1.0}
+                records.append({"kind": "time", **what, "shape": [1, length, *shape[2:]], "pass": run, **times})
+        where = {"shape": list(shape), "case": "random", "seed": 0}
+        records.append({"kind": "error", **what, **where, "errors": errors, "identical": True})
+    about = {"device": "card", "versions": {}, "commit": "c", "command": "python", "date": "2026"}
+    results = {**about, "config": dataclasses.asdict(config), "records": records}
+    tables = {section.title: section for section in sections(results)}
+
+    def cell(table, row, column):
+        return tables[table].rows[row][tables[table].header.index(column)]
+
+    assert cell("Device time, forward", 0, "FlashInfer") == "0.100"
+    after = tables["Device time, forward"].header.index("FlashInfer") + 1
+    assert tables["Device time, forward"].rows[0][after] == "2.00"
+    assert cell("Device time, forward + backward", 0, "FlashInfer") == "-"
+    assert tables["Device time, forward + backward"].rows[0][after] == "-"
+    assert cell("Wall time and memory", 0, "fwd + bwd FlashInfer") == cell("Wall time and memory", 0, "MiB FlashInfer")
+    assert cell("Wall time and memory", 0, "MiB FlashInfer") == "-"
+    swept = [row for row in tables["Time against length"].rows if row[1] == "FlashInfer"]
+    assert [(row[3], row[5]) for row in swept] == [("0.100", "-")] * 2
+    (errors,) = (row for row in tables["Errors"].rows if row[3] == "FlashInfer")
+    assert errors[4] == "out 3.0e-03 final_state 2.0e-03 q -"
+    found = {mark.title: mark for mark in marks.evaluate(View(results))}
+    assert found["GDN, forward, over FlashInfer's"].met is False
+    assert "Not measured" not in tables and len(write_figures(results, tmp_path, "peer")) == 2
+
+
+def test_every_peer_has_a_place_in_configuration_and_pictures():
+    assert set(PEER_NAMES) == set(PEERS) == set(STYLES) - {"triton", "chunked"} == set(PEER_COLORS) - {"chunked"}
+
+
+def test_what_is_timed_of_a_peer():
+    torch = pytest.importorskip("torch")
+    from experiments.kernel_benchmarks.torch_worker import passes
+
+    tensors = {name: torch.ones(1, 4, 2, 3) for name in (*OPERATORS["gated_deltanet"].arrays, "d_out")}
+
+    def call(x, *, final, bounds=None):
+        assert not final
+        return sum(x[name] for name in OPERATORS["gated_deltanet"].arrays), None
+
+    forward = passes("gated_deltanet", call, tensors, forward_only=True)
+    assert list(forward) == ["forward"] and not any(x.requires_grad for x in tensors.values())
+    assert not forward["forward"]().requires_grad
+    both = passes("gated_deltanet", call, tensors)
+    assert len(both["forward_backward"]()) == len(OPERATORS["gated_deltanet"].arrays)
 
 
 def test_errors_are_compared_by_medians_over_seeds():
