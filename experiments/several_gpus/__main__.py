@@ -27,6 +27,7 @@ from rnnlib.training import MeshConfig, TrainConfig, make_mesh, plan_step
 
 FOLDER = pathlib.Path(__file__).parent
 Axis = Literal["data", "fsdp", "sequence", "tensor"]
+_OVERLAPPED = {"xla_gpu_enable_latency_hiding_scheduler": True}
 AXES: tuple[Axis, ...] = ("data", "fsdp", "sequence", "tensor")
 
 
@@ -40,6 +41,8 @@ class Group:
         mixer: label of one of the study's mixers.
         keeps: what blocks keep for the backward pass.
         axes: of meshes.
+        hidden: axes of those that are also timed with XLA's latency-hiding scheduler, which begins collectives before
+            it waits for them, at the price of memory.
     """
 
     model: str
@@ -47,6 +50,7 @@ class Group:
     mixer: str
     keeps: Keeps
     axes: tuple[Axis, ...]
+    hidden: tuple[Axis, ...] = ()
 
     @property
     def case(self) -> Case:
@@ -60,12 +64,12 @@ def groups(setting: Literal["small", "real"]) -> tuple[Group, ...]:
     """What is timed at a setting."""
     if setting == "small":
         small = study("small")
-        return (Group("tiny", small, "Gated DeltaNet", "everything", AXES),)
+        return (Group("tiny", small, "Gated DeltaNet", "everything", AXES, ("data",)),)
     middle, large = study("real"), study("large")
     return (
-        Group("340M", middle, "Gated DeltaNet", "everything", AXES),
+        Group("340M", middle, "Gated DeltaNet", "everything", AXES, ("data", "fsdp")),
         Group("340M", middle, "KDA", "everything", ("sequence",)),
-        Group("1.3B", large, "Gated DeltaNet", "input", ("data", "fsdp", "tensor")),
+        Group("1.3B", large, "Gated DeltaNet", "input", ("data", "fsdp", "tensor"), ("data", "fsdp")),
     )
 
 
@@ -77,6 +81,8 @@ class Options:
     """"small" needs two devices of any kind and measures nothing of interest, "real" GPUs."""
     models: tuple[str, ...] = ()
     """Only these sizes of model."""
+    axes: tuple[Axis, ...] = ()
+    """Only these meshes, without one GPU alone."""
     compile_workers: int = 4
     """Threads that compile, before the first step is timed."""
     report_only: bool = False
@@ -131,15 +137,20 @@ def measured(compiled: Any, group: Group, axis: Axis | None, devices: int) -> di
 def time_all(options: Options, wanted: Sequence[Group]) -> Iterator[dict[str, Any]]:
     """Records of all steps; a failure is recorded and does not cost the others."""
     devices = jax.device_count()
-    cases: list[tuple[Group, Axis | None]] = [(g, axis) for g in wanted for axis in (None, *g.axes)]
+    cases: list[tuple[Group, Axis | None, bool]] = [(g, axis, False) for g in wanted for axis in (None, *g.axes)]
+    cases += [(g, axis, True) for g in wanted for axis in g.hidden]
+    cases = [case for case in cases if not options.axes or case[1] in options.axes]
     meshes = {axis: make_mesh(devices, mesh_config(axis, devices)) for axis in AXES}
     with concurrent.futures.ThreadPoolExecutor(options.compile_workers) as pool:
         futures = [
-            pool.submit(compile_case, g.study, g.case, None if axis is None else meshes[axis]) for g, axis in cases
+            pool.submit(
+                compile_case, g.study, g.case, None if axis is None else meshes[axis], _OVERLAPPED if hidden else {}
+            )
+            for g, axis, hidden in cases
         ]
         concurrent.futures.wait(futures)
     print("compiled", flush=True)
-    for (group, axis), future in zip(cases, futures):
+    for (group, axis, hidden), future in zip(cases, futures):
         try:
             record = measured(future.result(), group, axis, devices)
         except Exception as error:
@@ -151,6 +162,7 @@ def time_all(options: Options, wanted: Sequence[Group]) -> Iterator[dict[str, An
                 "devices": devices,
                 "error": str(error).partition("\n")[0][:200],
             }
+        record["latency_hiding"] = hidden
         print(f"{group.model} {group.mixer} {axis or 'one device'}: {_milliseconds(record)} ms a step", flush=True)
         yield record
 

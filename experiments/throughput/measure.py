@@ -100,13 +100,16 @@ def _initial_parameters(config: ModelConfig, full: Any) -> Any:
     return jax.tree_util.tree_map_with_path(value, full)
 
 
-def compile_case(plan: ThroughputStudy, case: Case, mesh: Mesh | None = None) -> CompiledCase:
+def compile_case(
+    plan: ThroughputStudy, case: Case, mesh: Mesh | None = None, options: dict[str, Any] | None = None
+) -> CompiledCase:
     """Compiles the training step of `rnnlib.training`; XLA tries out kernels on the device meanwhile.
 
     Args:
         plan: the study; each device has its number of tokens.
         case: what is timed.
         mesh: devices that share the step; None for one device.
+        options: of XLA's compiler, beside those of `rnnlib.training`.
     """
     start = time.monotonic()
     config = model_config(plan, case)
@@ -130,7 +133,7 @@ def compile_case(plan: ThroughputStudy, case: Case, mesh: Mesh | None = None) ->
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=None if mesh is None else x.sharding),
         _batch(plan, case, mesh),
     )
-    compiled = step.lower(abstract_state(state, mesh), batch).compile()
+    compiled = step.lower(abstract_state(state, mesh), batch).compile(options)
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
     return CompiledCase(case, compiled, new_state, mesh, num_parameters, time.monotonic() - start)
 

@@ -99,13 +99,21 @@ class HasOutputEmbedding(Protocol):
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
 
 
-def _compiler_options(deterministic: bool) -> dict[str, Any] | None:
-    """Options with which XLA's GPU programs give the same bits every time; elsewhere they do so anyway.
+def _compiler_options(deterministic: bool, mesh: Mesh | AbstractMesh | None) -> dict[str, Any] | None:
+    """Options of XLA's GPU programs; elsewhere there are none.
 
-    Without them, scatter-adds (the embedding's gradient) sum in the order of arrival, and the choice among algorithms
-    of a matrix product is timed anew in every process.
+    With `xla_gpu_deterministic_ops` they give the same bits every time, as other programs do anyway. Without it,
+    scatter-adds (the embedding's gradient) sum in the order of arrival, and the choice among algorithms of a matrix
+    product is timed anew in every process.
+
+    For several GPUs XLA has a scheduler that begins collectives before it waits for them. It puts off products of
+    weights' gradients until the end of the step, so that all activations that recomputation had saved are there at
+    once.
     """
-    return {"xla_gpu_deterministic_ops": True} if deterministic and jax.default_backend() == "gpu" else None
+    if jax.default_backend() != "gpu":
+        return None
+    options = {"xla_gpu_deterministic_ops": True} if deterministic else {}
+    return options | ({} if mesh is None else {"xla_gpu_enable_latency_hiding_scheduler": False})
 
 
 def state_shardings(state: TrainState, mesh: Mesh | AbstractMesh | None) -> TrainState:
@@ -446,7 +454,7 @@ def make_train_step(
             state = jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
         return state, metrics
 
-    return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(deterministic))
+    return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(deterministic, mesh))
 
 
 def make_evaluation_step(
@@ -464,4 +472,4 @@ def make_evaluation_step(
     def step(parameters, other, batch) -> LossSums:
         return LossSums(*over_devices(parameters, other, batch))
 
-    return jax.jit(step, compiler_options=_compiler_options(deterministic))
+    return jax.jit(step, compiler_options=_compiler_options(deterministic, mesh))
