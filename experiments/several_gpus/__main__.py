@@ -14,7 +14,6 @@ from typing import Any, Literal
 import jax
 import tyro
 
-from experiments.scale_prediction.__main__ import NVLINK
 from experiments.sweep.command import errors_as_lines, interrupts_as_lines
 from experiments.sweep.pictures import pyplot, save
 from experiments.sweep.report import write_between_marks
@@ -27,7 +26,6 @@ from rnnlib.training import MeshConfig, TrainConfig, make_mesh, plan_step
 
 FOLDER = pathlib.Path(__file__).parent
 Axis = Literal["data", "fsdp", "sequence", "tensor"]
-_OVERLAPPED = {"xla_gpu_enable_latency_hiding_scheduler": True}
 AXES: tuple[Axis, ...] = ("data", "fsdp", "sequence", "tensor")
 
 
@@ -41,8 +39,8 @@ class Group:
         mixer: label of one of the study's mixers.
         keeps: what blocks keep for the backward pass.
         axes: of meshes.
-        hidden: axes of those that are also timed with XLA's latency-hiding scheduler, which begins collectives before
-            it waits for them, at the price of memory.
+        both: axes of those that are timed with and without XLA's latency-hiding scheduler, which begins collectives
+            before it waits for them; others as `rnnlib.training` has them, with it for "fsdp" alone.
     """
 
     model: str
@@ -50,7 +48,7 @@ class Group:
     mixer: str
     keeps: Keeps
     axes: tuple[Axis, ...]
-    hidden: tuple[Axis, ...] = ()
+    both: tuple[Axis, ...] = ()
 
     @property
     def case(self) -> Case:
@@ -89,6 +87,8 @@ class Options:
     """Time nothing; write table and picture from the results that are there. Needs one device of any kind."""
     no_report: bool = False
     """Time only."""
+    add: bool = False
+    """Keep the runs that the results have, and add this one."""
     output: pathlib.Path = FOLDER
     """Folder of results, figures and page."""
     commit: str | None = None
@@ -97,6 +97,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.compile_workers < 1:
             raise ValueError(f"compile_workers must be at least 1, got {self.compile_workers}")
+
+
+def _latency_hiding(on: bool) -> dict[str, Any]:
+    """Options of XLA's compiler; it has this one on GPUs alone."""
+    return {"xla_gpu_enable_latency_hiding_scheduler": on} if jax.default_backend() == "gpu" else {}
 
 
 def mesh_config(axis: Axis | None, devices: int) -> MeshConfig:
@@ -137,15 +142,19 @@ def measured(compiled: Any, group: Group, axis: Axis | None, devices: int) -> di
 def time_all(options: Options, wanted: Sequence[Group]) -> Iterator[dict[str, Any]]:
     """Records of all steps; a failure is recorded and does not cost the others."""
     devices = jax.device_count()
-    cases: list[tuple[Group, Axis | None, bool]] = [(g, axis, False) for g in wanted for axis in (None, *g.axes)]
-    cases += [(g, axis, True) for g in wanted for axis in g.hidden]
+    cases: list[tuple[Group, Axis | None, bool]] = [
+        (group, axis, hidden)
+        for group in wanted
+        for axis in (None, *group.axes)
+        for hidden in ((False, True) if axis in group.both else (axis == "fsdp",))
+    ]
     cases = [case for case in cases if not options.axes or case[1] in options.axes]
     meshes = {axis: make_mesh(devices, mesh_config(axis, devices)) for axis in AXES}
     with concurrent.futures.ThreadPoolExecutor(options.compile_workers) as pool:
         futures = [
-            pool.submit(
-                compile_case, g.study, g.case, None if axis is None else meshes[axis], _OVERLAPPED if hidden else {}
-            )
+            pool.submit(compile_case, g.study, g.case, None)
+            if axis is None
+            else pool.submit(compile_case, g.study, g.case, meshes[axis], _latency_hiding(hidden))
             for g, axis, hidden in cases
         ]
         concurrent.futures.wait(futures)
@@ -173,10 +182,14 @@ def _milliseconds(record: dict[str, Any]) -> float | None:
     return None if not seconds else round(1e3 * statistics.median(seconds), 2)
 
 
-def _pairs(records: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Each record with that of the same model on one device."""
-    alone = {(r["model"], r["mixer"]): r for r in records if r["axis"] is None and "error" not in r}
-    return [(record, alone.get((record["model"], record["mixer"]))) for record in records]
+def _pairs(runs: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any], dict[str, Any] | None]]:
+    """The run's number and the record of each step, with that of the same model on one device, of whichever run."""
+    records = [(number, record) for number, run in enumerate(runs, 1) for record in run["records"]]
+    alone = {(r["model"], r["mixer"]): r for _, r in records if r["axis"] is None and "error" not in r}
+    order = {model: i for i, model in enumerate(dict.fromkeys((r["model"], r["mixer"]) for _, r in records))}
+    places = {None: -1} | {axis: i for i, axis in enumerate(AXES)}
+    records.sort(key=lambda x: (order[x[1]["model"], x[1]["mixer"]], places[x[1]["axis"]], x[1]["latency_hiding"]))
+    return [(number, record, alone.get((record["model"], record["mixer"]))) for number, record in records]
 
 
 def efficiency(record: dict[str, Any], alone: dict[str, Any]) -> float:
@@ -184,77 +197,83 @@ def efficiency(record: dict[str, Any], alone: dict[str, Any]) -> float:
     return record["tokens_per_second_ahead"] / record["devices"] / alone["tokens_per_second_ahead"]
 
 
-def table(result: dict[str, Any]) -> str:
+def table(runs: list[dict[str, Any]]) -> str:
     """Markdown of all records."""
-    header = ["model", "mixer", "mesh", "tokens a step", "ms a step", "thousand tokens/s", "of one GPU's, each"]
-    header += ["sent a GPU, GB", "ms at 450 GB/s", "ms more than alone", "memory a GPU, GB", "planned at most, GB"]
+    header = ["model", "mixer", "mesh", "latency hiding", "run", "tokens a step", "ms a step", "thousand tokens/s"]
+    header += [
+        "each GPU, of one alone",
+        "sent a GPU, GB",
+        "ms more than alone",
+        "memory a GPU, GB",
+        "planned at most, GB",
+    ]
     lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
-    for record, alone in _pairs(result["records"]):
+    for number, record, alone in _pairs(runs):
         mesh = "one GPU" if record["axis"] is None else f"{record['axis']} {record['devices']}"
-        cells = [record["model"], record["mixer"], mesh]
+        cells = [record["model"], record["mixer"], mesh, "yes" if record["latency_hiding"] else "", str(number)]
         if "error" in record:
-            lines.append(f"| {' | '.join([*cells, 'failed', *[''] * (len(header) - 4)])} |")
+            lines.append(f"| {' | '.join([*cells, '', 'failed', *[''] * (len(header) - 7)])} |")
             continue
         plan, milliseconds = record["plan"], _milliseconds(record) or math.nan
         cells += [f"{record['rows'] * record['length']:,}", f"{milliseconds:.1f}"]
         cells.append(f"{record['tokens_per_second_ahead'] / 1e3:.1f}")
         if record["axis"] is None or alone is None:
-            cells += ["", "", "", ""]
+            cells += ["", "", ""]
         else:
-            cells.append(f"{efficiency(record, alone):.1%}")
-            cells += [f"{plan['sent_bytes'] / 1e9:.2f}", f"{1e3 * plan['sent_bytes'] / NVLINK:.1f}"]
+            cells += [f"{efficiency(record, alone):.1%}", f"{plan['sent_bytes'] / 1e9:.2f}"]
             cells.append(f"{milliseconds - (_milliseconds(alone) or math.nan):.1f}")
         memory = record["memory"]
         cells.append("" if memory is None else f"{memory['peak_bytes'] / 1e9:.1f}")
         cells.append(f"{plan['total_bytes'] / 1e9:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
-    where = result["environment"]
-    lines += [
-        "",
-        f"{result['devices']} x {where['device']}, jax {where['packages']['jax']}; commit {where['commit'][:7]}; "
-        f"{where['date'][:10]}. Median of {result['steps']} steps, each asked for while the one before it runs.",
-    ]
-    return "\n".join(lines) + "\n"
+    notes = []
+    for number, run in enumerate(runs, 1):
+        where = run["environment"]
+        version, commit, date = where["packages"]["jax"], where["commit"][:7], where["date"][:10]
+        notes.append(f"Run {number}: {run['devices']} x {where['device']}, jax {version}, commit {commit}, {date}.")
+    note = f"{' '.join(notes)} Median of {runs[0]['steps']} steps, each asked for while the one before it runs."
+    return "\n".join([*lines, "", note]) + "\n"
 
 
-def figure(result: dict[str, Any], path: pathlib.Path) -> None:
+def figure(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
     """Bars: what each GPU of a mesh trains, as a part of one GPU's tokens a second."""
-    rows = [
-        (r, a) for r, a in _pairs(result["records"]) if r["axis"] is not None and a is not None and "error" not in r
-    ]
+    rows = [(n, r, a) for n, r, a in _pairs(runs) if r["axis"] is not None and a is not None and "error" not in r]
     if not rows:
         return
     drawing, axes = pyplot().subplots(figsize=(8, 1.2 + 0.36 * len(rows)), layout="constrained")
     colors = dict(zip(AXES, ("tab:blue", "tab:orange", "tab:green", "tab:purple")))
-    for i, (record, alone) in enumerate(rows):
+    for i, (_, record, alone) in enumerate(rows):
         value = 100 * efficiency(record, alone)
-        axes.barh(i, value, color=colors[record["axis"]], alpha=0.8)
+        hatch = "//" if record["latency_hiding"] else None
+        axes.barh(i, value, color=colors[record["axis"]], alpha=0.8, hatch=hatch, edgecolor="white")
         axes.text(value, i, f" {value:.0f} %", va="center", fontsize=8)
     axes.axvline(100, color="gray", linewidth=0.8, linestyle="--")
-    labels = [f"{r['model']} {r['mixer']}, {r['axis']} {r['devices']}" for r, _ in rows]
+    labels = [f"{r['model']} {r['mixer']}, {r['axis']} {r['devices']} (run {n})" for n, r, _ in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 118)
-    axes.set_xlabel("tokens a second of each GPU, percent of one GPU alone with as many tokens a step", fontsize=8)
-    axes.set_title(f"Training step on {result['devices']} x {result['environment']['device']}", fontsize=10)
+    axes.set_xlabel(
+        "tokens a second of each GPU, percent of one GPU alone with as many tokens a step\n"
+        "(hatched: with XLA's latency-hiding scheduler)",
+        fontsize=8,
+    )
+    axes.set_title(f"Training step on {runs[0]['devices']} x {runs[0]['environment']['device']}", fontsize=10)
     save(drawing, path)
 
 
 def write_report(options: Options) -> str:
     """Plans the steps that were timed, and writes table and picture; gives the table."""
     path = options.output / f"{options.setting}.json"
-    result = json.loads(path.read_text())
-    where, known = result["environment"], {(g.model, g.mixer): g for g in groups(options.setting)}
-    for record in result["records"]:
-        if "plan" not in record and "error" not in record:
-            group, card = (
-                known[record["model"], record["mixer"]],
-                where["device"] if where["platform"] == "gpu" else None,
-            )
-            record["plan"] = planned(group, record["axis"], record["devices"], card)
-    write_text(path, json.dumps(result, indent=1) + "\n")
-    text = table(result)
-    figure(result, options.output / f"{options.setting}.png")
+    runs, known = json.loads(path.read_text()), {(g.model, g.mixer): g for g in groups(options.setting)}
+    for run in runs:
+        card = run["environment"]["device"] if run["environment"]["platform"] == "gpu" else None
+        for record in run["records"]:
+            if "plan" not in record and "error" not in record:
+                group = known[record["model"], record["mixer"]]
+                record["plan"] = planned(group, record["axis"], record["devices"], card)
+    write_text(path, json.dumps(runs, indent=1) + "\n")
+    text = table(runs)
+    figure(runs, options.output / f"{options.setting}.png")
     write_between_marks(options.output / "README.md", options.setting, text)
     return text
 
@@ -272,16 +291,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             if jax.device_count() < 2:
                 raise ValueError(f"there is {jax.device_count()} {jax.default_backend()} device, expected at least 2")
             records: list[dict[str, Any]] = []
-            result = {
+            run = {
                 "devices": jax.device_count(),
                 "steps": wanted[0].study.steps,
                 "environment": environment(command_line("experiments.several_gpus"), options.commit),
                 "records": records,
             }
+            path = options.output / f"{options.setting}.json"
+            runs = json.loads(path.read_text()) if options.add and path.exists() else []
             for record in time_all(options, wanted):
                 records.append(record)
                 failed |= "error" in record
-                write_text(options.output / f"{options.setting}.json", json.dumps(result, indent=1) + "\n")
+                write_text(path, json.dumps([*runs, run], indent=1) + "\n")
         if not options.no_report:
             print(write_report(options))
     return int(failed)

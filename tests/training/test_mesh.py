@@ -3,12 +3,14 @@
 import dataclasses
 
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rnnlib.training import MeshConfig, Trainer, make_mesh
-from rnnlib.training.mesh import mesh_sizes
+from rnnlib.training import MeshConfig, Trainer, make_mesh, make_train_step
+from rnnlib.training.mesh import abstract_mesh, mesh_sizes
 from tests.processes import result_of
 
 from .collectives import Collective, collectives
@@ -140,6 +142,30 @@ def test_runs_go_on_on_any_mesh(process_environment, corpus):
 def test_meshes_without_enough_devices_are_refused(tiny_config, mesh, devices, message):
     with pytest.raises(ValueError, match=message):
         Trainer(dataclasses.replace(tiny_config, mesh=MeshConfig(**mesh), devices=devices), read_data=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        (None, {"xla_gpu_deterministic_ops": True}),
+        ((2, 4), {"xla_gpu_deterministic_ops": True}),
+        ((8, 1), {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_latency_hiding_scheduler": False}),
+    ],
+)
+def test_steps_of_copies_are_compiled_without_latency_hiding(monkeypatch, sizes, options):
+    """On GPUs: with it, a step of copies keeps all that recomputation had saved (experiments/several_gpus)."""
+    given = []
+
+    def jit(step, *, compiler_options, **_):
+        given.append(compiler_options)
+        return step
+
+    mesh = None if sizes is None else abstract_mesh(MeshConfig(*sizes))
+    graph = nnx.split(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))[0]
+    monkeypatch.setattr("rnnlib.training.step.jax.default_backend", lambda: "gpu")
+    monkeypatch.setattr("rnnlib.training.step.jax.jit", jit)
+    make_train_step(graph, optax.sgd(1.0), lambda _: 1.0, np.ones(4, np.int32), mesh)
+    assert given == [options]
 
 
 def test_sizes_that_are_none_are_refused():
