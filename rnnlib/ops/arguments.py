@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -90,7 +90,7 @@ def check_segment_ids(operator: str, segment_ids: Array | None, batch: int, leng
             raise ValueError(f"{operator}: segment_ids has numbers from {low} to {high}, expected those of {kept}")
 
 
-def check_key_value_heads(operator: str, q: Array, k: Array | None, v: Array) -> None:
+def _check_key_value_heads(operator: str, q: Array, k: Array | None, v: Array) -> None:
     """Checks q, k `[B, T, H, K]` (unless None) and v `[B, T, HV, V]`, where HV is a multiple of H."""
     check_rank(operator, "q", q, 4, axes="[B, T, H, K]")
     check_rank(operator, "v", v, 4, axes="[B, T, HV, V]")
@@ -107,6 +107,7 @@ def check_key_value_heads(operator: str, q: Array, k: Array | None, v: Array) ->
 def check_rule(
     operator: str,
     q: Array,
+    k: Array | None,
     v: Array,
     gates: Mapping[str, Array | None],
     keys: Mapping[str, Array | None],
@@ -114,12 +115,13 @@ def check_rule(
     segment_ids: Array | None,
     chunk_size: int,
 ) -> None:
-    """Checks the arguments of a rule with a state `[K, V]` for each value head, beyond `check_key_value_heads`.
+    """Checks the arguments of a rule with a state `[K, V]` for each value head.
 
     Args:
         operator: the public function's name.
         q: queries `[B, T, H, K]`.
-        v: values `[B, T, HV, V]`.
+        k: keys `[B, T, H, K]`; None if they are among `keys`.
+        v: values `[B, T, HV, V]`, where HV is a multiple of H.
         gates: by name, None, `[B, T, HV]`, or one number a channel: `[B, T, HV, V]` for `write`, else `[B, T, HV, K]`.
         keys: by name, None, `[B, T, H, K]` or `[B, T, HV, K]`.
         initial_state: None or `[B, HV, K, V]`.
@@ -130,6 +132,7 @@ def check_rule(
         ValueError: names the argument, its shape and what was expected.
         TypeError: `segment_ids` is no array of integers.
     """
+    _check_key_value_heads(operator, q, k, v)
     batch, length, _, key_size = q.shape
     per_head, value_size = v.shape[:3], v.shape[3]
     for name, gate in gates.items():
@@ -247,16 +250,20 @@ def choose_implementation[Implementation](
     operator: str,
     implementation: str | None,
     implementations: Mapping[str, Implementation],
-    preference: Sequence[str],
+    length: int,
+    *,
+    kernel_for_one_token: bool = True,
     **unsupported: Callable[[], str | None],
 ) -> Implementation:
     """The implementation to run.
 
     Args:
         operator: the public function's name.
-        implementation: what the caller asked for; `None` takes the first of `preference` that supports the case.
+        implementation: what the caller asked for; `None` takes the first of `default_preference` that supports the
+            case.
         implementations: those of this operator, by name.
-        preference: names, best first.
+        length: tokens in a sequence, T.
+        kernel_for_one_token: whether None may choose a kernel for a single token, of which XLA makes one fused loop.
         **unsupported: by the name of an implementation that does not serve every case, a function that says why it
             can't serve this one, or returns None where it can.
 
@@ -269,6 +276,7 @@ def choose_implementation[Implementation](
         return unsupported[name]() if name in unsupported else None
 
     if implementation is None:
+        preference = default_preference(length) if length > 1 or kernel_for_one_token else ("scan", "chunked")
         name = next(name for name in preference if name in implementations and objection(name) is None)
         return implementations[name]
     if implementation not in IMPLEMENTATIONS:

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 from jax import Array
 
 from rnnlib import ops
@@ -65,6 +67,16 @@ class Call:
         rng = np.random.default_rng(99)
         shapes = (self.shape, (batch, heads, size, size))
         return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+
+
+def given_cases(*calls: Call):
+    """Draws a test's arguments: one of `calls`, and which numbers it is given."""
+    return given(
+        call=st.sampled_from(calls),
+        values=st.sampled_from(("random", "extreme", "zero keys", "repeated keys")),
+        segments=st.sampled_from(("one", "random", "every")),
+        seed=st.integers(0, 2**16),
+    )
 
 
 def results(arguments: dict[str, Array], cotangents, call: Call, implementation: str, chunk_size: int):

@@ -127,9 +127,12 @@ jitted_delta_rule = jax.jit(functools.partial(ops.gated_delta_rule, implementati
 class TestTable3:
     """Preconditioned DeltaNet, table 3: what ties a, b and k have in each of the models."""
 
-    def delta_rule(self, per_channel):
+    def delta_rule(self, model):
         """Arguments of the gated delta rule. `alpha` decays the read key, as `a` reads the state before it decays."""
+        per_channel = model in ("kda", "pkda")
         arguments = draw(2, 37, 2, per_channel)
+        if model in ("dn", "pdn"):
+            arguments["log_decay"] = np.zeros_like(arguments["log_decay"])
         decay = np.exp(np.maximum(arguments["log_decay"], -30.0))
         beta = np.random.default_rng(0).uniform(size=(BATCH, 37, 2))
         arrays = to_arrays(arguments | {"log_decay": np.log(decay)})
@@ -145,14 +148,12 @@ class TestTable3:
 
     @pytest.mark.parametrize("model", ["dn", "gdn", "kda"])
     def test_one_key(self, model):
-        arrays, alpha, beta = self.delta_rule(per_channel=model == "kda")
-        if model == "dn":
-            arrays["log_decay"], alpha = jnp.zeros_like(arrays["log_decay"]), 1.0
+        arrays, alpha, beta = self.delta_rule(model)
         k = arrays["k"]
         self.check(arrays, alpha * k, beta[..., None] * k, k, beta[..., None] * arrays["v"], beta=beta)
 
     def test_comba(self):
-        arrays, alpha, beta = self.delta_rule(per_channel=False)
+        arrays, alpha, beta = self.delta_rule("comba")
         k, feedback = arrays["k"], 0.7
         erase = feedback * beta / alpha[..., 0]
         # Comba's feedback reads the state before it decays: a is the key itself.
@@ -160,9 +161,7 @@ class TestTable3:
 
     @pytest.mark.parametrize("model", ["pdn", "pgdn", "pkda"])
     def test_preconditioned_rules_have_a_free(self, model):
-        arrays, alpha, beta = self.delta_rule(per_channel=model == "pkda")
-        if model == "pdn":
-            arrays["log_decay"], alpha = jnp.zeros_like(arrays["log_decay"]), 1.0
+        arrays, alpha, beta = self.delta_rule(model)
         k = arrays["k"]
         preconditioner, _ = ops.diagonal_preconditioner(k, segment_ids=arrays["segment_ids"])
         write_key = beta[..., None] * preconditioner * k

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, settings
 
 from rnnlib import ops
 from rnnlib.ops.ridge_solve import Solver
-from tests.ops.ridge import Call, assert_close, reference, relative_error, run
+from tests.ops.ridge import Call, assert_close, given_cases, reference, relative_error, run
 
 GKA = Call()
 MESA = Call(shape=(1, 150, 2, 12), solver=Solver("conjugate_gradient"), adaptive=False, by_channel=True)
@@ -20,12 +19,7 @@ CALLS = (GKA, MESA)
 
 
 @settings(max_examples=20)
-@given(
-    call=st.sampled_from(CALLS),
-    values=st.sampled_from(("random", "extreme", "zero keys", "repeated keys")),
-    segments=st.sampled_from(("one", "random", "every")),
-    seed=st.integers(0, 2**16),
-)
+@given_cases(*CALLS)
 @example(call=GKA, values="extreme", segments="random", seed=0)
 @example(call=GKA, values="zero keys", segments="every", seed=0)
 @example(call=GKA, values="zero keys", segments="one", seed=1)

@@ -5,13 +5,7 @@ from typing import Any
 
 from jax import Array
 
-from rnnlib.ops.arguments import (
-    check_segment_ids,
-    check_shape,
-    choose_implementation,
-    default_preference,
-    floating_arrays,
-)
+from rnnlib.ops.arguments import check_segment_ids, check_shape, choose_implementation, floating_arrays
 from rnnlib.ops.diagonal_preconditioner.chunked import diagonal_gram_chunked
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
 from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram
@@ -19,7 +13,7 @@ from rnnlib.ops.diagonal_preconditioner.readouts import Gram
 from rnnlib.ops.diagonal_preconditioner.scan import diagonal_gram_scan
 from rnnlib.ops.diagonal_preconditioner.triton import diagonal_gram_triton
 from rnnlib.ops.kernels import triton_unsupported
-from rnnlib.ops.sequence import current_axis, enter_gram, of_last
+from rnnlib.ops.sequence import current_axis, enter_gram, of_last, sequence_axis
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "scan": diagonal_gram_scan,
@@ -60,7 +54,7 @@ def evaluate(
     Returns:
         The readout `[B, T, H, K]`, A after the last token `[B, H, K]`, and `inputs.k`.
     """
-    k, log_decay, _ = inputs
+    k, log_decay, gain = inputs
     (initial_state,) = floating_arrays(operator, initial_state=initial_state)
     batch, length, heads, channels = k.shape
     if initial_state is not None:
@@ -68,54 +62,23 @@ def evaluate(
     check_segment_ids(operator, segment_ids, batch, length)
     axis = current_axis()
     if axis is not None:  # A alone first: what enters this device's stretch of the rows
-        own = _evaluate(operator, Gram(), inputs, segment_ids=segment_ids, implementation=implementation)[1]
+        rest: dict[str, Any] = {"segment_ids": segment_ids, "implementation": implementation}
+        with sequence_axis(None):
+            own = evaluate(operator, Gram(), inputs, initial_state=None, **rest)[1]
         initial_state = enter_gram(own, log_decay, initial_state, segment_ids, axis)
-    out, final, key = _evaluate(
-        operator,
-        readout,
-        inputs,
-        x=x,
-        parameter=parameter,
-        like=like,
-        dtype=dtype,
-        with_key=with_key,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        implementation=implementation,
-    )
-    return out, (final if axis is None else of_last(final, axis)), key
-
-
-def _evaluate(
-    operator: str,
-    readout: Any,
-    inputs: DiagonalGramInputs,
-    *,
-    x: Array | None = None,
-    parameter: Array | None = None,
-    like: Array | None = None,
-    dtype: Any = None,
-    with_key: bool = False,
-    initial_state: Array | None = None,
-    segment_ids: Array | None,
-    implementation: str | None,
-) -> tuple[Array, Array, Array]:
-    """`evaluate` of rows that are whole, and of arguments that were checked."""
-    k, log_decay, gain = inputs
-    # For a single token XLA makes one fused loop, which a kernel cannot improve on.
-    length = k.shape[1]
-    preference = ("scan", "chunked") if length == 1 else default_preference(length)
     run = choose_implementation(
         operator,
         implementation,
         _IMPLEMENTATIONS,
-        preference,
+        length,
+        kernel_for_one_token=False,
         triton=lambda: triton_unsupported("gram_unsupported", k, x, parameter, log_decay, gain, initial_state),
     )
     if run is diagonal_gram_triton:
         options: dict[str, Any] = {"readout": readout, "like": like, "dtype": dtype, "with_key": with_key}
-        return diagonal_gram_triton(inputs, x, parameter, initial_state, segment_ids, **options)
-    if dtype is None and like is not None:
-        dtype = like.dtype
-    out, final = read_gram(run, inputs, x, parameter, initial_state, segment_ids, readout=readout, dtype=dtype)
-    return out, final, k
+        out, final, key = diagonal_gram_triton(inputs, x, parameter, initial_state, segment_ids, **options)
+    else:
+        dtype = like.dtype if dtype is None and like is not None else dtype
+        out, final = read_gram(run, inputs, x, parameter, initial_state, segment_ids, readout=readout, dtype=dtype)
+        key = k
+    return out, (final if axis is None else of_last(final, axis)), key

@@ -6,14 +6,7 @@ from collections.abc import Callable
 from jax import Array
 from jaxtyping import Float, Int
 
-from rnnlib.ops.arguments import (
-    check_key_value_heads,
-    check_rule,
-    choose_implementation,
-    default_preference,
-    floating_arrays,
-    scaled_queries,
-)
+from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
 from rnnlib.ops.dplr.chunked import dplr_chunked
 from rnnlib.ops.dplr.scan import DPLRInputs, dplr_scan
 from rnnlib.ops.sequence import current_axis, evaluate_erasing_rule
@@ -77,16 +70,15 @@ def dplr(
     q, k, v, a, b, log_decay, initial_state = floating_arrays(
         _NAME, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay, initial_state=initial_state
     )
-    check_key_value_heads(_NAME, q, None, v)
-    gates = {"log_decay": log_decay}
-    check_rule(_NAME, q, v, gates, {"k": k, "a": a, "b": b}, initial_state, segment_ids, chunk_size)
+    gates, keys = {"log_decay": log_decay}, {"k": k, "a": a, "b": b}
+    check_rule(_NAME, q, None, v, gates, keys, initial_state, segment_ids, chunk_size)
     q, scale = scaled_queries(_NAME, q, scale)
 
     implementations: dict[str, Callable[..., tuple[Array, Array]]] = {
         "scan": functools.partial(dplr_scan, scale=scale),
         "chunked": functools.partial(dplr_chunked, scale=scale, chunk_size=chunk_size),
     }
-    run = choose_implementation(_NAME, implementation, implementations, default_preference(q.shape[1]))
+    run = choose_implementation(_NAME, implementation, implementations, q.shape[1])
     inputs = DPLRInputs(q, k, v, a, b, log_decay)
     axis = current_axis()
     if axis is None:

@@ -70,5 +70,5 @@ def exact_preconditioner(
     ridges = per_head(_NAME, "ridge", ridge, heads, accumulation_dtype(k), is_positive=True)
     check_segment_ids(_NAME, segment_ids, batch, length)
     expect_whole_rows(_NAME)
-    run = choose_implementation(_NAME, implementation, {"scan": exact_preconditioner_scan}, ("scan",))
+    run = choose_implementation(_NAME, implementation, {"scan": exact_preconditioner_scan}, length)
     return run(q, k, gain, ridges, initial_inverse, segment_ids)

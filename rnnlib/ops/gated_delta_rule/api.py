@@ -7,15 +7,7 @@ from typing import Any
 from jax import Array
 from jaxtyping import Float, Int
 
-from rnnlib.ops.arguments import (
-    check_key_value_heads,
-    check_rule,
-    check_shape,
-    choose_implementation,
-    default_preference,
-    floating_arrays,
-    scaled_queries,
-)
+from rnnlib.ops.arguments import check_rule, check_shape, choose_implementation, floating_arrays, scaled_queries
 from rnnlib.ops.gated_delta_rule.chunked import gated_delta_rule_chunked
 from rnnlib.ops.gated_delta_rule.scan import DeltaRuleInputs, gated_delta_rule_scan
 from rnnlib.ops.gated_delta_rule.triton import gated_delta_rule_triton
@@ -99,15 +91,14 @@ def gated_delta_rule(
         log_decay=log_decay,
         initial_state=initial_state,
     )
-    check_key_value_heads(_NAME, q, k, v)
+    gates = {"erase": erase, "write": write, "log_decay": log_decay}
+    check_rule(_NAME, q, k, v, gates, {"write_key": write_key}, initial_state, segment_ids, chunk_size)
     if beta is not None:
         if erase is not None or write is not None:
             given = "erase" if erase is not None else "write"
             raise ValueError(f"{_NAME}: beta is short for erase = write = beta, so it can't be given with {given}")
         check_shape(_NAME, "beta", beta, v.shape[:3], axes="[B, T, HV]")
         erase = write = beta
-    gates = {"erase": erase, "write": write, "log_decay": log_decay}
-    check_rule(_NAME, q, v, gates, {"write_key": write_key}, initial_state, segment_ids, chunk_size)
     q, scale = scaled_queries(_NAME, q, scale)
 
     options: dict[str, Any] = {"scale": scale, "chunk_size": chunk_size}
@@ -121,7 +112,7 @@ def gated_delta_rule(
         _NAME,
         implementation,
         implementations,
-        default_preference(q.shape[1]),
+        q.shape[1],
         triton=lambda: triton_unsupported("unsupported", q, k, v, erase, log_decay, chunk_size=chunk_size),
     )
     inputs = DeltaRuleInputs(q, k, v, erase, write, write_key, log_decay)

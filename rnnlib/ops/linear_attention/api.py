@@ -7,14 +7,7 @@ from typing import Any
 from jax import Array
 from jaxtyping import Float, Int
 
-from rnnlib.ops.arguments import (
-    check_key_value_heads,
-    check_rule,
-    choose_implementation,
-    default_preference,
-    floating_arrays,
-    scaled_queries,
-)
+from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
 from rnnlib.ops.kernels import triton_unsupported
 from rnnlib.ops.linear_attention.chunked import linear_attention_chunked
 from rnnlib.ops.linear_attention.scan import LinearAttentionInputs, linear_attention_scan
@@ -76,9 +69,8 @@ def linear_attention(
     q, k, v, log_decay, write, initial_state = floating_arrays(
         _NAME, q=q, k=k, v=v, log_decay=log_decay, write=write, initial_state=initial_state
     )
-    check_key_value_heads(_NAME, q, k, v)
     gates = {"log_decay": log_decay, "write": write}
-    check_rule(_NAME, q, v, gates, {}, initial_state, segment_ids, chunk_size)
+    check_rule(_NAME, q, k, v, gates, {}, initial_state, segment_ids, chunk_size)
     q, scale = scaled_queries(_NAME, q, scale)
 
     options: dict[str, Any] = {"scale": scale, "chunk_size": chunk_size}
@@ -91,7 +83,7 @@ def linear_attention(
         _NAME,
         implementation,
         implementations,
-        default_preference(q.shape[1]),
+        q.shape[1],
         triton=lambda: triton_unsupported("unsupported", q, k, v, log_decay, chunk_size=chunk_size),
     )
     inputs = LinearAttentionInputs(q, k, v, write, log_decay)

@@ -17,7 +17,6 @@ from rnnlib.ops.arguments import (
     check_segment_ids,
     check_shape,
     choose_implementation,
-    default_preference,
     floating_arrays,
 )
 from rnnlib.ops.linear_attention import linear_attention
@@ -132,7 +131,7 @@ def ridge_solve(
         _NAME,
         implementation,
         implementations,
-        default_preference(length),
+        length,
         scan=lambda: "running backwards through the iterations" if is_reversed else None,
         chunked=lambda: "the exact solver, which factorises every Gram matrix" if is_exact else None,
         triton=lambda: ridge_triton_unsupported(inputs, options, chunk_size),

@@ -13,7 +13,6 @@ from rnnlib.ops.arguments import (
     check_segment_ids,
     check_shape,
     choose_implementation,
-    default_preference,
     floating_arrays,
 )
 from rnnlib.ops.sequence import current_axis, of_last, tokens_before
@@ -87,8 +86,6 @@ def short_convolution(
 
     inputs = ConvolutionInputs(x, kernel, bias, initial_state, segment_ids)
     finish = Finish(activation, norm_size, norm_eps)
-    # For a single token XLA makes one fused loop, which a kernel cannot improve on.
-    preference = ("chunked",) if length == 1 else default_preference(length)
     implementations: dict[str, Callable[[ConvolutionInputs, Finish], Array]] = {
         "chunked": short_convolution_taps,
         "triton": short_convolution_triton,
@@ -97,7 +94,8 @@ def short_convolution(
         _NAME,
         implementation,
         implementations,
-        preference,
+        length,
+        kernel_for_one_token=False,
         triton=lambda: triton_convolution_unsupported(inputs, finish),
     )
     axis = current_axis()
