@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
+from rnnlib.layers.arrays import Inputs, KeyHeads, SegmentIds
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
@@ -50,13 +51,13 @@ class KeyMap(nnx.Module, abc.ABC):
     @abc.abstractmethod
     def __call__(
         self,
-        x: Float[Array, "B T D"],
-        query: Float[Array, "B T H K"],
-        key: Float[Array, "B T H K"],
+        x: Inputs,
+        query: KeyHeads,
+        key: KeyHeads,
         *,
         decay: Decay,
         gates: Gates,
-        segment_ids: Int[Array, "B T"] | None = None,
+        segment_ids: SegmentIds | None = None,
         state: Any = None,
     ) -> tuple[Keys, Any]:
         """The keys that the recurrence takes, and the next state.
@@ -79,22 +80,12 @@ class KeyMap(nnx.Module, abc.ABC):
 class StatelessKeyMap(KeyMap):
     """A key map that depends on the token's query and key only."""
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        query: Float[Array, "B T H K"],
-        key: Float[Array, "B T H K"],
-        *,
-        decay: Decay,
-        gates: Gates,
-        segment_ids: Int[Array, "B T"] | None = None,
-        state: Any = None,
-    ) -> tuple[Keys, Any]:
-        """`keys` of queries and keys; there is no state."""
+    def __call__(self, x: Inputs, query: KeyHeads, key: KeyHeads, **others: Any) -> tuple[Keys, Any]:
+        """`keys` of queries and keys, whatever the other arguments; there is no state."""
         return self.keys(query, key), None
 
     @abc.abstractmethod
-    def keys(self, query: Float[Array, "B T H K"], key: Float[Array, "B T H K"]) -> Keys:
+    def keys(self, query: KeyHeads, key: KeyHeads) -> Keys:
         """The keys that the recurrence takes."""
 
 
@@ -121,7 +112,7 @@ class PlainKeys(KeysConfig):
 class PlainKeyMap(StatelessKeyMap):
     """Passes queries and keys on."""
 
-    def keys(self, query: Float[Array, "B T H K"], key: Float[Array, "B T H K"]) -> Keys:
+    def keys(self, query: KeyHeads, key: KeyHeads) -> Keys:
         """Queries and keys as they are."""
         return Keys(query, key)
 
@@ -152,7 +143,7 @@ class OutputCorrectionMap(StatelessKeyMap):
         shape.expect_one_pair("OutputCorrection")
         self.correction = nnx.Param(jnp.full((shape.key_heads,), config.initial, shape.param_dtype))
 
-    def keys(self, query: Float[Array, "B T H K"], key: Float[Array, "B T H K"]) -> Keys:
+    def keys(self, query: KeyHeads, key: KeyHeads) -> Keys:
         """The corrected query, and keys as they are."""
         return Keys(query - self.correction[...].astype(query.dtype)[:, None] * key, key)
 
@@ -189,7 +180,7 @@ class CorrectionBeforeNormsMap(StatelessKeyMap):
         self.correction = nnx.Param(jnp.full((shape.key_heads,), config.initial, shape.param_dtype))
         self.feedback = nnx.Param(jnp.full((shape.key_heads,), config.initial_feedback, shape.param_dtype))
 
-    def keys(self, query: Float[Array, "B T H K"], key: Float[Array, "B T H K"]) -> Keys:
+    def keys(self, query: KeyHeads, key: KeyHeads) -> Keys:
         """Query, erase key and write key."""
         wide = self.shape.gate_dtype
         share = jax.nn.sigmoid(self.feedback[...].astype(wide))[:, None]
@@ -246,13 +237,13 @@ class RotatedKeyMap(KeyMap):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
-        query: Float[Array, "B T H K"],
-        key: Float[Array, "B T H K"],
+        x: Inputs,
+        query: KeyHeads,
+        key: KeyHeads,
         *,
         decay: Decay,
         gates: Gates,
-        segment_ids: Int[Array, "B T"] | None = None,
+        segment_ids: SegmentIds | None = None,
         state: Any = None,
     ) -> tuple[Keys, Any]:
         """Queries and keys `[B, T, HV * pairs, K]`, and the angle after the last token.

@@ -193,37 +193,18 @@ class RecurrentMixer(nnx.Module):
         convolution = config.convolution
         projected = shape.key_size if shape.projected_key_size is None else shape.projected_key_size
         self.tied_map = config.tie_feature_maps and isinstance(config.feature_map, FeatureMapConfig)
-        self.query = Stream(
-            shape,
-            shape.key_heads * shape.pairs,
-            projected,
-            convolution=convolution if convolution is not None and convolution.query else None,
-            feature_map=config.feature_map,
-            norm=config.query_norm,
-            use_bias=config.use_bias,
-            rngs=rngs,
-        )
-        self.key = Stream(
-            shape,
-            shape.key_heads * shape.pairs if shape.shared_heads is None else shape.shared_heads,
-            projected,
-            convolution=convolution if convolution is not None and convolution.key else None,
-            feature_map=config.feature_map,
-            borrows_map=self.tied_map,
-            norm=config.key_norm,
-            use_bias=config.use_bias,
-            rngs=rngs,
-        )
-        self.value = Stream(
-            shape,
-            shape.value_heads if shape.shared_heads is None else shape.shared_heads,
-            shape.value_size,
-            convolution=convolution if convolution is not None and convolution.value else None,
-            feature_map=config.value_map,
-            norm="none",
-            use_bias=config.use_bias,
-            rngs=rngs,
-        )
+
+        def stream(
+            kind: str, heads: int, size: int, feature_map: FeatureMap, norm: StreamNorm, borrows_map: bool = False
+        ) -> Stream:
+            own = convolution if convolution is not None and getattr(convolution, kind) else None
+            options: dict[str, Any] = {"norm": norm, "use_bias": config.use_bias, "borrows_map": borrows_map}
+            return Stream(shape, heads, size, convolution=own, feature_map=feature_map, rngs=rngs, **options)
+
+        heads, shared = shape.key_heads * shape.pairs, shape.shared_heads
+        self.query = stream("query", heads, projected, config.feature_map, config.query_norm)
+        self.key = stream("key", shared or heads, projected, config.feature_map, config.key_norm, self.tied_map)
+        self.value = stream("value", shared or shape.value_heads, shape.value_size, config.value_map, "none")
         check_decay_is_no_growth(config.decay, shape)
         self.decay = config.decay.build(shape, rngs=rngs)
         self.gain = config.gain.build(shape, rngs=rngs)

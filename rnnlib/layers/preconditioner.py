@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from rnnlib import ops
 from rnnlib.fields import PositiveNumber, Range
+from rnnlib.layers.arrays import Inputs, KeyHeads, SegmentIds
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay, DecayConfig, NoDecay, SoftplusDecay
 from rnnlib.layers.gain import Gain, GainConfig, SigmoidGain
@@ -68,9 +69,7 @@ class GramGates(nnx.Module):
         self.decay = (config.decay if own else NoDecay()).build(key_heads, rngs=rngs)
         self.gain = SigmoidGain().build(key_heads, rngs=rngs) if own else None
 
-    def __call__(
-        self, x: Float[Array, "B T D"], key: Float[Array, "B T H K"], decay: Decay, gates: Gates
-    ) -> dict[str, Any]:
+    def __call__(self, x: Inputs, key: KeyHeads, decay: Decay, gates: Gates) -> dict[str, Any]:
         """The arguments `k`, `log_decay` and `gain` of `rnnlib.ops.diagonal_gram`."""
         if self.config.unit_keys:
             key = l2_normalize(key.astype(self.shape.gate_dtype))
@@ -92,13 +91,13 @@ class GramKeyMap(KeyMap):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
-        query: Float[Array, "B T H K"],
-        key: Float[Array, "B T H K"],
+        x: Inputs,
+        query: KeyHeads,
+        key: KeyHeads,
         *,
         decay: Decay,
         gates: Gates,
-        segment_ids: Int[Array, "B T"] | None = None,
+        segment_ids: SegmentIds | None = None,
         state: Any = None,
     ) -> tuple[Keys, Any]:
         """The preconditioned keys, and the diagonal Gram after the last token."""
@@ -340,21 +339,12 @@ class ApplyToBothMap(KeyMap):
         self.query_map = config.query.build(shape, rngs=rngs)
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        query: Float[Array, "B T H K"],
-        key: Float[Array, "B T H K"],
-        *,
-        decay: Decay,
-        gates: Gates,
-        segment_ids: Int[Array, "B T"] | None = None,
-        state: Any = None,
+        self, x: Inputs, query: KeyHeads, key: KeyHeads, *, state: Any = None, **others: Any
     ) -> tuple[Keys, Any]:
-        """Both maps of the same queries and keys."""
+        """Both maps of the same arguments."""
         key_state, query_state = (None, None) if state is None else state
-        shared: dict[str, Any] = {"decay": decay, "gates": gates, "segment_ids": segment_ids}
-        written, key_state = self.key_map(x, query, key, **shared, state=key_state)
-        read, query_state = self.query_map(x, query, key, **shared, state=query_state)
+        written, key_state = self.key_map(x, query, key, state=key_state, **others)
+        read, query_state = self.query_map(x, query, key, state=query_state, **others)
         return Keys(read.query, written.key, written.write_key), (key_state, query_state)
 
     def init_state(self, batch_size: int) -> tuple[Any, Any]:
@@ -392,7 +382,7 @@ class FixedPreconditionerMap(StatelessKeyMap):
         # A vector, so that no optimizer decays it.
         self.strength = nnx.Param(jnp.zeros((shape.key_heads * shape.key_size,), jnp.float32))
 
-    def keys(self, query: Float[Array, "B T H K"], key: Float[Array, "B T H K"]) -> Keys:
+    def keys(self, query: KeyHeads, key: KeyHeads) -> Keys:
         """Queries and keys as they are, and the write key."""
         strength = self.strength[...].astype(self.shape.gate_dtype)
         factor = jnp.exp(math.log(self.config.bound) * jnp.tanh(strength)).reshape(key.shape[2:])
@@ -439,14 +429,12 @@ class PreconditionedGate(Gain):
         self.gain = gain
         self.scale = scale
 
-    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+    def __call__(self, x: Inputs, decay: Decay) -> Gates:
         """The gates of each token of `x`."""
         gates = self.gain(x, decay)
         scaled = {name: self.scale * gate for name in ("beta", "erase") if (gate := getattr(gates, name)) is not None}
         return gates._replace(**scaled)
 
-    def normalize(
-        self, gates: Gates, key: Float[Array, "B T H K"], write_key: Float[Array, "B T HX K"] | None = None
-    ) -> Gates:
+    def normalize(self, gates: Gates, key: KeyHeads, write_key: Float[Array, "B T HX K"] | None = None) -> Gates:
         """Normalises as the inner gain does."""
         return self.gain.normalize(gates, key, write_key)

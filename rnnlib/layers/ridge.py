@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger, PositiveNumber
+from rnnlib.layers.arrays import Inputs, SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver, expect_no_previous
 from rnnlib.ops.ridge_solve import Solver as RidgeMethod
@@ -135,13 +136,8 @@ class RidgeSolver(Solver):
         return nnx.Param(orthonormal) if self.config.sketch == "trained" else FixedProjection(orthonormal)
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        signals: Signals,
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        state: Any = None,
-    ) -> tuple[Float[Array, "B T HV V"], Any]:
+        self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+    ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
         Raises:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from rnnlib import ops
+from rnnlib.layers.arrays import Inputs, SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
@@ -47,6 +48,10 @@ class OperatorOptions:
     chunk_size: int = 64
     implementation: str | None = None
 
+    def arguments(self) -> dict[str, Any]:
+        """The operator's arguments, by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
 
 def expect_no_previous(solver: str, gates: Gates) -> None:
     """ValueError, naming `solver`, where the gain gates the previous token: for solvers that write a token once."""
@@ -59,13 +64,8 @@ class Solver(nnx.Module, abc.ABC):
 
     @abc.abstractmethod
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        signals: Signals,
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        state: Any = None,
-    ) -> tuple[Float[Array, "B T HV V"], Any]:
+        self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+    ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
         Args:
@@ -132,13 +132,8 @@ class OnlineSolver(MatrixStateSolver):
     """Calls `rnnlib.ops.gated_delta_rule`."""
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        signals: Signals,
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        state: Any = None,
-    ) -> tuple[Float[Array, "B T HV V"], Any]:
+        self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+    ) -> tuple[ValueHeads, Any]:
         """Output and next state."""
         expect_no_previous("Online", signals.gates)
         return ops.gated_delta_rule(
@@ -152,9 +147,7 @@ class OnlineSolver(MatrixStateSolver):
             log_decay=signals.decay.log_decay,
             initial_state=state,
             segment_ids=segment_ids,
-            scale=self.options.scale,
-            chunk_size=self.options.chunk_size,
-            implementation=self.options.implementation,
+            **self.options.arguments(),
         )
 
 
@@ -188,13 +181,8 @@ class OfflineSolver(MatrixStateSolver):
     """Calls `rnnlib.ops.linear_attention`."""
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        signals: Signals,
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        state: Any = None,
-    ) -> tuple[Float[Array, "B T HV V"], Any]:
+        self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+    ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
         The only key that linear attention has is the one that it writes.
@@ -216,9 +204,7 @@ class OfflineSolver(MatrixStateSolver):
             write=gates.beta if gates.write is None else gates.write,
             initial_state=state,
             segment_ids=segment_ids,
-            scale=self.options.scale,
-            chunk_size=self.options.chunk_size,
-            implementation=self.options.implementation,
+            **self.options.arguments(),
         )
 
 
@@ -238,13 +224,8 @@ class NormalizedOfflineSolver(OfflineSolver):
     """Linear attention of values with a channel more, which is 1: that channel's output is the denominator."""
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        signals: Signals,
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        state: Any = None,
-    ) -> tuple[Float[Array, "B T HV V"], Any]:
+        self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+    ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
         Raises:

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger
+from rnnlib.layers.arrays import Inputs, SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver
 from rnnlib.ops.arguments import matmul_precision
@@ -83,13 +83,8 @@ class TrapezoidalSolver(Solver):
         self.read_scale = equal_weights() if several else None
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        signals: Signals,
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        state: Any = None,
-    ) -> tuple[Float[Array, "B T HV V"], Any]:
+        self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+    ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
         Raises:
@@ -118,9 +113,7 @@ class TrapezoidalSolver(Solver):
             write=jnp.repeat(write_before, rank, axis=1),
             initial_state=initial_memory,
             segment_ids=None if segment_ids is None else jnp.repeat(segment_ids, rank, axis=1),
-            scale=self.options.scale,
-            chunk_size=self.options.chunk_size,
-            implementation=self.options.implementation,
+            **self.options.arguments(),
         )
         out = self._sum_reads(jnp.moveaxis(out.reshape(*x.shape[:2], rank, *value.shape[2:]), 2, 3))
         out = out + self._read(query, key, value, gates.write, jnp.ones((rank, rank)))
