@@ -87,7 +87,9 @@ def default_schedule(key_size: int, dtype: str, segments: int = 1, shared_memory
     is_wide = key_size * (4 if dtype == "float32" else 2) > 256
     # Before Hopper products take both operands from registers: in float32, wider blocks spill 36 KiB a thread.
     if is_wide and shared_memory < (_HOPPER if dtype == "float32" else _AMPLE):
-        return _small_schedule(segments)
+        # Nothing is copied ahead, and blocks are narrow, so that all fits in 99 KiB.
+        loop = Launch(num_warps=4, num_stages=1, block=32)
+        return dataclasses.replace(_wide_schedule(segments, loop, fold_block=16), sums=loop, gradient_sums=loop)
     if not is_wide and shared_memory < _HOPPER:
         # A channel-wise decay's gradients in blocks of 64 spill 26 KiB a thread there.
         return Schedule(segments=segments, gradients=Launch(num_warps=4, num_stages=1, block=32, inner=64))
@@ -97,11 +99,15 @@ def default_schedule(key_size: int, dtype: str, segments: int = 1, shared_memory
         loop = Launch(num_warps=4, num_stages=2, block=32)
         gradients = Launch(num_warps=4, num_stages=1, block=32, inner=64)
         return Schedule(segments=segments, output=loop, states=loop, reverse=loop, gradients=gradients)
-    loop = Launch(num_warps=4, num_stages=1)
+    return _wide_schedule(segments, Launch(num_warps=4, num_stages=1), fold_block=32)
+
+
+def _wide_schedule(segments: int, loop: Launch, fold_block: int) -> Schedule:
+    """A schedule for wide float32 keys; `loop` compiles all kernels that loop over chunks."""
     return Schedule(
         segments=segments,
         maps=loop,
-        fold=Launch(num_warps=4, num_stages=1, block=32),
+        fold=Launch(num_warps=4, num_stages=1, block=fold_block),
         output=loop,
         states=loop,
         offsets=loop,
@@ -109,25 +115,6 @@ def default_schedule(key_size: int, dtype: str, segments: int = 1, shared_memory
         pair_gradients=Launch(num_warps=4, num_stages=1, inner=32),
         gradients=Launch(num_warps=4, num_stages=1, block=32, inner=32),
         increments=loop,
-    )
-
-
-def _small_schedule(segments: int) -> Schedule:
-    """What fits in 99 KiB: nothing is copied ahead, and blocks are narrow."""
-    loop = Launch(num_warps=4, num_stages=1, block=32)
-    return Schedule(
-        segments=segments,
-        maps=loop,
-        fold=Launch(num_warps=4, num_stages=1, block=16),
-        output=loop,
-        states=loop,
-        offsets=loop,
-        reverse=loop,
-        pair_gradients=Launch(num_warps=4, num_stages=1, inner=32),
-        gradients=Launch(num_warps=4, num_stages=1, block=32, inner=32),
-        increments=loop,
-        sums=loop,
-        gradient_sums=loop,
     )
 
 

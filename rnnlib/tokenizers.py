@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Protocol, SupportsInt, runtime_checkable
 
@@ -12,6 +11,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from rnnlib.extras import from_extra
+from rnnlib.files import write_atomically
 
 with from_extra("hub", "rnnlib.tokenizers"):
     import tokenizers
@@ -147,19 +147,8 @@ class FileTokenizer:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the JSON file; a reader never sees half of it."""
-        folder = os.path.dirname(os.path.abspath(path))
-        os.makedirs(folder, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".tokenizer-", suffix=".json")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self._tokenizer.to_str(pretty=True))
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        write_atomically(path, self._tokenizer.to_str(pretty=True).encode())
 
 
 def load_tokenizer(name: str | os.PathLike[str], *, end_token: str | None = None) -> ByteTokenizer | FileTokenizer:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import tempfile
 import types
 import typing
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import numpy as np
 import yaml
 
 from rnnlib.fields import field_types, in_words, matches
+from rnnlib.files import write_atomically
 
 
 class ConfigError(ValueError):
@@ -153,19 +153,3 @@ def save_config(config: Any, path: str | os.PathLike) -> None:
     """Writes a config as YAML, whole or not at all."""
     text = yaml.safe_dump(to_plain(config), sort_keys=False, default_flow_style=False)
     write_atomically(path, text.encode())
-
-
-def write_atomically(path: str | os.PathLike, content: bytes) -> None:
-    """Writes a file such that a reader, or a run after a crash, finds the old content or the new one, whole."""
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

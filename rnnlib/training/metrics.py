@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from rnnlib.training.config_file import write_atomically
+from rnnlib.files import write_atomically
 
 Row = Mapping[str, int | float]
 
