@@ -1,6 +1,7 @@
-"""What a model's configuration says of the computation, without the many ways to say it and without how it starts.
+"""What a model computes, as a mapping that does not depend on how its configuration spells it.
 
-Two configurations that agree in this compute the same from the same variables.
+The mapping leaves out how variables are initialised. Two configurations with equal mappings compute the same from the
+same variables.
 """
 
 import dataclasses
@@ -12,12 +13,13 @@ from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig, preset_of
 from rnnlib.models.mixers import ATTENTION, mixer_config
 
-# How variables start, how they are computed with, and what training adds to the loss.
+# Fields that change no result of given variables: losses that training adds, initial values, methods of computation.
 _LOSSES = "load_balancing z_loss"
 _STARTS = "initializer initializer_std rate step step_floor initial initial_feedback initial_center initial_ridge"
 _METHODS = "chunk_size implementation differentiation product_dtype"
 _LEFT_OUT = frozenset(f"{_STARTS} {_METHODS} {_LOSSES}".split())
-# What the model's configuration says of its layers, which are looked at one by one; and its dtypes and memory.
+# Fields of the model's configuration that are left out: those that layers are made from, since each layer's own fields
+# are compared, and those of dtypes and memory.
 _LAYERS = (
     "mixers mixer_overrides num_heads attention_heads head_dim window rope_base mlp_ratio mlp_width norm_positions"
 )

@@ -19,7 +19,7 @@ with from_extra("hub", "rnnlib.hub"):
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _NUMBERS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Of a file, where no source says which arrays stand together.
+# Most bytes of a file that is written anew. A model that was read keeps its arrays in the files they came from.
 _SHARD_BYTES = 5 * 2**30
 # Weights in any format, which are not copied from folder to folder.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")

@@ -1,7 +1,7 @@
 """How an array of a published file lies in relation to a model's: the same numbers in another order.
 
-A layout goes both ways, and what it reads of what it has written is the same, bit by bit. The file's shapes follow from
-the model's: they are those of what is written.
+A layout works in both directions: reading what it has written gives the same arrays, bit by bit. The shapes in the file
+are those that it writes, so they follow from the model's.
 """
 
 import abc

@@ -4,6 +4,7 @@ Both have the same `model_type` and the same names of arrays. Flash-linear-atten
 where transformers has `layer_norm_epsilon`.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -191,15 +192,10 @@ MAMBA2 = Family(
     prefixes=("backbone.",),
 )
 
-MAMBA2_FLA = Family(
+MAMBA2_FLA = dataclasses.replace(
+    MAMBA2,
     name="mamba2_fla",
     matches=lambda values: values.get("model_type") == "mamba2" and "norm_eps" in values,
-    mixers=("mamba2",),
-    architecture="Mamba2ForCausalLM",
     read=_read_fla,
     write=_write_fla,
-    rows=ROWS,
-    layer_rows=LAYER_ROWS,
-    layer_prefix="backbone.layers.{}.",
-    prefixes=("backbone.",),
 )

@@ -1,8 +1,8 @@
 """Tables of names: which arrays of a published file are which variables of a `DecoderLM`.
 
 A family's table is a list of rows, `Row(names in the file, names in the model, layout)`. One table serves all variants
-of a family: a row whose variables a model does not have does not count for it. Every variable of the model must stand
-in a row that counts, and every array of the file too, but for those that the family names as unused.
+of a family: a row counts for a model only if the model has the row's variables. Every variable of the model must stand
+in a row that counts. So must every array of the file, but for those that the family names as unused.
 """
 
 import dataclasses
@@ -32,7 +32,8 @@ class Row(NamedTuple):
             first axis, 0, 1, 2, ... in the place of `*`.
         ours: paths of the model's variables.
         layout: how the arrays of the two correspond.
-        copy: the file may hold the array once more, under this name: it is not read, and written where the file had it.
+        copy: the file may hold the array once more under this name. The copy is not read. It is written where the file
+            had it.
         unless: a name with which the row does not count, for older files in which a name means something else.
     """
 
@@ -77,8 +78,8 @@ class Family:
         mixers: presets whose models are written as this family where none is named.
         architecture: the class that published files name.
         read: the model's configuration from config.json's keys.
-        write: config.json's keys for a model's configuration. `read` must give the model back: what the keys cannot say
-            is found by that.
+        write: config.json's keys for a model's configuration. The keys are read again and compared, so that a model
+            that they cannot describe is refused.
         rows: of arrays that belong to no layer.
         layer_rows: of arrays of a layer, names without the layer's prefix; or a function from the layer's block to
             them. Where files differ, the first rows whose names and shapes a file has count.

@@ -2,14 +2,7 @@
 
 from typing import Any
 
-from rnnlib.hub.fla.common import (
-    Options,
-    fla_family,
-    read_convolution,
-    read_head_sizes,
-    write_convolution,
-    write_head_sizes,
-)
+from rnnlib.hub.fla.common import Options, fla_family, read_streams, write_streams
 from rnnlib.hub.fla.rows import CONVOLUTIONS, DECAY, READOUT, STREAMS
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.table import linear, row
@@ -30,22 +23,20 @@ ROWS = (
 def _read(keys: ConfigKeys, width: int) -> Options:
     keys.ignore("use_output_correction", "use_inner_decay", "correction_factor")  # the model ignores them too
     return {
-        **read_head_sizes(keys, 2.0),
+        **read_streams(keys, 2.0),
         "query_norm": "none",
         "key_norm": "none",
         "keys": CorrectionBeforeNorms(),
         "gain.feedback": False,
         "readout.gate": "sigmoid" if keys.flag("use_output_gate", True) else "none",
         "readout.eps": keys.number("norm_eps", 1e-6),
-        **read_convolution(keys),
     }
 
 
 def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     return {
-        **write_head_sizes(mixer),
+        **write_streams(mixer),
         "use_output_gate": mixer.readout.gate != "none",
-        **write_convolution(mixer),
     }
 
 

@@ -17,7 +17,7 @@ from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig, swiglu_width
 from rnnlib.models.decoder import Block
 
-# Chosen kernels, and how a model is trained.
+# Keys that choose kernels, or say how a model is trained. None changes a logit.
 _WITHOUT_EFFECT = (
     "attn_mode",
     "fuse_norm",
@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = (
     "use_l2warp",
     "safe_gate",
     "allow_inplace_update",
-    "elementwise_affine",  # where it does count, it was read
+    "elementwise_affine",  # a family in which it has an effect reads it before
 )
 
 ROWS = (
@@ -130,7 +130,7 @@ def fla_family(
 
 
 def read_block(keys: ConfigKeys, width: int, hidden_ratio: float | int) -> dict[str, Any]:
-    """Fields of the model that its mixers do not matter to."""
+    """Fields of the model that do not depend on its mixers."""
     keys.ignore(*_WITHOUT_EFFECT)
     keys.only("hidden_act", "swish", "silu")
     keys.only("attnres_block_size", None)
@@ -181,7 +181,7 @@ def _read_attention(
 
 
 def attention_options(keys: ConfigKeys, heads: int, width: int) -> Options:
-    """Options of attention, of all layers or some."""
+    """Options of attention layers, from the file's keys or from those of its object `attn`."""
     if width % heads:
         raise ValueError(f"{keys.where}: num_heads is {heads}, expected a divisor of hidden_size = {width}")
     return {
@@ -224,8 +224,8 @@ def expanded(keys: ConfigKeys, name: str, default: float, width: int, heads: int
     return channels // heads
 
 
-def read_head_sizes(keys: ConfigKeys, default_expand_v: float) -> Options:
-    """Heads and their channels, of families with `head_dim`."""
+def read_streams(keys: ConfigKeys, default_expand_v: float) -> Options:
+    """Heads, their channels, and the filters of the streams, of families with `head_dim`."""
     size, heads = keys.size("head_dim"), keys.size("num_heads")
     value_heads = keys.size("num_v_heads", heads)
     if value_heads % heads:
@@ -235,17 +235,19 @@ def read_head_sizes(keys: ConfigKeys, default_expand_v: float) -> Options:
         "value_heads": value_heads,
         "key_head_dim": size,
         "value_head_dim": expanded(keys, "expand_v", default_expand_v, size, 1),
+        **read_convolution(keys),
     }
 
 
-def write_head_sizes(mixer: RecurrentMixerConfig) -> dict[str, Any]:
-    """The keys that `read_head_sizes` reads."""
+def write_streams(mixer: RecurrentMixerConfig) -> dict[str, Any]:
+    """The keys that `read_streams` reads."""
     heads, value_heads, size, value_size = sizes_of(mixer)
     return {
         "head_dim": size,
         "num_heads": heads,
         "num_v_heads": None if value_heads == heads else value_heads,
         "expand_v": expansion(value_size, size),
+        **write_convolution(mixer),
     }
 
 

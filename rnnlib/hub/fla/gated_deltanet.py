@@ -2,15 +2,7 @@
 
 from typing import Any
 
-from rnnlib.hub.fla.common import (
-    GATES,
-    Options,
-    fla_family,
-    read_convolution,
-    read_head_sizes,
-    write_convolution,
-    write_head_sizes,
-)
+from rnnlib.hub.fla.common import GATES, Options, fla_family, read_streams, write_streams
 from rnnlib.hub.fla.rows import CONVOLUTIONS, DECAY, READOUT, STREAMS
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.table import linear
@@ -22,22 +14,20 @@ ROWS = (*STREAMS, *CONVOLUTIONS, *DECAY, *linear("attn.b_proj", "mixer.gain.proj
 def _read(keys: ConfigKeys, width: int) -> Options:
     activation = keys.one_of("output_gate_activation", GATES, "swish")
     return {
-        **read_head_sizes(keys, 2.0),
+        **read_streams(keys, 2.0),
         "gain.negative_eigenvalues": keys.flag("allow_neg_eigval", False),
         "readout.gate": activation if keys.flag("use_gate", True) else "none",
         "readout.eps": keys.number("norm_eps", 1e-6),
-        **read_convolution(keys),
     }
 
 
 def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     gate = mixer.readout.gate
     return {
-        **write_head_sizes(mixer),
+        **write_streams(mixer),
         "allow_neg_eigval": getattr(mixer.gain, "negative_eigenvalues", False),
         "use_gate": gate != "none",
         "output_gate_activation": "sigmoid" if gate == "sigmoid" else "swish",
-        **write_convolution(mixer),
     }
 
 

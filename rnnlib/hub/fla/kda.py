@@ -2,14 +2,7 @@
 
 from typing import Any
 
-from rnnlib.hub.fla.common import (
-    Options,
-    fla_family,
-    read_convolution,
-    read_head_sizes,
-    write_convolution,
-    write_head_sizes,
-)
+from rnnlib.hub.fla.common import Options, fla_family, read_streams, write_streams
 from rnnlib.hub.fla.rows import CHANNEL_DECAY, CONVOLUTIONS, LOW_RANK_READOUT, STREAMS
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.table import linear
@@ -40,20 +33,18 @@ def write_lower_bound(mixer: RecurrentMixerConfig) -> dict[str, Any]:
 
 def _read(keys: ConfigKeys, width: int) -> Options:
     return {
-        **read_head_sizes(keys, 1.0),
+        **read_streams(keys, 1.0),
         **read_lower_bound(keys),
         "gain.negative_eigenvalues": keys.flag("allow_neg_eigval", False),
         "readout.eps": keys.number("norm_eps", 1e-6),
-        **read_convolution(keys),
     }
 
 
 def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     return {
-        **write_head_sizes(mixer),
+        **write_streams(mixer),
         **write_lower_bound(mixer),
         "allow_neg_eigval": getattr(mixer.gain, "negative_eigenvalues", False),
-        **write_convolution(mixer),
     }
 
 

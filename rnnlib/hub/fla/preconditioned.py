@@ -2,14 +2,7 @@
 
 from typing import Any
 
-from rnnlib.hub.fla.common import (
-    Options,
-    fla_family,
-    read_convolution,
-    read_head_sizes,
-    write_convolution,
-    write_head_sizes,
-)
+from rnnlib.hub.fla.common import Options, fla_family, read_streams, write_streams
 from rnnlib.hub.fla.kda import read_lower_bound, write_lower_bound
 from rnnlib.hub.fla.rows import CHANNEL_DECAY, CONVOLUTIONS, DECAY, LOW_RANK_READOUT, READOUT, STREAMS
 from rnnlib.hub.keys import ConfigKeys
@@ -68,25 +61,23 @@ def _write_preconditioner(mixer: RecurrentMixerConfig) -> dict[str, Any]:
 
 def _read_gated(keys: ConfigKeys, width: int) -> Options:
     return {
-        **read_head_sizes(keys, 2.0),
+        **read_streams(keys, 2.0),
         **_read_preconditioner(keys),
         "readout.gate": "silu" if keys.flag("use_gate", True) else "none",
         "readout.eps": keys.number("norm_eps", 1e-6),
-        **read_convolution(keys),
     }
 
 
 def _write_gated(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     return {
-        **write_head_sizes(mixer),
+        **write_streams(mixer),
         **_write_preconditioner(mixer),
         "use_gate": mixer.readout.gate != "none",
-        **write_convolution(mixer),
     }
 
 
 def _read_kda(keys: ConfigKeys, width: int) -> Options:
-    sizes, options = read_head_sizes(keys, 1.0), _read_preconditioner(keys)
+    sizes, options = read_streams(keys, 1.0), _read_preconditioner(keys)
     if sizes["value_heads"] != sizes["key_heads"]:
         # A preconditioner per value head, but a gain per key head.
         options |= {"keys.gram.heads": "value", "gain.heads": "key"}
@@ -95,16 +86,14 @@ def _read_kda(keys: ConfigKeys, width: int) -> Options:
         **read_lower_bound(keys),
         **options,
         "readout.eps": keys.number("norm_eps", 1e-6),
-        **read_convolution(keys),
     }
 
 
 def _write_kda(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     return {
-        **write_head_sizes(mixer),
+        **write_streams(mixer),
         **write_lower_bound(mixer),
         **_write_preconditioner(mixer),
-        **write_convolution(mixer),
     }
 
 

@@ -45,7 +45,7 @@ LAYER_TYPES = {"linear_attention": "gated_deltanet", "full_attention": "attentio
 
 
 def read_model(keys: ConfigKeys, *, eps: float = 1e-6) -> dict[str, Any]:
-    """Fields of the model that its mixers do not matter to; `eps` is that of norms where the file has none."""
+    """Fields of the model that do not depend on its mixers; `eps` is the norms' where the file gives none."""
     keys.only("hidden_act", "silu", "swish")
     return {
         "vocabulary_size": keys.size("vocab_size"),

@@ -1,5 +1,6 @@
 """Qwen3.5, Qwen3-Next and Qwen3.5 with experts: three layers of Gated DeltaNet, then one of attention with a gate."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -272,17 +273,13 @@ QWEN3_5 = Family(
     unused=_UNUSED,
 )
 
-QWEN3_5_MOE = Family(
+QWEN3_5_MOE = dataclasses.replace(
+    QWEN3_5,
     name="qwen3_5_moe",
     matches=_is("qwen3_5_moe", "qwen3_5_moe_text"),
-    mixers=("gated_deltanet",),
     architecture="Qwen3_5MoeForCausalLM",
     read=_read_moe,
     write=lambda config: _write(config, "qwen3_5_moe_text") | _write_experts(config.layer_feed_forwards),
-    rows=ROWS,
-    layer_rows=(*_BLOCK, *_ATTENTION, *_APART, *_DELTA),
-    prefixes=("model.", "model.language_model."),
-    unused=_UNUSED,
 )
 
 QWEN3_NEXT = Family(
