@@ -1,4 +1,4 @@
-"""The platform that a computation is traced for: what kernels, and those who choose between them, go by."""
+"""The platform that a computation is traced for. Kernels, and the choice between implementations, depend on it."""
 
 import jax
 

@@ -1,6 +1,6 @@
-"""What differs between devices inside `jax.shard_map`, whose arrays have the mesh axes they vary along as a type.
+"""Arrays that differ between devices inside `jax.shard_map`, or between the indices of a `jax.vmap`.
 
-Likewise what differs along the axis of a `jax.vmap`.
+Inside `jax.shard_map` an array's type names the mesh axes along which the array varies.
 """
 
 import functools
@@ -19,8 +19,9 @@ def varying_axes(arrays: Any) -> frozenset[str]:
 def vary_alike(arrays: Any) -> Any:
     """The same arrays, each taken to differ along every mesh axis that any of them does.
 
-    A scan's carry must begin as it goes on. And an argument of what has a backward pass of its own must vary as its
-    gradient does: that of one that did not, such as a weight that devices share, is summed over the devices here.
+    Two cases need this. The carry of a scan must have the same type before the first step as after it. An argument of a
+    function with a custom backward pass must vary along the same axes as its gradient. Where the argument did not vary,
+    as a weight that devices share, this function's own backward pass sums the gradient over the devices.
     """
     varying = varying_axes(arrays)
 
@@ -33,9 +34,9 @@ def vary_alike(arrays: Any) -> Any:
 def batch_alike(arguments: Any, results: Any) -> Any:
     """The results, each taken to depend on every argument, so that `jax.vmap` over one argument batches all of them.
 
-    What a function with a backward pass of its own returns is to be so. Under `jax.vmap` that pass runs for each index,
-    and jax (0.11) gives the whole cotangent of a result that is not batched to each of them: summed over the indices
-    once more, it comes out too large by their number.
+    A function with a custom backward pass must return its results through this function. Under `jax.vmap` the backward
+    pass runs once for each index. Jax (0.11) hands the whole cotangent of an unbatched result to each of these runs and
+    then sums over the indices, so that the gradient would be too large by the number of indices.
     """
     first = (x[(0,) * x.ndim] for x in jax.tree.leaves(arguments))
     any_number = functools.reduce(jnp.logical_and, (x == x for x in first))

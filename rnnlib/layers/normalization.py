@@ -50,7 +50,7 @@ def sum_normalize(x: Float[Array, "*axes K"], eps: float = 1e-4) -> Float[Array,
 
 
 def norm_and_stream(norm: nnx.Module, x: Float[Array, "*axes F"]) -> tuple[Float[Array, "*axes F"], Array]:
-    """`norm(x)`, and `x` for the residual stream to go on with: what `x` is read for then has one gradient.
+    """`norm(x)`, and `x` as the residual stream continues with it. The kernel adds the gradients of both.
 
     Args:
         norm: `nnx.RMSNorm`, `RMSNorm` or any other map.
@@ -66,7 +66,7 @@ def norm_and_stream(norm: nnx.Module, x: Float[Array, "*axes F"]) -> tuple[Float
 
 
 def _scale_and_eps(norm: nnx.Module) -> tuple[Array, float] | None:
-    """What an RMS norm over the last axis multiplies by and its eps; None of any other module."""
+    """The factor and the eps of an RMS norm over the last axis; None for any other module."""
     if type(norm) is RMSNorm and norm.groups == norm.shares == 1 and norm.scale is not None:
         scale = norm.scale[...]
         return (1 + scale if norm.zero_centred else scale), norm.eps

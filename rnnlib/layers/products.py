@@ -21,8 +21,9 @@ _MAPS_OF_A_LAUNCH = 8
 def joined_products(x: Float[Array, "*batch D"], maps: Sequence[nnx.Linear]) -> Sequence[Float[Array, "*batch F"]]:
     """`[f(x) for f in maps]`, as one product with all kernels where there are many rows.
 
-    The gradient of `x` is one product then too, in place of a sum of rounded ones, and what follows the maps has one
-    gradient to write. It takes a copy of the kernels, so rows are to be at least as many as a kernel's.
+    The gradient of `x` is then one product too, in place of a sum of rounded products, and the gradients of the maps'
+    outputs are written as one array. Joining copies the kernels, which pays where `x` has at least as many rows as a
+    kernel.
 
     Args:
         x: what is mapped.

@@ -1,10 +1,11 @@
 """Layers shared out over devices: each has some of the heads, channels or rows of a table, and sums go over all.
 
-A layer that is built within `tensor_shares(n)` is one of n equal shares. It has the same parameters by name, some of
-them an nth as long along one axis: the i-th device's is the i-th part of the whole. What it reads and returns is whole.
+A layer that is built within `tensor_shares(n)` is one of n equal shares. It has the whole layer's parameters by name.
+Some of them are an nth as long along one axis: the i-th device has the i-th part. Inputs and outputs are whole.
 
-Within `jax.shard_map(check_vma=False)` a gradient of what all devices compute alike is this device's part of it. So
-each device takes an nth of the loss, and the gradient of a parameter that all have whole is summed over the axis.
+All devices compute the same loss. Within `jax.shard_map(check_vma=False)` each device differentiates its own copy, and
+gets a part of the gradient. So each device takes an nth of the loss, and the gradients of a parameter that all have
+whole are summed over the axis.
 """
 
 import contextlib
@@ -75,7 +76,7 @@ class SummedLinear(nnx.Linear):
 
 
 def linear_of_shares(shares: int) -> type[nnx.Linear]:
-    """The class of a linear map that reads what `shares` devices share."""
+    """The class of a linear map whose input channels `shares` devices share out: it sums over them."""
     return nnx.Linear if shares == 1 else SummedLinear
 
 

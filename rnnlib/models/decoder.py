@@ -455,10 +455,10 @@ class DecoderLM(nnx.Module):
 
 
 def _await_to_gather(block: Block, x: Array) -> Array:
-    """`x`, together with which a block's parameters get their values, if they are gathered from several devices.
+    """Returns `x`, and makes a block's parameters wait for it where they are gathered from several devices.
 
-    A block's parameters are gathered while the block before it runs, or later. XLA may begin with all gathers, for they
-    depend on nothing, and every device would hold the whole model.
+    A block's parameters are then gathered while the block before it runs, or later. Otherwise the gathers depend on
+    nothing that is computed: XLA may do all of them first, so that every device holds the whole model.
     """
     parameters = nnx.state(block, nnx.Param)
     if not any("on_get_value" in leaf.get_metadata() for _, leaf in nnx.to_flat_state(parameters)):
@@ -470,7 +470,7 @@ def _await_to_gather(block: Block, x: Array) -> Array:
 
 @jax.custom_vjp
 def _together(*values):
-    """What it is given, all of it when the last is there; their gradients do not wait for each other."""
+    """Returns its arguments, none of them before all are computed. Their gradients do not wait for each other."""
     return jax.lax.optimization_barrier(values)
 
 

@@ -110,14 +110,14 @@ def sum_rows_by_products(
     rank = (jnp.cumsum(begins.astype(jnp.int32)) - 1).reshape(blocks, size)
     local = rank - rank[:, :1]  # the number of a row's token among those of its block
     values = rows[order].reshape(blocks, size, width)
-    # Chosen and not converted: XLA writes a converted comparison to memory twice, once as booleans.
+    # `where` and not `astype`: XLA would write the converted comparison to memory twice, once as booleans.
     product = functools.partial(
         jnp.einsum, preferred_element_type=accumulator(rows), precision=jax.lax.Precision.HIGHEST
     )
     one, zero = jnp.ones([], rows.dtype), jnp.zeros([], rows.dtype)
     of_token = jnp.where(local[:, None] == jnp.arange(size)[:, None], one, zero)
     sums = product("btn,bnd->btd", of_token, values)
-    # Of the blocks that a token goes on into, to the one that it begins in: there it is the last.
+    # A token's sums in later blocks are added to the block in which the token begins, where it is the last token.
     goes_on = ~begins.reshape(blocks, size)[:, 0]
     numbers = jnp.arange(blocks)
     follows = goes_on & (rank[:, -1:] == rank[:, 0]) & (numbers > numbers[:, None])

@@ -21,7 +21,8 @@ from rnnlib.models.decoder import DecoderCache, DecoderLM
 PROMPT_BUCKET = 64
 
 
-# Greedy but for exact ties; float32 has no reciprocal of much lower ones.
+# Temperatures are raised to this, at which sampling is greedy but for exact ties. Float32 cannot hold the reciprocal of
+# much lower ones.
 _LOWEST_TEMPERATURE = 1e-30
 
 
@@ -84,10 +85,10 @@ def sample(logits: Float[Array, "B vocabulary"], keys: Any, sampling: Sampling) 
 def _draw(
     logits: Array, keys: Any, divisor: Array | float | None, top_k: Array | int | None, top_p: Array | float | None
 ) -> Array:
-    """`sample` by numbers, of which all arrays of any values share a compiled function."""
+    """`sample` with the options as numbers or arrays: calls that differ only in arrays' values share a compilation."""
     if divisor is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # The likeliest token's is 0, so that no temperature makes it infinite.
+    # The largest logit becomes 0, so that division by a small temperature does not make it infinite.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor
     if top_k is None and top_p is None:
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)

@@ -49,12 +49,12 @@ def rms_norm(
     Args:
         x: rows.
         scale: of each feature.
-        z: what the gate's activation is of; None is no gate.
+        z: the argument of the gate's activation; None is no gate.
         activation: of the gate.
         eps: added to the mean square.
         dtype: of the result; None is `x`'s.
-        keeps: give `x` as well. Who goes on with that, as a residual stream does, has its gradient added to the norm's
-            in the kernel that computes that, and not in another pass over memory.
+        keeps: return `x` as well, for a residual stream that continues with it. The kernel of the norm's gradient then
+            adds the gradient of this `x`, which saves a pass over memory.
         implementation: `"xla"`, `"triton"`, or None for the kernel where `norm_kernel_serves`.
 
     Returns:
@@ -81,6 +81,6 @@ def rms_norm(
         options = {"activation": activation, "eps": eps, "dtype": jnp.dtype(dtype).name, "keeps": keeps}
         return {"x": x, "scale": scale, "z": z} | options
 
-    if keeps:  # in memory once: without the barrier XLA adds up a residual stream again where it goes on
+    if keeps:  # without the barrier XLA computes the residual stream's sum twice: for the norm and for the next sum
         x = jax.lax.optimization_barrier(x)
     return with_further_derivatives(triton_kernels().rms_norm, keywords, reference)(x, scale, z, None)

@@ -42,8 +42,8 @@ def sequence_axis(name: str | None) -> AbstractContextManager[Any]:
             with rnnlib.ops.sequence_axis("sequence"):
                 return rnnlib.ops.gated_delta_rule(q, k, v, beta=beta)[0]
 
-    As in any `jax.shard_map`, a gradient taken within it of what all devices have is this device's part of it where
-    `check_vma=False`.
+    As in any `jax.shard_map` with `check_vma=False`, a gradient that is taken inside, of a value that all devices have,
+    is this device's part of the whole gradient.
 
     Args:
         name: the mesh axis; None is whole rows again.
@@ -83,13 +83,13 @@ def expect_whole_rows(what: str) -> None:
 
 
 def from_before(x: Array, axis: str) -> Array:
-    """What the device before has; zeros on the first."""
+    """The `x` of the device before; zeros on the first device."""
     size = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, i + 1) for i in range(size - 1)])
 
 
 def of_last(x: Array, axis: str) -> Array:
-    """What the last device has, on each device."""
+    """The `x` of the last device, on each device."""
     is_last = lax.axis_index(axis) == lax.axis_size(axis) - 1
     return lax.psum(jnp.where(is_last, x, jnp.zeros_like(x)), axis)
 

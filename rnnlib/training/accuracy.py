@@ -53,7 +53,7 @@ def accuracy_sums(
         right = predicted == targets
     else:
         right = jnp.take_along_axis(allowed_targets, predicted[..., None], axis=-1)[..., 0]
-    right &= ~jnp.isnan(logits).any(axis=-1)  # of which argmax would give the first, so that a target of 0 were right
+    right &= ~jnp.isnan(logits).any(axis=-1)  # argmax of NaN is 0: a target of 0 would count
     asked = query_ids > 0
 
     def count(ids, values):

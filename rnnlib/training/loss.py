@@ -88,11 +88,11 @@ def head_loss_sums(
     block_logits: int = 1 << 27,
     shares: int = 1,
 ) -> LossSums:
-    """`loss_sums` of the logits `hidden @ head.T`, of which there is one block of tokens at a time.
+    """`loss_sums` of the logits `hidden @ head.T`, computed for one block of tokens at a time.
 
-    Neither the logits of all tokens nor their gradient are ever held. Both gradients are found in the forward pass, so
-    no logit is computed twice. Products take operands in `hidden`'s dtype, the logits' gradient among them, and are
-    added up in float32 at least, in which the head's gradient is returned.
+    The logits of all tokens are never held at once, and neither is their gradient. The forward pass computes the
+    gradients of `hidden` and `head`, so that no logit is computed twice. Operands of products, such as the logits'
+    gradient, are in `hidden`'s dtype. Sums are in float32 at least, and so is the head's gradient.
 
     Args:
         hidden: What the head reads, in the dtype to compute in. Rows of weight 0 have no influence, even if not finite.

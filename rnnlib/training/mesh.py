@@ -75,8 +75,8 @@ def mesh_sizes(
 ) -> MeshConfig:
     """The sizes of a mesh, with what a config leaves open decided.
 
-    As many devices as rows split evenly over, and of these meshes the one with the smallest `fsdp` whose share of the
-    training state fits into a device.
+    The mesh has as many devices as the rows divide evenly over. Of these meshes it is the one with the smallest `fsdp`
+    for which a device's share of the training state fits into the device.
 
     Args:
         config: Sizes, or some of them.
@@ -177,7 +177,7 @@ def layer_shares(mesh: Mesh | AbstractMesh | None) -> int:
 
 
 def row_shards(mesh: Mesh | None) -> tuple[tuple[int, ...], int]:
-    """Of the equal shares that a batch's rows are in, which this process's devices hold, and how many there are."""
+    """A batch's rows lie in equal shares: the numbers of those on this process's devices, and how many there are."""
     if mesh is None:
         return (0,), 1
     total = math.prod(mesh.shape[axis] for axis in AXES)
@@ -199,9 +199,9 @@ def process_rows(mesh: Mesh | None, rows: int, parts: int = 1) -> tuple[int, ...
 
 
 def parameter_spec(shape: tuple[int, ...], mesh: Mesh | AbstractMesh, tensor_axis: int | None = None) -> PartitionSpec:
-    """Where a parameter, and what the optimizer keeps for it, lies: over "fsdp" along the first axis that it divides.
+    """Where a parameter lies, and so do the optimizer's arrays for it.
 
-    That is the first but for `tensor_axis`, which lies over "tensor".
+    `tensor_axis` lies over "tensor". Of the other axes, the first that the size of "fsdp" divides lies over "fsdp".
 
     Vectors and scalars are whole on every device: they are small, and each would be a collective of its own.
     """
@@ -260,7 +260,7 @@ def parameter_specs(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def whole(mesh: Mesh | AbstractMesh | None) -> Sharding:
-    """The sharding of an array that the device has, or each device of the mesh."""
+    """The sharding of an array that is whole on the one device, or on each device of the mesh."""
     return SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 

@@ -94,8 +94,8 @@ class StepPlan:
         parameters: Bytes of a device's share of the parameters, as they are stored.
         gradients: Bytes of its share of their gradients, with several parts of the sum and of one part.
         optimizer: Bytes of its share of the optimizer's state.
-        gathered: Bytes of matrices that are whole for a while: of two blocks at a time, or of all of them where blocks
-            are not recomputed; with `scan_layers` of one round, and a stacked copy of the shares.
+        gathered: Bytes of matrices that are gathered whole. With recomputation these are the matrices of two blocks at
+            a time, else of all blocks; with `scan_layers` those of one round, and a stacked copy of the shares.
         stored: Bytes that the forward pass leaves for the backward pass. An estimate, on the high side: the arrays
             that JAX's own differentiation stores, some of which XLA computes again from others.
         working: Bytes of what one block stores while it is computed again, or of the logits, whichever is more; an
@@ -142,9 +142,9 @@ def plan_step(
         config: What to train. The model's vocabulary counts as it is, whatever the tokenizer has.
         devices: How many there are.
         device_bytes: Memory of each; where it is known, a `fsdp` that is left out is as large as it takes.
-        card: What JAX calls the GPU that activations are counted for, such as "NVIDIA H200": with its kernels. None
-            for the device that this process has: on a CPU recurrences and attention store several times as much.
-            It is None also where the model has attention and cuDNN is not installed here.
+        card: The GPU whose kernels activations are counted for, by JAX's name for it, such as "NVIDIA H200". None is
+            this process's device; on a CPU recurrences and attention store several times as much. A model with
+            attention is counted as for None where cuDNN is not installed here.
 
     Raises:
         ValueError: The mesh does not fit the devices, or batch, rows or layers do not split over it.
@@ -274,9 +274,10 @@ def _gathered_bytes(model: ModelConfig, parameters: Any, mesh: AbstractMesh) -> 
 def _exchanges(program: Any, parameters: Any, mesh: AbstractMesh, norms: int) -> tuple[Exchange, ...]:
     """The collectives of a step; tests hold them to compiled ones.
 
-    They are read from the traced step. XLA's partitioner adds those of the gradient's norm, of which there are `norms`.
-    What is read twice in one place, as an embedding that is the head too, XLA gathers once. It passes equal segment ids
-    on once for several readers, too: it has a few collective-permutes of them less.
+    They are read from the traced step, with three differences. XLA's partitioner adds the sums of the gradient's norm,
+    of which there are `norms`. An array that is read twice in one place, such as an embedding that is the head too, is
+    gathered once. Equal segment ids for several readers are passed on once, so that the compiled step has a few
+    collective-permutes less than are counted here.
     """
     counts: dict[tuple[Any, tuple[str, ...]], list[int]] = {}
 
@@ -356,7 +357,7 @@ def _activation_bytes(model: ModelConfig, rows: int, length: int, mesh: Abstract
 
 
 def _block_bytes(model: ModelConfig, blocks: Any, rows: int, length: int, mesh: AbstractMesh) -> int:
-    """What the block that stores most does, if it is not recomputed."""
+    """Bytes that the block which stores most stores for the backward pass, if it is not recomputed."""
     x = jax.ShapeDtypeStruct((rows, length, model.width), model.compute_dtype)
     ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     kinds = dict(zip(zip(model.layer_mixers, model.layer_feed_forwards), blocks))

@@ -12,7 +12,8 @@ from jax import Array
 from pallas_kernels.problem import CHUNK
 from pallas_kernels.triton.common.backend import exp, iota
 
-# exp(-100) is zero in float32 (flushed); a smaller log decay, -inf included, would only cost the sums their digits.
+# Log decays are raised to this. exp(-100) is already zero in float32 (flushed). Smaller numbers, -inf included, would
+# only make the sums less exact.
 MIN_LOG_DECAY = -100.0
 
 
@@ -21,7 +22,8 @@ class ChunkDecay(NamedTuple):
 
     Attributes:
         total: inclusive cumulative log decay, `[C]` float32; None without one, and where it is channel-wise.
-        fine: a part of the same sum, small so that it has more digits, to be added after differences; None with it.
+        fine: the small rest of the same sum, which float32 would lose in `total`. It is added after the difference of
+            two totals is taken. None where `total` is None.
         runs: number of segment starts up to and including each token, `[C]` int32; None without restarts.
     """
 
@@ -80,17 +82,20 @@ def decay_of_chunk(decay: ChunkDecay) -> Array | None:
     return factor if decay.runs is None else jnp.where(jnp.max(decay.runs) == 0, factor, 0.0)
 
 
-# A gate smaller than this is divided by as if it were this, having been multiplied by the same before.
+# Replaces smaller gates, both where a kernel multiplies by a gate and where a later one divides by it.
 _SMALLEST_GATE = 2.0**-32
 
 
 def divisible(gate: Array) -> Array:
-    """A gate `[C]`, kept away from zero: what is multiplied by it can be divided by it again."""
+    """A gate `[C]`, kept away from zero, so that a product with it can be divided by it again."""
     return jnp.where(jnp.abs(gate) < _SMALLEST_GATE, _SMALLEST_GATE, gate)
 
 
 def split_gate(gate: Array) -> tuple[Array, Array]:
-    """A gate `[C]` as a product of what can be divided by and the rest, 1 but where the gate is next to zero."""
+    """Two factors of a gate `[C]`: one that is safe to divide by, and the rest.
+
+    The rest is 1, except where the gate is nearly zero: there it is the gate, and the first factor is 1.
+    """
     is_small = jnp.abs(gate) < 1e-30
     return jnp.where(is_small, 1.0, gate), jnp.where(is_small, gate, 1.0)
 

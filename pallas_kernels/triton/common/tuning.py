@@ -78,8 +78,8 @@ def table_launches(table: dict, variant: str, is_underfilled: bool) -> dict[str,
     Args:
         table: a device's table; may be empty.
         variant: as `variant_name` gives it.
-        is_underfilled: whether each processor runs one program at most of the passes over chunks, in blocks of 64 value
-            channels. Narrower blocks than where programs abound, or more shared memory, are then to be had for nothing.
+        is_underfilled: whether the passes over chunks, in blocks of 64 value channels, have at most one program a
+            processor. Narrower blocks, or programs that take more shared memory, then cost nothing.
     """
     entry = dict(table.get("variants", {}).get(variant, {}))
     if is_underfilled:

@@ -1,8 +1,9 @@
 """Gradients of one chunk under a channel-wise decay, as values inside a kernel; `argument_gradients` has the equations.
 
-Products of pairs are the only ones whose operands were scaled; they take them as float32, and not rounded. A tile of 64
-tokens and 64 channels in float32 takes an eighth of a thread's registers. So what is written comes first, then queries,
-then what is erased, and gradients of pairs are loaded anew for each product.
+Only the products of pairs have scaled operands. These operands stay in float32, unrounded. One float32 tile of 64
+tokens by 64 channels takes an eighth of a thread's registers, so few tiles may be held at once. Gradients are therefore
+computed one after another: of the write keys, of the queries, of the erase keys. The gradients of pairs are loaded anew
+for each product.
 """
 
 from collections.abc import Callable
@@ -58,7 +59,7 @@ class StateProducts(NamedTuple):
 
 
 def _store_decay_gradient(r, d_total: Array, d_end: Array, problem: Problem):
-    """From gradients of the cumulative log decay `[C, K]`, and of all of the chunk's `[K]`."""
+    """Stores it, from the gradients of the cumulative log decay `[C, K]` and of the whole chunk's log decay `[K]`."""
     d_step = add_up_to_end(d_total, problem.dtype) + d_end[None]
     r.d_log_decay[...] = jnp.where(is_flat(load_again(r.log_decay), load_starts(r)), 0.0, d_step).astype(
         r.d_log_decay.dtype

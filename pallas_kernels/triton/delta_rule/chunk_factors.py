@@ -176,7 +176,7 @@ def _store_mild(r, parts, sides, runs, starts, scale: float, with_pairs: bool):
         read = load_part(r.q, part) * reads
         r.read[:, part] = keep_rows(read * front, sees_start).astype(dtype)
         if with_pairs:
-            # These go in as float32: to round two scaled matrices would cost the output as much as two of its own.
+            # Both scaled matrices stay in float32: rounding them would double the error of the output.
             scores = scores + dot_nt(read, written, precise=dtype == jnp.float32)
     if with_pairs:
         _store_channel_pairs(r, scores, erased_pairs, runs, scale)
@@ -257,7 +257,7 @@ def _store_inverse(r, erased: Array):
 
 
 def stored_scores(problem: Problem) -> jax.ShapeDtypeStruct:
-    """P of each chunk. Without erasing, rounding it would be most of the output's error: there it stays in float32."""
+    """Shape and dtype of all chunks' P. Linear attention keeps P in float32: rounding it would be most of its error."""
     return problem.per_head(problem.chunks, CHUNK, CHUNK, dtype=None if problem.online else jnp.float32)
 
 

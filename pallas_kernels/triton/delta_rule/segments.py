@@ -40,7 +40,7 @@ class SegmentMaps(NamedTuple):
     survival: Array | None
 
 
-# Log of the part of a state below which it counts as forgotten: eight digits below float32's rounding of what follows.
+# A state counts as forgotten where less than this part of it is left: the log of 1e-15, far below float32's rounding.
 _FORGOTTEN = -34.5
 # With more segments than this to go through, one program for all of them takes less time than one for each.
 _SHORT_REACH = 4

@@ -34,7 +34,7 @@ def _reverse_step(r, n, d_state: Array, problem: Problem, is_exact: bool = False
     rows = pl.ds(n * CHUNK, CHUNK)
     dtype = problem.dtype
     d_out, written, read = (load_tile(ref, rows, r.is_lean) for ref in (r.d_out, r.written, r.read))
-    # Without erasing, the values' gradient is only this and a product with scores: like these, it is not rounded.
+    # In linear attention the values' gradient is this product plus one with the scores; neither rounds its operands.
     d_written = dot_nt(d_state.astype(dtype), written) if problem.online else dot_halves(d_state, written, (1, 1))
     scores = load_tile(r.scores, n, r.is_lean)
     d_near = dot_tn(d_out.astype(scores.dtype), scores, precise=dtype == jnp.float32)
@@ -62,7 +62,8 @@ def _store_value_side(r, rows, values: Array | None, d_written: Array):
     if len(r.write.shape) == 1:
         write = r.write[rows].astype(jnp.float32)
         r.d_write[rows] = jnp.sum(d_write, axis=0)
-        # Times the gate, `dW` is rounded once, for the values and for `argument_gradients`, which divides by the gate.
+        # Stored as a product with the gate, `dW` is rounded once for both of its uses: it is the values' gradient as it
+        # is, and `argument_gradients` divides it by the gate.
         r.d_v[rows, :] = scale_tokens(d_written, divisible(write)).astype(r.d_v.dtype).T
         return
     write = r.write[rows, :].T.astype(jnp.float32)

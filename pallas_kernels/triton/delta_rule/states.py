@@ -242,9 +242,9 @@ def output_pass(
 def stored_states(problem: Problem) -> jax.ShapeDtypeStruct:
     """A state for each chunk as the backward reads it, `[B, HV, N, V, K]`.
 
-    Without erasing, states grow as long as nothing decays. Then the decay's gradient is nearly all the product of the
-    state before a chunk with the gradient after it, a sum that cancels: it wants both in float32. So do the gradients
-    of queries and keys, whose products with them are the only ones that rounding touches.
+    Linear attention stores states in float32. Its states grow as long as nothing decays. The decay's gradient is then
+    nearly all the product of the state before a chunk with the gradient after the chunk, a sum whose terms cancel, so
+    that neither factor may be rounded. In the gradients of queries and keys no other product is rounded.
     """
     p = problem
     return p.per_head(p.chunks, p.value_size, p.key_size, dtype=None if p.online else jnp.float32)

@@ -27,13 +27,13 @@ def unit_lower_inverse(lower: Array, dtype) -> Array:
     """
     size = lower.shape[0]
     i, j = iota((size, size), 0), iota((size, size), 1)
-    apart = i ^ j  # its highest bit is the level at which a pair of rows parts
+    apart = i ^ j  # its highest bit gives the size of the blocks in which rows i and j are in different halves
     negative = -lower
     inverse = jnp.where(i == j, 1.0, jnp.where(apart == 1, negative, 0.0))
     negative = negative.astype(dtype)
     for level in range(1, size.bit_length() - 1):
         halves = inverse.astype(dtype)
-        # Every block of L between two blocks of the inverse; those that are wanted are picked from the result.
+        # One product for all blocks of the matrix; `where` picks the blocks below the diagonal at this level.
         corners = dot(dot(halves, negative).astype(dtype), halves)
         inverse = jnp.where(lax.shift_right_logical(apart, level) == 1, corners, inverse)
     return inverse

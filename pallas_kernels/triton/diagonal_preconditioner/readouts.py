@@ -43,7 +43,7 @@ class Gram:
 
 
 def _tanh(r: Any) -> tuple[Any, Any]:
-    """`tanh(r)` and its slope: `1 - tanh(r)^2` has no digits left where A, by which it is divided, is small."""
+    """`tanh(r)` and its derivative, which is not computed as `1 - tanh(r)^2`: for small A that has no exact digit."""
     decay = exp(-2 * jnp.abs(r))
     part = reciprocal(1 + decay)
     size = (1 - decay) * part
@@ -92,7 +92,7 @@ class Preconditioner:
             s, slope = _tanh(r)
             over_shifted, part = reciprocal(shifted), None
         else:
-            # Special functions are what time goes to: one reciprocal for both. The slope is part^2, and
+            # Special functions take most of the time, so one reciprocal serves both divisors. The slope is part^2, and
             # part^2 / shifted = part / (divisor * shifted).
             divisor = 1 + jnp.abs(r)
             both = reciprocal(divisor * shifted)

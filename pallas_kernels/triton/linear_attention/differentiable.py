@@ -45,9 +45,10 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     problem, launch = _problem(options, x), options.schedule.gradient_sums
     swapped = dataclasses.replace(problem, key_size=problem.value_size, value_size=problem.key_size)
     has_decay = x.log_decay is not None
-    # In bfloat16 it would spill and cost a tenth of the time, for gradients below 1e-4 of a mild decay's.
+    # Whether a token's pair with itself is kept out of the decay's gradient. In bfloat16 this would spill registers and
+    # take a tenth longer, and it changes only gradients below 1e-4 of a mild decay's.
     is_exact = has_decay and x.q.dtype == jnp.float32
-    # Sums are multiplied by the scale at the end; what they start from must not be.
+    # The kernel multiplies its sums by the scale at the end, the first state included: hence the division.
     launches = options.schedule.increments, options.schedule.scan
     ends = segment_starts(problem, x, rows, x.q, d_out, d_final_state / problem.scale, launches, reverse=True)
     d_q = sums(
@@ -125,7 +126,7 @@ def _sum_parts(x: Array | None) -> Array:
 
 
 def _dtype_of_parts(like: Array, inputs: Inputs) -> Any:
-    """Gradients by value head that are still to be added up are not rounded before."""
+    """Dtype of a gradient by value head: float32 where those of several value heads are still to be added up."""
     return like.dtype if like.shape[2] == inputs.v.shape[2] else jnp.float32
 
 
@@ -140,10 +141,12 @@ def _of_key_heads(gradient: Array, like: Array) -> Array:
 def _log_decay_gradient(inputs: Inputs, d_total: Array, d_ends: Array, crossed: Array) -> Array:
     """The decay's gradient; zero where it is clamped or a segment starts.
 
-    A token's decay scales what it and later tokens read of earlier ones: within its chunk what `q dq - k dk` adds up to
-    from it on; beyond, what the chunk's tokens before it and the state before the chunk leave to later chunks. Terms
-    that must cancel were rounded alike; what a token leaves itself, which its decay does not weaken, takes no
-    part; nor, in float32, does its pair with itself.
+    A token's decay scales everything that the token and later ones read of earlier tokens. Within the chunk this
+    contributes the sum of `q dq - k dk` from the token to the chunk's end. Beyond the chunk it contributes what later
+    chunks read of two things: the chunk's tokens before this one, and the state before the chunk.
+
+    Terms that must cancel were rounded in the same way. A token's own write is left out, since its decay does not
+    weaken it. In float32 a token's pair with itself is left out too.
 
     Args:
         inputs: arguments.

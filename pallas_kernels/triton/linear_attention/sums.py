@@ -57,9 +57,9 @@ class Sums(NamedTuple):
     Attributes:
         out: `[B, T, HV, D]`.
         end: what all tokens add up to, `[B, HV, A, D]` float32.
-        products: `product_with . out`, `[C, B, T, HV]` float32, where asked for; in `reverse` without the rest of the
-            gate that `split_gate` leaves; without a token's pair with itself where that is kept apart.
-        far_products: the part of it from other chunks, where `states` are given; `products` is then the rest.
+        products: `product_with . out`, `[C, B, T, HV]` float32, where asked for. In `reverse` the second factor of
+            `split_gate` is not in it. A token's pair with itself is not in it where `keeps_own_apart` is set.
+        far_products: the part of `products` from other chunks, where `states` are given; `products` is then the rest.
         states: what the tokens before each chunk add up to, `[B, HV, N, A, D]`, where asked for.
         crossed: what is left of the given `states` at the chunks' ends, times this sum there, `[C, B, HV, N]` float32.
     """
@@ -309,8 +309,8 @@ def sums(
         transposed: whether `boundary` is `[B, HV, P, D, A]`.
         dtype: of the result; None is that of the inputs.
         product_with: `[B, T, heads, D]`, whose products with the rows of the result are wanted.
-        keeps_own_apart: whether they leave out a token's pair with itself. It has no decay: in the decay's gradient, a
-            difference of products, it would leave its rounding.
+        keeps_own_apart: whether these products leave out a token's pair with itself. That pair has no decay. In the
+            decay's gradient, a difference of products, only its rounding error would be left.
         with_states: whether what is before each chunk is wanted.
         states: the same of another sum, whose products with this one's are wanted.
     """

@@ -52,9 +52,9 @@ def pair_decays(decay) -> Array:
 
 
 def _system(keys: Parts, state: Parts, decay, from_start, ridge: Array, precision: str, step: Any = None) -> System:
-    """The systems, or `step` `[C, 1]` times each of them but for its ridge.
+    """The systems; with `step` `[C, 1]`, the products with their matrices are multiplied by it, the ridge is not.
 
-    Pairs' decays are in registers all along: half of them where products are of bfloat16 anyway.
+    The pairs' decays stay in registers. Where products are of bfloat16, so are these decays, in half the registers.
     """
     pairs = pair_decays(decay)
     if step is not None:
@@ -173,12 +173,12 @@ def _leading_half(x: Array) -> Array:
 def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
     """Conjugate gradients from zero, in units of `b`'s size; a system whose residual has vanished stays where it is.
 
-    They square what they are given. In units of one the squares of tiny `b`, as cotangents are that decayed over many
-    tokens, would be lost, and the quotients infinite.
+    The method squares `b`. Cotangents that decayed over many tokens are so small that their squares would be lost in
+    float32, and quotients would be infinite: hence the units.
 
-    A ridge by channel takes a register for each channel that a thread has, and registers are what is short. So it goes
-    round the loop with one channel a thread, and is spread when it is used. The minimum hides from the compiler that it
-    stays the same, and need not be spread but once.
+    A ridge by channel would take a register for each channel of a thread, and registers are short. So the loop carries
+    the ridge with one channel a thread, and broadcasts it in each iteration. Without the minimum in the carry the
+    compiler would see that the ridge never changes, and broadcast it once, before the loop.
     """
     size = _size(b)
     unit = 1.0 / size
@@ -210,7 +210,7 @@ def _iterate_conjugate(system: System, method: Method, b: Array) -> Array:
 
 
 def _solve_kernel(r, *, method: Method):
-    # Right-hand sides first: what rearranges them in shared memory is free again before keys and state are there.
+    # Right-hand sides are loaded first: the shared memory that converts their layout is free again before keys come.
     b = r.b[...].astype(jnp.float32)
     strength = load_strength(r.ridge)
     decay = loaded_decay(r)

@@ -112,7 +112,7 @@ def ridge_rows(problem: Problem, inputs: RidgeInputs) -> Rows:
 def choose_schedule(problem: Problem, precision: str = "bfloat16") -> RidgeSchedule:
     """The schedule measured best on an H200.
 
-    A scan whose programs crowd the card loads further ahead; factors of more than one part take smaller blocks.
+    Where the scan has many programs, each loads further ahead. Matrices in more than one part take smaller blocks.
     """
     schedule = RidgeSchedule()
     programs = problem.batch * problem.value_heads * cdiv(problem.key_size, schedule.scan.block)

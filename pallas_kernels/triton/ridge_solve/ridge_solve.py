@@ -90,8 +90,8 @@ def ridge_solve(
 
         H_t = exp(log_decay_t) H_{t-1} + k_t k_t^T        lambda_t = ridge * ||H_t||_F  (adaptive)  or  ridge
 
-    No `H_t` is formed but those at the chunks' starts. The gradient is that of the
-    equation's solution, by one more solve (Gated KalmaNet, table 1 and equations 6 to 10). Runs are bit-identical.
+    No `H_t` is formed but those at the chunks' starts. The gradient is that of the equation's solution, by one more
+    solve (Gated KalmaNet, table 1 and equations 6 to 10). Runs are bit-identical.
 
     Args:
         q: right-hand sides, bfloat16 or float32.

@@ -147,12 +147,12 @@ def rms_norm(
     Args:
         x: rows, bfloat16 or float32.
         scale: of each feature.
-        z: what the gate's activation is of; None is no gate.
+        z: the argument of the gate's activation; None is no gate.
         activation: of the gate.
         eps: added to the mean square.
         dtype: of the result; None is `x`'s.
-        keeps: give `x` as well, for a residual stream that goes on: the gradient of what it goes on to is then added to
-            the norm's where that is computed.
+        keeps: return `x` as well, for a residual stream that continues with it. The kernel of the norm's gradient then
+            adds the gradient of this `x`.
         schedule: how the call is cut into programs.
 
     Returns:
