@@ -128,46 +128,6 @@ def test_python_source():
     assert sum("import " in text for text in splits["train"]) > 10
 
 
-def _bad_encoding(folder):
-    (folder / "x.txt").write_bytes(b"caf\xe9")
-    return _config("text", (str(folder / "x.txt"),)), r"x\.txt: not valid utf-8 at byte 3"
-
-
-def _bad_json(folder):
-    (folder / "x.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    return _config("jsonl", (str(folder / "x.jsonl"),)), r"x\.jsonl, line 2: not JSON"
-
-
-def _missing_field(folder):
-    (folder / "x.jsonl").write_text('{"body": "a"}\n')
-    return _config("jsonl", (str(folder / "x.jsonl"),)), r"x\.jsonl, line 1: no field 'text'.*\['body'\]"
-
-
-def _not_an_object(folder):
-    (folder / "x.jsonl").write_text('"a"\n')
-    return _config("jsonl", (str(folder / "x.jsonl"),)), r"line 1: no field 'text'.*is a str"
-
-
-def _wrong_type(folder):
-    (folder / "x.jsonl").write_text('{"text": 3}\n')
-    return _config("jsonl", (str(folder / "x.jsonl"),)), "holds int, not text"
-
-
-def _json_encoding(folder):
-    (folder / "x.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
-    return _config("jsonl", (str(folder / "x.jsonl"),)), "line 1: not valid utf-8"
-
-
-def _not_gzip(folder):
-    (folder / "x.jsonl.gz").write_text('{"text": "a"}\n')
-    return _config("jsonl", (str(folder / "x.jsonl.gz"),)), r"x\.jsonl\.gz: not readable as jsonl \(Not a gzip"
-
-
-def _not_parquet(folder):
-    (folder / "x.parquet").write_text("PAR")
-    return _config("parquet", (str(folder / "x.parquet"),)), r"x\.parquet: not readable as parquet \("
-
-
 def _cut_gzip(folder):
     content = gzip.compress(b"".join(b'{"text": "%d"}\n' % i for i in range(1000)))
     (folder / "x.jsonl.gz").write_bytes(content[: len(content) // 2])
@@ -214,17 +174,28 @@ def _blank(folder):
 
 
 @pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("x.txt", b"caf\xe9", r"x\.txt: not valid utf-8 at byte 3"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": \n', r"x\.jsonl, line 2: not JSON"),
+        ("x.jsonl", b'{"body": "a"}\n', r"x\.jsonl, line 1: no field 'text'.*\['body'\]"),
+        ("x.jsonl", b'"a"\n', r"line 1: no field 'text'.*is a str"),
+        ("x.jsonl", b'{"text": 3}\n', "holds int, not text"),
+        ("x.jsonl", b'{"text": "caf\xe9"}\n', "line 1: not valid utf-8"),
+        ("x.jsonl.gz", b'{"text": "a"}\n', r"x\.jsonl\.gz: not readable as jsonl \(Not a gzip"),
+        ("x.parquet", b"PAR", r"x\.parquet: not readable as parquet \("),
+    ],
+)
+def test_one_clear_error_for_a_file(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    source = name.split(".")[1].replace("txt", "text")
+    check_one_clear_error(_config(source, (str(tmp_path / name),)), message)
+
+
+@pytest.mark.parametrize(
     "case",
     [
-        _bad_encoding,
-        _bad_json,
-        _missing_field,
-        _not_an_object,
-        _wrong_type,
-        _json_encoding,
-        _not_gzip,
         _cut_gzip,
-        _not_parquet,
         _broken_parquet,
         _missing_column,
         _wrong_column_type,
@@ -236,7 +207,10 @@ def _blank(folder):
     ],
 )
 def test_one_clear_error(tmp_path, case):
-    config, message = case(tmp_path)
+    check_one_clear_error(*case(tmp_path))
+
+
+def check_one_clear_error(config, message):
     with pytest.raises(ValueError, match=message) as caught:
         list(iterate_documents(config, "train"))
     assert "\n" not in str(caught.value)

@@ -14,7 +14,8 @@ from lm_eval.api.registry import get_model
 
 from rnnlib.data import ByteTokenizer
 from rnnlib.eval import TASK_LISTS, HarnessModel, evaluate_tasks, task_names
-from rnnlib.models import DecoderLM, ModelConfig, generate
+from rnnlib.models import DecoderLM, generate
+from tests.tiny_models import tiny_config
 
 TOKENIZER = ByteTokenizer()
 QUESTIONS = [
@@ -47,15 +48,7 @@ GENERATION = {
 
 @functools.cache
 def model() -> DecoderLM:
-    config = ModelConfig(
-        vocabulary_size=257,
-        width=16,
-        num_layers=2,
-        num_heads=2,
-        mixers=("gated_deltanet", "attention"),
-        mlp_width=16,
-        initializer_std=0.4,
-    )
+    config = tiny_config("gated_deltanet", "attention", vocabulary_size=257, width=16, initializer_std=0.4)
     return DecoderLM(config, rngs=nnx.Rngs(1))
 
 

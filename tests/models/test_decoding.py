@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.models import Decoder, DecoderLM, ModelConfig, NaNLogitsError, generate
+from rnnlib.models import Decoder, DecoderLM, NaNLogitsError, generate
+from tests.tiny_models import tiny_config
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [2], [7, 7, 1, 2, 3]]
 OPTIONS = (
@@ -22,14 +23,9 @@ OPTIONS = (
 @functools.cache
 def model() -> DecoderLM:
     mixers = ("gated_deltanet", "attention", "sliding_window_attention")
-    config = ModelConfig(
-        vocabulary_size=29,
-        width=32,
-        num_layers=3,
-        num_heads=2,
-        mixers=mixers,
+    config = tiny_config(
+        *mixers,
         window=6,
-        mlp_width=32,
         initializer_std=0.3,
         mixer_overrides={name: {"initializer.scale": 0.3} for name in ("*", "attention", "sliding_window_attention")},
     )

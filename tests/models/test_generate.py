@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.models import DecoderLM, ModelConfig, NaNLogitsError, Sampling, generate, sample, stream
+from rnnlib.models import DecoderLM, NaNLogitsError, Sampling, generate, sample, stream
 from rnnlib.models.generation import pad_prompts
+from tests.tiny_models import tiny_config
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [2]]
 NEW = 12
@@ -17,14 +18,10 @@ NEW = 12
 
 @functools.cache
 def model() -> DecoderLM:
-    config = ModelConfig(
-        vocabulary_size=29,
-        width=32,
-        num_layers=2,
-        num_heads=2,
-        mixers=("gated_deltanet", "sliding_window_attention"),
+    config = tiny_config(
+        "gated_deltanet",
+        "sliding_window_attention",
         window=6,
-        mlp_width=32,
         initializer_std=0.3,
         # Mixers that matter: what was read before, and padding if it were read, decide the tokens.
         mixer_overrides={name: {"initializer.scale": 0.3} for name in ("*", "sliding_window_attention")},

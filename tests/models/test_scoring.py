@@ -8,23 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.models import DecoderLM, ModelConfig, NaNLogitsError, score, scoring
+from rnnlib.models import DecoderLM, NaNLogitsError, score, scoring
+from tests.tiny_models import tiny_config
 
 VOCABULARY = 31
 
 
 @functools.cache
 def model(*mixers: str) -> DecoderLM:
-    config = ModelConfig(
-        vocabulary_size=VOCABULARY,
-        width=16,
-        num_layers=len(mixers),
-        num_heads=2,
-        mixers=mixers,
-        window=6,
-        mlp_width=16,
-        initializer_std=0.3,
-    )
+    config = tiny_config(*mixers, vocabulary_size=VOCABULARY, width=16, window=6, initializer_std=0.3)
     return DecoderLM(config, rngs=nnx.Rngs(len(mixers)))
 
 

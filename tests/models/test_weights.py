@@ -4,18 +4,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.models import DecoderLM
 from rnnlib.models.weights import load_weights, save_weights
+from tests.tiny_models import tiny_config
 
-CONFIG = ModelConfig(
-    vocabulary_size=29,
-    width=32,
-    num_layers=2,
-    num_heads=2,
-    mixers=("gated_deltanet", "attention"),
-    mlp_width=32,
-    param_dtype="bfloat16",
-)
+CONFIG = tiny_config("gated_deltanet", "attention", param_dtype="bfloat16")
 
 
 def test_weights_come_back_bit_for_bit_with_their_configuration(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import triton
 from rnnlib import ops
@@ -129,3 +130,24 @@ def relative_error(x, reference) -> float:
     """`||x - reference|| / ||reference||`; NaN never passes."""
     x, reference = np.asarray(x, np.float64), np.asarray(reference, np.float64)
     return float(np.linalg.norm(x - reference) / max(np.linalg.norm(reference), 1e-30))
+
+
+def assert_transformations_agree(loss, arrays):
+    """The gradient of `loss` of arrays `[B, T, H, ...]` is the same row by row under `vmap`, and under `shard_map`."""
+    expected = jax.jit(jax.grad(loss))(arrays)
+
+    def per_row(arrays):
+        return jax.vmap(lambda row: loss(jax.tree.map(lambda x: x[None], row)))(arrays).sum()
+
+    mesh = jax.make_mesh((1, 1), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharded = jax.shard_map(
+        lambda x: loss(x)[None, None],
+        mesh=mesh,
+        in_specs=({name: P("batch", None, "heads") for name in arrays},),
+        out_specs=P("batch", "heads"),
+        check_vma=False,
+    )
+    for function in (per_row, lambda arrays: sharded(arrays).sum()):
+        found = jax.jit(jax.grad(function))(arrays)
+        for name, gradient in found.items():
+            assert relative_error(gradient, expected[name]) < 1e-5, name

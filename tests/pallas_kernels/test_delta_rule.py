@@ -7,13 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import triton
 from pallas_kernels.triton import Schedule
 from rnnlib import ops
 from tests.compiling import loop_jit
-from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, Case, errors, make_inputs, relative_error
+from tests.pallas_kernels.cases import (
+    CHANNEL,
+    NO,
+    SCALAR,
+    Case,
+    assert_transformations_agree,
+    errors,
+    make_inputs,
+    relative_error,
+)
 
 CASES = {
     "delta_rule": Case((1, 128, 1, 1, 16, 32), decay=NO),
@@ -298,23 +306,7 @@ def test_vmap_remat_and_shard_map():
         out, state = jax.checkpoint(lambda x: triton.gated_delta_rule(**x))(arrays)
         return jnp.sum(out**2) + jnp.sum(state)
 
-    expected = jax.jit(jax.grad(loss))(arrays)
-
-    def per_row(arrays):
-        return jax.vmap(lambda row: loss(jax.tree.map(lambda x: x[None], row)))(arrays).sum()
-
-    mesh = jax.make_mesh((1, 1), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    sharded = jax.shard_map(
-        lambda x: loss(x)[None, None],
-        mesh=mesh,
-        in_specs=({name: P("batch", None, "heads") for name in arrays},),
-        out_specs=P("batch", "heads"),
-        check_vma=False,
-    )
-    for function in (per_row, lambda arrays: sharded(arrays).sum()):
-        found = jax.jit(jax.grad(function))(arrays)
-        for name, gradient in found.items():
-            assert relative_error(gradient, expected[name]) < 1e-5, name
+    assert_transformations_agree(loss, arrays)
 
 
 def test_memory_kept_for_the_backward_is_linear_and_small():

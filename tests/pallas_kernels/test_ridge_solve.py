@@ -6,16 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
+from hypothesis import example, settings
 
 from pallas_kernels import triton
 from pallas_kernels.schedule import Launch
 from pallas_kernels.triton import RidgeSchedule
 from rnnlib import ops
 from rnnlib.ops.ridge_solve import Solver
-from tests.ops.ridge import Call, assert_close, reference, relative_error, run
+from tests.ops.ridge import Call, assert_close, given_cases, reference, relative_error, run
+from tests.pallas_kernels.cases import assert_transformations_agree
 from tests.pallas_kernels.test_lowering import H200, count_kernels
 
 # Three chunks, the last incomplete, and channels padded.
@@ -30,12 +29,7 @@ def arguments_of(call, dtype, **options):
 
 
 @settings(max_examples=10)
-@given(
-    call=st.sampled_from((GKA, MESA)),
-    values=st.sampled_from(("random", "extreme", "zero keys", "repeated keys")),
-    segments=st.sampled_from(("one", "random", "every")),
-    seed=st.integers(0, 2**16),
-)
+@given_cases(GKA, MESA)
 @example(call=GKA, values="random", segments="one", seed=0)
 @example(call=GKA, values="extreme", segments="random", seed=0)
 @example(call=GKA, values="zero keys", segments="every", seed=0)
@@ -145,23 +139,7 @@ def test_vmap_remat_and_shard_map():
         x, gram = jax.checkpoint(lambda a: ops.ridge_solve(**a, iterations=3, implementation="triton"))(arrays)
         return jnp.sum(x**2) + jnp.sum(gram)
 
-    expected = jax.jit(jax.grad(loss))(arrays)
-
-    def per_row(arrays):
-        return jax.vmap(lambda row: loss(jax.tree.map(lambda x: x[None], row)))(arrays).sum()
-
-    mesh = jax.make_mesh((1, 1), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    sharded = jax.shard_map(
-        lambda x: loss(x)[None, None],
-        mesh=mesh,
-        in_specs=({name: P("batch", None, "heads") for name in arrays},),
-        out_specs=P("batch", "heads"),
-        check_vma=False,
-    )
-    for function in (per_row, lambda arrays: sharded(arrays).sum()):
-        found = jax.jit(jax.grad(function))(arrays)
-        for name, gradient in found.items():
-            assert relative_error(gradient, expected[name]) < 1e-5, name
+    assert_transformations_agree(loss, arrays)
 
 
 @pytest.mark.parametrize("keeps_states", [True, False])
