@@ -208,7 +208,9 @@ def _decode(config: DataConfig, path: str, content: bytes, line: int | None = No
         why = f"{where}: not valid {config.encoding} at byte {error.start}"
         if config.undecodable == "skip":
             return _Undecodable(why)
-        raise ValueError(f"{why}; set encoding to the file's, or undecodable to 'skip' to leave it out") from error
+        flags = "--data.encoding, --data.undecodable"
+        advice = f"set encoding to the file's, or undecodable to 'skip' to leave it out ({flags})"
+        raise ValueError(f"{why}; {advice}") from error
     except LookupError as error:
         raise ValueError(f"encoding {config.encoding!r} is not known to Python") from error
 

@@ -59,7 +59,7 @@ class LatentCache(NamedTuple):
 
 
 def empty_ring(batch_size: int, capacity: int) -> dict[str, Array]:
-    """Fields of a cache without tokens, but for what it keeps of each."""
+    """The fields of an empty cache, but for those that hold something of each token."""
     counts = {name: jnp.zeros((batch_size,), jnp.int32) for name in ("length", "current", "position")}
     return {"segment": jnp.zeros((batch_size, capacity), jnp.int32), **counts}
 
@@ -71,7 +71,7 @@ def check_call_length(mixer: str, cache: AttentionCache | LatentCache, length: i
         raise ValueError(f"{mixer}: {length} tokens in a call, expected at most the cache's max_length = {capacity}")
 
 
-# Queries `[B, T, ...]`, what is kept of S tokens by field, and which of them each query sees; the output.
+# From queries `[B, T, ...]`, the cache's fields for S tokens, and which of these tokens each query sees, to the output.
 Attend = Callable[[Array, Mapping[str, Array], Bool[Array, "B T S"]], Array]
 
 

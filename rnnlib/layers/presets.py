@@ -338,7 +338,7 @@ def mixer_preset(name: str, **overrides: Any) -> MixerConfig:
     Args:
         name: one of `mixer_names()`.
         **overrides: fields to set otherwise: of the configuration (`decay=...`, `head_dim=64`), or of an axis by its
-            path (`**{"gain.negative_eigenvalues": True}`), which is set after what it leads through. Two paths have
+            path (`**{"gain.negative_eigenvalues": True}`). A longer path is set after the shorter ones. Two paths have
             short names: `negative_eigenvalues=True`, and `output_gate=False`, `True` (the preset's own gate, SiLU
             where it has none) or the gate's activation.
 

@@ -108,7 +108,7 @@ class RidgeRegression(SolveConfig):
         return f"ridge ({self.solver.replace('_', ' ')})"
 
     def erases(self) -> bool:
-        """Both of its states decay alone."""
+        """False: both states decay alone."""
         return False
 
 

@@ -95,7 +95,8 @@ class SolveConfig(AxisConfig):
     def erases(self) -> bool | None:
         """Whether a token's transition of the state erases as the delta rule's does, or decays alone.
 
-        None is neither of both, or not said: `rnnlib.analysis`, which takes eigenvalues of it, then refuses the layer.
+        None is neither, or not known. `rnnlib.analysis`, which computes the transition's eigenvalues, then refuses the
+        layer.
         """
         return None
 
@@ -124,7 +125,7 @@ class Online(SolveConfig):
         return OnlineSolver(shape, options)
 
     def erases(self) -> bool:
-        """It does."""
+        """True: each token erases along its read key."""
         return True
 
 
@@ -173,7 +174,7 @@ class Offline(SolveConfig):
         return "offline, over the sum of weights" if self.normalize else self.words
 
     def erases(self) -> bool:
-        """It decays alone."""
+        """False: the state decays alone."""
         return False
 
 

@@ -59,7 +59,7 @@ class Trapezoidal(SolveConfig):
         return self.rank
 
     def erases(self) -> bool:
-        """It decays alone."""
+        """False: the state decays alone."""
         return False
 
 
