@@ -39,6 +39,7 @@ from rnnlib.training import (
     train,
 )
 from rnnlib.training.step import state_shardings
+from tests.training.packed import packed_batch
 
 from .collectives import collectives
 
@@ -71,13 +72,7 @@ LOOP = {
 
 def batch(rows=ROWS, length=LENGTH, vocabulary=VOCABULARY):
     """Packed rows."""
-    random = np.random.default_rng(0)
-    tokens = random.integers(0, vocabulary, (rows, length + 1)).astype(np.int32)
-    ids = np.cumsum(tokens[:, :-1] % 7 == 0, 1).astype(np.int32)
-    positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
-    weights = random.uniform(size=(rows, length)).astype(np.float32)
-    names = ("inputs", "targets", "segment_ids", "positions", "loss_weights")
-    return dict(zip(names, (tokens[:, :-1], tokens[:, 1:], ids, positions, weights)))
+    return packed_batch(np.random.default_rng(0), vocabulary, rows, length)
 
 
 def step_of(config, mesh, parts=1, packed=None):

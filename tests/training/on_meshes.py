@@ -47,6 +47,7 @@ from rnnlib.training import (
 )
 from rnnlib.training.mesh import AXES
 from rnnlib.training.step import state_shardings
+from tests.training.packed import packed_batch
 
 from .collectives import collectives
 
@@ -79,12 +80,7 @@ def batches(count):
     """Packed rows."""
     random = np.random.default_rng(0)
     for _ in range(count):
-        tokens = random.integers(0, VOCABULARY, (ROWS, LENGTH + 1)).astype(np.int32)
-        ids = np.cumsum(tokens[:, :-1] % 7 == 0, 1).astype(np.int32)
-        positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
-        weights = random.uniform(size=(ROWS, LENGTH)).astype(np.float32)
-        names = ("inputs", "targets", "segment_ids", "positions", "loss_weights")
-        yield dict(zip(names, (tokens[:, :-1], tokens[:, 1:], ids, positions, weights)))
+        yield packed_batch(random, VOCABULARY, ROWS, LENGTH)
 
 
 def bytes_of_a_device(tree):

@@ -20,6 +20,7 @@ from rnnlib.layers import mixer_preset, register_preset
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.ops import sequence_axis
 from rnnlib.training import MeshConfig, init_train_state, make_mesh, make_train_step, put_batch, put_state
+from tests.training.packed import packed_batch
 
 VOCABULARY, ROWS, LENGTH = 16, 4, 24
 WIDE = {"dtype": "float64", "param_dtype": "float64"}  # so that rounding hides nothing
@@ -40,13 +41,7 @@ def token_by_token(mixer):
 
 def batch():
     """Packed rows, some of whose documents cross devices."""
-    random = np.random.default_rng(0)
-    tokens = random.integers(0, VOCABULARY, (ROWS, LENGTH + 1)).astype(np.int32)
-    ids = np.cumsum(tokens[:, :-1] % 7 == 0, 1).astype(np.int32)
-    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
-    weights = random.uniform(size=(ROWS, LENGTH)).astype(np.float32)
-    names = ("inputs", "targets", "segment_ids", "positions", "loss_weights")
-    return dict(zip(names, (tokens[:, :-1], tokens[:, 1:], ids, positions, weights)))
+    return packed_batch(np.random.default_rng(0), VOCABULARY, ROWS, LENGTH)
 
 
 def step_of(mesh):
