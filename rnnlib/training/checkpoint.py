@@ -210,8 +210,11 @@ class Checkpoints:
         what = f"checkpoint {self.path(self.latest_step)} cannot be read"
         # Everything that was saved, as NumPy arrays or where `targets` says; from_host compares it with the model.
         advice = "; if it is damaged, move that folder away and the checkpoint before it is taken"
-        with self._named_error(what, advice), one_report_of_damage():
+        with self._named_error(what, advice), one_report_of_damage() as reasons:
             saved = self._checkpointer.checkpointables_metadata(None).metadata
+            for name in names:
+                if saved.get(name) is None:
+                    raise ValueError(reasons.get(name, f"it has no part {name!r}"))
 
             def template(name: str) -> dict[str, Any]:
                 def of(key: str, found: Any) -> Any:

@@ -242,9 +242,10 @@ def test_a_run_goes_on_with_a_corpus_that_was_moved(tmp_path, monkeypatch, capsy
     assert "the data is not that of the saved position" in capsys.readouterr().err
 
 
-def test_a_truncated_checkpoint_is_one_line(trained, tmp_path, process_environment):
+@pytest.mark.parametrize("files", ["model/ocdbt.process_0/d/*", "*/d/*"], ids=["arrays", "metadata"])
+def test_a_truncated_checkpoint_is_one_line(trained, tmp_path, process_environment, files):
     shutil.copytree(trained[0], tmp_path / "run")
-    for file in (tmp_path / "run" / "checkpoints" / "40" / "model" / "ocdbt.process_0" / "d").iterdir():
+    for file in (tmp_path / "run" / "checkpoints" / "40").glob(files):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     command = [sys.executable, "-m", "rnnlib.cli.main", "eval", str(tmp_path / "run")]
     process = subprocess.run(command, env=process_environment, capture_output=True, text=True, timeout=300)
