@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rnnlib.ops.sharding import is_split
-from rnnlib.ops.thin_products import thin_kernel_serves, thin_products
+from rnnlib.ops.thin_products import row_product, thin_kernel_serves, thin_products
 
 _MAPS_OF_A_LAUNCH = 8
 
@@ -37,7 +37,7 @@ def joined_products(x: Float[Array, "*batch D"], maps: Sequence[nnx.Linear]) -> 
         return [f(x) for f in maps]
     x, *kernels = maps[0].promote_dtype((x, *kernels), dtype=dtype)
     # The barrier is one in the backward pass too: without it XLA writes each map's gradient, and then joins them.
-    y = jax.lax.optimization_barrier(x @ jnp.concatenate(kernels, axis=-1))
+    y = jax.lax.optimization_barrier(row_product(x, jnp.concatenate(kernels, axis=-1), preferred_element_type=x.dtype))
     return jnp.split(y, list(itertools.accumulate(f.out_features for f in maps[:-1])), axis=-1)
 
 

@@ -1,7 +1,8 @@
-"""Products with few rows, as of one token of some texts: by a kernel where XLA's are slow."""
+"""Products of rows with a matrix, and of few rows, as of one token of some texts, by a kernel where XLA is slow."""
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ def thin_kernel_serves(x: Array, kernels: Sequence[Array]) -> bool:
 
 
 def _flat(x: Array) -> Array:
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def thin_products(
@@ -91,8 +92,30 @@ def added_to(x: Array, y: Array) -> Array:
     return x + y
 
 
+def row_product(x: Float[Array, "*rows K"], kernel: Float[Array, "K N"], **options: Any) -> Float[Array, "*rows N"]:
+    """`x @ kernel`, on a CPU with all rows as one axis.
+
+    The kernel's gradient is a sum over all rows. XLA for CPUs (jaxlib 0.11.2) copies what a product sums over two axes
+    into transposed order, number by number, and computes again there what the array was made of. Over one axis its
+    products take both arrays as they lie.
+
+    Args:
+        x: rows.
+        kernel: the matrix.
+        **options: of `jax.lax.dot_general`.
+
+    Returns:
+        The products, in the dtype of `jax.lax.dot_general`.
+    """
+    rows = x.shape[:-1]
+    if len(rows) > 1 and platform() == "cpu" and not is_split(x) and not is_split(kernel):
+        flat = jax.lax.dot_general(_flat(x), kernel, (((1,), (0,)), ((), ())), **options)
+        return flat.reshape(*rows, kernel.shape[1])
+    return dot_general_over_mesh(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), **options)
+
+
 def linear_product(lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, **options: Any) -> Array:
-    """`jax.lax.dot_general` of linear maps: of few rows by a kernel, of sharded arrays as `dot_general_over_mesh`."""
+    """`jax.lax.dot_general` of linear maps: of few rows by a kernel, else as `row_product`."""
     plain = not args and all(value is None for value in options.values())
     is_map = dimension_numbers == (((lhs.ndim - 1,), (0,)), ((), ())) and rhs.ndim == 2
     if plain and is_map and lhs.size and lhs.dtype == rhs.dtype and thin_kernel_serves(lhs, (rhs,)):
@@ -101,4 +124,6 @@ def linear_product(lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, *
         if made is not None:
             made.append((y, lhs, rhs))
         return y
+    if is_map and not args:
+        return row_product(lhs, rhs, **options)
     return dot_general_over_mesh(lhs, rhs, dimension_numbers, *args, **options)

@@ -14,7 +14,7 @@ from rnnlib.ops import thin_products as operator
 from rnnlib.ops.short_convolution import one_token
 from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
 from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
-from rnnlib.ops.thin_products import added_to, linear_product, remembered_products, thin_products
+from rnnlib.ops.thin_products import added_to, linear_product, remembered_products, row_product, thin_products
 
 
 def normal(*shapes, dtype=jnp.float32):
@@ -214,3 +214,26 @@ def test_a_model_decodes_the_same_by_kernels(mixers, monkeypatch):
     other = nnx.split(nnx.eval_shape(lambda: DecoderLM(config.replace(mixer_overrides=start), rngs=nnx.Rngs(0))))[0]
     assert_close(logits(other), plain, rtol=1e-4, atol=1e-4)
     assert {"thin_products", "one_token", "rms_norm"} <= set(served)
+
+
+def test_on_a_cpu_rows_are_one_axis_of_a_product(monkeypatch):
+    """The kernel's gradient sums over one axis then; a GPU's program keeps the axes of its rows."""
+    x, kernel = normal((2, 3, 5), (5, 4))
+    dims = (((2,), (0,)), ((), ()))
+
+    def products(x, kernel):
+        return row_product(x, kernel), linear_product(x, kernel, dims, preferred_element_type=jnp.float32)
+
+    def gradients(x, kernel):
+        return jax.grad(lambda x, kernel: sum(jnp.sum(jnp.sin(y)) for y in products(x, kernel)), (0, 1))(x, kernel)
+
+    def shapes_multiplied():
+        eqns = jax.make_jaxpr(gradients)(x, kernel).eqns
+        return {eqn.invars[0].aval.ndim for eqn in eqns if eqn.primitive.name == "dot_general"}
+
+    found = products(x, kernel), gradients(x, kernel)
+    assert shapes_multiplied() == {2}
+    monkeypatch.setattr(operator, "platform", lambda: "gpu")
+    jax.clear_caches()
+    assert shapes_multiplied() == {3}
+    assert_close(found, (products(x, kernel), gradients(x, kernel)), rtol=1e-6, atol=1e-6)
