@@ -199,7 +199,7 @@ def split_tokens(grouped: Any, size: int) -> Any:
 
 
 def _unrolled() -> int:
-    """Chunks of one round of the scan over them. A CPU takes as long to begin a small product as to compute it."""
+    """Chunks that a round of the scan over chunks takes: on a CPU a round costs time beside its small products."""
     return 4 if platform() == "cpu" else 1
 
 

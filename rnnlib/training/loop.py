@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from pallas_kernels.platform import platform
 from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
 from rnnlib.models import DecoderLM
 from rnnlib.training.checkpoint import Checkpoints, Progress
@@ -312,8 +313,9 @@ class Trainer:
                 )
                 self._step += 1
                 self._pending.append((self._step, metrics))
-                # One step behind, so that the device always has the next step to go on with.
-                self._record_pending(leave=1)
+                # One step behind, so that the device always has the next step to go on with. A CPU's cores do what the
+                # host does, too: two steps begun at once take longer there than one after the other.
+                self._record_pending(leave=0 if platform() == "cpu" else 1)
                 self._evaluate_if_due()
                 if self._step % config.checkpoint.every == 0:
                     self._save()
