@@ -10,7 +10,7 @@ from experiments.cpu_benchmark.parts import IDLE, PARTS, UNNAMED
 from experiments.sweep.results import write_text
 
 FOLDER = pathlib.Path(__file__).parent
-VERSIONS = {"before": "before", "main": "memory kept", "now": "now"}
+VERSIONS = {"before": "before", "main": "memory kept", "one axis": "rows as one axis", "now": "now"}
 JOB_PARTS = (
     "import",
     "data, first parameters",
@@ -30,13 +30,18 @@ def read(name: str) -> list[dict[str, Any]]:
     return found
 
 
+def measured(runs: list[dict[str, Any]]) -> list[str]:
+    """The versions that were measured."""
+    return [name for name in VERSIONS if any(run["name"] == name for run in runs)]
+
+
 def medians(runs: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> list[float]:
     """The median over the runs of each version."""
-    return [statistics.median(value(run) for run in runs if run["name"] == name) for name in VERSIONS]
+    return [statistics.median(value(run) for run in runs if run["name"] == name) for name in measured(runs)]
 
 
-def _rows(first: str, rows: list[list[str]]) -> str:
-    head = [first, *VERSIONS.values()]
+def _rows(first: str, runs: list[dict[str, Any]], rows: list[list[str]]) -> str:
+    head = [first, *(VERSIONS[name] for name in measured(runs))]
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -50,11 +55,11 @@ def parts_table(runs: list[dict[str, Any]]) -> str:
         values = [statistics.median(one.get(direction, 0.0) for one in of) for direction in directions]
         return " + ".join(f"{value:.1f}" for value in values)
 
-    rows = [[part, *(cell(name, part) for name in VERSIONS)] for part in (*PARTS, UNNAMED, IDLE)]
+    rows = [[part, *(cell(name, part) for name in measured(runs))] for part in (*PARTS, UNNAMED, IDLE)]
     totals = medians(runs, lambda run: sum(sum(part.values()) for part in run["parts"].values()))
     rows.append(["a traced step", *(f"{value:.1f}" for value in totals)])
     rows.append(["a step that is not traced", *(f"{v:.1f}" for v in medians(runs, lambda run: run["milliseconds"]))])
-    return _rows("milliseconds, forward + backward", rows)
+    return _rows("milliseconds, forward + backward", runs, rows)
 
 
 def job_table(runs: list[dict[str, Any]]) -> str:
@@ -67,24 +72,39 @@ def job_table(runs: list[dict[str, Any]]) -> str:
     used = medians(runs, lambda run: run["processor_seconds"])
     rows.append(["milliseconds of a step", *(f"{value:.1f}" for value in steps)])
     rows.append(["seconds of processors", *(f"{value:.0f}" for value in used)])
-    return _rows("seconds", rows)
+    return _rows("seconds", runs, rows)
 
 
-def largest_difference(runs: list[dict[str, Any]]) -> float:
-    """The largest difference of a step's loss between the first version and the last."""
-    losses = [next(run["losses"] for run in runs if run["name"] == name) for name in ("before", "now")]
-    return max(abs(x - y) for x, y in zip(*losses, strict=True))
+def loss_differences(runs: list[dict[str, Any]], name: str = "now") -> dict[int, float]:
+    """The largest difference of a step's loss between the first version and another, in the first steps and in all."""
+    losses = [next(run["losses"] for run in runs if run["name"] == one) for one in ("before", name)]
+    differences = [abs(x - y) for x, y in zip(*losses, strict=True)]
+    return {steps: max(differences[:steps]) for steps in (50, 100, 150, len(differences))}
+
+
+def differences_table(runs: list[dict[str, Any]]) -> str:
+    """The largest differences of a loss, in nats a token, of the last version and of the control."""
+    names = {"now": "now", "control": "memory kept, XLA told to take wider vectors"}
+    found = {shown: loss_differences(runs, name) for name, shown in names.items()}
+    head = ["largest difference from before", *(f"first {steps} steps" for steps in found["now"])]
+    rows = [[name, *(f"{value:.1e}" for value in values.values())] for name, values in found.items()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *rows])
+
+
+def tables() -> dict[str, str]:
+    """All tables of the page, by their markers."""
+    runs = read("job.json")
+    return {"parts": parts_table(read("parts.json")), "job": job_table(runs), "losses": differences_table(runs)}
 
 
 def main() -> None:
     """Writes the tables into the page."""
     page = FOLDER / "README.md"
     text = page.read_text()
-    for marker, table in {"parts": parts_table(read("parts.json")), "job": job_table(read("job.json"))}.items():
+    for marker, table in tables().items():
         begin, end = f"<!-- {marker} -->\n", f"<!-- /{marker} -->"
         text = text[: text.index(begin) + len(begin)] + table + text[text.index(end) :]
     write_text(page, text)
-    print(f"largest difference of a loss: {largest_difference(read('job.json')):.1e} nats a token")
 
 
 if __name__ == "__main__":
