@@ -6,11 +6,13 @@ import sys
 import tyro
 from rich.console import Console
 
+from experiments.cpu_benchmark.report import main as cpu_benchmark
 from experiments.decoding.__main__ import main as decoding
 from experiments.kernel_benchmarks.__main__ import main as kernel_benchmarks
 from experiments.language_modelling.__main__ import main as language_modelling
 from experiments.language_modelling.study import SETTINGS as LANGUAGE_SETTINGS
 from experiments.ridge_benchmark.__main__ import main as ridge_benchmark
+from experiments.several_gpus.__main__ import main as several_gpus
 from experiments.solver_convergence.__main__ import main as solver_convergence
 from experiments.solver_convergence.config import SolverConvergenceConfig
 from experiments.sweep.command import SweepOptions, check_names, errors_as_lines, run
@@ -54,6 +56,8 @@ def main() -> None:
             decoding(["--report-only", "--setting", setting])
         for language_setting in LANGUAGE_SETTINGS:
             language_modelling(["--report-only", "--setting", language_setting])
+        several_gpus(["--setting", "real", "--report-only"])
+        cpu_benchmark()
         kernel_benchmarks(["--from-json"])
         ridge_benchmark(["--from-json"])
         solver_convergence(SolverConvergenceConfig(from_json=True))

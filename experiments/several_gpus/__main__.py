@@ -40,7 +40,7 @@ class Group:
         keeps: what blocks keep for the backward pass.
         axes: of meshes.
         both: axes of those that are timed with and without XLA's latency-hiding scheduler, which begins collectives
-            before it waits for them; others as `rnnlib.training` has them, with it for "fsdp" alone.
+            before it waits for them; others as `rnnlib.training` has them, without it for "data" alone.
     """
 
     model: str
@@ -146,7 +146,7 @@ def time_all(options: Options, wanted: Sequence[Group]) -> Iterator[dict[str, An
         (group, axis, hidden)
         for group in wanted
         for axis in (None, *group.axes)
-        for hidden in ((False, True) if axis in group.both else (axis == "fsdp",))
+        for hidden in ((False, True) if axis in group.both else (axis not in (None, "data"),))
     ]
     cases = [case for case in cases if not options.axes or case[1] in options.axes]
     meshes = {axis: make_mesh(devices, mesh_config(axis, devices)) for axis in AXES}

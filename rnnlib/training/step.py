@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -106,16 +107,16 @@ def _compiler_options(deterministic: bool, mesh: Mesh | AbstractMesh | None) -> 
     scatter-adds (the embedding's gradient) sum in the order of arrival, and the choice among algorithms of a matrix
     product is timed anew in every process.
 
-    For several GPUs XLA has a scheduler that begins collectives early and waits for them late. Where matrices are
-    gathered ("fsdp") that hides the gathers. Where they are not, only sums at the end of the step are left; the
-    scheduler then puts off the products of weights' gradients until then, and all activations that recomputation had
-    saved are there at once (`experiments/several_gpus`).
+    For several GPUs XLA has a scheduler that begins collectives early and waits for them late. Where devices have whole
+    copies of the model, only sums at the end of the step are left. The scheduler then puts off the products of weights'
+    gradients until then, and all activations that recomputation had saved are there at once
+    (`experiments/several_gpus`).
     """
     if jax.default_backend() != "gpu":
         return None
     options = {"xla_gpu_deterministic_ops": True} if deterministic else {}
-    copies = mesh is not None and mesh.shape["fsdp"] == 1
-    return options | ({"xla_gpu_enable_latency_hiding_scheduler": False} if copies else {})
+    only_copies = mesh is not None and mesh.shape["data"] == math.prod(mesh.shape.values())
+    return options | ({"xla_gpu_enable_latency_hiding_scheduler": False} if only_copies else {})
 
 
 def state_shardings(state: TrainState, mesh: Mesh | AbstractMesh | None) -> TrainState:

@@ -31,11 +31,14 @@ class Card:
     threads: int
     like: tuple[str, ...] = ()
 
-    def describe(self) -> str:
+    def describe(self, memory: int = 24 * KIB**3) -> str:
         """The target that XLA compiles for.
 
         It grants a program 1 MiB of shared memory, so that a kernel that takes more than the card has compiles and says
         how much it takes; whoever reads the report compares.
+
+        Args:
+            memory: bytes that the card has.
         """
         major, minor = self.capability
         special = " feature_extension: ACCELERATED_FEATURES" if major in (9, 10) else ""  # sm_90a: with wgmma
@@ -47,7 +50,7 @@ gpu_device_info {{
   core_count: {self.processors} fpus_per_core: {64 if self.capability == (8, 0) else 128}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: 1000000000000 l2_cache_size: 41943040 clock_rate_ghz: 1.7 device_memory_size: 25769803776
+  memory_bandwidth: 1000000000000 l2_cache_size: 41943040 clock_rate_ghz: 1.7 device_memory_size: {memory}
   cuda_compute_capability {{ major: {major} minor: {minor}{special} }}
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 13 minor: 0 }}

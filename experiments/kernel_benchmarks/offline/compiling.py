@@ -66,6 +66,16 @@ def _data_folder() -> pathlib.Path:
     return pathlib.Path(next(iter(spec.submodule_search_locations)))
 
 
+def environment() -> dict[str, str]:
+    """Variables of a process that compiles for a described card, beside those of this one."""
+    return {
+        "JAX_PLATFORMS": "",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # the plugin registers without cuDNN and the like
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes from a cache is not assembled, and says nothing
+        "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={_data_folder()}",
+    }
+
+
 def compile_cases(card: str, names: Sequence[str], timeout: float = 7200) -> list[Kernel | Refusal]:
     """Compiles cases for a card, in a process of its own.
 
@@ -82,19 +92,13 @@ def compile_cases(card: str, names: Sequence[str], timeout: float = 7200) -> lis
     """
     with tempfile.TemporaryDirectory() as folder:
         dump = pathlib.Path(folder)
-        flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text=true --xla_gpu_cuda_data_dir={_data_folder()}"
-        environment = os.environ | {
-            "JAX_PLATFORMS": "",
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # the plugin registers without cuDNN and the like
-            "TF_CPP_MIN_LOG_LEVEL": "0",
-            "TF_CPP_VMODULE": "subprocess_compilation=2",
-            "XLA_FLAGS": flags,
-            "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes from a cache is not assembled, and says nothing
-        }
+        variables = environment()
+        variables["XLA_FLAGS"] += f" --xla_dump_to={dump} --xla_dump_hlo_as_text=true"
+        variables |= {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "subprocess_compilation=2"}
         command = [sys.executable, "-m", __name__, card, folder]
         process = subprocess.run(
             command,
-            env=environment,
+            env=os.environ | variables,
             input=json.dumps(list(names)),
             capture_output=True,
             text=True,
