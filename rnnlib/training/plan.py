@@ -180,9 +180,7 @@ def plan_step(
         card = None  # attention is traced for a GPU only where cuDNN is installed
         stored, working = _activation_bytes(model, rows // parts, stretch, mesh)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
-    token_bytes = np.ones(model.vocabulary_size, np.int32)
-    # Determinism is a compiler's option, which a step that is traced inside another function cannot have on a GPU.
-    step = make_train_step(graph, optimizer, schedule, token_bytes, mesh, deterministic=False)
+    step = make_train_step(graph, optimizer, schedule, np.ones(model.vocabulary_size, np.int32), mesh)
     program = jax.make_jaxpr(step)(state, abstract_batch(batch_size, config.data.sequence_length, mesh, parts))
     # The reported norm of the gradient, and the clipped one.
     norms = 1 if config.optimizer.clip_norm is None else 2

@@ -111,8 +111,10 @@ def _compiler_options(deterministic: bool, mesh: Mesh | AbstractMesh | None) -> 
     copies of the model, only sums at the end of the step are left. The scheduler then puts off the products of weights'
     gradients until then, and all activations that recomputation had saved are there at once
     (`experiments/several_gpus`).
+
+    A mesh without devices is for tracing: a step that is traced inside another function has no options of its own.
     """
-    if jax.default_backend() != "gpu":
+    if jax.default_backend() != "gpu" or isinstance(mesh, AbstractMesh):
         return None
     options = {"xla_gpu_deterministic_ops": True} if deterministic else {}
     only_copies = mesh is not None and mesh.shape["data"] == math.prod(mesh.shape.values())

@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 
 from rnnlib.training import MeshConfig, Trainer, make_mesh, make_train_step
 from rnnlib.training.mesh import abstract_mesh, mesh_sizes
@@ -162,7 +164,10 @@ def test_steps_of_copies_are_compiled_without_latency_hiding(monkeypatch, sizes,
         given.append(compiler_options)
         return step
 
-    mesh = None if sizes is None else abstract_mesh(MeshConfig(*sizes))
+    mesh = None
+    if sizes is not None:
+        shape = abstract_mesh(MeshConfig(*sizes)).shape
+        mesh = Mesh(np.array(jax.devices() * 8).reshape(tuple(shape.values())), tuple(shape))
     graph = nnx.split(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))[0]
     monkeypatch.setattr("rnnlib.training.step.jax.default_backend", lambda: "gpu")
     monkeypatch.setattr("rnnlib.training.step.jax.jit", jit)
