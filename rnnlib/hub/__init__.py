@@ -4,9 +4,9 @@
     logits = pretrained.model(tokens)
     save_pretrained(pretrained, "mine")
 
-What a family's names mean stands in its table, which is read both ways: `rnnlib.hub.fla` has those of
-flash-linear-attention, `rnnlib.hub.transformers` those of transformers, `rnnlib.hub.mamba2` both of Mamba-2.
-`rnnlib.hub.table` says how tables are read.
+A family's table maps the names in its files to variables of the model, and serves both reading and writing. The
+tables of flash-linear-attention are in `rnnlib.hub.fla`, those of transformers in `rnnlib.hub.transformers`, and the
+two of Mamba-2 in `rnnlib.hub.mamba2`. `rnnlib.hub.table` documents the format of a table.
 """
 
 from rnnlib.hub.families import FAMILIES

@@ -13,7 +13,7 @@ with from_extra("hub", "rnnlib.hub"):
     import jinja2
     import jinja2.sandbox
 
-# Files beside tokenizer.json that say how to use it; of those that a folder has.
+# Files beside tokenizer.json that say how to use it. A folder may have any of them.
 TOKENIZER_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
@@ -24,7 +24,7 @@ TOKENIZER_FILES = (
 
 
 def special_token(folder: pathlib.Path, name: str) -> str | None:
-    """The text of a special token, such as "bos_token", as tokenizer_config.json names it; None where it does not."""
+    """The text of a special token, such as "bos_token", from tokenizer_config.json; None if it has no such token."""
     path = folder / TOKENIZER_FILES[0]
     token = read_json(path).get(name) if path.is_file() else None
     token = token.get("content") if isinstance(token, Mapping) else token
@@ -32,7 +32,7 @@ def special_token(folder: pathlib.Path, name: str) -> str | None:
 
 
 def end_tokens(folder: pathlib.Path) -> tuple[int, ...]:
-    """The numbers of the tokens after which generation ends, as generation_config.json names them."""
+    """The ids of the tokens that end generation, from generation_config.json; empty if the file names none."""
     path = folder / "generation_config.json"
     tokens = read_json(path).get("eos_token_id") if path.is_file() else None
     tokens = tokens if isinstance(tokens, list) else [tokens]
@@ -40,9 +40,9 @@ def end_tokens(folder: pathlib.Path) -> tuple[int, ...]:
 
 
 def chat_template(folder: pathlib.Path) -> str | None:
-    """The folder's chat template (Jinja): its own file, or a key of tokenizer_config.json; None where it has none.
+    """The folder's chat template (Jinja), from a file of its own or from tokenizer_config.json; None if it has none.
 
-    Of several named templates it is the one called "default".
+    Of several named templates, the one called "default" is returned.
     """
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -58,23 +58,23 @@ def chat_template(folder: pathlib.Path) -> str | None:
 def render_chat(
     folder: pathlib.Path, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
 ) -> str:
-    """Messages as the text that a chat model continues, by the folder's template.
+    """Renders messages with the folder's chat template, as the text that a chat model continues.
 
     Args:
-        folder: of the tokenizer.
-        messages: each with "role" ("system", "user", "assistant") and "content".
-        add_generation_prompt: whether the beginning of the assistant's answer follows.
+        folder: the tokenizer's folder.
+        messages: mappings with the keys "role" ("system", "user" or "assistant") and "content".
+        add_generation_prompt: whether the text ends with the beginning of the assistant's answer.
 
     Returns:
-        The text; names of special tokens in it stand for these tokens.
+        The text. The name of a special token in it stands for that token.
 
     Raises:
-        ValueError: the folder has no template, or the template does not take these messages.
+        ValueError: the folder has no template, or the template rejects these messages.
     """
     template = chat_template(folder)
     if template is None:
         raise ValueError(f"{folder}: there is no chat template, expected one in tokenizer_config.json")
-    # Templates come with files of others: the sandbox keeps them from Python's objects.
+    # Templates are untrusted code: the sandbox denies them access to Python's objects.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -1,7 +1,7 @@
-"""What a model computes, as a mapping that does not depend on how its configuration spells it.
+"""The function that a model computes, as a mapping that does not depend on how its configuration is spelled.
 
-The mapping leaves out how variables are initialised. Two configurations with equal mappings compute the same from the
-same variables.
+The mapping leaves out how variables are initialised. Two configurations with equal mappings compute the same outputs
+from the same variables.
 """
 
 import dataclasses
@@ -13,30 +13,31 @@ from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig, preset_of
 from rnnlib.models.mixers import ATTENTION, mixer_config
 
-# Fields that change no result of given variables: losses that training adds, initial values, methods of computation.
+# Fields that do not change a model's outputs for given variables: auxiliary losses of training, initial values, and
+# methods of computation.
 _LOSSES = "load_balancing z_loss"
 _STARTS = "initializer initializer_std rate step step_floor initial initial_feedback initial_center initial_ridge"
 _METHODS = "chunk_size implementation differentiation product_dtype"
 _LEFT_OUT = frozenset(f"{_STARTS} {_METHODS} {_LOSSES}".split())
-# Fields of the model's configuration that are left out: those that layers are made from, since each layer's own fields
-# are compared, and those of dtypes and memory.
+# Fields of the model's configuration that are left out. The first are defaults of the layers: each layer's own fields
+# are compared instead. The others set dtypes and memory.
 _LAYERS = (
     "mixers mixer_overrides num_heads attention_heads head_dim window rope_base mlp_ratio mlp_width norm_positions"
 )
 _STORAGE = "dtype param_dtype remat remat_keeps scan_layers"
 _SAID_BY_LAYERS = frozenset(f"{_LAYERS} {_STORAGE}".split())
-# A recurrent mixer's sizes are given by others of its fields.
+# Fields of a recurrent mixer that are left out: its other fields give the same sizes as numbers.
 _SAID_BY_SIZES = frozenset({"head_dim", "key_expansion", "value_expansion"})
 
 
 def computation(config: ModelConfig) -> dict[str, Any]:
-    """Fields of a model's configuration by path, with sizes in numbers and each layer's mixer by itself.
+    """Fields of a model's configuration by path, with every size as a number and an entry for each layer's mixer.
 
     Args:
-        config: the model.
+        config: the model's configuration.
 
     Returns:
-        `{"width": 64, "layer 0: key_heads": 4, ...}`; of equal computations equal.
+        `{"width": 64, "layer 0: key_heads": 4, ...}`, equal for models that compute the same function.
     """
     fields = _flat(config, "")
     layers = zip(config.layer_mixers, config.layer_norm_positions, config.layer_feed_forwards)
@@ -52,13 +53,13 @@ def computation(config: ModelConfig) -> dict[str, Any]:
 
 
 def _with_width(feed_forward: Any, hidden_width: int) -> Any:
-    """A feed-forward whose width is a number."""
+    """The feed-forward's configuration, with `hidden_width` in place of a width of None."""
     left_open = getattr(feed_forward, "width", 0) is None
     return dataclasses.replace(feed_forward, width=hidden_width) if left_open else feed_forward
 
 
 def difference(config: ModelConfig, other: ModelConfig) -> str | None:
-    """The first thing that two configurations compute otherwise, in words, or None."""
+    """The first difference between two configurations' computations, in words; None if there is none."""
     ours, theirs = computation(config), computation(other)
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if ours.get(name) != theirs.get(name):
@@ -67,7 +68,7 @@ def difference(config: ModelConfig, other: ModelConfig) -> str | None:
 
 
 def sized_mixer(config: ModelConfig, mixer: str) -> Any:
-    """A layer's mixer with its sizes in numbers: `key_heads`, `key_head_dim` and so on are set."""
+    """A layer's mixer with every size as a number: `key_heads`, `key_head_dim` and so on are set."""
     given = mixer_config(config, mixer)
     heads = config.num_heads
     if preset_of(mixer) in ATTENTION and config.attention_heads is not None:
@@ -99,7 +100,7 @@ def sized_mixer(config: ModelConfig, mixer: str) -> Any:
 
 
 def _flat(value: Any, path: str) -> dict[str, Any]:
-    """Fields of dataclasses within each other by path, but for those that are left out."""
+    """Fields of a dataclass and of the dataclasses nested in it, by path, without those that are left out."""
     left_out = _LEFT_OUT
     if isinstance(value, ModelConfig):
         left_out |= _SAID_BY_LAYERS

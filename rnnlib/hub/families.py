@@ -46,14 +46,14 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(values: Mapping[str, Any], where: str) -> Family:
-    """The family that a config.json is of.
+    """The family of a config.json.
 
     Args:
-        values: its keys.
-        where: its name, for messages.
+        values: the keys of config.json.
+        where: the file's name, for error messages.
 
     Raises:
-        ValueError: it is of none.
+        ValueError: the file is of no known family.
     """
     for family in FAMILIES.values():
         if family.matches(values):

@@ -1,4 +1,4 @@
-"""Folders of published models: arrays in safetensors files, in one file or in shards with an index."""
+"""Weights in folders of published models: one safetensors file, or several shards with an index."""
 
 import os
 import pathlib
@@ -19,14 +19,14 @@ with from_extra("hub", "rnnlib.hub"):
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _NUMBERS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Most bytes of a file that is written anew. A model that was read keeps its arrays in the files they came from.
+# Largest size of a new file. A model that was read keeps each array in the file that the array came from.
 _SHARD_BYTES = 5 * 2**30
-# Weights in any format, which are not copied from folder to folder.
+# Suffixes of weight files in any format. Such files are not copied from folder to folder.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
 
 
 class WeightFiles:
-    """The arrays of a folder, by name; each is read when it is asked for.
+    """The arrays of a folder, by name. An array is read only when `read` is called.
 
     Attributes:
         folder: the folder.
@@ -73,7 +73,7 @@ class WeightFiles:
         """An array's dtype.
 
         Raises:
-            ValueError: it is none of floating-point numbers of 16 bits or more.
+            ValueError: the dtype is not one of floating-point numbers of 16 bits or more.
         """
         code = self._slice(name).get_dtype()
         if code not in _NUMBERS:
@@ -101,10 +101,10 @@ def _open(path: pathlib.Path) -> Any:
 
 
 def shard_names(sizes: Mapping[str, int]) -> dict[str, str]:
-    """The file of each array: one file, or several of about five gigabytes, as published.
+    """Assigns each array to a file: one file, or several of at most 5 GiB, as published models have.
 
     Args:
-        sizes: bytes of each array.
+        sizes: the size of each array in bytes.
     """
     groups: list[list[str]] = [[]]
     taken = 0
@@ -130,10 +130,10 @@ def write_arrays(
     """Writes arrays into a folder, a file at a time, and an index where there are several files.
 
     Args:
-        folder: where.
+        folder: the folder to write into.
         shards: the file of each array.
-        arrays_of: gives arrays by their names; called once a file.
-        index: the index of the same arrays in the same files, where there is one already.
+        arrays_of: from names to arrays; called once for each file.
+        index: an existing index of the same arrays in the same files, which is copied; None to write one.
     """
     total = 0
     for file in sorted(set(shards.values())):
@@ -148,7 +148,7 @@ def write_arrays(
 
 
 def other_files(folder: pathlib.Path) -> Iterable[pathlib.Path]:
-    """A folder's files but for its weights: configuration, tokenizer, licence."""
+    """A folder's files except its weights and their index: configuration, tokenizer, licence."""
     return (
         path
         for path in sorted(folder.iterdir())
@@ -157,14 +157,16 @@ def other_files(folder: pathlib.Path) -> Iterable[pathlib.Path]:
 
 
 def replace_folder(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
-    """Gives a folder new contents, whole or not at all; files that are no weights and not written stay.
+    """Replaces a folder's contents, all at once or not at all.
+
+    Old safetensors files and their index are removed. Other old files stay, unless a new one has the same name.
 
     Args:
         folder: the folder, which may exist.
-        write: writes the new files into the empty folder that it is given.
+        write: a function that writes the new files into the empty folder it is given.
 
     Raises:
-        ValueError: the path is a file, or its parent is none.
+        ValueError: the path is that of a file.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder, not a file")

@@ -1,4 +1,4 @@
-"""Reading a published config.json: every key is read, known to change nothing, or refused by name."""
+"""Reading a published config.json: each key is read, ignored because it has no effect, or rejected by name."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from rnnlib.fields import PositiveInteger, check_value
 
-# Of every family: names, classes, dtypes, token numbers, how to generate. None changes a logit.
+# Keys ignored in every family: names, classes, dtypes, token ids, options of generation. None changes a logit.
 _NAMES = """
     architectures model_type transformers_version torch_dtype dtype use_cache initializer_range initializer_scale
     bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id cls_token_id mask_token_id unk_token_id
@@ -26,15 +26,15 @@ _WITHOUT_EFFECT = frozenset(_NAMES.split())
 
 
 class ConfigKeys:
-    """The keys of a config.json, each taken once by what understands it."""
+    """The keys of a config.json, with a record of the keys that were read."""
 
     def __init__(self, values: Mapping[str, Any], where: str, ignored: Sequence[str] = ()):
         """Wraps keys.
 
         Args:
             values: the keys.
-            where: the file's name, for messages.
-            ignored: keys, here and in objects within, that need not be understood.
+            where: the file's name, for error messages.
+            ignored: keys that may stay unread, in this object and in nested ones.
         """
         self.values = values
         self.where = where
@@ -50,8 +50,8 @@ class ConfigKeys:
 
         Args:
             name: the key.
-            annotation: the type of its values, as fields of configurations have, such as `PositiveInteger | None`.
-            default: of a key that is not there; `...` for one that must be.
+            annotation: the type of the value, as in fields of configurations, such as `PositiveInteger | None`.
+            default: the value of a missing key; `...` if the key is required.
 
         Raises:
             ValueError: the key is missing, or its value is not of the type.
@@ -66,7 +66,7 @@ class ConfigKeys:
         return value
 
     def size(self, name: str, default: Any = ...) -> Any:
-        """A positive integer; null counts as a missing key where there is a default."""
+        """A positive integer. Null counts as a missing key if there is a default."""
         if default is not ... and self.values.get(name) is None:
             self._left.discard(name)
             return default
@@ -77,15 +77,15 @@ class ConfigKeys:
         return float(self.take(name, float | int, default))
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false; null is the default."""
+        """True or false; null means the default."""
         value = self.take(name, bool | None, default)
         return default if value is None else value
 
     def one_of(self, name: str, choices: Mapping[Any, Any], default: Any) -> Any:
-        """What a value stands for.
+        """The entry of `choices` for a key's value.
 
         Raises:
-            ValueError: the value is none of `choices`.
+            ValueError: the value is not in `choices`.
         """
         self._left.discard(name)
         value = self.values.get(name, default)
@@ -95,7 +95,7 @@ class ConfigKeys:
         return choices[value]
 
     def only(self, name: str, *allowed: Any) -> None:
-        """ValueError unless a key has one of some values or is not there."""
+        """Raises ValueError unless the key is missing or has one of the allowed values."""
         self._left.discard(name)
         value = self.values.get(name, allowed[0])
         if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed):
@@ -103,15 +103,15 @@ class ConfigKeys:
             raise ValueError(f"{self.where}: {name} is {json.dumps(value)}, expected {known}")
 
     def within(self, name: str) -> "ConfigKeys":
-        """The keys of a key that is an object; none where it is null or not there."""
+        """The keys of the object at a key; no keys if the object is null or missing."""
         return ConfigKeys(self.take(name, dict | None, None) or {}, f"{self.where}: {name}", self.ignored)
 
     def ignore(self, *names: str) -> None:
-        """Keys that change nothing that a model computes."""
+        """Marks keys as read that do not change what the model computes."""
         self._left -= set(names)
 
     def finish(self) -> None:
-        """ValueError where a key is left that nothing has understood."""
+        """Raises ValueError if a key was never read, or if the weights are quantised."""
         if self.values.get("quantization_config") is not None:
             raise ValueError(f"{self.where}: quantization_config is there, expected weights that are not quantised")
         unknown = sorted(name for name in self._left if self.values[name] not in (None, False, [], {}))
@@ -124,16 +124,16 @@ class ConfigKeys:
 
 
 def expansion(channels: int, width: int) -> float:
-    """The factor that gives so many channels of a width, as `int(width * factor)` computes it."""
+    """A factor for which `int(width * factor)` is `channels`."""
     factor = channels / width
     return factor if int(width * factor) == channels else math.nextafter(factor, math.inf)
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object from a file, Infinity in either spelling as a float.
+    """Reads a JSON object from a file; both spellings of infinity become a float.
 
     Raises:
-        ValueError: the file is missing, or holds no JSON object.
+        ValueError: the file is missing or does not contain a JSON object.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
@@ -147,14 +147,14 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _number(values: dict[str, Any]) -> Any:
-    """A float that JSON cannot say, as transformers writes it: `{"__float__": "Infinity"}`."""
+    """Decodes a non-finite float, which transformers writes as `{"__float__": "Infinity"}`; other objects stay."""
     if set(values) == {"__float__"} and isinstance(values["__float__"], str):
         return float(values["__float__"].replace("Infinity", "inf"))
     return values
 
 
 def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:
-    """A JSON object to a file, as transformers writes its configurations."""
+    """Writes a JSON object to a file, in the format of transformers' configurations."""
 
     def spelled(value: Any) -> Any:
         if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):

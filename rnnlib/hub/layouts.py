@@ -1,7 +1,7 @@
-"""How an array of a published file lies in relation to a model's: the same numbers in another order.
+"""Layouts: conversions between the arrays of a published file and those of a model, which hold the same numbers.
 
-A layout works in both directions: reading what it has written gives the same arrays, bit by bit. The shapes in the file
-are those that it writes, so they follow from the model's.
+A layout converts in both directions. Writing arrays and reading them back gives the same arrays bit by bit. The shapes
+of the file's arrays follow from the shapes of the model's.
 """
 
 import abc
@@ -16,16 +16,16 @@ from jax import Array
 
 @dataclasses.dataclass(frozen=True)
 class Layout(abc.ABC):
-    """A change of order between arrays of a file and arrays of a model."""
+    """A conversion between arrays of a file and arrays of a model, by reordering numbers."""
 
     @abc.abstractmethod
     def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
         """The model's arrays from the file's.
 
         Args:
-            arrays: of the file, in the row's order.
+            arrays: the file's arrays, in the row's order.
             like: shapes of the model's arrays, in the row's order.
-            part: the block of the model that the arrays belong to, without values; the model for those of no block.
+            part: the block that the arrays belong to, without values; the whole model for arrays outside of blocks.
         """
 
     @abc.abstractmethod
@@ -34,7 +34,7 @@ class Layout(abc.ABC):
 
 
 class OneToOne(Layout):
-    """A layout of one array of the file and one of the model."""
+    """A layout that converts one array of the file to one array of the model."""
 
     @abc.abstractmethod
     def read_one(self, array: Array, like: Any) -> Array:
@@ -45,16 +45,16 @@ class OneToOne(Layout):
         """The file's array."""
 
     def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
-        """Each by itself."""
+        """Each array converted by itself."""
         return [self.read_one(array, shape) for array, shape in zip(arrays, like, strict=True)]
 
     def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
-        """Each by itself."""
+        """Each array converted by itself."""
         return [self.write_one(array) for array in arrays]
 
 
 class Same(OneToOne):
-    """As it is."""
+    """No change."""
 
     def read_one(self, array: Array, like: Any) -> Array:
         """The array."""
@@ -78,7 +78,7 @@ class Transposed(OneToOne):
 
 
 class Filter(OneToOne):
-    """PyTorch's depthwise filter `[C, 1, W]` is `[W, C]` here; the last tap is the token's own in both."""
+    """PyTorch's depthwise filter `[C, 1, W]` is `[W, C]` here. In both, the last tap applies to the current token."""
 
     def read_one(self, array: Array, like: Any) -> Array:
         """`[W, C]`."""
@@ -91,59 +91,61 @@ class Filter(OneToOne):
 
 @dataclasses.dataclass(frozen=True)
 class Reshaped(OneToOne):
-    """The file's array has another shape, with at most one -1 for what is left.
+    """The file's array has another shape.
 
     Attributes:
-        shape: of the file's array.
+        shape: the shape in the file; one axis may be -1, as in `reshape`.
     """
 
     shape: tuple[int, ...]
 
     def read_one(self, array: Array, like: Any) -> Array:
-        """In the model's shape."""
+        """The array in the model's shape."""
         return array.reshape(like.shape)
 
     def write_one(self, array: Array) -> Array:
-        """In the file's shape."""
+        """The array in the file's shape."""
         return array.reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Joined(Layout):
-    """One array of the file holds several of the model, one after the other along its first axis.
+    """One array of the file is several of the model, concatenated along its first axis.
 
     Attributes:
-        each: the layout of each of them.
+        each: the layout of each of the model's arrays.
     """
 
     each: OneToOne
 
     def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
-        """The pieces."""
+        """The model's arrays, split from the file's."""
         pieces = [jax.eval_shape(self.each.write_one, shape).shape[0] for shape in like]
         ends = [sum(pieces[: i + 1]) for i in range(len(pieces))]
         starts = [0, *ends[:-1]]
         return [self.each.read_one(arrays[0][a:b], shape) for a, b, shape in zip(starts, ends, like)]
 
     def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
-        """The pieces in one."""
+        """The file's array, concatenated from the model's."""
         return [jnp.concatenate([self.each.write_one(array) for array in arrays])]
 
 
 @dataclasses.dataclass(frozen=True)
 class Interleaved(Layout):
-    """One array of the file holds several of the model head by head: a head's piece of each, then the next head's.
+    """One array of the file is several of the model, interleaved by head along its first axis.
+
+    It has the first head's rows of each of the model's arrays, then the second head's rows of each, and so on.
 
     Attributes:
-        each: the layout of each of them.
-        heads: which of the mixer's heads, `"key_heads"` or `"value_heads"` of its `MixerShape`.
+        each: the layout of each of the model's arrays.
+        heads: the field of the mixer's `MixerShape` with the number of heads, `"key_heads"` or `"value_heads"`.
     """
 
     each: OneToOne
     heads: str
 
     def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
-        """The pieces of all heads."""
+        """The model's arrays, each gathered from all heads."""
         heads = getattr(part.mixer.shape, self.heads)
         rows = [jax.eval_shape(self.each.write_one, shape).shape[0] // heads for shape in like]
         ends = [sum(rows[: i + 1]) for i in range(len(rows))]
@@ -153,7 +155,7 @@ class Interleaved(Layout):
         return [self.each.read_one(piece, shape) for piece, shape in zip(flat, like)]
 
     def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
-        """The heads in one."""
+        """The file's array, with all heads concatenated."""
         heads = getattr(part.mixer.shape, self.heads)
         written = [self.each.write_one(array) for array in arrays]
         pieces = [array.reshape(heads, array.shape[0] // heads, *array.shape[1:]) for array in written]
@@ -163,20 +165,22 @@ class Interleaved(Layout):
 
 @dataclasses.dataclass(frozen=True)
 class EqualParts(Layout):
-    """The file has the model's arrays joined, and cut anew into as many parts of one size; the last may be shorter.
+    """The file has the concatenation of the model's arrays, split again into as many parts of equal size.
+
+    The last part may be shorter.
 
     Attributes:
-        each: the layout of each of them.
+        each: the layout of each of the model's arrays.
     """
 
     each: OneToOne
 
     def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
-        """The parts joined, and cut where the model's arrays end."""
+        """The parts concatenated, and split where the model's arrays end."""
         return Joined(self.each).read([jnp.concatenate(arrays)], like, part)
 
     def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
-        """Parts of one size."""
+        """The parts of equal size."""
         joined = Joined(self.each).write(arrays, part)[0]
         size = -(-joined.shape[0] // len(arrays))
         return [joined[i * size : (i + 1) * size] for i in range(len(arrays))]
@@ -184,33 +188,33 @@ class EqualParts(Layout):
 
 @dataclasses.dataclass(frozen=True)
 class Stacked(Layout):
-    """Many arrays of the file, one for each of the model's entries along its first axis.
+    """Several arrays of the file are one of the model, stacked along a new first axis.
 
     Attributes:
-        each: the layout of each of them.
+        each: the layout of each entry along that axis.
     """
 
     each: OneToOne
 
     def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
-        """One array."""
+        """The stacked array."""
         entry = jax.ShapeDtypeStruct(like[0].shape[1:], like[0].dtype)
         return [jnp.stack([self.each.read_one(array, entry) for array in arrays])]
 
     def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
-        """Its entries."""
+        """The entries of the stacked array."""
         return [self.each.write_one(entry) for entry in arrays[0]]
 
 
 class JoinedExperts(Layout):
-    """One array `[E, 2 F, D]` of the file has two `[E, D, F]` of the model, the first in front."""
+    """One array `[E, 2 F, D]` of the file is two arrays `[E, D, F]` of the model, transposed and concatenated."""
 
     def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
-        """Both."""
+        """The two halves."""
         return [jnp.swapaxes(half, 1, 2) for half in jnp.split(arrays[0], 2, axis=1)]
 
     def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
-        """Both in one."""
+        """The concatenation."""
         return [jnp.concatenate([jnp.swapaxes(array, 1, 2) for array in arrays], axis=1)]
 
 

@@ -1,7 +1,7 @@
 """`mamba2`: Mamba-2, in the formats of transformers and of flash-linear-attention.
 
-Both have the same `model_type` and the same names of arrays. Flash-linear-attention's is told by its key `norm_eps`,
-where transformers has `layer_norm_epsilon`.
+Both formats have the same `model_type` and the same names of arrays. A file with the key `norm_eps` is in the format of
+flash-linear-attention; transformers calls this key `layer_norm_epsilon`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from rnnlib.layers.decay import SoftplusDecay
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig
 
-# Rows of the input's projection: gate, value, key, query and step, which are z, x, B, C and dt of the paper.
+# The input projection's rows in order: gate, value, key, query and step (z, x, B, C and dt in the paper).
 _INPUTS = ("readout.gate", "value.projection", "key.projection", "query.projection", "decay.projection")
 _FILTERED = ("value.convolution", "key.convolution", "query.convolution")
 
@@ -27,7 +27,7 @@ def _paths(parts: tuple[str, ...], variable: str) -> tuple[str, ...]:
 
 ROWS = (
     row("backbone.embeddings.weight", "embedding"),
-    row("backbone.embedding.weight", "embedding"),  # of older files
+    row("backbone.embedding.weight", "embedding"),  # in older files
     row("backbone.norm_f.weight", "norm.scale"),
     row("lm_head.weight", "head"),
     row("lm_head.weight", "embedding", copy=True),
@@ -46,22 +46,22 @@ LAYER_ROWS = (
     *linear("mixer.out_proj", "mixer.readout.output"),
 )
 
-# Of how a model starts and is trained; `residual_in_fp32` says how sums of less precise models are rounded.
+# Keys of initialisation and training. `residual_in_fp32` sets only how residual sums in lower precision are rounded.
 _WITHOUT_EFFECT = ("chunk_size", "rescale_prenorm_residual", "residual_in_fp32", "time_step_rank")
 
 
 def _read(
     keys: ConfigKeys, *, eps: str, limits: str, heads: int | None, groups: int, mixer: dict[str, Any]
 ) -> ModelConfig:
-    """The model, from keys that both formats have.
+    """The model's configuration, from keys that both formats have.
 
     Args:
-        keys: of the file.
-        eps: the key of the norms' epsilon.
-        limits: the key of the limits of dt.
-        heads: what a missing number of heads stands for; None is what follows from the sizes.
-        groups: what a missing number of groups stands for.
-        mixer: options that come on top.
+        keys: the keys of the file.
+        eps: name of the key with the norms' epsilon.
+        limits: name of the key with the limits of dt.
+        heads: the default number of heads; None derives it from the sizes.
+        groups: the default number of groups.
+        mixer: further options of the mixer.
     """
     keys.ignore(*_WITHOUT_EFFECT)
     keys.only("hidden_act", "silu", "swish")
@@ -106,7 +106,7 @@ def _read(
 
 
 def _read_limits(keys: ConfigKeys, name: str) -> tuple[float, float] | None:
-    """Limits of dt, None where they bound nothing: dt is above 0 by itself."""
+    """Limits of dt; None if they have no effect, since dt is always positive."""
     given = keys.take(name, list | tuple | None, None)
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""Reading a published model from a folder, and writing one that others can read."""
+"""Reading a published model from a folder, and writing a model in a published format."""
 
 import os
 import pathlib
@@ -29,16 +29,16 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 class Source(NamedTuple):
-    """Where a model was read from: what writing it back needs beside its values.
+    """Where a model was read from, and what `save_pretrained` needs beside the model's values to write it back.
 
     Attributes:
-        folder: the folder, absolute; what the model does not hold is copied from it.
+        folder: the folder's absolute path; files and arrays that the model does not use are copied from it.
         family: name of the family.
         config: keys of config.json.
         shards: the file of each array.
         shapes: the shape of each array.
         dtypes: the dtype of each array that the model uses.
-        ignored: keys of config.json that the caller knew to change nothing.
+        ignored: keys of config.json that the caller asked to ignore.
     """
 
     folder: pathlib.Path
@@ -55,8 +55,8 @@ class Pretrained(NamedTuple):
 
     Attributes:
         model: the language model.
-        tokenizer: of the folder's tokenizer.json, None where there is none.
-        source: what `save_pretrained` needs to write the model back; None for a model that was made here.
+        tokenizer: the tokenizer of the folder's tokenizer.json; None if there is no such file.
+        source: what `save_pretrained` needs to write the model back; None for a model that was not read from a folder.
     """
 
     model: DecoderLM
@@ -72,27 +72,28 @@ def load_pretrained(
     sharding: Callable[[jax.ShapeDtypeStruct], jax.sharding.Sharding] | None = None,
     ignore_keys: Sequence[str] = (),
 ) -> Pretrained:
-    """Reads a published model: config.json, safetensors files, and tokenizer.json where there is one.
+    """Reads a published model: config.json, safetensors files, and tokenizer.json if there is one.
 
-    `rnnlib.hub` lists the families. Arrays are read one at a time onto the device, so that host memory never holds the
-    model.
+    `rnnlib.hub.FAMILIES` lists the families. Arrays are read onto the device one at a time, so host memory never holds
+    the whole model.
 
     Args:
         folder: a folder in the Hugging Face format.
-        dtype: of activations and products; None for the file's.
-        param_dtype: of the parameters; None for the file's, an array each. Decays' `A_log` and `dt_bias` are float32 at
-            least in any case.
-        sharding: where a parameter of a shape goes, such as `lambda x: NamedSharding(mesh, parameter_spec(x.shape,
-            mesh))` of `rnnlib.training.mesh`; None for the default device.
-        ignore_keys: keys of config.json that are not known here and that you know to change nothing.
+        dtype: dtype of activations and products; None for the file's.
+        param_dtype: dtype of the parameters; None keeps each array's dtype in the file. The decays' `A_log` and
+            `dt_bias` are at least float32 in any case.
+        sharding: from a parameter's shape and dtype to its sharding, such as `lambda x: NamedSharding(mesh,
+            parameter_spec(x.shape, mesh))` with `rnnlib.training.mesh`; None for the default device.
+        ignore_keys: keys of config.json that rnnlib does not know and that, to your knowledge, have no effect on the
+            model's outputs.
 
     Returns:
         Model, tokenizer and source.
 
     Raises:
-        ValueError: with one line that names the file, the key or array and what was expected. The folder is of no known
-            family; a key is missing, has a value that is not served, or is not known; files are missing, damaged or
-            quantised; arrays are missing, surplus or of another shape.
+        ValueError: the folder is of no known family; a key is missing, unknown or has an unsupported value; files are
+            missing, damaged or quantised; arrays are missing, surplus or of another shape. The message is one line that
+            names the file, the key or array, and what was expected.
     """
     folder = pathlib.Path(folder)
     for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
@@ -104,7 +105,7 @@ def load_pretrained(
     model = abstract_model(config)
     variables = values_by_path(model, SAVED)
     if len(variables) != len(jax.tree.leaves(nnx.state(model))):
-        model = DecoderLM(config, rngs=nnx.Rngs(0))  # constants and streams, which files do not hold
+        model = DecoderLM(config, rngs=nnx.Rngs(0))  # creates constants and random streams, which files lack
         variables = values_by_path(model, SAVED)
     try:
         matches = match_rows(family, model, files.shapes)
@@ -120,7 +121,7 @@ def load_pretrained(
         for path, array in zip(match.ours, match.read(arrays, variables), strict=True):
             target = jnp.dtype(variables[path].dtype)
             if param_dtype is None:
-                # The file's own, where the model's would round it.
+                # Keep the file's dtype where the model's dtype would round the array.
                 target = jnp.promote_types(target, array.dtype)
             array = array.astype(target)
             like = jax.ShapeDtypeStruct(array.shape, array.dtype)
@@ -140,14 +141,14 @@ def load_pretrained(
 
 
 def pretrained_config(folder: str | os.PathLike[str], *, ignore_keys: Sequence[str] = ()) -> ModelConfig:
-    """The configuration of a published model, whose arrays are not read.
+    """The configuration of a published model, without reading its arrays.
 
     Args:
         folder: a folder in the Hugging Face format.
         ignore_keys: as in `load_pretrained`.
 
     Raises:
-        ValueError: as in `load_pretrained`, but for what is wrong with arrays.
+        ValueError: as in `load_pretrained`, except that arrays are not checked.
     """
     return _read_folder(pathlib.Path(folder), ignore_keys)[2]
 
@@ -172,21 +173,21 @@ def save_pretrained(
     *,
     family: str | None = None,
 ) -> None:
-    """Writes a model as a folder in the Hugging Face format, whole or not at all.
+    """Writes a model as a folder in the Hugging Face format, all at once or not at all.
 
-    What was read by `load_pretrained` is written as it was: the same files, arrays of the same names, dtypes and
-    shapes (arrays that the model does not use among them), config.json and the tokenizer's files. Unchanged values give
-    bit-identical arrays. A model that was made here, or is written as another family, gets a new config.json, arrays in
-    the model's `param_dtype`, and the tokenizer.
+    A model read by `load_pretrained` is written back in the layout of its source: the same files, config.json and
+    tokenizer files, and arrays of the same names, dtypes and shapes, including arrays that the model does not use.
+    Unchanged values give bit-identical arrays. A model without a source, or one that is written as another family, gets
+    a new config.json, arrays in the model's `param_dtype`, and the tokenizer.
 
     Args:
-        pretrained: what was read, perhaps with other values in its model; or a model.
-        folder: to write. Of one that exists, the model's files are replaced and other files stay.
-        family: the family to write as; None for the source's, or the one of the model's mixers.
+        pretrained: the result of `load_pretrained`, perhaps with new values in its model; or a model.
+        folder: the folder to write. In an existing folder the model's files are replaced and other files stay.
+        family: the family to write as; None for the source's family, or else the family of the model's mixers.
 
     Raises:
-        ValueError: with one line. The model is of no family or not of this one, the source's folder is gone, or the
-            model's configuration is not what the source's config.json says.
+        ValueError: the model is of no family or not of `family`, the source's folder is gone, or the model's
+            configuration differs from the source's config.json. The message is one line.
     """
     target = pathlib.Path(folder)
     model = pretrained if isinstance(pretrained, DecoderLM) else pretrained.model
@@ -207,16 +208,16 @@ def save_pretrained(
 
 
 def read_config(family: Family, values: Mapping[str, Any], where: str, ignored: Sequence[str] = ()) -> ModelConfig:
-    """The model's configuration in a config.json, of which every key is understood or refused.
+    """The model's configuration from config.json. Unknown keys are rejected.
 
     Args:
-        family: its family.
-        values: its keys.
-        where: its name, for messages.
-        ignored: keys that need not be understood.
+        family: the family of the file.
+        values: the keys of the file.
+        where: the file's name, for error messages.
+        ignored: keys that may be unknown.
 
     Raises:
-        ValueError: a key is missing, has a value that is not served, or is not known.
+        ValueError: a key is missing, unknown or has an unsupported value.
     """
     keys = ConfigKeys(values, where, ignored)
     try:
@@ -254,7 +255,7 @@ def _write_new(
         for name, shape in zip(match.theirs, match.shapes(variables), strict=True)
     }
     write_arrays(staged, shard_names(sizes), lambda names: _arrays(matches, variables, set(names)))
-    # Left out, they would be the published model's, which this vocabulary may not have.
+    # Without these keys, transformers would use the family's default ids, which this vocabulary may not have.
     ends = {"bos_token_id": None, "eos_token_id": tokenizer and tokenizer.end_of_document, "pad_token_id": None}
     write_json(staged / CONFIG, {**values, **ends})
     if isinstance(tokenizer, FileTokenizer):
@@ -264,7 +265,7 @@ def _write_new(
 
 
 def _arrays(matches: Sequence[Match], variables: Mapping[str, jax.Array], names: set[str]) -> dict[str, np.ndarray]:
-    """The file's arrays of some names, in host memory."""
+    """The file's arrays with the given names, in host memory."""
     found: dict[str, np.ndarray] = {}
     for match in matches:
         if names.intersection(match.theirs):
@@ -274,7 +275,7 @@ def _arrays(matches: Sequence[Match], variables: Mapping[str, jax.Array], names:
 
 
 def _family_for(config: ModelConfig, name: str | None) -> tuple[Family, dict[str, Any]]:
-    """The family to write a model as, and its config.json."""
+    """The family to write a model as, and the keys of its config.json."""
     if name is not None and name not in FAMILIES:
         raise ValueError(f"save_pretrained: family is {name!r}, expected one of {', '.join(FAMILIES)}")
     presets = {mixer.partition("/")[0] for mixer in config.layer_mixers}
@@ -296,7 +297,7 @@ def _family_for(config: ModelConfig, name: str | None) -> tuple[Family, dict[str
 
 
 def _written_config(family: Family, config: ModelConfig) -> dict[str, Any]:
-    """config.json for a model; ValueError where the family cannot say what the model computes."""
+    """The keys of config.json for a model; raises ValueError if the family cannot describe its computation."""
     try:
         values = family.write(config)
         values |= {"architectures": [family.architecture], "dtype": config.param_dtype}
@@ -309,7 +310,7 @@ def _written_config(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 
 def _check(family: Family, files: WeightFiles, matches: Sequence[Match], variables: Mapping[str, Any]) -> None:
-    """ValueError where an array is surplus, of another shape or of a dtype that is not read."""
+    """Raises ValueError if an array is surplus, or has the wrong shape or an unsupported dtype."""
     used = {name for match in matches for name in match.theirs}
     for name, file in files.shards.items():
         if name not in used and not family.leaves_out(name):
@@ -326,7 +327,7 @@ def _check(family: Family, files: WeightFiles, matches: Sequence[Match], variabl
 
 
 def _stored_dtype(values: Mapping[str, Any], files: WeightFiles) -> Any:
-    """The dtype that most of a file's numbers have, as config.json says, or else the file's largest array."""
+    """The dtype that config.json names, or else the dtype of the file's largest array."""
     text = values.get("text_config")
     for keys in (text if isinstance(text, Mapping) else {}, values):
         for name in ("dtype", "torch_dtype"):
@@ -337,7 +338,7 @@ def _stored_dtype(values: Mapping[str, Any], files: WeightFiles) -> Any:
 
 
 def _tokenizer(folder: pathlib.Path) -> Tokenizer | None:
-    """The folder's tokenizer, whose end of document is the token that it names so."""
+    """The folder's tokenizer, with the `eos_token` of tokenizer_config.json as the end of a document."""
     if not (folder / TOKENIZER).exists():
         return None
     options = folder / TOKENIZER_CONFIG

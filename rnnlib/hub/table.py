@@ -1,8 +1,8 @@
-"""Tables of names: which arrays of a published file are which variables of a `DecoderLM`.
+"""Tables of names: the correspondence between arrays of a published file and variables of a `DecoderLM`.
 
 A family's table is a list of rows, `Row(names in the file, names in the model, layout)`. One table serves all variants
-of a family: a row counts for a model only if the model has the row's variables. Every variable of the model must stand
-in a row that counts. So must every array of the file, but for those that the family names as unused.
+of a family: a row counts for a model only if the model has the row's variables. Every variable of the model must appear
+in a row that counts. Every array of the file must too, unless the family lists the array as unused.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from rnnlib.models.config import ModelConfig
 from rnnlib.models.decoder import Block, DecoderLM
 from rnnlib.models.variables import values_by_path
 
-# What files hold of a model: all but its random streams.
+# The variables that files contain: all except the state of random streams.
 SAVED = nnx.Not(nnx.RngState)
 
 
@@ -28,13 +28,14 @@ class Row(NamedTuple):
     """A line of a table.
 
     Attributes:
-        theirs: names in the file. One with `*` stands for as many names as the model's array has entries along its
-            first axis, 0, 1, 2, ... in the place of `*`.
+        theirs: names in the file. A name with `*` stands for a list of names, with 0, 1, 2, ... in place of `*`: one
+            for each entry of the model's array along its first axis.
         ours: paths of the model's variables.
-        layout: how the arrays of the two correspond.
-        copy: the file may hold the array once more under this name. The copy is not read. It is written where the file
-            had it.
-        unless: a name with which the row does not count, for older files in which a name means something else.
+        layout: the conversion between the file's arrays and the model's.
+        copy: whether this is a second name under which the file may contain the array again. The copy is not read. It
+            is written back if the file had it.
+        unless: the row does not count if the file has an array of this name. This serves older files, in which the
+            row's name has another meaning.
     """
 
     theirs: tuple[str, ...]
@@ -52,19 +53,19 @@ def row(
     copy: bool = False,
     unless: str | None = None,
 ) -> Row:
-    """A `Row`, whose names may be a single one."""
+    """A `Row`, with a single name or several on either side."""
     names = (theirs,) if isinstance(theirs, str) else tuple(theirs)
     paths = (ours,) if isinstance(ours, str) else tuple(ours)
     return Row(names, paths, layout, copy, unless)
 
 
 def linear(theirs: str, ours: str) -> tuple[Row, Row]:
-    """The rows of a linear map, with its bias where it has one."""
+    """The rows of a linear map: its matrix, and its bias if the model has one."""
     return row(f"{theirs}.weight", f"{ours}.kernel", TRANSPOSED), row(f"{theirs}.bias", f"{ours}.bias")
 
 
 def filter_(theirs: str, ours: str) -> tuple[Row, Row]:
-    """The rows of a depthwise filter, with its bias where it has one."""
+    """The rows of a depthwise filter: its taps, and its bias if the model has one."""
     return row(f"{theirs}.weight", f"{ours}.kernel", FILTER), row(f"{theirs}.bias", f"{ours}.bias")
 
 

@@ -1,8 +1,8 @@
-"""What flash-linear-attention's families share: the blocks around a mixer, and attention in some of the layers.
+"""Code shared by flash-linear-attention's families: the block around a mixer, and attention layers of hybrids.
 
 A model is `model.embeddings`, layers of `attn_norm`, `attn`, `mlp_norm`, `mlp`, then `model.norm` and `lm_head`. In a
-hybrid `attn: {layers, num_heads, num_kv_heads, window_size, rope_theta, qkv_bias}`, or a list of such, says which
-layers are of softmax attention.
+hybrid model, the key `attn: {layers, num_heads, num_kv_heads, window_size, rope_theta, qkv_bias}`, or a list of these
+objects, gives the layers with softmax attention.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig, swiglu_width
 from rnnlib.models.decoder import Block
 
-# Keys that choose kernels, or say how a model is trained. None changes a logit.
+# Keys that choose kernels or set options of training. None changes a logit.
 _WITHOUT_EFFECT = (
     "attn_mode",
     "fuse_norm",
@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = (
     "use_l2warp",
     "safe_gate",
     "allow_inplace_update",
-    "elementwise_affine",  # a family in which it has an effect reads it before
+    "elementwise_affine",  # families in which this key has an effect read it first
 )
 
 ROWS = (
@@ -40,7 +40,7 @@ ROWS = (
 BLOCK = (
     row("attn_norm.weight", "mixer_norm.scale"),
     row("mlp_norm.weight", "feed_forward_norm.scale"),
-    # Files from before February 2025 have both in one array.
+    # Older files (before February 2025) have gate and up in one array.
     row(
         "mlp.gate_proj.weight",
         ("feed_forward.gate.kernel", "feed_forward.up.kernel"),
@@ -61,7 +61,7 @@ ATTENTION = (
     row("attn.k_norm.weight", "mixer.key_norm.scale"),
 )
 
-# Options of a preset, by path, as `ModelConfig.mixer_overrides` has them.
+# Options of a preset by path, in the form of `ModelConfig.mixer_overrides`.
 Options = dict[str, Any]
 
 
@@ -80,14 +80,14 @@ def fla_family(
     """A family of flash-linear-attention.
 
     Args:
-        name: of the family, its `model_type`.
-        preset: the mixer of its layers, for those that are not of attention.
-        architecture: the class that published files name.
-        rows: the table of the mixer's arrays, or a function from a layer's block to it.
-        read: options of the preset from the mixer's keys and the width; `key_heads` is one of them.
-        write: the mixer's keys from its configuration, with sizes in numbers, and the width.
-        mixers: other presets that may be of this family.
-        hidden_ratio: what a missing key of that name stands for.
+        name: the family's name, which is its `model_type`.
+        preset: the mixer of all layers without softmax attention.
+        architecture: the class named in published files.
+        rows: the table of the mixer's arrays, or a function from a layer's block to that table.
+        read: from the keys of config.json and the width to options of the preset, `key_heads` among them.
+        write: from the mixer's configuration, with every size as a number, and the width to the mixer's keys.
+        mixers: further presets that are written as this family.
+        hidden_ratio: the default of the key `hidden_ratio`.
         unused: as in `Family`.
     """
 
@@ -158,7 +158,7 @@ def write_block(config: ModelConfig, hidden_ratio: float | int) -> dict[str, Any
 def _read_attention(
     keys: ConfigKeys, preset: str, layers: int, width: int
 ) -> tuple[tuple[str, ...], dict[str, Options]]:
-    """The mixer of each layer, and the options of those of attention."""
+    """The mixer of each layer, and the options of the attention mixers by name."""
     given = keys.take("attn", dict | list | None, None)
     groups = given if isinstance(given, list) else [given] if given else []
     pattern, overrides = [preset] * layers, {}
@@ -181,7 +181,7 @@ def _read_attention(
 
 
 def attention_options(keys: ConfigKeys, heads: int, width: int) -> Options:
-    """Options of attention layers, from the file's keys or from those of its object `attn`."""
+    """Options of attention layers, from the keys of the file or of its object `attn`."""
     if width % heads:
         raise ValueError(f"{keys.where}: num_heads is {heads}, expected a divisor of hidden_size = {width}")
     return {
@@ -215,7 +215,7 @@ def _write_attention(kinds: list[Any]) -> Any:
 
 
 def expanded(keys: ConfigKeys, name: str, default: float, width: int, heads: int) -> int:
-    """Channels of one of `heads` heads that together have `int(width * factor)`."""
+    """Channels per head, where all `heads` heads together have `int(width * factor)` for the factor at key `name`."""
     channels = int(width * keys.number(name, default))
     if channels < heads or channels % heads:
         raise ValueError(
@@ -225,7 +225,7 @@ def expanded(keys: ConfigKeys, name: str, default: float, width: int, heads: int
 
 
 def read_streams(keys: ConfigKeys, default_expand_v: float) -> Options:
-    """Heads, their channels, and the filters of the streams, of families with `head_dim`."""
+    """Heads, channels per head and filters of the streams, for families with the key `head_dim`."""
     size, heads = keys.size("head_dim"), keys.size("num_heads")
     value_heads = keys.size("num_v_heads", heads)
     if value_heads % heads:
@@ -252,14 +252,14 @@ def write_streams(mixer: RecurrentMixerConfig) -> dict[str, Any]:
 
 
 def sizes_of(mixer: RecurrentMixerConfig) -> tuple[int, int, int, int]:
-    """Key heads, value heads, channels of a key head and of a value head."""
+    """The numbers of key heads, value heads, channels per key head and channels per value head."""
     sizes = (mixer.key_heads, mixer.value_heads, mixer.key_head_dim, mixer.value_head_dim)
     heads, value_heads, size, value_size = (0 if number is None else number for number in sizes)
     return heads, value_heads, size, value_size
 
 
 def read_convolution(keys: ConfigKeys, default: bool = True) -> Options:
-    """The filters of the streams, or none; where a family has it, SiLU stays without them."""
+    """The filters of the streams, or none. Families that apply SiLU keep it without filters."""
     used, size = keys.flag("use_short_conv", default), keys.size("conv_size", 4)
     keys.only("conv_bias", False, None)
     return {"convolution.size": size} if used else {"convolution": None}

@@ -38,5 +38,5 @@ GATED_DELTANET = fla_family(
     rows=ROWS,
     read=_read,
     write=_write,
-    unused=("model.layers.*.attn.D",),  # of files from before March 2025
+    unused=("model.layers.*.attn.D",),  # in older files (before March 2025)
 )

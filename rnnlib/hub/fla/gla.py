@@ -11,7 +11,8 @@ from rnnlib.layers.decay import LogSigmoidDecay
 from rnnlib.layers.mixer import RecurrentMixer, RecurrentMixerConfig
 from rnnlib.models.decoder import Block
 
-# The norm has the one name where a gate is fused with it, else the other. Files that are written anew have it fused.
+# The norm is named `g_norm_swish_gate` in files whose model fuses it with the gate, and `g_norm` in others. New files
+# use the fused name for gated layers.
 _FUSED_NORM = row("attn.g_norm_swish_gate.weight", "mixer.readout.norm.scale")
 _NORM = row("attn.g_norm.weight", "mixer.readout.norm.scale")
 
@@ -36,7 +37,7 @@ def _rows(block: Block) -> tuple[Row, ...]:
     )
 
 
-# Of queries and keys, after the filters and their SiLU.
+# Feature maps of queries and keys, applied after the filters and their SiLU.
 _FEATURE_MAPS = {
     None: "identity",
     "relu": "relu",
@@ -49,7 +50,7 @@ _FEATURE_MAPS = {
 
 
 def read_sizes(keys: ConfigKeys, width: int, expand_k: float, expand_v: float) -> Options:
-    """Heads and their channels, of families whose heads share the width."""
+    """Heads and channels per head, for families whose heads split a multiple of the width."""
     heads = keys.size("num_heads")
     shared = keys.size("num_kv_heads", heads)
     if heads % shared:
@@ -75,12 +76,12 @@ def write_sizes(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
 
 
 def read_readout(keys: ConfigKeys) -> Options:
-    """The gate, and the norm per head, which may have no scale."""
+    """The output gate and the norm per head, with or without a scale."""
     return {"readout.gate": "silu" if keys.flag("use_output_gate", True) else "none", **read_norm(keys)}
 
 
 def read_norm(keys: ConfigKeys) -> Options:
-    """The norm per head; for null it has no scale either."""
+    """The norm per head. It has no scale if `elementwise_affine` is false or null."""
     return {
         "readout.norm_scale": bool(keys.take("elementwise_affine", bool | None, True)),
         "readout.eps": keys.number("norm_eps", 1e-6),

@@ -19,7 +19,7 @@ ROWS = (
 
 
 def read_lower_bound(keys: ConfigKeys) -> Options:
-    """The decay where it has a bound: another formula of the same arrays."""
+    """The bounded decay if the file has `lower_bound`: another formula of the same arrays."""
     bound = keys.take("lower_bound", float | int | None, None)
     if bound is None:
         return {}

@@ -24,7 +24,7 @@ _PARTS = {"layer1": "first", "layer2": "second", "layer": "linear"}
 
 
 def _feature_map(theirs: str, ours: str) -> tuple[Row, ...]:
-    """The rows of a learned map; one kind of map has one part, another two."""
+    """The rows of a learned feature map, which has one linear layer or two."""
     return tuple(
         entry
         for name, part in _PARTS.items()
@@ -36,7 +36,7 @@ ROWS = (
     *STREAMS,
     *_feature_map("feature_map_q", "query"),
     *_feature_map("feature_map_k", "key"),
-    # Of a map for both, which files may hold under both names.
+    # A map that queries and keys share: files may hold its arrays under both names.
     *(given._replace(copy=True) for given in _feature_map("feature_map_k", "query")),
     row("attn.norm.weight", "mixer.readout.norm.scale"),
     *linear("attn.o_proj", "mixer.readout.output"),

@@ -20,7 +20,8 @@ ROWS = (
 
 
 def _read(keys: ConfigKeys, width: int) -> Options:
-    # Values have no filter, whatever `use_short_conv` says. Decoding starts its solve elsewhere, with steps of its own.
+    # `use_short_conv` has no effect: values never have a filter. In decoding, the published model starts its solve from
+    # another iterate, with a number of steps of its own.
     keys.ignore("use_short_conv", "max_cg_step_decoding")
     heads, size = keys.size("num_heads"), keys.size("head_dim")
     bound = keys.number("lambda_lower_bound", 0.25)
@@ -31,7 +32,7 @@ def _read(keys: ConfigKeys, width: int) -> Options:
         "value_head_dim": size,
         "convolution.size": keys.size("conv_size", 4),
         "solve.epsilon": 1e-5,
-        # The gradient of the iterations, as that of few steps is not the solution's.
+        # After few steps, the gradient of the iterations differs from that of the exact solution: use the former.
         "solve.differentiation": "unrolled",
         "solve.iterations": keys.size("max_cg_step_training", 30),
         "solve.lower_bound": bound,

@@ -40,8 +40,9 @@ KDA_ROWS = (
 
 
 def _read_preconditioner(keys: ConfigKeys) -> Options:
-    keys.ignore("a_log_init_lower", "log_atk_scale_init", "output_gate_activation")  # the last the models ignore too
-    # Beta is doubled for negative eigenvalues, whatever the preconditioner's bound: not `PreconditionedGain`'s 2 / x.
+    keys.ignore("a_log_init_lower", "log_atk_scale_init", "output_gate_activation")  # the models ignore the last too
+    # For negative eigenvalues beta is doubled, regardless of the preconditioner's bound x. The factor is 2, not the
+    # 2 / x of `PreconditionedGain`.
     return {
         "gain": SigmoidGain(negative_eigenvalues=keys.flag("allow_neg_eigval", False)),
         "keys.bound": keys.number("squash_x", 1.5),
@@ -79,7 +80,7 @@ def _write_gated(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
 def _read_kda(keys: ConfigKeys, width: int) -> Options:
     sizes, options = read_streams(keys, 1.0), _read_preconditioner(keys)
     if sizes["value_heads"] != sizes["key_heads"]:
-        # A preconditioner per value head, but a gain per key head.
+        # The preconditioner is per value head, the gain per key head.
         options |= {"keys.gram.heads": "value", "gain.heads": "key"}
     return {
         **sizes,

@@ -1,4 +1,4 @@
-"""Rows of tables that several of flash-linear-attention's mixers have."""
+"""Rows shared by the tables of several mixers of flash-linear-attention."""
 
 from rnnlib.hub.table import filter_, linear, row
 
@@ -21,7 +21,7 @@ DECAY = (
     row("attn.dt_bias", "mixer.decay.dt_bias"),
 )
 
-# The decay per key channel of Kimi Delta Attention, through a low rank.
+# The decay per key channel of Kimi Delta Attention, from a low-rank projection.
 CHANNEL_DECAY = (
     *linear("attn.f_proj.0", "mixer.decay.projection.down"),
     *linear("attn.f_proj.1", "mixer.decay.projection.up"),

@@ -9,7 +9,7 @@ from rnnlib.hub.table import Family
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.models.config import ModelConfig
 
-# Of the norms of queries and keys, whatever `norm_eps` says.
+# Epsilon of the norms of queries and keys. It does not depend on `norm_eps`.
 _EPS = 1e-5
 
 
