@@ -74,19 +74,21 @@ class Family:
     """A kind of published model: its configuration and its arrays.
 
     Attributes:
-        name: of the family, for `save_pretrained`.
+        name: the family's name, for `save_pretrained`.
         matches: whether a config.json is of this family.
-        mixers: presets whose models are written as this family where none is named.
-        architecture: the class that published files name.
-        read: the model's configuration from config.json's keys.
-        write: config.json's keys for a model's configuration. The keys are read again and compared, so that a model
-            that they cannot describe is refused.
-        rows: of arrays that belong to no layer.
-        layer_rows: of arrays of a layer, names without the layer's prefix; or a function from the layer's block to
-            them. Where files differ, the first rows whose names and shapes a file has count.
-        layer_prefix: of a layer's arrays in the file, with `{}` for its number.
-        prefixes: in place of the first, names may begin with another of these.
-        unused: beginnings of names of arrays that a language model does not use, perhaps with `*`; they are kept.
+        mixers: presets of the models that `save_pretrained` writes as this family if none is named.
+        architecture: the class named in published files.
+        read: from the keys of config.json to the model's configuration.
+        write: from a model's configuration to the keys of config.json. The keys are read again and compared, so a model
+            that the keys cannot describe is rejected.
+        rows: rows of arrays outside of layers.
+        layer_rows: rows of a layer's arrays, with names that lack the layer's prefix; or a function from the layer's
+            block to these rows. If several rows give a variable, the first whose names and shapes are in the file
+            counts.
+        layer_prefix: the prefix of a layer's arrays in the file, with `{}` for the layer's number.
+        prefixes: the prefix of names in the tables, and other prefixes that files may have in its place.
+        unused: beginnings of names of arrays that a language model does not use, perhaps with `*`. `save_pretrained`
+            copies these arrays.
     """
 
     name: str
@@ -102,18 +104,18 @@ class Family:
     unused: tuple[str, ...] = ()
 
     def leaves_out(self, name: str) -> bool:
-        """Whether an array of this name is one that a language model does not use."""
+        """Whether a language model has no use for the array of this name."""
         return any(fnmatch.fnmatchcase(name, f"{beginning}*") for beginning in self.unused)
 
 
 class Match(NamedTuple):
-    """A row with full names: arrays of a file and the variables of a model that they are.
+    """A row with full names, which include the layer's prefix.
 
     Attributes:
-        theirs: names in the file.
-        ours: paths of variables.
-        layout: between the two.
-        part: the block, or the model, without values.
+        theirs: names of arrays in the file.
+        ours: paths of the model's variables.
+        layout: the conversion between these arrays and variables.
+        part: the block that the variables belong to, or the model, without values.
         copy: as in `Row`.
     """
 
@@ -141,12 +143,12 @@ def match_rows(family: Family, model: DecoderLM, present: Mapping[str, tuple[int
     """The rows of a family's table that count for a model.
 
     Args:
-        family: its tables.
+        family: the family, with its tables.
         model: the model, with or without values.
-        present: shapes of the file's arrays by name; None for a file that is to be written, which has the first names.
+        present: shapes of the file's arrays by name; None for a new file, in which the first row of a variable counts.
 
     Returns:
-        Matches, whose variables are each of the model's once, but for copies.
+        Matches. Copies aside, they have each variable of the model exactly once.
 
     Raises:
         ValueError: a variable of the model is in no row, or the file lacks its array.
@@ -182,7 +184,7 @@ def match_rows(family: Family, model: DecoderLM, present: Mapping[str, tuple[int
         if path in covered:
             continue
         if path in misfits:
-            # The reader says which array has a wrong shape.
+            # The caller checks shapes, and raises an error that names the array.
             matches.append(misfits[path])
             covered |= dict.fromkeys(misfits[path].ours, misfits[path])
         elif path in lacking:
@@ -221,7 +223,7 @@ def _full_rows(
     ]
     for theirs_prefix, ours_prefix, part, rows in parts:
         for given in rows:
-            # Files that are written anew have the present names.
+            # Rows with `unless` are for older files: new files do not use their names.
             if given.unless is not None and (names is None or theirs_prefix + given.unless in names):
                 continue
             ours = tuple(ours_prefix + path for path in given.ours)

@@ -1,4 +1,4 @@
-"""What transformers' families share: embedding, SwiGLU, rotary positions, and which layers are of attention."""
+"""Code shared by transformers' families: embedding, SwiGLU, experts, rotary positions and types of layers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ FEED_FORWARD = (
     *linear("mlp.down_proj", "feed_forward.down"),
 )
 
-# Files have each expert's matrices by themselves, or those of all in two arrays.
+# Files have either separate matrices for each expert, or two arrays with the matrices of all experts.
 EXPERTS = (
     *linear("mlp.gate", "feed_forward.router.projection"),
     row("mlp.experts.*.gate_proj.weight", "feed_forward.gate", Stacked(TRANSPOSED)),
@@ -38,14 +38,14 @@ EXPERTS = (
     *linear("mlp.shared_expert_gate", "feed_forward.shared_gate"),
 )
 
-# Options of a preset, by path, as `ModelConfig.mixer_overrides` has them.
+# Options of a preset by path, in the form of `ModelConfig.mixer_overrides`.
 Options = dict[str, Any]
 
 LAYER_TYPES = {"linear_attention": "gated_deltanet", "full_attention": "attention"}
 
 
 def read_model(keys: ConfigKeys, *, eps: float = 1e-6) -> dict[str, Any]:
-    """Fields of the model that do not depend on its mixers; `eps` is the norms' where the file gives none."""
+    """Fields of the model that do not depend on its mixers; `eps` is the default of the norms' epsilon."""
     keys.only("hidden_act", "silu", "swish")
     return {
         "vocabulary_size": keys.size("vocab_size"),
@@ -71,9 +71,9 @@ def read_layer_types(keys: ConfigKeys, mixers: Mapping[str, str], interval: int 
     """The mixer of each layer.
 
     Args:
-        keys: with `layer_types`, or `full_attention_interval` in older files.
-        mixers: of each type.
-        interval: of attention layers where neither key is there.
+        keys: the file's keys: `layer_types`, or `full_attention_interval` in older files.
+        mixers: the mixer of each type of layer.
+        interval: the default interval of attention layers, if the file has neither key.
     """
     layers = keys.size("num_hidden_layers")
     every = keys.size("full_attention_interval", interval)
@@ -91,14 +91,14 @@ def read_layer_types(keys: ConfigKeys, mixers: Mapping[str, str], interval: int 
 
 
 def write_layer_types(kinds: Sequence[Any]) -> list[str]:
-    """`layer_types` of mixers."""
+    """The key `layer_types` for the mixers of a model."""
     return ["full_attention" if isinstance(kind, AttentionConfig) else "linear_attention" for kind in kinds]
 
 
 def read_rotary(keys: ConfigKeys, *, base: float = 10000.0, factor: float = 1.0) -> tuple[float | None, float]:
-    """The base of rotary positions, None for no positions, and the share of a head's channels that turn.
+    """The base of rotary positions (None for no positions), and the fraction of a head's channels that are rotated.
 
-    Newer files have `rope_parameters`, older ones `rope_theta`, `partial_rotary_factor` and `rope_scaling`.
+    Newer files have `rope_parameters`. Older ones have `rope_theta`, `partial_rotary_factor` and `rope_scaling`.
     """
     outer_base = keys.take("rope_theta", float | int | None, base)
     outer_factor = keys.number("partial_rotary_factor", factor)
@@ -108,7 +108,7 @@ def read_rotary(keys: ConfigKeys, *, base: float = 10000.0, factor: float = 1.0)
         inner = ConfigKeys(values or {}, f"{keys.where}: {name}")
         inner.only("rope_type", "default")
         inner.only("type", "default")
-        inner.ignore("mrope_section", "mrope_interleaved", "rope_theta", "partial_rotary_factor")  # text turns alike
+        inner.ignore("mrope_section", "mrope_interleaved", "rope_theta", "partial_rotary_factor")  # the same for text
         inner.finish()
     inner = ConfigKeys(given or {}, f"{keys.where}: rope_parameters")
     theta = inner.take("rope_theta", float | int | None, outer_base)
@@ -118,7 +118,7 @@ def read_rotary(keys: ConfigKeys, *, base: float = 10000.0, factor: float = 1.0)
 def mixers_by_kind(
     config: ModelConfig,
 ) -> tuple[list[Any], list[RecurrentMixerConfig], list[AttentionConfig]]:
-    """The mixer of each layer with sizes in numbers, and those of either kind."""
+    """The mixers of all layers, of recurrent layers and of attention layers, with every size as a number."""
     kinds = [sized_mixer(config, mixer) for mixer in config.layer_mixers]
     recurrent = [kind for kind in kinds if isinstance(kind, RecurrentMixerConfig)]
     attention = [kind for kind in kinds if isinstance(kind, AttentionConfig)]
@@ -126,7 +126,7 @@ def mixers_by_kind(
 
 
 def read_delta_heads(keys: ConfigKeys, defaults: Mapping[str, int]) -> Options:
-    """Heads, channels and filter of Gated DeltaNet's layers."""
+    """Heads, channels per head and filter length of Gated DeltaNet layers."""
 
     def size(name: str) -> int:
         return keys.size(name, defaults.get(name, ...))
@@ -147,7 +147,7 @@ def read_delta_heads(keys: ConfigKeys, defaults: Mapping[str, int]) -> Options:
 
 
 def write_delta_heads(mixers: Sequence[RecurrentMixerConfig]) -> dict[str, Any]:
-    """The keys that `read_delta_heads` reads, of mixers that are alike; none of a model of attention alone."""
+    """The keys that `read_delta_heads` reads, from the first mixer; no keys if there is no mixer."""
     if not mixers:
         return {}
     mixer = mixers[0]

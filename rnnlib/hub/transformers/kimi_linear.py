@@ -1,4 +1,4 @@
-"""`kimi_linear`: layers of Kimi Delta Attention, then one of latent attention without positions; experts in most."""
+"""`kimi_linear`: Kimi Delta Attention, with latent attention without positions in some layers and experts in most."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig
 
-# Of latent attention's norms, whatever `rms_norm_eps` says.
+# Epsilon of latent attention's norms. It does not depend on `rms_norm_eps`.
 _EPS = 1e-6
 
 _BLOCK = (
     row("input_layernorm.weight", "mixer_norm.scale"),
     row("post_attention_layernorm.weight", "feed_forward_norm.scale"),
-    # Dense layers: as published, and as transformers writes them.
+    # Dense layers: the names of the published files, then those that transformers writes.
     *FEED_FORWARD,
     *linear("block_sparse_moe.gate_proj", "feed_forward.gate"),
     *linear("block_sparse_moe.up_proj", "feed_forward.up"),
@@ -59,7 +59,7 @@ _LATENT = (
     *linear("self_attn.q_b_proj", "mixer.query.up"),
     *linear("self_attn.kv_a_proj_with_mqa", "mixer.latent"),
     row("self_attn.kv_a_layernorm.weight", "mixer.latent_norm.scale"),
-    # Head by head its part of the key, then its value.
+    # For each head: the rows of its key, then those of its value.
     row(
         "self_attn.kv_b_proj.weight",
         ("mixer.key.kernel", "mixer.value.kernel"),
@@ -71,7 +71,7 @@ _LATENT = (
 _LAYER_TYPES = {"linear_attention": "kda", "full_attention": "latent_attention"}
 _FEED_FORWARD_TYPES = ("dense", "sparse")
 
-# Positions of a model that has none; sizes that follow from others; losses in training.
+# Keys of rotary positions, which the model does not use; sizes that follow from others; losses in training.
 _WITHOUT_EFFECT = (
     "rope_theta",
     "rope_scaling",
@@ -79,7 +79,7 @@ _WITHOUT_EFFECT = (
     "head_dim",
     "qk_head_dim",
     "output_router_logits",
-    "tie_word_embeddings",  # the class has its own head in any case
+    "tie_word_embeddings",  # the class never ties its head
 )
 
 
@@ -87,7 +87,7 @@ def _read(keys: ConfigKeys) -> ModelConfig:
     keys.ignore(*_WITHOUT_EFFECT)
     keys.only("mla_use_nope", True)
     keys.only("num_nextn_predict_layers", 0, None)
-    # Inner keys that say the same as others of the file, which they go before.
+    # Keys of this object take precedence over the file's own keys of the same meaning.
     published = keys.within("linear_attn_config")
     layers = keys.size("num_hidden_layers")
     mixers = tuple(_LAYER_TYPES[kind] for kind in _layer_types(keys, published, layers))
@@ -121,7 +121,7 @@ def _read(keys: ConfigKeys) -> ModelConfig:
 
 
 def _layer_types(keys: ConfigKeys, published: ConfigKeys, layers: int) -> list[str]:
-    """The kind of each layer's mixer: `layer_types`, or lists of layers, counted from 1."""
+    """The type of each layer's mixer, from `layer_types` or from lists of layers that are numbered from 1."""
     given = keys.take("layer_types", list | None, None)
     delta = published.take("kda_layers", list | None, None)
     full = published.take("full_attn_layers", list | None, None)
@@ -138,7 +138,7 @@ def _layer_types(keys: ConfigKeys, published: ConfigKeys, layers: int) -> list[s
 
 
 def _feed_forward_types(keys: ConfigKeys, layers: int) -> list[str]:
-    """The kind of each layer's feed-forward: `mlp_layer_types`, or dense ones before those with experts."""
+    """The type of each layer's feed-forward, from `mlp_layer_types` or from the number of dense layers at the start."""
     given = keys.take("mlp_layer_types", list | None, None)
     first = keys.take("first_k_dense_replace", NaturalNumber, 1)
     keys.only("moe_layer_freq", 1)
@@ -192,7 +192,7 @@ _EXPERT_KEYS = (
 def _read_experts(keys: ConfigKeys) -> Experts:
     keys.only("moe_router_activation_func", "sigmoid")
     groups = keys.size("num_expert_group", 1)
-    # One group is the same with groups and without.
+    # With one group, choosing experts with groups and without gives the same result.
     keys.only("use_grouped_topk", True, *([False] if groups == 1 else []))
     width = keys.size("moe_intermediate_size", 1024)
     router = RouterConfig(

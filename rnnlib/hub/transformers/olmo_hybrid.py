@@ -1,4 +1,4 @@
-"""`olmo_hybrid`: layers of Gated DeltaNet, normalised before, and of attention, normalised behind."""
+"""`olmo_hybrid`: Gated DeltaNet layers with a norm on the input, and attention layers with a norm on the output."""
 
 from typing import Any
 
@@ -21,13 +21,13 @@ from rnnlib.hub.transformers.common import (
 from rnnlib.models.config import ModelConfig
 from rnnlib.models.decoder import Block
 
-# Of the linear layers' output norm, whatever `rms_norm_eps` says.
+# Epsilon of the output norm in Gated DeltaNet layers. It does not depend on `rms_norm_eps`.
 _EPS = 1e-5
 
 _FILTERS = tuple(f"linear_attn.{stream}_conv1d.weight" for stream in "qkv")
 
-# The norms of an attention layer have other names where transformers wrote the file, and the filters are then cut into
-# three equal parts of the whole.
+# Files that transformers wrote differ in two ways. The norms of an attention layer have other names, and the filters of
+# a Gated DeltaNet layer are concatenated and split into three equal parts.
 _ATTENTION = (
     row("post_attention_layernorm.weight", "mixer_norm.scale"),
     row("feedforward_layer_norm.weight", "mixer_norm.scale"),
@@ -71,7 +71,7 @@ def _rows(block: Block) -> tuple[Row, ...]:
 
 
 def _read(keys: ConfigKeys) -> ModelConfig:
-    # How parameters start.
+    # Keys of initialisation.
     keys.ignore("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
     model = read_model(keys)
     width = model["width"]

@@ -1,4 +1,7 @@
-"""Qwen3.5, Qwen3-Next and Qwen3.5 with experts: three layers of Gated DeltaNet, then one of attention with a gate."""
+"""Qwen3.5, Qwen3-Next and Qwen3.5 with experts: by default, every fourth layer has gated attention.
+
+All other layers are of Gated DeltaNet.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -34,7 +37,7 @@ _BLOCK = (
 
 _STREAMS = ("mixer.query", "mixer.key", "mixer.value")
 
-# The query's projection has each head's query, then its gate.
+# For each head, the query projection has the rows of its query, then those of its gate.
 _ATTENTION = (
     row("self_attn.q_proj.weight", ("mixer.query.kernel", "mixer.gate.kernel"), Interleaved(TRANSPOSED, "value_heads")),
     row("self_attn.q_proj.bias", ("mixer.query.bias", "mixer.gate.bias"), Interleaved(SAME, "value_heads")),
@@ -45,7 +48,7 @@ _ATTENTION = (
     row("self_attn.k_norm.weight", "mixer.key_norm.scale"),
 )
 
-# One filter over all queries, keys and values.
+# The filters of queries, keys and values are one array.
 _DELTA = (
     row("linear_attn.conv1d.weight", tuple(f"{stream}.convolution.kernel" for stream in _STREAMS), Joined(FILTER)),
     row("linear_attn.A_log", "mixer.decay.A_log"),
@@ -54,7 +57,7 @@ _DELTA = (
     *linear("linear_attn.out_proj", "mixer.readout.output"),
 )
 
-# Qwen3.5: queries, keys and values in one projection, one after the other; gates by themselves.
+# Qwen3.5: one projection for queries, keys and values, concatenated; a projection for each gate.
 _APART = (
     row(
         "linear_attn.in_proj_qkv.weight",
@@ -66,7 +69,8 @@ _APART = (
     *linear("linear_attn.in_proj_a", "mixer.decay.projection"),
 )
 
-# Qwen3-Next: key head by key head its query, its key, the values of its group, their gates; and likewise b and a.
+# Qwen3-Next: one projection, interleaved by key head: a head's query, its key, its group's values and their gates. The
+# projections of b and a are interleaved likewise.
 _FUSED = (
     row(
         "linear_attn.in_proj_qkvz.weight",
@@ -80,7 +84,7 @@ _FUSED = (
     ),
 )
 
-# Of prediction of several tokens, of caches, of losses in training.
+# Keys of multi-token prediction, of caches and of losses in training.
 _WITHOUT_EFFECT = (
     "mtp_num_hidden_layers",
     "mtp_use_dedicated_embeddings",
@@ -165,7 +169,7 @@ def _write(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _text(keys: ConfigKeys) -> ConfigKeys:
-    """The keys of the language model: of a multimodal file, those under `text_config`."""
+    """The keys of the language model. In a multimodal file they are in the object `text_config`."""
     if "text_config" not in keys:
         return keys
     within = keys.within("text_config")
