@@ -1,10 +1,10 @@
 """Token mixers (one recurrence over four axes, the papers' presets of it, softmax attention) and feed-forwards.
 
-Parameters with two or more axes are kernels of projections and convolutions: these are what weight decay is for. All
-other parameters have one axis, so that an optimizer can tell them apart by their shape: norms' `scale`, `bias`, `A_log`
-and `dt_bias` (float32 whatever `param_dtype` is), the learned scalars per head `skip`, `feedback` and `correction`, and
-the preconditioners' `center` and `ridge` (float32). Some are flattened for this reason: a fixed preconditioner's
-`strength` per channel (float32), and Mamba-3's biases and scales per head, pair and channel.
+Parameters with two or more axes are kernels of projections and convolutions, to which weight decay applies. All other
+parameters have one axis, so that an optimizer can select by shape: norms' `scale`, `bias`, `A_log` and `dt_bias`
+(float32 for any `param_dtype`), the learned scalars per head `skip`, `feedback` and `correction`, and the
+preconditioners' `center` and `ridge` (float32). Some parameters are flattened to one axis for this purpose: a fixed
+preconditioner's `strength` per channel (float32), and Mamba-3's biases and scales per head, pair and channel.
 """
 
 import rnnlib.layers.mamba3_presets

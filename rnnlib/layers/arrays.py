@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 Inputs = Float[Array, "B T D"]
 # Queries or keys.
 KeyHeads = Float[Array, "B T H K"]
-# Values, or what a recurrence gives.
+# Values, or the output of a recurrence.
 ValueHeads = Float[Array, "B T HV V"]
 # Ids of the documents that are packed into a row; a state restarts where the id changes.
 SegmentIds = Int[Array, "B T"]

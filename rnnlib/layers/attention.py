@@ -28,16 +28,17 @@ class AttentionConfig(MixerConfig):
     """Softmax attention; by default Transformer++'s, with rotary positions and no biases.
 
     Attributes:
-        window: tokens that each token sees, itself included; None is all before it.
+        window: number of tokens that each token sees, itself included; None is itself and all tokens before it.
         num_heads: query heads; None is the model's attention heads.
-        key_heads: key and value heads, a divisor of the query heads (grouped queries); None is as many.
+        key_heads: key and value heads, a divisor of the query heads (grouped queries); None is the number of query
+            heads.
         head_dim: channels of a head; None is `width / num_heads`.
         rope_base: of the rotary positions; None is no positions.
         rope_channels: how many channels of a head are rotated, counted from the first; None is all.
-        qk_norm: RMS norm of queries and keys, before the rotation (Dehghani et al., 2023, arXiv 2302.05442). True is of
-            each head, with one scale for all; `"all"` is over all heads together (OLMo 2, arXiv 2501.00656).
-        zero_centred: that norm's factor is `1 + scale`, see `RMSNorm`.
-        eps: of that norm.
+        qk_norm: RMS norm of queries and keys, before the rotation (Dehghani et al., 2023, arXiv 2302.05442). True norms
+            each head, with one scale for all heads; `"all"` norms all heads together (OLMo 2, arXiv 2501.00656).
+        zero_centred: whether the factor of `qk_norm` is `1 + scale`, see `RMSNorm`.
+        eps: epsilon of `qk_norm`.
         output_gate: multiplies attention's output by `sigmoid(W x)`, channel by channel, before the output projection
             (Qiu et al., 2025, arXiv 2505.06708).
         use_bias: the projections of queries, keys and values, and of the gate, have biases.
@@ -120,7 +121,7 @@ class Attention(nnx.Module):
         self.key_norm = self._norm(shape.key_heads, shape.shares_of_keys)
 
     def _norm(self, heads: int, shares: int) -> RMSNorm | None:
-        """The norm of queries or keys with a given number of heads, of which devices have so many shares."""
+        """The norm of queries or keys with `heads` heads on this device, out of `shares` devices."""
         config, shape = self.config, self.shape
         if not config.qk_norm:
             return None
@@ -152,14 +153,14 @@ class Attention(nnx.Module):
 
         Args:
             x: input `[B, T, D]`, T >= 1.
-            segment_ids: ids of packed documents: tokens see nothing from before the last change of id. The first token
-                of a call continues the cache's last segment, whatever its id.
-            positions: of each token, for the rotation; None counts on from the cache, or from 0.
-            cache: None for the parallel pass; else what `init_cache` or the previous call gave, to continue from.
-                `init_cache` says what tokens see beyond its `max_length`.
+            segment_ids: ids of packed documents. A token sees no token before the last change of id. The first token of
+                a call continues the cache's last segment, regardless of its id.
+            positions: of each token, for the rotation; None continues from the cache, or from 0.
+            cache: None for the parallel pass; else the cache of `init_cache` or of the previous call. `init_cache`
+                documents which tokens are visible beyond its `max_length`.
 
         Returns:
-            Output `[B, T, D]`, and the next cache (None where none was given).
+            Output `[B, T, D]`, and the next cache (None if `cache` is None).
 
         Raises:
             ValueError: `x` is not as wide as the layer or is empty, the cache is of another batch or layer, or a single
@@ -196,7 +197,7 @@ class Attention(nnx.Module):
         return self.output(out), cache
 
     def _attend(self, query: Array, seen: Mapping[str, Array], mask: Array) -> Array:
-        """The output of queries that see some of a cache's keys."""
+        """The output of queries that attend to a cache's keys under a mask."""
         dtype = product_dtype(query.dtype)
         out = jax.nn.dot_product_attention(
             query.astype(dtype), seen["key"].astype(dtype), seen["value"].astype(dtype), mask=mask[:, None]
@@ -208,8 +209,9 @@ class Attention(nnx.Module):
 
         Args:
             batch_size: sequences B.
-            max_length: greatest length of the sequences. Beyond it each token sees the last `max_length`, itself
-                included (of a window, the last `min(window, max_length)`), however the sequence is split into calls.
+            max_length: greatest length of the sequences. In longer sequences each token sees the last `max_length`
+                tokens, itself included (with a window, the last `min(window, max_length)`), for any split of the
+                sequence into calls.
             dtype: of keys and values; None is the layer's compute dtype.
 
         Raises:

@@ -1,7 +1,7 @@
-"""What attention keeps of the tokens before: rings of fixed size, and what later tokens see of them.
+"""Caches of attention: ring buffers of fixed size, and the attention of later tokens to them.
 
-Token `n` (counted from the first call) lies in slot `n % capacity`. The capacity is the window, or the greatest length
-where there is none.
+Token `n` (counted from the first call) is in slot `n % capacity`. The capacity is the window, or the greatest length
+if there is no window.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +25,8 @@ class AttentionCache(NamedTuple):
         key: `[B, capacity, HK, K]`, after norm and rotation.
         value: `[B, capacity, HK, K]`.
         segment: `[B, capacity]` int32, the number of segment changes before the token in each slot.
-        length: `[B]` int32, tokens so far, padding included. Rows have lengths of their own: one may be replaced while
-            others go on.
+        length: `[B]` int32, tokens so far, padding included. Lengths differ by row, so that one row can be replaced
+            while the others continue.
         current: `[B]` int32, the number of segment changes so far.
         position: `[B]` int32, the next token's rotary position.
     """
@@ -40,7 +40,7 @@ class AttentionCache(NamedTuple):
 
 
 class LatentCache(NamedTuple):
-    """What latent attention keeps of the tokens that later ones may attend to, for all heads together.
+    """The latents that later tokens may attend to, shared by all heads; the cache has a fixed size.
 
     Attributes:
         latent: `[B, capacity, L + R]`: the latent vector, after its norm, then the part of the key that all heads
@@ -59,13 +59,13 @@ class LatentCache(NamedTuple):
 
 
 def empty_ring(batch_size: int, capacity: int) -> dict[str, Array]:
-    """The fields of an empty cache, but for those that hold something of each token."""
+    """The fields of an empty cache, except those with keys, values or latents."""
     counts = {name: jnp.zeros((batch_size,), jnp.int32) for name in ("length", "current", "position")}
     return {"segment": jnp.zeros((batch_size, capacity), jnp.int32), **counts}
 
 
 def check_call_length(mixer: str, cache: AttentionCache | LatentCache, length: int) -> None:
-    """ValueError, naming `mixer`, where a call is longer than a cache that later tokens see all of."""
+    """Raises ValueError, naming `mixer`, if a call is longer than the cache of attention without a window."""
     capacity = cache.segment.shape[1]
     if length > capacity:
         raise ValueError(f"{mixer}: {length} tokens in a call, expected at most the cache's max_length = {capacity}")
@@ -85,10 +85,10 @@ def extend_ring[Cache: (AttentionCache, LatentCache)](
     """Attends to a cache and to a call's own tokens.
 
     Args:
-        cache: of the tokens before.
+        cache: the cache of the tokens before the call.
         query: `[B, T, ...]`.
-        kept: what the cache keeps of the call's tokens, `[B, T, ...]` by its field.
-        attend: computes the output of some queries.
+        kept: the arrays of the call's tokens to store, `[B, T, ...]`, by field of the cache.
+        attend: computes the output of a block of queries.
         segment_ids: of the call's tokens; the first continues the cache's last segment.
 
     Returns:
@@ -106,7 +106,7 @@ def extend_ring[Cache: (AttentionCache, LatentCache)](
     if length <= BLOCK:
         cache, out = extend(cache, tokens)
         return out, cache
-    # A long call is read block by block, so that its memory is linear in T.
+    # A long call is processed in blocks of queries, so that memory is linear in T.
     blocks = length // BLOCK
 
     def cut(y: Array) -> Array:
@@ -123,19 +123,19 @@ def extend_ring[Cache: (AttentionCache, LatentCache)](
 def _extend_block[Cache: (AttentionCache, LatentCache)](
     cache: Cache, query: Array, kept: dict[str, Array], segment: Array, attend: Attend
 ) -> tuple[Cache, Array]:
-    """The cache with the tokens in it, and what they attend to: the cache and each other."""
+    """Adds a block of tokens to the cache. Returns the cache, and the tokens' attention to the cache and each other."""
     (batch, length), capacity = segment.shape, cache.segment.shape[1]
     index = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)
     before = {name: getattr(cache, name) for name in kept} | {"segment": cache.segment}
     tokens = {name: y.astype(before[name].dtype) for name, y in kept.items()} | {"segment": segment}
-    # If the call is longer than the ring, only its last tokens stay.
+    # If the call is longer than the ring, only its last tokens are stored.
     last = slice(max(0, length - capacity), None)
     slots = (jnp.arange(batch)[:, None], index[:, last] % capacity)
     ring = {name: y.at[slots].set(tokens[name][:, last]) for name, y in before.items()}
     updated = cache._replace(**ring, length=cache.length + length, current=segment[:, -1])
     if length == 1:
-        # The updated ring holds all that the token sees. Of several tokens, the last may lie in slots that the first
-        # still see.
+        # For one token, the updated ring has all tokens that it sees. For several, the last tokens may overwrite slots
+        # that the first ones still see.
         seen, indices = ring, _slot_indices(updated.length, capacity)
     else:
         seen = {name: jnp.concatenate([y, tokens[name]], axis=1) for name, y in before.items()}
@@ -151,7 +151,7 @@ def _mask(
     key_segment: Int[Array, "B S"],
     capacity: int,
 ) -> Bool[Array, "B T S"]:
-    """Which keys each query sees: the last `capacity` of its segment. A negative key index is an empty slot."""
+    """The keys that each query sees: the last `capacity` of its segment. A negative key index is an empty slot."""
     distance = query_index[:, :, None] - key_index[:, None, :]
     seen = (key_index >= 0)[:, None] & (distance >= 0) & (distance < capacity)
     return seen & (query_segment[:, :, None] == key_segment[:, None, :])

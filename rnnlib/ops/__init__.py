@@ -1,4 +1,4 @@
-"""Operators on arrays: pure functions, each with a token-by-token definition and faster implementations of it.
+"""Operators on arrays: pure functions, each with a token-by-token definition and faster implementations.
 
 The path of a call from the public function to a kernel, for the delta rule (each line is one frame of a traceback):
 

@@ -50,10 +50,10 @@ def floating_arrays(operator: str, **arguments: Any) -> list[Any]:
 
     Args:
         operator: the public function's name, which begins the message.
-        **arguments: arrays of jax, or of NumPy (whose float64 becomes float32 unless 64-bit types are enabled).
+        **arguments: arrays of JAX or NumPy. NumPy's float64 becomes float32 unless 64-bit types are enabled.
 
     Raises:
-        TypeError: an argument is no array, or not of a floating dtype; names it.
+        TypeError: an argument is no array or not of a floating dtype. The message names the argument.
     """
     arrays: list[Array | None] = []
     for name, argument in arguments.items():
@@ -69,7 +69,7 @@ def floating_arrays(operator: str, **arguments: Any) -> list[Any]:
 
 
 def check_array(operator: str, name: str, argument: Any) -> None:
-    """Raises TypeError if the argument has no shape and dtype, as a list or a number has none."""
+    """Raises TypeError if the argument has no shape or dtype, such as a list or a number."""
     if not hasattr(argument, "shape") or not hasattr(argument, "dtype"):
         raise TypeError(f"{operator}: {name} is {_SHORT.repr(argument)}, expected an array")
 
@@ -157,13 +157,13 @@ def check_chunk_size(operator: str, chunk_size: int) -> None:
 
 
 def scaled_queries(operator: str, q: Array, scale: Any) -> tuple[Array, float]:
-    """Queries, and the factor on the output as a Python number: what the implementations are compiled for.
+    """Queries, and the output's scale as a Python number, for which the implementations are compiled.
 
     Args:
         operator: the public function's name.
         q: queries `[..., K]`.
-        scale: None (`K ** -0.5`), a number, or a traced one (learned, or an argument of `jax.jit`), which multiplies
-            the queries instead.
+        scale: None (`K ** -0.5`), a number, or a traced number (learned, or an argument of `jax.jit`). A traced number
+            multiplies the queries, and the returned scale is 1.
 
     Raises:
         TypeError: `scale` is no number.
@@ -183,7 +183,7 @@ def check_positive(operator: str, name: str, number: float) -> None:
     smallest, largest = (float(x) for x in (jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).max))
     try:
         is_positive = bool(smallest <= number <= largest)
-    except TypeError:  # of None, text and what is not known before the program runs
+    except TypeError:  # `number` is None, text or a traced value
         raise TypeError(f"{operator}: {name} is {_SHORT.repr(number)}, expected a positive number") from None
     if not is_positive:
         raise ValueError(
@@ -194,7 +194,7 @@ def check_positive(operator: str, name: str, number: float) -> None:
 def per_head(
     operator: str, name: str, number: Any, heads: int, dtype: jnp.dtype, *, is_positive: bool = False
 ) -> Array:
-    """A number, or an array of one or of one a head, as `[H]`.
+    """Converts a number, an array with one number, or an array with one number per head to an array `[H]`.
 
     Args:
         operator: the public function's name.
@@ -206,7 +206,7 @@ def per_head(
 
     Raises:
         ValueError: a number is not finite or not positive, or an array has another shape.
-        TypeError: it is neither, or not floating.
+        TypeError: the argument is neither a number nor an array, or the array is not floating.
     """
     if isinstance(number, (int, float)):
         if is_positive:
@@ -221,13 +221,13 @@ def per_head(
 
 def accumulation_dtype(*arrays: Array | None) -> jnp.dtype:
     """Float64 where any argument is float64, float32 otherwise: the dtype of states and of all accumulation."""
-    # A Python number that became an argument of `jax.jit` is weakly typed float64: it does not ask for float64.
+    # A Python number passed to `jax.jit` is traced as weakly typed float64. It must not promote the result.
     is_double = any(x is not None and x.dtype == jnp.float64 and not x.weak_type for x in arrays)
     return jnp.dtype(jnp.float64 if is_double else jnp.float32)
 
 
 def matmul_precision(*arrays: Array | None) -> str:
-    """The matmul precision that a computation on these arguments deserves: tf32 suffices where an input is bfloat16."""
+    """The matmul precision for a computation on these arguments: tf32 suffices if any of them is bfloat16."""
     is_half = any(array is not None and array.dtype in (jnp.bfloat16, jnp.float16) for array in arrays)
     return "tensorfloat32" if is_half else "highest"
 
@@ -235,14 +235,14 @@ def matmul_precision(*arrays: Array | None) -> str:
 def segment_starts(segment_ids: Array) -> Array:
     """Whether each token begins a new segment, `[B, T]` bool.
 
-    The first token does not: it continues what `initial_state` carries.
+    The first token never does: it continues the segment of `initial_state`.
     """
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     return jnp.pad(changes, ((0, 0), (1, 0)))
 
 
 def segment_index(segment_ids: Array) -> Array:
-    """The number of changes of id before and at each token, `[B, T]`: tells apart documents that share an id."""
+    """The number of changes of id up to and at each token, `[B, T]`: distinct for documents that share an id."""
     return jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
 
 
@@ -259,17 +259,17 @@ def choose_implementation[Implementation](
 
     Args:
         operator: the public function's name.
-        implementation: what the caller asked for; `None` takes the first of `default_preference` that supports the
+        implementation: the name that the caller passed; None takes the first of `default_preference` that supports the
             case.
-        implementations: those of this operator, by name.
+        implementations: the operator's implementations by name.
         length: tokens in a sequence, T.
-        kernel_for_one_token: whether None may choose a kernel for a single token, of which XLA makes one fused loop.
-        **unsupported: by the name of an implementation that does not serve every case, a function that says why it
-            can't serve this one, or returns None where it can.
+        kernel_for_one_token: whether None may choose a kernel for a single token, where XLA produces one fused loop.
+        **unsupported: for each implementation that supports only some cases, by its name, a function that returns the
+            reason why the implementation does not support this case, or None if it does.
 
     Raises:
-        ValueError: `implementation` is no implementation's name.
-        NotImplementedError: the implementation named does not support the case; says why.
+        ValueError: `implementation` is not the name of an implementation.
+        NotImplementedError: the implementation named does not support the case. The message gives the reason.
     """
 
     def objection(name: str) -> str | None:

@@ -16,7 +16,7 @@ from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "causal_attention"
 
-# Of rows split over devices: queries that are compared with a whole row at a time.
+# Queries per block where rows are split over devices: each block is compared with a whole row.
 _QUERIES = 1024
 
 
@@ -32,22 +32,22 @@ def causal_attention(
 ) -> Float[Array, "B T H V"]:
     """Causal softmax attention, `softmax(q k^T / sqrt(K)) v` over the tokens that each token may see.
 
-    Memory is linear in T for a sliding window: where cuDNN does not serve the call without a mask, the row is cut into
-    blocks as long as the window, and each block sees itself and the one before.
+    Memory is linear in T for a sliding window. If cuDNN does not support the call without a mask, the row is split into
+    blocks as long as the window, and each block attends to itself and to the previous block.
 
     Args:
         q: queries.
         k: keys. Query heads H are a multiple of key heads HK: query head `j` uses key head `j // (H // HK)`.
         v: values.
-        window: how many tokens each token sees, itself included; None is all before it.
-        segment_ids: documents packed into a row: tokens see nothing from before the last change of id.
+        window: how many tokens each token sees, itself included; None is itself and all tokens before it.
+        segment_ids: ids of documents packed into a row. A token sees no token before the last change of id.
         number: a label that makes this call differ from other calls in the same program; the result does not depend
             on it. It works around a fault of XLA (jax 0.11.2): a deterministic program on a GPU that contains two
             equal calls of cuDNN's attention fails with `IndexError: raw_hash_map<>::at`, because only the first of
             equal backward passes is marked as deterministic. Give each layer of a bfloat16 model its own number.
 
     Returns:
-        The output in `v`'s dtype. Its softmax is float32's at most, for float64 arguments too.
+        The output in `v`'s dtype. The softmax is in float32 or narrower, even for float64 arguments.
 
     Raises:
         ValueError: a shape or `window` is none of those above.
@@ -94,9 +94,9 @@ def _over_devices(
 ) -> Array:
     """Attention of this device's stretch of each row.
 
-    A window reads `window - 1` tokens more, from the device before. Where it is longer than a stretch, or there is
-    none, each device gets the keys and values of whole rows, and takes some queries at a time: a mask of all of them
-    would be quadratic in the row.
+    With a window, a device also needs the last `window - 1` tokens of the previous device. With a window longer than a
+    stretch, or with no window, each device gathers the keys and values of whole rows and processes its queries in
+    blocks, since a mask for all queries at once would be quadratic in the row.
     """
     batch, length = q.shape[:2]
     if window is not None and window - 1 <= length:
@@ -111,7 +111,7 @@ def _over_devices(
     documents = None if segment_ids is None else segment_index(lax.all_gather(segment_ids, axis, axis=1, tiled=True))
 
     def attend(own: tuple[Array, Array]) -> Array:
-        """Attention of queries that follow each other, the first at a place of the row."""
+        """Attention of a block of consecutive queries, given with the position of the first."""
         first, q = own
         distance = first + jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]
         mask = (distance >= 0 if window is None else (distance >= 0) & (distance < window))[None]
@@ -130,9 +130,9 @@ def _over_devices(
 
 
 def product_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """What `jax.nn.dot_product_attention` is to be called in: `dtype`, but float32 for float16 on a CPU.
+    """The dtype to call `jax.nn.dot_product_attention` in: `dtype`, except float32 for float16 on a CPU.
 
-    That function multiplies float16 and accumulates in float32, which XLA does not support on a CPU.
+    That function multiplies in float16 and accumulates in float32, which XLA does not support on a CPU.
     """
     return jnp.dtype(jnp.float32 if dtype == jnp.float16 and platform() == "cpu" else dtype)
 
@@ -154,7 +154,7 @@ def _attention(q: Array, k: Array, v: Array, number: int, **options) -> Array:
 
 
 def _backend(q: Array, dtype: DTypeLike) -> Literal["cudnn"] | None:
-    """`"cudnn"` (flash attention, memory linear in T) where it serves the case, else None for XLA's own products."""
+    """`"cudnn"` (flash attention, memory linear in T) if it supports the case; None for XLA's own products."""
     half = dtype in (jnp.bfloat16, jnp.float16)
     fits = q.shape[1] % 64 == 0 and q.shape[3] % 8 == 0 and q.shape[3] <= 128
     return "cudnn" if half and fits and platform() == "gpu" else None
@@ -167,7 +167,7 @@ def _blockwise_window_attention(
     blocks = -(-length // window)
 
     def with_previous(x: Array) -> Array:
-        """`[B, T, ...]` to `[B * blocks, 2 * window, ...]`: each block behind the one before it."""
+        """`[B, T, ...]` to `[B * blocks, 2 * window, ...]`: the previous block, then the block itself."""
         x = jnp.pad(x, [(0, 0), (window, blocks * window - length)] + [(0, 0)] * (x.ndim - 2))
         x = x.reshape(batch, blocks + 1, window, *x.shape[2:])
         pairs = jnp.concatenate([x[:, :-1], x[:, 1:]], axis=2)
@@ -176,7 +176,7 @@ def _blockwise_window_attention(
     row = jnp.arange(window)[:, None] + window
     column = jnp.arange(2 * window)[None, :]
     in_window = (column <= row) & (column > row - window)
-    # The first block of a row has nothing before it, and padded rows see themselves alone.
+    # The first block of a row has no previous block, and padded tokens see only themselves.
     position = with_previous(jnp.broadcast_to(jnp.arange(1, length + 1), (batch, length)))
     mask = in_window[None] & (position[:, None, :] > 0) | (row == column)[None]
     if segment_ids is not None:

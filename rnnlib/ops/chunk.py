@@ -156,21 +156,21 @@ def _halves(x: Array, half: int) -> tuple[Array, Array]:
 
 
 def _block_products(x: Array, y: Array) -> Array:
-    """`x y^T` over the last two axes; as sums for small blocks, where products would be slower."""
+    """`x y^T` over the last two axes. Small blocks use sums, which are faster there than matrix products."""
     if x.shape[-2] < _SMALLEST_PRODUCT:
         return jnp.sum(x[..., :, None, :] * y[..., None, :, :], axis=-1)
     return x @ jnp.swapaxes(y, -1, -2)
 
 
 def finite_log_decay(log_decay: Array | None, starts: Array | None) -> Array | None:
-    """Log decays in which -inf, and the start of a segment, are a finite number whose exponential is zero.
+    """Log decays with a finite number, whose exponential is zero, in place of -inf and at starts of segments.
 
     Args:
         log_decay: None or `[B, T, H, R, X]`.
-        starts: None or `[B, T]`, true where a segment begins: the state is forgotten there, as by a log decay of -inf.
+        starts: None or `[B, T]`, true where a segment begins: the state is reset there, as by a log decay of -inf.
 
     Returns:
-        None where there is neither, otherwise `[B, T, H, R, X]` (X = 1 for starts alone).
+        None if both are None, otherwise `[B, T, H, R, X]` (X = 1 for starts alone).
     """
     if log_decay is not None:
         log_decay = jnp.maximum(log_decay, LOG_ZERO)
@@ -193,13 +193,13 @@ def group_tokens(inputs: Any, starts: Array | None) -> Any:
 
 
 def split_tokens(grouped: Any, size: int) -> Any:
-    """What `group_tokens` returns as chunks of `size` tokens, `[N, B, H, R, C, X]`, in the dtype of accumulation."""
+    """Splits the result of `group_tokens` into chunks `[N, B, H, R, C, X]` of `size` tokens, in accumulation dtype."""
     dtype = accumulation_dtype(*grouped)
     return jax.tree.map(lambda x: split_chunks(x.astype(dtype), size), grouped)
 
 
 def _unrolled() -> int:
-    """Chunks that a round of the scan over chunks takes: on a CPU a round costs time beside its small products."""
+    """Chunks per iteration of the scan over chunks: on a CPU its overhead matters beside small products."""
     return 4 if platform() == "cpu" else 1
 
 
@@ -282,7 +282,7 @@ def _evaluate_backward(chunk_factors, precision, saved, cotangents):
             write=residual @ jnp.swapaxes(d_states, -1, -2),
             decay=None if factors.decay is None else jnp.sum(states * d_states, axis=-1, keepdims=True),
         )
-        # A factor that the value heads of a group share, or all channels, gets the sum of their gradients.
+        # A factor shared by the value heads of a group, or by all channels, gets the sum of their gradients.
         d_factors = jax.tree.map(_sum_to_shape, d_factors, factors)
         (d_inputs,) = factors_vjp(d_factors)
     return d_inputs, None, d_initial
@@ -331,7 +331,7 @@ def evaluate_rule(
         state = initial_state.astype(dtype).reshape(state_shape)
     starts = None if segment_ids is None else segment_starts(segment_ids)
     precision, out_dtype = matmul_precision(*inputs), inputs.v.dtype
-    if dtype == jnp.float64:  # of the state alone, it may be
+    if dtype == jnp.float64:  # perhaps only the state is float64
         inputs = jax.tree.map(lambda x: x.astype(dtype), inputs)
     out, final = evaluate_chunks(chunk_factors, precision, *vary_alike((inputs, starts, state)))
     out = merge_heads(join_chunks(out, length)).astype(out_dtype)

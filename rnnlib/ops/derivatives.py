@@ -20,7 +20,7 @@ def with_further_derivatives(
 ) -> Callable[..., Tree]:
     """`kernel(**keywords(*arguments))` as a function of the arguments, with all derivatives.
 
-    The gradient is the kernel's own; its derivatives are those of `reference`'s gradient.
+    The gradient is the kernel's own. Derivatives of the gradient are those of `reference`'s gradient.
 
     So `jax.grad` runs kernels only. A gradient of a gradient, `jax.jvp` of a gradient (a Hessian times a vector) and
     `jax.hessian` run `reference` as well.
@@ -31,7 +31,7 @@ def with_further_derivatives(
             an array of integers or None.
         reference: the same function of the positional arguments, which can be differentiated twice.
     """
-    structure: Any = None  # The kernel's pull-back is a pytree: only its arrays can be passed on.
+    structure: Any = None  # Structure of the kernel's pull-back, a pytree of which only the arrays can be residuals.
 
     @jax.custom_jvp
     def forward(arrays: Tree, segment_ids: Tree) -> tuple[Tree, list[Any]]:

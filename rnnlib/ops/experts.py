@@ -1,4 +1,4 @@
-"""Feed-forward experts: each token goes through the few that were chosen for it, and none is dropped."""
+"""Feed-forward experts: each token goes through the few experts chosen for it, and no token is dropped."""
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +23,16 @@ def expert_mixture(
 ) -> Float[Array, "B T M"]:
     """`sum_s weights_s * down_e (silu(gate_e x) * up_e x)` over a token's experts `e = choices_s`.
 
-    Tokens are sorted by expert, and each expert multiplies its own (`jax.lax.ragged_dot`): no expert has a capacity, so
-    that no token is dropped or waits for another. Products are in `x`'s dtype; the sum over experts is in float32 or
-    wider.
+    Tokens are sorted by expert, and each expert multiplies its own tokens (`jax.lax.ragged_dot`). Experts have no
+    capacity limit, so no token is dropped. Products are in `x`'s dtype; the sum over experts is in float32 or wider.
 
     Args:
         x: activations.
-        choices: S different experts of each token, numbers in `[0, E)`.
-        weights: what each expert's output is multiplied by.
-        gate: E matrices from M channels to F, in front of the SiLU.
+        choices: the S different experts of each token, as indices in `[0, E)`.
+        weights: the factor on each chosen expert's output.
+        gate: E matrices from M channels to F, whose products go through SiLU.
         up: E matrices from M channels to F.
-        down: E matrices back.
+        down: E matrices from F channels to M.
 
     Returns:
         The sum `[B, T, M]` in `x`'s dtype.
@@ -62,7 +61,7 @@ def expert_mixture(
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return _mixture(*arrays)
-    # Neither sorting nor ragged products have rules for such axes: each device takes its own rows through all experts.
+    # Sorting and ragged products have no sharding rules for Explicit axes: each device runs all experts on its rows.
     mesh, rows = mesh_of(x), P(sharding.spec[0])
     specs = (rows,) * 3 + (P(),) * 3
     own = [jax.sharding.reshard(jnp.asarray(y), NamedSharding(mesh, spec)) for y, spec in zip(arrays, specs)]
@@ -86,5 +85,5 @@ def _mixture(x: Array, choices: Array, weights: Array, gate: Array, up: Array, d
 
 
 def _permuted(rows: Array, order: Array) -> Array:
-    """`rows[order]`. Each row is taken once: the gradient is a scatter without collisions, and deterministic."""
+    """`rows[order]` for a permutation: its gradient is a scatter without collisions, and so deterministic."""
     return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")

@@ -11,7 +11,7 @@ def triton_kernels() -> ModuleType:
     """The package of Triton kernels.
 
     Raises:
-        ImportError: this jax has no Pallas, or its Pallas no Triton backend; on a GPU with a warning.
+        ImportError: this jax has no Pallas, or its Pallas has no Triton backend. On a GPU there is also a warning.
     """
     try:
         from pallas_kernels import triton

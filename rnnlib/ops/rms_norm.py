@@ -1,4 +1,4 @@
-"""RMS norm of rows, with an output gate or beside a residual stream, in one pass over memory where a kernel serves."""
+"""RMS norm of rows, with an optional output gate or residual stream; supported cases take one pass over memory."""
 
 from typing import Any, Literal
 
@@ -13,14 +13,15 @@ from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported
 from rnnlib.ops.sharding import is_split
 
-# Numbers from which a kernel's launch is worth it.
+# Smallest number of elements for which a kernel is faster, despite its launch.
 _LEAST = 1 << 20
 
 
 def norm_kernel_serves(x: Array, scale: Array, z: Array | None = None, *, between_kernels: bool = False) -> bool:
     """Whether `rms_norm` of these arrays is faster by a kernel: large ones of bfloat16 on a GPU.
 
-    Small ones too `between_kernels`, where XLA has nothing to fuse the norm with and launches it in two parts.
+    With `between_kernels`, a kernel is faster for small arrays too: XLA then has nothing to fuse the norm with and
+    launches it in two parts.
     """
     return (
         platform() == "gpu"
@@ -53,8 +54,8 @@ def rms_norm(
         activation: of the gate.
         eps: added to the mean square.
         dtype: of the result; None is `x`'s.
-        keeps: return `x` as well, for a residual stream that continues with it. The kernel of the norm's gradient then
-            adds the gradient of this `x`, which saves a pass over memory.
+        keeps: whether to return `x` too, for a residual stream that continues with it. The gradient's kernel then adds
+            the gradient of the returned `x`, which saves a pass over memory.
         implementation: `"xla"`, `"triton"`, or None for the kernel where `norm_kernel_serves`.
 
     Returns:

@@ -1,9 +1,9 @@
 """Rows whose tokens are split over devices: each device has one stretch of every row, in the devices' order.
 
-A recurrence takes the state that enters a stretch to `M state + N`, whatever its length. So each device finds M and N
-of its own stretch, all devices exchange these, and each composes those before it into the state that enters its own.
-From there the operator runs as it does on one device. What is exchanged does not grow with the row. Attention alone
-exchanges keys and values.
+Over a stretch of any length, a recurrence maps the entering state to `M state + N`. Each device computes M and N of its
+own stretch, the devices exchange all M and N, and each device composes the maps of the devices before it into the state
+that enters its own stretch. From there the operator runs as on one device. The size of M and N does not grow with the
+row. Attention has no such map: devices exchange its keys and values.
 
 Sources: the affine maps of linear recurrences are those of Blelloch's parallel scan (1990); LASP-2 (arXiv 2502.07563)
 gathers the states of linear attention over devices.
@@ -20,10 +20,10 @@ from jax import Array, lax
 from pallas_kernels.varying import vary_alike
 from rnnlib.ops.arguments import accumulation_dtype, segment_starts
 
-# Part of the key under which `jax.jit` keeps what it has traced.
+# A user context is part of the cache key of `jax.jit`.
 _AXIS = jax.make_user_context(default_value=None)
 
-# Widest values for which kernels serve a rule; a wider map is taken in two calls.
+# Largest number of value channels that kernels support. A wider map takes two calls.
 _WIDEST = 256
 
 Product = Callable[[Array, Array], Array]
@@ -33,17 +33,17 @@ def sequence_axis(name: str | None) -> AbstractContextManager[Any]:
     """Within this context, tokens given to operators and layers are one stretch of each row.
 
     For use inside `jax.shard_map` over a mesh with that axis, which splits the tokens (and segment ids, positions and
-    outputs) evenly: device i of the axis has the i-th stretch. Outputs and gradients are those of one device that has
-    whole rows. Initial states are those before the row's first token, the same on each device; final states are those
-    after its last, on each device.
+    outputs) evenly: device i of the axis has the i-th stretch. Outputs and gradients equal those of one device with
+    whole rows. An initial state is the state before the row's first token, and must be the same on each device. A final
+    state is the state after the row's last token, and is returned on each device.
 
         @jax.shard_map(mesh=mesh, in_specs=PartitionSpec(None, "sequence"), out_specs=PartitionSpec(None, "sequence"))
         def mix(q, k, v, beta):
             with rnnlib.ops.sequence_axis("sequence"):
                 return rnnlib.ops.gated_delta_rule(q, k, v, beta=beta)[0]
 
-    As in any `jax.shard_map` with `check_vma=False`, a gradient that is taken inside, of a value that all devices have,
-    is this device's part of the whole gradient.
+    As in any `jax.shard_map` with `check_vma=False`, a gradient that is computed inside, with respect to a value that
+    all devices have, is only this device's part: the whole gradient is the sum over devices.
 
     Args:
         name: the mesh axis; None is whole rows again.
@@ -60,7 +60,7 @@ def current_axis() -> str | None:
     """The mesh axis over which tokens are split, or None where each device has whole rows.
 
     Raises:
-        ValueError: the axis is none of the `jax.shard_map` around.
+        ValueError: no enclosing `jax.shard_map` has this axis.
     """
     name = _AXIS.value
     if name is None:
@@ -76,26 +76,26 @@ def current_axis() -> str | None:
 
 
 def expect_whole_rows(what: str) -> None:
-    """NotImplementedError, beginning with `what`, where tokens are split over devices."""
+    """Raises NotImplementedError, with a message that begins with `what`, if tokens are split over devices."""
     axis = current_axis()
     if axis is not None:
         raise NotImplementedError(f"{what}: is not for tokens split over devices (sequence_axis({axis!r}))")
 
 
 def from_before(x: Array, axis: str) -> Array:
-    """The `x` of the device before; zeros on the first device."""
+    """The previous device's `x`; zeros on the first device."""
     size = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, i + 1) for i in range(size - 1)])
 
 
 def of_last(x: Array, axis: str) -> Array:
-    """The `x` of the last device, on each device."""
+    """The last device's `x`, on each device."""
     is_last = lax.axis_index(axis) == lax.axis_size(axis) - 1
     return lax.psum(jnp.where(is_last, x, jnp.zeros_like(x)), axis)
 
 
 def continues(segment_ids: Array | None, batch: int, axis: str) -> Array:
-    """Whether a stretch's first token is of the document that the stretch before ends with, `[B]` bool.
+    """Whether a stretch's first token continues the last document of the previous stretch, `[B]` bool.
 
     True on the first device, where it continues the initial state.
     """
@@ -108,18 +108,18 @@ def continues(segment_ids: Array | None, batch: int, axis: str) -> Array:
 def tokens_before(
     operator: str, x: Array, count: int, initial: Array | None, segment_ids: Array | None, axis: str
 ) -> Array:
-    """The last `count` tokens before this device's stretch, `[B, count, ...]`; zeros for those of other documents.
+    """The last `count` tokens before this device's stretch, `[B, count, ...]`; zeros for tokens of other documents.
 
     Args:
         operator: the public function's name, which begins the message.
         x: `[B, T, ...]`.
-        count: how many.
-        initial: what stands before the first device's stretch; None is zeros.
+        count: number of tokens.
+        initial: the tokens before the first device's stretch; None is zeros.
         segment_ids: None or `[B, T]`.
         axis: the mesh axis over which tokens are split.
 
     Raises:
-        ValueError: a stretch is shorter.
+        ValueError: a stretch has fewer than `count` tokens.
     """
     length = x.shape[1]
     if length < count:
@@ -132,7 +132,7 @@ def tokens_before(
     before = from_before(x[:, -count:], axis)
     if segment_ids is not None:
         ids = from_before(segment_ids[:, -count:], axis)
-        # Back from the stretch, up to the first change of id.
+        # True from the end of the previous stretch backwards, up to the first change of id.
         same = jnp.flip(jnp.cumprod(jnp.flip(ids == segment_ids[:, :1], axis=1), axis=1), axis=1)
         before = jnp.where(same.reshape(*same.shape, *(1,) * (x.ndim - 2)), before, 0)
     first = jnp.zeros_like(before) if initial is None else initial.astype(x.dtype)
@@ -151,7 +151,7 @@ def document_starts(segment_ids: Array) -> Array:
 
 
 def first_position(length: int) -> Array | int:
-    """The place in its row of the first of `length` tokens: 0, or where this device's stretch begins."""
+    """The position in its row of the first of `length` tokens: 0, or the start of this device's stretch."""
     axis = current_axis()
     return 0 if axis is None else lax.axis_index(axis) * length
 
@@ -164,9 +164,9 @@ def entering_state(
     Args:
         transition: M of the stretch, `[B, ...]`, zero where a document starts after its first token.
         offset: N of the stretch, of the state's shape `[B, ...]`.
-        initial_state: what enters the first device's stretch.
+        initial_state: the state that enters the first device's stretch.
         segment_ids: None or `[B, T]` of the stretch.
-        product: of a transition and a state.
+        product: the product of a transition and a state.
         axis: the mesh axis over which tokens are split.
     """
     batch = offset.shape[0]
@@ -191,7 +191,7 @@ def matrix_product(transition: Array, state: Array) -> Array:
 
 
 def total_decay(log_decay: Array | None, segment_ids: Array | None, like: Array) -> Array:
-    """What a stretch leaves of a state that decays alone, `[B, ...]`: zero where a document starts inside.
+    """The decay over a whole stretch, for states that only decay, `[B, ...]`: zero where a document starts inside.
 
     Args:
         log_decay: `[B, T, ...]` or None, no decay.
@@ -226,8 +226,8 @@ def evaluate_erasing_rule(
 ) -> tuple[Array, Array]:
     """Runs a rule whose transitions are matrices `[K, K]`, such as the delta rule's, on split rows.
 
-    With values that have K channels more, all zero, and the initial state `[0 | I]`, the rule itself has the final
-    state `[N | M]`.
+    The rule itself computes N and M: with K more value channels, all zero, and the initial state `[0 | I]`, its final
+    state is `[N | M]`.
 
     Args:
         run: the operator's implementation.
@@ -260,7 +260,7 @@ def evaluate_erasing_rule(
 def evaluate_decaying_rule(
     run: Run, inputs: Any, initial_state: Array | None, segment_ids: Array | None, axis: str
 ) -> tuple[Array, Array]:
-    """Runs a rule whose state decays and is added to, on split rows; arguments as `evaluate_erasing_rule`."""
+    """Runs a rule whose transitions only decay the state, on split rows; arguments as `evaluate_erasing_rule`."""
     state = _state_like(inputs, initial_state)
     entering = enter_gram(run(inputs, None, segment_ids)[1], inputs.log_decay, state, segment_ids, axis)
     out, final = run(inputs, entering, segment_ids)

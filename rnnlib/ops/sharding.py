@@ -33,7 +33,7 @@ def is_split(array: Any) -> bool:
 
 
 def broadcast_like(array: Array, shape: tuple[int, ...], like: Array) -> Array:
-    """`jnp.broadcast_to(array, shape)`, which devices share as they share `like`."""
+    """`jnp.broadcast_to(array, shape)`, sharded like `like`."""
     return jnp.broadcast_to(array, shape, out_sharding=jax.typeof(like).sharding if is_split(like) else None)
 
 
@@ -115,19 +115,19 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _layouts(annotation: Any) -> dict[int, Axes]:
-    """Names of the axes of each array that an annotation allows, by their number."""
+    """The names of axes of each array type in an annotation, by the number of axes."""
     options = typing.get_args(annotation) or (annotation,)
     found = [tuple(option.dim_str.split()) for option in options if hasattr(option, "dim_str")]
     return {len(axes): axes for axes in reversed(found)}
 
 
 def mesh_of(array: Any) -> Any:
-    """The mesh of a sharded array: in a traced function its shape is all that is known of it."""
+    """The mesh of a sharded array. In a traced function this is an abstract mesh, of which only the shape is known."""
     return (jax.typeof(array) if isinstance(array, jax.core.Tracer) else array).sharding.mesh
 
 
 def _mesh_axes(operator: str, arrays: Mapping[str, Any], axes: Mapping[str, Axes]) -> dict[str, Any]:
-    """By the name of each axis that devices share out, the mesh axes over which."""
+    """The mesh axes of each kind of axis that is sharded, by its name."""
     shares: dict[str, Any] = {}
     for name, array in arrays.items():
         if not is_split(array):

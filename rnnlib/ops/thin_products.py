@@ -1,4 +1,4 @@
-"""Products of rows with a matrix, and of few rows, as of one token of some texts, by a kernel where XLA is slow."""
+"""Products of rows with a matrix. For few rows, as in decoding one token, XLA is slow and a kernel replaces it."""
 
 import contextlib
 import contextvars
@@ -37,13 +37,13 @@ def thin_products(
     is_gated: bool = False,
     added: Float[Array, "*rows _"] | None = None,
 ) -> tuple[Float[Array, "*rows _"], ...]:
-    """`x @ W` for each of some matrices by one kernel, accumulated in float32; its derivatives are XLA's.
+    """`x @ W` for each of `kernels` in one launch, accumulated in float32; derivatives are computed by XLA.
 
     Args:
-        x: rows, together at most 256.
-        kernels: matrices in `x`'s dtype; each has its own N.
-        is_gated: of two matrices of one shape, `silu(x W_0) * (x W_1)` is the only result.
-        added: of one matrix, the result is `added + x @ W`; in `x`'s dtype.
+        x: rows, at most 256 over all leading axes.
+        kernels: matrices in `x`'s dtype. Their numbers of columns may differ.
+        is_gated: `kernels` are two matrices of one shape, and the only result is `silu(x W_0) * (x W_1)`.
+        added: if given, in `x`'s dtype, `kernels` is one matrix and the result is `added + x @ W`.
 
     Returns:
         The results in `x`'s dtype, each rounded once.
@@ -76,7 +76,7 @@ _MADE = contextvars.ContextVar("products_of_few_rows", default=None)
 
 @contextlib.contextmanager
 def remembered_products() -> Iterator[None]:
-    """Within, `added_to` knows which of its arguments are products by the kernel."""
+    """Within this context, `added_to` knows which of its arguments are products by the kernel."""
     token = _MADE.set([])
     try:
         yield
@@ -85,7 +85,7 @@ def remembered_products() -> Iterator[None]:
 
 
 def added_to(x: Array, y: Array) -> Array:
-    """`x + y`; where `y` itself is a product by the kernel, that kernel adds `x`, and XLA drops the one without it."""
+    """`x + y`. If `y` is a product by the kernel, the kernel adds `x` itself, and XLA drops the product without `x`."""
     for made, lhs, rhs in _MADE.get() or ():
         if made is y and x.dtype == y.dtype and x.shape == y.shape and not is_split(x):
             return thin_products(lhs, (rhs,), added=x)[0]
@@ -93,11 +93,11 @@ def added_to(x: Array, y: Array) -> Array:
 
 
 def row_product(x: Float[Array, "*rows K"], kernel: Float[Array, "K N"], **options: Any) -> Float[Array, "*rows N"]:
-    """`x @ kernel`, on a CPU with all rows as one axis.
+    """`x @ kernel`. On a CPU, all row axes are flattened into one.
 
-    The kernel's gradient is a sum over all rows. XLA for CPUs (jaxlib 0.11.2) copies what a product sums over two axes
-    into transposed order, number by number, and computes again there what the array was made of. Over one axis its
-    products take both arrays as they lie.
+    The kernel's gradient contracts all row axes. If these are two axes, XLA for CPUs (jaxlib 0.11.2) first copies the
+    array into transposed order, element by element, and recomputes the array's own operations in that copy. With one
+    row axis, both arrays are used in their present layout.
 
     Args:
         x: rows.
@@ -115,7 +115,7 @@ def row_product(x: Float[Array, "*rows K"], kernel: Float[Array, "K N"], **optio
 
 
 def linear_product(lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, **options: Any) -> Array:
-    """`jax.lax.dot_general` of linear maps: of few rows by a kernel, else as `row_product`."""
+    """`jax.lax.dot_general` for linear maps: by a kernel for few rows, else as `row_product`."""
     plain = not args and all(value is None for value in options.values())
     is_map = dimension_numbers == (((lhs.ndim - 1,), (0,)), ((), ())) and rhs.ndim == 2
     if plain and is_map and lhs.size and lhs.dtype == rhs.dtype and thin_kernel_serves(lhs, (rhs,)):

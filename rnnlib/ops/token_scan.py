@@ -31,7 +31,7 @@ def scan_rule(
 
     Args:
         token_step: from the state `[B, H, R, K, V]` and one token's arguments, heads grouped, to the next state and
-            what the query reads of it, `[B, H, R, V]`.
+            the query's reading of that state, `[B, H, R, V]`.
         inputs: the rule's token-wise arguments, a named tuple with at least `q [B, T, H, K]` and `v [B, T, HV, V]`.
         initial_state: None (zero) or `[B, HV, K, V]`.
         segment_ids: None or `[B, T]`.

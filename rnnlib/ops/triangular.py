@@ -13,8 +13,8 @@ _BASE = 16
 def unit_lower_inverse(strict_lower: Float[Array, "*batch C C"]) -> Float[Array, "*batch C C"]:
     """`(I + L)^-1` for strictly lower triangular L, by forward substitution in blocks of 16 and then by halves.
 
-    Stable where L's entries are near 1 (a run of equal tokens with a gate of 1): every intermediate is a part of the
-    inverse, unlike the powers of L in a Neumann series.
+    The method is stable even if L's entries are near 1 (a run of equal tokens with a gate of 1): every intermediate
+    result is a part of the inverse, unlike the powers of L in a Neumann series.
 
     Args:
         strict_lower: L; entries on and above its diagonal must be zero. C is a power of two.

@@ -50,8 +50,8 @@ def _prefix_scan(
     def compose(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
         return first[0] * second[0], second[0] * first[1] + second[1]
 
-    # The backward pass keeps the arguments only, not the arrays of every level: so many outputs of a `jax.shard_map`
-    # make XLA's partitioner crash (jaxlib 0.11.2).
+    # The backward pass keeps only the arguments, not the arrays of every level. Otherwise a `jax.shard_map` would have
+    # so many outputs that XLA's partitioner crashes (jaxlib 0.11.2).
     scan = jax.checkpoint(functools.partial(jax.lax.associative_scan, compose, axis=1), prevent_cse=False)
     products, grams = scan((decay, increments))
     if initial_state is not None:

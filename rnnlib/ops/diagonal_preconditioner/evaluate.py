@@ -1,4 +1,4 @@
-"""The diagonal Gram and a readout of it: checks of what the operators share, choice of implementation."""
+"""The diagonal Gram and its readout: checks that all operators share, choice of implementation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ def evaluate(
         parameter: a number a head that the readout takes, `[H]`, or None.
         like: an array to whose dtype the readout may be rounded; None is the accumulation dtype.
         dtype: of the readout; None is what `like` gives.
-        with_key: whether the caller uses the returned keys: the kernel then adds their gradient.
+        with_key: whether the caller uses the returned keys. The kernel then adds their gradient to that of `k`.
         initial_state: None (zero) or `[B, H, K]`.
         segment_ids: None or `[B, T]`.
         implementation: a name, or None for the best that supports the case.
@@ -61,7 +61,7 @@ def evaluate(
         check_shape(operator, "initial_state", initial_state, (batch, heads, channels), axes="[B, H, K]")
     check_segment_ids(operator, segment_ids, batch, length)
     axis = current_axis()
-    if axis is not None:  # A alone first: what enters this device's stretch of the rows
+    if axis is not None:  # first a pass for A alone, to find the A that enters this device's stretch
         rest: dict[str, Any] = {"segment_ids": segment_ids, "implementation": implementation}
         with sequence_axis(None):
             own = evaluate(operator, Gram(), inputs, initial_state=None, **rest)[1]

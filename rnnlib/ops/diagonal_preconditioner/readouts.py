@@ -1,7 +1,7 @@
-"""Readouts: functions of the diagonal Gram, token by token. The Triton kernels have the same under these names.
+"""Readouts: functions of the diagonal Gram, token by token. The Triton kernels have readouts of the same names.
 
-Each takes A before each token (zero where a segment starts) and after it, one array more of the same shape, and a
-number a head; all broadcast against each other, channels last.
+A readout takes A before each token (zero where a segment starts), A after the token, one more array of the same shape,
+and a number per head. All of them broadcast against each other, with channels last.
 """
 
 from dataclasses import dataclass

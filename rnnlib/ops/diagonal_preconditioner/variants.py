@@ -121,7 +121,7 @@ def write_key_normalization(
     Args:
         k: read keys.
         write_key: preconditioned write keys.
-        kind: which of them.
+        kind: which factor.
         gain: beta, for `"decayed_implicit"`; None is 1.
         log_decay: log alpha, for `"decayed_implicit"`; None is 0.
         eps: added to the denominator where it can be zero.

@@ -30,17 +30,17 @@ def dplr(
     chunk_size: int = 64,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
-    """The general recurrence with a diagonal-plus-low-rank transition, its vectors untied.
+    """The general recurrence with a diagonal-plus-low-rank transition whose vectors are independent arguments.
 
     Per value head, with the state `S [K, V]` in float32 and `D_t = Diag(exp(log_decay_t))`:
 
         S_t = (D_t - b_t a_t^T) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
 
     In the papers' transposed notation this is `S_t = S_{t-1} (D_t - a_t b_t^T) + v_t k_t^T`
-    (Preconditioned DeltaNet, arXiv 2604.21100, equation D.2.1). Note that `a` reads the state *before* it decays. Ties
-    of table 3: DeltaNet, Gated DeltaNet, KDA and Comba have a, b and k along one key; the preconditioned rules have
-    b = k and a free; RWKV-7 has a and b along one key and k free. For all but the last, `rnnlib.ops.gated_delta_rule`
-    takes half the work.
+    (Preconditioned DeltaNet, arXiv 2604.21100, equation D.2.1). Note that `a` reads the state *before* it decays.
+    Special cases (table 3): in DeltaNet, Gated DeltaNet, KDA and Comba, a, b and k are parallel to one key. In the
+    preconditioned rules, b = k and a is independent. In RWKV-7, a and b are parallel to one key and k is independent.
+    For all of them but RWKV-7, `rnnlib.ops.gated_delta_rule` takes half the work.
 
     Args:
         q: queries.
@@ -49,8 +49,8 @@ def dplr(
         a: the vector that reads the previous state.
         b: the vector along which that reading is subtracted. Without decay, transitions are stable for
             `0 <= a . b <= 2`.
-        log_decay: natural logarithm of the decay, `<= 0` (-inf forgets the state, but what `a` removes of it is still
-            removed), one per head or per key channel; None is no decay.
+        log_decay: natural logarithm of the decay, `<= 0`, one per head or per key channel; None is no decay. With -inf
+            the state is forgotten, but the reading by `a` of the previous state is still subtracted.
         initial_state: the state before the first token; None is zero.
         segment_ids: documents packed into a row: the state restarts where the id changes. The first token continues
             `initial_state`.

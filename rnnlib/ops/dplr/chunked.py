@@ -13,13 +13,13 @@ from rnnlib.ops.triangular import unit_lower_inverse
 def dplr_factors(inputs: DPLRInputs, starts: Array | None, *, scale: float, size: int) -> chunk.ChunkFactors:
     """The chunk form, with two rows for each token: the reading that is removed and the value that is added.
 
-    The reading that token r removes, `e_r = S_{r-1}^T a_r`, is made of the chunk's earlier removals and additions. With
+    Token r removes the reading `e_r = S_{r-1}^T a_r`, which depends on the chunk's earlier removals and additions. With
     `L_xy[r, s]` the inner product of `x_r` and `y_s` decayed over (s, r - 1], for s < r,
 
         (I + L_ab) E = A_bar S_0 + L_ak V        S_r = D S_0 - sum_s D b_s e_s^T + sum_s D k_s v_s^T
 
-    Four score matrices are formed (appendix D.2 of Preconditioned DeltaNet); where `b` is `k` up to scale, two would
-    do, which is what `rnnlib.ops.gated_delta_rule` does.
+    Four score matrices are formed (appendix D.2 of Preconditioned DeltaNet). If `b` is a multiple of `k`, two suffice:
+    `rnnlib.ops.gated_delta_rule` uses two.
 
     Args:
         inputs: the rule's arguments in their own dtypes.
@@ -29,7 +29,7 @@ def dplr_factors(inputs: DPLRInputs, starts: Array | None, *, scale: float, size
     """
     grouped = chunk.group_tokens(inputs, starts)
     if starts is not None:
-        # A segment's first token reads zero; without this it would read the state before the reset.
+        # The first token of a segment must read zero. Its own `a` would read the state before the reset.
         grouped = grouped._replace(a=jnp.where(starts[:, :, None, None, None], 0.0, grouped.a))
     c = chunk.split_tokens(grouped, size)
 
@@ -43,7 +43,7 @@ def dplr_factors(inputs: DPLRInputs, starts: Array | None, *, scale: float, size
         a_bar, q_bar, b_tail, k_tail = before * c.a, since_start * q, until_end * c.b, until_end * c.k
         total = jnp.swapaxes(since_start[..., -1:, :], -1, -2)
 
-    # Reading r decays over (s, r - 1], s < r: its scores are row r - 1 of the scores of readings moved up by one token.
+    # Reading r decays over (s, r - 1], s < r. So compute scores for `a` moved up by one token, and move the rows down.
     following = jnp.concatenate([c.a[..., 1:, :], jnp.zeros_like(c.a[..., :1, :])], axis=-2)
     q_b, a_b = chunk.causal_scores([q, following], c.b, c.log_decay)
     q_k, a_k = chunk.causal_scores([q, following], c.k, c.log_decay)
@@ -66,7 +66,7 @@ def _move_down(scores: Array) -> Array:
 
 
 def _join(first: Array, second: Array, *, axis: int) -> Array:
-    """Concatenates rows of which one may be shared by the value heads of a group."""
+    """Concatenates two arrays, either of which may be shared by the value heads of a group."""
     group = max(first.shape[3], second.shape[3])
     first, second = (jnp.broadcast_to(x, (*x.shape[:3], group, *x.shape[4:])) for x in (first, second))
     return jnp.concatenate([first, second], axis=axis)

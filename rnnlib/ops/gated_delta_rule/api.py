@@ -46,8 +46,8 @@ def gated_delta_rule(
     (channel-wise decay), Gated DeltaNet-2 (channel-wise gates), Preconditioned DeltaNet (`write_key`), Kaczmarz Linear
     Attention, Longhorn and others (gains in `beta`).
 
-    Inputs must be finite at every token, padding and other documents included (but for a `log_decay` of -inf): the fast
-    implementations mask by multiplying with zero, so a NaN spreads over its whole row. In the scan it does not.
+    Inputs must be finite at every token, including padding and other documents (`log_decay` may be -inf). The fast
+    implementations mask by multiplying with zero, so a NaN spreads over its whole row. The scan does not spread it.
 
     Args:
         q: queries.

@@ -18,7 +18,7 @@ def delta_rule_factors(inputs: DeltaRuleInputs, starts: Array | None, *, scale: 
 
         T = tril(E_bar K_bar^T, -1)    Y = (I + T)^-1 E_bar    U = (I + T)^-1 Z    R = U - Y S_0
 
-    Source: DeltaNet (arXiv 2406.06484) section 3.2, Gated DeltaNet-2 section 3, with the write key told apart from the
+    Source: DeltaNet (arXiv 2406.06484) section 3.2, Gated DeltaNet-2 section 3, with a write key that differs from the
     read key (Preconditioned DeltaNet, equation 6 and figure 8).
 
     Args:

@@ -28,7 +28,7 @@ def gated_delta_rule_triton(
         inputs: token-wise arguments.
         initial_state: None (zero) or `[B, HV, K, V]`.
         segment_ids: None or `[B, T]`.
-        shares_gate: whether `erase` is the write gate too: kernels then load it once.
+        shares_gate: whether `erase` is also the write gate. Kernels then load it once.
         scale: factor on the output.
         chunk_size: tokens in a chunk.
     """

@@ -54,8 +54,8 @@ def ridge_solve(
 
     Reading linear attention's state with `x_t` instead of `q_t` predicts by the linear map that best fits all past
     keys to their values. Gated KalmaNet (equation CH and section 4.1) solves by Chebyshev's iteration with an adaptive
-    ridge, which bounds the condition number by `1 + 1 / ridge`; MesaNet by conjugate gradients with a learned constant
-    one.
+    ridge, which bounds the condition number by `1 + 1 / ridge`. MesaNet solves by conjugate gradients with a learned
+    constant ridge.
 
     The gradient is the gradient of the exact solution, computed by a second solve with the same method (implicit
     differentiation; Gated KalmaNet, table 1). For the methods other than conjugate gradients, which apply a fixed

@@ -48,7 +48,7 @@ class _Prepared(NamedTuple):
     starts: Array  # [N, B, H, K, K]
     final: Array  # [B, H, K, K]
     norm: Array  # [N, B, H, C, 1]
-    ridge: Array  # what is added to the diagonal, [N, B, H, C, 1 or K]
+    ridge: Array  # lambda, the term added to the diagonal, [N, B, H, C, 1 or K]
 
 
 def _prepare(options: SolveOptions, chunks: Chunks) -> _Prepared:
@@ -113,7 +113,7 @@ def _backward(options, precision, saved, cotangents):
             inside = grams.outer_gradients(chunks.k, p.decay, p.starts, -d_q, x)
             d_ridge, d_norm = -d_q * x, jnp.zeros_like(p.norm)
 
-        # From what is added to the diagonal to the ridge and the norm: lambda = ridge * norm, or ridge.
+        # From the gradient of lambda to those of the ridge and the norm: lambda is ridge * norm, or ridge.
         if options.adaptive:
             d_norm = d_norm + jnp.sum(d_ridge * chunks.ridge, axis=-1, keepdims=True)
             d_given = d_ridge * p.norm

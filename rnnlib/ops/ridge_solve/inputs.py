@@ -7,8 +7,8 @@ from jax import Array
 
 from rnnlib.ops.ridge_solve.solvers import Solver
 
-# A Gram matrix whose Frobenius norm is at most this counts as zero, and its solution is zero. Gradients grow like the
-# inverse cube of the norm: this floor keeps them finite in float32.
+# A Gram matrix with a Frobenius norm up to this floor counts as zero, and its solution is zero. Gradients grow like the
+# inverse cube of the norm. The floor keeps them finite in float32.
 NORM_FLOOR = 1e-10
 
 
@@ -64,7 +64,7 @@ def effective_ridge(ridge: Array, norm: Array, adaptive: bool) -> Array:
 
 
 def solvable(b: Array, norm: Array, adaptive: bool) -> Array:
-    """The right-hand side, set to zero where `H = 0` and the ridge is adaptive: there the system is singular."""
+    """The right-hand side, set to zero where the system is singular: `H = 0` and the ridge is adaptive."""
     return jnp.where(norm > 0, b, 0) if adaptive else b
 
 

@@ -27,14 +27,14 @@ class Solver:
         method: `"chebyshev"`, `"conjugate_gradient"`, `"gradient_descent"`, `"nesterov"`, or `"exact"` (Cholesky).
         differentiation: `"implicit"` solves once more with the same method (Gated KalmaNet, table 1); `"unrolled"` is
             automatic differentiation through the iterations, which stores them all; `"reversed"` runs Chebyshev's
-            iterations backwards and so stores two (appendix C.1). The last two are exact derivatives of the computed
-            iterate, for comparison.
+            iterations backwards and so stores two iterates (appendix C.1). `"unrolled"` and `"reversed"` give exact
+            derivatives of the computed iterate, for comparison.
         product_dtype: the factors of every product `H x` are rounded to this dtype and the products accumulated in
-            float32, as matrix units do. None leaves them in float32 (float64 for float64 inputs), with two exceptions
-            in the Triton kernels for bfloat16 inputs: with an adaptive ridge, which bounds the condition number, they
-            multiply in bfloat16, and otherwise they split each factor into two parts of bfloat16.
-        epsilon: added to both divisors of conjugate gradients. Flash-linear-attention's MesaNet adds 1e-5, which stops
-            the iteration at a residual of about its root, 0.003.
+            float32, as matrix units do. None leaves the factors in float32 (float64 for float64 inputs). Only the
+            Triton kernels differ for None and bfloat16 inputs: with an adaptive ridge, which bounds the condition
+            number, they multiply in bfloat16; with a constant ridge they split each factor into two bfloat16 parts.
+        epsilon: added to both divisors of conjugate gradients. Flash-linear-attention's MesaNet adds 1e-5. The
+            iteration then stops at a residual of about the root of epsilon, 0.003.
     """
 
     method: str = "chebyshev"
@@ -109,7 +109,7 @@ def limit_weight(contraction: Array) -> Array:
 
 
 class ChebyshevState(NamedTuple):
-    """What Chebyshev's iteration carries.
+    """The carry of Chebyshev's iteration.
 
     Attributes:
         x: the iterate `xi_i`.
@@ -125,7 +125,7 @@ class ChebyshevState(NamedTuple):
 
     @property
     def previous(self) -> Array:
-        """The iterate before."""
+        """The previous iterate, `xi_(i-1)`."""
         return self.x - self.increment
 
 
@@ -135,8 +135,8 @@ def _chebyshev(
     """Gated KalmaNet's algorithm 1, by increments.
 
     The iterates are the paper's. The paper multiplies `H` with the iterate; here `H` multiplies the increment, and the
-    residual is carried. The error of a product rounded to bfloat16 is then relative to the increment, which shrinks,
-    and not to the iterate. This makes the worst residual eight times smaller (experiments/solver_convergence).
+    carry has the residual. If products are rounded to bfloat16, their error is then relative to the increment, which
+    shrinks, instead of the iterate. The worst residual is eight times smaller (experiments/solver_convergence).
     """
     coefficients = chebyshev_coefficients(ridge, norm)
 
@@ -151,7 +151,7 @@ def _chebyshev(
 
 
 def _gradient_descent(product: Product, b: Array, ridge: Array, norm: Array) -> tuple[Any, Callable[[Any], Any]]:
-    """Steps of `2 / (upper + lower)`, the best constant one, from the same start as Chebyshev's."""
+    """Steps of `2 / (upper + lower)`, the best constant step, from the same start as Chebyshev's."""
     step = chebyshev_coefficients(ridge, norm).step
     return (step * b,), lambda carry: (carry[0] - step * (product(carry[0]) + ridge * carry[0] - b),)
 
@@ -176,7 +176,7 @@ def _nesterov(product: Product, b: Array, ridge: Array, norm: Array) -> tuple[An
 
 
 class ConjugateState(NamedTuple):
-    """What conjugate gradients carry: iterate, residual `b - A x`, direction, the residual's squared norm, `beta`."""
+    """The carry of conjugate gradients: iterate, residual `b - A x`, direction, the residual's squared norm, `beta`."""
 
     x: Array
     residual: Array
@@ -190,7 +190,7 @@ def _conjugate_gradient(
 ) -> tuple[Any, Callable[[Any], Any]]:
     """Hestenes and Stiefel's iteration from zero; a system whose residual has vanished stays where it is."""
     square = jnp.sum(jnp.square(b), axis=-1, keepdims=True)
-    # Below this the carried residual is rounding error; quotients of it would have very large derivatives.
+    # Below this floor the carried residual is rounding error, and quotients of it would have very large derivatives.
     floor = square * jnp.finfo(b.dtype).eps ** 2
 
     def iterate(state: ConjugateState) -> ConjugateState:

@@ -19,7 +19,7 @@ def _precision(solver: Solver, inputs: RidgeInputs) -> str | None:
     if solver.product_dtype is None:
         return None
     name = jnp.dtype(solver.product_dtype).name
-    if name == "float32":  # 16 bits of each factor, or all of them
+    if name == "float32":  # 16 significant bits of each factor, or all bits
         return "split" if inputs.k.dtype == jnp.bfloat16 else None
     return name
 

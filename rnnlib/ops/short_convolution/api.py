@@ -56,7 +56,7 @@ def short_convolution(
             CPU they are interpreted, which serves tests), or None for the fastest that supports the case.
 
     Returns:
-        The output in `x`'s dtype, and the last W - 1 inputs of the last segment (zeros where it is shorter).
+        The output in `x`'s dtype, and the last W - 1 inputs of the last segment (zeros if the segment is shorter).
 
     Raises:
         ValueError: a shape, `activation`, `norm_size` or `implementation` is none of those above.

@@ -39,13 +39,13 @@ def _streams(inputs: Sequence[ConvolutionInputs], calls: Sequence[Call]) -> list
 def one_token_convolutions(calls: Sequence[Call]) -> list[tuple[Array, Array]]:
     """`short_convolution` of one token for several streams, by one kernel; its derivatives are XLA's.
 
-    The next states are written over the initial ones where nobody else keeps those.
+    The next states overwrite the initial states if no other code holds these.
 
     Args:
-        calls: arrays and options of each stream. Segment ids mean nothing here: a first token continues the state.
+        calls: arrays and options of each stream. Segment ids are ignored: the first token always continues the state.
 
     Returns:
-        For each the output `[B, 1, D]` and the next state `[B, W - 1, D]`.
+        For each stream the output `[B, 1, D]` and the next state `[B, W - 1, D]`.
 
     Raises:
         NotImplementedError: the kernel does not support the calls.

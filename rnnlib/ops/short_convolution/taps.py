@@ -40,7 +40,7 @@ def short_convolution_taps(inputs: ConvolutionInputs, finish: Finish) -> Array:
 
 
 def last_inputs(inputs: ConvolutionInputs) -> Array:
-    """The last W - 1 inputs of the last segment, `[B, W - 1, D]`; zeros where it is shorter."""
+    """The last W - 1 inputs of the last segment, `[B, W - 1, D]`; zeros if the segment is shorter."""
     x, kernel, _, initial_state, segment_ids = inputs
     batch, length, channels = x.shape
     past = kernel.shape[0] - 1
