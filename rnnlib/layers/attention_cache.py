@@ -123,7 +123,7 @@ def extend_ring[Cache: (AttentionCache, LatentCache)](
 def _extend_block[Cache: (AttentionCache, LatentCache)](
     cache: Cache, query: Array, kept: dict[str, Array], segment: Array, attend: Attend
 ) -> tuple[Cache, Array]:
-    """Adds a block of tokens to the cache. Returns the cache, and the tokens' attention to the cache and each other."""
+    """The cache with a block of tokens added, and the attention of these tokens to the cache and to each other."""
     (batch, length), capacity = segment.shape, cache.segment.shape[1]
     index = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)
     before = {name: getattr(cache, name) for name in kept} | {"segment": cache.segment}

@@ -54,7 +54,7 @@ class MixerConfig(abc.ABC):
 
         Args:
             width: the model's width D.
-            num_heads: number of heads, where the configuration does not give one.
+            num_heads: number of heads, if the configuration does not give one.
             rngs: source of parameters.
             dtype: compute dtype of the projections.
             param_dtype: dtype of the stored parameters; decay parameters are always float32.
@@ -73,7 +73,7 @@ def exact_quotient(total: float | int, parts: int, what: str) -> int:
 
 
 def check_input(mixer: str, x: Array, width: int) -> None:
-    """ValueError, naming `mixer`, unless `x` is `[B, T, D]` with D = `width` and no empty axis."""
+    """Raises ValueError, naming `mixer`, unless `x` is `[B, T, D]` with D = `width` and no empty axis."""
     if x.ndim != 3 or 0 in x.shape or x.shape[-1] != width:
         raise ValueError(f"{mixer}: x has shape {x.shape}, expected [B, T, D] with D = {width} and no empty axis")
 
@@ -87,7 +87,7 @@ def check_cache(mixer: str, cache: Any, expected: Any) -> None:
         expected: the result of `init_cache` for the batch, or its shapes.
 
     Raises:
-        ValueError: it has others.
+        ValueError: the cache has other arrays or shapes.
         NotImplementedError: tokens are split over devices.
     """
     expect_whole_rows(f"{mixer}: a cache")
@@ -110,7 +110,7 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def check_cache_size(mixer: str, batch_size: int, max_length: int) -> None:
-    """ValueError, naming `mixer`, unless the arguments of an `init_cache` are numbers of at least 1."""
+    """Raises ValueError, naming `mixer`, unless the arguments of `init_cache` are integers of at least 1."""
     for name, value in (("batch_size", batch_size), ("max_length", max_length)):
         check_value(f"{mixer}.init_cache", name, value, PositiveInteger)
 
@@ -142,11 +142,11 @@ class MixerShape:
         initializer: of their kernels.
         pairs: the number of key-value pairs that a token writes into each head's state, and of queries that read it.
             The streams of queries and keys have H * pairs heads, ordered by key head.
-        projected_key_size: channels of a query or key head before a feature map that changes them; None is K.
-        shared_heads: heads of keys and values that are projected, each for consecutive key and value heads; None is one
-            for each.
-        shares: how many devices the heads were shared out over; the heads above are those of one of them.
-        one_key_head: all of these devices have the same key head, the only one.
+        projected_key_size: channels of a query or key head before a feature map that changes their number; None is K.
+        shared_heads: number of projected key and value heads, each used by several consecutive heads; None is one
+            projected head for each head.
+        shares: number of devices that the heads are divided over. The heads above are those of one device.
+        one_key_head: whether the layer has a single key head, which is whole on each of these devices.
     """
 
     width: PositiveInteger
@@ -179,11 +179,11 @@ class MixerShape:
     def own_share(self) -> "MixerShape":
         """The sizes of a device's share, within `tensor_shares`: its part of the heads.
 
-        A single key head is whole on each device. Several are shared out, so that each device has the key heads of its
-        value heads.
+        A single key head is whole on each device. Several key heads are divided, so that each device has the key heads
+        of its value heads.
 
         Raises:
-            ValueError: the heads do not come out even.
+            ValueError: the heads do not divide evenly over the devices.
         """
         shares = current_shares()
         if shares == 1:
@@ -203,7 +203,7 @@ class MixerShape:
 
     @property
     def shares_of_keys(self) -> int:
-        """How many devices share the key heads: 1 where each has the only one."""
+        """The number of devices that the key heads are divided over: 1 if there is a single key head."""
         return 1 if self.one_key_head else self.shares
 
     @property
@@ -213,7 +213,7 @@ class MixerShape:
 
     @property
     def gate_dtype(self) -> Any:
-        """Decays, gates and states: float32, or float64 where the mixer computes in it."""
+        """The dtype of decays, gates and states: float32, or float64 if the mixer computes in float64."""
         return jnp.promote_types(self.dtype, jnp.float32)
 
     def output(self, features_in: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> nnx.Linear:

@@ -1,4 +1,4 @@
-"""Checks types and shapes of an axis's results, so that an error names a user's formula that is wrong."""
+"""Checks of the types and shapes of an axis's results, so that an error names the user's part that is wrong."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -63,7 +63,7 @@ def check_decay_is_no_growth(config: DecayConfig, shape: MixerShape) -> None:
     The check runs when a mixer is built, with initial weights and random inputs, because values are not known while a
     model is traced. It skips this library's own decays, whose formulas cannot be positive.
     """
-    if type(config).__module__.startswith("rnnlib.") or shape.shares > 1:  # of a share the whole was checked
+    if type(config).__module__.startswith("rnnlib.") or shape.shares > 1:  # for shares, the whole layer was checked
         return
     with jax.ensure_compile_time_eval():
         gate = config.build(shape, rngs=nnx.Rngs(0))

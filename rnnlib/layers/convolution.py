@@ -64,10 +64,10 @@ class ShortConvolution(nnx.Module):
 
         Args:
             x: inputs.
-            segment_ids: of packed documents, which the filter does not reach across; None is one document.
+            segment_ids: ids of packed documents. The filter does not cross their boundaries. None is one document.
             state: the `size - 1` inputs before `x`; None is zeros.
             activation: of the filter's output; None is none.
-            norm_size: channels of a head, which are then scaled to unit length; None is no norm.
+            norm_size: channels of a head, each of which is scaled to unit length; None is no norm.
 
         Returns:
             Output and next state.

@@ -97,12 +97,12 @@ class FixedDecayGate(DecayGate):
         return Decay(log_decay=jnp.broadcast_to(constants, (*x.shape[:2], own)))
 
 
-_LOWEST_RATE = 1e-4  # Lower bound of a rate that is computed from the token, as in Mamba-3's code.
+_LOWEST_RATE = 1e-4  # Lower bound of a rate computed from the token, as in Mamba-3's code.
 
 
 @dataclasses.dataclass(frozen=True)
 class StateSpaceDecay(DecayConfig):
-    """A decay of a rate `exp(A_log)` and of `W x + dt_bias`, computed in float32.
+    """A decay computed in float32 from a rate `exp(A_log)` and from `W x + dt_bias`.
 
     `A_log` and `dt_bias` are stored in float32.
 
@@ -110,10 +110,10 @@ class StateSpaceDecay(DecayConfig):
         channelwise: a decay per key channel instead of per head. `A_log` stays per head, `dt_bias` is per channel.
         rank: of the projection W; None is full rank, `"value_size"` is V.
         heads: whether each value head decays by itself or with its key head.
-        rate: `exp(A_log)` starts uniformly in `(low, high]`. None: there is no `A_log`, the rate is the token's own,
-            `softplus(W' x)` per head, at least 1e-4 (Mamba-3).
-        step: softplus(dt_bias) starts log-uniformly in this range.
-        step_floor: and not below this.
+        rate: range `(low, high]` of the uniform initial value of `exp(A_log)`. With None there is no `A_log`: the rate
+            is computed from the token as `softplus(W' x)` per head, at least 1e-4 (Mamba-3).
+        step: range of the log-uniform initial value of `softplus(dt_bias)`.
+        step_floor: lower bound of that initial value.
         use_bias: whether the projection has a bias beside dt_bias.
     """
 
@@ -126,7 +126,7 @@ class StateSpaceDecay(DecayConfig):
     use_bias: bool = False
 
     def check_ranges(self) -> None:
-        """ValueError where a range is empty, or allows what is not positive: for `build`."""
+        """Raises ValueError, for `build`, if a range is empty or contains numbers that are not positive."""
         name = type(self).__name__
         if self.rate is not None and (not 0 <= self.rate[0] <= self.rate[1] or self.rate[1] <= 0):
             raise ValueError(f"{name}: rate is {self.rate}, expected 0 <= low <= high, high > 0")
@@ -160,7 +160,7 @@ class StateSpaceDecayGate(DecayGate):
     @staticmethod
     def _initial_rate(heads: int, bounds: tuple[float, float], rngs: nnx.Rngs) -> nnx.Param:
         low, high = bounds
-        # 1 - U[0, 1) is never 0, so that the logarithm is finite where the range begins at 0.
+        # 1 - U[0, 1) is never 0, so the logarithm is finite even if the range begins at 0.
         rate = low + (high - low) * (1.0 - jax.random.uniform(rngs.params(), (heads,), jnp.float32))
         return nnx.Param(jnp.log(rate))
 
@@ -200,8 +200,8 @@ class SoftplusDecay(StateSpaceDecay):
     (equation 12 there).
 
     Attributes:
-        step_limits: the softplus is clamped to these, lowest and highest, infinity included (Mamba-2's
-            `time_step_limit`); None is no clamp.
+        step_limits: lower and upper limit that the softplus is clamped to (Mamba-2's `time_step_limit`); the upper one
+            may be infinity. None is no clamp.
     """
 
     step_limits: tuple[float, float] | None = None
@@ -235,7 +235,7 @@ class SoftplusDecayGate(StateSpaceDecayGate):
                 step = jnp.clip(step, *self.step_limits)
             return -rate * step, step
 
-        if self.channelwise:  # for the backward pass the product is kept, and not a float32 array of a softplus
+        if self.channelwise:  # the backward pass keeps the product, and recomputes the softplus in float32
             decay_and_step = jax.checkpoint(decay_and_step)
         log_decay, step = decay_and_step(self._rate(x), self.projection(x), self.dt_bias[...])
         return Decay(log_decay=self.per_value_head(log_decay), step=self.per_value_head(step))
@@ -286,8 +286,8 @@ class LogSigmoidDecay(DecayConfig):
         rank: of the projection W; None is full rank, `"value_size"` is V.
         divisor: GLA's temperature 16 keeps decays near 1.
         use_bias: whether the projection has a bias b.
-        lowest: the log decay is raised to this where it lies below; None is no bound.
-        heads: whether each value head decays by itself, or with those that share its projected key and value
+        lowest: lower bound that the log decay is clamped to; None is no bound.
+        heads: whether each value head has its own decay, or all heads with the same projected key and value share one
             (`RecurrentMixerConfig.shared_heads`).
     """
 

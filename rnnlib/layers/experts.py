@@ -20,30 +20,32 @@ from rnnlib.ops.sharding import dot_general_over_mesh
 
 Coefficient = Annotated[float | int, Range(at_least=0)]
 
-# Added to the sum that weights are divided by, as DeepSeek-V3's code does: sigmoids may all be 0.
+# Added to the divisor of the weights, as in DeepSeek-V3's code, since all sigmoids may be 0.
 _SMALLEST_SUM = 1e-20
 
 
 class RouterLoss(nnx.Variable):
-    """What a router adds to the training loss, a scalar times its coefficient; see `with_router_losses`."""
+    """A router's contribution to the training loss, coefficient included; see `with_router_losses`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig(PartConfig):
     """How a router chooses experts and weighs their outputs, in float32 or wider.
 
-    The default is that of Qwen3-Next and Mixtral (arXiv 2401.04088): the largest of a softmax over all experts, over
-    their sum. DeepSeek-V3's (arXiv 2412.19437, section 2.1.2) and Kimi Linear's is
+    The default is the router of Qwen3-Next and Mixtral (arXiv 2401.04088): a softmax over all experts, of which the
+    largest are chosen and divided by their sum. The router of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and of Kimi
+    Linear is
     `RouterConfig("sigmoid", correction_bias=True, groups=..., groups_kept=..., scale=...)`.
 
     Attributes:
         scores: `softmax(W x)` over all experts, or `sigmoid(W x)` of each.
-        renormalize: the weights of the chosen are their scores over the sum of these; or their scores as they are.
+        renormalize: whether the weights of the chosen experts are their scores divided by the sum of these scores; else
+            they are the scores.
         correction_bias: experts are chosen by their score plus a bias per expert. The bias does not enter the weights,
             and its gradient is 0: losses do not train it.
         groups: the number of groups that the experts are divided into, in order.
-        groups_kept: the number of groups that a token may choose from: those with the largest sum of their two best
-            scores.
+        groups_kept: the number of groups that a token may choose from. The groups whose two best scores have the
+            largest sum are kept.
         scale: multiplies the weights.
     """
 
@@ -72,11 +74,12 @@ class Experts(FeedForwardConfig):
         experts_per_token: how many of them a token goes through.
         width: hidden width of each; None is that of the model's SwiGLUs.
         router: how they are chosen.
-        shared_width: hidden width of the shared expert, 0 for none. Several are one of their widths' sum.
-        shared_gate: the shared expert's output is multiplied by a gate, one number a token.
-        load_balancing: coefficient of `E sum_e f_e p_e` in the training loss, with the share f of choices and the mean
-            score p of each expert over the tokens (Switch Transformer, arXiv 2101.03961, equation 4; scores are over
-            their sum). It is 1 where all are chosen alike, and added up over layers.
+        shared_width: hidden width of the shared expert, 0 for none. Several shared experts equal one expert whose width
+            is the sum of theirs.
+        shared_gate: whether the shared expert's output is multiplied by a gate, one number per token.
+        load_balancing: coefficient of `E sum_e f_e p_e` in the training loss, where f_e is an expert's fraction of all
+            choices and p_e its mean score over the tokens, with scores divided by their sum (Switch Transformer, arXiv
+            2101.03961, equation 4). The sum is 1 if all experts are chosen equally often. Layers add up.
         z_loss: coefficient of the mean of `logsumexp(W x)^2` over the tokens (ST-MoE, arXiv 2202.08906, equation 5).
     """
 
@@ -170,7 +173,7 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"]
     ) -> tuple[Int[Array, "B T S"], Float[Array, "B T S"], Float[Array, "B T E"]]:
-        """The chosen experts of each token, their weights, and the logits of all."""
+        """The chosen experts of each token, their weights, and the logits of all experts."""
         config = self.config.router
         logits = self.projection(x)
         scores = jax.nn.softmax(logits) if config.scores == "softmax" else jax.nn.sigmoid(logits)

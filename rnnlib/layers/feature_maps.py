@@ -40,7 +40,7 @@ class FeatureMapConfig(PartConfig, abc.ABC):
     """Configuration of a feature map that is learned, or that changes the number of channels."""
 
     def features(self, size: int) -> int:
-        """Channels F that it makes of a head of `size`."""
+        """The number of channels F after the map, for a head of `size` channels."""
         return size
 
     @abc.abstractmethod
@@ -155,7 +155,7 @@ class DPFPMap(FeatureMapConfig):
         """Builds the module.
 
         Raises:
-            ValueError: there are not so many shifts.
+            ValueError: `nu` is more than the `2 X - 1` possible shifts.
         """
         if self.nu >= 2 * size:
             raise ValueError(f"DPFPMap: nu is {self.nu}, expected less than twice the {size} channels of a head")

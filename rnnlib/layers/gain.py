@@ -306,9 +306,9 @@ class StepGate(Gain):
 class TrapezoidalGain(GainConfig):
     """Mamba-3's gates: write `lambda dt`, and the previous token again with `(1 - lambda) dt alpha`.
 
-    Equation 16 of the Gated DeltaNet-2 paper, exponential-trapezoidal; `lambda = sigmoid(W x)` per value head, which
-    the equation leaves open, as in the authors' code (Lahoti et al., 2026, arXiv 2603.15569). Where lambda is 1 it is
-    `StepGain`.
+    Equation 16 of the Gated DeltaNet-2 paper, exponential-trapezoidal. The equation leaves lambda open. Here it is
+    `sigmoid(W x)` per value head, as in the authors' code (Lahoti et al., 2026, arXiv 2603.15569). With lambda = 1 the
+    gates are those of `StepGain`.
     """
 
     words = "l dt, previous token (1 - l) dt decay"

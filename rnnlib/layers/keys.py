@@ -26,7 +26,7 @@ class Keys(NamedTuple):
     """The result of the keys axis.
 
     The heads are those of the input streams: H, or H * pairs if a token writes several keys. A key map may also return
-    one for each of these and each value head.
+    value heads in place of key heads: HV, or HV * pairs.
 
     Attributes:
         query: `[B, T, H, K]`, reads the state.
@@ -81,7 +81,7 @@ class StatelessKeyMap(KeyMap):
     """A key map that depends on the token's query and key only."""
 
     def __call__(self, x: Inputs, query: KeyHeads, key: KeyHeads, **others: Any) -> tuple[Keys, Any]:
-        """`keys` of queries and keys, whatever the other arguments; there is no state."""
+        """Calls `keys` and ignores the other arguments; there is no state."""
         return self.keys(query, key), None
 
     @abc.abstractmethod
@@ -150,7 +150,7 @@ class OutputCorrectionMap(StatelessKeyMap):
 
 @dataclasses.dataclass(frozen=True)
 class CorrectionBeforeNorms(KeysConfig):
-    """Comba's keys as its authors' code makes them: the query is corrected by `p = sigmoid(b) k`, then all are normed.
+    """Comba's keys as in its authors' code, which corrects the query by `p = sigmoid(b) k` before the norms.
 
     Reads with `unit(q - d p)`, erases with `unit(p)` and writes with `unit(k)`, with `b` and `d` learned per key head.
     The norm removes the factor from p again, up to the norm's eps. The mixer's own norms of q and k must be none, and
@@ -193,9 +193,10 @@ class CorrectionBeforeNormsMap(StatelessKeyMap):
 class RotatedKeys(KeysConfig):
     """Mamba-3's keys and queries: a bias, then a rotation that accumulates over the tokens, all per value head.
 
-    `k~_t = R_(1:t)^T (k_t + b)` (Gated DeltaNet-2 paper, equation 16), likewise queries: a complex decay's phase. The
-    equation leaves biases and angles open; they are those of the authors' code (Lahoti et al., 2026, arXiv 2603.15569):
-    token t turns channel pair i by `pi tanh(W x_t)_i dt_t` more than token t - 1, with the decay's step dt per head.
+    `k~_t = R_(1:t)^T (k_t + b)` (Gated DeltaNet-2 paper, equation 16), and likewise for queries: the phase of a complex
+    decay. The equation leaves biases and angles open. Here they are those of the authors' code (Lahoti et al., 2026,
+    arXiv 2603.15569): token t rotates channel pair i by `pi tanh(W x_t)_i dt_t` more than token t - 1, with the decay's
+    step dt per head.
 
     Attributes:
         fraction: the fraction of channels that are rotated, in pairs `(i, i + K/2)` from the first on.
@@ -260,7 +261,7 @@ class RotatedKeyMap(KeyMap):
         starts = jnp.zeros(x.shape[:2], bool) if segment_ids is None else segment_starts(segment_ids)
         _, angle = jax.lax.associative_scan(_accumulate, (starts[:, :, None, None], turn), axis=1)
         axis = current_axis()
-        if axis is not None:  # on from the angle after the devices before
+        if axis is not None:  # continue from the angle at the end of the previous device's stretch
             entering = enter_gram(angle[:, -1], None, None, segment_ids, axis)
             own = jnp.cumsum(starts, axis=1)[:, :, None, None] == 0
             angle = angle + jnp.where(own, (entering - jnp.round(entering))[:, None], 0)

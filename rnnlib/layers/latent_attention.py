@@ -1,4 +1,4 @@
-"""Latent attention: keys and values of all heads come from one small vector a token, and the cache keeps that alone."""
+"""Latent attention: one small vector per token gives the keys and values of all heads, and is all that is cached."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -34,12 +34,12 @@ class LatentAttentionConfig(MixerConfig):
     Attributes:
         num_heads: heads; None is the model's attention heads.
         head_dim: channels N of a head's own part of query and key; None is `width / num_heads`.
-        shared_key_dim: channels R of the key part that heads share, which have the positions; None is half of
+        shared_key_dim: channels R of the key part that heads share, which is rotated by position; None is half of
             `head_dim`, made even.
         value_head_dim: channels of a value head; None is `head_dim`.
         latent_size: channels L of the latent; None is four times `head_dim`.
-        query_latent_size: queries are read from a latent of so many channels, `norm(W_DQ x)`, which saves memory in
-            training; None is from x itself.
+        query_latent_size: channels of a latent `norm(W_DQ x)` that queries are projected from, which saves memory in
+            training; None projects queries from x.
         rope_base: of the shared part's rotary positions; None is no positions (Kimi Linear, arXiv 2510.26692).
         eps: of the latents' norms.
         use_bias: the projections to latents have biases.

@@ -3,7 +3,7 @@
     H_t = exp(log_decay_t) H_{t-1} + k_t k_t^T        (H_t + lambda_t) x_t = q_t
     lambda_t = ridge * ||H_t||_F  (adaptive)  or  ridge
 
-No `H_t` is formed but `H_0`, those at the chunks' starts. Inside a chunk a product with all 64 matrices is
+Only the matrices `H_0` at the chunks' starts are formed. Inside a chunk a product with all 64 matrices is
 
     H_t x_t = exp(G_t) H_0 x_t + sum_{s <= t} exp(G_t - G_s) (k_s . x_t) k_s
 

@@ -1,8 +1,8 @@
 """Gradients of keys and log decay, one program for each chunk of each head.
 
-A key takes part in the Gram matrices of the chunk's later tokens, in their norms, and in the state after the chunk. A
-decay is a factor `exp` of a sum over an interval of tokens, all of which get its gradient: for each token, the sum over
-what crosses it, formed as a sum and never as a difference, so that nothing cancels.
+A key is in the Gram matrices of its own and the chunk's later tokens, in their norms, and in the state after the chunk.
+A decay is `exp` of a sum of log decays over an interval of tokens. The gradient of a token's log decay is therefore the
+sum over all intervals that contain the token. It is computed as a sum and never as a difference, so nothing cancels.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ class StateSums(NamedTuple):
 
 
 def _boundary_kernel(r, *, method: Method, block: int):
-    """What comes through the matrices at the chunk's ends, some channels at a time."""
+    """The gradients through the matrices at the chunk's start and end, a block of channels at a time."""
     precision, size = method.precision, r.k.shape[1]
 
     def product(a: Parts, b: Parts) -> Array:
@@ -78,7 +78,7 @@ def _columns(high, low, part) -> Parts:
 
 
 def _gradients_kernel(r, *, method: Method, block: int):
-    """What comes through pairs of tokens of the chunk, added to the former; the decay's gradient from both."""
+    """Adds the gradients through pairs of the chunk's tokens to those through its ends; d log decay from both."""
     precision, size = method.precision, r.k.shape[1]
 
     def product(kind, a: Parts, b: Parts, onto: Any = None) -> Any:

@@ -2,9 +2,9 @@
 
     H_C = exp(G_C) H_0 + K_tail^T K,  K_tail_r = exp(G_C - G_r) k_r
 
-What each chunk adds is a product that needs no other chunk, so all are found at once. Decay is one number a chunk, so
-adding them up is elementwise: a program owns some rows of a head's matrix and goes over the chunks, loading several
-ahead. Gradients go back by the same scan.
+A chunk's increment is a product that does not depend on other chunks, so all increments are computed in parallel. The
+decay over a chunk is one number, so the scan over chunks is elementwise: a program owns a block of rows of a head's
+matrix and loops over the chunks, loading several ahead. Gradients are passed back by the same scan, in reverse.
 """
 
 import jax.numpy as jnp
@@ -35,13 +35,13 @@ def _place_chunk(h, n, b):
 
 
 def increments_shape(problem: Problem, method: Method):
-    """What a chunk adds to the state: as wide as a state's parts together."""
+    """The shape of the increments, whose dtype is as wide as a state's parts together."""
     dtype = jnp.float32 if method.parts == 2 else method.state_dtype
     return problem.per_head(problem.chunks, problem.key_size, problem.key_size, dtype=dtype)
 
 
 def _scan_kernel(r, *, chunks: int, ahead: int, reverse: bool, factor: float):
-    """From what each chunk adds to the state before each chunk or, in `reverse`, after each."""
+    """From the chunks' increments to the state before each chunk or, in `reverse`, after each chunk."""
     state = jnp.zeros(r.high.shape[1:], jnp.float32)
     if r.boundary is not None:
         state = r.boundary[...].astype(jnp.float32)
@@ -92,17 +92,17 @@ def scan_chunks(
         problem: static facts.
         method: how precise states are stored.
         rows: decays.
-        increments: what each chunk adds; its memory is used for the result where it can be.
+        increments: the increment of each chunk; its memory is reused for the result if possible.
         boundary: `[B, H, K, K]`, the state before the first chunk or, in `reverse`, after the last; None for zero.
         launch: `block` is a number of rows, `inner` the number of chunks whose loads are begun together.
         reverse: from last to first.
-        with_end: whether what comes out at the other end is wanted.
-        other: matrices `[B, H, N, K, K]` whose products with the states are wanted; None for the states themselves.
-        with_products: whether products are wanted at all.
-        factor: on what comes out at the other end.
+        with_end: whether to return the state after the last chunk (in `reverse`: before the first).
+        other: matrices `[B, H, N, K, K]` to multiply the states with; None for the states themselves.
+        with_products: whether to return these products.
+        factor: factor on the state that `with_end` returns.
 
     Returns:
-        States before each chunk (in `reverse`: after it) `[B, H, N, K, K]`; what comes out at the other end
+        States before each chunk (in `reverse`: after it) `[B, H, N, K, K]`; the state at the other end of the scan
         `[B, H, K, K]` float32 or None; sums over each row of state times other, `[B, H, N, K]` float32, or None.
     """
     p = problem
@@ -150,7 +150,7 @@ def gram_states(
 ) -> tuple[Parts, Array, Array]:
     """Gram matrices before each chunk `[B, H, N, K, K]`, after the last `[B, H, K, K]`, and squared norms.
 
-    The squares are of the former's rows, `[B, H, N, K]` float32.
+    The squared norms are those of the rows of the matrices before each chunk, `[B, H, N, K]` float32.
     """
     p = problem
     shape = increments_shape(p, method)

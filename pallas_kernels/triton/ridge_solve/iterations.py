@@ -3,11 +3,11 @@
     H_t x_t = from_start_t H_0 x_t + sum_{s <= t} exp(G_t - G_s) (k_s . x_t) k_s
 
 is a product with the state at the chunk's start and two with the chunk's keys, with the scores masked in between. All
-methods carry the last increment and the residual `b - A x`, and multiply the increment: rounding then errs by a share
-of what changes, which shrinks, and the product is accumulated onto the residual, in the residual's own registers.
+methods carry the last increment and the residual `b - A x`, and multiply the increment. The rounding error is then
+relative to the increment, which shrinks, and the product is accumulated in the residual's own registers.
 
-Three float32 iterates and a product's operands are more than the registers hold. So where products are of bfloat16, the
-solution, which no product takes, is added up in float16.
+Three float32 iterates and a product's operands do not fit into registers. So with bfloat16 products, the solution is
+accumulated in float16, since it is no operand of a product.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.ridge_solve.problem import Method, RidgeInputs, RidgeSchedule
 from pallas_kernels.triton.ridge_solve.products import Parts, load_parts, multiply, parts
 
-# As in the operator's definition: a Gram matrix of this norm or less counts as zero.
+# A Gram matrix with a norm up to this floor counts as zero, as in the operator's definition.
 NORM_FLOOR = 1e-10
 
 
@@ -52,9 +52,9 @@ def pair_decays(decay) -> Array:
 
 
 def _system(keys: Parts, state: Parts, decay, from_start, ridge: Array, precision: str, step: Any = None) -> System:
-    """The systems; with `step` `[C, 1]`, the products with their matrices are multiplied by it, the ridge is not.
+    """The systems of a chunk. A `step` `[C, 1]` multiplies products with the Gram matrices, but not the ridge.
 
-    The pairs' decays stay in registers. Where products are of bfloat16, so are these decays, in half the registers.
+    The pairs' decays stay in registers. With bfloat16 products they are bfloat16 too, in half the registers.
     """
     pairs = pair_decays(decay)
     if step is not None:
@@ -121,15 +121,16 @@ def _add_product(system: System, x: Array, onto: Array, precision: str, factor: 
 
 
 def _iterate_stationary(system: System, method: Method, b: Array, condition: Array) -> Array:
-    """Chebyshev's iteration, gradient descent, and the accelerated one of Nesterov: other coefficients, one loop.
+    """Chebyshev's iteration, gradient descent and Nesterov's accelerated descent: one loop, different coefficients.
 
         x <- x - s e        r <- r + s A e        e <- c e - r
 
-    with `-s e` the increment and `r` the residual, from `x = 0`, `-s e = b`, `r = b`, for systems scaled so that their
-    extreme eigenvalues' bounds have a mean of one: all that depends on them is their `condition`, `[C or 1, 1]`.
-    Chebyshev's weights `w` give `s = w`, and `c` the last weight times `(w - 1) / w` (Gated KalmaNet, algorithm 1).
+    where `-s e` is the increment and `r` the residual, starting at `x = 0`, `-s e = b`, `r = b`. The systems are scaled so
+    that the bounds on their extreme eigenvalues have a mean of one. The coefficients then depend only on `condition`,
+    `[C or 1, 1]`. For Chebyshev's weights `w`, `s` is `w` and `c` is the last weight times `(w - 1) / w` (Gated
+    KalmaNet, algorithm 1).
 
-    Where products are of bfloat16, the solution is added up in float16. Its 11 bits add 1e-3 to an error of twice that.
+    With bfloat16 products, the solution is accumulated in float16, whose 11 bits add 1e-3 to an error of 2e-3.
     """
     name, rounds = method.name, method.precision == "bfloat16"
     contraction = jnp.square((condition - 1.0) / (condition + 1.0))

@@ -1,4 +1,4 @@
-"""What a ridge solve is about: its arrays, its static facts, and how its kernels run."""
+"""A ridge solve's arrays, its static facts, and the schedule of its kernels."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -83,8 +83,8 @@ class RidgeSchedule:
         reverse_scan: that gradient; likewise.
         boundary_gradients: gradients of keys and decay through the chunks' ends; `block` is a block of key channels.
         gradients: through pairs of tokens; likewise.
-        keeps_states: whether the backward keeps the Gram matrices at the chunks' starts, which take as much memory as
-            keys and solutions of 128 channels do, or makes them again.
+        keeps_states: whether the Gram matrices at the chunks' starts are kept for the backward, or recomputed. They
+            take as much memory as keys and solutions of 128 channels.
     """
 
     increments: Launch = Launch(num_warps=8, num_stages=1)

@@ -90,8 +90,8 @@ def ridge_solve(
 
         H_t = exp(log_decay_t) H_{t-1} + k_t k_t^T        lambda_t = ridge * ||H_t||_F  (adaptive)  or  ridge
 
-    No `H_t` is formed but those at the chunks' starts. The gradient is that of the equation's solution, by one more
-    solve (Gated KalmaNet, table 1 and equations 6 to 10). Runs are bit-identical.
+    Only the `H_t` at the chunks' starts are formed. The gradient is that of the equation's solution, by one more solve
+    (Gated KalmaNet, table 1 and equations 6 to 10). Runs are bit-identical.
 
     Args:
         q: right-hand sides, bfloat16 or float32.
@@ -105,10 +105,11 @@ def ridge_solve(
         epsilon: added to both divisors of conjugate gradients.
         precision: of the factors of products, which are accumulated in float32: `"bfloat16"`; `"split"`, two parts of
             bfloat16 each, together 16 bits; `"tf32"`, 11 bits; `"float32"`, three products of tf32. For bfloat16
-            inputs None is bfloat16 where the ridge is adaptive and split where it is not, and for others float32 up to
-            a key size of 64 and split above, where float32 does not fit. Bfloat16, in which states are stored too, is
-            for condition numbers of a hundred or so, as an adaptive ridge sees to. A constant ridge sees to none: the
-            norm grows with every key that repeats, and beyond, conjugate gradients diverge.
+            inputs, None is bfloat16 if the ridge is adaptive, and split if it is constant. For other inputs, None is
+            float32 up to a key size of 64, and split above, where float32 does not fit. Bfloat16, in which states are
+            stored too, suits condition numbers of about a hundred, which an adaptive ridge ensures. A constant ridge
+            does not bound the condition number: the norm grows with every key that repeats. At larger condition
+            numbers, conjugate gradients in bfloat16 diverge.
         initial_gram: the Gram matrix before the first token; its symmetric part is used; None is zero.
         segment_ids: the Gram matrix restarts where the id changes; the first token continues `initial_gram`.
         chunk_size: only 64.
@@ -154,7 +155,7 @@ def _padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids) -> RidgeIn
     if initial_gram is not None:
         gram = initial_gram.astype(jnp.float32)
         gram = pad(0.5 * (gram + jnp.swapaxes(gram, -1, -2)), 0, 0, channels, channels)
-    if ridge.shape[1] > 1 and channels:  # the eigenvalue bounds see a ridge's channels: repeat one
+    if ridge.shape[1] > 1 and channels:  # eigenvalue bounds depend on every channel of the ridge: repeat the last
         ridge = jnp.pad(ridge, ((0, 0), (0, channels)), mode="edge")
     return RidgeInputs(
         q=pad(q.astype(dtype), 0, tokens, 0, channels),
@@ -177,7 +178,7 @@ def _forward(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tu
     rows = ridge_rows(problem, inputs)
     states, final, squares = gram_states(problem, method, inputs, rows, schedule)
     x, norm = solve_chunks(problem, method, inputs, rows, states, schedule, b=inputs.q, squares=squares)
-    # A checkpoint policy may keep these by name: solving is the costly part to do again.
+    # A checkpoint policy may keep these arrays by name, since solving again is the costly part.
     x, norm = checkpoint_name(x, "solution"), checkpoint_name(norm, "solution")
     kept = (rows, states, squares) if schedule.keeps_states else None
     return batch_alike(inputs, (x, final)), (inputs._replace(q=None), x, norm, kept)  # type: ignore[arg-type]

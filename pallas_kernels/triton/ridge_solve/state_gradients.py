@@ -30,7 +30,7 @@ class NormGradients(NamedTuple):
         ridge: gradient of the ridge by chunk, `[B, H, N]` or `[B, H, N, K]` float32.
         weight: `2 dL/d||H_t|| / ||H_t||`, `[B, H, T]` float32; None unless the ridge is adaptive. As
             `d||H||_F = <H, dH> / ||H||_F`, the gradient of `H_t` by its norm is `weight_t H_t / 2`.
-        key_weight: with what weight each key is in the sum over its chunk of `weight_t from_start_t H_t`, likewise.
+        key_weight: the weight of each key in the sum of `weight_t from_start_t H_t` over its chunk, likewise.
     """
 
     ridge: Array

@@ -72,8 +72,8 @@ def reverse_chebyshev(
     """The gradient of `iterate("chebyshev", ...)` with respect to all of its inputs.
 
     Algorithm 2 of Gated KalmaNet, with three changes. The term `c_i q` of equations 59 and 60 is subtracted, as
-    equation 54 demands. The weights are computed forwards again, because the reversed schedule (equation 57) converges to
-    the other fixed point and multiplies rounding errors by thousands in 30 iterations. The eigenvalue bounds, which
+    equation 54 demands. The weights are computed forwards again, because the reversed schedule (equation 57) converges
+    to the other fixed point and multiplies rounding errors by thousands in 30 iterations. The eigenvalue bounds, which
     depend on `ridge` and `norm`, are differentiated too.
 
     Args:
