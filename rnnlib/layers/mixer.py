@@ -1,4 +1,4 @@
-"""The token mixer of every recurrent model here: it projects, wires the axes, and reads out."""
+"""The token mixer of every recurrent model here: projections, the four axes, and the readout."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class MixerCache(NamedTuple):
         key_tail: likewise of the key's.
         value_tail: likewise of the value's, `[B, size - 1, HV * V]`.
         keys: the keys axis's state, or None.
-        state: the solve axis's state: `[B, HV, K, V]` float32 for the matrix-valued ones.
+        state: the solve axis's state. A matrix-valued state is `[B, HV, K, V]` float32.
         position: the next token's position `[B]` int32, for mixers with rotary positions; else None.
     """
 
@@ -60,8 +60,8 @@ class RecurrentMixerConfig(MixerConfig):
         solve: which recurrence.
         readout: skip, gate and norm of the output.
         convolution: the short convolution of queries, keys and values; None is none.
-        feature_map: activation of queries and keys, after the convolution, or a map of each head: one for queries and
-            one for keys.
+        feature_map: activation of queries and keys after the convolution; or a learned map of each head, with separate
+            parameters for queries and keys.
         value_map: activation of values, after the convolution.
         query_norm: `"l2"` gives queries unit length; `"rms"` is an RMS norm of each head with a learned scale; `"l1"`
             and `"sum"` divide by `max(sum |q|, 1e-6)` and `sum q + 1e-4`.
@@ -71,16 +71,15 @@ class RecurrentMixerConfig(MixerConfig):
         value_expansion: `num_heads` value heads together have `value_expansion * width` channels.
         key_heads: query and key heads H; None is the model's `num_heads`.
         value_heads: value heads HV, a multiple of H; None is the model's `num_heads`.
-        shared_heads: the number of projected heads of keys and values if it is smaller, a divisor of H. Consecutive key
-            and value heads then share one of them and have queries, decays and states of their own. None is one for
-            each.
+        shared_heads: the number of projected heads of keys and values, a divisor of H. Consecutive key and value heads
+            then share a projected head, and have their own queries, decays and states. None is one for each.
         head_dim: channels of a head, if they do not follow from the width: K is `head_dim`, V is
             `head_dim * value_expansion / key_expansion`.
         key_head_dim: channels K of a key head, overriding the fields above. This, like those, is the size before a
             feature map, which may change it.
         value_head_dim: channels V of a value head, likewise.
         use_bias: the projections of queries, keys and values have biases.
-        tie_feature_maps: keys go through the queries' map, where that is of heads.
+        tie_feature_maps: whether keys use the queries' map, if it is a map of heads.
         initializer: of the projections.
         scale: factor on the recurrence's output; None is `K**-0.5`.
         chunk_size: tokens in a chunk of the chunked implementations.
@@ -174,7 +173,7 @@ class RecurrentMixerConfig(MixerConfig):
         return RecurrentMixer(self, shape.own_share(), rngs=rngs)
 
     def _check_shares(self, shares: int) -> None:
-        """ValueError where devices are to share the heads of a part that may mix them."""
+        """Raises ValueError if heads are to be divided over devices and a part may mix heads."""
         for field in dataclasses.fields(self) if shares > 1 else ():
             part = getattr(self, field.name)
             if isinstance(part, PartConfig) and not (part.heads_apart or type(part).__module__.startswith("rnnlib.")):
@@ -226,8 +225,8 @@ class RecurrentMixer(nnx.Module):
         Args:
             x: input `[B, T, D]`, T >= 1.
             segment_ids: ids of packed documents; convolution and state restart where the id changes. The first token
-                of a call continues the cache, whatever its id.
-            positions: of each token, for mixers with rotary positions; None counts on from the cache, or from 0.
+                of a call continues the cache, regardless of its id.
+            positions: of each token, for mixers with rotary positions; None continues from the cache, or from 0.
             cache: None for the parallel pass; otherwise the cache of `init_cache` or of the previous call.
 
         Returns:

@@ -79,9 +79,10 @@ class RMSNorm(nnx.Module):
     """`x / sqrt(mean x^2 + eps) * scale` over the last axis, computed in float32 at least.
 
     Zhang and Sennrich, 2019 (arXiv 1910.07467). `scale` `[F]` starts at 1. With `zero_centred` the factor is
-    `1 + scale`, and `scale` starts at 0 (Gemma, Qwen3-Next): bfloat16 then holds small differences from 1. With
-    `groups`, each of so many equal parts of the axis has its own mean (Mamba-2); `scale` stays `[F]`.
-    Without `use_scale` there is none. Of `shares` devices each has a share of the axis (`rnnlib.layers.tensor`).
+    `1 + scale`, and `scale` starts at 0 (Gemma, Qwen3-Next): bfloat16 then represents small differences from 1. With
+    `groups`, the axis is divided into that many equal parts, each with its own mean (Mamba-2); `scale` stays `[F]`.
+    Without `use_scale` there is no scale. With `shares`, the axis is divided over that many devices
+    (`rnnlib.layers.tensor`).
 
     Raises:
         ValueError: a size is not positive, or the groups do not divide the features.

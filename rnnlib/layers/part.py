@@ -14,13 +14,13 @@ from rnnlib.fields import check_fields
 class PartConfig:
     """Configuration of a part of a mixer: a choice on an axis, or a part of such a choice.
 
-    In plain values it is its class's name and the fields that are not at their defaults, such as
-    `{"ApplyToKey": {"bound": 2.0}}`. A class of your own can be written like this as soon as it is defined, under a
-    name that no part of another module has.
+    In plain values, a part is its class's name with the fields that differ from their defaults, such as
+    `{"ApplyToKey": {"bound": 2.0}}`. Your own class can be written like this once it is defined, if no part of another
+    module has its name.
 
     Attributes:
-        heads_apart: a class of your own says by True that its module has the heads of `MixerShape`, mixes none of them,
-            and reads them out by `MixerShape.output`. Devices can then share its heads out (`--mesh.tensor`).
+        heads_apart: set this to True in your own class if its module has the heads of `MixerShape`, does not mix heads,
+            and reads them out by `MixerShape.output`. Heads can then be divided over devices (`--mesh.tensor`).
     """
 
     heads_apart: ClassVar[bool] = False
@@ -34,7 +34,7 @@ class AxisConfig(PartConfig, abc.ABC):
     """Configuration of an axis.
 
     Attributes:
-        words: the choice in a few words, for the table of mixers; `describe` gives them where they depend on fields.
+        words: the choice in a few words, for the table of mixers. Override `describe` if they depend on fields.
     """
 
     words: ClassVar[str]
@@ -45,10 +45,10 @@ class AxisConfig(PartConfig, abc.ABC):
 
 
 def to_plain(value: Any) -> Any:
-    """A part as nested mappings, a tuple as a list, a number of NumPy's as Python's; `from_plain` reads it.
+    """Converts parts to nested mappings, tuples to lists, and NumPy's numbers to Python's; inverse of `from_plain`.
 
     Raises:
-        ValueError: a part's name is also that of one of another module.
+        ValueError: a part of another module has the same name.
     """
     if isinstance(value, PartConfig):
         _part(type(value).__name__)
@@ -64,10 +64,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """What `to_plain` described: parts for mappings, tuples for lists.
+    """The inverse of `to_plain`: converts mappings to parts and lists to tuples.
 
     Raises:
-        ValueError: a mapping is not of one part's name to its fields, or a field's value is invalid.
+        ValueError: a mapping does not map one part's name to its fields, or a field's value is invalid.
     """
     if isinstance(value, list | tuple):
         return tuple(from_plain(entry) for entry in value)

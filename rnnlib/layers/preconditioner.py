@@ -38,7 +38,7 @@ class GramConfig(PartConfig):
             the layer's input. `"tied"`: the main recurrence's decay and gain (MesaNet does so; the paper found it worse
             for ATK, table 6). `"none"`: both are 1, equation 7.
         decay: of the preconditioner's own gates.
-        unit_keys: gives the recurrence keys of unit length where the main recurrence's keep theirs.
+        unit_keys: whether A uses keys of unit length, for main recurrences with keys that are not normalised.
         heads: whether there is an A for each key head or, with gates of its own, for each value head.
     """
 
@@ -116,8 +116,8 @@ class GramKeyMap(KeyMap):
             query: queries `[B, T, H, K]`.
             key: keys likewise.
             recurrence: arguments of `rnnlib.ops.diagonal_gram`.
-            decay: what the decay axis gave.
-            gates: what the gain axis gave.
+            decay: the result of the decay axis.
+            gates: the result of the gain axis.
         """
 
     def init_state(self, batch_size: int) -> Float[Array, "B H K"]:
@@ -137,8 +137,8 @@ class ApplyToKey(KeysConfig):
         interval: `"symmetric"` is [1/x, x], `"amplify"` [1, x], `"dampen"` [1/x, 1].
         squash: s: `"rational"` as above, or `"tanh"`.
         normalization: factor on the write key, of `rnnlib.ops.write_key_normalization`; the paper's is none (table 7).
-        positive_center: learns log(center), as the paper writes, and not center, as its authors' code does. Keys of
-            unit length have most of A below 1, so that a positive center leaves B mostly above 1.
+        positive_center: whether log(center) is learned, as in the paper, instead of center, as in its authors' code.
+            With keys of unit length most of A is below 1, so a positive center leaves B mostly above 1.
         initial_center: the initial value of `center` or, with `positive_center`, of its logarithm.
         eps: added to A under the logarithm.
     """
@@ -173,7 +173,7 @@ class ApplyToKeyMap(GramKeyMap):
         """The write key beside query and read key."""
         gram_key = recurrence["k"] if self.config.gram.unit_keys else None
         options = recurrence | self._squash_options() | {"k": key, "gram_key": gram_key}
-        # Unrounded because of its gradient: the gates' gradients are sums over it in which large terms cancel.
+        # Not rounded, so that its gradient is not: large terms of that gradient cancel in the gates' gradients.
         options["write_key_dtype"] = self.shape.gate_dtype
         key, write_key, gram = ops.precondition_key(**options)
         if self.config.normalization is not None:
@@ -279,8 +279,8 @@ class ApplyToKeyUnstableMap(GramKeyMap):
 class ApplyToQuery(KeysConfig):
     """The apply-to-query preconditioner: reads with `q_t / (A_t + ridge)`, equation 8 and appendix F.1.1.
 
-    Gates tied to the main recurrence's make linear attention's state and A weigh past tokens alike, which is what
-    least squares asks for; they are the default here.
+    By default the gates are tied to those of the main recurrence. A and linear attention's state then weigh past tokens
+    alike, as least squares demands.
 
     Attributes:
         gram: the recurrence of A.
@@ -356,8 +356,8 @@ class ApplyToBothMap(KeyMap):
 class FixedPreconditioner(KeysConfig):
     """Writes along `B * k_t` with a learned B that is the same for every token: a preconditioner without recurrence.
 
-    `B = bound^tanh(p)` with a `p` per channel of each key head, so that what `ApplyToKey` guarantees holds here too.
-    It is a control: it separates the cost and the use of a second key from those of the diagonal Gram.
+    `B = bound^tanh(p)` with a `p` per channel of each key head, so that the bounds of `ApplyToKey` hold here too. This
+    map is a control: it separates the cost and benefit of a second key from those of the diagonal Gram.
 
     Attributes:
         bound: x; B lies in [1/x, x] and starts at 1.

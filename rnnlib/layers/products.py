@@ -1,4 +1,4 @@
-"""Linear maps of the same input, in as few products as there can be."""
+"""Linear maps of the same input, joined into as few matrix products as possible."""
 
 import contextlib
 import contextvars
@@ -19,15 +19,15 @@ _MAPS_OF_A_LAUNCH = 8
 
 
 def joined_products(x: Float[Array, "*batch D"], maps: Sequence[nnx.Linear]) -> Sequence[Float[Array, "*batch F"]]:
-    """`[f(x) for f in maps]`, as one product with all kernels where there are many rows.
+    """`[f(x) for f in maps]`, as one product with the concatenated kernels if there are many rows.
 
     The gradient of `x` is then one product too, in place of a sum of rounded products, and the gradients of the maps'
     outputs are written as one array. Joining copies the kernels, which pays where `x` has at least as many rows as a
     kernel.
 
     Args:
-        x: what is mapped.
-        maps: `nnx.Linear` of the same dtype. Others, such as adapters of one's own, are called one by one.
+        x: the input of all maps.
+        maps: `nnx.Linear` of the same dtype. Other modules, such as your own adapters, are called one by one.
     """
     rows, dtype = math.prod(x.shape[:-1]), maps[0].dtype
     if rows < x.shape[-1] or not all(_is_plain(f) and f.dtype == dtype for f in maps):
@@ -42,7 +42,7 @@ def joined_products(x: Float[Array, "*batch D"], maps: Sequence[nnx.Linear]) -> 
 
 
 def gated_product(x: Float[Array, "*batch D"], gate: nnx.Linear, up: nnx.Linear) -> Float[Array, "*batch F"]:
-    """`silu(gate(x)) * up(x)`, of few rows by one kernel where that serves."""
+    """`silu(gate(x)) * up(x)`, by one kernel for few rows if the kernel supports the call."""
     if _is_plain(gate) and _is_plain(up) and gate.dtype == up.dtype and gate.out_features == up.out_features:
         rows, *kernels = gate.promote_dtype((x, gate.kernel[...], up.kernel[...]), dtype=gate.dtype)
         if thin_kernel_serves(rows, kernels):
@@ -72,9 +72,9 @@ class InputLinear(nnx.Linear):
 
 @contextlib.contextmanager
 def joined_inputs(module: nnx.Module, x: Float[Array, "*batch D"]) -> Iterator[None]:
-    """Within, every `InputLinear` of `module` that is called with `x` itself shares a launch with the others.
+    """Within this context, all `InputLinear` of `module` that are called with `x` itself share one kernel launch.
 
-    Where no kernel serves, as for many rows, nothing changes.
+    If no kernel supports the call, as for many rows, nothing changes.
 
     Args:
         module: a mixer, whose parts call their own maps.

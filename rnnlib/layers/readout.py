@@ -23,7 +23,7 @@ class ReadoutConfig(PartConfig):
         gate: activation of the output gate `act(W x)`; `"none"` is no gate.
         gate_rank: of the gate's projection: None is full rank, `"value_size"` is V.
         gate_bias: whether the gate's projection has a bias.
-        gate_first: gates before the norm (Mamba-2, `norm(o * silu(z))`) instead of after it.
+        gate_first: whether the gate is applied before the norm (Mamba-2, `norm(o * silu(z))`) instead of after it.
         norm: RMS norm of each value head, of all heads together, of the value heads that share a key head together
             (`"group"`, Mamba-2 with several groups), or none. Its scale is `[V]` for `"head"`, else `[HV * V]`.
         norm_scale: whether the norm has a learned scale.
@@ -44,7 +44,7 @@ class ReadoutConfig(PartConfig):
     norm_scale: bool = True
 
     def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "Readout":
-        """Builds the module. A class of your own may give another, which is called as `Readout` is."""
+        """Builds the module. Your own class may build another module with the call signature of `Readout`."""
         return Readout(self, shape, rngs=rngs)
 
 
@@ -106,7 +106,7 @@ class Readout(nnx.Module):
         return self.output(y.reshape(*y.shape[:2], -1).astype(self.shape.dtype))
 
     def _scale_of_heads(self) -> Array | None:
-        """The scale of a norm of each head with nothing before it, and at most a gate behind it; else None."""
+        """The scale of the norm, if it is per head, first in the readout, and followed by at most a gate; else None."""
         config = self.config
         if config.norm != "head" or config.skip or (config.gate != "none" and config.gate_first):
             return None

@@ -23,7 +23,7 @@ class FixedProjection(nnx.Variable):
 
 
 class RidgeState(NamedTuple):
-    """What a ridge solver carries, float32.
+    """The state of a ridge solver, float32.
 
     Attributes:
         gram: `[B, H, K, K]`, or `[B, H, d, d]` where keys are sketched to d channels.
@@ -42,8 +42,8 @@ class RidgeRegression(SolveConfig):
     and with the gain axis's `beta` as weight of the token (Gated KalmaNet, section 4.1; MesaNet, arXiv 2506.05233).
 
     Attributes:
-        ridge: strength of the regularisation; what it starts at where it is learned.
-        adaptive: whether it is relative to the Frobenius norm of `H_t` (Gated KalmaNet) or absolute (MesaNet).
+        ridge: strength of the regularisation; the initial value of a learned ridge.
+        adaptive: whether the ridge is relative to the Frobenius norm of `H_t` (Gated KalmaNet) or absolute (MesaNet).
         learned: learns `lower_bound + softplus(p)` with a `p` per key channel.
         lower_bound: of a learned ridge.
         solver: `"chebyshev"`, `"conjugate_gradient"`, `"gradient_descent"`, `"nesterov"` or `"exact"`.
@@ -164,7 +164,7 @@ class RidgeSolver(Solver):
             "chunk_size": self.options.chunk_size,
             "implementation": self.options.implementation,
         }
-        # A solution is linear in its query, so alpha times it is that of alpha q, whose gradient needs no alpha.
+        # A solution is linear in its query, so alpha multiplies the query. The solve's gradient then needs no alpha.
         reader, dtype = keys.query, self.shape.gate_dtype
         alpha = None if self.alpha is None else jax.nn.sigmoid(self.alpha(x).astype(dtype))[..., None]
         query = reader if alpha is None else (alpha * reader.astype(dtype)).astype(reader.dtype)

@@ -19,7 +19,7 @@ from rnnlib.layers.part import AxisConfig
 
 
 class Signals(NamedTuple):
-    """All that a recurrence takes: what the other axes gave.
+    """The inputs of a recurrence: the results of the other axes.
 
     Attributes:
         keys: query, key and write key.
@@ -70,9 +70,9 @@ class Solver(nnx.Module, abc.ABC):
 
         Args:
             x: the mixer's input, for solvers with projections of their own.
-            signals: what the other axes gave.
+            signals: the results of the other axes.
             segment_ids: packed documents; the state restarts where the id changes.
-            state: None (as `init_state` gives) or what the previous call returned.
+            state: None (the state of `init_state`) or the state that the previous call returned.
         """
 
     @abc.abstractmethod
@@ -95,7 +95,7 @@ class SolveConfig(AxisConfig):
     def erases(self) -> bool | None:
         """Whether a token's transition of the state erases as the delta rule's does, or decays alone.
 
-        None is neither, or not known. `rnnlib.analysis`, which computes the transition's eigenvalues, then refuses the
+        None means neither, or unknown. `rnnlib.analysis`, which computes eigenvalues of transitions, then rejects the
         layer.
         """
         return None
@@ -210,7 +210,7 @@ class OfflineSolver(MatrixStateSolver):
 
 
 class NormalizedState(NamedTuple):
-    """What a solver with a denominator carries, float32.
+    """The state of a solver with a denominator, float32.
 
     Attributes:
         memory: `[B, HV, K, V]`, linear attention's state.
@@ -222,7 +222,7 @@ class NormalizedState(NamedTuple):
 
 
 class NormalizedOfflineSolver(OfflineSolver):
-    """Linear attention of values with a channel more, which is 1: that channel's output is the denominator."""
+    """Linear attention whose values have one more channel, equal to 1: its output is the denominator."""
 
     def __call__(
         self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None

@@ -39,7 +39,7 @@ class Stream(nnx.Module):
         self.heads = heads
         self.size = size
         self.norm_kind = norm
-        # What the convolution's operator does itself: its own activation, or else the feature map.
+        # The activation that the convolution's operator applies: the convolution's own, or else the feature map.
         self.activation: Literal["silu"] | None = None
         if convolution is not None and convolution.activation == "silu":
             self.activation = "silu"
@@ -53,7 +53,7 @@ class Stream(nnx.Module):
         self.convolution = (
             None if convolution is None else ShortConvolution(heads * size, convolution, shape, rngs=rngs)
         )
-        # The map itself, its activation's name, or None where each call is given another stream's.
+        # The map, the name of an activation, or None if each call passes another stream's map.
         own: HeadMap | str | None = feature_map if isinstance(feature_map, str) else None
         if not isinstance(feature_map, str) and not borrows_map:
             own = feature_map.build(size, shape, rngs=rngs)
@@ -67,7 +67,7 @@ class Stream(nnx.Module):
         tail: Float[Array, "B S C"] | None = None,
         feature_map: HeadMap | str | None = None,
     ) -> tuple[Float[Array, "B T H X"], Float[Array, "B S C"] | None]:
-        """The stream's heads, and the convolution's next tail; `feature_map` is one to borrow."""
+        """The stream's heads, and the convolution's next tail; `feature_map` is another stream's map to use."""
         y = self.projection(x)
         chosen = self._chosen(feature_map)
         if self.convolution is not None:
@@ -81,11 +81,11 @@ class Stream(nnx.Module):
         return chosen
 
     def _norm_size(self, chosen: HeadMap | str) -> int | None:
-        """Channels of the norm that the convolution's operator does, whose kernel goes over memory once."""
+        """Channels per head, if the convolution's operator applies the norm in the same pass over memory; else None."""
         return self.size if self.norm_kind == "l2" and chosen == "identity" else None  # with `l2_normalize`'s eps
 
     def _heads_of(self, y: Float[Array, "B T C"], chosen: HeadMap | str) -> Float[Array, "B T H X"]:
-        """What follows the convolution: heads, feature map, norm."""
+        """The steps after the convolution: heads, feature map, norm."""
         y = y.reshape(*y.shape[:2], self.heads, self.size)
         y = ACTIVATIONS[chosen](y) if isinstance(chosen, str) else chosen(y)
         if self.norm is not None:

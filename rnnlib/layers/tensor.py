@@ -1,11 +1,11 @@
 """Layers shared out over devices: each has some of the heads, channels or rows of a table, and sums go over all.
 
-A layer that is built within `tensor_shares(n)` is one of n equal shares. It has the whole layer's parameters by name.
-Some of them are an nth as long along one axis: the i-th device has the i-th part. Inputs and outputs are whole.
+A layer that is built within `tensor_shares(n)` is one of n equal shares. Its parameters have the whole layer's names.
+Some of them are split into n parts along one axis, and the i-th device has the i-th part. Inputs and outputs are whole.
 
 All devices compute the same loss. Within `jax.shard_map(check_vma=False)` each device differentiates its own copy, and
-gets a part of the gradient. So each device takes an nth of the loss, and the gradients of a parameter that all have
-whole are summed over the axis.
+gets a part of the gradient. So each device divides the loss by n, and the gradients of parameters that are whole on
+every device are summed over the axis.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def share_of(size: int, what: str) -> int:
         what: that size's name, and the flag that sets it, for the message.
 
     Raises:
-        ValueError: It does not come out even.
+        ValueError: the size does not divide evenly.
     """
     count = current_shares()
     if size % count:

@@ -17,7 +17,7 @@ from rnnlib.ops.sequence import current_axis, document_starts, token_before
 
 
 class TrapezoidalState(NamedTuple):
-    """What a trapezoidal solver carries, float32.
+    """The state of a trapezoidal solver, float32.
 
     Attributes:
         memory: `S_t`, `[B, HV, K, V]`.
@@ -66,8 +66,9 @@ class Trapezoidal(SolveConfig):
 class TrapezoidalSolver(Solver):
     """Calls `rnnlib.ops.linear_attention` with the previous tokens' keys and values, and adds each token's own.
 
-    At token t all but its own writing is `P_t = alpha_t P_(t-1) + (eta_t + alpha_t zeta_(t-1)) k_(t-1) v_(t-1)^T`:
-    linear attention with shifted keys and values. R pairs are R steps of it, of which the first decays.
+    Without the token's own write, the state at token t is
+    `P_t = alpha_t P_(t-1) + (eta_t + alpha_t zeta_(t-1)) k_(t-1) v_(t-1)^T`: linear attention with shifted keys and
+    values. R pairs of a token are R steps of linear attention, of which only the first decays.
     """
 
     def __init__(self, shape: MixerShape, options: OperatorOptions):
@@ -98,7 +99,7 @@ class TrapezoidalSolver(Solver):
         key = self._per_value_head(keys.written)
         value = signals.value
         key_before, value_before = _shift(key, first_key), _shift(value, first_value)
-        # The state has the writing of the token before the first.
+        # The state already includes the write of the token before the first.
         write_before = _shift(gates.write)
         write_before = gates.previous + jnp.exp(log_decay) * write_before
         if segment_ids is not None:

@@ -125,10 +125,10 @@ def _iterate_stationary(system: System, method: Method, b: Array, condition: Arr
 
         x <- x - s e        r <- r + s A e        e <- c e - r
 
-    where `-s e` is the increment and `r` the residual, starting at `x = 0`, `-s e = b`, `r = b`. The systems are scaled so
-    that the bounds on their extreme eigenvalues have a mean of one. The coefficients then depend only on `condition`,
-    `[C or 1, 1]`. For Chebyshev's weights `w`, `s` is `w` and `c` is the last weight times `(w - 1) / w` (Gated
-    KalmaNet, algorithm 1).
+    where `-s e` is the increment and `r` the residual, starting at `x = 0`, `-s e = b`, `r = b`. The systems are scaled
+    so that the bounds on their extreme eigenvalues have a mean of one. The coefficients then depend only on
+    `condition`, `[C or 1, 1]`. For Chebyshev's weights `w`, `s` is `w` and `c` is the last weight times `(w - 1) / w`
+    (Gated KalmaNet, algorithm 1).
 
     With bfloat16 products, the solution is accumulated in float16, whose 11 bits add 1e-3 to an error of 2e-3.
     """
