@@ -53,9 +53,8 @@ class Group:
     @property
     def case(self) -> Case:
         """One training step, with the layers one after another."""
-        return Case(
-            pick_named(self.study.mixers, (self.mixer,))[0], self.study.main_length, False, False, self.keeps, True
-        )
+        mixer = pick_named(self.study.mixers, (self.mixer,))[0]
+        return Case(mixer, self.study.main_length, keeps=self.keeps, unrolled=True)
 
 
 def groups(setting: Literal["small", "real"]) -> tuple[Group, ...]:

@@ -60,7 +60,7 @@ def step_memory(mesh: Sequence[int] | None, layers: int, *, latency_hiding: bool
     """
     asked = {"mesh": mesh, "layers": layers, "latency_hiding": latency_hiding, "preset": preset}
     process = subprocess.run(
-        [sys.executable, "-m", __name__ if __name__ != "__main__" else "experiments.several_gpus.offline", "compile"],
+        [sys.executable, "-m", "experiments.several_gpus.offline", "compile"],
         env=os.environ | offline_environment(),
         input=json.dumps(asked),
         capture_output=True,
@@ -83,17 +83,18 @@ def _compile(asked: dict[str, Any]) -> int:
     from experiments.kernel_benchmarks.offline.cards import CARDS
     from rnnlib.models import model_preset
     from rnnlib.training import (
+        MeshConfig,
         OptimizerConfig,
         abstract_train_state,
         learning_rate_schedule,
         make_optimizer,
         make_train_step,
     )
+    from rnnlib.training.mesh import abstract_mesh
     from rnnlib.training.step import abstract_batch, abstract_state
 
     # One device is a mesh of one: inside it kernels are traced for its card.
-    sizes = dict(zip(_AXES, asked["mesh"] or (1, 1, 1, 1)))
-    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis in ("data", "fsdp")}
+    sizes = abstract_mesh(MeshConfig(*(asked["mesh"] or (1, 1, 1, 1)))).shape
     count = math.prod(sizes.values())
     card = CARDS["sm_90"]
     topology = topologies.get_topology_desc(

@@ -152,10 +152,8 @@ def error_of(mesh):
 def in_a_process(name, gpus):
     """`compared` or `on_gpus` in a process of its own."""
     command = [sys.executable, "-m", "tests.training.on_all_meshes", "--child", "--only", name]
-    # Several processes share a GPU's memory.
-    environment = os.environ | ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if gpus else {})
     command += ["--gpus"] if gpus else []
-    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(process.stdout)
 
 
@@ -193,6 +191,7 @@ def main():
     rows, length = (GPU_ROWS, GPU_LENGTH) if options.gpus else (ROWS, LENGTH)
     record = {"axes": AXES, "rows": rows, "length": length, "bound": BOUND, "jax": jax.__version__}
     if options.gpus:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU's memory
         record |= {
             "bound": GPU_BOUND,
             "environment": environment(command_line("tests.training.on_all_meshes"), options.commit),
