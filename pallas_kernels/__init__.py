@@ -5,7 +5,9 @@
 | `problem` | the arrays of a call, its static facts, padding: what every backend starts from |
 | `schedule` | how a call is cut into programs, and in how many segments a sequence runs |
 | `platform`, `varying` | the device that is traced for; `jax.shard_map` and `jax.vmap` |
-| `triton` | kernels in Pallas on its Triton backend, one folder an operator |
+| `mosaic` | stages in Pallas on its Mosaic GPU backend, for Hopper cards |
+| `triton` | kernels in Pallas on its Triton backend, one folder an operator; runs the stages of `mosaic` |
 
-Imports run down only: operators' folders, then a backend's `common`, then the modules here.
+Imports run one way: `triton`, then `mosaic`, then the modules here; in a backend its operators' folders, then what they
+share.
 """

@@ -6,7 +6,7 @@ One folder an operator, each of which opens with its equations and its stages: `
 """
 
 from pallas_kernels.schedule import Schedule
-from pallas_kernels.triton.delta_rule.gated_delta_rule import gated_delta_rule, unsupported
+from pallas_kernels.triton.delta_rule.gated_delta_rule import gated_delta_rule, mosaic_unsupported, unsupported
 from pallas_kernels.triton.diagonal_preconditioner import readouts as preconditioner_readouts
 from pallas_kernels.triton.diagonal_preconditioner.gram_readout import (
     GramSchedule,
@@ -44,6 +44,7 @@ __all__ = [
     "gated_delta_rule",
     "gram_unsupported",
     "linear_attention",
+    "mosaic_unsupported",
     "norm_unsupported",
     "one_token_convolutions",
     "preconditioner_readouts",

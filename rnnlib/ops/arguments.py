@@ -13,7 +13,7 @@ from jax import Array
 
 from pallas_kernels.platform import platform
 
-IMPLEMENTATIONS = ("scan", "chunked", "triton")
+IMPLEMENTATIONS = ("scan", "chunked", "triton", "mosaic")
 
 # Keeps a wrong argument short in an error message: `reprlib.repr` would print six nested lists, six levels deep.
 _SHORT = reprlib.Repr(maxlevel=2, maxlist=2, maxtuple=2)
@@ -292,5 +292,5 @@ def choose_implementation[Implementation](
 def default_preference(length: int) -> tuple[str, ...]:
     """Implementations, best first, for sequences of `length` tokens on the default device."""
     if platform() == "gpu":
-        return ("triton", "scan", "chunked") if length == 1 else ("triton", "chunked", "scan")
+        return ("triton", "scan", "chunked") if length == 1 else ("mosaic", "triton", "chunked", "scan")
     return ("scan", "chunked") if length == 1 else ("chunked", "scan")

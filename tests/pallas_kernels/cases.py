@@ -104,7 +104,7 @@ def value_and_gradients(function, arrays, out_shape, state_shape, seed: int = 1,
     return results, gradients
 
 
-def errors(case: Case, seed: int = 0, **options) -> dict[str, float]:
+def errors(case: Case, seed: int = 0, jit=jax.jit, **options) -> dict[str, float]:
     """Relative error of output, final state and every gradient against the scan in float64."""
     arrays, ids = make_inputs(case, seed)
     batch, _, _, value_heads, key_size, value_size = case.shape
@@ -119,7 +119,7 @@ def errors(case: Case, seed: int = 0, **options) -> dict[str, float]:
         )
         reference = jax.tree.map(np.asarray, reference)
     results = value_and_gradients(
-        lambda **x: getattr(triton, case.operator)(**x, segment_ids=ids, **options), arrays, *shapes
+        lambda **x: getattr(triton, case.operator)(**x, segment_ids=ids, **options), arrays, *shapes, jit=jit
     )
     named = {"out": (results[0][0], reference[0][0]), "state": (results[0][1], reference[0][1])}
     named |= {f"d_{name}": (x, reference[1][name]) for name, x in results[1].items()}

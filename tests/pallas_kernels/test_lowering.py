@@ -114,7 +114,7 @@ def test_kernels_count_in_32_bits_whatever_the_program_around_them_does(x64):
 
 def test_the_default_device_says_where_a_call_runs(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert default_preference(64)[0] == "triton"
+    assert default_preference(64)[:2] == ("mosaic", "triton")
     with jax.default_device(jax.devices("cpu")[0]):
         assert default_preference(64)[0] == "chunked"
 

@@ -71,9 +71,10 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind
 
 
+_HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 _SHARED_MEMORY = {
     **dict.fromkeys(("A100", "A800", "A30"), 163 * 1024),
-    **dict.fromkeys(("H100", "H200", "H800", "H20", "GH200", "B200", "GB200", "B300", "GB300"), 227 * 1024),
+    **dict.fromkeys((*_HOPPER, "B200", "GB200", "B300", "GB300"), 227 * 1024),
 }
 _LEAST_SHARED_MEMORY = 99 * 1024
 
@@ -88,8 +89,16 @@ def shared_memory() -> int:
         found = getattr(jax.devices()[0], "shared_memory_per_block_optin", None)
         if found is not None:
             return found
-    words = re.split(r"[^A-Za-z0-9]+", device_kind())
-    return next((_SHARED_MEMORY[word] for word in words if word in _SHARED_MEMORY), _LEAST_SHARED_MEMORY)
+    return next((_SHARED_MEMORY[word] for word in _words() if word in _SHARED_MEMORY), _LEAST_SHARED_MEMORY)
+
+
+def _words() -> list[str]:
+    return re.split(r"[^A-Za-z0-9]+", device_kind())
+
+
+def is_hopper() -> bool:
+    """Whether the device that is being traced for is a Hopper card, known by its name."""
+    return platform() == "gpu" and any(word in _HOPPER for word in _words())
 
 
 def call(

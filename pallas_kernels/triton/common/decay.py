@@ -83,12 +83,12 @@ def decay_of_chunk(decay: ChunkDecay) -> Array | None:
 
 
 # Replaces smaller gates, both where a kernel multiplies by a gate and where a later one divides by it.
-_SMALLEST_GATE = 2.0**-32
+SMALLEST_GATE = 2.0**-32
 
 
 def divisible(gate: Array) -> Array:
     """A gate `[C]`, kept away from zero, so that a product with it can be divided by it again."""
-    return jnp.where(jnp.abs(gate) < _SMALLEST_GATE, _SMALLEST_GATE, gate)
+    return jnp.where(jnp.abs(gate) < SMALLEST_GATE, SMALLEST_GATE, gate)
 
 
 def split_gate(gate: Array) -> tuple[Array, Array]:

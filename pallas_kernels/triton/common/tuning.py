@@ -7,13 +7,14 @@ import logging
 from importlib import resources
 from typing import Any
 
-from pallas_kernels.problem import Inputs, is_sum, next_power_of_two
+from pallas_kernels.problem import Inputs, is_channel_wise, is_sum, next_power_of_two
 from pallas_kernels.schedule import (
     Launch,
     Schedule,
     choose_segments,
     choose_sum_segments,
     default_schedule,
+    mosaic_schedule,
     splits,
     with_segments,
 )
@@ -52,11 +53,19 @@ def load_table(kind: str) -> dict | None:
     return None
 
 
-def choose_schedule(inputs: Inputs, online: bool) -> Schedule:
-    """The schedule for a call: the device's table where it has the variant, else defaults."""
+def choose_schedule(inputs: Inputs, online: bool, backend: str = "triton") -> Schedule:
+    """The schedule for a call: the device's table where it has the variant, else defaults.
+
+    Args:
+        inputs: arguments.
+        online: whether the call is a delta rule.
+        backend: `"mosaic"` for the passes over chunks in Mosaic GPU.
+    """
     batch, length, value_heads, value_size = inputs.v.shape
+    has_two_keys = inputs.write_key is not None or any(is_channel_wise(x) for x in (inputs.log_decay, inputs.erase))
     if interpreted():  # blocks and warps mean nothing there; two segments keep that path exercised
-        return Schedule(segments=1 if length <= 128 else 2)
+        schedule = Schedule(segments=1 if length <= 128 else 2)
+        return schedule if backend == "triton" else mosaic_schedule(schedule, 1, _DEFAULT_PROCESSORS, has_two_keys)
     table = load_table(device_kind()) or {}
     key_size = next_power_of_two(inputs.q.shape[3])
     default = default_schedule(key_size, inputs.v.dtype.name, shared_memory=shared_memory())
@@ -69,7 +78,10 @@ def choose_schedule(inputs: Inputs, online: bool) -> Schedule:
         segments = choose_segments(programs, length, processors) if splits(key_size) else 1
         is_underfilled = programs * segments <= processors
     launches = table_launches(table, variant_name(inputs, online), is_underfilled)
-    return with_segments(dataclasses.replace(default, **launches), segments)
+    schedule = with_segments(dataclasses.replace(default, **launches), segments)
+    if backend == "triton":
+        return schedule
+    return mosaic_schedule(schedule, programs * segments, processors, has_two_keys)
 
 
 def table_launches(table: dict, variant: str, is_underfilled: bool) -> dict[str, Any]:

@@ -14,9 +14,8 @@ from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.delta_rule.argument_gradients import Saved, argument_gradients, gradients_of_pairs
 from pallas_kernels.triton.delta_rule.chunk_factors import prepare
 from pallas_kernels.triton.delta_rule.decode import decode
+from pallas_kernels.triton.delta_rule.passes import output_pass, reverse_offsets, reverse_pass, states_pass
 from pallas_kernels.triton.delta_rule.segments import fold_segments, segment_maps
-from pallas_kernels.triton.delta_rule.state_gradients import reverse_offsets, reverse_pass
-from pallas_kernels.triton.delta_rule.states import output_pass, states_pass
 from pallas_kernels.varying import batch_alike
 
 

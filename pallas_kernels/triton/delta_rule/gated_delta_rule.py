@@ -5,14 +5,23 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels.platform import platform
-from pallas_kernels.problem import CHUNK, Inputs, crop_results, make_inputs, pad_inputs
+from pallas_kernels.problem import (
+    CHUNK,
+    Inputs,
+    crop_results,
+    is_channel_wise,
+    make_inputs,
+    next_power_of_two,
+    pad_inputs,
+)
 from pallas_kernels.schedule import Schedule
-from pallas_kernels.triton.common.backend import unsupported_arrays
+from pallas_kernels.triton.common.backend import is_hopper, unsupported_arrays
 from pallas_kernels.triton.common.tuning import choose_schedule
 from pallas_kernels.triton.delta_rule.differentiable import Options, chunked_pass, one_token
 from pallas_kernels.varying import vary_alike
 
 _MAX_CHANNELS = 256
+_MOSAIC_CHANNELS = 128
 
 
 def unsupported(q: Array, k: Array, v: Array, *gates: Array | None, chunk_size: int = CHUNK) -> str | None:
@@ -38,6 +47,36 @@ def unsupported(q: Array, k: Array, v: Array, *gates: Array | None, chunk_size: 
     return None
 
 
+def mosaic_unsupported(
+    q: Array, k: Array, v: Array, erase: Array | None, write: Array | None, log_decay: Array | None, *, chunk_size: int
+) -> str | None:
+    """Why a call can't have the passes over chunks in Mosaic GPU, as a noun phrase, or None if it can.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`.
+        erase: erase gate, or None.
+        write: write gate, or None.
+        log_decay: log decay, or None.
+        chunk_size: tokens in a chunk.
+    """
+    reason = unsupported(q, k, v, erase, log_decay, chunk_size=chunk_size)
+    if reason is not None:
+        return reason
+    if not is_hopper():
+        return "this device (it runs on Hopper cards)"
+    if jnp.result_type(q, k, v) != jnp.bfloat16:
+        return f"matrices of dtype {jnp.result_type(q, k, v)} (only bfloat16)"
+    if q.shape[1] == 1:
+        return "a single token (its kernel is Triton's)"
+    if any(next_power_of_two(size) != _MOSAIC_CHANNELS for size in (q.shape[3], v.shape[3])):
+        return f"key size {q.shape[3]} with value size {v.shape[3]} (65 to {_MOSAIC_CHANNELS} each)"
+    if is_channel_wise(write):
+        return "a write gate by channel"
+    return None
+
+
 def gated_delta_rule(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -52,6 +91,7 @@ def gated_delta_rule(
     scale: float | None = None,
     chunk_size: int = CHUNK,
     schedule: Schedule | None = None,
+    backend: str = "triton",
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     r"""The delta rule with decay, erase and write gates and a write key, forward and backward in Triton kernels.
 
@@ -79,16 +119,25 @@ def gated_delta_rule(
         scale: factor on the output; None is `K ** -0.5`.
         chunk_size: only 64.
         schedule: how the call is cut into programs; None takes the device's tuned one.
+        backend: `"mosaic"` runs the passes over chunks as Mosaic GPU kernels, where `mosaic_unsupported` has no
+            objection: the same roundings in less time. Read where `schedule` is None.
 
     Returns:
         The output in `v`'s dtype and the final state in float32.
 
     Raises:
-        NotImplementedError: `unsupported` has an objection.
+        NotImplementedError: `unsupported`, or `mosaic_unsupported` for that backend, has an objection.
+        ValueError: `backend` is neither.
     """
+    if backend not in ("triton", "mosaic"):
+        raise ValueError(f"gated_delta_rule: backend is {backend!r}, expected 'triton' or 'mosaic'")
     refuse_unsupported("gated_delta_rule", q, k, v, erase, log_decay, chunk_size=chunk_size)
+    if backend == "mosaic" and schedule is None:
+        reason = mosaic_unsupported(q, k, v, erase, write, log_decay, chunk_size=chunk_size)
+        if reason is not None:
+            raise NotImplementedError(f"gated_delta_rule: the Mosaic GPU kernels do not support {reason}")
     inputs = make_inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids)
-    options, inputs = call_options(inputs, scale=scale, schedule=schedule)
+    options, inputs = call_options(inputs, scale=scale, schedule=schedule, backend=backend)
     if q.shape[1] == 1:
         out, state = one_token(chunked_pass, options, inputs)
     else:
@@ -104,11 +153,11 @@ def refuse_unsupported(operator: str, *arrays: Array | None, chunk_size: int) ->
 
 
 def call_options(
-    inputs: Inputs, *, scale: float | None, schedule: Schedule | None, online: bool = True
+    inputs: Inputs, *, scale: float | None, schedule: Schedule | None, online: bool = True, backend: str = "triton"
 ) -> tuple[Options, Inputs]:
     """The static options of a call, and its inputs as its passes take them (see `Options`)."""
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else float(scale)
-    schedule = schedule or choose_schedule(inputs, online)
+    schedule = schedule or choose_schedule(inputs, online, backend)
     shares_gate = inputs.erase is not None and inputs.erase is inputs.write and inputs.erase.ndim == 3
     if shares_gate:
         inputs = inputs._replace(write=None)

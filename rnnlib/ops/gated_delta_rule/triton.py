@@ -1,4 +1,4 @@
-"""The gated delta rule on NVIDIA GPUs: the kernels of `pallas_kernels.triton`."""
+"""The gated delta rule on NVIDIA GPUs: the kernels of `pallas_kernels`, whose passes over chunks have two backends."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ from rnnlib.ops.gated_delta_rule.scan import DeltaRuleInputs
 from rnnlib.ops.kernels import triton_kernels
 
 
-@functools.partial(jax.jit, static_argnames=("shares_gate", "scale", "chunk_size"), inline=True)
+@functools.partial(jax.jit, static_argnames=("shares_gate", "scale", "chunk_size", "backend"), inline=True)
 def gated_delta_rule_triton(
     inputs: DeltaRuleInputs,
     initial_state: Array | None,
@@ -21,6 +21,7 @@ def gated_delta_rule_triton(
     shares_gate: bool,
     scale: float,
     chunk_size: int,
+    backend: str = "triton",
 ) -> tuple[Array, Array]:
     """Evaluates the gated delta rule by kernels; results as `gated_delta_rule_scan`.
 
@@ -31,6 +32,7 @@ def gated_delta_rule_triton(
         shares_gate: whether `erase` is also the write gate. Kernels then load it once.
         scale: factor on the output.
         chunk_size: tokens in a chunk.
+        backend: `"mosaic"` for the passes over chunks in Mosaic GPU.
     """
     if shares_gate:
         inputs = inputs._replace(write=None)
@@ -40,7 +42,7 @@ def gated_delta_rule_triton(
 
     def keywords(inputs, initial_state, segment_ids) -> dict[str, Any]:
         arrays = {**with_shared(inputs)._asdict(), "initial_state": initial_state, "segment_ids": segment_ids}
-        return {**arrays, "scale": scale, "chunk_size": chunk_size}
+        return {**arrays, "scale": scale, "chunk_size": chunk_size, "backend": backend}
 
     def reference(inputs, *rest):
         return gated_delta_rule_chunked(with_shared(inputs), *rest, scale=scale, chunk_size=chunk_size)

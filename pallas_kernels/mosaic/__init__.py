@@ -1,0 +1,9 @@
+"""Kernels in Pallas on its Mosaic GPU backend, for Hopper cards: stages of operators whose other stages are in Triton.
+
+The warpgroups of a program here divide its work. One has the card's copy engine bring tiles of the next chunks into
+shared memory; the others multiply, and never wait for an address to be computed. Triton has no such division. `backend`
+has all that is particular to Mosaic GPU; `delta_rule` has the stages.
+
+The stages are functions of the same arrays as their counterparts in `pallas_kernels.triton`, and round at the same
+places. `pallas_kernels.triton.gated_delta_rule` runs them where its argument `backend` is `"mosaic"`.
+"""

@@ -1,0 +1,333 @@
+"""Everything that is particular to Pallas on its Mosaic GPU backend; no other module here imports that backend.
+
+A kernel is one loop over the chunks of a sequence. `call` starts a program's warpgroups: the last one copies the tiles
+of each chunk into a ring of slots in shared memory, the others compute. A slot's barrier `full` is awaited before its
+tiles are read. When a computing warpgroup has read them it says so by `release`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.platform import platform
+from pallas_kernels.problem import CHUNK
+from pallas_kernels.varying import varying_axes
+
+SIDE = 64
+"""Rows of a matrix that one warpgroup holds."""
+
+_MATRIX = plgpu.Layout.WGMMA
+_COLUMNS = _MATRIX.reduce(0)
+# Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
+_REGISTERS = {1: (240, 24), 2: (232, 40)}
+_REDUCTION = 512  # float32 numbers that one warpgroup's sum over rows passes between its warps
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a slot of the ring has of one array.
+
+    Attributes:
+        shape: of the part of one chunk.
+        source: from the kernel's namespace of references, the program's place and the chunk's number to that part.
+        dtype: of the array.
+    """
+
+    shape: tuple[int, ...]
+    source: Callable[..., Any]
+    dtype: Any = jnp.bfloat16
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a warpgroup is.
+
+    Attributes:
+        block: the program's block of value channels.
+        head: value head.
+        batch: row of the batch.
+        segment: segment of the row.
+        group: the warpgroup among those that compute.
+        groups: number of those.
+    """
+
+    block: Any
+    head: Any
+    batch: Any
+    segment: Any
+    group: Any
+    groups: int
+
+    @property
+    def own(self) -> Any:
+        """This warpgroup's channels among the program's."""
+        return pl.ds(self.group * SIDE, SIDE)
+
+    @property
+    def part(self) -> Any:
+        """Number of this warpgroup's channels among all, in blocks of 64."""
+        return self.block * self.groups + self.group
+
+    @property
+    def channels(self) -> Any:
+        """This warpgroup's channels among all."""
+        return pl.ds(self.part * SIDE, SIDE)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The slots of shared memory that tiles go through.
+
+    Attributes:
+        full: a barrier for each slot: its tiles are there.
+        free: a barrier for each slot: its tiles have been read.
+        slots: number of slots.
+    """
+
+    full: Any
+    free: Any
+    slots: int
+
+    def wait(self, step: Any) -> Any:
+        """The slot of a step of the loop, once its tiles are there."""
+        slot = remainder(step, self.slots)
+        plgpu.barrier_wait(self.full.at[slot])
+        return slot
+
+    def release(self, slot: Any) -> None:
+        """Lets the slot be filled again. Before it comes `publish`, which ends this warpgroup's own reads of it."""
+        plgpu.barrier_arrive(self.free.at[slot])
+
+
+def quotient(x: Any, n: int) -> Any:
+    """`x // n` in the dtype of `x`, which is not negative."""
+    return lax.div(x, jnp.asarray(n, x.dtype))
+
+
+def remainder(x: Any, n: int) -> Any:
+    """`x % n` likewise."""
+    return lax.rem(x, jnp.asarray(n, x.dtype))
+
+
+def _swizzled() -> tuple[Any, ...]:
+    return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+
+
+def matrix_buffer(*shape: int) -> Any:
+    """Shared memory for a bfloat16 matrix that the copy engine or a product takes; the last axis is of 64 or 128."""
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=_swizzled())
+
+
+def sum_buffer(groups: int) -> Any:
+    """Shared memory for `column_sums` of each warpgroup."""
+    return plgpu.SMEM((groups, _REDUCTION), jnp.float32)
+
+
+def interpreted() -> bool:
+    """Whether kernels run interpreted, as they do in tests where there is no GPU."""
+    return platform() == "cpu"
+
+
+def call(
+    kernel: Callable[..., None],
+    name: str,
+    problem: Any,
+    inputs: Mapping[str, Array | None],
+    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
+    tiles: Mapping[str, Tile],
+    buffers: Mapping[str, Any],
+    *,
+    groups: int,
+    slots: int,
+    reverse: bool = False,
+    **static: Any,
+) -> dict[str, Array | None]:
+    """Runs `kernel` for each block of value channels, value head, and segment of each row.
+
+    A computing warpgroup runs `kernel(refs, tiles, buffers, ring, place, chunks, problem=problem, **static)`. The first
+    three are namespaces of what `inputs` and `outputs`, `tiles` and `buffers` name, None for an absent array. `chunks`
+    has the segment's first chunk and its number of chunks.
+
+    Args:
+        kernel: the loop.
+        name: its name in profiles.
+        problem: static facts.
+        inputs: arrays in global memory; None is passed on as None.
+        outputs: likewise; None is not written.
+        tiles: what the ring copies of each chunk.
+        buffers: other shared memory.
+        groups: warpgroups that compute, 64 value channels each.
+        slots: of the ring.
+        reverse: whether the loop goes from the last chunk to the first.
+        **static: passed to the kernel.
+
+    Returns:
+        The outputs by name, None where none was asked for.
+    """
+    given = {key: array for key, array in inputs.items() if array is not None}
+    wanted = {key: struct for key, struct in outputs.items() if struct is not None}
+    absent = dict.fromkeys([*inputs, *outputs])
+    computing, copying = _REGISTERS[groups]
+
+    def program(refs, rings, scratch, full, free):
+        there, own = SimpleNamespace(**dict(zip(tiles, rings))), SimpleNamespace(**dict(zip(buffers, scratch)))
+        row, group = lax.axis_index("row"), lax.axis_index("warpgroup")
+        segment = remainder(row, problem.segments)
+        batch = quotient(row, problem.segments)
+        place = Place(lax.axis_index("block"), lax.axis_index("head"), batch, segment, group, groups)
+        first, count = _chunks(problem, segment)
+
+        @pl.when(group < groups)
+        def _():
+            plgpu.set_max_registers(computing, action="increase")
+            kernel(refs, there, own, Ring(full, free, slots), place, (first, count), problem=problem, **static)
+
+        @pl.when(group == groups)
+        def _():
+            plgpu.set_max_registers(copying, action="decrease")
+
+            @pl.loop(0, count)
+            def _(step):
+                slot = remainder(step, slots)
+                chunk = first + (count - 1 - step if reverse else step)
+                pl.when(step >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
+                for key, tile in tiles.items():
+                    source = tile.source(refs, place, chunk)
+                    plgpu.copy_gmem_to_smem(source, getattr(there, key).at[slot], full.at[slot])
+
+            @pl.loop(jnp.maximum(count - slots, 0), count)
+            def _(step):  # a program ends when nothing is on its way any more
+                plgpu.barrier_wait(free.at[remainder(step, slots)])
+
+    def body(*arrays):
+        refs = SimpleNamespace(**{**absent, **dict(zip([*given, *wanted], arrays))})
+        pl.run_scoped(
+            lambda *scoped: program(refs, *scoped),
+            tuple(
+                plgpu.SMEM((slots, *t.shape), t.dtype, transforms=_swizzled() if len(t.shape) > 1 else ())
+                for t in tiles.values()
+            ),
+            tuple(buffers.values()),
+            plgpu.Barrier(num_arrivals=len(tiles), num_barriers=slots),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
+            collective_axes="warpgroup",
+        )
+
+    body.__name__ = body.__qualname__ = name
+    varying = varying_axes(list(given.values()))
+    varies = None if interpreted() else jax.sharding.ManualAxisType(varying=varying)
+    # Kernels count in 32 bits, whatever the program around them does.
+    with jax.enable_x64(False):
+        results = plgpu.kernel(
+            body,
+            out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies) for x in wanted.values()],
+            grid=(problem.value_size // (SIDE * groups), problem.value_heads, problem.batch * problem.segments),
+            grid_names=("block", "head", "row"),
+            num_threads=groups + 1,
+            thread_name="warpgroup",
+            # Barriers around loads and stores are set by hand: tiles are only read, buffers only written.
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+            ),
+            interpret=plgpu.InterpretGPUParams(detect_races=True) if interpreted() else None,
+        )(*given.values())
+    return {**dict.fromkeys(outputs), **dict(zip(wanted, results))}
+
+
+def _chunks(problem: Any, segment: Any) -> tuple[Any, Any]:
+    """A segment's first chunk and its number of chunks, which is static where all segments are alike."""
+    size = problem.chunks_per_segment
+    first = segment * size
+    if problem.chunks == size * problem.segments:
+        return first, jnp.int32(size)
+    return first, jnp.clip(problem.chunks - first, 0, size)
+
+
+def load_matrix(ref: Any) -> Array:
+    """A matrix of 64 rows from shared memory, spread over a warpgroup as products hold theirs."""
+    return plgpu.load(ref, layout=_MATRIX)
+
+
+def load_state(ref: Any) -> Array:
+    """A float32 matrix of 64 rows from global memory."""
+    return plgpu.load(ref, layout=_MATRIX, optimized=False)
+
+
+def zeros(*shape: int) -> Array:
+    """A float32 matrix of 64 rows of zeros."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _MATRIX)
+
+
+def load_row(ref: Any, slot: Any) -> Array | None:
+    """One number for each column of a matrix, from a slot of the ring; None for None."""
+    return None if ref is None else plgpu.load(ref.at[slot], layout=_COLUMNS)
+
+
+def scale_columns(x: Array, row: Array | None) -> Array:
+    """`x` times one number a column; None is 1."""
+    return x if row is None else x * lax.broadcast_in_dim(row, x.shape, [1])
+
+
+def split(x: Array) -> tuple[Array, Array]:
+    """`x` as a sum of two bfloat16 values."""
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def multiply(accumulator: Any, left: Array, right: Any) -> None:
+    """Begins to add `left @ right` to an accumulator: a bfloat16 matrix in registers and one in shared memory."""
+    plgpu.wgmma(accumulator, left, right)
+
+
+def awaited(accumulator: Any, running: int = 0) -> Array:
+    """An accumulator's value, once all but the `running` latest products have ended."""
+    return plgpu.wgmma_accumulator_load(accumulator, wait_n=running)
+
+
+def with_accumulators(body: Callable[..., Any], count: int) -> Any:
+    """What `body` makes of `count` accumulators `[64, C]`, which are zero at first."""
+    return pl.run_scoped(body, *[plgpu.ACC((SIDE, CHUNK), jnp.float32)] * count)
+
+
+def added(body: Callable[..., None], *starts: Array) -> tuple[Array, ...]:
+    """Matrices and what `body` multiplies into accumulators that begin with them."""
+    results = pl.run_state(lambda accumulators: body(*accumulators))(tuple(plgpu.ACC.init(x) for x in starts))
+    return tuple(results)
+
+
+def column_sums(x: Array, buffer: Any) -> Array:
+    """The sum of each column of `x` `[64, C]`, in a fixed order; `buffer` is this warpgroup's part of `sum_buffer`."""
+    if interpreted():
+        return jnp.sum(x, axis=0)
+
+    # Pallas' own sum has one buffer for all warpgroups of a program, which would write over each other's.
+    @plgpu.inline_mgpu(
+        arg_types=(_MATRIX, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK,), jnp.float32, layout=_COLUMNS),
+    )
+    def reduce(_, matrix, scratch):
+        return matrix.reduce("add", 0, scratch)
+
+    return reduce(x, buffer)
+
+
+def publish() -> None:
+    """Ends this warpgroup's stores to shared memory, and its reads of tiles, for the copy engine to go on."""
+    plgpu.commit_smem()
+
+
+def store(buffer: Any, target: Any, *, last: bool = True) -> None:
+    """Begins to copy a buffer to global memory; `last` of what is awaited together."""
+    plgpu.copy_smem_to_gmem(buffer, target, commit_group=last)
+
+
+def wait_for_stores(*, only_read: bool = True) -> None:
+    """Waits until buffers may be written again or, without `only_read`, until all has arrived."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=only_read)

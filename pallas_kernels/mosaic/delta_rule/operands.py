@@ -1,0 +1,126 @@
+"""What the passes over chunks read, and where a program finds its part of it."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from pallas_kernels.mosaic.backend import SIDE, Tile, load_row, quotient, scale_columns
+from pallas_kernels.problem import CHUNK, Problem
+
+
+class Keys(NamedTuple):
+    """Queries or keys.
+
+    Attributes:
+        array: `[B, T, H, K]`, or `[B, HV, T, K]` as the first stage leaves them.
+        by_head: whether it is the latter.
+    """
+
+    array: Array
+    by_head: bool
+
+
+class PassArrays(NamedTuple):
+    """Arrays of the passes over chunks; see `Prepared` in `pallas_kernels.triton.delta_rule` for those of its fields.
+
+    Attributes:
+        written: keys that are written.
+        erased: keys that are erased; None where they are the same.
+        read: queries; None where nothing is read.
+        v: values `[B, T, HV, V]`; None where no values take part.
+        inverse: A, `[B, HV, N, C, C]`.
+        scores: P, likewise; None where nothing is read.
+        write_rows: the write gate, `[B, HV, T]` float32; None for 1.
+        erased_rows: likewise, see `Prepared`.
+        written_rows: likewise.
+        read_rows: likewise.
+        kept: `[B, HV, N]` or `[B, HV, N, K]`; None without decay.
+    """
+
+    written: Keys
+    erased: Keys | None
+    read: Keys | None
+    v: Array | None
+    inverse: Array
+    scores: Array | None
+    write_rows: Array | None
+    erased_rows: Array | None
+    written_rows: Array | None
+    read_rows: Array | None
+    kept: Array | None
+
+    def by_name(self) -> dict[str, Array | None]:
+        """The arrays alone."""
+        return {name: x.array if isinstance(x, Keys) else x for name, x in self._asdict().items()}
+
+
+ROWS = ("write_rows", "erased_rows", "written_rows", "read_rows")
+
+
+def tokens(chunk: Any) -> Any:
+    """A chunk's tokens."""
+    return pl.ds(chunk * CHUNK, CHUNK)
+
+
+def chunk_tiles(problem: Problem, x: PassArrays, groups: int) -> dict[str, Tile]:
+    """The parts of the arrays that one step of a pass takes."""
+    tiles: dict[str, Tile] = {}
+    for name in ("written", "erased", "read"):
+        keys = getattr(x, name)
+        if keys is not None:
+            tiles[name] = _key_tile(problem, name, keys)
+    if x.v is not None:
+        tiles["v"] = value_tile("v", groups)
+    for name in ("inverse", "scores"):
+        if getattr(x, name) is not None:
+            tiles[name] = Tile((CHUNK, CHUNK), lambda r, at, n, name=name: getattr(r, name).at[at.batch, at.head, n])
+    for name in ROWS:
+        if getattr(x, name) is not None:
+            tiles[name] = Tile(
+                (CHUNK,), lambda r, at, n, name=name: getattr(r, name).at[at.batch, at.head, tokens(n)], jnp.float32
+            )
+    if x.kept is not None and x.kept.ndim == 4:
+        tiles["kept"] = Tile((problem.key_size,), lambda r, at, n: r.kept.at[at.batch, at.head, n], jnp.float32)
+    return tiles
+
+
+def _key_tile(problem: Problem, name: str, keys: Keys) -> Tile:
+    group = problem.value_heads // keys.array.shape[2]
+
+    def source(r, at, n):
+        if keys.by_head:
+            return getattr(r, name).at[at.batch, at.head, tokens(n)]
+        return getattr(r, name).at[at.batch, tokens(n), quotient(at.head, group)]
+
+    return Tile((CHUNK, problem.key_size), source)
+
+
+def value_tile(name: str, groups: int) -> Tile:
+    """Values, or something like them, of the program's block of channels."""
+    width = SIDE * groups
+
+    def source(r, at, n):
+        return getattr(r, name).at[at.batch, tokens(n), at.head, pl.ds(at.block * width, width)]
+
+    return Tile((CHUNK, width), source)
+
+
+def load_kept(r: Any, tiles: Any, place: Any, slot: Any, chunk: Any) -> Array | None:
+    """What a chunk keeps of the state: a number, one for each key channel, or None for 1."""
+    if hasattr(tiles, "kept"):
+        return load_row(tiles.kept, slot)
+    return None if r.kept is None else r.kept[place.batch, place.head, chunk]
+
+
+def keep(state: Array, kept: Any) -> Array:
+    """The state after a chunk's decay."""
+    if kept is None or kept.ndim == 0:
+        return state if kept is None else state * kept
+    return scale_columns(state, kept)
+
+
+def row_of(tiles: Any, name: str, slot: Any) -> Array | None:
+    """One of `ROWS` of a chunk; None where the pass has none."""
+    return load_row(getattr(tiles, name, None), slot)

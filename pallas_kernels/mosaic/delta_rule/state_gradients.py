@@ -1,0 +1,234 @@
+"""The pass over chunks, last to first, with the state's gradient in registers.
+
+    dR = P^T dO + K_tail dS_C      dW = A^T dR      dS_0 = Diag(exp(G_C)) dS_C + Q_G^T dO - Ebar^T dW
+
+As in `states`, all matrices but keys and queries are transposed. The source of the equations is in
+`pallas_kernels.triton.delta_rule.state_gradients`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.mosaic.backend import (
+    SIDE,
+    added,
+    awaited,
+    call,
+    column_sums,
+    load_matrix,
+    load_state,
+    matrix_buffer,
+    multiply,
+    publish,
+    scale_columns,
+    split,
+    store,
+    sum_buffer,
+    wait_for_stores,
+    with_accumulators,
+    zeros,
+)
+from pallas_kernels.mosaic.delta_rule.operands import (
+    PassArrays,
+    chunk_tiles,
+    keep,
+    load_kept,
+    row_of,
+    tokens,
+    value_tile,
+)
+from pallas_kernels.problem import CHUNK, Problem
+
+
+def _write_gradient(
+    r: Any, tiles: Any, slot: Any, own: Any, d_state: Array, kept: Any, is_exact: bool
+) -> tuple[Array, Array, Array, Array | None]:
+    """`dW^T`, the state's gradient before the chunk's reads and writes, `dO^T` as it meets Q, and the erased rows."""
+    left = d_state.astype(jnp.bfloat16)
+
+    def body(d_written, d_near, d_value):
+        multiply(d_written, left, tiles.written.at[slot].T)
+        d_out = load_matrix(tiles.d_out.at[slot, :, own].T)
+        multiply(d_near, d_out, tiles.scores.at[slot])
+        written = row_of(tiles, "written_rows", slot)
+        d_residual = scale_columns(awaited(d_written, running=1), written) + awaited(d_near)
+        for part in split(d_residual) if is_exact else (d_residual.astype(jnp.bfloat16),):
+            multiply(d_value, part, tiles.inverse.at[slot])
+        before = keep(d_state, kept)
+        if r.read_rows is not None:
+            d_out = scale_columns(d_out.astype(jnp.float32), row_of(tiles, "read_rows", slot)).astype(jnp.bfloat16)
+        erased = row_of(tiles, "erased_rows", slot)
+        return awaited(d_value), before, d_out, erased
+
+    return with_accumulators(body, 3)
+
+
+def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem, is_exact: bool, smallest_gate: float):
+    first, count = chunks
+    erased = getattr(tiles, "erased", tiles.written)
+    # Without rows of factors the queries' factor is multiplied in afterwards, so that no operand is rounded once more.
+    is_scaled_late = r.read_rows is None
+    with_values = r.d_v is not None
+
+    def store_value_side(slot, n, d_value):
+        write = row_of(tiles, "write_rows", slot)
+        if write is not None:
+            values = load_matrix(tiles.v.at[slot, :, place.own].T).astype(jnp.float32)
+            sums = column_sums(d_value * values, buffers.sums.at[place.group])
+            r.d_write[place.part, place.batch, place.head, tokens(n)] = sums
+            # See `divisible` in `pallas_kernels.triton.common.decay`.
+            write = jnp.where((write < smallest_gate) & (write > -smallest_gate), smallest_gate, write)
+        buffers.d_v.at[place.group].T[...] = scale_columns(d_value, write).astype(jnp.bfloat16)
+        publish()
+        store(buffers.d_states.at[place.group], r.d_states.at[place.batch, place.head, n, place.channels], last=False)
+        store(buffers.d_v.at[place.group], r.d_v.at[place.batch, tokens(n), place.head, place.channels])
+
+    def step(m, d_state):
+        n = first + count - 1 - m
+        if with_values:
+            wait_for_stores()
+            buffers.d_states[place.group] = d_state.astype(jnp.bfloat16)
+        slot = ring.wait(m)
+        kept = load_kept(r, tiles, place, slot, n)
+        if is_scaled_late:
+            kept = jnp.float32(1 / problem.scale) if kept is None else kept * (1 / problem.scale)
+        d_value, before, reads, row = _write_gradient(r, tiles, slot, place.own, d_state, kept, is_exact)
+        erases = scale_columns(-d_value, row).astype(jnp.bfloat16)
+
+        def add(d_state):
+            multiply(d_state, reads, tiles.read.at[slot])
+            if not is_scaled_late:
+                multiply(d_state, erases, erased.at[slot])
+            if with_values:
+                store_value_side(slot, n, d_value)
+            else:
+                publish()
+
+        (d_state,) = added(add, before)
+        if is_scaled_late:
+            (d_state,) = added(lambda x: multiply(x, erases, erased.at[slot]), d_state * problem.scale)
+        ring.release(slot)
+        return d_state
+
+    if r.ends is None:
+        d_state = zeros(SIDE, problem.key_size)
+    else:
+        d_state = load_state(r.ends.at[place.batch, place.head, place.segment, place.channels])
+    d_state = lax.fori_loop(0, count, step, d_state)
+    if r.offsets is not None:
+        r.offsets[place.batch, place.head, place.segment, place.channels] = d_state
+    if r.d_initial_state is not None:
+
+        @pl.when(place.segment == 0)
+        def _():
+            r.d_initial_state[place.batch, place.head, place.channels] = d_state
+
+    wait_for_stores(only_read=False)
+
+
+def _call(
+    problem: Problem,
+    arrays: PassArrays,
+    d_out: Array,
+    ends: Array | None,
+    outputs: dict[str, jax.ShapeDtypeStruct | None],
+    buffers: dict[str, Any],
+    name: str,
+    *,
+    is_exact: bool,
+    smallest_gate: float = 0.0,
+    groups: int,
+    slots: int,
+) -> dict[str, Array | None]:
+    absent = dict.fromkeys(("d_states", "d_v", "d_write", "d_initial_state", "offsets"))
+    return call(
+        _reverse_kernel,
+        name,
+        problem,
+        {**arrays.by_name(), "d_out": d_out, "ends": ends},
+        {**absent, **outputs},
+        {**chunk_tiles(problem, arrays, groups), "d_out": value_tile("d_out", groups)},
+        buffers,
+        groups=groups,
+        slots=slots,
+        reverse=True,
+        is_exact=is_exact,
+        smallest_gate=smallest_gate,
+    )
+
+
+def reverse_offsets(problem: Problem, arrays: PassArrays, d_out: Array, *, groups: int, slots: int) -> Array:
+    """What a segment's outputs add to the gradient at its start, `[B, HV, P, V, K]` float32."""
+    p = problem
+    offsets = jax.ShapeDtypeStruct((p.batch, p.value_heads, p.segments, p.value_size, p.key_size), jnp.float32)
+    arrays = arrays._replace(v=None, write_rows=None)
+    outputs: dict[str, jax.ShapeDtypeStruct | None] = {"offsets": offsets}
+    results = _call(
+        p, arrays, d_out, None, outputs, {}, "delta_reverse_offsets", is_exact=False, groups=groups, slots=slots
+    )
+    return results["offsets"]  # type: ignore[return-value]
+
+
+def reverse_pass(
+    problem: Problem,
+    arrays: PassArrays,
+    d_out: Array,
+    ends: Array | None,
+    *,
+    is_exact: bool,
+    with_initial_state: bool,
+    smallest_gate: float,
+    groups: int,
+    slots: int,
+) -> dict[str, Array | None]:
+    """Gradients with respect to states, values, write gate and initial state.
+
+    Args:
+        problem: static facts.
+        arrays: what a pass reads.
+        d_out: `[B, T, HV, V]`.
+        ends: gradients at the segments' ends, transposed, `[B, HV, P, V, K]` float32; None for zero.
+        is_exact: whether what goes through the inverse is not rounded before.
+        with_initial_state: whether the initial state's gradient is wanted.
+        smallest_gate: replaces smaller write gates, which a later stage divides by.
+        groups: blocks of 64 value channels of a program.
+        slots: chunks whose tiles are in shared memory.
+
+    Returns:
+        `d_states` `[B, HV, N, V, K]`, of the state after each chunk; `d_v` `[B, T, HV, V]`, `dW` times the write gate;
+        `d_write` `[B, HV, T]` float32 or None; `d_initial_state`, transposed, `[B, HV, V, K]` float32 or None.
+    """
+    p, has_write = problem, arrays.write_rows is not None
+    if not has_write:
+        arrays = arrays._replace(v=None)
+    final = jax.ShapeDtypeStruct((p.batch, p.value_heads, p.value_size, p.key_size), jnp.float32)
+    parts = jax.ShapeDtypeStruct((p.value_size // SIDE, p.batch, p.value_heads, p.length), jnp.float32)
+    outputs = {
+        "d_states": jax.ShapeDtypeStruct((p.batch, p.value_heads, p.chunks, p.value_size, p.key_size), p.dtype),
+        "d_v": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype),
+        "d_write": parts if has_write else None,
+        "d_initial_state": final if with_initial_state else None,
+    }
+    buffers = {"d_states": matrix_buffer(groups, SIDE, p.key_size), "d_v": matrix_buffer(groups, CHUNK, SIDE)}
+    if has_write:
+        buffers["sums"] = sum_buffer(groups)
+    results = _call(
+        p,
+        arrays,
+        d_out,
+        ends,
+        outputs,
+        buffers,
+        "delta_reverse",
+        is_exact=is_exact,
+        smallest_gate=smallest_gate,
+        groups=groups,
+        slots=slots,
+    )
+    if has_write:
+        results["d_write"] = jnp.sum(results["d_write"], axis=0)  # type: ignore[arg-type]
+    return results

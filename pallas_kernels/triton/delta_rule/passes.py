@@ -1,0 +1,118 @@
+"""The passes over chunks by the backend that their launch asks for: Triton's, or Mosaic GPU's on Hopper cards."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.mosaic.delta_rule import state_gradients as mosaic_gradients
+from pallas_kernels.mosaic.delta_rule import states as mosaic_states
+from pallas_kernels.mosaic.delta_rule.operands import Keys, PassArrays
+from pallas_kernels.problem import Inputs
+from pallas_kernels.schedule import Launch
+from pallas_kernels.triton.common.decay import SMALLEST_GATE
+from pallas_kernels.triton.common.problem import Problem
+from pallas_kernels.triton.delta_rule import state_gradients, states
+from pallas_kernels.triton.delta_rule.chunk_factors import Prepared
+from pallas_kernels.triton.delta_rule.state_gradients import Reversed
+
+
+def output_pass(
+    problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch
+) -> tuple[Array, Array]:
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the segments' starts."""
+    at = launch.mosaic
+    if at is None:
+        return states.output_pass(problem, inputs, prepared, starts, launch)
+    out, final = mosaic_states.output_pass(
+        problem,
+        _arrays(inputs, prepared),
+        _starts(inputs.initial_state, starts),
+        is_exact=states.has_decay(prepared),
+        groups=at.groups,
+        slots=at.slots,
+    )
+    return out, jnp.swapaxes(final, 2, 3)
+
+
+def states_pass(
+    problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch
+) -> tuple[Array, Array]:
+    """For the backward: the state before each chunk `[B, HV, N, V, K]` and the residuals `[B, HV, N, V, C]`."""
+    at = launch.mosaic
+    if at is None:
+        return states.states_pass(problem, inputs, prepared, starts, launch)
+    arrays, starts = _arrays(inputs, prepared), _starts(inputs.initial_state, starts)
+    return mosaic_states.states_pass(problem, arrays, starts, groups=at.groups, slots=at.slots)
+
+
+def reverse_offsets(problem: Problem, inputs: Inputs, prepared: Prepared, d_out: Array, launch: Launch) -> Array:
+    """What a segment's outputs add to the gradient at its start, `[B, HV, P, V, K]`."""
+    at = launch.mosaic
+    if at is None:
+        return state_gradients.reverse_offsets(problem, inputs, prepared, d_out, launch)
+    arrays = _arrays(inputs, prepared)
+    return mosaic_gradients.reverse_offsets(problem, arrays, d_out, groups=at.groups, slots=at.slots)
+
+
+def reverse_pass(
+    problem: Problem,
+    inputs: Inputs,
+    prepared: Prepared,
+    d_out: Array,
+    d_final_state: Array,
+    ends: Array | None,
+    launch: Launch,
+) -> Reversed:
+    """Gradients of states, values, write gate and initial state; see `state_gradients.reverse_pass`."""
+    at = launch.mosaic
+    if at is None:
+        return state_gradients.reverse_pass(problem, inputs, prepared, d_out, d_final_state, ends, launch)
+    results = mosaic_gradients.reverse_pass(
+        problem,
+        _arrays(inputs, prepared),
+        d_out,
+        _starts(d_final_state, ends),
+        is_exact=states.has_decay(prepared),
+        with_initial_state=inputs.initial_state is not None,
+        smallest_gate=SMALLEST_GATE,
+        groups=at.groups,
+        slots=at.slots,
+    )
+    d_write, d_initial = results["d_write"], results["d_initial_state"]
+    return Reversed(
+        d_states=results["d_states"],  # type: ignore[arg-type]
+        d_v=results["d_v"],  # type: ignore[arg-type]
+        d_written=None,
+        d_write=None if d_write is None else jnp.swapaxes(d_write, 1, 2),
+        d_initial_state=None if d_initial is None else jnp.swapaxes(d_initial, 2, 3),
+    )
+
+
+def _starts(boundary: Array | None, starts: Array | None) -> Array | None:
+    """States, or their gradients, where programs start, `[B, HV, P, V, K]`: the segments', or the sequence's."""
+    if starts is not None or boundary is None:
+        return starts
+    return jnp.swapaxes(boundary.astype(jnp.float32), 2, 3)[:, :, None]
+
+
+def _arrays(inputs: Inputs, prepared: Prepared) -> PassArrays:
+    """What a pass reads of the inputs and of the first stage's results."""
+    x = inputs
+
+    def keys(stored: Array | None, given: Array) -> Keys:
+        return Keys(given, False) if stored is None else Keys(stored, True)
+
+    has_own_erased = prepared.erased is not None or prepared.written is not None or x.write_key is not None
+    return PassArrays(
+        written=keys(prepared.written, x.k if x.write_key is None else x.write_key),
+        erased=keys(prepared.erased, x.k) if has_own_erased else None,
+        read=keys(prepared.read, x.q),
+        v=x.v,
+        inverse=prepared.inverse,  # type: ignore[arg-type]
+        scores=prepared.scores,
+        # The copy engine takes numbers that lie side by side.
+        write_rows=None if x.write is None else jnp.swapaxes(x.write.astype(jnp.float32), 1, 2),
+        erased_rows=prepared.erased_rows,
+        written_rows=prepared.written_rows,
+        read_rows=prepared.read_rows,
+        kept=prepared.kept,
+    )

@@ -1,0 +1,157 @@
+"""The passes over chunks in Mosaic GPU, interpreted with races looked for, against Triton's and the scan in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import triton
+from pallas_kernels.schedule import MosaicLaunch, Schedule, mosaic_schedule
+from rnnlib import ops
+from tests.pallas_kernels import mosaic_interpreter
+from tests.pallas_kernels.cases import (
+    CHANNEL,
+    NO,
+    Case,
+    errors,
+    make_inputs,
+    relative_error,
+    value_and_gradients,
+)
+from tests.pallas_kernels.test_lowering import H200, arguments
+
+SIZES = (128, 128)
+CASES = {
+    "scalar_decay": Case((1, 100, 1, 1, *SIZES)),
+    "delta_rule_of_two_heads_a_key": Case((1, 100, 1, 2, *SIZES), decay=NO),
+    "no_gates_no_state": Case((1, 100, 1, 1, *SIZES), decay=NO, erase=NO, write=NO, initial_state=False),
+    "write_key_three_segments": Case((1, 250, 1, 1, *SIZES), write_key=True, segments=3),
+    "packed": Case((2, 128, 1, 1, *SIZES), packed=True),
+    "extreme": Case((1, 192, 1, 1, *SIZES), extreme=True, segments=2),
+    "channel_decay": Case((1, 130, 1, 2, *SIZES), decay=CHANNEL, segments=2),
+    "channel_erase": Case((1, 100, 1, 1, *SIZES), erase=CHANNEL),
+    "narrow_heads": Case((1, 70, 1, 1, 80, 72), segments=2),
+}
+GROUPS = {"scalar_decay": 2, "delta_rule_of_two_heads_a_key": 2, "write_key_three_segments": 2}
+
+
+def eagerly(function):
+    """In place of `jax.jit`: the interpreter can't run two kernels at once, as a compiled program may."""
+    return function
+
+
+def schedule_of(case: Case, groups: int) -> Schedule:
+    has_two_keys = case.write_key or CHANNEL in (case.decay, case.erase)
+    return mosaic_schedule(Schedule(segments=case.segments), 1 if groups == 1 else 1000, 132, has_two_keys)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_passes_equal_those_in_triton(name, capsys):
+    """Both round at the same places; sums differ in their order."""
+    mosaic_interpreter.install()
+    case = dataclasses.replace(CASES[name], dtype=jnp.bfloat16)
+    arrays, ids = make_inputs(case)
+    batch, _, _, value_heads, key_size, value_size = case.shape
+    shapes = arrays["v"].shape, (batch, value_heads, key_size, value_size)
+
+    def run(schedule):
+        return value_and_gradients(
+            lambda **x: triton.gated_delta_rule(**x, segment_ids=ids, schedule=schedule), arrays, *shapes, jit=eagerly
+        )
+
+    expected = run(Schedule(segments=case.segments))
+    found = run(schedule_of(case, GROUPS.get(name, 1)))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        # A sum at a tie rounds to the other bfloat16 number, 4e-3 off; few are.
+        assert relative_error(x, y) < 1e-3
+    assert "RACE" not in "".join(capsys.readouterr())
+
+
+def test_errors_stay_within_rounding():
+    mosaic_interpreter.install()
+    case = Case((1, 192, 1, 1, *SIZES), dtype=jnp.bfloat16, segments=3)
+    found = errors(case, jit=eagerly, schedule=schedule_of(case, 2))
+    assert all(error < 1e-2 for error in found.values()), found
+    # What goes through the inverse is not rounded before.
+    assert found["out"] < 3e-3 and found["state"] < 2.4e-3 and found["d_v"] < 2.8e-3, found
+
+
+def test_a_program_has_more_channels_where_heads_fill_the_card():
+    few = mosaic_schedule(Schedule(), 128, 132, has_two_keys=False)
+    assert few.output.mosaic == MosaicLaunch(groups=1, slots=3) and few.reverse.mosaic == MosaicLaunch(1, 2)
+    many = mosaic_schedule(Schedule(), 256, 132, has_two_keys=False)
+    assert many.output.mosaic == many.reverse.mosaic == MosaicLaunch(groups=2, slots=2)
+    # Its tiles of two blocks of values would take more shared memory than there is.
+    assert mosaic_schedule(Schedule(), 256, 132, has_two_keys=True).reverse.mosaic == MosaicLaunch(1, 2)
+    assert few.prepare == Schedule().prepare and Schedule().output.mosaic is None
+
+
+def lowered(function, *x):
+    with jax.sharding.use_abstract_mesh(H200):
+        return jax.jit(function).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def loss(x, implementation=None):
+    out, state = ops.gated_delta_rule(**x, implementation=implementation)
+    return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(state)
+
+
+@pytest.mark.parametrize(("decay", "triton_kernels"), [("none", 3), ("scalar", 3), ("channel", 6)])
+def test_hopper_cards_take_them_unasked(decay, triton_kernels):
+    """Output, states and the gradient's pass; with one segment the other stages are Triton's."""
+    x = arguments(decay, False, jnp.bfloat16, length=64)
+    for implementation in (None, "mosaic"):
+        text = lowered(jax.grad(lambda x, name=implementation: loss(x, name)), x)
+        assert text.count("mosaic_gpu_v2") == 3
+        assert text.count("xla.gpu.triton") == triton_kernels
+    assert "mosaic_gpu_v2" not in lowered(jax.grad(lambda x: loss(x, "triton")), x)
+
+
+def test_they_lower_under_vmap_and_in_64_bits(x64):
+    x = arguments("scalar", False, jnp.bfloat16)
+    x = {name: jax.ShapeDtypeStruct((2, *a.shape), a.dtype) for name, a in x.items()}
+    text = lowered(jax.grad(lambda x: jax.vmap(lambda y: loss(y, "mosaic"))(x).sum()), x)
+    assert text.count("mosaic_gpu_v2") >= 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"dtype": jnp.float32}, "matrices of dtype float32"),
+        ({"size": (64, 64)}, "key size 64 with value size 64"),
+        ({"channels": True}, "a write gate by channel"),
+        ({"length": 1}, "a single token"),
+    ],
+    ids=str,
+)
+def test_other_calls_stay_in_triton(changed, reason):
+    given = {"dtype": jnp.bfloat16, "size": (128, 128), "channels": False, "length": 256} | changed
+    x = arguments("scalar", given["channels"], given["dtype"], given["size"], given["length"])
+    assert "mosaic_gpu_v2" not in lowered(loss, x)
+    with pytest.raises(NotImplementedError, match=reason):
+        lowered(lambda x: loss(x, "mosaic"), x)
+
+
+def test_other_devices_and_backends_are_refused():
+    x = {name: jnp.zeros(a.shape, a.dtype) for name, a in arguments("scalar", False, jnp.bfloat16, length=64).items()}
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        loss(x, "mosaic")
+    with pytest.raises(ValueError, match="backend is 'cutlass', expected 'triton' or 'mosaic'"):
+        triton.gated_delta_rule(x["q"], x["k"], x["v"], backend="cutlass")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length, value_heads", [(1100, 4), (200, 72)], ids=["in_segments", "more_than_processors"])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name, length, value_heads):
+    """Twice the same, too, bit by bit."""
+    _, _, heads, own_heads, *sizes = CASES[name].shape
+    shape = (1, length, value_heads * heads // own_heads, value_heads, *sizes)
+    case = dataclasses.replace(CASES[name], dtype=jnp.bfloat16, shape=shape)
+    found = errors(case, backend="mosaic")
+    assert all(error < 1e-2 for error in found.values()), found
+    arrays, ids = make_inputs(case)
+    run = jax.jit(jax.grad(lambda x: jnp.sum(triton.gated_delta_rule(**x, segment_ids=ids, backend="mosaic")[0] ** 2)))
+    for x, y in zip(jax.tree.leaves(run(arrays)), jax.tree.leaves(run(arrays)), strict=True):
+        assert (x == y).all()
