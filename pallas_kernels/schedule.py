@@ -13,11 +13,13 @@ class MosaicLaunch:
 
     Attributes:
         groups: warpgroups of a program that compute, each with 64 value channels.
-        slots: chunks whose tiles are in shared memory at once.
+        slots: chunks whose tiles, or queries and keys alone, are in shared memory at once.
+        programs: at most, of a stage whose programs walk over all chunks: the number of processors.
     """
 
     groups: int = 1
     slots: int = 2
+    programs: int = 132
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,10 @@ def _wide_schedule(segments: int, loop: Launch, fold_block: int) -> Schedule:
     )
 
 
-def mosaic_schedule(schedule: Schedule, programs: int, processors: int, has_two_keys: bool) -> Schedule:
-    """The same schedule with the passes over chunks in Mosaic GPU.
+def mosaic_schedule(
+    schedule: Schedule, programs: int, processors: int, *, has_write_key: bool = False, has_channels: bool = False
+) -> Schedule:
+    """The same schedule with the stages in Mosaic GPU that serve the call.
 
     Measured on an H200: where each processor has at most one program of 64 value channels, two of these share their
     tiles for nothing; where it has more, they should. A third slot gains 3 to 5 % where it fits in shared memory.
@@ -143,14 +147,18 @@ def mosaic_schedule(schedule: Schedule, programs: int, processors: int, has_two_
         schedule: for the other stages.
         programs: programs of one pass in blocks of 64 value channels: batch * value heads * segments * blocks.
         processors: multiprocessors of the card.
-        has_two_keys: whether the passes load keys that are erased beside those that are written.
+        has_write_key: whether the key that is written is another than the one that is erased.
+        has_channels: whether the decay or the erase gate is one number a key channel.
     """
     is_spread = programs <= processors
+    has_two_keys = has_write_key or has_channels  # keys that are erased beside those that are written
     groups = 1 if is_spread else 2
     ahead = MosaicLaunch(groups, slots=3 if is_spread and not has_two_keys else 2)
     # With two keys 128 channels of the gradient's pass would take more shared memory than there is.
     back = MosaicLaunch(1 if has_two_keys else groups, slots=2)
     stages = {"output": ahead, "states": ahead, "offsets": back, "reverse": back}
+    if not has_channels:
+        stages["gradients"] = MosaicLaunch(groups=2, slots=1 if has_write_key else 2, programs=processors)
     return dataclasses.replace(
         schedule, **{name: dataclasses.replace(getattr(schedule, name), mosaic=at) for name, at in stages.items()}
     )

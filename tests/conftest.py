@@ -22,6 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if "not gpu" in (config.getoption("markexpr") or ""):
         quick = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
         os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}".strip()
+    # XLA's pool of threads, which has as many as there are processors: the interpreter of Mosaic GPU kernels runs each
+    # warpgroup in a thread of it, and they wait for one another.
+    os.environ.setdefault("NPROC", "16")
     # Where no bytecode may be written beside the sources, each process would compile jax and all else for seconds.
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         os.environ["PYTHONPYCACHEPREFIX"] = str(CACHE / "bytecode")

@@ -24,7 +24,7 @@ SIDE = 64
 """Rows of a matrix that one warpgroup holds."""
 
 _MATRIX = plgpu.Layout.WGMMA
-_COLUMNS = _MATRIX.reduce(0)
+_ROWS, _COLUMNS = _MATRIX.reduce(1), _MATRIX.reduce(0)
 # Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
 _REGISTERS = {1: (240, 24), 2: (232, 40)}
 _REDUCTION = 512  # float32 numbers that one warpgroup's sum over rows passes between its warps
@@ -125,6 +125,36 @@ def matrix_buffer(*shape: int) -> Any:
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=_swizzled())
 
 
+def number_buffer(*shape: int) -> Any:
+    """Shared memory for float32 numbers."""
+    return plgpu.SMEM(shape, jnp.float32)
+
+
+def barrier(arrivals: int, count: int = 1) -> Any:
+    """Barriers, each of which opens when so many have arrived."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+def wait(at: Any) -> None:
+    """Waits until a barrier opens."""
+    plgpu.barrier_wait(at)
+
+
+def arrive(at: Any) -> None:
+    """Arrives at a barrier, for this warpgroup."""
+    plgpu.barrier_arrive(at)
+
+
+def begin_copy(source: Any, target: Any, at: Any) -> None:
+    """Begins to copy from global to shared memory, and arrives at a barrier when all is there."""
+    plgpu.copy_gmem_to_smem(source, target, at)
+
+
+def use_registers(count: int, *, more: bool) -> None:
+    """Sets a warpgroup's registers of a thread, to more or to fewer than it has."""
+    plgpu.set_max_registers(count, action="increase" if more else "decrease")
+
+
 def sum_buffer(groups: int) -> Any:
     """Shared memory for `column_sums` of each warpgroup."""
     return plgpu.SMEM((groups, _REDUCTION), jnp.float32)
@@ -133,6 +163,64 @@ def sum_buffer(groups: int) -> Any:
 def interpreted() -> bool:
     """Whether kernels run interpreted, as they do in tests where there is no GPU."""
     return platform() == "cpu"
+
+
+def launch(
+    program: Callable[[Any, Any], None],
+    name: str,
+    inputs: Mapping[str, Array | None],
+    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
+    memory: Mapping[str, Any],
+    *,
+    grid: dict[str, int],
+    warpgroups: int,
+) -> dict[str, Array | None]:
+    """Runs `program(refs, memory)` on a grid.
+
+    Args:
+        program: what each warpgroup runs. `refs` is a namespace of what `inputs` and `outputs` name, None for an absent
+            array; `memory` is one of the program's shared memory and barriers.
+        name: the kernel's name in profiles.
+        inputs: arrays in global memory; None is passed on as None.
+        outputs: likewise; None is not written.
+        memory: shared memory and barriers of a program, or tuples of them.
+        grid: number of programs along each axis, by the axis' name; the first varies fastest.
+        warpgroups: of a program; the axis `warpgroup` tells them apart.
+
+    Returns:
+        The outputs by name, None where none was asked for.
+    """
+    given = {key: array for key, array in inputs.items() if array is not None}
+    wanted = {key: struct for key, struct in outputs.items() if struct is not None}
+    absent = dict.fromkeys([*inputs, *outputs])
+
+    def body(*arrays):
+        refs = SimpleNamespace(**{**absent, **dict(zip([*given, *wanted], arrays))})
+
+        def scoped(*scratch):
+            program(refs, SimpleNamespace(**dict(zip(memory, scratch))))
+
+        pl.run_scoped(scoped, *memory.values(), collective_axes="warpgroup")
+
+    body.__name__ = body.__qualname__ = name
+    varying = varying_axes(list(given.values()))
+    varies = None if interpreted() else jax.sharding.ManualAxisType(varying=varying)
+    # Kernels count in 32 bits, whatever the program around them does.
+    with jax.enable_x64(False):
+        results = plgpu.kernel(
+            body,
+            out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies) for x in wanted.values()],
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
+            num_threads=warpgroups,
+            thread_name="warpgroup",
+            # Barriers around loads and stores are set by hand.
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+            ),
+            interpret=plgpu.InterpretGPUParams(detect_races=True) if interpreted() else None,
+        )(*given.values())
+    return {**dict.fromkeys(outputs), **dict(zip(wanted, results))}
 
 
 def call(
@@ -171,18 +259,17 @@ def call(
     Returns:
         The outputs by name, None where none was asked for.
     """
-    given = {key: array for key, array in inputs.items() if array is not None}
-    wanted = {key: struct for key, struct in outputs.items() if struct is not None}
-    absent = dict.fromkeys([*inputs, *outputs])
     computing, copying = _REGISTERS[groups]
 
-    def program(refs, rings, scratch, full, free):
-        there, own = SimpleNamespace(**dict(zip(tiles, rings))), SimpleNamespace(**dict(zip(buffers, scratch)))
+    def program(refs, memory):
+        there = SimpleNamespace(**dict(zip(tiles, memory.tiles)))
+        own = SimpleNamespace(**dict(zip(buffers, memory.buffers)))
         row, group = lax.axis_index("row"), lax.axis_index("warpgroup")
         segment = remainder(row, problem.segments)
         batch = quotient(row, problem.segments)
         place = Place(lax.axis_index("block"), lax.axis_index("head"), batch, segment, group, groups)
         first, count = _chunks(problem, segment)
+        full, free = memory.full, memory.free
 
         @pl.when(group < groups)
         def _():
@@ -206,39 +293,21 @@ def call(
             def _(step):  # a program ends when nothing is on its way any more
                 plgpu.barrier_wait(free.at[remainder(step, slots)])
 
-    def body(*arrays):
-        refs = SimpleNamespace(**{**absent, **dict(zip([*given, *wanted], arrays))})
-        pl.run_scoped(
-            lambda *scoped: program(refs, *scoped),
-            tuple(
-                plgpu.SMEM((slots, *t.shape), t.dtype, transforms=_swizzled() if len(t.shape) > 1 else ())
-                for t in tiles.values()
-            ),
-            tuple(buffers.values()),
-            plgpu.Barrier(num_arrivals=len(tiles), num_barriers=slots),
-            plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
-            collective_axes="warpgroup",
-        )
-
-    body.__name__ = body.__qualname__ = name
-    varying = varying_axes(list(given.values()))
-    varies = None if interpreted() else jax.sharding.ManualAxisType(varying=varying)
-    # Kernels count in 32 bits, whatever the program around them does.
-    with jax.enable_x64(False):
-        results = plgpu.kernel(
-            body,
-            out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies) for x in wanted.values()],
-            grid=(problem.value_size // (SIDE * groups), problem.value_heads, problem.batch * problem.segments),
-            grid_names=("block", "head", "row"),
-            num_threads=groups + 1,
-            thread_name="warpgroup",
-            # Barriers around loads and stores are set by hand: tiles are only read, buffers only written.
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-            ),
-            interpret=plgpu.InterpretGPUParams(detect_races=True) if interpreted() else None,
-        )(*given.values())
-    return {**dict.fromkeys(outputs), **dict(zip(wanted, results))}
+    memory = {
+        "tiles": tuple(
+            matrix_buffer(slots, *t.shape) if len(t.shape) > 1 else plgpu.SMEM((slots, *t.shape), t.dtype)
+            for t in tiles.values()
+        ),
+        "buffers": tuple(buffers.values()),
+        "full": plgpu.Barrier(num_arrivals=len(tiles), num_barriers=slots),
+        "free": plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
+    }
+    grid = {
+        "block": problem.value_size // (SIDE * groups),
+        "head": problem.value_heads,
+        "row": problem.batch * problem.segments,
+    }
+    return launch(program, name, inputs, outputs, memory, grid=grid, warpgroups=groups + 1)
 
 
 def _chunks(problem: Any, segment: Any) -> tuple[Any, Any]:
@@ -267,7 +336,37 @@ def zeros(*shape: int) -> Array:
 
 def load_row(ref: Any, slot: Any) -> Array | None:
     """One number for each column of a matrix, from a slot of the ring; None for None."""
-    return None if ref is None else plgpu.load(ref.at[slot], layout=_COLUMNS)
+    return None if ref is None else load_row_of(ref.at[slot])
+
+
+def load_row_of(ref: Any) -> Array:
+    """One number for each column of a matrix, from shared memory."""
+    return plgpu.load(ref, layout=_COLUMNS)
+
+
+def load_column(ref: Any) -> Array:
+    """One number for each row of a matrix, from shared memory."""
+    return plgpu.load(ref, layout=_ROWS)
+
+
+def row_numbers() -> Array:
+    """The rows' numbers, `[C]` int32. A matrix of them, made at once, would keep 32 numbers a thread in registers."""
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_ROWS)
+
+
+def column_numbers() -> Array:
+    """The columns' numbers, `[C]` int32."""
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_COLUMNS)
+
+
+def spread_rows(x: Array) -> Array:
+    """A matrix `[C, 64]` whose rows have one number each."""
+    return lax.broadcast_in_dim(x, (CHUNK, SIDE), [0])
+
+
+def spread_columns(x: Array) -> Array:
+    """A matrix `[C, 64]` whose columns have one number each."""
+    return lax.broadcast_in_dim(x, (CHUNK, SIDE), [1])
 
 
 def scale_columns(x: Array, row: Array | None) -> Array:
@@ -281,19 +380,29 @@ def split(x: Array) -> tuple[Array, Array]:
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def multiply(accumulator: Any, left: Array, right: Any) -> None:
-    """Begins to add `left @ right` to an accumulator: a bfloat16 matrix in registers and one in shared memory."""
-    plgpu.wgmma(accumulator, left, right)
+def multiply(total: Any, left: Any, right: Any) -> None:
+    """Begins to add `left @ right` to an accumulator: bfloat16 matrices, the right one in shared memory."""
+    plgpu.wgmma(total, left, right)
 
 
-def awaited(accumulator: Any, running: int = 0) -> Array:
+def awaited(total: Any, running: int = 0) -> Array:
     """An accumulator's value, once all but the `running` latest products have ended."""
-    return plgpu.wgmma_accumulator_load(accumulator, wait_n=running)
+    return plgpu.wgmma_accumulator_load(total, wait_n=running)
+
+
+def accumulator(columns: int) -> Any:
+    """A float32 accumulator `[64, columns]` for `with_each`."""
+    return plgpu.ACC((SIDE, columns), jnp.float32)
+
+
+def with_each(body: Callable[..., Any], *accumulators: Any) -> Any:
+    """What `body` makes of accumulators, which are zero at first."""
+    return pl.run_scoped(body, *accumulators)
 
 
 def with_accumulators(body: Callable[..., Any], count: int) -> Any:
     """What `body` makes of `count` accumulators `[64, C]`, which are zero at first."""
-    return pl.run_scoped(body, *[plgpu.ACC((SIDE, CHUNK), jnp.float32)] * count)
+    return with_each(body, *[accumulator(CHUNK)] * count)
 
 
 def added(body: Callable[..., None], *starts: Array) -> tuple[Array, ...]:

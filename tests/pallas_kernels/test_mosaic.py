@@ -1,4 +1,4 @@
-"""The passes over chunks in Mosaic GPU, interpreted with races looked for, against Triton's and the scan in float64."""
+"""Stages in Mosaic GPU, interpreted with races looked for, against Triton's and the scan in float64."""
 
 import dataclasses
 
@@ -31,6 +31,7 @@ CASES = {
     "extreme": Case((1, 192, 1, 1, *SIZES), extreme=True, segments=2),
     "channel_decay": Case((1, 130, 1, 2, *SIZES), decay=CHANNEL, segments=2),
     "channel_erase": Case((1, 100, 1, 1, *SIZES), erase=CHANNEL),
+    "strong_decay": Case((1, 130, 1, 1, *SIZES), shift=-12.0),
     "narrow_heads": Case((1, 70, 1, 1, 80, 72), segments=2),
 }
 GROUPS = {"scalar_decay": 2, "delta_rule_of_two_heads_a_key": 2, "write_key_three_segments": 2}
@@ -42,12 +43,17 @@ def eagerly(function):
 
 
 def schedule_of(case: Case, groups: int) -> Schedule:
-    has_two_keys = case.write_key or CHANNEL in (case.decay, case.erase)
-    return mosaic_schedule(Schedule(segments=case.segments), 1 if groups == 1 else 1000, 132, has_two_keys)
+    return mosaic_schedule(
+        Schedule(segments=case.segments),
+        1 if groups == 1 else 1000,
+        132,
+        has_write_key=case.write_key,
+        has_channels=CHANNEL in (case.decay, case.erase),
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_passes_equal_those_in_triton(name, capsys):
+def test_stages_equal_those_in_triton(name, capsys):
     """Both round at the same places; sums differ in their order."""
     mosaic_interpreter.install()
     case = dataclasses.replace(CASES[name], dtype=jnp.bfloat16)
@@ -78,12 +84,12 @@ def test_errors_stay_within_rounding():
 
 
 def test_a_program_has_more_channels_where_heads_fill_the_card():
-    few = mosaic_schedule(Schedule(), 128, 132, has_two_keys=False)
+    few = mosaic_schedule(Schedule(), 128, 132)
     assert few.output.mosaic == MosaicLaunch(groups=1, slots=3) and few.reverse.mosaic == MosaicLaunch(1, 2)
-    many = mosaic_schedule(Schedule(), 256, 132, has_two_keys=False)
+    many = mosaic_schedule(Schedule(), 256, 132)
     assert many.output.mosaic == many.reverse.mosaic == MosaicLaunch(groups=2, slots=2)
     # Its tiles of two blocks of values would take more shared memory than there is.
-    assert mosaic_schedule(Schedule(), 256, 132, has_two_keys=True).reverse.mosaic == MosaicLaunch(1, 2)
+    assert mosaic_schedule(Schedule(), 256, 132, has_channels=True).reverse.mosaic == MosaicLaunch(1, 2)
     assert few.prepare == Schedule().prepare and Schedule().output.mosaic is None
 
 
@@ -97,13 +103,13 @@ def loss(x, implementation=None):
     return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(state)
 
 
-@pytest.mark.parametrize(("decay", "triton_kernels"), [("none", 3), ("scalar", 3), ("channel", 6)])
-def test_hopper_cards_take_them_unasked(decay, triton_kernels):
-    """Output, states and the gradient's pass; with one segment the other stages are Triton's."""
+@pytest.mark.parametrize(("decay", "here", "triton_kernels"), [("none", 4, 1), ("scalar", 4, 1), ("channel", 3, 6)])
+def test_hopper_cards_take_them_unasked(decay, here, triton_kernels):
+    """Output, states and the gradient's pass, and the gradients of arguments unless something is one a channel."""
     x = arguments(decay, False, jnp.bfloat16, length=64)
     for implementation in (None, "mosaic"):
         text = lowered(jax.grad(lambda x, name=implementation: loss(x, name)), x)
-        assert text.count("mosaic_gpu_v2") == 3
+        assert text.count("mosaic_gpu_v2") == here
         assert text.count("xla.gpu.triton") == triton_kernels
     assert "mosaic_gpu_v2" not in lowered(jax.grad(lambda x: loss(x, "triton")), x)
 

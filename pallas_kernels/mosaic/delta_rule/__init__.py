@@ -1,15 +1,17 @@
-"""Passes over the chunks of the gated delta rule, with the state or its gradient in registers.
+"""Stages of the gated delta rule: the passes over chunks, and the gradients of arguments.
 
-The equations, and the other stages, are in `pallas_kernels.triton.delta_rule`. Here is one program for each block of
+The equations, and the other stages, are in `pallas_kernels.triton.delta_rule`. A pass has one program for each block of
 64 or 128 value channels, value head, and segment of each sequence. Each warpgroup that computes keeps 64 rows of the
 transposed state, `[64, K]`: the left operand of the products with a chunk's keys and queries, straight from registers.
 
 | module | kernel | in place of Triton's |
 |---|---|---|
-| `states` | `delta_output_mosaic` | `delta_output` |
-| | `delta_states_mosaic` | `delta_states` |
-| `state_gradients` | `delta_reverse_offsets_mosaic` | `delta_reverse_offsets` |
-| | `delta_reverse_mosaic` | `delta_reverse` |
+| `states` | `delta_output` | `delta_output` |
+| | `delta_states` | `delta_states` |
+| `state_gradients` | `delta_reverse_offsets` | `delta_reverse_offsets` |
+| | `delta_reverse` | `delta_reverse` |
+| `argument_gradients` | `delta_gradients` | `delta_pair_gradients` and `delta_gradients` |
 
-`operands` has what they read. They serve bfloat16 with K = V = 128 and a write gate of one number a token.
+`operands` has what the passes read. All serve bfloat16 with K = V = 128 and a write gate of one number a token; the
+last one also asks for an erase gate and a decay of one number a token.
 """

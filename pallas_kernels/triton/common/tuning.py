@@ -62,10 +62,13 @@ def choose_schedule(inputs: Inputs, online: bool, backend: str = "triton") -> Sc
         backend: `"mosaic"` for the passes over chunks in Mosaic GPU.
     """
     batch, length, value_heads, value_size = inputs.v.shape
-    has_two_keys = inputs.write_key is not None or any(is_channel_wise(x) for x in (inputs.log_decay, inputs.erase))
+    facts = {
+        "has_write_key": inputs.write_key is not None,
+        "has_channels": is_channel_wise(inputs.log_decay) or is_channel_wise(inputs.erase),
+    }
     if interpreted():  # blocks and warps mean nothing there; two segments keep that path exercised
         schedule = Schedule(segments=1 if length <= 128 else 2)
-        return schedule if backend == "triton" else mosaic_schedule(schedule, 1, _DEFAULT_PROCESSORS, has_two_keys)
+        return schedule if backend == "triton" else mosaic_schedule(schedule, 1, _DEFAULT_PROCESSORS, **facts)
     table = load_table(device_kind()) or {}
     key_size = next_power_of_two(inputs.q.shape[3])
     default = default_schedule(key_size, inputs.v.dtype.name, shared_memory=shared_memory())
@@ -81,7 +84,7 @@ def choose_schedule(inputs: Inputs, online: bool, backend: str = "triton") -> Sc
     schedule = with_segments(dataclasses.replace(default, **launches), segments)
     if backend == "triton":
         return schedule
-    return mosaic_schedule(schedule, programs * segments, processors, has_two_keys)
+    return mosaic_schedule(schedule, programs * segments, processors, **facts)
 
 
 def table_launches(table: dict, variant: str, is_underfilled: bool) -> dict[str, Any]:

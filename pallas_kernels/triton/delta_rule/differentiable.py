@@ -11,10 +11,16 @@ from jax import Array
 from pallas_kernels.problem import Inputs, crop_results, pad_inputs, problem_of
 from pallas_kernels.schedule import Schedule
 from pallas_kernels.triton.common.problem import Problem
-from pallas_kernels.triton.delta_rule.argument_gradients import Saved, argument_gradients, gradients_of_pairs
+from pallas_kernels.triton.delta_rule.argument_gradients import Saved
 from pallas_kernels.triton.delta_rule.chunk_factors import prepare
 from pallas_kernels.triton.delta_rule.decode import decode
-from pallas_kernels.triton.delta_rule.passes import output_pass, reverse_offsets, reverse_pass, states_pass
+from pallas_kernels.triton.delta_rule.passes import (
+    argument_gradients,
+    output_pass,
+    reverse_offsets,
+    reverse_pass,
+    states_pass,
+)
 from pallas_kernels.triton.delta_rule.segments import fold_segments, segment_maps
 from pallas_kernels.varying import batch_alike
 
@@ -90,15 +96,13 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         ends = fold_segments(problem, adjoint, d_final_state, schedule.fold, reverse=True)
     back = reverse_pass(problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse)
     saved, shared = Saved(states, residual, back), options.shares_gate
-    pairs = gradients_of_pairs(problem, inputs, d_out, saved, schedule.pair_gradients, shared)
     gradients = argument_gradients(
         problem,
         inputs,
         d_out,
         saved,
-        pairs,
         prepared,
-        schedule.gradients,
+        schedule,
         shares_gate=shared,
         write_key_dtype=options.write_key_dtype,
     )

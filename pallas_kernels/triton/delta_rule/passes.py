@@ -1,16 +1,22 @@
-"""The passes over chunks by the backend that their launch asks for: Triton's, or Mosaic GPU's on Hopper cards."""
+"""Stages that exist in two backends, by the one that their launch asks for: Triton, or Mosaic GPU on Hopper cards."""
+
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.mosaic.delta_rule import argument_gradients as mosaic_argument_gradients
 from pallas_kernels.mosaic.delta_rule import state_gradients as mosaic_gradients
 from pallas_kernels.mosaic.delta_rule import states as mosaic_states
 from pallas_kernels.mosaic.delta_rule.operands import Keys, PassArrays
 from pallas_kernels.problem import Inputs
-from pallas_kernels.schedule import Launch
-from pallas_kernels.triton.common.decay import SMALLEST_GATE
+from pallas_kernels.schedule import Launch, Schedule
+from pallas_kernels.triton.common.decay import SMALLEST_GATE, divisible
 from pallas_kernels.triton.common.problem import Problem
+from pallas_kernels.triton.delta_rule import argument_gradients as triton_argument_gradients
 from pallas_kernels.triton.delta_rule import state_gradients, states
+from pallas_kernels.triton.delta_rule.argument_gradients import Saved
+from pallas_kernels.triton.delta_rule.channel_decay import is_flat
 from pallas_kernels.triton.delta_rule.chunk_factors import Prepared
 from pallas_kernels.triton.delta_rule.state_gradients import Reversed
 
@@ -84,6 +90,96 @@ def reverse_pass(
         d_written=None,
         d_write=None if d_write is None else jnp.swapaxes(d_write, 1, 2),
         d_initial_state=None if d_initial is None else jnp.swapaxes(d_initial, 2, 3),
+    )
+
+
+def argument_gradients(
+    problem: Problem,
+    inputs: Inputs,
+    d_out: Array,
+    saved: Saved,
+    prepared: Prepared,
+    schedule: Schedule,
+    *,
+    shares_gate: bool,
+    write_key_dtype: Any,
+) -> Inputs:
+    """Gradients of all token-wise arguments; see `argument_gradients.argument_gradients`."""
+    at = schedule.gradients.mosaic
+    if at is None:
+        pairs = triton_argument_gradients.gradients_of_pairs(
+            problem, inputs, d_out, saved, schedule.pair_gradients, shares_gate
+        )
+        return triton_argument_gradients.argument_gradients(
+            problem,
+            inputs,
+            d_out,
+            saved,
+            pairs,
+            prepared,
+            schedule.gradients,
+            shares_gate=shares_gate,
+            write_key_dtype=write_key_dtype,
+        )
+    x = inputs
+    ratio = None
+    if not shares_gate:
+        ratio = None if x.erase is None else divisible(x.erase.astype(jnp.float32))
+        if x.write is not None:
+            ratio = (1.0 if ratio is None else ratio) / divisible(x.write.astype(jnp.float32))
+    arrays = mosaic_argument_gradients.GradientArrays(
+        q=x.q,
+        k=x.k,
+        write_key=x.write_key,
+        d_out=d_out,
+        d_values=saved.back.d_values,
+        states=saved.states,
+        d_states=saved.back.d_states,
+        residuals=saved.residuals,
+        ratio=ratio,
+        log_decay=x.log_decay,
+        starts=x.starts,
+        read_rows=prepared.read_rows,
+        written_rows=prepared.written_rows,
+        kept=prepared.kept,
+    )
+    found = mosaic_argument_gradients.argument_gradients(
+        problem,
+        arrays,
+        with_erase=x.erase is not None,
+        write_key_dtype=write_key_dtype,
+        key_slots=at.slots,
+        programs=at.programs,
+    )
+
+    def summed(part: Array | None, like: Array | None, dtype: Any = None) -> Array | None:
+        """Adds up the parts of the value heads that share a key head."""
+        if part is None or like is None:
+            return None
+        if like.shape[2] != problem.value_heads:
+            part = part.reshape(problem.batch, problem.length, like.shape[2], -1, *like.shape[3:]).sum(axis=3)
+        return part.astype(dtype or like.dtype)
+
+    def by_token(name: str) -> Array | None:
+        halves = found[name]
+        return None if halves is None else jnp.swapaxes(halves[0] + halves[1], 1, 2)
+
+    d_erase, d_log_decay, d_write = by_token("d_erase"), by_token("d_log_decay"), saved.back.d_write
+    if d_erase is not None:
+        d_erase = d_erase / divisible(x.erase.astype(jnp.float32))  # type: ignore[union-attr]
+        d_erase = d_erase + d_write if shares_gate else d_erase  # type: ignore[operator]
+    if d_log_decay is not None:
+        flat = is_flat(x.log_decay, None)  # type: ignore[arg-type]
+        flat = flat if x.starts is None else flat | (x.starts > 0)[:, :, None]
+        d_log_decay = jnp.where(flat, 0.0, d_log_decay)
+    return Inputs(
+        q=summed(found["d_q"], x.q),  # type: ignore[arg-type]
+        k=summed(found["d_k"], x.k),  # type: ignore[arg-type]
+        v=saved.back.d_v,
+        write_key=summed(found["d_write_key"], x.write_key, write_key_dtype),
+        erase=summed(d_erase, x.erase),
+        write=None if shares_gate else summed(d_write, x.write),
+        log_decay=summed(d_log_decay, x.log_decay),
     )
 
 
