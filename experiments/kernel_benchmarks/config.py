@@ -15,8 +15,9 @@ Sizes = tuple[int, int, int]
 
 TABLE_SHAPES = ((1, 2048, 8), (1, 8192, 8), (1, 32768, 8), (4, 4096, 8), (8, 4096, 16), (2, 16384, 16))
 Kind = Literal["time", "decode", "error"]
-Implementation = Literal["triton", "chunked", "scan", "fla", "flash_qla", "cudnn", "flashinfer"]
-OURS: tuple[Implementation, ...] = ("triton", "chunked", "scan")
+Implementation = Literal["ours", "triton", "chunked", "scan", "fla", "flash_qla", "cudnn", "flashinfer"]
+OURS: tuple[Implementation, ...] = ("ours", "triton", "chunked", "scan")
+KERNELS: tuple[Implementation, ...] = ("ours", "triton")  # what a call takes by itself, and Triton's kernels alone
 PEERS: tuple[Implementation, ...] = ("fla", "flash_qla", "cudnn", "flashinfer")
 
 
@@ -78,7 +79,7 @@ class BenchmarkConfig:
         (1, 4096, 16, 128),
         (1, 2048, 8, 256),
     )
-    """(B, T, H, K) at which DeltaNet's "triton" and "scan" are compared, as in table 1 of arXiv 2406.06484."""
+    """(B, T, H, K) at which DeltaNet's kernels and "scan" are compared, as in table 1 of arXiv 2406.06484."""
     decode_batch: int = 64
     """Sequences decoded at once; 0 leaves decoding out."""
     decode_heads: int = 32
@@ -151,7 +152,7 @@ def share_out(measurements: Sequence[Measurement], shares: int) -> list[tuple[Me
         mine = [m for m in measurements if m.operator in part]
         for m in list(mine):
             baseline = OPERATORS[m.operator].baseline
-            if m.kind == "time" and m.implementation == "triton" and baseline and baseline not in part:
+            if m.kind == "time" and m.implementation in KERNELS and baseline and baseline not in part:
                 mine.append(dataclasses.replace(m, operator=baseline, beside=m.operator))
         order = {"time": 0, "decode": 1, "error": 2}
         found.append(tuple(sorted(mine, key=lambda m: order[m.kind])))
@@ -177,7 +178,7 @@ def plan(config: BenchmarkConfig) -> list[Measurement]:
     peers = [name for name in PEERS if name in chosen]
     timed: list[Measurement] = []
     for operator, shape, in_table in timed_points(config):
-        wanted = ["triton", *peers] if in_table or operator == "gated_deltanet" else ["triton"]
+        wanted = [*KERNELS, *peers] if in_table or operator == "gated_deltanet" else [*KERNELS]
         if in_table and shape[:3] in config.chunked_shapes:
             wanted.append("chunked")
         timed += [Measurement("time", operator, name, shape) for name in wanted if name in chosen]
@@ -186,21 +187,21 @@ def plan(config: BenchmarkConfig) -> list[Measurement]:
     # All cases with one seed before the next: what a time limit cuts is seeds.
     for seed, (sizes, case) in itertools.product(range(config.seeds), cases):
         for operator in config.operators:
-            for name in ("triton", *peers):
-                if name in chosen and not (case == "packed" and sizes[0] > 1 and name != "triton"):
+            for name in (*KERNELS, *peers):
+                if name in chosen and not (case == "packed" and sizes[0] > 1 and name in peers):
                     errors.append(Measurement("error", operator, name, config.shape(sizes), case, seed))
     decoded: list[Measurement] = []
     if config.decode_batch:
         shape = config.shape((config.decode_batch, 1, config.decode_heads))
         for operator in config.operators:
             decoded += [
-                Measurement("decode", operator, name, shape) for name in ("triton", "scan", "fla") if name in chosen
+                Measurement("decode", operator, name, shape) for name in (*KERNELS[:1], "scan", "fla") if name in chosen
             ]
     scanned: list[Measurement] = []
     if "deltanet" in config.operators:
         for batch, length, heads, key_size in config.scan_shapes:
             shape = (batch, length, heads, key_size, key_size)
-            names = [name for name in ("triton", "scan") if name in chosen]
+            names = [name for name in (*KERNELS[:1], "scan") if name in chosen]
             scanned += [Measurement("time", "deltanet", name, shape) for name in names]
     wanted_once = [m for m in dict.fromkeys([*timed, *decoded, *errors, *scanned]) if m.kind in config.only]
     return [m for m in wanted_once if m.implementation in OURS or supports(m.implementation, m.operator, m.kind)]

@@ -35,6 +35,7 @@ OPERATOR_COLORS = {
     "pkda": "#7b3294",
 }
 STYLES = {
+    "ours": ("-", "o"),
     "triton": ("-", "o"),
     "fla": ("--", "s"),
     "flash_qla": (":", "D"),
@@ -64,7 +65,7 @@ def _color(operator: str) -> str:
 def _has_sweep(view: View, filled: bool) -> bool:
     """Whether any operator was timed at several lengths."""
     times = [
-        [view.time("triton", operator, shape, "forward_backward") for shape in view.sweep_shapes(filled=filled)]
+        [view.time(view.ours, operator, shape, "forward_backward") for shape in view.sweep_shapes(filled=filled)]
         for operator in view.config["sweep_operators"]
     ]
     return any(sum(t is not None for t in row) > 1 for row in times)
@@ -72,7 +73,7 @@ def _has_sweep(view: View, filled: bool) -> bool:
 
 def _lengths_panel(axes: Axes, view: View, run: str, *, filled: bool) -> None:
     for operator in view.config["sweep_operators"]:
-        for name in ("triton", *PEERS):
+        for name in (view.ours, *PEERS):
             points = []
             for shape in view.sweep_shapes(filled=filled):
                 t = view.time(name, operator, shape, run)
@@ -82,7 +83,7 @@ def _lengths_panel(axes: Axes, view: View, run: str, *, filled: bool) -> None:
             if not points:
                 continue
             line, marker = STYLES[name]
-            label = f"{OPERATORS[operator].title}, {TITLES[name]}"
+            label = f"{OPERATORS[operator].title}, {('ours' if name == view.ours else TITLES[name])}"
             axes.plot(*zip(*points), line, marker=marker, markersize=4, color=_color(operator), label=label)
     lengths = view.config["sweep_lengths"]
     axes.set_xscale("log", base=2)
@@ -138,7 +139,7 @@ def ratios(results: dict[str, Any], path: pathlib.Path) -> None:
         for n, peer in enumerate(peers):
             found = []
             for operator, shape in points:
-                ours, theirs = view.time("triton", operator, shape, run), view.time(peer, operator, shape, run)
+                ours, theirs = view.time(view.ours, operator, shape, run), view.time(peer, operator, shape, run)
                 if ours and theirs:  # peers a little apart in a row
                     found.append((theirs / ours, operators.index(operator) + 0.22 * (n - (len(peers) - 1) / 2)))
             if found:
@@ -172,14 +173,14 @@ def roofline(results: dict[str, Any], path: pathlib.Path) -> None:
         intensities = []
         for operator, shape in view.table_points():
             intensity = operations(operator, shape, run) / moved_bytes(operator, shape, run)
-            for name, size in (("triton", 42), *((peer, 16) for peer in PEERS)):
+            for name, size in ((view.ours, 42), *((peer, 16) for peer in PEERS)):
                 t = view.time(name, operator, shape, run)
                 if t:
                     intensities.append(intensity)
-                    face = _color(operator) if name == "triton" else "none"
+                    face = _color(operator) if name == view.ours else "none"
                     reached = operations(operator, shape, run) / t / 1e9
-                    style = {"facecolors": face, "marker": STYLES[name][1], "zorder": 2 if name == "triton" else 3}
-                    edge = _color(operator) if name == "triton" else "black"
+                    style = {"facecolors": face, "marker": STYLES[name][1], "zorder": 2 if name == view.ours else 3}
+                    edge = _color(operator) if name == view.ours else "black"
                     axes.scatter(intensity, reached, s=size, edgecolors=edge, linewidths=0.8, **style)
         if copy and intensities:
             x = np.geomspace(min(intensities) / 2, max(max(intensities) * 2, 2e3 * product / copy), 100)
@@ -201,11 +202,11 @@ def roofline(results: dict[str, Any], path: pathlib.Path) -> None:
         panels[0].scatter([], [], color=_color(operator), label=OPERATORS[operator].title)
         for operator in view.config["operators"]
     ]
-    for name in ("triton", *PEERS):
+    for name in (view.ours, *PEERS):
         if view.has(name):
-            face = "black" if name == "triton" else "none"
+            face = "black" if name == view.ours else "none"
             style = {"facecolors": face, "edgecolors": "black", "marker": STYLES[name][1]}
-            handles.append(panels[0].scatter([], [], **style, label=TITLES[name]))
+            handles.append(panels[0].scatter([], [], **style, label=("ours" if name == view.ours else TITLES[name])))
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
     figure.suptitle(_title(view, "Roofline: each point is a shape of the table", results), fontsize=11)
     figure.savefig(path, dpi=DPI)

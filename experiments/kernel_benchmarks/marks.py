@@ -35,7 +35,7 @@ def _ratios(
     for operator in operators:
         for shape in shapes:
             for run in passes:
-                ours = view.time("triton", operator, shape, run, field)
+                ours = view.time(view.ours, operator, shape, run, field)
                 theirs = view.time(peer, operator, shape, run, field)
                 if ours is not None and theirs:
                     found.append((f"{OPERATORS[operator].title} {sizes_text(shape)} {PASSES[run]}", ours / theirs))
@@ -81,7 +81,7 @@ def _baseline_mark(view: View, operator: str, shapes: list[Shape], run: str) -> 
     assert described.baseline is not None
     found = []
     for shape in shapes:
-        ours = view.time("triton", operator, shape, run)
+        ours = view.time(view.ours, operator, shape, run)
         base = view.baseline(operator, described.baseline, shape, run)
         if ours is not None and base:
             found.append((sizes_text(shape), ours / base))
@@ -95,7 +95,7 @@ def _rest_mark(view: View, operator: str, shapes: list[Shape]) -> Mark:
     assert described.baseline is not None
     found = []
     for shape in shapes:
-        record = view.record("triton", operator, shape, run)
+        record = view.record(view.ours, operator, shape, run)
         base = view.baseline(operator, described.baseline, shape, run)
         if record and record["device_ms"] and base:
             own = sum(ms for name, ms in record["kernels"].items() if name.startswith("gram_"))
@@ -109,7 +109,7 @@ def _decode_mark(view: View) -> Mark:
     shares = [
         (r["bytes"] / r["device_ms"] / 1e6 / view.ceilings[0], OPERATORS[r["operator"]].title)
         for r in view.records
-        if r["kind"] == "decode" and r["implementation"] == "triton" and r["device_ms"] and view.ceilings[0]
+        if r["kind"] == "decode" and r["implementation"] == view.ours and r["device_ms"] and view.ceilings[0]
     ]
     if not shares:
         return Mark(title, wanted, "-", None)
@@ -121,7 +121,7 @@ def _length_marks(view: View) -> list[Mark]:
     marks = []
     for operator in view.config["sweep_operators"]:
         for run, name in PASSES.items():
-            full = [(shape, view.time("triton", operator, shape, run)) for shape in view.sweep_shapes(filled=True)]
+            full = [(shape, view.time(view.ours, operator, shape, run)) for shape in view.sweep_shapes(filled=True)]
             each = {shape: t / (shape[0] * shape[1] * shape[2]) for shape, t in full if t}
             title = f"{OPERATORS[operator].title}, {name}: time a token over T, largest over smallest"
             if len(each) < 2:
@@ -132,7 +132,7 @@ def _length_marks(view: View) -> list[Mark]:
             filled = min(each.values())
             found = []
             for shape in view.sweep_shapes(filled=False):
-                t = view.time("triton", operator, shape, run)
+                t = view.time(view.ours, operator, shape, run)
                 if t:
                     found.append((sizes_text(shape), t / (shape[1] * shape[2]) / filled))
             title = f"{OPERATORS[operator].title}, {name}: time a token at B = 1 over batch-filled"
@@ -158,6 +158,6 @@ def _error_mark(view: View) -> Mark:
 
 
 def _rerun_mark(view: View) -> Mark:
-    flags = [r["identical"] for r in view.records if r["kind"] == "error" and r["implementation"] == "triton"]
+    flags = [r["identical"] for r in view.records if r["kind"] == "error" and r["implementation"] == view.ours]
     text = f"{sum(flags)} of {len(flags)}" if flags else "-"
     return Mark("Reruns bit-identical", "all", text, all(flags) if flags else None)

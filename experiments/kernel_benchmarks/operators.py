@@ -60,17 +60,24 @@ class Operator:
         given = {ARGUMENTS[name]: arrays[name] for name in self.arrays}
         if self.prepare is None:
             return given
-        return self.prepare(given, implementation=implementation, segment_ids=segment_ids)
+        return self.prepare(given, implementation=_chosen(implementation), segment_ids=segment_ids)
 
     def apply(self, given: Arrays, implementation: str | None, **others: Array | None) -> tuple[Array, Array]:
         """Calls `function` on what `prepared` gave; `others` are passed on (initial_state, segment_ids)."""
         rest = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
-        return self.function(given["q"], given["k"], given["v"], **rest, **others, implementation=implementation)
+        return self.function(
+            given["q"], given["k"], given["v"], **rest, **others, implementation=_chosen(implementation)
+        )
 
     def run(self, arrays: Arrays, implementation: str | None, **others: Array | None) -> tuple[Array, Array]:
         """Prepares and calls."""
         given = self.prepared(arrays, implementation, others.get("segment_ids"))
         return self.apply(given, implementation, **others)
+
+
+def _chosen(implementation: str | None) -> str | None:
+    """The implementation that the operator is asked for; None, its own choice, for "ours"."""
+    return None if implementation == "ours" else implementation
 
 
 def precondition(given: Arrays, **options: Any) -> dict[str, Array]:

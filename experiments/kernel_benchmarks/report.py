@@ -15,7 +15,8 @@ from experiments.kernel_benchmarks.roofline import floor_milliseconds
 from experiments.kernel_benchmarks.view import PASSES, View, sizes_text
 
 TITLES = {
-    "triton": "ours",
+    "ours": "ours",
+    "triton": "ours, Triton alone",
     "chunked": "XLA chunks",
     "scan": "scan",
     **{name: peer.title for name, peer in PEERS.items()},
@@ -32,6 +33,15 @@ class Section:
     rows: tuple[tuple[str, ...], ...]
 
 
+def _others(view: View) -> list[str]:
+    """What we are compared with: the peers, and our Triton kernels alone where they are not what stands for us."""
+    return [*(name for name in ("triton",) if view.ours != name), *PEERS]
+
+
+def _title(view: View, name: str) -> str:
+    return "ours" if name == view.ours else TITLES[name]
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """A number for a table; a dash for what was not measured."""
     return "-" if value is None else f"{value:.{digits}f}"
@@ -42,12 +52,12 @@ def _ratio(ours: float | None, theirs: float | None) -> str:
 
 
 def _times(view: View) -> Iterator[Section]:
-    peers = [name for name in (*PEERS, "chunked") if view.has(name)]
+    peers = [name for name in (*_others(view), "chunked") if view.has(name)]
     copy, product = view.ceilings
     for run, title in PASSES.items():
         rows = []
         for operator, shape in view.table_points():
-            device = view.time("triton", operator, shape, run)
+            device = view.time(view.ours, operator, shape, run)
             row = [OPERATORS[operator].title, sizes_text(shape), number(device)]
             for peer in peers:
                 theirs = view.time(peer, operator, shape, run)
@@ -66,7 +76,7 @@ def _times(view: View) -> Iterator[Section]:
 
 
 def _wall_and_memory(view: View) -> Section:
-    names = [name for name in ("triton", *PEERS) if view.has(name)]
+    names = [name for name in (view.ours, *_others(view)) if view.has(name)]
     rows = []
     for operator, shape in view.table_points():
         row = [OPERATORS[operator].title, sizes_text(shape)]
@@ -77,7 +87,7 @@ def _wall_and_memory(view: View) -> Section:
             rows.append(tuple(row))
     header = ["operator", "B,T,H"]
     for what in ("forward", "fwd + bwd", "MiB"):
-        header += [f"{what} {TITLES[name]}" for name in names]
+        header += [f"{what} {_title(view, name)}" for name in names]
     note = (
         "Wall time, ms a call, of calls that follow one another. MiB: peak memory of forward + backward beyond the "
         "arguments (ours: the compiler's buffers and results; peers: torch's peak)."
@@ -89,13 +99,13 @@ def _errors(view: View) -> Section:
     rows = []
     for (operator, shape, case), by_name in view.errors().items():
         results = list(dict.fromkeys(name for found in by_name.values() for name in found.by_result))
-        for name in (n for n in ("triton", *PEERS) if n in by_name):
+        for name in (n for n in (view.ours, *_others(view)) if n in by_name):
             found = by_name[name]
             errors = " ".join(f"{key} {_error(found.median(key))}" for key in results)
             seeds = str(max(map(len, found.by_result.values())))
             identical = "yes" if found.identical else "NO"
             where = (OPERATORS[operator].title, view.shape_text(shape), case)
-            rows.append((*where, TITLES[name], errors, seeds, identical))
+            rows.append((*where, _title(view, name), errors, seeds, identical))
     note = (
         "Norm of the difference to the float64 scan over the scan's norm, on the same inputs, median over seeds. "
         "Rerun: bit-identical."
@@ -136,14 +146,14 @@ def _errors_over_peer(view: View) -> Section:
 def _sweep(view: View) -> Section:
     rows = []
     for operator in view.config["sweep_operators"]:
-        for name in (n for n in ("triton", *PEERS) if view.has(n)):
+        for name in (n for n in (view.ours, *PEERS) if view.has(n)):
             for shape in view.sweep_shapes():
                 times = [view.time(name, operator, shape, run) for run in PASSES]
                 if times == [None, None]:
                     continue
                 tokens = shape[0] * shape[1] * shape[2]
                 each = [number(None if t is None else t * 1e6 / tokens) for t in times]
-                shown = (OPERATORS[operator].title, TITLES[name], sizes_text(shape))
+                shown = (OPERATORS[operator].title, _title(view, name), sizes_text(shape))
                 rows.append((*shown, number(times[0]), each[0], number(times[1]), each[1]))
     note = "Device time, ms, and ns a token and head."
     header = ("operator", "by", "B,T,H", "forward", "ns", "fwd + bwd", "ns")
@@ -177,7 +187,7 @@ def _kernels(view: View) -> Section:
     rows = []
     for operator, shape in view.table_points():
         for run in PASSES:
-            record = view.record("triton", operator, shape, run)
+            record = view.record(view.ours, operator, shape, run)
             if record and record["kernels"]:
                 parts = ", ".join(f"{name} {ms:.3f}" for name, ms in list(record["kernels"].items())[:10])
                 rows.append((OPERATORS[operator].title, sizes_text(shape), PASSES[run], parts))
@@ -241,8 +251,12 @@ def markdown(results: dict[str, Any]) -> str:
 def readme_table(results: dict[str, Any], sizes: tuple[int, int, int] = (1, 8192, 8)) -> str:
     """Device times for the README: all operators at one shape, and Gated DeltaNet at all shapes."""
     view = View(results)
-    names = [name for name in ("triton", *PEERS) if view.has(name)]
-    header = ["operator", "B, T, H", *(f"{run}: {TITLES[name]}" for run in ("fwd", "fwd + bwd") for name in names)]
+    names = [name for name in (view.ours, *_others(view)) if view.has(name)]
+    header = [
+        "operator",
+        "B, T, H",
+        *(f"{run}: {_title(view, name)}" for run in ("fwd", "fwd + bwd") for name in names),
+    ]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for operator, shape in view.table_points():
         if shape[:3] == sizes or operator == "gated_deltanet":

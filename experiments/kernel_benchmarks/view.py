@@ -90,12 +90,15 @@ class View:
         config: the run's configuration.
         records: all records.
         commit: of what is timed, or several.
+        ours: the implementation that stands for us: what a call takes by itself or, in older results, Triton's kernels.
         ceilings: copy bandwidth in GB/s and bfloat16 products in TFLOP/s, both 0 where they were not measured.
     """
 
     def __init__(self, results: dict[str, Any]) -> None:
         self.config = results["config"]
         self.records: list[Record] = results["records"]
+        names = {r.get("implementation") for r in self.records}
+        self.ours = "ours" if "ours" in names else "triton"
         first = results.get("commit", "").partition(", ")[0]  # records that were added later have their own
         self.commit = ", ".join(dict.fromkeys(r.get("commit", first) for r in self.records if r["kind"] == "time"))
         ceiling = next((r for r in self.records if r["kind"] == "ceiling"), None)
@@ -108,7 +111,7 @@ class View:
         self._beside = {
             (r["beside"], tuple(r["shape"]), r["pass"]): r["device_ms"]
             for r in self.records
-            if r["kind"] == "time" and "beside" in r
+            if r["kind"] == "time" and "beside" in r and r["implementation"] == self.ours
         }
 
     def has(self, implementation: str) -> bool:
@@ -129,7 +132,7 @@ class View:
     def baseline(self, operator: str, baseline: str, shape: Shape, run: str) -> float | None:
         """Our device time of an operator's baseline, on the same GPU as the operator's."""
         beside = self._beside.get((operator, shape, run))
-        return self.time("triton", baseline, shape, run) if beside is None else beside
+        return self.time(self.ours, baseline, shape, run) if beside is None else beside
 
     @property
     def head_sizes(self) -> tuple[int, int]:
@@ -173,10 +176,10 @@ class View:
         """Our errors beside a peer's, but for those where both are above 1: there the gradient itself is rounding."""
         found = []
         for (operator, shape, case), by_name in self.errors().items():
-            if "triton" not in by_name or peer not in by_name:
+            if self.ours not in by_name or peer not in by_name:
                 continue
             theirs = by_name[peer].by_result
-            for result, ours in by_name["triton"].by_result.items():
+            for result, ours in by_name[self.ours].by_result.items():
                 seeds = sorted(ours.keys() & theirs.get(result, {}).keys())
                 pairs = np.array([(ours[seed], theirs[result][seed]) for seed in seeds])
                 if not seeds or not np.all(pairs[:, 1] > 0):
@@ -196,7 +199,7 @@ class View:
             shape = (batch, length, heads, size, size)
             ratios: list[float | None] = []
             for run in PASSES:
-                ours = self.time("triton", "deltanet", shape, run, "wall_ms")
+                ours = self.time(self.ours, "deltanet", shape, run, "wall_ms")
                 scan = self.time("scan", "deltanet", shape, run, "wall_ms")
                 ratios.append(scan / ours if ours and scan else None)
             if any(ratios):
