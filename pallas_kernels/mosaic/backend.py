@@ -25,6 +25,8 @@ SIDE = 64
 
 _MATRIX = plgpu.Layout.WGMMA
 _ROWS, _COLUMNS = _MATRIX.reduce(1), _MATRIX.reduce(0)
+_THREADS = 128  # of a warpgroup
+_WARPS = 4
 # Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
 _REGISTERS = {1: (240, 24), 2: (232, 40)}
 _REDUCTION = 512  # float32 numbers that one warpgroup's sum over rows passes between its warps
@@ -50,7 +52,7 @@ class Place:
     """Where a warpgroup is.
 
     Attributes:
-        block: the program's block of value channels.
+        block: the program's block of value channels, or of what else the grid's first axis goes over.
         head: value head.
         batch: row of the batch.
         segment: segment of the row.
@@ -160,6 +162,11 @@ def sum_buffer(groups: int) -> Any:
     return plgpu.SMEM((groups, _REDUCTION), jnp.float32)
 
 
+def maximum_buffer(groups: int) -> Any:
+    """Shared memory for `maximum` of each warpgroup, the one that copies too."""
+    return plgpu.SMEM((groups + 1, _WARPS), jnp.float32)
+
+
 def interpreted() -> bool:
     """Whether kernels run interpreted, as they do in tests where there is no GPU."""
     return platform() == "cpu"
@@ -235,13 +242,15 @@ def call(
     groups: int,
     slots: int,
     reverse: bool = False,
+    blocks: int | None = None,
+    span: Callable[..., tuple[Any, ...]] | None = None,
     **static: Any,
 ) -> dict[str, Array | None]:
     """Runs `kernel` for each block of value channels, value head, and segment of each row.
 
     A computing warpgroup runs `kernel(refs, tiles, buffers, ring, place, chunks, problem=problem, **static)`. The first
     three are namespaces of what `inputs` and `outputs`, `tiles` and `buffers` name, None for an absent array. `chunks`
-    has the segment's first chunk and its number of chunks.
+    is what `span` returns, or the segment's first chunk and its number of chunks.
 
     Args:
         kernel: the loop.
@@ -254,6 +263,9 @@ def call(
         groups: warpgroups that compute, 64 value channels each.
         slots: of the ring.
         reverse: whether the loop goes from the last chunk to the first.
+        blocks: length of the grid's first axis; None for the blocks of value channels.
+        span: from `(refs, buffers, place, problem)` to the first chunk, the number of chunks, and what else the kernel
+            needs. Each warpgroup calls it before the loop.
         **static: passed to the kernel.
 
     Returns:
@@ -268,13 +280,14 @@ def call(
         segment = remainder(row, problem.segments)
         batch = quotient(row, problem.segments)
         place = Place(lax.axis_index("block"), lax.axis_index("head"), batch, segment, group, groups)
-        first, count = _chunks(problem, segment)
+        chunks = segment_span(problem, segment) if span is None else span(refs, own, place, problem)
+        first, count = chunks[:2]
         full, free = memory.full, memory.free
 
         @pl.when(group < groups)
         def _():
             plgpu.set_max_registers(computing, action="increase")
-            kernel(refs, there, own, Ring(full, free, slots), place, (first, count), problem=problem, **static)
+            kernel(refs, there, own, Ring(full, free, slots), place, chunks, problem=problem, **static)
 
         @pl.when(group == groups)
         def _():
@@ -303,14 +316,14 @@ def call(
         "free": plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
     }
     grid = {
-        "block": problem.value_size // (SIDE * groups),
+        "block": problem.value_size // (SIDE * groups) if blocks is None else blocks,
         "head": problem.value_heads,
         "row": problem.batch * problem.segments,
     }
     return launch(program, name, inputs, outputs, memory, grid=grid, warpgroups=groups + 1)
 
 
-def _chunks(problem: Any, segment: Any) -> tuple[Any, Any]:
+def segment_span(problem: Any, segment: Any) -> tuple[Any, Any]:
     """A segment's first chunk and its number of chunks, which is static where all segments are alike."""
     size = problem.chunks_per_segment
     first = segment * size
@@ -327,6 +340,37 @@ def load_matrix(ref: Any) -> Array:
 def load_state(ref: Any) -> Array:
     """A float32 matrix of 64 rows from global memory."""
     return plgpu.load(ref, layout=_MATRIX, optimized=False)
+
+
+def load_channels(ref: Any) -> Array:
+    """One float32 number for each of 128 or 256 channels from global memory, each held by one thread."""
+    width = ref.shape[-1] // _THREADS
+    return plgpu.load(ref, layout=plgpu.Layout.WG_STRIDED(ref.shape, vec_size=width), optimized=False)
+
+
+def maximum(x: Array, buffer: Any) -> Array:
+    """The largest of what `load_channels` has loaded; `buffer` is this warpgroup's part of `maximum_buffer`."""
+    if interpreted():
+        return jnp.max(x)
+
+    # As in `column_sums`: Pallas' own maximum can't be taken by several warpgroups.
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_STRIDED(x.shape, vec_size=x.shape[0] // _THREADS), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def reduce(_, row, scratch):
+        return row.reduce("max", 0, scratch)
+
+    return reduce(x, buffer)
+
+
+def unit_rows(first: Any, size: int) -> Array:
+    """Rows `first` to `first + 64` of the unit matrix of a size, float32; zero where `first` is beyond it."""
+
+    def indices(axis):
+        return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (SIDE, size), axis), _MATRIX)
+
+    return jnp.where(indices(0) + first == indices(1), 1.0, 0.0)
 
 
 def zeros(*shape: int) -> Array:

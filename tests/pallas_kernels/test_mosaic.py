@@ -1,18 +1,26 @@
 """Stages in Mosaic GPU, interpreted with races looked for, against Triton's and the scan in float64."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import triton
-from pallas_kernels.schedule import MosaicLaunch, Schedule, mosaic_schedule
+from pallas_kernels.problem import make_inputs as make_kernel_inputs
+from pallas_kernels.problem import problem_of
+from pallas_kernels.schedule import Launch, MosaicLaunch, Schedule, mosaic_schedule
+from pallas_kernels.triton.common.problem import Problem
+from pallas_kernels.triton.delta_rule.chunk_factors import prepare
+from pallas_kernels.triton.delta_rule.passes import segment_maps
+from pallas_kernels.triton.delta_rule.segments import FORGOTTEN
 from rnnlib import ops
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import (
     CHANNEL,
     NO,
+    SCALAR,
     Case,
     errors,
     make_inputs,
@@ -74,6 +82,40 @@ def test_stages_equal_those_in_triton(name, capsys):
     assert "RACE" not in "".join(capsys.readouterr())
 
 
+@pytest.mark.parametrize(("decay", "groups"), [(SCALAR, 1), (SCALAR, 2), (CHANNEL, 1), (NO, 2)], ids=str)
+def test_maps_of_segments_equal_those_in_triton(decay, groups, capsys):
+    """With a segment that forgets, one that does not, one that is shorter, and writes that enlarge the state."""
+    mosaic_interpreter.install()
+    arrays, _ = make_inputs(Case((1, 320, 1, 2, *SIZES), decay=decay, dtype=jnp.bfloat16))
+    erase = arrays["erase"].at[:, ::16].set(2.5)
+    log_decay: Any = arrays.get("log_decay")
+    if decay is not None:
+        is_first = (jnp.arange(320) < 128).reshape(1, 320, *[1] * (log_decay.ndim - 2))
+        log_decay = jnp.where(is_first, log_decay, 0.1 * log_decay).at[:, :, 1].multiply(0.2)
+    x = make_kernel_inputs(
+        arrays["q"], arrays["k"], arrays["v"], None, erase, arrays["write"], log_decay, arrays["initial_state"], None
+    )
+    problem = problem_of(Problem, x, online=True, scale=1.0, segments=3)
+    prepared: Any = prepare(problem, x, Launch())
+    expected: Any = segment_maps(problem, x, prepared, Launch())
+    found: Any = segment_maps(problem, x, prepared, Launch(mosaic=MosaicLaunch(groups, slots=2)))
+    assert relative_error(found.offset, expected.offset) < 1e-3
+
+    def transition(maps):
+        return maps.transition.astype(jnp.float32) + maps.transition_rest.astype(jnp.float32)
+
+    assert relative_error(transition(found), transition(expected)) < 1e-3
+    if decay is None:
+        assert found.survival is None
+    else:
+        assert jnp.max(prepared.growth) > 0.3
+        assert relative_error(found.survival, expected.survival) < 1e-6
+        is_forgotten = expected.survival <= FORGOTTEN
+        assert is_forgotten.any() and not is_forgotten.all()
+        assert (jnp.any(transition(found) != 0, axis=(3, 4)) == ~is_forgotten).all()
+    assert "RACE" not in "".join(capsys.readouterr())
+
+
 def test_errors_stay_within_rounding():
     mosaic_interpreter.install()
     case = Case((1, 192, 1, 1, *SIZES), dtype=jnp.bfloat16, segments=3)
@@ -90,6 +132,7 @@ def test_a_program_has_more_channels_where_heads_fill_the_card():
     assert many.output.mosaic == many.reverse.mosaic == MosaicLaunch(groups=2, slots=2)
     # Its tiles of two blocks of values would take more shared memory than there is.
     assert mosaic_schedule(Schedule(), 256, 132, has_channels=True).reverse.mosaic == MosaicLaunch(1, 2)
+    assert few.maps.mosaic == few.output.mosaic
     assert few.prepare == Schedule().prepare and Schedule().output.mosaic is None
 
 
@@ -112,6 +155,14 @@ def test_hopper_cards_take_them_unasked(decay, here, triton_kernels):
         assert text.count("mosaic_gpu_v2") == here
         assert text.count("xla.gpu.triton") == triton_kernels
     assert "mosaic_gpu_v2" not in lowered(jax.grad(lambda x: loss(x, "triton")), x)
+
+
+def test_hopper_cards_take_those_of_segments_unasked():
+    """Maps of segments and of the gradient, too; the first stage and both folds are Triton's."""
+    x = arguments("scalar", False, jnp.bfloat16, length=4096)
+    text = lowered(jax.grad(lambda x: loss(x, "mosaic")), x)
+    assert text.count("mosaic_gpu_v2") == 6
+    assert text.count("xla.gpu.triton") == 3
 
 
 def test_they_lower_under_vmap_and_in_64_bits(x64):

@@ -6,6 +6,7 @@ transposed state, `[64, K]`: the left operand of the products with a chunk's key
 
 | module | kernel | in place of Triton's |
 |---|---|---|
+| `segments` | `delta_segment_maps` | `delta_segment_maps` |
 | `states` | `delta_output` | `delta_output` |
 | | `delta_states` | `delta_states` |
 | `state_gradients` | `delta_reverse_offsets` | `delta_reverse_offsets` |

@@ -34,12 +34,20 @@ from pallas_kernels.mosaic.delta_rule.operands import PassArrays, chunk_tiles, k
 from pallas_kernels.problem import CHUNK, Problem
 
 
-def _residuals(
-    tiles: Any, slot: Any, own: Any, state: Array, kept: Any, is_exact: bool, scaled: Callable | None
+def residuals(
+    tiles: Any,
+    slot: Any,
+    own: Any,
+    state: Array,
+    kept: Any,
+    is_exact: bool,
+    scaled: Callable | None = None,
+    is_value: Any = None,
 ) -> tuple[Array, ...]:
     """A chunk from the state `[V, K]` before it: R^T, the state after its decay and, with `scaled`, `scaled(S_0 Q^T)`.
 
-    With `is_exact`, `Z - Ebar S_0` is not rounded before it goes through the inverse.
+    With `is_exact`, `Z - Ebar S_0` is not rounded before it goes through the inverse. Where `is_value` is false, the
+    values Z count as zero.
     """
     left = state.astype(jnp.bfloat16)
     erased = getattr(tiles, "erased", tiles.written)
@@ -50,6 +58,8 @@ def _residuals(
             multiply(read, left, tiles.read.at[slot].T)
         values = load_matrix(tiles.v.at[slot, :, own].T).astype(jnp.float32)
         values = scale_columns(values, row_of(tiles, "write_rows", slot))
+        if is_value is not None:
+            values = jnp.where(is_value, values, 0.0)
         erase = row_of(tiles, "erased_rows", slot)
         new = values - scale_columns(awaited(recalled, running=len(reads)), erase)
         parts = split(new) if is_exact else (new.astype(jnp.bfloat16),)
@@ -80,7 +90,7 @@ def _output_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem, 
         def scaled(out):
             return out * problem.scale if r.read_rows is None else scale_columns(out, row_of(tiles, "read_rows", slot))
 
-        residual, after, out = _residuals(tiles, slot, place.own, state, kept, is_exact, scaled)
+        residual, after, out = residuals(tiles, slot, place.own, state, kept, is_exact, scaled)
         written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
         residual = residual.astype(jnp.bfloat16)
 
@@ -114,7 +124,7 @@ def _states_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem):
         buffers.states[place.group] = state.astype(jnp.bfloat16)
         slot = ring.wait(m)
         kept = load_kept(r, tiles, place, slot, n)
-        residual, after = _residuals(tiles, slot, place.own, state, kept, True, None)
+        residual, after = residuals(tiles, slot, place.own, state, kept, True)
         written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
 
         def add(state):

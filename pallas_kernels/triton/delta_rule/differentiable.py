@@ -19,9 +19,10 @@ from pallas_kernels.triton.delta_rule.passes import (
     output_pass,
     reverse_offsets,
     reverse_pass,
+    segment_maps,
     states_pass,
 )
-from pallas_kernels.triton.delta_rule.segments import fold_segments, segment_maps
+from pallas_kernels.triton.delta_rule.segments import fold_segments
 from pallas_kernels.varying import batch_alike
 
 

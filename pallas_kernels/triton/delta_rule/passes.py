@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.mosaic.delta_rule import argument_gradients as mosaic_argument_gradients
+from pallas_kernels.mosaic.delta_rule import segments as mosaic_segments
 from pallas_kernels.mosaic.delta_rule import state_gradients as mosaic_gradients
 from pallas_kernels.mosaic.delta_rule import states as mosaic_states
 from pallas_kernels.mosaic.delta_rule.operands import Keys, PassArrays
@@ -14,11 +15,28 @@ from pallas_kernels.schedule import Launch, Schedule
 from pallas_kernels.triton.common.decay import SMALLEST_GATE, divisible
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.delta_rule import argument_gradients as triton_argument_gradients
-from pallas_kernels.triton.delta_rule import state_gradients, states
+from pallas_kernels.triton.delta_rule import segments, state_gradients, states
 from pallas_kernels.triton.delta_rule.argument_gradients import Saved
 from pallas_kernels.triton.delta_rule.channel_decay import is_flat
 from pallas_kernels.triton.delta_rule.chunk_factors import Prepared
+from pallas_kernels.triton.delta_rule.segments import SegmentMaps
 from pallas_kernels.triton.delta_rule.state_gradients import Reversed
+
+
+def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch) -> SegmentMaps | None:
+    """Affine map of each segment; None where there is one segment."""
+    at = launch.mosaic
+    if at is None or problem.segments == 1:
+        return segments.segment_maps(problem, inputs, prepared, launch)
+    results = mosaic_segments.segment_maps(
+        problem,
+        _arrays(inputs, prepared),
+        prepared.growth,
+        forgotten=segments.FORGOTTEN,
+        groups=at.groups,
+        slots=at.slots,
+    )
+    return SegmentMaps(**results)  # type: ignore[arg-type]
 
 
 def output_pass(

@@ -41,7 +41,7 @@ class SegmentMaps(NamedTuple):
 
 
 # A state counts as forgotten where less than this part of it is left: the log of 1e-15, far below float32's rounding.
-_FORGOTTEN = -34.5
+FORGOTTEN = -34.5
 # With more segments than this to go through, one program for all of them takes less time than one for each.
 _SHORT_REACH = 4
 
@@ -76,7 +76,7 @@ def _reach(survival, problem: Problem, reverse: bool) -> Array:
     before_last = jnp.min(jnp.where(iota(shape, 0) < iota(shape, 1), until[:, None], 0.0), axis=0)
     upper = before_last[None, :] if reverse else before_last[:, None]
     lower = until[:, None] if reverse else until[None, :]
-    is_within = (first < last) & (last < problem.segments) & (upper - lower > _FORGOTTEN)
+    is_within = (first < last) & (last < problem.segments) & (upper - lower > FORGOTTEN)
     return jnp.sum(is_within.astype(jnp.int32), axis=1)
 
 
@@ -109,7 +109,7 @@ def _maps_kernel(r, *, problem: Problem, block: int):
     else:
         survival = _survival(r, problem, first, count)
         r.survival[...] = survival
-        is_needed = is_value | (survival > _FORGOTTEN)
+        is_needed = is_value | (survival > FORGOTTEN)
         state = lax.cond(is_needed, pass_over, jnp.zeros_like, state)
 
     @pl.when(is_value)
