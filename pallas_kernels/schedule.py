@@ -156,7 +156,9 @@ def mosaic_schedule(
     ahead = MosaicLaunch(groups, slots=3 if is_spread and not has_two_keys else 2)
     # With two keys 128 channels of the gradient's pass would take more shared memory than there is.
     back = MosaicLaunch(1 if has_two_keys else groups, slots=2)
-    stages = {"maps": ahead, "output": ahead, "states": ahead, "offsets": back, "reverse": back}
+    # Maps have twice as many programs.
+    maps = MosaicLaunch(groups=2, slots=2)
+    stages = {"maps": maps, "output": ahead, "states": ahead, "offsets": back, "reverse": back}
     if not has_channels:
         stages["gradients"] = MosaicLaunch(groups=2, slots=1 if has_write_key else 2, programs=processors)
     return dataclasses.replace(

@@ -12,9 +12,9 @@ from pallas_kernels.problem import make_inputs as make_kernel_inputs
 from pallas_kernels.problem import problem_of
 from pallas_kernels.schedule import Launch, MosaicLaunch, Schedule, mosaic_schedule
 from pallas_kernels.triton.common.problem import Problem
+from pallas_kernels.triton.delta_rule import mosaic_stages
 from pallas_kernels.triton.delta_rule.chunk_factors import prepare
-from pallas_kernels.triton.delta_rule.passes import segment_maps
-from pallas_kernels.triton.delta_rule.segments import FORGOTTEN
+from pallas_kernels.triton.delta_rule.segments import FORGOTTEN, segment_maps
 from rnnlib import ops
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import (
@@ -98,7 +98,7 @@ def test_maps_of_segments_equal_those_in_triton(decay, groups, capsys):
     problem = problem_of(Problem, x, online=True, scale=1.0, segments=3)
     prepared: Any = prepare(problem, x, Launch())
     expected: Any = segment_maps(problem, x, prepared, Launch())
-    found: Any = segment_maps(problem, x, prepared, Launch(mosaic=MosaicLaunch(groups, slots=2)))
+    found: Any = mosaic_stages.segment_maps(problem, x, prepared, Launch(mosaic=MosaicLaunch(groups, slots=2)))
     assert relative_error(found.offset, expected.offset) < 1e-3
 
     def transition(maps):
@@ -132,7 +132,7 @@ def test_a_program_has_more_channels_where_heads_fill_the_card():
     assert many.output.mosaic == many.reverse.mosaic == MosaicLaunch(groups=2, slots=2)
     # Its tiles of two blocks of values would take more shared memory than there is.
     assert mosaic_schedule(Schedule(), 256, 132, has_channels=True).reverse.mosaic == MosaicLaunch(1, 2)
-    assert few.maps.mosaic == few.output.mosaic
+    assert few.maps.mosaic == MosaicLaunch(2, 2)  # it has twice as many programs
     assert few.prepare == Schedule().prepare and Schedule().output.mosaic is None
 
 

@@ -14,15 +14,8 @@ from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.delta_rule.argument_gradients import Saved
 from pallas_kernels.triton.delta_rule.chunk_factors import prepare
 from pallas_kernels.triton.delta_rule.decode import decode
-from pallas_kernels.triton.delta_rule.passes import (
-    argument_gradients,
-    output_pass,
-    reverse_offsets,
-    reverse_pass,
-    segment_maps,
-    states_pass,
-)
 from pallas_kernels.triton.delta_rule.segments import fold_segments
+from pallas_kernels.triton.delta_rule.stages import choose_stages
 from pallas_kernels.varying import batch_alike
 
 
@@ -64,20 +57,20 @@ def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` for padded inputs; differentiable."""
     problem, schedule = _problem(options, inputs), options.schedule
     inputs = _operands(options, inputs)
-    prepared = prepare(problem, inputs, schedule.prepare)
-    maps = segment_maps(problem, inputs, prepared, schedule.maps)
+    prepared, stages = prepare(problem, inputs, schedule.prepare), choose_stages(schedule)
+    maps = stages.segment_maps(problem, inputs, prepared, schedule.maps)
     starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
-    return batch_alike(inputs, output_pass(problem, inputs, prepared, starts, schedule.output))
+    return batch_alike(inputs, stages.output_pass(problem, inputs, prepared, starts, schedule.output))
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
     """The stages of `chunked_pass` with what the backward keeps; here rather than there for a shorter traceback."""
     problem, schedule = _problem(options, inputs), options.schedule
     inputs = _operands(options, inputs)
-    prepared = prepare(problem, inputs, schedule.prepare)
-    maps = segment_maps(problem, inputs, prepared, schedule.maps)
+    prepared, stages = prepare(problem, inputs, schedule.prepare), choose_stages(schedule)
+    maps = stages.segment_maps(problem, inputs, prepared, schedule.maps)
     starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
-    results = batch_alike(inputs, output_pass(problem, inputs, prepared, starts, schedule.output))
+    results = batch_alike(inputs, stages.output_pass(problem, inputs, prepared, starts, schedule.output))
     # Matrices as large as the inputs are made again in the backward; what is a number a token is kept.
     kept = prepared._replace(read=None, erased=None, written=None, growth=None)
     return results, (inputs, kept, maps, starts)
@@ -87,17 +80,18 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     inputs, prepared, maps, starts = residuals
     d_out, d_final_state = cotangents
     problem, schedule = _problem(options, inputs), options.schedule
+    stages = choose_stages(schedule)
     if _has_wide_factors(inputs):
         prepared = prepare(problem, inputs, schedule.prepare, prepared)
-    states, residual = states_pass(problem, inputs, prepared, starts, schedule.states)
+    states, residual = stages.states_pass(problem, inputs, prepared, starts, schedule.states)
     ends = None
     if problem.segments > 1:
-        offsets = reverse_offsets(problem, inputs, prepared, d_out, schedule.offsets)
+        offsets = stages.reverse_offsets(problem, inputs, prepared, d_out, schedule.offsets)
         adjoint = maps._replace(offset=offsets)
         ends = fold_segments(problem, adjoint, d_final_state, schedule.fold, reverse=True)
-    back = reverse_pass(problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse)
+    back = stages.reverse_pass(problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse)
     saved, shared = Saved(states, residual, back), options.shares_gate
-    gradients = argument_gradients(
+    gradients = stages.argument_gradients(
         problem,
         inputs,
         d_out,

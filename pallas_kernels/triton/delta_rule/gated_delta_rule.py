@@ -66,6 +66,10 @@ def mosaic_unsupported(
         return reason
     if not is_hopper():
         return "this device (it runs on Hopper cards)"
+    try:
+        import pallas_kernels.mosaic.backend  # noqa: F401
+    except ImportError as error:
+        return f"this jax: {error}"
     if jnp.result_type(q, k, v) != jnp.bfloat16:
         return f"matrices of dtype {jnp.result_type(q, k, v)} (only bfloat16)"
     if q.shape[1] == 1:

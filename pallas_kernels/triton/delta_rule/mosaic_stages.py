@@ -1,4 +1,4 @@
-"""Stages that exist in two backends, by the one that their launch asks for: Triton, or Mosaic GPU on Hopper cards."""
+"""Stages in Mosaic GPU, with the signatures of their counterparts in Triton: what brings a call's arrays to them."""
 
 from typing import Any
 
@@ -11,28 +11,27 @@ from pallas_kernels.mosaic.delta_rule import state_gradients as mosaic_gradients
 from pallas_kernels.mosaic.delta_rule import states as mosaic_states
 from pallas_kernels.mosaic.delta_rule.operands import Keys, PassArrays
 from pallas_kernels.problem import Inputs
-from pallas_kernels.schedule import Launch, Schedule
+from pallas_kernels.schedule import Launch, MosaicLaunch, Schedule
 from pallas_kernels.triton.common.decay import SMALLEST_GATE, divisible
 from pallas_kernels.triton.common.problem import Problem
-from pallas_kernels.triton.delta_rule import argument_gradients as triton_argument_gradients
-from pallas_kernels.triton.delta_rule import segments, state_gradients, states
 from pallas_kernels.triton.delta_rule.argument_gradients import Saved
 from pallas_kernels.triton.delta_rule.channel_decay import is_flat
 from pallas_kernels.triton.delta_rule.chunk_factors import Prepared
-from pallas_kernels.triton.delta_rule.segments import SegmentMaps
+from pallas_kernels.triton.delta_rule.segments import FORGOTTEN, SegmentMaps
 from pallas_kernels.triton.delta_rule.state_gradients import Reversed
+from pallas_kernels.triton.delta_rule.states import has_decay
 
 
 def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch) -> SegmentMaps | None:
     """Affine map of each segment; None where there is one segment."""
-    at = launch.mosaic
-    if at is None or problem.segments == 1:
-        return segments.segment_maps(problem, inputs, prepared, launch)
+    if problem.segments == 1:
+        return None
+    at = _launch(launch)
     results = mosaic_segments.segment_maps(
         problem,
         _arrays(inputs, prepared),
         prepared.growth,
-        forgotten=segments.FORGOTTEN,
+        forgotten=FORGOTTEN,
         groups=at.groups,
         slots=at.slots,
     )
@@ -43,14 +42,12 @@ def output_pass(
     problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch
 ) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the segments' starts."""
-    at = launch.mosaic
-    if at is None:
-        return states.output_pass(problem, inputs, prepared, starts, launch)
+    at = _launch(launch)
     out, final = mosaic_states.output_pass(
         problem,
         _arrays(inputs, prepared),
         _starts(inputs.initial_state, starts),
-        is_exact=states.has_decay(prepared),
+        is_exact=has_decay(prepared),
         groups=at.groups,
         slots=at.slots,
     )
@@ -61,18 +58,14 @@ def states_pass(
     problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch
 ) -> tuple[Array, Array]:
     """For the backward: the state before each chunk `[B, HV, N, V, K]` and the residuals `[B, HV, N, V, C]`."""
-    at = launch.mosaic
-    if at is None:
-        return states.states_pass(problem, inputs, prepared, starts, launch)
+    at = _launch(launch)
     arrays, starts = _arrays(inputs, prepared), _starts(inputs.initial_state, starts)
     return mosaic_states.states_pass(problem, arrays, starts, groups=at.groups, slots=at.slots)
 
 
 def reverse_offsets(problem: Problem, inputs: Inputs, prepared: Prepared, d_out: Array, launch: Launch) -> Array:
     """What a segment's outputs add to the gradient at its start, `[B, HV, P, V, K]`."""
-    at = launch.mosaic
-    if at is None:
-        return state_gradients.reverse_offsets(problem, inputs, prepared, d_out, launch)
+    at = _launch(launch)
     arrays = _arrays(inputs, prepared)
     return mosaic_gradients.reverse_offsets(problem, arrays, d_out, groups=at.groups, slots=at.slots)
 
@@ -87,15 +80,13 @@ def reverse_pass(
     launch: Launch,
 ) -> Reversed:
     """Gradients of states, values, write gate and initial state; see `state_gradients.reverse_pass`."""
-    at = launch.mosaic
-    if at is None:
-        return state_gradients.reverse_pass(problem, inputs, prepared, d_out, d_final_state, ends, launch)
+    at = _launch(launch)
     results = mosaic_gradients.reverse_pass(
         problem,
         _arrays(inputs, prepared),
         d_out,
         _starts(d_final_state, ends),
-        is_exact=states.has_decay(prepared),
+        is_exact=has_decay(prepared),
         with_initial_state=inputs.initial_state is not None,
         smallest_gate=SMALLEST_GATE,
         groups=at.groups,
@@ -123,22 +114,7 @@ def argument_gradients(
     write_key_dtype: Any,
 ) -> Inputs:
     """Gradients of all token-wise arguments; see `argument_gradients.argument_gradients`."""
-    at = schedule.gradients.mosaic
-    if at is None:
-        pairs = triton_argument_gradients.gradients_of_pairs(
-            problem, inputs, d_out, saved, schedule.pair_gradients, shares_gate
-        )
-        return triton_argument_gradients.argument_gradients(
-            problem,
-            inputs,
-            d_out,
-            saved,
-            pairs,
-            prepared,
-            schedule.gradients,
-            shares_gate=shares_gate,
-            write_key_dtype=write_key_dtype,
-        )
+    at = _launch(schedule.gradients)
     x = inputs
     ratio = None
     if not shares_gate:
@@ -199,6 +175,11 @@ def argument_gradients(
         write=None if shares_gate else summed(d_write, x.write),
         log_decay=summed(d_log_decay, x.log_decay),
     )
+
+
+def _launch(launch: Launch) -> MosaicLaunch:
+    assert launch.mosaic is not None
+    return launch.mosaic
 
 
 def _starts(boundary: Array | None, starts: Array | None) -> Array | None:
