@@ -1,1 +1,1 @@
-"""Compiles every Triton kernel for cards that are described instead of present: registers, spills, shared memory."""
+"""Compiles every kernel for cards that are described instead of present: registers, spills, shared memory."""

@@ -1,8 +1,9 @@
-"""Compiles every Triton kernel for cards that are not here, and writes what each takes.
+"""Compiles every kernel for cards that are not here, and writes what each takes.
 
 uv run --group offline python -m experiments.kernel_benchmarks.offline            # bfloat16, all cards: 15 minutes
 uv run --group offline python -m experiments.kernel_benchmarks.offline --every    # all that there is: hours
 uv run --group offline python -m experiments.kernel_benchmarks.offline --cards sm_90 --only "many heads"
+uv run --group offline python -m experiments.kernel_benchmarks.offline --only "mosaic$"   # Mosaic GPU's: 3 minutes
 """
 
 import argparse
@@ -18,12 +19,14 @@ from collections.abc import Sequence
 from experiments.kernel_benchmarks.offline.cards import CARDS
 from experiments.kernel_benchmarks.offline.cases import cases
 from experiments.kernel_benchmarks.offline.compiling import Kernel, Refusal, compile_cases, missing_packages
-from experiments.kernel_benchmarks.offline.report import markdown, objections
+from experiments.kernel_benchmarks.offline.report import card_table, markdown, objections, short_card_table, with_table
 from experiments.kernel_benchmarks.records import commit, write_results
 from experiments.kernel_benchmarks.run import versions
-from pallas_kernels.triton.common.tuning import load_table
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results"
+ROOT = pathlib.Path(__file__).parents[3]
+RESULTS = ROOT / "experiments" / "kernel_benchmarks" / "results"
+PAGES = {ROOT / "docs" / "kernels.md": card_table, ROOT / "README.md": short_card_table}
+"""Pages that have a table of cards, and which one."""
 TOGETHER = 12
 """Calls that one process compiles."""
 
@@ -38,7 +41,7 @@ def record_of(card: str, case: str, found: Sequence[Kernel | Refusal]) -> dict[s
 
 
 def write(path: pathlib.Path, command: str, records: list[dict[str, object]]) -> None:
-    """Writes the results and their page."""
+    """Writes the results and their page, and the tables of cards in others if the results are those of `RESULTS`."""
     wheels = ("jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm")
     results = {
         "device": "none: compiled for " + ", ".join(f"{card.kind} ({name})" for name, card in CARDS.items()),
@@ -50,6 +53,9 @@ def write(path: pathlib.Path, command: str, records: list[dict[str, object]]) ->
     }
     write_results(path, results)
     path.with_suffix(".md").write_text(markdown(results))
+    if path.parent == RESULTS:
+        for page, table in PAGES.items():
+            page.write_text(with_table(page.read_text(), table(results)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if before["records"] and arguments:
         command = f"{before['command']} && {command}"
     for card in chosen.cards:
-        known = cases(with_table=load_table(CARDS[card].kind) is not None, every=chosen.every)
+        known = cases(card, every=chosen.every)
         names = [name for name in known if re.search(chosen.only, name)]
         if not chosen.only:  # cases that are no more go, too
             records = {key: record for key, record in records.items() if key[0] != card or key[1] in known}

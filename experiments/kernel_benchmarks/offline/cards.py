@@ -31,6 +31,11 @@ class Card:
     threads: int
     like: tuple[str, ...] = ()
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether Mosaic GPU kernels run there."""
+        return self.capability == (9, 0)
+
     def describe(self, memory: int = 24 * KIB**3) -> str:
         """The target that XLA compiles for.
 

@@ -1,5 +1,6 @@
 """Calls whose kernels are compiled: every kernel of every operator, with the launches that the package chooses."""
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments.kernel_benchmarks.offline.cards import CARDS
 from pallas_kernels import triton
+from pallas_kernels.triton.common.tuning import load_table
 from rnnlib import ops
 
 Shape = tuple[int, int, int]  # B, T, H
@@ -51,7 +54,15 @@ def _total(results: Any) -> jax.Array:
 
 
 def delta_rule(
-    variant: str, shape: Shape, place: str, *, channel_gates: bool = False, packed: bool = False, one: bool = False
+    variant: str,
+    shape: Shape,
+    place: str,
+    *,
+    channel_gates: bool = False,
+    packed: bool = False,
+    grouped: bool = False,
+    one: bool = False,
+    backend: str = "triton",
 ) -> Case:
     """A call of the delta rule or of linear attention.
 
@@ -61,7 +72,9 @@ def delta_rule(
         place: what `shape` is an example of, for the name.
         channel_gates: whether erase and write gates are by channel.
         packed: whether rows hold several documents.
+        grouped: whether two value heads share a key head.
         one: whether a single token is decoded, which has no gradient.
+        backend: `"mosaic"` for the delta rule with stages in Mosaic GPU.
     """
     solve, decay, sizes, dtype = variant.split("-")
     key_size, value_size = (int(x) for x in sizes.split("x"))
@@ -71,20 +84,24 @@ def delta_rule(
     def struct(*tail: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*tokens, *tail), dtype)
 
-    x = {"q": struct(key_size), "k": struct(key_size), "v": struct(value_size)}
+    key = jax.ShapeDtypeStruct((*tokens[:2], heads // 2 if grouped else heads, key_size), dtype)
+    x = {"q": key, "k": key, "v": struct(value_size)}
     x["write"] = struct(*([value_size] if channel_gates else []))
     x["initial_state"] = jax.ShapeDtypeStruct((batch, heads, key_size, value_size), jnp.float32)
     if solve != "linear":
         x["erase"] = struct(*([key_size] if channel_gates else []))
     if solve == "delta+key":
-        x["write_key"] = struct(key_size)
+        x["write_key"] = key
     if decay != "none":
         x["log_decay"] = struct(*([key_size] if decay == "channel" else []), dtype=jnp.float32)
     if packed:
         x["segment_ids"] = jax.ShapeDtypeStruct(tokens[:2], jnp.int32)
     # Linear attention with channel-wise decay is a delta rule that erases nothing, under its public name.
-    run = triton.linear_attention if solve == "linear" else triton.gated_delta_rule
-    words = (variant, place, *["channel gates"] * channel_gates, *["packed"] * packed)
+    run: Callable[..., Any] = triton.linear_attention
+    if solve != "linear":
+        run = functools.partial(triton.gated_delta_rule, backend=backend)
+    words = [variant, place, *["channel gates"] * channel_gates, *["grouped"] * grouped, *["packed"] * packed]
+    words += [backend] * (backend != "triton")
     return Case(" ".join(words), lambda x: _total(run(**x)), x, differentiated=not one)
 
 
@@ -127,6 +144,17 @@ def defaults() -> list[Case]:
         *(delta_rule(variant, FEW, "few heads", channel_gates=True, packed=True) for variant in gates),
         delta_rule("delta-channel-128x128-float32", FEW, "few heads", channel_gates=True, packed=True),
         *(delta_rule(variant, (64, 1, 8), "one token", one=True) for variant in variants if "linear" not in variant),
+    ]
+
+
+def mosaic() -> list[Case]:
+    """The delta rule with stages in Mosaic GPU, with each choice of `pallas_kernels.schedule.mosaic_schedule`."""
+    places = {"many heads": MANY, "few heads": FEW, "a program each": ONE_EACH}
+    variants = [f"{solve}-128x128-bfloat16" for solve in ("delta-none", "delta-scalar", "delta-channel", "delta+key-scalar")]
+    mosaic = functools.partial(delta_rule, backend="mosaic")
+    return [
+        *(mosaic(variant, shape, place) for variant in variants for place, shape in places.items()),
+        mosaic("delta-scalar-128x128-bfloat16", FEW, "few heads", grouped=True, packed=True),
     ]
 
 
@@ -241,18 +269,21 @@ USUAL = (
     r"^linear-(none|scalar)-128x128-bfloat16 few heads$",
     r"^ridge solve 128 bfloat16 (chebyshev, bfloat16|conjugate gradient, split) products$",
     r"^(preconditioner|short convolution|thin products)",
+    r" mosaic$",
 )
-"""Patterns of the cases in bfloat16 that models take, an eighth of all."""
+"""Patterns of the cases in bfloat16 that models take, a sixth of all."""
 
 
-def cases(*, with_table: bool, every: bool = False) -> dict[str, Case]:
+def cases(card: str, *, every: bool = False) -> dict[str, Case]:
     """Cases by name.
 
     Args:
-        with_table: whether to add the tuned launches, which only a card with a table takes.
+        card: a key of `CARDS`; one with a table takes the tuned launches too, a Hopper card Mosaic GPU kernels.
         every: whether to take all of them: the other sizes, float32, rarer combinations.
     """
-    found = [*(tuned() if with_table else []), *defaults(), *ridge_solves(), *preconditioners()]
-    found += [*convolutions(), *decoding()]
+    target = CARDS[card]
+    found = [*(tuned() if load_table(target.kind) is not None else []), *defaults()]
+    found += mosaic() if target.is_hopper else []
+    found += [*ridge_solves(), *preconditioners(), *convolutions(), *decoding()]
     by_name = {case.name: case for case in found}
     return {name: case for name, case in by_name.items() if every or any(re.search(x, name) for x in USUAL)}

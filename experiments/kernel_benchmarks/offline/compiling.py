@@ -1,8 +1,9 @@
 """Compiles calls for a described card and reads what the assembler and XLA say of each kernel.
 
 XLA compiles Triton kernels with its own copy of Triton, so these are the kernels that run on a card. Its report comes
-from `ptxas -v`, printed by XLA's log, and from a dump of the launches. Both are chosen by environment variables that
-are read when jax is first imported: `compile_cases` runs this file in a process of its own.
+from `ptxas -v`, printed by XLA's log, and from a dump of the launches. Mosaic GPU has the assembler compile its kernels
+itself and dumps what that says, and what a kernel asks of shared memory. All this is chosen by environment variables
+that are read when jax is first imported: `compile_cases` runs this file in a process of its own.
 """
 
 import importlib.util
@@ -13,10 +14,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 PACKAGES = ("jax_plugins.xla_cuda13", "nvidia.cu13")
+_BARRIER = 8
+"""Bytes of a barrier in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,12 @@ class Kernel:
 
     Attributes:
         case: name of the call that it belongs to.
-        name: its name; a second one of that name in a call ends in `__1`.
-        registers: of a thread.
+        name: its name, of a Mosaic GPU kernel with `_mosaic` at its end; a second one of that name in a call ends in
+            `__1`.
+        registers: of a thread; of a Mosaic GPU kernel those of its launch, before warpgroups exchange some.
         spills: bytes of stores to local memory for want of registers, of a thread.
-        shared_memory: bytes, of a program.
-        serialized: whether the assembler made its wgmma wait for one another (ptxas C7510 to C7519).
+        shared_memory: bytes, of a program, its barriers included.
+        serialized: whether the assembler made its wgmma wait for one another.
     """
 
     case: str
@@ -95,6 +99,7 @@ def compile_cases(card: str, names: Sequence[str], timeout: float = 7200) -> lis
         variables = environment()
         variables["XLA_FLAGS"] += f" --xla_dump_to={dump} --xla_dump_hlo_as_text=true"
         variables |= {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "subprocess_compilation=2"}
+        variables |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": folder}
         command = [sys.executable, "-m", __name__, card, folder]
         process = subprocess.run(
             command,
@@ -111,7 +116,7 @@ def compile_cases(card: str, names: Sequence[str], timeout: float = 7200) -> lis
 
 
 def read_report(case: str, names: Iterable[str], log: str, launches: str) -> list[Kernel]:
-    """The kernels of one call.
+    """The Triton kernels of one call.
 
     Args:
         case: its name.
@@ -123,19 +128,11 @@ def read_report(case: str, names: Iterable[str], log: str, launches: str) -> lis
         ValueError: a kernel is missing in either.
     """
     memory = {name: int(size) for name, size in re.findall(r"\] (\w+) grid.*?shared_memory: (\d+)", launches)}
-    entries = re.split(r"Compiling entry function '", log)[1:]
-    reports: dict[str, tuple[int, int, bool]] = {}
-    for entry in entries:
-        name = entry.partition("'")[0]
-        spills, registers = re.search(r"(\d+) bytes spill stores", entry), re.search(r"Used (\d+) registers", entry)
-        if spills and registers:
-            reports[name] = int(registers[1]), int(spills[1]), bool(re.search(rf"C751\d.*'{name}'", log))
+    reports = _assembled(log)
     counts: dict[str, int] = {}
     kernels = []
     for name in names:
-        seen = counts.get(name, 0)
-        counts[name] = seen + 1
-        unique = name if seen == 0 else f"{name}__{seen}"
+        unique = _numbered(name, counts)
         if unique in reports and unique in memory:
             used, spilled, serialized = reports[unique]
             kernels.append(Kernel(case, unique, used, spilled, memory[unique], serialized))
@@ -143,6 +140,61 @@ def read_report(case: str, names: Iterable[str], log: str, launches: str) -> lis
     if missing := sorted(set(counts) - found):
         raise ValueError(f"{case}: XLA said nothing of {', '.join(missing)}")
     return kernels
+
+
+def read_mosaic_report(case: str, lowered: str, dumps: Mapping[str, str]) -> list[Kernel]:
+    """The Mosaic GPU kernels of one call: however many there are, by whatever name.
+
+    Args:
+        case: its name.
+        lowered: text of the lowered program.
+        dumps: text of each file that Mosaic GPU wrote while the call was compiled, by the file's name. Of each kernel
+            these are `NAME_NUMBER.ptxas`, the assembler's report, and `NAME_NUMBER.resources.txt`.
+
+    Raises:
+        ValueError: there are more or fewer reports than kernels in the lowered program, or one is not as expected.
+    """
+    # Calls of one kernel, which is compiled once, differ in what they are given.
+    calls = [line for line in lowered.split("\n") if "@mosaic_gpu_v2(" in line]
+    wanted = len({line.partition("backend_config")[2] for line in calls})
+    stems = [name.removesuffix(".ptxas") for name in dumps if name.endswith(".ptxas")]
+    if len(stems) != wanted:
+        told = ", ".join(sorted(stems)) or "none"
+        raise ValueError(f"{case}: Mosaic GPU compiled {wanted} kernels and reported {len(stems)} ({told})")
+    counts: dict[str, int] = {}
+    kernels = []
+    for stem in sorted(stems, key=lambda stem: int(stem.rpartition("_")[2])):
+        reports, resources = _assembled(dumps[f"{stem}.ptxas"]), dumps.get(f"{stem}.resources.txt", "")
+        scratch = re.search(r"smem_scratch_bytes=(\d+)", resources)
+        if len(reports) != 1 or scratch is None:
+            raise ValueError(f"{case}: Mosaic GPU's report of {stem} lacks the assembler's figures or shared memory")
+        barriers = re.findall(r"num_barriers=(\d+)[^()]*\): (\d+)", resources)
+        memory = int(scratch[1]) + _BARRIER * sum(int(size) * int(count) for size, count in barriers)
+        ((name, (used, spilled, serialized)),) = reports.items()
+        kernels.append(
+            Kernel(case, _numbered(name.removesuffix("_gpu_kernel"), counts), used, spilled, memory, serialized)
+        )
+    return kernels
+
+
+def _assembled(log: str) -> dict[str, tuple[int, int, bool]]:
+    """Registers, bytes spilled, and whether wgmma wait for one another, by function, from the assembler's reports."""
+    reports = {}
+    for entry in re.split(r"Compiling entry function '", log)[1:]:
+        name = entry.partition("'")[0]
+        spills, registers = re.search(r"(\d+) bytes spill stores", entry), re.search(r"Used (\d+) registers", entry)
+        if spills and registers:
+            # Not by its number: of those close to it, C7519 says that a `warpgroup.arrive` was added, which is harmless.
+            serialized = bool(re.search(rf"instructions are serialized .*'{name}'", log))
+            reports[name] = int(registers[1]), int(spills[1]), serialized
+    return reports
+
+
+def _numbered(name: str, counts: dict[str, int]) -> str:
+    """The name as reports have it, which a repeated one has its number in; `counts` has how often each has come."""
+    seen = counts.get(name, 0)
+    counts[name] = seen + 1
+    return name if seen == 0 else f"{name}__{seen}"
 
 
 def _compile(card: str, folder: str, names: Sequence[str]) -> None:
@@ -154,7 +206,6 @@ def _compile(card: str, folder: str, names: Sequence[str]) -> None:
 
     from experiments.kernel_benchmarks.offline.cards import CARDS
     from experiments.kernel_benchmarks.offline.cases import cases
-    from pallas_kernels.triton.common.tuning import load_table
 
     target = CARDS[card]
     topology = topologies.get_topology_desc(
@@ -163,7 +214,7 @@ def _compile(card: str, folder: str, names: Sequence[str]) -> None:
     sharding = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
     device = AbstractDevice(device_kind=target.kind, num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    known = cases(with_table=load_table(target.kind) is not None, every=True)
+    known = cases(card, every=True)
     errors = os.dup(2)
     for name in names:
         case = known[name]
@@ -183,12 +234,14 @@ def _compile(card: str, folder: str, names: Sequence[str]) -> None:
                 os.dup2(errors, 2)
             log.seek(0)
             text = log.read()
-        wanted = re.findall(r'xla\.gpu\.triton.*?name = "(\w+)"', lowered.as_text())
+        program = lowered.as_text()
+        wanted = re.findall(r'xla\.gpu\.triton.*?name = "(\w+)"', program)
         new = [file for file in pathlib.Path(folder).iterdir() if file not in before]
         launches = "\n".join(file.read_text() for file in new if file.name.endswith("thunk_sequence.txt"))
+        dumps = {file.name: file.read_text() for file in new if file.name.endswith((".ptxas", ".resources.txt"))}
         for file in new:
             file.unlink()
-        for kernel in read_report(name, wanted, text, launches):
+        for kernel in [*read_report(name, wanted, text, launches), *read_mosaic_report(name, program, dumps)]:
             print(json.dumps(asdict(kernel)), flush=True)
 
 

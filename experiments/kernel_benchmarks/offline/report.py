@@ -9,6 +9,7 @@ from experiments.kernel_benchmarks.offline.exceptions import allowed_spills
 Record = dict[str, Any]
 MEASURED = {"sm_90": "H200"}
 """Cards on which these kernels were timed."""
+_BEGIN, _END = "<!-- cards -->\n", "<!-- /cards -->"
 
 
 def objections(record: Record) -> list[str]:
@@ -70,14 +71,20 @@ def short_card_table(results: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_table(page: str, table: str) -> str:
+    """The text of a page with its table of cards replaced."""
+    return page[: page.index(_BEGIN) + len(_BEGIN)] + table + page[page.index(_END) :]
+
+
 def markdown(results: Record) -> str:
     """The page of all kernels."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
-        "# Every Triton kernel, compiled without a GPU",
+        "# Every kernel, compiled without a GPU",
         "",
         f"`{results['command']}`, commit {results['commit']}, {results['date']}; {versions}.",
-        "A call is an operator with its gradient. What is refused takes XLA. Spills are bytes of stores a thread.",
+        "A call is an operator with its gradient. What is refused takes XLA. Spills are bytes of stores a thread. Kernels "
+        "are Triton's; those in Mosaic GPU end in `_mosaic`, and calls that have some in `mosaic` (Hopper cards only).",
         "",
         card_table(results),
     ]
