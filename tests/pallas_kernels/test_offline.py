@@ -11,7 +11,13 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from experiments.kernel_benchmarks.offline.__main__ import RESULTS
 from experiments.kernel_benchmarks.offline.cards import CARDS
 from experiments.kernel_benchmarks.offline.cases import cases
-from experiments.kernel_benchmarks.offline.compiling import Kernel, compile_cases, missing_packages, read_report
+from experiments.kernel_benchmarks.offline.compiling import (
+    Kernel,
+    compile_cases,
+    missing_packages,
+    read_mosaic_report,
+    read_report,
+)
 from experiments.kernel_benchmarks.offline.report import card_table, objections, short_card_table
 from pallas_kernels import triton
 from pallas_kernels.schedule import Schedule, default_schedule
@@ -23,6 +29,8 @@ COMPILED = {
     "delta-channel-64x64-bfloat16 one token": 1,
     "short convolution bfloat16, norm": 2,
     "preconditioner write key 128 bfloat16": 4,
+    "delta-scalar-128x128-bfloat16 a program each mosaic": 5,
+    "delta-scalar-128x128-bfloat16 few heads mosaic": 9,
 }
 MOST_USED = {f"delta-{decay}-128x128-bfloat16 few heads" for decay in ("scalar", "channel")}
 ROOT = pathlib.Path(__file__).parents[2]
@@ -41,6 +49,30 @@ LAUNCHES = """1: kCustomKernel [source] loop_fusion grid: [4, 1, 1] threads: [4,
 2: kCustomKernel [prev=001 (1)] delta_output grid: [4, 1, 1] threads: [128, 1, 1]  shared_memory: 109056 bytes
 3: kCustomKernel [prev=002 (1)] delta_output__1 grid: [4, 1, 1] threads: [128, 1, 1]  shared_memory: 512 bytes
 """
+# A kernel that is called twice, another, and a second one of that name.
+MOSAIC = """%1 = stablehlo.custom_call @mosaic_gpu_v2(%a) {backend_config = "", mhlo.backend_config = {module = "x"}}
+%2 = stablehlo.custom_call @mosaic_gpu_v2(%1) {backend_config = "", mhlo.backend_config = {module = "x"}}
+%3 = stablehlo.custom_call @mosaic_gpu_v2(%2) {backend_config = "", mhlo.backend_config = {module = "y"}}
+%4 = stablehlo.custom_call @mosaic_gpu_v2(%3) {backend_config = "", mhlo.backend_config = {module = "z"}}
+"""
+ASSEMBLED = """ptxas warning : Registers are spilled to local memory in function 'NAME', 8 bytes spill stores
+ptxas info    : (C7519) warpgroup.arrive is injected in around line 2 by compiler to allow use of registers in 'NAME'
+ptxas info    : Compiling entry function 'NAME' for 'sm_90a'
+    8 bytes stack frame, 8 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 8 bytes cumulative stack size, 1 bytes smem
+"""
+WAITING = (
+    "ptxas info    : (C7512) wgmma.mma_async instructions are serialized due to registers in the function 'NAME'\n"
+)
+RESOURCES = """Resources(smem_scratch_bytes=1024, tmem_scratch_cols=0, barrier_counts=Counter({
+Barrier(arrival_count=256, num_barriers=3, orders_tensor_core=False): 1,
+Barrier(arrival_count=128, num_barriers=1, orders_tensor_core=False): 7}), scoped_gmem_semaphores={})
+"""
+
+
+def mosaic_dumps(**reports):
+    files = {f"{stem}.ptxas": text.replace("NAME", f"{stem[:-3]}_mosaic_gpu_kernel") for stem, text in reports.items()}
+    return files | {f"{stem}.resources.txt": RESOURCES for stem in reports}
 
 
 def record(card, name, *numbers):
@@ -54,6 +86,8 @@ def test_kernels_compile_for_an_h200_and_spill_nothing_new():
     kernels = [result for result in found if isinstance(result, Kernel)]
     assert kernels == found
     assert {name: sum(kernel.case == name for kernel in kernels) for name in COMPILED} == COMPILED
+    with_mosaic = {kernel.case for kernel in kernels if "_mosaic" in kernel.name}
+    assert with_mosaic == {name for name in COMPILED if name.endswith("mosaic")}
     assert all(16 <= kernel.registers <= 255 for kernel in kernels)
     assert max(kernel.shared_memory for kernel in kernels) > 64 * 1024
     wrong = []
@@ -80,6 +114,28 @@ def test_reports_are_read():
     assert second == Kernel("a call", "delta_output__1", 40, 0, 512, False)
     with pytest.raises(ValueError, match="said nothing of delta_states"):
         read_report("a call", ["delta_output", "delta_states"], LOG, LAUNCHES)
+
+
+def test_reports_of_mosaic_kernels_are_read():
+    dumps = mosaic_dumps(delta_output_10=ASSEMBLED, delta_output_09=ASSEMBLED, delta_states_11=WAITING + ASSEMBLED)
+    kernels = read_mosaic_report("a call", MOSAIC, dumps)
+    assert kernels == [
+        Kernel("a call", "delta_output_mosaic", 168, 8, 1024 + 8 * (3 + 7), False),
+        Kernel("a call", "delta_output_mosaic__1", 168, 8, 1104, False),
+        Kernel("a call", "delta_states_mosaic", 168, 8, 1104, True),
+    ]
+    assert read_mosaic_report("a call", "no such kernel", {}) == []
+    with pytest.raises(ValueError, match=r"3 kernels and reported 1 \(delta_states_11\)"):
+        read_mosaic_report("a call", MOSAIC, mosaic_dumps(delta_states_11=ASSEMBLED))
+    with pytest.raises(ValueError, match="delta_output_10 lacks"):
+        read_mosaic_report("a call", MOSAIC, {k: x for k, x in dumps.items() if k != "delta_output_10.resources.txt"})
+    with pytest.raises(ValueError, match="delta_output_10 lacks"):
+        read_mosaic_report("a call", MOSAIC, dumps | {"delta_output_10.ptxas": WAITING})
+
+
+def test_mosaic_kernels_are_compiled_for_hopper_cards_alone():
+    have = {card for card in CARDS for name in cases(card, every=True) if name.endswith("mosaic")}
+    assert have == {"sm_90"}
 
 
 def test_kernels_that_spill_wait_or_do_not_fit_are_objected_to():

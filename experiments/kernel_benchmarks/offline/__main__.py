@@ -15,6 +15,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.kernel_benchmarks.offline.cards import CARDS
 from experiments.kernel_benchmarks.offline.cases import cases
@@ -41,7 +42,7 @@ def record_of(card: str, case: str, found: Sequence[Kernel | Refusal]) -> dict[s
 
 
 def write(path: pathlib.Path, command: str, records: list[dict[str, object]]) -> None:
-    """Writes the results and their page, and the tables of cards in others if the results are those of `RESULTS`."""
+    """Writes the results and their pages."""
     wheels = ("jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm")
     results = {
         "device": "none: compiled for " + ", ".join(f"{card.kind} ({name})" for name, card in CARDS.items()),
@@ -52,6 +53,11 @@ def write(path: pathlib.Path, command: str, records: list[dict[str, object]]) ->
         "records": records,
     }
     write_results(path, results)
+    write_pages(path, results)
+
+
+def write_pages(path: pathlib.Path, results: dict[str, Any]) -> None:
+    """Writes the results' page, and the tables of cards in others if the results are those of `RESULTS`."""
     path.with_suffix(".md").write_text(markdown(results))
     if path.parent == RESULTS:
         for page, table in PAGES.items():
@@ -72,11 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--every", action="store_true", help="all cases, not only those that models take")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder of offline.json and offline.md")
+    parser.add_argument("--pages", action="store_true", help="compile nothing, write the tables of what was compiled")
     chosen = parser.parse_args(arguments)
+    path = chosen.output / "offline.json"
+    if chosen.pages:
+        write_pages(path, json.loads(path.read_text()))
+        return 0
     if reason := missing_packages():
         print(f"error: {reason}")
         return 2
-    path = chosen.output / "offline.json"
     before = json.loads(path.read_text()) if path.exists() else {"records": []}
     records = {(record["card"], record["case"]): record for record in before["records"]}
     command = shlex.join(["python", "-m", "experiments.kernel_benchmarks.offline", *arguments])

@@ -150,7 +150,9 @@ def defaults() -> list[Case]:
 def mosaic() -> list[Case]:
     """The delta rule with stages in Mosaic GPU, with each choice of `pallas_kernels.schedule.mosaic_schedule`."""
     places = {"many heads": MANY, "few heads": FEW, "a program each": ONE_EACH}
-    variants = [f"{solve}-128x128-bfloat16" for solve in ("delta-none", "delta-scalar", "delta-channel", "delta+key-scalar")]
+    variants = [
+        f"{solve}-128x128-bfloat16" for solve in ("delta-none", "delta-scalar", "delta-channel", "delta+key-scalar")
+    ]
     mosaic = functools.partial(delta_rule, backend="mosaic")
     return [
         *(mosaic(variant, shape, place) for variant in variants for place, shape in places.items()),
@@ -271,7 +273,7 @@ USUAL = (
     r"^(preconditioner|short convolution|thin products)",
     r" mosaic$",
 )
-"""Patterns of the cases in bfloat16 that models take, a sixth of all."""
+"""Patterns of the cases in bfloat16 that models take, a third of all."""
 
 
 def cases(card: str, *, every: bool = False) -> dict[str, Case]:

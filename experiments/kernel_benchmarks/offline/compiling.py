@@ -184,7 +184,7 @@ def _assembled(log: str) -> dict[str, tuple[int, int, bool]]:
         name = entry.partition("'")[0]
         spills, registers = re.search(r"(\d+) bytes spill stores", entry), re.search(r"Used (\d+) registers", entry)
         if spills and registers:
-            # Not by its number: of those close to it, C7519 says that a `warpgroup.arrive` was added, which is harmless.
+            # By its words: beside the numbers of those that say so, C7519 means an added `warpgroup.arrive`, no wait.
             serialized = bool(re.search(rf"instructions are serialized .*'{name}'", log))
             reports[name] = int(registers[1]), int(spills[1]), serialized
     return reports

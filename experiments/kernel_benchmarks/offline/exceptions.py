@@ -7,6 +7,9 @@ WIDE = "default launches for 256 channels, where nothing was measured that spill
 EXTREME = "programs for chunks of extreme decay, of which there are few: pairs in four groups, all in registers"
 ITERATES = "the iterates of a chunk stay in registers through all iterations (`ridge_solve`)"
 READOUT = "one warp holds all channels of its tokens; `GramSchedule` was chosen by time, with 128 channels"
+COPIES = (
+    "places in arrays, stored once before the loops; read again mostly by the warpgroup that copies, never amid wgmma"
+)
 
 KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("", "delta_prepare", 136, TUNED),
@@ -17,6 +20,9 @@ KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("", "delta_gradients", 156, TUNED),
     ("", "delta_gradients_extreme", 720, EXTREME),
     ("", "linear_sums", 144, TUNED),
+    ("few heads", "delta_output_mosaic", 8, COPIES),
+    ("channel-128x128-bfloat16 few heads", "delta_reverse_mosaic", 8, COPIES),
+    ("delta+key", "delta_gradients_mosaic", 24, COPIES),
     ("256x256", "delta_prepare", 580, WIDE),
     ("256x256", "delta_prepare_extreme", 1696, EXTREME),
     ("256x256", "delta_output", 392, WIDE),

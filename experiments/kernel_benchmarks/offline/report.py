@@ -83,8 +83,9 @@ def markdown(results: Record) -> str:
         "# Every kernel, compiled without a GPU",
         "",
         f"`{results['command']}`, commit {results['commit']}, {results['date']}; {versions}.",
-        "A call is an operator with its gradient. What is refused takes XLA. Spills are bytes of stores a thread. Kernels "
-        "are Triton's; those in Mosaic GPU end in `_mosaic`, and calls that have some in `mosaic` (Hopper cards only).",
+        "A call is an operator with its gradient. What is refused takes XLA. Spills are bytes of stores a thread.",
+        "Kernels in Mosaic GPU end in `_mosaic`, and calls that have some in `mosaic` (Hopper cards only). Others are",
+        "Triton's.",
         "",
         card_table(results),
     ]
