@@ -7,9 +7,7 @@ WIDE = "default launches for 256 channels, where nothing was measured that spill
 EXTREME = "programs for chunks of extreme decay, of which there are few: pairs in four groups, all in registers"
 ITERATES = "the iterates of a chunk stay in registers through all iterations (`ridge_solve`)"
 READOUT = "one warp holds all channels of its tokens; `GramSchedule` was chosen by time, with 128 channels"
-COPIES = (
-    "places in arrays, stored once before the loops; read again mostly by the warpgroup that copies, never amid wgmma"
-)
+COPIES = "places in arrays, stored before the loops, read mostly by the warpgroup that copies; no wgmma waits"
 
 KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("", "delta_prepare", 136, TUNED),
