@@ -91,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     records = {(record["card"], record["case"]): record for record in before["records"]}
     command = shlex.join(["python", "-m", "experiments.kernel_benchmarks.offline", *arguments])
     if before["records"] and arguments:
-        command = f"{before['command']} && {command}"
+        earlier = [line for line in before["command"].split(" && ") if line != command]
+        command = " && ".join([*earlier, command])
     for card in chosen.cards:
         known = cases(card, every=chosen.every)
         names = [name for name in known if re.search(chosen.only, name)]
