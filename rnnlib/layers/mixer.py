@@ -83,8 +83,8 @@ class RecurrentMixerConfig(MixerConfig):
         initializer: of the projections.
         scale: factor on the recurrence's output; None is `K**-0.5`.
         chunk_size: tokens in a chunk of the chunked implementations.
-        implementation: of the solve axis's operator: `"scan"`, `"chunked"`, `"triton"`, or None for the best that
-            supports the case. Convolutions and preconditioners choose their own.
+        implementation: of the solve axis's operator: `"scan"`, `"chunked"`, `"triton"`, `"mosaic"`, or None for the
+            best that supports the case. Convolutions and preconditioners choose their own.
     """
 
     decay: DecayConfig = dataclasses.field(default_factory=NoDecay)

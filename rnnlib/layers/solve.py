@@ -41,7 +41,7 @@ class OperatorOptions:
     Attributes:
         scale: factor on the output; None is `K**-0.5`.
         chunk_size: tokens in a chunk of the chunked implementations.
-        implementation: `"scan"`, `"chunked"`, `"triton"`, or None for the best that supports the case.
+        implementation: `"scan"`, `"chunked"`, `"triton"`, `"mosaic"`, or None for the best that supports the case.
     """
 
     scale: float | None = None
