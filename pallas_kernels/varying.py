@@ -25,10 +25,12 @@ def vary_alike(arrays: Any) -> Any:
     """
     varying = varying_axes(arrays)
 
-    def vary(x: Array) -> Array:
-        return lax.pcast(x, tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying)), to="varying")
+    return jax.tree.map(functools.partial(vary_along, varying), arrays)
 
-    return jax.tree.map(vary, arrays)
+
+def vary_along(axes: frozenset[str], x: Array) -> Array:
+    """The same array, taken to differ along some mesh axes, beside those along which it does."""
+    return lax.pcast(x, tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying)), to="varying")
 
 
 def batch_alike(arguments: Any, results: Any) -> Any:

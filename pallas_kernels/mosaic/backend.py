@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.platform import platform
 from pallas_kernels.problem import CHUNK
-from pallas_kernels.varying import varying_axes
+from pallas_kernels.varying import vary_along, varying_axes
 
 SIDE = 64
 """Rows of a matrix that one warpgroup holds."""
@@ -210,13 +210,11 @@ def launch(
         pl.run_scoped(scoped, *memory.values(), collective_axes="warpgroup")
 
     body.__name__ = body.__qualname__ = name
-    varying = varying_axes(list(given.values()))
-    varies = None if interpreted() else jax.sharding.ManualAxisType(varying=varying)
     # Kernels count in 32 bits, whatever the program around them does.
     with jax.enable_x64(False):
         results = plgpu.kernel(
             body,
-            out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies) for x in wanted.values()],
+            out_type=list(wanted.values()),
             grid=tuple(grid.values()),
             grid_names=tuple(grid),
             num_threads=warpgroups,
@@ -227,7 +225,9 @@ def launch(
             ),
             interpret=plgpu.InterpretGPUParams(detect_races=True) if interpreted() else None,
         )(*given.values())
-    return {**dict.fromkeys(outputs), **dict(zip(wanted, results))}
+    # Pallas gives no types of `jax.shard_map` to what such a kernel returns.
+    varying = varying_axes(list(given.values()))
+    return {**dict.fromkeys(outputs), **{key: vary_along(varying, x) for key, x in zip(wanted, results)}}
 
 
 def call(
@@ -339,7 +339,9 @@ def load_matrix(ref: Any) -> Array:
 
 def load_state(ref: Any) -> Array:
     """A float32 matrix of 64 rows from global memory."""
-    return plgpu.load(ref, layout=_MATRIX, optimized=False)
+    # Inside `jax.shard_map` a loaded value's type names the axes that it varies along; a kernel's other values have no
+    # such types, and the carry of a loop must keep its own. The product has none, and compiles to nothing.
+    return plgpu.load(ref, layout=_MATRIX, optimized=False) * 1.0
 
 
 def load_channels(ref: Any) -> Array:

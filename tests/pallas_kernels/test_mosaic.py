@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import triton
 from pallas_kernels.problem import make_inputs as make_kernel_inputs
@@ -163,6 +165,22 @@ def test_hopper_cards_take_those_of_segments_unasked():
     text = lowered(jax.grad(lambda x: loss(x, "mosaic")), x)
     assert text.count("mosaic_gpu_v2") == 6
     assert text.count("xla.gpu.triton") == 3
+
+
+@pytest.mark.parametrize("length", [256, 4096], ids=["one_segment", "segments"])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_they_lower_on_rows_split_over_devices(kind, length):
+    """By the operators themselves on an Explicit axis, else within `jax.shard_map`, which checks what varies."""
+    mesh = AbstractMesh((2,), ("x",), axis_types=(kind,), abstract_device=H200.abstract_device)
+    x = arguments("scalar", False, jnp.bfloat16, length=length)
+    sharding = NamedSharding(mesh, P("x")) if kind == AxisType.Explicit else None
+    x = {name: jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype, sharding=sharding) for name, a in x.items()}
+    gradient = jax.grad(loss)
+    if kind == AxisType.Auto:
+        gradient = jax.shard_map(gradient, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=True)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(gradient).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") >= (4 if length == 256 else 6)
 
 
 def test_they_lower_under_vmap_and_in_64_bits(x64):
