@@ -3,6 +3,7 @@
 | module | what it has |
 |---|---|
 | `problem` | the arrays of a call, its static facts, padding: what every backend starts from |
+| `decay` | limits of decays and gates, and the split of a log decay |
 | `schedule` | how a call is cut into programs, and in how many segments a sequence runs |
 | `platform`, `varying` | the device that is traced for; `jax.shard_map` and `jax.vmap` |
 | `mosaic` | stages in Pallas on its Mosaic GPU backend, for Hopper cards |

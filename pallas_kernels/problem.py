@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -165,6 +166,19 @@ class Problem:
     def chunks_per_segment(self) -> int:
         """Number of chunks in a segment (the last may have fewer)."""
         return cdiv(self.chunks, self.segments)
+
+    def per_head(self, *shape: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of an array `[B, HV, *shape]`."""
+        return jax.ShapeDtypeStruct((self.batch, self.value_heads, *shape), dtype or self.dtype)
+
+
+def segment_range(problem: Problem, segment) -> tuple[Any, Any]:
+    """First chunk of a segment and its number of chunks, which is static where all segments are alike."""
+    size = problem.chunks_per_segment
+    first = segment * size
+    if problem.chunks == size * problem.segments:
+        return first, size
+    return first, jnp.clip(problem.chunks - first, 0, size)
 
 
 def problem_of[Kind: Problem](

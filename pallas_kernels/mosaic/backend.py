@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.platform import platform
-from pallas_kernels.problem import CHUNK
+from pallas_kernels.problem import CHUNK, Problem, segment_range
 from pallas_kernels.varying import vary_along, varying_axes
 
 SIDE = 64
@@ -34,17 +34,15 @@ _REDUCTION = 512  # float32 numbers that one warpgroup's sum over rows passes be
 
 @dataclass(frozen=True)
 class Tile:
-    """What a slot of the ring has of one array.
+    """What a slot of the ring has of one array: of a bfloat16 matrix, or of float32 numbers if it has one axis.
 
     Attributes:
         shape: of the part of one chunk.
         source: from the kernel's namespace of references, the program's place and the chunk's number to that part.
-        dtype: of the array.
     """
 
     shape: tuple[int, ...]
     source: Callable[..., Any]
-    dtype: Any = jnp.bfloat16
 
 
 @dataclass(frozen=True)
@@ -100,12 +98,12 @@ class Ring:
     def wait(self, step: Any) -> Any:
         """The slot of a step of the loop, once its tiles are there."""
         slot = remainder(step, self.slots)
-        plgpu.barrier_wait(self.full.at[slot])
+        wait(self.full.at[slot])
         return slot
 
     def release(self, slot: Any) -> None:
         """Lets the slot be filled again. Before it comes `publish`, which ends this warpgroup's own reads of it."""
-        plgpu.barrier_arrive(self.free.at[slot])
+        arrive(self.free.at[slot])
 
 
 def quotient(x: Any, n: int) -> Any:
@@ -159,12 +157,12 @@ def use_registers(count: int, *, more: bool) -> None:
 
 def sum_buffer(groups: int) -> Any:
     """Shared memory for `column_sums` of each warpgroup."""
-    return plgpu.SMEM((groups, _REDUCTION), jnp.float32)
+    return number_buffer(groups, _REDUCTION)
 
 
 def maximum_buffer(groups: int) -> Any:
     """Shared memory for `maximum` of each warpgroup, the one that copies too."""
-    return plgpu.SMEM((groups + 1, _WARPS), jnp.float32)
+    return number_buffer(groups + 1, _WARPS)
 
 
 def interpreted() -> bool:
@@ -233,7 +231,7 @@ def launch(
 def call(
     kernel: Callable[..., None],
     name: str,
-    problem: Any,
+    problem: Problem,
     inputs: Mapping[str, Array | None],
     outputs: Mapping[str, jax.ShapeDtypeStruct | None],
     tiles: Mapping[str, Tile],
@@ -286,34 +284,30 @@ def call(
 
         @pl.when(group < groups)
         def _():
-            plgpu.set_max_registers(computing, action="increase")
+            use_registers(computing, more=True)
             kernel(refs, there, own, Ring(full, free, slots), place, chunks, problem=problem, **static)
 
         @pl.when(group == groups)
         def _():
-            plgpu.set_max_registers(copying, action="decrease")
+            use_registers(copying, more=False)
 
             @pl.loop(0, count)
             def _(step):
                 slot = remainder(step, slots)
                 chunk = first + (count - 1 - step if reverse else step)
-                pl.when(step >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
+                pl.when(step >= slots)(lambda: wait(free.at[slot]))
                 for key, tile in tiles.items():
-                    source = tile.source(refs, place, chunk)
-                    plgpu.copy_gmem_to_smem(source, getattr(there, key).at[slot], full.at[slot])
+                    begin_copy(tile.source(refs, place, chunk), getattr(there, key).at[slot], full.at[slot])
 
             @pl.loop(jnp.maximum(count - slots, 0), count)
             def _(step):  # a program ends when nothing is on its way any more
-                plgpu.barrier_wait(free.at[remainder(step, slots)])
+                wait(free.at[remainder(step, slots)])
 
     memory = {
-        "tiles": tuple(
-            matrix_buffer(slots, *t.shape) if len(t.shape) > 1 else plgpu.SMEM((slots, *t.shape), t.dtype)
-            for t in tiles.values()
-        ),
+        "tiles": tuple((matrix_buffer if len(t.shape) > 1 else number_buffer)(slots, *t.shape) for t in tiles.values()),
         "buffers": tuple(buffers.values()),
-        "full": plgpu.Barrier(num_arrivals=len(tiles), num_barriers=slots),
-        "free": plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
+        "full": barrier(len(tiles), slots),
+        "free": barrier(groups, slots),
     }
     grid = {
         "block": problem.value_size // (SIDE * groups) if blocks is None else blocks,
@@ -323,13 +317,10 @@ def call(
     return launch(program, name, inputs, outputs, memory, grid=grid, warpgroups=groups + 1)
 
 
-def segment_span(problem: Any, segment: Any) -> tuple[Any, Any]:
-    """A segment's first chunk and its number of chunks, which is static where all segments are alike."""
-    size = problem.chunks_per_segment
-    first = segment * size
-    if problem.chunks == size * problem.segments:
-        return first, jnp.int32(size)
-    return first, jnp.clip(problem.chunks - first, 0, size)
+def segment_span(problem: Problem, segment: Any) -> tuple[Any, Any]:
+    """`segment_range` in 32 bits, whatever the program around the kernel counts in."""
+    first, count = segment_range(problem, segment)
+    return first, jnp.asarray(count, jnp.int32)
 
 
 def load_matrix(ref: Any) -> Array:
@@ -380,12 +371,7 @@ def zeros(*shape: int) -> Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _MATRIX)
 
 
-def load_row(ref: Any, slot: Any) -> Array | None:
-    """One number for each column of a matrix, from a slot of the ring; None for None."""
-    return None if ref is None else load_row_of(ref.at[slot])
-
-
-def load_row_of(ref: Any) -> Array:
+def load_row(ref: Any) -> Array:
     """One number for each column of a matrix, from shared memory."""
     return plgpu.load(ref, layout=_COLUMNS)
 
@@ -426,6 +412,11 @@ def split(x: Array) -> tuple[Array, Array]:
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
+def left_parts(x: Array, is_exact: bool) -> tuple[Array, ...]:
+    """What products take of float32 `x` as their left operand: it rounded or, with `is_exact`, both of its parts."""
+    return split(x) if is_exact else (x.astype(jnp.bfloat16),)
+
+
 def multiply(total: Any, left: Any, right: Any) -> None:
     """Begins to add `left @ right` to an accumulator: bfloat16 matrices, the right one in shared memory."""
     plgpu.wgmma(total, left, right)
@@ -436,19 +427,9 @@ def awaited(total: Any, running: int = 0) -> Array:
     return plgpu.wgmma_accumulator_load(total, wait_n=running)
 
 
-def accumulator(columns: int) -> Any:
-    """A float32 accumulator `[64, columns]` for `with_each`."""
-    return plgpu.ACC((SIDE, columns), jnp.float32)
-
-
-def with_each(body: Callable[..., Any], *accumulators: Any) -> Any:
-    """What `body` makes of accumulators, which are zero at first."""
-    return pl.run_scoped(body, *accumulators)
-
-
-def with_accumulators(body: Callable[..., Any], count: int) -> Any:
-    """What `body` makes of `count` accumulators `[64, C]`, which are zero at first."""
-    return with_each(body, *[accumulator(CHUNK)] * count)
+def with_accumulators(body: Callable[..., Any], *columns: int) -> Any:
+    """What `body` makes of float32 accumulators `[64, columns]`, which are zero at first."""
+    return pl.run_scoped(body, *(plgpu.ACC((SIDE, n), jnp.float32) for n in columns))
 
 
 def added(body: Callable[..., None], *starts: Array) -> tuple[Array, ...]:

@@ -10,13 +10,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import triton
+from pallas_kernels.decay import FORGOTTEN
 from pallas_kernels.problem import make_inputs as make_kernel_inputs
 from pallas_kernels.problem import problem_of
 from pallas_kernels.schedule import Launch, MosaicLaunch, Schedule, mosaic_schedule
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.delta_rule import mosaic_stages
 from pallas_kernels.triton.delta_rule.chunk_factors import prepare
-from pallas_kernels.triton.delta_rule.segments import FORGOTTEN, segment_maps
+from pallas_kernels.triton.delta_rule.segments import segment_maps
 from rnnlib import ops
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import (

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.decay import split_steps
 from pallas_kernels.mosaic.backend import (
     SIDE,
-    accumulator,
     added,
     arrive,
     awaited,
@@ -38,7 +38,7 @@ from pallas_kernels.mosaic.backend import (
     launch,
     load_column,
     load_matrix,
-    load_row_of,
+    load_row,
     matrix_buffer,
     multiply,
     number_buffer,
@@ -52,7 +52,7 @@ from pallas_kernels.mosaic.backend import (
     use_registers,
     wait,
     wait_for_stores,
-    with_each,
+    with_accumulators,
     zeros,
 )
 from pallas_kernels.mosaic.delta_rule.operands import tokens
@@ -61,7 +61,6 @@ from pallas_kernels.problem import CHUNK, Problem
 _SETS = ("near", "states", "d_states", "rows", "keys")  # in the order in which a chunk's tiles are freed
 _KEYS = ("q", "k", "write_key")
 _RESTART = 256.0  # nats that a start of a segment adds: pairs across it weigh nothing, and sums stay exact
-_MIN_LOG_DECAY = -100.0
 _REGISTERS = 240, 24
 _LINES = 4  # of numbers a token that a warpgroup hands on inside itself; a third set has the diagonal of dP
 
@@ -105,7 +104,7 @@ class GradientArrays(NamedTuple):
 def _token_rows(problem: Problem, x: GradientArrays) -> dict[str, Array]:
     """Numbers a token that the kernel multiplies by, `[B, HV, T]` float32; one that is absent is 1.
 
-    `coarse` and `fine` are a token's log decay in two parts (`common.decay.chunk_decay`), which the kernel adds up;
+    `coarse` and `fine` are a token's log decay in two parts (`split_steps`), which the kernel adds up;
     `erased` is `-exp(G)` times `ratio`.
     """
     rows = {}
@@ -114,9 +113,8 @@ def _token_rows(problem: Problem, x: GradientArrays) -> dict[str, Array]:
         rows["ratio"] = ratio
     if x.log_decay is None or x.read_rows is None or x.written_rows is None:
         return rows if ratio is None else {**rows, "erased": -ratio}
-    step = jnp.maximum(x.log_decay.astype(jnp.float32), _MIN_LOG_DECAY)
-    coarse = jnp.floor(step * 16.0) * 0.0625
-    rows["fine"] = jnp.swapaxes(step - coarse, 1, 2)
+    coarse, fine = split_steps(x.log_decay.astype(jnp.float32))
+    rows["fine"] = jnp.swapaxes(fine, 1, 2)
     if x.starts is not None:
         coarse = coarse - _RESTART * x.starts.astype(jnp.float32)[:, :, None]
     rows["coarse"] = jnp.swapaxes(coarse, 1, 2)
@@ -253,7 +251,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: _Walk) -> None:
         """Adds up the log decay to each token. There is no cumulative sum."""
         is_before = spread_rows(row_numbers()) >= spread_columns(column_numbers())
         for j, name in enumerate(("coarse", "fine")):
-            step = load_row_of(tiles.rows.at[walk.place("rows", m), walk.rows.index(name)])
+            step = load_row(tiles.rows.at[walk.place("rows", m), walk.rows.index(name)])
             lines[half, j] = jnp.sum(jnp.where(is_before, spread_columns(step), 0.0), axis=1)
 
     def store_pairs(m, pairs):
@@ -273,7 +271,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: _Walk) -> None:
 
             publish()
             total, fine = (
-                spread_rows(load_column(lines.at[half, j])) - spread_columns(load_row_of(lines.at[half, j]))
+                spread_rows(load_column(lines.at[half, j])) - spread_columns(load_row(lines.at[half, j]))
                 for j in (0, 1)
             )
             is_before = spread_rows(rows) > spread_columns(columns)
@@ -311,8 +309,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: _Walk) -> None:
             parts = kept_parts() if has_decay else None
             return *(awaited(x) for x in (read, erased, written)), parts
 
-        accumulators = accumulator(CHUNK), *[accumulator(SIDE)] * 3
-        return with_each(body, *accumulators)
+        return with_accumulators(body, CHUNK, SIDE, SIDE, SIDE)
 
     def release_keys(m):
         """After the gradients that leave through the keys' places have left."""
@@ -371,7 +368,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: _Walk) -> None:
         if walk.rows:
             walk.release("rows", m)
         if has_decay:
-            total, end = (spread_columns(load_row_of(lines.at[half, j])) for j in (2, 3))
+            total, end = (spread_columns(load_row(lines.at[half, j])) for j in (2, 3))
             is_later = spread_columns(column_numbers()) >= spread_rows(row_numbers())
             # Every token of a row adds its part of the state's decay once, as `total` or as `end`.
             r.d_log_decay[half, b, h, tokens(n)] = jnp.sum(jnp.where(is_later, total, end), axis=1)

@@ -2,11 +2,10 @@
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic.backend import SIDE, Tile, load_row, quotient, scale_columns
+from pallas_kernels.mosaic.backend import SIDE, Place, Tile, load_row, load_state, quotient, scale_columns, zeros
 from pallas_kernels.problem import CHUNK, Problem
 
 
@@ -78,11 +77,9 @@ def chunk_tiles(problem: Problem, x: PassArrays, groups: int) -> dict[str, Tile]
             tiles[name] = Tile((CHUNK, CHUNK), lambda r, at, n, name=name: getattr(r, name).at[at.batch, at.head, n])
     for name in ROWS:
         if getattr(x, name) is not None:
-            tiles[name] = Tile(
-                (CHUNK,), lambda r, at, n, name=name: getattr(r, name).at[at.batch, at.head, tokens(n)], jnp.float32
-            )
+            tiles[name] = Tile((CHUNK,), lambda r, at, n, name=name: getattr(r, name).at[at.batch, at.head, tokens(n)])
     if x.kept is not None and x.kept.ndim == 4:
-        tiles["kept"] = Tile((problem.key_size,), lambda r, at, n: r.kept.at[at.batch, at.head, n], jnp.float32)
+        tiles["kept"] = Tile((problem.key_size,), lambda r, at, n: r.kept.at[at.batch, at.head, n])
     return tiles
 
 
@@ -110,17 +107,24 @@ def value_tile(name: str, groups: int) -> Tile:
 def load_kept(r: Any, tiles: Any, place: Any, slot: Any, chunk: Any) -> Array | None:
     """What a chunk keeps of the state: a number, one for each key channel, or None for 1."""
     if hasattr(tiles, "kept"):
-        return load_row(tiles.kept, slot)
+        return load_row(tiles.kept.at[slot])
     return None if r.kept is None else r.kept[place.batch, place.head, chunk]
 
 
 def keep(state: Array, kept: Any) -> Array:
     """The state after a chunk's decay."""
-    if kept is None or kept.ndim == 0:
-        return state if kept is None else state * kept
-    return scale_columns(state, kept)
+    if kept is None:
+        return state
+    return state * kept if kept.ndim == 0 else scale_columns(state, kept)
 
 
 def row_of(tiles: Any, name: str, slot: Any) -> Array | None:
     """One of `ROWS` of a chunk; None where the pass has none."""
-    return load_row(getattr(tiles, name, None), slot)
+    return load_row(getattr(tiles, name).at[slot]) if hasattr(tiles, name) else None
+
+
+def start_state(states: Any, place: Place, key_size: int) -> Array:
+    """The state, or its gradient, that a program's loop starts from: its part of `[B, HV, P, V, K]`; zero for None."""
+    if states is None:
+        return zeros(SIDE, key_size)
+    return load_state(states.at[place.batch, place.head, place.segment, place.channels])

@@ -6,14 +6,13 @@ transposed. Where almost nothing of a state survives a segment, M counts as zero
 """
 
 import dataclasses
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.decay import FORGOTTEN
 from pallas_kernels.mosaic.backend import (
     SIDE,
     Place,
@@ -69,7 +68,7 @@ def _of_values(place: Place, problem: Problem) -> tuple[Any, Place]:
     return is_value, dataclasses.replace(place, block=jnp.where(is_value, place.block, place.block - blocks))
 
 
-def _span(r: Any, buffers: Any, place: Place, problem: Problem, forgotten: float) -> tuple[Any, Any, Any]:
+def _span(r: Any, buffers: Any, place: Place, problem: Problem) -> tuple[Any, Any, Any]:
     """A segment's first chunk, its number of chunks, and whether the program has nothing to do; stores `survival`."""
     first, count = segment_span(problem, place.segment)
     if r.survival is None:
@@ -83,7 +82,7 @@ def _span(r: Any, buffers: Any, place: Place, problem: Problem, forgotten: float
         def _():
             r.survival[place.batch, place.head, place.segment] = survival
 
-        return survival <= forgotten
+        return survival <= FORGOTTEN
 
     is_forgotten = lax.cond(is_value, lambda: jnp.bool_(False), of_keys)
     return first, jnp.where(is_forgotten, 0, count), is_forgotten
@@ -128,7 +127,7 @@ def _value_tile(problem: Problem, tile: Tile) -> Tile:
 
 
 def segment_maps(
-    problem: Problem, arrays: PassArrays, growth: Array | None, *, forgotten: float, groups: int, slots: int
+    problem: Problem, arrays: PassArrays, growth: Array | None, *, groups: int, slots: int
 ) -> dict[str, Array | None]:
     """M and N of each segment, transposed. P is the number of segments.
 
@@ -136,7 +135,6 @@ def segment_maps(
         problem: static facts.
         arrays: what a pass reads.
         growth: log of how far each chunk's writes can enlarge a state, `[B, HV, N]` float32; None for 0.
-        forgotten: the `survival` at which M counts as zero.
         groups: blocks of 64 value channels, or key channels, of a program.
         slots: chunks whose tiles are in shared memory.
 
@@ -146,8 +144,8 @@ def segment_maps(
     """
     p = problem
     arrays = arrays._replace(read=None, scores=None, read_rows=None)
-    heads, width, has_decay = (p.batch, p.value_heads, p.segments), SIDE * groups, arrays.kept is not None
-    transition = jax.ShapeDtypeStruct((*heads, p.key_size, p.key_size), p.dtype)
+    width, has_decay = SIDE * groups, arrays.kept is not None
+    transition = p.per_head(p.segments, p.key_size, p.key_size)
     tiles = chunk_tiles(p, arrays, groups)
     return call(
         _maps_kernel,
@@ -155,15 +153,15 @@ def segment_maps(
         p,
         {**arrays.by_name(), "growth": growth if has_decay else None},
         {
-            "offset": jax.ShapeDtypeStruct((*heads, p.value_size, p.key_size), jnp.float32),
+            "offset": p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32),
             "transition": transition,
             "transition_rest": transition,
-            "survival": jax.ShapeDtypeStruct(heads, jnp.float32) if has_decay else None,
+            "survival": p.per_head(p.segments, dtype=jnp.float32) if has_decay else None,
         },
         {**tiles, "v": _value_tile(p, tiles["v"])},
         {"maximum": maximum_buffer(groups)} if has_decay and arrays.kept.ndim == 4 else {},  # type: ignore[union-attr]
         groups=groups,
         slots=slots,
         blocks=p.value_size // width + p.key_size // width,
-        span=functools.partial(_span, forgotten=forgotten),
+        span=_span,
     )

@@ -13,24 +13,23 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.decay import divisible
 from pallas_kernels.mosaic.backend import (
     SIDE,
     added,
     awaited,
     call,
     column_sums,
+    left_parts,
     load_matrix,
-    load_state,
     matrix_buffer,
     multiply,
     publish,
     scale_columns,
-    split,
     store,
     sum_buffer,
     wait_for_stores,
     with_accumulators,
-    zeros,
 )
 from pallas_kernels.mosaic.delta_rule.operands import (
     PassArrays,
@@ -38,6 +37,7 @@ from pallas_kernels.mosaic.delta_rule.operands import (
     keep,
     load_kept,
     row_of,
+    start_state,
     tokens,
     value_tile,
 )
@@ -56,7 +56,7 @@ def _write_gradient(
         multiply(d_near, d_out, tiles.scores.at[slot])
         written = row_of(tiles, "written_rows", slot)
         d_residual = scale_columns(awaited(d_written, running=1), written) + awaited(d_near)
-        for part in split(d_residual) if is_exact else (d_residual.astype(jnp.bfloat16),):
+        for part in left_parts(d_residual, is_exact):
             multiply(d_value, part, tiles.inverse.at[slot])
         before = keep(d_state, kept)
         if r.read_rows is not None:
@@ -64,10 +64,10 @@ def _write_gradient(
         erased = row_of(tiles, "erased_rows", slot)
         return awaited(d_value), before, d_out, erased
 
-    return with_accumulators(body, 3)
+    return with_accumulators(body, CHUNK, CHUNK, CHUNK)
 
 
-def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem, is_exact: bool, smallest_gate: float):
+def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem, is_exact: bool):
     first, count = chunks
     erased = getattr(tiles, "erased", tiles.written)
     # Without rows of factors the queries' factor is multiplied in afterwards, so that no operand is rounded once more.
@@ -80,8 +80,7 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
             values = load_matrix(tiles.v.at[slot, :, place.own].T).astype(jnp.float32)
             sums = column_sums(d_value * values, buffers.sums.at[place.group])
             r.d_write[place.part, place.batch, place.head, tokens(n)] = sums
-            # See `divisible` in `pallas_kernels.triton.common.decay`.
-            write = jnp.where((write < smallest_gate) & (write > -smallest_gate), smallest_gate, write)
+            write = divisible(write)
         buffers.d_v.at[place.group].T[...] = scale_columns(d_value, write).astype(jnp.bfloat16)
         publish()
         store(buffers.d_states.at[place.group], r.d_states.at[place.batch, place.head, n, place.channels], last=False)
@@ -114,11 +113,7 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
         ring.release(slot)
         return d_state
 
-    if r.ends is None:
-        d_state = zeros(SIDE, problem.key_size)
-    else:
-        d_state = load_state(r.ends.at[place.batch, place.head, place.segment, place.channels])
-    d_state = lax.fori_loop(0, count, step, d_state)
+    d_state = lax.fori_loop(0, count, step, start_state(r.ends, place, problem.key_size))
     if r.offsets is not None:
         r.offsets[place.batch, place.head, place.segment, place.channels] = d_state
     if r.d_initial_state is not None:
@@ -140,7 +135,6 @@ def _call(
     name: str,
     *,
     is_exact: bool,
-    smallest_gate: float = 0.0,
     groups: int,
     slots: int,
 ) -> dict[str, Array | None]:
@@ -157,14 +151,13 @@ def _call(
         slots=slots,
         reverse=True,
         is_exact=is_exact,
-        smallest_gate=smallest_gate,
     )
 
 
 def reverse_offsets(problem: Problem, arrays: PassArrays, d_out: Array, *, groups: int, slots: int) -> Array:
     """What a segment's outputs add to the gradient at its start, `[B, HV, P, V, K]` float32."""
     p = problem
-    offsets = jax.ShapeDtypeStruct((p.batch, p.value_heads, p.segments, p.value_size, p.key_size), jnp.float32)
+    offsets = p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32)
     arrays = arrays._replace(v=None, write_rows=None)
     outputs: dict[str, jax.ShapeDtypeStruct | None] = {"offsets": offsets}
     results = _call(
@@ -181,7 +174,6 @@ def reverse_pass(
     *,
     is_exact: bool,
     with_initial_state: bool,
-    smallest_gate: float,
     groups: int,
     slots: int,
 ) -> dict[str, Array | None]:
@@ -194,7 +186,6 @@ def reverse_pass(
         ends: gradients at the segments' ends, transposed, `[B, HV, P, V, K]` float32; None for zero.
         is_exact: whether what goes through the inverse is not rounded before.
         with_initial_state: whether the initial state's gradient is wanted.
-        smallest_gate: replaces smaller write gates, which a later stage divides by.
         groups: blocks of 64 value channels of a program.
         slots: chunks whose tiles are in shared memory.
 
@@ -205,10 +196,10 @@ def reverse_pass(
     p, has_write = problem, arrays.write_rows is not None
     if not has_write:
         arrays = arrays._replace(v=None)
-    final = jax.ShapeDtypeStruct((p.batch, p.value_heads, p.value_size, p.key_size), jnp.float32)
+    final = p.per_head(p.value_size, p.key_size, dtype=jnp.float32)
     parts = jax.ShapeDtypeStruct((p.value_size // SIDE, p.batch, p.value_heads, p.length), jnp.float32)
     outputs = {
-        "d_states": jax.ShapeDtypeStruct((p.batch, p.value_heads, p.chunks, p.value_size, p.key_size), p.dtype),
+        "d_states": p.per_head(p.chunks, p.value_size, p.key_size),
         "d_v": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype),
         "d_write": parts if has_write else None,
         "d_initial_state": final if with_initial_state else None,
@@ -225,7 +216,6 @@ def reverse_pass(
         buffers,
         "delta_reverse",
         is_exact=is_exact,
-        smallest_gate=smallest_gate,
         groups=groups,
         slots=slots,
     )

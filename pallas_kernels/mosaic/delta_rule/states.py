@@ -18,19 +18,25 @@ from pallas_kernels.mosaic.backend import (
     added,
     awaited,
     call,
+    left_parts,
     load_matrix,
-    load_state,
     matrix_buffer,
     multiply,
     publish,
     scale_columns,
-    split,
     store,
     wait_for_stores,
     with_accumulators,
-    zeros,
 )
-from pallas_kernels.mosaic.delta_rule.operands import PassArrays, chunk_tiles, keep, load_kept, row_of, tokens
+from pallas_kernels.mosaic.delta_rule.operands import (
+    PassArrays,
+    chunk_tiles,
+    keep,
+    load_kept,
+    row_of,
+    start_state,
+    tokens,
+)
 from pallas_kernels.problem import CHUNK, Problem
 
 
@@ -62,21 +68,14 @@ def residuals(
             values = jnp.where(is_value, values, 0.0)
         erase = row_of(tiles, "erased_rows", slot)
         new = values - scale_columns(awaited(recalled, running=len(reads)), erase)
-        parts = split(new) if is_exact else (new.astype(jnp.bfloat16),)
+        parts = left_parts(new, is_exact)
         for part in parts:
             multiply(residual, part, tiles.inverse.at[slot].T)
         after = keep(state, kept)
         outs = [scaled(awaited(read, running=len(parts))) for read in reads]  # type: ignore[misc]
         return awaited(residual), after, *outs
 
-    return with_accumulators(body, 2 if scaled is None else 3)
-
-
-def _start(r: Any, place: Any, key_size: int) -> Array:
-    """The state that a program starts from."""
-    if r.starts is None:
-        return zeros(SIDE, key_size)
-    return load_state(r.starts.at[place.batch, place.head, place.segment, place.channels])
+    return with_accumulators(body, *[CHUNK] * (2 if scaled is None else 3))
 
 
 def _output_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem, is_exact: bool):
@@ -106,7 +105,7 @@ def _output_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem, 
         store(buffers.out.at[place.group], r.out.at[place.batch, tokens(n), place.head, place.channels])
         return state
 
-    state = lax.fori_loop(0, count, step, _start(r, place, problem.key_size))
+    state = lax.fori_loop(0, count, step, start_state(r.starts, place, problem.key_size))
 
     @pl.when(place.segment == problem.segments - 1)
     def _():
@@ -138,7 +137,7 @@ def _states_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem):
         ring.release(slot)
         return state
 
-    lax.fori_loop(0, count, step, _start(r, place, problem.key_size))
+    lax.fori_loop(0, count, step, start_state(r.starts, place, problem.key_size))
     wait_for_stores(only_read=False)
 
 
@@ -163,7 +162,7 @@ def output_pass(
         {**arrays.by_name(), "starts": starts},
         {
             "out": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype),
-            "final_state": jax.ShapeDtypeStruct((p.batch, p.value_heads, p.value_size, p.key_size), jnp.float32),
+            "final_state": p.per_head(p.value_size, p.key_size, dtype=jnp.float32),
         },
         chunk_tiles(p, arrays, groups),
         {"out": matrix_buffer(groups, CHUNK, SIDE)},
@@ -186,8 +185,8 @@ def states_pass(
         p,
         {**arrays.by_name(), "starts": starts},
         {
-            "states": jax.ShapeDtypeStruct((p.batch, p.value_heads, p.chunks, p.value_size, p.key_size), p.dtype),
-            "residuals": jax.ShapeDtypeStruct((p.batch, p.value_heads, p.chunks, p.value_size, CHUNK), p.dtype),
+            "states": p.per_head(p.chunks, p.value_size, p.key_size),
+            "residuals": p.per_head(p.chunks, p.value_size, CHUNK),
         },
         chunk_tiles(p, arrays, groups),
         {"states": matrix_buffer(groups, SIDE, p.key_size), "residuals": matrix_buffer(groups, SIDE, CHUNK)},

@@ -18,15 +18,6 @@ def sequence_grid(problem: Problem, columns: int, block: int) -> tuple[tuple[int
     return grid, at
 
 
-def segment_range(problem: Problem, segment) -> tuple[Any, Any]:
-    """First chunk of a segment and its number of chunks, which is static where all segments are alike."""
-    size = problem.chunks_per_segment
-    first = segment * size
-    if problem.chunks == size * problem.segments:
-        return first, size
-    return first, jnp.clip(problem.chunks - first, 0, size)
-
-
 def loop(count, body, init):
     """`fori_loop` from 0 to `count`."""
     return lax.fori_loop(0, count, body, init)

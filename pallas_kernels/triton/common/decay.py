@@ -9,12 +9,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.decay import split_steps
 from pallas_kernels.problem import CHUNK
 from pallas_kernels.triton.common.backend import exp, iota
-
-# Log decays are raised to this. exp(-100) is already zero in float32 (flushed). Smaller numbers, -inf included, would
-# only make the sums less exact.
-MIN_LOG_DECAY = -100.0
 
 
 class ChunkDecay(NamedTuple):
@@ -41,10 +38,7 @@ def chunk_decay(log_decay: Array | None, starts: Array | None) -> ChunkDecay:
     """Adds up one chunk's log decay, `[C]` float32, and counts its segment starts `[C]`."""
     total = fine = runs = None
     if log_decay is not None:
-        step = jnp.maximum(log_decay, MIN_LOG_DECAY)
-        # Multiples of 1/16 add up without rounding, so a strong decay early on costs later tokens no accuracy.
-        coarse = jnp.floor(step * 16.0) * 0.0625
-        total, fine = jnp.cumsum(coarse, axis=0), jnp.cumsum(step - coarse, axis=0)
+        total, fine = (jnp.cumsum(part, axis=0) for part in split_steps(log_decay))
     if starts is not None:
         runs = jnp.cumsum(starts, axis=0)
     return ChunkDecay(total, fine, runs)
@@ -80,15 +74,6 @@ def decay_of_chunk(decay: ChunkDecay) -> Array | None:
     last = pick_row(decay.total, CHUNK - 1)
     factor = exp(last + pick_row(decay.fine, CHUNK - 1))
     return factor if decay.runs is None else jnp.where(jnp.max(decay.runs) == 0, factor, 0.0)
-
-
-# Replaces smaller gates, both where a kernel multiplies by a gate and where a later one divides by it.
-SMALLEST_GATE = 2.0**-32
-
-
-def divisible(gate: Array) -> Array:
-    """A gate `[C]`, kept away from zero, so that a product with it can be divided by it again."""
-    return jnp.where(jnp.abs(gate) < SMALLEST_GATE, SMALLEST_GATE, gate)
 
 
 def split_gate(gate: Array) -> tuple[Array, Array]:

@@ -58,7 +58,3 @@ class Problem(problem.Problem):
     def of_head(self, x: Array | jax.ShapeDtypeStruct | None, block: tuple[int | None, ...], place) -> Operand | None:
         """A block of `[B, HV, ...]`, whose first two axes a program sees at one index."""
         return None if x is None else Operand(x, (None, None, *block), place)
-
-    def per_head(self, *shape: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of an array `[B, HV, *shape]`."""
-        return jax.ShapeDtypeStruct((self.batch, self.value_heads, *shape), dtype or self.dtype)

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.decay import divisible
 from pallas_kernels.problem import CHUNK, Inputs, is_channel_wise
 from pallas_kernels.schedule import Launch
 from pallas_kernels.triton.common.backend import Operand, call, dot, dot_halves, dot_tn, iota, load_again
@@ -32,7 +33,6 @@ from pallas_kernels.triton.common.decay import (
     decay_from_start,
     decay_of_chunk,
     decay_to_end,
-    divisible,
     load_starts,
 )
 from pallas_kernels.triton.common.pairs import diagonal, pair_gradients, sum_of, sum_of_parts, weigh_pairs
@@ -84,17 +84,26 @@ def _is_row(gate: Any) -> bool:
 
 
 def _reader_ratio(r, shares_gate: bool) -> Any:
-    """What turns rows of `dW`, as they are stored, to the gradient of what reads, `[C]`; None for 1.
-
-    What reads is the key where the erase gate is one number a token, which the gradient then includes, and `erase * k`
-    where it is one a channel. Nothing is left to do where that number is the write gate too.
-    """
+    """`reader_ratio` of a chunk's gates; None where nothing is left to do since both gates are one."""
     if shares_gate:
         return None
-    ratio = divisible(load_wide(r.erase)) if _is_row(r.erase) else None
-    if r.gate is None:
+    return reader_ratio(load_wide(r.erase) if _is_row(r.erase) else None, load_wide(r.gate))
+
+
+def reader_ratio(erase: Array | None, gate: Array | None) -> Any:
+    """What turns rows of `dW`, as they are stored, to the gradient of what reads; None for 1.
+
+    What reads is the key where the erase gate is one number a token, which the gradient then includes, and `erase * k`
+    where it is one a channel.
+
+    Args:
+        erase: the erase gate, one number a token in float32; None for 1, and where it is one a channel.
+        gate: the write gate by which the stored `dW` is multiplied, likewise.
+    """
+    ratio = None if erase is None else divisible(erase)
+    if gate is None:
         return ratio
-    inverse = 1.0 / divisible(load_wide(r.gate))
+    inverse = 1.0 / divisible(gate)
     return inverse if ratio is None else ratio * inverse
 
 
@@ -290,6 +299,13 @@ def gradients_of_pairs(
     return PairGradients(**results)  # type: ignore[arg-type]
 
 
+def of_argument(problem: Problem, part: Array, like: Any, dtype: Any = None) -> Array:
+    """An argument's gradient, in its shape and dtype or another one, from one by value head: their sum by key head."""
+    if like.shape[2] != problem.value_heads:
+        part = part.reshape(problem.batch, problem.length, like.shape[2], -1, *like.shape[3:]).sum(axis=3)
+    return part.astype(dtype or like.dtype)
+
+
 def argument_gradients(
     problem: Problem,
     inputs: Inputs,
@@ -427,9 +443,7 @@ def argument_gradients(
             part = jnp.sum(part, axis=0) if part.shape[0] > 1 else part[0]
             if name == "erase" and shares_gate:
                 part = jnp.add(part, d_write)  # type: ignore[arg-type]
-        if like.shape[2] != p.value_heads:
-            part = part.reshape(p.batch, p.length, like.shape[2], -1, *like.shape[3:]).sum(axis=3)
-        return part.astype(like.dtype)
+        return of_argument(p, part, like)
 
     names = ("q", "k", "write_key", "erase", "write", "log_decay")
     given = x._replace(write_key=write_key)

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.decay import MIN_LOG_DECAY
 from pallas_kernels.problem import CHUNK
 from pallas_kernels.triton.common.backend import LOG2_E, dot, exp, exp2, iota
-from pallas_kernels.triton.common.decay import MIN_LOG_DECAY, load_starts
+from pallas_kernels.triton.common.decay import load_starts
 
 # Largest exponent on either side of a product taken relative to the chunk's middle row. The backward pass sets it: a
 # cotangent of 1e-8 times `exp(-70)` would be below float32's range, one of 1e-12 times `exp(-50)` is well above.

@@ -135,11 +135,12 @@ def gated_delta_rule(
     """
     if backend not in ("triton", "mosaic"):
         raise ValueError(f"gated_delta_rule: backend is {backend!r}, expected 'triton' or 'mosaic'")
-    refuse_unsupported("gated_delta_rule", q, k, v, erase, log_decay, chunk_size=chunk_size)
     if backend == "mosaic" and schedule is None:
         reason = mosaic_unsupported(q, k, v, erase, write, log_decay, chunk_size=chunk_size)
         if reason is not None:
             raise NotImplementedError(f"gated_delta_rule: the Mosaic GPU kernels do not support {reason}")
+    else:
+        refuse_unsupported("gated_delta_rule", q, k, v, erase, log_decay, chunk_size=chunk_size)
     inputs = make_inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids)
     options, inputs = call_options(inputs, scale=scale, schedule=schedule, backend=backend)
     if q.shape[1] == 1:

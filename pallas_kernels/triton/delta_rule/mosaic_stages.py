@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.decay import divisible
 from pallas_kernels.mosaic.delta_rule import argument_gradients as mosaic_argument_gradients
 from pallas_kernels.mosaic.delta_rule import segments as mosaic_segments
 from pallas_kernels.mosaic.delta_rule import state_gradients as mosaic_gradients
@@ -12,12 +13,11 @@ from pallas_kernels.mosaic.delta_rule import states as mosaic_states
 from pallas_kernels.mosaic.delta_rule.operands import Keys, PassArrays
 from pallas_kernels.problem import Inputs
 from pallas_kernels.schedule import Launch, MosaicLaunch, Schedule
-from pallas_kernels.triton.common.decay import SMALLEST_GATE, divisible
 from pallas_kernels.triton.common.problem import Problem
-from pallas_kernels.triton.delta_rule.argument_gradients import Saved
+from pallas_kernels.triton.delta_rule.argument_gradients import Saved, of_argument, reader_ratio
 from pallas_kernels.triton.delta_rule.channel_decay import is_flat
 from pallas_kernels.triton.delta_rule.chunk_factors import Prepared
-from pallas_kernels.triton.delta_rule.segments import FORGOTTEN, SegmentMaps
+from pallas_kernels.triton.delta_rule.segments import SegmentMaps
 from pallas_kernels.triton.delta_rule.state_gradients import Reversed
 from pallas_kernels.triton.delta_rule.states import has_decay
 
@@ -27,14 +27,8 @@ def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: L
     if problem.segments == 1:
         return None
     at = _launch(launch)
-    results = mosaic_segments.segment_maps(
-        problem,
-        _arrays(inputs, prepared),
-        prepared.growth,
-        forgotten=FORGOTTEN,
-        groups=at.groups,
-        slots=at.slots,
-    )
+    arrays = _arrays(inputs, prepared)
+    results = mosaic_segments.segment_maps(problem, arrays, prepared.growth, groups=at.groups, slots=at.slots)
     return SegmentMaps(**results)  # type: ignore[arg-type]
 
 
@@ -88,7 +82,6 @@ def reverse_pass(
         _starts(d_final_state, ends),
         is_exact=has_decay(prepared),
         with_initial_state=inputs.initial_state is not None,
-        smallest_gate=SMALLEST_GATE,
         groups=at.groups,
         slots=at.slots,
     )
@@ -116,11 +109,7 @@ def argument_gradients(
     """Gradients of all token-wise arguments; see `argument_gradients.argument_gradients`."""
     at = _launch(schedule.gradients)
     x = inputs
-    ratio = None
-    if not shares_gate:
-        ratio = None if x.erase is None else divisible(x.erase.astype(jnp.float32))
-        if x.write is not None:
-            ratio = (1.0 if ratio is None else ratio) / divisible(x.write.astype(jnp.float32))
+    erase, write = (None if gate is None else gate.astype(jnp.float32) for gate in (x.erase, x.write))
     arrays = mosaic_argument_gradients.GradientArrays(
         q=x.q,
         k=x.k,
@@ -130,7 +119,7 @@ def argument_gradients(
         states=saved.states,
         d_states=saved.back.d_states,
         residuals=saved.residuals,
-        ratio=ratio,
+        ratio=None if shares_gate else reader_ratio(erase, write),
         log_decay=x.log_decay,
         starts=x.starts,
         read_rows=prepared.read_rows,
@@ -140,19 +129,14 @@ def argument_gradients(
     found = mosaic_argument_gradients.argument_gradients(
         problem,
         arrays,
-        with_erase=x.erase is not None,
+        with_erase=erase is not None,
         write_key_dtype=write_key_dtype,
         key_slots=at.slots,
         programs=at.programs,
     )
 
     def summed(part: Array | None, like: Array | None, dtype: Any = None) -> Array | None:
-        """Adds up the parts of the value heads that share a key head."""
-        if part is None or like is None:
-            return None
-        if like.shape[2] != problem.value_heads:
-            part = part.reshape(problem.batch, problem.length, like.shape[2], -1, *like.shape[3:]).sum(axis=3)
-        return part.astype(dtype or like.dtype)
+        return None if part is None or like is None else of_argument(problem, part, like, dtype)
 
     def by_token(name: str) -> Array | None:
         halves = found[name]
@@ -160,7 +144,7 @@ def argument_gradients(
 
     d_erase, d_log_decay, d_write = by_token("d_erase"), by_token("d_log_decay"), saved.back.d_write
     if d_erase is not None:
-        d_erase = d_erase / divisible(x.erase.astype(jnp.float32))  # type: ignore[union-attr]
+        d_erase = d_erase / divisible(erase)  # type: ignore[arg-type]
         d_erase = d_erase + d_write if shares_gate else d_erase  # type: ignore[operator]
     if d_log_decay is not None:
         flat = is_flat(x.log_decay, None)  # type: ignore[arg-type]

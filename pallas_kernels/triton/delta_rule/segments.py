@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.problem import Inputs, cdiv, next_power_of_two
+from pallas_kernels.decay import FORGOTTEN
+from pallas_kernels.problem import Inputs, cdiv, next_power_of_two, segment_range
 from pallas_kernels.schedule import Launch
 from pallas_kernels.triton.common.backend import call, dot, dot_nt, iota, load_rows
-from pallas_kernels.triton.common.chunks import loop, segment_range, sequence_grid
+from pallas_kernels.triton.common.chunks import loop, sequence_grid
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.delta_rule.chunk_factors import Prepared
 from pallas_kernels.triton.delta_rule.states import chunk_step, pass_operands
@@ -40,8 +41,6 @@ class SegmentMaps(NamedTuple):
     survival: Array | None
 
 
-# A state counts as forgotten where less than this part of it is left: the log of 1e-15, far below float32's rounding.
-FORGOTTEN = -34.5
 # With more segments than this to go through, one program for all of them takes less time than one for each.
 _SHORT_REACH = 4
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.problem import CHUNK, Inputs, is_channel_wise
+from pallas_kernels.problem import CHUNK, Inputs, is_channel_wise, segment_range
 from pallas_kernels.schedule import Launch
 from pallas_kernels.triton.common.backend import Operand, call, dot, dot_halves, dot_nt, load_tile
-from pallas_kernels.triton.common.chunks import keep_factor, load_row, loop, segment_range, sequence_grid
+from pallas_kernels.triton.common.chunks import keep_factor, load_row, loop, sequence_grid
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.delta_rule.chunk_factors import Prepared
 

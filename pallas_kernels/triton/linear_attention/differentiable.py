@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.decay import MIN_LOG_DECAY
 from pallas_kernels.problem import CHUNK, Inputs, is_channel_wise, problem_of
 from pallas_kernels.triton.common.chunks import product
-from pallas_kernels.triton.common.decay import MIN_LOG_DECAY, split_gate
+from pallas_kernels.triton.common.decay import split_gate
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.delta_rule.differentiable import Options
 from pallas_kernels.triton.linear_attention.sums import Places, rows_of, segment_starts, sums

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.problem import CHUNK, Inputs
+from pallas_kernels.problem import CHUNK, Inputs, segment_range
 from pallas_kernels.schedule import Launch
 from pallas_kernels.triton.common.backend import (
     Operand,
@@ -30,7 +30,7 @@ from pallas_kernels.triton.common.backend import (
     dot_tn,
     load_tile,
 )
-from pallas_kernels.triton.common.chunks import keep_factor, load_row, loop, product, segment_range, sequence_grid
+from pallas_kernels.triton.common.chunks import keep_factor, load_row, loop, product, sequence_grid
 from pallas_kernels.triton.common.decay import ChunkDecay, causal_mask, split_gate
 from pallas_kernels.triton.common.decay_rows import Rows, decay_rows, loaded_decay
 from pallas_kernels.triton.common.pairs import diagonal, weigh_pairs

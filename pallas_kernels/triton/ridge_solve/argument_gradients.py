@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.decay import MIN_LOG_DECAY
 from pallas_kernels.problem import CHUNK
 from pallas_kernels.triton.common.backend import call, dot, dot_nt, dot_tn, iota
-from pallas_kernels.triton.common.decay import MIN_LOG_DECAY
 from pallas_kernels.triton.common.decay_rows import Rows, loaded_decay, rows_of_chunk
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.ridge_solve.gram_states import of_chunk
