@@ -176,6 +176,7 @@ def plan(config: BenchmarkConfig) -> list[Measurement]:
     """All measurements, the most wanted first."""
     chosen = config.implementations
     peers = [name for name in PEERS if name in chosen]
+    ours = [name for name in KERNELS if name in chosen][:1]
     timed: list[Measurement] = []
     for operator, shape, in_table in timed_points(config):
         wanted = [*KERNELS, *peers] if in_table or operator == "gated_deltanet" else [*KERNELS]
@@ -195,13 +196,13 @@ def plan(config: BenchmarkConfig) -> list[Measurement]:
         shape = config.shape((config.decode_batch, 1, config.decode_heads))
         for operator in config.operators:
             decoded += [
-                Measurement("decode", operator, name, shape) for name in (*KERNELS[:1], "scan", "fla") if name in chosen
+                Measurement("decode", operator, name, shape) for name in (*ours, "scan", "fla") if name in chosen
             ]
     scanned: list[Measurement] = []
     if "deltanet" in config.operators:
         for batch, length, heads, key_size in config.scan_shapes:
             shape = (batch, length, heads, key_size, key_size)
-            names = [name for name in (*KERNELS[:1], "scan") if name in chosen]
+            names = [name for name in (*ours, "scan") if name in chosen]
             scanned += [Measurement("time", "deltanet", name, shape) for name in names]
     wanted_once = [m for m in dict.fromkeys([*timed, *decoded, *errors, *scanned]) if m.kind in config.only]
     return [m for m in wanted_once if m.implementation in OURS or supports(m.implementation, m.operator, m.kind)]

@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS
-from experiments.kernel_benchmarks.report import TITLES
+from experiments.kernel_benchmarks.report import title_of
 from experiments.kernel_benchmarks.roofline import moved_bytes, operations
 from experiments.kernel_benchmarks.view import PASSES, View, head_sizes_text
 
@@ -83,7 +83,7 @@ def _lengths_panel(axes: Axes, view: View, run: str, *, filled: bool) -> None:
             if not points:
                 continue
             line, marker = STYLES[name]
-            label = f"{OPERATORS[operator].title}, {('ours' if name == view.ours else TITLES[name])}"
+            label = f"{OPERATORS[operator].title}, {title_of(view, name)}"
             axes.plot(*zip(*points), line, marker=marker, markersize=4, color=_color(operator), label=label)
     lengths = view.config["sweep_lengths"]
     axes.set_xscale("log", base=2)
@@ -144,7 +144,12 @@ def ratios(results: dict[str, Any], path: pathlib.Path) -> None:
                     found.append((theirs / ours, operators.index(operator) + 0.22 * (n - (len(peers) - 1) / 2)))
             if found:
                 axes.scatter(
-                    *zip(*found), s=30, alpha=0.8, marker=STYLES[peer][1], color=PEER_COLORS[peer], label=TITLES[peer]
+                    *zip(*found),
+                    s=30,
+                    alpha=0.8,
+                    marker=STYLES[peer][1],
+                    color=PEER_COLORS[peer],
+                    label=title_of(view, peer),
                 )
         axes.axvline(1, color="black", linewidth=1)
         axes.set_xscale("log")
@@ -206,7 +211,7 @@ def roofline(results: dict[str, Any], path: pathlib.Path) -> None:
         if view.has(name):
             face = "black" if name == view.ours else "none"
             style = {"facecolors": face, "edgecolors": "black", "marker": STYLES[name][1]}
-            handles.append(panels[0].scatter([], [], **style, label=("ours" if name == view.ours else TITLES[name])))
+            handles.append(panels[0].scatter([], [], **style, label=title_of(view, name)))
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
     figure.suptitle(_title(view, "Roofline: each point is a shape of the table", results), fontsize=11)
     figure.savefig(path, dpi=DPI)

@@ -35,11 +35,12 @@ class Section:
 
 def _others(view: View) -> list[str]:
     """What we are compared with: the peers, and our Triton kernels alone where they are not what stands for us."""
-    return [*(name for name in ("triton",) if view.ours != name), *PEERS]
+    return [*PEERS] if view.ours == "triton" else ["triton", *PEERS]
 
 
-def _title(view: View, name: str) -> str:
-    return "ours" if name == view.ours else TITLES[name]
+def title_of(view: View, name: str) -> str:
+    """An implementation's name in tables and pictures of a run."""
+    return "ours" if name == view.ours else TITLES.get(name, name)
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -68,7 +69,7 @@ def _times(view: View) -> Iterator[Section]:
             rows.append((*row, number(floor)))
         header = ["operator", "B,T,H", "ours"]
         for peer in peers:
-            header += [TITLES[peer], "ratio"]
+            header += [title_of(view, peer), "ratio"]
         note = (
             "Sum of the GPU kernels' times, ms. Ratio: ours over theirs. Floor: bytes or operations at the card's pace."
         )
@@ -87,7 +88,7 @@ def _wall_and_memory(view: View) -> Section:
             rows.append(tuple(row))
     header = ["operator", "B,T,H"]
     for what in ("forward", "fwd + bwd", "MiB"):
-        header += [f"{what} {_title(view, name)}" for name in names]
+        header += [f"{what} {title_of(view, name)}" for name in names]
     note = (
         "Wall time, ms a call, of calls that follow one another. MiB: peak memory of forward + backward beyond the "
         "arguments (ours: the compiler's buffers and results; peers: torch's peak)."
@@ -105,7 +106,7 @@ def _errors(view: View) -> Section:
             seeds = str(max(map(len, found.by_result.values())))
             identical = "yes" if found.identical else "NO"
             where = (OPERATORS[operator].title, view.shape_text(shape), case)
-            rows.append((*where, _title(view, name), errors, seeds, identical))
+            rows.append((*where, title_of(view, name), errors, seeds, identical))
     note = (
         "Norm of the difference to the float64 scan over the scan's norm, on the same inputs, median over seeds. "
         "Rerun: bit-identical."
@@ -153,7 +154,7 @@ def _sweep(view: View) -> Section:
                     continue
                 tokens = shape[0] * shape[1] * shape[2]
                 each = [number(None if t is None else t * 1e6 / tokens) for t in times]
-                shown = (OPERATORS[operator].title, _title(view, name), sizes_text(shape))
+                shown = (OPERATORS[operator].title, title_of(view, name), sizes_text(shape))
                 rows.append((*shown, number(times[0]), each[0], number(times[1]), each[1]))
     note = "Device time, ms, and ns a token and head."
     header = ("operator", "by", "B,T,H", "forward", "ns", "fwd + bwd", "ns")
@@ -175,7 +176,7 @@ def _decode(view: View) -> Section:
         if record["kind"] == "decode" and record["device_ms"]:
             speed = record["bytes"] / record["device_ms"] / 1e6
             share = f"{speed / view.ceilings[0]:.0%}" if view.ceilings[0] else "-"
-            names = (OPERATORS[record["operator"]].title, TITLES[record["implementation"]])
+            names = (OPERATORS[record["operator"]].title, title_of(view, record["implementation"]))
             times = (number(record["device_ms"], 4), number(record["wall_ms"], 4))
             rows.append((*names, sizes_text(record["shape"]), *times, number(speed, 0), share))
     note = "One token: the state is read and written once. Share: of the card's copy bandwidth."
@@ -205,7 +206,7 @@ def _failures(view: View) -> Section:
     grouped: dict[tuple[str, str, str, str], list[str]] = {}
     for r in view.records:
         if r["kind"] == "failure":
-            by = TITLES.get(str(r.get("implementation")), str(r.get("implementation")))
+            by = title_of(view, str(r.get("implementation")))
             operator = OPERATORS[r["operator"]].title if "operator" in r else "-"
             what = f"{r['of']} {r.get('case', '')}".removesuffix(" random")
             why = " ".join(r["reason"].split())[-300:].replace("|", "/")
@@ -255,7 +256,7 @@ def readme_table(results: dict[str, Any], sizes: tuple[int, int, int] = (1, 8192
     header = [
         "operator",
         "B, T, H",
-        *(f"{run}: {_title(view, name)}" for run in ("fwd", "fwd + bwd") for name in names),
+        *(f"{run}: {title_of(view, name)}" for run in ("fwd", "fwd + bwd") for name in names),
     ]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for operator, shape in view.table_points():

@@ -97,6 +97,14 @@ def test_plan_measures_every_operator_and_shape_once():
                 assert Measurement("time", operator, name, shape) in measurements
 
 
+def test_triton_alone_stands_for_us_where_it_is_asked_for_alone():
+    config = BenchmarkConfig(operators=("deltanet",), implementations=("triton", "scan"))
+    by_kind = {(m.kind, m.implementation) for m in plan(config)}
+    assert {("decode", "triton"), ("decode", "scan"), ("time", "triton"), ("time", "scan")} <= by_kind
+    both = plan(BenchmarkConfig(operators=("deltanet",)))
+    assert ("decode", "triton") not in {(m.kind, m.implementation) for m in both}
+
+
 @pytest.mark.parametrize("shares", [1, 4, 20])
 def test_shares_keep_an_operator_and_its_peers_together_and_its_baseline_beside_it(shares):
     measurements = plan(BenchmarkConfig())
