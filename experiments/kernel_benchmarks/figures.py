@@ -155,6 +155,8 @@ def ratios(results: dict[str, Any], path: pathlib.Path) -> None:
         axes.set_xscale("log")
         low, high = axes.get_xlim()
         ticks = [t for t in (0.25, 0.5, 1, 2, 4, 8, 16, 32) if low <= t <= high]
+        if len(ticks) < 2:  # all between a half and two
+            ticks = [t for t in (0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.4, 1.6, 1.8) if low <= t <= high]
         axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
