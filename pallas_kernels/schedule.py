@@ -136,7 +136,13 @@ def _wide_schedule(segments: int, loop: Launch, fold_block: int) -> Schedule:
 
 
 def mosaic_schedule(
-    schedule: Schedule, programs: int, processors: int, *, has_write_key: bool = False, has_channels: bool = False
+    schedule: Schedule,
+    programs: int,
+    processors: int,
+    *,
+    has_write_key: bool = False,
+    has_channel_decay: bool = False,
+    has_channel_erase: bool = False,
 ) -> Schedule:
     """The same schedule with the stages in Mosaic GPU that serve the call.
 
@@ -148,10 +154,12 @@ def mosaic_schedule(
         programs: programs of one pass in blocks of 64 value channels: batch * value heads * segments * blocks.
         processors: multiprocessors of the card.
         has_write_key: whether the key that is written is another than the one that is erased.
-        has_channels: whether the decay or the erase gate is one number a key channel.
+        has_channel_decay: whether the decay is one number a key channel.
+        has_channel_erase: whether the erase gate is.
     """
     is_spread = programs <= processors
-    has_two_keys = has_write_key or has_channels  # keys that are erased beside those that are written
+    # Keys that are erased beside those that are written.
+    has_two_keys = has_write_key or has_channel_decay or has_channel_erase
     groups = 1 if is_spread else 2
     ahead = MosaicLaunch(groups, slots=3 if is_spread and not has_two_keys else 2)
     # With two keys 128 channels of the gradient's pass would take more shared memory than there is.
@@ -159,8 +167,9 @@ def mosaic_schedule(
     # Maps have twice as many programs.
     maps = MosaicLaunch(groups=2, slots=2)
     stages = {"maps": maps, "output": ahead, "states": ahead, "offsets": back, "reverse": back}
-    if not has_channels:
-        stages["gradients"] = MosaicLaunch(groups=2, slots=1 if has_write_key else 2, programs=processors)
+    if not has_channel_erase:
+        slots = 1 if has_write_key or has_channel_decay else 2
+        stages["gradients"] = MosaicLaunch(groups=2, slots=slots, programs=processors)
     return dataclasses.replace(
         schedule, **{name: dataclasses.replace(getattr(schedule, name), mosaic=at) for name, at in stages.items()}
     )

@@ -125,6 +125,12 @@ def matrix_buffer(*shape: int) -> Any:
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=_swizzled())
 
 
+def wide_buffer(*shape: int) -> Any:
+    """Shared memory for a float32 matrix that the copy engine takes; the last axis is of 64."""
+    transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
+
+
 def number_buffer(*shape: int) -> Any:
     """Shared memory for float32 numbers."""
     return plgpu.SMEM(shape, jnp.float32)
@@ -155,9 +161,9 @@ def use_registers(count: int, *, more: bool) -> None:
     plgpu.set_max_registers(count, action="increase" if more else "decrease")
 
 
-def sum_buffer(groups: int) -> Any:
-    """Shared memory for `column_sums` of each warpgroup."""
-    return number_buffer(groups, _REDUCTION)
+def sum_buffer(groups: int, *, is_small: bool = False) -> Any:
+    """Shared memory for `column_sums` of each warpgroup; half of it, for twice the rounds, if `is_small`."""
+    return number_buffer(groups, _REDUCTION // 2 if is_small else _REDUCTION)
 
 
 def maximum_buffer(groups: int) -> Any:
@@ -333,6 +339,17 @@ def load_state(ref: Any) -> Array:
     # Inside `jax.shard_map` a loaded value's type names the axes that it varies along; a kernel's other values have no
     # such types, and the carry of a loop must keep its own. The product has none, and compiles to nothing.
     return plgpu.load(ref, layout=_MATRIX, optimized=False) * 1.0
+
+
+def load_across(ref: Any) -> Array:
+    """The transpose of a float32 matrix `[64, 64]` in global memory, whose columns lie side by side there."""
+    across = plgpu.load(ref.T, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
+    return plgpu.layout_cast(across, _MATRIX) * 1.0  # as in `load_state`
+
+
+def store_across(ref: Any, x: Array) -> None:
+    """Stores the transpose of a float32 matrix there, or in shared memory."""
+    ref.T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def load_channels(ref: Any) -> Array:

@@ -41,6 +41,9 @@ CASES = {
     "packed": Case((2, 128, 1, 1, *SIZES), packed=True),
     "extreme": Case((1, 192, 1, 1, *SIZES), extreme=True, segments=2),
     "channel_decay": Case((1, 130, 1, 2, *SIZES), decay=CHANNEL, segments=2),
+    "channel_decay_write_key_packed": Case((1, 130, 1, 1, *SIZES), decay=CHANNEL, write_key=True, packed=True),
+    "extreme_channel_decay": Case((1, 130, 1, 1, *SIZES), decay=CHANNEL, extreme=True),
+    "mild_channel_decay_without_gates": Case((1, 100, 1, 1, *SIZES), decay=CHANNEL, erase=NO, write=NO, shift=3.0),
     "channel_erase": Case((1, 100, 1, 1, *SIZES), erase=CHANNEL),
     "strong_decay": Case((1, 130, 1, 1, *SIZES), shift=-12.0),
     "narrow_heads": Case((1, 70, 1, 1, 80, 72), segments=2),
@@ -59,7 +62,8 @@ def schedule_of(case: Case, groups: int) -> Schedule:
         1 if groups == 1 else 1000,
         132,
         has_write_key=case.write_key,
-        has_channels=CHANNEL in (case.decay, case.erase),
+        has_channel_decay=case.decay == CHANNEL,
+        has_channel_erase=case.erase == CHANNEL,
     )
 
 
@@ -134,7 +138,7 @@ def test_a_program_has_more_channels_where_heads_fill_the_card():
     many = mosaic_schedule(Schedule(), 256, 132)
     assert many.output.mosaic == many.reverse.mosaic == MosaicLaunch(groups=2, slots=2)
     # Its tiles of two blocks of values would take more shared memory than there is.
-    assert mosaic_schedule(Schedule(), 256, 132, has_channels=True).reverse.mosaic == MosaicLaunch(1, 2)
+    assert mosaic_schedule(Schedule(), 256, 132, has_channel_decay=True).reverse.mosaic == MosaicLaunch(1, 2)
     assert few.maps.mosaic == MosaicLaunch(2, 2)  # it has twice as many programs
     assert few.prepare == Schedule().prepare and Schedule().output.mosaic is None
 
@@ -149,9 +153,9 @@ def loss(x, implementation=None):
     return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(state)
 
 
-@pytest.mark.parametrize(("decay", "here", "triton_kernels"), [("none", 4, 1), ("scalar", 4, 1), ("channel", 3, 6)])
+@pytest.mark.parametrize(("decay", "here", "triton_kernels"), [("none", 4, 1), ("scalar", 4, 1), ("channel", 4, 5)])
 def test_hopper_cards_take_them_unasked(decay, here, triton_kernels):
-    """Output, states and the gradient's pass, and the gradients of arguments unless something is one a channel."""
+    """Output, states, the gradient's pass, and the gradients of arguments; of extreme chunks these are Triton's."""
     x = arguments(decay, False, jnp.bfloat16, length=64)
     for implementation in (None, "mosaic"):
         text = lowered(jax.grad(lambda x, name=implementation: loss(x, name)), x)

@@ -7,6 +7,7 @@ WIDE = "default launches for 256 channels, where nothing was measured that spill
 EXTREME = "programs for chunks of extreme decay, of which there are few: pairs in four groups, all in registers"
 ITERATES = "the iterates of a chunk stay in registers through all iterations (`ridge_solve`)"
 READOUT = "one warp holds all channels of its tokens; `GramSchedule` was chosen by time, with 128 channels"
+OPERANDS = "three sums, a factor and a product's left operand of a chunk in registers at once; no wgmma waits"
 COPIES = "places in arrays, stored before the loops, read mostly by the warpgroup that copies; no wgmma waits"
 
 KNOWN: tuple[tuple[str, str, int, str], ...] = (
@@ -21,6 +22,7 @@ KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("few heads", "delta_output_mosaic", 8, COPIES),
     ("channel-128x128-bfloat16 few heads", "delta_reverse_mosaic", 8, COPIES),
     ("delta+key", "delta_gradients_mosaic", 24, COPIES),
+    ("channel", "delta_channel_gradients_mosaic", 80, OPERANDS),
     ("256x256", "delta_prepare", 580, WIDE),
     ("256x256", "delta_prepare_extreme", 1696, EXTREME),
     ("256x256", "delta_output", 392, WIDE),

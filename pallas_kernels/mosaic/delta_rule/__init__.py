@@ -12,7 +12,8 @@ transposed state, `[64, K]`: the left operand of the products with a chunk's key
 | `state_gradients` | `delta_reverse_offsets` | `delta_reverse_offsets` |
 | | `delta_reverse` | `delta_reverse` |
 | `argument_gradients` | `delta_gradients` | `delta_pair_gradients` and `delta_gradients` |
+| `channel_gradients` | `delta_channel_gradients` | the same under a channel-wise decay, but for extreme chunks |
 
-`operands` has what the passes read. All serve bfloat16 with K = V = 128 and a write gate of one number a token; the
-last one also asks for an erase gate and a decay of one number a token.
+`operands` has what the passes read, `walk` how the last two go over all chunks. All serve bfloat16 with K = V = 128 and
+a write gate of one number a token; the last two also ask for an erase gate of one number a token.
 """

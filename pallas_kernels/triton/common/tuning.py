@@ -64,7 +64,8 @@ def choose_schedule(inputs: Inputs, online: bool, backend: str = "triton") -> Sc
     batch, length, value_heads, value_size = inputs.v.shape
     facts = {
         "has_write_key": inputs.write_key is not None,
-        "has_channels": is_channel_wise(inputs.log_decay) or is_channel_wise(inputs.erase),
+        "has_channel_decay": is_channel_wise(inputs.log_decay),
+        "has_channel_erase": is_channel_wise(inputs.erase),
     }
     if interpreted():  # blocks and warps mean nothing there; two segments keep that path exercised
         schedule = Schedule(segments=1 if length <= 128 else 2)

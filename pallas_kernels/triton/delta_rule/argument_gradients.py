@@ -112,6 +112,16 @@ def _scale_rows(x: Any, rows: Any) -> Any:
 
 
 def _pairs_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
+    def store():
+        _store_pairs(r, problem, block, shares_gate)
+
+    if r.extreme is None:
+        store()
+    else:
+        pl.when(r.extreme[...] != 0)(store)
+
+
+def _store_pairs(r, problem: Problem, block: int, shares_gate: bool):
     def terms(part):
         residual = r.residuals[part, :]
         d_scores = dot(r.d_out[:, part], residual)
@@ -256,9 +266,15 @@ def _log_decay_gradient(
 
 
 def gradients_of_pairs(
-    problem: Problem, inputs: Inputs, d_out: Array, saved: Saved, launch: Launch, shares_gate: bool = False
+    problem: Problem,
+    inputs: Inputs,
+    d_out: Array,
+    saved: Saved,
+    launch: Launch,
+    shares_gate: bool = False,
+    extreme: Array | None = None,
 ) -> PairGradients:
-    """DP and dT of each chunk, `[B, HV, N, C, C]`."""
+    """DP and dT of each chunk, `[B, HV, N, C, C]`; with `extreme` only where it is not zero."""
     p, x = problem, inputs
 
     def at(h, n, b):
@@ -285,6 +301,7 @@ def gradients_of_pairs(
             "d_out": token(d_out),
             "residuals": of_matrix(saved.residuals, p.value_size),
             "d_values": token(saved.back.d_values) if p.online else None,
+            "extreme": p.of_head(extreme, (None,), lambda h, n, b: (b, h, n)),
         },
         {
             "d_scores": pairs,
@@ -316,6 +333,7 @@ def argument_gradients(
     launch: Launch,
     shares_gate: bool = False,
     write_key_dtype: Any = None,
+    others: dict[str, Array | None] | None = None,
 ) -> Inputs:
     """Gradients of all token-wise arguments.
 
@@ -329,6 +347,9 @@ def argument_gradients(
         launch: compilation; `block` is the width of a block of key channels.
         shares_gate: whether the write gate is the erase gate, whose gradient then has both parts.
         write_key_dtype: of the write key's gradient; None is the write key's.
+        others: under a channel-wise decay, gradients by value head of all chunks that are not extreme, by `d_` and the
+            argument's name; None to find them here. Of an erase gate of one number a token there is a part for each
+            `EXTREME_WIDTH` key channels, `[., B, T, HV]` float32.
 
     Returns:
         Gradients in the arguments' shapes and dtypes; that of the initial state is None.
@@ -420,7 +441,7 @@ def argument_gradients(
 
     static: dict[str, Any] = {"problem": p, "block": min(launch.inner, p.value_size), "shares_gate": shares_gate}
     operands, outputs, grid = arrays(width)
-    results = call(_keys_kernel, "delta_gradients", grid, operands, outputs, launch, **static)
+    results = others or call(_keys_kernel, "delta_gradients", grid, operands, outputs, launch, **static)
     if is_channel_side:
         operands, outputs, grid = arrays(finest)
         updates = {

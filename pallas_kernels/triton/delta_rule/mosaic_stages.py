@@ -1,5 +1,6 @@
 """Stages in Mosaic GPU, with the signatures of their counterparts in Triton: what brings a call's arrays to them."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,12 +11,16 @@ from pallas_kernels.mosaic.delta_rule import argument_gradients as mosaic_argume
 from pallas_kernels.mosaic.delta_rule import segments as mosaic_segments
 from pallas_kernels.mosaic.delta_rule import state_gradients as mosaic_gradients
 from pallas_kernels.mosaic.delta_rule import states as mosaic_states
+from pallas_kernels.mosaic.delta_rule.channel_gradients import channel_gradients
 from pallas_kernels.mosaic.delta_rule.operands import Keys, PassArrays
-from pallas_kernels.problem import Inputs
+from pallas_kernels.mosaic.delta_rule.walk import GradientArrays
+from pallas_kernels.problem import Inputs, is_channel_wise
 from pallas_kernels.schedule import Launch, MosaicLaunch, Schedule
 from pallas_kernels.triton.common.problem import Problem
+from pallas_kernels.triton.delta_rule import argument_gradients as triton_gradients
 from pallas_kernels.triton.delta_rule.argument_gradients import Saved, of_argument, reader_ratio
 from pallas_kernels.triton.delta_rule.channel_decay import is_flat
+from pallas_kernels.triton.delta_rule.channel_gradients import EXTREME_WIDTH
 from pallas_kernels.triton.delta_rule.chunk_factors import Prepared
 from pallas_kernels.triton.delta_rule.segments import SegmentMaps
 from pallas_kernels.triton.delta_rule.state_gradients import Reversed
@@ -110,7 +115,7 @@ def argument_gradients(
     at = _launch(schedule.gradients)
     x = inputs
     erase, write = (None if gate is None else gate.astype(jnp.float32) for gate in (x.erase, x.write))
-    arrays = mosaic_argument_gradients.GradientArrays(
+    arrays = GradientArrays(
         q=x.q,
         k=x.k,
         write_key=x.write_key,
@@ -125,8 +130,12 @@ def argument_gradients(
         read_rows=prepared.read_rows,
         written_rows=prepared.written_rows,
         kept=prepared.kept,
+        front=prepared.front,
+        tail=prepared.tail,
     )
-    found = mosaic_argument_gradients.argument_gradients(
+    has_channels = is_channel_wise(x.log_decay)
+    find = channel_gradients if has_channels else mosaic_argument_gradients.argument_gradients
+    found = find(
         problem,
         arrays,
         with_erase=erase is not None,
@@ -142,9 +151,27 @@ def argument_gradients(
         halves = found[name]
         return None if halves is None else jnp.swapaxes(halves[0] + halves[1], 1, 2)
 
-    d_erase, d_log_decay, d_write = by_token("d_erase"), by_token("d_log_decay"), saved.back.d_write
+    d_erase, d_write = by_token("d_erase"), saved.back.d_write
     if d_erase is not None:
         d_erase = d_erase / divisible(erase)  # type: ignore[arg-type]
+    if has_channels:
+        if d_erase is not None:  # in the first part, as the stage below has them
+            d_erase = jnp.pad(d_erase[None], ((0, max(1, problem.key_size // EXTREME_WIDTH) - 1), *[(0, 0)] * 3))
+        of_extreme = schedule.pair_gradients, shares_gate, prepared.extreme
+        return triton_gradients.argument_gradients(
+            problem,
+            inputs,
+            d_out,
+            saved,
+            triton_gradients.gradients_of_pairs(problem, inputs, d_out, saved, *of_extreme),
+            prepared,
+            dataclasses.replace(schedule.gradients, mosaic=None),
+            shares_gate=shares_gate,
+            write_key_dtype=write_key_dtype,
+            others={**found, "d_erase": d_erase},
+        )
+    d_log_decay = by_token("d_log_decay")
+    if d_erase is not None:
         d_erase = d_erase + d_write if shares_gate else d_erase  # type: ignore[operator]
     if d_log_decay is not None:
         flat = is_flat(x.log_decay, None)  # type: ignore[arg-type]
