@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.triton.common.backend import is_hopper
 from rnnlib import ops
 from tests.pallas_kernels.cases import relative_error
 
@@ -34,6 +35,15 @@ def delta_rule(q, k, v, beta, log_decay):
     return ops.gated_delta_rule(q, k, v, beta=beta, log_decay=log_decay, implementation="triton")
 
 
+def mosaic_delta_rule(q, k, v, beta, log_decay):
+    """The same in Mosaic GPU, which serves 128 channels on Hopper cards; the decay is one number a channel."""
+    if not is_hopper():
+        pytest.skip("needs a Hopper card")
+    q, k, v = (jnp.concatenate([x, x[..., ::-1]], axis=-1) for x in (q, k / 2**0.5, v))
+    decay = log_decay[..., None] * jnp.linspace(0.5, 1.5, 128)
+    return ops.gated_delta_rule(q, k, v, beta=beta, log_decay=decay, implementation="mosaic")
+
+
 def preconditioned_key(q, k, v, beta, log_decay):
     factor, gram = ops.diagonal_preconditioner(k, log_decay=log_decay, gain=beta, implementation="triton")
     return q * factor.astype(q.dtype) * v, gram
@@ -54,7 +64,9 @@ def convolution(q, k, v, beta, log_decay):
 @pytest.mark.parametrize("how", ("explicit axes", "shard_map", "shard_map, unchecked"))
 @pytest.mark.parametrize("devices", ((2, 1), (1, 2), (2, 2)), ids=lambda shape: "batch_{}-heads_{}".format(*shape))
 @pytest.mark.parametrize(
-    "operator", (delta_rule, preconditioned_key, ridge_regression, convolution), ids=lambda f: f.__name__
+    "operator",
+    (delta_rule, mosaic_delta_rule, preconditioned_key, ridge_regression, convolution),
+    ids=lambda f: f.__name__,
 )
 def test_several_devices_are_one(operator, devices, how):
     count = devices[0] * devices[1]
