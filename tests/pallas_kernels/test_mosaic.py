@@ -89,6 +89,27 @@ def test_stages_equal_those_in_triton(name, capsys):
     assert "RACE" not in "".join(capsys.readouterr())
 
 
+@pytest.mark.parametrize("decay", [SCALAR, CHANNEL])
+def test_a_log_decay_in_bfloat16_has_its_gradient_in_bfloat16(decay):
+    mosaic_interpreter.install()
+    case = Case((1, 70, 1, 1, *SIZES), decay=decay, dtype=jnp.bfloat16)
+    arrays, _ = make_inputs(case)
+    arrays["log_decay"] = arrays["log_decay"].astype(jnp.bfloat16)
+
+    def gradient(schedule):
+        return value_and_gradients(
+            lambda **x: triton.gated_delta_rule(**x, schedule=schedule),
+            arrays,
+            arrays["v"].shape,
+            (1, 1, *SIZES),
+            jit=eagerly,
+        )[1]["log_decay"]
+
+    found, expected = gradient(schedule_of(case, 1)), gradient(Schedule())
+    assert found.dtype == expected.dtype == jnp.bfloat16
+    assert relative_error(found, expected) < 1e-3
+
+
 @pytest.mark.parametrize(("decay", "groups"), [(SCALAR, 1), (SCALAR, 2), (CHANNEL, 1), (NO, 2)], ids=str)
 def test_maps_of_segments_equal_those_in_triton(decay, groups, capsys):
     """With a segment that forgets, one that does not, one that is shorter, and writes that enlarge the state."""

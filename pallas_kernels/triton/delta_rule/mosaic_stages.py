@@ -113,7 +113,9 @@ def argument_gradients(
 ) -> Inputs:
     """Gradients of all token-wise arguments; see `argument_gradients.argument_gradients`."""
     at = _launch(schedule.gradients)
-    x = inputs
+    x, has_channels = inputs, is_channel_wise(inputs.log_decay)
+    if has_channels:
+        x = inputs._replace(log_decay=inputs.log_decay.astype(jnp.float32))  # type: ignore[union-attr]
     erase, write = (None if gate is None else gate.astype(jnp.float32) for gate in (x.erase, x.write))
     arrays = GradientArrays(
         q=x.q,
@@ -133,7 +135,6 @@ def argument_gradients(
         front=prepared.front,
         tail=prepared.tail,
     )
-    has_channels = is_channel_wise(x.log_decay)
     find = channel_gradients if has_channels else mosaic_argument_gradients.argument_gradients
     found = find(
         problem,
@@ -158,18 +159,19 @@ def argument_gradients(
         if d_erase is not None:  # in the first part, as the stage below has them
             d_erase = jnp.pad(d_erase[None], ((0, max(1, problem.key_size // EXTREME_WIDTH) - 1), *[(0, 0)] * 3))
         of_extreme = schedule.pair_gradients, shares_gate, prepared.extreme
-        return triton_gradients.argument_gradients(
+        gradients = triton_gradients.argument_gradients(
             problem,
-            inputs,
+            x,
             d_out,
             saved,
-            triton_gradients.gradients_of_pairs(problem, inputs, d_out, saved, *of_extreme),
+            triton_gradients.gradients_of_pairs(problem, x, d_out, saved, *of_extreme),
             prepared,
             dataclasses.replace(schedule.gradients, mosaic=None),
             shares_gate=shares_gate,
             write_key_dtype=write_key_dtype,
             others={**found, "d_erase": d_erase},
         )
+        return gradients._replace(log_decay=gradients.log_decay.astype(inputs.log_decay.dtype))  # type: ignore[union-attr]
     d_log_decay = by_token("d_log_decay")
     if d_erase is not None:
         d_erase = d_erase + d_write if shares_gate else d_erase  # type: ignore[operator]
