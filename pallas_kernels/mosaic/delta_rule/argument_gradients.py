@@ -16,7 +16,6 @@ warpgroup as its half's part. Gradients of q, k and k~ leave through the places 
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -39,14 +38,23 @@ from pallas_kernels.mosaic.backend import (
     row_numbers,
     spread_columns,
     spread_rows,
-    store,
     wait,
     wait_for_stores,
     with_accumulators,
     zeros,
 )
 from pallas_kernels.mosaic.delta_rule.operands import tokens
-from pallas_kernels.mosaic.delta_rule.walk import KEYS, GradientArrays, Walk, call, gradient_struct
+from pallas_kernels.mosaic.delta_rule.walk import (
+    GradientArrays,
+    KeyTiles,
+    Walk,
+    call,
+    diagonal,
+    gradient_structs,
+    parts_struct,
+    scaled_pairs,
+    zero,
+)
 from pallas_kernels.problem import CHUNK, Problem
 
 _RESTART = 256.0  # nats that a start of a segment adds: pairs across it weigh nothing, and sums stay exact
@@ -78,15 +86,12 @@ def _token_rows(problem: Problem, x: GradientArrays) -> dict[str, Array]:
 def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
     """One warpgroup's half of the key channels of all chunks of a program."""
     p, half = walk.problem, lax.axis_index("warpgroup")
-    is_first = (half == 0).astype(jnp.float32)
-    channels = pl.ds(half * SIDE, SIDE)
     has_decay = "coarse" in walk.rows
-    through_tiles = [key for key in KEYS if getattr(r, f"d_{key}") is not None]
-    through_tiles = [key for key in through_tiles if getattr(r, f"d_{key}").dtype == jnp.bfloat16]
+    keys = KeyTiles(r, tiles, walk, half)
     lines = memory.lines
 
     def pairs_of(m, which):
-        return memory.pairs.at[lax.shift_right_logical(m, jnp.int32(30)), which]  # as in `place`
+        return memory.pairs.at[zero(m), which]
 
     def sum_decay(m):
         """Adds up the log decay to each token. There is no cumulative sum."""
@@ -97,18 +102,13 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
 
     def store_pairs(m, pairs):
         """Stores dP (first warpgroup) or dT, weighted by decay."""
-        ratio = walk.row(tiles, "ratio", m)
-        if ratio is None:
-            pairs = pairs * jnp.where(half == 0, p.scale, -1.0)
-        else:
-            pairs = pairs * spread_rows(is_first * p.scale - (1.0 - is_first) * ratio)
+        pairs = scaled_pairs(pairs, half, p.scale, walk.row(tiles, "ratio", m))
         rows, columns = row_numbers(), column_numbers()
         if has_decay:
 
             @pl.when(half == 0)
             def _():  # a token's score with itself has no decay, and is kept apart
-                own = jnp.where(spread_rows(rows) == spread_columns(columns), pairs, 0.0)
-                lines[2, 0] = jnp.sum(own, axis=1)
+                lines[2, 0] = diagonal(pairs)
 
             publish()
             total, fine = (
@@ -141,8 +141,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
             walk.wait("states", m)
             multiply(read, near.at[0], state)
             multiply(erased, near.at[1], state)
-            if through_tiles:
-                pl.when(m > 0)(lambda: release_keys(m - 1))
+            keys.release_before(m)
             pl.when(m > 0)(lambda: wait(memory.used))
             store_pairs(m, awaited(pairs, running=2))
             walk.wait("d_states", m)
@@ -151,11 +150,6 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
             return *(awaited(x) for x in (read, erased, written)), parts
 
         return with_accumulators(body, CHUNK, SIDE, SIDE, SIDE)
-
-    def release_keys(m):
-        """After the gradients that leave through the keys' places have left."""
-        wait_for_stores()
-        walk.release("keys", m)
 
     def step(m):
         b, n, h = walk.at(m)
@@ -179,8 +173,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         erased = erased * spread_rows(walk.row(tiles, "erased", m)) if "erased" in walk.rows else -erased
 
         walk.wait("keys", m)
-        q, k = (getattr(tiles, name).at[walk.place("keys", m), half] for name in ("q", "k"))
-        key = k if r.write_key is None else tiles.write_key.at[walk.place("keys", m), half]
+        q, k, key = keys.of(m)
         wait(memory.ready)
 
         def near_products(read, erased, d_key):
@@ -208,7 +201,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
             lines[half, 2] = jnp.sum(q_value * read, axis=1) + d_erase - of_key + of_state
             d_key = d_key + written + spread_rows(own) * q_value
             read = read + spread_rows(own) * key_value
-        store_keys(m, {"q": read, "k": erased if r.write_key is not None else erased + d_key, "write_key": d_key})
+        keys.store(m, {"q": read, "k": erased if r.write_key is not None else erased + d_key, "write_key": d_key})
         if walk.rows:
             walk.release("rows", m)
         if has_decay:
@@ -217,28 +210,9 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
             # Every token of a row adds its part of the state's decay once, as `total` or as `end`.
             r.d_log_decay[half, b, h, tokens(n)] = jnp.sum(jnp.where(is_later, total, end), axis=1)
 
-    def store_keys(m, gradients):
-        """Through places that are no longer read, or, in float32 by value head, directly."""
-        b, n, h = walk.at(m)
-        for key in KEYS:
-            target = getattr(r, f"d_{key}")
-            if target is None:
-                continue
-            if key in through_tiles:
-                getattr(tiles, key).at[walk.place("keys", m), half][...] = gradients[key].astype(jnp.bfloat16)
-            else:
-                target[b, tokens(n), h, channels] = gradients[key]
-        publish()
-        for key in through_tiles:
-            target = getattr(r, f"d_{key}").at[b, tokens(n), h, channels]
-            store(getattr(tiles, key).at[walk.place("keys", m), half], target, last=key == through_tiles[-1])
-        if not through_tiles:
-            walk.release("keys", m)
-
     count = walk.count
     lax.fori_loop(0, count, lambda m, _: step(m), None)
-    if through_tiles:
-        pl.when(count > 0)(lambda: release_keys(count - 1))
+    keys.release_before(count)
     pl.when(count > 0)(lambda: wait(memory.used))
     wait_for_stores(only_read=False)
 
@@ -262,13 +236,9 @@ def argument_gradients(
         float32. None where not wanted.
     """
     p, rows = problem, _token_rows(problem, x)
-    parts = jax.ShapeDtypeStruct((2, p.batch, p.value_heads, p.length), jnp.float32)
     outputs = {
-        "d_q": gradient_struct(p, x.q),
-        "d_k": gradient_struct(p, x.k),
-        "d_write_key": gradient_struct(p, x.write_key, write_key_dtype),
-        "d_erase": parts if with_erase else None,
-        "d_log_decay": parts if x.log_decay is not None else None,
+        **gradient_structs(p, x, with_erase=with_erase, write_key_dtype=write_key_dtype),
+        "d_log_decay": parts_struct(p) if x.log_decay is not None else None,
     }
     buffers = {
         "pairs": matrix_buffer(1, 2, CHUNK, CHUNK),

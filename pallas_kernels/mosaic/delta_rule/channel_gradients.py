@@ -51,7 +51,16 @@ from pallas_kernels.mosaic.backend import (
     with_accumulators,
 )
 from pallas_kernels.mosaic.delta_rule.operands import tokens
-from pallas_kernels.mosaic.delta_rule.walk import KEYS, GradientArrays, Walk, call, gradient_struct
+from pallas_kernels.mosaic.delta_rule.walk import (
+    GradientArrays,
+    KeyTiles,
+    Walk,
+    call,
+    diagonal,
+    gradient_structs,
+    scaled_pairs,
+    zero,
+)
 from pallas_kernels.problem import CHUNK, Problem
 
 _LOG2_E = 1.4426950408889634
@@ -83,16 +92,10 @@ def _token_rows(problem: Problem, x: GradientArrays) -> dict[str, Array]:
 def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
     """One warpgroup's half of the key channels of all chunks of a program."""
     p, half = walk.problem, lax.axis_index("warpgroup")
-    is_first = (half == 0).astype(jnp.float32)
     channels = pl.ds(half * SIDE, SIDE)
     count, has_starts = walk.count, "run" in walk.rows
     through_buffer = hasattr(memory, "d_log_decay")
-    through_tiles = [key for key in KEYS if getattr(r, f"d_{key}") is not None]
-    through_tiles = [key for key in through_tiles if getattr(r, f"d_{key}").dtype == jnp.bfloat16]
-
-    def zero(m):
-        """0 as an expression of m, for the reason in `Walk.place`."""
-        return lax.shift_right_logical(m, jnp.int32(30))
+    keys = KeyTiles(r, tiles, walk, half, is_across=True)
 
     def pairs_of(m, which, part):
         return memory.pairs.at[zero(m) + which, part]
@@ -126,16 +129,12 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
 
     def store_pairs(m, pairs):
         """Stores dP (first warpgroup) or dT. A token's score with itself has no decay, and is kept apart."""
-        ratio = row("ratio", m, load_column)
-        if ratio is None:
-            pairs = pairs * jnp.where(half == 0, p.scale, -1.0)
-        else:
-            pairs = pairs * spread_rows(is_first * p.scale - (1.0 - is_first) * ratio)
+        pairs = scaled_pairs(pairs, half, p.scale, row("ratio", m, load_column))
         rows, columns = row_numbers(), column_numbers()
 
         @pl.when(half == 0)
         def _():
-            memory.own[...] = jnp.sum(jnp.where(spread_rows(rows) == spread_columns(columns), pairs, 0.0), axis=1)
+            memory.own[...] = diagonal(pairs)
 
         pairs = jnp.where(spread_rows(rows) > spread_columns(columns), pairs, 0.0)
         if has_starts:
@@ -210,25 +209,18 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         root = lax.rsqrt(x)
         return root * root
 
-    def release_keys(m):
-        """After the gradients that leave through the keys' places have left."""
-        wait_for_stores()
-        walk.release("keys", m)
-
     def step(m, log_decay):
         b, n, h = walk.at(m)
         walk.wait("rows", m)
         reads = jnp.exp2(exponent_and_pairs(m, log_decay))
-        if through_tiles:
-            pl.when(m > 0)(lambda: release_keys(m - 1))
+        keys.release_before(m)
         read, erased, written, kept = far_products(m)
         read = by_token(by_channel(p.scale * read, "front", m), "sees", m)
         erased = by_token(by_token(by_channel(-erased, "front", m), "ratio", m), "sees", m)
         written = by_token(by_channel(written, "tail", m), "reaches", m)
 
         walk.wait("keys", m)
-        q_tile, k_tile = (getattr(tiles, name).at[walk.place("keys", m), half] for name in ("q", "k"))
-        key_tile = k_tile if r.write_key is None else tiles.write_key.at[walk.place("keys", m), half]
+        q_tile, k_tile, key_tile = keys.of(m)
 
         def across(tile):
             return load_matrix(tile.T).astype(jnp.float32)
@@ -253,7 +245,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         d_total = d_total - across(key_tile) * written
         read = read + spread_columns(own) * across(key_tile)
         written = written + spread_columns(own) * across(q_tile)
-        store_keys(m, {"q": read, "k": erased if r.write_key is not None else erased + written, "write_key": written})
+        keys.store(m, {"q": read, "k": erased if r.write_key is not None else erased + written, "write_key": written})
 
         parts = split(d_total)
 
@@ -268,7 +260,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         d_step = jnp.where(is_flat, 0.0, d_step)
         d_step, target = by_token(d_step, "goes_on", m), r.d_log_decay.at[b, tokens(n), h, channels]
         if through_buffer:
-            if not through_tiles:
+            if not keys.through:
                 wait_for_stores()
             store_across(memory.d_log_decay.at[half], d_step)
             publish()
@@ -279,28 +271,9 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         walk.release("rows", m)
         return log_decay
 
-    def store_keys(m, gradients):
-        """Through places that are no longer read, or, in float32 by value head, directly."""
-        b, n, h = walk.at(m)
-        for key in KEYS:
-            target = getattr(r, f"d_{key}")
-            if target is None:
-                continue
-            if key in through_tiles:
-                getattr(tiles, key).at[walk.place("keys", m), half].T[...] = gradients[key].astype(jnp.bfloat16)
-            else:
-                store_across(target.at[b, tokens(n), h, channels], gradients[key])
-        publish()
-        for key in through_tiles:
-            target = getattr(r, f"d_{key}").at[b, tokens(n), h, channels]
-            store(getattr(tiles, key).at[walk.place("keys", m), half], target, last=key == through_tiles[-1])
-        if not through_tiles:
-            walk.release("keys", m)
-
     store_later()
     lax.fori_loop(0, count, step, load_log_decay(jnp.int32(0)))
-    if through_tiles:
-        pl.when(count > 0)(lambda: release_keys(count - 1))
+    keys.release_before(count)
     pl.when(count > 0)(lambda: wait(memory.used))
     wait_for_stores(only_read=False)
 
@@ -322,12 +295,8 @@ def channel_gradients(
         As `argument_gradients`, but `d_log_decay` is whole, `[B, T, HV, K]` float32, and 0 where it is flat.
     """
     p = problem
-    parts = jax.ShapeDtypeStruct((2, p.batch, p.value_heads, p.length), jnp.float32)
     outputs = {
-        "d_q": gradient_struct(p, x.q),
-        "d_k": gradient_struct(p, x.k),
-        "d_write_key": gradient_struct(p, x.write_key, write_key_dtype),
-        "d_erase": parts if with_erase else None,
+        **gradient_structs(p, x, with_erase=with_erase, write_key_dtype=write_key_dtype),
         "d_log_decay": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.key_size), jnp.float32),
     }
     buffers = {

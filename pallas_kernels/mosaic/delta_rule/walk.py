@@ -21,14 +21,22 @@ from pallas_kernels.mosaic.backend import (
     arrive,
     barrier,
     begin_copy,
+    column_numbers,
     launch,
     load_column,
     matrix_buffer,
     number_buffer,
+    publish,
     quotient,
     remainder,
+    row_numbers,
+    spread_columns,
+    spread_rows,
+    store,
+    store_across,
     use_registers,
     wait,
+    wait_for_stores,
 )
 from pallas_kernels.mosaic.delta_rule.operands import tokens
 from pallas_kernels.problem import CHUNK, Problem
@@ -117,9 +125,8 @@ class Walk(NamedTuple):
 
     def place(self, name: str, m: Any) -> Any:
         """The place of a set of tiles that the m-th chunk takes."""
-        # An expression of m even if there is one place: a constant keeps all its addresses in registers, which spills.
         depth = self.depths[name]
-        return lax.shift_right_logical(m, jnp.int32(30)) if depth == 1 else remainder(m, depth)
+        return zero(m) if depth == 1 else remainder(m, depth)
 
     def wait(self, name: str, m: Any) -> None:
         """Waits for the m-th chunk's tiles."""
@@ -189,6 +196,88 @@ def copy_tiles(r: Any, tiles: Any, walk: Walk) -> None:
         @pl.loop(jnp.maximum(count - depth, 0), count)
         def _(j, name=name):
             wait(walk.free[name].at[walk.place(name, j)])
+
+
+class KeyTiles(NamedTuple):
+    """The tiles of q, k and k~ of one warpgroup's key channels, through which their gradients leave.
+
+    In float32, by value head, gradients leave directly instead.
+
+    Attributes:
+        refs: the kernel's arrays.
+        tiles: all tiles.
+        walk: the program's way.
+        half: the warpgroup's half of the channels.
+        is_across: whether gradients are held transposed, channels by tokens.
+    """
+
+    refs: Any
+    tiles: Any
+    walk: Walk
+    half: Any
+    is_across: bool = False
+
+    @property
+    def through(self) -> list[str]:
+        """Names of those whose gradients leave through their tiles."""
+        targets = {key: getattr(self.refs, f"d_{key}") for key in KEYS}
+        return [key for key, target in targets.items() if target is not None and target.dtype == jnp.bfloat16]
+
+    def of(self, m: Any) -> tuple[Any, Any, Any]:
+        """The tiles of q, k and k~ of the program's m-th chunk."""
+        q, k = self._tile("q", m), self._tile("k", m)
+        return q, k, k if self.refs.write_key is None else self._tile("write_key", m)
+
+    def release_before(self, m: Any) -> None:
+        """Lets the place of the chunk before the m-th be filled, once the gradients in it have left."""
+
+        def release():
+            wait_for_stores()
+            self.walk.release("keys", m - 1)
+
+        if self.through:
+            pl.when(m > 0)(release)
+
+    def store(self, m: Any, gradients: Mapping[str, Array]) -> None:
+        """Stores the gradients that are wanted. The tiles are no longer read."""
+        b, n, h = self.walk.at(m)
+        channels, through = pl.ds(self.half * SIDE, SIDE), self.through
+        targets = {key: getattr(self.refs, f"d_{key}") for key in KEYS}
+        targets = {key: x.at[b, tokens(n), h, channels] for key, x in targets.items() if x is not None}
+        for key, target in targets.items():
+            if key in through:
+                tile = self._tile(key, m)
+                (tile.T if self.is_across else tile)[...] = gradients[key].astype(jnp.bfloat16)
+            elif self.is_across:
+                store_across(target, gradients[key])
+            else:
+                target[...] = gradients[key]
+        publish()
+        for key in through:
+            store(self._tile(key, m), targets[key], last=key == through[-1])
+        if not through:
+            self.walk.release("keys", m)
+
+    def _tile(self, key: str, m: Any) -> Any:
+        return getattr(self.tiles, key).at[self.walk.place("keys", m), self.half]
+
+
+def zero(m: Any) -> Any:
+    """0 as an expression of m, which is less than 2^30: a constant keeps all addresses in registers, which spills."""
+    return lax.shift_right_logical(m, jnp.int32(30))
+
+
+def scaled_pairs(pairs: Array, half: Any, scale: float, ratio: Array | None) -> Array:
+    """`dO R^T` times the scale in the first warpgroup, `dW R^T` times `-ratio` in the second, not yet masked."""
+    if ratio is None:
+        return pairs * jnp.where(half == 0, scale, -1.0)
+    is_first = (half == 0).astype(jnp.float32)
+    return pairs * spread_rows(is_first * scale - (1.0 - is_first) * ratio)
+
+
+def diagonal(x: Array) -> Array:
+    """The diagonal of a matrix `[C, C]`, one number a row."""
+    return jnp.sum(jnp.where(spread_rows(row_numbers()) == spread_columns(column_numbers()), x, 0.0), axis=1)
 
 
 def call(
@@ -268,9 +357,26 @@ def call(
     return launch(program, name, inputs, outputs, memory, grid={"program": programs}, warpgroups=3)
 
 
-def gradient_struct(problem: Problem, like: Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | None:
-    """Of a query's or key's gradient by value head, in float32 where these share a key head; None for None."""
-    if like is None:
-        return None
-    dtype = (dtype or like.dtype) if like.shape[2] == problem.value_heads else jnp.float32
-    return jax.ShapeDtypeStruct((problem.batch, problem.length, problem.value_heads, problem.key_size), dtype)
+def parts_struct(problem: Problem) -> jax.ShapeDtypeStruct:
+    """Of a gradient of one number a token: a part for each half of the key channels, `[2, B, HV, T]` float32."""
+    return jax.ShapeDtypeStruct((2, problem.batch, problem.value_heads, problem.length), jnp.float32)
+
+
+def gradient_structs(
+    problem: Problem, x: GradientArrays, *, with_erase: bool, write_key_dtype: Any
+) -> dict[str, jax.ShapeDtypeStruct | None]:
+    """Of all gradients by value head but the log decay's: `[B, T, HV, K]`, in float32 where heads share a key head."""
+    shape = (problem.batch, problem.length, problem.value_heads, problem.key_size)
+
+    def of_key(like: Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | None:
+        if like is None:
+            return None
+        dtype = (dtype or like.dtype) if like.shape[2] == problem.value_heads else jnp.float32
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return {
+        "d_q": of_key(x.q),
+        "d_k": of_key(x.k),
+        "d_write_key": of_key(x.write_key, write_key_dtype),
+        "d_erase": parts_struct(problem) if with_erase else None,
+    }
