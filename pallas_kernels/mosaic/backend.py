@@ -34,15 +34,23 @@ _REDUCTION = 512  # float32 numbers that one warpgroup's sum over rows passes be
 
 @dataclass(frozen=True)
 class Tile:
-    """What a slot of the ring has of one array: of a bfloat16 matrix, or of float32 numbers if it has one axis.
+    """What a slot of the ring has of one array: of a matrix, or of float32 numbers if it has one axis.
 
     Attributes:
         shape: of the part of one chunk.
         source: from the kernel's namespace of references, the program's place and the chunk's number to that part.
+        dtype: of a matrix, bfloat16 or float32.
     """
 
     shape: tuple[int, ...]
     source: Callable[..., Any]
+    dtype: Any = jnp.bfloat16
+
+    def buffer(self, slots: int) -> Any:
+        """Shared memory for so many slots."""
+        if len(self.shape) == 1:
+            return number_buffer(slots, *self.shape)
+        return (wide_buffer if self.dtype == jnp.float32 else matrix_buffer)(slots, *self.shape)
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ def matrix_buffer(*shape: int) -> Any:
 
 
 def wide_buffer(*shape: int) -> Any:
-    """Shared memory for a float32 matrix that the copy engine takes; the last axis is of 64."""
+    """Shared memory for a float32 matrix that the copy engine takes; the last axis is of 64 or 128."""
     transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
     return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
 
@@ -310,7 +318,7 @@ def call(
                 wait(free.at[remainder(step, slots)])
 
     memory = {
-        "tiles": tuple((matrix_buffer if len(t.shape) > 1 else number_buffer)(slots, *t.shape) for t in tiles.values()),
+        "tiles": tuple(tile.buffer(slots) for tile in tiles.values()),
         "buffers": tuple(buffers.values()),
         "full": barrier(len(tiles), slots),
         "free": barrier(groups, slots),
@@ -332,6 +340,13 @@ def segment_span(problem: Problem, segment: Any) -> tuple[Any, Any]:
 def load_matrix(ref: Any) -> Array:
     """A matrix of 64 rows from shared memory, spread over a warpgroup as products hold theirs."""
     return plgpu.load(ref, layout=_MATRIX)
+
+
+def load_turned(ref: Any) -> Array:
+    """The transpose of a matrix of 64 columns in shared memory, in float32."""
+    if ref.dtype == jnp.bfloat16:
+        return load_matrix(ref.T).astype(jnp.float32)
+    return plgpu.layout_cast(plgpu.load(ref.T, layout=plgpu.Layout.WGMMA_TRANSPOSED), _MATRIX)
 
 
 def load_state(ref: Any) -> Array:

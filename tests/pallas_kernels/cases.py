@@ -19,7 +19,8 @@ NO, SCALAR, CHANNEL = None, "scalar", "channel"
 class Case:
     """A shape and which optional arguments are given, each `None`, `"scalar"` or `"channel"`.
 
-    `shift` makes the decay milder: it is added to the logits whose log-sigmoid the log decay is.
+    `shift` makes the decay milder: it is added to the logits whose log-sigmoid the log decay is. `gate_dtype` is of
+    erase and write gate; None is `dtype`.
     """
 
     shape: tuple[int, ...]  # B, T, H, HV, K, V
@@ -34,6 +35,7 @@ class Case:
     online: bool = True
     segments: int = 1
     dtype: Any = jnp.float32
+    gate_dtype: Any = None
 
     def __str__(self) -> str:
         parts = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(type(self), name, None)]
@@ -71,7 +73,8 @@ def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, jax.Array], jax.Ar
         arrays["write_key"] = unit(batch, length, heads, key_size)
     if case.initial_state:
         arrays["initial_state"] = normal((batch, value_heads, key_size, value_size))
-    arrays = {name: jnp.asarray(x, case.dtype) for name, x in arrays.items()}
+    dtypes = dict.fromkeys(("erase", "write"), case.gate_dtype or case.dtype)
+    arrays = {name: jnp.asarray(x, dtypes.get(name, case.dtype)) for name, x in arrays.items()}
     if case.decay:
         log_decay = -np.log1p((1 / sigmoid(case.decay, key_size) - 1) * np.exp(-case.shift))
         if case.extreme:

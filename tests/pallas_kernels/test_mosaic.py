@@ -33,6 +33,8 @@ from tests.pallas_kernels.cases import (
 from tests.pallas_kernels.test_lowering import H200, arguments
 
 SIZES = (128, 128)
+# Gated DeltaNet-2; its layer gives gates in float32.
+CHANNEL_GATES: dict[str, Any] = dict(decay=CHANNEL, erase=CHANNEL, write=CHANNEL, gate_dtype=jnp.float32)
 CASES = {
     "scalar_decay": Case((1, 100, 1, 1, *SIZES)),
     "delta_rule_of_two_heads_a_key": Case((1, 100, 1, 2, *SIZES), decay=NO),
@@ -45,10 +47,21 @@ CASES = {
     "extreme_channel_decay": Case((1, 130, 1, 1, *SIZES), decay=CHANNEL, extreme=True),
     "mild_channel_decay_without_gates": Case((1, 100, 1, 1, *SIZES), decay=CHANNEL, erase=NO, write=NO, shift=3.0),
     "channel_erase": Case((1, 100, 1, 1, *SIZES), erase=CHANNEL),
+    "channel_write": Case((1, 100, 1, 1, *SIZES), write=CHANNEL, gate_dtype=jnp.float32),
+    "channel_gates": Case((1, 130, 1, 1, *SIZES), **CHANNEL_GATES),
+    "channel_gates_two_heads_a_key_segments": Case((1, 250, 1, 2, *SIZES), **CHANNEL_GATES, segments=2),
+    "channel_gates_in_bfloat16_packed": Case(
+        (1, 130, 1, 1, *SIZES), packed=True, **(CHANNEL_GATES | {"gate_dtype": None})
+    ),
+    "channel_gates_write_key": Case((1, 130, 1, 1, *SIZES), write_key=True, **CHANNEL_GATES),
+    "extreme_channel_gates": Case((1, 130, 1, 1, *SIZES), extreme=True, **CHANNEL_GATES),
+    "channel_gates_under_one_decay_a_head": Case((1, 100, 1, 1, *SIZES), **(CHANNEL_GATES | {"decay": SCALAR})),
+    "channel_erase_under_channel_decay": Case((1, 100, 1, 1, *SIZES), decay=CHANNEL, erase=CHANNEL),
     "strong_decay": Case((1, 130, 1, 1, *SIZES), shift=-12.0),
     "narrow_heads": Case((1, 70, 1, 1, 80, 72), segments=2),
 }
-GROUPS = {"scalar_decay": 2, "delta_rule_of_two_heads_a_key": 2, "write_key_three_segments": 2}
+GROUPS = {"scalar_decay": 2, "delta_rule_of_two_heads_a_key": 2, "write_key_three_segments": 2, "channel_write": 2}
+GROUPS |= {"channel_gates": 2}
 
 
 def eagerly(function):
@@ -64,6 +77,7 @@ def schedule_of(case: Case, groups: int) -> Schedule:
         has_write_key=case.write_key,
         has_channel_decay=case.decay == CHANNEL,
         has_channel_erase=case.erase == CHANNEL,
+        has_channel_write=case.write == CHANNEL,
     )
 
 
@@ -144,9 +158,10 @@ def test_maps_of_segments_equal_those_in_triton(decay, groups, capsys):
     assert "RACE" not in "".join(capsys.readouterr())
 
 
-def test_errors_stay_within_rounding():
+@pytest.mark.parametrize("gates", [{}, CHANNEL_GATES], ids=["scalar", "channel"])
+def test_errors_stay_within_rounding(gates):
     mosaic_interpreter.install()
-    case = Case((1, 192, 1, 1, *SIZES), dtype=jnp.bfloat16, segments=3)
+    case = Case((1, 192, 1, 1, *SIZES), dtype=jnp.bfloat16, segments=3, **gates)
     found = errors(case, jit=eagerly, schedule=schedule_of(case, 2))
     assert all(error < 1e-2 for error in found.values()), found
     # What goes through the inverse is not rounded before.
@@ -160,6 +175,12 @@ def test_a_program_has_more_channels_where_heads_fill_the_card():
     assert many.output.mosaic == many.reverse.mosaic == MosaicLaunch(groups=2, slots=2)
     # Its tiles of two blocks of values would take more shared memory than there is.
     assert mosaic_schedule(Schedule(), 256, 132, has_channel_decay=True).reverse.mosaic == MosaicLaunch(1, 2)
+    # So would those of the output with a float32 gate by channel.
+    wide = mosaic_schedule(Schedule(), 256, 132, has_channel_decay=True, has_channel_erase=True, has_channel_write=True)
+    assert wide.output.mosaic == MosaicLaunch(1, 2) and wide.states.mosaic == MosaicLaunch(2, 2)
+    assert wide.gradients.mosaic == MosaicLaunch(groups=2, slots=1, programs=132)
+    one_decay = mosaic_schedule(Schedule(), 256, 132, has_channel_erase=True)
+    assert one_decay.gradients.mosaic is None and one_decay.output.mosaic is not None
     assert few.maps.mosaic == MosaicLaunch(2, 2)  # it has twice as many programs
     assert few.prepare == Schedule().prepare and Schedule().output.mosaic is None
 
@@ -174,10 +195,19 @@ def loss(x, implementation=None):
     return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(state)
 
 
-@pytest.mark.parametrize(("decay", "here", "triton_kernels"), [("none", 4, 1), ("scalar", 4, 1), ("channel", 4, 5)])
-def test_hopper_cards_take_them_unasked(decay, here, triton_kernels):
+@pytest.mark.parametrize(
+    ("decay", "channels", "here", "triton_kernels"),
+    [
+        ("none", False, 4, 1),
+        ("scalar", False, 4, 1),
+        ("channel", False, 4, 5),
+        ("channel", True, 4, 5),
+        ("scalar", True, 3, 4),
+    ],
+)
+def test_hopper_cards_take_them_unasked(decay, channels, here, triton_kernels):
     """Output, states, the gradient's pass, and the gradients of arguments; of extreme chunks these are Triton's."""
-    x = arguments(decay, False, jnp.bfloat16, length=64)
+    x = arguments(decay, channels, jnp.bfloat16, length=64)
     for implementation in (None, "mosaic"):
         text = lowered(jax.grad(lambda x, name=implementation: loss(x, name)), x)
         assert text.count("mosaic_gpu_v2") == here
@@ -221,14 +251,13 @@ def test_they_lower_under_vmap_and_in_64_bits(x64):
     [
         ({"dtype": jnp.float32}, "matrices of dtype float32"),
         ({"size": (64, 64)}, "key size 64 with value size 64"),
-        ({"channels": True}, "a write gate by channel"),
         ({"length": 1}, "a single token"),
     ],
     ids=str,
 )
 def test_other_calls_stay_in_triton(changed, reason):
-    given = {"dtype": jnp.bfloat16, "size": (128, 128), "channels": False, "length": 256} | changed
-    x = arguments("scalar", given["channels"], given["dtype"], given["size"], given["length"])
+    given = {"dtype": jnp.bfloat16, "size": (128, 128), "length": 256} | changed
+    x = arguments("scalar", False, given["dtype"], given["size"], given["length"])
     assert "mosaic_gpu_v2" not in lowered(loss, x)
     with pytest.raises(NotImplementedError, match=reason):
         lowered(lambda x: loss(x, "mosaic"), x)

@@ -59,6 +59,7 @@ def delta_rule(
     place: str,
     *,
     channel_gates: bool = False,
+    gate_dtype: Any = None,
     packed: bool = False,
     grouped: bool = False,
     one: bool = False,
@@ -71,6 +72,7 @@ def delta_rule(
         shape: (B, T, H).
         place: what `shape` is an example of, for the name.
         channel_gates: whether erase and write gates are by channel.
+        gate_dtype: theirs; None for that of the variant.
         packed: whether rows hold several documents.
         grouped: whether two value heads share a key head.
         one: whether a single token is decoded, which has no gradient.
@@ -86,10 +88,11 @@ def delta_rule(
 
     key = jax.ShapeDtypeStruct((*tokens[:2], heads // 2 if grouped else heads, key_size), dtype)
     x = {"q": key, "k": key, "v": struct(value_size)}
-    x["write"] = struct(*([value_size] if channel_gates else []))
+    gate_dtype = gate_dtype or dtype
+    x["write"] = struct(*([value_size] if channel_gates else []), dtype=gate_dtype)
     x["initial_state"] = jax.ShapeDtypeStruct((batch, heads, key_size, value_size), jnp.float32)
     if solve != "linear":
-        x["erase"] = struct(*([key_size] if channel_gates else []))
+        x["erase"] = struct(*([key_size] if channel_gates else []), dtype=gate_dtype)
     if solve == "delta+key":
         x["write_key"] = key
     if decay != "none":
@@ -154,7 +157,11 @@ def mosaic() -> list[Case]:
         f"{solve}-128x128-bfloat16" for solve in ("delta-none", "delta-scalar", "delta-channel", "delta+key-scalar")
     ]
     mosaic = functools.partial(delta_rule, backend="mosaic")
+    # As layers give them.
+    gates: dict[str, Any] = {"channel_gates": True, "gate_dtype": jnp.float32}
     return [
+        *(mosaic("delta-channel-128x128-bfloat16", shape, place, **gates) for place, shape in places.items()),
+        mosaic("delta+key-channel-128x128-bfloat16", FEW, "few heads", grouped=True, packed=True, **gates),
         *(mosaic(variant, shape, place) for variant in variants for place, shape in places.items()),
         mosaic("delta-scalar-128x128-bfloat16", FEW, "few heads", grouped=True, packed=True),
     ]

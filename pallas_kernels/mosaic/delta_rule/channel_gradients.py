@@ -11,6 +11,9 @@ of its products, in registers, and only the pairs' gradients need shared memory:
 
 and so on. Sums over later tokens, of the log decay and of its gradient, are products with a matrix of 0 and 1.
 
+An erase gate of one number a key channel is one more tile. It multiplies the key where that reads, and the two
+gradients in float32, of the gate and of the log decay, leave through its place.
+
 What the kernel finds of an extreme chunk is not a number; a kernel in Triton replaces it.
 """
 
@@ -34,6 +37,7 @@ from pallas_kernels.mosaic.backend import (
     load_column,
     load_matrix,
     load_row,
+    load_turned,
     matrix_buffer,
     multiply,
     number_buffer,
@@ -94,7 +98,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
     p, half = walk.problem, lax.axis_index("warpgroup")
     channels = pl.ds(half * SIDE, SIDE)
     count, has_starts = walk.count, "run" in walk.rows
-    through_buffer = hasattr(memory, "d_log_decay")
+    has_gate = r.erase is not None
     keys = KeyTiles(r, tiles, walk, half, is_across=True)
 
     def pairs_of(m, which, part):
@@ -148,6 +152,32 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
     def load_log_decay(m):
         b, n, h = walk.at(m)
         return load_across(r.log_decay.at[b, tokens(n), h, channels])
+
+    def load_gate(m):
+        """The erase gate of one number a channel."""
+        if keys.holds_gate:
+            return load_turned(keys.gate_of(m))
+        b, n, h = walk.at(m)
+        return load_across(r.erase.at[b, tokens(n), h, channels])
+
+    def erase_key(m, tile):
+        """What reads to erase; an erase gate of one number a token is in the pairs' gradients."""
+        return load_gate(m) * load_turned(tile) if has_gate else load_turned(tile)
+
+    def store_wide(m, name, x, *, waits):
+        """Stores a float32 gradient: through the gate's tile, which is no longer read, or a buffer, or directly."""
+        b, n, h = walk.at(m)
+        target = getattr(r, name).at[b, tokens(n), h, channels]
+        if not (keys.holds_gate or hasattr(memory, "wide")):
+            store_across(target, x)
+            publish()
+            return
+        if waits:  # until what left through the same place before has left
+            wait_for_stores()
+        buffer = keys.gate_of(m) if keys.holds_gate else memory.wide.at[half]
+        store_across(buffer, x)
+        publish()
+        store(buffer, target)
 
     def exponent_and_pairs(m, log_decay):
         """Binary exponent of `exp(G - G_m)`; stores the pairs' gradients."""
@@ -222,29 +252,29 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         walk.wait("keys", m)
         q_tile, k_tile, key_tile = keys.of(m)
 
-        def across(tile):
-            return load_matrix(tile.T).astype(jnp.float32)
-
         wait(memory.ready)
-        scaled = across(key_tile) * inverse(reads)
+        scaled = load_turned(key_tile) * inverse(reads)
         d_end = load_end("kept", m) * kept + jnp.sum(scaled * written, axis=1)
         read, erased = near_products(m, (read, erased), scaled, (0, 1), transposed=True)
-        (written,) = near_products(m, (written,), across(q_tile) * reads, (0,), transposed=False)
-        (written,) = near_products(m, (written,), across(k_tile) * reads, (1,), transposed=False)
+        (written,) = near_products(m, (written,), load_turned(q_tile) * reads, (0,), transposed=False)
+        (written,) = near_products(m, (written,), erase_key(m, k_tile) * reads, (1,), transposed=False)
         own = load_row(memory.own)
         publish()
         arrive(memory.used)
 
         erased = erased * reads
-        d_total = across(k_tile) * erased
-        if r.d_erase is not None:
+        d_total = erase_key(m, k_tile) * erased
+        if has_gate:
+            d_erase, erased = load_turned(k_tile) * erased, load_gate(m) * erased
+            store_wide(m, "d_erase", d_erase, waits=False)
+        elif r.d_erase is not None:
             r.d_erase[half, b, h, tokens(n)] = column_sums(d_total, memory.column_sums.at[half])
         read = read * reads
-        d_total = d_total + across(q_tile) * read
+        d_total = d_total + load_turned(q_tile) * read
         written = written * inverse(reads)
-        d_total = d_total - across(key_tile) * written
-        read = read + spread_columns(own) * across(key_tile)
-        written = written + spread_columns(own) * across(q_tile)
+        d_total = d_total - load_turned(key_tile) * written
+        read = read + spread_columns(own) * load_turned(key_tile)
+        written = written + spread_columns(own) * load_turned(q_tile)
         keys.store(m, {"q": read, "k": erased if r.write_key is not None else erased + written, "write_key": written})
 
         parts = split(d_total)
@@ -258,16 +288,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         # Only the chunk's first log decay can be so low that it is clamped; or that all before it is forgotten anyway.
         is_flat = (spread_columns(column_numbers()) == 0) & (spread_rows(load_end("front", m)) < _SMALLEST)
         d_step = jnp.where(is_flat, 0.0, d_step)
-        d_step, target = by_token(d_step, "goes_on", m), r.d_log_decay.at[b, tokens(n), h, channels]
-        if through_buffer:
-            if not keys.through:
-                wait_for_stores()
-            store_across(memory.d_log_decay.at[half], d_step)
-            publish()
-            store(memory.d_log_decay.at[half], target)
-        else:
-            store_across(target, d_step)
-            publish()
+        store_wide(m, "d_log_decay", by_token(d_step, "goes_on", m), waits=has_gate or not keys.through)
         walk.release("rows", m)
         return log_decay
 
@@ -286,13 +307,14 @@ def channel_gradients(
     Args:
         problem: static facts.
         x: what the kernel reads.
-        with_erase: whether the gradient of an erase gate of one number a token is wanted.
+        with_erase: whether the erase gate is one number a token, whose gradient is wanted.
         write_key_dtype: of the write key's gradient; None is the write key's.
         key_slots: chunks whose queries and keys are in shared memory.
         programs: at most; the number of processors.
 
     Returns:
-        As `argument_gradients`, but `d_log_decay` is whole, `[B, T, HV, K]` float32, and 0 where it is flat.
+        As `argument_gradients`, but `d_log_decay` is whole, `[B, T, HV, K]` float32, and 0 where it is flat; so is
+        `d_erase` of a gate of one number a key channel.
     """
     p = problem
     outputs = {
@@ -303,13 +325,14 @@ def channel_gradients(
         "pairs": matrix_buffer(2, 2, CHUNK, CHUNK),
         "later": matrix_buffer(1, CHUNK, CHUNK),
         "own": number_buffer(CHUNK),
-        "column_sums": sum_buffer(2, is_small=True),
         "begun": barrier(2),
         "ready": barrier(2),  # both warpgroups' pairs are there
         "used": barrier(2),  # both have read them
     }
-    if x.write_key is None and x.starts is None:  # else there is no room
-        buffers["d_log_decay"] = wide_buffer(2, CHUNK, CHUNK)
+    if with_erase:
+        buffers["column_sums"] = sum_buffer(2, is_small=True)
+    if x.erase is None and x.write_key is None and x.starts is None:  # else there is no room, or the gate's tile
+        buffers["wide"] = wide_buffer(2, CHUNK, CHUNK)
     return call(
         _compute,
         "delta_channel_gradients",

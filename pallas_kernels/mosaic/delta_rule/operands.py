@@ -1,11 +1,22 @@
 """What the passes over chunks read, and where a program finds its part of it."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic.backend import SIDE, Place, Tile, load_row, load_state, quotient, scale_columns, zeros
+from pallas_kernels.mosaic.backend import (
+    SIDE,
+    Place,
+    Tile,
+    load_row,
+    load_state,
+    load_turned,
+    quotient,
+    scale_columns,
+    zeros,
+)
 from pallas_kernels.problem import CHUNK, Problem
 
 
@@ -31,7 +42,8 @@ class PassArrays(NamedTuple):
         v: values `[B, T, HV, V]`; None where no values take part.
         inverse: A, `[B, HV, N, C, C]`.
         scores: P, likewise; None where nothing is read.
-        write_rows: the write gate, `[B, HV, T]` float32; None for 1.
+        write: the write gate if it is one number a channel, `[B, T, HV, V]` bfloat16 or float32, else None.
+        write_rows: the write gate if it is one number a token, `[B, HV, T]` float32, else None.
         erased_rows: likewise, see `Prepared`.
         written_rows: likewise.
         read_rows: likewise.
@@ -44,6 +56,7 @@ class PassArrays(NamedTuple):
     v: Array | None
     inverse: Array
     scores: Array | None
+    write: Array | None
     write_rows: Array | None
     erased_rows: Array | None
     written_rows: Array | None
@@ -72,6 +85,8 @@ def chunk_tiles(problem: Problem, x: PassArrays, groups: int) -> dict[str, Tile]
             tiles[name] = _key_tile(problem, name, keys)
     if x.v is not None:
         tiles["v"] = value_tile("v", groups)
+        if x.write is not None:
+            tiles["write"] = dataclasses.replace(value_tile("write", groups), dtype=x.write.dtype)
     for name in ("inverse", "scores"):
         if getattr(x, name) is not None:
             tiles[name] = Tile((CHUNK, CHUNK), lambda r, at, n, name=name: getattr(r, name).at[at.batch, at.head, n])
@@ -116,6 +131,14 @@ def keep(state: Array, kept: Any) -> Array:
     if kept is None:
         return state
     return state * kept if kept.ndim == 0 else scale_columns(state, kept)
+
+
+def load_written(tiles: Any, slot: Any, own: Any) -> Array:
+    """A chunk's values times the write gate, Z, transposed, of a warpgroup's own channels of the program's."""
+    values = load_turned(tiles.v.at[slot, :, own])
+    if hasattr(tiles, "write"):
+        return values * load_turned(tiles.write.at[slot, :, own])
+    return scale_columns(values, row_of(tiles, "write_rows", slot))
 
 
 def row_of(tiles: Any, name: str, slot: Any) -> Array | None:

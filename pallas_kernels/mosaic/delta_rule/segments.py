@@ -122,7 +122,7 @@ def _maps_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem):
 
 
 def _value_tile(problem: Problem, tile: Tile) -> Tile:
-    """The tile of values; programs that have key channels read some and drop them."""
+    """A tile of values or of their gate; programs that have key channels read some and drop them."""
     return dataclasses.replace(tile, source=lambda r, at, n: tile.source(r, _of_values(at, problem)[1], n))
 
 
@@ -158,7 +158,7 @@ def segment_maps(
             "transition_rest": transition,
             "survival": p.per_head(p.segments, dtype=jnp.float32) if has_decay else None,
         },
-        {**tiles, "v": _value_tile(p, tiles["v"])},
+        {name: _value_tile(p, tile) if name in ("v", "write") else tile for name, tile in tiles.items()},
         {"maximum": maximum_buffer(groups)} if has_decay and arrays.kept.ndim == 4 else {},  # type: ignore[union-attr]
         groups=groups,
         slots=slots,

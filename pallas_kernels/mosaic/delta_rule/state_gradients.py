@@ -26,6 +26,7 @@ from pallas_kernels.mosaic.backend import (
     multiply,
     publish,
     scale_columns,
+    split,
     store,
     sum_buffer,
     wait_for_stores,
@@ -73,6 +74,7 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
     # Without rows of factors the queries' factor is multiplied in afterwards, so that no operand is rounded once more.
     is_scaled_late = r.read_rows is None
     with_values = r.d_v is not None
+    parts = [name for name in ("d_v", "d_rest") if getattr(r, name) is not None]
 
     def store_value_side(slot, n, d_value):
         write = row_of(tiles, "write_rows", slot)
@@ -81,10 +83,13 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
             sums = column_sums(d_value * values, buffers.sums.at[place.group])
             r.d_write[place.part, place.batch, place.head, tokens(n)] = sums
             write = divisible(write)
-        buffers.d_v.at[place.group].T[...] = scale_columns(d_value, write).astype(jnp.bfloat16)
+        for name, part in zip(parts, split(scale_columns(d_value, write))):
+            getattr(buffers, name).at[place.group].T[...] = part
         publish()
         store(buffers.d_states.at[place.group], r.d_states.at[place.batch, place.head, n, place.channels], last=False)
-        store(buffers.d_v.at[place.group], r.d_v.at[place.batch, tokens(n), place.head, place.channels])
+        for name in parts:
+            target = getattr(r, name).at[place.batch, tokens(n), place.head, place.channels]
+            store(getattr(buffers, name).at[place.group], target, last=name == parts[-1])
 
     def step(m, d_state):
         n = first + count - 1 - m
@@ -138,7 +143,7 @@ def _call(
     groups: int,
     slots: int,
 ) -> dict[str, Array | None]:
-    absent = dict.fromkeys(("d_states", "d_v", "d_write", "d_initial_state", "offsets"))
+    absent = dict.fromkeys(("d_states", "d_v", "d_rest", "d_write", "d_initial_state", "offsets"))
     return call(
         _reverse_kernel,
         name,
@@ -158,7 +163,7 @@ def reverse_offsets(problem: Problem, arrays: PassArrays, d_out: Array, *, group
     """What a segment's outputs add to the gradient at its start, `[B, HV, P, V, K]` float32."""
     p = problem
     offsets = p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32)
-    arrays = arrays._replace(v=None, write_rows=None)
+    arrays = arrays._replace(v=None, write=None, write_rows=None)
     outputs: dict[str, jax.ShapeDtypeStruct | None] = {"offsets": offsets}
     results = _call(
         p, arrays, d_out, None, outputs, {}, "delta_reverse_offsets", is_exact=False, groups=groups, slots=slots
@@ -190,21 +195,27 @@ def reverse_pass(
         slots: chunks whose tiles are in shared memory.
 
     Returns:
-        `d_states` `[B, HV, N, V, K]`, of the state after each chunk; `d_v` `[B, T, HV, V]`, `dW` times the write gate;
-        `d_write` `[B, HV, T]` float32 or None; `d_initial_state`, transposed, `[B, HV, V, K]` float32 or None.
+        `d_states` `[B, HV, N, V, K]`, of the state after each chunk; `d_v` `[B, T, HV, V]`, `dW` times a write gate of
+        one number a token; `d_write` of such a gate, `[B, HV, T]` float32, else None; `d_rest`, if the gate is one
+        number a channel, what rounding left of `dW` in `d_v`, likewise, else None; `d_initial_state`, transposed,
+        `[B, HV, V, K]` float32 or None.
     """
-    p, has_write = problem, arrays.write_rows is not None
+    p, has_write, is_wide = problem, arrays.write_rows is not None, arrays.write is not None
     if not has_write:
-        arrays = arrays._replace(v=None)
+        arrays = arrays._replace(v=None, write=None)
     final = p.per_head(p.value_size, p.key_size, dtype=jnp.float32)
     parts = jax.ShapeDtypeStruct((p.value_size // SIDE, p.batch, p.value_heads, p.length), jnp.float32)
+    like_values = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype)
     outputs = {
         "d_states": p.per_head(p.chunks, p.value_size, p.key_size),
-        "d_v": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype),
+        "d_v": like_values,
+        "d_rest": like_values if is_wide else None,
         "d_write": parts if has_write else None,
         "d_initial_state": final if with_initial_state else None,
     }
     buffers = {"d_states": matrix_buffer(groups, SIDE, p.key_size), "d_v": matrix_buffer(groups, CHUNK, SIDE)}
+    if is_wide:
+        buffers["d_rest"] = matrix_buffer(groups, CHUNK, SIDE)
     if has_write:
         buffers["sums"] = sum_buffer(groups)
     results = _call(

@@ -19,7 +19,6 @@ from pallas_kernels.mosaic.backend import (
     awaited,
     call,
     left_parts,
-    load_matrix,
     matrix_buffer,
     multiply,
     publish,
@@ -33,6 +32,7 @@ from pallas_kernels.mosaic.delta_rule.operands import (
     chunk_tiles,
     keep,
     load_kept,
+    load_written,
     row_of,
     start_state,
     tokens,
@@ -62,8 +62,7 @@ def residuals(
         multiply(recalled, left, erased.at[slot].T)
         for read in reads:
             multiply(read, left, tiles.read.at[slot].T)
-        values = load_matrix(tiles.v.at[slot, :, own].T).astype(jnp.float32)
-        values = scale_columns(values, row_of(tiles, "write_rows", slot))
+        values = load_written(tiles, slot, own)
         if is_value is not None:
             values = jnp.where(is_value, values, 0.0)
         erase = row_of(tiles, "erased_rows", slot)

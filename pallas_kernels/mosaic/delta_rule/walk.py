@@ -4,7 +4,8 @@ There are as many programs as processors. Each walks over all chunks in steps as
 go on from chunk to chunk. Two warpgroups compute, with half of the key channels each, and a third copies.
 
 Tiles come in sets with a barrier each, so that a tile's place is free as soon as it is read: `rows` (numbers a token
-or, as `ends`, a key channel), `near` (dO, dW, R), `states`, `d_states`, `keys` (q, k, k~).
+or, as `ends`, a key channel), `near` (dO, dW, R), `states`, `d_states`, `keys` (q, k, k~, and an erase gate of one
+number a key channel).
 """
 
 from collections.abc import Callable, Mapping
@@ -37,12 +38,14 @@ from pallas_kernels.mosaic.backend import (
     use_registers,
     wait,
     wait_for_stores,
+    wide_buffer,
 )
 from pallas_kernels.mosaic.delta_rule.operands import tokens
 from pallas_kernels.problem import CHUNK, Problem
 
 _SETS = ("near", "states", "d_states", "rows", "keys")  # in the order in which a chunk's tiles are freed
 KEYS = ("q", "k", "write_key")
+_GATE = "erase"
 _REGISTERS = 240, 24
 
 
@@ -59,6 +62,7 @@ class GradientArrays(NamedTuple):
         d_states: gradient of the state after each chunk, `[B, HV, N, V, K]`.
         residuals: R, transposed, `[B, HV, N, V, C]`.
         ratio: what turns `dW` as stored to the gradient of what reads, `[B, T, HV]` float32; None for 1.
+        erase: the erase gate if it is one number a key channel, `[B, T, HV, K]` float32, else None.
         log_decay: `[B, T, HV]`, `[B, T, HV, K]`, or None.
         starts: 1 at each token that starts a segment, `[B, T]`; None without.
         read_rows: `scale * exp(G)`, `[B, HV, T]` float32; None without decay, and where it is channel-wise.
@@ -77,6 +81,7 @@ class GradientArrays(NamedTuple):
     d_states: Array
     residuals: Array
     ratio: Array | None
+    erase: Array | None
     log_decay: Array | None
     starts: Array | None
     read_rows: Array | None
@@ -163,9 +168,9 @@ def copy_tiles(r: Any, tiles: Any, walk: Walk) -> None:
                 values = pl.ds(0, p.value_size)
                 yield getattr(r, name).at[b, h, n, values, channels], getattr(tiles, name).at[place, half]
             if name == "keys":
-                for key in KEYS:
+                for key in (*KEYS, _GATE):
                     x = getattr(r, key)
-                    if x is not None:
+                    if hasattr(tiles, key):
                         head = quotient(h, p.value_heads // x.shape[2])
                         yield x.at[b, tokens(n), head, channels], getattr(tiles, key).at[place, half]
 
@@ -201,7 +206,7 @@ def copy_tiles(r: Any, tiles: Any, walk: Walk) -> None:
 class KeyTiles(NamedTuple):
     """The tiles of q, k and k~ of one warpgroup's key channels, through which their gradients leave.
 
-    In float32, by value head, gradients leave directly instead.
+    In float32, by value head, gradients leave directly instead. Through the gate's tile leave gradients in float32.
 
     Attributes:
         refs: the kernel's arrays.
@@ -223,6 +228,11 @@ class KeyTiles(NamedTuple):
         targets = {key: getattr(self.refs, f"d_{key}") for key in KEYS}
         return [key for key, target in targets.items() if target is not None and target.dtype == jnp.bfloat16]
 
+    @property
+    def holds_gate(self) -> bool:
+        """Whether there is a tile of the erase gate."""
+        return hasattr(self.tiles, _GATE)
+
     def of(self, m: Any) -> tuple[Any, Any, Any]:
         """The tiles of q, k and k~ of the program's m-th chunk."""
         q, k = self._tile("q", m), self._tile("k", m)
@@ -235,7 +245,7 @@ class KeyTiles(NamedTuple):
             wait_for_stores()
             self.walk.release("keys", m - 1)
 
-        if self.through:
+        if self.through or self.holds_gate:
             pl.when(m > 0)(release)
 
     def store(self, m: Any, gradients: Mapping[str, Array]) -> None:
@@ -255,8 +265,12 @@ class KeyTiles(NamedTuple):
         publish()
         for key in through:
             store(self._tile(key, m), targets[key], last=key == through[-1])
-        if not through:
+        if not (through or self.holds_gate):
             self.walk.release("keys", m)
+
+    def gate_of(self, m: Any) -> Any:
+        """The tile of the erase gate of the program's m-th chunk; float32."""
+        return self._tile(_GATE, m)
 
     def _tile(self, key: str, m: Any) -> Any:
         return getattr(self.tiles, key).at[self.walk.place("keys", m), self.half]
@@ -314,9 +328,10 @@ def call(
     if not count and ends is None:
         del depths["rows"]
     keys = KEYS[: 2 if x.write_key is None else 3]
+    copies_gate = x.erase is not None and x.write_key is None  # else there is no room
     programs = min(programs, p.batch * p.value_heads * p.chunks)
     by_chunk = (p.batch, p.value_heads, p.chunks, CHUNK)
-    copied = ("q", "k", "write_key", "d_out", "d_values", "states", "d_states", "residuals")
+    copied = (*KEYS, _GATE, "d_out", "d_values", "states", "d_states", "residuals")
     inputs = {name: getattr(x, name) for name in copied} | dict(more)
     inputs["rows"] = jnp.stack([row.reshape(by_chunk) for row in rows.values()], axis=3) if rows else None
     inputs["ends"] = ends
@@ -326,10 +341,12 @@ def call(
         "states": matrix_buffer(1, 2, p.value_size, SIDE),
         "d_states": matrix_buffer(1, 2, p.value_size, SIDE),
         **{key: matrix_buffer(key_slots, 2, CHUNK, SIDE) for key in keys},
+        **({_GATE: wide_buffer(key_slots, 2, CHUNK, SIDE)} if copies_gate else {}),
         **({"rows": number_buffer(2, count, CHUNK)} if rows else {}),
         **({} if ends is None else {"ends": number_buffer(2, *ends.shape[3:])}),
     }
-    arrivals = {"near": 3, "states": 2, "d_states": 2, "rows": bool(rows) + (ends is not None), "keys": 2 * len(keys)}
+    arrivals = {"near": 3, "states": 2, "d_states": 2, "rows": bool(rows) + (ends is not None)}
+    arrivals["keys"] = 2 * (len(keys) + copies_gate)
     memory = {
         "tiles": tuple(tiles.values()),
         "full": tuple(barrier(arrivals[name], depth) for name, depth in depths.items()),
@@ -365,7 +382,10 @@ def parts_struct(problem: Problem) -> jax.ShapeDtypeStruct:
 def gradient_structs(
     problem: Problem, x: GradientArrays, *, with_erase: bool, write_key_dtype: Any
 ) -> dict[str, jax.ShapeDtypeStruct | None]:
-    """Of all gradients by value head but the log decay's: `[B, T, HV, K]`, in float32 where heads share a key head."""
+    """Of all gradients by value head but the log decay's: `[B, T, HV, K]`, in float32 where heads share a key head.
+
+    With `with_erase` that of an erase gate of one number a token is `parts_struct`.
+    """
     shape = (problem.batch, problem.length, problem.value_heads, problem.key_size)
 
     def of_key(like: Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | None:
@@ -378,5 +398,5 @@ def gradient_structs(
         "d_q": of_key(x.q),
         "d_k": of_key(x.k),
         "d_write_key": of_key(x.write_key, write_key_dtype),
-        "d_erase": parts_struct(problem) if with_erase else None,
+        "d_erase": parts_struct(problem) if with_erase else of_key(x.erase),
     }

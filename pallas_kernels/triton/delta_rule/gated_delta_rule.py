@@ -9,7 +9,6 @@ from pallas_kernels.problem import (
     CHUNK,
     Inputs,
     crop_results,
-    is_channel_wise,
     make_inputs,
     next_power_of_two,
     pad_inputs,
@@ -48,7 +47,7 @@ def unsupported(q: Array, k: Array, v: Array, *gates: Array | None, chunk_size: 
 
 
 def mosaic_unsupported(
-    q: Array, k: Array, v: Array, erase: Array | None, write: Array | None, log_decay: Array | None, *, chunk_size: int
+    q: Array, k: Array, v: Array, erase: Array | None, log_decay: Array | None, *, chunk_size: int
 ) -> str | None:
     """Why a call can't have the passes over chunks in Mosaic GPU, as a noun phrase, or None if it can.
 
@@ -57,7 +56,6 @@ def mosaic_unsupported(
         k: keys `[B, T, H, K]`.
         v: values `[B, T, HV, V]`.
         erase: erase gate, or None.
-        write: write gate, or None.
         log_decay: log decay, or None.
         chunk_size: tokens in a chunk.
     """
@@ -76,8 +74,6 @@ def mosaic_unsupported(
         return "a single token (its kernel is Triton's)"
     if any(next_power_of_two(size) != _MOSAIC_CHANNELS for size in (q.shape[3], v.shape[3])):
         return f"key size {q.shape[3]} with value size {v.shape[3]} (65 to {_MOSAIC_CHANNELS} each)"
-    if is_channel_wise(write):
-        return "a write gate by channel"
     return None
 
 
@@ -136,7 +132,7 @@ def gated_delta_rule(
     if backend not in ("triton", "mosaic"):
         raise ValueError(f"gated_delta_rule: backend is {backend!r}, expected 'triton' or 'mosaic'")
     if backend == "mosaic" and schedule is None:
-        reason = mosaic_unsupported(q, k, v, erase, write, log_decay, chunk_size=chunk_size)
+        reason = mosaic_unsupported(q, k, v, erase, log_decay, chunk_size=chunk_size)
         if reason is not None:
             raise NotImplementedError(f"gated_delta_rule: the Mosaic GPU kernels do not support {reason}")
     else:

@@ -90,12 +90,18 @@ def reverse_pass(
         groups=at.groups,
         slots=at.slots,
     )
+    d_v, d_rest = results["d_v"], results["d_rest"]
     d_write, d_initial = results["d_write"], results["d_initial_state"]
+    d_write, d_written = None if d_write is None else jnp.swapaxes(d_write, 1, 2), None
+    if is_channel_wise(inputs.write):  # the pass leaves `dW` in two parts, and no sums are left to do
+        wide, d_written = d_v.astype(jnp.float32) + d_rest.astype(jnp.float32), d_v  # type: ignore[union-attr]
+        d_v = (inputs.write.astype(jnp.float32) * wide).astype(problem.dtype)
+        d_write = (inputs.v.astype(jnp.float32) * wide).astype(inputs.write.dtype)
     return Reversed(
         d_states=results["d_states"],  # type: ignore[arg-type]
-        d_v=results["d_v"],  # type: ignore[arg-type]
-        d_written=None,
-        d_write=None if d_write is None else jnp.swapaxes(d_write, 1, 2),
+        d_v=d_v,  # type: ignore[arg-type]
+        d_written=d_written,
+        d_write=d_write,
         d_initial_state=None if d_initial is None else jnp.swapaxes(d_initial, 2, 3),
     )
 
@@ -114,9 +120,12 @@ def argument_gradients(
     """Gradients of all token-wise arguments; see `argument_gradients.argument_gradients`."""
     at = _launch(schedule.gradients)
     x, has_channels = inputs, is_channel_wise(inputs.log_decay)
-    if has_channels:
-        x = inputs._replace(log_decay=inputs.log_decay.astype(jnp.float32))  # type: ignore[union-attr]
-    erase, write = (None if gate is None else gate.astype(jnp.float32) for gate in (x.erase, x.write))
+    wide = [name for name in ("log_decay", "erase") if is_channel_wise(getattr(x, name))]
+    for name in wide:  # as the kernel takes them, and leaves their gradients
+        x = x._replace(**{name: getattr(x, name).astype(jnp.float32)})
+    erase, write = (
+        None if gate is None or is_channel_wise(gate) else gate.astype(jnp.float32) for gate in (x.erase, x.write)
+    )
     arrays = GradientArrays(
         q=x.q,
         k=x.k,
@@ -127,6 +136,7 @@ def argument_gradients(
         d_states=saved.back.d_states,
         residuals=saved.residuals,
         ratio=None if shares_gate else reader_ratio(erase, write),
+        erase=x.erase if is_channel_wise(x.erase) else None,
         log_decay=x.log_decay,
         starts=x.starts,
         read_rows=prepared.read_rows,
@@ -152,11 +162,12 @@ def argument_gradients(
         halves = found[name]
         return None if halves is None else jnp.swapaxes(halves[0] + halves[1], 1, 2)
 
-    d_erase, d_write = by_token("d_erase"), saved.back.d_write
-    if d_erase is not None:
-        d_erase = d_erase / divisible(erase)  # type: ignore[arg-type]
+    d_erase: Any = found["d_erase"]
+    d_write = saved.back.d_write
+    if erase is not None:
+        d_erase = by_token("d_erase") / divisible(erase)  # type: ignore[operator]
     if has_channels:
-        if d_erase is not None:  # in the first part, as the stage below has them
+        if erase is not None:  # in the first part, as the stage below has them
             d_erase = jnp.pad(d_erase[None], ((0, max(1, problem.key_size // EXTREME_WIDTH) - 1), *[(0, 0)] * 3))
         of_extreme = schedule.pair_gradients, shares_gate, prepared.extreme
         gradients = triton_gradients.argument_gradients(
@@ -171,7 +182,10 @@ def argument_gradients(
             write_key_dtype=write_key_dtype,
             others={**found, "d_erase": d_erase},
         )
-        return gradients._replace(log_decay=gradients.log_decay.astype(inputs.log_decay.dtype))  # type: ignore[union-attr]
+        for name in wide:
+            gradient = getattr(gradients, name).astype(getattr(inputs, name).dtype)
+            gradients = gradients._replace(**{name: gradient})
+        return gradients
     d_log_decay = by_token("d_log_decay")
     if d_erase is not None:
         d_erase = d_erase + d_write if shares_gate else d_erase  # type: ignore[operator]
@@ -218,7 +232,10 @@ def _arrays(inputs: Inputs, prepared: Prepared) -> PassArrays:
         inverse=prepared.inverse,  # type: ignore[arg-type]
         scores=prepared.scores,
         # The copy engine takes numbers that lie side by side.
-        write_rows=None if x.write is None else jnp.swapaxes(x.write.astype(jnp.float32), 1, 2),
+        write=x.write if is_channel_wise(x.write) else None,
+        write_rows=(
+            None if x.write is None or is_channel_wise(x.write) else jnp.swapaxes(x.write.astype(jnp.float32), 1, 2)
+        ),
         erased_rows=prepared.erased_rows,
         written_rows=prepared.written_rows,
         read_rows=prepared.read_rows,

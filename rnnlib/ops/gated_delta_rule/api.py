@@ -116,9 +116,7 @@ def gated_delta_rule(
         implementations,
         q.shape[1],
         triton=lambda: triton_unsupported("unsupported", q, k, v, erase, log_decay, chunk_size=chunk_size),
-        mosaic=lambda: triton_unsupported(
-            "mosaic_unsupported", q, k, v, erase, write, log_decay, chunk_size=chunk_size
-        ),
+        mosaic=lambda: triton_unsupported("mosaic_unsupported", q, k, v, erase, log_decay, chunk_size=chunk_size),
     )
     inputs = DeltaRuleInputs(q, k, v, erase, write, write_key, log_decay)
     axis = current_axis()
