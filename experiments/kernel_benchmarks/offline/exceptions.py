@@ -8,6 +8,7 @@ EXTREME = "programs for chunks of extreme decay, of which there are few: pairs i
 ITERATES = "the iterates of a chunk stay in registers through all iterations (`ridge_solve`)"
 READOUT = "one warp holds all channels of its tokens; `GramSchedule` was chosen by time, with 128 channels"
 OPERANDS = "three sums, a factor and a product's left operand of a chunk in registers at once; no wgmma waits"
+GATES = "gates by channel in float32, with launches that were chosen without them"
 COPIES = "places in arrays, stored before the loops, read mostly by the warpgroup that copies; no wgmma waits"
 
 KNOWN: tuple[tuple[str, str, int, str], ...] = (
@@ -23,6 +24,9 @@ KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("channel-128x128-bfloat16 few heads", "delta_reverse_mosaic", 8, COPIES),
     ("delta+key", "delta_gradients_mosaic", 24, COPIES),
     ("channel", "delta_channel_gradients_mosaic", 80, OPERANDS),
+    ("channel gates", "delta_prepare", 224, GATES),
+    ("channel gates", "delta_prepare_extreme", 856, GATES),
+    ("channel gates", "delta_gradients_extreme", 800, GATES),
     ("256x256", "delta_prepare", 580, WIDE),
     ("256x256", "delta_prepare_extreme", 1696, EXTREME),
     ("256x256", "delta_output", 392, WIDE),

@@ -68,8 +68,8 @@ def gated_delta_rule(
         implementation: `"scan"` (token by token: the definition, and the one that `jax.jvp` goes through), `"chunked"`
             (XLA, any device), `"triton"` (Pallas kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves
             tests), `"mosaic"` (the same with the passes over chunks in Pallas' Mosaic GPU, on Hopper cards, in bfloat16
-            with 65 to 128 channels and a write gate of one number a token), or None for the fastest that supports the
-            case. Gradients can be differentiated again, forwards and backwards: those of kernels by way of `"chunked"`.
+            with 65 to 128 channels), or None for the fastest that supports the case. Gradients can be differentiated
+            again, forwards and backwards: those of kernels by way of `"chunked"`.
 
     Returns:
         The output in `v`'s dtype, and the final state (of the last segment) in float32, or float64 for float64 inputs.
