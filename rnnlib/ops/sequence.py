@@ -23,7 +23,7 @@ from rnnlib.ops.arguments import accumulation_dtype, segment_starts
 # A user context is part of the cache key of `jax.jit`.
 _AXIS = jax.make_user_context(default_value=None)
 
-# Largest number of value channels that kernels support. A wider map takes two calls.
+# Largest number of value channels that kernels in Triton support. A wider map takes two calls.
 _WIDEST = 256
 
 Product = Callable[[Array, Array], Array]
@@ -222,7 +222,13 @@ Run = Callable[[Any, Array | None, Array | None], tuple[Array, Array]]
 
 
 def evaluate_erasing_rule(
-    run: Run, inputs: Any, initial_state: Array | None, segment_ids: Array | None, axis: str
+    run: Run,
+    inputs: Any,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    axis: str,
+    *,
+    widest: int = _WIDEST,
 ) -> tuple[Array, Array]:
     """Runs a rule whose transitions are matrices `[K, K]`, such as the delta rule's, on split rows.
 
@@ -236,6 +242,7 @@ def evaluate_erasing_rule(
         initial_state: None (zero) or `[B, HV, K, V]`.
         segment_ids: None or `[B, T]`.
         axis: the mesh axis over which tokens are split.
+        widest: value channels that `run` supports at most. Where N and M have more, each has a call of its own.
     """
     state = _state_like(inputs, initial_state)
     key_size, value_size = state.shape[2:]
@@ -243,7 +250,7 @@ def evaluate_erasing_rule(
     zeros = jnp.zeros((*inputs.v.shape[:3], key_size), inputs.v.dtype)
     write = getattr(inputs, "write", None)
     gates = {} if write is None or write.ndim == 3 else {"write": jnp.ones_like(zeros, dtype=write.dtype)}
-    if key_size + value_size <= _WIDEST:
+    if key_size + value_size <= widest:
         more = {"v": zeros, **gates}
         wide = {name: jnp.concatenate([getattr(inputs, name), x], axis=-1) for name, x in more.items()}
         both = jnp.concatenate([jnp.zeros_like(state), identity], axis=-1)

@@ -239,6 +239,25 @@ def test_they_lower_on_rows_split_over_devices(kind, length):
     assert text.count("mosaic_gpu_v2") >= (4 if length == 256 else 6)
 
 
+@pytest.mark.parametrize("decay", ["scalar", "channel"])
+def test_they_lower_on_tokens_split_over_devices(decay):
+    """The map of a stretch has twice the value channels that these kernels take, and is found by two calls."""
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H200.abstract_device)
+    x = arguments(decay, False, jnp.bfloat16, length=512)
+    by_token = {name: P(None, "x") for name in x} | {"initial_state": P()}
+
+    def split_loss(x):
+        with ops.sequence_axis("x"):
+            return jax.lax.psum(loss(x), "x")
+
+    gradient = jax.shard_map(
+        jax.grad(split_loss), mesh=mesh, in_specs=({name: by_token[name] for name in x},), out_specs=by_token
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(gradient).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") >= 3 * 3
+
+
 def test_they_lower_under_vmap_and_in_64_bits(x64):
     x = arguments("scalar", False, jnp.bfloat16)
     x = {name: jax.ShapeDtypeStruct((2, *a.shape), a.dtype) for name, a in x.items()}

@@ -16,6 +16,7 @@ from rnnlib.ops.sequence import current_axis, evaluate_erasing_rule
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "gated_delta_rule"
+_MOSAIC_WIDEST = 128  # value channels that kernels in Mosaic GPU take at most
 
 
 @split_over_mesh
@@ -122,4 +123,5 @@ def gated_delta_rule(
     axis = current_axis()
     if axis is None:
         return run(inputs, initial_state, segment_ids)
-    return evaluate_erasing_rule(run, inputs, initial_state, segment_ids, axis)
+    limit = {"widest": _MOSAIC_WIDEST} if run is implementations["mosaic"] else {}
+    return evaluate_erasing_rule(run, inputs, initial_state, segment_ids, axis, **limit)
