@@ -182,13 +182,21 @@ def _milliseconds(record: dict[str, Any]) -> float | None:
 
 
 def _pairs(runs: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any], dict[str, Any] | None]]:
-    """The run's number and the record of each step, with that of the same model on one device, of whichever run."""
+    """The run's number and the record of each step, with that of the same model on one device.
+
+    Of several such records it is that of the same run, or of the latest one before.
+    """
     records = [(number, record) for number, run in enumerate(runs, 1) for record in run["records"]]
-    alone = {(r["model"], r["mixer"]): r for _, r in records if r["axis"] is None and "error" not in r}
+    alone = [(number, r) for number, r in records if r["axis"] is None and "error" not in r]
+
+    def beside(number: int, record: dict[str, Any]) -> dict[str, Any] | None:
+        same = [x for x in alone if all(x[1][key] == record[key] for key in ("model", "mixer"))]
+        return max(same, key=lambda x: (x[0] <= number, x[0]), default=(0, None))[1]
+
     order = {model: i for i, model in enumerate(dict.fromkeys((r["model"], r["mixer"]) for _, r in records))}
     places = {None: -1} | {axis: i for i, axis in enumerate(AXES)}
     records.sort(key=lambda x: (order[x[1]["model"], x[1]["mixer"]], places[x[1]["axis"]], x[1]["latency_hiding"]))
-    return [(number, record, alone.get((record["model"], record["mixer"]))) for number, record in records]
+    return [(number, record, beside(number, record)) for number, record in records]
 
 
 def efficiency(record: dict[str, Any], alone: dict[str, Any]) -> float:
