@@ -123,9 +123,7 @@ def argument_gradients(
     wide = [name for name in ("log_decay", "erase") if is_channel_wise(getattr(x, name))]
     for name in wide:  # as the kernel takes them, and leaves their gradients
         x = x._replace(**{name: getattr(x, name).astype(jnp.float32)})
-    erase, write = (
-        None if gate is None or is_channel_wise(gate) else gate.astype(jnp.float32) for gate in (x.erase, x.write)
-    )
+    erase, write = _token_gate(x.erase), _token_gate(x.write)
     arrays = GradientArrays(
         q=x.q,
         k=x.k,
@@ -204,6 +202,11 @@ def argument_gradients(
     )
 
 
+def _token_gate(gate: Array | None) -> Array | None:
+    """A gate of one number a token in float32; None for any other."""
+    return None if gate is None or is_channel_wise(gate) else gate.astype(jnp.float32)
+
+
 def _launch(launch: Launch) -> MosaicLaunch:
     assert launch.mosaic is not None
     return launch.mosaic
@@ -218,7 +221,7 @@ def _starts(boundary: Array | None, starts: Array | None) -> Array | None:
 
 def _arrays(inputs: Inputs, prepared: Prepared) -> PassArrays:
     """What a pass reads of the inputs and of the first stage's results."""
-    x = inputs
+    x, write = inputs, _token_gate(inputs.write)
 
     def keys(stored: Array | None, given: Array) -> Keys:
         return Keys(given, False) if stored is None else Keys(stored, True)
@@ -231,11 +234,9 @@ def _arrays(inputs: Inputs, prepared: Prepared) -> PassArrays:
         v=x.v,
         inverse=prepared.inverse,  # type: ignore[arg-type]
         scores=prepared.scores,
-        # The copy engine takes numbers that lie side by side.
         write=x.write if is_channel_wise(x.write) else None,
-        write_rows=(
-            None if x.write is None or is_channel_wise(x.write) else jnp.swapaxes(x.write.astype(jnp.float32), 1, 2)
-        ),
+        # The copy engine takes numbers that lie side by side.
+        write_rows=None if write is None else jnp.swapaxes(write, 1, 2),
         erased_rows=prepared.erased_rows,
         written_rows=prepared.written_rows,
         read_rows=prepared.read_rows,
