@@ -12,7 +12,7 @@ from pallas_kernels import triton
 from rnnlib import ops
 from tests.compiling import loop_jit
 
-NO, SCALAR, CHANNEL = None, "scalar", "channel"
+NO, SCALAR, CHANNEL, SHARED = None, "scalar", "channel", "shared"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Case:
     """A shape and which optional arguments are given, each `None`, `"scalar"` or `"channel"`.
 
     `shift` makes the decay milder: it is added to the logits whose log-sigmoid the log decay is. `gate_dtype` is of
-    erase and write gate; None is `dtype`.
+    erase and write gate; None is `dtype`. With `write="shared"` both gates are one, the erase gate, and some of its
+    numbers are 0 or next to it.
     """
 
     shape: tuple[int, ...]  # B, T, H, HV, K, V
@@ -67,7 +68,10 @@ def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, jax.Array], jax.Ar
     }
     if case.online and case.erase:
         arrays["erase"] = sigmoid(case.erase, key_size)
-    if case.write:
+    if case.write == SHARED:
+        dice = random.random(arrays["erase"].shape)
+        arrays["erase"] = np.where(dice < 0.1, 0.0, np.where(dice < 0.2, 1e-30, arrays["erase"]))
+    elif case.write:
         arrays["write"] = sigmoid(case.write, value_size)
     if case.write_key:
         arrays["write_key"] = unit(batch, length, heads, key_size)
@@ -88,6 +92,12 @@ def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, jax.Array], jax.Ar
     if case.packed:
         ids = jnp.asarray(np.cumsum(random.random((batch, length)) < 0.06, axis=1), jnp.int32)
     return arrays, ids
+
+
+def call_operator(module: Any, case: Case, arrays: dict[str, jax.Array], **options) -> tuple[jax.Array, jax.Array]:
+    """The case's operator of a module."""
+    shared = {"write": arrays["erase"]} if case.write == SHARED else {}
+    return getattr(module, case.operator)(**arrays, **shared, **options)
 
 
 def value_and_gradients(function, arrays, out_shape, state_shape, seed: int = 1, jit=jax.jit):
@@ -115,14 +125,14 @@ def errors(case: Case, seed: int = 0, jit=jax.jit, **options) -> dict[str, float
     with jax.enable_x64(True):
         doubles = {name: x.astype(jnp.float64) for name, x in arrays.items()}
         reference = value_and_gradients(
-            lambda **x: getattr(ops, case.operator)(**x, segment_ids=ids, implementation="scan"),
+            lambda **x: call_operator(ops, case, x, segment_ids=ids, implementation="scan"),
             doubles,
             *shapes,
             jit=loop_jit if case.shape[1] > 200 else jax.jit,
         )
         reference = jax.tree.map(np.asarray, reference)
     results = value_and_gradients(
-        lambda **x: getattr(triton, case.operator)(**x, segment_ids=ids, **options), arrays, *shapes, jit=jit
+        lambda **x: call_operator(triton, case, x, segment_ids=ids, **options), arrays, *shapes, jit=jit
     )
     named = {"out": (results[0][0], reference[0][0]), "state": (results[0][1], reference[0][1])}
     named |= {f"d_{name}": (x, reference[1][name]) for name, x in results[1].items()}

@@ -63,6 +63,7 @@ def delta_rule(
     packed: bool = False,
     grouped: bool = False,
     one: bool = False,
+    one_gate: bool = False,
     backend: str = "triton",
 ) -> Case:
     """A call of the delta rule or of linear attention.
@@ -76,6 +77,7 @@ def delta_rule(
         packed: whether rows hold several documents.
         grouped: whether two value heads share a key head.
         one: whether a single token is decoded, which has no gradient.
+        one_gate: whether the erase gate is the write gate, too.
         backend: `"mosaic"` for the delta rule with stages in Mosaic GPU.
     """
     solve, decay, sizes, dtype = variant.split("-")
@@ -89,7 +91,8 @@ def delta_rule(
     key = jax.ShapeDtypeStruct((*tokens[:2], heads // 2 if grouped else heads, key_size), dtype)
     x = {"q": key, "k": key, "v": struct(value_size)}
     gate_dtype = gate_dtype or dtype
-    x["write"] = struct(*([value_size] if channel_gates else []), dtype=gate_dtype)
+    if not one_gate:
+        x["write"] = struct(*([value_size] if channel_gates else []), dtype=gate_dtype)
     x["initial_state"] = jax.ShapeDtypeStruct((batch, heads, key_size, value_size), jnp.float32)
     if solve != "linear":
         x["erase"] = struct(*([key_size] if channel_gates else []), dtype=gate_dtype)
@@ -104,8 +107,12 @@ def delta_rule(
     if solve != "linear":
         run = functools.partial(triton.gated_delta_rule, backend=backend)
     words = [variant, place, *["channel gates"] * channel_gates, *["grouped"] * grouped, *["packed"] * packed]
-    words += [backend] * (backend != "triton")
-    return Case(" ".join(words), lambda x: _total(run(**x)), x, differentiated=not one)
+    words += [*["one gate"] * one_gate, *[backend] * (backend != "triton")]
+
+    def loss(x: Any) -> jax.Array:
+        return _total(run(**x, **({"write": x["erase"]} if one_gate else {})))
+
+    return Case(" ".join(words), loss, x, differentiated=not one)
 
 
 def tuned() -> list[Case]:
@@ -163,6 +170,11 @@ def mosaic() -> list[Case]:
         *(mosaic("delta-channel-128x128-bfloat16", shape, place, **gates) for place, shape in places.items()),
         mosaic("delta+key-channel-128x128-bfloat16", FEW, "few heads", grouped=True, packed=True, **gates),
         *(mosaic(variant, shape, place) for variant in variants for place, shape in places.items()),
+        *(mosaic(variant, MANY, "many heads", one_gate=True) for variant in variants),
+        *(
+            mosaic(f"delta-{decay}-128x128-bfloat16", FEW, "few heads", one_gate=True)
+            for decay in ("scalar", "channel")
+        ),
         mosaic("delta-scalar-128x128-bfloat16", FEW, "few heads", grouped=True, packed=True),
     ]
 

@@ -47,12 +47,14 @@ from pallas_kernels.mosaic.delta_rule.operands import tokens
 from pallas_kernels.mosaic.delta_rule.walk import (
     GradientArrays,
     KeyTiles,
+    TokenGate,
     Walk,
     call,
     diagonal,
     gradient_structs,
     parts_struct,
     scaled_pairs,
+    store_gate_gradient,
     zero,
 )
 from pallas_kernels.problem import CHUNK, Problem
@@ -103,6 +105,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
     def store_pairs(m, pairs):
         """Stores dP (first warpgroup) or dT, weighted by decay."""
         pairs = scaled_pairs(pairs, half, p.scale, walk.row(tiles, "ratio", m))
+        store_gate_gradient(r, walk, m, pairs, half)
         rows, columns = row_numbers(), column_numbers()
         if has_decay:
 
@@ -218,14 +221,20 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
 
 
 def argument_gradients(
-    problem: Problem, x: GradientArrays, *, with_erase: bool, write_key_dtype: Any, key_slots: int, programs: int
+    problem: Problem,
+    x: GradientArrays,
+    *,
+    token_gate: TokenGate | None,
+    write_key_dtype: Any,
+    key_slots: int,
+    programs: int,
 ) -> dict[str, Array | None]:
     """Gradients of arguments, by value head.
 
     Args:
         problem: static facts.
         x: what the kernel reads.
-        with_erase: whether the erase gate's gradient is wanted.
+        token_gate: which gate of one number a token is there.
         write_key_dtype: of the write key's gradient; None is the write key's.
         key_slots: chunks whose queries and keys are in shared memory.
         programs: at most; the number of processors.
@@ -233,11 +242,11 @@ def argument_gradients(
     Returns:
         `d_q`, `d_k` and `d_write_key`, `[B, T, HV, K]`, in float32 where value heads share a key head. `d_erase`, times
         the gate, and `d_log_decay`, also where it is flat: parts of each half of the key channels, `[2, B, HV, T]`
-        float32. None where not wanted.
+        float32. `d_gate` of a shared gate, times its square, `[B, HV, T]` float32. None where not wanted.
     """
     p, rows = problem, _token_rows(problem, x)
     outputs = {
-        **gradient_structs(p, x, with_erase=with_erase, write_key_dtype=write_key_dtype),
+        **gradient_structs(p, x, token_gate=token_gate, write_key_dtype=write_key_dtype),
         "d_log_decay": parts_struct(p) if x.log_decay is not None else None,
     }
     buffers = {

@@ -58,11 +58,13 @@ from pallas_kernels.mosaic.delta_rule.operands import tokens
 from pallas_kernels.mosaic.delta_rule.walk import (
     GradientArrays,
     KeyTiles,
+    TokenGate,
     Walk,
     call,
     diagonal,
     gradient_structs,
     scaled_pairs,
+    store_gate_gradient,
     zero,
 )
 from pallas_kernels.problem import CHUNK, Problem
@@ -134,6 +136,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
     def store_pairs(m, pairs):
         """Stores dP (first warpgroup) or dT. A token's score with itself has no decay, and is kept apart."""
         pairs = scaled_pairs(pairs, half, p.scale, row("ratio", m, load_column))
+        store_gate_gradient(r, walk, m, pairs, half)
         rows, columns = row_numbers(), column_numbers()
 
         @pl.when(half == 0)
@@ -300,14 +303,20 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
 
 
 def channel_gradients(
-    problem: Problem, x: GradientArrays, *, with_erase: bool, write_key_dtype: Any, key_slots: int, programs: int
+    problem: Problem,
+    x: GradientArrays,
+    *,
+    token_gate: TokenGate | None,
+    write_key_dtype: Any,
+    key_slots: int,
+    programs: int,
 ) -> dict[str, Array | None]:
     """Gradients of arguments, by value head, of all chunks that are not extreme.
 
     Args:
         problem: static facts.
         x: what the kernel reads.
-        with_erase: whether the erase gate is one number a token, whose gradient is wanted.
+        token_gate: which gate of one number a token is there.
         write_key_dtype: of the write key's gradient; None is the write key's.
         key_slots: chunks whose queries and keys are in shared memory.
         programs: at most; the number of processors.
@@ -318,7 +327,7 @@ def channel_gradients(
     """
     p = problem
     outputs = {
-        **gradient_structs(p, x, with_erase=with_erase, write_key_dtype=write_key_dtype),
+        **gradient_structs(p, x, token_gate=token_gate, write_key_dtype=write_key_dtype),
         "d_log_decay": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.key_size), jnp.float32),
     }
     buffers = {
@@ -329,7 +338,7 @@ def channel_gradients(
         "ready": barrier(2),  # both warpgroups' pairs are there
         "used": barrier(2),  # both have read them
     }
-    if with_erase:
+    if token_gate == "erase":
         buffers["column_sums"] = sum_buffer(2, is_small=True)
     if x.erase is None and x.write_key is None and x.starts is None:  # else there is no room, or the gate's tile
         buffers["wide"] = wide_buffer(2, CHUNK, CHUNK)

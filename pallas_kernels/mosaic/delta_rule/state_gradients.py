@@ -78,10 +78,11 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
 
     def store_value_side(slot, n, d_value):
         write = row_of(tiles, "write_rows", slot)
-        if write is not None:
+        if r.d_write is not None:
             values = load_matrix(tiles.v.at[slot, :, place.own].T).astype(jnp.float32)
             sums = column_sums(d_value * values, buffers.sums.at[place.group])
             r.d_write[place.part, place.batch, place.head, tokens(n)] = sums
+        if write is not None:
             write = divisible(write)
         for name, part in zip(parts, split(scale_columns(d_value, write))):
             getattr(buffers, name).at[place.group].T[...] = part
@@ -178,6 +179,7 @@ def reverse_pass(
     ends: Array | None,
     *,
     is_exact: bool,
+    with_d_write: bool,
     with_initial_state: bool,
     groups: int,
     slots: int,
@@ -190,17 +192,18 @@ def reverse_pass(
         d_out: `[B, T, HV, V]`.
         ends: gradients at the segments' ends, transposed, `[B, HV, P, V, K]` float32; None for zero.
         is_exact: whether what goes through the inverse is not rounded before.
+        with_d_write: whether the gradient of a write gate of one number a token is wanted.
         with_initial_state: whether the initial state's gradient is wanted.
         groups: blocks of 64 value channels of a program.
         slots: chunks whose tiles are in shared memory.
 
     Returns:
         `d_states` `[B, HV, N, V, K]`, of the state after each chunk; `d_v` `[B, T, HV, V]`, `dW` times a write gate of
-        one number a token; `d_write` of such a gate, `[B, HV, T]` float32, else None; `d_rest`, if the gate is one
+        one number a token; `d_write` of such a gate, `[B, HV, T]` float32, or None; `d_rest`, if the gate is one
         number a channel, what rounding left of `dW` in `d_v`, likewise, else None; `d_initial_state`, transposed,
         `[B, HV, V, K]` float32 or None.
     """
-    p, has_write, is_wide = problem, arrays.write_rows is not None, arrays.write is not None
+    p, has_write, is_wide = problem, with_d_write and arrays.write_rows is not None, arrays.write is not None
     if not has_write:
         arrays = arrays._replace(v=None, write=None)
     final = p.per_head(p.value_size, p.key_size, dtype=jnp.float32)

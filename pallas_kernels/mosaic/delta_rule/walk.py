@@ -10,7 +10,7 @@ number a key channel).
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,8 @@ from pallas_kernels.problem import CHUNK, Problem
 
 _SETS = ("near", "states", "d_states", "rows", "keys")  # in the order in which a chunk's tiles are freed
 KEYS = ("q", "k", "write_key")
+TokenGate = Literal["erase", "shared"]
+"""Which gate of one number a token has its gradient found here: the erase gate's, or that of both gates in one."""
 _GATE = "erase"
 _REGISTERS = 240, 24
 
@@ -289,6 +291,25 @@ def scaled_pairs(pairs: Array, half: Any, scale: float, ratio: Array | None) -> 
     return pairs * spread_rows(is_first * scale - (1.0 - is_first) * ratio)
 
 
+def store_gate_gradient(r: Any, walk: Walk, m: Any, pairs: Array, half: Any) -> None:
+    """Stores a shared gate's gradient times the gate's square, the diagonal of `dW R^T` as `dW` is stored.
+
+    Args:
+        r: the kernel's arrays.
+        walk: the program's way.
+        m: number of the program's chunk.
+        pairs: `scaled_pairs`.
+        half: the warpgroup.
+    """
+    if r.d_gate is None:
+        return
+
+    @pl.when(half == 1)
+    def _():
+        b, n, h = walk.at(m)
+        r.d_gate[b, h, tokens(n)] = -diagonal(pairs)
+
+
 def diagonal(x: Array) -> Array:
     """The diagonal of a matrix `[C, C]`, one number a row."""
     return jnp.sum(jnp.where(spread_rows(row_numbers()) == spread_columns(column_numbers()), x, 0.0), axis=1)
@@ -380,11 +401,11 @@ def parts_struct(problem: Problem) -> jax.ShapeDtypeStruct:
 
 
 def gradient_structs(
-    problem: Problem, x: GradientArrays, *, with_erase: bool, write_key_dtype: Any
+    problem: Problem, x: GradientArrays, *, token_gate: TokenGate | None, write_key_dtype: Any
 ) -> dict[str, jax.ShapeDtypeStruct | None]:
     """Of all gradients by value head but the log decay's: `[B, T, HV, K]`, in float32 where heads share a key head.
 
-    With `with_erase` that of an erase gate of one number a token is `parts_struct`.
+    That of an erase gate of one number a token is `parts_struct`, that of a shared gate `[B, HV, T]` float32.
     """
     shape = (problem.batch, problem.length, problem.value_heads, problem.key_size)
 
@@ -398,5 +419,6 @@ def gradient_structs(
         "d_q": of_key(x.q),
         "d_k": of_key(x.k),
         "d_write_key": of_key(x.write_key, write_key_dtype),
-        "d_erase": parts_struct(problem) if with_erase else of_key(x.erase),
+        "d_erase": parts_struct(problem) if token_gate == "erase" else of_key(x.erase),
+        "d_gate": problem.per_head(problem.length, dtype=jnp.float32) if token_gate == "shared" else None,
     }

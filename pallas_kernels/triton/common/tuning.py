@@ -57,7 +57,7 @@ def choose_schedule(inputs: Inputs, online: bool, backend: str = "triton") -> Sc
     """The schedule for a call: the device's table where it has the variant, else defaults.
 
     Args:
-        inputs: arguments.
+        inputs: arguments, without a write gate where the erase gate is that too.
         online: whether the call is a delta rule.
         backend: `"mosaic"` for the passes over chunks in Mosaic GPU.
     """
@@ -67,6 +67,7 @@ def choose_schedule(inputs: Inputs, online: bool, backend: str = "triton") -> Sc
         "has_channel_decay": is_channel_wise(inputs.log_decay),
         "has_channel_erase": is_channel_wise(inputs.erase),
         "has_channel_write": is_channel_wise(inputs.write),
+        "has_write_gradient": inputs.write is not None,
     }
     if interpreted():  # blocks and warps mean nothing there; two segments keep that path exercised
         schedule = Schedule(segments=1 if length <= 128 else 2)

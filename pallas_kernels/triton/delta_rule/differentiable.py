@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from pallas_kernels.decay import divisible
 from pallas_kernels.problem import Inputs, crop_results, pad_inputs, problem_of
 from pallas_kernels.schedule import Schedule
 from pallas_kernels.triton.common.problem import Problem
@@ -38,6 +39,11 @@ class Options:
     shares_gate: bool = False
     write_key_dtype: Any = None
 
+    @property
+    def sums_gate_once(self) -> bool:
+        """Whether the last stage finds the whole gradient of a shared gate, which it divides by the gate."""
+        return self.shares_gate and self.schedule.gradients.mosaic is not None
+
 
 def _problem(options: Options, inputs: Inputs) -> Problem:
     return problem_of(Problem, inputs, online=options.online, scale=options.scale, segments=options.schedule.segments)
@@ -46,7 +52,9 @@ def _problem(options: Options, inputs: Inputs) -> Problem:
 def _operands(options: Options, inputs: Inputs) -> Inputs:
     """The inputs as kernels load them: with both gates, and with the write key in the dtype of the other matrices."""
     if options.shares_gate:
-        inputs = inputs._replace(write=inputs.erase)
+        gate: Any = inputs.erase
+        gate = divisible(gate) if options.sums_gate_once else gate
+        inputs = inputs._replace(erase=gate, write=gate)
     if inputs.write_key is not None:
         inputs = inputs._replace(write_key=inputs.write_key.astype(inputs.k.dtype))
     return inputs
@@ -89,7 +97,16 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         offsets = stages.reverse_offsets(problem, inputs, prepared, d_out, schedule.offsets)
         adjoint = maps._replace(offset=offsets)
         ends = fold_segments(problem, adjoint, d_final_state, schedule.fold, reverse=True)
-    back = stages.reverse_pass(problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse)
+    back = stages.reverse_pass(
+        problem,
+        inputs,
+        prepared,
+        d_out,
+        d_final_state,
+        ends,
+        schedule.reverse,
+        with_d_write=not options.sums_gate_once,
+    )
     saved, shared = Saved(states, residual, back), options.shares_gate
     gradients = stages.argument_gradients(
         problem,

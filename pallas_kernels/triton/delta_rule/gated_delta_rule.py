@@ -158,9 +158,9 @@ def call_options(
 ) -> tuple[Options, Inputs]:
     """The static options of a call, and its inputs as its passes take them (see `Options`)."""
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else float(scale)
-    schedule = schedule or choose_schedule(inputs, online, backend)
     shares_gate = inputs.erase is not None and inputs.erase is inputs.write and inputs.erase.ndim == 3
     if shares_gate:
         inputs = inputs._replace(write=None)
+    schedule = schedule or choose_schedule(inputs, online, backend)
     write_key_dtype = None if inputs.write_key is None else inputs.write_key.dtype
     return Options(online, scale, schedule, shares_gate, write_key_dtype), vary_alike(inputs)

@@ -77,6 +77,8 @@ def reverse_pass(
     d_final_state: Array,
     ends: Array | None,
     launch: Launch,
+    *,
+    with_d_write: bool = True,
 ) -> Reversed:
     """Gradients of states, values, write gate and initial state; see `state_gradients.reverse_pass`."""
     at = _launch(launch)
@@ -86,6 +88,7 @@ def reverse_pass(
         d_out,
         _starts(d_final_state, ends),
         is_exact=has_decay(prepared),
+        with_d_write=with_d_write,
         with_initial_state=inputs.initial_state is not None,
         groups=at.groups,
         slots=at.slots,
@@ -117,9 +120,15 @@ def argument_gradients(
     shares_gate: bool,
     write_key_dtype: Any,
 ) -> Inputs:
-    """Gradients of all token-wise arguments; see `argument_gradients.argument_gradients`."""
+    """Gradients of all token-wise arguments; see `argument_gradients.argument_gradients`.
+
+    What a token writes is `R = w (V - S^T k)` if both gates are one, where S is the state that it meets. That gate's
+    gradient is therefore a sum over the value channels alone, `dW (V - S^T k) = dW R / w`.
+    """
     at = _launch(schedule.gradients)
     x, has_channels = inputs, is_channel_wise(inputs.log_decay)
+    if shares_gate:
+        x = x._replace(erase=None, write=None)
     wide = [name for name in ("log_decay", "erase") if is_channel_wise(getattr(x, name))]
     for name in wide:  # as the kernel takes them, and leaves their gradients
         x = x._replace(**{name: getattr(x, name).astype(jnp.float32)})
@@ -147,7 +156,7 @@ def argument_gradients(
     found = find(
         problem,
         arrays,
-        with_erase=erase is not None,
+        token_gate="shared" if shares_gate else "erase" if erase is not None else None,
         write_key_dtype=write_key_dtype,
         key_slots=at.slots,
         programs=at.programs,
@@ -160,8 +169,14 @@ def argument_gradients(
         halves = found[name]
         return None if halves is None else jnp.swapaxes(halves[0] + halves[1], 1, 2)
 
+    def with_gate(gradients: Inputs) -> Inputs:
+        if not shares_gate:
+            return gradients
+        gate: Any = inputs.erase
+        d_gate = jnp.swapaxes(found["d_gate"], 1, 2) / divisible(gate.astype(jnp.float32)) ** 2  # type: ignore[arg-type]
+        return gradients._replace(erase=of_argument(problem, d_gate, gate))
+
     d_erase: Any = found["d_erase"]
-    d_write = saved.back.d_write
     if erase is not None:
         d_erase = by_token("d_erase") / divisible(erase)  # type: ignore[operator]
     if has_channels:
@@ -183,23 +198,22 @@ def argument_gradients(
         for name in wide:
             gradient = getattr(gradients, name).astype(getattr(inputs, name).dtype)
             gradients = gradients._replace(**{name: gradient})
-        return gradients
+        return with_gate(gradients)
     d_log_decay = by_token("d_log_decay")
-    if d_erase is not None:
-        d_erase = d_erase + d_write if shares_gate else d_erase  # type: ignore[operator]
     if d_log_decay is not None:
         flat = is_flat(x.log_decay, None)  # type: ignore[arg-type]
         flat = flat if x.starts is None else flat | (x.starts > 0)[:, :, None]
         d_log_decay = jnp.where(flat, 0.0, d_log_decay)
-    return Inputs(
+    gradients = Inputs(
         q=summed(found["d_q"], x.q),  # type: ignore[arg-type]
         k=summed(found["d_k"], x.k),  # type: ignore[arg-type]
         v=saved.back.d_v,
         write_key=summed(found["d_write_key"], x.write_key, write_key_dtype),
         erase=summed(d_erase, x.erase),
-        write=None if shares_gate else summed(d_write, x.write),
+        write=summed(saved.back.d_write, x.write),
         log_decay=summed(d_log_decay, x.log_decay),
     )
+    return with_gate(gradients)
 
 
 def _token_gate(gate: Array | None) -> Array | None:
