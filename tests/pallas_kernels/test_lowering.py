@@ -33,8 +33,8 @@ KERNELS = {
     ("none", 2): 10,
     ("scalar", 1): 6,
     ("scalar", 2): 10,
-    ("channel", 1): 9,
-    ("channel", 2): 13,
+    ("channel", 1): 8,
+    ("channel", 2): 12,
 }
 
 

@@ -43,9 +43,6 @@ from pallas_kernels.triton.delta_rule.channel_decay import (
 )
 from pallas_kernels.triton.delta_rule.triangular_inverse import unit_lower_inverse
 
-# Key channels of a block where no pairs are made.
-_WIDEST = 128
-
 
 class Prepared(NamedTuple):
     """Results of the first stage, which the passes over chunks read. N is the number of chunks, C = 64.
@@ -110,15 +107,14 @@ def erase_key(k: Array, erase: Array | None) -> Array:
     return k if erase is None else product(erase, k.astype(jnp.float32)).astype(k.dtype)
 
 
-def _prepare_kernel(r, *, scale: float, with_pairs: bool, block: int):
+def _prepare_kernel(r, *, scale: float, block: int):
     if r.read is not None:
-        _prepare_channels(r, scale, with_pairs, block)
+        _prepare_channels(r, scale, block)
         return
     k = r.k[...]
     erase = load_wide(r.erase)
     decay = load_chunk_decay(r)
-    if with_pairs:
-        _store_pairs(r, r.q[...], k, k if r.write_key is None else r.write_key[...], erase, decay, scale)
+    _store_pairs(r, r.q[...], k, k if r.write_key is None else r.write_key[...], erase, decay, scale)
     from_start: Any = decay_from_start(decay)
     if r.erased is not None:
         r.erased[...] = product(erase, from_start, k.astype(jnp.float32)).astype(r.erased.dtype)
@@ -132,32 +128,28 @@ def _prepare_kernel(r, *, scale: float, with_pairs: bool, block: int):
         r.kept[...] = decay_of_chunk(decay)
 
 
-def _prepare_channels(r, scale: float, with_pairs: bool, block: int):
+def _prepare_channels(r, scale: float, block: int):
     """The first stage where the decay is channel-wise, in blocks of key channels.
 
-    Pairs of extreme chunks are left to `_extreme_kernel`. Without pairs, `extreme`, `front` and `tail` are given.
+    Pairs of extreme chunks are left to `_extreme_kernel`.
     """
     parts = key_parts(r.read.shape[1], block)
     runs = runs_of(r)
     starts = load_starts(r)
-    if with_pairs:
-        ends = []
-        for part in parts:
-            first = clamped_steps(r.log_decay[0, part], None if starts is None else r.starts[0])
-            ends.append(chunk_ends(clamped_steps(r.log_decay[:, part], starts), first, runs))
-        is_extreme = functools.reduce(jnp.logical_or, [end.is_extreme for end in ends])
-        for part, end in zip(parts, ends):
-            r.front[part], r.tail[part], r.kept[part] = end.front, end.tail, end.kept
-        r.extreme[...] = is_extreme.astype(jnp.int32)
-        sides = [(end.front, end.tail) for end in ends]
-    else:
-        is_extreme = r.extreme[...] != 0
-        sides = [(r.front[part], r.tail[part]) for part in parts]
-    pl.when(jnp.logical_not(is_extreme))(lambda: _store_mild(r, parts, sides, runs, starts, scale, with_pairs))
+    ends = []
+    for part in parts:
+        first = clamped_steps(r.log_decay[0, part], None if starts is None else r.starts[0])
+        ends.append(chunk_ends(clamped_steps(r.log_decay[:, part], starts), first, runs))
+    is_extreme = functools.reduce(jnp.logical_or, [end.is_extreme for end in ends])
+    for part, end in zip(parts, ends):
+        r.front[part], r.tail[part], r.kept[part] = end.front, end.tail, end.kept
+    r.extreme[...] = is_extreme.astype(jnp.int32)
+    sides = [(end.front, end.tail) for end in ends]
+    pl.when(jnp.logical_not(is_extreme))(lambda: _store_mild(r, parts, sides, runs, starts, scale))
     pl.when(is_extreme)(lambda: _store_extreme_factors(r, parts, starts))
 
 
-def _store_mild(r, parts, sides, runs, starts, scale: float, with_pairs: bool):
+def _store_mild(r, parts, sides, runs, starts, scale: float):
     dtype = r.read.dtype
     sees_start, reaches_end = end_masks(r)
     scores = erased_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
@@ -171,15 +163,12 @@ def _store_mild(r, parts, sides, runs, starts, scale: float, with_pairs: bool):
             if r.erase is not None:
                 erased = load_part(r.erase, part) * erased
             r.erased[:, part] = keep_rows(erased * front, sees_start).astype(dtype)
-            if with_pairs:
-                erased_pairs = erased_pairs + dot_nt(erased.astype(dtype), written.astype(dtype))
+            erased_pairs = erased_pairs + dot_nt(erased.astype(dtype), written.astype(dtype))
         read = load_part(r.q, part) * reads
         r.read[:, part] = keep_rows(read * front, sees_start).astype(dtype)
-        if with_pairs:
-            # Both scaled matrices stay in float32: rounding them would double the error of the output.
-            scores = scores + dot_nt(read, written, precise=dtype == jnp.float32)
-    if with_pairs:
-        _store_channel_pairs(r, scores, erased_pairs, runs, scale)
+        # Both scaled matrices stay in float32: rounding them would double the error of the output.
+        scores = scores + dot_nt(read, written, precise=dtype == jnp.float32)
+    _store_channel_pairs(r, scores, erased_pairs, runs, scale)
 
 
 def _store_extreme_factors(r, parts, starts):
@@ -261,16 +250,15 @@ def stored_scores(problem: Problem) -> jax.ShapeDtypeStruct:
     return problem.per_head(problem.chunks, CHUNK, CHUNK, dtype=None if problem.online else jnp.float32)
 
 
-def prepare(problem: Problem, inputs: Inputs, launch: Launch, before: Prepared | None = None) -> Prepared:
+def prepare(problem: Problem, inputs: Inputs, launch: Launch) -> Prepared:
     """Runs the first stage.
 
     Args:
         problem: static facts.
         inputs: arguments.
         launch: compilation; `inner` is the width of a block of key channels where the decay is channel-wise.
-        before: results of the same stage; then only arrays as large as the inputs are computed again.
     """
-    p, x, with_pairs = problem, inputs, before is None
+    p, x = problem, inputs
     decay_ndim = 0 if x.log_decay is None else x.log_decay.ndim
     erase_ndim = 0 if x.erase is None else x.erase.ndim
 
@@ -283,8 +271,8 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, before: Prepared |
     chunk_rows = p.per_head(p.chunks, p.key_size, dtype=jnp.float32)
     is_erased_wide = p.online and 4 in (decay_ndim, erase_ndim)
 
-    def of_pairs(array, wanted):
-        return p.of_head(array if wanted else None, (None, CHUNK, CHUNK), lambda h, n, b: (b, h, n, 0, 0))
+    def of_pairs(array):
+        return p.of_head(array, (None, CHUNK, CHUNK), lambda h, n, b: (b, h, n, 0, 0))
 
     def of_channels(wanted):
         return p.of_head(channels if wanted else None, (CHUNK, p.key_size), lambda h, n, b: (b, h, n, 0))
@@ -297,8 +285,8 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, before: Prepared |
 
     per_channel = p.of_head(chunk_rows if decay_ndim == 4 else None, (None, p.key_size), lambda h, n, b: (b, h, n, 0))
     outputs = {
-        "inverse": of_pairs(matrix, with_pairs and p.online),
-        "scores": of_pairs(scores, with_pairs),
+        "inverse": of_pairs(matrix if p.online else None),
+        "scores": of_pairs(scores),
         "read": of_channels(decay_ndim == 4),
         "erased": of_channels(is_erased_wide),
         "written": of_channels(decay_ndim == 4),
@@ -309,34 +297,15 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch, before: Prepared |
         "front": per_channel,
         "tail": per_channel,
         "growth": of_flag(
-            p.per_head(p.chunks, dtype=jnp.float32)
-            if with_pairs and p.online and decay_ndim and p.segments > 1
-            else None
+            p.per_head(p.chunks, dtype=jnp.float32) if p.online and decay_ndim and p.segments > 1 else None
         ),
         "extreme": of_flag(p.per_head(p.chunks, dtype=jnp.int32) if decay_ndim == 4 else None),
     }
-    if not any(outputs.values()):
-        return Prepared(**dict.fromkeys(outputs))
     names = {"q": x.q, "k": x.k, "write_key": x.write_key, "erase": x.erase, "log_decay": x.log_decay}
     operands = {name: p.of_token(array, CHUNK, at) for name, array in names.items()}
     operands["starts"] = p.of_position(x.starts, at)
-    # Without pairs fewer tiles are held, and blocks may be wider.
-    block = min(launch.inner if with_pairs else _WIDEST, p.key_size)
-    static: dict[str, Any] = {"scale": p.scale, "block": block}
-    if before is not None:
-        known = {
-            name: operand and dataclasses.replace(operand, array=getattr(before, name))
-            for name, operand in outputs.items()
-            if name in ("extreme", "front", "tail")
-        }
-        again = ("read", "erased", "written")
-        outputs = {name: operand if name in again else None for name, operand in outputs.items() if name not in known}
-        operands |= known
-    results = call(
-        _prepare_kernel, "delta_prepare", p.chunk_grid, operands, outputs, launch, with_pairs=with_pairs, **static
-    )
-    if before is not None:
-        return before._replace(**{name: results[name] for name in again})
+    static: dict[str, Any] = {"scale": p.scale, "block": min(launch.inner, p.key_size)}
+    results = call(_prepare_kernel, "delta_prepare", p.chunk_grid, operands, outputs, launch, **static)
     if results["extreme"] is None:
         return Prepared(**results)
     pairs = {

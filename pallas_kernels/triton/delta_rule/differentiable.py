@@ -79,9 +79,7 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any
     maps = stages.segment_maps(problem, inputs, prepared, schedule.maps)
     starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
     results = batch_alike(inputs, stages.output_pass(problem, inputs, prepared, starts, schedule.output))
-    # Matrices as large as the inputs are made again in the backward; what is a number a token is kept.
-    kept = prepared._replace(read=None, erased=None, written=None, growth=None)
-    return results, (inputs, kept, maps, starts)
+    return results, (inputs, prepared._replace(growth=None), maps, starts)
 
 
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
@@ -89,8 +87,6 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     d_out, d_final_state = cotangents
     problem, schedule = _problem(options, inputs), options.schedule
     stages = choose_stages(schedule)
-    if _has_wide_factors(inputs):
-        prepared = prepare(problem, inputs, schedule.prepare, prepared)
     states, residual = stages.states_pass(problem, inputs, prepared, starts, schedule.states)
     ends = None
     if problem.segments > 1:
@@ -121,10 +117,6 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     if inputs.initial_state is not None:
         gradients = gradients._replace(initial_state=back.d_initial_state.astype(inputs.initial_state.dtype))  # type: ignore[union-attr]
     return (gradients,)
-
-
-def _has_wide_factors(inputs: Inputs) -> bool:
-    return any(x is not None and x.ndim == 4 for x in (inputs.log_decay, inputs.erase))
 
 
 chunked_pass.defvjp(_forward, _backward)
