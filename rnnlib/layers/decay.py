@@ -165,27 +165,28 @@ class StateSpaceDecayGate(DecayGate):
         return nnx.Param(jnp.log(rate))
 
     def _rate(self, x: Array) -> Array:
-        """`[heads]`, or `[B, T, heads]` if it is computed from the token."""
+        """`[heads]`, or `[B, T, heads]` if it is computed from the token; by channel, with an axis of size 1 behind."""
         dtype = self.shape.gate_dtype
         if self.A_log is not None:
-            return jnp.exp(self.A_log[...].astype(dtype))
-        assert self.rate_projection is not None
-        return jnp.maximum(jax.nn.softplus(self.rate_projection(x).astype(dtype)), _LOWEST_RATE)
+            rate = jnp.exp(self.A_log[...].astype(dtype))
+        else:
+            assert self.rate_projection is not None
+            rate = jnp.maximum(jax.nn.softplus(self.rate_projection(x).astype(dtype)), _LOWEST_RATE)
+        return rate[..., None] if self.channelwise else rate
 
     def rate_and_logits(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
         """The rate `[heads]` or `[B, T, heads]`, and `W x + dt_bias` `[B, T, heads]`, float32.
 
         With a decay per channel both have one more axis, of size 1 and of size K.
         """
-        return self._in_heads(self._rate(x), self.projection(x), self.dt_bias[...])
+        return self._rate(x), self._logits(self.projection(x), self.dt_bias[...])
 
-    def _in_heads(self, rate: Array, projected: Array, bias: Array) -> tuple[Array, Array]:
+    def _logits(self, projected: Array, bias: Array) -> Array:
         dtype = self.shape.gate_dtype
         logits = projected.astype(dtype) + bias.astype(dtype)
         if self.channelwise:
-            logits = logits.reshape(*logits.shape[:2], rate.shape[-1], self.shape.key_size)
-            rate = rate[..., None]
-        return rate, logits
+            logits = logits.reshape(*logits.shape[:2], -1, self.shape.key_size)
+        return logits
 
     def per_value_head(self, x: Array) -> Array:
         """A signal of the decay's heads, for each value head."""
@@ -218,6 +219,20 @@ class SoftplusDecay(StateSpaceDecay):
         return SoftplusDecayGate(self, shape, rngs=rngs)
 
 
+@jax.custom_jvp
+def _with_derivative(log_decay: Array, rate: Array, logits: Array) -> Array:
+    """`log_decay`, known to be `-rate * softplus(logits)`: its derivative is found from it and the rate alone."""
+    return log_decay
+
+
+@_with_derivative.defjvp
+def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    log_decay, rate, _ = primals
+    step = -log_decay / jnp.maximum(rate, jnp.finfo(rate.dtype).tiny)
+    sigmoid = -jnp.expm1(-step)  # of the logits
+    return log_decay, -step * tangents[1] - rate * sigmoid * tangents[2]
+
+
 class SoftplusDecayGate(StateSpaceDecayGate):
     """`-rate * softplus(W x + dt_bias)`."""
 
@@ -227,17 +242,18 @@ class SoftplusDecayGate(StateSpaceDecayGate):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Decay:
         """Decay and step, `[B, T, HV]` or `[B, T, HV, K]`, float32."""
-
-        def decay_and_step(rate: Array, projected: Array, bias: Array) -> tuple[Array, Array]:
-            rate, logits = self._in_heads(rate, projected, bias)
-            step = jax.nn.softplus(logits)
-            if self.step_limits is not None:
-                step = jnp.clip(step, *self.step_limits)
-            return -rate * step, step
-
-        if self.channelwise:  # the backward pass keeps the product, and recomputes the softplus in float32
-            decay_and_step = jax.checkpoint(decay_and_step)
-        log_decay, step = decay_and_step(self._rate(x), self.projection(x), self.dt_bias[...])
+        rate, logits = self.rate_and_logits(x)
+        if self.channelwise and rate.ndim == 2:
+            # The barrier has the rate's gradient added up over tokens, then over channels. XLA would begin with the
+            # channels, which takes passes over all tokens of its own.
+            rate = jax.lax.optimization_barrier(jnp.broadcast_to(rate, (len(rate), self.shape.key_size)))
+        step = jax.nn.softplus(logits)
+        if self.step_limits is not None:
+            step = jnp.clip(step, *self.step_limits)
+            log_decay = -rate * step
+        else:  # the backward pass keeps the log decay, which the operator keeps as well, and neither step nor logits
+            known = jax.lax.stop_gradient(-rate * step)
+            log_decay = jax.checkpoint(_with_derivative)(known, rate, logits)
         return Decay(log_decay=self.per_value_head(log_decay), step=self.per_value_head(step))
 
 
