@@ -243,7 +243,7 @@ class SoftplusDecayGate(StateSpaceDecayGate):
     def __call__(self, x: Float[Array, "B T D"]) -> Decay:
         """Decay and step, `[B, T, HV]` or `[B, T, HV, K]`, float32."""
         rate, logits = self.rate_and_logits(x)
-        if self.channelwise and rate.ndim == 2:
+        if self.channelwise and rate.ndim == 2 and x.shape[1] > 1:
             # The barrier has the rate's gradient added up over tokens, then over channels. XLA would begin with the
             # channels, which takes passes over all tokens of its own.
             rate = jax.lax.optimization_barrier(jnp.broadcast_to(rate, (len(rate), self.shape.key_size)))
