@@ -221,7 +221,10 @@ class SoftplusDecay(StateSpaceDecay):
 
 @jax.custom_jvp
 def _with_derivative(log_decay: Array, rate: Array, logits: Array) -> Array:
-    """`log_decay`, known to be `-rate * softplus(logits)`: its derivative is found from it and the rate alone."""
+    """`log_decay`, known to be `-rate * softplus(logits)`, with a derivative that is found from it and the rate alone.
+
+    That derivative takes the place of the argument's own, which further derivatives go through.
+    """
     return log_decay
 
 
@@ -252,8 +255,7 @@ class SoftplusDecayGate(StateSpaceDecayGate):
             step = jnp.clip(step, *self.step_limits)
             log_decay = -rate * step
         else:  # the backward pass keeps the log decay, which the operator keeps as well, and neither step nor logits
-            known = jax.lax.stop_gradient(-rate * step)
-            log_decay = jax.checkpoint(_with_derivative)(known, rate, logits)
+            log_decay = jax.checkpoint(_with_derivative)(-rate * step, rate, logits)
         return Decay(log_decay=self.per_value_head(log_decay), step=self.per_value_head(step))
 
 
