@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 Record = dict[str, Any]
@@ -35,6 +36,14 @@ def write_results(path: pathlib.Path, results: dict[str, Any]) -> None:
     text = json.dumps(head, indent=1)[:-2] + ',\n "records": [\n' + lines + "\n ]\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+def by_short_name(kernels: Mapping[str, float], length: int = 60) -> dict[str, float]:
+    """Milliseconds by the first characters of kernels' names, the longest first; kernels that share these add up."""
+    totals: dict[str, float] = {}
+    for name, milliseconds in kernels.items():
+        totals[name[:length]] = totals.get(name[:length], 0.0) + milliseconds
+    return {name: round(ms, 4) for name, ms in sorted(totals.items(), key=lambda item: -item[1])}
 
 
 def describe(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from experiments.kernel_benchmarks.inputs import (
 )
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS, Call
-from experiments.kernel_benchmarks.records import Record, RecordWriter, describe
+from experiments.kernel_benchmarks.records import Record, RecordWriter, by_short_name, describe
 from experiments.kernel_benchmarks.work import Work, calls_in_a_row, read_work, reference_path
 
 Tensors = dict[str, torch.Tensor]
@@ -150,12 +150,12 @@ def kernel_milliseconds(call: Callable[[], Any], calls: int = 5) -> dict[str, fl
 def timed_record(call: Callable[[], Any], repeats: int, left_out: tuple[str, ...] = ()) -> Record:
     """Wall time, device time and the kernels' shares of it, without kernels with `left_out` in their names."""
     wall = wall_milliseconds(call, repeats)
-    kernels = sorted(kernel_milliseconds(call).items(), key=lambda item: -item[1])
-    counted = [ms for name, ms in kernels if not any(part in name for part in left_out)]
+    kernels = kernel_milliseconds(call)
+    counted = [ms for name, ms in kernels.items() if not any(part in name for part in left_out)]
     return {
         "wall_ms": None if left_out else round(wall, 4),
         "device_ms": round(sum(counted), 4),
-        "kernels": {name[:60]: round(ms, 4) for name, ms in kernels},
+        "kernels": by_short_name(kernels),
     }
 
 

@@ -25,6 +25,7 @@ from experiments.kernel_benchmarks.inputs import (
 )
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS
+from experiments.kernel_benchmarks.records import by_short_name
 from experiments.kernel_benchmarks.report import sections
 from experiments.kernel_benchmarks.roofline import floor_milliseconds, operations
 from experiments.kernel_benchmarks.run import Runner
@@ -331,6 +332,11 @@ def test_a_peer_that_compiles_for_too_long_is_ended_and_said_to_be(tmp_path, mon
         process = runner.start("torch_worker", "fla", "warm")
         (record,) = runner.wait("compiling peers", {process: ""}, until=time.time())
     assert record["kind"] == "failure" and "torch_worker_fla_warm: stopped, out of time" in record["reason"]
+
+
+def test_kernels_whose_short_names_are_the_same_add_up():
+    assert by_short_name({"gemm_a": 0.1, "norm": 0.25, "gemm_b": 0.2}, length=4) == {"gemm": 0.3, "norm": 0.25}
+    assert list(by_short_name({"a": 1.0, "b": 2.0})) == ["b", "a"]
 
 
 @pytest.mark.parametrize("sizes", [(1, 8), (4, 8), (1, 3)])

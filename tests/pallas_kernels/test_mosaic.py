@@ -114,6 +114,16 @@ def test_stages_equal_those_in_triton(name, capsys):
     assert "RACE" not in "".join(capsys.readouterr())
 
 
+def test_a_shared_gate_needs_no_gradient_from_a_reverse_pass_in_triton():
+    mosaic_interpreter.install()
+    case = dataclasses.replace(CASES["one_gate"], dtype=jnp.bfloat16)
+    schedule = schedule_of(case, 1)
+    found, expected = (
+        errors(case, jit=eagerly, schedule=x) for x in (dataclasses.replace(schedule, reverse=Launch()), schedule)
+    )
+    assert found == pytest.approx(expected, rel=1e-2)
+
+
 @pytest.mark.parametrize("decay", [SCALAR, CHANNEL])
 def test_a_log_decay_in_bfloat16_has_its_gradient_in_bfloat16(decay):
     mosaic_interpreter.install()
