@@ -120,8 +120,9 @@ def gated_delta_rule(
         scale: factor on the output; None is `K ** -0.5`.
         chunk_size: only 64.
         schedule: how the call is cut into programs; None takes the device's tuned one.
-        backend: `"mosaic"` runs the passes over chunks as Mosaic GPU kernels, where `mosaic_unsupported` has no
-            objection: the same roundings in less time. Read where `schedule` is None.
+        backend: `"mosaic"` runs most stages as Mosaic GPU kernels, where `mosaic_unsupported` has no objection: nearly
+            the same roundings in less time. One array that is both gates then counts as 2^-32 where it is smaller. Read
+            where `schedule` is None.
 
     Returns:
         The output in `v`'s dtype and the final state in float32.
