@@ -179,7 +179,7 @@ def test_maps_of_segments_equal_those_in_triton(decay, groups, capsys):
     assert "RACE" not in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("gates", [{}, CHANNEL_GATES], ids=["scalar", "channel"])
+@pytest.mark.parametrize("gates", [{}, {"write": SHARED}, CHANNEL_GATES], ids=["scalar", "shared", "channel"])
 def test_errors_stay_within_rounding(gates):
     mosaic_interpreter.install()
     case = Case((1, 192, 1, 1, *SIZES), dtype=jnp.bfloat16, segments=3, **gates)

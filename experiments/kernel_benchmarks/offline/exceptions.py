@@ -22,7 +22,7 @@ KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("", "linear_sums", 144, TUNED),
     ("few heads", "delta_output_mosaic", 8, COPIES),
     ("channel-128x128-bfloat16 few heads", "delta_reverse_mosaic", 8, COPIES),
-    ("delta+key", "delta_gradients_mosaic", 24, COPIES),
+    ("delta+key", "delta_gradients_mosaic", 28, COPIES),
     ("channel", "delta_channel_gradients_mosaic", 80, OPERANDS),
     ("channel gates", "delta_prepare", 224, GATES),
     ("channel gates", "delta_prepare_extreme", 856, GATES),
