@@ -47,11 +47,10 @@ from pallas_kernels.mosaic.delta_rule.operands import tokens
 from pallas_kernels.mosaic.delta_rule.walk import (
     GradientArrays,
     KeyTiles,
-    TokenGate,
+    Structs,
     Walk,
     call,
     diagonal,
-    gradient_structs,
     parts_struct,
     scaled_pairs,
     store_gate_gradient,
@@ -221,34 +220,23 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
 
 
 def argument_gradients(
-    problem: Problem,
-    x: GradientArrays,
-    *,
-    token_gate: TokenGate | None,
-    write_key_dtype: Any,
-    key_slots: int,
-    programs: int,
+    problem: Problem, x: GradientArrays, wanted: Structs, *, key_slots: int, programs: int
 ) -> dict[str, Array | None]:
     """Gradients of arguments, by value head.
 
     Args:
         problem: static facts.
         x: what the kernel reads.
-        token_gate: which gate of one number a token is there.
-        write_key_dtype: of the write key's gradient; None is the write key's.
+        wanted: `gradient_structs`.
         key_slots: chunks whose queries and keys are in shared memory.
         programs: at most; the number of processors.
 
     Returns:
-        `d_q`, `d_k` and `d_write_key`, `[B, T, HV, K]`, in float32 where value heads share a key head. `d_erase`, times
-        the gate, and `d_log_decay`, also where it is flat: parts of each half of the key channels, `[2, B, HV, T]`
-        float32. `d_gate` of a shared gate, times its square, `[B, HV, T]` float32. None where not wanted.
+        What is wanted, and `d_log_decay`, also where it is flat: parts of each half of the key channels,
+        `[2, B, HV, T]` float32; None without a decay.
     """
     p, rows = problem, _token_rows(problem, x)
-    outputs = {
-        **gradient_structs(p, x, token_gate=token_gate, write_key_dtype=write_key_dtype),
-        "d_log_decay": parts_struct(p) if x.log_decay is not None else None,
-    }
+    outputs = {**wanted, "d_log_decay": parts_struct(p) if x.log_decay is not None else None}
     buffers = {
         "pairs": matrix_buffer(1, 2, CHUNK, CHUNK),
         "lines": number_buffer(3, _LINES, CHUNK),

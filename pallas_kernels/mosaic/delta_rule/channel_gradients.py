@@ -58,11 +58,10 @@ from pallas_kernels.mosaic.delta_rule.operands import tokens
 from pallas_kernels.mosaic.delta_rule.walk import (
     GradientArrays,
     KeyTiles,
-    TokenGate,
+    Structs,
     Walk,
     call,
     diagonal,
-    gradient_structs,
     scaled_pairs,
     store_gate_gradient,
     zero,
@@ -303,33 +302,23 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
 
 
 def channel_gradients(
-    problem: Problem,
-    x: GradientArrays,
-    *,
-    token_gate: TokenGate | None,
-    write_key_dtype: Any,
-    key_slots: int,
-    programs: int,
+    problem: Problem, x: GradientArrays, wanted: Structs, *, key_slots: int, programs: int
 ) -> dict[str, Array | None]:
     """Gradients of arguments, by value head, of all chunks that are not extreme.
 
     Args:
         problem: static facts.
         x: what the kernel reads.
-        token_gate: which gate of one number a token is there.
-        write_key_dtype: of the write key's gradient; None is the write key's.
+        wanted: `gradient_structs`.
         key_slots: chunks whose queries and keys are in shared memory.
         programs: at most; the number of processors.
 
     Returns:
-        As `argument_gradients`, but `d_log_decay` is whole, `[B, T, HV, K]` float32, and 0 where it is flat; so is
-        `d_erase` of a gate of one number a key channel.
+        As `argument_gradients`, but `d_log_decay` is whole, `[B, T, HV, K]` float32, and 0 where it is flat.
     """
     p = problem
-    outputs = {
-        **gradient_structs(p, x, token_gate=token_gate, write_key_dtype=write_key_dtype),
-        "d_log_decay": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.key_size), jnp.float32),
-    }
+    d_log_decay = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.key_size), jnp.float32)
+    outputs = {**wanted, "d_log_decay": d_log_decay}
     buffers = {
         "pairs": matrix_buffer(2, 2, CHUNK, CHUNK),
         "later": matrix_buffer(1, CHUNK, CHUNK),
@@ -338,7 +327,7 @@ def channel_gradients(
         "ready": barrier(2),  # both warpgroups' pairs are there
         "used": barrier(2),  # both have read them
     }
-    if token_gate == "erase":
+    if x.erase is None and wanted["d_erase"] is not None:  # of a gate of one number a token
         buffers["column_sums"] = sum_buffer(2, is_small=True)
     if x.erase is None and x.write_key is None and x.starts is None:  # else there is no room, or the gate's tile
         buffers["wide"] = wide_buffer(2, CHUNK, CHUNK)

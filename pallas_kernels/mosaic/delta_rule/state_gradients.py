@@ -22,6 +22,7 @@ from pallas_kernels.mosaic.backend import (
     column_sums,
     left_parts,
     load_matrix,
+    load_turned,
     matrix_buffer,
     multiply,
     publish,
@@ -79,8 +80,7 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
     def store_value_side(slot, n, d_value):
         write = row_of(tiles, "write_rows", slot)
         if r.d_write is not None:
-            values = load_matrix(tiles.v.at[slot, :, place.own].T).astype(jnp.float32)
-            sums = column_sums(d_value * values, buffers.sums.at[place.group])
+            sums = column_sums(d_value * load_turned(tiles.v.at[slot, :, place.own]), buffers.sums.at[place.group])
             r.d_write[place.part, place.batch, place.head, tokens(n)] = sums
         if write is not None:
             write = divisible(write)
@@ -203,8 +203,9 @@ def reverse_pass(
         number a channel, what rounding left of `dW` in `d_v`, likewise, else None; `d_initial_state`, transposed,
         `[B, HV, V, K]` float32 or None.
     """
-    p, has_write, is_wide = problem, with_d_write and arrays.write_rows is not None, arrays.write is not None
-    if not has_write:
+    p, is_wide = problem, arrays.write is not None
+    with_d_write = with_d_write and arrays.write_rows is not None
+    if not with_d_write:
         arrays = arrays._replace(v=None, write=None)
     final = p.per_head(p.value_size, p.key_size, dtype=jnp.float32)
     parts = jax.ShapeDtypeStruct((p.value_size // SIDE, p.batch, p.value_heads, p.length), jnp.float32)
@@ -213,13 +214,13 @@ def reverse_pass(
         "d_states": p.per_head(p.chunks, p.value_size, p.key_size),
         "d_v": like_values,
         "d_rest": like_values if is_wide else None,
-        "d_write": parts if has_write else None,
+        "d_write": parts if with_d_write else None,
         "d_initial_state": final if with_initial_state else None,
     }
     buffers = {"d_states": matrix_buffer(groups, SIDE, p.key_size), "d_v": matrix_buffer(groups, CHUNK, SIDE)}
     if is_wide:
         buffers["d_rest"] = matrix_buffer(groups, CHUNK, SIDE)
-    if has_write:
+    if with_d_write:
         buffers["sums"] = sum_buffer(groups)
     results = _call(
         p,
@@ -233,6 +234,6 @@ def reverse_pass(
         groups=groups,
         slots=slots,
     )
-    if has_write:
+    if with_d_write:
         results["d_write"] = jnp.sum(results["d_write"], axis=0)  # type: ignore[arg-type]
     return results

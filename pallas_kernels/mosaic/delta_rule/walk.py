@@ -10,7 +10,7 @@ number a key channel).
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,7 @@ from pallas_kernels.problem import CHUNK, Problem
 
 _SETS = ("near", "states", "d_states", "rows", "keys")  # in the order in which a chunk's tiles are freed
 KEYS = ("q", "k", "write_key")
-TokenGate = Literal["erase", "shared"]
-"""Which gate of one number a token has its gradient found here: the erase gate's, or that of both gates in one."""
+Structs = dict[str, jax.ShapeDtypeStruct | None]
 _GATE = "erase"
 _REGISTERS = 240, 24
 
@@ -401,11 +400,21 @@ def parts_struct(problem: Problem) -> jax.ShapeDtypeStruct:
 
 
 def gradient_structs(
-    problem: Problem, x: GradientArrays, *, token_gate: TokenGate | None, write_key_dtype: Any
-) -> dict[str, jax.ShapeDtypeStruct | None]:
-    """Of all gradients by value head but the log decay's: `[B, T, HV, K]`, in float32 where heads share a key head.
+    problem: Problem, x: GradientArrays, *, with_erase: bool, shares_gate: bool, write_key_dtype: Any
+) -> Structs:
+    """Gradients by value head but the log decay's, None where not wanted.
 
-    That of an erase gate of one number a token is `parts_struct`, that of a shared gate `[B, HV, T]` float32.
+    Args:
+        problem: static facts.
+        x: what the kernel reads.
+        with_erase: whether there is an erase gate of one number a token, which is not the write gate.
+        shares_gate: whether there is such a gate that is both.
+        write_key_dtype: of the write key's gradient; None is the write key's.
+
+    Returns:
+        `d_q`, `d_k`, `d_write_key`, and `d_erase` of a gate of one number a key channel, `[B, T, HV, K]`, in float32
+        where value heads share a key head. `d_erase` of a gate of one number a token, times the gate: `parts_struct`.
+        `d_gate` of a shared gate, times its square, `[B, HV, T]` float32.
     """
     shape = (problem.batch, problem.length, problem.value_heads, problem.key_size)
 
@@ -419,6 +428,6 @@ def gradient_structs(
         "d_q": of_key(x.q),
         "d_k": of_key(x.k),
         "d_write_key": of_key(x.write_key, write_key_dtype),
-        "d_erase": parts_struct(problem) if token_gate == "erase" else of_key(x.erase),
-        "d_gate": problem.per_head(problem.length, dtype=jnp.float32) if token_gate == "shared" else None,
+        "d_erase": parts_struct(problem) if with_erase else of_key(x.erase),
+        "d_gate": problem.per_head(problem.length, dtype=jnp.float32) if shares_gate else None,
     }

@@ -13,7 +13,7 @@ from pallas_kernels.mosaic.delta_rule import state_gradients as mosaic_gradients
 from pallas_kernels.mosaic.delta_rule import states as mosaic_states
 from pallas_kernels.mosaic.delta_rule.channel_gradients import channel_gradients
 from pallas_kernels.mosaic.delta_rule.operands import Keys, PassArrays
-from pallas_kernels.mosaic.delta_rule.walk import GradientArrays
+from pallas_kernels.mosaic.delta_rule.walk import GradientArrays, gradient_structs
 from pallas_kernels.problem import Inputs, is_channel_wise
 from pallas_kernels.schedule import Launch, MosaicLaunch, Schedule
 from pallas_kernels.triton.common.problem import Problem
@@ -152,15 +152,10 @@ def argument_gradients(
         front=prepared.front,
         tail=prepared.tail,
     )
+    gates = {"with_erase": erase is not None, "shares_gate": shares_gate}
+    wanted = gradient_structs(problem, arrays, **gates, write_key_dtype=write_key_dtype)
     find = channel_gradients if has_channels else mosaic_argument_gradients.argument_gradients
-    found = find(
-        problem,
-        arrays,
-        token_gate="shared" if shares_gate else "erase" if erase is not None else None,
-        write_key_dtype=write_key_dtype,
-        key_slots=at.slots,
-        programs=at.programs,
-    )
+    found = find(problem, arrays, wanted, key_slots=at.slots, programs=at.programs)
 
     def summed(part: Array | None, like: Array | None, dtype: Any = None) -> Array | None:
         return None if part is None or like is None else of_argument(problem, part, like, dtype)
@@ -172,8 +167,8 @@ def argument_gradients(
     def with_gate(gradients: Inputs) -> Inputs:
         if not shares_gate:
             return gradients
-        gate: Any = inputs.erase
-        d_gate = jnp.swapaxes(found["d_gate"], 1, 2) / divisible(gate.astype(jnp.float32)) ** 2  # type: ignore[arg-type]
+        gate: Any = inputs.erase  # `divisible` already, as what reads and writes has it
+        d_gate = jnp.swapaxes(found["d_gate"], 1, 2) / gate.astype(jnp.float32) ** 2  # type: ignore[arg-type]
         return gradients._replace(erase=of_argument(problem, d_gate, gate))
 
     d_erase: Any = found["d_erase"]
