@@ -144,7 +144,7 @@ def mosaic_schedule(
     has_channel_decay: bool = False,
     has_channel_erase: bool = False,
     has_channel_write: bool = False,
-    has_write_gradient: bool = True,
+    has_values: bool = True,
 ) -> Schedule:
     """The same schedule with the stages in Mosaic GPU that serve the call.
 
@@ -159,7 +159,8 @@ def mosaic_schedule(
         has_channel_decay: whether the decay is one number a key channel.
         has_channel_erase: whether the erase gate is.
         has_channel_write: whether the write gate is one number a value channel.
-        has_write_gradient: whether the gradient's pass finds that of a write gate, for which it reads the values.
+        has_values: whether the gradient's pass takes the values, as it does for the gradient of a write gate of one
+            number a token which is not the erase gate.
     """
     is_spread = programs <= processors
     # Keys that are erased beside those that are written.
@@ -167,7 +168,7 @@ def mosaic_schedule(
     groups = 1 if is_spread else 2
     ahead = MosaicLaunch(groups, slots=3 if is_spread and not (has_two_keys or has_channel_write) else 2)
     # With two keys and values 128 channels of the gradient's pass would take more shared memory than there is.
-    back = MosaicLaunch(1 if has_two_keys and has_write_gradient else groups, slots=2)
+    back = MosaicLaunch(1 if has_two_keys and has_values else groups, slots=2)
     # Maps have twice as many programs.
     maps = MosaicLaunch(groups=2, slots=2)
     stages = {"maps": maps, "output": ahead, "states": ahead, "offsets": back, "reverse": back}

@@ -2,12 +2,14 @@
 
 A kernel is one loop over the chunks of a sequence. `call` starts a program's warpgroups: the last one copies the tiles
 of each chunk into a ring of slots in shared memory, the others compute. A slot's barrier `full` is awaited before its
-tiles are read. When a computing warpgroup has read them it says so by `release`.
+tiles are read. When a computing warpgroup has read them it says so by `release`. Tiles that a step reads at its end may
+have a ring of one slot.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -97,11 +99,13 @@ class Ring:
         full: a barrier for each slot: its tiles are there.
         free: a barrier for each slot: its tiles have been read.
         slots: number of slots.
+        late: the ring of the tiles that have one slot; None where there are none.
     """
 
     full: Any
     free: Any
     slots: int
+    late: "Ring | None" = None
 
     def wait(self, step: Any) -> Any:
         """The slot of a step of the loop, once its tiles are there."""
@@ -253,6 +257,7 @@ def call(
     *,
     groups: int,
     slots: int,
+    late: Mapping[str, Tile] = MappingProxyType({}),
     reverse: bool = False,
     blocks: int | None = None,
     span: Callable[..., tuple[Any, ...]] | None = None,
@@ -274,6 +279,7 @@ def call(
         buffers: other shared memory.
         groups: warpgroups that compute, 64 value channels each.
         slots: of the ring.
+        late: what a ring of one slot has of each chunk.
         reverse: whether the loop goes from the last chunk to the first.
         blocks: length of the grid's first axis; None for the blocks of value channels.
         span: from `(refs, buffers, place, problem)` to the first chunk, the number of chunks, and what else the kernel
@@ -286,7 +292,7 @@ def call(
     computing, copying = _REGISTERS[groups]
 
     def program(refs, memory):
-        there = SimpleNamespace(**dict(zip(tiles, memory.tiles)))
+        there = SimpleNamespace(**dict(zip([*tiles, *late], memory.tiles)))
         own = SimpleNamespace(**dict(zip(buffers, memory.buffers)))
         row, group = lax.axis_index("row"), lax.axis_index("warpgroup")
         segment = remainder(row, problem.segments)
@@ -294,12 +300,16 @@ def call(
         place = Place(lax.axis_index("block"), lax.axis_index("head"), batch, segment, group, groups)
         chunks = segment_span(problem, segment) if span is None else span(refs, own, place, problem)
         first, count = chunks[:2]
-        full, free = memory.full, memory.free
+        end = Ring(memory.late_full, memory.late_free, 1) if late else None
+        ring = Ring(memory.full, memory.free, slots, end)
+        rings: list[tuple[Ring, Mapping[str, Tile]]] = [(ring, tiles)]
+        if end is not None:
+            rings.append((end, late))
 
         @pl.when(group < groups)
         def _():
             use_registers(computing, more=True)
-            kernel(refs, there, own, Ring(full, free, slots), place, chunks, problem=problem, **static)
+            kernel(refs, there, own, ring, place, chunks, problem=problem, **static)
 
         @pl.when(group == groups)
         def _():
@@ -307,22 +317,27 @@ def call(
 
             @pl.loop(0, count)
             def _(step):
-                slot = remainder(step, slots)
                 chunk = first + (count - 1 - step if reverse else step)
-                pl.when(step >= slots)(lambda: wait(free.at[slot]))
-                for key, tile in tiles.items():
-                    begin_copy(tile.source(refs, place, chunk), getattr(there, key).at[slot], full.at[slot])
+                for at, copied in rings:
+                    slot = remainder(step, at.slots)
+                    pl.when(step >= at.slots)(functools.partial(wait, at.free.at[slot]))
+                    for key, tile in copied.items():
+                        begin_copy(tile.source(refs, place, chunk), getattr(there, key).at[slot], at.full.at[slot])
 
-            @pl.loop(jnp.maximum(count - slots, 0), count)
-            def _(step):  # a program ends when nothing is on its way any more
-                wait(free.at[remainder(step, slots)])
+            for at, _copied in rings:  # a program ends when nothing is on its way any more
+
+                @pl.loop(jnp.maximum(count - at.slots, 0), count)
+                def _(step, at=at):
+                    wait(at.free.at[remainder(step, at.slots)])
 
     memory = {
-        "tiles": tuple(tile.buffer(slots) for tile in tiles.values()),
+        "tiles": (*(tile.buffer(slots) for tile in tiles.values()), *(tile.buffer(1) for tile in late.values())),
         "buffers": tuple(buffers.values()),
         "full": barrier(len(tiles), slots),
         "free": barrier(groups, slots),
     }
+    if late:
+        memory |= {"late_full": barrier(len(late)), "late_free": barrier(groups)}
     grid = {
         "block": problem.value_size // (SIDE * groups) if blocks is None else blocks,
         "head": problem.value_heads,

@@ -85,7 +85,7 @@ def schedule_of(case: Case, groups: int) -> Schedule:
         has_channel_decay=case.decay == CHANNEL,
         has_channel_erase=case.erase == CHANNEL,
         has_channel_write=case.write == CHANNEL,
-        has_write_gradient=case.write not in (NO, SHARED),
+        has_values=case.write == SCALAR,
     )
 
 
@@ -107,21 +107,24 @@ def test_stages_equal_those_in_triton(name, capsys):
     found = run(schedule_of(case, GROUPS.get(name, 1)))
     if case.write == SHARED:  # whose gradient is another sum, of other rounded numbers
         gates = found[1].pop("erase"), expected[1].pop("erase")
-        assert relative_error(*gates) < 8e-3
+        assert relative_error(*gates) < 1.5e-2
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         # A sum at a tie rounds to the other bfloat16 number, 4e-3 off; few are.
         assert relative_error(x, y) < 1e-3
     assert "RACE" not in "".join(capsys.readouterr())
 
 
-def test_a_shared_gate_needs_no_gradient_from_a_reverse_pass_in_triton():
+@pytest.mark.parametrize("stage", ["reverse", "gradients"])
+def test_a_shared_gate_has_its_gradient_where_one_stage_is_triton(stage):
+    """The reverse pass in Mosaic GPU finds all of it; without that both stages find a part, as in Triton."""
     mosaic_interpreter.install()
     case = dataclasses.replace(CASES["one_gate"], dtype=jnp.bfloat16)
-    schedule = schedule_of(case, 1)
+    whole = schedule_of(case, 1)
+    mixed = dataclasses.replace(whole, **{stage: Launch()})
     found, expected = (
-        errors(case, jit=eagerly, schedule=x) for x in (dataclasses.replace(schedule, reverse=Launch()), schedule)
+        errors(case, jit=eagerly, schedule=x) for x in (mixed, Schedule() if stage == "reverse" else whole)
     )
-    assert found == pytest.approx(expected, rel=1e-2)
+    assert found == pytest.approx(expected, rel=2e-2)
 
 
 @pytest.mark.parametrize("decay", [SCALAR, CHANNEL])
@@ -197,7 +200,7 @@ def test_a_program_has_more_channels_where_heads_fill_the_card():
     # Its tiles of two blocks of values would take more shared memory than there is.
     assert mosaic_schedule(Schedule(), 256, 132, has_channel_decay=True).reverse.mosaic == MosaicLaunch(1, 2)
     # Without the values there is room.
-    one_gate = mosaic_schedule(Schedule(), 256, 132, has_channel_decay=True, has_write_gradient=False)
+    one_gate = mosaic_schedule(Schedule(), 256, 132, has_channel_decay=True, has_values=False)
     assert one_gate.reverse.mosaic == one_gate.offsets.mosaic == MosaicLaunch(2, 2)
     # So would those of the output with a float32 gate by channel, which is Triton's then.
     wide = mosaic_schedule(Schedule(), 256, 132, has_channel_decay=True, has_channel_erase=True, has_channel_write=True)

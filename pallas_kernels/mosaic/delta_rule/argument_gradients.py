@@ -53,7 +53,6 @@ from pallas_kernels.mosaic.delta_rule.walk import (
     diagonal,
     parts_struct,
     scaled_pairs,
-    store_gate_gradient,
     zero,
 )
 from pallas_kernels.problem import CHUNK, Problem
@@ -104,7 +103,6 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
     def store_pairs(m, pairs):
         """Stores dP (first warpgroup) or dT, weighted by decay."""
         pairs = scaled_pairs(pairs, half, p.scale, walk.row(tiles, "ratio", m))
-        store_gate_gradient(r, walk, m, pairs, half)
         rows, columns = row_numbers(), column_numbers()
         if has_decay:
 

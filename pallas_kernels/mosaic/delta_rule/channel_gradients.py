@@ -63,7 +63,6 @@ from pallas_kernels.mosaic.delta_rule.walk import (
     call,
     diagonal,
     scaled_pairs,
-    store_gate_gradient,
     zero,
 )
 from pallas_kernels.problem import CHUNK, Problem
@@ -135,7 +134,6 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
     def store_pairs(m, pairs):
         """Stores dP (first warpgroup) or dT. A token's score with itself has no decay, and is kept apart."""
         pairs = scaled_pairs(pairs, half, p.scale, row("ratio", m, load_column))
-        store_gate_gradient(r, walk, m, pairs, half)
         rows, columns = row_numbers(), column_numbers()
 
         @pl.when(half == 0)

@@ -119,6 +119,16 @@ def value_tile(name: str, groups: int) -> Tile:
     return Tile((CHUNK, width), source)
 
 
+def residual_tile(groups: int) -> Tile:
+    """What a chunk's tokens write, transposed, of the program's block of channels."""
+    width = SIDE * groups
+
+    def source(r, at, n):
+        return r.residuals.at[at.batch, at.head, n, pl.ds(at.block * width, width)]
+
+    return Tile((width, CHUNK), source)
+
+
 def load_kept(r: Any, tiles: Any, place: Any, slot: Any, chunk: Any) -> Array | None:
     """What a chunk keeps of the state: a number, one for each key channel, or None for 1."""
     if hasattr(tiles, "kept"):

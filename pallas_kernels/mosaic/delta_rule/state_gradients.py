@@ -4,6 +4,10 @@
 
 As in `states`, all matrices but keys and queries are transposed. The source of the equations is in
 `pallas_kernels.triton.delta_rule.state_gradients`.
+
+What a token writes is `R = w (V - S^T k)` if its erase and its write gate are one gate w, where S is the state that it
+meets. That gate's gradient is therefore a sum over the value channels alone, `dW (V - S^T k) = dW R / w`. It is taken
+here, of the `dW` that is not rounded yet. R has one place in shared memory, through which `dW` leaves afterwards.
 """
 
 from typing import Any
@@ -38,6 +42,7 @@ from pallas_kernels.mosaic.delta_rule.operands import (
     chunk_tiles,
     keep,
     load_kept,
+    residual_tile,
     row_of,
     start_state,
     tokens,
@@ -74,28 +79,43 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
     erased = getattr(tiles, "erased", tiles.written)
     # Without rows of factors the queries' factor is multiplied in afterwards, so that no operand is rounded once more.
     is_scaled_late = r.read_rows is None
-    with_values = r.d_v is not None
+    with_values, late = r.d_v is not None, ring.late
     parts = [name for name in ("d_v", "d_rest") if getattr(r, name) is not None]
 
-    def store_value_side(slot, n, d_value):
+    def outlet(name):
+        """The shared memory through which `dW`, or a part of it, leaves."""
+        return tiles.residuals.at[0, place.own] if late is not None else getattr(buffers, name).at[place.group]
+
+    def store_value_side(slot, n, m, d_value):
         write = row_of(tiles, "write_rows", slot)
         if r.d_write is not None:
-            sums = column_sums(d_value * load_turned(tiles.v.at[slot, :, place.own]), buffers.sums.at[place.group])
+            if late is None:
+                factor = load_turned(tiles.v.at[slot, :, place.own])
+            else:
+                factor = load_matrix(tiles.residuals.at[late.wait(m), place.own]).astype(jnp.float32)
+            # When the sums are there, all threads have read their part of the factor.
+            sums = column_sums(d_value * factor, buffers.sums.at[place.group])
             r.d_write[place.part, place.batch, place.head, tokens(n)] = sums
         if write is not None:
             write = divisible(write)
         for name, part in zip(parts, split(scale_columns(d_value, write))):
-            getattr(buffers, name).at[place.group].T[...] = part
+            outlet(name).T[...] = part
         publish()
         store(buffers.d_states.at[place.group], r.d_states.at[place.batch, place.head, n, place.channels], last=False)
         for name in parts:
             target = getattr(r, name).at[place.batch, tokens(n), place.head, place.channels]
-            store(getattr(buffers, name).at[place.group], target, last=name == parts[-1])
+            store(outlet(name), target, last=name == parts[-1])
+
+    def wait_for_values(m):
+        """Waits until what the step before m stored has left."""
+        wait_for_stores()
+        if late is not None:
+            pl.when(m > 0)(lambda: late.release(0))
 
     def step(m, d_state):
         n = first + count - 1 - m
         if with_values:
-            wait_for_stores()
+            wait_for_values(m)
             buffers.d_states[place.group] = d_state.astype(jnp.bfloat16)
         slot = ring.wait(m)
         kept = load_kept(r, tiles, place, slot, n)
@@ -109,7 +129,7 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
             if not is_scaled_late:
                 multiply(d_state, erases, erased.at[slot])
             if with_values:
-                store_value_side(slot, n, d_value)
+                store_value_side(slot, n, m, d_value)
             else:
                 publish()
 
@@ -128,6 +148,8 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
         def _():
             r.d_initial_state[place.batch, place.head, place.channels] = d_state
 
+    if late is not None:
+        wait_for_values(count)
     wait_for_stores(only_read=False)
 
 
@@ -136,6 +158,7 @@ def _call(
     arrays: PassArrays,
     d_out: Array,
     ends: Array | None,
+    residuals: Array | None,
     outputs: dict[str, jax.ShapeDtypeStruct | None],
     buffers: dict[str, Any],
     name: str,
@@ -149,12 +172,13 @@ def _call(
         _reverse_kernel,
         name,
         problem,
-        {**arrays.by_name(), "d_out": d_out, "ends": ends},
+        {**arrays.by_name(), "d_out": d_out, "ends": ends, "residuals": residuals},
         {**absent, **outputs},
         {**chunk_tiles(problem, arrays, groups), "d_out": value_tile("d_out", groups)},
         buffers,
         groups=groups,
         slots=slots,
+        late={} if residuals is None else {"residuals": residual_tile(groups)},
         reverse=True,
         is_exact=is_exact,
     )
@@ -167,7 +191,7 @@ def reverse_offsets(problem: Problem, arrays: PassArrays, d_out: Array, *, group
     arrays = arrays._replace(v=None, write=None, write_rows=None)
     outputs: dict[str, jax.ShapeDtypeStruct | None] = {"offsets": offsets}
     results = _call(
-        p, arrays, d_out, None, outputs, {}, "delta_reverse_offsets", is_exact=False, groups=groups, slots=slots
+        p, arrays, d_out, None, None, outputs, {}, "delta_reverse_offsets", is_exact=False, groups=groups, slots=slots
     )
     return results["offsets"]  # type: ignore[return-value]
 
@@ -177,9 +201,9 @@ def reverse_pass(
     arrays: PassArrays,
     d_out: Array,
     ends: Array | None,
+    residuals: Array | None,
     *,
     is_exact: bool,
-    with_d_write: bool,
     with_initial_state: bool,
     groups: int,
     slots: int,
@@ -191,21 +215,22 @@ def reverse_pass(
         arrays: what a pass reads.
         d_out: `[B, T, HV, V]`.
         ends: gradients at the segments' ends, transposed, `[B, HV, P, V, K]` float32; None for zero.
+        residuals: R, `[B, HV, N, V, C]`, if the write gate is the erase gate too, not 0 and one number a token; else
+            None.
         is_exact: whether what goes through the inverse is not rounded before.
-        with_d_write: whether the gradient of a write gate of one number a token is wanted.
         with_initial_state: whether the initial state's gradient is wanted.
         groups: blocks of 64 value channels of a program.
         slots: chunks whose tiles are in shared memory.
 
     Returns:
         `d_states` `[B, HV, N, V, K]`, of the state after each chunk; `d_v` `[B, T, HV, V]`, `dW` times a write gate of
-        one number a token; `d_write` of such a gate, `[B, HV, T]` float32, or None; `d_rest`, if the gate is one
-        number a channel, what rounding left of `dW` in `d_v`, likewise, else None; `d_initial_state`, transposed,
-        `[B, HV, V, K]` float32 or None.
+        one number a token; `d_write` of such a gate, `[B, HV, T]` float32, with residuals times the gate, in which it
+        then both erases and writes; `d_rest`, if the gate is one number a channel, what rounding left of `dW` in
+        `d_v`, likewise, else None; `d_initial_state`, transposed, `[B, HV, V, K]` float32 or None.
     """
     p, is_wide = problem, arrays.write is not None
-    with_d_write = with_d_write and arrays.write_rows is not None
-    if not with_d_write:
+    with_d_write = arrays.write_rows is not None
+    if residuals is not None or not with_d_write:
         arrays = arrays._replace(v=None, write=None)
     final = p.per_head(p.value_size, p.key_size, dtype=jnp.float32)
     parts = jax.ShapeDtypeStruct((p.value_size // SIDE, p.batch, p.value_heads, p.length), jnp.float32)
@@ -217,7 +242,9 @@ def reverse_pass(
         "d_write": parts if with_d_write else None,
         "d_initial_state": final if with_initial_state else None,
     }
-    buffers = {"d_states": matrix_buffer(groups, SIDE, p.key_size), "d_v": matrix_buffer(groups, CHUNK, SIDE)}
+    buffers = {"d_states": matrix_buffer(groups, SIDE, p.key_size)}
+    if residuals is None:
+        buffers["d_v"] = matrix_buffer(groups, CHUNK, SIDE)
     if is_wide:
         buffers["d_rest"] = matrix_buffer(groups, CHUNK, SIDE)
     if with_d_write:
@@ -227,6 +254,7 @@ def reverse_pass(
         arrays,
         d_out,
         ends,
+        residuals,
         outputs,
         buffers,
         "delta_reverse",

@@ -290,25 +290,6 @@ def scaled_pairs(pairs: Array, half: Any, scale: float, ratio: Array | None) -> 
     return pairs * spread_rows(is_first * scale - (1.0 - is_first) * ratio)
 
 
-def store_gate_gradient(r: Any, walk: Walk, m: Any, pairs: Array, half: Any) -> None:
-    """Stores a shared gate's gradient times the gate's square, the diagonal of `dW R^T` as `dW` is stored.
-
-    Args:
-        r: the kernel's arrays.
-        walk: the program's way.
-        m: number of the program's chunk.
-        pairs: `scaled_pairs`.
-        half: the warpgroup.
-    """
-    if r.d_gate is None:
-        return
-
-    @pl.when(half == 1)
-    def _():
-        b, n, h = walk.at(m)
-        r.d_gate[b, h, tokens(n)] = -diagonal(pairs)
-
-
 def diagonal(x: Array) -> Array:
     """The diagonal of a matrix `[C, C]`, one number a row."""
     return jnp.sum(jnp.where(spread_rows(row_numbers()) == spread_columns(column_numbers()), x, 0.0), axis=1)
@@ -399,22 +380,18 @@ def parts_struct(problem: Problem) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((2, problem.batch, problem.value_heads, problem.length), jnp.float32)
 
 
-def gradient_structs(
-    problem: Problem, x: GradientArrays, *, with_erase: bool, shares_gate: bool, write_key_dtype: Any
-) -> Structs:
+def gradient_structs(problem: Problem, x: GradientArrays, *, with_erase: bool, write_key_dtype: Any) -> Structs:
     """Gradients by value head but the log decay's, None where not wanted.
 
     Args:
         problem: static facts.
         x: what the kernel reads.
-        with_erase: whether there is an erase gate of one number a token, which is not the write gate.
-        shares_gate: whether there is such a gate that is both.
+        with_erase: whether the gradient of an erase gate of one number a token is wanted.
         write_key_dtype: of the write key's gradient; None is the write key's.
 
     Returns:
         `d_q`, `d_k`, `d_write_key`, and `d_erase` of a gate of one number a key channel, `[B, T, HV, K]`, in float32
         where value heads share a key head. `d_erase` of a gate of one number a token, times the gate: `parts_struct`.
-        `d_gate` of a shared gate, times its square, `[B, HV, T]` float32.
     """
     shape = (problem.batch, problem.length, problem.value_heads, problem.key_size)
 
@@ -429,5 +406,4 @@ def gradient_structs(
         "d_k": of_key(x.k),
         "d_write_key": of_key(x.write_key, write_key_dtype),
         "d_erase": parts_struct(problem) if with_erase else of_key(x.erase),
-        "d_gate": problem.per_head(problem.length, dtype=jnp.float32) if shares_gate else None,
     }

@@ -67,7 +67,7 @@ def choose_schedule(inputs: Inputs, online: bool, backend: str = "triton") -> Sc
         "has_channel_decay": is_channel_wise(inputs.log_decay),
         "has_channel_erase": is_channel_wise(inputs.erase),
         "has_channel_write": is_channel_wise(inputs.write),
-        "has_write_gradient": inputs.write is not None,
+        "has_values": inputs.write is not None and not is_channel_wise(inputs.write),
     }
     if interpreted():  # blocks and warps mean nothing there; two segments keep that path exercised
         schedule = Schedule(segments=1 if length <= 128 else 2)

@@ -12,7 +12,7 @@ from pallas_kernels.decay import divisible
 from pallas_kernels.problem import Inputs, crop_results, pad_inputs, problem_of
 from pallas_kernels.schedule import Schedule
 from pallas_kernels.triton.common.problem import Problem
-from pallas_kernels.triton.delta_rule.argument_gradients import Saved
+from pallas_kernels.triton.delta_rule.argument_gradients import Saved, of_argument
 from pallas_kernels.triton.delta_rule.chunk_factors import prepare
 from pallas_kernels.triton.delta_rule.decode import decode
 from pallas_kernels.triton.delta_rule.segments import fold_segments
@@ -41,8 +41,8 @@ class Options:
 
     @property
     def sums_gate_once(self) -> bool:
-        """Whether the last stage finds the whole gradient of a shared gate, which it divides by the gate."""
-        return self.shares_gate and self.schedule.gradients.mosaic is not None
+        """Whether the reverse pass finds the whole gradient of a shared gate, which it divides by the gate."""
+        return self.shares_gate and self.schedule.reverse.mosaic is not None
 
 
 def _problem(options: Options, inputs: Inputs) -> Problem:
@@ -93,17 +93,13 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         offsets = stages.reverse_offsets(problem, inputs, prepared, d_out, schedule.offsets)
         adjoint = maps._replace(offset=offsets)
         ends = fold_segments(problem, adjoint, d_final_state, schedule.fold, reverse=True)
-    back = stages.reverse_pass(
-        problem,
-        inputs,
-        prepared,
-        d_out,
-        d_final_state,
-        ends,
-        schedule.reverse,
-        with_d_write=not options.sums_gate_once,
-    )
-    saved, shared = Saved(states, residual, back), options.shares_gate
+    is_found = options.sums_gate_once
+    more = {"residuals": residual} if is_found else {}
+    back = stages.reverse_pass(problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse, **more)
+    gate, d_gate = inputs.erase, back.d_write
+    if is_found:
+        inputs, back = inputs._replace(erase=None, write=None), back._replace(d_write=None)
+    saved = Saved(states, residual, back)
     gradients = stages.argument_gradients(
         problem,
         inputs,
@@ -111,9 +107,11 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         saved,
         prepared,
         schedule,
-        shares_gate=shared,
+        shares_gate=options.shares_gate and not is_found,
         write_key_dtype=options.write_key_dtype,
     )
+    if is_found:
+        gradients = gradients._replace(erase=of_argument(problem, d_gate, gate))
     if inputs.initial_state is not None:
         gradients = gradients._replace(initial_state=back.d_initial_state.astype(inputs.initial_state.dtype))  # type: ignore[union-attr]
     return (gradients,)

@@ -78,17 +78,20 @@ def reverse_pass(
     ends: Array | None,
     launch: Launch,
     *,
-    with_d_write: bool = True,
+    residuals: Array | None = None,
 ) -> Reversed:
-    """Gradients of states, values, write gate and initial state; see `state_gradients.reverse_pass`."""
+    """Gradients of states, values, write gate and initial state; see `state_gradients.reverse_pass`.
+
+    With residuals, `d_write` is of a gate that both erases and writes, and is not 0.
+    """
     at = _launch(launch)
     results = mosaic_gradients.reverse_pass(
         problem,
         _arrays(inputs, prepared),
         d_out,
         _starts(d_final_state, ends),
+        residuals,
         is_exact=has_decay(prepared),
-        with_d_write=with_d_write,
         with_initial_state=inputs.initial_state is not None,
         groups=at.groups,
         slots=at.slots,
@@ -96,6 +99,8 @@ def reverse_pass(
     d_v, d_rest = results["d_v"], results["d_rest"]
     d_write, d_initial = results["d_write"], results["d_initial_state"]
     d_write, d_written = None if d_write is None else jnp.swapaxes(d_write, 1, 2), None
+    if residuals is not None:
+        d_write = d_write / inputs.write.astype(jnp.float32)  # type: ignore[operator,union-attr]
     if is_channel_wise(inputs.write):  # the pass leaves `dW` in two parts, and no sums are left to do
         wide, d_written = d_v.astype(jnp.float32) + d_rest.astype(jnp.float32), d_v  # type: ignore[union-attr]
         d_v = (inputs.write.astype(jnp.float32) * wide).astype(problem.dtype)
@@ -120,15 +125,9 @@ def argument_gradients(
     shares_gate: bool,
     write_key_dtype: Any,
 ) -> Inputs:
-    """Gradients of all token-wise arguments; see `argument_gradients.argument_gradients`.
-
-    What a token writes is `R = w (V - S^T k)` if both gates are one, where S is the state that it meets. That gate's
-    gradient is therefore a sum over the value channels alone, `dW (V - S^T k) = dW R / w`.
-    """
+    """Gradients of all token-wise arguments; see `argument_gradients.argument_gradients`."""
     at = _launch(schedule.gradients)
     x, has_channels = inputs, is_channel_wise(inputs.log_decay)
-    if shares_gate:
-        x = x._replace(erase=None, write=None)
     wide = [name for name in ("log_decay", "erase") if is_channel_wise(getattr(x, name))]
     for name in wide:  # as the kernel takes them, and leaves their gradients
         x = x._replace(**{name: getattr(x, name).astype(jnp.float32)})
@@ -152,8 +151,7 @@ def argument_gradients(
         front=prepared.front,
         tail=prepared.tail,
     )
-    gates = {"with_erase": erase is not None, "shares_gate": shares_gate}
-    wanted = gradient_structs(problem, arrays, **gates, write_key_dtype=write_key_dtype)
+    wanted = gradient_structs(problem, arrays, with_erase=erase is not None, write_key_dtype=write_key_dtype)
     find = channel_gradients if has_channels else mosaic_argument_gradients.argument_gradients
     found = find(problem, arrays, wanted, key_slots=at.slots, programs=at.programs)
 
@@ -164,14 +162,8 @@ def argument_gradients(
         halves = found[name]
         return None if halves is None else jnp.swapaxes(halves[0] + halves[1], 1, 2)
 
-    def with_gate(gradients: Inputs) -> Inputs:
-        if not shares_gate:
-            return gradients
-        gate: Any = inputs.erase  # `divisible` already, as what reads and writes has it
-        d_gate = jnp.swapaxes(found["d_gate"], 1, 2) / gate.astype(jnp.float32) ** 2  # type: ignore[arg-type]
-        return gradients._replace(erase=of_argument(problem, d_gate, gate))
-
     d_erase: Any = found["d_erase"]
+    d_write = saved.back.d_write
     if erase is not None:
         d_erase = by_token("d_erase") / divisible(erase)  # type: ignore[operator]
     if has_channels:
@@ -193,22 +185,23 @@ def argument_gradients(
         for name in wide:
             gradient = getattr(gradients, name).astype(getattr(inputs, name).dtype)
             gradients = gradients._replace(**{name: gradient})
-        return with_gate(gradients)
+        return gradients
+    if shares_gate:
+        d_erase, d_write = d_erase + d_write, None
     d_log_decay = by_token("d_log_decay")
     if d_log_decay is not None:
         flat = is_flat(x.log_decay, None)  # type: ignore[arg-type]
         flat = flat if x.starts is None else flat | (x.starts > 0)[:, :, None]
         d_log_decay = jnp.where(flat, 0.0, d_log_decay)
-    gradients = Inputs(
+    return Inputs(
         q=summed(found["d_q"], x.q),  # type: ignore[arg-type]
         k=summed(found["d_k"], x.k),  # type: ignore[arg-type]
         v=saved.back.d_v,
         write_key=summed(found["d_write_key"], x.write_key, write_key_dtype),
         erase=summed(d_erase, x.erase),
-        write=summed(saved.back.d_write, x.write),
+        write=summed(d_write, x.write),
         log_decay=summed(d_log_decay, x.log_decay),
     )
-    return with_gate(gradients)
 
 
 def _token_gate(gate: Array | None) -> Array | None:

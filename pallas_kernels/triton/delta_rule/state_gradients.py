@@ -12,7 +12,7 @@ As in `states`, all matrices are transposed, and a program owns a block of value
 side by side: the gradient goes back through one by `dS -> M^T dS + N'`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +58,10 @@ def _store_value_side(r, rows, values: Array | None, d_written: Array):
     if r.write is None:
         r.d_v[rows, :] = d_written.astype(r.d_v.dtype).T
         return
-    d_write: Any = None if values is None else d_written * values.T.astype(jnp.float32)
+    d_write = d_written * values.T.astype(jnp.float32)  # type: ignore[union-attr]
     if len(r.write.shape) == 1:
         write = r.write[rows].astype(jnp.float32)
-        if r.d_write is not None:
-            r.d_write[rows] = jnp.sum(d_write, axis=0)
+        r.d_write[rows] = jnp.sum(d_write, axis=0)
         # Stored as a product with the gate, `dW` is rounded once for both of its uses: it is the values' gradient as it
         # is, and `argument_gradients` divides it by the gate.
         r.d_v[rows, :] = scale_tokens(d_written, divisible(write)).astype(r.d_v.dtype).T
@@ -120,8 +119,7 @@ class Reversed(NamedTuple):
         d_states: gradient of the state after each chunk, `[B, HV, N, V, K]`.
         d_v: gradient of the values, `[B, T, HV, V]`: `dW` times the write gate (see `divisible`).
         d_written: `dW`, `[B, T, HV, V]`, where the write gate is one number a channel, else None.
-        d_write: gradient of the write gate in its shape, float32 if that is one number a token; None without a gate,
-            or where the last stage finds that of such a gate.
+        d_write: gradient of the write gate in its shape, float32 if that is one number a token; None without a gate.
         d_initial_state: `[B, HV, K, V]` float32; None without an initial state.
     """
 
@@ -172,8 +170,6 @@ def reverse_pass(
     d_final_state: Array | None,
     ends: Array | None,
     launch: Launch,
-    *,
-    with_d_write: bool = True,
 ) -> Reversed:
     """Gradients with respect to the state after each chunk, the values, the write gate and the initial state.
 
@@ -185,7 +181,6 @@ def reverse_pass(
         d_final_state: `[B, HV, K, V]`, where there is one segment.
         ends: `[B, HV, P, V, K]`, the gradients at the segments' ends, where there are several.
         launch: compilation.
-        with_d_write: whether the gradient of a write gate of one number a token is wanted.
     """
     p, write = problem, inputs.write
     block = min(launch.block, p.value_size)
@@ -207,12 +202,10 @@ def reverse_pass(
     is_wide = is_channel_wise(write)
     if is_wide:  # values and gate by channel leave no room for a third stage of copies
         launch = launch.with_stages(2)
-    values = None if write is None or not (with_d_write or is_wide) else inputs.v
+    values = None if write is None else inputs.v
     like_values = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype)
     if write is None or is_wide:
         d_write = of_values(write)
-    elif not with_d_write:
-        d_write = None
     else:  # a part from each block of value channels
         parts = jax.ShapeDtypeStruct((grid[0], *write.shape), jnp.float32)
         d_write = Operand(parts, (None, None, p.length, None), lambda c, h, z: (c, *at(c, h, z)[:3]))
