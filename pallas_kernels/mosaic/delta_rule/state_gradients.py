@@ -7,7 +7,8 @@ As in `states`, all matrices but keys and queries are transposed. The source of 
 
 What a token writes is `R = w (V - S^T k)` if its erase and its write gate are one gate w, where S is the state that it
 meets. That gate's gradient is therefore a sum over the value channels alone, `dW (V - S^T k) = dW R / w`. It is taken
-here, of the `dW` that is not rounded yet. R has one place in shared memory, through which `dW` leaves afterwards.
+here, of the `dW` that is not rounded yet. Where two keys and 128 value channels leave little shared memory, R has one
+slot, through which `dW` leaves afterwards.
 """
 
 from typing import Any
@@ -20,6 +21,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.decay import divisible
 from pallas_kernels.mosaic.backend import (
     SIDE,
+    Tile,
     added,
     awaited,
     call,
@@ -89,10 +91,11 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
     def store_value_side(slot, n, m, d_value):
         write = row_of(tiles, "write_rows", slot)
         if r.d_write is not None:
-            if late is None:
+            if r.residuals is None:
                 factor = load_turned(tiles.v.at[slot, :, place.own])
             else:
-                factor = load_matrix(tiles.residuals.at[late.wait(m), place.own]).astype(jnp.float32)
+                at = slot if late is None else late.wait(m)
+                factor = load_matrix(tiles.residuals.at[at, place.own]).astype(jnp.float32)
             # When the sums are there, all threads have read their part of the factor.
             sums = column_sums(d_value * factor, buffers.sums.at[place.group])
             r.d_write[place.part, place.batch, place.head, tokens(n)] = sums
@@ -166,7 +169,12 @@ def _call(
     is_exact: bool,
     groups: int,
     slots: int,
+    has_late: bool = False,
 ) -> dict[str, Array | None]:
+    tiles = {**chunk_tiles(problem, arrays, groups), "d_out": value_tile("d_out", groups)}
+    late: dict[str, Tile] = {}
+    if residuals is not None:
+        (late if has_late else tiles)["residuals"] = residual_tile(groups)
     absent = dict.fromkeys(("d_states", "d_v", "d_rest", "d_write", "d_initial_state", "offsets"))
     return call(
         _reverse_kernel,
@@ -174,11 +182,11 @@ def _call(
         problem,
         {**arrays.by_name(), "d_out": d_out, "ends": ends, "residuals": residuals},
         {**absent, **outputs},
-        {**chunk_tiles(problem, arrays, groups), "d_out": value_tile("d_out", groups)},
+        tiles,
         buffers,
         groups=groups,
         slots=slots,
-        late={} if residuals is None else {"residuals": residual_tile(groups)},
+        late=late,
         reverse=True,
         is_exact=is_exact,
     )
@@ -243,7 +251,8 @@ def reverse_pass(
         "d_initial_state": final if with_initial_state else None,
     }
     buffers = {"d_states": matrix_buffer(groups, SIDE, p.key_size)}
-    if residuals is None:
+    has_late = residuals is not None and arrays.erased is not None and groups > 1
+    if not has_late:
         buffers["d_v"] = matrix_buffer(groups, CHUNK, SIDE)
     if is_wide:
         buffers["d_rest"] = matrix_buffer(groups, CHUNK, SIDE)
@@ -261,6 +270,7 @@ def reverse_pass(
         is_exact=is_exact,
         groups=groups,
         slots=slots,
+        has_late=has_late,
     )
     if with_d_write:
         results["d_write"] = jnp.sum(results["d_write"], axis=0)  # type: ignore[arg-type]
