@@ -89,16 +89,14 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
         return tiles.residuals.at[0, place.own] if late is not None else getattr(buffers, name).at[place.group]
 
     def store_value_side(slot, n, m, d_value):
-        write = row_of(tiles, "write_rows", slot)
-        if r.d_write is not None:
-            if r.residuals is None:
-                factor = load_turned(tiles.v.at[slot, :, place.own])
-            else:
-                at = slot if late is None else late.wait(m)
-                factor = load_matrix(tiles.residuals.at[at, place.own]).astype(jnp.float32)
-            # When the sums are there, all threads have read their part of the factor.
-            sums = column_sums(d_value * factor, buffers.sums.at[place.group])
-            r.d_write[place.part, place.batch, place.head, tokens(n)] = sums
+        write, by_value = row_of(tiles, "write_rows", slot), None
+        if r.residuals is not None:
+            at = slot if late is None else late.wait(m)
+            by_value = d_value * load_matrix(tiles.residuals.at[at, place.own]).astype(jnp.float32)
+            if late is not None:
+                publish()  # all have read R, in whose place `dW` comes
+        elif r.d_write is not None:
+            by_value = d_value * load_turned(tiles.v.at[slot, :, place.own])
         if write is not None:
             write = divisible(write)
         for name, part in zip(parts, split(scale_columns(d_value, write))):
@@ -108,6 +106,9 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
         for name in parts:
             target = getattr(r, name).at[place.batch, tokens(n), place.head, place.channels]
             store(outlet(name), target, last=name == parts[-1])
+        if by_value is not None:  # after what the next step waits for
+            sums = column_sums(by_value, buffers.sums.at[place.group])
+            r.d_write[place.part, place.batch, place.head, tokens(n)] = sums
 
     def wait_for_values(m):
         """Waits until what the step before m stored has left."""
