@@ -203,8 +203,9 @@ def test_a_program_has_more_channels_where_heads_fill_the_card():
     one_gate = mosaic_schedule(Schedule(), 256, 132, has_channel_decay=True, has_values=False)
     assert one_gate.reverse.mosaic == one_gate.offsets.mosaic == MosaicLaunch(2, 2)
     # So would those of the output with a float32 gate by channel, which is Triton's then.
-    wide = mosaic_schedule(Schedule(), 256, 132, has_channel_decay=True, has_channel_erase=True, has_channel_write=True)
-    assert wide.output.mosaic is None and wide.states.mosaic == MosaicLaunch(2, 2)
+    gates = {"has_channel_decay": True, "has_channel_erase": True, "has_channel_write": True, "has_values": False}
+    wide = mosaic_schedule(Schedule(), 256, 132, **gates)
+    assert wide.output.mosaic is None and wide.states.mosaic == wide.reverse.mosaic == MosaicLaunch(2, 2)
     assert wide.gradients.mosaic == MosaicLaunch(groups=2, slots=1, programs=132)
     one_decay = mosaic_schedule(Schedule(), 256, 132, has_channel_erase=True)
     assert one_decay.gradients.mosaic is None and one_decay.output.mosaic is not None
