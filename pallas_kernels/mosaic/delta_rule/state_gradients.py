@@ -88,15 +88,17 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
         """The shared memory through which `dW`, or a part of it, leaves."""
         return tiles.residuals.at[0, place.own] if late is not None else getattr(buffers, name).at[place.group]
 
+    def load_factor(slot):
+        """What `dW` is multiplied by in the sum over value channels: R or the values."""
+        if r.residuals is None:
+            return load_turned(tiles.v.at[slot, :, place.own])
+        return load_matrix(tiles.residuals.at[slot, place.own]).astype(jnp.float32)
+
     def store_value_side(slot, n, m, d_value):
-        write, by_value = row_of(tiles, "write_rows", slot), None
-        if r.residuals is not None:
-            at = slot if late is None else late.wait(m)
-            by_value = d_value * load_matrix(tiles.residuals.at[at, place.own]).astype(jnp.float32)
-            if late is not None:
-                publish()  # all have read R, in whose place `dW` comes
-        elif r.d_write is not None:
-            by_value = d_value * load_turned(tiles.v.at[slot, :, place.own])
+        write, factor = row_of(tiles, "write_rows", slot), None
+        if late is not None:  # all read R before `dW` comes in its place
+            factor = load_factor(late.wait(m))
+            publish()
         if write is not None:
             write = divisible(write)
         for name, part in zip(parts, split(scale_columns(d_value, write))):
@@ -106,9 +108,12 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
         for name in parts:
             target = getattr(r, name).at[place.batch, tokens(n), place.head, place.channels]
             store(outlet(name), target, last=name == parts[-1])
-        if by_value is not None:  # after what the next step waits for
-            sums = column_sums(by_value, buffers.sums.at[place.group])
+        if r.d_write is not None:
+            # Here, since the next step waits for what is stored, and the sum would delay products before `publish`.
+            factor = load_factor(slot) if factor is None else factor
+            sums = column_sums(d_value * factor, buffers.sums.at[place.group])
             r.d_write[place.part, place.batch, place.head, tokens(n)] = sums
+            publish()
 
     def wait_for_values(m):
         """Waits until what the step before m stored has left."""
