@@ -8,7 +8,7 @@ have a ring of one slot.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -290,6 +290,7 @@ def call(
         The outputs by name, None where none was asked for.
     """
     computing, copying = _REGISTERS[groups]
+    sets = [(tiles, slots), (late, 1)] if late else [(tiles, slots)]
 
     def program(refs, memory):
         there = SimpleNamespace(**dict(zip([*tiles, *late], memory.tiles)))
@@ -300,11 +301,8 @@ def call(
         place = Place(lax.axis_index("block"), lax.axis_index("head"), batch, segment, group, groups)
         chunks = segment_span(problem, segment) if span is None else span(refs, own, place, problem)
         first, count = chunks[:2]
-        end = Ring(memory.late_full, memory.late_free, 1) if late else None
-        ring = Ring(memory.full, memory.free, slots, end)
-        rings: list[tuple[Ring, Mapping[str, Tile]]] = [(ring, tiles)]
-        if end is not None:
-            rings.append((end, late))
+        rings = [Ring(full, free, n) for full, free, (_, n) in zip(memory.full, memory.free, sets)]
+        ring = replace(rings[0], late=rings[1] if late else None)
 
         @pl.when(group < groups)
         def _():
@@ -318,26 +316,24 @@ def call(
             @pl.loop(0, count)
             def _(step):
                 chunk = first + (count - 1 - step if reverse else step)
-                for at, copied in rings:
+                for at, (copied, _) in zip(rings, sets):
                     slot = remainder(step, at.slots)
                     pl.when(step >= at.slots)(functools.partial(wait, at.free.at[slot]))
                     for key, tile in copied.items():
                         begin_copy(tile.source(refs, place, chunk), getattr(there, key).at[slot], at.full.at[slot])
 
-            for at, _copied in rings:  # a program ends when nothing is on its way any more
+            for at in rings:  # a program ends when nothing is on its way any more
 
                 @pl.loop(jnp.maximum(count - at.slots, 0), count)
                 def _(step, at=at):
                     wait(at.free.at[remainder(step, at.slots)])
 
     memory = {
-        "tiles": (*(tile.buffer(slots) for tile in tiles.values()), *(tile.buffer(1) for tile in late.values())),
+        "tiles": tuple(tile.buffer(n) for copied, n in sets for tile in copied.values()),
         "buffers": tuple(buffers.values()),
-        "full": barrier(len(tiles), slots),
-        "free": barrier(groups, slots),
+        "full": tuple(barrier(len(copied), n) for copied, n in sets),
+        "free": tuple(barrier(groups, n) for _, n in sets),
     }
-    if late:
-        memory |= {"late_full": barrier(len(late)), "late_free": barrier(groups)}
     grid = {
         "block": problem.value_size // (SIDE * groups) if blocks is None else blocks,
         "head": problem.value_heads,

@@ -107,7 +107,8 @@ def test_stages_equal_those_in_triton(name, capsys):
     found = run(schedule_of(case, GROUPS.get(name, 1)))
     if case.write == SHARED:  # whose gradient is another sum, of other rounded numbers
         gates = found[1].pop("erase"), expected[1].pop("erase")
-        assert relative_error(*gates) < 1.5e-2
+        # Among the hundred tokens of "one_gate" the last ones make most of the difference.
+        assert relative_error(*gates) < (1.2e-2 if name == "one_gate" else 8e-3)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         # A sum at a tie rounds to the other bfloat16 number, 4e-3 off; few are.
         assert relative_error(x, y) < 1e-3
@@ -124,7 +125,7 @@ def test_a_shared_gate_has_its_gradient_where_one_stage_is_triton(stage):
     found, expected = (
         errors(case, jit=eagerly, schedule=x) for x in (mixed, Schedule() if stage == "reverse" else whole)
     )
-    assert found == pytest.approx(expected, rel=2e-2)
+    assert found == pytest.approx(expected, rel=1e-2)
 
 
 @pytest.mark.parametrize("decay", [SCALAR, CHANNEL])

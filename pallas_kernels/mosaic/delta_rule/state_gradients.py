@@ -95,7 +95,7 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
         return load_matrix(tiles.residuals.at[slot, place.own]).astype(jnp.float32)
 
     def store_value_side(slot, n, m, d_value):
-        write, factor = row_of(tiles, "write_rows", slot), None
+        write = row_of(tiles, "write_rows", slot)
         if late is not None:  # all read R before `dW` comes in its place
             factor = load_factor(late.wait(m))
             publish()
@@ -110,10 +110,12 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
             store(outlet(name), target, last=name == parts[-1])
         if r.d_write is not None:
             # Here, since the next step waits for what is stored, and the sum would delay products before `publish`.
-            factor = load_factor(slot) if factor is None else factor
+            if late is None:
+                factor = load_factor(slot)
             sums = column_sums(d_value * factor, buffers.sums.at[place.group])
             r.d_write[place.part, place.batch, place.head, tokens(n)] = sums
-            publish()
+            if late is None:  # the factor is read
+                publish()
 
     def wait_for_values(m):
         """Waits until what the step before m stored has left."""
