@@ -43,6 +43,8 @@ class Options:
     """Time what has a result too, and replace it."""
     output: pathlib.Path = FOLDER
     """Folder for results and figures."""
+    card: str = ""
+    """Set behind the setting in names of results and figures: for another card than the H200 of those committed."""
     keeps: tuple[Keeps, ...] = ("input",)
     """What the blocks keep for the backward pass. Under a scan over layers, keeping everything takes most of a card."""
     layers: tuple[Literal["scan", "unrolled"], ...] = ("scan", "unrolled")
@@ -51,6 +53,8 @@ class Options:
     """Models of flash-linear-attention to time besides, before ours: names of `peer.MODELS`. Needs its packages."""
     peer_processes: int = 0
     """Processes that compile each of these models' kernels beforehand, while our cases compile; 0 for none."""
+    peer_torch_compile: bool = False
+    """Time each of these models under `torch.compile`, too."""
     peer_seconds: float | None = None
     """End a process of such a model after this time."""
     profile: tuple[Keeps, ...] = ()
@@ -151,7 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the study; returns the exit code."""
     options = tyro.cli(Options, args=argv, prog="python -m experiments.throughput")
     plan = study(options.setting)
-    results = options.output / "results" / options.setting
+    name = f"{options.setting}_{options.card}" if options.card else options.setting
+    results = options.output / "results" / name
     with errors_as_lines():
         picked = pick_named(plan.mixers, options.mixers)
     wanted = [c for c in cases(plan) if c.mixer in picked and (not options.lengths or c.length in options.lengths)]
@@ -164,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(f"error: mixers are {', '.join(mixer.label for mixer in plan.mixers)} and lengths {plan.lengths}")
     begin = time.monotonic()
     failed = 0
-    profiles = options.output / "profiles" / options.setting, options.profile
+    profiles = options.output / "profiles" / name, options.profile
     missing = [case for case in wanted if options.again or not (results / file_name(case)).exists()]
     if not options.report_only and (missing or options.peer):
         if options.peer:
@@ -183,7 +188,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             for model, reason in compiled().items():
                 print(f"FLA {model}: not all compiled beforehand: {reason}", flush=True)
             print(f"{time.monotonic() - begin:6.1f} s  compiled", flush=True)
-            failed += time_peer(plan, options.peer, results, where, seconds=options.peer_seconds)
+            failed += time_peer(
+                plan,
+                options.peer,
+                results,
+                where,
+                torch_compile=options.peer_torch_compile,
+                seconds=options.peer_seconds,
+            )
         # In the order in which they are done. What others are still compiling tries out kernels now and then: the
         # median of the steps passes over that.
         while queue or futures:
@@ -212,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                             flush=True,
                         )
                     del ready, together
-    print(write_report(plan, read_results(results), options.output, options.setting))
+    print(write_report(plan, read_results(results), options.output, name))
     return 1 if failed else 0
 
 

@@ -26,6 +26,7 @@ from experiments.throughput.study import ThroughputStudy
 MODELS = ("gated_deltanet", "kda", "deltanet", "pgdn", "gla", "transformer")
 _PACKAGES = ("torch", "triton", "transformers", "fla-core", "flash-linear-attention")
 _WARMUP, _STEPS = 4, 10
+_TORCH_COMPILE = "torch.compile"
 
 
 def check_models(models: Sequence[str]) -> None:
@@ -86,6 +87,7 @@ def time_peer(
     results: pathlib.Path,
     environment: Mapping[str, Any],
     *,
+    torch_compile: bool = False,
     seconds: float | None = None,
 ) -> int:
     """Times models with and without recomputed blocks, each in a process of its own, and writes their records.
@@ -97,6 +99,7 @@ def time_peer(
         models: names of `MODELS`.
         results: the folder of our records; the peer's stand in the folder beside it with `_peer` behind its name.
         environment: kept in each record.
+        torch_compile: whether both are timed under `torch.compile`, too.
         seconds: after which a process is ended, counted from its turn.
 
     Returns:
@@ -107,18 +110,21 @@ def time_peer(
     """
     check_models(models)
     failed = 0
-    for record in _time_by_turns(plan, models, seconds):
+    for record in _time_by_turns(plan, models, torch_compile, seconds):
         failed += "error" in record
-        name = f"{record['model']}{'--recomputed' if record['recomputed'] else ''}.json"
+        name = f"{record['model']}{'--recomputed' * record['recomputed']}{'--compiled' * record['compiled']}.json"
         content = record | {"versions": _versions(), "environment": dict(environment)}
         write_text(results.with_name(f"{results.name}_peer") / name, json.dumps(content, indent=1) + "\n")
         print(f"FLA {name}: {record.get('step_seconds', record.get('error'))}", flush=True)
     return failed
 
 
-def _time_by_turns(plan: ThroughputStudy, models: Sequence[str], seconds: float | None) -> Iterator[dict[str, Any]]:
+def _time_by_turns(
+    plan: ThroughputStudy, models: Sequence[str], torch_compile: bool, seconds: float | None
+) -> Iterator[dict[str, Any]]:
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    started = [(model, subprocess.Popen(_command(plan, model), text=True, **pipes)) for model in models]
+    more = [_TORCH_COMPILE] if torch_compile else []
+    started = [(model, subprocess.Popen(_command(plan, model, *more), text=True, **pipes)) for model in models]
     for model, process in started:
         try:
             out, err = process.communicate("go\n", timeout=seconds)
@@ -126,7 +132,7 @@ def _time_by_turns(plan: ThroughputStudy, models: Sequence[str], seconds: float 
             process.kill()
             out, err = process.communicate()[0], f"not done in {seconds} s"
         found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        yield from found or [{"model": model, "recomputed": False, "error": _last_line(err)}]
+        yield from found or [{"model": model, "recomputed": False, "compiled": False, "error": _last_line(err)}]
 
 
 def _last_line(text: str) -> str:
@@ -181,7 +187,9 @@ def _configurations() -> dict[str, Callable[[], Any]]:
     }
 
 
-def _step_of(name: str, length: int, tokens: int, *, recomputed: bool, layers: int | None = None) -> tuple[Any, Any]:
+def _step_of(
+    name: str, length: int, tokens: int, *, recomputed: bool, compiled: bool = False, layers: int | None = None
+) -> tuple[Any, Any]:
     """A model on the GPU and a function that takes one training step and gives its loss."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -197,10 +205,11 @@ def _step_of(name: str, length: int, tokens: int, *, recomputed: bool, layers: i
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     ids = torch.randint(0, 32000, (tokens // length, length), device="cuda")
+    run = torch.compile(model) if compiled else model
 
     def step() -> float:
         with torch.autocast("cuda", torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = run(input_ids=ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
@@ -210,7 +219,7 @@ def _step_of(name: str, length: int, tokens: int, *, recomputed: bool, layers: i
     return model, step
 
 
-def time_model(name: str, length: int, tokens: int, *, recomputed: bool) -> dict[str, Any]:
+def time_model(name: str, length: int, tokens: int, *, recomputed: bool, compiled: bool = False) -> dict[str, Any]:
     """Times the training step of one model on the GPU of this process.
 
     Args:
@@ -218,15 +227,16 @@ def time_model(name: str, length: int, tokens: int, *, recomputed: bool) -> dict
         length: tokens a row.
         tokens: tokens a step.
         recomputed: whether blocks are computed again in the backward pass (gradient checkpointing).
+        compiled: whether the model runs under `torch.compile`.
 
     Returns:
         Seconds of each step, peak memory in bytes, parameters, the last loss, and the seconds before timing, in which
-        kernels are searched for.
+        kernels are searched for and torch compiles.
     """
     import torch
 
     begin = time.perf_counter()
-    model, step = _step_of(name, length, tokens, recomputed=recomputed)
+    model, step = _step_of(name, length, tokens, recomputed=recomputed, compiled=compiled)
     for _ in range(_WARMUP):
         step()
     torch.cuda.reset_peak_memory_stats()
@@ -239,6 +249,7 @@ def time_model(name: str, length: int, tokens: int, *, recomputed: bool) -> dict
     return {
         "model": name,
         "recomputed": recomputed,
+        "compiled": compiled,
         "length": length,
         "tokens": tokens,
         "num_parameters": sum(p.numel() for p in model.parameters()),
@@ -275,8 +286,8 @@ def compile_kernels(name: str, length: int, tokens: int, share: int, shares: int
     step()
 
 
-def main(name: str, length: int, tokens: int, *shares: int) -> None:
-    """Prints one JSON line for each of both settings, without recomputation first; given shares, compiles alone."""
+def main(name: str, length: int, tokens: int, *more: str) -> None:
+    """Prints one JSON line for each setting, without recomputation first; given a share and their number, compiles."""
     import transformers  # noqa: F401
 
     try:
@@ -288,17 +299,19 @@ def main(name: str, length: int, tokens: int, *shares: int) -> None:
         chunk_o.TRITON_ABOVE_3_7_1 = True
     except ImportError:
         pass
-    if shares:
-        compile_kernels(name, length, tokens, *shares)
+    with_torch_compile = _TORCH_COMPILE in more
+    if more and not with_torch_compile:
+        compile_kernels(name, length, tokens, *map(int, more))
         return
     sys.stdin.readline()  # the card is free
-    for recomputed in (False, True):
+    for recomputed, compiled in itertools.product((False, True), (False, True) if with_torch_compile else (False,)):
+        setting = {"recomputed": recomputed, "compiled": compiled}
         try:
-            record = time_model(name, length, tokens, recomputed=recomputed)
-        except Exception as error:  # a setting that fails must not cost the other its time
-            record = {"model": name, "recomputed": recomputed, "error": f"{type(error).__name__}: {error}"[:200]}
+            record = time_model(name, length, tokens, **setting)
+        except Exception as error:  # a setting that fails must not cost the others their time
+            record = {"model": name, **setting, "error": f"{type(error).__name__}: {error}"[:200]}
         print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -154,12 +154,17 @@ def _speed(record: dict[str, Any]) -> float:
     return record["tokens"] / statistics.median(record["step_seconds"])
 
 
+def _peer_title(peer: dict[str, Any]) -> str:
+    """A peer's model and how torch runs it."""
+    return f"{_PEER_LABELS[peer['model']]}{', torch.compile' if peer.get('compiled') else ''}"
+
+
 def _peer_table(plan: ThroughputStudy, records: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
     header = ["model", "recomputed", "parameters", "FLA: thousand tokens/s", "ms a step", "GB"]
     header += ["here: thousand tokens/s", "ms a step", "GB", "ratio"]
     rows = [header, ["---"] * len(header)]
     for peer in peers:
-        start = [_PEER_LABELS[peer["model"]], "blocks" if peer["recomputed"] else "nothing"]
+        start = [_peer_title(peer), "blocks" if peer["recomputed"] else "nothing"]
         if "error" in peer:
             rows.append([*start, "", f"failed: {peer['error']}", *[""] * (len(header) - 4)])
             continue
@@ -196,13 +201,14 @@ def peer_figure(
         for offset, value, color, name in zip((-0.2, 0.2), values, ("tab:blue", "tab:gray"), ("rnnlib", "FLA")):
             axes.barh(i + offset, value, height=0.38, color=color, alpha=0.8, label=None if i else name)
         axes.text(values[0], i - 0.2, f" {values[0] / values[1]:.2f} x", va="center", fontsize=8)
-    labels = [f"{_PEER_LABELS[peer['model']]}{', recomputed' if peer['recomputed'] else ''}" for peer, _ in pairs]
+    labels = [f"{_peer_title(peer)}{', recomputed' if peer['recomputed'] else ''}" for peer, _ in pairs]
     axes.set_yticks(range(len(pairs)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel(f"thousand tokens a second, {plan.tokens} tokens a step, T={plan.main_length}", fontsize=8)
-    axes.legend(fontsize=8, frameon=False)
-    axes.set_title(f"Training step, width {plan.model.width}, {plan.model.num_layers} layers", fontsize=10)
+    drawing.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
+    device = pairs[0][0]["environment"]["device"]
+    axes.set_title(f"Training step, width {plan.model.width}, {plan.model.num_layers} layers, {device}", fontsize=10)
     save(drawing, path)
     return True
 
@@ -257,20 +263,26 @@ def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.P
     return True
 
 
-def write_report(plan: ThroughputStudy, records: list[dict[str, Any]], folder: pathlib.Path, setting: str) -> str:
+def write_report(plan: ThroughputStudy, records: list[dict[str, Any]], folder: pathlib.Path, name: str) -> str:
     """Writes the figure and, where the page has a place for it, the table.
+
+    Args:
+        plan: what was timed.
+        records: of our steps.
+        folder: of page, figures and results, the peer's among them.
+        name: the results' folder there; of figures and places in the page, too.
 
     Returns:
         The table.
     """
     text = table(plan, records)
-    figure(plan, records, folder / "figures" / f"{setting}.png")
-    write_between_marks(folder / "README.md", setting, text)
-    peers = [json.loads(path.read_text()) for path in sorted((folder / "results" / f"{setting}_peer").glob("*.json"))]
+    figure(plan, records, folder / "figures" / f"{name}.png")
+    write_between_marks(folder / "README.md", name, text)
+    peers = [json.loads(path.read_text()) for path in sorted((folder / "results" / f"{name}_peer").glob("*.json"))]
     if peers:
-        peers.sort(key=lambda peer: (list(_PEER_LABELS).index(peer["model"]), peer["recomputed"]))
+        peers.sort(key=lambda p: (list(_PEER_LABELS).index(p["model"]), p["recomputed"], p.get("compiled", False)))
         peer_text = _peer_table(plan, records, peers)
-        peer_figure(plan, records, peers, folder / "figures" / f"{setting}_peer.png")
-        write_between_marks(folder / "README.md", f"{setting} peer", peer_text)
+        peer_figure(plan, records, peers, folder / "figures" / f"{name}_peer.png")
+        write_between_marks(folder / "README.md", f"{name} peer", peer_text)
         text += "\n" + peer_text
     return text

@@ -1,10 +1,14 @@
 """The throughput study: its operations counted by hand, one command end to end, failures recorded."""
 
+import io
 import json
+import sys
+import types
 
 import pytest
 
 from experiments.throughput import __main__ as command
+from experiments.throughput import peer
 from experiments.throughput.flops import step_flops
 from experiments.throughput.peer import time_peer
 from experiments.throughput.report import read_results, table
@@ -119,6 +123,43 @@ def test_the_peer_is_named_and_its_failures_are_recorded(tmp_path):
     assert time_peer(study("small"), ("gla",), tmp_path / "small", {"device": "none"}) >= 1
     record = json.loads((tmp_path / "small_peer" / "gla.json").read_text())
     assert record["model"] == "gla" and record["error"] and record["environment"] == {"device": "none"}
+    assert not record["recomputed"] and not record["compiled"]
+
+
+def test_the_peer_is_timed_with_and_without_torch_compile(monkeypatch, capsys):
+    """Each setting prints a line, whatever happens to another; what follows the sizes is a share, or that option."""
+
+    def time_model(name, length, tokens, *, recomputed, compiled):
+        if compiled and not recomputed:
+            raise RuntimeError("no compiler")
+        return {"model": name, "recomputed": recomputed, "compiled": compiled, "length": length, "tokens": tokens}
+
+    shares = []
+    monkeypatch.setattr(peer, "time_model", time_model)
+    monkeypatch.setattr(peer, "compile_kernels", lambda *given: shares.append(given))
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
+    for more in ((), ("torch.compile",)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
+        peer.main("gla", 64, 128, *more)
+    plain, compiled = {"recomputed": False, "compiled": False}, {"recomputed": False, "compiled": True}
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [r["compiled"] for r in records] == [False, False, False, True, False, True]
+    assert [r["recomputed"] for r in records] == [False, True, False, False, True, True]
+    assert records[2] == {"model": "gla", **plain, "length": 64, "tokens": 128}
+    assert records[3] == {"model": "gla", **compiled, "error": "RuntimeError: no compiler"}
+    peer.main("gla", 64, 128, "2", "10")
+    assert shares == [("gla", 64, 128, 2, 10)]
+
+
+def test_another_card_has_results_and_tables_of_its_own(tmp_path):
+    page = "<!-- {0} setting: written by the report, do not edit -->\n<!-- end of the {0} setting -->\n"
+    (tmp_path / "README.md").write_text(page.format("small") + page.format("small_h100"))
+    arguments = ["--mixers", "Gated DeltaNet", "--lengths", "64", "--layers", "unrolled", "--keeps", "everything"]
+    assert command.main([*arguments, "--output", str(tmp_path), "--card", "h100"]) == 0
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["small_h100"]
+    written = (tmp_path / "README.md").read_text()
+    assert "| Gated DeltaNet | one after another |" in written.partition("end of the small setting")[2]
+    assert "| Gated DeltaNet |" not in written.partition("end of the small setting")[0]
 
 
 def test_layers_one_after_another_give_the_losses_of_the_scan(tmp_path):
