@@ -86,7 +86,7 @@ def test_cpu_figures_are_those_measured():
 
 
 def test_gpu_figures_are_those_measured():
-    results = json.loads((ROOT / "experiments" / "kernel_benchmarks" / "results" / "h200.json").read_text())
+    results = json.loads((ROOT / "experiments" / "kernel_benchmarks" / "results" / "h200_hopper.json").read_text())
     assert between(ROOT / "docs" / "kernels.md", "gpu") == readme_table(results)
 
 

@@ -11,21 +11,23 @@ import pathlib
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tyro
 from rich.console import Console
 
-from experiments.kernel_benchmarks.config import BenchmarkConfig
+from experiments.kernel_benchmarks.config import KERNELS, PEERS, BenchmarkConfig
 from experiments.kernel_benchmarks.figures import write_figures
 from experiments.kernel_benchmarks.records import commit, write_results
 from experiments.kernel_benchmarks.report import markdown, show
 from experiments.kernel_benchmarks.run import measure, versions
 
 
-def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+def add(results: dict[str, Any], before: dict[str, Any], *, keep_commits: bool = False) -> dict[str, Any]:
     """New results, and from before whatever was not measured again; what is new says of which commit it is.
+
+    With `keep_commits` a record that says so already keeps its own.
 
     Draws that a time limit cut are left out where there are others: how many there are, the records tell.
     """
@@ -38,18 +40,43 @@ def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         return *point(record), record.get("seed")
 
     measured = {measurement(record) for record in results["records"]}
-    new = [{**record, "commit": results["commit"]} for record in results["records"]]
+    new = [
+        {**record, "commit": record["commit"] if keep_commits else results["commit"]} for record in results["records"]
+    ]
     records = [*(record for record in before["records"] if measurement(record) not in measured), *new]
     drawn = {point(record) for record in records if record["kind"] == "error"}
     return {
         **results,
-        "commit": ", ".join(dict.fromkeys((*before["commit"].split(", "), results["commit"]))),
+        "commit": ", ".join(dict.fromkeys((*before["commit"].split(", "), *results["commit"].split(", ")))),
         "command": f"{before['command']} && {results['command']}",
         "date": f"{before['date'].partition(' to ')[0]} to {results['date']}",
         "versions": {**before["versions"], **results["versions"]},
         "config": before["config"],
         "records": [r for r in records if r.get("reason") != "time limit" or point(r) not in drawn],
     }
+
+
+def join(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The table's times of several runs as one run's, each from the last that measured it.
+
+    Args:
+        runs: results by the run's name, the oldest first. The table's operators and shapes are the first one's.
+    """
+    config = next(iter(runs.values()))["config"] | {"only": ["time"], "sweep_operators": []}
+    sizes, names = [list(shape) for shape in config["shapes"]], (*KERNELS, *PEERS)
+    joined: dict[str, Any] = {}
+    for run in runs.values():
+        records = [
+            {"commit": run["commit"].partition(", ")[0], **record}
+            for record in run["records"]
+            if record["kind"] == "ceiling"
+            or (record["kind"] == "time" and record["shape"][:3] in sizes and record["implementation"] in names)
+        ]
+        run = {**run, "config": config, "records": records}
+        joined = add(run, joined, keep_commits=True) if joined else run
+    commits = ", ".join(dict.fromkeys(record["commit"] for record in joined["records"]))
+    note = f"Times of {', '.join(runs)}: each from the last of these that measured it."
+    return {**joined, "commit": commits, "notes": [note]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,10 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"error: {error}")
         return 2
     path = config.output / f"{config.name}.json"
-    if config.from_json:
-        if not path.exists():
-            console.print(f"error: --from-json: there is no {path}")
+    sources = [config.output / f"{name}.json" for name in config.join] or [path] * config.from_json
+    for source in sources:
+        if not source.exists():
+            console.print(f"error: --{'join' if config.join else 'from-json'}: there is no {source}")
             return 2
+    if config.join:
+        results = join({source.stem: json.loads(source.read_text()) for source in sources})
+        write_results(path, results)
+    elif config.from_json:
         results = json.loads(path.read_text())
     else:
         with tempfile.TemporaryDirectory() as temporary:

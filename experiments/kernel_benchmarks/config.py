@@ -33,6 +33,8 @@ class BenchmarkConfig:
     """Measure nothing: make tables and pictures again from NAME.json."""
     add: bool = False
     """Keep what NAME.json has of measurements that are not made again now, such as other draws of the inputs."""
+    join: tuple[str, ...] = ()
+    """Measure nothing: NAME.json has the times of the first run's table, each from the last of these runs with it."""
     commit: str | None = None
     """The source's commit, where the folder it runs from is no checkout."""
     keep: pathlib.Path | None = None

@@ -202,6 +202,20 @@ def _marks(view: View) -> Section:
     return Section("Marks", note, ("mark", "wanted", "measured", "met"), rows)
 
 
+def _commits(view: View) -> Section:
+    """What commit each time is of, where they are of several."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for operator in view.config["operators"]:
+        for name in (n for n in (view.ours, *_others(view)) if view.has(n)):
+            records = [view.record(name, op, shape, "forward") for op, shape in view.table_points() if op == operator]
+            commits = ", ".join(dict.fromkeys(r["commit"] for r in records if r and "commit" in r))
+            if commits:
+                found.setdefault((title_of(view, name), commits), []).append(OPERATORS[operator].title)
+    rows = tuple((name, ", ".join(operators), commits) for (name, commits), operators in sorted(found.items()))
+    note = "Where runs are joined: the commit of each one's run."
+    return Section("Commits", note, ("by", "operators", "commit"), rows if "," in view.commit else ())
+
+
 def _failures(view: View) -> Section:
     grouped: dict[tuple[str, str, str, str], list[str]] = {}
     for r in view.records:
@@ -222,7 +236,7 @@ def sections(results: dict[str, Any]) -> list[Section]:
     """All tables that have rows."""
     view = View(results)
     found = [_marks(view), *_times(view), _wall_and_memory(view), _sweep(view), _decode(view), _scan(view)]
-    found += [_errors_over_peer(view), _errors(view), _kernels(view), _failures(view)]
+    found += [_errors_over_peer(view), _errors(view), _commits(view), _kernels(view), _failures(view)]
     return [section for section in found if section.rows]
 
 
@@ -250,20 +264,26 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def readme_table(results: dict[str, Any], sizes: tuple[int, int, int] = (1, 8192, 8)) -> str:
-    """Device times for the README: all operators at one shape, and Gated DeltaNet at all shapes."""
+    """Device times for the README: all operators at one shape, Gated DeltaNet and KDA at all shapes."""
     view = View(results)
-    names = [name for name in (view.ours, *_others(view)) if view.has(name)]
-    header = [
-        "operator",
-        "B, T, H",
-        *(f"{run}: {title_of(view, name)}" for run in ("fwd", "fwd + bwd") for name in names),
+    points = [
+        (operator, shape)
+        for operator, shape in view.table_points()
+        if shape[:3] == sizes or operator in ("gated_deltanet", "kda")
     ]
+    columns = [
+        (name, run)
+        for run in PASSES
+        for name in (view.ours, *PEERS)
+        if any(view.time(name, *point, run) is not None for point in points)
+    ]
+    short = {"forward": "fwd", "forward_backward": "fwd + bwd"}
+    header = ["operator", "B, T, H", *(f"{short[run]}: {title_of(view, name)}" for name, run in columns)]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    for operator, shape in view.table_points():
-        if shape[:3] == sizes or operator == "gated_deltanet":
-            times = [number(view.time(name, operator, shape, run)) for run in PASSES for name in names]
-            cells = [OPERATORS[operator].title, ", ".join(map(str, shape[:3])), *times]
-            lines.append("| " + " | ".join(cells) + " |")
+    for operator, shape in points:
+        times = [number(view.time(name, operator, shape, run)) for name, run in columns]
+        cells = [OPERATORS[operator].title, ", ".join(map(str, shape[:3])), *times]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

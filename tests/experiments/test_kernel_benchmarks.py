@@ -263,6 +263,48 @@ def test_a_forward_only_peer_has_dashes_for_its_backward(tmp_path):
     assert "Not measured" not in tables and len(write_figures(results, tmp_path, "peer")) == 2
 
 
+def test_runs_are_joined_with_the_last_time_of_each(tmp_path, capsys):
+    """An operator that no run timed as a call takes it has Triton's kernels; lengths, errors and such are left out."""
+    shape, other = (1, 2048, 8, 128, 128), (1, 4096, 8, 128, 128)
+    config = BenchmarkConfig(operators=("linear_attention", "kda"), shapes=(shape[:3],))
+    about = {"device": "card", "versions": {}, "date": "2026", "notes": ["of one run"]}
+
+    def time(name, operator, ms, shape=shape):
+        times = {"device_ms": ms, "wall_ms": ms, "kernels": {}, "peak_mib": 1.0}
+        what = {"kind": "time", "implementation": name, "operator": operator, "shape": list(shape)}
+        return [{**what, "pass": run, **times} for run in ("forward", "forward_backward")]
+
+    operators = ("linear_attention", "kda")
+    first = [*(r for op in operators for r in time("triton", op, 0.4)), *time("scan", "kda", 9.0)]
+    first += [*time("triton", "kda", 0.8, other), {"kind": "ceiling", "copy_gb_s": 1.0, "matmul_tflops": 1.0}]
+    first += [*time("fla", "kda", 0.5), *({**r, "commit": "b"} for r in time("fla", "linear_attention", 0.5))]
+    first.append({"kind": "error", "implementation": "fla", "operator": "kda", "shape": list(shape), "case": "random"})
+    second = [*time("ours", "kda", 0.2), *time("fla", "kda", 0.6)]
+    second.append({"kind": "failure", "of": "time", "implementation": "fla", "operator": "kda", "reason": "time limit"})
+    for name, commit, records in (("old", "a, b", first), ("new", "c", second)):
+        run = {**about, "commit": commit, "command": name, "config": json.loads(json.dumps(vars(config), default=str))}
+        (tmp_path / f"{name}.json").write_text(json.dumps({**run, "records": records}))
+    arguments = ["--output", str(tmp_path), "--name", "both", "--join"]
+    assert main([*arguments, "old", "newer"]) == 2 and "there is no" in capsys.readouterr().out
+    assert main([*arguments, "old", "new"]) == 0
+    results = json.loads((tmp_path / "both.json").read_text())
+    assert (results["commit"], results["command"]) == ("a, b, c", "old && new")
+    assert {r["kind"] for r in results["records"]} == {"time", "ceiling"}
+    view = View(results)
+    found = {(name, op): view.time(name, op, shape, "forward") for name in ("ours", "fla") for op in operators}
+    assert list(found.values()) == [0.4, 0.2, 0.5, 0.6]
+    assert view.time("triton", "kda", other, "forward") is None and not view.has("scan")
+    tables = {section.title: section for section in sections(results)}
+    assert set(tables["Commits"].rows) == {
+        ("ours", "Linear attention", "a"),
+        ("ours", "KDA", "c"),
+        ("ours, Triton alone", "Linear attention, KDA", "a"),
+        ("FLA", "Linear attention", "b"),
+        ("FLA", "KDA", "c"),
+    }
+    assert "Times of old, new" in (tmp_path / "both.md").read_text()
+
+
 def test_every_peer_has_a_place_in_configuration_and_pictures():
     assert set(PEER_NAMES) == set(PEERS) == set(STYLES) - {"ours", "triton", "chunked"}
     assert set(PEERS) == set(PEER_COLORS) - {"chunked"}

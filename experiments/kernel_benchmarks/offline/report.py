@@ -7,7 +7,7 @@ from experiments.kernel_benchmarks.offline.cards import CARDS
 from experiments.kernel_benchmarks.offline.exceptions import allowed_spills
 
 Record = dict[str, Any]
-MEASURED = {"sm_90": "H200"}
+MEASURED = {"sm_90": "H200, H100"}
 """Cards on which these kernels were timed."""
 _BEGIN, _END = "<!-- cards -->\n", "<!-- /cards -->"
 
