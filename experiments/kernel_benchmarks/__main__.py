@@ -24,10 +24,8 @@ from experiments.kernel_benchmarks.report import markdown, show
 from experiments.kernel_benchmarks.run import measure, versions
 
 
-def add(results: dict[str, Any], before: dict[str, Any], *, keep_commits: bool = False) -> dict[str, Any]:
+def add(results: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """New results, and from before whatever was not measured again; what is new says of which commit it is.
-
-    With `keep_commits` a record that says so already keeps its own.
 
     Draws that a time limit cut are left out where there are others: how many there are, the records tell.
     """
@@ -40,14 +38,12 @@ def add(results: dict[str, Any], before: dict[str, Any], *, keep_commits: bool =
         return *point(record), record.get("seed")
 
     measured = {measurement(record) for record in results["records"]}
-    new = [
-        {**record, "commit": record["commit"] if keep_commits else results["commit"]} for record in results["records"]
-    ]
+    new = [{"commit": results["commit"], **record} for record in results["records"]]
     records = [*(record for record in before["records"] if measurement(record) not in measured), *new]
     drawn = {point(record) for record in records if record["kind"] == "error"}
     return {
         **results,
-        "commit": ", ".join(dict.fromkeys((*before["commit"].split(", "), *results["commit"].split(", ")))),
+        "commit": ", ".join(dict.fromkeys((*before["commit"].split(", "), results["commit"]))),
         "command": f"{before['command']} && {results['command']}",
         "date": f"{before['date'].partition(' to ')[0]} to {results['date']}",
         "versions": {**before["versions"], **results["versions"]},
@@ -73,7 +69,7 @@ def join(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
             or (record["kind"] == "time" and record["shape"][:3] in sizes and record["implementation"] in names)
         ]
         run = {**run, "config": config, "records": records}
-        joined = add(run, joined, keep_commits=True) if joined else run
+        joined = add(run, joined) if joined else run
     commits = ", ".join(dict.fromkeys(record["commit"] for record in joined["records"]))
     note = f"Times of {', '.join(runs)}: each from the last of these that measured it."
     return {**joined, "commit": commits, "notes": [note]}
