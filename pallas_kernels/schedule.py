@@ -13,7 +13,8 @@ class MosaicLaunch:
 
     Attributes:
         groups: warpgroups of a program that compute, each with 64 value channels.
-        slots: chunks whose tiles, or queries and keys alone, are in shared memory at once.
+        slots: chunks whose tiles, or queries and keys alone, are in shared memory at once; of the first stage, blocks
+            of 64 key channels.
         programs: at most, of a stage whose programs walk over all chunks: the number of processors.
     """
 
@@ -178,6 +179,9 @@ def mosaic_schedule(
     if has_channel_decay or not has_channel_erase:
         slots = 1 if has_write_key or has_channel_decay else 2
         stages["gradients"] = MosaicLaunch(groups=2, slots=slots, programs=processors)
+    if has_channel_decay:
+        # A float32 gate beside the decay leaves room for one block of channels.
+        stages["prepare"] = MosaicLaunch(groups=2, slots=1 if has_channel_erase else 2, programs=processors)
     return dataclasses.replace(
         schedule, **{name: dataclasses.replace(getattr(schedule, name), mosaic=at) for name, at in stages.items()}
     )

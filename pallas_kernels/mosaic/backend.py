@@ -28,7 +28,8 @@ SIDE = 64
 _MATRIX = plgpu.Layout.WGMMA
 _ROWS, _COLUMNS = _MATRIX.reduce(1), _MATRIX.reduce(0)
 _THREADS = 128  # of a warpgroup
-_WARPS = 4
+WARPS = 4
+"""Warps of a warpgroup, each of which has a number in what `maximum` and `total` pass on."""
 # Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
 _REGISTERS = {1: (240, 24), 2: (232, 40)}
 _REDUCTION = 512  # float32 numbers that one warpgroup's sum over rows passes between its warps
@@ -179,8 +180,8 @@ def sum_buffer(groups: int, *, is_small: bool = False) -> Any:
 
 
 def maximum_buffer(groups: int) -> Any:
-    """Shared memory for `maximum` of each warpgroup, the one that copies too."""
-    return number_buffer(groups + 1, _WARPS)
+    """Shared memory for `maximum` or `total` of each warpgroup, the one that copies too."""
+    return number_buffer(groups + 1, WARPS)
 
 
 def interpreted() -> bool:
@@ -367,10 +368,19 @@ def load_state(ref: Any) -> Array:
     return plgpu.load(ref, layout=_MATRIX, optimized=False) * 1.0
 
 
+def begin_across(ref: Any) -> Array:
+    """Begins to load the transpose of a float32 matrix `[64, 64]` in global memory; `turned` waits for it."""
+    return plgpu.load(ref.T, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False) * 1.0  # as in `load_state`
+
+
+def turned(x: Array) -> Array:
+    """What `begin_across` loads, spread over a warpgroup as products hold theirs."""
+    return plgpu.layout_cast(x, _MATRIX)
+
+
 def load_across(ref: Any) -> Array:
     """The transpose of a float32 matrix `[64, 64]` in global memory, whose columns lie side by side there."""
-    across = plgpu.load(ref.T, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
-    return plgpu.layout_cast(across, _MATRIX) * 1.0  # as in `load_state`
+    return turned(begin_across(ref))
 
 
 def store_across(ref: Any, x: Array) -> None:
@@ -379,23 +389,29 @@ def store_across(ref: Any, x: Array) -> None:
 
 
 def load_channels(ref: Any) -> Array:
-    """One float32 number for each of 128 or 256 channels from global memory, each held by one thread."""
+    """One float32 number for each of 128 or 256 channels, each held by one thread."""
     width = ref.shape[-1] // _THREADS
     return plgpu.load(ref, layout=plgpu.Layout.WG_STRIDED(ref.shape, vec_size=width), optimized=False)
 
 
 def maximum(x: Array, buffer: Any) -> Array:
     """The largest of what `load_channels` has loaded; `buffer` is this warpgroup's part of `maximum_buffer`."""
-    if interpreted():
-        return jnp.max(x)
+    return jnp.max(x) if interpreted() else _reduced(x, buffer, "max")
 
-    # As in `column_sums`: Pallas' own maximum can't be taken by several warpgroups.
+
+def total(x: Array, buffer: Any) -> Array:
+    """The sum of what `load_channels` has loaded, in a fixed order; `buffer` likewise."""
+    return jnp.sum(x) if interpreted() else _reduced(x, buffer, "add")
+
+
+def _reduced(x: Array, buffer: Any, operation: str) -> Array:
+    # As in `column_sums`: Pallas' own reduction can't be done by several warpgroups.
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WG_STRIDED(x.shape, vec_size=x.shape[0] // _THREADS), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT),
     )
     def reduce(_, row, scratch):
-        return row.reduce("max", 0, scratch)
+        return row.reduce(operation, 0, scratch)
 
     return reduce(x, buffer)
 
@@ -424,14 +440,24 @@ def load_column(ref: Any) -> Array:
     return plgpu.load(ref, layout=_ROWS)
 
 
-def row_numbers() -> Array:
-    """The rows' numbers, `[C]` int32. A matrix of them, made at once, would keep 32 numbers a thread in registers."""
-    return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_ROWS)
+def row_numbers(m: Any = None) -> Array:
+    """The rows' numbers, `[C]` int32. A matrix of them, made at once, would keep 32 numbers a thread in registers.
+
+    As an expression of `m`, a loop's variable below 2^30, if there is one: masks that are constants are made before the
+    loop, and kept in registers bit by bit.
+    """
+    rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_ROWS)
+    return rows if m is None else rows + zero(m)
 
 
-def column_numbers() -> Array:
-    """The columns' numbers, `[C]` int32."""
-    return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_COLUMNS)
+def zero(m: Any) -> Any:
+    """0 as an expression of m, which is less than 2^30: a constant keeps all addresses in registers, which spills."""
+    return lax.shift_right_logical(m, jnp.int32(30))
+
+
+def column_numbers(count: int = CHUNK) -> Array:
+    """The columns' numbers, `[C]` int32, or so many of them."""
+    return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=_COLUMNS)
 
 
 def spread_rows(x: Array) -> Array:
@@ -440,8 +466,8 @@ def spread_rows(x: Array) -> Array:
 
 
 def spread_columns(x: Array) -> Array:
-    """A matrix `[C, 64]` whose columns have one number each."""
-    return lax.broadcast_in_dim(x, (CHUNK, SIDE), [1])
+    """A matrix of 64 rows whose columns have one number each."""
+    return lax.broadcast_in_dim(x, (CHUNK, *x.shape), [1])
 
 
 def scale_columns(x: Array, row: Array | None) -> Array:
@@ -451,8 +477,11 @@ def scale_columns(x: Array, row: Array | None) -> Array:
 
 def split(x: Array) -> tuple[Array, Array]:
     """`x` as a sum of two bfloat16 values."""
-    high = x.astype(jnp.bfloat16)
-    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    # Rounded as an integer: a conversion whose result is also wanted in float32 is done for one number at a time, at a
+    # quarter of the pace.
+    bits = lax.bitcast_convert_type(x, jnp.int32) + jnp.int32(1 << 15)
+    high = lax.bitcast_convert_type(bits & jnp.int32(-(1 << 16)), jnp.float32)
+    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
 def left_parts(x: Array, is_exact: bool) -> tuple[Array, ...]:

@@ -91,7 +91,10 @@ def schedule_of(case: Case, groups: int) -> Schedule:
 
 @pytest.mark.parametrize("name", CASES)
 def test_stages_equal_those_in_triton(name, capsys):
-    """Both round at the same places; sums differ in their order."""
+    """Both round at the same places but one; sums differ in their order.
+
+    Under a channel-wise decay the first stage does not round the keys that pairs are written with, where Triton's does.
+    """
     mosaic_interpreter.install()
     case = dataclasses.replace(CASES[name], dtype=jnp.bfloat16)
     arrays, ids = make_inputs(case)
@@ -111,7 +114,32 @@ def test_stages_equal_those_in_triton(name, capsys):
         assert relative_error(*gates) < (1.2e-2 if name == "one_gate" else 8e-3)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         # A sum at a tie rounds to the other bfloat16 number, 4e-3 off; few are.
-        assert relative_error(x, y) < 1e-3
+        assert relative_error(x, y) < (3e-3 if case.decay == CHANNEL else 1e-3)
+    assert "RACE" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("gate", [SCALAR, CHANNEL])
+@pytest.mark.parametrize("packed", [False, True])
+def test_first_stage_equals_that_in_triton(gate, packed, capsys):
+    """With writes that enlarge the state, a chunk that is extreme, and more chunks than warpgroups."""
+    mosaic_interpreter.install()
+    case = Case((1, 192, 1, 2, *SIZES), decay=CHANNEL, erase=gate, write_key=packed, packed=packed, dtype=jnp.bfloat16)
+    arrays, ids = make_inputs(case)
+    erase = arrays["erase"].at[:, ::16].set(2.5)
+    log_decay = arrays["log_decay"].at[:, 70:128, 0].add(-4.0)
+    given = (arrays[name] for name in ("q", "k", "v"))
+    x = make_kernel_inputs(*given, arrays.get("write_key"), erase, None, log_decay, None, ids)
+    problem = problem_of(Problem, x, online=True, scale=0.1, segments=3)
+    expected = prepare(problem, x, Launch())
+    launch = Launch(mosaic=MosaicLaunch(2, slots=1 if gate == CHANNEL else 2, programs=1))
+    found = mosaic_stages.prepare(problem, x, launch)
+    assert jnp.max(expected.growth) > 0.3
+    assert 0 < jnp.sum(expected.extreme) < expected.extreme.size
+    for name, wanted in expected._asdict().items():
+        assert (wanted is None) == (getattr(found, name) is None)
+        # The pairs with rounded keys are Triton's alone; sums of the log decay have 16 bits of each number here.
+        limit = 5e-3 if name == "inverse" else 1e-4 if name in ("kept", "front", "tail") else 2e-3
+        assert wanted is None or relative_error(getattr(found, name), wanted) < limit, name
     assert "RACE" not in "".join(capsys.readouterr())
 
 
@@ -208,6 +236,9 @@ def test_a_program_has_more_channels_where_heads_fill_the_card():
     wide = mosaic_schedule(Schedule(), 256, 132, **gates)
     assert wide.output.mosaic is None and wide.states.mosaic == wide.reverse.mosaic == MosaicLaunch(2, 2)
     assert wide.gradients.mosaic == MosaicLaunch(groups=2, slots=1, programs=132)
+    # One block of channels beside such a gate's in the first stage, two without it.
+    assert wide.prepare.mosaic == MosaicLaunch(groups=2, slots=1, programs=132)
+    assert one_gate.prepare.mosaic == MosaicLaunch(groups=2, slots=2, programs=132)
     one_decay = mosaic_schedule(Schedule(), 256, 132, has_channel_erase=True)
     assert one_decay.gradients.mosaic is None and one_decay.output.mosaic is not None
     assert few.maps.mosaic == MosaicLaunch(2, 2)  # it has twice as many programs
@@ -229,13 +260,16 @@ def loss(x, implementation=None):
     [
         ("none", False, 4, 1),
         ("scalar", False, 4, 1),
-        ("channel", False, 4, 4),
-        ("channel", True, 4, 4),
+        ("channel", False, 5, 3),
+        ("channel", True, 5, 3),
         ("scalar", True, 3, 3),
     ],
 )
 def test_hopper_cards_take_them_unasked(decay, channels, here, triton_kernels):
-    """Output, states, the gradient's pass, and the gradients of arguments; of extreme chunks these are Triton's."""
+    """Output, states, the gradient's pass, and the gradients of arguments; by channel, the first stage, too.
+
+    Of extreme chunks its results and those gradients are Triton's.
+    """
     x = arguments(decay, channels, jnp.bfloat16, length=64)
     for implementation in (None, "mosaic"):
         text = lowered(jax.grad(lambda x, name=implementation: loss(x, name)), x)

@@ -169,6 +169,7 @@ def mosaic() -> list[Case]:
     return [
         *(mosaic("delta-channel-128x128-bfloat16", shape, place, **gates) for place, shape in places.items()),
         mosaic("delta+key-channel-128x128-bfloat16", FEW, "few heads", grouped=True, packed=True, **gates),
+        mosaic("delta+key-channel-128x128-bfloat16", FEW, "few heads", packed=True),
         *(mosaic(variant, shape, place) for variant in variants for place, shape in places.items()),
         *(mosaic(variant, MANY, "many heads", one_gate=True) for variant in variants),
         *(

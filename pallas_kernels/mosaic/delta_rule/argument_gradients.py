@@ -41,6 +41,7 @@ from pallas_kernels.mosaic.backend import (
     wait,
     wait_for_stores,
     with_accumulators,
+    zero,
     zeros,
 )
 from pallas_kernels.mosaic.delta_rule.operands import tokens
@@ -53,7 +54,6 @@ from pallas_kernels.mosaic.delta_rule.walk import (
     diagonal,
     parts_struct,
     scaled_pairs,
-    zero,
 )
 from pallas_kernels.problem import CHUNK, Problem
 

@@ -31,6 +31,7 @@ from pallas_kernels.mosaic.backend import (
     arrive,
     awaited,
     barrier,
+    begin_across,
     column_numbers,
     column_sums,
     load_across,
@@ -49,12 +50,14 @@ from pallas_kernels.mosaic.backend import (
     store,
     store_across,
     sum_buffer,
+    turned,
     wait,
     wait_for_stores,
     wide_buffer,
     with_accumulators,
+    zero,
 )
-from pallas_kernels.mosaic.delta_rule.operands import tokens
+from pallas_kernels.mosaic.delta_rule.operands import run_rows, tokens
 from pallas_kernels.mosaic.delta_rule.walk import (
     GradientArrays,
     KeyTiles,
@@ -63,7 +66,6 @@ from pallas_kernels.mosaic.delta_rule.walk import (
     call,
     diagonal,
     scaled_pairs,
-    zero,
 )
 from pallas_kernels.problem import CHUNK, Problem
 
@@ -75,22 +77,10 @@ _SMALLEST = 2.0**-126
 
 
 def _token_rows(problem: Problem, x: GradientArrays) -> dict[str, Array]:
-    """Numbers a token, `[B, HV, T]` float32; one that is absent is 1.
-
-    Where segments start: `goes_on` is 0 at a start, `run` counts starts in the chunk, `sees` is 1 where the state
-    before the chunk is read, `reaches` where a write is left at the chunk's end.
-    """
-    p, rows = problem, {}
-    if x.ratio is not None:
-        rows["ratio"] = jnp.swapaxes(x.ratio, 1, 2)
-    if x.starts is None:
-        return rows
-    starts = x.starts.reshape(p.batch, p.chunks, CHUNK)
-    run = jnp.cumsum(starts, axis=2)
-    by_token = {"goes_on": starts == 0, "run": run, "sees": run == 0, "reaches": run == run[:, :, -1:]}
-    shape = (p.batch, p.value_heads, p.length)
-    by_token = {name: row.reshape(p.batch, 1, p.length).astype(jnp.float32) for name, row in by_token.items()}
-    return rows | {name: jnp.broadcast_to(row, shape) for name, row in by_token.items()}
+    """Numbers a token, `[B, HV, T]` float32; one that is absent is 1."""
+    rows = {} if x.ratio is None else {"ratio": jnp.swapaxes(x.ratio, 1, 2)}
+    of_runs = run_rows(problem, x.starts)
+    return rows | {name: row for name, row in of_runs.items() if name != "passes"}
 
 
 def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
@@ -134,11 +124,11 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
     def store_pairs(m, pairs):
         """Stores dP (first warpgroup) or dT. A token's score with itself has no decay, and is kept apart."""
         pairs = scaled_pairs(pairs, half, p.scale, row("ratio", m, load_column))
-        rows, columns = row_numbers(), column_numbers()
+        rows, columns = row_numbers(m), column_numbers()
 
         @pl.when(half == 0)
         def _():
-            memory.own[...] = diagonal(pairs)
+            memory.own[...] = diagonal(pairs, m)
 
         pairs = jnp.where(spread_rows(rows) > spread_columns(columns), pairs, 0.0)
         if has_starts:
@@ -149,9 +139,9 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         publish()
         arrive(memory.ready)
 
-    def load_log_decay(m):
+    def begin_log_decay(m):
         b, n, h = walk.at(m)
-        return load_across(r.log_decay.at[b, tokens(n), h, channels])
+        return begin_across(r.log_decay.at[b, tokens(n), h, channels])
 
     def load_gate(m):
         """The erase gate of one number a channel."""
@@ -181,7 +171,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
 
     def exponent_and_pairs(m, log_decay):
         """Binary exponent of `exp(G - G_m)`; stores the pairs' gradients."""
-        step = by_token(jnp.maximum(log_decay, MIN_LOG_DECAY), "goes_on", m)
+        step = by_token(jnp.maximum(turned(log_decay), MIN_LOG_DECAY), "goes_on", m)
         parts = split(step * _LOG2_E)
         walk.wait("near", m)
         near, residuals = tiles.near.at[walk.place("near", m)], tiles.residuals.at[walk.place("near", m)]
@@ -283,7 +273,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
             for part in parts:
                 multiply(total, part, memory.later.at[zero(m)])
 
-        log_decay = load_log_decay(jnp.minimum(m + 1, count - 1))  # on its way meanwhile
+        log_decay = begin_log_decay(jnp.minimum(m + 1, count - 1))  # on its way meanwhile
         (d_step,) = added(add_later, d_total + spread_rows(d_end))
         # Only the chunk's first log decay can be so low that it is clamped; or that all before it is forgotten anyway.
         is_flat = (spread_columns(column_numbers()) == 0) & (spread_rows(load_end("front", m)) < _SMALLEST)
@@ -293,7 +283,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         return log_decay
 
     store_later()
-    lax.fori_loop(0, count, step, load_log_decay(jnp.int32(0)))
+    lax.fori_loop(0, count, step, begin_log_decay(jnp.int32(0)))
     keys.release_before(count)
     pl.when(count > 0)(lambda: wait(memory.used))
     wait_for_stores(only_read=False)

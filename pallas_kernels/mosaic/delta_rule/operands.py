@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
@@ -74,6 +75,25 @@ ROWS = ("write_rows", "erased_rows", "written_rows", "read_rows")
 def tokens(chunk: Any) -> Any:
     """A chunk's tokens."""
     return pl.ds(chunk * CHUNK, CHUNK)
+
+
+def run_rows(problem: Problem, starts: Array | None) -> dict[str, Array]:
+    """Numbers a token of rows in which segments start, `[B, HV, T]` float32; none without.
+
+    `goes_on` is 0 at a start, `run` counts starts in the chunk, `sees` is 1 where the state before the chunk is read,
+    `reaches` where a write is left at the chunk's end, `passes` where the chunk has no start at all.
+    """
+    p = problem
+    if starts is None:
+        return {}
+    starts = starts.reshape(p.batch, p.chunks, CHUNK)
+    run = jnp.cumsum(starts, axis=2)
+    last = run[:, :, -1:]
+    by_token = {"goes_on": starts == 0, "run": run, "sees": run == 0, "reaches": run == last}
+    by_token["passes"] = jnp.broadcast_to(last == 0, run.shape)
+    shape = (p.batch, p.value_heads, p.length)
+    by_token = {name: row.reshape(p.batch, 1, p.length).astype(jnp.float32) for name, row in by_token.items()}
+    return {name: jnp.broadcast_to(row, shape) for name, row in by_token.items()}
 
 
 def chunk_tiles(problem: Problem, x: PassArrays, groups: int) -> dict[str, Tile]:

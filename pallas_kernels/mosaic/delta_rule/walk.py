@@ -39,6 +39,7 @@ from pallas_kernels.mosaic.backend import (
     wait,
     wait_for_stores,
     wide_buffer,
+    zero,
 )
 from pallas_kernels.mosaic.delta_rule.operands import tokens
 from pallas_kernels.problem import CHUNK, Problem
@@ -277,11 +278,6 @@ class KeyTiles(NamedTuple):
         return getattr(self.tiles, key).at[self.walk.place("keys", m), self.half]
 
 
-def zero(m: Any) -> Any:
-    """0 as an expression of m, which is less than 2^30: a constant keeps all addresses in registers, which spills."""
-    return lax.shift_right_logical(m, jnp.int32(30))
-
-
 def scaled_pairs(pairs: Array, half: Any, scale: float, ratio: Array | None) -> Array:
     """`dO R^T` times the scale in the first warpgroup, `dW R^T` times `-ratio` in the second, not yet masked."""
     if ratio is None:
@@ -290,9 +286,9 @@ def scaled_pairs(pairs: Array, half: Any, scale: float, ratio: Array | None) -> 
     return pairs * spread_rows(is_first * scale - (1.0 - is_first) * ratio)
 
 
-def diagonal(x: Array) -> Array:
-    """The diagonal of a matrix `[C, C]`, one number a row."""
-    return jnp.sum(jnp.where(spread_rows(row_numbers()) == spread_columns(column_numbers()), x, 0.0), axis=1)
+def diagonal(x: Array, m: Any = None) -> Array:
+    """The diagonal of a matrix `[C, C]`, one number a row; `m` as in `row_numbers`."""
+    return jnp.sum(jnp.where(spread_rows(row_numbers(m)) == spread_columns(column_numbers()), x, 0.0), axis=1)
 
 
 def call(

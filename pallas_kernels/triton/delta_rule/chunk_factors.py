@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.problem import CHUNK, Inputs
 from pallas_kernels.schedule import Launch
-from pallas_kernels.triton.common.backend import call, dot_nt, exp2, iota, load_again
+from pallas_kernels.triton.common.backend import Operand, call, dot_nt, exp2, iota, load_again
 from pallas_kernels.triton.common.chunks import product
 from pallas_kernels.triton.common.decay import (
     ChunkDecay,
@@ -195,7 +195,11 @@ def _store_channel_pairs(r, scores: Array, erased: Array, runs, scale: float):
 
 
 def _extreme_kernel(r, *, scale: float, block: int):
-    pl.when(r.extreme[...] != 0)(lambda: _store_extreme_pairs(r, scale, block))
+    @pl.when(r.extreme[...] != 0)
+    def _():
+        _store_extreme_pairs(r, scale, block)
+        if r.read is not None:
+            _store_extreme_factors(r, key_parts(r.q.shape[1], block), load_starts(r))
 
 
 def _store_extreme_pairs(r, scale: float, block: int):
@@ -250,21 +254,11 @@ def stored_scores(problem: Problem) -> jax.ShapeDtypeStruct:
     return problem.per_head(problem.chunks, CHUNK, CHUNK, dtype=None if problem.online else jnp.float32)
 
 
-def prepare(problem: Problem, inputs: Inputs, launch: Launch) -> Prepared:
-    """Runs the first stage.
-
-    Args:
-        problem: static facts.
-        inputs: arguments.
-        launch: compilation; `inner` is the width of a block of key channels where the decay is channel-wise.
-    """
+def _outputs(problem: Problem, inputs: Inputs) -> dict[str, Operand | None]:
+    """The results, by the names of `Prepared`."""
     p, x = problem, inputs
     decay_ndim = 0 if x.log_decay is None else x.log_decay.ndim
     erase_ndim = 0 if x.erase is None else x.erase.ndim
-
-    def at(h, n, b):
-        return b, n, h, 0
-
     matrix, scores = p.per_head(p.chunks, CHUNK, CHUNK), stored_scores(p)
     channels = p.per_head(p.length, p.key_size)
     rows = p.per_head(p.length, dtype=jnp.float32)
@@ -281,10 +275,10 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch) -> Prepared:
         return p.of_head(rows if wanted else None, (CHUNK,), lambda h, n, b: (b, h, n))
 
     def of_flag(array):
-        return p.of_head(array, (None,), lambda h, n, b: (b, h, n))
+        return _of_chunk(p, array)
 
     per_channel = p.of_head(chunk_rows if decay_ndim == 4 else None, (None, p.key_size), lambda h, n, b: (b, h, n, 0))
-    outputs = {
+    return {
         "inverse": of_pairs(matrix if p.online else None),
         "scores": of_pairs(scores),
         "read": of_channels(decay_ndim == 4),
@@ -301,26 +295,69 @@ def prepare(problem: Problem, inputs: Inputs, launch: Launch) -> Prepared:
         ),
         "extreme": of_flag(p.per_head(p.chunks, dtype=jnp.int32) if decay_ndim == 4 else None),
     }
+
+
+def _of_chunk(problem: Problem, x: Any) -> Operand | None:
+    """One number a chunk, `[B, HV, N]`."""
+    return problem.of_head(x, (None,), lambda h, n, b: (b, h, n))
+
+
+def _arguments(problem: Problem, inputs: Inputs, launch: Launch) -> tuple[dict[str, Operand | None], dict[str, Any]]:
+    """What kernels of the first stage read, and their static arguments."""
+    p, x = problem, inputs
+
+    def at(h, n, b):
+        return b, n, h, 0
+
     names = {"q": x.q, "k": x.k, "write_key": x.write_key, "erase": x.erase, "log_decay": x.log_decay}
     operands = {name: p.of_token(array, CHUNK, at) for name, array in names.items()}
     operands["starts"] = p.of_position(x.starts, at)
-    static: dict[str, Any] = {"scale": p.scale, "block": min(launch.inner, p.key_size)}
-    results = call(_prepare_kernel, "delta_prepare", p.chunk_grid, operands, outputs, launch, **static)
-    if results["extreme"] is None:
-        return Prepared(**results)
-    pairs = {
-        name: operand
-        for name, operand in outputs.items()
-        if name in ("inverse", "scores", "growth") and operand is not None
-    }
+    return operands, {"scale": p.scale, "block": min(launch.inner, p.key_size)}
+
+
+def prepare(problem: Problem, inputs: Inputs, launch: Launch) -> Prepared:
+    """Runs the first stage.
+
+    Args:
+        problem: static facts.
+        inputs: arguments.
+        launch: compilation; `inner` is the width of a block of key channels where the decay is channel-wise.
+    """
+    operands, static = _arguments(problem, inputs, launch)
+    outputs = _outputs(problem, inputs)
+    results = call(_prepare_kernel, "delta_prepare", problem.chunk_grid, operands, outputs, launch, **static)
+    prepared = Prepared(**results)
+    return prepared if prepared.extreme is None else with_extreme(problem, inputs, prepared, launch, _OF_PAIRS)
+
+
+_OF_PAIRS = "inverse", "scores", "growth"
+_FACTORS = "read", "erased", "written"
+OF_EXTREME = _OF_PAIRS + _FACTORS
+"""What a kernel for chunks that are not extreme leaves to find, by the names of `Prepared`."""
+
+
+def with_extreme(
+    problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch, names: tuple[str, ...] = OF_EXTREME
+) -> Prepared:
+    """The same results, with those of `names` replaced in extreme chunks.
+
+    Args:
+        problem: static facts.
+        inputs: arguments.
+        prepared: results, with `extreme`.
+        launch: as in `prepare`.
+        names: with those of all factors or without.
+    """
+    operands, static = _arguments(problem, inputs, launch)
+    found = {name: operand for name, operand in _outputs(problem, inputs).items() if name in names and operand}
     exact = call(
         _extreme_kernel,
         "delta_prepare_extreme",
-        p.chunk_grid,
-        {**operands, "extreme": of_flag(results["extreme"])},
-        {"inverse": None, "scores": None, "growth": None, **pairs},
+        problem.chunk_grid,
+        {**operands, "extreme": _of_chunk(problem, prepared.extreme)},
+        {**dict.fromkeys(OF_EXTREME), **found},
         launch,
-        updates={name: dataclasses.replace(operand, array=results[name]) for name, operand in pairs.items()},
+        updates={name: dataclasses.replace(at, array=getattr(prepared, name)) for name, at in found.items()},
         **static,
     )
-    return Prepared(**{**results, **exact})
+    return prepared._replace(**{name: exact[name] for name in found})

@@ -13,7 +13,6 @@ from pallas_kernels.problem import Inputs, crop_results, pad_inputs, problem_of
 from pallas_kernels.schedule import Schedule
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.delta_rule.argument_gradients import Saved, of_argument
-from pallas_kernels.triton.delta_rule.chunk_factors import prepare
 from pallas_kernels.triton.delta_rule.decode import decode
 from pallas_kernels.triton.delta_rule.segments import fold_segments
 from pallas_kernels.triton.delta_rule.stages import choose_stages
@@ -65,7 +64,8 @@ def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` for padded inputs; differentiable."""
     problem, schedule = _problem(options, inputs), options.schedule
     inputs = _operands(options, inputs)
-    prepared, stages = prepare(problem, inputs, schedule.prepare), choose_stages(schedule)
+    stages = choose_stages(schedule)
+    prepared = stages.prepare(problem, inputs, schedule.prepare)
     maps = stages.segment_maps(problem, inputs, prepared, schedule.maps)
     starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
     return batch_alike(inputs, stages.output_pass(problem, inputs, prepared, starts, schedule.output))
@@ -75,7 +75,8 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any
     """The stages of `chunked_pass` with what the backward keeps; here rather than there for a shorter traceback."""
     problem, schedule = _problem(options, inputs), options.schedule
     inputs = _operands(options, inputs)
-    prepared, stages = prepare(problem, inputs, schedule.prepare), choose_stages(schedule)
+    stages = choose_stages(schedule)
+    prepared = stages.prepare(problem, inputs, schedule.prepare)
     maps = stages.segment_maps(problem, inputs, prepared, schedule.maps)
     starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
     results = batch_alike(inputs, stages.output_pass(problem, inputs, prepared, starts, schedule.output))

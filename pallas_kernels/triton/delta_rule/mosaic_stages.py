@@ -8,6 +8,7 @@ from jax import Array
 
 from pallas_kernels.decay import divisible
 from pallas_kernels.mosaic.delta_rule import argument_gradients as mosaic_argument_gradients
+from pallas_kernels.mosaic.delta_rule import chunk_factors as mosaic_factors
 from pallas_kernels.mosaic.delta_rule import segments as mosaic_segments
 from pallas_kernels.mosaic.delta_rule import state_gradients as mosaic_gradients
 from pallas_kernels.mosaic.delta_rule import states as mosaic_states
@@ -21,10 +22,18 @@ from pallas_kernels.triton.delta_rule import argument_gradients as triton_gradie
 from pallas_kernels.triton.delta_rule.argument_gradients import Saved, of_argument, reader_ratio
 from pallas_kernels.triton.delta_rule.channel_decay import is_flat
 from pallas_kernels.triton.delta_rule.channel_gradients import EXTREME_WIDTH
-from pallas_kernels.triton.delta_rule.chunk_factors import Prepared
+from pallas_kernels.triton.delta_rule.chunk_factors import Prepared, with_extreme
 from pallas_kernels.triton.delta_rule.segments import SegmentMaps
 from pallas_kernels.triton.delta_rule.state_gradients import Reversed
 from pallas_kernels.triton.delta_rule.states import has_decay
+
+
+def prepare(problem: Problem, inputs: Inputs, launch: Launch) -> Prepared:
+    """The first stage, under a channel-wise decay; extreme chunks are Triton's."""
+    at = _launch(launch)
+    found = mosaic_factors.chunk_factors(problem, inputs, slots=at.slots, programs=at.programs)
+    prepared = Prepared(**found, read_rows=None, erased_rows=None, written_rows=None)  # type: ignore[arg-type]
+    return with_extreme(problem, inputs, prepared, launch)
 
 
 def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch) -> SegmentMaps | None:

@@ -9,16 +9,19 @@ from pallas_kernels.problem import Inputs
 from pallas_kernels.schedule import Schedule
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.delta_rule import argument_gradients as gradients
-from pallas_kernels.triton.delta_rule.chunk_factors import Prepared
+from pallas_kernels.triton.delta_rule.chunk_factors import Prepared, prepare
 from pallas_kernels.triton.delta_rule.segments import segment_maps
 from pallas_kernels.triton.delta_rule.state_gradients import reverse_offsets, reverse_pass
 from pallas_kernels.triton.delta_rule.states import output_pass, states_pass
 
 
 class Stages(NamedTuple):
-    """One function for each stage; see those of the same names in `segments`, `states` and `state_gradients`.
+    """One function for each stage.
+
+    See those of the same names in `chunk_factors`, `segments`, `states` and `state_gradients`.
 
     Attributes:
+        prepare: everything of a chunk that does not need the state.
         segment_maps: affine map of each segment.
         output_pass: output and final state.
         states_pass: states and residuals for the backward.
@@ -27,6 +30,7 @@ class Stages(NamedTuple):
         argument_gradients: gradients of the other arguments, those of the pairs' matrices included.
     """
 
+    prepare: Callable[..., Any]
     segment_maps: Callable[..., Any]
     output_pass: Callable[..., Any]
     states_pass: Callable[..., Any]
@@ -37,8 +41,10 @@ class Stages(NamedTuple):
 
 def choose_stages(schedule: Schedule) -> Stages:
     """The stages that a schedule asks for. Functions, so that a traceback has no frame of the choice."""
-    in_triton = Stages(segment_maps, output_pass, states_pass, reverse_offsets, reverse_pass, _argument_gradients)
+    forward = prepare, segment_maps, output_pass
+    in_triton = Stages(*forward, states_pass, reverse_offsets, reverse_pass, _argument_gradients)
     launches = {
+        "prepare": schedule.prepare,
         "segment_maps": schedule.maps,
         "output_pass": schedule.output,
         "states_pass": schedule.states,
