@@ -12,7 +12,7 @@ class MosaicLaunch:
     """How the Mosaic GPU kernel of a stage is compiled.
 
     Attributes:
-        groups: warpgroups of a program that compute, each with 64 value channels.
+        groups: warpgroups of a program that compute, each with 64 value channels or, in the first stage, a chunk.
         slots: chunks whose tiles, or queries and keys alone, are in shared memory at once; of the first stage, blocks
             of 64 key channels.
         programs: at most, of a stage whose programs walk over all chunks: the number of processors.
@@ -182,6 +182,8 @@ def mosaic_schedule(
     if has_channel_decay:
         # A float32 gate beside the decay leaves room for one block of channels.
         stages["prepare"] = MosaicLaunch(groups=2, slots=1 if has_channel_erase else 2, programs=processors)
+    elif not has_channel_erase:
+        stages["prepare"] = MosaicLaunch(groups=2 if has_write_key else 3, slots=1, programs=processors)
     return dataclasses.replace(
         schedule, **{name: dataclasses.replace(getattr(schedule, name), mosaic=at) for name, at in stages.items()}
     )

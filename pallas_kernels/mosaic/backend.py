@@ -435,6 +435,11 @@ def load_row(ref: Any) -> Array:
     return plgpu.load(ref, layout=_COLUMNS)
 
 
+def begin_column(ref: Any) -> Array:
+    """Begins to load one number for each row of a matrix from global memory, where they may lie apart."""
+    return plgpu.load(ref, layout=_ROWS, optimized=False)
+
+
 def load_column(ref: Any) -> Array:
     """One number for each row of a matrix, from shared memory."""
     return plgpu.load(ref, layout=_ROWS)

@@ -1,4 +1,4 @@
-"""Stages of the gated delta rule: the first one under a channel-wise decay, the passes over chunks, and gradients.
+"""Stages of the gated delta rule: the first one, the passes over chunks, and the gradients of arguments.
 
 The equations, and the other stages, are in `pallas_kernels.triton.delta_rule`. A pass has one program for each block of
 64 or 128 value channels, value head, and segment of each sequence. Each warpgroup that computes keeps 64 rows of the
@@ -6,7 +6,8 @@ transposed state, `[64, K]`: the left operand of the products with a chunk's key
 
 | module | kernel | in place of Triton's |
 |---|---|---|
-| `chunk_factors` | `delta_chunk_factors` | `delta_prepare` under a channel-wise decay, but for extreme chunks |
+| `chunk_factors` | `delta_chunk_factors` | `delta_prepare` |
+| `channel_factors` | `delta_channel_factors` | the same under a channel-wise decay, but for extreme chunks |
 | `segments` | `delta_segment_maps` | `delta_segment_maps` |
 | `states` | `delta_output` | `delta_output` |
 | | `delta_states` | `delta_states` |
@@ -15,7 +16,7 @@ transposed state, `[64, K]`: the left operand of the products with a chunk's key
 | `argument_gradients` | `delta_gradients` | `delta_pair_gradients` and `delta_gradients` |
 | `channel_gradients` | `delta_channel_gradients` | the same under a channel-wise decay, but for extreme chunks |
 
-`triangular_inverse` is the first stage's inverse, `operands` has what the passes read, `walk` how the last two go over
-all chunks. All serve bfloat16 with K = V = 128 and
-a write gate of one number a token; the last two also ask for an erase gate of one number a token.
+`chunk_walk` is how the first stage goes over all chunks, `triangular_inverse` its inverse. `operands` has what passes
+read, `walk` how the last two go over all chunks. All serve bfloat16 with K = V = 128 and a write gate of one number a
+token; the first stage and the last two also ask for an erase gate of one number a token.
 """

@@ -79,8 +79,7 @@ _SMALLEST = 2.0**-126
 def _token_rows(problem: Problem, x: GradientArrays) -> dict[str, Array]:
     """Numbers a token, `[B, HV, T]` float32; one that is absent is 1."""
     rows = {} if x.ratio is None else {"ratio": jnp.swapaxes(x.ratio, 1, 2)}
-    of_runs = run_rows(problem, x.starts)
-    return rows | {name: row for name, row in of_runs.items() if name != "passes"}
+    return rows | run_rows(problem, x.starts)
 
 
 def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:

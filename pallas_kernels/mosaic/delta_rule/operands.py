@@ -81,16 +81,14 @@ def run_rows(problem: Problem, starts: Array | None) -> dict[str, Array]:
     """Numbers a token of rows in which segments start, `[B, HV, T]` float32; none without.
 
     `goes_on` is 0 at a start, `run` counts starts in the chunk, `sees` is 1 where the state before the chunk is read,
-    `reaches` where a write is left at the chunk's end, `passes` where the chunk has no start at all.
+    `reaches` where a write is left at the chunk's end.
     """
     p = problem
     if starts is None:
         return {}
     starts = starts.reshape(p.batch, p.chunks, CHUNK)
     run = jnp.cumsum(starts, axis=2)
-    last = run[:, :, -1:]
-    by_token = {"goes_on": starts == 0, "run": run, "sees": run == 0, "reaches": run == last}
-    by_token["passes"] = jnp.broadcast_to(last == 0, run.shape)
+    by_token = {"goes_on": starts == 0, "run": run, "sees": run == 0, "reaches": run == run[:, :, -1:]}
     shape = (p.batch, p.value_heads, p.length)
     by_token = {name: row.reshape(p.batch, 1, p.length).astype(jnp.float32) for name, row in by_token.items()}
     return {name: jnp.broadcast_to(row, shape) for name, row in by_token.items()}

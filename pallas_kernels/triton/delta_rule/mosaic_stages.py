@@ -8,11 +8,12 @@ from jax import Array
 
 from pallas_kernels.decay import divisible
 from pallas_kernels.mosaic.delta_rule import argument_gradients as mosaic_argument_gradients
-from pallas_kernels.mosaic.delta_rule import chunk_factors as mosaic_factors
 from pallas_kernels.mosaic.delta_rule import segments as mosaic_segments
 from pallas_kernels.mosaic.delta_rule import state_gradients as mosaic_gradients
 from pallas_kernels.mosaic.delta_rule import states as mosaic_states
+from pallas_kernels.mosaic.delta_rule.channel_factors import channel_factors
 from pallas_kernels.mosaic.delta_rule.channel_gradients import channel_gradients
+from pallas_kernels.mosaic.delta_rule.chunk_factors import chunk_factors
 from pallas_kernels.mosaic.delta_rule.operands import Keys, PassArrays
 from pallas_kernels.mosaic.delta_rule.walk import GradientArrays, gradient_structs
 from pallas_kernels.problem import Inputs, is_channel_wise
@@ -29,10 +30,13 @@ from pallas_kernels.triton.delta_rule.states import has_decay
 
 
 def prepare(problem: Problem, inputs: Inputs, launch: Launch) -> Prepared:
-    """The first stage, under a channel-wise decay; extreme chunks are Triton's."""
+    """The first stage; under a channel-wise decay, extreme chunks are Triton's."""
     at = _launch(launch)
-    found = mosaic_factors.chunk_factors(problem, inputs, slots=at.slots, programs=at.programs)
-    prepared = Prepared(**found, read_rows=None, erased_rows=None, written_rows=None)  # type: ignore[arg-type]
+    if not is_channel_wise(inputs.log_decay):
+        results = chunk_factors(problem, inputs, groups=at.groups, programs=at.programs)
+        return Prepared(**{**dict.fromkeys(Prepared._fields), **results})  # type: ignore[arg-type]
+    found = channel_factors(problem, inputs, slots=at.slots, programs=at.programs)
+    prepared = Prepared(**{**dict.fromkeys(Prepared._fields), **found})  # type: ignore[arg-type]
     return with_extreme(problem, inputs, prepared, launch)
 
 
