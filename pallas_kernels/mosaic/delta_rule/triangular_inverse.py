@@ -43,9 +43,8 @@ def unit_lower_inverse(
 
     def blocks(level):
         """Numbers of the blocks of `2^level` rows that rows and columns are in, differing in bits."""
-        return spread_rows(lax.shift_right_logical(rows, level)) ^ spread_columns(
-            lax.shift_right_logical(columns, level)
-        )
+        row, column = (lax.shift_right_logical(x, jnp.int32(level)) for x in (rows, columns))
+        return spread_rows(row) ^ spread_columns(column)
 
     fixed[...] = (-lower).astype(jnp.bfloat16)
     apart = blocks(0)
