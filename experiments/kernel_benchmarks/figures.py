@@ -55,7 +55,10 @@ PEER_COLORS = {
 
 def _title(view: View, what: str, results: dict[str, Any]) -> str:
     sizes = head_sizes_text(view.head_sizes)
-    return f"{what}\n{results['device']}, {view.config['dtype']}, {sizes}, commit {view.commit}"
+    commits = view.commit.split(", ")
+    # All of many are in the page's tables.
+    commit = f"commit {view.commit}" if len(commits) < 5 else f"{len(commits)} commits, {commits[0]} to {commits[-1]}"
+    return f"{what}\n{results['device']}, {view.config['dtype']}, {sizes}, {commit}"
 
 
 def _color(operator: str) -> str:

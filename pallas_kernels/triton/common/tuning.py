@@ -59,7 +59,7 @@ def choose_schedule(inputs: Inputs, online: bool, backend: str = "triton") -> Sc
     Args:
         inputs: arguments, without a write gate where the erase gate is that too.
         online: whether the call is a delta rule.
-        backend: `"mosaic"` for the passes over chunks in Mosaic GPU.
+        backend: `"mosaic"` for most stages in Mosaic GPU.
     """
     batch, length, value_heads, value_size = inputs.v.shape
     facts = {

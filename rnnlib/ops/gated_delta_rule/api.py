@@ -68,7 +68,7 @@ def gated_delta_rule(
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
         implementation: `"scan"` (token by token: the definition, and the one that `jax.jvp` goes through), `"chunked"`
             (XLA, any device), `"triton"` (Pallas kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves
-            tests), `"mosaic"` (the same with the passes over chunks in Pallas' Mosaic GPU, on Hopper cards, in bfloat16
+            tests), `"mosaic"` (the same with most stages in Pallas' Mosaic GPU, on Hopper cards, in bfloat16
             with 65 to 128 channels), or None for the fastest that supports the case. Gradients can be differentiated
             again, forwards and backwards: those of kernels by way of `"chunked"`.
 

@@ -1,4 +1,4 @@
-"""The gated delta rule on NVIDIA GPUs: the kernels of `pallas_kernels`, whose passes over chunks have two backends."""
+"""The gated delta rule on NVIDIA GPUs: the kernels of `pallas_kernels`, most stages of which have two backends."""
 
 import functools
 from typing import Any
@@ -32,7 +32,7 @@ def gated_delta_rule_triton(
         shares_gate: whether `erase` is also the write gate. Kernels then load it once.
         scale: factor on the output.
         chunk_size: tokens in a chunk.
-        backend: `"mosaic"` for the passes over chunks in Mosaic GPU.
+        backend: `"mosaic"` for most stages in Mosaic GPU.
     """
     if shares_gate:
         inputs = inputs._replace(write=None)
