@@ -113,8 +113,8 @@ def test_stages_equal_those_in_triton(name, capsys):
         # Among the hundred tokens of "one_gate" the last ones make most of the difference.
         assert relative_error(*gates) < (1.2e-2 if name == "one_gate" else 8e-3)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        # A sum at a tie rounds to the other bfloat16 number, 4e-3 off; few are.
-        assert relative_error(x, y) < (3e-3 if case.decay == CHANNEL else 1e-3)
+        # A sum at a tie rounds to the other bfloat16 number, 4e-3 off; few are. Without a decay that is not forgotten.
+        assert relative_error(x, y) < {CHANNEL: 3e-3, NO: 2e-3}.get(case.decay, 1e-3)
     assert "RACE" not in "".join(capsys.readouterr())
 
 
