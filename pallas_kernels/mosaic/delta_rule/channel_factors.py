@@ -30,7 +30,6 @@ from pallas_kernels.mosaic.backend import (
     load_column,
     load_matrix,
     load_row,
-    matrix_buffer,
     maximum,
     multiply,
     number_buffer,
@@ -45,9 +44,15 @@ from pallas_kernels.mosaic.backend import (
     zero,
     zeros,
 )
-from pallas_kernels.mosaic.delta_rule.chunk_walk import ChunkWalk, call, reduced, sum_of_tokens
+from pallas_kernels.mosaic.delta_rule.chunk_walk import (
+    ChunkWalk,
+    call,
+    pair_buffers,
+    reduced,
+    store_growth,
+    store_inverse,
+)
 from pallas_kernels.mosaic.delta_rule.operands import run_rows, tokens
-from pallas_kernels.mosaic.delta_rule.triangular_inverse import unit_lower_inverse
 from pallas_kernels.mosaic.delta_rule.walk import diagonal
 from pallas_kernels.problem import CHUNK, Inputs, Problem, is_channel_wise
 
@@ -188,17 +193,10 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
         for name in ("front", "tail", "kept"):
             store(numbers(m, name), getattr(r, name).at[b, h, n], last=name == "kept")
         r.extreme[b, h, n] = (reduced(numbers(m, "loss"), maximum) > _MAX_LOSS).astype(jnp.int32)
-        if r.growth is not None:
-            left = jnp.log(jnp.maximum(jnp.abs(1.0 - own), 1.0))
-            r.growth[b, h, n] = sum_of_tokens(left, numbers(m, "loss"))
+        store_growth(r, walk, m, own, numbers(m, "loss"))
         publish()
         walk.release_rows(m)
-        inverse = unit_lower_inverse(
-            lower, row_numbers(m), part_of(m, 0), (part_of(m, 1), pairs), before_second=wait_for_stores
-        )
-        pairs[...] = inverse.astype(jnp.bfloat16)
-        publish()
-        store(pairs, r.inverse.at[b, h, n])
+        store_inverse(r, memory, walk, m, lower)
         return _
 
     lax.fori_loop(0, walk.count, step, jnp.int32(0))
@@ -239,11 +237,7 @@ def channel_factors(problem: Problem, inputs: Inputs, *, slots: int, programs: i
     }
 
     def buffers(groups):
-        return {
-            "parts": matrix_buffer(groups, 2, CHUNK, CHUNK),
-            "pairs": matrix_buffer(groups, CHUNK, CHUNK),
-            "numbers": number_buffer(groups, len(_NUMBERS), p.key_size),
-        }
+        return pair_buffers(groups) | {"numbers": number_buffer(groups, len(_NUMBERS), p.key_size)}
 
     return call(
         _compute,

@@ -20,7 +20,6 @@ from pallas_kernels.mosaic.backend import (
     column_numbers,
     load_column,
     load_row,
-    matrix_buffer,
     multiply,
     number_buffer,
     publish,
@@ -31,9 +30,8 @@ from pallas_kernels.mosaic.backend import (
     wait_for_stores,
     with_accumulators,
 )
-from pallas_kernels.mosaic.delta_rule.chunk_walk import ChunkWalk, call, sum_of_tokens
+from pallas_kernels.mosaic.delta_rule.chunk_walk import ChunkWalk, call, pair_buffers, store_growth, store_inverse
 from pallas_kernels.mosaic.delta_rule.operands import run_rows, tokens
-from pallas_kernels.mosaic.delta_rule.triangular_inverse import unit_lower_inverse
 from pallas_kernels.mosaic.delta_rule.walk import diagonal
 from pallas_kernels.problem import CHUNK, Inputs, Problem
 
@@ -131,17 +129,9 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
         for name in ("read_rows", "written_rows", "erased_rows"):
             if getattr(r, name) is not None:
                 store(line(m, name), getattr(r, name).at[b, h, tokens(n)])
-        if r.growth is not None:
-            left = jnp.log(jnp.maximum(jnp.abs(1.0 - diagonal(erased, m)), 1.0))
-            r.growth[b, h, n] = sum_of_tokens(left, memory.lines.at[walk.own(m), 0])
+        store_growth(r, walk, m, diagonal(erased, m), memory.lines.at[walk.own(m), 0])
         lower = jnp.where(spread_rows(row_numbers(m)) > spread_columns(column_numbers()), erased, 0.0)
-        parts = memory.parts.at[walk.own(m)]
-        inverse = unit_lower_inverse(
-            lower, row_numbers(m), parts.at[0], (parts.at[1], pairs), before_second=wait_for_stores
-        )
-        pairs[...] = inverse.astype(jnp.bfloat16)
-        publish()
-        store(pairs, r.inverse.at[b, h, n])
+        store_inverse(r, memory, walk, m, lower)
         return _
 
     lax.fori_loop(0, walk.count, step, jnp.int32(0))
@@ -173,11 +163,7 @@ def chunk_factors(problem: Problem, inputs: Inputs, *, groups: int, programs: in
     }
 
     def buffers(groups):
-        return {
-            "parts": matrix_buffer(groups, 2, CHUNK, CHUNK),
-            "pairs": matrix_buffer(groups, CHUNK, CHUNK),
-            "lines": number_buffer(groups, len(_LINES) // 2, 2 * CHUNK),
-        }
+        return pair_buffers(groups) | {"lines": number_buffer(groups, len(_LINES) // 2, 2 * CHUNK)}
 
     return call(
         _compute,

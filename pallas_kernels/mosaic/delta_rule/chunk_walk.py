@@ -28,14 +28,17 @@ from pallas_kernels.mosaic.backend import (
     number_buffer,
     publish,
     quotient,
-    remainder,
+    row_numbers,
+    store,
     total,
     use_registers,
     wait,
+    wait_for_stores,
     wide_buffer,
     zero,
 )
-from pallas_kernels.mosaic.delta_rule.operands import tokens
+from pallas_kernels.mosaic.delta_rule.operands import chunk_at, tokens
+from pallas_kernels.mosaic.delta_rule.triangular_inverse import unit_lower_inverse
 from pallas_kernels.problem import CHUNK, Problem
 
 # Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
@@ -80,12 +83,8 @@ class ChunkWalk(NamedTuple):
         return lax.axis_index("program") + self.programs * self.group
 
     def at(self, m: Any) -> tuple[Any, Any, Any]:
-        """Batch, chunk and value head of the warpgroup's m-th chunk, or of the last. Heads are neighbours in memory."""
-        heads, chunks = self.problem.value_heads, self.problem.chunks
-        i = self._first + m * (self.programs * self.groups)
-        i = jnp.minimum(i, self.problem.batch * heads * chunks - 1)
-        rest = quotient(i, heads)
-        return quotient(rest, chunks), remainder(rest, chunks), remainder(i, self.problem.value_heads)
+        """Batch, chunk and value head of the warpgroup's m-th chunk."""
+        return chunk_at(self.problem, self._first + m * (self.programs * self.groups))
 
     def own(self, m: Any) -> Any:
         """The warpgroup as an expression of m: addresses that follow from a constant would all be kept in registers."""
@@ -173,13 +172,42 @@ class ChunkWalk(NamedTuple):
                 pl.when(self.count > 0)(functools.partial(wait, free))
 
 
-def sum_of_tokens(x: Array, line: Any) -> Array:
-    """The sum of one number a token; `line` is shared memory for 128 numbers, which is not read any more."""
+def store_growth(r: Any, walk: ChunkWalk, m: Any, own: Array, line: Any) -> None:
+    """Stores a chunk's `growth`, if it is wanted.
+
+    Args:
+        r: the kernel's arrays.
+        walk: the warpgroup's way.
+        m: the chunk.
+        own: what each token erases of its own key, `[C]`.
+        line: shared memory for 128 numbers, which is not read any more.
+    """
+    if r.growth is None:
+        return
+    left = jnp.log(jnp.maximum(jnp.abs(1.0 - own), 1.0))
     publish()
-    for start in (0, CHUNK):
-        line.at[pl.ds(start, CHUNK)][...] = x if start == 0 else 0.0 * x
+    line.at[pl.ds(0, CHUNK)][...] = left
+    line.at[pl.ds(CHUNK, CHUNK)][...] = 0.0 * left
     publish()
-    return reduced(line, total)
+    b, n, h = walk.at(m)
+    r.growth[b, h, n] = reduced(line, total)
+
+
+def store_inverse(r: Any, memory: Any, walk: ChunkWalk, m: Any, lower: Array) -> None:
+    """Stores A for the pairs that are inverted, `[C, C]`, zero on and above the diagonal, by way of `pair_buffers`."""
+    b, n, h = walk.at(m)
+    parts, pairs = memory.parts.at[walk.own(m)], memory.pairs.at[walk.own(m)]
+    inverse = unit_lower_inverse(
+        lower, row_numbers(m), parts.at[0], (parts.at[1], pairs), before_second=wait_for_stores
+    )
+    pairs[...] = inverse.astype(jnp.bfloat16)
+    publish()
+    store(pairs, r.inverse.at[b, h, n])
+
+
+def pair_buffers(groups: int) -> dict[str, Any]:
+    """Shared memory for matrices `[C, C]`: `parts`, two of each warpgroup, and `pairs`, through which results leave."""
+    return {"parts": matrix_buffer(groups, 2, CHUNK, CHUNK), "pairs": matrix_buffer(groups, CHUNK, CHUNK)}
 
 
 def reduced(line: Any, reduce: Callable[[Array, Any], Array]) -> Array:

@@ -15,6 +15,7 @@ from pallas_kernels.mosaic.backend import (
     load_state,
     load_turned,
     quotient,
+    remainder,
     scale_columns,
     zeros,
 )
@@ -92,6 +93,12 @@ def run_rows(problem: Problem, starts: Array | None) -> dict[str, Array]:
     shape = (p.batch, p.value_heads, p.length)
     by_token = {name: row.reshape(p.batch, 1, p.length).astype(jnp.float32) for name, row in by_token.items()}
     return {name: jnp.broadcast_to(row, shape) for name, row in by_token.items()}
+
+
+def chunk_at(problem: Problem, i: Any) -> tuple[Any, Any, Any]:
+    """Batch, chunk and value head of the i-th of all chunks. Heads are neighbours in memory."""
+    rest = quotient(i, problem.value_heads)
+    return quotient(rest, problem.chunks), remainder(rest, problem.chunks), remainder(i, problem.value_heads)
 
 
 def chunk_tiles(problem: Problem, x: PassArrays, groups: int) -> dict[str, Tile]:

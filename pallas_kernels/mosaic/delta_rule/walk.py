@@ -41,7 +41,7 @@ from pallas_kernels.mosaic.backend import (
     wide_buffer,
     zero,
 )
-from pallas_kernels.mosaic.delta_rule.operands import tokens
+from pallas_kernels.mosaic.delta_rule.operands import chunk_at, tokens
 from pallas_kernels.problem import CHUNK, Problem
 
 _SETS = ("near", "states", "d_states", "rows", "keys")  # in the order in which a chunk's tiles are freed
@@ -124,11 +124,8 @@ class Walk(NamedTuple):
         return quotient(self.chunks - lax.axis_index("program") + (self.programs - 1), self.programs)
 
     def at(self, m: Any) -> tuple[Any, Any, Any]:
-        """Batch, chunk and value head of the program's m-th chunk. Heads are neighbours in memory."""
-        i = lax.axis_index("program") + m * self.programs
-        rest = quotient(i, self.problem.value_heads)
-        chunks = self.problem.chunks
-        return quotient(rest, chunks), remainder(rest, chunks), remainder(i, self.problem.value_heads)
+        """Batch, chunk and value head of the program's m-th chunk."""
+        return chunk_at(self.problem, lax.axis_index("program") + m * self.programs)
 
     def place(self, name: str, m: Any) -> Any:
         """The place of a set of tiles that the m-th chunk takes."""
