@@ -1,8 +1,15 @@
 """What all backends agree on about decays and gates: their limits, and how a log decay is split to add up exactly."""
 
+import math
+
 import jax.numpy as jnp
 from jax import Array
 
+LOG2_E = math.log2(math.e)
+# Largest exponent on either side of a product of pairs taken relative to the middle row of a chunk with a channel-wise
+# decay; beyond it a chunk is extreme. The backward pass sets it: a cotangent of 1e-8 times `exp(-70)` would be below
+# float32's range, one of 1e-12 times `exp(-50)` is well above.
+MAX_EXPONENT = 50.0
 # Log decays are raised to this. exp(-100) is already zero in float32 (flushed). Smaller numbers, -inf included, would
 # only make the sums less exact.
 MIN_LOG_DECAY = -100.0

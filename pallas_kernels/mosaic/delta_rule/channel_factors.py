@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.decay import MIN_LOG_DECAY
+from pallas_kernels.decay import LOG2_E, MAX_EXPONENT, MIN_LOG_DECAY
 from pallas_kernels.mosaic.backend import (
     SIDE,
     added,
@@ -56,9 +56,7 @@ from pallas_kernels.mosaic.delta_rule.operands import run_rows, tokens
 from pallas_kernels.mosaic.delta_rule.walk import diagonal
 from pallas_kernels.problem import CHUNK, Inputs, Problem, is_channel_wise
 
-_LOG2_E = 1.4426950408889634
 _MIDDLE = CHUNK // 2
-_MAX_LOSS = 50.0 * _LOG2_E  # of a half that is not extreme, as in `channel_decay`
 _NUMBERS = ("front", "tail", "kept", "loss")
 _SUMS = 8  # the fewest columns of a product
 
@@ -92,7 +90,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
     def decays(m, part, slot):
         """Binary exponent of `exp(G - G_m)`; stores what the channels' decay comes to, and its part of `numbers`."""
         step = by_token(jnp.maximum(matrix("log_decay", slot), MIN_LOG_DECAY), "goes_on", m)
-        store_parts(m, step * _LOG2_E)
+        store_parts(m, step * LOG2_E)
         publish()
 
         def body(exponent, sums):
@@ -192,7 +190,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
         store(pairs, r.scores.at[b, h, n])
         for name in ("front", "tail", "kept"):
             store(numbers(m, name), getattr(r, name).at[b, h, n], last=name == "kept")
-        r.extreme[b, h, n] = (reduced(numbers(m, "loss"), maximum) > _MAX_LOSS).astype(jnp.int32)
+        r.extreme[b, h, n] = (reduced(numbers(m, "loss"), maximum) > MAX_EXPONENT * LOG2_E).astype(jnp.int32)
         store_growth(r, walk, m, own, numbers(m, "loss"))
         publish()
         walk.release_rows(m)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.decay import MIN_LOG_DECAY
+from pallas_kernels.decay import LOG2_E, MIN_LOG_DECAY
 from pallas_kernels.mosaic.backend import (
     SIDE,
     added,
@@ -69,7 +69,6 @@ from pallas_kernels.mosaic.delta_rule.walk import (
 )
 from pallas_kernels.problem import CHUNK, Problem
 
-_LOG2_E = 1.4426950408889634
 _MIDDLE = CHUNK // 2
 _PARTS = ((0, 0), (1, 0), (0, 1))  # of two factors: all but the product of both rests
 _ENDS = ("front", "tail", "kept")
@@ -171,7 +170,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
     def exponent_and_pairs(m, log_decay):
         """Binary exponent of `exp(G - G_m)`; stores the pairs' gradients."""
         step = by_token(jnp.maximum(turned(log_decay), MIN_LOG_DECAY), "goes_on", m)
-        parts = split(step * _LOG2_E)
+        parts = split(step * LOG2_E)
         walk.wait("near", m)
         near, residuals = tiles.near.at[walk.place("near", m)], tiles.residuals.at[walk.place("near", m)]
 

@@ -4,7 +4,6 @@ Kernels are functions of one namespace of references, in which an absent optiona
 an NVIDIA GPU through Triton, on a CPU interpreted. Both are chosen by the device that the call is traced for.
 """
 
-import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.decay import LOG2_E
 from pallas_kernels.platform import platform
 from pallas_kernels.schedule import Launch
 from pallas_kernels.varying import varying_axes
@@ -202,9 +202,6 @@ def dot_halves(a: Array, b: Array, dims: tuple[int, int] = (1, 0)) -> Array:
         return _dot(high, b, dims, None) + _dot(low, b, dims, None)
     high, low = split(b)
     return _dot(a, high, dims, None) + _dot(a, low, dims, None)
-
-
-LOG2_E = math.log2(math.e)
 
 
 def _assembly(text: str, constraints: str, *args: Array, dtype: Any, pack: int = 1) -> Array:

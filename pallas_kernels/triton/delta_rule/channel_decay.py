@@ -20,14 +20,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.decay import MIN_LOG_DECAY
+from pallas_kernels.decay import LOG2_E, MAX_EXPONENT, MIN_LOG_DECAY
 from pallas_kernels.problem import CHUNK
-from pallas_kernels.triton.common.backend import LOG2_E, dot, exp, exp2, iota
+from pallas_kernels.triton.common.backend import dot, exp, exp2, iota
 from pallas_kernels.triton.common.decay import load_starts
 
-# Largest exponent on either side of a product taken relative to the chunk's middle row. The backward pass sets it: a
-# cotangent of 1e-8 times `exp(-70)` would be below float32's range, one of 1e-12 times `exp(-50)` is well above.
-_MAX_EXPONENT = 50.0
 _MIDDLE = CHUNK // 2
 
 
@@ -90,7 +87,7 @@ def chunk_ends(step: Array, first: Array, runs: Array | None) -> ChunkEnds:
     kept = exp(before + after)
     if runs is not None:
         kept = jnp.where(jnp.max(runs) == 0, kept, 0.0)
-    return ChunkEnds(exp(before), exp(after), kept, jnp.min(jnp.minimum(to_middle, after)) < -_MAX_EXPONENT)
+    return ChunkEnds(exp(before), exp(after), kept, jnp.min(jnp.minimum(to_middle, after)) < -MAX_EXPONENT)
 
 
 def sum_rows(signs: Array, x: Array, dtype: Any) -> Array:
@@ -138,7 +135,7 @@ def extreme_factors(step: Array, group: Array, dtype: Any) -> tuple[Array, Array
     last = extreme_groups(dtype) - 1
     is_parted = group < last
     width = lax.shift_right_logical(jnp.int32(CHUNK), group)
-    strongest = -_MAX_EXPONENT / (CHUNK >> (last + 1))  # of a token, with half a block on either side of its middle
+    strongest = -MAX_EXPONENT / (CHUNK >> (last + 1))  # of a token, with half a block on either side of its middle
     block = lax.div(row, width)
     middle = block * width + lax.div(width, 2)
     is_later = row >= middle
