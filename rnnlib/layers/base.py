@@ -127,6 +127,16 @@ class LowRank(nnx.Module):
         return self.up(self.down(x))
 
 
+def product_and_bias(f: nnx.Module, x: Array) -> tuple[Array, Array | None]:
+    """`f(x)` for a projection: what it is without its bias, and the bias, None where `f(x)` is whole."""
+    last: Any = f.up if isinstance(f, LowRank) else f
+    if type(last) not in (nnx.Linear, InputLinear) or last.bias is None:
+        return f(x), None  # type: ignore[operator]
+    inputs = f.down(x) if isinstance(f, LowRank) else x
+    inputs, kernel = last.promote_dtype((inputs, last.kernel[...]), dtype=last.dtype)
+    return last.dot_general(inputs, kernel, (((inputs.ndim - 1,), (0,)), ((), ()))), last.bias[...]
+
+
 @dataclasses.dataclass(frozen=True)
 class MixerShape:
     """The sizes that a recurrent mixer's parts share, and how their projections are made.

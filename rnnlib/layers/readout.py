@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from rnnlib.layers.base import MixerShape, Rank
+from rnnlib.layers.base import MixerShape, Rank, product_and_bias
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.part import PartConfig
 from rnnlib.ops.rms_norm import norm_kernel_serves, rms_norm
@@ -85,11 +85,23 @@ class Readout(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Reads the recurrence's output `out`; `x` is the mixer's input, `value` what was written."""
         scale = self._scale_of_heads()
-        z = None if scale is None or self.gate is None else self.gate(x).astype(out.dtype).reshape(out.shape)
-        if scale is not None and norm_kernel_serves(out, scale, z, between_kernels=out.shape[1] == 1):
+        z: Array | None = None
+        bias: Array | None = None
+        if scale is not None and self.gate is not None:
+            z, bias = product_and_bias(self.gate, x)
+            z, bias = z.astype(out.dtype).reshape(out.shape), None if bias is None else bias.reshape(out.shape[2:])
+        is_step = out.shape[1] == 1
+        if (
+            scale is not None
+            and z is not None
+            and bias is not None
+            and not norm_kernel_serves(out, scale, z, bias, between_kernels=is_step)
+        ):
+            z, bias = z + bias.astype(z.dtype), None
+        if scale is not None and norm_kernel_serves(out, scale, z, bias, between_kernels=is_step):
             activation: Literal["silu", "sigmoid"] = "sigmoid" if self.config.gate == "sigmoid" else "silu"
             options: dict[str, Any] = {"eps": self.config.eps, "dtype": self.shape.dtype, "implementation": "triton"}
-            y = rms_norm(out, scale, z=z, activation=activation, **options)[0]
+            y = rms_norm(out, scale, z=z, z_bias=bias, activation=activation, **options)[0]
             return self.output(y.reshape(*y.shape[:2], -1))
         y = out.astype(self.shape.gate_dtype)
         if self.skip is not None:

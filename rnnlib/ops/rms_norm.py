@@ -17,7 +17,9 @@ from rnnlib.ops.sharding import is_split
 _LEAST = 1 << 20
 
 
-def norm_kernel_serves(x: Array, scale: Array, z: Array | None = None, *, between_kernels: bool = False) -> bool:
+def norm_kernel_serves(
+    x: Array, scale: Array, z: Array | None = None, z_bias: Array | None = None, *, between_kernels: bool = False
+) -> bool:
     """Whether `rms_norm` of these arrays is faster by a kernel: large ones of bfloat16 on a GPU.
 
     With `between_kernels`, a kernel is faster for small arrays too: XLA then has nothing to fuse the norm with and
@@ -27,8 +29,8 @@ def norm_kernel_serves(x: Array, scale: Array, z: Array | None = None, *, betwee
         platform() == "gpu"
         and x.dtype == jnp.bfloat16
         and (between_kernels or x.size >= _LEAST)
-        and not any(map(is_split, (x, scale, z)))
-        and triton_unsupported("norm_unsupported", x, scale, z) is None
+        and not any(map(is_split, (x, scale, z, z_bias)))
+        and triton_unsupported("norm_unsupported", x, scale, z, z_bias) is None
     )
 
 
@@ -37,13 +39,14 @@ def rms_norm(
     scale: Float[Array, " F"],
     *,
     z: Float[Array, "*rows F"] | None = None,
+    z_bias: Float[Array, "H F"] | None = None,
     activation: Literal["silu", "sigmoid"] = "silu",
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     keeps: bool = False,
     implementation: Literal["xla", "triton"] | None = None,
 ) -> tuple[Float[Array, "*rows F"], Float[Array, "*rows F"] | None]:
-    """`x / sqrt(mean x^2 + eps) * scale * activation(z)` over the last axis, computed in float32 at least.
+    """`x / sqrt(mean x^2 + eps) * scale * activation(z + z_bias)` over the last axis, computed in float32 at least.
 
     Zhang and Sennrich, 2019 (arXiv 1910.07467).
 
@@ -51,6 +54,7 @@ def rms_norm(
         x: rows.
         scale: of each feature.
         z: the argument of the gate's activation; None is no gate.
+        z_bias: added to `z`, of each head of rows `[..., H, F]`; None is zero. It needs `z`.
         activation: of the gate.
         eps: added to the mean square.
         dtype: of the result; None is `x`'s.
@@ -62,26 +66,36 @@ def rms_norm(
         The result, rounded once, and `x` or None.
 
     Raises:
+        ValueError: `z_bias` is not of each head, or given without `z`.
         NotImplementedError: the kernel is asked for and does not support the call.
     """
+    if z_bias is not None and (z is None or z_bias.shape != x.shape[-2:]):
+        raise ValueError(
+            f"rms_norm: z_bias has shape {z_bias.shape} where z is {None if z is None else 'an array'}, expected the "
+            f"last two axes of x, {x.shape[-2:]}, and a z"
+        )
     dtype = x.dtype if dtype is None else dtype
     if implementation is None:
-        implementation = "triton" if norm_kernel_serves(x, scale, z) else "xla"
+        implementation = "triton" if norm_kernel_serves(x, scale, z, z_bias) else "xla"
 
-    def reference(x: Array, scale: Array, z: Array | None, unused: None) -> tuple[Array, Array | None]:
+    def reference(
+        x: Array, scale: Array, z: Array | None, z_bias: Array | None, unused: None
+    ) -> tuple[Array, Array | None]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         y = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps) * scale.astype(wide.dtype)
         if z is not None:
-            y = y * (jax.nn.silu if activation == "silu" else jax.nn.sigmoid)(z.astype(wide.dtype))
+            z = z.astype(wide.dtype)
+            z = z if z_bias is None else z + z_bias.astype(wide.dtype)
+            y = y * (jax.nn.silu if activation == "silu" else jax.nn.sigmoid)(z)
         return y.astype(dtype), x if keeps else None
 
     if implementation == "xla":
-        return reference(x, scale, z, None)
+        return reference(x, scale, z, z_bias, None)
 
-    def keywords(x: Array, scale: Array, z: Array | None, unused: None) -> dict[str, Any]:
+    def keywords(x: Array, scale: Array, z: Array | None, z_bias: Array | None, unused: None) -> dict[str, Any]:
         options = {"activation": activation, "eps": eps, "dtype": jnp.dtype(dtype).name, "keeps": keeps}
-        return {"x": x, "scale": scale, "z": z} | options
+        return {"x": x, "scale": scale, "z": z, "z_bias": z_bias} | options
 
     if keeps:  # without the barrier XLA computes the residual stream's sum twice: for the norm and for the next sum
         x = jax.lax.optimization_barrier(x)
-    return with_further_derivatives(triton_kernels().rms_norm, keywords, reference)(x, scale, z, None)
+    return with_further_derivatives(triton_kernels().rms_norm, keywords, reference)(x, scale, z, z_bias, None)

@@ -57,6 +57,63 @@ def test_low_precision_is_rounded_once():
     np.testing.assert_allclose(found.astype(np.float32), exact, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_gates_have_a_bias_of_each_head(heads):
+    """In the norm's kernel too, whose programs have whole cycles of heads."""
+    x, scale, z = arguments((2, 5, heads, 24), gated=True)
+    bias = jax.random.normal(jax.random.key(1), (heads, 24))
+
+    def run(implementation):
+        def norm(*arrays):
+            x, scale, z, bias = arrays
+            return rms_norm(x, scale, z=z, z_bias=bias, implementation=implementation)[0]
+
+        gradient = jax.grad(lambda *arrays: jnp.sum(jnp.sin(3 * norm(*arrays))), (0, 1, 2, 3))
+        arrays = (x, scale, z, bias)
+        return norm(*arrays), gradient(*arrays), jax.jvp(gradient, arrays, jax.tree.map(jnp.cos, arrays))[1]
+
+    assert_close(run("triton"), run("xla"), rtol=2e-5, atol=2e-5)
+    plain = rms_norm(x, scale, z=z + bias)[0]
+    np.testing.assert_allclose(rms_norm(x, scale, z=z, z_bias=bias)[0], plain, rtol=1e-6)
+
+
+def test_wrong_biases_are_named():
+    x, scale, z = arguments((2, 3, 8), gated=True)
+    with pytest.raises(ValueError, match=r"z_bias has shape \(2, 8\) .* \(3, 8\)"):
+        rms_norm(x, scale, z=z, z_bias=jnp.ones((2, 8)))
+    with pytest.raises(ValueError, match="where z is None"):
+        rms_norm(x, scale, z_bias=jnp.ones((3, 8)))
+    with pytest.raises(NotImplementedError, match="a bias of 3 heads"):
+        rms_norm(x, scale, z=z, z_bias=jnp.ones((3, 8)), implementation="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(4, 512, 8, 128), (1, 333, 16, 64), (3, 100, 1, 1024), (2, 65, 4, 96)])
+def test_on_a_gpu(shape, biased):
+    """Against the formula in float32, whose result bfloat16 rounds once."""
+    x, scale, z = arguments(shape, gated=True, dtype=jnp.bfloat16)
+    bias = jax.random.normal(jax.random.key(1), shape[-2:]) if biased else None
+
+    def run(dtype, implementation):
+        def norm(x, scale, z, bias):
+            options = {"activation": "sigmoid", "dtype": dtype, "implementation": implementation}
+            return rms_norm(x, scale, z=z, z_bias=bias, **options)[0]
+
+        @jax.jit
+        def both(x, scale, z, bias, d_y):
+            y, pull_back = jax.vjp(norm, x, scale, z, bias)
+            return y, pull_back(d_y)
+
+        d_y = jnp.cos(z).astype(dtype)  # of bfloat16 in both
+        return both(x.astype(dtype), scale, z.astype(dtype), bias, d_y)
+
+    found, wanted = run(jnp.bfloat16, "triton"), run(jnp.float32, "xla")
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        one, other = (np.asarray(a, np.float32) for a in (one, other))
+        assert np.linalg.norm(one - other) < 4e-3 * np.linalg.norm(other)
+
+
 @pytest.mark.parametrize("options", [{"mixers": ("kda",)}, {"mixers": ("gated_deltanet",), "zero_centred_norms": True}])
 def test_a_model_is_the_same_with_kernels(options, monkeypatch):
     config = ModelConfig(vocabulary_size=17, width=16, num_layers=1, num_heads=2, mlp_width=16, **options)
@@ -69,8 +126,8 @@ def test_a_model_is_the_same_with_kernels(options, monkeypatch):
 
     plain, calls = loss(graph), []
 
-    def serves(x, scale, z=None, *, between_kernels=False):
-        calls.append((x.shape, z is not None))
+    def serves(x, scale, z=None, z_bias=None, *, between_kernels=False):
+        calls.append((x.shape, z_bias is not None))
         return True
 
     for module in ("rnnlib.layers.normalization", "rnnlib.layers.readout", "rnnlib.ops.rms_norm"):
@@ -79,7 +136,8 @@ def test_a_model_is_the_same_with_kernels(options, monkeypatch):
     start = {config.mixers[0]: {"initializer.scale": 0.3}}
     other = nnx.split(nnx.eval_shape(lambda: DecoderLM(config.replace(mixer_overrides=start), rngs=nnx.Rngs(0))))[0]
     fused = loss(other)
-    assert {shape for shape, _ in calls} == {(2, 6, 16), (2, 6, 2, 8)}
+    of_heads = ((2, 6, 2, 8), config.mixers == ("kda",))  # whose gate has a bias
+    assert set(calls) == {((2, 6, 16), False), of_heads}
     assert_close(fused, plain, rtol=1e-4, atol=1e-5)
 
 

@@ -1,8 +1,8 @@
 """Kernels of the RMS norm: a program goes over some rows, a few at a time.
 
-r = 1 / sqrt(mean x^2 + eps)      y = scale x r a,  a = act(z) or 1
+r = 1 / sqrt(mean x^2 + eps)      y = scale x r a,  a = act(z + bias) or 1
 dx = r (h - x r mean(h x r)) + what else reaches x,  h = dy scale a
-d scale = sum_n dy a x r          dz = dy scale x r act'(z)
+d scale = sum_n dy a x r          dz = dy scale x r act'(z + bias)      d bias_h = sum_n dz,  n mod H = h
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.common.backend import exp, iota, load_masked, reciprocal, store_masked
+from pallas_kernels.triton.common.backend import iota, load_masked, sigmoid, store_masked
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Cut:
         blocks: of a program.
         eps: added to the mean square.
         activation: of the gate; None where there is none.
+        heads: H, of which the gates have a bias each, in turn; a divisor of `block`.
     """
 
     rows: int
@@ -36,11 +37,12 @@ class Cut:
     blocks: int
     eps: float
     activation: str | None
+    heads: int
 
 
 def _gate(z: Array, activation: str | None) -> tuple[Array, Array]:
     """The gate, and its derivative."""
-    s = reciprocal(1.0 + exp(-z))
+    s = sigmoid(z)
     if activation == "sigmoid":
         return s, s * (1.0 - s)
     return z * s, s * (1.0 + z * (1.0 - s))
@@ -48,9 +50,7 @@ def _gate(z: Array, activation: str | None) -> tuple[Array, Array]:
 
 def _blocks(cut: Cut, body: Any, state: Any) -> Any:
     """`state = body(index, mask, state)` for all blocks of rows of a program."""
-    shape = (cut.block, cut.columns)
-    row, column = iota(shape, 0), iota(shape, 1)
-    columns = None if cut.columns == cut.features else column < cut.features
+    (row, column), columns = _of_block(cut)
     first = pl.program_id(0) * (cut.blocks * cut.block)
 
     def step(i, state):
@@ -70,6 +70,26 @@ def _scale(r, cut: Cut) -> Array:
     return load_masked(r.scale, (column,), mask).astype(jnp.float32)
 
 
+def _of_block(cut: Cut) -> tuple[tuple[Array, Array], Array | None]:
+    """Index of a block of rows `[block, columns]`, and which of its columns exist; None where all do."""
+    shape = (cut.block, cut.columns)
+    row, column = iota(shape, 0), iota(shape, 1)
+    return (row, column), None if cut.columns == cut.features else column < cut.features
+
+
+def _bias(r, cut: Cut) -> Array | None:
+    """The gates' bias of a block's rows, the same for every block: one has whole cycles of heads."""
+    if r.bias is None:
+        return None
+    (row, column), mask = _of_block(cut)
+    return load_masked(r.bias, (row % cut.heads, column), mask).astype(jnp.float32)
+
+
+def _gate_argument(r, index: tuple[Array, Array], mask: Array | None, bias: Array | None) -> Array:
+    z = load_masked(r.z, index, mask).astype(jnp.float32)
+    return z if bias is None else z + bias
+
+
 def _normalised(cut: Cut, x: Array) -> tuple[Array, Array]:
     """Rows of mean square 1, and the factors that make them so."""
     inverse = lax.rsqrt(jnp.sum(x * x, axis=1) * (1.0 / cut.features) + cut.eps)[:, None]
@@ -78,12 +98,12 @@ def _normalised(cut: Cut, x: Array) -> tuple[Array, Array]:
 
 def norm_kernel(r, *, cut: Cut):
     """The result."""
-    scale = _scale(r, cut)
+    scale, bias = _scale(r, cut), _bias(r, cut)
 
     def body(index, mask, state):
         y = _normalised(cut, load_masked(r.x, index, mask).astype(jnp.float32))[0] * scale
         if r.z is not None:
-            y = y * _gate(load_masked(r.z, index, mask).astype(jnp.float32), cut.activation)[0]
+            y = y * _gate(_gate_argument(r, index, mask, bias), cut.activation)[0]
         store_masked(r.y, index, y, mask)
         return state
 
@@ -91,15 +111,18 @@ def norm_kernel(r, *, cut: Cut):
 
 
 def reverse_norm_kernel(r, *, cut: Cut):
-    """Gradients in rows and gates, and a program's part of that in the scale."""
-    scale = _scale(r, cut)
+    """Gradients in rows and gates, and a program's part of those in the scale and the gates' bias."""
+    scale, bias = _scale(r, cut), _bias(r, cut)
 
-    def body(index, mask, total):
+    def body(index, mask, totals):
+        total, total_z = totals
         normalised, inverse = _normalised(cut, load_masked(r.x, index, mask).astype(jnp.float32))
         d_y = load_masked(r.d_y, index, mask).astype(jnp.float32)
         if r.z is not None:
-            gate, slope = _gate(load_masked(r.z, index, mask).astype(jnp.float32), cut.activation)
-            store_masked(r.d_z, index, d_y * scale * normalised * slope, mask)
+            gate, slope = _gate(_gate_argument(r, index, mask, bias), cut.activation)
+            d_z = d_y * scale * normalised * slope
+            store_masked(r.d_z, index, d_z, mask)
+            total_z = None if total_z is None else total_z + d_z
             d_y = d_y * gate
         d_normalised = d_y * scale
         along = (jnp.sum(d_normalised * normalised, axis=1) * (1.0 / cut.features))[:, None]
@@ -107,8 +130,14 @@ def reverse_norm_kernel(r, *, cut: Cut):
         if r.d_kept is not None:
             d_x = d_x + load_masked(r.d_kept, index, mask).astype(jnp.float32)
         store_masked(r.d_x, index, d_x, mask)
-        return total + jnp.sum(d_y * normalised, axis=0)[None]
+        # Rows are added up behind the loop: a sum in it would make warps wait for one another.
+        return total + d_y * normalised, total_z
 
-    total = _blocks(cut, body, jnp.zeros((1, cut.columns), jnp.float32))
+    zeros = jnp.zeros((cut.block, cut.columns), jnp.float32)
+    total, total_z = _blocks(cut, body, (zeros, None if bias is None else zeros))
+    if total_z is not None:
+        index, mask = _of_block(cut)
+        store_masked(r.d_bias, index, total_z, mask)
+    total = jnp.sum(total, axis=0)[None]
     column = iota((1, cut.columns), 1)
     store_masked(r.d_scale, (column,), total, None if cut.columns == cut.features else column < cut.features)

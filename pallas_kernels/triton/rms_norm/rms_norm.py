@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from pallas_kernels.problem import cdiv
+from pallas_kernels.problem import cdiv, next_power_of_two
 from pallas_kernels.schedule import Launch
 from pallas_kernels.triton.common.backend import Operand, call, interpreted, unsupported_arrays
 from pallas_kernels.triton.rms_norm.kernels import Cut, norm_kernel, reverse_norm_kernel
@@ -40,11 +40,13 @@ class NormInputs(NamedTuple):
         x: `[N, F]`.
         scale: `[F]`.
         z: None or `[N, F]`.
+        bias: None or `[H, F]`, added to `z`'s rows in turn.
     """
 
     x: Array
     scale: Array
     z: Array | None
+    bias: Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +72,10 @@ def _cut(options: Options, inputs: NormInputs, blocks: int) -> tuple[Cut, int, L
     """A kernel's static facts, its programs, and its launch."""
     rows, features = inputs.x.shape
     columns = 1 << (features - 1).bit_length()
-    block = max(1, options.schedule.elements // columns)
-    cut = Cut(rows, features, columns, block, blocks, options.eps, options.activation if inputs.z is not None else None)
+    heads = 1 if inputs.bias is None else inputs.bias.shape[0]
+    block = max(heads, options.schedule.elements // columns)
+    activation = options.activation if inputs.z is not None else None
+    cut = Cut(rows, features, columns, block, blocks, options.eps, activation, heads)
     warps = min(16, max(1, options.schedule.num_warps * block * columns // options.schedule.elements))
     return cut, cdiv(rows, block * blocks), Launch(num_warps=warps, num_stages=1)
 
@@ -107,28 +111,44 @@ def _backward(options: Options, inputs: NormInputs, cotangents: tuple[Array, Arr
             "d_x": _whole(jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype)),
             "d_z": None if inputs.z is None else _whole(jax.ShapeDtypeStruct(inputs.z.shape, inputs.z.dtype)),
             "d_scale": Operand(parts, (None, cut.features), lambda p: (p, 0)),
+            "d_bias": None
+            if inputs.bias is None
+            else Operand(
+                jax.ShapeDtypeStruct((programs, cut.block, cut.features), jnp.float32),
+                (None, cut.block, cut.features),
+                lambda p: (p, 0, 0),
+            ),
         },
         launch,
         cut=cut,
     )
     d_scale = jnp.sum(results["d_scale"], axis=0).astype(inputs.scale.dtype)  # type: ignore[arg-type]
-    return (NormInputs(results["d_x"], d_scale, results["d_z"]),)  # type: ignore[arg-type]
+    d_bias = None
+    if inputs.bias is not None:
+        assert results["d_bias"] is not None
+        d_bias = jnp.sum(results["d_bias"].reshape(-1, *inputs.bias.shape), axis=0).astype(inputs.bias.dtype)
+    return (NormInputs(results["d_x"], d_scale, results["d_z"], d_bias),)  # type: ignore[arg-type]
 
 
 _run.defvjp(_forward, _backward)
 
 
-def norm_unsupported(x: Array, scale: Array, z: Array | None = None) -> str | None:
+def norm_unsupported(x: Array, scale: Array, z: Array | None = None, z_bias: Array | None = None) -> str | None:
     """Why `rms_norm` can't serve a call, as a noun phrase, or None if it can.
 
     Args:
         x: rows `[..., F]`.
         scale: `[F]`.
         z: gates `[..., F]`, or None.
+        z_bias: `[H, F]`, or None.
     """
     if x.shape[-1] > _MAX_FEATURES:
         return f"rows of {x.shape[-1]} features (at most {_MAX_FEATURES})"
-    return unsupported_arrays(x=x, scale=scale, z=z)
+    if z_bias is not None:
+        heads = z_bias.shape[0]
+        if heads & (heads - 1) or heads * next_power_of_two(x.shape[-1]) > _MAX_FEATURES:
+            return f"a bias of {heads} heads (a power of two, with at most {_MAX_FEATURES} features together)"
+    return unsupported_arrays(x=x, scale=scale, z=z, z_bias=z_bias)
 
 
 def rms_norm(
@@ -136,18 +156,20 @@ def rms_norm(
     scale: Float[Array, " F"],
     *,
     z: Float[Array, "*rows F"] | None = None,
+    z_bias: Float[Array, "H F"] | None = None,
     activation: Literal["silu", "sigmoid"] = "silu",
     eps: float = 1e-6,
     dtype: str | None = None,
     keeps: bool = False,
     schedule: NormSchedule | None = None,
 ) -> tuple[Float[Array, "*rows F"], Float[Array, "*rows F"] | None]:
-    """`x / sqrt(mean x^2 + eps) * scale * activation(z)` over the last axis, computed in float32.
+    """`x / sqrt(mean x^2 + eps) * scale * activation(z + z_bias)` over the last axis, computed in float32.
 
     Args:
         x: rows, bfloat16 or float32.
         scale: of each feature.
         z: the argument of the gate's activation; None is no gate.
+        z_bias: added to `z`, whose rows are of H heads in turn; None is zero.
         activation: of the gate.
         eps: added to the mean square.
         dtype: of the result; None is `x`'s.
@@ -161,7 +183,7 @@ def rms_norm(
     Raises:
         NotImplementedError: `norm_unsupported` has an objection.
     """
-    reason = norm_unsupported(x, scale, z)
+    reason = norm_unsupported(x, scale, z, z_bias)
     if reason is not None:
         raise NotImplementedError(f"rms_norm: the Triton kernels do not support {reason}")
     if schedule is None:
@@ -169,5 +191,5 @@ def rms_norm(
     shape, name = x.shape, jnp.dtype(x.dtype if dtype is None else dtype).name
     flat = [None if a is None else a.reshape(-1, shape[-1]) for a in (x, z)]
     options = Options(eps, activation, name, keeps, schedule)
-    y, kept = _run(options, vary_alike(NormInputs(flat[0], scale, flat[1])))  # type: ignore[arg-type]
+    y, kept = _run(options, vary_alike(NormInputs(flat[0], scale, flat[1], z_bias)))  # type: ignore[arg-type]
     return y.reshape(shape), None if kept is None else kept.reshape(shape)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.common.backend import exp, iota, load_masked, reciprocal, store_masked
+from pallas_kernels.triton.common.backend import iota, load_masked, sigmoid, store_masked
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _value(cut: Cut, taps: list[Array], bias: Array | None, x: Array, window: tu
         a = a + bias
     for tap, w in zip(taps[1:], window):
         a = a + tap * w
-    gate = reciprocal(1.0 + exp(-a)) if cut.activation == "silu" else None
+    gate = sigmoid(a) if cut.activation == "silu" else None
     hidden = a if gate is None else a * gate
     inverse = None
     if cut.eps is not None:

@@ -16,11 +16,10 @@ from pallas_kernels.schedule import Launch
 from pallas_kernels.triton.common.backend import (
     Operand,
     call,
-    exp,
     interpreted,
     iota,
     load_masked,
-    reciprocal,
+    sigmoid,
     store_masked,
 )
 from pallas_kernels.triton.short_convolution.short_convolution import convolution_unsupported
@@ -112,7 +111,7 @@ def _channels(r, i: int, cut: Cut, row: Array, tile: Array) -> None:
     for j, x in enumerate(inputs):
         y = y + load("kernel", j) * x
     if cut.activation == "silu":
-        y = y * reciprocal(1.0 + exp(-y))
+        y = y * sigmoid(y)
     if cut.eps is not None:
         y = y * lax.rsqrt(jnp.sum(y * y, axis=0) + cut.eps)
     store_masked(getattr(r, f"y_{i}"), (row, column), y, mask)

@@ -7,7 +7,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.problem import cdiv
-from pallas_kernels.triton.common.backend import dot, exp, iota, load_masked, reciprocal, store_masked
+from pallas_kernels.triton.common.backend import dot, iota, load_masked, sigmoid, store_masked
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def thin_products_kernel(r, *, cut: Cut):
             _store(r.y_0, gate, cut, cut.columns[0], tile)
             _store(r.y_1, up, cut, cut.columns[0], tile)
         else:
-            _store(r.y_0, gate * reciprocal(1.0 + exp(-gate)) * up, cut, cut.columns[0], tile)
+            _store(r.y_0, gate * sigmoid(gate) * up, cut, cut.columns[0], tile)
         return
     first = 0
     for i, blocks in enumerate(cut.blocks):
