@@ -1,8 +1,8 @@
 """Kernels in Pallas on its Triton backend, for NVIDIA GPUs; interpreted on a CPU.
 
 One folder an operator, each of which opens with its equations and its stages: `delta_rule`, `linear_attention`,
-`diagonal_preconditioner`, `ridge_solve`, `rms_norm`, `short_convolution`, `thin_products`. `common` is what they share;
-`tune` measures schedules.
+`diagonal_preconditioner`, `log_sum_exp`, `ridge_solve`, `rms_norm`, `short_convolution`,
+`thin_products`. `common` is what they share; `tune` measures schedules.
 """
 
 from pallas_kernels.schedule import Schedule
@@ -14,6 +14,7 @@ from pallas_kernels.triton.diagonal_preconditioner.gram_readout import (
     gram_unsupported,
 )
 from pallas_kernels.triton.linear_attention.linear_attention import linear_attention
+from pallas_kernels.triton.log_sum_exp.log_sum_exp import LogSumExpSchedule, log_sum_exp, log_sum_exp_unsupported
 from pallas_kernels.triton.ridge_solve.problem import RidgeSchedule
 from pallas_kernels.triton.ridge_solve.ridge_solve import ridge_solve, ridge_solve_unsupported
 from pallas_kernels.triton.rms_norm.rms_norm import NormSchedule, norm_unsupported, rms_norm
@@ -34,6 +35,7 @@ __all__ = [
     "ConvolutionPrograms",
     "ConvolutionSchedule",
     "GramSchedule",
+    "LogSumExpSchedule",
     "NormSchedule",
     "RidgeSchedule",
     "Schedule",
@@ -44,6 +46,8 @@ __all__ = [
     "gated_delta_rule",
     "gram_unsupported",
     "linear_attention",
+    "log_sum_exp",
+    "log_sum_exp_unsupported",
     "mosaic_unsupported",
     "norm_unsupported",
     "one_token_convolutions",

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.varying import vary_alike
 from rnnlib.layers.tensor import TENSOR, first_of_share, sum_over_shares
+from rnnlib.ops.log_sum_exp import log_sum_exp
 
 
 class LossSums(NamedTuple):
@@ -60,7 +61,7 @@ def _cross_entropy(logits: Array, targets: Array, shares: int = 1) -> tuple[Arra
     # The target's logit is picked by a comparison and not by its index: the gradient of indexing is a scatter, which on
     # a GPU is either not deterministic or not fast.
     is_target = first + jnp.arange(logits.shape[-1]) == targets[..., None]
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    normalizer = log_sum_exp(logits)
     if shares > 1:  # of this device's part until here
         highest = jax.lax.pmax(normalizer, TENSOR)
         normalizer = highest + jnp.log(sum_over_shares(jnp.exp(normalizer - highest), shares))
