@@ -26,14 +26,20 @@ from pallas_kernels.triton.short_convolution.one_token import (
 from pallas_kernels.triton.short_convolution.short_convolution import (
     ConvolutionPrograms,
     ConvolutionSchedule,
+    ConvolutionStream,
     convolution_unsupported,
+    joined_convolutions,
+    joined_unsupported,
     short_convolution,
 )
+from pallas_kernels.triton.short_convolution.short_convolution import Finish as ConvolutionFinish
 from pallas_kernels.triton.thin_products.thin_products import ThinSchedule, thin_products, thin_unsupported
 
 __all__ = [
+    "ConvolutionFinish",
     "ConvolutionPrograms",
     "ConvolutionSchedule",
+    "ConvolutionStream",
     "GramSchedule",
     "LogSumExpSchedule",
     "NormSchedule",
@@ -45,6 +51,8 @@ __all__ = [
     "diagonal_gram_readout",
     "gated_delta_rule",
     "gram_unsupported",
+    "joined_convolutions",
+    "joined_unsupported",
     "linear_attention",
     "log_sum_exp",
     "log_sum_exp_unsupported",

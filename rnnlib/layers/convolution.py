@@ -85,8 +85,12 @@ class ShortConvolution(nnx.Module):
 
     def inputs(self, x: Float[Array, "B T C"], state: Float[Array, "B S C"] | None) -> ConvolutionInputs:
         """The operator's arrays, in the compute dtype; arguments as the call's."""
+        return ConvolutionInputs(x, *self.filter(), state, None)
+
+    def filter(self) -> tuple[Float[Array, "W C"], Float[Array, " C"] | None]:
+        """Kernel and bias in the compute dtype."""
         bias = None if self.bias is None else self.bias[...].astype(self.dtype)
-        return ConvolutionInputs(x, self.kernel[...].astype(self.dtype), bias, state, None)
+        return self.kernel[...].astype(self.dtype), bias
 
     def init_state(self, batch_size: int, dtype: DTypeLike) -> Float[Array, "B S C"]:
         """The state before the first token: zeros."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -12,10 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from pallas_kernels.varying import vary_alike
 from rnnlib.ops.sharding import is_split
 from rnnlib.ops.thin_products import row_product, thin_kernel_serves, thin_products
 
 _MAPS_OF_A_LAUNCH = 8
+_NARROW = 512  # Most columns of a map that joins a mixer's streams: they are copied out of the product.
+_COLUMNS = 64  # A joined product has a multiple of so many, so that rows begin where large loads may.
 
 
 def joined_products(x: Float[Array, "*batch D"], maps: Sequence[nnx.Linear]) -> Sequence[Float[Array, "*batch F"]]:
@@ -29,13 +33,10 @@ def joined_products(x: Float[Array, "*batch D"], maps: Sequence[nnx.Linear]) -> 
         x: the input of all maps.
         maps: `nnx.Linear` of the same dtype. Other modules, such as your own adapters, are called one by one.
     """
-    rows, dtype = math.prod(x.shape[:-1]), maps[0].dtype
-    if rows < x.shape[-1] or not all(_is_plain(f) and f.dtype == dtype for f in maps):
+    dtype = maps[0].dtype
+    if not _can_join(x, maps):
         return [f(x) for f in maps]
-    kernels = [f.kernel[...] for f in maps]
-    if is_split(x) or any(map(is_split, kernels)):  # a joined axis would not be spread over devices as its parts are
-        return [f(x) for f in maps]
-    x, *kernels = maps[0].promote_dtype((x, *kernels), dtype=dtype)
+    x, *kernels = maps[0].promote_dtype((x, *(f.kernel[...] for f in maps)), dtype=dtype)
     # The barrier is one in the backward pass too: without it XLA writes each map's gradient, and then joins them.
     y = jax.lax.optimization_barrier(row_product(x, jnp.concatenate(kernels, axis=-1), preferred_element_type=x.dtype))
     return jnp.split(y, list(itertools.accumulate(f.out_features for f in maps[:-1])), axis=-1)
@@ -56,7 +57,31 @@ def _is_plain(f: nnx.Module) -> bool:
     return isinstance(f, nnx.Linear) and type(f) in (nnx.Linear, InputLinear) and f.bias is None
 
 
-_PRODUCTS: contextvars.ContextVar[tuple[Any, dict[int, Array]]] = contextvars.ContextVar("products_of_an_input")
+def _can_join(x: Array, maps: Sequence[nnx.Module]) -> bool:
+    """Whether maps can be one product, and copying their kernels pays."""
+    if math.prod(x.shape[:-1]) < x.shape[-1] or not all(map(_is_plain, maps)):
+        return False
+    plain: Any = maps
+    # A joined axis would not be spread over devices as its parts are.
+    return len({f.dtype for f in plain}) == 1 and not any(map(is_split, (x, *(f.kernel[...] for f in plain))))
+
+
+@dataclasses.dataclass(eq=False)
+class _InputProducts:
+    """What is known of the products of a mixer's input.
+
+    Attributes:
+        x: the input.
+        maps: of it, that no product has been computed of.
+        found: products by the identity of their map.
+    """
+
+    x: Array
+    maps: list["InputLinear"]
+    found: dict[int, Array]
+
+
+_PRODUCTS: contextvars.ContextVar[_InputProducts | None] = contextvars.ContextVar("products_of_an_input", default=None)
 
 
 class InputLinear(nnx.Linear):
@@ -64,9 +89,9 @@ class InputLinear(nnx.Linear):
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Maps `[..., D]` to `[..., F]`."""
-        x, products = _PRODUCTS.get((None, {}))
-        if x is inputs and id(self) in products:
-            return products[id(self)]
+        products = _PRODUCTS.get()
+        if products is not None and products.x is inputs and id(self) in products.found:
+            return products.found[id(self)]
         return super().__call__(inputs, out_sharding)
 
 
@@ -74,20 +99,20 @@ class InputLinear(nnx.Linear):
 def joined_inputs(module: nnx.Module, x: Float[Array, "*batch D"]) -> Iterator[None]:
     """Within this context, all `InputLinear` of `module` that are called with `x` itself share one kernel launch.
 
-    If no kernel supports the call, as for many rows, nothing changes.
+    Of many rows, which no such kernel supports, narrow maps can share the product of `joined_columns`.
 
     Args:
         module: a mixer, whose parts call their own maps.
         x: its input.
     """
-    maps = _maps_in(module) if x.size and thin_kernel_serves(x, ()) else []
+    maps = _maps_in(module) if x.size else []
     maps = [f for f in maps if f.bias is None and f.dtype == x.dtype and f.in_features == x.shape[-1]]
-    products: dict[int, Array] = {}
-    for some in itertools.batched(maps, _MAPS_OF_A_LAUNCH):
+    found: dict[int, Array] = {}
+    for some in itertools.batched(maps, _MAPS_OF_A_LAUNCH) if thin_kernel_serves(x, ()) else ():
         _, *kernels = some[0].promote_dtype((x, *(f.kernel[...] for f in some)), dtype=x.dtype)
         if len(some) > 1 and thin_kernel_serves(x, kernels):
-            products |= {id(f): y for f, y in zip(some, thin_products(x, kernels))}
-    token = _PRODUCTS.set((x, products))
+            found |= {id(f): y for f, y in zip(some, thin_products(x, kernels))}
+    token = _PRODUCTS.set(_InputProducts(x, [f for f in maps if id(f) not in found], found))
     try:
         yield
     finally:
@@ -96,3 +121,61 @@ def joined_inputs(module: nnx.Module, x: Float[Array, "*batch D"]) -> Iterator[N
 
 def _maps_in(module: nnx.Module) -> list[InputLinear]:
     return [node for _, node in nnx.iter_graph(module) if type(node) is InputLinear]
+
+
+def columns_can_join(x: Float[Array, "*batch D"], maps: Sequence[nnx.Module]) -> bool:
+    """Whether `joined_columns` supports the call: many rows, and maps without biases of the same dtype as `x`."""
+    return _can_join(x, maps) and all(getattr(f, "dtype", None) == x.dtype for f in maps)
+
+
+def joined_columns(
+    x: Float[Array, "*batch D"], maps: Sequence[nnx.Linear]
+) -> tuple[Float[Array, "*batch N"], list[InputLinear]]:
+    """`x` times the kernels of `maps` and of the mixer's narrow maps, side by side in one product.
+
+    The mixer's maps are those of the enclosing `joined_inputs`. Columns of zeros may follow theirs. The gradient of the
+    kernels is computed in their own dtype.
+
+    Args:
+        x: the input of all maps.
+        maps: the first columns' maps.
+
+    Returns:
+        The product, and the narrow maps: `joined_found` takes their columns.
+    """
+    products = _PRODUCTS.get()
+    waiting = products.maps if products is not None and products.x is x else []
+    chosen = {id(f) for f in maps}
+    narrow = [f for f in waiting if id(f) not in chosen and f.out_features <= _NARROW and _can_join(x, (f, *maps))]
+    kernels = [f.kernel[...] for f in (*maps, *narrow)]
+    columns = sum(kernel.shape[1] for kernel in kernels)
+    kernels.append(jnp.zeros((kernels[0].shape[0], -columns % _COLUMNS), kernels[0].dtype))
+    return _product_of_stored(*vary_alike((x, jnp.concatenate(kernels, axis=-1)))), narrow
+
+
+def joined_found(columns: Float[Array, "*batch N"], narrow: Sequence[InputLinear]) -> None:
+    """Gives each of the `narrow` maps of `joined_columns` its columns as its product."""
+    products = _PRODUCTS.get()
+    if products is not None and narrow:
+        ends = list(itertools.accumulate(f.out_features for f in narrow))
+        products.found |= {id(f): y for f, y in zip(narrow, jnp.split(columns, ends, axis=-1))}
+
+
+@jax.custom_vjp
+def _product_of_stored(x: Array, kernel: Array) -> Array:
+    """`x @ kernel` in `x`'s dtype; the kernel's gradient is not rounded to it."""
+    return row_product(x, kernel.astype(x.dtype), preferred_element_type=x.dtype)
+
+
+def _product_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product_of_stored(x, kernel), (x, kernel)
+
+
+def _product_backward(residuals: tuple[Array, Array], d_y: Array) -> tuple[Array, Array]:
+    x, kernel = residuals
+    d_x = row_product(d_y, kernel.astype(x.dtype).T, preferred_element_type=x.dtype)
+    rows = tuple(range(x.ndim - 1))
+    return d_x, jax.lax.dot_general(x, d_y, ((rows, rows), ((), ())), preferred_element_type=kernel.dtype)
+
+
+_product_of_stored.defvjp(_product_forward, _product_backward)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
@@ -12,7 +13,9 @@ from rnnlib.layers.base import MixerShape
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.feature_maps import ACTIVATIONS, FeatureMap, FeatureMapConfig, HeadMap
 from rnnlib.layers.normalization import RMSNorm, l1_normalize, l2_normalize, sum_normalize
+from rnnlib.layers.products import columns_can_join, joined_columns, joined_found
 from rnnlib.ops.short_convolution.inputs import Finish
+from rnnlib.ops.short_convolution.joined import JoinedStream, joined_convolutions, joined_convolutions_serve
 from rnnlib.ops.short_convolution.one_token import Call, one_launch_serves, one_token_convolutions
 
 StreamNorm = Literal["none", "l2", "rms", "l1", "sum"]
@@ -93,11 +96,19 @@ class Stream(nnx.Module):
         is_done = self.convolution is not None and self._norm_size(chosen) is not None
         return y if is_done or self.norm_kind not in _NORMS else _NORMS[self.norm_kind](y)
 
+    def _finish(self, chosen: HeadMap | str) -> Finish:
+        """The convolution's options."""
+        return Finish(self.activation, self._norm_size(chosen), 1e-6)
+
     def _call(self, x: Float[Array, "B T D"], tail: Array | None, chosen: HeadMap | str) -> Call:
         """The convolution's arrays and options."""
         assert self.convolution is not None
-        finish = Finish(self.activation, self._norm_size(chosen), 1e-6)
-        return self.convolution.inputs(self.projection(x), tail), finish
+        return self.convolution.inputs(self.projection(x), tail), self._finish(chosen)
+
+    def _joined(self, tail: Array | None, chosen: HeadMap | str) -> JoinedStream:
+        """The same, for inputs that lie beside other streams'."""
+        assert self.convolution is not None
+        return JoinedStream(*self.convolution.filter(), tail, self._finish(chosen))
 
     def init_tail(self, batch_size: int, dtype: DTypeLike) -> Array | None:
         """The convolution's tail before the first token."""
@@ -112,7 +123,10 @@ def run_streams(
     tails: Sequence[Array | None],
     feature_maps: Sequence[HeadMap | str | None],
 ) -> list[tuple[Float[Array, "B T H X"], Array | None]]:
-    """Each stream's heads and next tail; of one token all convolutions in one launch, where a kernel serves.
+    """Each stream's heads and next tail, where kernels serve with joint work.
+
+    Of one token all convolutions are one launch. Of many tokens all maps are one product, whose columns the
+    convolutions read.
 
     Args:
         streams: what `x` goes through.
@@ -121,11 +135,23 @@ def run_streams(
         tails: of each stream.
         feature_maps: that each borrows.
     """
+    chosen = [stream._chosen(borrowed) for stream, borrowed in zip(streams, feature_maps)]
     if x.shape[1] == 1 and all(stream.convolution is not None for stream in streams):
-        chosen = [stream._chosen(borrowed) for stream, borrowed in zip(streams, feature_maps)]
         calls = [stream._call(x, tail, one) for stream, tail, one in zip(streams, tails, chosen)]
         if one_launch_serves(calls):
             results = one_token_convolutions(calls)
             return [(s._heads_of(y, one), tail) for s, (y, tail), one in zip(streams, results, chosen)]
+    # Wide streams first: each begins at a multiple of its channels, if those of wider ones are multiples of them.
+    order = sorted(range(len(streams)), key=lambda i: -streams[i].heads * streams[i].size)
+    maps: list[Any] = [streams[i].projection for i in order]
+    if all(stream.convolution is not None for stream in streams) and columns_can_join(x, maps):
+        joined = [streams[i]._joined(tails[i], chosen[i]) for i in order]
+        columns = sum(stream.kernel.shape[1] for stream in joined)
+        if joined_convolutions_serve(jax.ShapeDtypeStruct((*x.shape[:2], columns), x.dtype), joined):
+            product, narrow = joined_columns(x, maps)
+            results, rest = joined_convolutions(product, joined, segment_ids=segment_ids)
+            joined_found(rest, narrow)
+            of_stream = dict(zip(order, results))
+            return [(s._heads_of(of_stream[i][0], chosen[i]), of_stream[i][1]) for i, s in enumerate(streams)]
     every = zip(streams, tails, feature_maps)
     return [stream(x, segment_ids=segment_ids, tail=tail, feature_map=borrowed) for stream, tail, borrowed in every]

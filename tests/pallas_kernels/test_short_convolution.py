@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels.schedule import Launch
-from pallas_kernels.triton import ConvolutionPrograms, ConvolutionSchedule, convolution_unsupported, short_convolution
+from pallas_kernels.triton import (
+    ConvolutionFinish,
+    ConvolutionPrograms,
+    ConvolutionSchedule,
+    ConvolutionStream,
+    convolution_unsupported,
+    joined_convolutions,
+    short_convolution,
+)
 from rnnlib import ops
 from tests.pallas_kernels.cases import relative_error
 
@@ -153,3 +161,33 @@ def test_on_a_gpu(shape, width, optional, packed, activation, norm_size, dtype):
     found = errors(short_convolution, arrays, d_y, segment_ids=ids, activation=activation, norm_size=norm_size)
     limit = 1e-6 if dtype == jnp.float32 else 3e-3
     assert all(error < limit for error in found.values()), found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_joined_on_a_gpu(dtype):
+    """Bit by bit what each stream gives by itself, and columns behind the streams go through."""
+    streams = [(512, 128, ""), (256, None, BOTH), (256, 64, "bias")]
+    made = [make_arguments((2, 700, size), 4, optional, True, dtype) for size, _, optional in streams]
+    finishes = [ConvolutionFinish("silu", norm_size) for _, norm_size, _ in streams]
+    rest = jnp.ones((2, 700, 40), dtype)
+    x = jnp.concatenate([arrays.pop("x") for arrays, _, _ in made] + [rest], axis=-1)
+    filters, ids = [arrays for arrays, _, _ in made], made[0][2]
+
+    def by_one_call(x, filters):
+        given = [ConvolutionStream(**arrays, finish=finish) for arrays, finish in zip(filters, finishes)]
+        return joined_convolutions(x, given, segment_ids=ids)
+
+    def one_by_one(x, filters):
+        results, first = [], 0
+        for arrays, finish, (size, _, _) in zip(filters, finishes, streams):
+            options = {"activation": finish.activation, "norm_size": finish.norm_size, "segment_ids": ids}
+            results.append(short_convolution(x[..., first : first + size], **arrays, **options))
+            first += size
+        return tuple(results), x[..., first:]
+
+    found, expected = (
+        jax.jit(lambda x, filters, run=run: (lambda y, back: (y, back(y)))(*jax.vjp(run, x, filters)))(x, filters)
+        for run in (by_one_call, one_by_one)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

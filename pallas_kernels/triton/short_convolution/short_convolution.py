@@ -5,11 +5,16 @@
 Inputs are read once and results written once, forward; the backward reads inputs and the gradient of the results once
 and writes the gradient of the inputs. Nothing else is kept for it. The filter's and the bias's gradient are sums by
 program, added up in a fixed order.
+
+Several streams may lie side by side in one array, as one matrix product gives them (`joined_convolutions`). Each has
+its own launch, which reads its columns there and writes their gradient into the gradient of the whole array.
 """
 
 import dataclasses
 import functools
-from typing import NamedTuple
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,22 +82,47 @@ def choose_convolution_schedule() -> ConvolutionSchedule:
     return ConvolutionSchedule()
 
 
+class Filter(NamedTuple):
+    """The arrays of one stream.
+
+    Attributes:
+        kernel: `[W, D]`.
+        bias: None or `[D]`.
+        initial_state: None or `[B, W - 1, D]`.
+    """
+
+    kernel: Array
+    bias: Array | None = None
+    initial_state: Array | None = None
+
+
 class ConvolutionInputs(NamedTuple):
     """Arguments.
 
     Attributes:
-        x: `[B, T, D]`.
-        kernel: `[W, D]`.
-        bias: None or `[D]`.
-        initial_state: None or `[B, W - 1, D]`.
+        x: `[B, T, N]`, N at least the sum of the streams' channels D: the first has the first columns, and so on.
+        filters: of each stream.
         starts: None, or `[B, T]` int32, 1 at each token that starts a segment.
     """
 
     x: Array
-    kernel: Array
-    bias: Array | None
-    initial_state: Array | None
+    filters: tuple[Filter, ...]
     starts: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """The operations after a stream's sums.
+
+    Attributes:
+        activation: None or "silu".
+        norm_size: channels of a head whose results get unit length, or None for no norm.
+        eps: added to the squared norm.
+    """
+
+    activation: str | None = None
+    norm_size: int | None = None
+    eps: float = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,32 +130,28 @@ class Options:
     """Static options of a call.
 
     Attributes:
-        activation: None or "silu".
-        norm_size: channels of a head, or None for no norm.
-        eps: added to the squared norm.
+        finishes: of each stream.
         schedule: how the call is cut.
     """
 
-    activation: str | None
-    norm_size: int | None
-    eps: float
+    finishes: tuple[Finish, ...]
     schedule: ConvolutionSchedule
 
 
 def _cut(
-    options: Options, inputs: ConvolutionInputs, programs: ConvolutionPrograms
+    finish: Finish, schedule: ConvolutionSchedule, stream: "_Stream", programs: ConvolutionPrograms
 ) -> tuple[Cut, tuple[int, int, int], Launch]:
     """A kernel's static facts, its grid, and its launch with as many warps as its channels need."""
-    batch, length, channels = inputs.x.shape
+    (batch, length, _), channels = stream.x.shape, stream.channels
     launch = programs.launch
-    size = min(_PLAIN, next_power_of_two(channels)) if options.norm_size is None else options.norm_size
+    size = min(_PLAIN, next_power_of_two(channels)) if finish.norm_size is None else finish.norm_size
     columns = 1 << (size - 1).bit_length()
     heads = max(1, min(launch.inner // columns, 1 << (cdiv(channels, size) - 1).bit_length()))
     tiles = cdiv(channels, size * heads)
-    if options.schedule.adapts:
+    if schedule.adapts:
         programs = programs.shortened(tiles * batch, length)
     cut = Cut(
-        width=inputs.kernel.shape[0],
+        width=stream.filter.kernel.shape[0],
         length=length,
         channels=channels,
         size=size,
@@ -134,8 +160,8 @@ def _cut(
         tokens=programs.tokens,
         block=launch.block,
         ahead=launch.num_stages > 1,
-        activation=options.activation,
-        eps=None if options.norm_size is None else options.eps,
+        activation=finish.activation,
+        eps=None if finish.norm_size is None else finish.eps,
     )
     warps = launch.num_warps * max(1, heads * columns // launch.inner)
     return cut, (tiles, cdiv(length, cut.tokens), batch), dataclasses.replace(launch, num_warps=warps)
@@ -160,14 +186,39 @@ def _shared(x: Array | None) -> Operand | None:
     return None if x is None else Operand(x, x.shape, lambda c, p, b: tuple(0 for _ in x.shape))
 
 
-def _operands(inputs: ConvolutionInputs) -> dict[str, Operand | None]:
-    return {
-        "x": _of_row(inputs.x),
-        "kernel": _shared(inputs.kernel),
-        "bias": _shared(inputs.bias),
-        "initial_state": _of_row(inputs.initial_state),
-        "starts": _of_row(inputs.starts),
-    }
+class _Stream(NamedTuple):
+    """One stream of a call: its columns of `x` are block `block` of as many as it has channels."""
+
+    x: Array
+    filter: Filter
+    starts: Array | None
+    block: int
+
+    @property
+    def channels(self) -> int:
+        return self.filter.kernel.shape[1]
+
+    def columns(self, x: Array | jax.ShapeDtypeStruct) -> Operand:
+        """The stream's columns of one row of an array shaped as `x`."""
+        block, size = self.block, (None, x.shape[1], self.channels)
+        return Operand(x, size, lambda c, p, b: (b, 0, block))
+
+    def operands(self) -> dict[str, Operand | None]:
+        """Inputs of both kernels."""
+        return {
+            "x": self.columns(self.x),
+            "kernel": _shared(self.filter.kernel),
+            "bias": _shared(self.filter.bias),
+            "initial_state": _of_row(self.filter.initial_state),
+            "starts": _of_row(self.starts),
+        }
+
+
+def _streams(inputs: ConvolutionInputs) -> list[_Stream]:
+    sizes = [filter.kernel.shape[1] for filter in inputs.filters]
+    firsts = itertools.accumulate(sizes[:-1], initial=0)
+    blocks = [first // size for first, size in zip(firsts, sizes)]  # whole: `joined_unsupported`
+    return [_Stream(inputs.x, filter, inputs.starts, block) for filter, block in zip(inputs.filters, blocks)]
 
 
 def _like(x: Array | None) -> jax.ShapeDtypeStruct | None:
@@ -175,58 +226,88 @@ def _like(x: Array | None) -> jax.ShapeDtypeStruct | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(options: Options, inputs: ConvolutionInputs) -> Array:
-    cut, grid, launch = _cut(options, inputs, options.schedule.forward)
-    outputs = {"y": _of_row(_like(inputs.x))}
-    return call(convolution_kernel, "short_convolution", grid, _operands(inputs), outputs, launch, cut=cut)["y"]  # type: ignore[return-value]
+def _run(options: Options, inputs: ConvolutionInputs) -> tuple[tuple[Array, ...], Array]:
+    """The result of each stream, and the columns behind the streams."""
+    results: list[Any] = []
+    for finish, stream in zip(options.finishes, _streams(inputs)):
+        cut, grid, launch = _cut(finish, options.schedule, stream, options.schedule.forward)
+        y = jax.ShapeDtypeStruct((*inputs.x.shape[:2], stream.channels), inputs.x.dtype)
+        found = call(
+            convolution_kernel, "short_convolution", grid, stream.operands(), {"y": _of_row(y)}, launch, cut=cut
+        )
+        results.append(found["y"])
+    return tuple(results), inputs.x[..., _of_streams(inputs) :]
 
 
-def _forward(options: Options, inputs: ConvolutionInputs) -> tuple[Array, ConvolutionInputs]:
+def _of_streams(inputs: ConvolutionInputs) -> int:
+    return sum(filter.kernel.shape[1] for filter in inputs.filters)
+
+
+def _forward(options: Options, inputs: ConvolutionInputs) -> tuple[tuple[tuple[Array, ...], Array], ConvolutionInputs]:
     return _run(options, inputs), inputs
 
 
-def _backward(options: Options, inputs: ConvolutionInputs, d_y: Array) -> tuple[ConvolutionInputs]:
-    cut, grid, launch = _cut(options, inputs, options.schedule.backward)
-    batch, parts = inputs.x.shape[0], grid[1]
+def _backward(
+    options: Options, inputs: ConvolutionInputs, cotangents: tuple[tuple[Array, ...], Array]
+) -> tuple[ConvolutionInputs]:
+    d_x: Array | None = None
+    d_filters = []
+    for finish, stream, d_y in zip(options.finishes, _streams(inputs), cotangents[0]):
+        d_x, d_filter = _stream_gradients(finish, options.schedule, stream, d_y, d_x)
+        d_filters.append(d_filter)
+    assert d_x is not None
+    if cotangents[1].shape[-1]:
+        d_x = jax.lax.dynamic_update_slice_in_dim(d_x, cotangents[1], _of_streams(inputs), axis=2)
+    return (ConvolutionInputs(d_x, tuple(d_filters), None),)
 
-    def partial_sums(x):
+
+def _stream_gradients(
+    finish: Finish, schedule: ConvolutionSchedule, stream: _Stream, d_y: Array, d_x: Array | None
+) -> tuple[Array, Filter]:
+    """The gradient of all of `x`, in which this stream's columns are written into `d_x`; and that of the filter."""
+    cut, grid, launch = _cut(finish, schedule, stream, schedule.backward)
+    batch, parts = stream.x.shape[0], grid[1]
+
+    def partial_sums(x: Array | None) -> jax.ShapeDtypeStruct | None:
         return None if x is None else jax.ShapeDtypeStruct((batch, parts, *x.shape), jnp.float32)
 
     results = call(
         reverse_convolution_kernel,
         "short_convolution_reverse",
         grid,
-        {**_operands(inputs), "d_y": _of_row(d_y)},
+        {**stream.operands(), "d_y": _of_row(d_y)},
         {
-            "d_x": _of_row(_like(inputs.x)),
-            "d_kernel": _of_program(partial_sums(inputs.kernel)),
-            "d_bias": _of_program(partial_sums(inputs.bias)),
-            "d_initial_state": _of_row(_like(inputs.initial_state)),
+            "d_x": stream.columns(jax.ShapeDtypeStruct(stream.x.shape, stream.x.dtype)),
+            "d_kernel": _of_program(partial_sums(stream.filter.kernel)),
+            "d_bias": _of_program(partial_sums(stream.filter.bias)),
+            "d_initial_state": _of_row(_like(stream.filter.initial_state)),
         },
         launch,
+        updates=None if d_x is None else {"d_x": stream.columns(d_x)},
         cut=cut,
     )
 
-    def total(name, like):
+    def total(name: str, like: Array | None) -> Array | None:
         parts = results[name]
-        return None if parts is None else jnp.sum(parts, axis=(0, 1)).astype(like.dtype)
+        return None if parts is None or like is None else jnp.sum(parts, axis=(0, 1)).astype(like.dtype)
 
-    return (
-        ConvolutionInputs(
-            x=results["d_x"],  # type: ignore[arg-type]
-            kernel=total("d_kernel", inputs.kernel),  # type: ignore[arg-type]
-            bias=total("d_bias", inputs.bias),
-            initial_state=results["d_initial_state"],
-            starts=None,
-        ),
+    d_filter = Filter(
+        kernel=total("d_kernel", stream.filter.kernel),  # type: ignore[arg-type]
+        bias=total("d_bias", stream.filter.bias),
+        initial_state=results["d_initial_state"],
     )
+    return results["d_x"], d_filter  # type: ignore[return-value]
 
 
 _run.defvjp(_forward, _backward)
 
 
 def convolution_unsupported(
-    x: Array, kernel: Array, *others: Array | None, activation: str | None = None, norm_size: int | None = None
+    x: Array | jax.ShapeDtypeStruct,
+    kernel: Array,
+    *others: Array | None,
+    activation: str | None = None,
+    norm_size: int | None = None,
 ) -> str | None:
     """Why `short_convolution` can't serve a call, as a noun phrase, or None if it can.
 
@@ -286,8 +367,76 @@ def short_convolution(
     reason = convolution_unsupported(x, kernel, bias, initial_state, activation=activation, norm_size=norm_size)
     if reason is not None:
         raise NotImplementedError(f"short_convolution: the Triton kernels do not support {reason}")
-    if kernel.shape[0] == 1:  # a state of no tokens
-        initial_state = None
-    starts = segment_starts(segment_ids)
-    options = Options(activation, norm_size, eps, schedule or choose_convolution_schedule())
-    return _run(options, vary_alike(ConvolutionInputs(x, kernel, bias, initial_state, starts)))
+    stream = ConvolutionStream(kernel, bias, initial_state, Finish(activation, norm_size, eps))
+    return _convolutions(x, (stream,), segment_ids, schedule)[0][0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvolutionStream:
+    """One stream of `joined_convolutions`; see `short_convolution`.
+
+    Attributes:
+        kernel: `[W, D]`.
+        bias: None or `[D]`.
+        initial_state: None or `[B, W - 1, D]`.
+        finish: activation and norm.
+    """
+
+    kernel: Array
+    bias: Array | None = None
+    initial_state: Array | None = None
+    finish: Finish = Finish()
+
+
+def joined_unsupported(x: Array | jax.ShapeDtypeStruct, streams: Sequence[ConvolutionStream]) -> str | None:
+    """Why `joined_convolutions` can't serve a call, as a noun phrase, or None if it can."""
+    first = 0
+    for stream in streams:
+        channels, finish = stream.kernel.shape[1], stream.finish
+        options: dict[str, Any] = {"activation": finish.activation, "norm_size": finish.norm_size}
+        reason = convolution_unsupported(x, stream.kernel, stream.bias, stream.initial_state, **options)
+        if reason is not None:
+            return reason
+        if first % channels:
+            return f"a stream of {channels} channels from column {first} on (only from a multiple of them)"
+        first += channels
+    return f"{x.shape[-1]} columns for streams of {first} channels" if first > x.shape[-1] else None
+
+
+def joined_convolutions(
+    x: Float[Array, "B T N"],
+    streams: Sequence[ConvolutionStream],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    schedule: ConvolutionSchedule | None = None,
+) -> tuple[tuple[Float[Array, "B T _"], ...], Float[Array, "B T rest"]]:
+    """`short_convolution` of streams whose inputs lie side by side in one array.
+
+    The gradient of `x` is one array too, into which each stream's kernel writes its columns.
+
+    Args:
+        x: inputs, the first stream's in the first columns, and so on; further columns may follow.
+        streams: each starts at a multiple of its number of channels.
+        segment_ids: as `short_convolution`.
+        schedule: how the calls are cut into programs.
+
+    Returns:
+        Each stream's result in `x`'s dtype, and the columns behind the streams as they are.
+
+    Raises:
+        NotImplementedError: `joined_unsupported` has an objection.
+    """
+    reason = joined_unsupported(x, streams)
+    if reason is not None:
+        raise NotImplementedError(f"joined_convolutions: the Triton kernels do not support {reason}")
+    return _convolutions(x, streams, segment_ids, schedule)
+
+
+def _convolutions(
+    x: Array, streams: Sequence[ConvolutionStream], segment_ids: Array | None, schedule: ConvolutionSchedule | None
+) -> tuple[tuple[Array, ...], Array]:
+    # The state of a filter of one tap has no tokens.
+    states = [None if stream.kernel.shape[0] == 1 else stream.initial_state for stream in streams]
+    filters = tuple(Filter(stream.kernel, stream.bias, state) for stream, state in zip(streams, states))
+    options = Options(tuple(stream.finish for stream in streams), schedule or choose_convolution_schedule())
+    return _run(options, vary_alike(ConvolutionInputs(x, filters, segment_starts(segment_ids))))

@@ -1,0 +1,115 @@
+"""Short convolutions of streams that lie side by side in one array, on NVIDIA GPUs."""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from pallas_kernels.platform import platform
+from rnnlib.ops.derivatives import with_further_derivatives
+from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.sequence import current_axis, of_last, tokens_before
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
+from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
+
+
+class JoinedStream(NamedTuple):
+    """One stream of `joined_convolutions`.
+
+    Attributes:
+        kernel: `[W, D]`.
+        bias: None or `[D]`.
+        initial_state: None or the W - 1 inputs before the first, `[B, W - 1, D]`.
+        finish: activation and norm.
+    """
+
+    kernel: Array
+    bias: Array | None
+    initial_state: Array | None
+    finish: Finish
+
+
+def joined_convolutions_serve(x: Array | jax.ShapeDtypeStruct, streams: Sequence[JoinedStream]) -> bool:
+    """Whether `joined_convolutions` is faster than one convolution at a time: bfloat16 on a GPU.
+
+    Args:
+        x: the array, or its shape and dtype.
+        streams: as `joined_convolutions` takes them.
+    """
+    return platform() == "gpu" and x.dtype == jnp.bfloat16 and joined_unsupported(x, streams) is None
+
+
+def joined_unsupported(x: Array | jax.ShapeDtypeStruct, streams: Sequence[JoinedStream]) -> str | None:
+    """Why the kernels can't serve a call, as a noun phrase, or None if they can."""
+    try:
+        found = _kernel_streams(streams)
+    except ImportError as error:
+        return f"this installation: {error}"
+    return triton_unsupported("joined_unsupported", x, found)
+
+
+def joined_convolutions(
+    x: Float[Array, "B T N"], streams: Sequence[JoinedStream], *, segment_ids: Int[Array, "B T"] | None = None
+) -> tuple[list[tuple[Float[Array, "B T _"], Float[Array, "B tail _"]]], Float[Array, "B T rest"]]:
+    """`short_convolution` of each stream's columns of `x`, by kernels that read them where they are.
+
+    The gradient of `x` is one array, into which each stream's kernel writes its columns. So `x` can be one product of
+    all streams' maps, and the gradient of its input is one product too.
+
+    Args:
+        x: inputs, the first stream's in the first columns, and so on; further columns may follow.
+        streams: each starts at a multiple of its number of channels.
+        segment_ids: documents packed into a row, as `short_convolution`.
+
+    Returns:
+        For each stream the output `[B, T, D]` and the last W - 1 inputs of the last segment, as `short_convolution`;
+        and the columns behind the streams.
+
+    Raises:
+        NotImplementedError: the kernels do not support the call.
+    """
+    ends = list(itertools.accumulate(stream.kernel.shape[1] for stream in streams))
+    columns = [x[..., end - stream.kernel.shape[1] : end] for end, stream in zip(ends, streams)]
+    calls = [ConvolutionInputs(y, s.kernel, s.bias, s.initial_state, segment_ids) for y, s in zip(columns, streams)]
+    axis, tails = current_axis(), [last_inputs(inputs) for inputs in calls]
+    states = [stream.initial_state for stream in streams]
+    if axis is not None:
+        tails = [of_last(tail, axis) for tail in tails]
+        states = [
+            tokens_before("joined_convolutions", i.x, i.kernel.shape[0] - 1, i.initial_state, segment_ids, axis)
+            for i in calls
+        ]
+
+    Filters = list[tuple[Array, Array | None, Array | None]]
+
+    def given(filters: Filters) -> list[JoinedStream]:
+        return [JoinedStream(*arrays, stream.finish) for arrays, stream in zip(filters, streams)]
+
+    def keywords(x: Array, filters: Filters, segment_ids: Array | None) -> dict:
+        return {"x": x, "streams": _kernel_streams(given(filters)), "segment_ids": segment_ids}
+
+    def reference(x: Array, filters: Filters, segment_ids: Array | None) -> tuple[tuple[Array, ...], Array]:
+        parts = jnp.split(x, ends, axis=-1)
+        results = [
+            short_convolution_taps(ConvolutionInputs(y, s.kernel, s.bias, s.initial_state, segment_ids), s.finish)
+            for y, s in zip(parts, given(filters))
+        ]
+        return tuple(results), parts[-1]
+
+    filters = [(stream.kernel, stream.bias, state) for stream, state in zip(streams, states)]
+    run = with_further_derivatives(triton_kernels().joined_convolutions, keywords, reference)
+    results, rest = run(x, filters, segment_ids)
+    return list(zip(results, tails)), rest
+
+
+def _kernel_streams(streams: Sequence[JoinedStream]) -> list:
+    """The kernels' arguments."""
+    kernels = triton_kernels()
+    return [
+        kernels.ConvolutionStream(s.kernel, s.bias, s.initial_state, kernels.ConvolutionFinish(*s.finish))
+        for s in streams
+    ]

@@ -1,0 +1,171 @@
+"""Streams of a mixer by one product of its input, and convolutions that read their columns of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pallas_kernels import triton
+from rnnlib import ops
+from rnnlib.layers import mixer_preset
+from rnnlib.layers.products import InputLinear, joined_columns, joined_found, joined_inputs
+from rnnlib.ops.short_convolution import joined
+from rnnlib.ops.short_convolution.inputs import Finish
+from rnnlib.ops.short_convolution.joined import JoinedStream, joined_convolutions, joined_unsupported
+from tests.pallas_kernels.cases import relative_error
+
+LENGTH = 13
+IDS = jnp.asarray([[0] * 6 + [1] * 7, [2] * 13], jnp.int32)
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed + sum(shape)).standard_normal(shape), jnp.float32)
+
+
+def streams():
+    """Of 16, 16 and 32 columns, the widest first, with and without each option."""
+    return [
+        JoinedStream(draw(4, 32), None, None, Finish("silu", None, 1e-6)),
+        JoinedStream(draw(3, 16), draw(16), draw(2, 2, 16), Finish("silu", 8, 1e-6)),
+        JoinedStream(draw(1, 16, seed=1), draw(16, seed=1), None, Finish(None, 16, 1e-6)),
+    ]
+
+
+def one_by_one(x, given, segment_ids):
+    results, first = [], 0
+    for kernel, bias, state, finish in given:
+        own = x[..., first : first + kernel.shape[1]]
+        options = {"activation": finish.activation, "norm_size": finish.norm_size, "norm_eps": finish.norm_eps}
+        arrays = {"bias": bias, "initial_state": state, "segment_ids": segment_ids}
+        results.append(ops.short_convolution(own, kernel, **arrays, **options, implementation="chunked"))
+        first += kernel.shape[1]
+    return results, x[..., first:]
+
+
+def loss(run, x, arrays, segment_ids):
+    given = [JoinedStream(*a, stream.finish) for a, stream in zip(arrays, streams())]
+    results, rest = run(x, given, segment_ids)
+    return sum(jnp.sum(jnp.sin(2 * y) + jnp.sum(tail)) for y, tail in results) + jnp.sum(jnp.cos(rest))
+
+
+def by_kernels(x, given, segment_ids):
+    return joined_convolutions(x, given, segment_ids=segment_ids)
+
+
+@pytest.mark.parametrize("rest", [0, 5])
+@pytest.mark.parametrize("segment_ids", [None, IDS], ids=["whole", "packed"])
+def test_joined_convolutions_are_each_stream_of_its_columns(rest, segment_ids):
+    x, arrays = draw(2, LENGTH, 64 + rest), [stream[:3] for stream in streams()]
+    found, expected = (
+        jax.jit(jax.value_and_grad(lambda x, arrays, run=run: loss(run, x, arrays, segment_ids), (0, 1)))(x, arrays)
+        for run in (by_kernels, one_by_one)
+    )
+    errors = jax.tree.leaves(jax.tree.map(relative_error, found, expected))
+    assert max(errors) < 2e-6, errors
+
+
+def test_joined_convolutions_have_second_derivatives_and_rows_of_a_vmap():
+    x, arrays = draw(2, LENGTH, 70), [stream[:3] for stream in streams()]
+
+    def of_gradient(run):
+        gradient = jax.grad(lambda x: loss(run, x, arrays, IDS))
+        return jax.jvp(gradient, (x,), (draw(2, LENGTH, 70, seed=3),))[1]
+
+    assert relative_error(of_gradient(by_kernels), of_gradient(one_by_one)) < 1e-5
+    many = jnp.stack([x, 2 * x, -x])
+
+    def gradients(run):
+        return jax.vmap(jax.grad(lambda x: loss(run, x, arrays, None)))(many)
+
+    assert relative_error(gradients(by_kernels), gradients(one_by_one)) < 2e-6
+
+
+def test_unsupported_says_why():
+    x = jnp.zeros((1, 4, 64))
+    narrow_first = [JoinedStream(jnp.zeros((4, n)), None, None, Finish(None, None, 1e-6)) for n in (16, 32)]
+    assert joined_unsupported(x, streams()) is None
+    assert "32 channels from column 16 on" in joined_unsupported(x, narrow_first)
+    assert "48 columns for streams of 64" in joined_unsupported(x[..., :48], streams())
+    assert "float16" in joined_unsupported(x.astype(jnp.float16), streams())
+    with pytest.raises(NotImplementedError, match="column 16"):
+        joined_convolutions(x, narrow_first)
+    assert not joined.joined_convolutions_serve(x.astype(jnp.bfloat16), streams())  # not on a CPU
+
+
+class Maps(nnx.Module):
+    """A stream's map, and others of which one is too wide, one has a bias and one has another dtype."""
+
+    def __init__(self, rngs):
+        options = {"use_bias": False, "dtype": jnp.bfloat16, "rngs": rngs}
+        self.stream, self.small, self.wide = (InputLinear(8, n, **options) for n in (8, 3, 513))
+        self.biased = InputLinear(8, 3, dtype=jnp.bfloat16, rngs=rngs)
+        self.exact = InputLinear(8, 3, use_bias=False, rngs=rngs)
+
+
+def test_narrow_maps_of_the_input_share_the_product_and_kernels_get_unrounded_gradients():
+    maps, x = Maps(nnx.Rngs(0)), draw(1, 16, 8).astype(jnp.bfloat16)
+    graph, state = nnx.split(maps)
+
+    def outputs(state, is_joined):
+        maps = nnx.merge(graph, state)
+        with joined_inputs(maps, x):
+            stream = None
+            if is_joined:
+                product, narrow = joined_columns(x, [maps.stream])
+                assert product.shape == (1, 16, 64) and len(narrow) == 1
+                assert not np.any(product[..., 11:])  # zeros fill the columns up
+                stream = product[..., :8]
+                joined_found(product[..., 8:], narrow)
+            return [stream if is_joined else maps.stream(x), maps.small(x), maps.wide(x), maps.small(2 * x)]
+
+    def gradients(state, is_joined):
+        return jax.grad(lambda s: sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in outputs(s, is_joined)))(state)
+
+    for found, expected in zip(outputs(state, True), outputs(state, False), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    found, expected = gradients(state, True), gradients(state, False)
+    assert max(jax.tree.leaves(jax.tree.map(relative_error, found["wide"], expected["wide"]))) == 0
+    for name in ("stream", "small"):
+        assert relative_error(found[name]["kernel"][...], expected[name]["kernel"][...]) < 2**-8
+    kernel = found["stream"]["kernel"][...]
+    assert kernel.dtype == jnp.float32 and np.any(kernel != kernel.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("preset", ["gated_deltanet", "kda", "pgdn", "comba", "gated_deltanet2"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["", "wide values"])
+def test_a_mixer_is_the_same_by_joined_streams(preset, grouped, monkeypatch):
+    """Outputs, the next cache, and all gradients; with a cache and packed rows too. Wider values come first."""
+    overrides = {"value_expansion": 2.0} if grouped else {}
+    graph, state = nnx.split(mixer_preset(preset, **overrides).build(16, 2, rngs=nnx.Rngs(0)))
+    x, calls = draw(2, 16, 16), []
+
+    def run(state, x, cached):
+        mixer = nnx.merge(graph, state)
+        cache = mixer.init_cache(2, 32) if cached else None
+        ids = None if cached else jnp.asarray([[0] * 6 + [1] * 10, [2] * 16], jnp.int32)
+        if cached:
+            _, cache = mixer(x[:, ::-1], cache=cache)
+        y, cache = mixer(x, segment_ids=ids, cache=cache)
+        return jnp.sum(jnp.sin(3 * y)), (y, cache)
+
+    def evaluate():
+        gradient = jax.value_and_grad(run, (0, 1), has_aux=True)
+        return [gradient(state, x, cached) for cached in (False, True)]
+
+    expected = evaluate()
+
+    def serves(x, streams):
+        calls.append([stream.kernel.shape[1] for stream in streams])
+        return joined_unsupported(x, streams) is None
+
+    monkeypatch.setattr("rnnlib.layers.stream.joined_convolutions_serve", serves)
+    found = evaluate()
+    assert calls and calls[0] == ([32, 16, 16] if grouped else [16, 16, 16])
+    errors = jax.tree.leaves(jax.tree.map(relative_error, found, expected))
+    assert max(errors) < 2e-5, errors
+
+
+def test_kernels_are_exported():
+    names = {"joined_convolutions", "joined_unsupported", "ConvolutionStream", "ConvolutionFinish"}
+    assert names <= set(triton.__all__)
