@@ -1,7 +1,7 @@
 """Kernels in Pallas on its Triton backend, for NVIDIA GPUs; interpreted on a CPU.
 
 One folder an operator, each of which opens with its equations and its stages: `delta_rule`, `linear_attention`,
-`diagonal_preconditioner`, `log_sum_exp`, `ridge_solve`, `rms_norm`, `short_convolution`,
+`diagonal_preconditioner`, `log_sum_exp`, `ridge_solve`, `rms_norm`, `short_convolution`, `softplus_decay`,
 `thin_products`. `common` is what they share; `tune` measures schedules.
 """
 
@@ -33,6 +33,7 @@ from pallas_kernels.triton.short_convolution.short_convolution import (
     short_convolution,
 )
 from pallas_kernels.triton.short_convolution.short_convolution import Finish as ConvolutionFinish
+from pallas_kernels.triton.softplus_decay.softplus_decay import DecaySchedule, decay_unsupported, softplus_decay
 from pallas_kernels.triton.thin_products.thin_products import ThinSchedule, thin_products, thin_unsupported
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "ConvolutionPrograms",
     "ConvolutionSchedule",
     "ConvolutionStream",
+    "DecaySchedule",
     "GramSchedule",
     "LogSumExpSchedule",
     "NormSchedule",
@@ -48,6 +50,7 @@ __all__ = [
     "ThinSchedule",
     "TokenStream",
     "convolution_unsupported",
+    "decay_unsupported",
     "diagonal_gram_readout",
     "gated_delta_rule",
     "gram_unsupported",
@@ -64,6 +67,7 @@ __all__ = [
     "ridge_solve_unsupported",
     "rms_norm",
     "short_convolution",
+    "softplus_decay",
     "thin_products",
     "thin_unsupported",
     "token_convolutions_unsupported",

@@ -15,6 +15,7 @@ from rnnlib.fields import PositiveNumber, Range
 from rnnlib.layers.base import MixerShape, Rank
 from rnnlib.layers.part import AxisConfig
 from rnnlib.layers.tensor import first_of_share
+from rnnlib.ops.softplus_decay import softplus_decay, softplus_decay_serves
 
 NegativeNumber = Annotated[float, Range(below=0)]
 
@@ -245,7 +246,14 @@ class SoftplusDecayGate(StateSpaceDecayGate):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Decay:
         """Decay and step, `[B, T, HV]` or `[B, T, HV, K]`, float32."""
-        rate, logits = self.rate_and_logits(x)
+        projected = self.projection(x)
+        rate, logits = self._rate(x), self._logits(projected, self.dt_bias[...])
+        if self.channelwise and self.A_log is not None and self.step_limits is None:
+            of_channels = jnp.repeat(rate[:, 0], self.shape.key_size)
+            if softplus_decay_serves(projected, of_channels, self.dt_bias[...]):
+                log_decay = softplus_decay(projected, of_channels, self.dt_bias[...]).reshape(logits.shape)
+                step = jax.nn.softplus(logits)  # XLA drops what no gate takes
+                return Decay(log_decay=self.per_value_head(log_decay), step=self.per_value_head(step))
         if self.channelwise and rate.ndim == 2 and x.shape[1] > 1:
             # The barrier has the rate's gradient added up over tokens, then over channels. XLA would begin with the
             # channels, which takes passes over all tokens of its own.

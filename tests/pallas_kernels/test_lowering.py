@@ -7,6 +7,7 @@ from importlib import resources
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,8 +18,11 @@ from pallas_kernels.triton import Schedule
 from pallas_kernels.triton.common.backend import interpreted
 from pallas_kernels.triton.common.tuning import choose_schedule, load_table, table_launches
 from rnnlib import ops
+from rnnlib.layers import mixer_preset
 from rnnlib.ops.arguments import default_preference
+from rnnlib.ops.log_sum_exp import log_sum_exp
 from rnnlib.ops.rms_norm import rms_norm
+from rnnlib.ops.softplus_decay import softplus_decay
 
 H200 = AbstractMesh(
     (1,),
@@ -38,11 +42,14 @@ KERNELS = {
 }
 
 
-def count_kernels(function, *arguments):
+def lowered_text(function, *arguments):
     with jax.sharding.use_abstract_mesh(H200):
         assert not interpreted()
-        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-    return lowered.as_text().count("xla.gpu.triton")
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def count_kernels(function, *arguments):
+    return lowered_text(function, *arguments).count("xla.gpu.triton")
 
 
 def arguments(decay, channels, dtype, size=(128, 128), length=256, **extra):
@@ -178,11 +185,48 @@ def test_the_norm_lowers_and_is_taken_for_large_arrays(features, gated):
     assert count_kernels(jax.grad(loss, (0, 1)), few, scale) == 0
 
 
-@pytest.mark.parametrize("operator", ["delta_rule", "linear_attention", "ridge_solve", "preconditioner", "convolution"])
+def test_small_kernels_lower_and_are_taken_for_large_arrays():
+    rows = jax.ShapeDtypeStruct((4096, 32000), jnp.float32)
+    assert count_kernels(jax.grad(lambda x: jnp.sum(log_sum_exp(x))), rows) == 1
+    assert count_kernels(log_sum_exp, jax.ShapeDtypeStruct((16, 32000), jnp.float32)) == 0
+    p, rate = jax.ShapeDtypeStruct((4096, 1000), jnp.bfloat16), jax.ShapeDtypeStruct((1000,), jnp.float32)
+    assert count_kernels(jax.grad(lambda *x: jnp.sum(softplus_decay(*x)), (0, 1, 2)), p, rate, rate) == 2
+
+
+@pytest.mark.parametrize("mixer, kernels", [("kda", 3), ("gated_deltanet", 0)])
+def test_a_mixer_of_many_tokens_has_one_product_and_takes_its_kernels(mixer, kernels):
+    """Three convolutions, the heads' norm, and the decay by channel, each with its backward; beside the delta rule."""
+    config = mixer_preset(mixer, **({} if mixer == "kda" else {"output_gate": False}))
+    built = nnx.eval_shape(lambda: config.build(1024, 8, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    graph, state = nnx.split(built)
+    x = jax.ShapeDtypeStruct((2, 2048, 1024), jnp.bfloat16)
+
+    def loss(state, x):
+        return jnp.sum(nnx.merge(graph, state)(x)[0].astype(jnp.float32))
+
+    text = lowered_text(jax.grad(loss, (0, 1)), state, x)
+    names = re.findall(r"short_convolution_reverse|softplus_decay_reverse|rms_norm_reverse", text)
+    assert sorted(set(names)) == sorted(
+        {"short_convolution_reverse", "rms_norm_reverse"} | ({"softplus_decay_reverse"} if kernels else set())
+    )
+    narrow = 2 * 128 + 8 if mixer == "kda" else 16
+    columns = 3072 + narrow + -narrow % 64
+    assert f"tensor<1024x{columns}xbf16>" in text
+
+
+@pytest.mark.parametrize(
+    "operator",
+    ["delta_rule", "linear_attention", "ridge_solve", "preconditioner", "convolution", "decay", "mixer", "log_sum_exp"],
+)
 def test_operators_lower_inside_shard_map(operator):
     """At its default, which types arrays by what they vary along: with constants, and arguments that devices share."""
     x, row = jax.ShapeDtypeStruct((1, 100, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 100, 2), jnp.float32)
     ridge, kernel = jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((4, 128), jnp.float32)
+
+    kda = mixer_preset("kda").build(128, 1, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+
+    def mixer(x):
+        return kda(x)
 
     def loss(x, row, ridge, kernel):
         state = jnp.zeros((1, 2, 64, 64))
@@ -192,6 +236,9 @@ def test_operators_lower_inside_shard_map(operator):
             "ridge_solve": lambda: ops.ridge_solve(x, x, ridge=ridge, log_decay=-row),
             "preconditioner": lambda: ops.precondition_query(x, x, ridge=ridge, log_decay=-row),
             "convolution": lambda: ops.short_convolution(x.reshape(1, 100, 128), kernel),
+            "decay": lambda: [softplus_decay(x.reshape(1, 100, 128), jnp.ones(128), kernel[0])],
+            "mixer": lambda: [mixer(jnp.tile(x.reshape(1, 100, 128), (1, 2, 1)))[0]],
+            "log_sum_exp": lambda: [log_sum_exp(jnp.tile(x.reshape(100, 128), (100, 1)))],
         }[operator]()
         return sum(jnp.sum(y.astype(jnp.float32)) for y in results)
 
