@@ -250,7 +250,49 @@ def convolutions() -> list[Case]:
 
         return Case(f"short convolution {jnp.dtype(dtype).name}{', norm' if norm_size else ''}", loss, x)
 
-    return [case(128, jnp.bfloat16), case(None, jnp.bfloat16), case(128, jnp.float32)]
+    def joined(x: Any) -> jax.Array:
+        streams = [
+            triton.ConvolutionStream(x["kernel"], None, None, triton.ConvolutionFinish("silu", norm))
+            for norm in (128, None)
+        ]
+        return _total(triton.joined_convolutions(x["x"], streams))
+
+    columns = {
+        "x": jax.ShapeDtypeStruct((4, 4096, 2112), jnp.bfloat16),
+        "kernel": jax.ShapeDtypeStruct((4, 1024), jnp.bfloat16),
+    }
+    both = Case("short convolution bfloat16, columns of one product", joined, columns)
+    return [case(128, jnp.bfloat16), case(None, jnp.bfloat16), case(128, jnp.float32), both]
+
+
+def rows() -> list[Case]:
+    """What goes over rows once: norms of the stream and of heads, the decay by channel, the loss's normalizer."""
+
+    def norm(x: Any) -> jax.Array:
+        return _total(triton.rms_norm(**x, keeps=True))
+
+    def decay(x: Any) -> jax.Array:
+        return _total(triton.softplus_decay(**x))
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    of_channels = {name: array(1024, dtype=jnp.float32) for name in ("rate", "bias")}
+    return [
+        Case("rms norm bfloat16, stream", norm, {"x": array(16384, 1024), "scale": array(1024, dtype=jnp.float32)}),
+        Case(
+            "rms norm bfloat16, heads with gate and bias",
+            norm,
+            {name: array(16384, 8, 128) for name in ("x", "z")} | {"scale": array(128), "z_bias": array(8, 128)},
+        ),
+        Case("softplus decay bfloat16", decay, {"p": array(16384, 1024)} | of_channels),
+        Case(
+            "log sum exp float32",
+            lambda x: _total(triton.log_sum_exp(x["x"])),
+            {"x": array(4096, 32000, dtype=jnp.float32)},
+            differentiated=False,
+        ),
+    ]
 
 
 def decoding() -> list[Case]:
@@ -290,7 +332,7 @@ USUAL = (
     r"^delta\+key-(scalar|channel)-128x128-bfloat16 few heads$",
     r"^linear-(none|scalar)-128x128-bfloat16 few heads$",
     r"^ridge solve 128 bfloat16 (chebyshev, bfloat16|conjugate gradient, split) products$",
-    r"^(preconditioner|short convolution|thin products)",
+    r"^(preconditioner|short convolution|thin products|rms norm|softplus decay|log sum exp)",
     r" mosaic$",
 )
 """Patterns of the cases in bfloat16 that models take, a third of all."""
@@ -306,6 +348,6 @@ def cases(card: str, *, every: bool = False) -> dict[str, Case]:
     target = CARDS[card]
     found = [*(tuned() if load_table(target.kind) is not None else []), *defaults()]
     found += mosaic() if target.is_hopper else []
-    found += [*ridge_solves(), *preconditioners(), *convolutions(), *decoding()]
+    found += [*ridge_solves(), *preconditioners(), *convolutions(), *rows(), *decoding()]
     by_name = {case.name: case for case in found}
     return {name: case for name, case in by_name.items() if every or any(re.search(x, name) for x in USUAL)}
