@@ -116,10 +116,13 @@ def reverse_norm_kernel(r, *, cut: Cut):
 
     def body(index, mask, totals):
         total, total_z = totals
-        normalised, inverse = _normalised(cut, load_masked(r.x, index, mask).astype(jnp.float32))
-        d_y = load_masked(r.d_y, index, mask).astype(jnp.float32)
-        if r.z is not None:
-            gate, slope = _gate(_gate_argument(r, index, mask, bias), cut.activation)
+        x, d_y = (load_masked(ref, index, mask).astype(jnp.float32) for ref in (r.x, r.d_y))
+        # Loaded here and not where it is added: the sums over rows in between wait, and loads do not pass them.
+        d_kept = None if r.d_kept is None else load_masked(r.d_kept, index, mask).astype(jnp.float32)
+        argument = None if r.z is None else _gate_argument(r, index, mask, bias)
+        normalised, inverse = _normalised(cut, x)
+        if argument is not None:
+            gate, slope = _gate(argument, cut.activation)
             d_z = d_y * scale * normalised * slope
             store_masked(r.d_z, index, d_z, mask)
             total_z = None if total_z is None else total_z + d_z
@@ -127,8 +130,8 @@ def reverse_norm_kernel(r, *, cut: Cut):
         d_normalised = d_y * scale
         along = (jnp.sum(d_normalised * normalised, axis=1) * (1.0 / cut.features))[:, None]
         d_x = inverse * (d_normalised - normalised * along)
-        if r.d_kept is not None:
-            d_x = d_x + load_masked(r.d_kept, index, mask).astype(jnp.float32)
+        if d_kept is not None:
+            d_x = d_x + d_kept
         store_masked(r.d_x, index, d_x, mask)
         # Rows are added up behind the loop: a sum in it would make warps wait for one another.
         return total + d_y * normalised, total_z

@@ -29,7 +29,7 @@ class DecaySchedule:
 
     columns: int = 1024
     rows: int = 4
-    reverse_rows: int = 32
+    reverse_rows: int = 64
     num_warps: int = 8
 
 
