@@ -220,7 +220,10 @@ def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.P
     main = {r["mixer"]: r for r in done if r["length"] == plan.main_length}
     if not main:
         return False
-    drawing, (left, right) = pyplot().subplots(1, 2, figsize=(12, 1.6 + 0.24 * len(main)), layout="constrained")
+    is_swept = len({r["length"] for r in done}) > 1
+    size = (12 if is_swept else 8, 1.6 + 0.24 * len(main))
+    drawing, axes = pyplot().subplots(1, 1 + is_swept, figsize=size, layout="constrained", squeeze=False)
+    left = axes[0, 0]
     rows = sorted(main.values(), key=lambda r: -r["tokens_per_second"])
     left.barh(range(len(rows)), [r["tokens_per_second"] / 1000 for r in rows], color="tab:blue", alpha=0.7)
     for i, row in enumerate(rows):
@@ -238,6 +241,15 @@ def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.P
     left.set_xlabel(
         f"thousand tokens a second, T={plan.main_length}; share of the peak in model operations", fontsize=8
     )
+    if is_swept:
+        _draw_lengths(plan, done, axes[0, 1])
+    drawing.suptitle(f"Training throughput, width {plan.model.width}, {plan.model.num_layers} layers", fontsize=11)
+    save(drawing, path)
+    return True
+
+
+def _draw_lengths(plan: ThroughputStudy, done: list[dict[str, Any]], right: Any) -> None:
+    """Lines of speed over length."""
     palette = pyplot().get_cmap("tab10")
     for i, mixer in enumerate(m for m in plan.mixers if m.label in plan.at_every_length):
         mine = [r for r in done if r["mixer"] == mixer.label]
@@ -258,9 +270,6 @@ def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.P
     right.grid(alpha=0.3)
     if right.get_legend_handles_labels()[0]:
         right.legend(fontsize=7, frameon=False)
-    drawing.suptitle(f"Training throughput, width {plan.model.width}, {plan.model.num_layers} layers", fontsize=11)
-    save(drawing, path)
-    return True
 
 
 def write_report(plan: ThroughputStudy, records: list[dict[str, Any]], folder: pathlib.Path, name: str) -> str:
