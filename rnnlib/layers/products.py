@@ -164,11 +164,16 @@ def joined_found(columns: Float[Array, "*batch N"], narrow: Sequence[InputLinear
 @jax.custom_vjp
 def _product_of_stored(x: Array, kernel: Array) -> Array:
     """`x @ kernel` in `x`'s dtype; the kernel's gradient is not rounded to it."""
+    return _rounded_product(x, kernel)
+
+
+def _rounded_product(x: Array, kernel: Array) -> Array:
     return row_product(x, kernel.astype(x.dtype), preferred_element_type=x.dtype)
 
 
 def _product_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _product_of_stored(x, kernel), (x, kernel)
+    # The product itself and not the function above, in which policies of `jax.checkpoint` would not see it.
+    return _rounded_product(x, kernel), (x, kernel)
 
 
 def _product_backward(residuals: tuple[Array, Array], d_y: Array) -> tuple[Array, Array]:
