@@ -141,17 +141,31 @@ def run_streams(
         if one_launch_serves(calls):
             results = one_token_convolutions(calls)
             return [(s._heads_of(y, one), tail) for s, (y, tail), one in zip(streams, results, chosen)]
+    joined = _by_one_product(streams, x, segment_ids, tails, chosen)
+    if joined is not None:
+        return [(s._heads_of(y, one), tail) for s, (y, tail), one in zip(streams, joined, chosen)]
+    every = zip(streams, tails, feature_maps)
+    return [stream(x, segment_ids=segment_ids, tail=tail, feature_map=borrowed) for stream, tail, borrowed in every]
+
+
+def _by_one_product(
+    streams: Sequence[Stream],
+    x: Array,
+    segment_ids: Array | None,
+    tails: Sequence[Array | None],
+    chosen: Sequence[HeadMap | str],
+) -> list[tuple[Array, Array | None]] | None:
+    """Each stream's convolution and next tail, all maps of many tokens as one product; None where no kernel serves."""
     # Wide streams first: each begins at a multiple of its channels, if those of wider ones are multiples of them.
     order = sorted(range(len(streams)), key=lambda i: -streams[i].heads * streams[i].size)
     maps: list[Any] = [streams[i].projection for i in order]
-    if all(stream.convolution is not None for stream in streams) and columns_can_join(x, maps):
-        joined = [streams[i]._joined(tails[i], chosen[i]) for i in order]
-        columns = sum(stream.kernel.shape[1] for stream in joined)
-        if joined_convolutions_serve(jax.ShapeDtypeStruct((*x.shape[:2], columns), x.dtype), joined):
-            product, narrow = joined_columns(x, maps)
-            results, rest = joined_convolutions(product, joined, segment_ids=segment_ids)
-            joined_found(rest, narrow)
-            of_stream = dict(zip(order, results))
-            return [(s._heads_of(of_stream[i][0], chosen[i]), of_stream[i][1]) for i, s in enumerate(streams)]
-    every = zip(streams, tails, feature_maps)
-    return [stream(x, segment_ids=segment_ids, tail=tail, feature_map=borrowed) for stream, tail, borrowed in every]
+    if any(stream.convolution is None for stream in streams) or not columns_can_join(x, maps):
+        return None
+    joined = [streams[i]._joined(tails[i], chosen[i]) for i in order]
+    columns = sum(stream.kernel.shape[1] for stream in joined)
+    if not joined_convolutions_serve(jax.ShapeDtypeStruct((*x.shape[:2], columns), x.dtype), joined):
+        return None
+    product, narrow = joined_columns(x, maps)
+    results, rest = joined_convolutions(product, joined, segment_ids=segment_ids)
+    joined_found(rest, narrow)
+    return [results[order.index(i)] for i in range(len(streams))]
