@@ -146,7 +146,7 @@ def joined_columns(
     products = _PRODUCTS.get()
     waiting = products.maps if products is not None and products.x is x else []
     chosen = {id(f) for f in maps}
-    narrow = [f for f in waiting if id(f) not in chosen and f.out_features <= _NARROW and _can_join(x, (f, *maps))]
+    narrow = [f for f in waiting if id(f) not in chosen and f.out_features <= _NARROW and _can_join(x, (f,))]
     kernels = [f.kernel[...] for f in (*maps, *narrow)]
     columns = sum(kernel.shape[1] for kernel in kernels)
     kernels.append(jnp.zeros((kernels[0].shape[0], -columns % _COLUMNS), kernels[0].dtype))

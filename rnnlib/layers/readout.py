@@ -85,24 +85,13 @@ class Readout(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Reads the recurrence's output `out`; `x` is the mixer's input, `value` what was written."""
         scale = self._scale_of_heads()
-        z: Array | None = None
-        bias: Array | None = None
-        if scale is not None and self.gate is not None:
-            z, bias = product_and_bias(self.gate, x)
-            z, bias = z.astype(out.dtype).reshape(out.shape), None if bias is None else bias.reshape(out.shape[2:])
-        is_step = out.shape[1] == 1
-        if (
-            scale is not None
-            and z is not None
-            and bias is not None
-            and not norm_kernel_serves(out, scale, z, bias, between_kernels=is_step)
-        ):
-            z, bias = z + bias.astype(z.dtype), None
-        if scale is not None and norm_kernel_serves(out, scale, z, bias, between_kernels=is_step):
-            activation: Literal["silu", "sigmoid"] = "sigmoid" if self.config.gate == "sigmoid" else "silu"
-            options: dict[str, Any] = {"eps": self.config.eps, "dtype": self.shape.dtype, "implementation": "triton"}
-            y = rms_norm(out, scale, z=z, z_bias=bias, activation=activation, **options)[0]
-            return self.output(y.reshape(*y.shape[:2], -1))
+        if scale is not None:
+            z, bias = self._gate_of_heads(x, out, scale)
+            if norm_kernel_serves(out, scale, z, bias, between_kernels=out.shape[1] == 1):
+                activation: Literal["silu", "sigmoid"] = "sigmoid" if self.config.gate == "sigmoid" else "silu"
+                options: dict[str, Any] = {"eps": self.config.eps, "dtype": self.shape.dtype}
+                y = rms_norm(out, scale, z=z, z_bias=bias, activation=activation, implementation="triton", **options)[0]
+                return self.output(y.reshape(*y.shape[:2], -1))
         y = out.astype(self.shape.gate_dtype)
         if self.skip is not None:
             skip = self.skip[...].astype(y.dtype).reshape(self.shape.value_heads, -1)
@@ -123,6 +112,19 @@ class Readout(nnx.Module):
         if config.norm != "head" or config.skip or (config.gate != "none" and config.gate_first):
             return None
         return None if self.norm is None or self.norm.scale is None else self.norm.scale[...]
+
+    def _gate_of_heads(self, x: Array, out: Array, scale: Array) -> tuple[Array | None, Array | None]:
+        """The gate's argument `[B, T, HV, V]`, and a bias `[HV, V]` that the norm's kernel adds; None where none is."""
+        if self.gate is None:
+            return None, None
+        z, bias = product_and_bias(self.gate, x)
+        z = z.astype(out.dtype).reshape(out.shape)
+        if bias is None:
+            return z, None
+        bias = bias.reshape(out.shape[2:])
+        if norm_kernel_serves(out, scale, z, bias, between_kernels=out.shape[1] == 1):
+            return z, bias
+        return z + bias.astype(z.dtype), None
 
     def _gate(self, x: Array) -> Array | None:
         if self.gate is None:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,15 @@ class Operand:
     def spec(self) -> pl.BlockSpec:
         """The operand's `BlockSpec`."""
         return pl.BlockSpec(self.block, self.place)
+
+
+@overload
+def whole(x: None) -> None: ...
+@overload
+def whole(x: Array | jax.ShapeDtypeStruct) -> Operand: ...
+def whole(x: Array | jax.ShapeDtypeStruct | None) -> Operand | None:
+    """All of an array, which every program sees."""
+    return None if x is None else Operand(x, x.shape, lambda *program: (0,) * len(x.shape))
 
 
 def unsupported_arrays(**arrays: Array | None) -> str | None:

@@ -14,7 +14,6 @@ from jaxtyping import Float
 from pallas_kernels.problem import cdiv, next_power_of_two
 from pallas_kernels.schedule import Launch
 from pallas_kernels.triton.common.backend import (
-    Operand,
     call,
     exp,
     interpreted,
@@ -22,6 +21,7 @@ from pallas_kernels.triton.common.backend import (
     load_masked,
     store_masked,
     unsupported_arrays,
+    whole,
 )
 
 _LOWEST = -3e38  # finite: a difference of two infinite numbers is none
@@ -93,8 +93,8 @@ def log_sum_exp(x: Float[Array, "*rows V"], *, schedule: LogSumExpSchedule | Non
         log_sum_exp_kernel,
         "log_sum_exp",
         (rows,),
-        {"x": Operand(flat, flat.shape, lambda n: (0, 0))},
-        {"y": Operand(y, y.shape, lambda n: (0,))},
+        {"x": whole(flat)},
+        {"y": whole(y)},
         Launch(num_warps=schedule.num_warps, num_stages=1),
         size=size,
         columns=min(schedule.columns, next_power_of_two(size)),

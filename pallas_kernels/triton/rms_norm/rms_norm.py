@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from pallas_kernels.problem import cdiv, next_power_of_two
 from pallas_kernels.schedule import Launch
-from pallas_kernels.triton.common.backend import Operand, call, interpreted, unsupported_arrays
+from pallas_kernels.triton.common.backend import Operand, call, interpreted, unsupported_arrays, whole
 from pallas_kernels.triton.rms_norm.kernels import Cut, norm_kernel, reverse_norm_kernel
 from pallas_kernels.varying import vary_alike
 
@@ -80,16 +80,11 @@ def _cut(options: Options, inputs: NormInputs, blocks: int) -> tuple[Cut, int, L
     return cut, cdiv(rows, block * blocks), Launch(num_warps=warps, num_stages=1)
 
 
-def _whole(x: Array | jax.ShapeDtypeStruct | None) -> Operand | None:
-    """All of an array."""
-    return None if x is None else Operand(x, x.shape, lambda p: tuple(0 for _ in x.shape))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(options: Options, inputs: NormInputs) -> tuple[Array, Array | None]:
     cut, programs, launch = _cut(options, inputs, 1)
-    outputs = {"y": _whole(jax.ShapeDtypeStruct(inputs.x.shape, jnp.dtype(options.dtype)))}
-    operands = {name: _whole(x) for name, x in inputs._asdict().items()}
+    outputs = {"y": whole(jax.ShapeDtypeStruct(inputs.x.shape, jnp.dtype(options.dtype)))}
+    operands = {name: whole(x) for name, x in inputs._asdict().items()}
     y = call(norm_kernel, "rms_norm", (programs,), operands, outputs, launch, cut=cut)["y"]
     return y, inputs.x if options.keeps else None  # type: ignore[return-value]
 
@@ -106,10 +101,10 @@ def _backward(options: Options, inputs: NormInputs, cotangents: tuple[Array, Arr
         reverse_norm_kernel,
         "rms_norm_reverse",
         (programs,),
-        {name: _whole(x) for name, x in inputs._asdict().items()} | {"d_y": _whole(d_y), "d_kept": _whole(d_kept)},
+        {name: whole(x) for name, x in inputs._asdict().items()} | {"d_y": whole(d_y), "d_kept": whole(d_kept)},
         {
-            "d_x": _whole(jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype)),
-            "d_z": None if inputs.z is None else _whole(jax.ShapeDtypeStruct(inputs.z.shape, inputs.z.dtype)),
+            "d_x": whole(jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype)),
+            "d_z": None if inputs.z is None else whole(jax.ShapeDtypeStruct(inputs.z.shape, inputs.z.dtype)),
             "d_scale": Operand(parts, (None, cut.features), lambda p: (p, 0)),
             "d_bias": None
             if inputs.bias is None

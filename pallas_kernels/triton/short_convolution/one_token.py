@@ -21,6 +21,7 @@ from pallas_kernels.triton.common.backend import (
     load_masked,
     sigmoid,
     store_masked,
+    whole,
 )
 from pallas_kernels.triton.short_convolution.short_convolution import convolution_unsupported
 from pallas_kernels.varying import vary_alike
@@ -141,11 +142,6 @@ def token_convolutions_unsupported(streams: Sequence[TokenStream]) -> str | None
     return None
 
 
-def _shared(x: Array | jax.ShapeDtypeStruct) -> Operand:
-    """All of an array that every program sees."""
-    return Operand(x, x.shape, lambda c, b: tuple(0 for _ in x.shape))
-
-
 def one_token_convolutions(streams: Sequence[TokenStream]) -> list[tuple[Array, Array]]:
     """The results `[B, D]` and the next states `[B, W - 1, D]` of some streams of the same rows; no derivatives.
 
@@ -162,13 +158,13 @@ def one_token_convolutions(streams: Sequence[TokenStream]) -> list[tuple[Array, 
     updates: dict[str, Operand] = {}
     for i, (x, kernel, bias, state) in enumerate(arrays):
         inputs |= {
-            f"x_{i}": _shared(x),
-            f"kernel_{i}": _shared(kernel),
-            f"bias_{i}": None if bias is None else _shared(bias),
+            f"x_{i}": whole(x),
+            f"kernel_{i}": whole(kernel),
+            f"bias_{i}": whole(bias),
         }
-        outputs[f"y_{i}"] = _shared(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        outputs[f"state_{i}"] = _shared(jax.ShapeDtypeStruct(state.shape, state.dtype))
-        updates[f"state_{i}"] = _shared(state)
+        outputs[f"y_{i}"] = whole(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        outputs[f"state_{i}"] = whole(jax.ShapeDtypeStruct(state.shape, state.dtype))
+        updates[f"state_{i}"] = whole(state)
     warps = max(1, min(4, max(cut.columns for cut in cuts) // 128))
     results = call(
         one_token_kernel,

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.platform import platform
 from pallas_kernels.problem import cdiv, next_power_of_two, segment_starts
 from pallas_kernels.schedule import Launch
-from pallas_kernels.triton.common.backend import Operand, call, interpreted
+from pallas_kernels.triton.common.backend import Operand, call, interpreted, whole
 from pallas_kernels.triton.short_convolution.kernels import Cut, convolution_kernel, reverse_convolution_kernel
 from pallas_kernels.varying import vary_alike
 
@@ -181,11 +181,6 @@ def _of_program(x: jax.ShapeDtypeStruct | None) -> Operand | None:
     return Operand(x, (None, None, *x.shape[2:]), lambda c, p, b: (b, p, *(0 for _ in x.shape[2:])))
 
 
-def _shared(x: Array | None) -> Operand | None:
-    """All of an array that every program sees."""
-    return None if x is None else Operand(x, x.shape, lambda c, p, b: tuple(0 for _ in x.shape))
-
-
 class _Stream(NamedTuple):
     """One stream of a call: its columns of `x` are block `block` of as many as it has channels."""
 
@@ -207,8 +202,8 @@ class _Stream(NamedTuple):
         """Inputs of both kernels."""
         return {
             "x": self.columns(self.x),
-            "kernel": _shared(self.filter.kernel),
-            "bias": _shared(self.filter.bias),
+            "kernel": whole(self.filter.kernel),
+            "bias": whole(self.filter.bias),
             "initial_state": _of_row(self.filter.initial_state),
             "starts": _of_row(self.starts),
         }

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from pallas_kernels.problem import cdiv, next_power_of_two
 from pallas_kernels.schedule import Launch
-from pallas_kernels.triton.common.backend import Operand, call, interpreted, unsupported_arrays
+from pallas_kernels.triton.common.backend import Operand, call, interpreted, unsupported_arrays, whole
 from pallas_kernels.triton.softplus_decay.kernels import Cut, decay_kernel, reverse_decay_kernel
 from pallas_kernels.varying import vary_alike
 
@@ -55,15 +55,11 @@ def _cut(schedule: DecaySchedule, p: Array, rows: int) -> tuple[Cut, tuple[int, 
     return cut, (cdiv(p.shape[1], columns), cdiv(p.shape[0], rows)), Launch(num_warps=warps, num_stages=1)
 
 
-def _whole(x: Array | jax.ShapeDtypeStruct) -> Operand:
-    return Operand(x, x.shape, lambda c, n: tuple(0 for _ in x.shape))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(schedule: DecaySchedule, inputs: DecayInputs) -> Array:
     cut, grid, launch = _cut(schedule, inputs.p, schedule.rows)
-    outputs = {"g": _whole(jax.ShapeDtypeStruct(inputs.p.shape, jnp.float32))}
-    operands = {name: _whole(x) for name, x in inputs._asdict().items()}
+    outputs = {"g": whole(jax.ShapeDtypeStruct(inputs.p.shape, jnp.float32))}
+    operands = {name: whole(x) for name, x in inputs._asdict().items()}
     return call(decay_kernel, "softplus_decay", grid, operands, outputs, launch, cut=cut)["g"]  # type: ignore[return-value]
 
 
@@ -82,8 +78,8 @@ def _backward(schedule: DecaySchedule, residuals: tuple, d_g: Array) -> tuple[De
         reverse_decay_kernel,
         "softplus_decay_reverse",
         grid,
-        {"g": _whole(g), "rate": _whole(rate), "d_g": _whole(d_g)},
-        {"d_p": _whole(jax.ShapeDtypeStruct(g.shape, like_p.dtype)), "d_rate": of_program, "d_bias": of_program},
+        {"g": whole(g), "rate": whole(rate), "d_g": whole(d_g)},
+        {"d_p": whole(jax.ShapeDtypeStruct(g.shape, like_p.dtype)), "d_rate": of_program, "d_bias": of_program},
         launch,
         cut=cut,
     )

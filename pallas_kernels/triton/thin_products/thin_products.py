@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from pallas_kernels.problem import cdiv
 from pallas_kernels.schedule import Launch
-from pallas_kernels.triton.common.backend import Operand, call, interpreted, unsupported_arrays
+from pallas_kernels.triton.common.backend import Operand, call, interpreted, unsupported_arrays, whole
 from pallas_kernels.triton.thin_products.kernels import Cut, thin_products_kernel
 from pallas_kernels.varying import vary_alike
 
@@ -83,11 +83,6 @@ def thin_unsupported(x: Array, *kernels: Array) -> str | None:
     return unsupported_arrays(x=x)
 
 
-def _whole(x: Array | jax.ShapeDtypeStruct) -> Operand:
-    """All of an array."""
-    return Operand(x, x.shape, lambda m, n, s: tuple(0 for _ in x.shape))
-
-
 def thin_products(
     x: Float[Array, "M K"],
     kernels: Sequence[Float[Array, "K _"]],
@@ -120,18 +115,18 @@ def thin_products(
         raise ValueError(f"thin_products: schedule.splits is {s.splits}, expected 1 with {len(kernels)} results")
     cut = Cut(rows, inner, columns, s.block_rows, s.block_columns, s.block_inner, is_gated, s.splits)
     x, kernels, added = vary_alike((x, tuple(kernels), added))
-    inputs: dict[str, Operand | None] = {"x": _whole(x)}
-    inputs |= {f"kernel_{i}": _whole(kernel) for i, kernel in enumerate(kernels)}
+    inputs: dict[str, Operand | None] = {"x": whole(x)}
+    inputs |= {f"kernel_{i}": whole(kernel) for i, kernel in enumerate(kernels)}
     grid = (cdiv(rows, s.block_rows), sum(cut.blocks), s.splits)
     launch = Launch(num_warps=s.num_warps, num_stages=s.num_stages)
 
     def run(inputs: dict[str, Operand | None], results: list[jax.ShapeDtypeStruct]) -> list[Array]:
-        outputs = {f"y_{i}": _whole(y) for i, y in enumerate(results)}
+        outputs = {f"y_{i}": whole(y) for i, y in enumerate(results)}
         return list(call(thin_products_kernel, "thin_products", grid, inputs, outputs, launch, cut=cut).values())  # type: ignore[arg-type]
 
     if s.splits == 1:
         results = [jax.ShapeDtypeStruct((rows, n), x.dtype) for n in (columns[:1] if is_gated else columns)]
-        return tuple(run(inputs | {"added": None if added is None else _whole(added)}, results))
+        return tuple(run(inputs | {"added": whole(added)}, results))
     parts = run(inputs | {"added": None}, [jax.ShapeDtypeStruct((s.splits, rows, n), jnp.float32) for n in columns])
     first, *second = (functools.reduce(operator.add, part) for part in parts)  # one loop for XLA, in a fixed order
     if second:

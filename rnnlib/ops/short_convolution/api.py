@@ -15,10 +15,9 @@ from rnnlib.ops.arguments import (
     choose_implementation,
     floating_arrays,
 )
-from rnnlib.ops.sequence import current_axis, of_last, tokens_before
 from rnnlib.ops.sharding import split_over_mesh
 from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs, Finish
-from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
+from rnnlib.ops.short_convolution.taps import on_stretch, short_convolution_taps
 from rnnlib.ops.short_convolution.triton import short_convolution_triton, triton_convolution_unsupported
 
 _NAME = "short_convolution"
@@ -98,8 +97,5 @@ def short_convolution(
         kernel_for_one_token=False,
         triton=lambda: triton_convolution_unsupported(inputs, finish),
     )
-    axis = current_axis()
-    if axis is None:
-        return run(inputs, finish), last_inputs(inputs)
-    inputs = inputs._replace(initial_state=tokens_before(_NAME, x, width - 1, initial_state, segment_ids, axis))
-    return run(inputs, finish), of_last(last_inputs(inputs), axis)
+    inputs, tail = on_stretch(_NAME, inputs)
+    return run(inputs, finish), tail

@@ -12,9 +12,8 @@ from jaxtyping import Float, Int
 from pallas_kernels.platform import platform
 from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported
-from rnnlib.ops.sequence import current_axis, of_last, tokens_before
 from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
-from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
+from rnnlib.ops.short_convolution.taps import on_stretch, short_convolution_taps
 
 
 class JoinedStream(NamedTuple):
@@ -75,14 +74,7 @@ def joined_convolutions(
     ends = list(itertools.accumulate(stream.kernel.shape[1] for stream in streams))
     columns = [x[..., end - stream.kernel.shape[1] : end] for end, stream in zip(ends, streams)]
     calls = [ConvolutionInputs(y, s.kernel, s.bias, s.initial_state, segment_ids) for y, s in zip(columns, streams)]
-    axis, tails = current_axis(), [last_inputs(inputs) for inputs in calls]
-    states = [stream.initial_state for stream in streams]
-    if axis is not None:
-        tails = [of_last(tail, axis) for tail in tails]
-        states = [
-            tokens_before("joined_convolutions", i.x, i.kernel.shape[0] - 1, i.initial_state, segment_ids, axis)
-            for i in calls
-        ]
+    entered = [on_stretch("joined_convolutions", inputs) for inputs in calls]
 
     Filters = list[tuple[Array, Array | None, Array | None]]
 
@@ -100,10 +92,10 @@ def joined_convolutions(
         ]
         return tuple(results), parts[-1]
 
-    filters = [(stream.kernel, stream.bias, state) for stream, state in zip(streams, states)]
+    filters = [(inputs.kernel, inputs.bias, inputs.initial_state) for inputs, _ in entered]
     run = with_further_derivatives(triton_kernels().joined_convolutions, keywords, reference)
     results, rest = run(x, filters, segment_ids)
-    return list(zip(results, tails)), rest
+    return [(y, tail) for y, (_, tail) in zip(results, entered)], rest
 
 
 def _kernel_streams(streams: Sequence[JoinedStream]) -> list:

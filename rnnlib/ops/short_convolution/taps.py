@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops.arguments import accumulation_dtype, segment_index
+from rnnlib.ops.sequence import current_axis, of_last, tokens_before
 from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
 
 
@@ -55,3 +56,18 @@ def last_inputs(inputs: ConvolutionInputs) -> Array:
         index = jnp.pad(segment_index(segment_ids), ((0, 0), (past, 0)))[:, -past:]
         tail = jnp.where((index == index[:, -1:])[..., None], tail, 0)
     return tail
+
+
+def on_stretch(name: str, inputs: ConvolutionInputs) -> tuple[ConvolutionInputs, Array]:
+    """The inputs with the tokens before them, and `last_inputs` of the row, where devices have a stretch of it each.
+
+    Args:
+        name: the operator's, for errors.
+        inputs: of this device, with the state before the row's first token.
+    """
+    axis, past = current_axis(), inputs.kernel.shape[0] - 1
+    if axis is None:
+        return inputs, last_inputs(inputs)
+    before = tokens_before(name, inputs.x, past, inputs.initial_state, inputs.segment_ids, axis)
+    inputs = inputs._replace(initial_state=before)
+    return inputs, of_last(last_inputs(inputs), axis)
