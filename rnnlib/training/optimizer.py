@@ -1,9 +1,10 @@
 """Learning-rate schedules and the AdamW optimizer."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
-from typing import Annotated, Literal
+from collections.abc import Callable, Hashable
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -107,8 +108,7 @@ def decay_mask(parameters):
     """
 
     def decayed(path, value) -> bool:
-        names = [str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path]
-        names = [name for name in names if name != "value"]
+        names = [str(name) for name in _names(path) if name != "value"]
         if value.ndim < 2:
             return False
         last = names[-1].lower() if names else ""
@@ -117,6 +117,49 @@ def decay_mask(parameters):
         return not any("embed" in name.lower() for name in names)
 
     return jax.tree_util.tree_map_with_path(decayed, parameters)
+
+
+def _names(path: tuple[Any, ...]) -> list[Hashable]:
+    """The entries of a pytree's path: names of attributes, keys, and numbers in lists."""
+    return [getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", ""))) for entry in path]
+
+
+def alike(parameters: Any) -> list[list[int]]:
+    """Which arrays have one name and shape, in different layers: their numbers among the leaves.
+
+    Args:
+        parameters: A pytree of arrays, nested by the modules' attribute names.
+    """
+    found: dict[Hashable, list[int]] = {}
+    for number, (path, array) in enumerate(jax.tree_util.tree_leaves_with_path(parameters)):
+        name = tuple(name for name in _names(path) if not isinstance(name, int))
+        found.setdefault((name, array.shape), []).append(number)
+    return list(found.values())
+
+
+def gradient_norm(gradients: Any) -> jax.Array:
+    """Global norm of a gradient: the root of the sum of all squares, float32.
+
+    Arrays of one name in different layers (`alike`) are squared and summed element by element before their sum is
+    taken. So XLA reads all of a name in one kernel, where a sum for each array takes one or two, most of which last as
+    long as a launch. They lie on devices alike, so that nothing moves for it.
+
+    Args:
+        gradients: A pytree of arrays, nested by the modules' attribute names.
+    """
+    squares = [jnp.square(gradient.astype(jnp.float32)) for gradient in jax.tree.leaves(gradients)]
+    sums = [jnp.sum(functools.reduce(jnp.add, [squares[i] for i in numbers])) for numbers in alike(gradients)]
+    return jnp.sqrt(sum(sums, jnp.float32(0)))
+
+
+def _clip(largest: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` with `gradient_norm`, which the training step has computed."""
+
+    def clipped(gradients: Any, parameters: Any = None) -> Any:
+        norm = gradient_norm(gradients)
+        return jax.tree.map(lambda g: jnp.where(norm < largest, g, (g / norm * largest).astype(g.dtype)), gradients)
+
+    return optax.stateless(clipped)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
@@ -129,7 +172,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     Returns:
         An optax transformation; moments are float32 like the parameters.
     """
-    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    clip = optax.identity() if config.clip_norm is None else _clip(config.clip_norm)
     return optax.chain(
         clip,
         optax.adamw(

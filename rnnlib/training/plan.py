@@ -27,7 +27,7 @@ from rnnlib.training.mesh import (
     parameter_specs,
     stretches,
 )
-from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
+from rnnlib.training.optimizer import alike, learning_rate_schedule, make_optimizer
 from rnnlib.training.step import (
     TrainState,
     abstract_batch,
@@ -308,7 +308,8 @@ def _exchanges(program: Any, parameters: Any, mesh: AbstractMesh, norms: int) ->
         Exchange(kind, _what(kind, over, mesh), over, math.prod(mesh.shape[axis] for axis in over), count, size)
         for (kind, over), (count, size) in counts.items()
     ]
-    shared = collections.Counter(axis for _, axes in _with_axes(parameters, mesh) for axis in axes)
+    pairs = _with_axes(parameters, mesh)
+    shared = collections.Counter(axis for numbers in alike(parameters) for axis in pairs[numbers[0]][1])
     for axis, count in shared.items():
         if (devices := mesh.shape[axis]) > 1:
             count *= norms

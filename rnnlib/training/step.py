@@ -31,7 +31,7 @@ from rnnlib.training.mesh import (
     stretches,
     whole,
 )
-from rnnlib.training.optimizer import Schedule
+from rnnlib.training.optimizer import Schedule, gradient_norm
 
 Batch = Mapping[str, Any]
 BATCH_FIELDS = ("inputs", "targets", "segment_ids", "positions", "loss_weights")
@@ -424,8 +424,8 @@ def make_train_step(
         sums = LossSums(*sums)
         scale = 1 / jnp.where(sums.tokens > 0, sums.tokens, 1)
         gradients = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), gradients, state.parameters)
-        gradient_norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(sums.nats) & jnp.isfinite(gradient_norm)
+        norm = gradient_norm(gradients)
+        finite = jnp.isfinite(sums.nats) & jnp.isfinite(norm)
         changes, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         parameters = optax.apply_updates(state.parameters, changes)
 
@@ -442,7 +442,7 @@ def make_train_step(
             nats=sums.nats,
             tokens=sums.tokens,
             bytes=sums.bytes,
-            gradient_norm=gradient_norm,
+            gradient_norm=norm,
             learning_rate=schedule(state.updates),
             finite=finite,
             skipped=skipped,

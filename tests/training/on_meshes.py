@@ -46,6 +46,7 @@ from rnnlib.training import (
     train,
 )
 from rnnlib.training.mesh import AXES
+from rnnlib.training.optimizer import alike
 from rnnlib.training.step import state_shardings
 from tests.training.packed import packed_batch
 
@@ -194,6 +195,7 @@ def every_mesh():
             graph, template, shared, rows, own_gradient, program = two_steps(options, parts, mesh)
             parameters = [(path, x.get_raw_value()) for path, x in nnx.to_flat_state(shared.parameters)]
             sharded = [x for _, x in parameters if "fsdp" in tuple(x.sharding.spec)]
+            leaves = jax.tree.leaves(shared.parameters)
             kept = (shared.parameters, shared.optimizer)
             done = [one for one in collectives(program.as_text()) if one.devices > 1]
             reduced = [one for one in done if one.kind == "all-reduce"]
@@ -202,7 +204,7 @@ def every_mesh():
                 "gradient": furthest(own_gradient, gradient),
                 "vectors": sum(x.nbytes for _, x in parameters) - sum(x.nbytes for x in sharded),
                 "shares": sum(x.nbytes for x in sharded) // fsdp,
-                "sharded": len(sharded),
+                "sums": sum("fsdp" in tuple(leaves[first].sharding.spec) for first, *_ in alike(shared.parameters)),
                 "share": bytes_of_a_device(kept) / bytes_of_a_device((state.parameters, state.optimizer)),
                 "bytes": program.memory_analysis().argument_size_in_bytes,
                 "collectives": totals(one for one in done if one.kind != "all-reduce"),

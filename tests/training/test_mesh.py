@@ -63,8 +63,8 @@ def test_a_step_has_these_collectives_and_no_other(on_meshes, name, data, fsdp):
     assert found["collectives"] == found["wanted"]
     assert found["groups"] == ([fsdp] if fsdp > 1 else [])
     # Over all devices: three sums of the loss and the gradients of vectors. Over "data": gradients of shares. Over
-    # "fsdp": squares of these, for the norm that is reported and the one that is clipped.
-    over_all, over_data, over_fsdp = found["vectors"] + 3 * 4, found["shares"], 2 * 4 * found["sharded"]
+    # "fsdp": squares of these, a sum for each name, for the norm that is reported and the one that is clipped.
+    over_all, over_data, over_fsdp = found["vectors"] + 3 * 4, found["shares"], 2 * 4 * found["sums"]
     assert found["all-reduced"] == {
         (8, 1): [over_all, over_all, 0],
         (1, 8): [over_all + over_fsdp, 0, over_all + over_fsdp],

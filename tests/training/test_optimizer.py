@@ -1,10 +1,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rnnlib.training import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
+from rnnlib.training.optimizer import gradient_norm
 
 
 def rates(config, steps):
@@ -98,3 +102,58 @@ def test_weight_decay_alone_moves_only_decayed_parameters():
     changes, _ = optimizer.update(zeros, optimizer.init(parameters), parameters)
     np.testing.assert_allclose(changes["head"][...], -0.05 * np.ones([8, 4]), rtol=1e-6)
     assert not np.any(changes["embedding"][...]) and not np.any(changes["blocks"][0]["dt_bias"][...])
+
+
+def gradients_of(layers, widths, dtype, seed=0):
+    """Layers of two arrays each, one of which has another shape in every layer, beside an array outside of them."""
+    rng = np.random.default_rng(seed)
+
+    def array(*shape):
+        return jnp.asarray(rng.standard_normal(shape) * 10 ** rng.uniform(-3, 3), dtype)
+
+    blocks = [{"kernel": array(5, 3), "own": array(width)} for width in widths[:layers]]
+    return {"blocks": blocks, "head": array(4, 2), "scale": array()}
+
+
+@given(
+    st.integers(0, 5),
+    st.lists(st.integers(0, 4), min_size=5, max_size=5),
+    st.sampled_from([jnp.float32, jnp.bfloat16]),
+    st.integers(0, 99),
+)
+def test_the_gradients_norm_is_that_of_all_numbers(layers, widths, dtype, seed):
+    gradients = gradients_of(layers, widths, dtype, seed)
+    numbers = np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(gradients)])
+    norm = gradient_norm(gradients)
+    assert norm.dtype == jnp.float32 and norm.shape == ()
+    np.testing.assert_allclose(norm, np.linalg.norm(numbers), rtol=1e-6)
+
+
+def test_the_gradients_norm_has_one_sum_for_each_name():
+    def sums(layers):
+        gradients = gradients_of(layers, [2] * layers, jnp.float32)
+        return jax.jit(gradient_norm).lower(gradients).as_text().count("stablehlo.reduce(")
+
+    assert sums(2) == sums(9) == 4
+
+
+def test_the_norm_of_nothing_is_zero_and_that_of_nan_is_nan():
+    assert gradient_norm({}) == 0
+    assert jnp.isnan(gradient_norm({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.nan])}))
+
+
+@pytest.mark.parametrize("largest", [1e-4, 1e9])
+def test_clipping_is_optaxs(largest):
+    gradients = gradients_of(3, [1, 2, 2], jnp.float32)
+    parameters = jax.tree.map(jnp.zeros_like, gradients)
+    config = OptimizerConfig(clip_norm=largest, weight_decay=0.0)
+    ours = make_optimizer(config, 10)
+    optaxs = optax.chain(
+        optax.clip_by_global_norm(largest),
+        optax.adamw(
+            learning_rate_schedule(config, 10), b1=config.beta1, b2=config.beta2, weight_decay=0.0, mask=decay_mask
+        ),
+    )
+    assert jax.tree.structure(ours.init(parameters)) == jax.tree.structure(optaxs.init(parameters))  # of checkpoints
+    got, want = (optimizer.update(gradients, optimizer.init(parameters), parameters) for optimizer in (ours, optaxs))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-12), got, want)
