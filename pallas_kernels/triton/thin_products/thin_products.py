@@ -12,13 +12,22 @@ from jaxtyping import Float
 
 from pallas_kernels.problem import cdiv
 from pallas_kernels.schedule import Launch
-from pallas_kernels.triton.common.backend import Operand, call, interpreted, unsupported_arrays, whole
+from pallas_kernels.triton.common.backend import (
+    Operand,
+    call,
+    interpreted,
+    shared_memory,
+    unsupported_arrays,
+    whole,
+)
 from pallas_kernels.triton.thin_products.kernels import Cut, thin_products_kernel
 from pallas_kernels.varying import vary_alike
 
 MAX_THIN_ROWS = 256
 _MAX_KERNELS = 8
 _PROGRAMS = 96  # enough to reach every processor of a large card, nearly
+_PROCESSORS = 132
+_ROOMY = 160 * 1024  # bytes of shared memory of a program: a loop's loads of 128 KiB fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +65,8 @@ def choose_thin_schedule(rows: int, inner: int, columns: Sequence[int], is_gated
     block_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
     block_inner = 128 if block_rows <= 32 else 64
     tiles = cdiv(rows, block_rows)
+    if len(columns) == 1 and block_rows == 64 and inner <= 2048:
+        return _of_short_axis(tiles, inner, columns[0])
     if is_gated or len(columns) == 1:
         width = 64 if block_rows > 16 else 32
         programs, steps = tiles * cdiv(columns[0], width), cdiv(inner, block_inner)
@@ -65,6 +76,14 @@ def choose_thin_schedule(rows: int, inner: int, columns: Sequence[int], is_gated
     widths = [64, 32, 16] if block_rows > 16 else [32, 16]
     width = next((n for n in widths if tiles * sum(cdiv(c, n) for c in columns) >= _PROGRAMS), 16)
     return ThinSchedule(block_rows, width, block_inner)
+
+
+def _of_short_axis(tiles: int, inner: int, columns: int) -> ThinSchedule:
+    """One result of 33 rows or more: adding up parts of so short an inner axis would take longer than it saves."""
+    is_roomy = shared_memory() >= _ROOMY
+    width = 32 if tiles * cdiv(columns, 32) <= _PROCESSORS or not is_roomy else 64
+    stages = 3 if not is_roomy else 4 if inner <= 1024 or width == 64 else 5
+    return ThinSchedule(64, width, 128, num_stages=stages)
 
 
 def thin_unsupported(x: Array, *kernels: Array) -> str | None:
