@@ -9,6 +9,7 @@ from flax import nnx
 
 from experiments.decoding.study import DecodingStudy
 from experiments.throughput.flops import BANDWIDTH
+from rnnlib.layers import AttentionCache, LatentCache
 from rnnlib.models import DecoderLM, ModelConfig, abstract_model, stream
 
 
@@ -26,18 +27,25 @@ def _normal(rng: np.random.Generator, like: Any) -> np.ndarray:
 def bytes_of_a_token(model: DecoderLM, batch: int, length: int) -> dict[str, int]:
     """Bytes that a new token of all texts must read and write.
 
-    All weights once (the embedding only where it is the head too), and the caches, read and written.
+    All weights once (the embedding only where it is the head too), and the caches: states are read and written,
+    attention's keys and values read (of them a token writes its own, which is not counted).
 
     Args:
-        model: the model.
+        model: the model, or its shapes.
         batch: texts together.
         length: of each, for attention's cache.
     """
-    weights = sum(p.nbytes for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+    def size(tree: Any) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    weights = size(nnx.state(model, nnx.Param))
     if model.head is not None:
-        weights -= model.embedding[...].nbytes
-    caches = jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(batch, length)))
-    return {"weights": weights, "caches": 2 * sum(x.size * x.dtype.itemsize for x in caches)}
+        weights -= size(model.embedding[...])
+    caches = 0
+    for cache in jax.eval_shape(lambda: model.init_cache(batch, length)):
+        caches += size(cache) if isinstance(cache, AttentionCache | LatentCache) else 2 * size(cache)
+    return {"weights": weights, "caches": caches}
 
 
 def time_model(config: ModelConfig, batch: int, plan: DecodingStudy) -> dict[str, Any]:

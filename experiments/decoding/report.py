@@ -76,6 +76,7 @@ def figure(plan: DecodingStudy, records: list[Record], path: pathlib.Path) -> bo
                     panel.text(record["tokens_per_second"], row + offset, f" {name}", va="center", fontsize=7)
         panel.set_title(f"batch {batch}", fontsize=9)
         panel.set_xlabel("tokens a second, all rows together", fontsize=8)
+        panel.locator_params(axis="x", nbins=5)
         panel.margins(x=0.45)
         panel.set_yticks(range(len(labels)), labels, fontsize=8)
     panels[0][0].set_ylim(len(labels) - 0.5, -0.5)

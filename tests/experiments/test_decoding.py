@@ -21,7 +21,7 @@ TINY = ModelConfig(
 )
 
 
-def test_a_token_moves_weights_once_and_caches_twice():
+def test_a_token_reads_weights_and_keys_and_moves_states_twice():
     model = DecoderLM(TINY, rngs=nnx.Rngs(0))
     moved = bytes_of_a_token(model, 3, 16)
     assert moved["weights"] == 4 * count_parameters(TINY).without_embedding, "the head, and not the embedding"
@@ -29,7 +29,7 @@ def test_a_token_moves_weights_once_and_caches_twice():
     counted = sum(x.nbytes for x in jax.tree.leaves(model.blocks[0].mixer.init_cache(3, 16)))
     assert counted >= state
     keys_and_values = 2 * 3 * 16 * 8 * 4
-    assert 2 * (counted + keys_and_values) <= moved["caches"] < 2 * (counted + keys_and_values + 3 * 4 * 20)
+    assert 2 * counted + keys_and_values <= moved["caches"] < 2 * counted + keys_and_values + 3 * 4 * 20
 
 
 @pytest.fixture
