@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from pallas_kernels.problem import CHUNK, cdiv
 
+PROCESSORS = 132
+"""Of a card that is not known: a Hopper's."""
+AMPLE_MEMORY = 160 * 1024
+"""Bytes of shared memory of a program that cards for data centres have, and others have not."""
+
 
 @dataclass(frozen=True)
 class MosaicLaunch:
@@ -20,7 +25,7 @@ class MosaicLaunch:
 
     groups: int = 1
     slots: int = 2
-    programs: int = 132
+    programs: int = PROCESSORS
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,6 @@ class Schedule:
     gradient_sums: Launch = Launch(num_warps=4, num_stages=1)
 
 
-_AMPLE = 160 * 1024
 _HOPPER = 200 * 1024
 
 
@@ -104,7 +108,7 @@ def default_schedule(key_size: int, dtype: str, segments: int = 1, shared_memory
     """
     is_wide = key_size * (4 if dtype == "float32" else 2) > 256
     # Before Hopper products take both operands from registers: in float32, wider blocks spill 36 KiB a thread.
-    if is_wide and shared_memory < (_HOPPER if dtype == "float32" else _AMPLE):
+    if is_wide and shared_memory < (_HOPPER if dtype == "float32" else AMPLE_MEMORY):
         # Nothing is copied ahead, and blocks are narrow, so that all fits in 99 KiB.
         loop = Launch(num_warps=4, num_stages=1, block=32)
         return dataclasses.replace(_wide_schedule(segments, loop, fold_block=16), sums=loop, gradient_sums=loop)

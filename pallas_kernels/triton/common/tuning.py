@@ -9,6 +9,7 @@ from typing import Any
 
 from pallas_kernels.problem import Inputs, is_channel_wise, is_sum, next_power_of_two
 from pallas_kernels.schedule import (
+    PROCESSORS,
     Launch,
     Schedule,
     choose_segments,
@@ -19,8 +20,6 @@ from pallas_kernels.schedule import (
     with_segments,
 )
 from pallas_kernels.triton.common.backend import device_kind, interpreted, shared_memory
-
-_DEFAULT_PROCESSORS = 132
 
 
 def variant_name(inputs: Inputs, online: bool) -> str:
@@ -71,12 +70,12 @@ def choose_schedule(inputs: Inputs, online: bool, backend: str = "triton") -> Sc
     }
     if interpreted():  # blocks and warps mean nothing there; two segments keep that path exercised
         schedule = Schedule(segments=1 if length <= 128 else 2)
-        return schedule if backend == "triton" else mosaic_schedule(schedule, 1, _DEFAULT_PROCESSORS, **facts)
+        return schedule if backend == "triton" else mosaic_schedule(schedule, 1, PROCESSORS, **facts)
     table = load_table(device_kind()) or {}
     key_size = next_power_of_two(inputs.q.shape[3])
     default = default_schedule(key_size, inputs.v.dtype.name, shared_memory=shared_memory())
     programs = batch * value_heads * max(1, value_size // 64)
-    processors = table.get("processors", _DEFAULT_PROCESSORS)
+    processors = table.get("processors", PROCESSORS)
     if is_sum(inputs, online):
         segments = choose_sum_segments(programs, length, processors, inputs.log_decay is not None)
         is_underfilled = False

@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Float
 
 from pallas_kernels.problem import cdiv
-from pallas_kernels.schedule import Launch
+from pallas_kernels.schedule import AMPLE_MEMORY, PROCESSORS, Launch
 from pallas_kernels.triton.common.backend import (
     Operand,
     call,
@@ -26,8 +26,6 @@ from pallas_kernels.varying import vary_alike
 MAX_THIN_ROWS = 256
 _MAX_KERNELS = 8
 _PROGRAMS = 96  # enough to reach every processor of a large card, nearly
-_PROCESSORS = 132
-_ROOMY = 160 * 1024  # bytes of shared memory of a program: a loop's loads of 128 KiB fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +78,11 @@ def choose_thin_schedule(rows: int, inner: int, columns: Sequence[int], is_gated
 
 def _of_short_axis(tiles: int, inner: int, columns: int) -> ThinSchedule:
     """One result of 33 rows or more: adding up parts of so short an inner axis would take longer than it saves."""
-    is_roomy = shared_memory() >= _ROOMY
-    width = 32 if tiles * cdiv(columns, 32) <= _PROCESSORS or not is_roomy else 64
-    stages = 3 if not is_roomy else 4 if inner <= 1024 or width == 64 else 5
-    return ThinSchedule(64, width, 128, num_stages=stages)
+    if shared_memory() < AMPLE_MEMORY:
+        return ThinSchedule(64, 32, 128, num_stages=3)
+    if tiles * cdiv(columns, 32) > PROCESSORS:  # not all at once
+        return ThinSchedule(64, 64, 128)
+    return ThinSchedule(64, 32, 128, num_stages=4 if inner <= 1024 else 5)
 
 
 def thin_unsupported(x: Array, *kernels: Array) -> str | None:
