@@ -25,6 +25,8 @@ class Options:
 
     setting: Setting = "small"
     """"small" runs on a CPU in minutes, "real" on one GPU."""
+    name: str | None = None
+    """Name of the results, of their table and picture; the setting's by default. For another card."""
     models: tuple[str, ...] = ()
     """Only models whose label contains one of these."""
     batches: tuple[int, ...] = ()
@@ -54,12 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(options, plan)
         if not options.report_only:
             failed = _time_all(options, plan)
-        print(write_report(plan, read_results(_results(options)), options.output, options.setting))
+        print(write_report(plan, read_results(_results(options)), options.output, _name(options)))
     return 1 if failed else 0
 
 
+def _name(options: Options) -> str:
+    return options.name or options.setting
+
+
 def _results(options: Options) -> pathlib.Path:
-    return options.output / "results" / options.setting
+    return options.output / "results" / _name(options)
 
 
 def _check(options: Options, plan: DecodingStudy) -> None:
@@ -78,6 +84,12 @@ def _time_all(options: Options, plan: DecodingStudy) -> int:
     # JAX keeps the memory that it has taken, and must leave the peer the card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     where = environment(command_line("experiments.decoding"), options.commit)
+    for record in read_results(_results(options)):
+        if record["environment"]["device"] != where["device"]:
+            raise ValueError(
+                f"name: the results {_name(options)!r} are of {record['environment']['device']}, and this machine's "
+                f"device is {where['device']}; give its results another name"
+            )
     failed = 0
     for label, config in plan.models:
         if options.models and not any(part in label for part in options.models):

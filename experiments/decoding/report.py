@@ -86,13 +86,19 @@ def figure(plan: DecodingStudy, records: list[Record], path: pathlib.Path) -> bo
     return True
 
 
-def write_report(plan: DecodingStudy, records: list[Record], folder: pathlib.Path, setting: str) -> str:
+def write_report(plan: DecodingStudy, records: list[Record], folder: pathlib.Path, name: str) -> str:
     """Writes the picture and, where the page has a place for it, the table.
+
+    Args:
+        plan: models and batches, in the table's order.
+        records: of one device.
+        folder: with the page and the folder of figures.
+        name: of the results.
 
     Returns:
         The table.
     """
     text = table(plan, records)
-    figure(plan, records, folder / "figures" / f"{setting}.png")
-    write_between_marks(folder / "README.md", setting, text)
+    figure(plan, records, folder / "figures" / f"{name}.png")
+    write_between_marks(folder / "README.md", name, text)
     return text

@@ -73,9 +73,20 @@ def test_wrong_options_are_one_line(small, capsys):
             command.main(arguments)
 
 
-@pytest.mark.parametrize("setting", ["small", "real"])
-def test_the_page_shows_what_the_results_say(setting):
+def test_results_of_another_device_are_not_mixed_in(small, tmp_path):
+    where = {"device": "a card", "packages": {"jax": "1"}, "commit": "abcdefgh"}
+    folder = tmp_path / "results" / "small"
+    folder.mkdir(parents=True)
+    (folder / "tiny--1.json").write_text(json.dumps({"model": "Tiny", "batch": 1, "environment": where}))
+    with pytest.raises(SystemExit, match="name: the results 'small' are of a card"):
+        command.main(["--output", str(tmp_path), "--batches", "2"])
+    assert command.main(["--output", str(tmp_path), "--batches", "2", "--name", "here"]) == 0
+    assert [path.name for path in (tmp_path / "results" / "here").iterdir()] == ["tiny--2.json"]
+
+
+@pytest.mark.parametrize(("name", "setting"), [("small", "small"), ("real", "real"), ("h100", "real")])
+def test_the_page_shows_what_the_results_say(name, setting):
     folder = EXPERIMENTS / "decoding"
-    begin, end = marks(setting)
+    begin, end = marks(name)
     shown = (folder / "README.md").read_text().split(begin, 1)[1].split(end, 1)[0].lstrip("\n")
-    assert shown == table(study(setting), read_results(folder / "results" / setting))
+    assert shown == table(study(setting), read_results(folder / "results" / name))
