@@ -106,6 +106,7 @@ def test_eval(trained, capsys, tmp_path):
     assert re.search(r"evaluated on 1(09|10|11) tokens, 1(09|10) bytes", capsys.readouterr().out)
 
 
+@pytest.mark.slow  # test_published.py has a model's
 def test_standard_tasks(trained, capsys, tmp_path):
     (tmp_path / "sums.jsonl").write_text(
         '{"text": "1 plus 1 is", "end": " 2;"}\n{"text": "1 plus 2 is", "end": " 3;"}\n'

@@ -34,6 +34,7 @@ def test_one_command_times_meshes(tmp_path):
 
 @pytest.mark.skipif(missing_packages() is not None, reason=str(missing_packages()))
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_copies_on_two_gpus_take_no_more_memory_than_one_gpu():
     """Compiled for H100s without one, blocks recomputed. With latency hiding it would be half as much again."""
     one, two = (step_memory(mesh, 2, latency_hiding=False, preset="340m") for mesh in (None, (2, 1, 1, 1)))

@@ -134,7 +134,9 @@ def test_narrow_maps_of_the_input_share_the_product_and_kernels_get_unrounded_gr
     assert kernel.dtype == jnp.float32 and np.any(kernel != kernel.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("preset, grouped", [("gated_deltanet", True), ("kda", False), ("pgdn", False)])
+@pytest.mark.parametrize(
+    "preset, grouped", [("gated_deltanet", True), ("kda", False), pytest.param("pgdn", False, marks=pytest.mark.slow)]
+)
 def test_a_mixer_is_the_same_by_joined_streams(preset, grouped, monkeypatch):
     """Outputs, the next cache, and all gradients; with a cache and packed rows too. Wider values come first."""
     overrides = {"value_expansion": 2.0} if grouped else {}

@@ -18,6 +18,7 @@ from rnnlib.models import (
     take_rows,
     two_global_attention_layers,
 )
+from tests.selection import mostly_slow
 
 # Compilation takes nearly all of these tests' time, and half of it is optimisation.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -44,6 +45,20 @@ HYBRIDS = {
     "gated_deltanet2 cell": SMALL.replace(num_layers=2, mixers=gated_deltanet2_cell(), attention_heads=4),
     "tied": SMALL.replace(num_layers=2, mixers=("kla", "attention"), tie_embeddings=True),
 }
+
+# A mixer of each kind of cache.
+KINDS = (
+    "gated_deltanet",
+    "linear_attention",
+    "mamba2",
+    "mamba3",
+    "pgdn",
+    "gated_kalmanet",
+    "mesanet",
+    "attention",
+    "sliding_window_attention",
+    "latent_attention",
+)
 
 
 def build(config):
@@ -95,7 +110,7 @@ def test_prefill_and_decode_equal_the_parallel_pass(name):
     np.testing.assert_allclose(logits[1, PREFIX - 4 :], expected[1, PREFIX - 4 :], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [*mixer_names(), *HYBRIDS])
+@pytest.mark.parametrize("name", mostly_slow([*mixer_names(), *HYBRIDS], [*KINDS, *HYBRIDS]))
 def test_a_row_joins_while_another_goes_on(name):
     """Row 1 is read while row 0 has three tokens more; each row's logits are those of its text alone."""
     config = HYBRIDS.get(name) or SMALL.replace(mixers=(name,))

@@ -12,12 +12,25 @@ from rnnlib.models import (
     summary,
 )
 from rnnlib.models.presets import GPT2_VOCABULARY, PAPER_VOCABULARY
+from tests.selection import mostly_slow
 
 # Sizes that this library names itself: the name is the claim.
 OWN_SIZES = {"tiny": 0.9e6, "30m": 30e6, "150m": 150e6, "340m": 340e6, "760m": 760e6, "1.3b": 1.3e9}
 
 
-@pytest.mark.parametrize("name", preset_names())
+# One of each kind; the others are the same kinds, deeper and wider.
+KINDS = (
+    "tiny",
+    "340m",
+    "transformer_340m",
+    "kda_340m",
+    "pgdn_340m",
+    "gated_kalmanet_440m",
+    "gated_deltanet2_hybrid_1.3b",
+)
+
+
+@pytest.mark.parametrize("name", mostly_slow(preset_names(), KINDS))
 def test_parameter_count_is_within_five_percent_of_the_stated_one(name):
     details = preset_details(name)
     stated = details.stated_parameters or OWN_SIZES[name]

@@ -10,7 +10,8 @@ from flax import nnx
 
 from rnnlib.layers.presets import mixer_names
 from rnnlib.models import DecoderLM, Generated, NaNLogitsError, generate
-from tests.models.test_cache import HYBRIDS, SMALL
+from tests.models.test_cache import HYBRIDS, KINDS, SMALL
+from tests.selection import mostly_slow
 
 NEW = 4
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -25,7 +26,7 @@ def hybrid() -> DecoderLM:
     return build("every other layer sliding")
 
 
-@pytest.mark.parametrize("name", [*mixer_names(), *HYBRIDS])
+@pytest.mark.parametrize("name", mostly_slow([*mixer_names(), *HYBRIDS], [*KINDS, *HYBRIDS]))
 def test_no_padding_changes_a_logit(name):
     """Log-probabilities are those of one pass over each row's own text, whose prompts have drawn lengths."""
     model = build(name)

@@ -13,6 +13,7 @@ import pytest
 from rnnlib.data import DataConfig
 from rnnlib.models import ModelConfig
 from rnnlib.training import LoggingConfig, TrainConfig, train
+from tests.selection import mostly_slow
 
 nbformat = pytest.importorskip("nbformat")
 
@@ -103,7 +104,10 @@ def runs(tmp_path_factory):
     return parent
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
+ALWAYS = [path for path in NOTEBOOKS if path.stem in ("first_model", "eigenvalues", "pretrained")]
+
+
+@pytest.mark.parametrize("path", mostly_slow(NOTEBOOKS, ALWAYS), ids=NAMES)
 def test_runs_from_top_to_bottom(path, runs, tmp_path):
     runs = shutil.copytree(runs, tmp_path / "runs")  # of its own: some notebooks train another run beside it
     cells = code_cells(nbformat.read(path, as_version=4))

@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import triton
 from rnnlib import ops
+from tests.selection import mostly_slow
 
 LENGTH, SIZE = 20, 16
 IDS = jnp.asarray([[0] * 9 + [1] * 11], jnp.int32)
@@ -98,7 +99,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["scan", "chunked", "triton"])
+@pytest.mark.parametrize("implementation", mostly_slow(["scan", "chunked", "triton"], ["scan", "triton"]))
 @pytest.mark.parametrize(("mapped", "operator"), [(name, f) for name, fs in SHARED.items() for f in fs])
 def test_what_vmap_shares_has_the_sum_of_the_gradients(mapped, operator, implementation):
     """Of all results, those too that do not depend on what `jax.vmap` maps over: a final state, say, on queries."""
