@@ -14,6 +14,7 @@ from tests.processes import ROOT
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_one_command_times_meshes(tmp_path):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     command = [sys.executable, "-m", "experiments.several_gpus", "--axes", "data", "tensor", "--output", str(tmp_path)]

@@ -104,7 +104,7 @@ def runs(tmp_path_factory):
     return parent
 
 
-ALWAYS = [path for path in NOTEBOOKS if path.stem in ("first_model", "eigenvalues", "pretrained")]
+ALWAYS = [path for path in NOTEBOOKS if path.stem in ("first_model", "pretrained")]
 
 
 @pytest.mark.parametrize("path", mostly_slow(NOTEBOOKS, ALWAYS), ids=NAMES)
