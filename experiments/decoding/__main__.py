@@ -25,8 +25,8 @@ class Options:
 
     setting: Setting = "small"
     """"small" runs on a CPU in minutes, "real" on one GPU."""
-    name: str | None = None
-    """Name of the results, of their table and picture; the setting's by default. For another card."""
+    card: str = ""
+    """Set behind the setting in names of results and figures: for another card than the H200 of those committed."""
     models: tuple[str, ...] = ()
     """Only models whose label contains one of these."""
     batches: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _name(options: Options) -> str:
-    return options.name or options.setting
+    return f"{options.setting}_{options.card}" if options.card else options.setting
 
 
 def _results(options: Options) -> pathlib.Path:
@@ -87,8 +87,8 @@ def _time_all(options: Options, plan: DecodingStudy) -> int:
     for record in read_results(_results(options)):
         if record["environment"]["device"] != where["device"]:
             raise ValueError(
-                f"name: the results {_name(options)!r} are of {record['environment']['device']}, and this machine's "
-                f"device is {where['device']}; give its results another name"
+                f"card: the results {_name(options)!r} are of {record['environment']['device']}, and this machine's "
+                f"device is {where['device']}; give its results a card's name"
             )
     failed = 0
     for label, config in plan.models:

@@ -78,13 +78,13 @@ def test_results_of_another_device_are_not_mixed_in(small, tmp_path):
     folder = tmp_path / "results" / "small"
     folder.mkdir(parents=True)
     (folder / "tiny--1.json").write_text(json.dumps({"model": "Tiny", "batch": 1, "environment": where}))
-    with pytest.raises(SystemExit, match="name: the results 'small' are of a card"):
+    with pytest.raises(SystemExit, match="card: the results 'small' are of a card"):
         command.main(["--output", str(tmp_path), "--batches", "2"])
-    assert command.main(["--output", str(tmp_path), "--batches", "2", "--name", "here"]) == 0
-    assert [path.name for path in (tmp_path / "results" / "here").iterdir()] == ["tiny--2.json"]
+    assert command.main(["--output", str(tmp_path), "--batches", "2", "--card", "here"]) == 0
+    assert [path.name for path in (tmp_path / "results" / "small_here").iterdir()] == ["tiny--2.json"]
 
 
-@pytest.mark.parametrize(("name", "setting"), [("small", "small"), ("real", "real"), ("h100", "real")])
+@pytest.mark.parametrize(("name", "setting"), [("small", "small"), ("real", "real"), ("real_h100", "real")])
 def test_the_page_shows_what_the_results_say(name, setting):
     folder = EXPERIMENTS / "decoding"
     begin, end = marks(name)

@@ -280,12 +280,14 @@ def loss(x, implementation=None):
         ("scalar", True, 3, 3),
     ],
 )
-def test_hopper_cards_take_them_unasked(decay, channels, here, triton_kernels):
+@pytest.mark.parametrize("implementation", mostly_slow([None, "mosaic"], [None]))
+def test_hopper_cards_take_them_unasked(decay, channels, here, triton_kernels, implementation):
     """The first stage, output, states, the gradient's pass, and the gradients of arguments.
 
     Of extreme chunks the first and the last are Triton's, and of an erase gate by channel under one decay a head.
     """
-    text = lowered(jax.grad(loss), arguments(decay, channels, jnp.bfloat16, length=64))
+    x = arguments(decay, channels, jnp.bfloat16, length=64)
+    text = lowered(jax.grad(lambda x: loss(x, implementation)), x)
     assert text.count("mosaic_gpu_v2") == here
     assert text.count("xla.gpu.triton") == triton_kernels
 
