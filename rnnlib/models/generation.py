@@ -255,7 +255,7 @@ def pad_prompts(
     return jnp.asarray(tokens), jnp.asarray(segment_ids)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _prefill(graphdef, state, tokens: Array, segment_ids: Array, cache: DecoderCache) -> _Carry:
     model = nnx.merge(graphdef, state)
     positions = prompt_positions(segment_ids)
@@ -264,7 +264,7 @@ def _prefill(graphdef, state, tokens: Array, segment_ids: Array, cache: DecoderC
     return _Carry(jnp.int32(0), logits, jnp.zeros(tokens.shape[0], bool), cache)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _decode(
     graphdef,
     size: int,
@@ -275,6 +275,8 @@ def _decode(
     limit: Int[Array, ""] | int,
 ) -> tuple[Array, Array, Array, _Carry]:
     """Makes at most `limit <= size` tokens a row, and stops where one has NaN for logits.
+
+    What it goes on from is donated: states of many rows fill a card, and are not there twice.
 
     Returns:
         The tokens in `[B, size]`; how many; the rows, `[B]` bool, that have no next token; what to go on from.

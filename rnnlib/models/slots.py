@@ -31,9 +31,9 @@ class Rows(NamedTuple):
     ended: Array
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def join(graphdef, state, rows: Rows, slots: Array, tokens: Array, segment_ids: Array, empty, values: dict[str, Any]):
-    """The rows with prompts read into some of them."""
+    """The rows, which are donated, with prompts read into some of them."""
     model = nnx.merge(graphdef, state)
     positions = prompt_positions(segment_ids)
     hidden, cache = model.extend_hidden(tokens, empty, segment_ids=segment_ids, positions=positions)
@@ -42,9 +42,9 @@ def join(graphdef, state, rows: Rows, slots: Array, tokens: Array, segment_ids: 
     return rows._replace(cache=put_rows(rows.cache, slots, cache), **changed)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def advance(graphdef, size: int, draws: str, state, rows: Rows, limit: Array | int):
-    """At most `limit <= size` tokens a row, until one ends or has NaN for logits.
+    """At most `limit <= size` tokens a row, until one ends or has NaN for logits; the rows are donated.
 
     Returns:
         How many tokens; the tokens and their log-probabilities `[slots, size]`; the rows `[slots]` that have no next

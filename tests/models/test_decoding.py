@@ -60,6 +60,16 @@ def test_texts_that_join_and_leave_get_what_they_would_get_alone():
         np.testing.assert_allclose(text.log_probabilities, expected, atol=1e-4)
 
 
+def test_states_are_not_there_twice_while_texts_join_or_go_on():
+    model()
+    others = jax.live_arrays()
+    decoder = Decoder(model(), slots=2, max_length=40)
+    for go_on in (lambda: decoder.add([3, 1, 4], max_new_tokens=9, temperature=0), lambda: decoder.step(4)):
+        states = [x for x in jax.live_arrays() if x.ndim >= 3 and all(x is not other for other in others)]
+        go_on()
+        assert states and all(x.is_deleted() for x in states)
+
+
 def test_stop_tokens_and_removal_free_slots():
     decoder = Decoder(model(), slots=2, max_length=40)
     end = alone()[0][4]

@@ -53,6 +53,15 @@ def test_stream_makes_the_same_tokens_in_blocks():
     np.testing.assert_array_equal(jnp.concatenate(blocks, axis=1), generate(model(), PROMPTS, **options))
 
 
+def test_states_are_not_there_twice_while_a_block_is_made():
+    model()
+    others = jax.live_arrays()
+    blocks = stream(model(), PROMPTS, max_new_tokens=NEW, block_size=4, temperature=0)
+    states = [x for x in jax.live_arrays() if x.ndim >= 3 and all(x is not other for other in others)]
+    next(blocks)
+    assert states and all(x.is_deleted() for x in states)
+
+
 def test_seed_decides_and_rows_do_not_depend_on_other_rows():
     draw = functools.partial(generate, model(), max_new_tokens=NEW, temperature=1.0)
     one = draw(PROMPTS, seed=1)
