@@ -319,7 +319,9 @@ def decoding() -> list[Case]:
     return [
         *(products(rows, (1024, 1024, 1024, 8, 8), 1024, "of five maps") for rows in (1, 64, 256)),
         *(products(rows, (2816, 2816), 1024, "gated", is_gated=True) for rows in (1, 64, 256)),
+        products(256, (5632, 5632), 2048, "gated, of 5632", is_gated=True),
         *(products(rows, (1024,), 2816, "of one map") for rows in (1, 256)),
+        products(256, (2048,), 5632, "of one map from 5632 to 2048"),
         *(products(rows, (n,), n, f"of one map of {n}") for rows, n in ((64, 1024), (128, 2048), (256, 2048))),
         Case("short convolution bfloat16, one token of three streams", convolutions, token, differentiated=False),
     ]

@@ -63,14 +63,19 @@ def choose_thin_schedule(rows: int, inner: int, columns: Sequence[int], is_gated
     block_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
     block_inner = 128 if block_rows <= 32 else 64
     tiles = cdiv(rows, block_rows)
-    if len(columns) == 1 and block_rows == 64 and inner <= 2048:
-        return _of_short_axis(tiles, inner, columns[0])
+    if block_rows == 64 and is_gated:
+        # As many as run at once: three programs of three stages share a processor, two of four.
+        return ThinSchedule(64, 64, 64, num_stages=4 if tiles * cdiv(columns[0], 64) <= 2 * PROCESSORS else 3)
+    if block_rows == 64 and len(columns) == 1:
+        return (_of_short_axis if inner <= 2048 else _of_long_axis)(tiles, inner, columns[0])
     if is_gated or len(columns) == 1:
         width = 64 if block_rows > 16 else 32
         programs, steps = tiles * cdiv(columns[0], width), cdiv(inner, block_inner)
         wanted = max(1, min((352 if block_rows == 16 else 264) // programs, steps // 2))
         splits = max(n for n in range(1, wanted + 1) if steps % n == 0)
         return ThinSchedule(block_rows, width, block_inner, splits=splits)
+    if block_rows == 64 and tiles == 1:
+        return ThinSchedule(64, 32, 128)
     widths = [64, 32, 16] if block_rows > 16 else [32, 16]
     width = next((n for n in widths if tiles * sum(cdiv(c, n) for c in columns) >= _PROGRAMS), 16)
     return ThinSchedule(block_rows, width, block_inner)
@@ -83,6 +88,13 @@ def _of_short_axis(tiles: int, inner: int, columns: int) -> ThinSchedule:
     if tiles * cdiv(columns, 32) > PROCESSORS:  # not all at once
         return ThinSchedule(64, 64, 128)
     return ThinSchedule(64, 32, 128, num_stages=4 if inner <= 1024 else 5)
+
+
+def _of_long_axis(tiles: int, inner: int, columns: int) -> ThinSchedule:
+    """One result of 33 rows or more, as at most four sums: more would take longer to add up than they save."""
+    width = 128 if 4 * tiles * cdiv(columns, 128) >= PROCESSORS else 64
+    wanted, steps = min(4, max(1, 2 * PROCESSORS // (tiles * cdiv(columns, width)))), cdiv(inner, 64)
+    return ThinSchedule(64, width, 64, splits=max(n for n in range(1, wanted + 1) if steps % n == 0))
 
 
 def thin_unsupported(x: Array, *kernels: Array) -> str | None:
