@@ -88,7 +88,7 @@ def shapes(cache):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), cache)
 
 
-@pytest.mark.parametrize("name", [*mixer_names(), *HYBRIDS])
+@pytest.mark.parametrize("name", mostly_slow([*mixer_names(), *HYBRIDS], [*KINDS, *HYBRIDS]))
 def test_prefill_and_decode_equal_the_parallel_pass(name):
     config = HYBRIDS.get(name) or SMALL.replace(mixers=(name,))
     graphdef, state = build(config)

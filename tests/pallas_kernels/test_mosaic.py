@@ -93,7 +93,8 @@ def schedule_of(case: Case, groups: int) -> Schedule:
 # Gates, decays and segments that other cases have, together.
 SLOW = {"mild_channel_decay_without_gates", "channel_gates", "channel_gates_write_key", "extreme_channel_gates"}
 SLOW |= {"channel_gates_under_one_decay_a_head", "channel_erase_under_channel_decay", "one_gate_write_key_packed"}
-SLOW |= {"one_gate_extreme", "strong_decay", "channel_decay_write_key_packed", "channel_write"}
+SLOW |= {"one_gate_extreme", "strong_decay", "channel_decay_write_key_packed", "channel_write", "no_gates_no_state"}
+SLOW |= {"delta_rule_of_two_heads_a_key", "extreme", "channel_erase", "one_gate"}
 
 
 @pytest.mark.parametrize("name", mostly_slow(CASES, CASES.keys() - SLOW))

@@ -16,7 +16,7 @@ from rnnlib.training.mesh import abstract_mesh, mesh_sizes
 from tests.processes import result_of
 
 from .collectives import Collective, collectives
-from .on_meshes import MESHES
+from .on_meshes import ALWAYS, MESHES
 
 # On a busy machine the fixtures take longer than a test may.
 pytestmark = pytest.mark.timeout(1500)
@@ -27,16 +27,30 @@ def on_eight_devices(environment, *arguments):
 
 
 @pytest.fixture(scope="module")
-def seen(process_environment):
-    return on_eight_devices(process_environment, "meshes")
+def on_meshes_always(process_environment):
+    return on_eight_devices(process_environment, "meshes", *ALWAYS)
 
 
 @pytest.fixture(scope="module")
-def on_meshes(seen):
-    return seen["meshes"]
+def on_meshes_slowly(process_environment):
+    return on_eight_devices(process_environment, "meshes", *(name for name in MESHES if name not in ALWAYS))
 
 
-CASES = [(name, data, fsdp) for name, meshes in MESHES.items() for data, fsdp in meshes]
+@pytest.fixture
+def on_meshes(request, name):
+    return request.getfixturevalue("on_meshes_always" if name in ALWAYS else "on_meshes_slowly")
+
+
+@pytest.fixture(scope="module")
+def seen(process_environment):
+    return on_eight_devices(process_environment, "others")
+
+
+CASES = [
+    pytest.param(name, data, fsdp, marks=() if name in ALWAYS else pytest.mark.slow)
+    for name, meshes in MESHES.items()
+    for data, fsdp in meshes
+]
 
 
 @pytest.mark.parametrize(("name", "data", "fsdp"), CASES)
