@@ -1,5 +1,6 @@
 """Files that are damaged, or say what is not served; options that the golden files do not have; writing."""
 
+import functools
 import json
 import shutil
 
@@ -140,6 +141,9 @@ def test_an_index_and_its_shards_must_agree(folder):
         load_pretrained(folder)
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -150,13 +154,13 @@ def test_an_index_and_its_shards_must_agree(folder):
             "mixer_overrides": {"attention/a": {"window": 5}, "attention/b": {"rope_base": 500.0, "use_bias": True}},
         },
         {"mixer_overrides": {"gated_deltanet": {"key_heads": 2, "value_heads": 4, "negative_eigenvalues": True}}},
-        {"mixers": ("deltanet",), "mixer_overrides": {"deltanet": {"convolution": None, "output_gate": True}}},
+        slow({"mixers": ("deltanet",), "mixer_overrides": {"deltanet": {"convolution": None, "output_gate": True}}}),
         {"mixers": ("kda", "kda", "sliding_window_attention"), "num_layers": 3, "window": 4},
-        {"mixers": ("gla",)},
-        {"mixers": ("retnet",)},
+        slow({"mixers": ("gla",)}),
+        slow({"mixers": ("retnet",)}),
         {"mixers": ("retnet",), "mixer_overrides": {"retnet": {"readout.gate": "none"}}},
         {"mixers": ("mesanet",), "mixer_overrides": {"mesanet": {"solve.epsilon": 1e-5, "readout.eps": 1e-6}}},
-        {"mixers": ("attention",), "attention_heads": 4},
+        slow({"mixers": ("attention",), "attention_heads": 4}),
     ],
 )
 def test_a_model_made_here_is_written_and_read_as_it_is(changes, tmp_path):

@@ -135,7 +135,12 @@ def test_narrow_maps_of_the_input_share_the_product_and_kernels_get_unrounded_gr
 
 
 @pytest.mark.parametrize(
-    "preset, grouped", [("gated_deltanet", True), ("kda", False), pytest.param("pgdn", False, marks=pytest.mark.slow)]
+    "preset, grouped",
+    [
+        ("gated_deltanet", True),
+        pytest.param("kda", False, marks=pytest.mark.slow),
+        pytest.param("pgdn", False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_mixer_is_the_same_by_joined_streams(preset, grouped, monkeypatch):
     """Outputs, the next cache, and all gradients; with a cache and packed rows too. Wider values come first."""

@@ -10,7 +10,7 @@ from flax import nnx
 
 from rnnlib.layers.presets import mixer_names
 from rnnlib.models import DecoderLM, Generated, NaNLogitsError, generate
-from tests.models.test_cache import HYBRIDS, KINDS, SMALL
+from tests.models.test_cache import HYBRIDS, SMALL
 from tests.selection import mostly_slow
 
 NEW = 4
@@ -26,7 +26,11 @@ def hybrid() -> DecoderLM:
     return build("every other layer sliding")
 
 
-@pytest.mark.parametrize("name", mostly_slow([*mixer_names(), *HYBRIDS], [*KINDS, *HYBRIDS]))
+# States, rotary positions, a solve, a window, latents; and all hybrids.
+ALWAYS = ("gated_deltanet", "mamba3", "gated_kalmanet", "sliding_window_attention", "latent_attention", *HYBRIDS)
+
+
+@pytest.mark.parametrize("name", mostly_slow([*mixer_names(), *HYBRIDS], ALWAYS))
 def test_no_padding_changes_a_logit(name):
     """Log-probabilities are those of one pass over each row's own text, whose prompts have drawn lengths."""
     model = build(name)

@@ -114,7 +114,13 @@ def test_on_a_gpu(shape, biased):
         assert np.linalg.norm(one - other) < 4e-3 * np.linalg.norm(other)
 
 
-@pytest.mark.parametrize("options", [{"mixers": ("kda",)}, {"mixers": ("gated_deltanet",), "zero_centred_norms": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"mixers": ("kda",)}, marks=pytest.mark.slow),
+        {"mixers": ("gated_deltanet",), "zero_centred_norms": True},
+    ],
+)
 def test_a_model_is_the_same_with_kernels(options, monkeypatch):
     config = ModelConfig(vocabulary_size=17, width=16, num_layers=1, num_heads=2, mlp_width=16, **options)
     graph, state = nnx.split(DecoderLM(config, rngs=nnx.Rngs(0)))

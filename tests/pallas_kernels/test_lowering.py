@@ -126,7 +126,11 @@ def test_the_default_device_says_where_a_call_runs(monkeypatch):
         assert default_preference(64)[0] == "chunked"
 
 
-@pytest.mark.parametrize("per_channel, size, dtype", [(False, 128, jnp.bfloat16), (True, 24, jnp.float32)], ids=str)
+@pytest.mark.parametrize(
+    "per_channel, size, dtype",
+    [(False, 128, jnp.bfloat16), pytest.param(True, 24, jnp.float32, marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("operator", ["preconditioner", "key", "query", "unstable"])
 def test_the_diagonal_gram_lowers(operator, per_channel, size, dtype):
     """Forward: what each part adds, and the recurrence; likewise backward."""
@@ -216,7 +220,16 @@ def test_a_mixer_of_many_tokens_has_one_product_and_takes_its_kernels(mixer, ker
 
 @pytest.mark.parametrize(
     "operator",
-    ["delta_rule", "linear_attention", "ridge_solve", "preconditioner", "convolution", "decay", "mixer", "log_sum_exp"],
+    [
+        "delta_rule",
+        "linear_attention",
+        "ridge_solve",
+        "preconditioner",
+        "convolution",
+        "decay",
+        pytest.param("mixer", marks=pytest.mark.slow),
+        "log_sum_exp",
+    ],
 )
 def test_operators_lower_inside_shard_map(operator):
     """At its default, which types arrays by what they vary along: with constants, and arguments that devices share."""

@@ -332,7 +332,7 @@ def runs(corpus):
 if __name__ == "__main__":
     asked = {
         "meshes": lambda: every_mesh(sys.argv[2:]),
-        "others": lambda: {"memory": planned_memory(), "drawn": drawn(2)},
+        "memory": planned_memory,
         "drawn": lambda: drawn(int(sys.argv[2])),
         "runs": lambda: runs(sys.argv[2]),
     }

@@ -42,8 +42,8 @@ def on_meshes(request, name):
 
 
 @pytest.fixture(scope="module")
-def seen(process_environment):
-    return on_eight_devices(process_environment, "others")
+def memory(process_environment):
+    return on_eight_devices(process_environment, "memory")
 
 
 CASES = [
@@ -85,9 +85,9 @@ def test_a_step_has_these_collectives_and_no_other(on_meshes, name, data, fsdp):
     }.get((data, fsdp), [over_all, over_data, over_fsdp])
 
 
-def test_what_a_device_needs_falls_with_the_size_of_fsdp(seen):
+def test_what_a_device_needs_falls_with_the_size_of_fsdp(memory):
     """By XLA's memory plan: what is kept, and what a step takes beside it (gradients and what becomes of them)."""
-    found = seen["memory"]
+    found = memory
     plans = {size: found["by size"][f"{size} 8"] for size in (1, 2, 4, 8)}
     for size, plan in plans.items():
         assert 1 / size <= plan["kept"] / plans[1]["kept"] < 1 / size + 0.01
@@ -103,18 +103,20 @@ def test_a_plan_has_the_bytes_of_the_compiled_step(on_meshes, name, data, fsdp):
     assert planned == found
 
 
-def test_a_plan_estimates_activations(seen):
+def test_a_plan_estimates_activations(memory):
     """What more tokens take, beside XLA's plan of the compiled step. Blocks' matrices do not depend on them."""
-    few, many = (seen["memory"]["by size"][name] for name in ("8 8", "8 256"))
+    few, many = (memory["by size"][name] for name in ("8 8", "8 256"))
     more = {name: many[name] - few[name] for name in ("activations", "temporary", "gathered")}
-    assert more["gathered"] == 0 and 2 * seen["memory"]["block"] <= many["gathered"] < 2.5 * seen["memory"]["block"]
+    assert more["gathered"] == 0 and 2 * memory["block"] <= many["gathered"] < 2.5 * memory["block"]
     assert 0.5 < more["activations"] / more["temporary"] < 2
 
 
-def test_drawn_models_train_on_drawn_meshes_as_on_one_device(seen):
+@pytest.mark.slow
+def test_drawn_models_train_on_drawn_meshes_as_on_one_device(process_environment):
     """More of them: `XLA_FLAGS= python -m tests.training.on_meshes drawn 20`."""
-    assert len(seen["drawn"]) >= 2
-    for case, found in seen["drawn"].items():
+    drawn = on_eight_devices(process_environment, "drawn", "4")
+    assert len(drawn) >= 2
+    for case, found in drawn.items():
         assert max(found.values()) < 1e-5, case
 
 

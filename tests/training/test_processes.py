@@ -97,6 +97,7 @@ def test_two_processes_train_as_one(one, two, folder):
     assert (folder / "two" / "loss.png").exists()
 
 
+@pytest.mark.slow
 def test_four_processes_train_as_one(one, four, folder):
     seen = what_each_saw(four)
     assert all(found == seen[0] for found in seen)
@@ -109,6 +110,7 @@ def test_a_resumed_half_repeats_bit_for_bit(two, folder):
     assert seen["again"]["bits"] == seen["whole"]["bits"] and seen["again"]["began"] != seen["whole"]["began"]
 
 
+@pytest.mark.slow
 def test_checkpoints_have_the_same_bits_on_any_processes(one, two, four, folder, corpus):
     assert bits(load_run(folder / "two").model) == what_each_saw(two)[0]["whole"]["bits"]
     # Two processes of two devices, then four of two, in other shares.
@@ -138,6 +140,7 @@ def test_a_killed_process_ends_the_others_with_one_line_and_leaves_a_checkpoint(
     assert load_run(folder / "killed").step == 3
 
 
+@pytest.mark.slow
 def test_an_error_in_one_process_ends_all_with_its_text(four):
     assert [code for _, _, code in four] == [1] * 4
     for process, (_, err, _) in enumerate(four):

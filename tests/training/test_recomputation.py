@@ -80,7 +80,9 @@ def test_what_cannot_be_compiled_or_has_no_plan_does_not_fit(steps):
         choose_recomputation(MODEL, broken, 10**12)
 
 
-@pytest.mark.parametrize(("device_bytes", "way"), [(10**12, "nothing"), (1000, "whole blocks")])
+@pytest.mark.parametrize(
+    ("device_bytes", "way"), [pytest.param(10**12, "nothing", marks=pytest.mark.slow), (1000, "whole blocks")]
+)
 def test_training_says_what_it_has_chosen(tmp_path, tiny_config, capsys, monkeypatch, device_bytes, way):
     monkeypatch.setattr("rnnlib.training.run_program.bytes_of_each_device", lambda: device_bytes)
     model = tiny_config.model.replace(remat="auto")
