@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -137,4 +138,4 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 def command_line(module: str) -> str:
     """The command that is running, for the record."""
-    return " ".join(["python", "-m", module, *sys.argv[1:]])
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
