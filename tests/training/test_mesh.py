@@ -87,14 +87,13 @@ def test_a_step_has_these_collectives_and_no_other(on_meshes, name, data, fsdp):
 
 def test_what_a_device_needs_falls_with_the_size_of_fsdp(memory):
     """By XLA's memory plan: what is kept, and what a step takes beside it (gradients and what becomes of them)."""
-    found = memory
-    plans = {size: found["by size"][f"{size} 8"] for size in (1, 2, 4, 8)}
+    plans = {size: memory["by size"][f"{size} 8"] for size in (1, 2, 4, 8)}
     for size, plan in plans.items():
         assert 1 / size <= plan["kept"] / plans[1]["kept"] < 1 / size + 0.01
     taken = {size: plan["kept"] + plan["temporary"] for size, plan in plans.items()}
     assert taken[8] < taken[4] < taken[2] < taken[1]
     # What does not fall: gathered matrices of two blocks at a time, and activations. All four would be a whole copy.
-    assert 2 * taken[8] - taken[4] < 3.2 * found["block"] < 0.8 * found["parameters"]
+    assert 2 * taken[8] - taken[4] < 3.2 * memory["block"] < 0.8 * memory["parameters"]
 
 
 @pytest.mark.parametrize(("name", "data", "fsdp"), CASES)

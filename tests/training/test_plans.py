@@ -25,7 +25,7 @@ def test_plans_of_shared_layers_and_rows_have_the_bytes_of_compiled_steps(proces
     )
     assert process.returncode == 0, process.stderr[-3000:]
     results = json.loads(process.stdout.splitlines()[-1])
-    assert len(results) == 3
+    assert len(results) == 5
     for name, case in results.items():
         planned, found = case["planned"], case["found"]
         passed_on = {key for key in planned if key.startswith("collective-permute")}

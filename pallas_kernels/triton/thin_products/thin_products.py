@@ -72,8 +72,7 @@ def choose_thin_schedule(rows: int, inner: int, columns: Sequence[int], is_gated
         width = 64 if block_rows > 16 else 32
         programs, steps = tiles * cdiv(columns[0], width), cdiv(inner, block_inner)
         wanted = max(1, min((352 if block_rows == 16 else 264) // programs, steps // 2))
-        splits = max(n for n in range(1, wanted + 1) if steps % n == 0)
-        return ThinSchedule(block_rows, width, block_inner, splits=splits)
+        return ThinSchedule(block_rows, width, block_inner, splits=_splits(wanted, steps))
     if block_rows == 64 and tiles == 1:
         return ThinSchedule(64, 32, 128)
     widths = [64, 32, 16] if block_rows > 16 else [32, 16]
@@ -94,7 +93,12 @@ def _of_long_axis(tiles: int, inner: int, columns: int) -> ThinSchedule:
     """One result of 33 rows or more, as at most four sums: more would take longer to add up than they save."""
     width = 128 if 4 * tiles * cdiv(columns, 128) >= PROCESSORS else 64
     wanted, steps = min(4, max(1, 2 * PROCESSORS // (tiles * cdiv(columns, width)))), cdiv(inner, 64)
-    return ThinSchedule(64, width, 64, splits=max(n for n in range(1, wanted + 1) if steps % n == 0))
+    return ThinSchedule(64, width, 64, splits=_splits(wanted, steps))
+
+
+def _splits(most: int, steps: int) -> int:
+    """The largest divisor of `steps` that is at most `most`."""
+    return max(n for n in range(1, most + 1) if steps % n == 0)
 
 
 def thin_unsupported(x: Array, *kernels: Array) -> str | None:
