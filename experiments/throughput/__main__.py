@@ -18,11 +18,12 @@ from experiments.sweep.command import errors_as_lines, interrupts_as_lines
 from experiments.sweep.device import turn
 from experiments.sweep.results import command_line, environment, write_text
 from experiments.sweep.study import pick_named, slug
-from experiments.throughput.measure import CompiledCase, Measurement, compile_case
+from experiments.throughput.measure import CompiledCase, Measurement, bytes_of_case, compile_case, in_groups
 from experiments.throughput.peer import check_models, start_compiling, time_peer
 from experiments.throughput.profiling import write_program
 from experiments.throughput.report import read_results, write_report
 from experiments.throughput.study import Case, Keeps, Scale, ThroughputStudy, cases, study
+from rnnlib.training.memory import device_bytes
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -64,7 +65,8 @@ class Options:
 
     To compile side by side, run several of these commands with different mixers and the same `exclusive`."""
     quiet: bool = False
-    """Compile all cases, with `compile_workers` threads, before the first is timed, and time them by turns."""
+    """Compile all cases, with `compile_workers` threads, before the first is timed, and time them by turns: as many
+    at once as the device's memory takes."""
     seconds: float | None = None
     """Time no case after this time."""
     exclusive: pathlib.Path | None = None
@@ -86,6 +88,8 @@ def file_name(case: Case) -> str:
 
 # Turns in which the steps of several cases are timed: a device that slows down in a run slows down all of them.
 _TURNS = 5
+# Of the device's memory: the rest is for what its allocator cannot use.
+_USABLE = 0.9
 
 
 def time_cases(
@@ -95,9 +99,23 @@ def time_cases(
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     """The record of each case, timed by turns, or one that says why there is none.
 
-    A failure must not cost the others their results. The states of all cases are on the device at once. With
-    `profiles`, a folder and what cases keep, one more step of those cases is profiled.
+    A failure must not cost the others their results. With `profiles`, a folder and what cases keep, one more step of
+    those cases is profiled. The states of as many cases as the device's memory takes are on it at once. The others
+    follow when these are done.
     """
+    sizes = {
+        case: (0, 0) if future.exception() else bytes_of_case(future.result()) for case, future in compiled.items()
+    }
+    memory = device_bytes()
+    for group in in_groups(sizes, None if memory is None else int(_USABLE * memory)):
+        yield from _time_group(plan, {case: compiled[case] for case in group}, profiles)
+
+
+def _time_group(
+    plan: ThroughputStudy,
+    compiled: dict[Case, concurrent.futures.Future[CompiledCase]],
+    profiles: tuple[pathlib.Path, Sequence[Keeps]] | None,
+) -> Iterator[tuple[Case, dict[str, Any]]]:
     running: dict[Case, Measurement] = {}
     failed: dict[Case, Exception] = {}
 

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -136,6 +136,30 @@ def compile_case(
     compiled = step.lower(abstract_state(state, mesh), batch).compile(options)
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
     return CompiledCase(case, compiled, new_state, mesh, num_parameters, time.monotonic() - start)
+
+
+def in_groups(bytes_of: Mapping[Case, tuple[int, int]], limit: int | None) -> list[list[Case]]:
+    """The cases, in their order, in groups that a device can hold at once.
+
+    Args:
+        bytes_of: of each case, what its state takes and what a step takes in all.
+        limit: memory of the device; None where it is not known, which makes one group.
+    """
+    groups: list[list[Case]] = []
+    held = most = 0
+    for case, (state, step) in bytes_of.items():
+        held, most = held + state, max(most, step - state)
+        if not groups or (limit is not None and held + most > limit):
+            groups.append([])
+            held, most = state, step - state
+        groups[-1].append(case)
+    return groups
+
+
+def bytes_of_case(compiled: CompiledCase) -> tuple[int, int]:
+    """What a case's state and its batch take on the device, and what a step takes in all; 0 where it is not known."""
+    memory = _memory(compiled.step)
+    return (0, 0) if memory is None else (memory["argument_size_in_bytes"], memory["peak_bytes"])
 
 
 class Measurement:

@@ -10,6 +10,7 @@ import pytest
 from experiments.throughput import __main__ as command
 from experiments.throughput import peer
 from experiments.throughput.flops import step_flops
+from experiments.throughput.measure import in_groups
 from experiments.throughput.peer import time_peer
 from experiments.throughput.report import read_results, table
 from experiments.throughput.study import cases, model_config, study
@@ -57,6 +58,16 @@ def test_operations_of_recurrences(mixer, forward):
     assert flops.mixing == 3 * 3 * 2 * forward
 
 
+def test_cases_are_timed_in_groups_that_fit():
+    small, long, large, last = cases(study("small"))[:4]
+    sizes = {small: (10, 30), long: (10, 60), large: (40, 50), last: (10, 90)}
+    assert in_groups(sizes, None) == [[small, long, large, last]]
+    assert in_groups(sizes, 110) == [[small, long, large], [last]]
+    assert in_groups(sizes, 100) == [[small, long], [large], [last]]
+    assert in_groups(sizes, 20) == [[small], [long], [large], [last]], "each is tried, though none fits"
+    assert in_groups({}, 100) == []
+
+
 def test_one_command_times_and_reports(tmp_path, capsys, monkeypatch):
     arguments = ["--mixers", "Transformer++", "--lengths", "64", "--output", str(tmp_path)]
     assert command.main(arguments) == 0
@@ -84,6 +95,7 @@ def test_every_record_is_of_its_own_case(workers, quiet, tmp_path, monkeypatch):
         return {"mixer": case.mixer.label, "length": case.length, "deterministic": case.deterministic}
 
     monkeypatch.setattr(command, "compile_case", lambda plan, case: case)
+    monkeypatch.setattr(command, "bytes_of_case", lambda case: (1, 1))
     timed = []
 
     class Measured:
