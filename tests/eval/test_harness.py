@@ -56,13 +56,17 @@ def harness(**options) -> HarnessModel:
     return HarnessModel(model=model(), tokenizer=TOKENIZER, **options)
 
 
+@jax.jit
+def log_probabilities(tokens: jax.Array) -> jax.Array:
+    return jax.nn.log_softmax(model()(tokens[None])[0], axis=-1)
+
+
 def own_log_likelihood(context: list[int], continuation: list[int]) -> tuple[float, bool]:
     tokens = context + continuation
-    padded = jnp.asarray([tokens + [0] * (128 - len(tokens))])
-    logits = jax.jit(DecoderLM.__call__)(model(), padded)[0]
-    scores = jax.nn.log_softmax(logits, axis=-1)[len(context) - 1 : len(tokens) - 1]
-    chosen = scores[jnp.arange(len(continuation)), jnp.asarray(continuation)]
-    return float(chosen.sum()), bool((scores.argmax(-1) == jnp.asarray(continuation)).all())
+    padded = jnp.asarray(tokens + [0] * (128 - len(tokens)))
+    scores = np.asarray(log_probabilities(padded))[len(context) - 1 : len(tokens) - 1]
+    chosen = scores[np.arange(len(continuation)), continuation]
+    return float(chosen.sum()), bool((scores.argmax(-1) == continuation).all())
 
 
 def write_task(folder, name: str, task: dict, documents: list[dict]) -> None:

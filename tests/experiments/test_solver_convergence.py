@@ -25,6 +25,7 @@ TINY = SolverConvergenceConfig(
 COMMITTED = SolverConvergenceConfig().output / "results.json"
 
 
+@pytest.mark.slow
 def test_a_small_study_measures_and_draws(tmp_path, monkeypatch):
     few = ("Chebyshev, implicit", "Chebyshev, reversed")
     for label in set(GRADIENTS) - set(few):

@@ -19,6 +19,7 @@ from experiments.sweep.runner import run_studies
 from experiments.throughput.__main__ import main as throughput
 from rnnlib.layers import mixer_preset
 from rnnlib.models.mixers import mixer_config
+from tests.selection import mostly_slow
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -40,7 +41,11 @@ def test_every_cell_and_mixer_can_be_configured(name, setting):
 MIXER = Mixer.of("linear", "linear_attention", implementation="chunked")
 
 
-@pytest.mark.parametrize("name", [name for name in STUDIES if name not in ("mqar", "mqar_sizes")])
+TRAINED = [name for name in STUDIES if name not in ("mqar", "mqar_sizes")]
+ALWAYS = ("state_tracking", "kla_suite", "ablations", "axis_combinations")
+
+
+@pytest.mark.parametrize("name", mostly_slow(TRAINED, ALWAYS))
 def test_small_tasks_are_trained(name, tmp_path):
     """One run of one step on each of a study's small tasks."""
     study = load_study(name, SweepOptions(steps=1, seeds=1))

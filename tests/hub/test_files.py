@@ -158,7 +158,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
         {"mixers": ("kda", "kda", "sliding_window_attention"), "num_layers": 3, "window": 4},
         slow({"mixers": ("gla",)}),
         slow({"mixers": ("retnet",)}),
-        {"mixers": ("retnet",), "mixer_overrides": {"retnet": {"readout.gate": "none"}}},
+        slow({"mixers": ("retnet",), "mixer_overrides": {"retnet": {"readout.gate": "none"}}}),
         {"mixers": ("mesanet",), "mixer_overrides": {"mesanet": {"solve.epsilon": 1e-5, "readout.eps": 1e-6}}},
         slow({"mixers": ("attention",), "attention_heads": 4}),
     ],

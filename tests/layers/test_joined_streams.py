@@ -72,13 +72,13 @@ def test_joined_convolutions_have_second_derivatives_and_rows_of_a_vmap():
 
     def of_gradient(run):
         gradient = jax.grad(lambda x: loss(run, x, arrays, IDS))
-        return jax.jvp(gradient, (x,), (draw(2, LENGTH, 70, seed=3),))[1]
+        return jax.jit(lambda x, dx: jax.jvp(gradient, (x,), (dx,))[1])(x, draw(2, LENGTH, 70, seed=3))
 
     assert relative_error(of_gradient(by_kernels), of_gradient(one_by_one)) < 1e-5
     many = jnp.stack([x, 2 * x, -x])
 
     def gradients(run):
-        return jax.vmap(jax.grad(lambda x: loss(run, x, arrays, None)))(many)
+        return jax.jit(jax.vmap(jax.grad(lambda x: loss(run, x, arrays, None))))(many)
 
     assert relative_error(gradients(by_kernels), gradients(one_by_one)) < 2e-6
 
@@ -158,7 +158,8 @@ def test_a_mixer_is_the_same_by_joined_streams(preset, grouped, monkeypatch):
         return jnp.sum(jnp.sin(3 * y)), (y, cache)
 
     def evaluate():
-        gradient = jax.value_and_grad(run, (0, 1), has_aux=True)
+        # A function of its own each time: it is traced anew, by whatever serves then.
+        gradient = jax.jit(jax.value_and_grad(lambda *given: run(*given), (0, 1), has_aux=True), static_argnums=2)
         return [gradient(state, x, cached) for cached in (False, True)]
 
     expected = evaluate()

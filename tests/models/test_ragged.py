@@ -26,8 +26,15 @@ def hybrid() -> DecoderLM:
     return build("every other layer sliding")
 
 
-# States, rotary positions, a solve, a window, latents; and all hybrids.
-ALWAYS = ("gated_deltanet", "mamba3", "gated_kalmanet", "sliding_window_attention", "latent_attention", *HYBRIDS)
+# States, rotary positions, a solve, a window, latents; and hybrids.
+ALWAYS = (
+    "mamba3",
+    "gated_kalmanet",
+    "sliding_window_attention",
+    "latent_attention",
+    "two global",
+    "gated_deltanet2 cell",
+)
 
 
 @pytest.mark.parametrize("name", mostly_slow([*mixer_names(), *HYBRIDS], ALWAYS))

@@ -52,7 +52,11 @@ def own_scores(model, context, continuation):
 
 @pytest.mark.parametrize(
     "mixers",
-    [("gated_deltanet",), ("kda", "attention"), ("mamba2", "sliding_window_attention")],
+    [
+        ("gated_deltanet",),
+        pytest.param(("kda", "attention"), marks=pytest.mark.slow),
+        ("mamba2", "sliding_window_attention"),
+    ],
     ids="-".join,
 )
 def test_scores_are_of_the_models_logits(mixers):

@@ -93,14 +93,18 @@ def test_a_hessian_times_a_vector_is_the_scans_on_a_gpu(operator, way):
         check_hessian_times_vector(operator, way)
 
 
-SHARED = {
-    "q": (rule, linear, solve),
-    "log_decay": (rule, solve, preconditioner),
-}
-
-
 @pytest.mark.parametrize("implementation", mostly_slow(["scan", "chunked", "triton"], ["scan", "triton"]))
-@pytest.mark.parametrize(("mapped", "operator"), [(name, f) for name, fs in SHARED.items() for f in fs])
+@pytest.mark.parametrize(
+    ("mapped", "operator"),
+    [
+        pytest.param("q", rule, marks=pytest.mark.slow),
+        ("q", linear),
+        ("q", solve),
+        ("log_decay", rule),
+        pytest.param("log_decay", solve, marks=pytest.mark.slow),
+        ("log_decay", preconditioner),
+    ],
+)
 def test_what_vmap_shares_has_the_sum_of_the_gradients(mapped, operator, implementation):
     """Of all results, those too that do not depend on what `jax.vmap` maps over: a final state, say, on queries."""
     shared = rule_arguments()
@@ -120,7 +124,9 @@ def test_what_vmap_shares_has_the_sum_of_the_gradients(mapped, operator, impleme
         np.testing.assert_allclose(found[name], expected, rtol=1e-3, atol=1e-4 * size + 1e-12)
 
 
-@pytest.mark.parametrize("kernel", ["gated_delta_rule", "linear_attention", "ridge_solve"])
+@pytest.mark.parametrize(
+    "kernel", mostly_slow(["gated_delta_rule", "linear_attention", "ridge_solve"], ["gated_delta_rule"])
+)
 def test_kernels_of_their_own_share_under_vmap_too(kernel):
     arguments = rule_arguments()
     queries = jnp.stack([arguments["q"], 0.5 * arguments["q"]])

@@ -23,6 +23,7 @@ from rnnlib.ops.arguments import default_preference
 from rnnlib.ops.log_sum_exp import log_sum_exp
 from rnnlib.ops.rms_norm import rms_norm
 from rnnlib.ops.softplus_decay import softplus_decay
+from tests.selection import mostly_slow
 
 H200 = AbstractMesh(
     (1,),
@@ -131,7 +132,7 @@ def test_the_default_device_says_where_a_call_runs(monkeypatch):
     [(False, 128, jnp.bfloat16), pytest.param(True, 24, jnp.float32, marks=pytest.mark.slow)],
     ids=str,
 )
-@pytest.mark.parametrize("operator", ["preconditioner", "key", "query", "unstable"])
+@pytest.mark.parametrize("operator", mostly_slow(["preconditioner", "key", "query", "unstable"], ["key", "query"]))
 def test_the_diagonal_gram_lowers(operator, per_channel, size, dtype):
     """Forward: what each part adds, and the recurrence; likewise backward."""
     heads, length = 2, 1000

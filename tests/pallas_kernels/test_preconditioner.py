@@ -59,7 +59,9 @@ def results_and_gradients(function, arguments):
 @pytest.mark.parametrize(
     "schedule",
     [
-        GramSchedule(tokens=64, forward=Launch(block=4), backward=Launch(block=4)),
+        pytest.param(
+            GramSchedule(tokens=64, forward=Launch(block=4), backward=Launch(block=4)), marks=pytest.mark.slow
+        ),
         GramSchedule(tokens=8, forward=Launch(block=4), backward=Launch(block=2)),
         GramSchedule(tokens=16, forward=Launch(block=2, num_stages=1), backward=Launch(block=4, num_stages=1)),
         GramSchedule(tokens=8, forward=Launch(block=2), backward=Launch(block=2), crowded=1),

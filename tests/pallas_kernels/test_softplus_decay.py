@@ -97,7 +97,7 @@ def test_a_mixer_is_the_same_by_kernels(preset, monkeypatch):
     x, asked = jnp.asarray(np.random.default_rng(0).standard_normal((2, 10, 16)), jnp.float32), []
 
     def run(state):
-        return jax.value_and_grad(lambda s: jnp.sum(jnp.sin(nnx.merge(graph, s)(x)[0])))(state)
+        return jax.jit(jax.value_and_grad(lambda s: jnp.sum(jnp.sin(nnx.merge(graph, s)(x)[0]))))(state)
 
     expected = run(state)
     serves = lambda *arguments: asked.append(arguments) or True  # noqa: E731

@@ -85,6 +85,7 @@ def test_a_step_has_these_collectives_and_no_other(on_meshes, name, data, fsdp):
     }.get((data, fsdp), [over_all, over_data, over_fsdp])
 
 
+@pytest.mark.slow
 def test_what_a_device_needs_falls_with_the_size_of_fsdp(memory):
     """By XLA's memory plan: what is kept, and what a step takes beside it (gradients and what becomes of them)."""
     plans = {size: memory["by size"][f"{size} 8"] for size in (1, 2, 4, 8)}
@@ -102,6 +103,7 @@ def test_a_plan_has_the_bytes_of_the_compiled_step(on_meshes, name, data, fsdp):
     assert planned == found
 
 
+@pytest.mark.slow
 def test_a_plan_estimates_activations(memory):
     """What more tokens take, beside XLA's plan of the compiled step. Blocks' matrices do not depend on them."""
     few, many = (memory["by size"][name] for name in ("8 8", "8 256"))

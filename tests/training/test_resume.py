@@ -141,7 +141,11 @@ class SignalAt(ProgressReporter):
 
 
 @pytest.mark.parametrize(
-    ("number", "step", "evaluating"), [(signal.SIGINT, 33, False), (signal.SIGTERM, 90, True)], ids=["ctrl-c", "eval"]
+    ("number", "step", "evaluating"),
+    [
+        pytest.param(signal.SIGINT, 33, False, id="ctrl-c", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 90, True, id="eval"),
+    ],
 )
 def test_a_signal_saves_and_stops(uninterrupted, tmp_path, run_config, number, step, evaluating):
     folder = tmp_path / "run"
