@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.models import Decoder, DecoderLM, NaNLogitsError, generate
+from rnnlib.models import Decoder, DecoderLM, NaNLogitsError, generate, stream
 from tests.tiny_models import tiny_config
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [2], [7, 7, 1, 2, 3]]
@@ -68,6 +68,35 @@ def test_states_are_not_there_twice_while_texts_join_or_go_on():
         states = [x for x in jax.live_arrays() if x.ndim >= 3 and all(x is not other for other in others)]
         go_on()
         assert states and all(x.is_deleted() for x in states)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [1, 16, 40, 200])
+def test_on_a_gpu_texts_have_the_scores_of_one_pass_in_bfloat16(slots):
+    """Kernels for few rows decode; the pass over whole texts has none of them. States are given to each block."""
+    mixers = ("gated_deltanet", "kda", "attention")
+    config = tiny_config(*mixers, width=256, mlp_width=512, dtype="bfloat16", initializer_std=0.1)
+    model, draw = DecoderLM(config, rngs=nnx.Rngs(5)), np.random.default_rng(slots)
+    prompts = draw.integers(0, 29, (slots, 9)).tolist()
+    decoder = Decoder(model, slots=slots, max_length=64)
+    texts = [decoder.add(prompt, max_new_tokens=40, temperature=0) for prompt in prompts]
+    while decoder.active:
+        decoder.step(7)
+    streamed = np.concatenate([np.asarray(b) for b in stream(model, prompts, max_new_tokens=40, temperature=0)], axis=1)
+    exact = DecoderLM(config.replace(dtype="float32"), rngs=nnx.Rngs(5))
+
+    @jax.jit
+    def scores(tokens):
+        with jax.default_matmul_precision("highest"):
+            return jax.nn.log_softmax(exact(tokens), axis=-1)
+
+    for tokens in ([text.tokens for text in texts], streamed.tolist()):
+        whole = jnp.asarray([[*prompt, *new] for prompt, new in zip(prompts, tokens, strict=True)])
+        expected = np.asarray(scores(whole))[:, 8:-1]
+        chosen = np.take_along_axis(expected, np.asarray(tokens)[..., None], axis=-1)[..., 0]
+        assert (expected.max(-1) - chosen).max() < 0.1, "greedy, but for what bfloat16 rounds"
+        if tokens == [text.tokens for text in texts]:
+            np.testing.assert_allclose([text.log_probabilities for text in texts], chosen, atol=0.1)
 
 
 def test_stop_tokens_and_removal_free_slots():

@@ -81,6 +81,38 @@ def test_bfloat16_is_rounded_once():
         np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 16, 32, 33, 64, 65, 128, 200, 256])
+@pytest.mark.parametrize(("width", "hidden"), [(1024, 2816), (2048, 5632)])
+def test_on_a_gpu_the_maps_of_a_layer_are_rounded_once(rows, width, hidden):
+    """Of a 340M and a 1.3B model: those of a mixer's input, gate and up, down, and output with the residual sum."""
+    columns = (width, width, width, 8, 8)
+    x, inner, added = normal((rows, width), (rows, hidden), (rows, width), dtype=jnp.bfloat16)
+    maps = [w / width**0.5 for w in normal(*((width, n) for n in (*columns, hidden, hidden)))]
+    down = normal((hidden, width))[0] / hidden**0.5
+    *maps, down = (w.astype(jnp.bfloat16) for w in (*maps, down))
+
+    @jax.jit
+    def by_kernels(x, inner, added, maps, down):
+        several, gated = kernel(x, maps[:5]), kernel(x, maps[5:], is_gated=True)
+        return [*several, *gated, *kernel(inner, (down,)), *kernel(x, maps[:1], added=added)]
+
+    @jax.jit
+    def exact(*arguments):
+        x, inner, added, maps, down = jax.tree.map(lambda a: a.astype(jnp.float32), arguments)
+        products = [jnp.matmul(x, w, precision="highest") for w in maps]
+        *several, gate, up = products
+        lower = jnp.matmul(inner, down, precision="highest")
+        return [*several, jax.nn.silu(gate) * up, lower, added + several[0]]
+
+    found, wanted = (run(x, inner, added, maps, down) for run in (by_kernels, exact))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(one, np.float32), other, rtol=2**-8, atol=1e-4)
+    again = by_kernels(x, inner, added, maps, down)
+    assert all((one == other).all() for one, other in zip(found, again, strict=True))
+
+
 def test_calls_that_the_kernel_cannot_serve_are_refused():
     x, w = normal((1, 8), (8, 4))
     for call, message in (
