@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from rnnlib.extras import from_extra
 from rnnlib.files import write_atomically
 
 Row = Mapping[str, int | float]
@@ -141,15 +142,17 @@ class RunLog:
             last_step: Step of the checkpoint that the run resumes from, 0 for a new run.
             tensorboard: Also write TensorBoard events, into `<folder>/tensorboard`.
             tell: Called with a message where those can no longer be written.
+
+        Raises:
+            MissingExtraError: If events are to be written and their package is not installed. Nothing is left behind.
         """
-        self._train = CsvLog(folder / TRAIN_FILE, TRAIN_FIELDS, last_step=last_step)
-        self._validation = CsvLog(folder / VALIDATION_FILE, VALIDATION_FIELDS, last_step=last_step)
-        self._events = None
         if tensorboard:
             # Imported here: only who writes events needs their packages, and one missing is an error before any step.
-            from rnnlib.training.events import EventLog
-
-            self._events = EventLog(folder / "tensorboard", last_step=last_step, tell=tell)
+            with from_extra("train", "tensorboard=True"):
+                from rnnlib.training.events import EventLog
+        self._train = CsvLog(folder / TRAIN_FILE, TRAIN_FIELDS, last_step=last_step)
+        self._validation = CsvLog(folder / VALIDATION_FILE, VALIDATION_FIELDS, last_step=last_step)
+        self._events = EventLog(folder / "tensorboard", last_step=last_step, tell=tell) if tensorboard else None
 
     def train(self, row: Row) -> None:
         """Records one training step; keys are `TRAIN_FIELDS`."""

@@ -458,3 +458,8 @@ def test_the_default_is_the_readmes_job():
     config = TrainConfig()
     assert config.data.source == "python" and config.data.tokenizer == "byte"
     assert set(config.model.layer_mixers) == {"gated_deltanet"}
+
+
+def test_the_package_is_the_same_program():
+    process = subprocess.run([sys.executable, "-m", "rnnlib", "train", "--nosuch"], capture_output=True, text=True)
+    assert process.returncode == 2 and process.stderr.startswith("rnnlib train: error: ") and not process.stdout

@@ -9,6 +9,7 @@ import threading
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from rnnlib.extras import MissingExtraError
 from rnnlib.training import Evaluation, ProgressReporter, StepReport, loss_picture, read_csv
 from rnnlib.training.metrics import TRAIN_FIELDS, VALIDATION_FIELDS, RunLog
 
@@ -19,6 +20,17 @@ def train_row(step, **changes):
 
 def validation_row(step):
     return dict.fromkeys(VALIDATION_FIELDS, 0.25) | {"step": step, "tokens": 100 * step}
+
+
+def test_events_without_their_package_are_one_line_and_leave_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.delitem(sys.modules, "rnnlib.training.events", raising=False)
+    with pytest.raises(
+        MissingExtraError, match=r"tensorboard=True needs tensorboardX, .* pip install 'rnnlib\[train\]'"
+    ):
+        RunLog(tmp_path)
+    assert not list(tmp_path.iterdir())
+    RunLog(tmp_path, tensorboard=False).close()
 
 
 def test_a_resumed_log_repeats_and_misses_no_step(tmp_path):
