@@ -57,14 +57,14 @@ def harness(**options) -> HarnessModel:
 
 
 @jax.jit
-def log_probabilities(tokens: jax.Array) -> jax.Array:
-    return jax.nn.log_softmax(model()(tokens[None])[0], axis=-1)
+def log_probabilities(model: DecoderLM, tokens: jax.Array) -> jax.Array:
+    return jax.nn.log_softmax(model(tokens[None])[0], axis=-1)
 
 
 def own_log_likelihood(context: list[int], continuation: list[int]) -> tuple[float, bool]:
     tokens = context + continuation
     padded = jnp.asarray(tokens + [0] * (128 - len(tokens)))
-    scores = np.asarray(log_probabilities(padded))[len(context) - 1 : len(tokens) - 1]
+    scores = np.asarray(log_probabilities(model(), padded))[len(context) - 1 : len(tokens) - 1]
     chosen = scores[np.arange(len(continuation)), continuation]
     return float(chosen.sum()), bool((scores.argmax(-1) == continuation).all())
 
