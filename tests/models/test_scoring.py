@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from rnnlib.models import DecoderLM, NaNLogitsError, score, scoring
+from tests.selection import mostly_slow
 from tests.tiny_models import tiny_config
 
 VOCABULARY = 31
@@ -52,11 +53,10 @@ def own_scores(model, context, continuation):
 
 @pytest.mark.parametrize(
     "mixers",
-    [
-        ("gated_deltanet",),
-        pytest.param(("kda", "attention"), marks=pytest.mark.slow),
-        ("mamba2", "sliding_window_attention"),
-    ],
+    mostly_slow(
+        [("gated_deltanet",), ("kda", "attention"), ("mamba2", "sliding_window_attention")],
+        [("gated_deltanet",), ("mamba2", "sliding_window_attention")],
+    ),
     ids="-".join,
 )
 def test_scores_are_of_the_models_logits(mixers):
