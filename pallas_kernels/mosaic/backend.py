@@ -42,7 +42,7 @@ class Tile:
     Attributes:
         shape: of the part of one chunk.
         source: from the kernel's namespace of references, the program's place and the chunk's number to that part.
-        dtype: of a matrix, bfloat16 or float32.
+        dtype: of a matrix, bfloat16, float32 or int16.
     """
 
     shape: tuple[int, ...]
@@ -53,6 +53,8 @@ class Tile:
         """Shared memory for so many slots."""
         if len(self.shape) == 1:
             return number_buffer(slots, *self.shape)
+        if self.dtype == jnp.int16:
+            return plain_buffer(slots, *self.shape)
         return (wide_buffer if self.dtype == jnp.float32 else matrix_buffer)(slots, *self.shape)
 
 
@@ -142,6 +144,11 @@ def wide_buffer(*shape: int) -> Any:
     """Shared memory for a float32 matrix that the copy engine takes; the last axis is of 64 or 128."""
     transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
     return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
+
+
+def plain_buffer(*shape: int) -> Any:
+    """Shared memory for an int16 matrix, row by row."""
+    return plgpu.SMEM(shape, jnp.int16)
 
 
 def number_buffer(*shape: int) -> Any:
@@ -352,6 +359,11 @@ def segment_span(problem: Problem, segment: Any) -> tuple[Any, Any]:
 def load_matrix(ref: Any) -> Array:
     """A matrix of 64 rows from shared memory, spread over a warpgroup as products hold theirs."""
     return plgpu.load(ref, layout=_MATRIX)
+
+
+def load_plain(ref: Any) -> Array:
+    """A matrix of 64 rows that lies in shared memory row by row, likewise."""
+    return plgpu.load(ref, layout=_MATRIX, optimized=False)
 
 
 def load_turned(ref: Any) -> Array:

@@ -19,6 +19,7 @@ from pallas_kernels.mosaic.backend import (
     scale_columns,
     zeros,
 )
+from pallas_kernels.mosaic.delta_rule import digits
 from pallas_kernels.problem import CHUNK, Problem
 
 
@@ -152,6 +153,16 @@ def residual_tile(groups: int) -> Tile:
         return r.residuals.at[at.batch, at.head, n, pl.ds(at.block * width, width)]
 
     return Tile((width, CHUNK), source)
+
+
+def digit_tile(groups: int) -> Tile:
+    """Further digits of what `residual_tile` has."""
+    width = SIDE * groups
+
+    def source(r, at, n):
+        return r.digits.at[at.batch, at.head, n, pl.ds(at.block * width, width)]
+
+    return Tile((width, digits.COLUMNS), source, jnp.int16)
 
 
 def load_kept(r: Any, tiles: Any, place: Any, slot: Any, chunk: Any) -> Array | None:

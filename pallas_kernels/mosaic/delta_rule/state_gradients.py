@@ -7,8 +7,8 @@ As in `states`, all matrices but keys and queries are transposed. The source of 
 
 What a token writes is `R = w (V - S^T k)` if its erase and its write gate are one gate w, where S is the state that it
 meets. That gate's gradient is therefore a sum over the value channels alone, `dW (V - S^T k) = dW R / w`. It is taken
-here, of the `dW` that is not rounded yet. Where two keys and 128 value channels leave little shared memory, R has one
-slot, through which `dW` leaves afterwards.
+here, of the `dW` that is not rounded yet, and of R with two binary digits more than bfloat16 has. Where two keys and
+128 value channels leave little shared memory, R has one slot, through which `dW` leaves afterwards.
 """
 
 from typing import Any
@@ -28,6 +28,7 @@ from pallas_kernels.mosaic.backend import (
     column_sums,
     left_parts,
     load_matrix,
+    load_plain,
     load_turned,
     matrix_buffer,
     multiply,
@@ -39,9 +40,11 @@ from pallas_kernels.mosaic.backend import (
     wait_for_stores,
     with_accumulators,
 )
+from pallas_kernels.mosaic.delta_rule.digits import refined
 from pallas_kernels.mosaic.delta_rule.operands import (
     PassArrays,
     chunk_tiles,
+    digit_tile,
     keep,
     load_kept,
     residual_tile,
@@ -92,7 +95,10 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
         """What `dW` is multiplied by in the sum over value channels: R or the values."""
         if r.residuals is None:
             return load_turned(tiles.v.at[slot, :, place.own])
-        return load_matrix(tiles.residuals.at[slot, place.own]).astype(jnp.float32)
+        rounded = load_matrix(tiles.residuals.at[slot, place.own])
+        if r.digits is None:
+            return rounded.astype(jnp.float32)
+        return refined(rounded, load_plain(tiles.digits.at[slot, place.own]))
 
     def store_value_side(slot, n, m, d_value):
         write = row_of(tiles, "write_rows", slot)
@@ -170,6 +176,7 @@ def _call(
     d_out: Array,
     ends: Array | None,
     residuals: Array | None,
+    digits: Array | None,
     outputs: dict[str, jax.ShapeDtypeStruct | None],
     buffers: dict[str, Any],
     name: str,
@@ -181,14 +188,17 @@ def _call(
 ) -> dict[str, Array | None]:
     tiles = {**chunk_tiles(problem, arrays, groups), "d_out": value_tile("d_out", groups)}
     late: dict[str, Tile] = {}
+    factor = late if has_late else tiles
     if residuals is not None:
-        (late if has_late else tiles)["residuals"] = residual_tile(groups)
+        factor["residuals"] = residual_tile(groups)
+    if digits is not None:
+        factor["digits"] = digit_tile(groups)
     absent = dict.fromkeys(("d_states", "d_v", "d_rest", "d_write", "d_initial_state", "offsets"))
     return call(
         _reverse_kernel,
         name,
         problem,
-        {**arrays.by_name(), "d_out": d_out, "ends": ends, "residuals": residuals},
+        {**arrays.by_name(), "d_out": d_out, "ends": ends, "residuals": residuals, "digits": digits},
         {**absent, **outputs},
         tiles,
         buffers,
@@ -207,7 +217,18 @@ def reverse_offsets(problem: Problem, arrays: PassArrays, d_out: Array, *, group
     arrays = arrays._replace(v=None, write=None, write_rows=None)
     outputs: dict[str, jax.ShapeDtypeStruct | None] = {"offsets": offsets}
     results = _call(
-        p, arrays, d_out, None, None, outputs, {}, "delta_reverse_offsets", is_exact=False, groups=groups, slots=slots
+        p,
+        arrays,
+        d_out,
+        None,
+        None,
+        None,
+        outputs,
+        {},
+        "delta_reverse_offsets",
+        is_exact=False,
+        groups=groups,
+        slots=slots,
     )
     return results["offsets"]  # type: ignore[return-value]
 
@@ -218,6 +239,7 @@ def reverse_pass(
     d_out: Array,
     ends: Array | None,
     residuals: Array | None,
+    digits: Array | None,
     *,
     is_exact: bool,
     with_initial_state: bool,
@@ -233,6 +255,7 @@ def reverse_pass(
         ends: gradients at the segments' ends, transposed, `[B, HV, P, V, K]` float32; None for zero.
         residuals: R, `[B, HV, N, V, C]`, if the write gate is the erase gate too, not 0 and one number a token; else
             None.
+        digits: further digits of R, `[B, HV, N, V, 8]`, or None.
         is_exact: whether what goes through the inverse is not rounded before.
         with_initial_state: whether the initial state's gradient is wanted.
         groups: blocks of 64 value channels of a program.
@@ -272,6 +295,7 @@ def reverse_pass(
         d_out,
         ends,
         residuals,
+        digits,
         outputs,
         buffers,
         "delta_reverse",

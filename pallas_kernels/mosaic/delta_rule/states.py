@@ -27,6 +27,7 @@ from pallas_kernels.mosaic.backend import (
     wait_for_stores,
     with_accumulators,
 )
+from pallas_kernels.mosaic.delta_rule.digits import COLUMNS, rounded_and_digits
 from pallas_kernels.mosaic.delta_rule.operands import (
     PassArrays,
     chunk_tiles,
@@ -127,7 +128,12 @@ def _states_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem):
 
         def add(state):
             multiply(state, written, tiles.written.at[slot])
-            buffers.residuals[place.group] = residual.astype(jnp.bfloat16)
+            if r.digits is None:
+                rounded = residual.astype(jnp.bfloat16)
+            else:
+                rounded, digits = rounded_and_digits(residual)
+                r.digits[place.batch, place.head, n, place.channels] = digits
+            buffers.residuals[place.group] = rounded
             publish()
             store(buffers.states.at[place.group], r.states.at[place.batch, place.head, n, place.channels], last=False)
             store(buffers.residuals.at[place.group], r.residuals.at[place.batch, place.head, n, place.channels])
@@ -173,9 +179,12 @@ def output_pass(
 
 
 def states_pass(
-    problem: Problem, arrays: PassArrays, starts: Array | None, *, groups: int, slots: int
-) -> tuple[Array, Array]:
-    """For the backward: the state before each chunk `[B, HV, N, V, K]` and the residuals `[B, HV, N, V, C]`."""
+    problem: Problem, arrays: PassArrays, starts: Array | None, *, with_digits: bool, groups: int, slots: int
+) -> tuple[Array, Array, Array | None]:
+    """For the backward: the state before each chunk `[B, HV, N, V, K]` and the residuals `[B, HV, N, V, C]`.
+
+    `with_digits`, the third result has two further digits of the residuals, `[B, HV, N, V, 8]` (`rounded_and_digits`).
+    """
     p = problem
     arrays = arrays._replace(read=None, scores=None, read_rows=None)
     results = call(
@@ -186,10 +195,11 @@ def states_pass(
         {
             "states": p.per_head(p.chunks, p.value_size, p.key_size),
             "residuals": p.per_head(p.chunks, p.value_size, CHUNK),
+            "digits": p.per_head(p.chunks, p.value_size, COLUMNS, dtype=jnp.int16) if with_digits else None,
         },
         chunk_tiles(p, arrays, groups),
         {"states": matrix_buffer(groups, SIDE, p.key_size), "residuals": matrix_buffer(groups, SIDE, CHUNK)},
         groups=groups,
         slots=slots,
     )
-    return results["states"], results["residuals"]  # type: ignore[return-value]
+    return results["states"], results["residuals"], results["digits"]  # type: ignore[return-value]

@@ -88,14 +88,16 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     d_out, d_final_state = cotangents
     problem, schedule = _problem(options, inputs), options.schedule
     stages = choose_stages(schedule)
-    states, residual = stages.states_pass(problem, inputs, prepared, starts, schedule.states)
+    is_found = options.sums_gate_once
+    # Triton's stage has no further digits of the residuals.
+    wanted = {} if schedule.states.mosaic is None else {"with_digits": is_found}
+    states, residual, *digits = stages.states_pass(problem, inputs, prepared, starts, schedule.states, **wanted)
     ends = None
     if problem.segments > 1:
         offsets = stages.reverse_offsets(problem, inputs, prepared, d_out, schedule.offsets)
         adjoint = maps._replace(offset=offsets)
         ends = fold_segments(problem, adjoint, d_final_state, schedule.fold, reverse=True)
-    is_found = options.sums_gate_once
-    more = {"residuals": residual} if is_found else {}
+    more = {"residuals": residual, "digits": digits[0] if digits else None} if is_found else {}
     back = stages.reverse_pass(problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse, **more)
     gate, d_gate = inputs.erase, back.d_write
     if is_found:

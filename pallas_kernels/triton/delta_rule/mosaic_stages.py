@@ -67,12 +67,12 @@ def output_pass(
 
 
 def states_pass(
-    problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch
-) -> tuple[Array, Array]:
-    """For the backward: the state before each chunk `[B, HV, N, V, K]` and the residuals `[B, HV, N, V, C]`."""
+    problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch, *, with_digits: bool
+) -> tuple[Array, Array, Array | None]:
+    """For the backward: states, residuals and, `with_digits`, further digits of these; see `states.states_pass`."""
     at = _launch(launch)
     arrays, starts = _arrays(inputs, prepared), _starts(inputs.initial_state, starts)
-    return mosaic_states.states_pass(problem, arrays, starts, groups=at.groups, slots=at.slots)
+    return mosaic_states.states_pass(problem, arrays, starts, with_digits=with_digits, groups=at.groups, slots=at.slots)
 
 
 def reverse_offsets(problem: Problem, inputs: Inputs, prepared: Prepared, d_out: Array, launch: Launch) -> Array:
@@ -92,10 +92,11 @@ def reverse_pass(
     launch: Launch,
     *,
     residuals: Array | None = None,
+    digits: Array | None = None,
 ) -> Reversed:
     """Gradients of states, values, write gate and initial state; see `state_gradients.reverse_pass`.
 
-    With residuals, `d_write` is of a gate that both erases and writes, and is not 0.
+    With residuals, and further digits of these, `d_write` is of a gate that both erases and writes, and is not 0.
     """
     at = _launch(launch)
     results = mosaic_gradients.reverse_pass(
@@ -104,6 +105,7 @@ def reverse_pass(
         d_out,
         _starts(d_final_state, ends),
         residuals,
+        digits,
         is_exact=has_decay(prepared),
         with_initial_state=inputs.initial_state is not None,
         groups=at.groups,
