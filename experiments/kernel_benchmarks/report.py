@@ -118,8 +118,9 @@ def _error(value: float | None) -> str:
     return "-" if value is None else "not finite" if math.isinf(value) else f"{value:.1e}"
 
 
-def _errors_over_peer(view: View) -> Section:
-    found = view.error_comparisons()
+def _errors_above(view: View, other: str) -> Section:
+    whose = {"fla": "FLA's", "triton": "those of Triton's kernels alone"}[other]
+    found = view.error_comparisons(other)
     above = sorted((c for c in found if c.ratio > 1), key=lambda c: -c.ratio)
     rows = tuple(
         (
@@ -136,12 +137,12 @@ def _errors_over_peer(view: View) -> Section:
     )
     noise = sum(c.low <= 1 and c.seeds > 1 for c in above)
     note = (
-        f"Of {len(found)} results, {len(found) - len(above)} have a median error over seeds no larger than FLA's and "
-        f"{sum(c.ratio <= 1.05 for c in found)} one within 1.05 of it. Those above 1; of {noise} of them the interval "
-        "has 1 in it: 90 % of the ratios of medians of as many seeds, drawn with replacement."
+        f"Of {len(found)} results, {len(found) - len(above)} have a median error over seeds no larger than {whose} "
+        f"and {sum(c.ratio <= 1.05 for c in found)} one within 1.05 of it. Those above 1; of {noise} of them the "
+        "interval has 1 in it: 90 % of the ratios of medians of as many seeds, drawn with replacement."
     )
-    header = ("operator", "B,T,H", "inputs", "result", "ours", "FLA", "ratio", "interval", "seeds")
-    return Section("Errors above FLA's", note, header, rows)
+    header = ("operator", "B,T,H", "inputs", "result", "ours", title_of(view, other), "ratio", "interval", "seeds")
+    return Section(f"Errors above {whose}", note, header, rows)
 
 
 def _sweep(view: View) -> Section:
@@ -236,7 +237,8 @@ def sections(results: dict[str, Any]) -> list[Section]:
     """All tables that have rows."""
     view = View(results)
     found = [_marks(view), *_times(view), _wall_and_memory(view), _sweep(view), _decode(view), _scan(view)]
-    found += [_errors_over_peer(view), _errors(view), _commits(view), _kernels(view), _failures(view)]
+    found += [_errors_above(view, other) for other in ("fla", "triton") if other != view.ours]
+    found += [_errors(view), _commits(view), _kernels(view), _failures(view)]
     return [section for section in found if section.rows]
 
 
