@@ -86,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         console.print(f"error: {error}")
         return 2
+    if config.keep and config.keep.exists() and (not config.keep.is_dir() or any(config.keep.iterdir())):
+        console.print(f"error: --keep: {config.keep} is there already, expected a new or an empty folder")
+        return 2
     path = config.output / f"{config.name}.json"
     sources = [config.output / f"{name}.json" for name in config.join] or [path] * config.from_json
     for source in sources:

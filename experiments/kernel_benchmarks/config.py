@@ -38,7 +38,7 @@ class BenchmarkConfig:
     commit: str | None = None
     """The source's commit, where the folder it runs from is no checkout."""
     keep: pathlib.Path | None = None
-    """Folder for the worker processes' own files and logs, kept; left out, they are removed."""
+    """New or empty folder for the worker processes' own files and logs, kept; left out, they are removed."""
 
     operators: tuple[str, ...] = tuple(OPERATORS)
     """Operators to measure."""

@@ -73,6 +73,13 @@ def test_missing_results_are_an_error(tmp_path):
     assert main(["--output", str(tmp_path), "--from-json"]) == 2
 
 
+def test_files_of_another_run_are_not_overwritten(tmp_path, capsys):
+    (tmp_path / "gpu_0").mkdir()
+    assert main(["--output", str(tmp_path / "results"), "--keep", str(tmp_path)]) == 2
+    assert "error: --keep:" in capsys.readouterr().out
+    assert not (tmp_path / "results").exists()
+
+
 def test_values_wider_than_keys():
     measurements = plan(BenchmarkConfig(head_size=64, value_size=128, scan_shapes=()))
     assert measurements and all(m.shape[3:] == (64, 128) for m in measurements)
