@@ -86,9 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         console.print(f"error: {error}")
         return 2
-    if config.keep and config.keep.exists() and (not config.keep.is_dir() or any(config.keep.iterdir())):
-        console.print(f"error: --keep: {config.keep} is there already, expected a new or an empty folder")
-        return 2
     path = config.output / f"{config.name}.json"
     sources = [config.output / f"{name}.json" for name in config.join] or [path] * config.from_json
     for source in sources:
@@ -100,6 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_results(path, results)
     elif config.from_json:
         results = json.loads(path.read_text())
+    elif config.keep and config.keep.exists() and (not config.keep.is_dir() or any(config.keep.iterdir())):
+        console.print(f"error: --keep: {config.keep} is there already, expected a new or an empty folder")
+        return 2
     else:
         with tempfile.TemporaryDirectory() as temporary:
             folder = config.keep or pathlib.Path(temporary)

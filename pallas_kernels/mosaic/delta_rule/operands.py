@@ -147,22 +147,22 @@ def value_tile(name: str, groups: int) -> Tile:
 
 def residual_tile(groups: int) -> Tile:
     """What a chunk's tokens write, transposed, of the program's block of channels."""
-    width = SIDE * groups
-
-    def source(r, at, n):
-        return r.residuals.at[at.batch, at.head, n, pl.ds(at.block * width, width)]
-
-    return Tile((width, CHUNK), source)
+    return _channel_tile("residuals", groups, CHUNK, jnp.bfloat16)
 
 
 def digit_tile(groups: int) -> Tile:
     """Further digits of what `residual_tile` has."""
+    return _channel_tile("digits", groups, digits.COLUMNS, jnp.int16)
+
+
+def _channel_tile(name: str, groups: int, columns: int, dtype: Any) -> Tile:
+    """A chunk's part of an array `[B, HV, N, V, columns]`, of the program's block of channels."""
     width = SIDE * groups
 
     def source(r, at, n):
-        return r.digits.at[at.batch, at.head, n, pl.ds(at.block * width, width)]
+        return getattr(r, name).at[at.batch, at.head, n, pl.ds(at.block * width, width)]
 
-    return Tile((width, digits.COLUMNS), source, jnp.int16)
+    return Tile((width, columns), source, dtype)
 
 
 def load_kept(r: Any, tiles: Any, place: Any, slot: Any, chunk: Any) -> Array | None:

@@ -175,12 +175,12 @@ def _call(
     arrays: PassArrays,
     d_out: Array,
     ends: Array | None,
-    residuals: Array | None,
-    digits: Array | None,
     outputs: dict[str, jax.ShapeDtypeStruct | None],
     buffers: dict[str, Any],
     name: str,
     *,
+    residuals: Array | None = None,
+    digits: Array | None = None,
     is_exact: bool,
     groups: int,
     slots: int,
@@ -217,18 +217,7 @@ def reverse_offsets(problem: Problem, arrays: PassArrays, d_out: Array, *, group
     arrays = arrays._replace(v=None, write=None, write_rows=None)
     outputs: dict[str, jax.ShapeDtypeStruct | None] = {"offsets": offsets}
     results = _call(
-        p,
-        arrays,
-        d_out,
-        None,
-        None,
-        None,
-        outputs,
-        {},
-        "delta_reverse_offsets",
-        is_exact=False,
-        groups=groups,
-        slots=slots,
+        p, arrays, d_out, None, outputs, {}, "delta_reverse_offsets", is_exact=False, groups=groups, slots=slots
     )
     return results["offsets"]  # type: ignore[return-value]
 
@@ -294,11 +283,11 @@ def reverse_pass(
         arrays,
         d_out,
         ends,
-        residuals,
-        digits,
         outputs,
         buffers,
         "delta_reverse",
+        residuals=residuals,
+        digits=digits,
         is_exact=is_exact,
         groups=groups,
         slots=slots,
