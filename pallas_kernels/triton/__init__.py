@@ -6,6 +6,7 @@ One folder an operator, each of which opens with its equations and its stages: `
 """
 
 from pallas_kernels.schedule import Schedule
+from pallas_kernels.triton.delta_rule.deferred import deferral_unsupported, deferred_token, settle_writes
 from pallas_kernels.triton.delta_rule.gated_delta_rule import gated_delta_rule, mosaic_unsupported, unsupported
 from pallas_kernels.triton.diagonal_preconditioner import readouts as preconditioner_readouts
 from pallas_kernels.triton.diagonal_preconditioner.gram_readout import (
@@ -51,6 +52,8 @@ __all__ = [
     "TokenStream",
     "convolution_unsupported",
     "decay_unsupported",
+    "deferral_unsupported",
+    "deferred_token",
     "diagonal_gram_readout",
     "gated_delta_rule",
     "gram_unsupported",
@@ -66,6 +69,7 @@ __all__ = [
     "ridge_solve",
     "ridge_solve_unsupported",
     "rms_norm",
+    "settle_writes",
     "short_convolution",
     "softplus_decay",
     "thin_products",

@@ -27,6 +27,7 @@ from rnnlib.layers.readout import ReadoutConfig
 from rnnlib.layers.rotary import Rotary, running_positions
 from rnnlib.layers.solve import Online, OperatorOptions, Signals, SolveConfig
 from rnnlib.layers.stream import Stream, StreamNorm, run_streams
+from rnnlib.ops.deferred_writes import DeferredState
 
 
 class MixerCache(NamedTuple):
@@ -183,6 +184,12 @@ class RecurrentMixerConfig(MixerConfig):
                 )
 
 
+def _plain(cache: MixerCache) -> MixerCache:
+    """The cache without writes that wait."""
+    is_deferred = isinstance(cache, MixerCache) and isinstance(cache.state, DeferredState)
+    return cache._replace(state=cache.state.state) if is_deferred else cache
+
+
 class RecurrentMixer(nnx.Module):
     """A token mixer over the axes: decay, gain, keys, solve."""
 
@@ -237,7 +244,7 @@ class RecurrentMixer(nnx.Module):
         """
         check_input("RecurrentMixer", x, self.shape.width)
         if cache is not None:
-            check_cache("RecurrentMixer", cache, jax.eval_shape(lambda: self.init_cache(x.shape[0], 1)))
+            check_cache("RecurrentMixer", _plain(cache), jax.eval_shape(lambda: self.init_cache(x.shape[0], 1)))
         with joined_inputs(self, x):
             signals, partial = self.signals(x, segment_ids=segment_ids, positions=positions, cache=cache)
             state = None if cache is None else cache.state
@@ -304,6 +311,13 @@ class RecurrentMixer(nnx.Module):
         check_gates(self.config.gain, gates, self.shape, x.shape[:2])
         carried = MixerCache(query_tail, key_tail, value_tail, keys_state, None, position)
         return Signals(keys, value, gates, decay), carried
+
+    def defer_writes(self, cache: MixerCache) -> MixerCache:
+        """The cache as a loop over single tokens carries it: see `Solver.defer_writes`."""
+        batch = jax.tree.leaves(cache)[0].shape[0]
+        # Of a token's signals only shapes are read, so that a compiled loop computes none.
+        signals, _ = self.signals(jnp.zeros((batch, 1, self.shape.width), self.shape.dtype), cache=cache)
+        return cache._replace(state=self.solve.defer_writes(cache.state, signals))
 
     def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike | None = None) -> MixerCache:
         """The cache before the first token.

@@ -16,6 +16,8 @@ from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
 from rnnlib.layers.keys import Keys
 from rnnlib.layers.part import AxisConfig
+from rnnlib.ops.deferred_writes import DeferredState, defer_writes, deferred_token
+from rnnlib.ops.gated_delta_rule.scan import DeltaRuleInputs
 
 
 class Signals(NamedTuple):
@@ -79,6 +81,17 @@ class Solver(nnx.Module, abc.ABC):
     def init_state(self, batch_size: int) -> Any:
         """The state before the first token, a pytree of arrays."""
 
+    def defer_writes(self, state: Any, signals: Signals) -> Any:
+        """The state as a loop over single tokens carries it: one beside which writes wait, where that is faster.
+
+        `rnnlib.models.waiting` settles each `DeferredState` after the loop.
+
+        Args:
+            state: as for a call.
+            signals: of any token of the loop: shapes and dtypes count, not values.
+        """
+        return state
+
 
 @dataclasses.dataclass(frozen=True)
 class SolveConfig(AxisConfig):
@@ -137,6 +150,8 @@ class OnlineSolver(MatrixStateSolver):
     ) -> tuple[ValueHeads, Any]:
         """Output and next state."""
         expect_no_previous("Online", signals.gates)
+        if isinstance(state, DeferredState):
+            return deferred_token(self._token(signals), state, scale=self.options.scale)
         return ops.gated_delta_rule(
             signals.keys.query,
             signals.keys.key,
@@ -150,6 +165,16 @@ class OnlineSolver(MatrixStateSolver):
             segment_ids=segment_ids,
             **self.options.arguments(),
         )
+
+    def defer_writes(self, state: Any, signals: Signals) -> Any:
+        """The state, beside which writes wait where that is faster."""
+        return defer_writes(state, self._token(signals), implementation=self.options.implementation)
+
+    def _token(self, signals: Signals) -> DeltaRuleInputs:
+        keys, gates = signals.keys, signals.gates
+        erase, write = (gates.erase, gates.write) if gates.beta is None else (gates.beta, gates.beta)
+        log_decay = signals.decay.log_decay
+        return DeltaRuleInputs(keys.query, keys.key, signals.value, erase, write, keys.write_key, log_decay)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +222,8 @@ class OfflineSolver(MatrixStateSolver):
             raise ValueError(
                 "Offline: the gain gives an erase gate, expected beta or write: linear attention erases nothing"
             )
+        if isinstance(state, DeferredState):
+            return deferred_token(self._token(signals), state, scale=self.options.scale, online=False)
         return ops.linear_attention(
             keys.query,
             keys.written,
@@ -207,6 +234,15 @@ class OfflineSolver(MatrixStateSolver):
             segment_ids=segment_ids,
             **self.options.arguments(),
         )
+
+    def defer_writes(self, state: Any, signals: Signals) -> Any:
+        """The state, beside which writes wait where that is faster."""
+        return defer_writes(state, self._token(signals), implementation=self.options.implementation)
+
+    def _token(self, signals: Signals) -> DeltaRuleInputs:
+        keys, gates = signals.keys, signals.gates
+        write = gates.beta if gates.write is None else gates.write
+        return DeltaRuleInputs(keys.query, keys.written, signals.value, None, write, None, signals.decay.log_decay)
 
 
 class NormalizedState(NamedTuple):
@@ -244,6 +280,10 @@ class NormalizedOfflineSolver(OfflineSolver):
         out, state = super().__call__(x, signals, segment_ids=segment_ids, state=state)
         state = NormalizedState(state[..., :-1], state[..., -1])
         return (out[..., :-1] / (out[..., -1:] + 1e-10)).astype(dtype), state
+
+    def defer_writes(self, state: Any, signals: Signals) -> Any:
+        """The state as it is: its two parts become one array for each call."""
+        return state
 
     def init_state(self, batch_size: int) -> Any:
         """The state before the first token: zeros."""

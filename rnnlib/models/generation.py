@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rnnlib.fields import PositiveInteger, Range, check_fields, check_value
 from rnnlib.models.decoder import DecoderCache, DecoderLM
+from rnnlib.models.waiting import after_tokens, defer_writes, settled
 
 # Prompts are padded on the left to a multiple of this, and room for new tokens is rounded up to one, so that all
 # lengths share a few compiled functions.
@@ -300,10 +301,11 @@ def _decode(
         token = jnp.where(carry.finished, filler, token)
         finished = carry.finished if end_token is None else carry.finished | (token == end_token)
         model = nnx.merge(graphdef, state)
-        logits, cache = model.extend(token[:, None], carry.cache)
+        logits, cache = model.extend(token[:, None], after_tokens(carry.cache, made))
         return made + 1, tokens.at[:, made].set(token), _Carry(carry.step + 1, logits[:, 0], finished, cache)
 
+    carry = carry._replace(cache=defer_writes(nnx.merge(graphdef, state), carry.cache))
     made, tokens, carry = jax.lax.while_loop(
         unfinished, step, (jnp.int32(0), jnp.full([batch, size], filler, jnp.int32), carry)
     )
-    return tokens, made, stuck(carry) & (made < limit), carry
+    return tokens, made, stuck(carry) & (made < limit), carry._replace(cache=settled(carry.cache, made))

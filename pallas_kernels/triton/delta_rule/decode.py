@@ -1,8 +1,10 @@
 """One token: the recurrence itself, in one kernel that reads the state once and writes it once.
 
 The new state is written over the old one. A loop that carries the state, or a step that it is donated to, needs no
-copy; XLA copies the old state first for a caller who keeps it.
+copy; XLA copies the old state first for a caller who keeps it. `deferred` has the step that seldom writes the state.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +12,41 @@ from jax import Array
 
 from pallas_kernels.problem import Inputs
 from pallas_kernels.schedule import Launch
-from pallas_kernels.triton.common.backend import call
+from pallas_kernels.triton.common.backend import Operand, call
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.delta_rule.chunk_factors import load_wide
 
 
-def _decode_kernel(r, *, problem: Problem, width: int, continues: bool):
-    fresh = (problem.key_size, width)  # [K, block of V]
-    state = r.before_final_state[...] if continues else jnp.zeros(fresh, jnp.float32)
-    decay = load_wide(r.log_decay)
-    if decay is not None:
-        state = state * (jnp.exp(decay) if decay.ndim == 0 else jnp.exp(decay)[:, None])
+class Write(NamedTuple):
+    """What a token does to the state: `S <- Diag(exp(log_decay)) S + key value^T`.
+
+    Attributes:
+        log_decay: a number, `[K]` or None.
+        key: `[K]`.
+        value: `[block of V]`.
+    """
+
+    log_decay: Array | None
+    key: Array
+    value: Array
+
+
+def decayed(state: Array, log_decay: Array | None) -> Array:
+    """The state `[K, block of V]` after a decay, one number or one a key channel; None is none."""
+    if log_decay is None:
+        return state
+    return state * (jnp.exp(log_decay) if log_decay.ndim == 0 else jnp.exp(log_decay)[:, None])
+
+
+def written(state: Array, key: Array, value: Array) -> Array:
+    """The state with `key value^T` added."""
+    return state + key[:, None] * value[None, :]
+
+
+def token_step(r, state: Array, problem: Problem) -> tuple[Array, Write]:
+    """Stores the output of the token in `r`; returns the state `[K, block of V]` after it, and what it wrote."""
+    log_decay = load_wide(r.log_decay)
+    state = decayed(state, log_decay)
     k = load_wide(r.k)
     key = k if r.write_key is None else load_wide(r.write_key)
     residual = load_wide(r.v)
@@ -29,16 +55,20 @@ def _decode_kernel(r, *, problem: Problem, width: int, continues: bool):
     if problem.online:
         erased = k if r.erase is None else k * load_wide(r.erase)
         residual = residual - jnp.sum(state * erased[:, None], axis=0)
-    state = state + key[:, None] * residual[None, :]
+    state = written(state, key, residual)
     out = jnp.sum(state * load_wide(r.q)[:, None], axis=0)
     r.out[...] = (problem.scale * out).astype(r.out.dtype)
-    r.final_state[...] = state
+    return state, Write(log_decay, key, residual)
 
 
-def decode(problem: Problem, inputs: Inputs, launch: Launch) -> tuple[Array, Array]:
-    """Output `[B, 1, HV, V]` and state `[B, HV, K, V]` after one token; sizes are powers of two."""
-    p, x = problem, inputs
-    width = min(launch.block, p.value_size)
+def _decode_kernel(r, *, problem: Problem, width: int, continues: bool):
+    fresh = (problem.key_size, width)  # [K, block of V]
+    state = r.before_final_state[...] if continues else jnp.zeros(fresh, jnp.float32)
+    r.final_state[...], _ = token_step(r, state, problem)
+
+
+def token_operands(p: Problem, x: Inputs, width: int) -> tuple[dict[str, Operand | None], Operand]:
+    """What `token_step` reads and the output that it stores, on a grid of value blocks, heads and rows."""
 
     def at_key(c, h, b):
         return b, 0, h, 0
@@ -46,31 +76,39 @@ def decode(problem: Problem, inputs: Inputs, launch: Launch) -> tuple[Array, Arr
     def at_value(c, h, b):
         return b, 0, h, c
 
+    inputs = {
+        "q": p.of_one_token(x.q, at_key),
+        "k": p.of_one_token(x.k, at_key),
+        "write_key": p.of_one_token(x.write_key, at_key),
+        "erase": p.of_one_token(x.erase, at_key),
+        "log_decay": p.of_one_token(x.log_decay, at_key),
+        "v": p.of_one_token(x.v, at_value, width),
+        "write": p.of_one_token(x.write, at_value, width),
+    }
+    out = p.of_one_token(jax.ShapeDtypeStruct(x.v.shape, x.v.dtype), at_value, width)
+    assert out is not None
+    return inputs, out
+
+
+def decode(problem: Problem, inputs: Inputs, launch: Launch) -> tuple[Array, Array]:
+    """Output `[B, 1, HV, V]` and state `[B, HV, K, V]` after one token; sizes are powers of two."""
+    p, x = problem, inputs
+    width = min(launch.block, p.value_size)
+
     def of_state(array):
         return p.of_head(array, (p.key_size, width), lambda c, h, b: (b, h, 0, c))
 
     state = None if x.initial_state is None else of_state(x.initial_state.astype(jnp.float32))
-    updates = {} if state is None else {"final_state": state}
+    arguments, out = token_operands(p, x, width)
     final = p.per_head(p.key_size, p.value_size, dtype=jnp.float32)
     results = call(
         _decode_kernel,
         "delta_decode",
         (p.value_size // width, p.value_heads, p.batch),
-        {
-            "q": p.of_one_token(x.q, at_key),
-            "k": p.of_one_token(x.k, at_key),
-            "write_key": p.of_one_token(x.write_key, at_key),
-            "erase": p.of_one_token(x.erase, at_key),
-            "log_decay": p.of_one_token(x.log_decay, at_key),
-            "v": p.of_one_token(x.v, at_value, width),
-            "write": p.of_one_token(x.write, at_value, width),
-        },
-        {
-            "out": p.of_one_token(jax.ShapeDtypeStruct(x.v.shape, x.v.dtype), at_value, width),
-            "final_state": of_state(final),
-        },
+        arguments,
+        {"out": out, "final_state": of_state(final)},
         launch,
-        updates=updates,
+        updates={} if state is None else {"final_state": state},
         problem=p,
         width=width,
         continues=x.initial_state is not None,

@@ -1,0 +1,62 @@
+"""Loops over single tokens that seldom store the state: `pallas_kernels.deferred` says how.
+
+`defer_writes` before the loop, `deferred_token` for each token, `settle_writes` after it.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.deferred import PERIOD as PERIOD
+from pallas_kernels.deferred import DeferredState as DeferredState
+from pallas_kernels.deferred import defer_writes as state_without_writes
+from pallas_kernels.platform import platform
+from rnnlib.ops.gated_delta_rule.scan import DeltaRuleInputs
+from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.sequence import current_axis
+from rnnlib.ops.sharding import is_split
+
+LEAST_BYTES = 32 * 2**20
+"""Of a state whose writes may wait. Smaller ones lose by it: a step then takes as long as its loads take to arrive."""
+
+
+def defer_writes(state: Array, token: DeltaRuleInputs, *, implementation: str | None) -> Array | DeferredState:
+    """The state as a loop carries it: one beside which writes wait, where a kernel serves and gains by that.
+
+    Args:
+        state: `[B, HV, K, V]`.
+        token: any token of the loop, T = 1: shapes and dtypes count, not values. Linear attention's has no erase gate
+            and no write key, and writes `k`.
+        implementation: of the operator, as its argument.
+    """
+    x = token
+    if implementation not in (None, "triton", "mosaic") or (implementation is None and platform() != "gpu"):
+        return state
+    is_large = state.size * state.dtype.itemsize >= LEAST_BYTES
+    if state.dtype != jnp.float32 or not is_large or is_split(state) or current_axis() is not None:
+        return state
+    if triton_unsupported("deferral_unsupported", x.q, x.k, x.v, x.erase, x.log_decay) is not None:
+        return state
+    key = x.k if x.write_key is None else x.write_key
+    return state_without_writes(state, key.astype(jnp.result_type(x.q, x.k, x.v)), x.log_decay)
+
+
+def deferred_token(
+    token: DeltaRuleInputs, state: DeferredState, *, scale: float | None, online: bool = True
+) -> tuple[Array, DeferredState]:
+    """Output `[B, 1, HV, V]` and the state after one token, with the bits of the operator's kernel for one token.
+
+    Args:
+        token: as for `defer_writes`.
+        state: from `defer_writes` or an earlier token.
+        scale: factor on the output; None is `K ** -0.5`.
+        online: the delta rule; False is linear attention.
+
+    Raises:
+        NotImplementedError: there is more than one token.
+    """
+    return triton_kernels().deferred_token(**token._asdict(), deferred=state, scale=scale, online=online)
+
+
+def settle_writes(state: DeferredState) -> Array:
+    """The state `[B, HV, K, V]` with all writes that wait."""
+    return triton_kernels().settle_writes(state)

@@ -1,0 +1,108 @@
+"""Tokens are the same where writes to the states wait during a block."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rnnlib.models import Decoder, DecoderLM, stream
+from rnnlib.models.waiting import after_tokens, defer_writes, settled
+from rnnlib.ops import deferred_writes
+from rnnlib.ops.deferred_writes import DeferredState
+from tests.tiny_models import tiny_config
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [2]]
+MIXERS = ("gated_deltanet", "kda", "gated_deltanet2", "pgdn", "gla", "sliding_window_attention")
+
+
+def model(implementation: str | None = "triton") -> DecoderLM:
+    """Heads of 32 channels; interpreted kernels where there is no GPU."""
+    overrides = {} if implementation is None else {name: {"implementation": implementation} for name in MIXERS[:-1]}
+    config = tiny_config(*MIXERS, width=64, window=6, initializer_std=0.3, mixer_overrides=overrides)
+    return DecoderLM(config, rngs=nnx.Rngs(5))
+
+
+def deferred_layers(cache) -> list[bool]:
+    return [isinstance(entry.state, DeferredState) if hasattr(entry, "state") else False for entry in cache]
+
+
+@pytest.fixture
+def any_size(monkeypatch):
+    """Writes wait however small the states are."""
+    monkeypatch.setattr(deferred_writes, "LEAST_BYTES", 0)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def tokens_of_blocks(language_model, block_size: int) -> np.ndarray:
+    blocks = stream(language_model, PROMPTS, max_new_tokens=13, block_size=block_size, temperature=0.8, seed=4)
+    return np.concatenate([np.asarray(block) for block in blocks], axis=1)
+
+
+def test_blocks_of_any_size_have_the_tokens_of_plain_states(monkeypatch):
+    language_model = model()
+    plain = tokens_of_blocks(language_model, 13)
+    monkeypatch.setattr(deferred_writes, "LEAST_BYTES", 0)
+    jax.clear_caches()
+    for block_size in (13, 6):
+        np.testing.assert_array_equal(tokens_of_blocks(language_model, block_size), plain)
+    jax.clear_caches()
+
+
+def test_texts_that_join_and_leave_have_the_tokens_of_plain_states(monkeypatch):
+    language_model = model()
+
+    def texts():
+        decoder = Decoder(language_model, slots=2, max_length=40)
+        found = [decoder.add(PROMPTS[0], max_new_tokens=9, temperature=0)]
+        decoder.step(3)
+        found.append(decoder.add(PROMPTS[1], max_new_tokens=3, temperature=0))
+        while decoder.active:
+            decoder.step(5)
+        return [text.tokens for text in found]
+
+    plain = texts()
+    monkeypatch.setattr(deferred_writes, "LEAST_BYTES", 0)
+    jax.clear_caches()
+    assert texts() == plain
+    jax.clear_caches()
+
+
+def test_a_cache_is_the_same_after_a_loop(any_size):
+    language_model = model()
+    tokens = jnp.asarray([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
+    cache = language_model.init_cache(2, 16)
+    _, cache = language_model.extend(tokens[:, :2], cache)
+    waiting = defer_writes(language_model, cache)
+    assert deferred_layers(waiting) == [True] * 5 + [False]
+    extend = jax.jit(language_model.extend)
+    for t in range(4):
+        plain_logits, cache = extend(tokens[:, t + 2 : t + 3], cache)
+        logits, waiting = extend(tokens[:, t + 2 : t + 3], after_tokens(waiting, jnp.int32(t)))
+        np.testing.assert_allclose(logits, plain_logits, rtol=1e-4, atol=1e-4)
+    found = settled(waiting, jnp.int32(4))
+    assert jax.tree.structure(found) == jax.tree.structure(cache)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(cache)):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", [None, "scan", "chunked"])
+def test_states_stay_plain_where_no_kernel_serves(implementation, any_size):
+    language_model = model(implementation)
+    with jax.default_device(jax.devices("cpu")[0]):
+        cache = language_model.init_cache(2, 16)
+        assert not any(deferred_layers(defer_writes(language_model, cache)))
+
+
+def test_small_states_and_states_of_other_dtypes_stay_plain(monkeypatch):
+    language_model = model()
+    cache = language_model.init_cache(2, 16)
+    assert not any(deferred_layers(defer_writes(language_model, cache)))
+    monkeypatch.setattr(deferred_writes, "LEAST_BYTES", cache[0].state.nbytes)
+    jax.clear_caches()
+    assert deferred_layers(defer_writes(language_model, cache))[0]
+    wide = tuple(x._replace(state=x.state.astype(jnp.bfloat16)) if hasattr(x, "state") else x for x in cache)
+    assert not any(deferred_layers(defer_writes(language_model, wide)))
+    jax.clear_caches()
