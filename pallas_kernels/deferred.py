@@ -15,20 +15,20 @@ PERIOD = 4
 
 
 class DeferredState(NamedTuple):
-    """The state before some tokens, and what each of these tokens did: `S <- Diag(exp(log_decay)) S + key value^T`.
+    """The state before some tokens, and what each of these tokens did: `S <- Diag(decay) S + key value^T`.
 
     Attributes:
         state: `[B, HV, K, V]` float32, before the tokens whose writes wait.
         keys: `[B, H, PERIOD, K]` or `[B, HV, PERIOD, K]`, the key that each of them wrote.
         values: `[B, HV, PERIOD, V]` float32, what it wrote: the gated value without what was erased.
-        log_decay: `[B, HV, PERIOD]` or `[B, HV, PERIOD, K]` float32; None without a decay.
+        decays: `[B, HV, PERIOD]` or `[B, HV, PERIOD, K]` float32, `exp(log_decay)`; None without a decay.
         waiting: `[]` int32, how many writes wait, 0 to `PERIOD - 1`. Rows from there on mean nothing.
     """
 
     state: Array
     keys: Array
     values: Array
-    log_decay: Array | None
+    decays: Array | None
     waiting: Array
 
 
@@ -48,6 +48,6 @@ def defer_writes(state: Array, key: Array, log_decay: Array | None) -> DeferredS
         state=state,
         keys=jnp.zeros(rows(key.shape[2], key.shape[3]), key.dtype),
         values=jnp.zeros(rows(state.shape[1], state.shape[3]), jnp.float32),
-        log_decay=None if log_decay is None else jnp.zeros(rows(*log_decay.shape[2:]), jnp.float32),
+        decays=None if log_decay is None else jnp.zeros(rows(*log_decay.shape[2:]), jnp.float32),
         waiting=jnp.int32(0),
     )

@@ -18,24 +18,24 @@ from pallas_kernels.triton.delta_rule.chunk_factors import load_wide
 
 
 class Write(NamedTuple):
-    """What a token does to the state: `S <- Diag(exp(log_decay)) S + key value^T`.
+    """What a token does to the state: `S <- Diag(decay) S + key value^T`.
 
     Attributes:
-        log_decay: a number, `[K]` or None.
+        decay: a number, `[K]` or None.
         key: `[K]`.
         value: `[block of V]`.
     """
 
-    log_decay: Array | None
+    decay: Array | None
     key: Array
     value: Array
 
 
-def decayed(state: Array, log_decay: Array | None) -> Array:
-    """The state `[K, block of V]` after a decay, one number or one a key channel; None is none."""
-    if log_decay is None:
+def decayed(state: Array, decay: Array | None) -> Array:
+    """The state `[K, block of V]` times a decay, one number or one a key channel; None is none."""
+    if decay is None:
         return state
-    return state * (jnp.exp(log_decay) if log_decay.ndim == 0 else jnp.exp(log_decay)[:, None])
+    return state * (decay if decay.ndim == 0 else decay[:, None])
 
 
 def written(state: Array, key: Array, value: Array) -> Array:
@@ -45,8 +45,8 @@ def written(state: Array, key: Array, value: Array) -> Array:
 
 def token_step(r, state: Array, problem: Problem) -> tuple[Array, Write]:
     """Stores the output of the token in `r`; returns the state `[K, block of V]` after it, and what it wrote."""
-    log_decay = load_wide(r.log_decay)
-    state = decayed(state, log_decay)
+    decay = None if r.log_decay is None else jnp.exp(load_wide(r.log_decay))
+    state = decayed(state, decay)
     k = load_wide(r.k)
     key = k if r.write_key is None else load_wide(r.write_key)
     residual = load_wide(r.v)
@@ -58,7 +58,7 @@ def token_step(r, state: Array, problem: Problem) -> tuple[Array, Write]:
     state = written(state, key, residual)
     out = jnp.sum(state * load_wide(r.q)[:, None], axis=0)
     r.out[...] = (problem.scale * out).astype(r.out.dtype)
-    return state, Write(log_decay, key, residual)
+    return state, Write(decay, key, residual)
 
 
 def _decode_kernel(r, *, problem: Problem, width: int, continues: bool):

@@ -42,8 +42,8 @@ def _after_waiting(r) -> Array:
     """The program's part `[K, block of V]` of the state, with all writes that wait."""
 
     def apply(i, state):
-        log_decay = None if r.before_decays is None else r.before_decays[i]
-        return written(decayed(state, log_decay), r.before_keys[i].astype(jnp.float32), r.before_values[i])
+        decay = None if r.before_decays is None else r.before_decays[i]
+        return written(decayed(state, decay), r.before_keys[i].astype(jnp.float32), r.before_values[i])
 
     return lax.fori_loop(0, r.count[0], apply, r.before_state[...])
 
@@ -54,8 +54,8 @@ def _deferred_kernel(r, *, problem: Problem):
     # Every program that shares a row of keys or decays stores the same numbers in it, and none reads that row.
     r.keys[count] = write.key.astype(r.keys.dtype)
     r.values[count] = write.value
-    if write.log_decay is not None:
-        r.decays[count] = write.log_decay
+    if write.decay is not None:
+        r.decays[count] = write.decay
 
     @pl.when(count == PERIOD - 1)
     def _():
@@ -89,7 +89,7 @@ def _operands(deferred: DeferredState, width: int) -> dict[str, Operand | None]:
         "state": Operand(deferred.state, (None, None, key_size, width), lambda c, h, b: (b, h, 0, c)),
         "keys": rows(deferred.keys),
         "values": rows(deferred.values, width),
-        "decays": rows(deferred.log_decay),
+        "decays": rows(deferred.decays),
     }
 
 
