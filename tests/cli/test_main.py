@@ -243,7 +243,11 @@ def test_a_run_goes_on_with_a_corpus_that_was_moved(tmp_path, monkeypatch, capsy
     assert "the data is not that of the saved position" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("files", ["model/ocdbt.process_0/d/*", "*/d/*"], ids=["arrays", "metadata"])
+@pytest.mark.parametrize(
+    "files",
+    ["model/ocdbt.process_0/d/*", pytest.param("*/d/*", marks=pytest.mark.slow)],
+    ids=["arrays", "metadata"],
+)
 def test_a_truncated_checkpoint_is_one_line(trained, tmp_path, process_environment, files):
     shutil.copytree(trained[0], tmp_path / "run")
     for file in (tmp_path / "run" / "checkpoints" / "40").glob(files):

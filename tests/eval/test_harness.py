@@ -80,7 +80,9 @@ def instances(kind: str, arguments: list[tuple]) -> list[Instance]:
     return [Instance(kind, {}, one, index) for index, one in enumerate(arguments)]
 
 
+@pytest.mark.slow
 def test_local_tasks_give_the_models_own_numbers(tmp_path):
+    """Always run: `tests.cli.test_published.test_eval_and_standard_tasks`, and each kind of request by itself below."""
     write_task(tmp_path, "choices", MULTIPLE_CHOICE, QUESTIONS)
     write_task(tmp_path, "documents", ROLLING, DOCUMENTS)
     write_task(tmp_path, "texts", GENERATION, QUESTIONS)

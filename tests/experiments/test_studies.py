@@ -42,7 +42,7 @@ MIXER = Mixer.of("linear", "linear_attention", implementation="chunked")
 
 
 TRAINED = [name for name in STUDIES if name not in ("mqar", "mqar_sizes")]
-ALWAYS = ("state_tracking", "kla_suite", "ablations", "axis_combinations")
+ALWAYS = ("state_tracking", "ablations", "axis_combinations")
 
 
 @pytest.mark.parametrize("name", mostly_slow(TRAINED, ALWAYS))

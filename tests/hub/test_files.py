@@ -147,13 +147,13 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mixers": ("gated_deltanet", "attention"), "tie_embeddings": True},
+        slow({"mixers": ("gated_deltanet", "attention"), "tie_embeddings": True}),
         {
             "mixers": ("gated_deltanet", "attention/a", "gated_deltanet", "attention/b"),
             "num_layers": 4,
             "mixer_overrides": {"attention/a": {"window": 5}, "attention/b": {"rope_base": 500.0, "use_bias": True}},
         },
-        {"mixer_overrides": {"gated_deltanet": {"key_heads": 2, "value_heads": 4, "negative_eigenvalues": True}}},
+        slow({"mixer_overrides": {"gated_deltanet": {"key_heads": 2, "value_heads": 4, "negative_eigenvalues": True}}}),
         slow({"mixers": ("deltanet",), "mixer_overrides": {"deltanet": {"convolution": None, "output_gate": True}}}),
         {"mixers": ("kda", "kda", "sliding_window_attention"), "num_layers": 3, "window": 4},
         slow({"mixers": ("gla",)}),

@@ -44,7 +44,12 @@ FOLDERS = [
 ]
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+# Their mixers and blocks are those of other families' models; their files are read and written below.
+REPEATED = {"gated_deltanet/gate", "kda/plain", "mamba2_fla/plain", "precond_kda/plain", "qwen3_5/text"}
+REPEATED |= {"delta_net/plain", "qwen3_5_moe/text"}
+
+
+@pytest.mark.parametrize("name", mostly_slow(FOLDERS, [name for name in FOLDERS if name not in REPEATED]))
 def test_logits_gradients_and_greedy_tokens_are_the_published_codes(name):
     pretrained = load_pretrained(GOLDEN / name)
     golden = np.load(GOLDEN / name / "golden.npz")

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from rnnlib.layers import AttentionConfig, attention_cache
+from tests.selection import mostly_slow
 
 from .reference import linear, rms, rotate
 from .tiny import HEADS, WIDTH, compiled, inputs, parameters, randomize, relative_error, tiny
@@ -33,7 +34,7 @@ def test_grouped_queries_and_norms():
     assert p["key"]["kernel"].shape == p["value"]["kernel"].shape == (WIDTH, 8)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 32])
+@pytest.mark.parametrize("window", mostly_slow([None, 1, 4, 32], [None, 4]))
 def test_any_cut_into_calls_gives_the_parallel_pass(window):
     """Calls shorter than, as long as and longer than the ring, wrapping round it, for a window and without one."""
     module = build(window=window, num_heads=2, key_heads=1)
@@ -49,7 +50,7 @@ def test_any_cut_into_calls_gives_the_parallel_pass(window):
         assert relative_error(np.concatenate(pieces, axis=1), expected) < 1e-5
 
 
-@pytest.mark.parametrize("window", [None, 4, 9])
+@pytest.mark.parametrize("window", mostly_slow([None, 4, 9], [None, 4]))
 def test_beyond_max_length_any_cut_sees_the_last_tokens(window):
     """Each token sees as many as the cache holds, however calls end on, run past or begin beyond its `max_length`."""
     capacity, x = 6, inputs(2, 13)
@@ -65,7 +66,7 @@ def test_beyond_max_length_any_cut_sees_the_last_tokens(window):
         assert relative_error(np.concatenate(pieces, axis=1), expected) < 1e-5, lengths
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", mostly_slow([None, 3], [3]))
 def test_long_calls_are_read_in_blocks(window, monkeypatch):
     """Documents restart wherever the blocks are cut; the last block is a part of one."""
     module = build(window=window)

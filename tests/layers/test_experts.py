@@ -10,6 +10,7 @@ from rnnlib import ops
 from rnnlib.layers import Experts, RouterConfig, with_router_losses
 from rnnlib.models import DecoderLM, ModelConfig, count_parameters
 from rnnlib.training.memory import least_parameters
+from tests.selection import mostly_slow
 
 from .tiny import inputs, parameters, relative_error
 
@@ -196,14 +197,17 @@ def loss_and_gradient(config):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(state)
 
 
-def test_scan_and_remat_change_neither_loss_nor_gradient():
+BOTH = {"scan_layers": True, "remat": True}
+
+
+@pytest.mark.parametrize("options", mostly_slow([{"scan_layers": True}, {"remat": True}, BOTH], [BOTH]), ids=str)
+def test_scan_and_remat_change_neither_loss_nor_gradient(options):
     (expected_value, router_loss), expected = loss_and_gradient(SPARSE)
     assert router_loss > 2 * 0.5, "of two layers"
-    for options in ({"scan_layers": True}, {"remat": True}, {"scan_layers": True, "remat": True}):
-        (value, _), found = loss_and_gradient(SPARSE.replace(**options))
-        assert abs(value - expected_value) < 1e-3
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-            assert relative_error(a, b) < 1e-4
+    (value, _), found = loss_and_gradient(SPARSE.replace(**options))
+    assert abs(value - expected_value) < 1e-3
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        assert relative_error(a, b) < 1e-4
 
 
 def test_documents_and_pieces_of_a_model_with_experts():

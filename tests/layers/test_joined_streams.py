@@ -16,6 +16,7 @@ from rnnlib.ops.short_convolution import joined
 from rnnlib.ops.short_convolution.inputs import Finish
 from rnnlib.ops.short_convolution.joined import JoinedStream, joined_convolutions, joined_unsupported
 from tests.pallas_kernels.cases import relative_error
+from tests.selection import mostly_slow
 
 LENGTH = 13
 IDS = jnp.asarray([[0] * 6 + [1] * 7, [2] * 13], jnp.int32)
@@ -55,8 +56,8 @@ def by_kernels(x, given, segment_ids):
     return joined_convolutions(x, given, segment_ids=segment_ids)
 
 
-@pytest.mark.parametrize("rest", [0, 5])
-@pytest.mark.parametrize("segment_ids", [None, IDS], ids=["whole", "packed"])
+@pytest.mark.parametrize("rest", mostly_slow([0, 5], [5]))
+@pytest.mark.parametrize("segment_ids", [pytest.param(None, marks=pytest.mark.slow), IDS], ids=["whole", "packed"])
 def test_joined_convolutions_are_each_stream_of_its_columns(rest, segment_ids):
     x, arrays = draw(2, LENGTH, 64 + rest), [stream[:3] for stream in streams()]
     found, expected = (

@@ -36,6 +36,7 @@ from rnnlib.layers import (
     mixer_names,
     mixer_preset,
 )
+from tests.selection import mostly_slow
 
 from .reference import sigmoid, softplus
 from .tiny import HEADS, WIDTH, compiled, inputs, parameters, randomize, relative_error, tiny
@@ -104,7 +105,12 @@ def test_kaczmarz_with_unit_keys_is_gated_deltanet():
     assert relative_error(compiled(kla)(x)[0], compiled(gdn)(x)[0]) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet2", "kla", "nlms", "mamba2", "mamba3_mimo", "comba"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        ["gated_deltanet2", "kla", "nlms", "mamba2", "mamba3_mimo", "comba"], ["gated_deltanet2", "mamba3_mimo"]
+    ),
+)
 def test_grouped_value_heads_share_their_key_head(name):
     """A mixer of 2 key and 4 value heads is the mixer of 4 and 4 whose key heads are repeated."""
     value_heads, key_heads = 4, 1 if name.startswith("mamba") else 2
@@ -179,7 +185,7 @@ def test_comba_erases_the_state_before_its_decay_even_at_a_reset():
     assert np.all(np.isfinite(gradient))
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet2", "mamba2"])
+@pytest.mark.parametrize("name", mostly_slow(["gated_deltanet2", "mamba2"], ["mamba2"]))
 def test_half_precision_keeps_states_gates_and_decay_parameters_wide(name):
     options = {"head_dim": 8} | SCAN
     module = mixer_preset(name, **options).build(
@@ -232,7 +238,9 @@ def test_modules_of_one_configuration_share_a_graph():
         assert dataclasses.replace(config) == config
 
 
-@pytest.mark.parametrize("gain", [SigmoidGain(), KaczmarzGain(), NLMSGain(), CombaGain()])
+@pytest.mark.parametrize(
+    "gain", mostly_slow([SigmoidGain(), KaczmarzGain(), NLMSGain(), CombaGain()], [SigmoidGain(), CombaGain()])
+)
 def test_keys_that_do_not_turn_are_plain_under_any_gain(gain):
     """Turned keys belong to value heads, four here, and plain ones to key heads."""
     heads = {"value_heads": 2 * HEADS, "head_dim": 4, "decay": SoftplusDecay(), "gain": gain}

@@ -22,6 +22,7 @@ from rnnlib.layers import (
     register_preset,
 )
 from rnnlib.layers.part import from_plain, to_plain
+from tests.selection import mostly_slow
 
 from .mamba3_reference import MAMBA3_LAYERS
 from .preconditioned_reference import PRECONDITIONED_LAYERS
@@ -49,7 +50,12 @@ def test_mixer_is_the_papers_layer(name):
     check_documents(LAYERS[name], module, x, y)
 
 
-@pytest.mark.parametrize("name", mixer_names())
+# A mixer of each kind of cache.
+CACHES = ("gated_deltanet2", "linear_attention", "mamba2", "mamba3_mimo", "pkda", "gated_kalmanet", "mesanet")
+CACHES += ("sliding_window_attention", "latent_attention")
+
+
+@pytest.mark.parametrize("name", mostly_slow(mixer_names(), CACHES))
 def test_prefill_in_pieces_and_decoding_give_the_parallel_pass(name):
     check_pieces(*tiny_pass(name))
 

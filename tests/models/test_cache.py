@@ -46,19 +46,8 @@ HYBRIDS = {
     "tied": SMALL.replace(num_layers=2, mixers=("kla", "attention"), tie_embeddings=True),
 }
 
-# A mixer of each kind of cache.
-KINDS = (
-    "gated_deltanet",
-    "linear_attention",
-    "mamba2",
-    "mamba3",
-    "pgdn",
-    "gated_kalmanet",
-    "mesanet",
-    "attention",
-    "sliding_window_attention",
-    "latent_attention",
-)
+# A mixer of each kind of cache that no hybrid has.
+KINDS = ("linear_attention", "mamba3", "pgdn", "gated_kalmanet", "mesanet", "latent_attention")
 
 
 def build(config):
@@ -110,7 +99,7 @@ def test_prefill_and_decode_equal_the_parallel_pass(name):
     np.testing.assert_allclose(logits[1, PREFIX - 4 :], expected[1, PREFIX - 4 :], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", mostly_slow([*mixer_names(), *HYBRIDS], [*KINDS, *HYBRIDS]))
+@pytest.mark.parametrize("name", mostly_slow([*mixer_names(), *HYBRIDS], ["mamba3", "gated_kalmanet", *HYBRIDS]))
 def test_a_row_joins_while_another_goes_on(name):
     """Row 1 is read while row 0 has three tokens more; each row's logits are those of its text alone."""
     config = HYBRIDS.get(name) or SMALL.replace(mixers=(name,))

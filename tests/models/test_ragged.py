@@ -30,10 +30,8 @@ def hybrid() -> DecoderLM:
 ALWAYS = (
     "mamba3",
     "gated_kalmanet",
-    "sliding_window_attention",
     "latent_attention",
-    "two global",
-    "gated_deltanet2 cell",
+    "every other layer sliding",
 )
 
 

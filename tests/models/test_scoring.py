@@ -55,7 +55,7 @@ def own_scores(model, context, continuation):
     "mixers",
     mostly_slow(
         [("gated_deltanet",), ("kda", "attention"), ("mamba2", "sliding_window_attention")],
-        [("gated_deltanet",), ("mamba2", "sliding_window_attention")],
+        [("mamba2", "sliding_window_attention")],
     ),
     ids="-".join,
 )

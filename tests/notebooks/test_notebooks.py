@@ -104,7 +104,7 @@ def runs(tmp_path_factory):
     return parent
 
 
-ALWAYS = [path for path in NOTEBOOKS if path.stem == "first_model"]
+ALWAYS = [path for path in NOTEBOOKS if path.stem == "pretrained"]
 
 
 @pytest.mark.parametrize("path", mostly_slow(NOTEBOOKS, ALWAYS), ids=NAMES)

@@ -93,12 +93,12 @@ def test_a_hessian_times_a_vector_is_the_scans_on_a_gpu(operator, way):
         check_hessian_times_vector(operator, way)
 
 
-@pytest.mark.parametrize("implementation", mostly_slow(["scan", "chunked", "triton"], ["scan", "triton"]))
+@pytest.mark.parametrize("implementation", mostly_slow(["scan", "chunked", "triton"], ["triton"]))
 @pytest.mark.parametrize(
     ("mapped", "operator"),
     [
         pytest.param("q", rule, marks=pytest.mark.slow),
-        ("q", linear),
+        pytest.param("q", linear, marks=pytest.mark.slow),
         ("q", solve),
         ("log_decay", rule),
         pytest.param("log_decay", solve, marks=pytest.mark.slow),

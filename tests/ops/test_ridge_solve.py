@@ -37,7 +37,10 @@ def test_chunks_are_the_scan(call, values, segments, seed):
     "call",
     [
         dataclasses.replace(GKA, solver=Solver("nesterov"), by_channel=True, iterations=7),
-        dataclasses.replace(GKA, solver=Solver("gradient_descent"), bare=True, iterations=7),
+        pytest.param(
+            dataclasses.replace(GKA, solver=Solver("gradient_descent"), bare=True, iterations=7),
+            marks=pytest.mark.slow,
+        ),
         dataclasses.replace(GKA, solver=Solver("conjugate_gradient", "unrolled"), iterations=4),
         dataclasses.replace(GKA, shape=(1, 1, 1, 3), adaptive=False, iterations=7),
     ],

@@ -57,7 +57,7 @@ def test_low_precision_is_rounded_once():
     np.testing.assert_allclose(found.astype(np.float32), exact, rtol=2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_gates_have_a_bias_of_each_head(heads):
     """In the norm's kernel too, whose programs have whole cycles of heads."""
     x, scale, z = arguments((2, 5, heads, 24), gated=True)

@@ -31,7 +31,12 @@ def assert_close(found, wanted, **tolerance):
 
 # Rows, inner axis and columns that fill blocks of 16, and that do not.
 @pytest.mark.parametrize(
-    ("rows", "inner", "columns"), [((1, 1), 40, (24, 8, 37)), ((32,), 32, (16, 32)), ((3, 6), 5, (1,))]
+    ("rows", "inner", "columns"),
+    [
+        ((1, 1), 40, (24, 8, 37)),
+        pytest.param((32,), 32, (16, 32), marks=pytest.mark.slow),
+        pytest.param((3, 6), 5, (1,), marks=pytest.mark.slow),
+    ],
 )
 def test_kernels_give_the_products_and_all_derivatives(rows, inner, columns):
     x, *kernels = normal((*rows, inner), *((inner, n) for n in columns))

@@ -71,7 +71,7 @@ def arguments(decay, channels, dtype, size=(128, 128), length=256, **extra):
     return x
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", mostly_slow([jnp.bfloat16, jnp.float32], [jnp.bfloat16]), ids=["bfloat16", "float32"])
 @pytest.mark.parametrize(("decay", "segments"), KERNELS)
 def test_forward_and_backward_lower(decay, segments, dtype):
     def loss(x):
@@ -81,7 +81,7 @@ def test_forward_and_backward_lower(decay, segments, dtype):
     assert count_kernels(jax.grad(loss), arguments(decay, False, dtype)) == KERNELS[decay, segments]
 
 
-@pytest.mark.parametrize("size", [(16, 16), (64, 256), (256, 256)], ids=str)
+@pytest.mark.parametrize("size", mostly_slow([(16, 16), (64, 256), (256, 256)], [(64, 256)]), ids=str)
 def test_packed_channel_gates_of_any_size_lower(size):
     ids = jax.ShapeDtypeStruct((1, 200), jnp.int32)
     schedule = Schedule(segments=1 if size[0] == 256 else 2)  # a key size of 256 is not split
@@ -132,7 +132,7 @@ def test_the_default_device_says_where_a_call_runs(monkeypatch):
     [(False, 128, jnp.bfloat16), pytest.param(True, 24, jnp.float32, marks=pytest.mark.slow)],
     ids=str,
 )
-@pytest.mark.parametrize("operator", mostly_slow(["preconditioner", "key", "query", "unstable"], ["key", "query"]))
+@pytest.mark.parametrize("operator", mostly_slow(["preconditioner", "key", "query", "unstable"], ["key"]))
 def test_the_diagonal_gram_lowers(operator, per_channel, size, dtype):
     """Forward: what each part adds, and the recurrence; likewise backward."""
     heads, length = 2, 1000
@@ -155,7 +155,9 @@ def test_the_diagonal_gram_lowers(operator, per_channel, size, dtype):
     assert count_kernels(jax.grad(loss, argnums=(0, 1, 2, 3)), k, gate, number, state, ids) == 4
 
 
-@pytest.mark.parametrize("channels, norm_size", [(1024, 128), (200, None), (96, 24)])
+@pytest.mark.parametrize(
+    "channels, norm_size", [(1024, 128), (200, None), pytest.param(96, 24, marks=pytest.mark.slow)]
+)
 def test_the_short_convolution_lowers(channels, norm_size):
     x = jax.ShapeDtypeStruct((2, 1000, channels), jnp.bfloat16)
     kernel = jax.ShapeDtypeStruct((4, channels), jnp.float32)
@@ -198,7 +200,7 @@ def test_small_kernels_lower_and_are_taken_for_large_arrays():
     assert count_kernels(jax.grad(lambda *x: jnp.sum(softplus_decay(*x)), (0, 1, 2)), p, rate, rate) == 2
 
 
-@pytest.mark.parametrize("mixer, kernels", [("kda", 3), ("gated_deltanet", 0)])
+@pytest.mark.parametrize("mixer, kernels", [("kda", 3), pytest.param("gated_deltanet", 0, marks=pytest.mark.slow)])
 def test_a_mixer_of_many_tokens_has_one_product_and_takes_its_kernels(mixer, kernels):
     """Three convolutions, the heads' norm, and the decay by channel, each with its backward; beside the delta rule."""
     config = mixer_preset(mixer, **({} if mixer == "kda" else {"output_gate": False}))

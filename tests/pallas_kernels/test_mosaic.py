@@ -93,15 +93,11 @@ def schedule_of(case: Case, groups: int) -> Schedule:
     )
 
 
-# Gates, decays and segments that other cases have, together.
-SLOW = {"mild_channel_decay_without_gates", "channel_gates", "channel_gates_write_key", "extreme_channel_gates"}
-SLOW |= {"channel_gates_under_one_decay_a_head", "channel_erase_under_channel_decay", "one_gate_write_key_packed"}
-SLOW |= {"one_gate_extreme", "strong_decay", "channel_decay_write_key_packed", "channel_write", "no_gates_no_state"}
-SLOW |= {"delta_rule_of_two_heads_a_key", "extreme", "channel_erase", "one_gate", "channel_gates_in_bfloat16_packed"}
-SLOW |= {"channel_decay"}
+# Gates by channel without extreme chunks and one gate for both have tests of their own below.
+ALWAYS = ("delta_rule_of_two_heads_a_key", "channel_decay_write_key_packed", "extreme_channel_gates", "narrow_heads")
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, CASES.keys() - SLOW))
+@pytest.mark.parametrize("name", mostly_slow(CASES, ALWAYS))
 def test_stages_equal_those_in_triton(name, capsys):
     """Both round at the same places but one; sums differ in their order.
 
@@ -130,7 +126,10 @@ def test_stages_equal_those_in_triton(name, capsys):
     assert "RACE" not in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize(("decay", "gate"), [(SCALAR, SCALAR), (CHANNEL, SCALAR), (CHANNEL, CHANNEL)])
+@pytest.mark.parametrize(
+    ("decay", "gate"),
+    [(SCALAR, SCALAR), pytest.param(CHANNEL, SCALAR, marks=pytest.mark.slow), (CHANNEL, CHANNEL)],
+)
 @pytest.mark.parametrize("packed", mostly_slow([False, True], [True]))
 def test_first_stage_equals_that_in_triton(decay, gate, packed, capsys):
     """With writes that enlarge the state, a chunk that is extreme, and more chunks than warpgroups."""
@@ -157,7 +156,7 @@ def test_first_stage_equals_that_in_triton(decay, gate, packed, capsys):
     assert "RACE" not in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("stage", mostly_slow(["reverse", "gradients"], ["gradients"]))
+@pytest.mark.parametrize("stage", mostly_slow(["reverse", "gradients"], ["reverse"]))
 def test_a_shared_gate_has_its_gradient_where_one_stage_is_triton(stage):
     """The reverse pass in Mosaic GPU finds all of it; without that both stages find a part, as in Triton."""
     mosaic_interpreter.install()
@@ -205,7 +204,7 @@ def test_a_shared_gates_gradient_is_as_exact_as_in_triton(decay, monkeypatch):
     assert errors(case, seed, jit=eagerly, schedule=schedule)["d_erase"] > 2 * found
 
 
-@pytest.mark.parametrize("decay", mostly_slow([SCALAR, CHANNEL], [CHANNEL]))
+@pytest.mark.parametrize("decay", mostly_slow([SCALAR, CHANNEL], [SCALAR]))
 def test_a_log_decay_in_bfloat16_has_its_gradient_in_bfloat16(decay):
     mosaic_interpreter.install()
     case = Case((1, 70, 1, 1, *SIZES), decay=decay, dtype=jnp.bfloat16)
@@ -226,7 +225,16 @@ def test_a_log_decay_in_bfloat16_has_its_gradient_in_bfloat16(decay):
     assert relative_error(found, expected) < 1e-3
 
 
-@pytest.mark.parametrize(("decay", "groups"), [(SCALAR, 1), (SCALAR, 2), (CHANNEL, 1), (NO, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("decay", "groups"),
+    [
+        pytest.param(SCALAR, 1, marks=pytest.mark.slow),
+        (SCALAR, 2),
+        (CHANNEL, 1),
+        pytest.param(NO, 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_maps_of_segments_equal_those_in_triton(decay, groups, capsys):
     """With a segment that forgets, one that does not, one that is shorter, and writes that enlarge the state."""
     mosaic_interpreter.install()
@@ -262,7 +270,7 @@ def test_maps_of_segments_equal_those_in_triton(decay, groups, capsys):
 
 @pytest.mark.parametrize(
     "gates",
-    [{}, pytest.param({"write": SHARED}, marks=pytest.mark.slow), CHANNEL_GATES],
+    mostly_slow([{}, {"write": SHARED}, CHANNEL_GATES], [CHANNEL_GATES]),
     ids=["scalar", "shared", "channel"],
 )
 def test_errors_stay_within_rounding(gates):
@@ -313,8 +321,8 @@ def loss(x, implementation=None):
 @pytest.mark.parametrize(
     ("decay", "channels", "here", "triton_kernels"),
     [
-        ("none", False, 5, 0),
-        ("scalar", False, 5, 0),
+        pytest.param("none", False, 5, 0, marks=pytest.mark.slow),
+        pytest.param("scalar", False, 5, 0, marks=pytest.mark.slow),
         ("channel", False, 5, 3),
         pytest.param("channel", True, 5, 3, marks=pytest.mark.slow),
         ("scalar", True, 3, 3),

@@ -28,10 +28,12 @@ COMPILED = {
     "delta-scalar-128x128-bfloat16 few heads": 10,
     "delta-channel-64x64-bfloat16 one token": 1,
     "short convolution bfloat16, norm": 2,
-    "preconditioner write key 128 bfloat16": 4,
     "delta-scalar-128x128-bfloat16 few heads mosaic": 9,
 }
-WITHOUT_SEGMENTS = {"delta-scalar-128x128-bfloat16 a program each mosaic": 5}
+OTHERS = {
+    "preconditioner write key 128 bfloat16": 4,
+    "delta-scalar-128x128-bfloat16 a program each mosaic": 5,  # without segments
+}
 MOST_USED = {f"delta-{decay}-128x128-bfloat16 few heads" for decay in ("scalar", "channel")}
 ROOT = pathlib.Path(__file__).parents[2]
 LOG = """ptxas info    : Compiling entry function 'delta_output' for 'sm_90a'
@@ -83,7 +85,7 @@ def record(card, name, *numbers):
     "wanted",
     [
         pytest.param(COMPILED, id="most_used"),
-        pytest.param(WITHOUT_SEGMENTS, id="without_segments", marks=pytest.mark.slow),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compile_for_an_h200_and_spill_nothing_new(wanted):

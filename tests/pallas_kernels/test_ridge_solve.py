@@ -16,6 +16,7 @@ from rnnlib.ops.ridge_solve import Solver
 from tests.ops.ridge import Call, assert_close, given_cases, reference, relative_error, run
 from tests.pallas_kernels.cases import assert_transformations_agree
 from tests.pallas_kernels.test_lowering import H200, count_kernels
+from tests.selection import mostly_slow
 
 # Three chunks, the last incomplete, and channels padded.
 GKA = Call(shape=(1, 150, 2, 12))
@@ -46,7 +47,10 @@ def test_kernels_are_the_scan(call, values, segments, seed):
     "call",
     [
         Call(shape=(1, 80, 1, 16), solver=Solver("nesterov"), by_channel=True, iterations=7),
-        Call(shape=(1, 64, 2, 16), solver=Solver("gradient_descent"), bare=True, iterations=7),
+        pytest.param(
+            Call(shape=(1, 64, 2, 16), solver=Solver("gradient_descent"), bare=True, iterations=7),
+            marks=pytest.mark.slow,
+        ),
         Call(shape=(2, 1, 1, 16), adaptive=False, iterations=7),
     ],
     ids=["nesterov", "bare", "one token"],
@@ -92,7 +96,7 @@ def test_condition_beyond_that_of_bfloat16_needs_precise_products(product_dtype,
     assert low < relative_error(run(call, "triton", arguments)["x"], expected["x"]) < high
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("adaptive", mostly_slow([True, False], [True]))
 def test_no_keys_at_all_is_finite(adaptive):
     call = Call(shape=(1, 70, 1, 16), adaptive=adaptive, bare=True)
     arguments = call.arguments(jnp.float32)
@@ -178,7 +182,7 @@ def test_unsupported_says_why(change, reason):
     assert triton.ridge_solve_unsupported(*(jnp.zeros((1, 64, 1, 16)),) * 2) is None
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", mostly_slow([jnp.bfloat16, jnp.float32], [jnp.bfloat16]), ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("solver", ["chebyshev", "conjugate_gradient"])
 def test_forward_and_backward_lower_for_an_h200(solver, dtype):
     """Decay, increments, scan and solve; backward a solve, the states' gradients (two) and the arguments' (two)."""

@@ -91,7 +91,7 @@ def test_what_is_not_supported():
     assert not softplus_decay_serves(p.astype(jnp.bfloat16), rate, bias)  # not on a CPU
 
 
-@pytest.mark.parametrize("preset", ["kda", "gated_deltanet2"])
+@pytest.mark.parametrize("preset", ["kda", pytest.param("gated_deltanet2", marks=pytest.mark.slow)])
 def test_a_mixer_is_the_same_by_kernels(preset, monkeypatch):
     graph, state = nnx.split(mixer_preset(preset).build(16, 2, rngs=nnx.Rngs(0)))
     x, asked = jnp.asarray(np.random.default_rng(0).standard_normal((2, 10, 16)), jnp.float32), []

@@ -166,8 +166,12 @@ def run(corpus):
     return found
 
 
+def every_axis():
+    print(json.dumps(compared(EVERY, make_mesh(8, MeshConfig(data=1, fsdp=2, sequence=2, tensor=2)))[0]))
+
+
 def main(corpus):
-    found = {"every": compared(EVERY, make_mesh(8, MeshConfig(data=1, fsdp=2, sequence=2, tensor=2)))[0]}
+    found = {}
     mesh = make_mesh(4, MeshConfig(data=1, fsdp=1, tensor=4))
     found["loop"], whole, state, (graph, program) = compared(LOOP, mesh, parts=2)
     counts = collections.Counter()
@@ -195,4 +199,9 @@ def every_mixer(names):
 
 
 if __name__ == "__main__":
-    main(sys.argv[2]) if sys.argv[1:2] == ["test"] else every_mixer(sys.argv[1:] or mixer_names())
+    if sys.argv[1:2] == ["test"]:
+        main(sys.argv[2])
+    elif sys.argv[1:] == ["every axis"]:
+        every_axis()
+    else:
+        every_mixer(sys.argv[1:] or mixer_names())

@@ -79,7 +79,7 @@ MESHES = {
     "experts": ((2, 4),),
 }
 # The others are trained on meshes where slow tests run, and all are by `on_all_meshes`.
-ALWAYS = ("hybrid", "scanned, in parts", "ridge", "experts")
+ALWAYS = ("hybrid", "scanned, in parts")
 
 
 def batches(count):

@@ -1,4 +1,7 @@
-"""Run by `test_sequences.py` in a process of its own with eight devices: prints what split rows gave, as JSON."""
+"""Run by `test_sequences.py` in a process of its own with eight devices: prints what split rows gave, as JSON.
+
+Its arguments are the model's mixers.
+"""
 
 import dataclasses
 import functools
@@ -24,8 +27,11 @@ from tests.training.packed import packed_batch
 
 VOCABULARY, ROWS, LENGTH = 16, 4, 24
 WIDE = {"dtype": "float64", "param_dtype": "float64"}  # so that rounding hides nothing
-# A recurrence of each kind: delta rule and preconditioner, ridge, trapezoidal.
+# A recurrence of each kind: delta rule and preconditioner, ridge, trapezoidal; and both kinds of attention.
 RECURRENT = ("pkda", "gated_kalmanet", "mamba3")
+MIXERS = (*RECURRENT, "sliding_window_attention", "latent_attention")
+# The operators of the others are in `tests.ops.on_stretches`.
+ALWAYS = ("pkda", "sliding_window_attention")
 
 
 @functools.cache
@@ -44,10 +50,10 @@ def batch():
     return packed_batch(np.random.default_rng(0), VOCABULARY, ROWS, LENGTH)
 
 
-def step_of(mesh):
+def step_of(mesh, names):
     """Loss, gradient norm and the parameters after a step of gradient descent."""
     # The token-by-token implementation compiles fastest, and devices exchange the same.
-    mixers = (*map(token_by_token, RECURRENT), "sliding_window_attention", "latent_attention")
+    mixers = tuple(token_by_token(name) if name in RECURRENT else name for name in names)
     config = ModelConfig(VOCABULARY, 16, len(mixers), 2, mixers, window=5, mlp_width=16, **WIDE)
     optimizer = optax.sgd(1.0)
     graph, state = init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer)
@@ -74,9 +80,9 @@ def logits_without_positions():
     return float(np.max(np.abs(np.asarray(found) - np.asarray(whole))) / np.max(np.abs(np.asarray(whole))))
 
 
-def main():
-    loss, gradient = step_of(None)
-    found, own = step_of(make_mesh(8, MeshConfig(data=1, fsdp=2, sequence=4)))
+def main(names):
+    loss, gradient = step_of(None, names)
+    found, own = step_of(make_mesh(8, MeshConfig(data=1, fsdp=2, sequence=4)), names)
     smallest = 1e-3 * np.sqrt(sum(np.sum(np.square(x)) for x in gradient))
     furthest = max(np.linalg.norm(x - y) / max(np.linalg.norm(y), smallest) for x, y in zip(own, gradient, strict=True))
     json.dump(
@@ -85,4 +91,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

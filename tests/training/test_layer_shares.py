@@ -27,10 +27,16 @@ def trained(process_environment, corpus):
 
 
 def test_devices_that_share_layers_train_as_one(trained):
-    """Loss, norm and gradients, with rows, tokens and parameters shared out too, and in loops, parts and experts."""
-    assert trained["every"]["error"] < 1e-6, trained["every"]
+    """Loss, norm and gradients, in loops, parts and experts."""
     assert trained["loop"]["error"] < 1e-5, trained["loop"]
     np.testing.assert_allclose(*trained["evaluation"], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_devices_that_share_rows_tokens_and_parameters_too_train_as_one(process_environment):
+    """Loss, norm and gradients."""
+    every = result_of("tests.training.on_layer_shares", "every axis", environment=process_environment)
+    assert every["error"] < 1e-6, every
 
 
 def test_a_device_holds_its_share(trained):

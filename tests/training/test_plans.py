@@ -11,12 +11,17 @@ from rnnlib.data import DataConfig
 from rnnlib.models import ModelConfig
 from rnnlib.training import TrainConfig, plan_step
 
+from .on_plans import ALWAYS, DRAWN
+
+OTHERS = [mesh for mesh in DRAWN if mesh not in ALWAYS]
+
 
 @pytest.mark.timeout(600)
-def test_plans_of_shared_layers_and_rows_have_the_bytes_of_compiled_steps(process_environment):
+@pytest.mark.parametrize("meshes", [ALWAYS, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["always", "others"])
+def test_plans_of_shared_layers_and_rows_have_the_bytes_of_compiled_steps(meshes, process_environment):
     """To the byte, but that XLA passes equal segment ids on once: `python -m tests.training.on_plans all` has more."""
     process = subprocess.run(
-        [sys.executable, "-m", "tests.training.on_plans"],
+        [sys.executable, "-m", "tests.training.on_plans", *meshes],
         cwd=pathlib.Path(__file__).parents[2],
         env=process_environment | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -25,7 +30,7 @@ def test_plans_of_shared_layers_and_rows_have_the_bytes_of_compiled_steps(proces
     )
     assert process.returncode == 0, process.stderr[-3000:]
     results = json.loads(process.stdout.splitlines()[-1])
-    assert len(results) == 5
+    assert len(results) == len(meshes)
     for name, case in results.items():
         planned, found = case["planned"], case["found"]
         passed_on = {key for key in planned if key.startswith("collective-permute")}

@@ -14,12 +14,15 @@ from rnnlib.training.mesh import mesh_sizes
 from rnnlib.training.step import check_batch_size, check_length
 from tests.processes import result_of
 
+from .on_sequences import ALWAYS, MIXERS
+
 MESH = AbstractMesh((2, 1, 4), ("data", "fsdp", "sequence"), axis_types=(AxisType.Auto,) * 3)
 
 
-def test_a_group_of_devices_trains_as_one(process_environment):
-    """Loss and gradients of a hybrid of every kind of recurrence on 2 x 4 devices, and logits in a user's own map."""
-    found = result_of("tests.training.on_sequences", environment=process_environment)
+@pytest.mark.parametrize("mixers", [ALWAYS, pytest.param(MIXERS, marks=pytest.mark.slow)], ids=["two", "every kind"])
+def test_a_group_of_devices_trains_as_one(mixers, process_environment):
+    """Loss and gradients of a hybrid on 2 x 4 devices, and logits in a user's own map."""
+    found = result_of("tests.training.on_sequences", *mixers, environment=process_environment)
     assert all(error < 1e-5 for error in found.values()), found
 
 

@@ -18,6 +18,7 @@ from rnnlib.training import (
     make_train_step,
     put_batch,
 )
+from tests.selection import mostly_slow
 from tests.training.stand_in import VOCABULARY, TinyModel, random_batch
 
 TOKEN_BYTES = np.arange(VOCABULARY, dtype=np.int32)
@@ -222,20 +223,19 @@ def test_evaluation_of_nothing_is_refused():
         evaluate(TinyModel(rngs=nnx.Rngs(0)), [], token_bytes=TOKEN_BYTES)
 
 
-def test_training_adds_what_routers_of_experts_ask_for():
+@pytest.mark.parametrize("parts", mostly_slow([1, 2], [2]))
+def test_training_adds_what_routers_of_experts_ask_for(parts):
     """To the gradient, as often as there are tokens; the loss that is reported is the language model's alone."""
     experts = Experts(4, 2, 8, load_balancing=0.4, z_loss=0.2)
     config = ModelConfig(VOCABULARY, 16, 2, 2, mlp_width=16, feed_forwards=("dense", experts))
     settings = OptimizerConfig(learning_rate=1e-3, warmup_steps=0, clip_norm=None)
     optimizer, schedule = make_optimizer(settings, 5), learning_rate_schedule(settings, 5)
     batch = random_batch(np.random.default_rng(0))
-    found, nats = {}, {}
-    for parts in (1, 2):
-        graph, state = init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer)
-        step = make_train_step(graph, optimizer, schedule, TOKEN_BYTES)
-        state, metrics = step(state, put_batch(batch, None, parts))
-        assert not jax.tree.leaves(state.other)
-        found[parts], nats[parts] = optax.tree.get(state.optimizer, "mu"), float(metrics.nats)
+    graph, state = init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer)
+    step = make_train_step(graph, optimizer, schedule, TOKEN_BYTES)
+    state, metrics = step(state, put_batch(batch, None, parts))
+    assert not jax.tree.leaves(state.other)
+    found, nats = optax.tree.get(state.optimizer, "mu"), float(metrics.nats)
 
     def objective(parameters, rows, with_losses):
         model = nnx.merge(graph, parameters, {}, copy=True)
@@ -247,14 +247,13 @@ def test_training_adds_what_routers_of_experts_ask_for():
 
     parameters = init_train_state(DecoderLM(config, rngs=nnx.Rngs(0)), optimizer)[1].parameters
     tokens, rows = np.sum(batch["loss_weights"]), len(batch["inputs"])
-    for parts in (1, 2):
-        slices = [slice(i * rows // parts, (i + 1) * rows // parts) for i in range(parts)]
-        with_losses, without = (
-            jax.jit(jax.grad(lambda p, on=on: sum(objective(p, s, on) for s in slices) / tokens))(parameters)
-            for on in (True, False)
-        )
-        scaled = jax.tree.map(lambda m: m / (1 - settings.beta1), found[parts])
-        assert_trees_equal(scaled, with_losses, rtol=1e-3, atol=1e-7)
-        assert abs(nats[parts] - jax.jit(lambda p: objective(p, slice(None), False))(parameters)) < 1e-3
-        difference = jax.tree.map(lambda x, y: np.abs(x - y).max(), with_losses, without)
-        assert max(jax.tree.leaves(difference)) > 1e-3
+    slices = [slice(i * rows // parts, (i + 1) * rows // parts) for i in range(parts)]
+    with_losses, without = (
+        jax.jit(jax.grad(lambda p, on=on: sum(objective(p, s, on) for s in slices) / tokens))(parameters)
+        for on in (True, False)
+    )
+    scaled = jax.tree.map(lambda m: m / (1 - settings.beta1), found)
+    assert_trees_equal(scaled, with_losses, rtol=1e-3, atol=1e-7)
+    assert abs(nats - jax.jit(lambda p: objective(p, slice(None), False))(parameters)) < 1e-3
+    difference = jax.tree.map(lambda x, y: np.abs(x - y).max(), with_losses, without)
+    assert max(jax.tree.leaves(difference)) > 1e-3
