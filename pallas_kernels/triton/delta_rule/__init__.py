@@ -31,6 +31,8 @@ each block of value channels, value head, and segment of each sequence, which go
 | | `delta_gradients` | all of the above | dq, dk, dk~, d erase, d decay | chunk, key blocks |
 | | `delta_gradients_extreme` | the same | the same, of chunks with an extreme decay | chunk, key blocks |
 | `decode` | `delta_decode` | one token, the state | out, the state in its place | value blocks, heads, rows |
+| `deferred` | `delta_decode_deferred` | one token, the state, waiting writes | out, a write, or the state | the same |
+| | `delta_settle` | the state, waiting writes | the state in its place | the same |
 
 The two kernels of `segments` and `delta_reverse_offsets` run only where heads are too few to fill the card; kernels of
 extreme chunks only with a channel-wise decay. `channel_decay`, `channel_gradients` and `triangular_inverse` are parts
