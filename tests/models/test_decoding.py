@@ -71,11 +71,11 @@ def test_states_are_not_there_twice_while_texts_join_or_go_on():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("slots", [1, 16, 40, 200, 300])
+@pytest.mark.parametrize("slots", [1, 16, 40, 200])
 def test_on_a_gpu_texts_have_the_scores_of_one_pass_in_bfloat16(slots):
     """Kernels for few rows decode; the pass over whole texts has none of them. States are given to each block.
 
-    Those of 300 texts are large enough for writes that wait.
+    Those of 200 texts are large enough for writes that wait.
     """
     mixers = ("gated_deltanet", "kda", "attention")
     config = tiny_config(*mixers, width=256, mlp_width=512, dtype="bfloat16", initializer_std=0.1)
