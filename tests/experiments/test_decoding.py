@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from experiments.decoding import __main__ as command
+from experiments.decoding import waiting
 from experiments.decoding.measure import bytes_of_a_token
 from experiments.decoding.report import read_results, table, write_report
 from experiments.decoding.study import study
@@ -90,3 +91,20 @@ def test_the_page_shows_what_the_results_say(name, setting):
     begin, end = marks(name)
     shown = (folder / "README.md").read_text().split(begin, 1)[1].split(end, 1)[0].lstrip("\n")
     assert shown == table(study(setting), read_results(folder / "results" / name))
+
+
+def test_steps_whose_writes_wait_are_timed_beside_those_that_store(small, monkeypatch, tmp_path):
+    monkeypatch.setattr(waiting, "study", lambda setting: small)
+    path = tmp_path / "waiting.json"
+    options = ["--output", str(path), "--models", "Tiny", "--texts", "2", "--heads", "1", "--channels", "16"]
+    waiting.main([*options, "--tokens", "5", "--gigabytes", "0"])
+    found = json.loads(path.read_text())
+    assert [(x["decay"], x["texts"], x["layers"]) for x in found["kernels"]] == [
+        ("none", 2, 2),
+        ("scalar", 2, 2),
+        ("channel", 2, 2),
+    ]
+    assert all(x["waiting_us"] > 0 and x["stored_each_time_us"] > 0 for x in found["kernels"])
+    assert [(x["model"], x["texts"]) for x in found["models"]] == [("Tiny", 2)]
+    with pytest.raises(SystemExit, match=r"models: \['Other'\] are not in the study, expected some of \['Tiny'\]"):
+        waiting.main([*options, "--models", "Other"])

@@ -52,14 +52,13 @@ def test_blocks_of_any_size_have_the_tokens_of_plain_states(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("block_size", [40, 7])
-def test_on_a_gpu_many_texts_in_bfloat16_have_the_tokens_of_plain_states(block_size, monkeypatch):
+def test_on_a_gpu_many_texts_in_bfloat16_have_the_tokens_of_plain_states(monkeypatch):
     config = tiny_config("gated_deltanet", "kda", "attention", width=256, dtype="bfloat16", initializer_std=0.1)
     language_model = DecoderLM(config, rngs=nnx.Rngs(5))
     prompts = np.random.default_rng(0).integers(0, 29, (200, 9))
 
     def tokens():
-        blocks = stream(language_model, prompts, max_new_tokens=40, block_size=block_size, temperature=0)
+        blocks = stream(language_model, prompts, max_new_tokens=40, block_size=7, temperature=0)
         return np.concatenate([np.asarray(block) for block in blocks], axis=1)
 
     assert deferred_layers(defer_writes(language_model, language_model.init_cache(200, 64))) == [True, True, False]

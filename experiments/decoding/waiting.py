@@ -1,0 +1,170 @@
+"""`python -m experiments.decoding.waiting`: the step of one token where writes to the state wait, and where none does.
+
+Both in one process: the kernel in a loop over tokens and layers, then whole models.
+"""
+
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax import Array, lax
+
+from experiments.decoding.measure import time_model
+from experiments.decoding.study import study
+from experiments.sweep.command import errors_as_lines
+from experiments.sweep.results import command_line, environment, write_text
+from experiments.sweep.study import Setting
+from pallas_kernels import triton
+from pallas_kernels.deferred import PERIOD, defer_writes
+from rnnlib.ops import deferred_writes
+
+States = list[Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Times a token's step with states that are stored each time, and with writes that wait."""
+
+    output: pathlib.Path
+    """JSON file of the numbers."""
+    setting: Setting = "real"
+    """Models of the study at this setting."""
+    models: tuple[str, ...] = ()
+    """Labels of the models that are timed whole; none by default."""
+    texts: tuple[int, ...] = (16, 32, 64, 256)
+    heads: int = 8
+    channels: int = 128
+    """K and V, a power of two."""
+    tokens: int = 64
+    """Of a timed loop."""
+    gigabytes: float = 0.8
+    """Of all layers' states in a loop: more than a card's cache."""
+    commit: str | None = None
+    """Commit to record where there is no git repository."""
+
+
+def draw_token(decay: str, texts: int, heads: int, channels: int) -> dict[str, Any]:
+    """A token of the delta rule in bfloat16, whose one gate erases and writes; `decay` is none, scalar or channel."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    shape = (texts, 1, heads, channels)
+    q, k, v = (jax.random.normal(key, shape) for key in keys[:3])
+    token = {"q": q / jnp.linalg.norm(q, axis=-1, keepdims=True), "k": k / jnp.linalg.norm(k, axis=-1, keepdims=True)}
+    token = {name: x.astype(jnp.bfloat16) for name, x in (token | {"v": v}).items()}
+    gate = jax.nn.sigmoid(jax.random.normal(keys[3], shape[:3]))
+    token |= {"erase": gate, "write": gate}
+    if decay != "none":
+        logits = jax.random.normal(keys[4], shape if decay == "channel" else shape[:3])
+        token["log_decay"] = -0.1 * jax.nn.softplus(logits)
+    return token
+
+
+def stored_each_time(token: dict[str, Any], tokens: int) -> Callable[[States], tuple[States, Array]]:
+    """A loop that gives every layer the token, whose value moves by the layer before it."""
+
+    def run(states: States) -> tuple[States, Array]:
+        def step(_: Any, carry: tuple[States, Array]) -> tuple[States, Array]:
+            states, out = carry
+            after = []
+            for state in states:
+                out, state = triton.gated_delta_rule(**token | {"v": token["v"] + 1e-3 * out}, initial_state=state)
+                after.append(state)
+            return after, out
+
+        return lax.fori_loop(0, tokens, step, (states, token["v"]))
+
+    return jax.jit(run)
+
+
+def waiting(token: dict[str, Any], tokens: int) -> Callable[[States], tuple[States, Array]]:
+    """The same loop with writes that wait; the states are settled after it."""
+
+    def run(states: States) -> tuple[States, Array]:
+        def step(t: Array, carry: tuple[list, Array]) -> tuple[list, Array]:
+            states, out = carry
+            after = []
+            for state in states:
+                out, state = triton.deferred_token(
+                    **token | {"v": token["v"] + 1e-3 * out}, deferred=state._replace(waiting=t % PERIOD)
+                )
+                after.append(state)
+            return after, out
+
+        start = [defer_writes(state, token["k"], token.get("log_decay")) for state in states]
+        after, out = lax.fori_loop(0, tokens, step, (start, token["v"]))
+        return [triton.settle_writes(x._replace(waiting=jnp.int32(tokens % PERIOD))) for x in after], out
+
+    return jax.jit(run)
+
+
+def time_kernels(options: Options, decay: str, texts: int) -> dict[str, Any]:
+    """Microseconds of a token and layer, and whether both loops' states and outputs have the same bits."""
+    shape = (texts, options.heads, options.channels, options.channels)
+    size = 4 * texts * options.heads * options.channels**2
+    layers = min(24, max(2, round(options.gigabytes * 1e9 / size)))
+    states = [0.1 * jax.random.normal(jax.random.key(i), shape) for i in range(layers)]
+    token = draw_token(decay, texts, options.heads, options.channels)
+    record: dict[str, Any] = {"decay": decay, "texts": texts, "heads": options.heads, "layers": layers}
+    results = []
+    for name, loop in (("stored_each_time_us", stored_each_time), ("waiting_us", waiting)):
+        run = loop(token, options.tokens)
+        results.append(jax.block_until_ready(run(states)))
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            jax.block_until_ready(run(states))
+            seconds.append(time.perf_counter() - start)
+        record[name] = round(min(seconds) / (options.tokens * layers) * 1e6, 2)
+    pairs = zip(*(jax.tree.leaves(result) for result in results))
+    return record | {"same_bits": all(bool((x == y).all()) for x, y in pairs)}
+
+
+def time_models(options: Options) -> list[dict[str, Any]]:
+    """Milliseconds of a token of whole models, the fastest of two blocks."""
+    plan = dataclasses.replace(study(options.setting), blocks=3)
+    models, least = dict(plan.models), deferred_writes.LEAST_BYTES
+    records = []
+    try:
+        for label in options.models:
+            for texts in options.texts:
+                record: dict[str, Any] = {"model": label, "texts": texts}
+                for name, limit in (("stored_each_time", 2**60), ("waiting", least)):
+                    deferred_writes.LEAST_BYTES = limit
+                    jax.clear_caches()
+                    found = time_model(models[label], texts, plan)
+                    seconds = min(found["token_seconds"])
+                    record[f"{name}_ms"] = round(1e3 * seconds, 3)
+                    if found["limit_seconds"] is not None:
+                        record[f"{name}_of_bandwidth"] = round(found["limit_seconds"] / seconds, 4)
+                records.append(record)
+                print(json.dumps(record), flush=True)
+    finally:
+        deferred_writes.LEAST_BYTES = least
+        jax.clear_caches()
+    return records
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Times what the options say and writes it."""
+    options = tyro.cli(Options, args=argv, prog="python -m experiments.decoding.waiting")
+    where = environment(command_line("experiments.decoding.waiting"), options.commit)
+    with errors_as_lines():
+        labels = [label for label, _ in study(options.setting).models]
+        if unknown := [label for label in options.models if label not in labels]:
+            raise ValueError(f"models: {unknown} are not in the study, expected some of {labels}")
+        kernels = []
+        for decay in ("none", "scalar", "channel"):
+            for texts in options.texts:
+                kernels.append(time_kernels(options, decay, texts))
+                print(json.dumps(kernels[-1]), flush=True)
+        content = {"kernels": kernels, "models": time_models(options), "environment": where}
+        write_text(options.output, json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
