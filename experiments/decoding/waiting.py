@@ -4,6 +4,7 @@ Both in one process: the kernel in a loop over tokens and layers, then whole mod
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import time
@@ -21,10 +22,10 @@ from experiments.sweep.command import errors_as_lines
 from experiments.sweep.results import command_line, environment, write_text
 from experiments.sweep.study import Setting
 from pallas_kernels import triton
-from pallas_kernels.deferred import PERIOD, defer_writes
+from pallas_kernels.deferred import PERIOD, DeferredState, defer_writes
 from rnnlib.ops import deferred_writes
 
-States = list[Array]
+Step = Callable[[Array, dict[str, Any], Any], tuple[Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,42 +65,38 @@ def draw_token(decay: str, texts: int, heads: int, channels: int) -> dict[str, A
     return token
 
 
-def stored_each_time(token: dict[str, Any], tokens: int) -> Callable[[States], tuple[States, Array]]:
-    """A loop that gives every layer the token, whose value moves by the layer before it."""
+def in_a_loop(step: Step, token: dict[str, Any], tokens: int, states: list) -> tuple[list, Array]:
+    """Gives every layer the token, whose value moves by the output of the layer before it."""
 
-    def run(states: States) -> tuple[States, Array]:
-        def step(_: Any, carry: tuple[States, Array]) -> tuple[States, Array]:
-            states, out = carry
-            after = []
-            for state in states:
-                out, state = triton.gated_delta_rule(**token | {"v": token["v"] + 1e-3 * out}, initial_state=state)
-                after.append(state)
-            return after, out
+    def body(t: Array, carry: tuple[list, Array]) -> tuple[list, Array]:
+        states, out = carry
+        after = []
+        for state in states:
+            out, state = step(t, token | {"v": token["v"] + 1e-3 * out}, state)
+            after.append(state)
+        return after, out
 
-        return lax.fori_loop(0, tokens, step, (states, token["v"]))
-
-    return jax.jit(run)
+    return lax.fori_loop(0, tokens, body, (states, token["v"]))
 
 
-def waiting(token: dict[str, Any], tokens: int) -> Callable[[States], tuple[States, Array]]:
+def stored_each_time(token: dict[str, Any], tokens: int, states: list) -> tuple[list, Array]:
+    """The loop whose steps store the states."""
+
+    def step(t: Array, token: dict[str, Any], state: Array) -> tuple[Array, Any]:
+        return triton.gated_delta_rule(**token, initial_state=state)
+
+    return in_a_loop(step, token, tokens, states)
+
+
+def waiting(token: dict[str, Any], tokens: int, states: list) -> tuple[list, Array]:
     """The same loop with writes that wait; the states are settled after it."""
 
-    def run(states: States) -> tuple[States, Array]:
-        def step(t: Array, carry: tuple[list, Array]) -> tuple[list, Array]:
-            states, out = carry
-            after = []
-            for state in states:
-                out, state = triton.deferred_token(
-                    **token | {"v": token["v"] + 1e-3 * out}, deferred=state._replace(waiting=t % PERIOD)
-                )
-                after.append(state)
-            return after, out
+    def step(t: Array, token: dict[str, Any], state: DeferredState) -> tuple[Array, Any]:
+        return triton.deferred_token(**token, deferred=state._replace(waiting=t % PERIOD))
 
-        start = [defer_writes(state, token["k"], token.get("log_decay")) for state in states]
-        after, out = lax.fori_loop(0, tokens, step, (start, token["v"]))
-        return [triton.settle_writes(x._replace(waiting=jnp.int32(tokens % PERIOD))) for x in after], out
-
-    return jax.jit(run)
+    start = [defer_writes(state, token["k"], token.get("log_decay")) for state in states]
+    after, out = in_a_loop(step, token, tokens, start)
+    return [triton.settle_writes(x._replace(waiting=jnp.int32(tokens % PERIOD))) for x in after], out
 
 
 def time_kernels(options: Options, decay: str, texts: int) -> dict[str, Any]:
@@ -112,7 +109,7 @@ def time_kernels(options: Options, decay: str, texts: int) -> dict[str, Any]:
     record: dict[str, Any] = {"decay": decay, "texts": texts, "heads": options.heads, "layers": layers}
     results = []
     for name, loop in (("stored_each_time_us", stored_each_time), ("waiting_us", waiting)):
-        run = loop(token, options.tokens)
+        run = jax.jit(functools.partial(loop, token, options.tokens))
         results.append(jax.block_until_ready(run(states)))
         seconds = []
         for _ in range(3):

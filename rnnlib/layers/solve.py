@@ -216,20 +216,21 @@ class OfflineSolver(MatrixStateSolver):
         Raises:
             ValueError: the gain gives an erase gate: linear attention has none.
         """
-        gates, keys = signals.gates, signals.keys
+        gates = signals.gates
         expect_no_previous("Offline", gates)
         if gates.erase is not None:
             raise ValueError(
                 "Offline: the gain gives an erase gate, expected beta or write: linear attention erases nothing"
             )
+        token = self._token(signals)
         if isinstance(state, DeferredState):
-            return deferred_token(self._token(signals), state, scale=self.options.scale, online=False)
+            return deferred_token(token, state, scale=self.options.scale, online=False)
         return ops.linear_attention(
-            keys.query,
-            keys.written,
-            signals.value,
-            log_decay=signals.decay.log_decay,
-            write=gates.beta if gates.write is None else gates.write,
+            token.q,
+            token.k,
+            token.v,
+            log_decay=token.log_decay,
+            write=token.write,
             initial_state=state,
             segment_ids=segment_ids,
             **self.options.arguments(),
