@@ -72,6 +72,7 @@ def profile(step: Callable[[], Any], text: str) -> list[Operation]:
 
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\([^=]*?\)|\S+) \S", re.M)
+_COMMENT = re.compile(r"/\*.*?\*/")  # numbers of a long tuple's elements
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -79,7 +80,7 @@ def _described(text: str) -> dict[str, tuple[str, str]]:
     """Source and result shape of every instruction of a program's text."""
     described = {}
     for line in text.splitlines():
-        if match := _INSTRUCTION.match(line):
+        if match := _INSTRUCTION.match(_COMMENT.sub("", line)):
             source = _OP_NAME.search(line)
             described[match[1]] = (source[1] if source else "", match[2])
     return described

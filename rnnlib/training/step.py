@@ -32,6 +32,7 @@ from rnnlib.training.mesh import (
     whole,
 )
 from rnnlib.training.optimizer import Schedule, gradient_norm
+from rnnlib.training.updates import where_finite
 
 Batch = Mapping[str, Any]
 BATCH_FIELDS = ("inputs", "targets", "segment_ids", "positions", "loss_weights")
@@ -429,9 +430,6 @@ def make_train_step(
         changes, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         parameters = optax.apply_updates(state.parameters, changes)
 
-        def applied_if_finite(new, old):
-            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
         def statistics_if_finite(new, old):
             # Random streams advance in any case: their counters are integers.
             keep = not jnp.issubdtype(old.dtype, jnp.inexact)
@@ -449,9 +447,9 @@ def make_train_step(
             stop=stop,
         )
         state = TrainState(
-            parameters=applied_if_finite(parameters, state.parameters),
+            parameters=where_finite(finite, parameters, state.parameters, state.parameters),
             other=jax.tree.map(statistics_if_finite, other, state.other),
-            optimizer=applied_if_finite(optimizer_state, state.optimizer),
+            optimizer=where_finite(finite, optimizer_state, state.optimizer, state.parameters),
             updates=state.updates + jnp.where(finite, 1, 0),
             skipped=skipped,
         )

@@ -1,0 +1,59 @@
+"""Prints how many kernels an H200 runs for an update by AdamW, compiled without a card: whole, and without sharing.
+
+Run by `test_updates.py` in a process of its own, since a described card needs variables of the environment.
+"""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from experiments.kernel_benchmarks.offline.cards import CARDS
+from rnnlib.training import OptimizerConfig, make_optimizer, updates
+
+LAYERS = 30
+SHAPES = {"kernel": (1024, 1024), "scale": (1024,), "gate": (1024, 8)}
+OPTIMIZER = make_optimizer(OptimizerConfig(clip_norm=None), 10)
+
+
+def update(parameters, state, gradients, finite):
+    """New parameters and moments, or the old ones."""
+    changes, after = OPTIMIZER.update(gradients, state, parameters)
+    changed = optax.apply_updates(parameters, changes)
+    return (
+        updates.where_finite(finite, changed, parameters, parameters),
+        updates.where_finite(finite, after, state, parameters),
+    )
+
+
+def main() -> None:
+    """Compiles the update twice."""
+    card = CARDS["sm_90"]
+    topology = topologies.get_topology_desc(
+        topology_name="sm_90", platform="cuda", target_config=card.describe(), topology="1x1x1"
+    )
+    sharding = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
+    device = AbstractDevice(device_kind=card.kind, num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    like = {"layers": [{name: jnp.zeros(shape) for name, shape in SHAPES.items()} for _ in range(LAYERS)]}
+    arguments = (like, OPTIMIZER.init(like), like, jnp.zeros([], bool))
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    counts = {}
+    for name, most in (("together", updates.NUMBERS), ("apart", 0)):
+        updates.NUMBERS = most
+        jax.clear_caches()
+        with jax.sharding.use_abstract_mesh(mesh):
+            lowered = jax.jit(update, donate_argnums=(0, 1)).trace(*arguments).lower(lowering_platforms=("cuda",))
+            text = lowered.compile().as_text()
+        entry = text[text.index("\nENTRY ") :]
+        counts[name] = len(re.findall(r" (?:fusion|copy|custom-call)\(", entry))
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()
