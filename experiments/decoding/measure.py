@@ -33,7 +33,7 @@ def bytes_of_a_token(model: DecoderLM, batch: int, length: int) -> dict[str, int
     Args:
         model: the model, or its shapes.
         batch: texts together.
-        length: of each, for attention's cache.
+        length: tokens of each text, which attention's cache holds.
     """
 
     def size(tree: Any) -> int:
@@ -68,7 +68,8 @@ def time_model(config: ModelConfig, batch: int, plan: DecodingStudy) -> dict[str
         seconds.append((end - start) / plan.block)
         start = end
     median = float(np.median(seconds))
-    moved = bytes_of_a_token(model, batch, plan.prompt + count)
+    # Attention reads as many tokens as there are: in the blocks that are timed, so many on average.
+    moved = bytes_of_a_token(model, batch, plan.prompt + (plan.block + count) // 2)
     bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)
     limit = None if bandwidth is None else sum(moved.values()) / bandwidth
     return {

@@ -2,7 +2,7 @@
 
 One folder an operator, each of which opens with its equations and its stages: `delta_rule`, `linear_attention`,
 `diagonal_preconditioner`, `log_sum_exp`, `ridge_solve`, `rms_norm`, `short_convolution`, `softplus_decay`,
-`thin_products`. `common` is what they share; `tune` measures schedules.
+`thin_products`, `token_attention`. `common` is what they share; `tune` measures schedules.
 """
 
 from pallas_kernels.schedule import Schedule
@@ -36,6 +36,11 @@ from pallas_kernels.triton.short_convolution.short_convolution import (
 from pallas_kernels.triton.short_convolution.short_convolution import Finish as ConvolutionFinish
 from pallas_kernels.triton.softplus_decay.softplus_decay import DecaySchedule, decay_unsupported, softplus_decay
 from pallas_kernels.triton.thin_products.thin_products import ThinSchedule, thin_products, thin_unsupported
+from pallas_kernels.triton.token_attention.token_attention import (
+    TokenAttentionSchedule,
+    token_attention,
+    token_attention_unsupported,
+)
 
 __all__ = [
     "ConvolutionFinish",
@@ -49,6 +54,7 @@ __all__ = [
     "RidgeSchedule",
     "Schedule",
     "ThinSchedule",
+    "TokenAttentionSchedule",
     "TokenStream",
     "convolution_unsupported",
     "decay_unsupported",
@@ -74,6 +80,8 @@ __all__ = [
     "softplus_decay",
     "thin_products",
     "thin_unsupported",
+    "token_attention",
+    "token_attention_unsupported",
     "token_convolutions_unsupported",
     "unsupported",
 ]

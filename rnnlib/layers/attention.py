@@ -13,7 +13,13 @@ from jaxtyping import Float, Int
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger, check_fields
-from rnnlib.layers.attention_cache import AttentionCache, check_call_length, empty_ring, extend_ring
+from rnnlib.layers.attention_cache import (
+    AttentionCache,
+    attend_token,
+    check_call_length,
+    empty_ring,
+    extend_ring,
+)
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import RMSNorm
@@ -21,6 +27,7 @@ from rnnlib.layers.products import joined_inputs
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids
 from rnnlib.ops.causal_attention import product_dtype
+from rnnlib.ops.token_attention import Ring, token_attention_serves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +196,10 @@ class Attention(nnx.Module):
         else:
             if self.config.window is None:
                 check_call_length("Attention", cache, length)
-            out, cache = extend_ring(cache, query, {"key": key, "value": value}, self._attend, segment_ids)
+            if token_attention_serves(query, key, value, Ring(cache.key, cache.value, cache.segment)):
+                out, cache = attend_token(cache, query, key, value)
+            else:
+                out, cache = extend_ring(cache, query, {"key": key, "value": value}, self._attend, segment_ids)
             cache = cache._replace(position=positions[:, -1] + 1)
         out = out.reshape(batch, length, -1)
         if gate is not None:

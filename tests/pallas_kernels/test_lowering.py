@@ -18,7 +18,7 @@ from pallas_kernels.triton import Schedule
 from pallas_kernels.triton.common.backend import interpreted
 from pallas_kernels.triton.common.tuning import choose_schedule, load_table, table_launches
 from rnnlib import ops
-from rnnlib.layers import mixer_preset
+from rnnlib.layers import AttentionConfig, mixer_preset
 from rnnlib.ops.arguments import default_preference
 from rnnlib.ops.log_sum_exp import log_sum_exp
 from rnnlib.ops.rms_norm import rms_norm
@@ -219,6 +219,25 @@ def test_a_mixer_of_many_tokens_has_one_product_and_takes_its_kernels(mixer, ker
     narrow = 2 * 128 + 8 if mixer == "kda" else 16
     columns = 3072 + narrow + -narrow % 64
     assert f"tensor<1024x{columns}xbf16>" in text
+
+
+@pytest.mark.parametrize(
+    "options, kernels",
+    [({}, 1), ({"key_heads": 2, "window": 64}, 1), ({"head_dim": 8}, 0)],
+    ids=["full", "window_and_grouped_queries", "few_channels"],
+)
+def test_attention_of_one_token_takes_its_kernel(options, kernels):
+    build = AttentionConfig(num_heads=4, **options).build
+    graph, state = nnx.split(nnx.eval_shape(lambda: build(256, 4, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+
+    def token(state, x):
+        layer = nnx.merge(graph, state)
+        out, cache = layer(x, cache=layer.init_cache(3, 100))
+        return out, cache.key
+
+    for tokens, expected in ((1, kernels), (2, 0)):
+        text = lowered_text(token, state, jax.ShapeDtypeStruct((3, tokens, 256), jnp.bfloat16))
+        assert len(re.findall(r'name = "token_attention"', text)) == expected
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from experiments.kernel_benchmarks.offline.cards import CARDS
 from pallas_kernels import triton
+from pallas_kernels.deferred import PERIOD, DeferredState
 from pallas_kernels.triton.common.tuning import load_table
 from rnnlib import ops
 
@@ -296,7 +297,7 @@ def rows() -> list[Case]:
 
 
 def decoding() -> list[Case]:
-    """A token of some texts: products of few rows, and the convolutions of three streams."""
+    """A token of some texts: products of few rows, convolutions of three streams, writes that wait, and attention."""
     bf16 = jnp.bfloat16
 
     def products(rows: int, columns: tuple[int, ...], inner: int, words: str, *, is_gated: bool = False) -> Case:
@@ -314,6 +315,41 @@ def decoding() -> list[Case]:
         ]
         return _total(triton.one_token_convolutions(streams))
 
+    def waiting(decay: str) -> Case:
+        texts, heads, size = 256, 8, 128
+        one, row = (texts, 1, heads), (texts, heads, PERIOD)
+        scalar = decay == "scalar"
+        arrays = {name: jax.ShapeDtypeStruct((*one, size), bf16) for name in "qkv"}
+        arrays |= {
+            "gate": jax.ShapeDtypeStruct(one, jnp.float32),
+            "log_decay": jax.ShapeDtypeStruct(one if scalar else (*one, size), jnp.float32),
+            "state": jax.ShapeDtypeStruct((texts, heads, size, size), jnp.float32),
+            "keys": jax.ShapeDtypeStruct((*row, size), bf16),
+            "values": jax.ShapeDtypeStruct((*row, size), jnp.float32),
+            "decays": jax.ShapeDtypeStruct(row if scalar else (*row, size), jnp.float32),
+            "count": jax.ShapeDtypeStruct((), jnp.int32),
+        }
+
+        def loss(x: Any) -> jax.Array:
+            deferred = DeferredState(*(x[name] for name in ("state", "keys", "values", "decays", "count")))
+            token = {name: x[name] for name in ("q", "k", "v", "log_decay")} | dict.fromkeys(
+                ("erase", "write"), x["gate"]
+            )
+            out, after = triton.deferred_token(**token, deferred=deferred)
+            return _total((out, triton.settle_writes(after)))
+
+        return Case(f"waiting writes {decay}-128x128-bfloat16", loss, arrays, differentiated=False)
+
+    def attention(rows: int, capacity: int, heads: int, key_heads: int, size: int) -> Case:
+        arrays = {
+            name: jax.ShapeDtypeStruct((rows, n, size), bf16) for name, n in zip("qkv", (heads, *[key_heads] * 2))
+        }
+        arrays |= {n: jax.ShapeDtypeStruct((rows, capacity, key_heads, size), bf16) for n in ("key", "value")}
+        arrays["segment"] = jax.ShapeDtypeStruct((rows, capacity), jnp.int32)
+        arrays |= {name: jax.ShapeDtypeStruct((rows,), jnp.int32) for name in ("length", "current")}
+        name = f"token attention of {rows} rows, {heads} and {key_heads} heads of {size}"
+        return Case(name, lambda x: _total(triton.token_attention(**x)), arrays, differentiated=False)
+
     shapes = {"x": (64, 1024), "kernel": (4, 1024), "state": (64, 3, 1024)}
     token = {name: jax.ShapeDtypeStruct(shape, bf16) for name, shape in shapes.items()}
     return [
@@ -324,6 +360,10 @@ def decoding() -> list[Case]:
         products(256, (2048,), 5632, "of one map from 5632 to 2048"),
         *(products(rows, (n,), n, f"of one map of {n}") for rows, n in ((64, 1024), (128, 2048), (256, 2048))),
         Case("short convolution bfloat16, one token of three streams", convolutions, token, differentiated=False),
+        *(waiting(decay) for decay in ("scalar", "channel")),
+        *(attention(rows, 640, 16, 16, 64) for rows in (1, 256)),
+        *(attention(rows, 8192, 32, 8, 128) for rows in (1, 16)),
+        attention(1, 8192, 8, 1, 256),
     ]
 
 
@@ -335,7 +375,7 @@ USUAL = (
     r"^delta\+key-(scalar|channel)-128x128-bfloat16 few heads$",
     r"^linear-(none|scalar)-128x128-bfloat16 few heads$",
     r"^ridge solve 128 bfloat16 (chebyshev, bfloat16|conjugate gradient, split) products$",
-    r"^(preconditioner|short convolution|thin products|rms norm|softplus decay|log sum exp)",
+    r"^(preconditioner|short convolution|thin products|rms norm|softplus decay|log sum exp|waiting writes|token att)",
     r" mosaic$",
 )
 """Patterns of the cases in bfloat16 that models take, a third of all."""
