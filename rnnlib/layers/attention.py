@@ -13,13 +13,7 @@ from jaxtyping import Float, Int
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger, check_fields
-from rnnlib.layers.attention_cache import (
-    AttentionCache,
-    attend_token,
-    check_call_length,
-    empty_ring,
-    extend_ring,
-)
+from rnnlib.layers.attention_cache import AttentionCache, check_call_length, empty_ring, extend_ring
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import RMSNorm
@@ -27,7 +21,7 @@ from rnnlib.layers.products import joined_inputs
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids
 from rnnlib.ops.causal_attention import product_dtype
-from rnnlib.ops.token_attention import Ring, token_attention_serves
+from rnnlib.ops.token_attention import Ring, token_attention, token_attention_serves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,8 +190,10 @@ class Attention(nnx.Module):
         else:
             if self.config.window is None:
                 check_call_length("Attention", cache, length)
-            if token_attention_serves(query, key, value, Ring(cache.key, cache.value, cache.segment)):
-                out, cache = attend_token(cache, query, key, value)
+            ring = Ring(cache.key, cache.value, cache.segment)
+            if token_attention_serves(query, key, value, ring):
+                out, ring = token_attention(query, key, value, ring, cache.length, cache.current)
+                cache = cache._replace(**ring._asdict(), length=cache.length + 1)
             else:
                 out, cache = extend_ring(cache, query, {"key": key, "value": value}, self._attend, segment_ids)
             cache = cache._replace(position=positions[:, -1] + 1)

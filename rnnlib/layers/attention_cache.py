@@ -13,7 +13,6 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from rnnlib.ops.arguments import segment_index
-from rnnlib.ops.token_attention import Ring, token_attention
 
 # The number of queries that attend to a cache at a time; it bounds the memory of the scores.
 BLOCK = 512
@@ -119,23 +118,6 @@ def extend_ring[Cache: (AttentionCache, LatentCache)](
         cache, rest = extend(cache, jax.tree.map(lambda y: y[:, blocks * BLOCK :], tokens))
         out = jnp.concatenate([out, rest], axis=1)
     return out, cache
-
-
-def attend_token(cache: AttentionCache, query: Array, key: Array, value: Array) -> tuple[Array, AttentionCache]:
-    """`extend_ring` of one token, by one kernel: where `token_attention_serves`.
-
-    Args:
-        cache: the cache of the tokens before.
-        query: `[B, 1, H, K]`.
-        key: `[B, 1, HK, K]`.
-        value: `[B, 1, HK, K]`.
-
-    Returns:
-        The output `[B, 1, H, K]`, and the cache with the token in it; its `position` is the old one.
-    """
-    ring = Ring(cache.key, cache.value, cache.segment)
-    out, ring = token_attention(query, key, value, ring, cache.length, cache.current)
-    return out, cache._replace(**ring._asdict(), length=cache.length + 1)
 
 
 def _extend_block[Cache: (AttentionCache, LatentCache)](
