@@ -20,8 +20,7 @@ from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.products import joined_inputs
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids
-from rnnlib.ops.causal_attention import product_dtype
-from rnnlib.ops.token_attention import Ring, token_attention, token_attention_serves
+from rnnlib.ops.causal_attention import Ring, product_dtype, token_attention, token_attention_serves
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,8 +31,7 @@ from rnnlib.training.mesh import (
     stretches,
     whole,
 )
-from rnnlib.training.optimizer import Schedule, gradient_norm
-from rnnlib.training.updates import where_finite
+from rnnlib.training.optimizer import Schedule, gradient_norm, where_finite
 
 Batch = Mapping[str, Any]
 BATCH_FIELDS = ("inputs", "targets", "segment_ids", "positions", "loss_weights")

@@ -11,7 +11,7 @@ from flax import nnx
 
 from pallas_kernels import triton
 from rnnlib.layers import AttentionConfig, attention
-from rnnlib.ops.token_attention import Ring, token_attention, token_attention_formula
+from rnnlib.ops.causal_attention import Ring, token_attention, token_attention_formula
 from tests.selection import mostly_slow
 
 

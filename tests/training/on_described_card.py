@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.kernel_benchmarks.offline.cards import CARDS
-from rnnlib.training import OptimizerConfig, make_optimizer, updates
+from rnnlib.training import OptimizerConfig, make_optimizer, optimizer
 
 LAYERS = 30
 SHAPES = {"kernel": (1024, 1024), "scale": (1024,), "gate": (1024, 8)}
@@ -26,8 +26,8 @@ def update(parameters, state, gradients, finite):
     changes, after = OPTIMIZER.update(gradients, state, parameters)
     changed = optax.apply_updates(parameters, changes)
     return (
-        updates.where_finite(finite, changed, parameters, parameters),
-        updates.where_finite(finite, after, state, parameters),
+        optimizer.where_finite(finite, changed, parameters, parameters),
+        optimizer.where_finite(finite, after, state, parameters),
     )
 
 
@@ -44,8 +44,8 @@ def main() -> None:
     arguments = (like, OPTIMIZER.init(like), like, jnp.zeros([], bool))
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     counts = {}
-    for name, most in (("together", updates.NUMBERS), ("apart", 0)):
-        updates.NUMBERS = most
+    for name, most in (("together", optimizer.NUMBERS_OF_A_KERNEL), ("apart", 0)):
+        optimizer.NUMBERS_OF_A_KERNEL = most
         jax.clear_caches()
         with jax.sharding.use_abstract_mesh(mesh):
             lowered = jax.jit(update, donate_argnums=(0, 1)).trace(*arguments).lower(lowering_platforms=("cuda",))

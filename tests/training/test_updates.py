@@ -13,8 +13,8 @@ import optax
 import pytest
 
 from experiments.kernel_benchmarks.offline.compiling import environment, missing_packages
-from rnnlib.training import updates
-from rnnlib.training.updates import where_finite
+from rnnlib.training import optimizer as training_optimizer
+from rnnlib.training.optimizer import where_finite
 from tests.training import on_described_card
 
 SHAPES = [(3,), (2, 3), (3,), (), (2, 3), (3,), (3,), (5, 1), (3,), ()]
@@ -31,8 +31,8 @@ def some_parameters(seed):
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
 @pytest.mark.parametrize("finite", [True, False])
 def test_parameters_and_moments_are_the_new_ones_where_numbers_are_finite(name, numbers, finite, monkeypatch):
-    monkeypatch.setattr(updates, "platform", lambda: name)
-    monkeypatch.setattr(updates, "NUMBERS", numbers)
+    monkeypatch.setattr(training_optimizer, "platform", lambda: name)
+    monkeypatch.setattr(training_optimizer, "NUMBERS_OF_A_KERNEL", numbers)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     old = some_parameters(0)
     state = optimizer.init(old)
@@ -59,8 +59,8 @@ def test_parameters_and_moments_are_the_new_ones_where_numbers_are_finite(name, 
     ],
 )
 def test_arrays_of_one_shape_share_a_row_up_to_so_many_numbers(numbers, rows, monkeypatch):
-    monkeypatch.setattr(updates, "platform", lambda: "gpu")
-    monkeypatch.setattr(updates, "NUMBERS", numbers)
+    monkeypatch.setattr(training_optimizer, "platform", lambda: "gpu")
+    monkeypatch.setattr(training_optimizer, "NUMBERS_OF_A_KERNEL", numbers)
     parameters = some_parameters(0)
     text = jax.jit(lambda *x: where_finite(*x)).lower(jnp.bool_(True), parameters, parameters, parameters).as_text()
     found = re.findall(r"dense<\[([a-z, ]*)\]> : tensor<\d+xi1>", text)
