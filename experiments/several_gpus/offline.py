@@ -77,7 +77,6 @@ def _compile(asked: dict[str, Any]) -> int:
     import math
 
     import numpy as np
-    from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh
 
     from experiments.kernel_benchmarks.offline.cards import CARDS
@@ -96,11 +95,7 @@ def _compile(asked: dict[str, Any]) -> int:
     # One device is a mesh of one: inside it kernels are traced for its card.
     sizes = abstract_mesh(MeshConfig(*(asked["mesh"] or (1, 1, 1, 1)))).shape
     count = math.prod(sizes.values())
-    card = CARDS["sm_90"]
-    topology = topologies.get_topology_desc(
-        topology_name="sm_90", platform="cuda", target_config=card.describe(MEMORY), topology=f"1x{count}x1"
-    )
-    devices = np.array(topology.devices).reshape(tuple(sizes.values()))
+    devices = np.array(CARDS["sm_90"].devices(count, memory=MEMORY)).reshape(tuple(sizes.values()))
     mesh = Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     model = model_preset(asked["preset"]).replace(num_layers=asked["layers"], scan_layers=False)
     optimizer, schedule = make_optimizer(OptimizerConfig(), 1000), learning_rate_schedule(OptimizerConfig(), 1000)

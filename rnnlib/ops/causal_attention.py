@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.platform import platform
 from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.ops.arguments import check_rank, check_segment_ids, floating_arrays, segment_index
+from rnnlib.ops.derivatives import with_derivatives_of
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported
 from rnnlib.ops.sequence import current_axis, tokens_before
 from rnnlib.ops.sharding import is_split, split_over_mesh
@@ -238,7 +239,6 @@ def token_attention(
         NotImplementedError: the kernel does not support the call.
     """
 
-    @jax.custom_jvp
     def run(q: Array, k: Array, v: Array, ring: Ring) -> tuple[Array, Ring]:
         out, *updated = triton_kernels().token_attention(
             q[:, 0], k[:, 0], v[:, 0], **ring._asdict(), length=length, current=current, scale=scale
@@ -248,22 +248,17 @@ def token_attention(
     def formula(q: Array, k: Array, v: Array, ring: Ring) -> tuple[Array, Ring]:
         return token_attention_formula(q, k, v, ring, length, current, scale=scale)
 
-    run.defjvp(lambda primals, tangents: (run(*primals), jax.jvp(formula, primals, tangents)[1]))
-    return run(q, k, v, ring)
+    return with_derivatives_of(formula, run)(q, k, v, ring)
 
 
 def token_attention_formula(
     q: Array, k: Array, v: Array, ring: Ring, length: Array, current: Array, *, scale: float | None = None
 ) -> tuple[Array, Ring]:
-    """`token_attention` as it is defined, in float32 at least; arguments and results as there."""
+    """`token_attention` by XLA's products; arguments and results as there."""
     rows, capacity = jnp.arange(len(length)), ring.key.shape[1]
     own = (k[:, 0], v[:, 0], current)
     ring = Ring(*(x.at[rows, length % capacity].set(y.astype(x.dtype)) for x, y in zip(ring, own)))
     is_seen = (jnp.arange(capacity) <= length[:, None]) & (ring.segment == current[:, None])
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    groups = q[:, 0].reshape(len(q), ring.key.shape[2], -1, q.shape[3]).astype(wide)
-    scores = jnp.einsum("bhgk,bshk->bhgs", groups, ring.key.astype(wide), precision="highest")
-    scores = scores * (q.shape[3] ** -0.5 if scale is None else scale)
-    weights = jax.nn.softmax(scores, where=is_seen[:, None, None], axis=-1)
-    out = jnp.einsum("bhgs,bshv->bhgv", weights, ring.value.astype(wide), precision="highest")
-    return out.reshape(len(q), 1, q.shape[2], -1).astype(q.dtype), ring
+    if scale is not None:
+        q = q * (scale * q.shape[3] ** 0.5)
+    return _attention(q, ring.key, ring.value, 0, mask=is_seen[:, None, None]), ring

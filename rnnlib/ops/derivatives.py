@@ -1,6 +1,6 @@
-"""Second and higher derivatives of kernels.
+"""Derivatives that kernels lack.
 
-A kernel has one derivative, its backward pass, which is a kernel too. Neither can be differentiated again. The same
+A kernel has none, or one: its backward pass, which is a kernel too. Neither can be differentiated again. The same
 function written in XLA can be differentiated any number of times.
 """
 
@@ -76,6 +76,13 @@ def with_further_derivatives(
         return batch_alike(arguments, kernel(**keywords(*arguments)))
 
     run.defvjp(run_forward, run_backward)
+    return run
+
+
+def with_derivatives_of(formula: Callable[..., Tree], kernel: Callable[..., Tree]) -> Callable[..., Tree]:
+    """`kernel`, which has no derivative, with those of `formula`, the same function of the same arguments in XLA."""
+    run = jax.custom_jvp(kernel)
+    run.defjvp(lambda primals, tangents: (run(*primals), jax.jvp(formula, primals, tangents)[1]))
     return run
 
 

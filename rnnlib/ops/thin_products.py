@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import Float
 
 from pallas_kernels.platform import platform
+from rnnlib.ops.derivatives import with_derivatives_of
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported
 from rnnlib.ops.sharding import dot_general_over_mesh, is_split
 
@@ -52,7 +53,6 @@ def thin_products(
         NotImplementedError: the kernel does not support the call.
     """
 
-    @jax.custom_jvp
     def run(x: Array, kernels: tuple[Array, ...], added: Array | None) -> tuple[Array, ...]:
         other = None if added is None else _flat(added)
         found = triton_kernels().thin_products(_flat(x), kernels, is_gated=is_gated, added=other)
@@ -66,8 +66,7 @@ def thin_products(
             results = [added + results[0]]
         return tuple(y.astype(x.dtype) for y in results)
 
-    run.defjvp(lambda primals, tangents: (run(*primals), jax.jvp(formula, primals, tangents)[1]))
-    return run(x, tuple(kernels), added)
+    return with_derivatives_of(formula, run)(x, tuple(kernels), added)
 
 
 _MADE: contextvars.ContextVar[list[tuple[Array, Array, Array]] | None]

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Annotated, Any, Literal
 
 import jax
@@ -135,10 +136,18 @@ def alike(parameters: Any) -> list[list[int]]:
     Args:
         parameters: A pytree of arrays, nested by the modules' attribute names.
     """
+
+    def kind(path: tuple[Any, ...], array: Any) -> Hashable:
+        return tuple(name for name in _names(path) if not isinstance(name, int)), array.shape
+
+    return _places(itertools.starmap(kind, jax.tree_util.tree_leaves_with_path(parameters)))
+
+
+def _places(kinds: Iterable[Hashable]) -> list[list[int]]:
+    """The places at which each kind occurs, in the order of the first ones."""
     found: dict[Hashable, list[int]] = {}
-    for number, (path, array) in enumerate(jax.tree_util.tree_leaves_with_path(parameters)):
-        name = tuple(name for name in _names(path) if not isinstance(name, int))
-        found.setdefault((name, array.shape), []).append(number)
+    for place, kind in enumerate(kinds):
+        found.setdefault(kind, []).append(place)
     return list(found.values())
 
 
@@ -200,15 +209,13 @@ def where_finite(finite: jax.Array, new: Any, old: Any, parameters: Any) -> Any:
 
     Args:
         finite: `[]` bool.
-        new: parameters or an optimizer's state, after the update.
+        new: parameters and an optimizer's state, after the update.
         old: the same before it.
         parameters: the pytree of parameters, or of its shapes. Parts of `new` with this structure are parameters or
             moments, and those of one parameter share its kernel.
     """
-    if platform() != "gpu":
-        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     structure: Any = jax.tree.structure(parameters)
-    shared = _shared_conditions(jax.tree.leaves(parameters))
+    shared = _shared_conditions(jax.tree.leaves(parameters)) if platform() == "gpu" else {}
 
     def chosen(new: Any, old: Any) -> Any:
         if jax.tree.structure(new) != structure:
@@ -224,15 +231,11 @@ def where_finite(finite: jax.Array, new: Any, old: Any, parameters: Any) -> Any:
 
 def _shared_conditions(arrays: list[Any]) -> dict[int, jax.Array]:
     """What is true, read from the row of constants of each array that shares a kernel, by the array's number."""
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for number, array in enumerate(arrays):
-        by_shape.setdefault(array.shape, []).append(number)
     conditions: dict[int, jax.Array] = {}
     rows = 0
-    for numbers in by_shape.values():
+    for numbers in _places(array.shape for array in arrays):
         count = max(1, NUMBERS_OF_A_KERNEL // max(1, arrays[numbers[0]].size))
-        for start in range(0, len(numbers), count):
-            group = numbers[start : start + count]
+        for group in itertools.batched(numbers, count):
             if len(group) > 1:
                 rows += 1
                 # XLA takes equal constants for one row. So each has another number of ends, which nothing reads.

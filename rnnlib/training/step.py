@@ -428,6 +428,9 @@ def make_train_step(
         finite = jnp.isfinite(sums.nats) & jnp.isfinite(norm)
         changes, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         parameters = optax.apply_updates(state.parameters, changes)
+        parameters, optimizer_state = where_finite(
+            finite, (parameters, optimizer_state), (state.parameters, state.optimizer), state.parameters
+        )
 
         def statistics_if_finite(new, old):
             # Random streams advance in any case: their counters are integers.
@@ -446,9 +449,9 @@ def make_train_step(
             stop=stop,
         )
         state = TrainState(
-            parameters=where_finite(finite, parameters, state.parameters, state.parameters),
+            parameters=parameters,
             other=jax.tree.map(statistics_if_finite, other, state.other),
-            optimizer=where_finite(finite, optimizer_state, state.optimizer, state.parameters),
+            optimizer=optimizer_state,
             updates=state.updates + jnp.where(finite, 1, 0),
             skipped=skipped,
         )

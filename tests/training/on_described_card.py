@@ -8,10 +8,7 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.kernel_benchmarks.offline.cards import CARDS
 from rnnlib.training import OptimizerConfig, make_optimizer, optimizer
@@ -25,21 +22,12 @@ def update(parameters, state, gradients, finite):
     """New parameters and moments, or the old ones."""
     changes, after = OPTIMIZER.update(gradients, state, parameters)
     changed = optax.apply_updates(parameters, changes)
-    return (
-        optimizer.where_finite(finite, changed, parameters, parameters),
-        optimizer.where_finite(finite, after, state, parameters),
-    )
+    return optimizer.where_finite(finite, (changed, after), (parameters, state), parameters)
 
 
 def main() -> None:
     """Compiles the update twice."""
-    card = CARDS["sm_90"]
-    topology = topologies.get_topology_desc(
-        topology_name="sm_90", platform="cuda", target_config=card.describe(), topology="1x1x1"
-    )
-    sharding = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
-    device = AbstractDevice(device_kind=card.kind, num_cores=None, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    sharding, mesh = CARDS["sm_90"].alone()
     like = {"layers": [{name: jnp.zeros(shape) for name, shape in SHAPES.items()} for _ in range(LAYERS)]}
     arguments = (like, OPTIMIZER.init(like), like, jnp.zeros([], bool))
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)

@@ -5,6 +5,10 @@ are those of NVIDIA's CUDA programming guide, "compute capabilities", and of its
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, NamedSharding
 
 KIB = 1024
 
@@ -35,6 +39,35 @@ class Card:
     def is_hopper(self) -> bool:
         """Whether Mosaic GPU kernels run there."""
         return self.capability == (9, 0)
+
+    def devices(self, count: int = 1, *, memory: int = 24 * KIB**3) -> list[Any]:
+        """Devices that are such cards, to compile for.
+
+        The process needs the variables of `compiling.environment`, set before jax is imported.
+
+        Args:
+            count: of cards in one host.
+            memory: bytes that each has.
+        """
+        from jax.experimental import topologies
+
+        major, minor = self.capability
+        topology = topologies.get_topology_desc(
+            topology_name=f"sm_{major}{minor}",
+            platform="cuda",
+            target_config=self.describe(memory),
+            topology=f"1x{count}x1",
+        )
+        return list(topology.devices)
+
+    def alone(self) -> "tuple[NamedSharding, AbstractMesh]":
+        """Where arrays of a program for one such card lie, and the mesh within which it is traced."""
+        import numpy as np
+        from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+        device = AbstractDevice(device_kind=self.kind, num_cores=None, platform="gpu")
+        mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+        return NamedSharding(Mesh(np.array(self.devices()), ("x",)), PartitionSpec()), mesh
 
     def describe(self, memory: int = 24 * KIB**3) -> str:
         """The target that XLA compiles for.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from experiments.kernel_benchmarks.offline.cards import CARDS
 from pallas_kernels import triton
-from pallas_kernels.deferred import PERIOD, DeferredState
+from pallas_kernels.deferred import DeferredState, defer_writes
 from pallas_kernels.triton.common.tuning import load_table
 from rnnlib import ops
 
@@ -317,25 +317,17 @@ def decoding() -> list[Case]:
 
     def waiting(decay: str) -> Case:
         texts, heads, size = 256, 8, 128
-        one, row = (texts, 1, heads), (texts, heads, PERIOD)
-        scalar = decay == "scalar"
+        one = (texts, 1, heads)
         arrays = {name: jax.ShapeDtypeStruct((*one, size), bf16) for name in "qkv"}
-        arrays |= {
-            "gate": jax.ShapeDtypeStruct(one, jnp.float32),
-            "log_decay": jax.ShapeDtypeStruct(one if scalar else (*one, size), jnp.float32),
-            "state": jax.ShapeDtypeStruct((texts, heads, size, size), jnp.float32),
-            "keys": jax.ShapeDtypeStruct((*row, size), bf16),
-            "values": jax.ShapeDtypeStruct((*row, size), jnp.float32),
-            "decays": jax.ShapeDtypeStruct(row if scalar else (*row, size), jnp.float32),
-            "count": jax.ShapeDtypeStruct((), jnp.int32),
-        }
+        arrays["gate"] = jax.ShapeDtypeStruct(one, jnp.float32)
+        arrays["log_decay"] = jax.ShapeDtypeStruct(one if decay == "scalar" else (*one, size), jnp.float32)
+        state = jax.ShapeDtypeStruct((texts, heads, size, size), jnp.float32)
+        arrays |= jax.eval_shape(defer_writes, state, arrays["k"], arrays["log_decay"])._asdict()
 
         def loss(x: Any) -> jax.Array:
-            deferred = DeferredState(*(x[name] for name in ("state", "keys", "values", "decays", "count")))
-            token = {name: x[name] for name in ("q", "k", "v", "log_decay")} | dict.fromkeys(
-                ("erase", "write"), x["gate"]
-            )
-            out, after = triton.deferred_token(**token, deferred=deferred)
+            deferred = DeferredState(**{name: x[name] for name in DeferredState._fields})
+            token = {name: x[name] for name in ("q", "k", "v", "log_decay")}
+            out, after = triton.deferred_token(**token, erase=x["gate"], write=x["gate"], deferred=deferred)
             return _total((out, triton.settle_writes(after)))
 
         return Case(f"waiting writes {decay}-128x128-bfloat16", loss, arrays, differentiated=False)

@@ -200,20 +200,11 @@ def _numbered(name: str, counts: dict[str, int]) -> str:
 def _compile(card: str, folder: str, names: Sequence[str]) -> None:
     """Prints a line of JSON for each kernel."""
     import jax
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
     from experiments.kernel_benchmarks.offline.cards import CARDS
     from experiments.kernel_benchmarks.offline.cases import cases
 
-    target = CARDS[card]
-    topology = topologies.get_topology_desc(
-        topology_name=card, platform="cuda", target_config=target.describe(), topology="1x1x1"
-    )
-    sharding = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
-    device = AbstractDevice(device_kind=target.kind, num_cores=None, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    sharding, mesh = CARDS[card].alone()
     known = cases(card, every=True)
     errors = os.dup(2)
     for name in names:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.platform import platform
+from rnnlib.ops.derivatives import with_derivatives_of
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported
 from rnnlib.ops.sequence import current_axis
 from rnnlib.ops.sharding import is_split
@@ -51,7 +52,6 @@ def one_token_convolutions(calls: Sequence[Call]) -> list[tuple[Array, Array]]:
         NotImplementedError: the kernel does not support the calls.
     """
 
-    @jax.custom_jvp
     def run(inputs: list[ConvolutionInputs]) -> list[tuple[Array, Array]]:
         found = triton_kernels().one_token_convolutions(_streams(inputs, calls))
         return [(y[:, None], state) for y, state in found]
@@ -59,5 +59,4 @@ def one_token_convolutions(calls: Sequence[Call]) -> list[tuple[Array, Array]]:
     def formula(inputs: list[ConvolutionInputs]) -> list[tuple[Array, Array]]:
         return [(short_convolution_taps(x, finish), last_inputs(x)) for x, (_, finish) in zip(inputs, calls)]
 
-    run.defjvp(lambda primals, tangents: (run(*primals), jax.jvp(formula, primals, tangents)[1]))
-    return run([x._replace(segment_ids=None) for x, _ in calls])
+    return with_derivatives_of(formula, run)([x._replace(segment_ids=None) for x, _ in calls])
