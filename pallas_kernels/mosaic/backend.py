@@ -1,15 +1,11 @@
 """Everything that is particular to Pallas on its Mosaic GPU backend; no other module here imports that backend.
 
-A kernel is one loop over the chunks of a sequence. `call` starts a program's warpgroups: the last one copies the tiles
-of each chunk into a ring of slots in shared memory, the others compute. A slot's barrier `full` is awaited before its
-tiles are read. When a computing warpgroup has read them it says so by `release`. Tiles that a step reads at its end may
-have a ring of one slot.
+A program's warpgroups share its shared memory and its barriers. One of them brings tiles there, the others
+compute: a barrier says that a tile is there, another that it has been read and may be overwritten.
 """
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.platform import platform
-from pallas_kernels.problem import CHUNK, Problem, segment_range
+from pallas_kernels.problem import CHUNK
 from pallas_kernels.varying import vary_along, varying_axes
 
 SIDE = 64
@@ -30,95 +26,7 @@ _ROWS, _COLUMNS = _MATRIX.reduce(1), _MATRIX.reduce(0)
 _THREADS = 128  # of a warpgroup
 WARPS = 4
 """Warps of a warpgroup, each of which has a number in what `maximum` and `total` pass on."""
-# Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
-_REGISTERS = {1: (240, 24), 2: (232, 40)}
 _REDUCTION = 512  # float32 numbers that one warpgroup's sum over rows passes between its warps
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What a slot of the ring has of one array: of a matrix, or of float32 numbers if it has one axis.
-
-    Attributes:
-        shape: of the part of one chunk.
-        source: from the kernel's namespace of references, the program's place and the chunk's number to that part.
-        dtype: of a matrix, bfloat16, float32 or int16.
-    """
-
-    shape: tuple[int, ...]
-    source: Callable[..., Any]
-    dtype: Any = jnp.bfloat16
-
-    def buffer(self, slots: int) -> Any:
-        """Shared memory for so many slots."""
-        if len(self.shape) == 1:
-            return number_buffer(slots, *self.shape)
-        if self.dtype == jnp.int16:
-            return plain_buffer(slots, *self.shape)
-        return (wide_buffer if self.dtype == jnp.float32 else matrix_buffer)(slots, *self.shape)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a warpgroup is.
-
-    Attributes:
-        block: the program's block of value channels, or of what else the grid's first axis goes over.
-        head: value head.
-        batch: row of the batch.
-        segment: segment of the row.
-        group: the warpgroup among those that compute.
-        groups: number of those.
-    """
-
-    block: Any
-    head: Any
-    batch: Any
-    segment: Any
-    group: Any
-    groups: int
-
-    @property
-    def own(self) -> Any:
-        """This warpgroup's channels among the program's."""
-        return pl.ds(self.group * SIDE, SIDE)
-
-    @property
-    def part(self) -> Any:
-        """Number of this warpgroup's channels among all, in blocks of 64."""
-        return self.block * self.groups + self.group
-
-    @property
-    def channels(self) -> Any:
-        """This warpgroup's channels among all."""
-        return pl.ds(self.part * SIDE, SIDE)
-
-
-@dataclass(frozen=True)
-class Ring:
-    """The slots of shared memory that tiles go through.
-
-    Attributes:
-        full: a barrier for each slot: its tiles are there.
-        free: a barrier for each slot: its tiles have been read.
-        slots: number of slots.
-        late: the ring of the tiles that have one slot; None where there are none.
-    """
-
-    full: Any
-    free: Any
-    slots: int
-    late: "Ring | None" = None
-
-    def wait(self, step: Any) -> Any:
-        """The slot of a step of the loop, once its tiles are there."""
-        slot = remainder(step, self.slots)
-        wait(self.full.at[slot])
-        return slot
-
-    def release(self, slot: Any) -> None:
-        """Lets the slot be filled again. Before it comes `publish`, which ends this warpgroup's own reads of it."""
-        arrive(self.free.at[slot])
 
 
 def quotient(x: Any, n: int) -> Any:
@@ -252,108 +160,6 @@ def launch(
     # Pallas gives no types of `jax.shard_map` to what such a kernel returns.
     varying = varying_axes(list(given.values()))
     return {**dict.fromkeys(outputs), **{key: vary_along(varying, x) for key, x in zip(wanted, results)}}
-
-
-def call(
-    kernel: Callable[..., None],
-    name: str,
-    problem: Problem,
-    inputs: Mapping[str, Array | None],
-    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
-    tiles: Mapping[str, Tile],
-    buffers: Mapping[str, Any],
-    *,
-    groups: int,
-    slots: int,
-    late: Mapping[str, Tile] = MappingProxyType({}),
-    reverse: bool = False,
-    blocks: int | None = None,
-    span: Callable[..., tuple[Any, ...]] | None = None,
-    **static: Any,
-) -> dict[str, Array | None]:
-    """Runs `kernel` for each block of value channels, value head, and segment of each row.
-
-    A computing warpgroup runs `kernel(refs, tiles, buffers, ring, place, chunks, problem=problem, **static)`. The first
-    three are namespaces of what `inputs` and `outputs`, `tiles` and `buffers` name, None for an absent array. `chunks`
-    is what `span` returns, or the segment's first chunk and its number of chunks.
-
-    Args:
-        kernel: the loop.
-        name: its name in profiles.
-        problem: static facts.
-        inputs: arrays in global memory; None is passed on as None.
-        outputs: likewise; None is not written.
-        tiles: what the ring copies of each chunk.
-        buffers: other shared memory.
-        groups: warpgroups that compute, 64 value channels each.
-        slots: of the ring.
-        late: what a ring of one slot has of each chunk.
-        reverse: whether the loop goes from the last chunk to the first.
-        blocks: length of the grid's first axis; None for the blocks of value channels.
-        span: from `(refs, buffers, place, problem)` to the first chunk, the number of chunks, and what else the kernel
-            needs. Each warpgroup calls it before the loop.
-        **static: passed to the kernel.
-
-    Returns:
-        The outputs by name, None where none was asked for.
-    """
-    computing, copying = _REGISTERS[groups]
-    sets = [(tiles, slots), (late, 1)] if late else [(tiles, slots)]
-
-    def program(refs, memory):
-        there = SimpleNamespace(**dict(zip([*tiles, *late], memory.tiles)))
-        own = SimpleNamespace(**dict(zip(buffers, memory.buffers)))
-        row, group = lax.axis_index("row"), lax.axis_index("warpgroup")
-        segment = remainder(row, problem.segments)
-        batch = quotient(row, problem.segments)
-        place = Place(lax.axis_index("block"), lax.axis_index("head"), batch, segment, group, groups)
-        chunks = segment_span(problem, segment) if span is None else span(refs, own, place, problem)
-        first, count = chunks[:2]
-        rings = [Ring(full, free, n) for full, free, (_, n) in zip(memory.full, memory.free, sets)]
-        ring = replace(rings[0], late=rings[1] if late else None)
-
-        @pl.when(group < groups)
-        def _():
-            use_registers(computing, more=True)
-            kernel(refs, there, own, ring, place, chunks, problem=problem, **static)
-
-        @pl.when(group == groups)
-        def _():
-            use_registers(copying, more=False)
-
-            @pl.loop(0, count)
-            def _(step):
-                chunk = first + (count - 1 - step if reverse else step)
-                for at, (copied, _) in zip(rings, sets):
-                    slot = remainder(step, at.slots)
-                    pl.when(step >= at.slots)(functools.partial(wait, at.free.at[slot]))
-                    for key, tile in copied.items():
-                        begin_copy(tile.source(refs, place, chunk), getattr(there, key).at[slot], at.full.at[slot])
-
-            for at in rings:  # a program ends when nothing is on its way any more
-
-                @pl.loop(jnp.maximum(count - at.slots, 0), count)
-                def _(step, at=at):
-                    wait(at.free.at[remainder(step, at.slots)])
-
-    memory = {
-        "tiles": tuple(tile.buffer(n) for copied, n in sets for tile in copied.values()),
-        "buffers": tuple(buffers.values()),
-        "full": tuple(barrier(len(copied), n) for copied, n in sets),
-        "free": tuple(barrier(groups, n) for _, n in sets),
-    }
-    grid = {
-        "block": problem.value_size // (SIDE * groups) if blocks is None else blocks,
-        "head": problem.value_heads,
-        "row": problem.batch * problem.segments,
-    }
-    return launch(program, name, inputs, outputs, memory, grid=grid, warpgroups=groups + 1)
-
-
-def segment_span(problem: Problem, segment: Any) -> tuple[Any, Any]:
-    """`segment_range` in 32 bits, whatever the program around the kernel counts in."""
-    first, count = segment_range(problem, segment)
-    return first, jnp.asarray(count, jnp.int32)
 
 
 def load_matrix(ref: Any) -> Array:

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.platform import platform
+from pallas_kernels.platform import device_kind, platform
 from pallas_kernels.problem import Inputs, crop_results, is_sum, pad_inputs, problem_of
 from pallas_kernels.schedule import Launch, Schedule, default_schedule, splits, with_segments
-from pallas_kernels.triton.common.backend import device_kind, shared_memory
+from pallas_kernels.triton.common.backend import shared_memory
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.common.tuning import table_name, variant_name
 from pallas_kernels.triton.delta_rule.argument_gradients import Saved, argument_gradients, gradients_of_pairs

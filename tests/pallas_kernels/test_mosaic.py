@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import triton
 from pallas_kernels.decay import FORGOTTEN
 from pallas_kernels.mosaic.backend import SIDE
-from pallas_kernels.mosaic.delta_rule.digits import COLUMNS, refined, rounded_and_digits
+from pallas_kernels.mosaic.delta_rule.operands import DIGIT_COLUMNS, refined, rounded_and_digits
 from pallas_kernels.problem import make_inputs as make_kernel_inputs
 from pallas_kernels.problem import problem_of
 from pallas_kernels.schedule import Launch, MosaicLaunch, Schedule, mosaic_schedule
@@ -175,7 +175,7 @@ def test_digits_beyond_bfloat16_leave_an_eighth_of_its_last_one():
     ties = np.float32(1 + np.arange(1, SIDE + 1) / 256)  # every second one is half-way between two bfloat16 numbers
     x[0], x[1] = ties, -ties
     rounded, digits = rounded_and_digits(jnp.asarray(x))
-    assert (rounded.dtype, digits.dtype, digits.shape) == (jnp.bfloat16, jnp.int16, (SIDE, COLUMNS))
+    assert (rounded.dtype, digits.dtype, digits.shape) == (jnp.bfloat16, jnp.int16, (SIDE, DIGIT_COLUMNS))
     last_digit = 2.0 ** (np.frexp(x)[1] - 8)
     assert np.all(np.abs(np.float64(rounded) - x) <= last_digit / 2)
     assert np.all(np.abs(np.float64(refined(rounded, digits)) - x) <= last_digit / 8)

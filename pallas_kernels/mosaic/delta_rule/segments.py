@@ -15,21 +15,26 @@ from jax.experimental import pallas as pl
 from pallas_kernels.decay import FORGOTTEN
 from pallas_kernels.mosaic.backend import (
     SIDE,
-    Place,
-    Tile,
     added,
-    call,
     load_channels,
     maximum,
     maximum_buffer,
     multiply,
     publish,
     scale_columns,
-    segment_span,
     split,
     unit_rows,
 )
-from pallas_kernels.mosaic.delta_rule.operands import PassArrays, chunk_tiles, load_kept, row_of
+from pallas_kernels.mosaic.delta_rule.operands import (
+    PassArrays,
+    Place,
+    Tile,
+    call,
+    chunk_tiles,
+    load_kept,
+    row_of,
+    segment_span,
+)
 from pallas_kernels.mosaic.delta_rule.states import residuals
 from pallas_kernels.problem import Problem, cdiv
 

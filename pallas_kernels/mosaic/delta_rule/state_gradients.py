@@ -21,10 +21,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.decay import divisible
 from pallas_kernels.mosaic.backend import (
     SIDE,
-    Tile,
     added,
     awaited,
-    call,
     column_sums,
     left_parts,
     load_matrix,
@@ -40,13 +38,15 @@ from pallas_kernels.mosaic.backend import (
     wait_for_stores,
     with_accumulators,
 )
-from pallas_kernels.mosaic.delta_rule.digits import refined
 from pallas_kernels.mosaic.delta_rule.operands import (
     PassArrays,
+    Tile,
+    call,
     chunk_tiles,
     digit_tile,
     keep,
     load_kept,
+    refined,
     residual_tile,
     row_of,
     start_state,

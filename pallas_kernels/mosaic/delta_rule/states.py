@@ -17,7 +17,6 @@ from pallas_kernels.mosaic.backend import (
     SIDE,
     added,
     awaited,
-    call,
     left_parts,
     matrix_buffer,
     multiply,
@@ -27,13 +26,15 @@ from pallas_kernels.mosaic.backend import (
     wait_for_stores,
     with_accumulators,
 )
-from pallas_kernels.mosaic.delta_rule.digits import COLUMNS, rounded_and_digits
 from pallas_kernels.mosaic.delta_rule.operands import (
+    DIGIT_COLUMNS,
     PassArrays,
+    call,
     chunk_tiles,
     keep,
     load_kept,
     load_written,
+    rounded_and_digits,
     row_of,
     start_state,
     tokens,
@@ -195,7 +196,7 @@ def states_pass(
         {
             "states": p.per_head(p.chunks, p.value_size, p.key_size),
             "residuals": p.per_head(p.chunks, p.value_size, CHUNK),
-            "digits": p.per_head(p.chunks, p.value_size, COLUMNS, dtype=jnp.int16) if with_digits else None,
+            "digits": p.per_head(p.chunks, p.value_size, DIGIT_COLUMNS, dtype=jnp.int16) if with_digits else None,
         },
         chunk_tiles(p, arrays, groups),
         {"states": matrix_buffer(groups, SIDE, p.key_size), "residuals": matrix_buffer(groups, SIDE, CHUNK)},

@@ -4,7 +4,6 @@ Kernels are functions of one namespace of references, in which an absent optiona
 an NVIDIA GPU through Triton, on a CPU interpreted. Both are chosen by the device that the call is traced for.
 """
 
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.decay import LOG2_E
-from pallas_kernels.platform import platform
+from pallas_kernels.platform import HOPPER, card_words, platform
 from pallas_kernels.schedule import Launch
 from pallas_kernels.varying import varying_axes
 
@@ -72,18 +71,9 @@ def interpreted() -> bool:
     return platform() == "cpu"
 
 
-def device_kind() -> str:
-    """The name of the device that is being traced for, such as `NVIDIA H200`."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None and abstract.device_kind is not None:
-        return abstract.device_kind
-    return jax.devices()[0].device_kind
-
-
-_HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 _SHARED_MEMORY = {
     **dict.fromkeys(("A100", "A800", "A30"), 163 * 1024),
-    **dict.fromkeys((*_HOPPER, "B200", "GB200", "B300", "GB300"), 227 * 1024),
+    **dict.fromkeys((*HOPPER, "B200", "GB200", "B300", "GB300"), 227 * 1024),
 }
 _LEAST_SHARED_MEMORY = 99 * 1024
 
@@ -98,16 +88,7 @@ def shared_memory() -> int:
         found = getattr(jax.devices()[0], "shared_memory_per_block_optin", None)
         if found is not None:
             return found
-    return next((_SHARED_MEMORY[word] for word in _words() if word in _SHARED_MEMORY), _LEAST_SHARED_MEMORY)
-
-
-def _words() -> list[str]:
-    return re.split(r"[^A-Za-z0-9]+", device_kind())
-
-
-def is_hopper() -> bool:
-    """Whether the device that is being traced for is a Hopper card, known by its name."""
-    return platform() == "gpu" and any(word in _HOPPER for word in _words())
+    return next((_SHARED_MEMORY[word] for word in card_words() if word in _SHARED_MEMORY), _LEAST_SHARED_MEMORY)
 
 
 def call(

@@ -7,6 +7,7 @@ import logging
 from importlib import resources
 from typing import Any
 
+from pallas_kernels.platform import device_kind
 from pallas_kernels.problem import Inputs, is_channel_wise, is_sum, next_power_of_two
 from pallas_kernels.schedule import (
     PROCESSORS,
@@ -19,7 +20,7 @@ from pallas_kernels.schedule import (
     splits,
     with_segments,
 )
-from pallas_kernels.triton.common.backend import device_kind, interpreted, shared_memory
+from pallas_kernels.triton.common.backend import interpreted, shared_memory
 
 
 def variant_name(inputs: Inputs, online: bool) -> str:

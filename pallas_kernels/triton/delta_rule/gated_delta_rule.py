@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.platform import platform
+from pallas_kernels.platform import is_hopper, platform
 from pallas_kernels.problem import (
     CHUNK,
     Inputs,
@@ -14,7 +14,7 @@ from pallas_kernels.problem import (
     pad_inputs,
 )
 from pallas_kernels.schedule import Schedule
-from pallas_kernels.triton.common.backend import is_hopper, unsupported_arrays
+from pallas_kernels.triton.common.backend import unsupported_arrays
 from pallas_kernels.triton.common.tuning import choose_schedule
 from pallas_kernels.triton.delta_rule.differentiable import Options, chunked_pass, one_token
 from pallas_kernels.varying import vary_alike
