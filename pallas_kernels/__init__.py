@@ -6,7 +6,7 @@
 | `decay` | limits of decays and gates, and the split of a log decay |
 | `schedule` | how a call is cut into programs, and in how many segments a sequence runs |
 | `platform`, `varying` | the device that is traced for; `jax.shard_map` and `jax.vmap` |
-| `mosaic` | stages in Pallas on its Mosaic GPU backend, for Hopper cards |
+| `mosaic` | kernels in Pallas on its Mosaic GPU backend, for Hopper cards |
 | `triton` | kernels in Pallas on its Triton backend, one folder an operator; runs the stages of `mosaic` |
 
 Imports run one way: `triton`, then `mosaic`, then the modules here; in a backend its operators' folders, then what they

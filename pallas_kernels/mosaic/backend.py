@@ -1,10 +1,11 @@
 """Everything that is particular to Pallas on its Mosaic GPU backend; no other module here imports that backend.
 
-A program's warpgroups share its shared memory and its barriers. One of them brings tiles there, the others
-compute: a barrier says that a tile is there, another that it has been read and may be overwritten.
+A program's warpgroups share its shared memory and its barriers. One or two of them bring tiles there and take results
+away, the others compute: a barrier says that a tile is there, another that it has been read and may be overwritten.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -357,6 +358,38 @@ def publish() -> None:
 def store(buffer: Any, target: Any, *, last: bool = True) -> None:
     """Begins to copy a buffer to global memory; `last` of what is awaited together."""
     plgpu.copy_smem_to_gmem(buffer, target, commit_group=last)
+
+
+def turns(places: int) -> Any:
+    """A count for each place, 0 at first, of the programs that have had their turn there; None where interpreted."""
+    return None if interpreted() else pl.get_global(plgpu.SemaphoreType.REGULAR((places,)))
+
+
+def added_in_turn(
+    copies: Sequence[tuple[Any, Any]], order: Any, place: Any, turn: Any, *, read: Callable[[], None]
+) -> None:
+    """Copies buffers to global memory in the first turn at a place, and adds them to it in later ones, in their order.
+
+    Interpreted programs run one after another, in the order of their numbers.
+
+    Args:
+        copies: pairs of a buffer and its target.
+        order: what `turns` returns.
+        place: the targets' place among its counts.
+        turn: how many programs come before this one there.
+        read: called once the buffers have been read.
+    """
+    if order is not None:
+        at = order.at[place]
+        pl.when(turn > 0)(lambda: plgpu.semaphore_wait(at, turn, decrement=False, memory_scope="gpu"))
+    for buffer, target in copies:
+        pl.when(turn == 0)(functools.partial(plgpu.copy_smem_to_gmem, buffer, target))
+        pl.when(turn > 0)(functools.partial(plgpu.copy_smem_to_gmem, buffer, target, reduction_op="add"))
+    wait_for_stores()
+    read()
+    wait_for_stores(only_read=False)
+    if order is not None:
+        plgpu.semaphore_signal(at, 1, memory_scope="gpu")
 
 
 def wait_for_stores(*, only_read: bool = True) -> None:

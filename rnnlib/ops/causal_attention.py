@@ -1,6 +1,8 @@
 """Softmax attention, full or over a sliding window, of rows and of one token to a ring of those before it."""
 
-from typing import Literal, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from pallas_kernels.platform import platform
+from pallas_kernels.varying import vary_alike
 from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.ops.arguments import check_rank, check_segment_ids, floating_arrays, segment_index
 from rnnlib.ops.derivatives import with_derivatives_of
-from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.kernels import attention_gradient_kernel, triton_kernels, triton_unsupported
 from rnnlib.ops.sequence import current_axis, tokens_before
 from rnnlib.ops.sharding import is_split, split_over_mesh
 
@@ -36,6 +39,9 @@ def causal_attention(
 
     Memory is linear in T for a sliding window. If cuDNN does not support the call without a mask, the row is split into
     blocks as long as the window, and each block attends to itself and to the previous block.
+
+    In bfloat16, with heads of 64 channels and rows of a multiple of 128 tokens that are not packed, a Hopper card
+    computes gradients in a kernel that adds up in a fixed order (`pallas_kernels.mosaic.attention_gradients`).
 
     Args:
         q: queries.
@@ -151,8 +157,42 @@ def _attention(q: Array, k: Array, v: Array, number: int, **options) -> Array:
         power = 2.0 ** (number % 64)
         q, scale = q / power, power * scale
     padded = [jnp.pad(x.astype(dtype), [(0, 0)] * 3 + [(0, size - x.shape[-1])]) for x in (q, k, v)]
-    out = jax.nn.dot_product_attention(*padded, scale=scale, implementation=_backend(padded[0], dtype), **options)
+    backend = _backend(padded[0], dtype)
+    attend: Callable[..., Array]
+    attend = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation=backend, **options)
+    kernel = None
+    if backend == "cudnn" and options.get("is_causal") and options.get("mask") is None:
+        kernel = attention_gradient_kernel(*padded)
+    if kernel is not None:
+        window = options.get("local_window_size")
+        gradients = functools.partial(kernel, scale=scale, window=None if window is None else window[0] + 1)
+        attend, padded = _with_gradients(attend, gradients), vary_alike(padded)
+    out = attend(*padded)
     return out[..., : v.shape[-1]].astype(v.dtype)
+
+
+def _with_gradients(attend: Callable[..., Array], gradients: Callable[..., tuple[Array, ...]]) -> Callable[..., Array]:
+    """`attend(q, k, v)` by cuDNN, with `gradients(q, k, v, out, log_sums, d_out)` for its backward pass.
+
+    cuDNN's own backward pass adds up the queries' gradients in the order in which they come, or, in a deterministic
+    program, computes every product twice.
+    """
+    run = jax.custom_vjp(attend)
+
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        out, pull_back = jax.vjp(attend, q, k, v)
+        # What cuDNN keeps for its backward pass. jax's `return_residual` gives the log sums rounded to bfloat16.
+        batch, length, heads, _ = q.shape
+        saved = [x for x in jax.tree.leaves(pull_back) if x.dtype == jnp.float32]
+        log_sums = [x for x in saved if x.shape == (batch, heads, length)]
+        return out, (None, (q, k, v, out, *log_sums)) if len(log_sums) == 1 else (pull_back, None)
+
+    def backward(kept: Any, d_out: Array) -> tuple[Array, ...]:
+        pull_back, arrays = kept
+        return gradients(*arrays, d_out) if pull_back is None else pull_back(d_out)
+
+    run.defvjp(forward, backward)
+    return run
 
 
 def _backend(q: Array, dtype: DTypeLike) -> Literal["cudnn"] | None:

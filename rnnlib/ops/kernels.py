@@ -1,6 +1,7 @@
 """Access to `pallas_kernels`, which is imported when a kernel is first needed."""
 
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,15 @@ def triton_kernels() -> ModuleType:
             warnings.warn(f"operators run without kernels, several times slower: {error}", RuntimeWarning, stacklevel=2)
         raise
     return triton
+
+
+def attention_gradient_kernel(q: Any, k: Any, v: Any) -> Callable[..., Any] | None:
+    """`pallas_kernels.mosaic.attention_gradients.attention_gradients` if it serves these arrays here, else None."""
+    try:
+        from pallas_kernels.mosaic import attention_gradients as kernels
+    except ImportError:  # this jax has no Mosaic GPU; cuDNN's gradients serve as well, more slowly
+        return None
+    return kernels.attention_gradients if kernels.attention_gradients_unsupported(q, k, v) is None else None
 
 
 def triton_unsupported(objection: str, *arrays: Any, **options: Any) -> str | None:

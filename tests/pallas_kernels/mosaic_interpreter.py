@@ -1,9 +1,9 @@
 """What JAX's interpreter of Mosaic GPU kernels lacks for products whose left operand is in registers; for tests alone.
 
 The interpreter (jax 0.11) runs copies, barriers, loops and warpgroups, multiplies matrices in shared memory, and finds
-races. It has no product of a value with a matrix in shared memory, and no accumulator that begins with a value.
-`install` adds both, and leaves out copies that took half of the interpreter's time. All of it leans on private names of
-jax: a new version of jax may ask for changes here, and nowhere else.
+races. It has no product of a value with a matrix in shared memory, no accumulator that begins with a value, and no copy
+that adds to what is there. `install` adds them, and leaves out copies that took half of the interpreter's time. All of
+it leans on private names of jax: a new version of jax may ask for changes here, and nowhere else.
 """
 
 import functools
@@ -39,6 +39,24 @@ def _product_callback(*, token, mesh_location, thread, acc, acc_transforms, a, b
     new = old + np.matmul(np.asarray(a, np.float32), np.asarray(b, np.float32)).astype(old.dtype)
     store(new, thread)
     return token
+
+
+def _or_adding(copy):
+    """The interpreter's copy from shared to global memory, or one that adds, at once."""
+
+    def run(*, reduction_op, **options):
+        if reduction_op != "add":
+            return copy(reduction_op=reduction_op, **options)
+        thread, where, source = (options[key] for key in ("thread", "mesh_location", "source_info"))
+        keys = "src_allocation_key_as_array", "dst_allocation_key_as_array"
+        (added, _), (old, store) = (
+            _buffer(options[key], options[transforms], thread, where, source)
+            for key, transforms in zip(keys, ("src_transforms", "dst_transforms"))
+        )
+        store(old + added, thread)
+        return options["token"]
+
+    return run
 
 
 def _store_callback(*, token, mesh_location, thread, acc, value, source_info):
@@ -120,6 +138,7 @@ def install() -> None:
     if hasattr(cls, "_plain_interpret"):
         return
     callback.io_callback_impl = _call_with_numpy
+    gpu_callbacks.copy_smem_to_gmem = _or_adding(gpu_callbacks.copy_smem_to_gmem)
     memory._to_int = lambda x: x if isinstance(x, jax.core.Tracer) else int(x)
     cls._plain_interpret = cls.interpret
 

@@ -1,0 +1,150 @@
+"""`python -m experiments.throughput.attention`: causal attention's gradients by cuDNN and by this repository's kernel.
+
+By turns in one process. cuDNN's gradients are timed as programs get them that need not be deterministic, and as
+deterministic ones do; the kernel's are the same in both.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax import Array
+
+from experiments.sweep.command import errors_as_lines
+from experiments.sweep.results import command_line, environment, write_text
+from rnnlib.ops import causal_attention
+
+Arrays = tuple[Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Attention that is timed; heads of 64 channels, in bfloat16."""
+
+    batch: int
+    length: int
+    heads: int
+    key_heads: int
+    window: int | None = None
+
+    @property
+    def product_flops(self) -> float:
+        """Floating-point operations of one product over the pairs that are seen; forward takes two, backward five."""
+        window = min(self.window or self.length, self.length)
+        seen = window * self.length - window * (window - 1) / 2
+        return 2 * self.batch * self.heads * 64 * seen
+
+
+PROBLEMS = (
+    Problem(8, 4096, 16, 16),
+    Problem(32, 1024, 16, 16),
+    Problem(2, 16384, 16, 16),
+    Problem(1, 32768, 8, 8),
+    Problem(8, 4096, 16, 4),
+    Problem(8, 4096, 16, 16, 512),
+    Problem(8, 4096, 16, 16, 2048),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Times attention's gradients on one Hopper card."""
+
+    output: pathlib.Path
+    """JSON file of the numbers."""
+    turns: int = 5
+    calls: int = 10
+    """Of a turn, one asked for after the other."""
+    lengths: tuple[int, ...] = ()
+    """Only problems of these tokens a row."""
+    commit: str | None = None
+    """Commit to record where there is no git repository."""
+
+
+def draw(problem: Problem) -> Arrays:
+    """Queries, keys, values and the gradient of the output."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (problem.heads, problem.key_heads, problem.key_heads, problem.heads)
+    shapes = [(problem.batch, problem.length, count, 64) for count in heads]
+    return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes))
+
+
+def programs(problem: Problem) -> dict[str, Callable[..., Any]]:
+    """What is timed: the forward pass alone, and with each kind of gradients."""
+
+    def cudnn(q: Array, k: Array, v: Array) -> Array:
+        local = None if problem.window is None else (problem.window - 1, 0)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local, implementation="cudnn")
+
+    def with_gradients(attend: Callable[..., Array], *arrays: Array) -> Arrays:
+        out, pull_back = jax.vjp(attend, *arrays[:3])
+        return (out, *pull_back(arrays[3]))
+
+    # A function of its own for each: jax would give a second program of one the first one's options.
+    deterministic = jax.jit(
+        lambda *arrays: with_gradients(cudnn, *arrays), compiler_options={"xla_gpu_deterministic_ops": True}
+    )
+    return {
+        "forward": jax.jit(lambda *arrays: cudnn(*arrays[:3])),
+        "cudnn": jax.jit(functools.partial(with_gradients, cudnn)),
+        "cudnn_deterministic": deterministic,
+        "kernel": jax.jit(
+            functools.partial(with_gradients, functools.partial(causal_attention, window=problem.window))
+        ),
+    }
+
+
+def time_problem(problem: Problem, turns: int, calls: int) -> dict[str, Any]:
+    """Milliseconds of each program, the median of the turns, and what follows from them."""
+    arrays = draw(problem)
+    runs = programs(problem)
+    results = {name: jax.block_until_ready(run(*arrays)) for name, run in runs.items()}
+    milliseconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(turns):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready([run(*arrays) for _ in range(calls)])
+            milliseconds[name].append((time.perf_counter() - start) / calls * 1e3)
+    medians = {name: float(np.median(times)) for name, times in milliseconds.items()}
+    again = runs["kernel"](*arrays)
+    record: dict[str, Any] = dataclasses.asdict(problem)
+    for name in ("cudnn", "cudnn_deterministic", "kernel"):
+        backward = medians[name] - medians["forward"]
+        record[f"{name}_backward_ms"] = round(backward, 3)
+        record[f"{name}_backward_tflops"] = round(5 * problem.product_flops / backward * 1e-9, 1)
+    record["forward_ms"] = round(medians["forward"], 3)
+    record["milliseconds"] = {name: [round(x, 3) for x in times] for name, times in milliseconds.items()}
+    record["kernel_gives_the_same_bits"] = all(bool((x == y).all()) for x, y in zip(results["kernel"], again))
+    record["relative_differences_from_cudnn"] = [
+        float(jnp.linalg.norm((x - y).astype(jnp.float32)) / jnp.linalg.norm(y.astype(jnp.float32)))
+        for x, y in zip(results["kernel"], results["cudnn"])
+    ]
+    return record
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Times what the options say and writes it."""
+    options = tyro.cli(Options, args=argv, prog="python -m experiments.throughput.attention")
+    where = environment(command_line("experiments.throughput.attention"), options.commit)
+    with errors_as_lines():
+        problems = [x for x in PROBLEMS if not options.lengths or x.length in options.lengths]
+        if not problems:
+            known = sorted({x.length for x in PROBLEMS})
+            raise ValueError(f"lengths: no problem has {list(options.lengths)} tokens a row, expected some of {known}")
+        records = []
+        for problem in problems:
+            records.append(time_problem(problem, options.turns, options.calls))
+            print(json.dumps(records[-1]), flush=True)
+        write_text(options.output, json.dumps({"problems": records, "environment": where}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Gradients of attention in one Mosaic GPU kernel: interpreted, with races looked for, against the definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.mosaic.attention_gradients import attention_gradients, attention_gradients_unsupported
+from rnnlib.ops.kernels import attention_gradient_kernel
+from tests.pallas_kernels import mosaic_interpreter
+from tests.pallas_kernels.cases import relative_error
+from tests.pallas_kernels.test_lowering import H200, lowered_text
+
+# Shape [B, T, H, HK], window.
+CASES = {
+    "one_block": ((1, 128, 1, 1), None),
+    "rows_and_heads": ((2, 256, 2, 2), None),
+    "heads_that_share_keys": ((1, 384, 4, 2), None),
+    "window_of_two_tokens": ((1, 256, 1, 1), 2),
+    "window_in_a_block": ((1, 384, 2, 1), 100),
+    "window_over_blocks": ((1, 512, 1, 1), 130),
+    "window_of_blocks": ((1, 512, 1, 1), 257),
+    "window_longer_than_the_row": ((1, 256, 1, 1), 1000),
+}
+SCALE = 0.2
+
+
+def make_arrays(shape, key=0):
+    batch, length, heads, key_heads = shape
+    keys = jax.random.split(jax.random.key(key), 4)
+    sizes = {"q": heads, "k": key_heads, "v": key_heads, "d_out": heads}
+    return {
+        name: jax.random.normal(key, (batch, length, count, 64), jnp.bfloat16)
+        for key, (name, count) in zip(keys, sizes.items())
+    }
+
+
+def attention(q, k, v, window):
+    """The output, and the log sums `[B, H, T]`, by the definition."""
+    length, group = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)
+    seen = (distance >= 0) & (distance < (window or length))
+    scores = jnp.where(seen, jnp.einsum("bthk,bshk->bhts", q, k) * SCALE, -jnp.inf)
+    log_sums = jax.nn.logsumexp(scores, axis=3)
+    return jnp.einsum("bhts,bshv->bthv", jnp.exp(scores - log_sums[..., None]), v), log_sums
+
+
+def outcome(arrays, window):
+    """What the kernel gives, and the gradients of the definition in float64."""
+    with jax.enable_x64(True):
+        wide = [np.asarray(arrays[name], np.float64) for name in ("q", "k", "v", "d_out")]
+        out, pull_back = jax.vjp(lambda *x: attention(*x, window)[0], *wide[:3])
+        log_sums = attention(*wide[:3], window)[1]
+        expected = pull_back(jnp.asarray(wide[3]))
+    rounded = (jnp.asarray(np.asarray(x), dtype) for x, dtype in ((out, jnp.bfloat16), (log_sums, jnp.float32)))
+    found = attention_gradients(
+        *(arrays[name] for name in ("q", "k", "v")), *rounded, arrays["d_out"], scale=SCALE, window=window
+    )
+    return found, expected
+
+
+def check(found, expected):
+    for name, x, y in zip("qkv", found, expected, strict=True):
+        assert x.dtype == jnp.bfloat16, name
+        assert relative_error(np.asarray(x, np.float64), y) < 5e-3, name  # bfloat16's last digit is 4e-3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_definition(name, capsys):
+    mosaic_interpreter.install()
+    shape, window = CASES[name]
+    check(*outcome(make_arrays(shape), window))
+    assert "RACE" not in "".join(capsys.readouterr())
+
+
+def test_rows_may_be_mapped_over():
+    """`jax.vmap` adds rows; an array that is not mapped over is the same for all."""
+    mosaic_interpreter.install()
+    arrays = make_arrays((2, 128, 1, 1))
+    out, log_sums = attention(*(arrays[name].astype(jnp.float32) for name in ("q", "k", "v")), None)
+    given = [arrays["q"], arrays["k"], arrays["v"], out.astype(jnp.bfloat16), log_sums, arrays["d_out"]]
+    mapped = [x[:, None] for x in given]
+    mapped[2] = given[2][:1]
+    run = lambda *x: attention_gradients(*x, scale=SCALE)  # noqa: E731
+    found = jax.vmap(run, in_axes=(0, 0, None, 0, 0, 0))(*mapped)
+    for row in (0, 1):
+        expected = run(*(x[row : row + 1] for x in given[:2]), given[2][:1], *(x[row : row + 1] for x in given[3:]))
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(x[row], np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (dict(dtype=jnp.float32), "of dtype float32"),
+        (dict(channels=128), "of 128 channels"),
+        (dict(length=192), "rows of 192 tokens"),
+    ],
+)
+def test_calls_that_the_kernel_does_not_serve_are_named(changed, reason):
+    sizes = dict(dtype=jnp.bfloat16, channels=64, length=256) | changed
+    q = jnp.zeros((1, sizes["length"], 2, sizes["channels"]), sizes["dtype"])
+    assert "this device" in attention_gradients_unsupported(q, q, q)
+    with jax.sharding.use_abstract_mesh(H200):
+        assert reason in attention_gradients_unsupported(q, q, q)
+    with pytest.raises(NotImplementedError, match=reason):
+        attention_gradients(q, q, q, q, jnp.zeros((1, 2, sizes["length"])), q, scale=1.0)
+
+
+def test_hopper_cards_take_it():
+    """One kernel; cuDNN's forward pass can't be lowered here."""
+    q = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16)
+    log_sums = jax.ShapeDtypeStruct((2, 2, 256), jnp.float32)
+    text = lowered_text(lambda *x: attention_gradients(*x, scale=SCALE), q, q, q, q, log_sums, q)
+    assert text.count("mosaic_gpu_v2") == 1
+    array = jnp.zeros(q.shape, q.dtype)
+    with jax.sharding.use_abstract_mesh(H200):
+        assert attention_gradient_kernel(array, array, array) is attention_gradients
+    assert attention_gradient_kernel(array, array, array) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu_gradients_are_those_of_the_definition(name):
+    shape, window = CASES[name]
+    check(*outcome(make_arrays(shape), window))
