@@ -284,6 +284,8 @@ def attention_gradients(
     return run(q, k, v, out, log_sums, d_out)
 
 
+# Lowered once for all layers: Pallas (jax 0.11) numbers what it lowers, and equal kernels would be compiled each.
+@functools.partial(jax.jit, static_argnames=("scale", "window"), inline=True)
 def _call(
     q: Array, k: Array, v: Array, d_out: Array, log_sums: Array, shifts: Array, scale: float, window: int | None
 ) -> tuple[Array, Array, Array]:

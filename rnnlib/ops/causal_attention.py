@@ -152,22 +152,22 @@ def _common_dtype(q: Array, k: Array, v: Array) -> jnp.dtype:
 def _attention(q: Array, k: Array, v: Array, number: int, **options) -> Array:
     dtype = _common_dtype(q, k, v)  # dot_product_attention wants one dtype and one width throughout
     scale, size = q.shape[-1] ** -0.5, max(q.shape[-1], v.shape[-1])
-    if number and dtype == jnp.bfloat16:
-        # A different factor makes the call different; factors that are powers of two change no digit of the result.
-        power = 2.0 ** (number % 64)
-        q, scale = q / power, power * scale
     padded = [jnp.pad(x.astype(dtype), [(0, 0)] * 3 + [(0, size - x.shape[-1])]) for x in (q, k, v)]
     backend = _backend(padded[0], dtype)
-    attend: Callable[..., Array]
-    attend = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation=backend, **options)
+    attend: Callable[..., Array] = functools.partial(jax.nn.dot_product_attention, implementation=backend, **options)
     kernel = None
     if backend == "cudnn" and options.get("is_causal") and options.get("mask") is None:
         kernel = attention_gradient_kernel(*padded)
     if kernel is not None:
         window = options.get("local_window_size")
         gradients = functools.partial(kernel, scale=scale, window=None if window is None else window[0] + 1)
-        attend, padded = _with_gradients(attend, gradients), vary_alike(padded)
-    out = attend(*padded)
+        out = _with_gradients(functools.partial(attend, scale=scale), gradients)(*vary_alike(padded))
+    elif number and dtype == jnp.bfloat16:
+        # A different factor makes the call different; factors that are powers of two change no digit of the result.
+        power = 2.0 ** (number % 64)
+        out = attend(padded[0] / power, *padded[1:], scale=power * scale)
+    else:
+        out = attend(*padded, scale=scale)
     return out[..., : v.shape[-1]].astype(v.dtype)
 
 

@@ -9,7 +9,7 @@ from pallas_kernels.mosaic.attention_gradients import attention_gradients, atten
 from rnnlib.ops.kernels import attention_gradient_kernel
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import relative_error
-from tests.pallas_kernels.test_lowering import H200, lowered_text
+from tests.pallas_kernels.test_lowering import H200, distinct_kernels, lowered_text
 
 # Shape [B, T, H, HK], window.
 CASES = {
@@ -109,11 +109,22 @@ def test_calls_that_the_kernel_does_not_serve_are_named(changed, reason):
 
 
 def test_hopper_cards_take_it():
-    """One kernel; cuDNN's forward pass can't be lowered here."""
+    """More calls take no more kernels to compile. The forward pass, cuDNN's, cannot be lowered here."""
     q = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16)
     log_sums = jax.ShapeDtypeStruct((2, 2, 256), jnp.float32)
-    text = lowered_text(lambda *x: attention_gradients(*x, scale=SCALE), q, q, q, q, log_sums, q)
-    assert text.count("mosaic_gpu_v2") == 1
+
+    def of_calls(count):
+        def run(q, k, v, *others):
+            for _ in range(count):
+                q, k, v = attention_gradients(q, k, v, *others, scale=SCALE)
+            return q, k, v
+
+        text = lowered_text(run, q, q, q, q, log_sums, q)
+        assert text.count("mosaic_gpu_v2") == count
+        return len(distinct_kernels(text))
+
+    assert of_calls(1) == 1
+    assert of_calls(6) == of_calls(3)
     array = jnp.zeros(q.shape, q.dtype)
     with jax.sharding.use_abstract_mesh(H200):
         assert attention_gradient_kernel(array, array, array) is attention_gradients

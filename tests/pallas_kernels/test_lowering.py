@@ -49,6 +49,11 @@ def lowered_text(function, *arguments):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def distinct_kernels(text):
+    """Hashes of the Mosaic GPU kernels of a lowered program: each is compiled once."""
+    return set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text))
+
+
 def count_kernels(function, *arguments):
     return lowered_text(function, *arguments).count("xla.gpu.triton")
 

@@ -35,7 +35,7 @@ from tests.pallas_kernels.cases import (
     relative_error,
     value_and_gradients,
 )
-from tests.pallas_kernels.test_lowering import H200, arguments
+from tests.pallas_kernels.test_lowering import H200, arguments, distinct_kernels
 from tests.selection import mostly_slow
 
 SIZES = (128, 128)
@@ -338,6 +338,22 @@ def test_hopper_cards_take_them_unasked(decay, channels, here, triton_kernels, i
     text = lowered(jax.grad(lambda x: loss(x, implementation)), x)
     assert text.count("mosaic_gpu_v2") == here
     assert text.count("xla.gpu.triton") == triton_kernels
+
+
+def test_layers_share_their_kernels():
+    """A deeper program has no more kernels to compile."""
+
+    def of_layers(count):
+        def loss(x):
+            out = x["v"]
+            for _ in range(count):
+                out, _ = ops.gated_delta_rule(**x | {"v": out})
+            return jnp.sum(out.astype(jnp.float32))
+
+        text = lowered(jax.grad(loss), arguments("scalar", False, jnp.bfloat16, length=64))
+        return len(distinct_kernels(text))
+
+    assert of_layers(6) == of_layers(3)
 
 
 def test_hopper_cards_take_what_is_named():
