@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from experiments.kernel_benchmarks.offline.cards import CARDS
 from pallas_kernels import triton
 from pallas_kernels.deferred import DeferredState, defer_writes
+from pallas_kernels.mosaic.attention_gradients import attention_gradients
 from pallas_kernels.triton.common.tuning import load_table
 from rnnlib import ops
 
@@ -178,7 +179,24 @@ def mosaic() -> list[Case]:
             for decay in ("scalar", "channel")
         ),
         mosaic("delta-scalar-128x128-bfloat16", FEW, "few heads", grouped=True, packed=True),
+        *(attention_backward(*case) for case in ((16, 16, None), (16, 4, None), (16, 16, 1000))),
     ]
+
+
+def attention_backward(heads: int, key_heads: int, window: int | None) -> Case:
+    """The gradients of attention; its forward pass is cuDNN's."""
+    batch, length, _ = MANY
+    arrays = {
+        name: jax.ShapeDtypeStruct((batch, length, key_heads if name in "kv" else heads, 64), jnp.bfloat16)
+        for name in ("q", "k", "v", "out", "d_out")
+    }
+    arrays["log_sums"] = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    over = "" if window is None else f" over a window of {window}"
+
+    def loss(x: Any) -> jax.Array:
+        return _total(attention_gradients(**x, scale=0.125, window=window))
+
+    return Case(f"attention gradients, {heads} and {key_heads} heads{over}", loss, arrays, differentiated=False)
 
 
 def ridge_solves() -> list[Case]:
@@ -367,7 +385,8 @@ USUAL = (
     r"^delta\+key-(scalar|channel)-128x128-bfloat16 few heads$",
     r"^linear-(none|scalar)-128x128-bfloat16 few heads$",
     r"^ridge solve 128 bfloat16 (chebyshev, bfloat16|conjugate gradient, split) products$",
-    r"^(preconditioner|short convolution|thin products|rms norm|softplus decay|log sum exp|waiting writes|token att)",
+    r"^(preconditioner|short convolution|thin products|rms norm|softplus decay|log sum exp|waiting writes)",
+    r"^(token attention|attention gradients)",
     r" mosaic$",
 )
 """Patterns of the cases in bfloat16 that models take, a third of all."""
