@@ -19,10 +19,18 @@ import tyro
 from jax import Array
 
 from experiments.sweep.command import errors_as_lines
+from experiments.sweep.pictures import pyplot, save
 from experiments.sweep.results import command_line, environment, write_text
 from rnnlib.ops import causal_attention
 
 Arrays = tuple[Array, ...]
+
+KINDS = {
+    "kernel": ("this repository's kernel, the same bits always", "tab:blue"),
+    "cudnn": ("cuDNN", "tab:gray"),
+    "cudnn_deterministic": ("cuDNN, deterministic", "tab:orange"),
+}
+"""Gradients that are timed: label and colour."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +67,14 @@ class Options:
     """Times attention's gradients on one Hopper card."""
 
     output: pathlib.Path
-    """JSON file of the numbers."""
+    """JSON file of the numbers; a picture of them gets its name, in `figures` beside its folder."""
     turns: int = 5
     calls: int = 10
     """Of a turn, one asked for after the other."""
     lengths: tuple[int, ...] = ()
     """Only problems of these tokens a row."""
+    report_only: bool = False
+    """Time nothing: draw the numbers that `output` has."""
     commit: str | None = None
     """Commit to record where there is no git repository."""
 
@@ -116,7 +126,7 @@ def time_problem(problem: Problem, turns: int, calls: int) -> dict[str, Any]:
     medians = {name: float(np.median(times)) for name, times in milliseconds.items()}
     again = runs["kernel"](*arrays)
     record: dict[str, Any] = dataclasses.asdict(problem)
-    for name in ("cudnn", "cudnn_deterministic", "kernel"):
+    for name in KINDS:
         backward = medians[name] - medians["forward"]
         record[f"{name}_backward_ms"] = round(backward, 3)
         record[f"{name}_backward_tflops"] = round(5 * problem.product_flops / backward * 1e-9, 1)
@@ -130,9 +140,38 @@ def time_problem(problem: Problem, turns: int, calls: int) -> dict[str, Any]:
     return record
 
 
+def picture(content: dict[str, Any], output: pathlib.Path) -> None:
+    """Draws the pace of gradients, problem by problem."""
+    records = content["problems"]
+    drawing, axes = pyplot().subplots(figsize=(9, 1.4 + 0.55 * len(records)), layout="constrained")
+    for i, record in enumerate(records):
+        for offset, (name, (label, color)) in zip((-0.27, 0, 0.27), KINDS.items()):
+            pace = record[f"{name}_backward_tflops"]
+            axes.barh(i + offset, pace, height=0.25, color=color, alpha=0.8, label=None if i else label)
+            axes.text(pace, i + offset, f" {record[f'{name}_backward_ms']:.2f} ms", va="center", fontsize=7)
+    names = [
+        f"{r['batch']} x {r['length']}, {r['heads']} heads"
+        + (f" of {r['key_heads']} keys" if r["key_heads"] < r["heads"] else "")
+        + (f", window {r['window']}" if r["window"] else "")
+        for r in records
+    ]
+    axes.set_yticks(range(len(records)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set_xlabel("TFLOP/s: five products over the pairs that are seen", fontsize=8)
+    axes.set_title(
+        f"Gradients of causal attention, 64 channels, bfloat16, {content['environment']['device']}", fontsize=10
+    )
+    drawing.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=3)
+    save(drawing, output.parent.parent / "figures" / f"{output.stem}.png")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Times what the options say and writes it."""
     options = tyro.cli(Options, args=argv, prog="python -m experiments.throughput.attention")
+    if options.report_only:
+        picture(json.loads(options.output.read_text()), options.output)
+        return
     where = environment(command_line("experiments.throughput.attention"), options.commit)
     with errors_as_lines():
         problems = [x for x in PROBLEMS if not options.lengths or x.length in options.lengths]
@@ -143,7 +182,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for problem in problems:
             records.append(time_problem(problem, options.turns, options.calls))
             print(json.dumps(records[-1]), flush=True)
-        write_text(options.output, json.dumps({"problems": records, "environment": where}, indent=1) + "\n")
+        content = {"problems": records, "environment": where}
+        write_text(options.output, json.dumps(content, indent=1) + "\n")
+        picture(content, options.output)
 
 
 if __name__ == "__main__":

@@ -71,14 +71,7 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
         lines += ["", f"Thousand tokens a second by length, {plan.tokens} tokens a step:", ""]
         lines += ["| mixer | " + " | ".join(f"T={n}" for n in lengths) + " |", "|" + " --- |" * (len(lengths) + 1)]
         lines += [f"| {m} | " + " | ".join(_cell(_find(records, m, n)) for n in lengths) + " |" for m in swept]
-    options = [(m, "deterministic", _find(records, m, main, deterministic=True)) for m in plan.deterministic]
-    options += [(m, "packed", _find(records, m, main, packed=True)) for m in plan.packed]
-    special = [(label, kind, record) for label, kind, record in options if record is not None]
-    if special:
-        lines += ["", "| mixer | option | thousand tokens/s | without it | same bits twice |", "|" + " --- |" * 5]
-        for label, kind, record in special:
-            same = {True: "yes", False: "no", None: ""}[record.get("same_bits_twice")]
-            lines.append(f"| {label} | {kind} | {_cell(record)} | {_cell(_find(records, label, main))} | {same} |")
+    lines += _options_table(plan, records)
     lines += _kept_table(plan, records)
     lines = lines[1:] if lines and not lines[0] else lines
     where = records[0]["environment"]
@@ -91,6 +84,26 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _options_table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> list[str]:
+    """Lines of the table of deterministic and packed steps, beside the same steps without that; none without any."""
+    kept: dict[str, dict[str, Any]] = {"": {}, ", nothing recomputed": {"keeps": "everything", "unrolled": True}}
+    options: list[tuple[str, str, dict[str, Any]]] = [
+        (label, "deterministic", {"deterministic": True}) for label in plan.deterministic
+    ]
+    options += [(label, "packed", {"packed": True}) for label in plan.packed]
+    rows = []
+    for label, option, changed in options:
+        for name, what in kept.items():
+            record = _find(records, label, plan.main_length, **changed, **what)
+            if record is None:
+                continue
+            plain = _cell(_find(records, label, plan.main_length, **what))
+            same = {True: "yes", False: "no", None: ""}[record.get("same_bits_twice")]
+            rows.append(f"| {label} | {option}{name} | {_cell(record)} | {plain} | {same} |")
+    header = ["", "| mixer | option | thousand tokens/s | without it | same bits twice |", "|" + " --- |" * 5]
+    return [*header, *rows] if rows else []
 
 
 def _ahead(record: dict[str, Any] | None) -> list[str]:
@@ -221,7 +234,7 @@ def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.P
     if not main:
         return False
     is_swept = len({r["length"] for r in done}) > 1
-    size = (12 if is_swept else 8, 1.6 + 0.24 * len(main))
+    size = (12 if is_swept else 8, max(1.6 + 0.24 * len(main), 3 if is_swept else 0))
     drawing, axes = pyplot().subplots(1, 1 + is_swept, figsize=size, layout="constrained", squeeze=False)
     left = axes[0, 0]
     rows = sorted(main.values(), key=lambda r: -r["tokens_per_second"])

@@ -5,10 +5,11 @@ import json
 import sys
 import types
 
+import jax
 import pytest
 
 from experiments.throughput import __main__ as command
-from experiments.throughput import peer
+from experiments.throughput import attention, peer
 from experiments.throughput.flops import step_flops
 from experiments.throughput.measure import in_groups
 from experiments.throughput.peer import time_peer
@@ -185,3 +186,27 @@ def test_layers_one_after_another_give_the_losses_of_the_scan(tmp_path):
     operations = json.loads((tmp_path / "profiles" / "small" / "gated_deltanet--64--everything.json").read_text())
     assert any("dot_general" in operation["source"] for operation in operations)
     assert all(operation["calls"] >= 1 and operation["milliseconds"] >= 0 for operation in operations)
+
+
+def test_attention_is_timed_and_drawn(tmp_path, monkeypatch):
+    """On a CPU XLA's attention stands for cuDNN's."""
+    plain = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *x, implementation, **y: plain(*x, **y))
+    monkeypatch.setattr(attention, "PROBLEMS", (attention.Problem(1, 128, 2, 1), attention.Problem(1, 64, 1, 1, 16)))
+    path = tmp_path / "results" / "attention.json"
+    attention.main(["--output", str(path), "--turns", "1", "--calls", "1", "--lengths", "128"])
+    content = json.loads(path.read_text())
+    (record,) = content["problems"]
+    assert record["kernel_gives_the_same_bits"] and max(record["relative_differences_from_cudnn"]) < 1e-2
+    drawn = tmp_path / "figures" / "attention.png"
+    assert drawn.stat().st_size > 0
+    drawn.unlink()
+    attention.main(["--output", str(path), "--report-only"])
+    assert drawn.exists() and json.loads(path.read_text()) == content
+    with pytest.raises(SystemExit, match=r"no problem has \[7\] tokens a row, expected some of \[64, 128\]"):
+        attention.main(["--output", str(path), "--lengths", "7"])
+
+
+@pytest.mark.parametrize(("window", "pairs"), [(None, 36), (3, 21), (100, 36)])
+def test_a_product_of_attention_has_two_operations_a_pair_and_channel(window, pairs):
+    assert attention.Problem(2, 8, 3, 1, window).product_flops == 2 * 2 * 3 * 64 * pairs
