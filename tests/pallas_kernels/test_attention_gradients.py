@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.mosaic.attention_gradients import attention_gradients, attention_gradients_unsupported
+from rnnlib.ops import causal_attention
 from rnnlib.ops.kernels import attention_gradient_kernel
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import relative_error
@@ -129,6 +132,70 @@ def test_hopper_cards_take_it():
     with jax.sharding.use_abstract_mesh(H200):
         assert attention_gradient_kernel(array, array, array) is attention_gradients
     assert attention_gradient_kernel(array, array, array) is None
+
+
+def cudnn_of_shapes(q, k, v, *, scale, implementation, is_causal, local_window_size, mask):
+    """Stands for cuDNN's attention where programs are lowered alone: it saves log sums as cuDNN's does."""
+    assert implementation == "cudnn" and is_causal and mask is None
+
+    @jax.custom_vjp
+    def run(q, k, v):
+        return q * scale
+
+    def forward(q, k, v):
+        log_sums = jnp.sum(q.astype(jnp.float32), axis=3).transpose(0, 2, 1)
+        return run(q, k, v), (q, k, v, log_sums)
+
+    run.defvjp(forward, lambda kept, g: (g, *kept[1:3]))
+    return run(q, k, v)
+
+
+def gradient_of_attention(arrays):
+    def loss(arrays):
+        return jnp.sum(causal_attention(**arrays, window=200, number=3).astype(jnp.float32))
+
+    return jax.grad(loss)(arrays)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_it_lowers_on_rows_split_over_devices(kind, monkeypatch):
+    """By the operator itself on an Explicit axis, else within `jax.shard_map`, which checks what varies."""
+    monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn_of_shapes)
+    mesh = AbstractMesh((2,), ("x",), axis_types=(kind,), abstract_device=H200.abstract_device)
+    sharding = NamedSharding(mesh, P("x")) if kind == AxisType.Explicit else None
+    heads = {"q": 4, "k": 2, "v": 2}
+    arrays = {n: jax.ShapeDtypeStruct((2, 256, h, 64), jnp.bfloat16, sharding=sharding) for n, h in heads.items()}
+    gradient = gradient_of_attention
+    if kind == AxisType.Auto:
+        gradient = jax.shard_map(gradient, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=True)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(gradient).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_attention_takes_it(mapped, monkeypatch):
+    """But not for packed rows, wider heads and other lengths: these are cuDNN's alone."""
+    monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn_of_shapes)
+    shape = (2, 256, 2, 64)
+    arrays = {name: jax.ShapeDtypeStruct((3, *shape) if mapped else shape, jnp.bfloat16) for name in "qkv"}
+    gradient = jax.vmap(gradient_of_attention) if mapped else gradient_of_attention
+    assert lowered_text(gradient, arrays).count("mosaic_gpu_v2") == 1
+    for shape in ((2, 256, 2, 128), (2, 192, 2, 64)):
+        others = dict.fromkeys("qkv", jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+        assert lowered_text(gradient_of_attention, others).count("mosaic_gpu_v2") == 0
+
+
+def test_without_log_sums_gradients_are_cudnns(monkeypatch):
+    """Another jax may keep something else for cuDNN's backward pass."""
+
+    def other(q, k, v, **options):
+        return q + k + v
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", other)
+    arrays = dict.fromkeys("qkv", jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16))
+    # A function of its own: `jax.jit` keeps what it has traced of another.
+    assert lowered_text(lambda x: gradient_of_attention(x), arrays).count("mosaic_gpu_v2") == 0
 
 
 @pytest.mark.gpu
