@@ -15,7 +15,6 @@ one before it stays a block ahead. A program waits only for programs of a lower 
 """
 
 import functools
-import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jaxtyping import Float
 
+from pallas_kernels.decay import LOG2_E
 from pallas_kernels.mosaic.backend import (
     SIDE,
     added_in_turn,
@@ -37,6 +37,7 @@ from pallas_kernels.mosaic.backend import (
     load_matrix,
     load_row,
     matrix_buffer,
+    meet,
     multiply,
     number_buffer,
     publish,
@@ -49,6 +50,7 @@ from pallas_kernels.mosaic.backend import (
     turns,
     use_registers,
     wait,
+    wait_for_readers,
     wait_for_stores,
     wide_buffer,
     with_accumulators,
@@ -148,9 +150,7 @@ def _copy(r: Any, tiles: Any, walk: _Walk) -> None:
         for name in ("log_sums", "shifts"):
             begin_copy(getattr(r, name).at[walk.row, head, tokens], getattr(tiles, name).at[stage], there)
 
-    @pl.loop(jnp.maximum(walk.count - _STAGES, 0), walk.count)  # a program ends when nothing is on its way any more
-    def _(m):
-        wait(tiles.free.at[remainder(m, _STAGES)])
+    wait_for_readers(tiles.free, _STAGES, walk.count)
 
 
 def _write(r: Any, tiles: Any, walk: _Walk, order: Any) -> None:
@@ -176,7 +176,7 @@ def _compute(r: Any, tiles: Any, walk: _Walk, half: Any, scale: float, window: i
     def exponents(scores, stage, i, m):
         """`scale K Q^T - L` in base 2 `[64 keys, 64 queries]`, minus infinity where keys are not seen."""
         tokens = pl.ds(i * SIDE, SIDE)
-        scaled = awaited(scores, running=1) * (scale / math.log(2))
+        scaled = awaited(scores, running=1) * (scale * LOG2_E)
         x = scaled - spread_columns(load_row(tiles.log_sums.at[stage, tokens]))
         _, _, after = walk.at(m)
         query = spread_columns(column_numbers() + (after * BLOCK + (i - half) * SIDE))  # counted from the first key
@@ -205,7 +205,7 @@ def _compute(r: Any, tiles: Any, walk: _Walk, half: Any, scale: float, window: i
                 tiles.d_scores[place, i, own] = d_scores
                 multiply(d_k, d_scores, q)
             publish()
-            _meet(tiles)
+            meet(tiles.both.at[0])
             d_q[...] = zeros(SIDE, SIDE)
             multiply(d_q, tiles.d_scores.at[place, half].T, tiles.k)
             total = awaited(d_q)
@@ -215,7 +215,7 @@ def _compute(r: Any, tiles: Any, walk: _Walk, half: Any, scale: float, window: i
             publish()
             arrive(tiles.gradient_there.at[0])
 
-        _meet(tiles)  # both have read K, in whose place its gradient leaves
+        meet(tiles.both.at[0])  # both have read K, in whose place its gradient leaves
         tiles.k[own] = (awaited(d_k) * scale).astype(jnp.bfloat16)
         tiles.v[own] = awaited(d_v).astype(jnp.bfloat16)
         publish()
@@ -226,12 +226,6 @@ def _compute(r: Any, tiles: Any, walk: _Walk, half: Any, scale: float, window: i
         wait(tiles.gradient_free.at[0])
 
     with_accumulators(body, *[SIDE] * 5)
-
-
-def _meet(tiles: Any) -> None:
-    """Waits until both warpgroups that compute have come here."""
-    arrive(tiles.both.at[0])
-    wait(tiles.both.at[0])
 
 
 def attention_gradients(
@@ -271,7 +265,7 @@ def attention_gradients(
     @jax.custom_batching.custom_vmap
     def run(q: Array, k: Array, v: Array, out: Array, log_sums: Array, d_out: Array) -> tuple[Array, Array, Array]:
         shifts = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=3).transpose(0, 2, 1)
-        d_q, d_k, d_v = _call(q, k, v, d_out, log_sums * (1 / math.log(2)), shifts, scale, window)
+        d_q, d_k, d_v = _call(q, k, v, d_out, log_sums * LOG2_E, shifts, scale, window)
         return (d_q * scale).astype(q.dtype), d_k, d_v
 
     @run.def_vmap

@@ -80,6 +80,20 @@ def arrive(at: Any) -> None:
     plgpu.barrier_arrive(at)
 
 
+def meet(at: Any) -> None:
+    """Arrives at a barrier and waits until it opens: until all that it counts have come here."""
+    arrive(at)
+    wait(at)
+
+
+def wait_for_readers(free: Any, slots: int, steps: Any) -> None:
+    """Waits until the last steps' slots have been read: a program ends when nothing is on its way any more."""
+
+    @pl.loop(jnp.maximum(steps - slots, 0), steps)
+    def _(step):
+        wait(free.at[remainder(step, slots)])
+
+
 def begin_copy(source: Any, target: Any, at: Any) -> None:
     """Begins to copy from global to shared memory, and arrives at a barrier when all is there."""
     plgpu.copy_gmem_to_smem(source, target, at)

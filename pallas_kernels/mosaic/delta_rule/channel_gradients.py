@@ -40,6 +40,7 @@ from pallas_kernels.mosaic.backend import (
     load_row,
     load_turned,
     matrix_buffer,
+    meet,
     multiply,
     number_buffer,
     publish,
@@ -116,8 +117,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
             memory.later[0] = jnp.where(is_later, 1.0, 0.0).astype(jnp.bfloat16)
             publish()
 
-        arrive(memory.begun)
-        wait(memory.begun)
+        meet(memory.begun)
 
     def store_pairs(m, pairs):
         """Stores dP (first warpgroup) or dT. A token's score with itself has no decay, and is kept apart."""

@@ -37,6 +37,7 @@ from pallas_kernels.mosaic.backend import (
     scale_columns,
     use_registers,
     wait,
+    wait_for_readers,
     wide_buffer,
     zeros,
 )
@@ -384,11 +385,8 @@ def call(
                     for key, tile in copied.items():
                         begin_copy(tile.source(refs, place, chunk), getattr(there, key).at[slot], at.full.at[slot])
 
-            for at in rings:  # a program ends when nothing is on its way any more
-
-                @pl.loop(jnp.maximum(count - at.slots, 0), count)
-                def _(step, at=at):
-                    wait(at.free.at[remainder(step, at.slots)])
+            for at in rings:
+                wait_for_readers(at.free, at.slots, count)
 
     memory = {
         "tiles": tuple(tile.buffer(n) for copied, n in sets for tile in copied.values()),
