@@ -1,12 +1,18 @@
-"""Caches whose layers let writes to their states wait, for the length of a loop over single tokens."""
+"""Caches as a loop over single tokens carries them: writes to states may wait, and tokens are counted once.
+
+A loop that carries a number for each layer counts it in a launch for each. So within the loop all layers have the
+numbers of one, and what the others carry is never read, which XLA drops.
+"""
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
 from jax import Array
 
+from rnnlib.layers.attention_cache import AttentionCache, LatentCache
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer
 from rnnlib.models.decoder import DecoderCache, DecoderLM
 from rnnlib.ops.deferred_writes import PERIOD, DeferredState, settle_writes
@@ -29,9 +35,26 @@ def _deferred(graphdef, state, entry: MixerCache) -> MixerCache:
 def after_tokens(cache: DecoderCache, tokens: Array) -> DecoderCache:
     """The cache after so many tokens of the loop, `[]` int32: all its layers get one array for what waits.
 
-    A loop that carries the number for each layer would count it in a launch for each.
+    They also get one for each count of their tokens. Layers of a model have read the same tokens.
     """
-    return _changed(cache, lambda state: state._replace(waiting=tokens % PERIOD))
+    return _counted_once(_changed(cache, lambda state: state._replace(waiting=tokens % PERIOD)))
+
+
+_COUNTS = ("length", "current", "position")  # of rows, in caches of the types below
+_COUNTING = (AttentionCache, LatentCache, MixerCache)
+
+
+def _counted_once(cache: DecoderCache) -> DecoderCache:
+    """The cache with the first layer's counts in all layers that have them."""
+    found: dict[str, Any] = {}
+    entries = []
+    for entry in cache:
+        if isinstance(entry, _COUNTING):
+            own = {name: getattr(entry, name, None) for name in _COUNTS}
+            found = {name: count for name, count in own.items() if count is not None} | found
+            entry = entry._replace(**{name: found[name] for name, count in own.items() if count is not None})
+        entries.append(entry)
+    return tuple(entries)
 
 
 def settled(cache: DecoderCache, tokens: Array) -> DecoderCache:

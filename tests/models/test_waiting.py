@@ -106,6 +106,21 @@ def test_a_cache_is_the_same_after_a_loop(any_size):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
+def test_layers_share_one_count_of_their_tokens():
+    """Within the loop and after it; before it each has its own, of the same numbers."""
+    config = tiny_config("attention", "gated_deltanet", "sliding_window_attention", "latent_attention", "retnet")
+    language_model = DecoderLM(config, rngs=nnx.Rngs(5))
+    tokens, ids = jnp.asarray([[3, 1, 4, 1, 5], [2, 6, 5, 3, 5]]), jnp.asarray([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    cache = language_model.init_cache(2, 16)
+    _, cache = language_model.extend(tokens, cache, segment_ids=ids, positions=jnp.cumsum(ids, axis=1) - 1)
+    for changed in (after_tokens(cache, jnp.int32(0)), settled(cache, jnp.int32(0))):
+        for name, layers in {"length": (0, 2, 3), "current": (0, 2, 3), "position": (0, 2, 3, 4)}.items():
+            counts = [getattr(changed[layer], name) for layer in layers]
+            assert all(count is counts[0] for count in counts)
+        for x, y in zip(jax.tree.leaves(changed), jax.tree.leaves(cache), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("implementation", [None, "scan", "chunked"])
 def test_states_stay_plain_where_no_kernel_serves(implementation, any_size):
     language_model = model(implementation)
