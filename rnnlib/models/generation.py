@@ -61,10 +61,14 @@ class NaNLogitsError(ValueError):
 
 
 class _Carry(NamedTuple):
-    """What decoding goes on from: the logits of the next token, and the cache that they came with."""
+    """What decoding goes on from: the logits of the next token, and the cache that they came with.
+
+    The likeliest token is the first whose logit is NaN, if there is one: logits are read once for both.
+    """
 
     step: Int[Array, ""]
     logits: Float[Array, "B vocabulary"]
+    likeliest: Int[Array, " B"]
     finished: Bool[Array, " B"]
     cache: DecoderCache
 
@@ -88,12 +92,16 @@ def _draw(
 ) -> Array:
     """`sample` with the options as numbers or arrays: calls that differ only in arrays' values share a compilation."""
     if divisor is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return _likeliest(logits)
     # The largest logit becomes 0, so that division by a small temperature does not make it infinite.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor
     if top_k is None and top_p is None:
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
     return draw_filtered(keys, logits, top_k, top_p)
+
+
+def _likeliest(logits: Float[Array, "B vocabulary"]) -> Int[Array, " B"]:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def draw_filtered(keys: Any, logits: Array, top_k: Array | int | None, top_p: Array | float | None) -> Array:
@@ -262,7 +270,7 @@ def _prefill(graphdef, state, tokens: Array, segment_ids: Array, cache: DecoderC
     positions = prompt_positions(segment_ids)
     hidden, cache = model.extend_hidden(tokens, cache, segment_ids=segment_ids, positions=positions)
     logits = model.logits(hidden[:, -1:])[:, 0]
-    return _Carry(jnp.int32(0), logits, jnp.zeros(tokens.shape[0], bool), cache)
+    return _Carry(jnp.int32(0), logits, _likeliest(logits), jnp.zeros(tokens.shape[0], bool), cache)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
@@ -288,7 +296,8 @@ def _decode(
     filler = 0 if end_token is None else end_token
 
     def stuck(carry):
-        return jnp.isnan(carry.logits).any(axis=-1) & ~carry.finished
+        likeliest = jnp.take_along_axis(carry.logits, carry.likeliest[:, None], axis=-1)[:, 0]
+        return jnp.isnan(likeliest) & ~carry.finished
 
     def unfinished(loop):
         made, _, carry = loop
@@ -297,12 +306,15 @@ def _decode(
     def step(loop):
         made, tokens, carry = loop
         keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, carry.step)))(rows)
-        token = _draw(carry.logits, keys, values["divisor"], values["top_k"], values["top_p"])
+        token = carry.likeliest
+        if values["divisor"] is not None:
+            token = _draw(carry.logits, keys, values["divisor"], values["top_k"], values["top_p"])
         token = jnp.where(carry.finished, filler, token)
         finished = carry.finished if end_token is None else carry.finished | (token == end_token)
         model = nnx.merge(graphdef, state)
         logits, cache = model.extend(token[:, None], after_tokens(carry.cache, made))
-        return made + 1, tokens.at[:, made].set(token), _Carry(carry.step + 1, logits[:, 0], finished, cache)
+        carry = _Carry(carry.step + 1, logits[:, 0], _likeliest(logits[:, 0]), finished, cache)
+        return made + 1, tokens.at[:, made].set(token), carry
 
     carry = carry._replace(cache=defer_writes(nnx.merge(graphdef, state), carry.cache))
     made, tokens, carry = jax.lax.while_loop(
