@@ -8,6 +8,7 @@ has all that is particular to Mosaic GPU.
 |---|---|
 | `delta_rule` | stages of the gated delta rule, whose other stages are in Triton |
 | `attention_gradients` | the backward pass of causal softmax attention, whose forward pass is cuDNN's |
+| `token_attention` | one token's attention to a ring of keys and values, for many rows |
 
 The stages are functions of the same arrays as their counterparts in `pallas_kernels.triton`, and round at the same
 places. `pallas_kernels.triton.gated_delta_rule` runs them where its argument `backend` is `"mosaic"`.

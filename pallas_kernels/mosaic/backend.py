@@ -194,6 +194,11 @@ def load_turned(ref: Any) -> Array:
     return plgpu.layout_cast(plgpu.load(ref.T, layout=plgpu.Layout.WGMMA_TRANSPOSED), _MATRIX)
 
 
+def load_flat(ref: Any) -> Array:
+    """A float32 matrix whose rows lie one after another in shared memory, four numbers of it to a thread in turn."""
+    return plgpu.load(ref, layout=plgpu.Layout.WG_STRIDED(ref.shape, vec_size=4), optimized=False)
+
+
 def load_state(ref: Any) -> Array:
     """A float32 matrix of 64 rows from global memory."""
     # Inside `jax.shard_map` a loaded value's type names the axes that it varies along; a kernel's other values have no

@@ -38,6 +38,8 @@ from pallas_kernels.triton.softplus_decay.softplus_decay import DecaySchedule, d
 from pallas_kernels.triton.thin_products.thin_products import ThinSchedule, thin_products, thin_unsupported
 from pallas_kernels.triton.token_attention.token_attention import (
     TokenAttentionSchedule,
+    ring_token_attention,
+    ring_token_attention_unsupported,
     token_attention,
     token_attention_unsupported,
 )
@@ -74,6 +76,8 @@ __all__ = [
     "preconditioner_readouts",
     "ridge_solve",
     "ridge_solve_unsupported",
+    "ring_token_attention",
+    "ring_token_attention_unsupported",
     "rms_norm",
     "settle_writes",
     "short_convolution",

@@ -179,7 +179,12 @@ class Attention(nnx.Module):
             gate = None if self.gate is None else self.gate(x)
         if positions is None:
             positions = running_positions(None if cache is None else cache.position, batch, length)
-        if self.rotary is not None:
+        ring = None if cache is None else Ring(cache.key, cache.value, cache.segment)
+        by_kernel = ring is not None and token_attention_serves(query, key, value, ring)
+        angle = None
+        if self.rotary is not None and by_kernel and self.rotary.channels in (None, self.shape.key_size):
+            angle = self.rotary.angle(query, positions)  # the kernel turns queries and keys
+        elif self.rotary is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
 
         if cache is None:
@@ -189,9 +194,8 @@ class Attention(nnx.Module):
         else:
             if self.config.window is None:
                 check_call_length("Attention", cache, length)
-            ring = Ring(cache.key, cache.value, cache.segment)
-            if token_attention_serves(query, key, value, ring):
-                out, ring = token_attention(query, key, value, ring, cache.length, cache.current)
+            if by_kernel:
+                out, ring = token_attention(query, key, value, ring, cache.length, cache.current, angle=angle)
                 cache = cache._replace(**ring._asdict(), length=cache.length + 1)
             else:
                 out, cache = extend_ring(cache, query, {"key": key, "value": value}, self._attend, segment_ids)

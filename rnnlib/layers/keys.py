@@ -17,8 +17,8 @@ from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
 from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import AxisConfig
-from rnnlib.layers.rotary import rotate_pairs
 from rnnlib.ops.arguments import segment_starts
+from rnnlib.ops.heads import rotate_pairs
 from rnnlib.ops.sequence import current_axis, enter_gram
 
 

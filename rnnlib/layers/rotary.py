@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveInteger, Range
 from rnnlib.layers.part import PartConfig
+from rnnlib.ops.heads import rotate_pairs
 from rnnlib.ops.sequence import first_position
 
 RotaryBase = Annotated[float, Range(above=1, below=math.inf)]
@@ -40,6 +41,14 @@ class Rotary(PartConfig):
         Raises:
             ValueError: R is odd or more than K.
         """
+        angle = self.angle(x, positions)
+        channels = 2 * angle.shape[-1]
+        if channels == x.shape[-1]:
+            return rotate_pairs(x, angle)
+        return jnp.concatenate([rotate_pairs(x[..., :channels], angle), x[..., channels:]], axis=-1)
+
+    def angle(self, x: Float[Array, "B T H K"], positions: Int[Array, "B T"]) -> Float[Array, "B T 1 P"]:
+        """By how much the channel pairs of `x` turn, in radians, `P = R/2`; arguments and errors as for the call."""
         channels = x.shape[-1] if self.channels is None else self.channels
         if channels > x.shape[-1]:
             raise ValueError(f"Rotary: channels is {channels}, expected at most the {x.shape[-1]} of x {x.shape}")
@@ -47,18 +56,7 @@ class Rotary(PartConfig):
             raise ValueError(f"Rotary: x has shape {x.shape} and {channels} channels to turn, expected an even number")
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         frequency = self.base ** (-jnp.arange(0, channels, 2, dtype=dtype) / channels)
-        angle = positions[:, :, None, None].astype(dtype) * frequency
-        if channels == x.shape[-1]:
-            return rotate_pairs(x, angle)
-        return jnp.concatenate([rotate_pairs(x[..., :channels], angle), x[..., channels:]], axis=-1)
-
-
-def rotate_pairs(x: Float[Array, "*axes K"], angle: Float[Array, "... P"]) -> Float[Array, "*axes K"]:
-    """Turns the channel pairs `(i, i + K/2)` of `x` by `angle` in radians, `P = K/2` of them; computed in its dtype."""
-    cosine, sine = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(angle.dtype), 2, axis=-1)
-    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return turned.astype(x.dtype)
+        return positions[:, :, None, None].astype(dtype) * frequency
 
 
 def running_positions(first: Int[Array, "B"] | None, batch: int, length: int) -> Int[Array, "B T"]:

@@ -15,6 +15,7 @@ from pallas_kernels.varying import vary_alike
 from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.ops.arguments import check_rank, check_segment_ids, floating_arrays, segment_index
 from rnnlib.ops.derivatives import with_derivatives_of
+from rnnlib.ops.heads import rotate_pairs
 from rnnlib.ops.kernels import attention_gradient_kernel, triton_kernels, triton_unsupported
 from rnnlib.ops.sequence import current_axis, tokens_before
 from rnnlib.ops.sharding import is_split, split_over_mesh
@@ -257,7 +258,15 @@ def token_attention_serves(q: Array, k: Array, v: Array, ring: Ring) -> bool:
 
 
 def token_attention(
-    q: Array, k: Array, v: Array, ring: Ring, length: Array, current: Array, *, scale: float | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    ring: Ring,
+    length: Array,
+    current: Array,
+    *,
+    angle: Array | None = None,
+    scale: float | None = None,
 ) -> tuple[Array, Ring]:
     """The attention of a token to itself and to the tokens of its segment in a ring, by the kernel.
 
@@ -269,7 +278,8 @@ def token_attention(
         v: its values `[B, 1, HK, V]`.
         ring: of the tokens before.
         length: `[B]` int32, tokens of each row before this one.
-        current: `[B]` int32, the token's segment.
+        current: `[B]` int32, the token's segment. Other tokens of the segment come right before it.
+        angle: by which the channel pairs `(i, i + K/2)` of queries and keys turn first, `[B, 1, 1, K/2]`; None is none.
         scale: factor on the scores; None is `K ** -0.5`.
 
     Returns:
@@ -280,13 +290,21 @@ def token_attention(
     """
 
     def run(q: Array, k: Array, v: Array, ring: Ring) -> tuple[Array, Ring]:
-        out, *updated = triton_kernels().token_attention(
-            q[:, 0], k[:, 0], v[:, 0], **ring._asdict(), length=length, current=current, scale=scale
-        )
+        options: dict[str, Any] = {**ring._asdict(), "length": length, "current": current, "scale": scale}
+        token = q[:, 0], k[:, 0], v[:, 0]
+        if triton_unsupported("ring_token_attention_unsupported", *token, ring.key, ring.value) is None:
+            options["angle"] = None if angle is None else angle[:, 0, 0]
+            out, *updated = triton_kernels().ring_token_attention(*token, **options)
+        else:
+            q, k = turned(q, k)
+            out, *updated = triton_kernels().token_attention(q[:, 0], k[:, 0], v[:, 0], **options)
         return out[:, None], Ring(*updated)
 
     def formula(q: Array, k: Array, v: Array, ring: Ring) -> tuple[Array, Ring]:
-        return token_attention_formula(q, k, v, ring, length, current, scale=scale)
+        return token_attention_formula(*turned(q, k), v, ring, length, current, scale=scale)
+
+    def turned(q: Array, k: Array) -> tuple[Array, Array]:
+        return (q, k) if angle is None else (rotate_pairs(q, angle), rotate_pairs(k, angle))
 
     return with_derivatives_of(formula, run)(q, k, v, ring)
 
@@ -294,7 +312,7 @@ def token_attention(
 def token_attention_formula(
     q: Array, k: Array, v: Array, ring: Ring, length: Array, current: Array, *, scale: float | None = None
 ) -> tuple[Array, Ring]:
-    """`token_attention` by XLA's products; arguments and results as there."""
+    """`token_attention` by XLA's products, without turning; arguments and results as there."""
     rows, capacity = jnp.arange(len(length)), ring.key.shape[1]
     own = (k[:, 0], v[:, 0], current)
     ring = Ring(*(x.at[rows, length % capacity].set(y.astype(x.dtype)) for x, y in zip(ring, own)))

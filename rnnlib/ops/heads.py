@@ -1,9 +1,14 @@
-"""Grouped value heads: value head `j` uses key head `j // R`, `R = HV // H`, and nothing is repeated in memory."""
+"""Heads: groups of value heads that share a key head, and channel pairs that turn.
+
+Value head `j` uses key head `j // R`, `R = HV // H`, and nothing is repeated in memory.
+"""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float
 
 
 def group_heads(x: Array, heads: int) -> Array:
@@ -28,3 +33,11 @@ def merge_heads(x: Array) -> Array:
 def group_inputs(inputs: Any) -> Any:
     """`group_heads` of each array of a named tuple with `q [B, T, H, K]`."""
     return jax.tree.map(lambda x: group_heads(x, inputs.q.shape[2]), inputs)
+
+
+def rotate_pairs(x: Float[Array, "*axes K"], angle: Float[Array, "... P"]) -> Float[Array, "*axes K"]:
+    """Turns the channel pairs `(i, i + K/2)` of `x` by `angle` in radians, `P = K/2` of them; computed in its dtype."""
+    cosine, sine = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(angle.dtype), 2, axis=-1)
+    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return turned.astype(x.dtype)

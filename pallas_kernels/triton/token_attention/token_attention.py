@@ -1,4 +1,4 @@
-"""One token's attention to a ring of keys and values, in one launch that also stores the token."""
+"""One token's attention to a ring of keys and values, in one launch that also stores the token, or in two."""
 
 import dataclasses
 import functools
@@ -30,6 +30,8 @@ from pallas_kernels.varying import vary_alike
 _LOWEST = -1e30  # of scores: a finite number, so that a difference of two is one
 _MOST_CHANNELS = 256
 _MOST_QUERIES = 64  # query heads of a key head
+_LEAST_ROWS = 96  # for which `ring_token_attention` is faster: a row is a program there
+_SLOTS = 1024  # whose segments are compared at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,3 +265,124 @@ def _added_up(highest: Array, total: Array, sums: Array, dtype: jnp.dtype) -> Ar
     total = functools.reduce(operator.add, [x * y for x, y in zip(kept, total)])
     sums = functools.reduce(operator.add, [x[..., None] * y for x, y in zip(kept, sums)])
     return (sums / total[..., None]).astype(dtype)
+
+
+def store_token_kernel(r, *, capacity: int):
+    """The keys and values of one row's new token, and how many tokens it sees; queries and keys may turn."""
+    row = pl.program_id(0)
+    count, current = r.length[row], r.current[row]
+    slot, filled = lax.rem(count, capacity), lax.min(count, capacity)
+    heads, size = r.k.shape[1:]
+
+    def numbers(channels: int) -> tuple[Array, Array]:
+        return iota((heads, channels), 0), iota((heads, channels), 1)
+
+    def turned(ref) -> list[tuple[Array, Array]]:
+        """Channels, and what they hold after their pairs `(i, i + K/2)` have turned."""
+        head, pair = numbers(size // 2)
+        places = pair, pair + size // 2
+        first, second = (load_masked(ref, (row, head, place), None).astype(jnp.float32) for place in places)
+        cosine, sine = (load_masked(ref, (row, iota((1, size // 2), 1)), None) for ref in (r.cosine, r.sine))
+        return list(zip(places, (first * cosine - second * sine, second * cosine + first * sine)))
+
+    head, channel = numbers(size)
+    store_masked(r.value, (row, slot, head, channel), load_masked(r.v, (row, head, channel), None), None)
+    if r.cosine is None:
+        store_masked(r.key, (row, slot, head, channel), load_masked(r.k, (row, head, channel), None), None)
+    else:
+        head, _ = numbers(size // 2)
+        for place, x in turned(r.k):
+            store_masked(r.key, (row, slot, head, place), x, None)
+        for place, x in turned(r.q):
+            store_masked(r.turned, (row, head, place), x, None)
+
+    def add(j, total):
+        position = j * _SLOTS + iota((_SLOTS,), 0)
+        # Not only as far as the ring is filled: so these loads need not wait for that of the length.
+        segment = load_masked(r.before_segment, (row, position), position < capacity)
+        is_seen = (position < filled) & (position != slot) & (segment == current)
+        return total + jnp.sum(is_seen.astype(jnp.int32))
+
+    r.seen[row] = lax.fori_loop(0, cdiv(capacity, _SLOTS), add, jnp.int32(1))
+    r.segment[row, slot] = current
+
+
+def ring_token_attention_unsupported(q: Array, k: Array, v: Array, key: Array, value: Array) -> str | None:
+    """Why `ring_token_attention` can't serve a call, as a noun phrase, or None if it can; arguments as there."""
+    if len({x.dtype for x in (q, k, v, key, value)}) > 1:
+        return "a ring of another dtype than the token"
+    if len(q) < _LEAST_ROWS:
+        return f"{len(q)} rows (at least {_LEAST_ROWS})"
+    try:
+        from pallas_kernels.mosaic.token_attention import ring_attention_unsupported
+    except ImportError as error:
+        return f"this installation: {error}"
+    return ring_attention_unsupported(q, key, value)
+
+
+def ring_token_attention(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H K"],
+    *,
+    key: Float[Array, "B S H K"],
+    value: Float[Array, "B S H K"],
+    segment: Int[Array, "B S"],
+    length: Int[Array, " B"],
+    current: Int[Array, " B"],
+    angle: Float[Array, "B P"] | None = None,
+    scale: float | None = None,
+) -> tuple[Float[Array, "B H K"], Float[Array, "B S H K"], Float[Array, "B S H K"], Int[Array, "B S"]]:
+    """`token_attention` in two launches, the second one in Mosaic GPU: faster for many rows on a Hopper card.
+
+    The first launch stores the token, and the second one reads the ring with it.
+
+    Args:
+        q: queries, bfloat16.
+        k: the token's keys.
+        v: its values.
+        key: as for `token_attention`.
+        value: likewise.
+        segment: likewise.
+        length: likewise.
+        current: likewise.
+        angle: by which the channel pairs `(i, i + K/2)` of queries and keys turn first, in radians, float32; `P = K/2`.
+            None turns none.
+        scale: as for `token_attention`.
+
+    Returns:
+        As `token_attention`.
+
+    Raises:
+        NotImplementedError: `ring_token_attention_unsupported` has an objection, but for the device and few rows.
+    """
+    from pallas_kernels.mosaic.token_attention import ring_attention
+
+    (batch, _, size), capacity = q.shape, key.shape[1]
+    q, k, v, key, value, segment, length, current, angle = vary_alike(
+        (q, k, v, key, value, segment, length, current, angle)
+    )
+    ring = {"key": whole(key), "value": whole(value), "segment": whole(segment)}
+    turns = {} if angle is None else {"cosine": whole(jnp.cos(angle)), "sine": whole(jnp.sin(angle))}
+    found = call(
+        store_token_kernel,
+        "store_token",
+        (batch,),
+        {"q": whole(q), "k": whole(k), "v": whole(v), "length": whole(length), "current": whole(current)}
+        | {"cosine": None, "sine": None}
+        | turns,
+        {"turned": whole(jax.ShapeDtypeStruct(q.shape, q.dtype)) if turns else None}
+        | {"seen": whole(jax.ShapeDtypeStruct((batch,), jnp.int32)), **ring},
+        Launch(num_warps=4, num_stages=1),
+        updates=ring,
+        capacity=capacity,
+    )
+    out = ring_attention(
+        found["turned"] if turns else q,  # type: ignore[arg-type]
+        key=found["key"],  # type: ignore[arg-type]
+        value=found["value"],  # type: ignore[arg-type]
+        last=length,
+        seen=found["seen"],  # type: ignore[arg-type]
+        scale=size**-0.5 if scale is None else float(scale),
+    )
+    return out, found["key"], found["value"], found["segment"]  # type: ignore[return-value]
