@@ -35,6 +35,7 @@ from pallas_kernels.triton.short_convolution.short_convolution import (
 )
 from pallas_kernels.triton.short_convolution.short_convolution import Finish as ConvolutionFinish
 from pallas_kernels.triton.softplus_decay.softplus_decay import DecaySchedule, decay_unsupported, softplus_decay
+from pallas_kernels.triton.thin_products.thin_products import Finish as ThinFinish
 from pallas_kernels.triton.thin_products.thin_products import ThinSchedule, thin_products, thin_unsupported
 from pallas_kernels.triton.token_attention.token_attention import (
     TokenAttentionSchedule,
@@ -55,6 +56,7 @@ __all__ = [
     "NormSchedule",
     "RidgeSchedule",
     "Schedule",
+    "ThinFinish",
     "ThinSchedule",
     "TokenAttentionSchedule",
     "TokenStream",

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from rnnlib.fields import PositiveInteger, check_fields, check_value, in_words, matches
 from rnnlib.layers.initializers import Initializer
-from rnnlib.layers.products import InputLinear
+from rnnlib.layers.products import InputLinear, LowRank
 from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
 from rnnlib.ops.sequence import expect_whole_rows
 from rnnlib.ops.thin_products import linear_product
@@ -115,23 +115,14 @@ def check_cache_size(mixer: str, batch_size: int, max_length: int) -> None:
         check_value(f"{mixer}.init_cache", name, value, PositiveInteger)
 
 
-class LowRank(nnx.Module):
-    """A map of low rank, `x W_1 W_2 (+ b)`, without a nonlinearity between."""
-
-    def __init__(self, down: nnx.Linear, up: nnx.Linear):
-        self.down = down
-        self.up = up
-
-    def __call__(self, x: Array) -> Array:
-        """Maps `[..., D]` to `[..., F]`."""
-        return self.up(self.down(x))
-
-
 def product_and_bias(f: nnx.Module, x: Array) -> tuple[Array, Array | None]:
     """`f(x)` for a projection: what it is without its bias, and the bias, None where `f(x)` is whole."""
     last: Any = f.up if isinstance(f, LowRank) else f
     if type(last) not in (nnx.Linear, InputLinear) or last.bias is None:
         return f(x), None  # type: ignore[operator]
+    found = f.found(x) if isinstance(f, LowRank) else None
+    if found is not None:
+        return found, last.bias[...]
     inputs = f.down(x) if isinstance(f, LowRank) else x
     inputs, kernel = last.promote_dtype((inputs, last.kernel[...]), dtype=last.dtype)
     return last.dot_general(inputs, kernel, (((inputs.ndim - 1,), (0,)), ((), ()))), last.bias[...]

@@ -14,8 +14,10 @@ from jaxtyping import Float
 from rnnlib.fields import PositiveNumber, Range
 from rnnlib.layers.base import MixerShape, Rank
 from rnnlib.layers.part import AxisConfig
+from rnnlib.layers.products import Finishing, finished_product
 from rnnlib.layers.tensor import first_of_share
 from rnnlib.ops.softplus_decay import softplus_decay, softplus_decay_serves
+from rnnlib.ops.thin_products import Finish, LogDecay
 
 NegativeNumber = Annotated[float, Range(below=0)]
 
@@ -184,10 +186,11 @@ class StateSpaceDecayGate(DecayGate):
 
     def _logits(self, projected: Array, bias: Array) -> Array:
         dtype = self.shape.gate_dtype
-        logits = projected.astype(dtype) + bias.astype(dtype)
-        if self.channelwise:
-            logits = logits.reshape(*logits.shape[:2], -1, self.shape.key_size)
-        return logits
+        return self._by_head(projected.astype(dtype) + bias.astype(dtype))
+
+    def _by_head(self, x: Array) -> Array:
+        """What is by channel as `[B, T, heads, K]`; what is by head, as it is."""
+        return x.reshape(*x.shape[:2], -1, self.shape.key_size) if self.channelwise else x
 
     def per_value_head(self, x: Array) -> Array:
         """A signal of the decay's heads, for each value head."""
@@ -237,7 +240,7 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
     return log_decay, -step * tangents[1] - rate * sigmoid * tangents[2]
 
 
-class SoftplusDecayGate(StateSpaceDecayGate):
+class SoftplusDecayGate(StateSpaceDecayGate, Finishing):
     """`-rate * softplus(W x + dt_bias)`."""
 
     def __init__(self, config: SoftplusDecay, shape: MixerShape, *, rngs: nnx.Rngs):
@@ -246,6 +249,11 @@ class SoftplusDecayGate(StateSpaceDecayGate):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Decay:
         """Decay and step, `[B, T, HV]` or `[B, T, HV, K]`, float32."""
+        finished = finished_product(self.projection, x)
+        if finished is not None:
+            rate, log_decay = self._rate(x), self._by_head(finished)
+            step = -log_decay / jnp.maximum(rate, jnp.finfo(rate.dtype).tiny)  # XLA drops what no gate takes
+            return Decay(log_decay=self.per_value_head(log_decay), step=self.per_value_head(step))
         projected = self.projection(x)
         rate, logits = self._rate(x), self._logits(projected, self.dt_bias[...])
         if self.channelwise and self.A_log is not None and self.step_limits is None:
@@ -265,6 +273,13 @@ class SoftplusDecayGate(StateSpaceDecayGate):
         else:  # the backward pass keeps the log decay, which the operator keeps as well, and neither step nor logits
             log_decay = jax.checkpoint(_with_derivative)(-rate * step, rate, logits)
         return Decay(log_decay=self.per_value_head(log_decay), step=self.per_value_head(step))
+
+    def finishes(self) -> list[tuple[nnx.Module, Finish]]:
+        """The log decay, of a rate that is no function of the token and without limits."""
+        if self.A_log is None or self.step_limits is not None:
+            return []
+        dtype = self.shape.gate_dtype
+        return [(self.projection, LogDecay(self.A_log[...].astype(dtype), self.dt_bias[...].astype(dtype)))]
 
 
 @dataclasses.dataclass(frozen=True)

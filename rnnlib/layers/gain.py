@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.gates import Gates
 from rnnlib.layers.part import AxisConfig
+from rnnlib.layers.products import Finishing, finished_product
+from rnnlib.ops.thin_products import BoundedSigmoid, Finish
 
 
 class Gain(nnx.Module, abc.ABC):
@@ -87,7 +89,7 @@ class SigmoidGain(GainConfig):
         return SigmoidGate(shape, bound=bound, use_bias=self.use_bias, heads=self.heads, rngs=rngs)
 
 
-class SigmoidGate(Gain):
+class SigmoidGate(Gain, Finishing):
     """`bound * sigmoid(W x (+ b))`."""
 
     def __init__(
@@ -106,8 +108,17 @@ class SigmoidGate(Gain):
 
     def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
         """Beta `[B, T, HV]`."""
-        beta = self.bound * jax.nn.sigmoid(self.projection(x).astype(self.shape.gate_dtype))
-        return Gates(beta=self.shape.repeat_key_heads(beta))
+        return Gates(beta=self.shape.repeat_key_heads(_sigmoid_of(self.projection, x, self.bound, self.shape)))
+
+    def finishes(self) -> list[tuple[nnx.Module, Finish]]:
+        """Beta."""
+        return [(self.projection, BoundedSigmoid(self.bound))]
+
+
+def _sigmoid_of(f: Any, x: Array, bound: float, shape: MixerShape) -> Array:
+    """`bound * sigmoid(f(x))` in the gates' dtype."""
+    found = finished_product(f, x)
+    return bound * jax.nn.sigmoid(f(x).astype(shape.gate_dtype)) if found is None else found
 
 
 class KeyEnergyGain(GainConfig):
@@ -258,7 +269,7 @@ class ChannelGain(GainConfig):
         return ChannelGates(self, shape, rngs=rngs)
 
 
-class ChannelGates(Gain):
+class ChannelGates(Gain, Finishing):
     """Erase and write gates per channel."""
 
     def __init__(self, config: ChannelGain, shape: MixerShape, *, rngs: nnx.Rngs):
@@ -269,12 +280,18 @@ class ChannelGates(Gain):
 
     def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
         """Erase `[B, T, HV, K]` and write `[B, T, HV, V]`."""
-        dtype = self.shape.gate_dtype
-        erase = self.erase_bound * jax.nn.sigmoid(self.erase_projection(x).astype(dtype))
-        write = jax.nn.sigmoid(self.write_projection(x).astype(dtype))
+        erase = _sigmoid_of(self.erase_projection, x, self.erase_bound, self.shape)
+        write = _sigmoid_of(self.write_projection, x, 1.0, self.shape)
         erase = erase.reshape(*x.shape[:2], self.shape.key_heads, self.shape.key_size)
         write = write.reshape(*x.shape[:2], self.shape.value_heads, self.shape.value_size)
         return Gates(erase=self.shape.repeat_key_heads(erase), write=write)
+
+    def finishes(self) -> list[tuple[nnx.Module, Finish]]:
+        """Both gates."""
+        return [
+            (self.erase_projection, BoundedSigmoid(self.erase_bound)),
+            (self.write_projection, BoundedSigmoid()),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Linear maps of the same input, joined into as few matrix products as possible."""
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.varying import vary_alike
 from rnnlib.ops.sharding import is_split
-from rnnlib.ops.thin_products import row_product, thin_kernel_serves, thin_products
+from rnnlib.ops.thin_products import Finish, row_product, thin_kernel_serves, thin_products
 
 _MAPS_OF_A_LAUNCH = 8
 _NARROW = 512  # Most columns of a map that joins a mixer's streams: they are copied out of the product.
@@ -73,12 +74,14 @@ class _InputProducts:
     Attributes:
         x: the input.
         maps: of it, that no product has been computed of.
-        found: products by the identity of their map.
+        found: products by the identity of their map; of a `LowRank`, without its bias.
+        finished: functions of products that `Finishing` parts asked for, by the identity of the map.
     """
 
     x: Array
     maps: list["InputLinear"]
-    found: dict[int, Array]
+    found: dict[int, Array] = dataclasses.field(default_factory=dict)
+    finished: dict[int, Array] = dataclasses.field(default_factory=dict)
 
 
 _PRODUCTS: contextvars.ContextVar[_InputProducts | None] = contextvars.ContextVar("products_of_an_input", default=None)
@@ -95,9 +98,50 @@ class InputLinear(nnx.Linear):
         return super().__call__(inputs, out_sharding)
 
 
+class LowRank(nnx.Module):
+    """A map of low rank, `x W_1 W_2 (+ b)`, without a nonlinearity between.
+
+    Within `joined_inputs` its product has been computed together with others, if both maps are as `MixerShape.project`
+    makes them.
+    """
+
+    def __init__(self, down: nnx.Linear, up: nnx.Linear):
+        self.down = down
+        self.up = up
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[..., D]` to `[..., F]`."""
+        y = self.found(x)
+        if y is None or self.up.bias is None:
+            return self.up(self.down(x)) if y is None else y
+        y, bias = self.up.promote_dtype((y, self.up.bias[...]), dtype=self.up.dtype)
+        return y + bias
+
+    def found(self, x: Array) -> Array | None:
+        """The product without its bias, if it has been computed."""
+        products = _PRODUCTS.get()
+        return products.found.get(id(self)) if products is not None and products.x is x else None
+
+
+class Finishing:
+    """A part that wants functions of its maps' products and not the products, which a kernel can compute with them."""
+
+    def finishes(self) -> Sequence[tuple[nnx.Module, Finish]]:
+        """Maps of the mixer's input that the part alone calls, and what it makes of their products."""
+        return ()
+
+
+def finished_product(f: nnx.Module, x: Array) -> Array | None:
+    """What `Finishing.finishes` asked for of `f(x)`, `[..., F]` float32; None where it has not been computed."""
+    products = _PRODUCTS.get()
+    return products.finished.get(id(f)) if products is not None and products.x is x else None
+
+
 @contextlib.contextmanager
 def joined_inputs(module: nnx.Module, x: Float[Array, "*batch D"]) -> Iterator[None]:
     """Within this context, all `InputLinear` of `module` that are called with `x` itself share one kernel launch.
+
+    The second maps of all `LowRank` share another. What `Finishing` parts make of products is part of either.
 
     Of many rows, which no such kernel supports, narrow maps can share the product of `joined_columns`.
 
@@ -105,22 +149,62 @@ def joined_inputs(module: nnx.Module, x: Float[Array, "*batch D"]) -> Iterator[N
         module: a mixer, whose parts call their own maps.
         x: its input.
     """
-    maps = _maps_in(module) if x.size else []
-    maps = [f for f in maps if f.bias is None and f.dtype == x.dtype and f.in_features == x.shape[-1]]
-    found: dict[int, Array] = {}
-    for some in itertools.batched(maps, _MAPS_OF_A_LAUNCH) if thin_kernel_serves(x, ()) else ():
-        _, *kernels = some[0].promote_dtype((x, *(f.kernel[...] for f in some)), dtype=x.dtype)
-        if len(some) > 1 and thin_kernel_serves(x, kernels):
-            found |= {id(f): y for f, y in zip(some, thin_products(x, kernels))}
-    token = _PRODUCTS.set(_InputProducts(x, [f for f in maps if id(f) not in found], found))
+    nodes = [node for _, node in nnx.iter_graph(module)] if x.size else []
+    maps = [f for f in nodes if type(f) is InputLinear and f.bias is None]
+    products = _InputProducts(x, [f for f in maps if f.dtype == x.dtype and f.in_features == x.shape[-1]])
+    if thin_kernel_serves(x, ()):
+        finishes = _finishes(nodes)
+        _launch([_Product(f, x, f) for f in products.maps], finishes, products)
+        raised = [f for f in nodes if type(f) is LowRank and _is_raised(f, products)]
+        _launch([_Product(f, products.found[id(f.down)], f.up) for f in raised], finishes, products)
+        computed = products.found.keys() | products.finished.keys()
+        products.maps = [f for f in products.maps if id(f) not in computed]
+    token = _PRODUCTS.set(products)
     try:
         yield
     finally:
         _PRODUCTS.reset(token)
 
 
-def _maps_in(module: nnx.Module) -> list[InputLinear]:
-    return [node for _, node in nnx.iter_graph(module) if type(node) is InputLinear]
+class _Product(NamedTuple):
+    """A product of a launch: of a part's map, by what input and last linear map."""
+
+    of: nnx.Module
+    x: Array
+    last: nnx.Linear
+
+
+def _finishes(nodes: Sequence[Any]) -> dict[int, Finish]:
+    """What parts make of products, by the identity of their map; nothing of a map that two parts name."""
+    wanted = [pair for node in nodes if isinstance(node, Finishing) for pair in node.finishes()]
+    times = collections.Counter(id(f) for f, _ in wanted)
+    is_whole = {id(f): not any(map(is_split, jax.tree.leaves(finish))) for f, finish in wanted}
+    return {id(f): finish for f, finish in wanted if times[id(f)] == 1 and is_whole[id(f)]}
+
+
+def _is_raised(f: LowRank, products: _InputProducts) -> bool:
+    """Whether what a map's second part multiplies is there, and this part is a product with a kernel, and a bias."""
+    return (
+        id(f.down) in products.found
+        and type(f.up) is nnx.Linear
+        and f.up.dtype == products.x.dtype
+        and f.up.in_features == f.down.out_features
+    )
+
+
+def _launch(wanted: Sequence[_Product], finishes: Mapping[int, Finish], products: _InputProducts) -> None:
+    """Computes products in as few launches as possible, if the kernel serves them and they are several."""
+    for some in itertools.batched(wanted, _MAPS_OF_A_LAUNCH):
+        own = [finishes.get(id(one.of)) if one.last.bias is None else None for one in some]
+        # One product of the mixer's input has an inner axis so long that programs share it: nothing can finish it.
+        if len(some) == 1 and (own[0] is None or some[0].x is products.x):
+            continue
+        pairs = [one.last.promote_dtype((one.x, one.last.kernel[...]), dtype=one.x.dtype) for one in some]
+        if not all(thin_kernel_serves(x, (kernel,)) for x, kernel in pairs):
+            continue
+        results = thin_products([x for x, _ in pairs], [kernel for _, kernel in pairs], finishes=own)
+        for one, finish, y in zip(some, own, results):
+            (products.found if finish is None else products.finished)[id(one.of)] = y
 
 
 def columns_can_join(x: Float[Array, "*batch D"], maps: Sequence[nnx.Module]) -> bool:

@@ -2,6 +2,8 @@
 
 import contextlib
 import contextvars
+import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,42 +33,98 @@ def _flat(x: Array) -> Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("bound",))
+@dataclasses.dataclass(frozen=True)
+class BoundedSigmoid:
+    """`bound * sigmoid(y)`, which `thin_products` can make of a product y.
+
+    Attributes:
+        bound: factor of the sigmoid.
+    """
+
+    bound: float = 1.0
+
+    def __call__(self, y: Float[Array, "*rows N"]) -> Float[Array, "*rows N"]:
+        """The formula, in `y`'s dtype."""
+        return self.bound * jax.nn.sigmoid(y)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("log_rate", "bias"), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class LogDecay:
+    """`-exp(log_rate) * softplus(y + bias)`, which `thin_products` can make of a product y.
+
+    Attributes:
+        log_rate: `[R]`, each of `N / R` consecutive columns.
+        bias: `[N]`.
+    """
+
+    log_rate: Float[Array, " R"]
+    bias: Float[Array, " N"]
+
+    def __call__(self, y: Float[Array, "*rows N"]) -> Float[Array, "*rows N"]:
+        """The formula, in `y`'s dtype."""
+        rate = jnp.repeat(jnp.exp(self.log_rate.astype(y.dtype)), y.shape[-1] // len(self.log_rate))
+        return -rate * jax.nn.softplus(y + self.bias.astype(y.dtype))
+
+
+Finish = BoundedSigmoid | LogDecay
+
+
 def thin_products(
-    x: Float[Array, "*rows K"],
-    kernels: Sequence[Float[Array, "K _"]],
+    x: Float[Array, "*rows K"] | Sequence[Float[Array, "*rows _"]],
+    kernels: Sequence[Float[Array, "_ _"]],
     *,
     is_gated: bool = False,
     added: Float[Array, "*rows _"] | None = None,
+    finishes: Sequence[Finish | None] | None = None,
 ) -> tuple[Float[Array, "*rows _"], ...]:
     """`x @ W` for each of `kernels` in one launch, accumulated in float32; derivatives are computed by XLA.
 
     Args:
-        x: rows, at most 256 over all leading axes.
+        x: rows, at most 256 over all leading axes; or those of each kernel, which differ in their last axis at most.
         kernels: matrices in `x`'s dtype. Their numbers of columns may differ.
         is_gated: `kernels` are two matrices of one shape, and the only result is `silu(x W_0) * (x W_1)`.
         added: if given, in `x`'s dtype, `kernels` is one matrix and the result is `added + x @ W`.
+        finishes: of each product, a function of it that is the result, or None. It takes the product rounded to `x`'s
+            dtype, and computes in float32; not with `is_gated` or `added`.
 
     Returns:
-        The results in `x`'s dtype, each rounded once.
+        The results in `x`'s dtype, each rounded once; those with a finish in float32.
 
     Raises:
         NotImplementedError: the kernel does not support the call.
+        ValueError: arguments do not go together.
     """
+    xs = list(x) if isinstance(x, Sequence) else [x] * len(kernels)
+    distinct = {id(own): own for own in xs}  # each is one argument of the function with derivatives
+    which = [list(distinct).index(id(own)) for own in xs]
 
-    def run(x: Array, kernels: tuple[Array, ...], added: Array | None) -> tuple[Array, ...]:
-        other = None if added is None else _flat(added)
-        found = triton_kernels().thin_products(_flat(x), kernels, is_gated=is_gated, added=other)
-        return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in found)
+    def run(xs: list[Array], kernels: tuple[Array, ...], added: Array | None, finishes: list[Finish | None]) -> Any:
+        other, flat = None if added is None else _flat(added), [_flat(own) for own in xs]
+        options = {"is_gated": is_gated, "added": other, "finishes": [_of_kernel(finish) for finish in finishes]}
+        found = triton_kernels().thin_products([flat[n] for n in which], kernels, **options)
+        return tuple(y.reshape(*xs[0].shape[:-1], y.shape[-1]) for y in found)
 
-    def formula(x: Array, kernels: tuple[Array, ...], added: Array | None) -> tuple[Array, ...]:
-        results = [jnp.matmul(x, kernel, preferred_element_type=jnp.float32) for kernel in kernels]
+    def formula(xs: list[Array], kernels: tuple[Array, ...], added: Array | None, finishes: list[Finish | None]) -> Any:
+        results = [jnp.matmul(xs[n], w, preferred_element_type=jnp.float32) for n, w in zip(which, kernels)]
         if is_gated:
             results = [jax.nn.silu(results[0]) * results[1]]
         if added is not None:
             results = [added + results[0]]
-        return tuple(y.astype(x.dtype) for y in results)
+        rounded = [y.astype(xs[0].dtype) for y in results]
+        return tuple(y if f is None else f(y.astype(jnp.float32)) for y, f in zip(rounded, finishes))
 
-    return with_derivatives_of(formula, run)(x, tuple(kernels), added)
+    given = [None] * len(kernels) if finishes is None else list(finishes)
+    return with_derivatives_of(formula, run)(list(distinct.values()), tuple(kernels), added, given)
+
+
+def _of_kernel(finish: Finish | None) -> Any:
+    """A finish as the kernel takes it."""
+    if finish is None:
+        return None
+    fields = {field.name: getattr(finish, field.name) for field in dataclasses.fields(finish)}
+    return triton_kernels().ThinFinish(**fields)
 
 
 _MADE: contextvars.ContextVar[list[tuple[Array, Array, Array]] | None]

@@ -176,10 +176,15 @@ def dot_tn(a: Array, b: Array, precise: bool | None = None) -> Array:
     return _dot(a, b, (0, 0), precise)
 
 
+def rounded(x: Array, dtype: Any) -> Array:
+    """Float32 `x` in `dtype`, rounded to it even if it is cast back."""
+    # XLA takes a cast there and back, which is what remains when interpreted, for no change of the value.
+    return (lax.reduce_precision(x, 8, 7) if interpreted() and dtype == jnp.bfloat16 else x).astype(dtype)
+
+
 def split(x: Array) -> tuple[Array, Array]:
     """`x` as a sum of two bfloat16 values."""
-    # XLA takes a cast there and back, which is what remains when interpreted, for no change of the value.
-    high = (lax.reduce_precision(x, 8, 7) if interpreted() else x).astype(jnp.bfloat16)
+    high = rounded(x, jnp.bfloat16)
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 

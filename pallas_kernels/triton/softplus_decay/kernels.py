@@ -69,7 +69,8 @@ def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
     return total
 
 
-def _softplus(z: Array) -> Array:
+def softplus(z: Array) -> Array:
+    """`log(1 + e ** z)` of float32, of any size."""
     t = exp2(jnp.abs(z) * -LOG2_E)
     s = t * reciprocal(t + 2.0)
     return multiply_add(s + s, _polynomial(_ATANH, s * s), jnp.maximum(z, 0.0))
@@ -83,7 +84,7 @@ def decay_kernel(r, *, cut: Cut):
 
     def body(row, mask, state):
         z = load_masked(r.p, (row, column), mask).astype(jnp.float32) + bias
-        store_masked(r.g, (row, column), _softplus(z) * -rate, mask)
+        store_masked(r.g, (row, column), softplus(z) * -rate, mask)
         return state
 
     _rows(cut, mask, body, jnp.int32(0))

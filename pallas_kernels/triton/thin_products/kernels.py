@@ -7,7 +7,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.problem import cdiv
-from pallas_kernels.triton.common.backend import dot, iota, load_masked, sigmoid, store_masked
+from pallas_kernels.triton.common.backend import dot, exp, iota, load_masked, rounded, sigmoid, store_masked
+from pallas_kernels.triton.softplus_decay.kernels import softplus
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,10 @@ class Cut:
 
     Attributes:
         rows: M.
-        inner: K, the axis that is summed over.
+        inner: K of each matrix, the axis that is summed over.
         columns: N of each matrix.
+        inputs: which of the inputs each matrix is multiplied with.
+        bounds: of each result that ends as a sigmoid, its factor; None for the others.
         block_rows: of a program.
         block_columns: of a program.
         block_inner: of a step of its loop.
@@ -27,18 +30,19 @@ class Cut:
     """
 
     rows: int
-    inner: int
+    inner: tuple[int, ...]
     columns: tuple[int, ...]
+    inputs: tuple[int, ...]
+    bounds: tuple[float | None, ...]
     block_rows: int
     block_columns: int
     block_inner: int
     is_gated: bool
     splits: int
 
-    @property
-    def steps(self) -> int:
-        """Steps of a program's loop."""
-        return cdiv(cdiv(self.inner, self.block_inner), self.splits)
+    def steps(self, i: int) -> int:
+        """Steps of a program's loop over a matrix."""
+        return cdiv(cdiv(self.inner[i], self.block_inner), self.splits)
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -57,46 +61,48 @@ class Tile:
 
 def thin_products_kernel(r, *, cut: Cut):
     """One block of one of the results."""
-    kernels = [getattr(r, f"kernel_{i}") for i in range(len(cut.columns))]
     row, column, split = (pl.program_id(axis) for axis in range(3))
     if cut.is_gated:
         tile = Tile(row, column, split)
-        gate, up = _sums(r.x, kernels, cut, cut.columns[0], tile)
+        gate, up = _sums(r, cut, (0, 1), tile)
         if cut.splits > 1:
-            _store(r.y_0, gate, cut, cut.columns[0], tile)
-            _store(r.y_1, up, cut, cut.columns[0], tile)
+            _store(r.y_0, gate, cut, 0, tile)
+            _store(r.y_1, up, cut, 1, tile)
         else:
-            _store(r.y_0, gate * sigmoid(gate) * up, cut, cut.columns[0], tile)
+            _store(r.y_0, gate * sigmoid(gate) * up, cut, 0, tile)
         return
     first = 0
     for i, blocks in enumerate(cut.blocks):
         tile = Tile(row, column - first, split)
 
         def own(i=i, tile=tile):
-            (total,) = _sums(r.x, [kernels[i]], cut, cut.columns[i], tile)
-            _store(getattr(r, f"y_{i}"), total, cut, cut.columns[i], tile, r.added)
+            (total,) = _sums(r, cut, (i,), tile)
+            _store(getattr(r, f"y_{i}"), _finished(r, cut, i, total, tile), cut, i, tile, r.added)
 
-        if len(kernels) == 1:
+        if len(cut.columns) == 1:
             own()
         else:
             pl.when((tile.column >= 0) & (tile.column < blocks))(own)
         first += blocks
 
 
-def _sums(x, kernels, cut: Cut, columns: int, tile: Tile) -> tuple[Array, ...]:
-    """`x W` of a block of rows and columns for each of some matrices, float32."""
+def _sums(r, cut: Cut, matrices: tuple[int, ...], tile: Tile) -> tuple[Array, ...]:
+    """`x W` of a block of rows and columns for each of some matrices of one shape and one input, float32."""
+    i = matrices[0]
+    x, inner, columns = getattr(r, f"x_{cut.inputs[i]}"), cut.inner[i], cut.columns[i]
+    kernels = [getattr(r, f"kernel_{j}") for j in matrices]
     left, right = (cut.block_rows, cut.block_inner), (cut.block_inner, cut.block_columns)
     row = tile.row * cut.block_rows + iota(left, 0)
     column = tile.column * cut.block_columns + iota(right, 1)
     row_mask = None if cut.rows % cut.block_rows == 0 else row < cut.rows
     column_mask = None if columns % cut.block_columns == 0 else column < columns
-    is_whole = cut.inner % (cut.block_inner * cut.steps) == 0  # no step of any part is beyond the end
-    start = tile.split * cut.steps * cut.block_inner
+    is_whole = inner % (cut.block_inner * cut.steps(i)) == 0  # no step of any part is beyond the end
+    start = tile.split * cut.steps(i) * cut.block_inner
 
-    def within(inner: Array, mask: Array | None) -> Array | None:
+    def within(index: Array, mask: Array | None) -> Array | None:
         if is_whole:
             return mask
-        return inner < cut.inner if mask is None else mask & (inner < cut.inner)
+        return index < inner if mask is None else mask & (index < inner)
 
     def step(j, totals):
         first = start + j * cut.block_inner
@@ -108,11 +114,26 @@ def _sums(x, kernels, cut: Cut, columns: int, tile: Tile) -> tuple[Array, ...]:
         )
 
     zeros = tuple(jnp.zeros((cut.block_rows, cut.block_columns), jnp.float32) for _ in kernels)
-    return lax.fori_loop(0, cut.steps, step, zeros)
+    return lax.fori_loop(0, cut.steps(i), step, zeros)
 
 
-def _store(y, value: Array, cut: Cut, columns: int, tile: Tile, added=None) -> None:
-    shape = (cut.block_rows, cut.block_columns)
+def _finished(r, cut: Cut, i: int, total: Array, tile: Tile) -> Array:
+    """What is stored of a sum. A function of it is one of the sum as it would be stored, rounded."""
+    bound, log_rate, bias = cut.bounds[i], getattr(r, f"log_rate_{i}"), getattr(r, f"bias_{i}")
+    if bound is None and log_rate is None:
+        return total
+    y = rounded(total, r.x_0.dtype).astype(jnp.float32)
+    if bound is not None:
+        return bound * sigmoid(y)
+    column = tile.column * cut.block_columns + iota((1, cut.block_columns), 1)
+    mask = None if cut.columns[i] % cut.block_columns == 0 else column < cut.columns[i]
+    of_rate = lax.div(column, jnp.int32(cut.columns[i] // log_rate.shape[0]))
+    rate = exp(load_masked(log_rate, (of_rate,), mask).astype(jnp.float32))
+    return softplus(y + load_masked(bias, (column,), mask).astype(jnp.float32)) * -rate
+
+
+def _store(y, value: Array, cut: Cut, i: int, tile: Tile, added=None) -> None:
+    shape, columns = (cut.block_rows, cut.block_columns), cut.columns[i]
     row = tile.row * cut.block_rows + iota(shape, 0)
     column = tile.column * cut.block_columns + iota(shape, 1)
     mask = None

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,22 @@ class ThinSchedule:
     num_warps: int = 4
     num_stages: int = 4
     splits: int = 1
+
+
+class Finish(NamedTuple):
+    """What a result y is before it is stored, computed in float32 from y rounded to `x`'s dtype.
+
+    `bound * sigmoid(y)`, or with the other two `-exp(log_rate) * softplus(y + bias)`.
+
+    Attributes:
+        bound: factor of the sigmoid.
+        log_rate: `[R]`, each of `N / R` consecutive columns, bfloat16 or float32; None is a sigmoid.
+        bias: `[N]`, likewise; None is a sigmoid.
+    """
+
+    bound: float = 1.0
+    log_rate: Array | None = None
+    bias: Array | None = None
 
 
 def choose_thin_schedule(rows: int, inner: int, columns: Sequence[int], is_gated: bool = False) -> ThinSchedule:
@@ -118,39 +135,54 @@ def thin_unsupported(x: Array, *kernels: Array) -> str | None:
 
 
 def thin_products(
-    x: Float[Array, "M K"],
-    kernels: Sequence[Float[Array, "K _"]],
+    x: Float[Array, "M K"] | Sequence[Float[Array, "M _"]],
+    kernels: Sequence[Float[Array, "_ _"]],
     *,
     is_gated: bool = False,
     added: Float[Array, "M _"] | None = None,
+    finishes: Sequence[Finish | None] | None = None,
     schedule: ThinSchedule | None = None,
 ) -> tuple[Float[Array, "M _"], ...]:
     """`x @ W` for each of some matrices, accumulated in float32; it has no derivative.
 
     Args:
-        x: rows, bfloat16 or float32, at most 256.
-        kernels: matrices in `x`'s dtype, at most 8; each has its own N.
+        x: rows, bfloat16 or float32, at most 256; or those of each matrix, of one dtype and number.
+        kernels: matrices in `x`'s dtype, at most 8; each has its own N, and the K of its rows.
         is_gated: of two matrices of one shape, `silu(x W_0) * (x W_1)` is the only result.
         added: of one matrix, the result is `added + x @ W`; in `x`'s dtype.
+        finishes: of each result, what it ends as, or None for the product itself; neither gated nor added to.
         schedule: how the call is cut into programs.
 
     Returns:
-        The results in `x`'s dtype, each rounded once.
+        The results in `x`'s dtype, each rounded once; those with a finish in float32.
 
     Raises:
         NotImplementedError: `thin_unsupported` has an objection.
+        ValueError: arguments do not go together.
     """
-    reason = thin_unsupported(x, *kernels)
-    if reason is not None:
-        raise NotImplementedError(f"thin_products: the Triton kernels do not support {reason}")
-    (rows, inner), columns = x.shape, tuple(kernel.shape[1] for kernel in kernels)
-    s = schedule or choose_thin_schedule(rows, inner, columns, is_gated)
-    if s.splits > 1 and not is_gated and len(kernels) > 1:
-        raise ValueError(f"thin_products: schedule.splits is {s.splits}, expected 1 with {len(kernels)} results")
-    cut = Cut(rows, inner, columns, s.block_rows, s.block_columns, s.block_inner, is_gated, s.splits)
-    x, kernels, added = vary_alike((x, tuple(kernels), added))
-    inputs: dict[str, Operand | None] = {"x": whole(x)}
-    inputs |= {f"kernel_{i}": whole(kernel) for i, kernel in enumerate(kernels)}
+    xs = list(x) if isinstance(x, Sequence) else [x] * len(kernels)
+    finishes = [None] * len(kernels) if finishes is None else list(finishes)
+    _check(xs, kernels, finishes, is_gated or added is not None)
+    distinct = list({id(rows): rows for rows in xs}.values())
+    which = tuple(next(n for n, rows in enumerate(distinct) if rows is own) for own in xs)
+    rows, columns = xs[0].shape[0], tuple(kernel.shape[1] for kernel in kernels)
+    inner = tuple(kernel.shape[0] for kernel in kernels)
+    has_finish = any(finish is not None for finish in finishes)
+    s = schedule or choose_thin_schedule(rows, max(inner), columns, is_gated)
+    if has_finish and schedule is None:
+        s = dataclasses.replace(s, splits=1)
+    if s.splits > 1 and (has_finish or (len(kernels) > 1 and not is_gated)):
+        what = "a finish" if len(kernels) == 1 else f"{len(kernels)} results"
+        raise ValueError(f"thin_products: schedule.splits is {s.splits}, expected 1 with {what}")
+    bounds = tuple(finish.bound if finish is not None and finish.log_rate is None else None for finish in finishes)
+    blocks = (s.block_rows, s.block_columns, s.block_inner)
+    cut = Cut(rows, inner, columns, which, bounds, *blocks, is_gated=is_gated, splits=s.splits)
+    arrays: dict[str, Array | None] = {f"x_{n}": rows for n, rows in enumerate(distinct)}
+    for i, (kernel, finish) in enumerate(zip(kernels, finishes)):
+        log_rate, bias = (None, None) if finish is None else (finish.log_rate, finish.bias)
+        arrays |= {f"kernel_{i}": kernel, f"log_rate_{i}": log_rate, f"bias_{i}": bias}
+    arrays, added = vary_alike((arrays, added))
+    inputs: dict[str, Operand | None] = {name: whole(array) for name, array in arrays.items()}
     grid = (cdiv(rows, s.block_rows), sum(cut.blocks), s.splits)
     launch = Launch(num_warps=s.num_warps, num_stages=s.num_stages)
 
@@ -158,11 +190,41 @@ def thin_products(
         outputs = {f"y_{i}": whole(y) for i, y in enumerate(results)}
         return list(call(thin_products_kernel, "thin_products", grid, inputs, outputs, launch, cut=cut).values())  # type: ignore[arg-type]
 
+    dtype = distinct[0].dtype
     if s.splits == 1:
-        results = [jax.ShapeDtypeStruct((rows, n), x.dtype) for n in (columns[:1] if is_gated else columns)]
+        dtypes = [dtype if finish is None else jnp.float32 for finish in finishes]
+        results = [jax.ShapeDtypeStruct((rows, n), d) for n, d in zip(columns[:1] if is_gated else columns, dtypes)]
         return tuple(run(inputs | {"added": whole(added)}, results))
     parts = run(inputs | {"added": None}, [jax.ShapeDtypeStruct((s.splits, rows, n), jnp.float32) for n in columns])
     first, *second = (functools.reduce(operator.add, part) for part in parts)  # one loop for XLA, in a fixed order
     if second:
         first = jax.nn.silu(first) * second[0]
-    return ((first if added is None else first + added.astype(jnp.float32)).astype(x.dtype),)
+    return ((first if added is None else first + added.astype(jnp.float32)).astype(dtype),)
+
+
+def _check(xs: Sequence[Array], kernels: Sequence[Array], finishes: Sequence[Finish | None], is_combined: bool) -> None:
+    """Raises what `thin_products` raises for wrong arrays."""
+    if not len(xs) == len(kernels) == len(finishes):
+        raise ValueError(
+            f"thin_products: {len(xs)} inputs and {len(finishes)} finishes, expected {len(kernels)}, one of each kernel"
+        )
+    for i, (x, kernel, finish) in enumerate(zip(xs, kernels, finishes)):
+        reason = thin_unsupported(x, *kernels)
+        if finish is not None and reason is None:
+            reason = unsupported_arrays(log_rate=finish.log_rate, bias=finish.bias)
+        if reason is not None:
+            raise NotImplementedError(f"thin_products: the Triton kernels do not support {reason}")
+        if x.shape != (len(xs[0]), kernel.shape[0]):
+            raise ValueError(
+                f"thin_products: x of kernel {i} has shape {x.shape}, expected {(len(xs[0]), kernel.shape[0])}"
+            )
+        if finish is not None and is_combined:
+            raise ValueError("thin_products: finishes is given with is_gated or added, expected None")
+        if finish is None or (finish.log_rate is None and finish.bias is None):
+            continue
+        n, rates, biases = kernel.shape[1], *(None if v is None else v.shape for v in (finish.log_rate, finish.bias))
+        if biases != (n,) or rates is None or len(rates) != 1 or n % max(rates[0], 1):
+            raise ValueError(
+                f"thin_products: finish {i} has log_rate of shape {rates} and bias of shape {biases}, expected [R], a "
+                f"divisor of {n}, and [{n}]"
+            )
