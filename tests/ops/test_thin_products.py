@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels.triton import ThinSchedule
+from pallas_kernels.triton import ThinFinish, ThinSchedule
 from pallas_kernels.triton import thin_products as kernel
 from rnnlib.layers.products import InputLinear, gated_product, joined_inputs
 from rnnlib.models import DecoderLM, ModelConfig
@@ -14,7 +14,15 @@ from rnnlib.ops import thin_products as operator
 from rnnlib.ops.short_convolution import one_token
 from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
 from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
-from rnnlib.ops.thin_products import added_to, linear_product, remembered_products, row_product, thin_products
+from rnnlib.ops.thin_products import (
+    BoundedSigmoid,
+    LogDecay,
+    added_to,
+    linear_product,
+    remembered_products,
+    row_product,
+    thin_products,
+)
 from tests.selection import mostly_slow
 
 
@@ -86,6 +94,91 @@ def test_bfloat16_is_rounded_once():
         np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2**-8, atol=1e-5)
 
 
+def several(rows=5, dtype=jnp.bfloat16):
+    """Products of three inputs, one of them twice, each with its own inner axis, and what becomes of them."""
+    *xs, bias, by_head = normal((rows, 40), (rows, 24), (rows, 16), (37,), (6,))
+    xs = [xs[n].astype(dtype) for n in (0, 1, 0, 2)]
+    kernels = [w.astype(dtype) for w in normal((40, 6), (24, 37), (40, 19), (16, 6))]
+    finishes = [LogDecay(jnp.log(jnp.asarray([0.3, 7.0])), by_head), LogDecay(jnp.zeros(1), bias), None]
+    return xs, kernels, [*finishes, BoundedSigmoid(2.0)]
+
+
+def of_kernel(finishes):
+    return [None if f is None else ThinFinish(**vars(f)) for f in finishes]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_launch_of_several_inputs_finishes_its_rounded_products(dtype):
+    xs, kernels, finishes = several(dtype=dtype)
+    plain = kernel(xs, kernels)
+    assert_close(plain, [(x @ w).astype(dtype) for x, w in zip(xs, kernels)], rtol=2**-7, atol=1e-4)
+    found = kernel(xs, kernels, finishes=of_kernel(finishes))
+    wanted = [y if f is None else f(y.astype(jnp.float32)) for y, f in zip(plain, finishes)]
+    assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    alone = [kernel(x, [w], finishes=[f])[0] for x, w, f in zip(xs, kernels, of_kernel(finishes))]
+    assert_close(alone, found, rtol=0, atol=0)
+
+
+def test_finishes_of_products_of_any_size_are_their_formulas():
+    sizes = np.asarray([0, 1e-30, 1e-3, 0.5, 1, 5, 20, 80, 90, 150, 1e4, 3e38], np.float64)
+    y = jnp.asarray(np.concatenate([sizes, -sizes]), jnp.bfloat16)
+    finishes = [ThinFinish(bound=2.0), ThinFinish(log_rate=jnp.log(jnp.asarray([0.25, 9.0])), bias=jnp.zeros(24))]
+    found = kernel(jnp.ones((3, 1), jnp.bfloat16), (y[None], y[None]), finishes=finishes)
+    exact = np.asarray(y, np.float64)
+    # Beyond what float32 can tell from 0, both are 0.
+    with np.errstate(over="ignore"):
+        sigmoid, softplus = 2 / (1 + np.exp(-exact)), np.logaddexp(exact, 0)
+    for one, wanted in zip(found, (sigmoid, -np.repeat([0.25, 9.0], 12) * softplus), strict=True):
+        assert one.dtype == jnp.float32 and one.shape == (3, 24)
+        # A rate of 9 has the largest product exceed float32.
+        wanted = np.where(np.abs(wanted) > 3.4e38, -np.inf, wanted)
+        np.testing.assert_allclose(one, np.broadcast_to(wanted, (3, 24)), rtol=1e-5, atol=1e-37)
+
+
+def test_finished_products_have_all_derivatives_of_the_formula():
+    xs, kernels, finishes = several(dtype=jnp.float32)
+    rows, kernels = [x[:, None] for x in xs], [w / 8 for w in kernels]
+    rows[2] = rows[0]
+
+    def formula(xs, kernels, finishes):
+        products = [x @ w for x, w in zip(xs, kernels)]
+        return tuple(y if f is None else f(y) for y, f in zip(products, finishes))
+
+    def everything(run):
+        def loss(rows, kernels, finishes):
+            return sum(jnp.sum(jnp.sin(y)) for y in run([rows[0], rows[1], rows[0], rows[3]], kernels, finishes))
+
+        given = rows, kernels, finishes
+        gradient = jax.grad(loss, (0, 1, 2))
+        tangents = jax.tree.map(jnp.cos, given)
+        over_rows = jax.vmap(lambda *rows: run(rows, kernels, finishes))(*rows)
+        return run(*given), gradient(*given), jax.jvp(gradient, given, tangents)[1], over_rows
+
+    found = everything(lambda xs, kernels, finishes: thin_products(xs, kernels, finishes=finishes))
+    assert_close(found, everything(formula), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 16, 33, 64, 65, 200, 256])
+def test_on_a_gpu_a_launch_of_several_inputs_finishes_its_rounded_products(rows):
+    """A mixer's input with narrow gates, and the second maps of low rank."""
+    for inner, columns in (((1024, 1024, 1024), (1024, 8, 8)), ((128, 128), (1024, 1024)), ((64, 200), (1024, 1000))):
+        distinct = {k: x for k, x in zip(inner, normal(*((rows, k) for k in inner), dtype=jnp.bfloat16))}
+        xs = [distinct[k] for k in inner]
+        if len(set(inner)) == 1 and len(inner) == 2:
+            xs[1] = -xs[0]
+        kernels = [(4 * w / w.shape[0] ** 0.5).astype(jnp.bfloat16) for w in normal(*zip(inner, columns))]
+        log_rate, bias = jnp.linspace(-3, 3, 8), jnp.linspace(-9, 2, columns[-1])
+        finishes = [None, BoundedSigmoid(2.0), LogDecay(log_rate, bias)][-len(inner) :]
+        plain = jax.jit(kernel)(xs, kernels)
+        exact = [jnp.matmul(*(a.astype(jnp.float32) for a in pair), precision="highest") for pair in zip(xs, kernels)]
+        for one, other in zip(plain, exact, strict=True):
+            np.testing.assert_allclose(np.asarray(one, np.float32), other, rtol=2**-8, atol=1e-4)
+        found = jax.jit(lambda xs, kernels: kernel(xs, kernels, finishes=of_kernel(finishes)))(xs, kernels)
+        wanted = [y if f is None else f(y.astype(jnp.float32)) for y, f in zip(plain, finishes)]
+        assert_close(found, wanted, rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 7, 16, 32, 33, 64, 65, 128, 200, 256])
 @pytest.mark.parametrize(("width", "hidden"), [(1024, 2816), (2048, 5632)])
@@ -129,6 +222,16 @@ def test_calls_that_the_kernel_cannot_serve_are_refused():
         with pytest.raises(NotImplementedError, match=f"thin_products: .*{message}"):
             call()
     assert not operator.thin_kernel_serves(x.astype(jnp.bfloat16), [w.astype(jnp.bfloat16)])  # not on a CPU
+    decay, sigmoid = ThinFinish(log_rate=jnp.zeros(3), bias=jnp.zeros(4)), ThinFinish()
+    for call, message in (
+        (lambda: kernel([x], (w, w)), "1 inputs and 2 finishes, expected 2"),
+        (lambda: kernel([x, x[:, :5]], (w, w)), r"kernel 1 has shape \(1, 5\), expected \(1, 8\)"),
+        (lambda: kernel(x, (w,), finishes=[sigmoid], added=jnp.zeros((1, 4))), "with is_gated or added"),
+        (lambda: kernel(x, (w,), finishes=[decay]), r"log_rate of shape \(3,\) and bias of shape \(4,\)"),
+        (lambda: kernel(x, (w,), finishes=[sigmoid], schedule=ThinSchedule(16, 16, 16, splits=2)), "with a finish"),
+    ):
+        with pytest.raises(ValueError, match=f"thin_products: .*{message}"):
+            call()
 
 
 STREAMS = [

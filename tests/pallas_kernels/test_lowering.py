@@ -245,6 +245,24 @@ def test_attention_of_one_token_takes_its_kernel(options, kernels):
         assert len(re.findall(r'name = "token_attention"', text)) == expected
 
 
+@pytest.mark.parametrize(("mixer", "products"), [("kda", 3), ("gated_deltanet", 2), ("gated_deltanet2", 3)])
+def test_a_token_s_gates_end_in_the_kernels_of_their_products(mixer, products):
+    """Maps of the input, the second ones of low rank, the output; the convolutions; the delta rule; the norm."""
+    built = nnx.eval_shape(lambda: mixer_preset(mixer).build(1024, 8, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    graph, state = nnx.split(built)
+
+    def token(state, x):
+        layer = nnx.merge(graph, state)
+        return layer(x, cache=layer.init_cache(len(x), 1))
+
+    text = lowered_text(token, state, jax.ShapeDtypeStruct((256, 1, 1024), jnp.bfloat16))
+    names = re.findall(r'name = "(\w+)", num_stages', text)
+    assert sorted(names) == sorted(
+        ["thin_products"] * products + ["short_convolution_one_token", "delta_decode", "rms_norm"]
+    )
+    assert not re.search("stablehlo.(logistic|exponential|log_plus_one)", text)  # of a gate
+
+
 @pytest.mark.parametrize(
     "operator",
     [
