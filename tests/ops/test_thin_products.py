@@ -162,19 +162,26 @@ def test_finished_products_have_all_derivatives_of_the_formula():
 @pytest.mark.parametrize("rows", [1, 7, 16, 33, 64, 65, 200, 256])
 def test_on_a_gpu_a_launch_of_several_inputs_finishes_its_rounded_products(rows):
     """A mixer's input with narrow gates, and the second maps of low rank."""
-    for inner, columns in (((1024, 1024, 1024), (1024, 8, 8)), ((128, 128), (1024, 1024)), ((64, 200), (1024, 1000))):
-        distinct = {k: x for k, x in zip(inner, normal(*((rows, k) for k in inner), dtype=jnp.bfloat16))}
-        xs = [distinct[k] for k in inner]
-        if len(set(inner)) == 1 and len(inner) == 2:
-            xs[1] = -xs[0]
-        kernels = [(4 * w / w.shape[0] ** 0.5).astype(jnp.bfloat16) for w in normal(*zip(inner, columns))]
-        log_rate, bias = jnp.linspace(-3, 3, 8), jnp.linspace(-9, 2, columns[-1])
-        finishes = [None, BoundedSigmoid(2.0), LogDecay(log_rate, bias)][-len(inner) :]
-        plain = jax.jit(kernel)(xs, kernels)
-        exact = [jnp.matmul(*(a.astype(jnp.float32) for a in pair), precision="highest") for pair in zip(xs, kernels)]
-        for one, other in zip(plain, exact, strict=True):
-            np.testing.assert_allclose(np.asarray(one, np.float32), other, rtol=2**-8, atol=1e-4)
-        found = jax.jit(lambda xs, kernels: kernel(xs, kernels, finishes=of_kernel(finishes)))(xs, kernels)
+    for inner, which, columns in (
+        ((1024,), (0, 0, 0), (1024, 8, 8)),
+        ((128, 128), (0, 1), (1024, 1024)),
+        ((64, 200), (0, 1), (1024, 1000)),
+    ):
+        distinct = normal(*((rows, k) for k in inner), dtype=jnp.bfloat16)
+        maps = normal(*((inner[n], columns[i]) for i, n in enumerate(which)))
+        kernels = [(4 * w / w.shape[0] ** 0.5).astype(jnp.bfloat16) for w in maps]
+        vectors = jnp.linspace(-3, 3, 8), jnp.linspace(-9, 2, columns[-1])
+
+        def by_kernel(distinct, kernels, vectors, is_finished, which=which):
+            finishes = [None, BoundedSigmoid(2.0), LogDecay(*vectors)][-len(which) :]
+            plain, given = [distinct[n] for n in which], of_kernel(finishes) if is_finished else None
+            return kernel(plain, kernels, finishes=given), finishes
+
+        run = jax.jit(by_kernel, static_argnums=3)
+        (plain, finishes), (found, _) = (run(distinct, kernels, vectors, finished) for finished in (False, True))
+        for n, w, y in zip(which, kernels, plain, strict=True):
+            exact = jnp.matmul(distinct[n].astype(jnp.float32), w.astype(jnp.float32), precision="highest")
+            np.testing.assert_allclose(np.asarray(y, np.float32), exact, rtol=2**-8, atol=1e-4)
         wanted = [y if f is None else f(y.astype(jnp.float32)) for y, f in zip(plain, finishes)]
         assert_close(found, wanted, rtol=2e-5, atol=1e-6)
 
