@@ -10,6 +10,7 @@ preconditioner's `strength` per channel (float32), and Mamba-3's biases and scal
 import rnnlib.layers.mamba3_presets
 import rnnlib.layers.preconditioned_presets
 import rnnlib.layers.ridge_presets  # noqa: F401  (registers its presets)
+from rnnlib.layers.arrays import Gates
 from rnnlib.layers.attention import Attention, AttentionConfig
 from rnnlib.layers.attention_cache import AttentionCache, LatentCache
 from rnnlib.layers.base import MixerConfig, MixerShape, TokenMixer
@@ -42,7 +43,6 @@ from rnnlib.layers.gain import (
     TrapezoidalGain,
     UnitGain,
 )
-from rnnlib.layers.gates import Gates
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import CorrectionBeforeNorms, KeyMap, Keys, KeysConfig, OutputCorrection, PlainKeys, RotatedKeys
 from rnnlib.layers.latent_attention import LatentAttention, LatentAttentionConfig

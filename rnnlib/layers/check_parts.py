@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rnnlib.layers.arrays import Gates
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay, DecayConfig
-from rnnlib.layers.gates import Gates
 from rnnlib.layers.keys import Keys
 
 

@@ -12,9 +12,9 @@ from jaxtyping import Float
 
 from rnnlib import ops
 from rnnlib.fields import PositiveNumber, Range
+from rnnlib.layers.arrays import Gates
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
-from rnnlib.layers.gates import Gates
 from rnnlib.layers.part import AxisConfig
 from rnnlib.layers.products import Finishing, finished_product
 from rnnlib.ops.thin_products import BoundedSigmoid, Finish

@@ -11,10 +11,9 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from rnnlib.layers.arrays import Inputs, KeyHeads, SegmentIds
+from rnnlib.layers.arrays import Gates, Inputs, KeyHeads, SegmentIds
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
-from rnnlib.layers.gates import Gates
 from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import AxisConfig
 from rnnlib.ops.arguments import segment_starts

@@ -12,13 +12,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
+from rnnlib.layers.arrays import Gates
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
 from rnnlib.layers.check_parts import check_decay, check_decay_is_no_growth, check_gates, check_keys, expect_type
 from rnnlib.layers.convolution import ConvolutionConfig
 from rnnlib.layers.decay import DecayConfig, NoDecay
 from rnnlib.layers.feature_maps import Activation, FeatureMap, FeatureMapConfig
 from rnnlib.layers.gain import GainConfig, SigmoidGain
-from rnnlib.layers.gates import Gates
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import KeysConfig, PlainKeys
 from rnnlib.layers.part import PartConfig

@@ -16,11 +16,10 @@ from jaxtyping import Float
 
 from rnnlib import ops
 from rnnlib.fields import PositiveNumber, Range
-from rnnlib.layers.arrays import Inputs, KeyHeads, SegmentIds
+from rnnlib.layers.arrays import Gates, Inputs, KeyHeads, SegmentIds
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay, DecayConfig, NoDecay, SoftplusDecay
 from rnnlib.layers.gain import Gain, GainConfig, SigmoidGain
-from rnnlib.layers.gates import Gates
 from rnnlib.layers.keys import KeyMap, Keys, KeysConfig, StatelessKeyMap
 from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import PartConfig

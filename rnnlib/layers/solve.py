@@ -10,10 +10,9 @@ from jax import Array
 from jaxtyping import Float
 
 from rnnlib import ops
-from rnnlib.layers.arrays import Inputs, SegmentIds, ValueHeads
+from rnnlib.layers.arrays import Gates, Inputs, SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
-from rnnlib.layers.gates import Gates
 from rnnlib.layers.keys import Keys
 from rnnlib.layers.part import AxisConfig
 from rnnlib.ops.deferred_writes import DeferredState, defer_writes, deferred_token
