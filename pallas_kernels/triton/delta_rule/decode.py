@@ -43,32 +43,46 @@ def written(state: Array, key: Array, value: Array) -> Array:
     return state + key[:, None] * value[None, :]
 
 
-def token_step(r, state: Array, problem: Problem) -> tuple[Array, Write]:
+class Token(NamedTuple):
+    """What a program reads of a token, in float32; None for what there is not. `v`, `write` are of its value block."""
+
+    q: Array
+    k: Array
+    write_key: Array | None
+    erase: Array | None
+    log_decay: Array | None
+    v: Array
+    write: Array | None
+
+
+def load_token(r) -> Token:
+    """The token. It is loaded before the state: a program that loads it behind waits for memory twice."""
+    return Token(*(load_wide(getattr(r, name)) for name in Token._fields))
+
+
+def token_step(r, token: Token, state: Array, problem: Problem) -> tuple[Array, Write]:
     """Stores the output of the token in `r`; returns the state `[K, block of V]` after it, and what it wrote."""
-    decay = None if r.log_decay is None else jnp.exp(load_wide(r.log_decay))
+    decay = None if token.log_decay is None else jnp.exp(token.log_decay)
     state = decayed(state, decay)
-    k = load_wide(r.k)
-    key = k if r.write_key is None else load_wide(r.write_key)
-    residual = load_wide(r.v)
-    if r.write is not None:
-        residual = residual * load_wide(r.write)
+    key = token.k if token.write_key is None else token.write_key
+    residual = token.v if token.write is None else token.v * token.write
     if problem.online:
-        erased = k if r.erase is None else k * load_wide(r.erase)
+        erased = token.k if token.erase is None else token.k * token.erase
         residual = residual - jnp.sum(state * erased[:, None], axis=0)
     state = written(state, key, residual)
-    out = jnp.sum(state * load_wide(r.q)[:, None], axis=0)
+    out = jnp.sum(state * token.q[:, None], axis=0)
     r.out[...] = (problem.scale * out).astype(r.out.dtype)
     return state, Write(decay, key, residual)
 
 
 def _decode_kernel(r, *, problem: Problem, width: int, continues: bool):
-    fresh = (problem.key_size, width)  # [K, block of V]
+    token, fresh = load_token(r), (problem.key_size, width)  # [K, block of V]
     state = r.before_final_state[...] if continues else jnp.zeros(fresh, jnp.float32)
-    r.final_state[...], _ = token_step(r, state, problem)
+    r.final_state[...], _ = token_step(r, token, state, problem)
 
 
 def token_operands(p: Problem, x: Inputs, width: int) -> tuple[dict[str, Operand | None], Operand]:
-    """What `token_step` reads and the output that it stores, on a grid of value blocks, heads and rows."""
+    """What `load_token` reads and the output that `token_step` stores, on a grid of value blocks, heads and rows."""
 
     def at_key(c, h, b):
         return b, 0, h, 0

@@ -4,7 +4,6 @@ A program loads its part of the state, applies the writes that wait, and then do
 same numbers in the same order, so that outputs and states have the same bits.
 """
 
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jaxtyping import Float
@@ -15,7 +14,15 @@ from pallas_kernels.schedule import Launch
 from pallas_kernels.triton.common.backend import Operand, call, whole
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.common.tuning import choose_schedule
-from pallas_kernels.triton.delta_rule.decode import decayed, token_operands, token_step, written
+from pallas_kernels.triton.delta_rule.chunk_factors import load_wide
+from pallas_kernels.triton.delta_rule.decode import (
+    Write,
+    decayed,
+    load_token,
+    token_operands,
+    token_step,
+    written,
+)
 from pallas_kernels.triton.delta_rule.gated_delta_rule import unsupported
 
 
@@ -40,16 +47,28 @@ def deferral_unsupported(
 
 def _after_waiting(r) -> Array:
     """The program's part `[K, block of V]` of the state, with all writes that wait."""
-
-    def apply(i, state):
-        decay = None if r.before_decays is None else r.before_decays[i]
-        return written(decayed(state, decay), r.before_keys[i].astype(jnp.float32), r.before_values[i])
-
-    return lax.fori_loop(0, r.count[0], apply, r.before_state[...])
+    # All rows are loaded, whatever waits: so no load waits for another. Only writes that wait are applied.
+    rows = [
+        Write(
+            None if r.before_decays is None else r.before_decays[i], load_wide(r.before_keys.at[i]), r.before_values[i]
+        )
+        for i in range(PERIOD - 1)
+    ]
+    state, count = r.before_state[...], r.count[0]
+    for i, write in enumerate(rows):
+        state = lax.cond(
+            i < count,
+            lambda state, write: written(decayed(state, write.decay), write.key, write.value),
+            lambda state, _: state,
+            state,
+            write,
+        )
+    return state
 
 
 def _deferred_kernel(r, *, problem: Problem):
-    state, write = token_step(r, _after_waiting(r), problem)
+    token = load_token(r)
+    state, write = token_step(r, token, _after_waiting(r), problem)
     count = r.count[0]
     # Every program that shares a row of keys or decays stores the same numbers in it, and none reads that row.
     r.keys[count] = write.key.astype(r.keys.dtype)

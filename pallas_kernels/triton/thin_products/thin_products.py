@@ -90,6 +90,8 @@ def choose_thin_schedule(rows: int, inner: int, columns: Sequence[int], is_gated
         programs, steps = tiles * cdiv(columns[0], width), cdiv(inner, block_inner)
         wanted = max(1, min((352 if block_rows == 16 else 264) // programs, steps // 2))
         return ThinSchedule(block_rows, width, block_inner, splits=_splits(wanted, steps))
+    if inner <= 128:  # the second maps of low rank: a program has one step
+        return ThinSchedule(64 if rows > 64 else 16, 32, 128, num_stages=2)
     if block_rows == 64 and tiles == 1:
         return ThinSchedule(64, 32, 128)
     widths = [64, 32, 16] if block_rows > 16 else [32, 16]

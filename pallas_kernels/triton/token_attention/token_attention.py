@@ -270,31 +270,23 @@ def _added_up(highest: Array, total: Array, sums: Array, dtype: jnp.dtype) -> Ar
 def store_token_kernel(r, *, capacity: int):
     """The keys and values of one row's new token, and how many tokens it sees; queries and keys may turn."""
     row = pl.program_id(0)
-    count, current = r.length[row], r.current[row]
-    slot, filled = lax.rem(count, capacity), lax.min(count, capacity)
     heads, size = r.k.shape[1:]
+    shape = (heads, size // 2)
+    head, pair = iota(shape, 0), iota(shape, 1)
+    places = pair, pair + size // 2
 
-    def numbers(channels: int) -> tuple[Array, Array]:
-        return iota((heads, channels), 0), iota((heads, channels), 1)
+    def halves(ref) -> list[Array]:
+        return [load_masked(ref, (row, head, place), None) for place in places]
 
-    def turned(ref) -> list[tuple[Array, Array]]:
-        """Channels, and what they hold after their pairs `(i, i + K/2)` have turned."""
-        head, pair = numbers(size // 2)
-        places = pair, pair + size // 2
-        first, second = (load_masked(ref, (row, head, place), None).astype(jnp.float32) for place in places)
-        cosine, sine = (load_masked(ref, (row, iota((1, size // 2), 1)), None) for ref in (r.cosine, r.sine))
-        return list(zip(places, (first * cosine - second * sine, second * cosine + first * sine)))
-
-    head, channel = numbers(size)
-    store_masked(r.value, (row, slot, head, channel), load_masked(r.v, (row, head, channel), None), None)
-    if r.cosine is None:
-        store_masked(r.key, (row, slot, head, channel), load_masked(r.k, (row, head, channel), None), None)
-    else:
-        head, _ = numbers(size // 2)
-        for place, x in turned(r.k):
-            store_masked(r.key, (row, slot, head, place), x, None)
-        for place, x in turned(r.q):
-            store_masked(r.turned, (row, head, place), x, None)
+    # All is loaded before anything is stored: what comes behind a store waits for what it stores.
+    count, current = r.length[row], r.current[row]
+    k, v = halves(r.k), halves(r.v)
+    q = None
+    if r.cosine is not None:
+        q = halves(r.q)
+        turn = [load_masked(ref, (row, iota((1, size // 2), 1)), None) for ref in (r.cosine, r.sine)]
+        q, k = _turned(q, *turn), _turned(k, *turn)
+    slot, filled = lax.rem(count, capacity), lax.min(count, capacity)
 
     def add(j, total):
         position = j * _SLOTS + iota((_SLOTS,), 0)
@@ -303,8 +295,21 @@ def store_token_kernel(r, *, capacity: int):
         is_seen = (position < filled) & (position != slot) & (segment == current)
         return total + jnp.sum(is_seen.astype(jnp.int32))
 
-    r.seen[row] = lax.fori_loop(0, cdiv(capacity, _SLOTS), add, jnp.int32(1))
+    one = jnp.int32(1)  # itself
+    seen = add(0, one) if capacity <= _SLOTS else lax.fori_loop(0, cdiv(capacity, _SLOTS), add, one)
+    for i, place in enumerate(places):
+        store_masked(r.key, (row, slot, head, place), k[i], None)
+        store_masked(r.value, (row, slot, head, place), v[i], None)
+        if q is not None:
+            store_masked(r.turned, (row, head, place), q[i], None)
+    r.seen[row] = seen
     r.segment[row, slot] = current
+
+
+def _turned(x: list[Array], cosine: Array, sine: Array) -> list[Array]:
+    """Channels `i` and `i + K/2` after each pair of them has turned, float32."""
+    first, second = (half.astype(jnp.float32) for half in x)
+    return [first * cosine - second * sine, second * cosine + first * sine]
 
 
 def ring_token_attention_unsupported(q: Array, k: Array, v: Array, key: Array, value: Array) -> str | None:
