@@ -246,6 +246,11 @@ def multiply_add(x: Array, y: Array, z: Array) -> Array:
     return _assembly("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", *operands, dtype=jnp.float32)
 
 
+def product(x: Array, y: Array) -> Array:
+    """`x * y`, rounded before anything is added to it: as Triton's kernels have it, interpreted too."""
+    return lax.optimization_barrier(x * y) if interpreted() else x * y
+
+
 def sigmoid(x: Array) -> Array:
     """`1 / (1 + e ** -x)` of float32 by special functions."""
     return reciprocal(1.0 + exp2(x * -LOG2_E))

@@ -12,7 +12,7 @@ from jax import Array
 
 from pallas_kernels.problem import Inputs
 from pallas_kernels.schedule import Launch
-from pallas_kernels.triton.common.backend import Operand, call
+from pallas_kernels.triton.common.backend import Operand, call, product
 from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.delta_rule.chunk_factors import load_wide
 
@@ -35,12 +35,12 @@ def decayed(state: Array, decay: Array | None) -> Array:
     """The state `[K, block of V]` times a decay, one number or one a key channel; None is none."""
     if decay is None:
         return state
-    return state * (decay if decay.ndim == 0 else decay[:, None])
+    return product(state, decay if decay.ndim == 0 else decay[:, None])
 
 
 def written(state: Array, key: Array, value: Array) -> Array:
     """The state with `key value^T` added."""
-    return state + key[:, None] * value[None, :]
+    return state + product(key[:, None], value[None, :])
 
 
 class Token(NamedTuple):

@@ -4,6 +4,7 @@ A program loads its part of the state, applies the writes that wait, and then do
 same numbers in the same order, so that outputs and states have the same bits.
 """
 
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jaxtyping import Float
@@ -47,7 +48,8 @@ def deferral_unsupported(
 
 def _after_waiting(r) -> Array:
     """The program's part `[K, block of V]` of the state, with all writes that wait."""
-    # All rows are loaded, whatever waits: so no load waits for another. Only writes that wait are applied.
+    # All rows are loaded and applied, those that mean nothing as what changes no state: a loop over those that wait
+    # would wait for memory in every turn.
     rows = [
         Write(
             None if r.before_decays is None else r.before_decays[i], load_wide(r.before_keys.at[i]), r.before_values[i]
@@ -55,14 +57,10 @@ def _after_waiting(r) -> Array:
         for i in range(PERIOD - 1)
     ]
     state, count = r.before_state[...], r.count[0]
-    for i, write in enumerate(rows):
-        state = lax.cond(
-            i < count,
-            lambda state, write: written(decayed(state, write.decay), write.key, write.value),
-            lambda state, _: state,
-            state,
-            write,
-        )
+    for i, (decay, key, value) in enumerate(rows):
+        waits = i < count
+        state = decayed(state, None if decay is None else jnp.where(waits, decay, 1.0))
+        state = written(state, jnp.where(waits, key, 0.0), jnp.where(waits, value, 0.0))
     return state
 
 
