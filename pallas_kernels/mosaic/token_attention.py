@@ -79,26 +79,38 @@ def _unsupported_arrays(q: Array, key: Array, value: Array) -> str | None:
     return None
 
 
-def _copy(r: Any, tiles: Any, row: Any, steps: Any) -> None:
-    """Copies the queries as often as they are repeated, and each step's keys and values."""
-    heads = r.q.shape[1]
-    for i in range(SIDE // heads):
-        begin_copy(r.q.at[row], tiles.q.at[pl.ds(i * heads, heads)], tiles.q_there.at[0])
+def _steps(r: Any, row: Any, capacity: int) -> Any:
+    """How many steps a row takes, at least one."""
+    filled = jnp.minimum(r.last[row] + 1, capacity)
+    return quotient(filled * r.q.shape[1] + (_ROWS - 1), _ROWS)
 
-    @pl.loop(0, steps)
-    def _(m):
-        stage = remainder(m, _STAGES)
-        pl.when(m >= _STAGES)(lambda: wait(tiles.free.at[stage]))
+
+def _copy(r: Any, tiles: Any, row: Any, capacity: int) -> None:
+    """Copies each step's keys and values, and the queries as often as they are repeated."""
+    heads = r.q.shape[1]
+
+    def begin(m: Any, stage: Any) -> None:
         for name in ("key", "value"):
             source = getattr(r, name).at[row, pl.ds(m * _ROWS, _ROWS)]
             begin_copy(source, getattr(tiles, name).at[stage], tiles.there.at[stage])
 
+    begin(0, 0)  # the first step's come before it is known how many there are
+    for i in range(SIDE // heads):
+        begin_copy(r.q.at[row], tiles.q.at[pl.ds(i * heads, heads)], tiles.q_there.at[0])
+    steps = _steps(r, row, capacity)
+
+    @pl.loop(1, steps)
+    def _(m):
+        stage = remainder(m, _STAGES)
+        pl.when(m >= _STAGES)(lambda: wait(tiles.free.at[stage]))
+        begin(m, stage)
+
     wait_for_readers(tiles.free, _STAGES, steps)
 
 
-def _compute(r: Any, tiles: Any, row: Any, steps: Any, capacity: int, scale: float) -> None:
+def _compute(r: Any, tiles: Any, row: Any, capacity: int, scale: float) -> None:
     """The softmax of each row of the matrices, and then that of each head."""
-    heads, seen = r.q.shape[1], r.seen[row]
+    heads, steps, seen = r.q.shape[1], _steps(r, row, capacity), r.seen[row]
     newest = remainder(r.last[row], capacity)
     wait(tiles.q_there.at[0])
     q = load_matrix(tiles.q).astype(jnp.float32) * (scale * LOG2_E)
@@ -200,16 +212,14 @@ def _call(q: Array, key: Array, value: Array, last: Array, seen: Array, scale: f
 
     def program(r: SimpleNamespace, tiles: SimpleNamespace) -> None:
         row, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
-        filled = jnp.minimum(r.last[row] + 1, capacity)
-        steps = quotient(filled * heads + (_ROWS - 1), _ROWS)
 
         @pl.when(warpgroup == 0)
         def _():
-            _compute(r, tiles, row, steps, capacity, scale)
+            _compute(r, tiles, row, capacity, scale)
 
         @pl.when(warpgroup == 1)
         def _():
-            _copy(r, tiles, row, steps)
+            _copy(r, tiles, row, capacity)
 
     results = launch(
         program,
