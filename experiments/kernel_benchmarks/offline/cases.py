@@ -180,7 +180,22 @@ def mosaic() -> list[Case]:
         ),
         mosaic("delta-scalar-128x128-bfloat16", FEW, "few heads", grouped=True, packed=True),
         *(attention_backward(*case) for case in ((16, 16, None), (16, 4, None), (16, 16, 1000))),
+        ring_attention(256, 640, 16),
     ]
+
+
+def ring_attention(rows: int, capacity: int, heads: int) -> Case:
+    """A token's attention for many rows: the launch that stores the token is Triton's."""
+    arrays = {name: jax.ShapeDtypeStruct((rows, heads, 64), jnp.bfloat16) for name in "qkv"}
+    arrays |= {name: jax.ShapeDtypeStruct((rows, capacity, heads, 64), jnp.bfloat16) for name in ("key", "value")}
+    arrays["segment"] = jax.ShapeDtypeStruct((rows, capacity), jnp.int32)
+    arrays |= {name: jax.ShapeDtypeStruct((rows,), jnp.int32) for name in ("length", "current")}
+    arrays["angle"] = jax.ShapeDtypeStruct((rows, 32), jnp.float32)
+
+    def loss(x: Any) -> jax.Array:
+        return _total(triton.ring_token_attention(**x))
+
+    return Case(f"token attention of {rows} rows, {heads} heads of 64, mosaic", loss, arrays, differentiated=False)
 
 
 def attention_backward(heads: int, key_heads: int, window: int | None) -> Case:
@@ -360,6 +375,19 @@ def decoding() -> list[Case]:
         name = f"token attention of {rows} rows, {heads} and {key_heads} heads of {size}"
         return Case(name, lambda x: _total(triton.token_attention(**x)), arrays, differentiated=False)
 
+    def low_rank(rows: int) -> Case:
+        """The second maps of a decay and of an output gate, the one ended as a decay."""
+        shapes = {"x": (rows, 128), "z": (rows, 128), "first": (128, 1024), "second": (128, 1024)}
+        arrays = {name: jax.ShapeDtypeStruct(shape, bf16) for name, shape in shapes.items()}
+        arrays |= {name: jax.ShapeDtypeStruct((n,), jnp.float32) for name, n in (("rate", 8), ("bias", 1024))}
+
+        def loss(x: Any) -> jax.Array:
+            finish = triton.ThinFinish(log_rate=x["rate"], bias=x["bias"])
+            kernels = [x["first"], x["second"]]
+            return _total(triton.thin_products([x["x"], x["z"]], kernels, finishes=[finish, None]))
+
+        return Case(f"thin products of second maps, {rows} rows", loss, arrays, differentiated=False)
+
     shapes = {"x": (64, 1024), "kernel": (4, 1024), "state": (64, 3, 1024)}
     token = {name: jax.ShapeDtypeStruct(shape, bf16) for name, shape in shapes.items()}
     return [
@@ -369,6 +397,7 @@ def decoding() -> list[Case]:
         *(products(rows, (1024,), 2816, "of one map") for rows in (1, 256)),
         products(256, (2048,), 5632, "of one map from 5632 to 2048"),
         *(products(rows, (n,), n, f"of one map of {n}") for rows, n in ((64, 1024), (128, 2048), (256, 2048))),
+        *(low_rank(rows) for rows in (1, 256)),
         Case("short convolution bfloat16, one token of three streams", convolutions, token, differentiated=False),
         *(waiting(decay) for decay in ("scalar", "channel")),
         *(attention(rows, 640, 16, 16, 64) for rows in (1, 256)),
