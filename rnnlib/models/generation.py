@@ -312,12 +312,13 @@ def _decode(
         token = jnp.where(carry.finished, filler, token)
         finished = carry.finished if end_token is None else carry.finished | (token == end_token)
         model = nnx.merge(graphdef, state)
-        logits, cache = model.extend(token[:, None], after_tokens(carry.cache, made))
+        logits, cache = model.extend(token[:, None], after_tokens(model, carry.cache, made))
         carry = _Carry(carry.step + 1, logits[:, 0], _likeliest(logits[:, 0]), finished, cache)
         return made + 1, tokens.at[:, made].set(token), carry
 
-    carry = carry._replace(cache=defer_writes(nnx.merge(graphdef, state), carry.cache))
+    model = nnx.merge(graphdef, state)
+    carry = carry._replace(cache=defer_writes(model, carry.cache))
     made, tokens, carry = jax.lax.while_loop(
         unfinished, step, (jnp.int32(0), jnp.full([batch, size], filler, jnp.int32), carry)
     )
-    return tokens, made, stuck(carry) & (made < limit), carry._replace(cache=settled(carry.cache, made))
+    return tokens, made, stuck(carry) & (made < limit), carry._replace(cache=settled(model, carry.cache, made))

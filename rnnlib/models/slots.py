@@ -67,15 +67,17 @@ def advance(graphdef, size: int, draws: str, state, rows: Rows, limit: Array | i
         score = (chosen - jax.nn.logsumexp(rows.logits, axis=-1)).astype(jnp.float32)
         made = rows.made + 1
         ended = rows.ended | (made >= rows.limit) | (token[:, None] == rows.stop).any(axis=-1)
-        logits, cache = nnx.merge(graphdef, state).extend(token[:, None], after_tokens(rows.cache, number))
+        model = nnx.merge(graphdef, state)
+        logits, cache = model.extend(token[:, None], after_tokens(model, rows.cache, number))
         rows = rows._replace(logits=logits[:, 0], cache=cache, made=made, ended=ended)
         return number + 1, tokens.at[:, number].set(token), scores.at[:, number].set(score), rows
 
     shape = (rows.ended.shape[0], size)
-    rows = rows._replace(cache=defer_writes(nnx.merge(graphdef, state), rows.cache))
+    model = nnx.merge(graphdef, state)
+    rows = rows._replace(cache=defer_writes(model, rows.cache))
     start = (jnp.int32(0), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), rows)
     number, tokens, scores, rows = jax.lax.while_loop(unfinished, step, start)
-    return number, tokens, scores, stuck(rows), rows._replace(cache=settled(rows.cache, number))
+    return number, tokens, scores, stuck(rows), rows._replace(cache=settled(model, rows.cache, number))
 
 
 def _next_tokens(rows: Rows, draws: str) -> Array:

@@ -12,7 +12,8 @@ import jax
 from flax import nnx
 from jax import Array
 
-from rnnlib.layers.attention_cache import AttentionCache, LatentCache
+from rnnlib.layers.attention import Attention
+from rnnlib.layers.latent_attention import LatentAttention
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer
 from rnnlib.models.decoder import DecoderCache, DecoderLM
 from rnnlib.ops.deferred_writes import PERIOD, DeferredState, settle_writes
@@ -32,24 +33,24 @@ def _deferred(graphdef, state, entry: MixerCache) -> MixerCache:
     return nnx.merge(graphdef, state).defer_writes(entry)
 
 
-def after_tokens(cache: DecoderCache, tokens: Array) -> DecoderCache:
+def after_tokens(model: DecoderLM, cache: DecoderCache, tokens: Array) -> DecoderCache:
     """The cache after so many tokens of the loop, `[]` int32: all its layers get one array for what waits.
 
-    They also get one for each count of their tokens. Layers of a model have read the same tokens.
+    They also get one for each count of their tokens: layers of a model have read the same tokens.
     """
-    return _counted_once(_changed(cache, lambda state: state._replace(waiting=tokens % PERIOD)))
+    return _counted_once(model, _changed(cache, lambda state: state._replace(waiting=tokens % PERIOD)))
 
 
-_COUNTS = ("length", "current", "position")  # of rows, in caches of the types below
-_COUNTING = (AttentionCache, LatentCache, MixerCache)
+_COUNTS = ("length", "current", "position")  # of rows, in the caches of the mixers below
+_COUNTING = (Attention, LatentAttention, RecurrentMixer)
 
 
-def _counted_once(cache: DecoderCache) -> DecoderCache:
-    """The cache with the first layer's counts in all layers that have them."""
+def _counted_once(model: DecoderLM, cache: DecoderCache) -> DecoderCache:
+    """The cache with the first layer's counts in all layers; a mixer of a user's own may count something else."""
     found: dict[str, Any] = {}
     entries = []
-    for entry in cache:
-        if isinstance(entry, _COUNTING):
+    for block, entry in zip(model.blocks, cache):
+        if type(block.mixer) in _COUNTING:
             own = {name: getattr(entry, name, None) for name in _COUNTS}
             found = {name: count for name, count in own.items() if count is not None} | found
             entry = entry._replace(**{name: found[name] for name, count in own.items() if count is not None})
@@ -57,9 +58,9 @@ def _counted_once(cache: DecoderCache) -> DecoderCache:
     return tuple(entries)
 
 
-def settled(cache: DecoderCache, tokens: Array) -> DecoderCache:
+def settled(model: DecoderLM, cache: DecoderCache, tokens: Array) -> DecoderCache:
     """A cache that `DecoderLM.extend` gives, after so many tokens of the loop."""
-    return _changed(after_tokens(cache, tokens), settle_writes)
+    return _changed(after_tokens(model, cache, tokens), settle_writes)
 
 
 def _changed(cache: DecoderCache, change: Callable[[DeferredState], object]) -> DecoderCache:

@@ -98,9 +98,9 @@ def test_a_cache_is_the_same_after_a_loop(any_size):
     extend = jax.jit(language_model.extend)
     for t in range(4):
         plain_logits, cache = extend(tokens[:, t + 2 : t + 3], cache)
-        logits, waiting = extend(tokens[:, t + 2 : t + 3], after_tokens(waiting, jnp.int32(t)))
+        logits, waiting = extend(tokens[:, t + 2 : t + 3], after_tokens(language_model, waiting, jnp.int32(t)))
         np.testing.assert_allclose(logits, plain_logits, rtol=1e-4, atol=1e-4)
-    found = settled(waiting, jnp.int32(4))
+    found = settled(language_model, waiting, jnp.int32(4))
     assert jax.tree.structure(found) == jax.tree.structure(cache)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(cache)):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
@@ -113,7 +113,8 @@ def test_layers_share_one_count_of_their_tokens():
     tokens, ids = jnp.asarray([[3, 1, 4, 1, 5], [2, 6, 5, 3, 5]]), jnp.asarray([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     cache = language_model.init_cache(2, 16)
     _, cache = language_model.extend(tokens, cache, segment_ids=ids, positions=jnp.cumsum(ids, axis=1) - 1)
-    for changed in (after_tokens(cache, jnp.int32(0)), settled(cache, jnp.int32(0))):
+    for change in (after_tokens, settled):
+        changed = change(language_model, cache, jnp.int32(0))
         for name, layers in {"length": (0, 2, 3), "current": (0, 2, 3), "position": (0, 2, 3, 4)}.items():
             counts = [getattr(changed[layer], name) for layer in layers]
             assert all(count is counts[0] for count in counts)

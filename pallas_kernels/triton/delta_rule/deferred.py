@@ -4,6 +4,8 @@ A program loads its part of the state, applies the writes that wait, and then do
 same numbers in the same order, so that outputs and states have the same bits.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -17,7 +19,6 @@ from pallas_kernels.triton.common.problem import Problem
 from pallas_kernels.triton.common.tuning import choose_schedule
 from pallas_kernels.triton.delta_rule.chunk_factors import load_wide
 from pallas_kernels.triton.delta_rule.decode import (
-    Write,
     decayed,
     load_token,
     token_operands,
@@ -48,16 +49,15 @@ def deferral_unsupported(
 
 def _after_waiting(r) -> Array:
     """The program's part `[K, block of V]` of the state, with all writes that wait."""
-    # All rows are loaded and applied, those that mean nothing as what changes no state: a loop over those that wait
-    # would wait for memory in every turn.
-    rows = [
-        Write(
-            None if r.before_decays is None else r.before_decays[i], load_wide(r.before_keys.at[i]), r.before_values[i]
-        )
-        for i in range(PERIOD - 1)
-    ]
+
+    def rows(ref: Any) -> list[Any]:
+        return [None if ref is None else load_wide(ref.at[i]) for i in range(PERIOD - 1)]
+
+    # All are loaded and applied, those that mean nothing as what changes no state: a loop over those that wait would
+    # wait for memory in every turn.
+    keys, values, decays = rows(r.before_keys), rows(r.before_values), rows(r.before_decays)
     state, count = r.before_state[...], r.count[0]
-    for i, (decay, key, value) in enumerate(rows):
+    for i, (key, value, decay) in enumerate(zip(keys, values, decays)):
         waits = i < count
         state = decayed(state, None if decay is None else jnp.where(waits, decay, 1.0))
         state = written(state, jnp.where(waits, key, 0.0), jnp.where(waits, value, 0.0))
@@ -68,7 +68,8 @@ def _deferred_kernel(r, *, problem: Problem):
     token = load_token(r)
     state, write = token_step(r, token, _after_waiting(r), problem)
     count = r.count[0]
-    # Every program that shares a row of keys or decays stores the same numbers in it, and none reads that row.
+    # Every program that shares a row of keys or decays stores the same numbers in it. Others may load that row
+    # meanwhile, and do not use it.
     r.keys[count] = write.key.astype(r.keys.dtype)
     r.values[count] = write.value
     if write.decay is not None:
