@@ -79,6 +79,20 @@ def token_and_ring(lengths, begun, *, capacity=32, heads=16, channels=64):
     return token, ring, counts, jnp.asarray(rng.standard_normal((batch, channels // 2)), jnp.float32)
 
 
+def test_calls_may_be_mapped_over():
+    mosaic_interpreter.install()
+    calls = [make_arrays((2, 32, 16, 64), key) for key in (0, 1)]
+    numbers = [((3, 40), (2, 32)), ((31, 7), (32, 8))]
+    last, seen = (jnp.array(x, jnp.int32) for x in zip(*numbers))
+    q, key, value = (jnp.stack(x) for x in zip(*calls))
+    run = lambda q, key, value, last, seen: ring_attention(  # noqa: E731
+        q, key=key, value=value, last=last, seen=seen, scale=SCALE
+    )
+    found = jax.vmap(run)(q, key, value, last, seen)
+    for x, arrays, counts in zip(found, calls, numbers, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(outcome(arrays, *counts), np.float32))
+
+
 @pytest.mark.parametrize("turns", [False, True])
 def test_a_token_joins_the_ring_and_attends_to_its_segment(turns, capsys):
     mosaic_interpreter.install()
