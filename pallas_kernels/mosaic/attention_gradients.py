@@ -48,6 +48,7 @@ from pallas_kernels.mosaic.backend import (
     spread_rows,
     store,
     turns,
+    unsupported_heads,
     use_registers,
     wait,
     wait_for_readers,
@@ -60,8 +61,6 @@ from pallas_kernels.platform import is_hopper
 
 BLOCK = 2 * SIDE
 """Keys of a program, and queries of a step."""
-CHANNELS = SIDE
-"""Channels of a head."""
 _STAGES = 2  # steps whose queries are in shared memory
 _REGISTERS = 232, 24  # of a warpgroup that computes, and of one that copies
 
@@ -80,11 +79,9 @@ def attention_gradients_unsupported(q: Array, k: Array, v: Array) -> str | None:
 
 
 def _unsupported_arrays(q: Array, k: Array, v: Array) -> str | None:
-    for name, x in {"q": q, "k": k, "v": v}.items():
-        if x.dtype != jnp.bfloat16:
-            return f"{name} of dtype {x.dtype} (only bfloat16)"
-        if x.shape[3] != CHANNELS:
-            return f"{name} of {x.shape[3]} channels (only {CHANNELS})"
+    reason = unsupported_heads(q=q, k=k, v=v)
+    if reason is not None:
+        return reason
     if q.shape[1] % BLOCK:
         return f"rows of {q.shape[1]} tokens (multiples of {BLOCK})"
     return None

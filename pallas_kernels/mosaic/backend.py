@@ -114,6 +114,16 @@ def maximum_buffer(groups: int) -> Any:
     return number_buffer(groups + 1, WARPS)
 
 
+def unsupported_heads(**arrays: Array) -> str | None:
+    """Why heads can't be the rows of bfloat16 matrices of 64 columns, as a noun phrase, or None if they can."""
+    for name, x in arrays.items():
+        if x.dtype != jnp.bfloat16:
+            return f"{name} of dtype {x.dtype} (only bfloat16)"
+        if x.shape[-1] != SIDE:
+            return f"{name} of {x.shape[-1]} channels (only {SIDE})"
+    return None
+
+
 def interpreted() -> bool:
     """Whether kernels run interpreted, as they do in tests where there is no GPU."""
     return platform() == "cpu"

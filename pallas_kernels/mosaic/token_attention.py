@@ -37,14 +37,13 @@ from pallas_kernels.mosaic.backend import (
     remainder,
     row_numbers,
     spread_rows,
+    unsupported_heads,
     wait,
     wait_for_readers,
     zeros,
 )
 from pallas_kernels.platform import is_hopper
 
-CHANNELS = SIDE
-"""Channels of a head."""
 _ROWS = 4 * SIDE  # of keys, and of values, that a step takes: copies of that size are the fastest
 _STAGES = 3  # steps whose keys and values are in shared memory
 _LOWEST = -1e30  # of scores: a finite number, so that a difference of two is one
@@ -64,11 +63,9 @@ def ring_attention_unsupported(q: Array, key: Array, value: Array) -> str | None
 
 
 def _unsupported_arrays(q: Array, key: Array, value: Array) -> str | None:
-    for name, x in {"q": q, "key": key, "value": value}.items():
-        if x.dtype != jnp.bfloat16:
-            return f"{name} of dtype {x.dtype} (only bfloat16)"
-        if x.shape[-1] != CHANNELS:
-            return f"{name} of {x.shape[-1]} channels (only {CHANNELS})"
+    reason = unsupported_heads(q=q, key=key, value=value)
+    if reason is not None:
+        return reason
     (_, capacity, key_heads, _), heads = key.shape, q.shape[1]
     if key_heads != heads:
         return f"{heads} query heads with {key_heads} key heads (as many)"

@@ -179,9 +179,10 @@ class Attention(nnx.Module):
             gate = None if self.gate is None else self.gate(x)
         if positions is None:
             positions = running_positions(None if cache is None else cache.position, batch, length)
-        ring = None if cache is None else Ring(cache.key, cache.value, cache.segment)
-        angle, by_kernel = None, ring is not None and token_attention_serves(query, key, value, ring)
-        if self.rotary is not None and by_kernel and self.rotary.channels in (None, self.shape.key_size):
+        angle, ring = None, None if cache is None else Ring(cache.key, cache.value, cache.segment)
+        if ring is not None and not token_attention_serves(query, key, value, ring):
+            ring = None  # it is for the kernel alone
+        if self.rotary is not None and ring is not None and self.rotary.channels in (None, self.shape.key_size):
             angle = self.rotary.angle(query, positions)  # the kernel turns queries and keys
         elif self.rotary is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
@@ -193,7 +194,7 @@ class Attention(nnx.Module):
         else:
             if self.config.window is None:
                 check_call_length("Attention", cache, length)
-            if by_kernel and ring is not None:
+            if ring is not None:
                 out, ring = token_attention(query, key, value, ring, cache.length, cache.current, angle=angle)
                 cache = cache._replace(**ring._asdict(), length=cache.length + 1)
             else:

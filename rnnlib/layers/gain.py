@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from rnnlib.layers.arrays import Gates
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.part import AxisConfig
-from rnnlib.layers.products import Finishing, finished_product
+from rnnlib.layers.products import Finishing
 from rnnlib.ops.thin_products import BoundedSigmoid, Finish
 
 
@@ -108,17 +108,12 @@ class SigmoidGate(Gain, Finishing):
 
     def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
         """Beta `[B, T, HV]`."""
-        return Gates(beta=self.shape.repeat_key_heads(_sigmoid_of(self.projection, x, self.bound, self.shape)))
+        (beta,) = self.finished(x, self.shape.gate_dtype)
+        return Gates(beta=self.shape.repeat_key_heads(beta))
 
     def finishes(self) -> list[tuple[nnx.Module, Finish]]:
         """Beta."""
         return [(self.projection, BoundedSigmoid(self.bound))]
-
-
-def _sigmoid_of(f: Any, x: Array, bound: float, shape: MixerShape) -> Array:
-    """`bound * sigmoid(f(x))` in the gates' dtype."""
-    found = finished_product(f, x)
-    return bound * jax.nn.sigmoid(f(x).astype(shape.gate_dtype)) if found is None else found
 
 
 class KeyEnergyGain(GainConfig):
@@ -280,8 +275,7 @@ class ChannelGates(Gain, Finishing):
 
     def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
         """Erase `[B, T, HV, K]` and write `[B, T, HV, V]`."""
-        erase = _sigmoid_of(self.erase_projection, x, self.erase_bound, self.shape)
-        write = _sigmoid_of(self.write_projection, x, 1.0, self.shape)
+        erase, write = self.finished(x, self.shape.gate_dtype)
         erase = erase.reshape(*x.shape[:2], self.shape.key_heads, self.shape.key_size)
         write = write.reshape(*x.shape[:2], self.shape.value_heads, self.shape.value_size)
         return Gates(erase=self.shape.repeat_key_heads(erase), write=write)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.varying import vary_alike
@@ -129,6 +130,12 @@ class Finishing:
     def finishes(self) -> Sequence[tuple[nnx.Module, Finish]]:
         """Maps of the mixer's input that the part alone calls, and what it makes of their products."""
         return ()
+
+    def finished(self, x: Array, dtype: DTypeLike) -> list[Array]:
+        """What `finishes` names, of `x`: as a kernel has computed it, else by its formulas in `dtype`."""
+        maps: Any = self.finishes()
+        found = [finished_product(f, x) for f, _ in maps]
+        return [finish(f(x).astype(dtype)) if y is None else y for (f, finish), y in zip(maps, found)]
 
 
 def finished_product(f: nnx.Module, x: Array) -> Array | None:

@@ -92,7 +92,7 @@ def _draw(
 ) -> Array:
     """`sample` with the options as numbers or arrays: calls that differ only in arrays' values share a compilation."""
     if divisor is None:
-        return _likeliest(logits)
+        return likeliest_token(logits)
     # The largest logit becomes 0, so that division by a small temperature does not make it infinite.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor
     if top_k is None and top_p is None:
@@ -100,7 +100,8 @@ def _draw(
     return draw_filtered(keys, logits, top_k, top_p)
 
 
-def _likeliest(logits: Float[Array, "B vocabulary"]) -> Int[Array, " B"]:
+def likeliest_token(logits: Float[Array, "B vocabulary"]) -> Int[Array, " B"]:
+    """The likeliest token of each row, `[B]` int32; the first whose logit is NaN, if there is one."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
@@ -270,7 +271,7 @@ def _prefill(graphdef, state, tokens: Array, segment_ids: Array, cache: DecoderC
     positions = prompt_positions(segment_ids)
     hidden, cache = model.extend_hidden(tokens, cache, segment_ids=segment_ids, positions=positions)
     logits = model.logits(hidden[:, -1:])[:, 0]
-    return _Carry(jnp.int32(0), logits, _likeliest(logits), jnp.zeros(tokens.shape[0], bool), cache)
+    return _Carry(jnp.int32(0), logits, likeliest_token(logits), jnp.zeros(tokens.shape[0], bool), cache)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
@@ -313,7 +314,7 @@ def _decode(
         finished = carry.finished if end_token is None else carry.finished | (token == end_token)
         model = nnx.merge(graphdef, state)
         logits, cache = model.extend(token[:, None], after_tokens(model, carry.cache, made))
-        carry = _Carry(carry.step + 1, logits[:, 0], _likeliest(logits[:, 0]), finished, cache)
+        carry = _Carry(carry.step + 1, logits[:, 0], likeliest_token(logits[:, 0]), finished, cache)
         return made + 1, tokens.at[:, made].set(token), carry
 
     model = nnx.merge(graphdef, state)

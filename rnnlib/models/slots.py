@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from rnnlib.models.decoder import DecoderCache, put_rows
-from rnnlib.models.generation import draw_filtered, prompt_positions
+from rnnlib.models.generation import draw_filtered, likeliest_token, prompt_positions
 from rnnlib.models.waiting import after_tokens, defer_writes, settled
 
 # Stop tokens that a text may have.
@@ -82,7 +82,7 @@ def advance(graphdef, size: int, draws: str, state, rows: Rows, limit: Array | i
 
 def _next_tokens(rows: Rows, draws: str) -> Array:
     """One token a row; what a row gets does not depend on what others ask for."""
-    likeliest = jnp.argmax(rows.logits, axis=-1).astype(jnp.int32)
+    likeliest = likeliest_token(rows.logits)
     if draws == "greedy":
         return likeliest
     # As `stream` draws for the row of this place.

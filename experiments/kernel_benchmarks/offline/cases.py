@@ -184,12 +184,18 @@ def mosaic() -> list[Case]:
     ]
 
 
+def token_and_ring(rows: int, capacity: int, heads: int, key_heads: int, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a token's attention."""
+    shapes: dict[str, tuple[int, ...]] = {name: (rows, n, size) for name, n in zip("qkv", (heads, *[key_heads] * 2))}
+    shapes |= dict.fromkeys(("key", "value"), (rows, capacity, key_heads, size))
+    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    counts = {"segment": (rows, capacity), "length": (rows,), "current": (rows,)}
+    return arrays | {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in counts.items()}
+
+
 def ring_attention(rows: int, capacity: int, heads: int) -> Case:
     """A token's attention for many rows: the launch that stores the token is Triton's."""
-    arrays = {name: jax.ShapeDtypeStruct((rows, heads, 64), jnp.bfloat16) for name in "qkv"}
-    arrays |= {name: jax.ShapeDtypeStruct((rows, capacity, heads, 64), jnp.bfloat16) for name in ("key", "value")}
-    arrays["segment"] = jax.ShapeDtypeStruct((rows, capacity), jnp.int32)
-    arrays |= {name: jax.ShapeDtypeStruct((rows,), jnp.int32) for name in ("length", "current")}
+    arrays = token_and_ring(rows, capacity, heads, heads, 64)
     arrays["angle"] = jax.ShapeDtypeStruct((rows, 32), jnp.float32)
 
     def loss(x: Any) -> jax.Array:
@@ -366,12 +372,7 @@ def decoding() -> list[Case]:
         return Case(f"waiting writes {decay}-128x128-bfloat16", loss, arrays, differentiated=False)
 
     def attention(rows: int, capacity: int, heads: int, key_heads: int, size: int) -> Case:
-        arrays = {
-            name: jax.ShapeDtypeStruct((rows, n, size), bf16) for name, n in zip("qkv", (heads, *[key_heads] * 2))
-        }
-        arrays |= {n: jax.ShapeDtypeStruct((rows, capacity, key_heads, size), bf16) for n in ("key", "value")}
-        arrays["segment"] = jax.ShapeDtypeStruct((rows, capacity), jnp.int32)
-        arrays |= {name: jax.ShapeDtypeStruct((rows,), jnp.int32) for name in ("length", "current")}
+        arrays = token_and_ring(rows, capacity, heads, key_heads, size)
         name = f"token attention of {rows} rows, {heads} and {key_heads} heads of {size}"
         return Case(name, lambda x: _total(triton.token_attention(**x)), arrays, differentiated=False)
 

@@ -12,6 +12,6 @@ once. A program waits for memory in every step of its loop, so a processor needs
 too few columns for that, programs share its inner axis, and XLA adds up their sums, with what is added or gated.
 One launch serves matrices that are too small to fill a card, whose inputs may differ, also in their inner axis. Small
 functions of a result, which would be launches of their own, end its program; they take the product as it would be
-stored, and give float32. XLA turns a product of one row into an elementwise
-product, which it writes to memory rounded, and a sum.
+stored, and give float32. XLA turns a product of one row into an elementwise product, which it writes to memory rounded,
+and a sum.
 """

@@ -368,22 +368,21 @@ def ring_token_attention(
         (q, k, v, key, value, segment, length, current, angle)
     )
     ring = {"key": whole(key), "value": whole(value), "segment": whole(segment)}
-    turns = {} if angle is None else {"cosine": whole(jnp.cos(angle)), "sine": whole(jnp.sin(angle))}
+    cosine, sine = (None, None) if angle is None else (jnp.cos(angle), jnp.sin(angle))
+    turned = None if angle is None else jax.ShapeDtypeStruct(q.shape, q.dtype)
+    inputs = {"q": q, "k": k, "v": v, "length": length, "current": current, "cosine": cosine, "sine": sine}
     found = call(
         store_token_kernel,
         "store_token",
         (batch,),
-        {"q": whole(q), "k": whole(k), "v": whole(v), "length": whole(length), "current": whole(current)}
-        | {"cosine": None, "sine": None}
-        | turns,
-        {"turned": whole(jax.ShapeDtypeStruct(q.shape, q.dtype)) if turns else None}
-        | {"seen": whole(jax.ShapeDtypeStruct((batch,), jnp.int32)), **ring},
+        {name: whole(x) for name, x in inputs.items()},
+        {"turned": whole(turned), "seen": whole(jax.ShapeDtypeStruct((batch,), jnp.int32)), **ring},
         Launch(num_warps=4, num_stages=1),
         updates=ring,
         capacity=capacity,
     )
     out = ring_attention(
-        found["turned"] if turns else q,  # type: ignore[arg-type]
+        q if turned is None else found["turned"],  # type: ignore[arg-type]
         key=found["key"],  # type: ignore[arg-type]
         value=found["value"],  # type: ignore[arg-type]
         last=length,
