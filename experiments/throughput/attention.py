@@ -1,11 +1,12 @@
 """`python -m experiments.throughput.attention`: causal attention's gradients by cuDNN and by this repository's kernel.
 
 By turns in one process. cuDNN's gradients are timed as programs get them that need not be deterministic, and as
-deterministic ones do; the kernel's are the same in both.
+deterministic ones do; the kernel's are the same in both. With `--steps` whole training steps of a Transformer++ too.
 """
 
 import dataclasses
 import functools
+import importlib
 import json
 import pathlib
 import time
@@ -21,6 +22,9 @@ from jax import Array
 from experiments.sweep.command import errors_as_lines
 from experiments.sweep.pictures import pyplot, save
 from experiments.sweep.results import command_line, environment, write_text
+from experiments.sweep.study import Setting
+from experiments.throughput.measure import CompiledCase, Measurement, compile_case
+from experiments.throughput.study import TRANSFORMER, Case, study
 from rnnlib.ops import causal_attention
 
 Arrays = tuple[Array, ...]
@@ -73,6 +77,10 @@ class Options:
     """Of a turn, one asked for after the other."""
     lengths: tuple[int, ...] = ()
     """Only problems of these tokens a row."""
+    steps: bool = False
+    """Time steps of the study's Transformer++ by turns too: nothing recomputed, layers one after another."""
+    setting: Setting = "real"
+    """Steps of the study at this setting."""
     report_only: bool = False
     """Time nothing: draw the numbers that `output` has."""
     commit: str | None = None
@@ -140,6 +148,45 @@ def time_problem(problem: Problem, turns: int, calls: int) -> dict[str, Any]:
     return record
 
 
+def compile_step(setting: Setting, kind: str) -> CompiledCase:
+    """The study's step of a Transformer++ with one of `KINDS` of gradients, or `kernel_deterministic`."""
+    plan = study(setting)
+    case = Case(
+        TRANSFORMER, plan.main_length, deterministic=kind.endswith("deterministic"), keeps="everything", unrolled=True
+    )
+    # The module, whose name in `rnnlib.ops` is that of its function.
+    module: Any = importlib.import_module("rnnlib.ops.causal_attention")
+    chosen = module.attention_gradient_kernel
+    jax.clear_caches()
+    try:
+        if kind.startswith("cudnn"):
+            module.attention_gradient_kernel = lambda *arrays: None
+        return compile_case(plan, case)
+    finally:
+        module.attention_gradient_kernel = chosen
+        jax.clear_caches()
+
+
+def time_steps(setting: Setting, turns: int, calls: int) -> list[dict[str, Any]]:
+    """Times whole steps with each kind of gradients, one ahead of the one that is waited for, by turns."""
+    plan = study(setting)
+    kinds = ("kernel", "cudnn", "kernel_deterministic", "cudnn_deterministic")
+    running = {kind: Measurement(plan, compile_step(setting, kind)) for kind in kinds}
+    for _ in range(turns):
+        for measurement in running.values():
+            measurement.time_ahead(calls)
+    records = []
+    for kind, measurement in running.items():
+        seconds = np.reshape(measurement.seconds_ahead, (turns, calls))
+        record = {"gradients": kind, "step_milliseconds_of_turns": (1e3 * np.median(seconds, axis=1)).round(3).tolist()}
+        record |= {"step_milliseconds": round(1e3 * float(np.median(seconds)), 3)}
+        measurement.time(1)
+        found = measurement.finish()
+        record |= {name: found.get(name) for name in ("utilization_ahead", "same_bits_twice", "memory", "losses")}
+        records.append(record)
+    return records
+
+
 def picture(content: dict[str, Any], output: pathlib.Path) -> None:
     """Draws the pace of gradients, problem by problem."""
     records = content["problems"]
@@ -183,6 +230,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             records.append(time_problem(problem, options.turns, options.calls))
             print(json.dumps(records[-1]), flush=True)
         content = {"problems": records, "environment": where}
+        if options.steps:
+            content["steps"] = time_steps(options.setting, options.turns, options.calls)
+            print(json.dumps(content["steps"]), flush=True)
         write_text(options.output, json.dumps(content, indent=1) + "\n")
         picture(content, options.output)
 
