@@ -18,7 +18,7 @@ from pallas_kernels.triton.linear_attention.linear_attention import linear_atten
 from pallas_kernels.triton.log_sum_exp.log_sum_exp import LogSumExpSchedule, log_sum_exp, log_sum_exp_unsupported
 from pallas_kernels.triton.ridge_solve.problem import RidgeSchedule
 from pallas_kernels.triton.ridge_solve.ridge_solve import ridge_solve, ridge_solve_unsupported
-from pallas_kernels.triton.rms_norm.rms_norm import NormSchedule, norm_unsupported, rms_norm
+from pallas_kernels.triton.rms_norm.rms_norm import NormSchedule, norm_unsupported, rms_norm, rms_norm_of_sum
 from pallas_kernels.triton.short_convolution.one_token import (
     TokenStream,
     one_token_convolutions,
@@ -36,7 +36,13 @@ from pallas_kernels.triton.short_convolution.short_convolution import (
 from pallas_kernels.triton.short_convolution.short_convolution import Finish as ConvolutionFinish
 from pallas_kernels.triton.softplus_decay.softplus_decay import DecaySchedule, decay_unsupported, softplus_decay
 from pallas_kernels.triton.thin_products.thin_products import Finish as ThinFinish
-from pallas_kernels.triton.thin_products.thin_products import ThinSchedule, thin_products, thin_unsupported
+from pallas_kernels.triton.thin_products.thin_products import (
+    ThinSchedule,
+    thin_product_parts,
+    thin_products,
+    thin_splits,
+    thin_unsupported,
+)
 from pallas_kernels.triton.token_attention.token_attention import (
     TokenAttentionSchedule,
     ring_token_attention,
@@ -81,10 +87,13 @@ __all__ = [
     "ring_token_attention",
     "ring_token_attention_unsupported",
     "rms_norm",
+    "rms_norm_of_sum",
     "settle_writes",
     "short_convolution",
     "softplus_decay",
+    "thin_product_parts",
     "thin_products",
+    "thin_splits",
     "thin_unsupported",
     "token_attention",
     "token_attention_unsupported",

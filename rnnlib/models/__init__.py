@@ -8,11 +8,12 @@ from rnnlib.models.config import (
     swiglu_width,
     two_global_attention_layers,
 )
-from rnnlib.models.decoder import Block, DecoderCache, DecoderLM, SwiGLU, put_rows, take_rows
+from rnnlib.models.decoder import Block, DecoderCache, DecoderLM, SwiGLU
 from rnnlib.models.decoding import Continuation, Decoder, Generated, generate
 from rnnlib.models.generation import NaNLogitsError, Sampling, sample, stream
 from rnnlib.models.presets import ModelPreset, model_preset, preset_details, preset_names
 from rnnlib.models.scoring import Scores, score
+from rnnlib.models.slots import put_rows, take_rows
 from rnnlib.models.summary import ParameterCount, abstract_model, cache_bytes, count_parameters, summary
 from rnnlib.models.weights import load_weights, save_weights
 

@@ -3,12 +3,10 @@
 import functools
 import itertools
 import reprlib
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -23,87 +21,13 @@ from rnnlib.models.embedding import look_up_in_shares
 from rnnlib.models.mixers import build_mixer
 from rnnlib.models.variables import assign_values, values_by_path
 from rnnlib.ops.arguments import check_array, check_segment_ids, check_shape
-from rnnlib.ops.thin_products import added_to, remembered_products
+from rnnlib.ops.thin_products import SumInParts, added_to, computed, remembered_products
 
 # One entry a layer, each the cache of that layer's mixer: a pytree whose arrays keep their shapes from call to call.
 DecoderCache = tuple[Any, ...]
 
 # What a block's run may change: random streams, statistics.
 _MUTABLE = nnx.Not(nnx.Param)
-
-
-def take_rows(cache: DecoderCache, rows: Int[Array | np.ndarray, " N"] | Sequence[int]) -> DecoderCache:
-    """A cache whose row `i` is row `rows[i]` of another: beams that go on, or one prompt read for several samples.
-
-    `put_rows` is the other way: rows of one cache go into another.
-
-    Args:
-        cache: from `init_cache` or `extend`.
-        rows: numbers of its rows, in any order, any of them more than once.
-
-    Returns:
-        A cache of N rows.
-
-    Raises:
-        ValueError: `rows` is not `[N]` with N >= 1, or has a number that is none of the cache's rows. Where jax traces
-            the function that calls this, such a row is NaN instead, and so are its logits.
-        TypeError: `rows` is not of integers.
-    """
-    numbers = _row_numbers("take_rows", rows, cache)
-    # Filled with NaN, and integers with the lowest.
-    return jax.tree.map(lambda x: x.at[numbers].get(mode="fill", wrap_negative_indices=False) if x.ndim else x, cache)
-
-
-def put_rows(
-    cache: DecoderCache, rows: Int[Array | np.ndarray, " N"] | Sequence[int], others: DecoderCache
-) -> DecoderCache:
-    """A cache whose row `rows[i]` is row `i` of another: a new text takes the place of one that has ended.
-
-    Rows may have read different numbers of tokens, whatever the mixers are.
-
-    Args:
-        cache: from `init_cache` or `extend`.
-        rows: numbers of its rows that are replaced, each once.
-        others: a cache of N rows of the same model and `max_length`.
-
-    Returns:
-        A cache of as many rows as `cache`; those that `rows` does not name are as they were.
-
-    Raises:
-        ValueError: `rows` is not `[N]` with N >= 1, or has a number twice or one that is none of the cache's rows;
-            `others` has another number of rows, or is of another model or `max_length`. Where jax traces the function
-            that calls this, rows outside are left out and of one named twice either may stay.
-        TypeError: `rows` is not of integers.
-    """
-    numbers = _row_numbers("put_rows", rows, cache)
-    if isinstance(numbers, np.ndarray) and np.unique(numbers).size != numbers.size:
-        raise ValueError(f"put_rows: rows are {numbers.tolist()}, expected each once")
-    if str(jax.tree.structure(cache)) != str(jax.tree.structure(others)):
-        raise ValueError("put_rows: others is not of the model that cache is of")
-    for x, y in zip(jax.tree.leaves(cache), jax.tree.leaves(others)):
-        if x.ndim and y.shape != (numbers.size, *x.shape[1:]):
-            raise ValueError(
-                f"put_rows: others has an array of shape {y.shape}, expected {(numbers.size, *x.shape[1:])}: one row "
-                "for each of rows, of the same model and max_length"
-            )
-
-    def put(x: Array, y: Array) -> Array:
-        return x.at[numbers].set(y.astype(x.dtype), mode="drop", wrap_negative_indices=False) if x.ndim else x
-
-    return jax.tree.map(put, cache, others)
-
-
-def _row_numbers(function: str, rows: Any, cache: DecoderCache) -> Any:
-    numbers = rows if isinstance(rows, jax.core.Tracer) else np.asarray(rows)
-    if numbers.ndim != 1 or not numbers.size:
-        raise ValueError(f"{function}: rows has shape {numbers.shape}, expected [N], at least one")
-    if not jnp.issubdtype(numbers.dtype, jnp.integer):
-        raise TypeError(f"{function}: rows has dtype {numbers.dtype}, expected an integer dtype")
-    # Arrays are [B, ...], but for what parts of one's own may share between rows.
-    batch = min((x.shape[0] for x in jax.tree.leaves(cache) if x.ndim), default=0)
-    if isinstance(numbers, np.ndarray) and (numbers.min() < 0 or numbers.max() >= batch):
-        raise ValueError(f"{function}: rows are {numbers.min()} to {numbers.max()}, expected them in [0, {batch})")
-    return numbers
 
 
 def _residual_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | RMSNorm:
@@ -168,15 +92,19 @@ class Block(nnx.Module):
         Returns:
             The residual stream `[B, T, D]` and the new cache (None without one).
         """
+        after, cache = self._run(x, {"segment_ids": segment_ids, "positions": positions, "cache": cache})
+        return computed(after), cache
+
+    def _run(self, x: Array | SumInParts, options: dict[str, Any]) -> tuple[Array | SumInParts, Any]:
+        """`__call__` of a stream that may be a sum still to be computed, and so may be the result."""
         before = self.norm_position == "input"
-        options = {"segment_ids": segment_ids, "positions": positions, "cache": cache}
-        normed, x = norm_and_stream(self.mixer_norm, x) if before else (x, x)
+        normed, x = norm_and_stream(self.mixer_norm, x) if before else (computed(x),) * 2
         with remembered_products():
             mixed, cache = self.mixer(normed, **options)
             x = added_to(x, mixed if before else self.mixer_norm(mixed))
         if self.feed_forward is not None and self.feed_forward_norm is not None:
             norm = self.feed_forward_norm
-            normed, x = norm_and_stream(norm, x) if before else (x, x)
+            normed, x = norm_and_stream(norm, x) if before else (computed(x),) * 2
             with remembered_products():
                 changed = self.feed_forward(normed)
                 x = added_to(x, changed if before else norm(changed))
@@ -353,7 +281,7 @@ class DecoderLM(nnx.Module):
             graphdef, state = nnx.split(block)
             x, entry = _extend_block(graphdef, state, x, segment_ids, positions, entry)
             entries.append(entry)
-        return self.norm(x), tuple(entries)
+        return norm_and_stream(self.norm, x)[0], tuple(entries)
 
     def embed(
         self,
@@ -496,4 +424,5 @@ def _changed(before: tuple[list[Any], Any], value: Any) -> bool:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _extend_block(graphdef, state, x, segment_ids, positions, cache):
-    return nnx.merge(graphdef, state)(x, segment_ids=segment_ids, positions=positions, cache=cache)
+    block, options = nnx.merge(graphdef, state), {"segment_ids": segment_ids, "positions": positions, "cache": cache}
+    return block._run(x, options) if type(block) is Block else block(computed(x), **options)

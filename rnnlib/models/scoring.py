@@ -12,8 +12,9 @@ from flax import nnx
 from jax import Array
 
 from rnnlib.fields import PositiveInteger, check_value
-from rnnlib.models.decoder import DecoderCache, DecoderLM, take_rows
+from rnnlib.models.decoder import DecoderCache, DecoderLM
 from rnnlib.models.generation import NaNLogitsError, pad_prompts
+from rnnlib.models.slots import take_rows
 
 # Most logits that are held at once: a quarter of a gigabyte in float32.
 _BLOCK_LOGITS = 1 << 26

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from pallas_kernels.platform import platform
-from rnnlib.ops.derivatives import with_further_derivatives
+from rnnlib.ops.derivatives import with_derivatives_of, with_further_derivatives
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported
 from rnnlib.ops.sharding import is_split
 
@@ -99,3 +99,42 @@ def rms_norm(
     if keeps:  # without the barrier XLA computes the residual stream's sum twice: for the norm and for the next sum
         x = jax.lax.optimization_barrier(x)
     return with_further_derivatives(triton_kernels().rms_norm, keywords, reference)(x, scale, z, z_bias, None)
+
+
+def rms_norm_of_sum(
+    parts: Float[Array, "S *rows F"],
+    added: Float[Array, "*rows F"],
+    scale: Float[Array, " F"],
+    *,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "*rows F"], Float[Array, "*rows F"]]:
+    """The RMS norm of `added` and all `parts` together, and their sum, by one kernel; derivatives are computed by XLA.
+
+    Args:
+        parts: float32, added up in their order.
+        added: rows that they are added to.
+        scale: of each feature.
+        eps: added to the mean square.
+        dtype: of the norm; None is `added`'s.
+
+    Returns:
+        The norm of the rounded sum, rounded once, and this sum in `added`'s dtype.
+
+    Raises:
+        NotImplementedError: the kernel does not support the call.
+    """
+    dtype = jnp.dtype(added.dtype if dtype is None else dtype)
+
+    def run(parts: Array, added: Array, scale: Array) -> tuple[Array, Array]:
+        flat = added.reshape(-1, added.shape[-1])
+        y, total = triton_kernels().rms_norm_of_sum(
+            parts.reshape(len(parts), *flat.shape), flat, scale, eps=eps, dtype=dtype.name
+        )
+        return y.reshape(added.shape), total.reshape(added.shape)
+
+    def formula(parts: Array, added: Array, scale: Array) -> tuple[Array, Array]:
+        total = (jnp.sum(parts, axis=0) + added.astype(jnp.float32)).astype(added.dtype)
+        return rms_norm(total, scale, eps=eps, dtype=dtype, implementation="xla")[0], total
+
+    return with_derivatives_of(formula, run)(parts, added, scale)

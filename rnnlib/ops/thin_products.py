@@ -5,8 +5,9 @@ import contextvars
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -141,12 +142,56 @@ def remembered_products() -> Iterator[None]:
         _MADE.reset(token)
 
 
-def added_to(x: Array, y: Array) -> Array:
-    """`x + y`. If `y` is a product by the kernel, the kernel adds `x` itself, and XLA drops the product without `x`."""
+class SumInParts(NamedTuple):
+    """A sum that nothing has computed yet: a norm that reads it can do so in its own kernel.
+
+    Attributes:
+        added: one summand.
+        parts: the others.
+    """
+
+    added: Float[Array, "*rows N"]
+    parts: Float[Array, "S *rows N"]
+
+    def computed(self) -> Float[Array, "*rows N"]:
+        """The sum, in float32, rounded once to the dtype of `added`."""
+        total = functools.reduce(operator.add, self.parts)  # one loop for XLA, in a fixed order
+        return (total + self.added.astype(jnp.float32)).astype(self.added.dtype)
+
+
+def added_to(x: Array, y: Array) -> Array | SumInParts:
+    """`x + y`, which may be a sum still to be computed: see `computed`.
+
+    If `y` is a product by the kernel, the kernel adds `x` itself, or gives the parts of the product that it makes. XLA
+    drops the product without `x`.
+    """
     for made, lhs, rhs in _MADE.get() or ():
         if made is y and x.dtype == y.dtype and x.shape == y.shape and not is_split(x):
+            rows = math.prod(lhs.shape[:-1])
+            if (splits := triton_kernels().thin_splits(rows, *rhs.shape)) > 1:
+                return SumInParts(x, _parts(lhs, rhs, splits))
             return thin_products(lhs, (rhs,), added=x)[0]
     return x + y
+
+
+def computed(x: Array | SumInParts) -> Array:
+    """An array, or the sum that is still to be computed."""
+    return x.computed() if isinstance(x, SumInParts) else x
+
+
+def _parts(x: Float[Array, "*rows K"], kernel: Float[Array, "K N"], splits: int) -> Float[Array, "S *rows N"]:
+    """`x @ kernel` as the sums that its kernel makes, float32."""
+
+    def run(x: Array, kernel: Array) -> Array:
+        parts = triton_kernels().thin_product_parts(_flat(x), kernel)
+        return parts.reshape(splits, *x.shape[:-1], kernel.shape[1])
+
+    def formula(x: Array, kernel: Array) -> Array:
+        # How the derivative of the product is cut into parts does not matter: they are added up.
+        product = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+        return jnp.zeros((splits, *product.shape), product.dtype).at[0].set(product)
+
+    return with_derivatives_of(formula, run)(x, kernel)
 
 
 def row_product(x: Float[Array, "*rows K"], kernel: Float[Array, "K N"], **options: Any) -> Float[Array, "*rows N"]:

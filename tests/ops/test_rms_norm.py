@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels import triton
 from rnnlib.layers import normalization
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.ops import rms_norm as operator
-from rnnlib.ops.rms_norm import rms_norm
+from rnnlib.ops.rms_norm import rms_norm, rms_norm_of_sum
 
 
 def arguments(shape, *, gated, dtype=jnp.float32):
@@ -47,6 +48,42 @@ def test_kernels_give_the_formula_and_all_its_derivatives(shape, activation, kee
         return norm(*inputs), gradient(*inputs), again, rows
 
     assert_close(jax.jit(run, static_argnums=0)("triton"), jax.jit(run, static_argnums=0)("xla"), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("shape", "parts"), [((3, 1, 16), 4), ((5, 40), 1)])
+def test_a_sum_of_parts_is_normalised_in_its_kernel(shape, parts):
+    added, scale, _ = arguments(shape, gated=False)
+    inputs = jax.random.normal(jax.random.key(1), (parts, *shape)), added, scale
+
+    def formula(parts, added, scale):
+        total = jnp.sum(parts, axis=0) + added
+        return rms_norm(total, scale, eps=1e-3, implementation="xla")[0], total
+
+    def run(function):
+        def loss(*inputs):
+            return sum(jnp.sum(jnp.sin(3 * y)) for y in function(*inputs))
+
+        gradient = jax.grad(loss, (0, 1, 2))
+        again = jax.jvp(gradient, inputs, jax.tree.map(jnp.cos, inputs))[1]
+        rows = jax.vmap(lambda parts, added: function(parts, added, scale), (1, 0))(*inputs[:2])
+        return function(*inputs), gradient(*inputs), again, rows
+
+    found = jax.jit(lambda: run(lambda *inputs: rms_norm_of_sum(*inputs, eps=1e-3)))()
+    assert_close(found, jax.jit(lambda: run(formula))(), rtol=2e-5, atol=2e-5)
+
+
+def test_the_sum_is_rounded_before_its_norm_is_taken():
+    added, scale, _ = arguments((8, 24), gated=False, dtype=jnp.bfloat16)
+    parts = jax.random.normal(jax.random.key(1), (3, 8, 24))
+    y, total = rms_norm_of_sum(parts, added, scale)
+    np.testing.assert_array_equal(total, ((parts[0] + parts[1] + parts[2]) + added).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(y, rms_norm(total, scale, implementation="triton")[0])
+    assert rms_norm_of_sum(parts, added, scale, dtype=jnp.float32)[0].dtype == jnp.float32
+    for wrong in (parts[:0], parts.astype(jnp.bfloat16)):
+        with pytest.raises(ValueError, match=r"rms_norm_of_sum: parts are .*, expected float32 \[S, N, F\]"):
+            triton.rms_norm_of_sum(wrong, added, scale)
+    with pytest.raises(NotImplementedError, match=r"rms_norm_of_sum: .* rows of 8193 features"):
+        rms_norm_of_sum(jnp.ones((2, 1, 8193)), jnp.ones((1, 8193)), jnp.ones(8193))
 
 
 def test_low_precision_is_rounded_once():

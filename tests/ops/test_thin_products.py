@@ -1,13 +1,17 @@
 """Products of few rows by a kernel, interpreted: the formula, its derivatives, and a model that decodes by kernels."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels.triton import ThinFinish, ThinSchedule
+from pallas_kernels.triton import ThinFinish, ThinSchedule, thin_product_parts, thin_splits
 from pallas_kernels.triton import thin_products as kernel
+from pallas_kernels.triton.thin_products import thin_products as cuts
+from rnnlib.layers import normalization
 from rnnlib.layers.products import InputLinear, gated_product, joined_inputs
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.ops import thin_products as operator
@@ -17,7 +21,9 @@ from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_tap
 from rnnlib.ops.thin_products import (
     BoundedSigmoid,
     LogDecay,
+    SumInParts,
     added_to,
+    computed,
     linear_product,
     remembered_products,
     row_product,
@@ -288,6 +294,44 @@ def test_products_are_added_to_what_only_they_are_added_to():
         assert_close(added_to(stream, 2 * y), stream + 2 * (x @ w), rtol=1e-5, atol=1e-6)
 
 
+def sum_in_parts(monkeypatch):
+    """One product is summed in two parts, as on a GPU."""
+    choose = cuts.choose_thin_schedule
+
+    def in_parts(rows, inner, columns, is_gated=False):
+        one = choose(rows, inner, columns, is_gated)
+        return dataclasses.replace(one, splits=2) if len(columns) == 1 and inner > one.block_inner else one
+
+    monkeypatch.setattr(cuts, "choose_thin_schedule", in_parts)
+
+
+def test_a_sum_may_be_left_to_what_reads_it(monkeypatch):
+    sum_in_parts(monkeypatch)
+    x, w, stream = normal((2, 1, 40), (40, 24), (2, 1, 24))
+    dimensions = (((2,), (0,)), ((), ()))
+
+    def total(x, w, stream):
+        with remembered_products():
+            found = added_to(stream, linear_product(x, w, dimensions))
+        assert isinstance(found, SumInParts) and found.parts.shape == (2, 2, 1, 24)
+        return computed(found)
+
+    def everything(total):
+        gradient = jax.grad(lambda *inputs: jnp.sum(jnp.sin(total(*inputs))), (0, 1, 2))
+        return total(x, w, stream), gradient(x, w, stream)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, "thin_kernel_serves", lambda x, kernels: True)
+        found = everything(total)
+    assert_close(found, everything(lambda x, w, stream: stream + x @ w), rtol=1e-5, atol=1e-5)
+    assert computed(x) is x
+    assert thin_splits(2, 40, 24) == 2
+    with pytest.raises(ValueError, match=r"schedule\.splits is 1, expected above 1"):
+        thin_product_parts(x[:, 0], w, schedule=ThinSchedule(16, 16, 16))
+    with pytest.raises(NotImplementedError, match=r"thin_products: .* matrices of another dtype"):
+        thin_product_parts(x[:, 0], w.astype(jnp.bfloat16))
+
+
 class Twice(nnx.Module):
     """A part that calls its map with the mixer's input, and with another."""
 
@@ -341,12 +385,35 @@ def test_maps_of_one_input_share_a_launch(monkeypatch):
     assert launches == [2, 2]
 
 
+class OwnBlock(nnx.Module):
+    """A layer of one's own, which knows arrays alone."""
+
+    def __init__(self, block):
+        self.block = block
+
+    def __call__(self, x, **options):
+        return self.block(2 * x, **options)
+
+
+@pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize(
     "mixers", mostly_slow([("gated_deltanet",), ("kda", "attention"), ("mamba2",)], [("kda", "attention")])
 )
-def test_a_model_decodes_the_same_by_kernels(mixers, monkeypatch):
-    config = ModelConfig(vocabulary_size=17, width=16, num_layers=2, num_heads=2, mlp_width=24, mixers=mixers)
-    graph, state = nnx.split(DecoderLM(config, rngs=nnx.Rngs(0)))
+def test_a_model_decodes_the_same_by_kernels(mixers, parts, monkeypatch):
+    config = ModelConfig(
+        vocabulary_size=17, width=16, num_layers=4 if parts else 2, num_heads=2, mlp_width=24, mixers=mixers
+    )
+    if parts:
+        sum_in_parts(monkeypatch)
+
+    def split(config):
+        model = DecoderLM(config, rngs=nnx.Rngs(0))
+        if parts:
+            model.blocks[2] = OwnBlock(model.blocks[2])
+            model.blocks[2].mixer = model.blocks[2].block.mixer
+        return nnx.split(model)
+
+    graph, state = split(config)
     tokens = jnp.arange(14).reshape(2, 7) % 17
 
     def logits(graph):
@@ -361,10 +428,16 @@ def test_a_model_decodes_the_same_by_kernels(mixers, monkeypatch):
     plain = logits(graph)
     served = serve(monkeypatch)
     # Another configuration of the same computation: what was traced of the first is not taken again.
-    start = {config.mixers[0]: {"initializer.scale": 0.3}}
-    other = nnx.split(nnx.eval_shape(lambda: DecoderLM(config.replace(mixer_overrides=start), rngs=nnx.Rngs(0))))[0]
+    start = {config.mixers[0]: {"initializer.scale": 0.4 if parts else 0.3}}
+    launches = []
+    of_sum = normalization.rms_norm_of_sum
+    monkeypatch.setattr(
+        normalization, "rms_norm_of_sum", lambda *arrays, **options: launches.append(1) or of_sum(*arrays, **options)
+    )
+    other = split(config.replace(mixer_overrides=start))[0]
     assert_close(logits(other), plain, rtol=1e-4, atol=1e-4)
     assert {"thin_products", "one_token", "rms_norm"} <= set(served)
+    assert bool(launches) == parts
 
 
 def test_on_a_cpu_rows_are_one_axis_of_a_product(monkeypatch):
@@ -388,3 +461,25 @@ def test_on_a_cpu_rows_are_one_axis_of_a_product(monkeypatch):
     jax.clear_caches()
     assert shapes_multiplied() == {3}
     assert_close(found, (products(x, kernel), gradients(x, kernel)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"), [(1, 1024, 1024), (64, 2816, 1024), (256, 5632, 2048), (5, 96, 40)]
+)
+def test_on_a_gpu_a_sum_in_the_norm_has_the_bits_of_one_before_it(rows, inner, columns):
+    x, w, added, scale = normal((rows, 1, inner), (inner, columns), (rows, 1, columns), (columns,), dtype=jnp.bfloat16)
+    dimensions = (((2,), (0,)), ((), ()))
+    norm = nnx.RMSNorm(columns, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    norm.scale[...] = scale
+
+    @jax.jit
+    def run(x, w, added):
+        with remembered_products():
+            total = added_to(added, linear_product(x, w, dimensions))
+        assert isinstance(total, SumInParts) == (thin_splits(rows, inner, columns) > 1)
+        before = thin_products(x, (w,), added=added)[0]
+        return normalization.norm_and_stream(norm, total), normalization.norm_and_stream(norm, before)
+
+    for found, wanted in zip(*run(x, w, added)):
+        np.testing.assert_array_equal(found, wanted)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.common.backend import iota, load_masked, sigmoid, store_masked
+from pallas_kernels.triton.common.backend import iota, load_masked, rounded, sigmoid, store_masked
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Cut:
         eps: added to the mean square.
         activation: of the gate; None where there is none.
         heads: H, of which the gates have a bias each, in turn; a divisor of `block`.
+        parts: S, arrays that are added to the rows before they are normalised; 0 where there are none.
     """
 
     rows: int
@@ -38,6 +39,7 @@ class Cut:
     eps: float
     activation: str | None
     heads: int
+    parts: int = 0
 
 
 def _gate(z: Array, activation: str | None) -> tuple[Array, Array]:
@@ -96,12 +98,25 @@ def _normalised(cut: Cut, x: Array) -> tuple[Array, Array]:
     return x * inverse, inverse
 
 
+def _rows(r, index: tuple[Array, Array], mask: Array | None, cut: Cut) -> Array:
+    """Rows that are normalised, float32. Where they are a sum, it is stored, and they are what is stored."""
+    x = load_masked(r.x, index, mask).astype(jnp.float32)
+    if not cut.parts:
+        return x
+    total = load_masked(r.parts, (0, *index), mask)
+    for part in range(1, cut.parts):
+        total = total + load_masked(r.parts, (part, *index), mask)
+    total = rounded(total + x, r.x.dtype)
+    store_masked(r.total, index, total, mask)
+    return total.astype(jnp.float32)
+
+
 def norm_kernel(r, *, cut: Cut):
-    """The result."""
+    """The result, and of parts the sum."""
     scale, bias = _scale(r, cut), _bias(r, cut)
 
     def body(index, mask, state):
-        y = _normalised(cut, load_masked(r.x, index, mask).astype(jnp.float32))[0] * scale
+        y = _normalised(cut, _rows(r, index, mask, cut))[0] * scale
         if r.z is not None:
             y = y * _gate(_gate_argument(r, index, mask, bias), cut.activation)[0]
         store_masked(r.y, index, y, mask)

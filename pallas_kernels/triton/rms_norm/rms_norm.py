@@ -68,14 +68,14 @@ class Options:
     schedule: NormSchedule
 
 
-def _cut(options: Options, inputs: NormInputs, blocks: int) -> tuple[Cut, int, Launch]:
+def _cut(options: Options, inputs: NormInputs, blocks: int, parts: int = 0) -> tuple[Cut, int, Launch]:
     """A kernel's static facts, its programs, and its launch."""
     rows, features = inputs.x.shape
     columns = 1 << (features - 1).bit_length()
     heads = 1 if inputs.bias is None else inputs.bias.shape[0]
     block = max(heads, options.schedule.elements // columns)
     activation = options.activation if inputs.z is not None else None
-    cut = Cut(rows, features, columns, block, blocks, options.eps, activation, heads)
+    cut = Cut(rows, features, columns, block, blocks, options.eps, activation, heads, parts)
     warps = min(16, max(1, options.schedule.num_warps * block * columns // options.schedule.elements))
     return cut, cdiv(rows, block * blocks), Launch(num_warps=warps, num_stages=1)
 
@@ -126,6 +126,10 @@ def _backward(options: Options, inputs: NormInputs, cotangents: tuple[Array, Arr
 
 
 _run.defvjp(_forward, _backward)
+
+
+def _schedule() -> NormSchedule:
+    return NormSchedule(elements=64, blocks=2) if interpreted() else NormSchedule()
 
 
 def norm_unsupported(x: Array, scale: Array, z: Array | None = None, z_bias: Array | None = None) -> str | None:
@@ -181,10 +185,62 @@ def rms_norm(
     reason = norm_unsupported(x, scale, z, z_bias)
     if reason is not None:
         raise NotImplementedError(f"rms_norm: the Triton kernels do not support {reason}")
-    if schedule is None:
-        schedule = NormSchedule(elements=64, blocks=2) if interpreted() else NormSchedule()
+    schedule = schedule or _schedule()
     shape, name = x.shape, jnp.dtype(x.dtype if dtype is None else dtype).name
     flat = [None if a is None else a.reshape(-1, shape[-1]) for a in (x, z)]
     options = Options(eps, activation, name, keeps, schedule)
     y, kept = _run(options, vary_alike(NormInputs(flat[0], scale, flat[1], z_bias)))  # type: ignore[arg-type]
     return y.reshape(shape), None if kept is None else kept.reshape(shape)
+
+
+def rms_norm_of_sum(
+    parts: Float[Array, "S N F"],
+    added: Float[Array, "N F"],
+    scale: Float[Array, " F"],
+    *,
+    eps: float = 1e-6,
+    dtype: str | None = None,
+) -> tuple[Float[Array, "N F"], Float[Array, "N F"]]:
+    """The RMS norm of `added` and all `parts` together, as `rms_norm` of their sum, and the sum; no derivative.
+
+    Args:
+        parts: float32, added up in their order.
+        added: bfloat16 or float32.
+        scale: of each feature.
+        eps: added to the mean square.
+        dtype: of the norm; None is `added`'s.
+
+    Returns:
+        The norm of the rounded sum, rounded once, and this sum in `added`'s dtype.
+
+    Raises:
+        NotImplementedError: `norm_unsupported` has an objection.
+        ValueError: `parts` is not `[S, N, F]` of float32, with at least one part.
+    """
+    reason = norm_unsupported(added, scale)
+    if reason is not None:
+        raise NotImplementedError(f"rms_norm_of_sum: the Triton kernels do not support {reason}")
+    if parts.shape[1:] != added.shape or not len(parts) or parts.dtype != jnp.float32:
+        raise ValueError(
+            f"rms_norm_of_sum: parts are {parts.dtype} of shape {parts.shape}, expected float32 [S, N, F] with S of at "
+            f"least 1 and N, F = {added.shape}"
+        )
+    name = jnp.dtype(added.dtype if dtype is None else dtype).name
+    parts, added, scale = vary_alike((parts, added, scale))
+    cut, programs, launch = _cut(
+        Options(eps, None, name, False, _schedule()), NormInputs(added, scale, None, None), 1, len(parts)
+    )
+    operands = {"x": added, "parts": parts, "scale": scale, "z": None, "bias": None}
+    results = call(
+        norm_kernel,
+        "rms_norm_of_sum",
+        (programs,),
+        {key: whole(x) for key, x in operands.items()},
+        {
+            "y": whole(jax.ShapeDtypeStruct(added.shape, jnp.dtype(name))),
+            "total": whole(jax.ShapeDtypeStruct(added.shape, added.dtype)),
+        },
+        launch,
+        cut=cut,
+    )
+    return results["y"], results["total"]  # type: ignore[return-value]

@@ -14,7 +14,6 @@ from jaxtyping import Float
 from pallas_kernels.problem import cdiv
 from pallas_kernels.schedule import AMPLE_MEMORY, PROCESSORS, Launch
 from pallas_kernels.triton.common.backend import (
-    Operand,
     call,
     interpreted,
     shared_memory,
@@ -165,43 +164,87 @@ def thin_products(
     xs = list(x) if isinstance(x, Sequence) else [x] * len(kernels)
     finishes = [None] * len(kernels) if finishes is None else list(finishes)
     _check(xs, kernels, finishes, is_gated or added is not None)
-    distinct = list({id(rows): rows for rows in xs}.values())
-    which = tuple(next(n for n, rows in enumerate(distinct) if rows is own) for own in xs)
-    rows, columns = xs[0].shape[0], tuple(kernel.shape[1] for kernel in kernels)
-    inner = tuple(kernel.shape[0] for kernel in kernels)
+    columns = tuple(kernel.shape[1] for kernel in kernels)
     has_finish = any(finish is not None for finish in finishes)
-    s = schedule or choose_thin_schedule(rows, max(inner), columns, is_gated)
+    s = schedule or choose_thin_schedule(len(xs[0]), max(map(len, kernels)), columns, is_gated)
     if has_finish and schedule is None:
         s = dataclasses.replace(s, splits=1)
     if s.splits > 1 and (has_finish or (len(kernels) > 1 and not is_gated)):
         what = "a finish" if len(kernels) == 1 else f"{len(kernels)} results"
         raise ValueError(f"thin_products: schedule.splits is {s.splits}, expected 1 with {what}")
-    bounds = tuple(finish.bound if finish is not None and finish.log_rate is None else None for finish in finishes)
-    blocks = (s.block_rows, s.block_columns, s.block_inner)
-    cut = Cut(rows, inner, columns, which, bounds, *blocks, is_gated=is_gated, splits=s.splits)
-    arrays: dict[str, Array | None] = {f"x_{n}": rows for n, rows in enumerate(distinct)}
-    for i, (kernel, finish) in enumerate(zip(kernels, finishes)):
-        log_rate, bias = (None, None) if finish is None else (finish.log_rate, finish.bias)
-        arrays |= {f"kernel_{i}": kernel, f"log_rate_{i}": log_rate, f"bias_{i}": bias}
-    arrays, added = vary_alike((arrays, added))
-    inputs: dict[str, Operand | None] = {name: whole(array) for name, array in arrays.items()}
-    grid = (cdiv(rows, s.block_rows), sum(cut.blocks), s.splits)
-    launch = Launch(num_warps=s.num_warps, num_stages=s.num_stages)
-
-    def run(inputs: dict[str, Operand | None], results: list[jax.ShapeDtypeStruct]) -> list[Array]:
-        outputs = {f"y_{i}": whole(y) for i, y in enumerate(results)}
-        return list(call(thin_products_kernel, "thin_products", grid, inputs, outputs, launch, cut=cut).values())  # type: ignore[arg-type]
-
-    dtype = distinct[0].dtype
     if s.splits == 1:
-        dtypes = [dtype if finish is None else jnp.float32 for finish in finishes]
-        results = [jax.ShapeDtypeStruct((rows, n), d) for n, d in zip(columns[:1] if is_gated else columns, dtypes)]
-        return tuple(run(inputs | {"added": whole(added)}, results))
-    parts = run(inputs | {"added": None}, [jax.ShapeDtypeStruct((s.splits, rows, n), jnp.float32) for n in columns])
+        return tuple(_launch(xs, kernels, finishes, added, is_gated, s))
+    parts = _launch(xs, kernels, finishes, None, is_gated, s)
     first, *second = (functools.reduce(operator.add, part) for part in parts)  # one loop for XLA, in a fixed order
     if second:
         first = jax.nn.silu(first) * second[0]
-    return ((first if added is None else first + added.astype(jnp.float32)).astype(dtype),)
+    return ((first if added is None else first + added.astype(jnp.float32)).astype(xs[0].dtype),)
+
+
+def thin_splits(rows: int, inner: int, columns: int) -> int:
+    """Parts of the inner axis that one product is summed in: with more than one, `thin_product_parts` gives these."""
+    return choose_thin_schedule(rows, inner, (columns,)).splits
+
+
+def thin_product_parts(
+    x: Float[Array, "M K"], kernel: Float[Array, "K N"], *, schedule: ThinSchedule | None = None
+) -> Float[Array, "S M N"]:
+    """`x @ W` as sums over S parts of the inner axis, float32, for what adds them up; it has no derivative.
+
+    Args:
+        x: rows, bfloat16 or float32, at most 256.
+        kernel: a matrix in `x`'s dtype.
+        schedule: how the call is cut into programs, with `splits` above 1.
+
+    Returns:
+        The parts, `thin_splits` of them where no schedule is given.
+
+    Raises:
+        NotImplementedError: `thin_unsupported` has an objection.
+        ValueError: arguments do not go together, or the schedule has one part.
+    """
+    _check([x], [kernel], [None], False)
+    s = schedule or choose_thin_schedule(len(x), len(kernel), (kernel.shape[1],))
+    if s.splits == 1:
+        raise ValueError("thin_product_parts: schedule.splits is 1, expected above 1: see thin_splits")
+    return _launch([x], [kernel], [None], None, False, s)[0]
+
+
+def _launch(
+    xs: Sequence[Array],
+    kernels: Sequence[Array],
+    finishes: Sequence[Finish | None],
+    added: Array | None,
+    is_gated: bool,
+    s: ThinSchedule,
+) -> list[Array]:
+    """What the kernel gives: results, or with several `splits` the parts of each product, `[splits, M, N]` float32."""
+    distinct = list({id(rows): rows for rows in xs}.values())
+    which = tuple(next(n for n, rows in enumerate(distinct) if rows is own) for own in xs)
+    rows, dtype = distinct[0].shape[0], distinct[0].dtype
+    inner, columns = (tuple(kernel.shape[axis] for kernel in kernels) for axis in (0, 1))
+    bounds = tuple(finish.bound if finish is not None and finish.log_rate is None else None for finish in finishes)
+    blocks = (s.block_rows, s.block_columns, s.block_inner)
+    cut = Cut(rows, inner, columns, which, bounds, *blocks, is_gated=is_gated, splits=s.splits)
+    arrays: dict[str, Array | None] = {"added": added, **{f"x_{n}": rows for n, rows in enumerate(distinct)}}
+    for i, (kernel, finish) in enumerate(zip(kernels, finishes)):
+        log_rate, bias = (None, None) if finish is None else (finish.log_rate, finish.bias)
+        arrays |= {f"kernel_{i}": kernel, f"log_rate_{i}": log_rate, f"bias_{i}": bias}
+    if s.splits == 1:
+        dtypes = [dtype if finish is None else jnp.float32 for finish in finishes]
+        results = [jax.ShapeDtypeStruct((rows, n), d) for n, d in zip(columns[:1] if is_gated else columns, dtypes)]
+    else:
+        results = [jax.ShapeDtypeStruct((s.splits, rows, n), jnp.float32) for n in columns]
+    found = call(
+        thin_products_kernel,
+        "thin_products",
+        (cdiv(rows, s.block_rows), sum(cut.blocks), s.splits),
+        {name: whole(array) for name, array in vary_alike(arrays).items()},
+        {f"y_{i}": whole(y) for i, y in enumerate(results)},
+        Launch(num_warps=s.num_warps, num_stages=s.num_stages),
+        cut=cut,
+    )
+    return list(found.values())  # type: ignore[arg-type]
 
 
 def _check(xs: Sequence[Array], kernels: Sequence[Array], finishes: Sequence[Finish | None], is_combined: bool) -> None:
