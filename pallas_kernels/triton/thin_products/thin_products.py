@@ -95,6 +95,12 @@ def choose_thin_schedule(rows: int, inner: int, columns: Sequence[int], is_gated
         return ThinSchedule(64, 32, 128)
     widths = [64, 32, 16] if block_rows > 16 else [32, 16]
     width = next((n for n in widths if tiles * sum(cdiv(c, n) for c in columns) >= _PROGRAMS), 16)
+    programs = tiles * sum(cdiv(c, width) for c in columns)
+    if block_rows == width == 64 and shared_memory() >= AMPLE_MEMORY:
+        if programs <= 2 * PROCESSORS:  # all at once, though two of this depth fill a processor
+            return ThinSchedule(64, 64, 128, num_stages=3)
+        if programs > 3 * PROCESSORS:  # not all at once
+            return ThinSchedule(128, 64, 64)
     return ThinSchedule(block_rows, width, block_inner)
 
 
