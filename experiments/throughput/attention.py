@@ -188,7 +188,10 @@ def time_steps(setting: Setting, turns: int, calls: int) -> list[dict[str, Any]]
 
 
 def picture(content: dict[str, Any], output: pathlib.Path) -> None:
-    """Draws the pace of gradients, problem by problem."""
+    """Draws the pace of gradients, problem by problem, or of whole steps if these were timed."""
+    if content.get("steps"):
+        _draw_steps(content, output)
+        return
     records = content["problems"]
     drawing, axes = pyplot().subplots(figsize=(9, 1.4 + 0.55 * len(records)), layout="constrained")
     for i, record in enumerate(records):
@@ -210,6 +213,28 @@ def picture(content: dict[str, Any], output: pathlib.Path) -> None:
         f"Gradients of causal attention, 64 channels, bfloat16, {content['environment']['device']}", fontsize=10
     )
     drawing.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=3)
+    save(drawing, output.parent.parent / "figures" / f"{output.stem}.png")
+
+
+def _draw_steps(content: dict[str, Any], output: pathlib.Path) -> None:
+    drawing, axes = pyplot().subplots(figsize=(9, 2.6), layout="constrained")
+    kinds = {
+        "kernel": ("this repository's gradients", "tab:blue"),
+        "kernel_deterministic": ("this repository's gradients, deterministic", "tab:blue"),
+        "cudnn": ("cuDNN's gradients", "tab:gray"),
+        "cudnn_deterministic": ("cuDNN's gradients, deterministic", "tab:orange"),
+    }
+    records = sorted(content["steps"], key=lambda record: record["step_milliseconds"])
+    for i, record in enumerate(records):
+        milliseconds, utilization = record["step_milliseconds"], record["utilization_ahead"]
+        axes.barh(i, milliseconds, height=0.6, color=kinds[record["gradients"]][1], alpha=0.8)
+        peak = "" if utilization is None else f", {utilization:.1%} of peak"
+        axes.text(milliseconds, i, f" {milliseconds:.1f} ms{peak}", va="center", fontsize=8)
+    axes.set_yticks(range(len(records)), [kinds[record["gradients"]][0] for record in records], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.3)
+    axes.set_xlabel("ms a step, from 0; median of all turns", fontsize=8)
+    drawing.suptitle(f"Steps of a Transformer++, nothing recomputed, {content['environment']['device']}", fontsize=10)
     save(drawing, output.parent.parent / "figures" / f"{output.stem}.png")
 
 
