@@ -1,6 +1,7 @@
 """The time of one token of every text, and the bytes that it must move."""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -48,6 +49,14 @@ def bytes_of_a_token(model: DecoderLM, batch: int, length: int) -> dict[str, int
     return {"weights": weights, "caches": caches}
 
 
+def token_blocks(config: ModelConfig, batch: int, plan: DecodingStudy) -> tuple[DecoderLM, Iterator[jax.Array]]:
+    """A model with random weights, and the blocks of tokens with which it continues random prompts greedily."""
+    model = random_model(config)
+    prompts = np.random.default_rng(1).integers(config.vocabulary_size, size=(batch, plan.prompt)).astype(np.int32)
+    count = plan.block * plan.blocks
+    return model, stream(model, prompts, max_new_tokens=count, block_size=plan.block, temperature=0)
+
+
 def time_model(config: ModelConfig, batch: int, plan: DecodingStudy) -> dict[str, Any]:
     """Times greedy decoding of a model with random weights.
 
@@ -56,10 +65,7 @@ def time_model(config: ModelConfig, batch: int, plan: DecodingStudy) -> dict[str
         the median block; bytes that a token moves, the seconds that this takes at the card's stated bandwidth, and the
         share of them in what was measured, both None where that bandwidth is not known.
     """
-    model = random_model(config)
-    prompts = np.random.default_rng(1).integers(config.vocabulary_size, size=(batch, plan.prompt)).astype(np.int32)
-    count = plan.block * plan.blocks
-    blocks = stream(model, prompts, max_new_tokens=count, block_size=plan.block, temperature=0)
+    model, blocks = token_blocks(config, batch, plan)
     np.asarray(next(blocks))
     seconds, start = [], time.perf_counter()
     for block in blocks:
@@ -69,7 +75,7 @@ def time_model(config: ModelConfig, batch: int, plan: DecodingStudy) -> dict[str
         start = end
     median = float(np.median(seconds))
     # Attention reads as many tokens as there are: in the blocks that are timed, so many on average.
-    moved = bytes_of_a_token(model, batch, plan.prompt + (plan.block + count) // 2)
+    moved = bytes_of_a_token(model, batch, plan.prompt + plan.block * (1 + plan.blocks) // 2)
     bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)
     limit = None if bandwidth is None else sum(moved.values()) / bandwidth
     return {

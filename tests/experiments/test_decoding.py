@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from experiments.decoding import __main__ as command
-from experiments.decoding import waiting
+from experiments.decoding import kernels, waiting
 from experiments.decoding.measure import bytes_of_a_token
 from experiments.decoding.report import read_results, table, write_report
 from experiments.decoding.study import study
@@ -108,3 +108,21 @@ def test_steps_whose_writes_wait_are_timed_beside_those_that_store(small, monkey
     assert [(x["model"], x["texts"]) for x in found["models"]] == [("Tiny", 2)]
     with pytest.raises(SystemExit, match=r"models: \['Other'\] are not in the study, expected some of \['Tiny'\]"):
         waiting.main([*options, "--models", "Other"])
+
+
+def test_a_token_is_profiled_kernel_by_kernel(small, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(kernels, "study", lambda setting: small)
+    path = tmp_path / "kernels.json"
+    kernels.main(["--output", str(path), "--models", "Tiny", "--texts", "1", "2", "--shown", "2"])
+    found = json.loads(path.read_text())
+    assert [(x["model"], x["texts"]) for x in found["tokens"]] == [("Tiny", 1), ("Tiny", 2)]
+    for record in found["tokens"]:
+        times = [kernel["token_us"] for kernel in record["kernels"]]
+        assert len(times) > 2 and times == sorted(times, reverse=True) and times[0] > 0
+        assert record["kernels_us"] == pytest.approx(sum(times), abs=0.1)
+        for kernel in record["kernels"]:
+            assert kernel["launches"] * kernel["launch_us"] == pytest.approx(kernel["token_us"], rel=0.05, abs=0.05)
+    shown = capsys.readouterr().out
+    assert "Tiny, 2 texts" in shown and f"{len(found['tokens'][1]['kernels']) - 2} others" in shown
+    with pytest.raises(SystemExit, match=r"models: \['Other'\] are not in the study"):
+        kernels.main(["--output", str(path), "--models", "Other"])
