@@ -95,6 +95,7 @@ class Decoder:
         logits_dtype = jnp.promote_types(jnp.float32, model.config.compute_dtype)
         self._rows = Rows(
             logits=jnp.zeros([slots, self._vocabulary_size], logits_dtype),
+            likeliest=jnp.zeros(slots, jnp.int32),
             cache=model.init_cache(slots, self._capacity),
             key=jnp.stack([seed_key(0)] * slots),
             place=jnp.zeros(slots, jnp.int32),

@@ -105,6 +105,11 @@ def likeliest_token(logits: Float[Array, "B vocabulary"]) -> Int[Array, " B"]:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
+def have_nan(logits: Float[Array, "B vocabulary"], likeliest: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Rows with a NaN among their logits, which is then their `likeliest_token`'s: nothing else is read."""
+    return jnp.isnan(jnp.take_along_axis(logits, likeliest[:, None], axis=-1)[:, 0])
+
+
 def draw_filtered(keys: Any, logits: Array, top_k: Array | int | None, top_p: Array | float | None) -> Array:
     """Draws one token a row among the `top_k` likeliest, and of those the fewest that reach `top_p`.
 
@@ -297,8 +302,7 @@ def _decode(
     filler = 0 if end_token is None else end_token
 
     def stuck(carry):
-        likeliest = jnp.take_along_axis(carry.logits, carry.likeliest[:, None], axis=-1)[:, 0]
-        return jnp.isnan(likeliest) & ~carry.finished
+        return have_nan(carry.logits, carry.likeliest) & ~carry.finished
 
     def unfinished(loop):
         made, _, carry = loop

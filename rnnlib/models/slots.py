@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from rnnlib.models.decoder import DecoderCache
-from rnnlib.models.generation import draw_filtered, likeliest_token, prompt_positions
+from rnnlib.models.generation import draw_filtered, have_nan, likeliest_token, prompt_positions
 from rnnlib.models.waiting import after_tokens, defer_writes, settled
 
 # Stop tokens that a text may have.
@@ -96,6 +96,7 @@ class Rows(NamedTuple):
     """What every slot goes on from; arrays of one entry a slot."""
 
     logits: Array
+    likeliest: Array  # token
     cache: DecoderCache
     key: Array
     place: Array  # with the seed, what decides a text's draws: its row in `generate`
@@ -114,7 +115,8 @@ def join(graphdef, state, rows: Rows, slots: Array, tokens: Array, segment_ids: 
     model = nnx.merge(graphdef, state)
     positions = prompt_positions(segment_ids)
     hidden, cache = model.extend_hidden(tokens, empty, segment_ids=segment_ids, positions=positions)
-    values = values | {"logits": model.logits(hidden[:, -1:])[:, 0]}
+    logits = model.logits(hidden[:, -1:])[:, 0]
+    values = values | {"logits": logits, "likeliest": likeliest_token(logits)}
     changed = {name: getattr(rows, name).at[slots].set(value) for name, value in values.items()}
     return rows._replace(cache=put_rows(rows.cache, slots, cache), **changed)
 
@@ -130,7 +132,7 @@ def advance(graphdef, size: int, draws: str, state, rows: Rows, limit: Array | i
     ended_before = rows.ended
 
     def stuck(rows):
-        return jnp.isnan(rows.logits).any(axis=-1) & ~rows.ended
+        return have_nan(rows.logits, rows.likeliest) & ~rows.ended
 
     def unfinished(loop):
         number, _, _, rows = loop
@@ -140,12 +142,13 @@ def advance(graphdef, size: int, draws: str, state, rows: Rows, limit: Array | i
         number, tokens, scores, rows = loop
         token = _next_tokens(rows, draws)
         chosen = jnp.take_along_axis(rows.logits, token[:, None], axis=-1)[:, 0]
-        score = (chosen - jax.nn.logsumexp(rows.logits, axis=-1)).astype(jnp.float32)
+        score = (chosen - _log_sum(rows.logits, rows.likeliest)).astype(jnp.float32)
         made = rows.made + 1
         ended = rows.ended | (made >= rows.limit) | (token[:, None] == rows.stop).any(axis=-1)
         model = nnx.merge(graphdef, state)
         logits, cache = model.extend(token[:, None], after_tokens(model, rows.cache, number))
-        rows = rows._replace(logits=logits[:, 0], cache=cache, made=made, ended=ended)
+        logits = logits[:, 0]
+        rows = rows._replace(logits=logits, likeliest=likeliest_token(logits), cache=cache, made=made, ended=ended)
         return number + 1, tokens.at[:, number].set(token), scores.at[:, number].set(score), rows
 
     shape = (rows.ended.shape[0], size)
@@ -156,11 +159,17 @@ def advance(graphdef, size: int, draws: str, state, rows: Rows, limit: Array | i
     return number, tokens, scores, stuck(rows), rows._replace(cache=settled(model, rows.cache, number))
 
 
+def _log_sum(logits: Array, likeliest: Array) -> Array:
+    """`jax.nn.logsumexp` of rows whose largest logit is known, so that they are read once."""
+    largest = jnp.take_along_axis(logits, likeliest[:, None], axis=-1)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    return jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1)) + largest[:, 0]
+
+
 def _next_tokens(rows: Rows, draws: str) -> Array:
     """One token a row; what a row gets does not depend on what others ask for."""
-    likeliest = likeliest_token(rows.logits)
     if draws == "greedy":
-        return likeliest
+        return rows.likeliest
     # As `stream` draws for the row of this place.
     fold = jax.random.fold_in
     keys = jax.vmap(lambda key, made, place: fold(fold(key, made), place))(rows.key, rows.made, rows.place)
@@ -172,4 +181,4 @@ def _next_tokens(rows: Rows, draws: str) -> Array:
         by_filter = draw_filtered(keys, logits, rows.top_k[:, None], rows.top_p[:, None])
         filtered = (rows.top_k < rows.logits.shape[-1]) | (rows.top_p <= 1)
         token = jnp.where(filtered, by_filter, token)
-    return jnp.where(greedy, likeliest, token)
+    return jnp.where(greedy, rows.likeliest, token)
