@@ -97,14 +97,16 @@ def test_steps_whose_writes_wait_are_timed_beside_those_that_store(small, monkey
     monkeypatch.setattr(waiting, "study", lambda setting: small)
     path = tmp_path / "waiting.json"
     options = ["--output", str(path), "--models", "Tiny", "--texts", "2", "--heads", "1", "--channels", "16"]
-    waiting.main([*options, "--tokens", "5", "--gigabytes", "0"])
+    waiting.main([*options, "--tokens", "5", "--gigabytes", "0", "--blocks", "16", "--warps", "1"])
     found = json.loads(path.read_text())
     assert [(x["decay"], x["texts"], x["layers"]) for x in found["kernels"]] == [
         ("none", 2, 2),
         ("scalar", 2, 2),
         ("channel", 2, 2),
     ]
-    assert all(x["waiting_us"] > 0 and x["stored_each_time_us"] > 0 for x in found["kernels"])
+    for record in found["kernels"]:
+        names = ("stored_each_time_us", "waiting_us", "waiting_16_channels_1_warps_us")
+        assert all(record[name] > 0 for name in names) and record["same_bits"]
     assert [(x["model"], x["texts"]) for x in found["models"]] == [("Tiny", 2)]
     with pytest.raises(SystemExit, match=r"models: \['Other'\] are not in the study, expected some of \['Tiny'\]"):
         waiting.main([*options, "--models", "Other"])
