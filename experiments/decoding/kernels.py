@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.decoding.measure import token_blocks
-from experiments.decoding.study import DecodingStudy, study
+from experiments.decoding.study import DecodingStudy, configurations, study
 from experiments.sweep.command import errors_as_lines
 from experiments.sweep.results import command_line, environment, write_text
 from experiments.sweep.study import Setting
@@ -94,13 +94,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     where = environment(command_line("experiments.decoding.kernels"), options.commit)
     with errors_as_lines():
         plan = study(options.setting)
-        models = dict(plan.models)
-        if unknown := [label for label in options.models if label not in models]:
-            raise ValueError(f"models: {unknown} are not in the study, expected some of {list(models)}")
         records = []
-        for label in options.models:
+        for label, config in configurations(plan, options.models).items():
             for texts in options.texts:
-                record = profile_model(models[label], texts, plan)
+                record = profile_model(config, texts, plan)
                 Console().print(table(label, record, options.shown))
                 records.append({"model": label, **record})
                 write_text(options.output, json.dumps({"tokens": records, "environment": where}, indent=1) + "\n")

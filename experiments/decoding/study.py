@@ -1,6 +1,7 @@
 """Which models continue texts, at which batches."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from experiments.sweep.study import Setting
 from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset
@@ -25,6 +26,14 @@ class DecodingStudy:
     block: int = 128
     blocks: int = 4
     peer_blocks: int = 4
+
+
+def configurations(plan: DecodingStudy, labels: Sequence[str]) -> dict[str, ModelConfig]:
+    """Configurations of the models with these labels; ValueError where the study has no such model."""
+    models = dict(plan.models)
+    if unknown := [label for label in labels if label not in models]:
+        raise ValueError(f"models: {unknown} are not in the study, expected some of {list(models)}")
+    return {label: models[label] for label in labels}
 
 
 def study(setting: Setting) -> DecodingStudy:

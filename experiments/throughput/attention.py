@@ -35,6 +35,13 @@ KINDS = {
     "cudnn_deterministic": ("cuDNN, deterministic", "tab:orange"),
 }
 """Gradients that are timed: label and colour."""
+STEPS = {
+    "kernel": ("this repository's gradients", "tab:blue"),
+    "cudnn": ("cuDNN's gradients", "tab:gray"),
+    "kernel_deterministic": ("this repository's gradients, deterministic", "tab:blue"),
+    "cudnn_deterministic": ("cuDNN's gradients, deterministic", "tab:orange"),
+}
+"""Whole steps that are timed, likewise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +156,7 @@ def time_problem(problem: Problem, turns: int, calls: int) -> dict[str, Any]:
 
 
 def compile_step(setting: Setting, kind: str) -> CompiledCase:
-    """The study's step of a Transformer++ with one of `KINDS` of gradients, or `kernel_deterministic`."""
+    """The study's step of a Transformer++, one of `STEPS`."""
     plan = study(setting)
     case = Case(
         TRANSFORMER, plan.main_length, deterministic=kind.endswith("deterministic"), keeps="everything", unrolled=True
@@ -170,8 +177,7 @@ def compile_step(setting: Setting, kind: str) -> CompiledCase:
 def time_steps(setting: Setting, turns: int, calls: int) -> list[dict[str, Any]]:
     """Times whole steps with each kind of gradients, one ahead of the one that is waited for, by turns."""
     plan = study(setting)
-    kinds = ("kernel", "cudnn", "kernel_deterministic", "cudnn_deterministic")
-    running = {kind: Measurement(plan, compile_step(setting, kind)) for kind in kinds}
+    running = {kind: Measurement(plan, compile_step(setting, kind)) for kind in STEPS}
     for _ in range(turns):
         for measurement in running.values():
             measurement.time_ahead(calls)
@@ -218,19 +224,13 @@ def picture(content: dict[str, Any], output: pathlib.Path) -> None:
 
 def _draw_steps(content: dict[str, Any], output: pathlib.Path) -> None:
     drawing, axes = pyplot().subplots(figsize=(9, 2.6), layout="constrained")
-    kinds = {
-        "kernel": ("this repository's gradients", "tab:blue"),
-        "kernel_deterministic": ("this repository's gradients, deterministic", "tab:blue"),
-        "cudnn": ("cuDNN's gradients", "tab:gray"),
-        "cudnn_deterministic": ("cuDNN's gradients, deterministic", "tab:orange"),
-    }
     records = sorted(content["steps"], key=lambda record: record["step_milliseconds"])
     for i, record in enumerate(records):
         milliseconds, utilization = record["step_milliseconds"], record["utilization_ahead"]
-        axes.barh(i, milliseconds, height=0.6, color=kinds[record["gradients"]][1], alpha=0.8)
+        axes.barh(i, milliseconds, height=0.6, color=STEPS[record["gradients"]][1], alpha=0.8)
         peak = "" if utilization is None else f", {utilization:.1%} of peak"
         axes.text(milliseconds, i, f" {milliseconds:.1f} ms{peak}", va="center", fontsize=8)
-    axes.set_yticks(range(len(records)), [kinds[record["gradients"]][0] for record in records], fontsize=8)
+    axes.set_yticks(range(len(records)), [STEPS[record["gradients"]][0] for record in records], fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.3)
     axes.set_xlabel("ms a step, from 0; median of all turns", fontsize=8)

@@ -12,6 +12,7 @@ from pallas_kernels.platform import platform
 from rnnlib.ops.derivatives import with_derivatives_of, with_further_derivatives
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported
 from rnnlib.ops.sharding import is_split
+from rnnlib.ops.thin_products import SumInParts
 
 # Smallest number of elements for which a kernel is faster, despite its launch.
 _LEAST = 1 << 20
@@ -134,7 +135,7 @@ def rms_norm_of_sum(
         return y.reshape(added.shape), total.reshape(added.shape)
 
     def formula(parts: Array, added: Array, scale: Array) -> tuple[Array, Array]:
-        total = (jnp.sum(parts, axis=0) + added.astype(jnp.float32)).astype(added.dtype)
+        total = SumInParts(added, parts).computed()
         return rms_norm(total, scale, eps=eps, dtype=dtype, implementation="xla")[0], total
 
     return with_derivatives_of(formula, run)(parts, added, scale)

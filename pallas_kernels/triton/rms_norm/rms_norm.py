@@ -226,16 +226,13 @@ def rms_norm_of_sum(
             f"least 1 and N, F = {added.shape}"
         )
     name = jnp.dtype(added.dtype if dtype is None else dtype).name
-    parts, added, scale = vary_alike((parts, added, scale))
-    cut, programs, launch = _cut(
-        Options(eps, None, name, False, _schedule()), NormInputs(added, scale, None, None), 1, len(parts)
-    )
-    operands = {"x": added, "parts": parts, "scale": scale, "z": None, "bias": None}
+    inputs, parts = vary_alike((NormInputs(added, scale, None, None), parts))
+    cut, programs, launch = _cut(Options(eps, None, name, False, _schedule()), inputs, 1, len(parts))
     results = call(
         norm_kernel,
         "rms_norm_of_sum",
         (programs,),
-        {key: whole(x) for key, x in operands.items()},
+        {key: whole(x) for key, x in (inputs._asdict() | {"parts": parts}).items()},
         {
             "y": whole(jax.ShapeDtypeStruct(added.shape, jnp.dtype(name))),
             "total": whole(jax.ShapeDtypeStruct(added.shape, added.dtype)),

@@ -94,12 +94,15 @@ def choose_thin_schedule(rows: int, inner: int, columns: Sequence[int], is_gated
     if block_rows == 64 and tiles == 1:
         return ThinSchedule(64, 32, 128)
     widths = [64, 32, 16] if block_rows > 16 else [32, 16]
-    width = next((n for n in widths if tiles * sum(cdiv(c, n) for c in columns) >= _PROGRAMS), 16)
-    programs = tiles * sum(cdiv(c, width) for c in columns)
+
+    def programs_of(width: int) -> int:
+        return tiles * sum(cdiv(n, width) for n in columns)
+
+    width = next((n for n in widths if programs_of(n) >= _PROGRAMS), 16)
     if block_rows == width == 64 and shared_memory() >= AMPLE_MEMORY:
-        if programs <= 2 * PROCESSORS:  # all at once, though two of this depth fill a processor
+        if programs_of(64) <= 2 * PROCESSORS:  # all at once, though two of this depth fill a processor
             return ThinSchedule(64, 64, 128, num_stages=3)
-        if programs > 3 * PROCESSORS:  # not all at once
+        if programs_of(64) > 3 * PROCESSORS:  # not all at once
             return ThinSchedule(128, 64, 64)
     return ThinSchedule(block_rows, width, block_inner)
 
