@@ -99,11 +99,11 @@ def stored_each_time(token: dict[str, Any], tokens: int, states: list) -> tuple[
     return in_a_loop(step, token, tokens, states)
 
 
-def waiting(token: dict[str, Any], tokens: int, states: list, *, launch: Launch | None = None) -> tuple[list, Array]:
-    """The same loop with writes that wait; the states are settled after it."""
+def waiting(token: dict[str, Any], tokens: int, states: list, **how: Any) -> tuple[list, Array]:
+    """The same loop with writes that wait; the states are settled after it. `how` is passed to `deferred_token`."""
 
     def step(t: Array, token: dict[str, Any], state: DeferredState) -> tuple[Array, Any]:
-        return triton.deferred_token(**token, deferred=state._replace(waiting=t % PERIOD), launch=launch)
+        return triton.deferred_token(**token, deferred=state._replace(waiting=t % PERIOD), **how)
 
     start = [defer_writes(state, token["k"], token.get("log_decay")) for state in states]
     after, out = in_a_loop(step, token, tokens, start)
@@ -121,7 +121,10 @@ def time_kernels(options: Options, decay: str, texts: int) -> dict[str, Any]:
     loops: dict[str, Callable[..., tuple[list, Array]]] = {
         "stored_each_time_us": stored_each_time,
         "waiting_us": waiting,
+        "waiting_in_mosaic_us": functools.partial(waiting, backend="mosaic"),
     }
+    if triton.mosaic_deferral_unsupported(token["q"], token["k"], token["v"]) is not None:
+        del loops["waiting_in_mosaic_us"]
     for block, warps in itertools.product(options.blocks, options.warps):
         launch = Launch(num_warps=warps, num_stages=1, block=block)
         loops[f"waiting_{block}_channels_{warps}_warps_us"] = functools.partial(waiting, launch=launch)
@@ -130,9 +133,17 @@ def time_kernels(options: Options, decay: str, texts: int) -> dict[str, Any]:
         run = jax.jit(functools.partial(loop, token, options.tokens))
         results.append(jax.block_until_ready(run(states)))
         record[name] = round(_seconds(functools.partial(run, states)) / (options.tokens * layers) * 1e6, 2)
-    # Other launches add up in another order.
-    pairs = zip(*(jax.tree.leaves(result) for result in results[:2]), strict=True)
-    return record | {"same_bits": all(bool((x == y).all()) for x, y in pairs)}
+    # Other launches, and Mosaic's kernel, add up in another order.
+    states_and_output = [jax.tree.leaves(result) for result in results]
+    record["same_bits"] = all(bool((x == y).all()) for x, y in zip(*states_and_output[:2], strict=True))
+    if "waiting_in_mosaic_us" in loops:
+        record["states_error_in_mosaic"] = max(map(_error, states_and_output[2][:-1], states_and_output[0][:-1]))
+    return record
+
+
+def _error(x: Array, y: Array) -> float:
+    """Of `x`, relative to the largest number of `y`."""
+    return float(jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32)).max() / jnp.abs(y.astype(jnp.float32)).max())
 
 
 def _seconds(run: Callable[[], Any]) -> float:

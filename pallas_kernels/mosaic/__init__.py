@@ -6,7 +6,7 @@ has all that is particular to Mosaic GPU.
 
 | module | what it has |
 |---|---|
-| `delta_rule` | stages of the gated delta rule, whose other stages are in Triton |
+| `delta_rule` | stages of the gated delta rule, whose other stages are in Triton, and one token whose write waits |
 | `attention_gradients` | the backward pass of causal softmax attention, whose forward pass is cuDNN's |
 | `token_attention` | one token's attention to a ring of keys and values, for many rows |
 

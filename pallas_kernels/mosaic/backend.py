@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.platform import platform
@@ -27,6 +28,10 @@ _ROWS, _COLUMNS = _MATRIX.reduce(1), _MATRIX.reduce(0)
 _THREADS = 128  # of a warpgroup
 WARPS = 4
 """Warps of a warpgroup, each of which has a number in what `maximum` and `total` pass on."""
+BAND = 16
+"""Rows of a band: a matrix of 128 columns of which each warp holds whole rows."""
+_BAND_TILING = Tiling(((BAND, _THREADS), (BAND // WARPS, _THREADS), (4,)))
+_BAND = plgpu.Layout.TILED(_BAND_TILING, warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1)
 _REDUCTION = 512  # float32 numbers that one warpgroup's sum over rows passes between its warps
 
 
@@ -138,6 +143,7 @@ def launch(
     *,
     grid: dict[str, int],
     warpgroups: int,
+    updates: Mapping[str, Array | None] | None = None,
 ) -> dict[str, Array | None]:
     """Runs `program(refs, memory)` on a grid.
 
@@ -150,16 +156,20 @@ def launch(
         memory: shared memory and barriers of a program, or tuples of them.
         grid: number of programs along each axis, by the axis' name; the first varies fastest.
         warpgroups: of a program; the axis `warpgroup` tells them apart.
+        updates: arrays that the program reads and writes in place: what it does not write stays. A call with them can't
+            be mapped over.
 
     Returns:
-        The outputs by name, None where none was asked for.
+        The outputs and updated arrays by name, None where none was asked for.
     """
+    updates = updates or {}
     given = {key: array for key, array in inputs.items() if array is not None}
+    changed = {key: jax.new_ref(array) for key, array in updates.items() if array is not None}
     wanted = {key: struct for key, struct in outputs.items() if struct is not None}
-    absent = dict.fromkeys([*inputs, *outputs])
+    absent = dict.fromkeys([*inputs, *updates, *outputs])
 
     def body(*arrays):
-        refs = SimpleNamespace(**{**absent, **dict(zip([*given, *wanted], arrays))})
+        refs = SimpleNamespace(**{**absent, **dict(zip([*given, *changed, *wanted], arrays))})
 
         def scoped(*scratch):
             program(refs, SimpleNamespace(**dict(zip(memory, scratch))))
@@ -167,24 +177,30 @@ def launch(
         pl.run_scoped(scoped, *memory.values(), collective_axes="warpgroup")
 
     body.__name__ = body.__qualname__ = name
+    threads: dict[str, Any] = {
+        "grid": tuple(grid.values()),
+        "grid_names": tuple(grid),
+        "num_threads": warpgroups,
+        "thread_name": "warpgroup",
+    }
+    options: dict[str, Any] = {
+        # Barriers around loads and stores are set by hand.
+        "compiler_params": plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        "interpret": plgpu.InterpretGPUParams(detect_races=True) if interpreted() else False,
+    }
     # Kernels count in 32 bits, whatever the program around them does.
     with jax.enable_x64(False):
-        results = plgpu.kernel(
-            body,
-            out_type=list(wanted.values()),
-            grid=tuple(grid.values()),
-            grid_names=tuple(grid),
-            num_threads=warpgroups,
-            thread_name="warpgroup",
-            # Barriers around loads and stores are set by hand.
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-            ),
-            interpret=plgpu.InterpretGPUParams(detect_races=True) if interpreted() else None,
-        )(*given.values())
+        if changed:  # `plgpu.kernel` takes no references
+            kernel = pl.kernel(body, list(wanted.values()), mesh=plgpu.Mesh(**threads), name=name, **options)
+        else:
+            kernel = plgpu.kernel(body, out_type=list(wanted.values()), **threads, **options)
+        results = kernel(*given.values(), *changed.values())
     # Pallas gives no types of `jax.shard_map` to what such a kernel returns.
     varying = varying_axes(list(given.values()))
-    return {**dict.fromkeys(outputs), **{key: vary_along(varying, x) for key, x in zip(wanted, results)}}
+    found = {key: vary_along(varying, x) for key, x in zip(wanted, results)}
+    return {**dict.fromkeys([*updates, *outputs]), **found, **{key: jax.freeze(ref) for key, ref in changed.items()}}
 
 
 def load_matrix(ref: Any) -> Array:
@@ -363,6 +379,51 @@ def added(body: Callable[..., None], *starts: Array) -> tuple[Array, ...]:
     return tuple(results)
 
 
+def load_band(ref: Any) -> Array:
+    """A float32 matrix of 128 columns that lies in shared memory row by row: 32 of its `BAND` rows to each warp."""
+    return plgpu.load(ref, layout=_BAND, optimized=False)
+
+
+def zero_band() -> Array:
+    """A band of zeros."""
+    return plgpu.layout_cast(jnp.zeros((BAND, _THREADS), jnp.float32), _BAND)
+
+
+def load_band_column(ref: Any) -> Array:
+    """One number for each row of a band, from shared memory."""
+    return plgpu.load(ref, layout=_BAND.reduce(1), optimized=False)
+
+
+def load_band_row(ref: Any) -> Array:
+    """One number for each column of a band, from shared memory."""
+    return plgpu.load(ref, layout=_BAND.reduce(0), optimized=False)
+
+
+def along_rows(x: Array) -> Array:
+    """A band whose rows have one number each."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (BAND, _THREADS), [0]), _BAND)
+
+
+def along_columns(x: Array) -> Array:
+    """A band whose columns have one number each."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (BAND, _THREADS), [1]), _BAND)
+
+
+def band_sums(x: Array, buffer: Any) -> Array:
+    """The sum of each column of a band, in a fixed order; `buffer` is of `sum_buffer`."""
+    if interpreted():
+        return jnp.sum(x, axis=0)
+
+    @plgpu.inline_mgpu(
+        arg_types=(_BAND, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((_THREADS,), jnp.float32, layout=_BAND.reduce(0)),
+    )
+    def reduce(_, matrix, scratch):
+        return matrix.reduce("add", 0, scratch)
+
+    return reduce(x, buffer)
+
+
 def column_sums(x: Array, buffer: Any) -> Array:
     """The sum of each column of `x` `[64, C]`, in a fixed order; `buffer` is this warpgroup's part of `sum_buffer`."""
     if interpreted():
@@ -421,6 +482,9 @@ def added_in_turn(
         plgpu.semaphore_signal(at, 1, memory_scope="gpu")
 
 
-def wait_for_stores(*, only_read: bool = True) -> None:
-    """Waits until buffers may be written again or, without `only_read`, until all has arrived."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=only_read)
+def wait_for_stores(running: int = 0, *, only_read: bool = True) -> None:
+    """Waits until buffers may be written again or, without `only_read`, until all has arrived.
+
+    All but those of the `running` latest copies that are awaited together.
+    """
+    plgpu.wait_smem_to_gmem(running, wait_read_only=only_read)

@@ -6,7 +6,12 @@ One folder an operator, each of which opens with its equations and its stages: `
 """
 
 from pallas_kernels.schedule import Schedule
-from pallas_kernels.triton.delta_rule.deferred import deferral_unsupported, deferred_token, settle_writes
+from pallas_kernels.triton.delta_rule.deferred import (
+    deferral_unsupported,
+    deferred_token,
+    mosaic_deferral_unsupported,
+    settle_writes,
+)
 from pallas_kernels.triton.delta_rule.gated_delta_rule import gated_delta_rule, mosaic_unsupported, unsupported
 from pallas_kernels.triton.diagonal_preconditioner import readouts as preconditioner_readouts
 from pallas_kernels.triton.diagonal_preconditioner.gram_readout import (
@@ -78,6 +83,7 @@ __all__ = [
     "linear_attention",
     "log_sum_exp",
     "log_sum_exp_unsupported",
+    "mosaic_deferral_unsupported",
     "mosaic_unsupported",
     "norm_unsupported",
     "one_token_convolutions",

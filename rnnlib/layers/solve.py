@@ -150,7 +150,8 @@ class OnlineSolver(MatrixStateSolver):
         """Output and next state."""
         expect_no_previous("Online", signals.gates)
         if isinstance(state, DeferredState):
-            return deferred_token(self._token(signals), state, scale=self.options.scale)
+            scale, implementation = self.options.scale, self.options.implementation
+            return deferred_token(self._token(signals), state, scale=scale, implementation=implementation)
         return ops.gated_delta_rule(
             signals.keys.query,
             signals.keys.key,
@@ -223,7 +224,8 @@ class OfflineSolver(MatrixStateSolver):
             )
         token = self._token(signals)
         if isinstance(state, DeferredState):
-            return deferred_token(token, state, scale=self.options.scale, online=False)
+            scale, implementation = self.options.scale, self.options.implementation
+            return deferred_token(token, state, scale=scale, online=False, implementation=implementation)
         return ops.linear_attention(
             token.q,
             token.k,

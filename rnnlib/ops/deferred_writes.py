@@ -41,20 +41,35 @@ def defer_writes(state: Array, token: DeltaRuleInputs, *, implementation: str | 
 
 
 def deferred_token(
-    token: DeltaRuleInputs, state: DeferredState, *, scale: float | None, online: bool = True
+    token: DeltaRuleInputs,
+    state: DeferredState,
+    *,
+    scale: float | None,
+    online: bool = True,
+    implementation: str | None = None,
 ) -> tuple[Array, DeferredState]:
-    """Output `[B, 1, HV, V]` and the state after one token, with the bits of the operator's kernel for one token.
+    """Output `[B, 1, HV, V]` and the state after one token.
+
+    With `implementation="triton"` they have the bits of the operator's kernel for one token, which stores the state.
+    Else a faster kernel in Mosaic GPU serves where it can, which differs by float32 rounding.
 
     Args:
         token: as for `defer_writes`.
         state: from `defer_writes` or an earlier token.
         scale: factor on the output; None is `K ** -0.5`.
         online: the delta rule; False is linear attention.
+        implementation: of the operator, as its argument.
 
     Raises:
         NotImplementedError: there is more than one token.
     """
-    return triton_kernels().deferred_token(**token._asdict(), deferred=state, scale=scale, online=online)
+    x = token
+    arrays = x.q, x.k, x.v, x.erase, x.log_decay
+    is_mosaic = implementation != "triton" and triton_unsupported("mosaic_deferral_unsupported", *arrays) is None
+    backend = "mosaic" if is_mosaic else "triton"
+    return triton_kernels().deferred_token(
+        **token._asdict(), deferred=state, scale=scale, online=online, backend=backend
+    )
 
 
 def settle_writes(state: DeferredState) -> Array:

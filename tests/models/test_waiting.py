@@ -53,7 +53,9 @@ def test_blocks_of_any_size_have_the_tokens_of_plain_states(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_gpu_many_texts_in_bfloat16_have_the_tokens_of_plain_states(monkeypatch):
-    config = tiny_config("gated_deltanet", "kda", "attention", width=256, dtype="bfloat16", initializer_std=0.1)
+    mixers = "gated_deltanet", "kda", "attention"
+    overrides = {name: {"implementation": "triton"} for name in mixers[:2]}  # whose bits are those of plain states
+    config = tiny_config(*mixers, width=256, dtype="bfloat16", initializer_std=0.1, mixer_overrides=overrides)
     language_model = DecoderLM(config, rngs=nnx.Rngs(5))
     prompts = np.random.default_rng(0).integers(0, 29, (200, 9))
 

@@ -181,6 +181,7 @@ def mosaic() -> list[Case]:
         mosaic("delta-scalar-128x128-bfloat16", FEW, "few heads", grouped=True, packed=True),
         *(attention_backward(*case) for case in ((16, 16, None), (16, 4, None), (16, 16, 1000))),
         ring_attention(256, 640, 16),
+        *(waiting(decay, "mosaic") for decay in ("scalar", "channel")),
     ]
 
 
@@ -202,6 +203,27 @@ def ring_attention(rows: int, capacity: int, heads: int) -> Case:
         return _total(triton.ring_token_attention(**x))
 
     return Case(f"token attention of {rows} rows, {heads} heads of 64, mosaic", loss, arrays, differentiated=False)
+
+
+def waiting(decay: str, backend: str = "triton") -> Case:
+    """A token of 256 texts whose writes wait, and the store of them."""
+    texts, heads, size = 256, 8, 128
+    one = (texts, 1, heads)
+    arrays = {name: jax.ShapeDtypeStruct((*one, size), jnp.bfloat16) for name in "qkv"}
+    arrays["gate"] = jax.ShapeDtypeStruct(one, jnp.float32)
+    arrays["log_decay"] = jax.ShapeDtypeStruct(one if decay == "scalar" else (*one, size), jnp.float32)
+    state = jax.ShapeDtypeStruct((texts, heads, size, size), jnp.float32)
+    arrays |= jax.eval_shape(defer_writes, state, arrays["k"], arrays["log_decay"])._asdict()
+
+    def loss(x: Any) -> jax.Array:
+        deferred = DeferredState(**{name: x[name] for name in DeferredState._fields})
+        token = {name: x[name] for name in ("q", "k", "v", "log_decay")}
+        gates = {"erase": x["gate"], "write": x["gate"]}
+        out, after = triton.deferred_token(**token, **gates, deferred=deferred, backend=backend)
+        return _total((out, triton.settle_writes(after)))
+
+    name = f"waiting writes {decay}-128x128-bfloat16" + (", mosaic" if backend == "mosaic" else "")
+    return Case(name, loss, arrays, differentiated=False)
 
 
 def attention_backward(heads: int, key_heads: int, window: int | None) -> Case:
@@ -353,23 +375,6 @@ def decoding() -> list[Case]:
             triton.TokenStream(x["x"], x["kernel"], None, x["state"], "silu", norm, 1e-6) for norm in (128, 128, None)
         ]
         return _total(triton.one_token_convolutions(streams))
-
-    def waiting(decay: str) -> Case:
-        texts, heads, size = 256, 8, 128
-        one = (texts, 1, heads)
-        arrays = {name: jax.ShapeDtypeStruct((*one, size), bf16) for name in "qkv"}
-        arrays["gate"] = jax.ShapeDtypeStruct(one, jnp.float32)
-        arrays["log_decay"] = jax.ShapeDtypeStruct(one if decay == "scalar" else (*one, size), jnp.float32)
-        state = jax.ShapeDtypeStruct((texts, heads, size, size), jnp.float32)
-        arrays |= jax.eval_shape(defer_writes, state, arrays["k"], arrays["log_decay"])._asdict()
-
-        def loss(x: Any) -> jax.Array:
-            deferred = DeferredState(**{name: x[name] for name in DeferredState._fields})
-            token = {name: x[name] for name in ("q", "k", "v", "log_decay")}
-            out, after = triton.deferred_token(**token, erase=x["gate"], write=x["gate"], deferred=deferred)
-            return _total((out, triton.settle_writes(after)))
-
-        return Case(f"waiting writes {decay}-128x128-bfloat16", loss, arrays, differentiated=False)
 
     def attention(rows: int, capacity: int, heads: int, key_heads: int, size: int) -> Case:
         arrays = token_and_ring(rows, capacity, heads, key_heads, size)

@@ -16,8 +16,8 @@ transposed state, `[64, K]`: the left operand of the products with a chunk's key
 | `argument_gradients` | `delta_gradients` | `delta_pair_gradients` and `delta_gradients` |
 | `channel_gradients` | `delta_channel_gradients` | the same under a channel-wise decay, but for extreme chunks |
 
-`chunk_walk` is how the first stage goes over all chunks, `triangular_inverse` its inverse. `operands` has what passes
-read and how it comes there, and what bfloat16 leaves out of R, `walk` how the last two go over all chunks. All serve
-bfloat16 with K = V = 128 and a write gate of one number a token; the first stage and the last two also ask for an erase
-gate of one number a token.
+`chunk_walk` is how the first stage goes over all chunks, its inverse too. `operands` has what passes read and how it
+comes there, and what bfloat16 leaves out of R, `walk` how the last two go over all chunks. All serve bfloat16 with
+K = V = 128 and a write gate of one number a token; the first stage and the last two also ask for an erase gate of one
+number a token. `deferred` is no stage: it is one token of a loop, in place of Triton's module of that name.
 """

@@ -1,7 +1,8 @@
 """One token whose write may wait: the step of `decode`, which stores the state once in `PERIOD` tokens.
 
 A program loads its part of the state, applies the writes that wait, and then does what `decode` does. It computes the
-same numbers in the same order, so that outputs and states have the same bits.
+same numbers in the same order, so that outputs and states have the same bits. The kernel in
+`pallas_kernels.mosaic.delta_rule.deferred` reads states faster and adds up in an order of its own.
 """
 
 from typing import Any
@@ -12,6 +13,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Float
 
 from pallas_kernels.deferred import PERIOD, DeferredState
+from pallas_kernels.platform import is_hopper
 from pallas_kernels.problem import CHUNK, make_inputs, next_power_of_two, problem_of
 from pallas_kernels.schedule import Launch
 from pallas_kernels.triton.common.backend import Operand, call, whole
@@ -45,6 +47,24 @@ def deferral_unsupported(
     if any(next_power_of_two(size) != size for size in (q.shape[3], v.shape[3])):
         return f"key size {q.shape[3]} with value size {v.shape[3]} (powers of two, at least 16)"
     return unsupported(q, k, v, erase, log_decay, chunk_size=CHUNK)
+
+
+def mosaic_deferral_unsupported(
+    q: Array, k: Array, v: Array, erase: Array | None = None, log_decay: Array | None = None
+) -> str | None:
+    """Why such tokens can't have the kernel in Mosaic GPU, as a noun phrase, or None; arguments as above."""
+    reason = deferral_unsupported(q, k, v, erase, log_decay)
+    if reason is not None:
+        return reason
+    if not is_hopper():
+        return "this device (it runs on Hopper cards)"
+    try:
+        from pallas_kernels.mosaic.delta_rule.deferred import CHANNELS
+    except ImportError as error:
+        return f"this jax: {error}"
+    if q.shape[3] != CHANNELS or v.shape[3] % CHANNELS:
+        return f"key size {q.shape[3]} with value size {v.shape[3]} ({CHANNELS} and a multiple of it)"
+    return None
 
 
 def _after_waiting(r) -> Array:
@@ -124,8 +144,9 @@ def deferred_token(
     scale: float | None = None,
     online: bool = True,
     launch: Launch | None = None,
+    backend: str = "triton",
 ) -> tuple[Float[Array, "B 1 HV V"], DeferredState]:
-    """`gated_delta_rule` or `linear_attention` of one token, whose write waits beside the state, to the same bits.
+    """`gated_delta_rule` or `linear_attention` of one token, whose write waits beside the state.
 
     Args:
         q: queries, bfloat16 or float32; K and V are powers of two.
@@ -139,13 +160,19 @@ def deferred_token(
         scale: likewise.
         online: False for `linear_attention`, whose keys are `k`.
         launch: how the kernel is compiled; None takes that of the device's schedule.
+        backend: `"triton"` has the bits of the step that stores each time; `"mosaic"` is faster where
+            `mosaic_deferral_unsupported` has no objection, and differs by float32 rounding.
 
     Returns:
         The output in `v`'s dtype, and the state after the token. No gradient is defined.
 
     Raises:
-        NotImplementedError: `deferral_unsupported` has an objection.
+        NotImplementedError: `deferral_unsupported`, or `mosaic_deferral_unsupported` for that backend, has an
+            objection, but for the device.
+        ValueError: `backend` is neither.
     """
+    if backend not in ("triton", "mosaic"):
+        raise ValueError(f"deferred_token: backend is {backend!r}, expected 'triton' or 'mosaic'")
     reason = deferral_unsupported(q, k, v, erase, log_decay)
     if reason is not None:
         raise NotImplementedError(f"deferred_token: the Triton kernels do not support {reason}")
@@ -153,6 +180,10 @@ def deferred_token(
     if x.write_key is not None:
         x = x._replace(write_key=x.write_key.astype(x.k.dtype))
     problem = problem_of(Problem, x, online=online, scale=q.shape[-1] ** -0.5 if scale is None else float(scale))
+    if backend == "mosaic":
+        from pallas_kernels.mosaic.delta_rule import deferred as mosaic
+
+        return mosaic.deferred_token(x, deferred, scale=problem.scale, online=online)
     launch = launch or choose_schedule(x, online).decode
     width = min(launch.block, problem.value_size)
     arguments, out = token_operands(problem, x, width)

@@ -1,0 +1,97 @@
+"""One token whose write waits in a Mosaic GPU kernel: interpreted, with races looked for, and beside the plain step."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import triton
+from pallas_kernels.deferred import PERIOD
+from pallas_kernels.mosaic.delta_rule import deferred as kernel
+from tests.pallas_kernels import mosaic_interpreter
+from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, SHARED, Case, relative_error
+from tests.pallas_kernels.test_deferred import HALF, LARGE, first_deferred, tokens_and_state
+from tests.selection import mostly_slow
+
+# Twice through all counts of writes that wait: the second time they are those of the tokens before.
+CASES = {
+    "scalar_decay": Case((3, 9, 2, 2, 128, 128), decay=SCALAR, erase=SHARED, write=SHARED, **HALF),
+    "channel_decay": Case((3, 9, 1, 1, 128, 128), decay=CHANNEL, erase=SHARED, write=SHARED, extreme=True, **HALF),
+    "no_decay_two_blocks": Case((2, 5, 1, 2, 128, 256), decay=NO, erase=SCALAR, write=NO, **HALF),
+    "channel_gates_write_key": Case(
+        (1, 5, 2, 4, 128, 128), decay=CHANNEL, erase=CHANNEL, write=CHANNEL, write_key=True
+    ),
+    "linear_attention": Case((2, 5, 1, 2, 128, 128), decay=SCALAR, erase=NO, write=SCALAR, online=False, **HALF),
+    "linear_attention_no_decay": Case((2, 5, 2, 2, 128, 128), decay=NO, erase=NO, write=NO, online=False),
+}
+
+
+def by_kernels(case: Case) -> None:
+    """Each token beside the kernel that stores the state each time."""
+    tokens, state = tokens_and_state(case)
+    deferred = first_deferred(case, tokens[0], state)
+    step = jax.jit(functools.partial(triton.deferred_token, online=case.online, backend="mosaic"))
+    plain = jax.jit(getattr(triton, case.operator))
+    for t, token in enumerate(tokens):
+        out, state = plain(**token, initial_state=state)
+        found, deferred = step(**token, deferred=deferred)
+        assert found.dtype == out.dtype and int(deferred.waiting) == (t + 1) % PERIOD
+        # Both are float32 sums that are rounded once.
+        tolerance = 2**-8 if out.dtype == jnp.bfloat16 else 1e-5
+        assert relative_error(np.asarray(found, np.float64), np.asarray(out, np.float64)) < tolerance
+        assert relative_error(np.asarray(triton.settle_writes(deferred)), np.asarray(state)) < 1e-5
+    assert (np.asarray(deferred.state) != np.asarray(state)).any() == bool(deferred.waiting), "seldom stored"
+
+
+@pytest.mark.parametrize("name", mostly_slow(CASES, ("scalar_decay", "channel_gates_write_key")))
+def test_outputs_and_states_are_those_of_the_plain_step(name, monkeypatch, capsys):
+    mosaic_interpreter.install()
+    monkeypatch.setattr(kernel, "PROCESSORS", 1)  # a program goes over more states than there is memory for
+    by_kernels(CASES[name])
+    assert "RACE" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, case in LARGE.items() if case.shape[4] == kernel.CHANNELS])
+def test_on_a_gpu_outputs_and_states_are_those_of_the_plain_step(name):
+    by_kernels(LARGE[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu_few_states_are_served(name):
+    by_kernels(CASES[name])
+
+
+def test_rows_that_no_longer_wait_have_no_effect():
+    mosaic_interpreter.install()
+    case = CASES["scalar_decay"]
+    tokens, state = tokens_and_state(case)
+    stale = first_deferred(case, tokens[0], state)
+    stale = stale._replace(keys=stale.keys + jnp.nan, values=stale.values + jnp.nan, decays=stale.decays + jnp.nan)
+    out, _ = triton.deferred_token(**tokens[0], deferred=stale, backend="mosaic")
+    assert jnp.isfinite(out.astype(jnp.float32)).all()
+
+
+def test_calls_may_be_mapped_over():
+    mosaic_interpreter.install()
+    case = CASES["linear_attention"]
+    tokens, state = tokens_and_state(case)
+    run = functools.partial(triton.deferred_token, online=False, backend="mosaic")
+    calls = [(token, first_deferred(case, token, state * n)) for n, token in enumerate(tokens[:2])]
+    token, deferred = jax.tree.map(lambda *x: jnp.stack(x), *calls)
+    found = jax.vmap(lambda token, deferred: run(**token, deferred=deferred))(token, deferred)
+    for n, (token, deferred) in enumerate(calls):
+        expected = run(**token, deferred=deferred)
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[n], y), found, expected)
+
+
+def test_what_does_not_serve_is_named(unchecked_shapes):
+    q = k = v = jnp.zeros((1, 1, 1, 128))
+    assert triton.mosaic_deferral_unsupported(q, k, v) == "this device (it runs on Hopper cards)"
+    assert "2 tokens" in str(triton.mosaic_deferral_unsupported(*(jnp.zeros((1, 2, 1, 128)),) * 3))
+    with pytest.raises(ValueError, match=re.escape("backend is 'cuda', expected 'triton' or 'mosaic'")):
+        triton.deferred_token(q, k, v, deferred=None, backend="cuda")
