@@ -15,7 +15,7 @@ from rnnlib.ops.kernels import triton_kernels, triton_unsupported
 from rnnlib.ops.sequence import current_axis
 from rnnlib.ops.sharding import is_split
 
-LEAST_BYTES = 16 * 2**20
+LEAST_BYTES = 8 * 2**20
 """Of a layer's states where writes wait. Below, on an H100, a step takes as long as its loads take to arrive."""
 
 
