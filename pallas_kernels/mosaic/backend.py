@@ -380,7 +380,7 @@ def added(body: Callable[..., None], *starts: Array) -> tuple[Array, ...]:
 
 
 def load_band(ref: Any) -> Array:
-    """A float32 matrix of 128 columns that lies in shared memory row by row: 32 of its `BAND` rows to each warp."""
+    """A float32 matrix of 128 columns that lies in shared memory row by row; each warp takes whole rows."""
     return plgpu.load(ref, layout=_BAND, optimized=False)
 
 

@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from pallas_kernels import triton
-from pallas_kernels.deferred import PERIOD
+from pallas_kernels.deferred import PERIOD, defer_writes
 from pallas_kernels.mosaic.delta_rule import deferred as kernel
+from rnnlib.layers import mixer_preset
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, SHARED, Case, relative_error
 from tests.pallas_kernels.test_deferred import HALF, LARGE, first_deferred, tokens_and_state
+from tests.pallas_kernels.test_lowering import H200, distinct_kernels, lowered_text
 from tests.selection import mostly_slow
 
 # Twice through all counts of writes that wait: the second time they are those of the tokens before.
@@ -49,8 +52,12 @@ def by_kernels(case: Case) -> None:
 @pytest.mark.parametrize("name", mostly_slow(CASES, ("scalar_decay", "channel_gates_write_key")))
 def test_outputs_and_states_are_those_of_the_plain_step(name, monkeypatch, capsys):
     mosaic_interpreter.install()
-    monkeypatch.setattr(kernel, "PROCESSORS", 1)  # a program goes over more states than there is memory for
+    # A program goes over more states than there is memory for. Several would store the same keys in a row that their
+    # heads share, which is a race to the interpreter.
+    monkeypatch.setattr(kernel, "PROCESSORS", 1)
+    jax.clear_caches()
     by_kernels(CASES[name])
+    jax.clear_caches()
     assert "RACE" not in "".join(capsys.readouterr())
 
 
@@ -89,9 +96,35 @@ def test_calls_may_be_mapped_over():
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[n], y), found, expected)
 
 
+@pytest.mark.parametrize("implementation, channels, kernels", [(None, 128, 1), ("triton", 128, 0), (None, 64, 0)])
+def test_layers_on_a_hopper_card_take_it_and_share_it(implementation, channels, kernels):
+    config, heads = mixer_preset("gated_deltanet", implementation=implementation), 256 // channels
+    build = lambda: config.build(256, heads, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)  # noqa: E731
+    graph, state = nnx.split(nnx.eval_shape(build))
+
+    def tokens(state, x):
+        layer = nnx.merge(graph, state)
+        for _ in range(2):
+            x, cache = layer(x, cache=layer.defer_writes(layer.init_cache(256, 128)))
+        return x, cache.state
+
+    text = lowered_text(tokens, state, jax.ShapeDtypeStruct((256, 1, 256), jnp.bfloat16))
+    assert len(distinct_kernels(text)) == kernels
+    assert text.count('name = "delta_decode_deferred"') == (0 if kernels else 2)
+
+
 def test_what_does_not_serve_is_named(unchecked_shapes):
     q = k = v = jnp.zeros((1, 1, 1, 128))
+    two, wide = (jnp.zeros(shape) for shape in ((1, 2, 1, 128), (1, 1, 1, 256)))
     assert triton.mosaic_deferral_unsupported(q, k, v) == "this device (it runs on Hopper cards)"
-    assert "2 tokens" in str(triton.mosaic_deferral_unsupported(*(jnp.zeros((1, 2, 1, 128)),) * 3))
+    with jax.sharding.use_abstract_mesh(H200):
+        assert triton.mosaic_deferral_unsupported(q, k, wide) is None
+        assert "2 tokens" in str(triton.mosaic_deferral_unsupported(two, two, two))
+        reason = "key size 256 with value size 128 (128 and a multiple of it)"
+        assert triton.mosaic_deferral_unsupported(wide, wide, v) == reason
+    with pytest.raises(NotImplementedError, match=re.escape(f"the kernel in Mosaic GPU does not support {reason}")):
+        triton.deferred_token(
+            wide, wide, v, deferred=defer_writes(jnp.zeros((1, 1, 256, 128)), wide, None), backend="mosaic"
+        )
     with pytest.raises(ValueError, match=re.escape("backend is 'cuda', expected 'triton' or 'mosaic'")):
         triton.deferred_token(q, k, v, deferred=None, backend="cuda")

@@ -266,13 +266,20 @@ def _finish(r: Any, m: Any, walk: _Walk, scale: float) -> None:
     _ahead(r, walk, _load_values, finish)
 
 
+def unsupported_sizes(key_size: int, value_size: int) -> str | None:
+    """Why the kernel can't serve states of these sizes, as a noun phrase, or None if it can."""
+    if key_size != CHANNELS or value_size % CHANNELS:
+        return f"key size {key_size} with value size {value_size} ({CHANNELS} and a multiple of it)"
+    return None
+
+
 def deferred_token(
     token: Inputs, deferred: DeferredState, *, scale: float, online: bool
 ) -> tuple[Array, DeferredState]:
     """The output `[B, 1, HV, V]` of a token, and the state after it.
 
     Args:
-        token: one token without an initial state and segments. K is 128, and V a multiple of it.
+        token: one token without an initial state and segments; `unsupported_sizes` has no objection to K and V.
         deferred: the state before.
         scale: factor on the output.
         online: whether the token erases.

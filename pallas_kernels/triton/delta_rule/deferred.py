@@ -59,12 +59,10 @@ def mosaic_deferral_unsupported(
     if not is_hopper():
         return "this device (it runs on Hopper cards)"
     try:
-        from pallas_kernels.mosaic.delta_rule.deferred import CHANNELS
+        from pallas_kernels.mosaic.delta_rule.deferred import unsupported_sizes
     except ImportError as error:
         return f"this jax: {error}"
-    if q.shape[3] != CHANNELS or v.shape[3] % CHANNELS:
-        return f"key size {q.shape[3]} with value size {v.shape[3]} ({CHANNELS} and a multiple of it)"
-    return None
+    return unsupported_sizes(q.shape[3], v.shape[3])
 
 
 def _after_waiting(r) -> Array:
@@ -183,6 +181,8 @@ def deferred_token(
     if backend == "mosaic":
         from pallas_kernels.mosaic.delta_rule import deferred as mosaic
 
+        if (reason := mosaic.unsupported_sizes(q.shape[3], v.shape[3])) is not None:
+            raise NotImplementedError(f"deferred_token: the kernel in Mosaic GPU does not support {reason}")
         return mosaic.deferred_token(x, deferred, scale=problem.scale, online=online)
     launch = launch or choose_schedule(x, online).decode
     width = min(launch.block, problem.value_size)
