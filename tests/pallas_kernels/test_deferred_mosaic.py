@@ -1,5 +1,6 @@
 """One token whose write waits in a Mosaic GPU kernel: interpreted, with races looked for, and beside the plain step."""
 
+import dataclasses
 import functools
 import re
 
@@ -12,6 +13,7 @@ from flax import nnx
 from pallas_kernels import triton
 from pallas_kernels.deferred import PERIOD, defer_writes
 from pallas_kernels.mosaic.delta_rule import deferred as kernel
+from rnnlib import ops
 from rnnlib.layers import mixer_preset
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, SHARED, Case, relative_error
@@ -59,6 +61,25 @@ def test_outputs_and_states_are_those_of_the_plain_step(name, monkeypatch, capsy
     by_kernels(CASES[name])
     jax.clear_caches()
     assert "RACE" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+@pytest.mark.parametrize("name", mostly_slow(CASES, ("channel_gates_write_key", "linear_attention_no_decay")))
+def test_outputs_and_the_last_state_are_those_of_the_scan_in_float64(name, backend):
+    mosaic_interpreter.install()
+    case = dataclasses.replace(CASES[name], dtype=jnp.float32)
+    tokens, state = tokens_and_state(case)
+    with jax.enable_x64(True):
+        joined = {key: jnp.concatenate([x[key].astype(jnp.float64) for x in tokens], axis=1) for key in tokens[0]}
+        definition = functools.partial(getattr(ops, case.operator), implementation="scan")
+        expected = definition(**joined, initial_state=state.astype(jnp.float64))
+        expected_out, expected_state = map(np.asarray, expected)
+    deferred, outputs = first_deferred(case, tokens[0], state), []
+    for token in tokens:
+        out, deferred = triton.deferred_token(**token, deferred=deferred, online=case.online, backend=backend)
+        outputs.append(out)
+    assert relative_error(jnp.concatenate(outputs, axis=1), expected_out) < 1e-5
+    assert relative_error(triton.settle_writes(deferred), expected_state) < 1e-5
 
 
 @pytest.mark.gpu
