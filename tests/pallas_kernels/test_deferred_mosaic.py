@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import triton
 from pallas_kernels.deferred import PERIOD, defer_writes
 from pallas_kernels.mosaic.delta_rule import deferred as kernel
 from rnnlib import ops
 from rnnlib.layers import mixer_preset
+from rnnlib.ops import deferred_writes
+from rnnlib.ops.gated_delta_rule.scan import DeltaRuleInputs
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, SHARED, Case, relative_error
 from tests.pallas_kernels.test_deferred import HALF, LARGE, first_deferred, tokens_and_state
@@ -132,6 +135,21 @@ def test_layers_on_a_hopper_card_take_it_and_share_it(implementation, channels, 
     text = lowered_text(tokens, state, jax.ShapeDtypeStruct((256, 1, 256), jnp.bfloat16))
     assert len(distinct_kernels(text)) == kernels
     assert text.count('name = "delta_decode_deferred"') == (0 if kernels else 2)
+
+
+@pytest.mark.parametrize("check_vma, kernels", [(True, 0), (False, 1)])
+def test_inside_shard_map_that_checks_what_varies_the_other_kernel_serves(check_vma, kernels):
+    def tokens(state, q, gate):
+        token = DeltaRuleInputs(q, q, q, gate, gate, None, -gate)
+        deferred = defer_writes(state, q, gate)
+        out, deferred = deferred_writes.deferred_token(token, deferred, scale=None)
+        return out, deferred_writes.settle_writes(deferred)
+
+    run = jax.shard_map(tokens, mesh=H200, in_specs=P("x"), out_specs=P("x"), check_vma=check_vma)
+    shapes = {"state": (8, 2, 128, 128), "q": (8, 1, 2, 128), "gate": (8, 1, 2)}
+    text = lowered_text(run, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values()))
+    assert len(distinct_kernels(text)) == kernels
+    assert text.count('name = "delta_decode_deferred"') == 1 - kernels
 
 
 def test_what_does_not_serve_is_named(unchecked_shapes):

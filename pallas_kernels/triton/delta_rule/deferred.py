@@ -28,6 +28,7 @@ from pallas_kernels.triton.delta_rule.decode import (
     written,
 )
 from pallas_kernels.triton.delta_rule.gated_delta_rule import unsupported
+from pallas_kernels.varying import varying_axes
 
 
 def deferral_unsupported(
@@ -58,6 +59,8 @@ def mosaic_deferral_unsupported(
         return reason
     if not is_hopper():
         return "this device (it runs on Hopper cards)"
+    if axes := varying_axes([x for x in (q, k, v, erase, log_decay) if x is not None]):
+        return f"arrays that vary along {sorted(axes)} inside jax.shard_map"  # it updates arrays in place
     try:
         from pallas_kernels.mosaic.delta_rule.deferred import unsupported_sizes
     except ImportError as error:
@@ -166,7 +169,7 @@ def deferred_token(
 
     Raises:
         NotImplementedError: `deferral_unsupported`, or `mosaic_deferral_unsupported` for that backend, has an
-            objection, but for the device.
+            objection, but for the device and `jax.shard_map`.
         ValueError: `backend` is neither.
     """
     if backend not in ("triton", "mosaic"):
