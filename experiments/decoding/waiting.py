@@ -121,23 +121,22 @@ def time_kernels(options: Options, decay: str, texts: int) -> dict[str, Any]:
     loops: dict[str, Callable[..., tuple[list, Array]]] = {
         "stored_each_time_us": stored_each_time,
         "waiting_us": waiting,
-        "waiting_in_mosaic_us": functools.partial(waiting, backend="mosaic"),
     }
-    if triton.mosaic_deferral_unsupported(token["q"], token["k"], token["v"]) is not None:
-        del loops["waiting_in_mosaic_us"]
+    if triton.mosaic_deferral_unsupported(token["q"], token["k"], token["v"]) is None:
+        loops["waiting_in_mosaic_us"] = functools.partial(waiting, backend="mosaic")
     for block, warps in itertools.product(options.blocks, options.warps):
         launch = Launch(num_warps=warps, num_stages=1, block=block)
         loops[f"waiting_{block}_channels_{warps}_warps_us"] = functools.partial(waiting, launch=launch)
-    results = []
+    results = {}
     for name, loop in loops.items():
         run = jax.jit(functools.partial(loop, token, options.tokens))
-        results.append(jax.block_until_ready(run(states)))
+        results[name] = jax.tree.leaves(jax.block_until_ready(run(states)))
         record[name] = round(_seconds(functools.partial(run, states)) / (options.tokens * layers) * 1e6, 2)
     # Other launches, and Mosaic's kernel, add up in another order.
-    states_and_output = [jax.tree.leaves(result) for result in results]
-    record["same_bits"] = all(bool((x == y).all()) for x, y in zip(*states_and_output[:2], strict=True))
-    if "waiting_in_mosaic_us" in loops:
-        record["states_error_in_mosaic"] = max(map(_error, states_and_output[2][:-1], states_and_output[0][:-1]))
+    stored = results["stored_each_time_us"]
+    record["same_bits"] = all(bool((x == y).all()) for x, y in zip(results["waiting_us"], stored, strict=True))
+    if "waiting_in_mosaic_us" in results:  # the last array is the output
+        record["states_error_in_mosaic"] = max(map(_error, results["waiting_in_mosaic_us"][:-1], stored[:-1]))
     return record
 
 

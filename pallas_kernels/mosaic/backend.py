@@ -410,29 +410,23 @@ def along_columns(x: Array) -> Array:
 
 
 def band_sums(x: Array, buffer: Any) -> Array:
-    """The sum of each column of a band, in a fixed order; `buffer` is of `sum_buffer`."""
-    if interpreted():
-        return jnp.sum(x, axis=0)
-
-    @plgpu.inline_mgpu(
-        arg_types=(_BAND, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((_THREADS,), jnp.float32, layout=_BAND.reduce(0)),
-    )
-    def reduce(_, matrix, scratch):
-        return matrix.reduce("add", 0, scratch)
-
-    return reduce(x, buffer)
+    """The sum of each column of a band, in a fixed order; `buffer` as for `column_sums`."""
+    return _sums(x, buffer, _BAND)
 
 
 def column_sums(x: Array, buffer: Any) -> Array:
     """The sum of each column of `x` `[64, C]`, in a fixed order; `buffer` is this warpgroup's part of `sum_buffer`."""
+    return _sums(x, buffer, _MATRIX)
+
+
+def _sums(x: Array, buffer: Any, layout: Any) -> Array:
     if interpreted():
         return jnp.sum(x, axis=0)
 
     # Pallas' own sum has one buffer for all warpgroups of a program, which would write over each other's.
     @plgpu.inline_mgpu(
-        arg_types=(_MATRIX, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((CHUNK,), jnp.float32, layout=_COLUMNS),
+        arg_types=(layout, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=layout.reduce(0)),
     )
     def reduce(_, matrix, scratch):
         return matrix.reduce("add", 0, scratch)

@@ -63,8 +63,7 @@ def deferred_token(
     Raises:
         NotImplementedError: there is more than one token.
     """
-    x = token
-    arrays = x.q, x.k, x.v, x.erase, x.log_decay
+    arrays = token.q, token.k, token.v, token.erase, token.log_decay
     is_mosaic = implementation != "triton" and triton_unsupported("mosaic_deferral_unsupported", *arrays) is None
     backend = "mosaic" if is_mosaic else "triton"
     return triton_kernels().deferred_token(
