@@ -155,6 +155,7 @@ def defaults() -> list[Case]:
         *(delta_rule(variant, FEW, "few heads") for variant in variants),
         *(delta_rule(variant, FEW, "few heads", channel_gates=True, packed=True) for variant in gates),
         delta_rule("delta-channel-128x128-float32", FEW, "few heads", channel_gates=True, packed=True),
+        delta_rule("linear-scalar-64x64-bfloat16", (2, 7, 4), "seven tokens"),
         *(delta_rule(variant, (64, 1, 8), "one token", one=True) for variant in variants if "linear" not in variant),
     ]
 

@@ -162,7 +162,8 @@ def _log_decay_gradient(inputs: Inputs, d_total: Array, d_ends: Array, crossed: 
     def by_chunk(rows):
         return rows.reshape(batch, length // CHUNK, CHUNK, heads)
 
-    within = jax.lax.cumsum(by_chunk(d_total), axis=2, reverse=True)
+    # Apart: XLA (jaxlib 0.11.2) fails to compile both sums in one kernel that keeps rows of five to seven tokens.
+    within = jax.lax.optimization_barrier(jax.lax.cumsum(by_chunk(d_total), axis=2, reverse=True))
     before = jnp.pad(by_chunk(d_ends)[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)))
     beyond = jax.lax.cumsum(before, axis=2) + jnp.moveaxis(crossed, 1, 2)[:, :, None]
     is_flat = x <= MIN_LOG_DECAY
