@@ -252,6 +252,17 @@ def store_across(ref: Any, x: Array) -> None:
     ref.T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
+def put(ref: Any, x: Array) -> None:
+    """Stores an array of which a warp has no whole sectors of memory: bfloat16 rows as products hold theirs.
+
+    `ref[...] = x` does so up to jax 0.11, and refuses it since.
+    """
+    if (unaligned := getattr(plgpu, "store", None)) is None:
+        ref[...] = x
+    else:
+        unaligned(ref, x, optimized=False)
+
+
 def load_channels(ref: Any) -> Array:
     """One float32 number for each of 128 or 256 channels, each held by one thread."""
     width = ref.shape[-1] // _THREADS

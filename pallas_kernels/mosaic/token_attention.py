@@ -33,6 +33,7 @@ from pallas_kernels.mosaic.backend import (
     matrix_buffer,
     number_buffer,
     publish,
+    put,
     quotient,
     remainder,
     row_numbers,
@@ -140,8 +141,8 @@ def _compute(r: Any, tiles: Any, row: Any, capacity: int, scale: float) -> None:
 
     def over_residues(x: Array, buffer: Any, join: Any) -> Array:
         """`join` of the rows of a head, for each row."""
-        buffer[pl.ds(0, SIDE)] = x
-        buffer[pl.ds(SIDE, SIDE)] = x
+        put(buffer.at[pl.ds(0, SIDE)], x)
+        put(buffer.at[pl.ds(SIDE, SIDE)], x)
         publish()
         found = x
         for i in range(1, SIDE // heads):
@@ -150,12 +151,12 @@ def _compute(r: Any, tiles: Any, row: Any, capacity: int, scale: float) -> None:
 
     factor = jnp.exp2(top - over_residues(top, tiles.numbers.at[0], jnp.maximum))
     share = factor / over_residues(factor * total, tiles.numbers.at[1], jnp.add)
-    tiles.sums[...] = sums * spread_rows(share)
+    put(tiles.sums, sums * spread_rows(share))
     publish()
     out = load_flat(tiles.sums.at[pl.ds(0, heads)])
     for i in range(1, SIDE // heads):
         out = out + load_flat(tiles.sums.at[pl.ds(i * heads, heads)])
-    r.out[row] = out.astype(jnp.bfloat16)
+    put(r.out.at[row], out.astype(jnp.bfloat16))
 
 
 def ring_attention(

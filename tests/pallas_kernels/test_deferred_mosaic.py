@@ -54,22 +54,28 @@ def by_kernels(case: Case) -> None:
     assert (np.asarray(deferred.state) != np.asarray(state)).any() == bool(deferred.waiting), "seldom stored"
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, ("scalar_decay", "channel_gates_write_key")))
-def test_outputs_and_states_are_those_of_the_plain_step(name, monkeypatch, capsys):
+@pytest.fixture
+def one_program(monkeypatch):
+    """One program goes over all states, which are more than there is memory for.
+
+    Several would store the same keys in a row that their heads share, which is a race to the interpreter.
+    """
     mosaic_interpreter.install()
-    # A program goes over more states than there is memory for. Several would store the same keys in a row that their
-    # heads share, which is a race to the interpreter.
     monkeypatch.setattr(kernel, "PROCESSORS", 1)
     jax.clear_caches()
-    by_kernels(CASES[name])
+    yield
     jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", mostly_slow(CASES, ("scalar_decay", "channel_gates_write_key")))
+def test_outputs_and_states_are_those_of_the_plain_step(name, one_program, capsys):
+    by_kernels(CASES[name])
     assert "RACE" not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("backend", ["triton", "mosaic"])
 @pytest.mark.parametrize("name", mostly_slow(CASES, ("channel_gates_write_key", "linear_attention_no_decay")))
-def test_outputs_and_the_last_state_are_those_of_the_scan_in_float64(name, backend):
-    mosaic_interpreter.install()
+def test_outputs_and_the_last_state_are_those_of_the_scan_in_float64(name, backend, one_program):
     case = dataclasses.replace(CASES[name], dtype=jnp.float32)
     tokens, state = tokens_and_state(case)
     with jax.enable_x64(True):
@@ -97,8 +103,7 @@ def test_on_a_gpu_few_states_are_served(name):
     by_kernels(CASES[name])
 
 
-def test_rows_that_no_longer_wait_have_no_effect():
-    mosaic_interpreter.install()
+def test_rows_that_no_longer_wait_have_no_effect(one_program):
     case = CASES["scalar_decay"]
     tokens, state = tokens_and_state(case)
     stale = first_deferred(case, tokens[0], state)
@@ -107,8 +112,7 @@ def test_rows_that_no_longer_wait_have_no_effect():
     assert jnp.isfinite(out.astype(jnp.float32)).all()
 
 
-def test_calls_may_be_mapped_over():
-    mosaic_interpreter.install()
+def test_calls_may_be_mapped_over(one_program):
     case = CASES["linear_attention"]
     tokens, state = tokens_and_state(case)
     run = functools.partial(triton.deferred_token, online=False, backend="mosaic")

@@ -134,6 +134,8 @@ def test_reports_of_mosaic_kernels_are_read():
         Kernel("a call", "delta_output_mosaic__1", 168, 8, 1104, False),
         Kernel("a call", "delta_states_mosaic", 168, 8, 1104, True),
     ]
+    of_own_numbers = {name.replace("11.res", "04.res").replace("10.res", "12.res"): x for name, x in dumps.items()}
+    assert read_mosaic_report("a call", MOSAIC, of_own_numbers) == kernels
     assert read_mosaic_report("a call", "no such kernel", {}) == []
     with pytest.raises(ValueError, match=r"3 kernels and reported 1 \(delta_states_11\)"):
         read_mosaic_report("a call", MOSAIC, mosaic_dumps(delta_states_11=ASSEMBLED))

@@ -149,7 +149,8 @@ def read_mosaic_report(case: str, lowered: str, dumps: Mapping[str, str]) -> lis
         case: its name.
         lowered: text of the lowered program.
         dumps: text of each file that Mosaic GPU wrote while the call was compiled, by the file's name. Of each kernel
-            these are `NAME_NUMBER.ptxas`, the assembler's report, and `NAME_NUMBER.resources.txt`.
+            these are `NAME_NUMBER.ptxas`, the assembler's report, and `NAME_NUMBER.resources.txt`. Since jax 0.12 each
+            kind of file has numbers of its own.
 
     Raises:
         ValueError: there are more or fewer reports than kernels in the lowered program, or one is not as expected.
@@ -163,8 +164,12 @@ def read_mosaic_report(case: str, lowered: str, dumps: Mapping[str, str]) -> lis
         raise ValueError(f"{case}: Mosaic GPU compiled {wanted} kernels and reported {len(stems)} ({told})")
     counts: dict[str, int] = {}
     kernels = []
-    for stem in sorted(stems, key=lambda stem: int(stem.rpartition("_")[2])):
-        reports, resources = _assembled(dumps[f"{stem}.ptxas"]), dumps.get(f"{stem}.resources.txt", "")
+    memories = _of_each_name(name.removesuffix(".resources.txt") for name in dumps if name.endswith(".resources.txt"))
+    stem_of = {
+        stem: memory for name, own in _of_each_name(stems).items() for stem, memory in zip(own, memories.get(name, []))
+    }
+    for stem in sorted(stems, key=_number):
+        reports, resources = _assembled(dumps[f"{stem}.ptxas"]), dumps.get(f"{stem_of.get(stem)}.resources.txt", "")
         scratch = re.search(r"smem_scratch_bytes=(\d+)", resources)
         if len(reports) != 1 or scratch is None:
             raise ValueError(f"{case}: Mosaic GPU's report of {stem} lacks the assembler's figures or shared memory")
@@ -175,6 +180,19 @@ def read_mosaic_report(case: str, lowered: str, dumps: Mapping[str, str]) -> lis
             Kernel(case, _numbered(name.removesuffix("_gpu_kernel"), counts), used, spilled, memory, serialized)
         )
     return kernels
+
+
+def _number(stem: str) -> int:
+    """NUMBER of `NAME_NUMBER`."""
+    return int(stem.rpartition("_")[2])
+
+
+def _of_each_name(stems: Iterable[str]) -> dict[str, list[str]]:
+    """`NAME_NUMBER` in the order of their numbers, by NAME."""
+    found: dict[str, list[str]] = {}
+    for stem in sorted(stems, key=_number):
+        found.setdefault(stem.rpartition("_")[0], []).append(stem)
+    return found
 
 
 def _assembled(log: str) -> dict[str, tuple[int, int, bool]]:

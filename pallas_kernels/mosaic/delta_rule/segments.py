@@ -21,6 +21,7 @@ from pallas_kernels.mosaic.backend import (
     maximum_buffer,
     multiply,
     publish,
+    put,
     scale_columns,
     split,
     unit_rows,
@@ -122,8 +123,8 @@ def _maps_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem):
     @pl.when(jnp.logical_not(is_value))
     def _():
         high, rest = split(state)
-        r.transition[own.batch, own.head, own.segment, own.channels] = high
-        r.transition_rest[own.batch, own.head, own.segment, own.channels] = rest
+        put(r.transition.at[own.batch, own.head, own.segment, own.channels], high)
+        put(r.transition_rest.at[own.batch, own.head, own.segment, own.channels], rest)
 
 
 def _value_tile(problem: Problem, tile: Tile) -> Tile:

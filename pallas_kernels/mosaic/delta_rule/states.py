@@ -21,6 +21,7 @@ from pallas_kernels.mosaic.backend import (
     matrix_buffer,
     multiply,
     publish,
+    put,
     scale_columns,
     store,
     wait_for_stores,
@@ -133,7 +134,7 @@ def _states_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem):
                 rounded = residual.astype(jnp.bfloat16)
             else:
                 rounded, digits = rounded_and_digits(residual)
-                r.digits[place.batch, place.head, n, place.channels] = digits
+                put(r.digits.at[place.batch, place.head, n, place.channels], digits)
             buffers.residuals[place.group] = rounded
             publish()
             store(buffers.states.at[place.group], r.states.at[place.batch, place.head, n, place.channels], last=False)
