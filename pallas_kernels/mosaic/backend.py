@@ -253,9 +253,9 @@ def store_across(ref: Any, x: Array) -> None:
 
 
 def put(ref: Any, x: Array) -> None:
-    """Stores an array of which a warp has no whole sectors of memory: bfloat16 rows as products hold theirs.
+    """Stores an array of which a warp has no whole sectors of memory, or whose threads meet in banks of shared memory.
 
-    `ref[...] = x` does so up to jax 0.11, and refuses it since.
+    Up to jax 0.11 `ref[...] = x` does so, too; since then it refuses.
     """
     if (unaligned := getattr(plgpu, "store", None)) is None:
         ref[...] = x

@@ -109,7 +109,7 @@ def test_gates_have_a_bias_of_each_head(heads):
         arrays = (x, scale, z, bias)
         return norm(*arrays), gradient(*arrays), jax.jvp(gradient, arrays, jax.tree.map(jnp.cos, arrays))[1]
 
-    assert_close(run("triton"), run("xla"), rtol=2e-5, atol=1e-4)  # sums of numbers up to 30
+    assert_close(run("triton"), run("xla"), rtol=2e-5, atol=2e-5)
     plain = rms_norm(x, scale, z=z + bias)[0]
     np.testing.assert_allclose(rms_norm(x, scale, z=z, z_bias=bias)[0], plain, rtol=1e-6)
 

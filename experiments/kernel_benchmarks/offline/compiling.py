@@ -158,18 +158,18 @@ def read_mosaic_report(case: str, lowered: str, dumps: Mapping[str, str]) -> lis
     # Calls of one kernel, which is compiled once, differ in what they are given.
     calls = [line for line in lowered.split("\n") if "@mosaic_gpu_v2(" in line]
     wanted = len({line.partition("backend_config")[2] for line in calls})
-    stems = [name.removesuffix(".ptxas") for name in dumps if name.endswith(".ptxas")]
+    stems = _in_order(dumps, ".ptxas")
     if len(stems) != wanted:
         told = ", ".join(sorted(stems)) or "none"
         raise ValueError(f"{case}: Mosaic GPU compiled {wanted} kernels and reported {len(stems)} ({told})")
     counts: dict[str, int] = {}
     kernels = []
-    memories = _of_each_name(name.removesuffix(".resources.txt") for name in dumps if name.endswith(".resources.txt"))
-    stem_of = {
-        stem: memory for name, own in _of_each_name(stems).items() for stem, memory in zip(own, memories.get(name, []))
-    }
-    for stem in sorted(stems, key=_number):
-        reports, resources = _assembled(dumps[f"{stem}.ptxas"]), dumps.get(f"{stem_of.get(stem)}.resources.txt", "")
+    memories: dict[str, list[str]] = {}
+    for stem in _in_order(dumps, ".resources.txt"):
+        memories.setdefault(stem.rpartition("_")[0], []).append(dumps[f"{stem}.resources.txt"])
+    for stem in stems:
+        own = memories.get(stem.rpartition("_")[0])
+        reports, resources = _assembled(dumps[f"{stem}.ptxas"]), own.pop(0) if own else ""
         scratch = re.search(r"smem_scratch_bytes=(\d+)", resources)
         if len(reports) != 1 or scratch is None:
             raise ValueError(f"{case}: Mosaic GPU's report of {stem} lacks the assembler's figures or shared memory")
@@ -182,17 +182,10 @@ def read_mosaic_report(case: str, lowered: str, dumps: Mapping[str, str]) -> lis
     return kernels
 
 
-def _number(stem: str) -> int:
-    """NUMBER of `NAME_NUMBER`."""
-    return int(stem.rpartition("_")[2])
-
-
-def _of_each_name(stems: Iterable[str]) -> dict[str, list[str]]:
-    """`NAME_NUMBER` in the order of their numbers, by NAME."""
-    found: dict[str, list[str]] = {}
-    for stem in sorted(stems, key=_number):
-        found.setdefault(stem.rpartition("_")[0], []).append(stem)
-    return found
+def _in_order(files: Iterable[str], end: str) -> list[str]:
+    """`NAME_NUMBER` of the files with this end, in the order of their numbers."""
+    stems = [file.removesuffix(end) for file in files if file.endswith(end)]
+    return sorted(stems, key=lambda stem: int(stem.rpartition("_")[2]))
 
 
 def _assembled(log: str) -> dict[str, tuple[int, int, bool]]:
