@@ -83,7 +83,7 @@ def thin_products(
     """`x @ W` for each of `kernels` in one launch, accumulated in float32; derivatives are computed by XLA.
 
     Args:
-        x: rows, at most 256 over all leading axes; or those of each kernel, which differ in their last axis at most.
+        x: rows, at most 512 over all leading axes; or those of each kernel, which differ in their last axis at most.
         kernels: matrices in `x`'s dtype. Their numbers of columns may differ.
         is_gated: `kernels` are two matrices of one shape, and the only result is `silu(x W_0) * (x W_1)`.
         added: if given, in `x`'s dtype, `kernels` is one matrix and the result is `added + x @ W`.

@@ -407,11 +407,11 @@ def decoding() -> list[Case]:
     shapes = {"x": (64, 1024), "kernel": (4, 1024), "state": (64, 3, 1024)}
     token = {name: jax.ShapeDtypeStruct(shape, bf16) for name, shape in shapes.items()}
     return [
-        *(products(rows, (1024, 1024, 1024, 8, 8), 1024, "of five maps") for rows in (1, 64, 256)),
+        *(products(rows, (1024, 1024, 1024, 8, 8), 1024, "of five maps") for rows in (1, 64, 256, 512)),
         *(products(256, (n, n, n, 128, 128, n // 128), n, f"of six maps of {n}") for n in (1024, 2048)),
-        *(products(rows, (2816, 2816), 1024, "gated", is_gated=True) for rows in (1, 64, 256)),
+        *(products(rows, (2816, 2816), 1024, "gated", is_gated=True) for rows in (1, 64, 256, 512)),
         products(256, (5632, 5632), 2048, "gated, of 5632", is_gated=True),
-        *(products(rows, (1024,), 2816, "of one map") for rows in (1, 256)),
+        *(products(rows, (1024,), 2816, "of one map") for rows in (1, 256, 512)),
         products(256, (2048,), 5632, "of one map from 5632 to 2048"),
         *(products(rows, (n,), n, f"of one map of {n}") for rows, n in ((64, 1024), (128, 2048), (256, 2048))),
         *(low_rank(rows) for rows in (1, 256)),

@@ -23,7 +23,7 @@ from pallas_kernels.triton.common.backend import (
 from pallas_kernels.triton.thin_products.kernels import Cut, thin_products_kernel
 from pallas_kernels.varying import vary_alike
 
-MAX_THIN_ROWS = 256
+MAX_THIN_ROWS = 512
 _MAX_KERNELS = 8
 _PROGRAMS = 96  # enough to reach every processor of a large card, nearly
 
@@ -156,7 +156,7 @@ def thin_products(
     """`x @ W` for each of some matrices, accumulated in float32; it has no derivative.
 
     Args:
-        x: rows, bfloat16 or float32, at most 256; or those of each matrix, of one dtype and number.
+        x: rows, bfloat16 or float32, at most 512; or those of each matrix, of one dtype and number.
         kernels: matrices in `x`'s dtype, at most 8; each has its own N, and the K of its rows.
         is_gated: of two matrices of one shape, `silu(x W_0) * (x W_1)` is the only result.
         added: of one matrix, the result is `added + x @ W`; in `x`'s dtype.
@@ -201,7 +201,7 @@ def thin_product_parts(
     """`x @ W` as sums over S parts of the inner axis, float32, for what adds them up; it has no derivative.
 
     Args:
-        x: rows, bfloat16 or float32, at most 256.
+        x: rows, bfloat16 or float32, at most 512.
         kernel: a matrix in `x`'s dtype.
         schedule: how the call is cut into programs, with `splits` above 1.
 
