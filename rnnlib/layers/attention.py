@@ -20,7 +20,7 @@ from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.products import joined_inputs
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids
-from rnnlib.ops.causal_attention import Ring, product_dtype, token_attention, token_attention_serves
+from rnnlib.ops.causal_attention import Ring, masked_attention, token_attention, token_attention_serves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,11 +207,7 @@ class Attention(nnx.Module):
 
     def _attend(self, query: Array, seen: Mapping[str, Array], mask: Array) -> Array:
         """The output of queries that attend to a cache's keys under a mask."""
-        dtype = product_dtype(query.dtype)
-        out = jax.nn.dot_product_attention(
-            query.astype(dtype), seen["key"].astype(dtype), seen["value"].astype(dtype), mask=mask[:, None]
-        )
-        return out.astype(query.dtype)
+        return masked_attention(query, seen["key"], seen["value"], mask=mask)
 
     def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike | None = None) -> AttentionCache:
         """The cache before the first token.

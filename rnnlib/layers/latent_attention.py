@@ -18,7 +18,7 @@ from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids
-from rnnlib.ops.causal_attention import product_dtype
+from rnnlib.ops.causal_attention import masked_attention
 from rnnlib.ops.sharding import broadcast_like
 
 
@@ -235,12 +235,10 @@ class LatentAttention(nnx.Module):
 
     def _attend(self, query: Array, seen: Mapping[str, Array], mask: Array) -> Array:
         """Weighted means of the latents that queries see, `[B, T, H, L]`: all heads have the same keys and values."""
-        dtype = product_dtype(query.dtype)
-        keys = seen["latent"].astype(dtype)[:, :, None]
-        scale = self.shape.key_size**-0.5
+        keys = seen["latent"][:, :, None]
         # A value needs as many channels as a key.
-        out = jax.nn.dot_product_attention(query.astype(dtype), keys, keys, mask=mask[:, None], scale=scale)
-        return out[..., : out.shape[-1] - self.shared_size].astype(query.dtype)
+        out = masked_attention(query, keys, keys, mask=mask, scale=self.shape.key_size**-0.5)
+        return out[..., : out.shape[-1] - self.shared_size]
 
     def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike | None = None) -> LatentCache:
         """The cache before the first token.

@@ -56,7 +56,7 @@ def causal_attention(
             equal backward passes is marked as deterministic. Give each layer of a bfloat16 model its own number.
 
     Returns:
-        The output in `v`'s dtype. The softmax is in float32 or narrower, even for float64 arguments.
+        The output in `v`'s dtype. The softmax is in float32 or narrower, in float64 for float64 arguments.
 
     Raises:
         ValueError: a shape or `window` is none of those above.
@@ -138,7 +138,29 @@ def _over_devices(
     return jnp.moveaxis(out, 0, 1).reshape(batch, length, *out.shape[3:])
 
 
-def product_dtype(dtype: DTypeLike) -> jnp.dtype:
+def masked_attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S HK K"],
+    v: Float[Array, "B S HK K"],
+    *,
+    mask: Array,
+    scale: float | None = None,
+) -> Float[Array, "B T H K"]:
+    """The attention of queries to keys that a mask lets them see, in `q`'s dtype.
+
+    Args:
+        q: queries. Head `j` uses key head `j // (H // HK)`.
+        k: keys.
+        v: values.
+        mask: `[B, T, S]`, what each query sees.
+        scale: factor on the scores; None is `K ** -0.5`.
+    """
+    dtype = _product_dtype(q.dtype)
+    out = _dot_product_attention(*(x.astype(dtype) for x in (q, k, v)), mask=mask[:, None], scale=scale)
+    return out.astype(q.dtype)
+
+
+def _product_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The dtype to call `jax.nn.dot_product_attention` in: `dtype`, except float32 for float16 on a CPU.
 
     That function multiplies in float16 and accumulates in float32, which XLA does not support on a CPU.
@@ -147,7 +169,43 @@ def product_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def _common_dtype(q: Array, k: Array, v: Array) -> jnp.dtype:
-    return product_dtype(jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype))
+    return _product_dtype(jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype))
+
+
+def _dot_product_attention(q: Array, k: Array, v: Array, **options: Any) -> Array:
+    """`jax.nn.dot_product_attention`, but in float64 for float64 arrays, whose softmax that has in float32."""
+    attend = _in_float64 if q.dtype == jnp.float64 else jax.nn.dot_product_attention
+    return attend(q, k, v, **options)
+
+
+def _in_float64(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float | None = None,
+    mask: Array | None = None,
+    is_causal: bool = False,
+    local_window_size: tuple[int, int] | None = None,
+    implementation: None = None,
+) -> Array:
+    """The formula; arguments as of `jax.nn.dot_product_attention`, `mask` without heads and no window ahead."""
+    batch, length, heads, size = q.shape
+    # [B, T, HK, G, K]
+    groups = q.reshape(batch, length, k.shape[2], -1, size)
+    # [B, HK, G, T, S]
+    scores = jnp.einsum("bthgk,bshk->bhgts", groups, k) * (size**-0.5 if scale is None else scale)
+    distance = jnp.arange(length)[:, None] - jnp.arange(k.shape[1])
+    is_seen = jnp.ones_like(distance, bool)
+    if is_causal:
+        is_seen &= distance >= 0
+    if local_window_size is not None:
+        is_seen &= distance <= local_window_size[0]
+    if mask is not None:
+        is_seen = is_seen & mask[:, :, None]
+    # A query that sees nothing, of padding, has the mean of all values and not NaN.
+    weights = jax.nn.softmax(jnp.where(is_seen, scores, jnp.finfo(scores.dtype).min / 2), axis=-1)
+    return jnp.einsum("bhgts,bshk->bthgk", weights, v).reshape(batch, length, heads, -1)
 
 
 def _attention(q: Array, k: Array, v: Array, number: int, **options) -> Array:
@@ -155,7 +213,7 @@ def _attention(q: Array, k: Array, v: Array, number: int, **options) -> Array:
     scale, size = q.shape[-1] ** -0.5, max(q.shape[-1], v.shape[-1])
     padded = [jnp.pad(x.astype(dtype), [(0, 0)] * 3 + [(0, size - x.shape[-1])]) for x in (q, k, v)]
     backend = _backend(padded[0], dtype)
-    attend: Callable[..., Array] = functools.partial(jax.nn.dot_product_attention, implementation=backend, **options)
+    attend: Callable[..., Array] = functools.partial(_dot_product_attention, implementation=backend, **options)
     kernel = None
     if backend == "cudnn" and options.get("is_causal") and options.get("mask") is None:
         kernel = attention_gradient_kernel(*padded)

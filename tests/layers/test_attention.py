@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.layers import AttentionConfig, attention_cache
+from rnnlib.layers import AttentionConfig, LatentAttentionConfig, attention_cache
 from tests.selection import mostly_slow
 
 from .reference import linear, rms, rotate
@@ -48,6 +48,18 @@ def test_any_cut_into_calls_gives_the_parallel_pass(window):
             start += length
         assert cache.key.shape[1] == (13 if window is None else min(window, 13))
         assert relative_error(np.concatenate(pieces, axis=1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("config", [AttentionConfig(key_heads=1), AttentionConfig(window=4), LatentAttentionConfig()])
+def test_a_float64_cache_gives_float64(config, x64):
+    module = config.build(WIDTH, 2, dtype=jnp.float64, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    call, x = compiled(module), inputs(2, 13).astype(jnp.float64)
+    expected, _ = call(x)
+    cache, pieces = module.init_cache(2, 13), []
+    for start, end in ((0, 5), (5, 6), (6, 13)):
+        y, cache = call(x[:, start:end], None, cache)
+        pieces.append(y)
+    assert relative_error(np.concatenate(pieces, axis=1), expected) < 1e-14
 
 
 @pytest.mark.parametrize("window", mostly_slow([None, 4, 9], [None, 4]))

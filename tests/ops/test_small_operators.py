@@ -1,5 +1,6 @@
 """Gains, the short convolution and softmax attention against their formulas in NumPy."""
 
+import functools
 import sys
 from contextlib import nullcontext
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.test_util import check_grads
 
 import pallas_kernels
 from rnnlib import ops
@@ -134,6 +136,18 @@ def test_causal_attention(window, value_size, packed):
         segment_ids=None if ids is None else jnp.asarray(ids, jnp.int32),
     )
     np.testing.assert_allclose(out, attend(q, k, v, window, ids), atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_of_float64_is_in_float64(window, packed, x64):
+    """Softmax and gradients, too: a float32 softmax is 1e-8 off, and finite differences of it 1e-3."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal(shape) for shape in ((2, 23, 4, 8), (2, 23, 2, 8), (2, 23, 2, 6)))
+    ids = jnp.asarray(np.cumsum(rng.uniform(size=(2, 23)) < 0.2, axis=1)) if packed else None
+    run = jax.jit(functools.partial(ops.causal_attention, window=window, segment_ids=ids))
+    np.testing.assert_allclose(run(q, k, v), attend(q, k, v, window, ids), atol=1e-13)
+    check_grads(run, (q, k, v), order=1, modes=["rev"], eps=1e-5, rtol=1e-7)
 
 
 @pytest.mark.parametrize("window", [None, 2])
