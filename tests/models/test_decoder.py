@@ -196,7 +196,9 @@ def is_jaxpr(leaf) -> bool:
     return hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")
 
 
-@pytest.mark.parametrize("mixer", mostly_slow(mixer_names(), ["kda", "gated_kalmanet", "attention", "latent_attention"]))
+@pytest.mark.parametrize(
+    "mixer", mostly_slow(mixer_names(), ["kda", "gated_kalmanet", "attention", "latent_attention"])
+)
 def test_a_float64_model_computes_in_float64(mixer, x64):
     """The whole pass, its gradient, and calls of one and of several tokens."""
     config = ModelConfig(
