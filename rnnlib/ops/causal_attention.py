@@ -155,27 +155,26 @@ def masked_attention(
         mask: `[B, T, S]`, what each query sees.
         scale: factor on the scores; None is `K ** -0.5`.
     """
-    dtype = _product_dtype(q.dtype)
-    out = _dot_product_attention(*(x.astype(dtype) for x in (q, k, v)), mask=mask[:, None], scale=scale)
-    return out.astype(q.dtype)
-
-
-def _product_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """The dtype to call `jax.nn.dot_product_attention` in: `dtype`, except float32 for float16 on a CPU.
-
-    That function multiplies in float16 and accumulates in float32, which XLA does not support on a CPU.
-    """
-    return jnp.dtype(jnp.float32 if dtype == jnp.float16 and platform() == "cpu" else dtype)
+    return _dot_product_attention(q, k.astype(q.dtype), v.astype(q.dtype), mask=mask[:, None], scale=scale)
 
 
 def _common_dtype(q: Array, k: Array, v: Array) -> jnp.dtype:
-    return _product_dtype(jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype))
+    return jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype)
 
 
-def _dot_product_attention(q: Array, k: Array, v: Array, **options: Any) -> Array:
-    """`jax.nn.dot_product_attention`, but in float64 for float64 arrays, whose softmax that has in float32."""
-    attend = _in_float64 if q.dtype == jnp.float64 else jax.nn.dot_product_attention
-    return attend(q, k, v, **options)
+def _dot_product_attention(
+    q: Array, k: Array, v: Array, *, implementation: Literal["cudnn"] | None = None, **options: Any
+) -> Array:
+    """`jax.nn.dot_product_attention`, but in float64 for float64 arrays and in float32 for float16 on a CPU.
+
+    That function has its softmax in float32 always. It multiplies in float16 and accumulates in float32, which XLA does
+    not support on a CPU.
+    """
+    if q.dtype == jnp.float64:
+        return _in_float64(q, k, v, **options)
+    is_widened = q.dtype == jnp.float16 and platform() == "cpu"
+    arrays = [x.astype(jnp.float32) if is_widened else x for x in (q, k, v)]
+    return jax.nn.dot_product_attention(*arrays, implementation=implementation, **options).astype(q.dtype)
 
 
 def _in_float64(
@@ -187,7 +186,6 @@ def _in_float64(
     mask: Array | None = None,
     is_causal: bool = False,
     local_window_size: tuple[int, int] | None = None,
-    implementation: None = None,
 ) -> Array:
     """The formula; arguments as of `jax.nn.dot_product_attention`, `mask` without heads and no window ahead."""
     batch, length, heads, size = q.shape

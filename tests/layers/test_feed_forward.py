@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
 
 from rnnlib.layers.feed_forward import SwiGLU
 from rnnlib.layers.products import joined_products
+from tests.jaxprs import equations
 
 
 def swiglu(dtype=jnp.float32):
@@ -22,17 +22,8 @@ def written_out(module, x):
 
 def products(function, *arguments):
     """The shapes of all products of a function."""
-    found = []
-
-    def look(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "dot_general":
-                found.append(equation.outvars[0].aval.shape)
-            for inner in jaxprs_in_params(equation.params):
-                look(inner)
-
-    look(jax.make_jaxpr(function)(*arguments).jaxpr)
-    return found
+    found = equations(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return [e.outvars[0].aval.shape for e in found if e.primitive.name == "dot_general"]
 
 
 def test_many_rows_are_one_product_and_few_are_two():

@@ -11,6 +11,7 @@ from hypothesis import example, settings
 
 from rnnlib import ops
 from rnnlib.ops.ridge_solve import Solver
+from tests.jaxprs import equations
 from tests.ops.ridge import Call, assert_close, given_cases, reference, relative_error, run
 
 GKA = Call()
@@ -173,15 +174,6 @@ def test_segments_are_separate_documents_and_the_gram_carries_over_a_cut(impleme
     np.testing.assert_allclose(final, gram, atol=1e-5)
 
 
-def array_shapes(jaxpr):
-    """Shapes of all arrays that a jaxpr computes, those of inner jaxprs included."""
-    for equation in jaxpr.eqns:
-        yield from (variable.aval.shape for variable in equation.outvars)
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                yield from array_shapes(getattr(inner, "jaxpr", inner))
-
-
 @pytest.mark.parametrize("solver", [Solver(), Solver("chebyshev", "reversed")])
 def test_chunks_form_no_gram_matrix_but_at_their_boundaries(solver):
     """Forward and backward; beside its arguments the backward keeps the last iterates, and no state at all."""
@@ -198,7 +190,8 @@ def test_chunks_form_no_gram_matrix_but_at_their_boundaries(solver):
     token_wise = 2 if solver.differentiation == "implicit" else 4
     assert kept.count((4, 1, 1, 64, 128)) == token_wise and max(map(np.prod, kept)) == 256 * 128, kept
     gradient = jax.make_jaxpr(lambda a: jax.vjp(solve, a)[1](x))(arguments)
-    assert max(int(np.prod(shape)) for shape in array_shapes(gradient.jaxpr)) <= largest
+    arrays = [variable.aval for equation in equations(gradient.jaxpr) for variable in equation.outvars]
+    assert max(int(np.prod(array.shape)) for array in arrays) <= largest
 
 
 def test_rounded_products():
