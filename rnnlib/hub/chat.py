@@ -1,17 +1,11 @@
 """Chat templates and special tokens of a published tokenizer's folder."""
 
-import datetime
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rnnlib.extras import from_extra
 from rnnlib.hub.keys import read_json
-
-with from_extra("hub", "rnnlib.hub"):
-    import jinja2
-    import jinja2.sandbox
+from rnnlib.hub.template_sandbox import TemplateError, render_template
 
 # Files beside tokenizer.json that say how to use it. A folder may have any of them.
 TOKENIZER_FILES = (
@@ -49,7 +43,8 @@ def chat_template(folder: pathlib.Path) -> str | None:
     for name in ("chat_template.json", "tokenizer_config.json"):
         template = read_json(folder / name).get("chat_template") if (folder / name).is_file() else None
         if isinstance(template, list):
-            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+            named = (entry for entry in template if isinstance(entry, Mapping) and entry.get("name") == "default")
+            template = next(named, {}).get("template")
         if isinstance(template, str):
             return template
     return None
@@ -74,21 +69,9 @@ def render_chat(
     template = chat_template(folder)
     if template is None:
         raise ValueError(f"{folder}: there is no chat template, expected one in tokenizer_config.json")
-    # Templates are untrusted code: the sandbox denies them access to Python's objects.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     tokens = {name: special_token(folder, name) or "" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **tokens}
     try:
-        return environment.from_string(template).render(
-            messages=list(messages), add_generation_prompt=add_generation_prompt, **tokens
-        )
-    except jinja2.TemplateError as error:
+        return render_template(template, values)
+    except TemplateError as error:
         raise ValueError(f"{folder}: its chat template does not take the messages: {error}") from error
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)

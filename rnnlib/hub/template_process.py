@@ -1,0 +1,115 @@
+"""The process that renders chat templates: a template is code that someone else wrote.
+
+`rnnlib.hub.template_sandbox` starts this file as a program of its own. It imports jinja2 and the standard library only,
+has limits on its memory and time, can open no file for writing and start no process. Requests and answers are lines of
+JSON. What a template may use (filters, globals, extensions) is all in `environment`.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+MEMORY_BYTES = 2**30
+MAX_CHARACTERS = 2**24
+OUT_OF_MEMORY = 3  # exit code
+READY = b"ready\n"
+_MAX_MESSAGE = 300
+# What jinja2 offers that templates of messages have no use for, or that draws at random.
+_WITHOUT_USE = ("center", "pprint", "random", "urlize", "wordwrap", "xmlattr")
+
+
+def environment() -> Any:
+    """The environment of templates: the sandbox denies them Python's objects, and there is no file to include."""
+    import jinja2.sandbox
+
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    del made.globals["lipsum"]
+    for name in _WITHOUT_USE:
+        del made.filters[name]
+    made.globals["raise_exception"] = _refuse
+    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    made.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    return made
+
+
+def _refuse(message: str) -> NoReturn:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def render(made: Any, template: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """An answer: `text`, or `error` with what was wrong in one line.
+
+    Raises:
+        MemoryError: the template takes more memory than the process has.
+    """
+    import jinja2
+
+    try:
+        pieces: list[str] = []
+        length = 0
+        for piece in made.from_string(template).generate(**values):
+            pieces.append(piece)
+            length += len(piece)
+            if length > MAX_CHARACTERS:
+                return {"error": f"it writes more than {MAX_CHARACTERS:,} characters"}
+        return {"text": "".join(pieces)}
+    except MemoryError:
+        raise
+    except Exception as error:  # a template may raise anything
+        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        return {"error": " ".join(f"{kind}{error}{line}"[:_MAX_MESSAGE].split())}
+
+
+def _limit_process() -> None:
+    """Bounds what the process may take, whatever it runs; systems without such limits have the time limit only."""
+    with contextlib.suppress(ImportError):
+        import resource
+
+        for name, value in (
+            ("RLIMIT_AS", MEMORY_BYTES),
+            ("RLIMIT_CORE", 0),
+            ("RLIMIT_FSIZE", 0),
+            ("RLIMIT_NPROC", 0),
+        ):
+            with contextlib.suppress(AttributeError, ValueError, OSError):
+                resource.setrlimit(getattr(resource, name), (value, value))
+
+
+def main(folders: list[str]) -> None:
+    """Answers requests until there are no more.
+
+    Args:
+        folders: where jinja2 and what it needs are installed.
+    """
+    sys.path += folders
+    made = environment()
+    _limit_process()
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
+    for line in sys.stdin.buffer:
+        try:
+            request = json.loads(line)
+            # The process that asked ends this one when its time is over. If that one is gone, the alarm does.
+            if hasattr(signal, "setitimer"):
+                signal.setitimer(signal.ITIMER_REAL, 2 * request["seconds"])
+            answer = json.dumps(render(made, request["template"], request["values"]))
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        sys.stdout.buffer.write(answer.encode() + b"\n")
+        sys.stdout.buffer.flush()
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
