@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import rnnlib.training
 from rnnlib.data import load_tokenizer, make_dataset
 from rnnlib.training import TrainConfig
-from rnnlib.training.run_program import RunProgram
+from rnnlib.training.compiled_steps import CompiledSteps
 from rnnlib.training.step import put_batch
 
 TRACED = 8
@@ -38,7 +38,7 @@ def main(folder: pathlib.Path) -> None:
     getattr(rnnlib.training, "keep_freed_memory", lambda: None)()
     config, tokenizer = TrainConfig(), load_tokenizer("byte")
     batches = iter(make_dataset(config.data, split="train", tokenizer=tokenizer))
-    program = RunProgram(config, tokenizer.token_bytes, None)
+    program = CompiledSteps(config, tokenizer.token_bytes, None)
     state, batch = program.first_state(), put_batch(next(batches), None)
     step = program.train_step.lower(state, batch).compile()
     (folder / "step.txt").write_text(step.as_text())

@@ -101,7 +101,7 @@ def prediction(name: str, model: ModelConfig, mesh: MeshConfig, rows: int, lengt
         rows: Of the whole batch.
         length: Tokens a row.
     """
-    sizes = {axis: getattr(mesh, axis) for axis in ("data", "fsdp", "sequence", "tensor")}
+    sizes = {axis: getattr(mesh, axis) for axis in ("data", "fsdp", "context", "tensor")}
     devices = math.prod(sizes.values())
     data = DataConfig(sequence_length=length, batch_size=rows)
     plan = plan_step(TrainConfig(model=model, data=data, mesh=mesh), devices, card=CARD)
@@ -140,9 +140,9 @@ def predictions(options: Options) -> Iterator[dict[str, Any]]:
                 yield prediction(name, model, mesh, devices * options.rows, options.length)
     small, large = models().items()
     for (name, model), mesh in (
-        (small, MeshConfig(1, 1, sequence=8)),
-        (large, MeshConfig(1, 1, sequence=8, tensor=8)),
-        (large, MeshConfig(1, 8, sequence=8)),
+        (small, MeshConfig(1, 1, context=8)),
+        (large, MeshConfig(1, 1, context=8, tensor=8)),
+        (large, MeshConfig(1, 8, context=8)),
     ):
         yield prediction(name, model, mesh, mesh.data * (mesh.fsdp or 1), LONG)
 
@@ -159,7 +159,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [
             row["model"],
             row["devices"],
-            " x ".join(f"{axis} {row[axis]}" for axis in ("data", "fsdp", "sequence", "tensor") if row[axis] > 1),
+            " x ".join(f"{axis} {row[axis]}" for axis in ("data", "fsdp", "context", "tensor") if row[axis] > 1),
             f"{row['rows']:,} x {row['length']:,}",
             *(f"{row[key]:.1f}" for key in ("state_gb", "memory_gb", "nvlink_gb", "infiniband_gb")),
             *(f"{row[key]:.0f}" for key in ("compute_ms", "moving_ms")),

@@ -25,8 +25,8 @@ from rnnlib.data import DataConfig
 from rnnlib.training import MeshConfig, TrainConfig, make_mesh, plan_step
 
 FOLDER = pathlib.Path(__file__).parent
-Axis = Literal["data", "fsdp", "sequence", "tensor"]
-AXES: tuple[Axis, ...] = ("data", "fsdp", "sequence", "tensor")
+Axis = Literal["data", "fsdp", "context", "tensor"]
+AXES: tuple[Axis, ...] = ("data", "fsdp", "context", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def groups(setting: Literal["small", "real"]) -> tuple[Group, ...]:
     middle, large = study("real"), study("large")
     return (
         Group("340M", middle, "Gated DeltaNet", "everything", AXES, ("data", "fsdp")),
-        Group("340M", middle, "KDA", "everything", ("sequence",)),
+        Group("340M", middle, "KDA", "everything", ("context",)),
         Group("1.3B", large, "Gated DeltaNet", "input", ("data", "fsdp", "tensor"), ("data", "fsdp")),
     )
 

@@ -26,7 +26,7 @@ FOLDER = pathlib.Path(__file__).parent
 MEMORY = 80_000_000_000
 SHAPE = (8, 4096)
 """Rows of each device, and their tokens."""
-_AXES = ("data", "fsdp", "sequence", "tensor")
+_AXES = ("data", "fsdp", "context", "tensor")
 MESHES = ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2))
 
 
@@ -50,7 +50,7 @@ def step_memory(mesh: Sequence[int] | None, layers: int, *, latency_hiding: bool
     """Bytes of temporary memory of a step, compiled in a process of its own.
 
     Args:
-        mesh: sizes of "data", "fsdp", "sequence" and "tensor"; None for one device.
+        mesh: sizes of "data", "fsdp", "context" and "tensor"; None for one device.
         layers: blocks of the model.
         latency_hiding: whether XLA's latency-hiding scheduler is on.
         preset: model whose other sizes it has.

@@ -39,7 +39,7 @@ def _with_a_batch(config: TrainConfig, argv: Sequence[str], devices: int) -> Tra
     if not _given(argv, "--config", "--data.sequence-length", "--data.sequence_length"):
         data = dataclasses.replace(data, sequence_length=_LENGTH)
     if not _given(argv, "--config", "--data.batch-size", "--data.batch_size"):
-        together = min(devices, config.mesh.sequence * config.mesh.tensor)  # they have the same rows
+        together = min(devices, config.mesh.context * config.mesh.tensor)  # they have the same rows
         data = dataclasses.replace(data, batch_size=devices // together * config.accumulation_steps)
     model, preset = config.model, take_option(argv, "--preset")[0]
     if preset is not None and not _given(argv, "--model.vocabulary-size", "--model.vocabulary_size"):

@@ -24,11 +24,11 @@ from rnnlib.training import (
     NonFiniteLossError,
     TrainConfig,
     Trainer,
-    agree,
+    broadcast_from_primary,
     check_new_folder,
     ending_together,
     folder_model_config,
-    is_first,
+    is_primary,
     is_run,
     join_processes,
     keep_freed_memory,
@@ -215,12 +215,12 @@ def _report(error: BaseException) -> int:
 
 def _say(text: str) -> None:
     """Prints a line, in one of the processes."""
-    if is_first():
+    if is_primary():
         print(text, flush=True)
 
 
 def _next_folder() -> Path:
-    return Path(agree(lambda: str(next_run_folder(Path("runs")))))
+    return Path(broadcast_from_primary(lambda: str(next_run_folder(Path("runs")))))
 
 
 def _train(arguments: TrainArguments) -> int:
@@ -233,7 +233,7 @@ def _train(arguments: TrainArguments) -> int:
         if arguments.resume:
             tokenizer = load_run_tokenizer(folder, load_run_config(folder))
         else:
-            agree(lambda: check_new_folder(folder))
+            broadcast_from_primary(lambda: check_new_folder(folder))
         _say(f"reading data: {_data_description(arguments.train)}")
         with _lasting_interrupts(), _moved_text(arguments.resume):
             trainer = Trainer(
@@ -275,7 +275,7 @@ def _train(arguments: TrainArguments) -> int:
             print(f"{result.stopped_by.name}: saved at step {result.step}; continue with")
             print(f"  rnnlib train --run {folder} --resume", flush=True)
         return 128 + result.stopped_by
-    if not is_first():
+    if not is_primary():
         return 0
     print(f"trained on {result.tokens:,} tokens in {result.seconds:.0f} s; everything is in {folder}/")
     if config.logging.picture:

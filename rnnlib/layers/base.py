@@ -14,7 +14,7 @@ from rnnlib.fields import PositiveInteger, check_fields, check_value, in_words, 
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.products import InputLinear, LowRank
 from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
-from rnnlib.ops.sequence import expect_whole_rows
+from rnnlib.ops.context_parallel import expect_whole_rows
 from rnnlib.ops.thin_products import linear_product
 
 # Of a projection: None is full rank, `"value_size"` is V.

@@ -17,8 +17,8 @@ from rnnlib.layers.decay import Decay
 from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import AxisConfig
 from rnnlib.ops.arguments import segment_starts
+from rnnlib.ops.context_parallel import current_axis, enter_gram
 from rnnlib.ops.heads import rotate_pairs
-from rnnlib.ops.sequence import current_axis, enter_gram
 
 
 class Keys(NamedTuple):
@@ -260,7 +260,7 @@ class RotatedKeyMap(KeyMap):
         starts = jnp.zeros(x.shape[:2], bool) if segment_ids is None else segment_starts(segment_ids)
         _, angle = jax.lax.associative_scan(_accumulate, (starts[:, :, None, None], turn), axis=1)
         axis = current_axis()
-        if axis is not None:  # continue from the angle at the end of the previous device's stretch
+        if axis is not None:  # continue from the angle at the end of the previous device's shard
             entering = enter_gram(angle[:, -1], None, None, segment_ids, axis)
             own = jnp.cumsum(starts, axis=1)[:, :, None, None] == 0
             angle = angle + jnp.where(own, (entering - jnp.round(entering))[:, None], 0)

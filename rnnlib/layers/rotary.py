@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveInteger, Range
 from rnnlib.layers.part import PartConfig
+from rnnlib.ops.context_parallel import first_position
 from rnnlib.ops.heads import rotate_pairs
-from rnnlib.ops.sequence import first_position
 
 RotaryBase = Annotated[float, Range(above=1, below=math.inf)]
 

@@ -13,7 +13,7 @@ from rnnlib.layers.arrays import Inputs, SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver
 from rnnlib.ops.arguments import matmul_precision
-from rnnlib.ops.sequence import current_axis, document_starts, token_before
+from rnnlib.ops.context_parallel import current_axis, document_starts, token_before
 
 
 class TrapezoidalState(NamedTuple):

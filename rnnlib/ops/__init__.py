@@ -20,6 +20,7 @@ tokens (see `sequence`).
 """
 
 from rnnlib.ops.causal_attention import causal_attention as causal_attention
+from rnnlib.ops.context_parallel import context_axis as context_axis
 from rnnlib.ops.diagonal_preconditioner import diagonal_gram as diagonal_gram
 from rnnlib.ops.diagonal_preconditioner import diagonal_preconditioner as diagonal_preconditioner
 from rnnlib.ops.diagonal_preconditioner import precondition_key as precondition_key
@@ -37,5 +38,4 @@ from rnnlib.ops.gains import nlms_gain as nlms_gain
 from rnnlib.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from rnnlib.ops.linear_attention import linear_attention as linear_attention
 from rnnlib.ops.ridge_solve import ridge_solve as ridge_solve
-from rnnlib.ops.sequence import sequence_axis as sequence_axis
 from rnnlib.ops.short_convolution import short_convolution as short_convolution

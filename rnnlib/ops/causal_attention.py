@@ -14,10 +14,10 @@ from pallas_kernels.platform import platform
 from pallas_kernels.varying import vary_alike
 from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.ops.arguments import check_rank, check_segment_ids, floating_arrays, segment_index
+from rnnlib.ops.context_parallel import current_axis, tokens_before
 from rnnlib.ops.derivatives import with_derivatives_of
 from rnnlib.ops.heads import rotate_pairs
 from rnnlib.ops.kernels import attention_gradient_kernel, triton_kernels, triton_unsupported
-from rnnlib.ops.sequence import current_axis, tokens_before
 from rnnlib.ops.sharding import is_split, split_over_mesh
 
 _NAME = "causal_attention"
@@ -101,10 +101,10 @@ def _over_rows(q: Array, k: Array, v: Array, window: int | None, segment_ids: Ar
 def _over_devices(
     q: Array, k: Array, v: Array, window: int | None, segment_ids: Array | None, number: int, axis: str
 ) -> Array:
-    """Attention of this device's stretch of each row.
+    """Attention of this device's shard of each row.
 
     With a window, a device also needs the last `window - 1` tokens of the previous device. With a window longer than a
-    stretch, or with no window, each device gathers the keys and values of whole rows and processes its queries in
+    shard, or with no window, each device gathers the keys and values of whole rows and processes its queries in
     blocks, since a mask for all queries at once would be quadratic in the row.
     """
     batch, length = q.shape[:2]

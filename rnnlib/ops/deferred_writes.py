@@ -10,9 +10,9 @@ from pallas_kernels.deferred import PERIOD as PERIOD
 from pallas_kernels.deferred import DeferredState as DeferredState
 from pallas_kernels.deferred import defer_writes as state_without_writes
 from pallas_kernels.platform import platform
+from rnnlib.ops.context_parallel import current_axis
 from rnnlib.ops.gated_delta_rule.scan import DeltaRuleInputs
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported
-from rnnlib.ops.sequence import current_axis
 from rnnlib.ops.sharding import is_split
 
 LEAST_BYTES = 8 * 2**20

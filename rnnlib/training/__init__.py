@@ -4,15 +4,16 @@ from rnnlib.extras import from_extra
 
 with from_extra("train", "rnnlib.training"):
     from rnnlib.training.accuracy import TaskEvaluation, evaluate_lengths, evaluate_task
+    from rnnlib.training.auto_remat import RematChoice, choose_remat
     from rnnlib.training.checkpoint import CheckpointError, Checkpoints, Progress
     from rnnlib.training.config import CheckpointConfig, EvaluationConfig, LoggingConfig, TrainConfig
     from rnnlib.training.config_file import ConfigError, from_plain, load_config, save_config, to_plain
     from rnnlib.training.distributed import (
         DistributedConfig,
         DistributedError,
-        agree,
+        broadcast_from_primary,
         ending_together,
-        is_first,
+        is_primary,
         join_processes,
         launch_arguments,
     )
@@ -24,10 +25,9 @@ with from_extra("train", "rnnlib.training"):
     from rnnlib.training.mesh import MeshConfig, make_mesh
     from rnnlib.training.metrics import read_csv
     from rnnlib.training.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
-    from rnnlib.training.picture import loss_picture
     from rnnlib.training.plan import Exchange, StepPlan, abstract_train_state, plan_step
+    from rnnlib.training.plots import plot_losses
     from rnnlib.training.progress import ProgressReporter, StepReport
-    from rnnlib.training.recomputation import Recomputation, choose_recomputation
     from rnnlib.training.run import (
         LoadedRun,
         RunError,
@@ -66,7 +66,7 @@ __all__ = [
     "OptimizerConfig",
     "Progress",
     "ProgressReporter",
-    "Recomputation",
+    "RematChoice",
     "RunError",
     "StepMetrics",
     "StepPlan",
@@ -77,10 +77,10 @@ __all__ = [
     "TrainState",
     "Trainer",
     "abstract_train_state",
-    "agree",
     "bits_per_byte",
+    "broadcast_from_primary",
     "check_new_folder",
-    "choose_recomputation",
+    "choose_remat",
     "decay_mask",
     "ending_together",
     "evaluate",
@@ -90,7 +90,7 @@ __all__ = [
     "from_plain",
     "head_loss_sums",
     "init_train_state",
-    "is_first",
+    "is_primary",
     "is_run",
     "join_processes",
     "keep_freed_memory",
@@ -101,7 +101,6 @@ __all__ = [
     "load_run",
     "load_run_config",
     "load_run_tokenizer",
-    "loss_picture",
     "loss_sums",
     "make_evaluation_step",
     "make_mesh",
@@ -110,6 +109,7 @@ __all__ = [
     "next_run_folder",
     "plan_step",
     "planned_bytes",
+    "plot_losses",
     "put_batch",
     "put_state",
     "read_csv",

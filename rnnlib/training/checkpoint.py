@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rnnlib.training.damage import first_cause, one_report_of_damage
+from rnnlib.training.orbax_errors import first_cause, one_report_of_damage
 from rnnlib.training.step import TrainState
 
 

@@ -162,7 +162,7 @@ def join_processes(config: DistributedConfig | None = None) -> None:
             _threads.append(thread)
 
 
-def is_first() -> bool:
+def is_primary() -> bool:
     """Whether this process is the one that writes records and prints."""
     return jax.process_index() == 0
 
@@ -177,7 +177,7 @@ def _client() -> Any:
 _asked = itertools.count()
 
 
-def agree[Answer](decide: Callable[[], Answer], *, seconds: float = 600) -> Answer:
+def broadcast_from_primary[Answer](decide: Callable[[], Answer], *, seconds: float = 600) -> Answer:
     """What `decide` gives in process 0, in every process; all of them call it at the same places in the same order.
 
     Args:
@@ -189,8 +189,8 @@ def agree[Answer](decide: Callable[[], Answer], *, seconds: float = 600) -> Answ
     """
     if jax.process_count() == 1:
         return decide()
-    name = f"{_PREFIX}/agree/{next(_asked)}"
-    if is_first():
+    name = f"{_PREFIX}/broadcast/{next(_asked)}"
+    if is_primary():
         try:
             answer = decide()
         except Exception as error:
@@ -232,7 +232,7 @@ def tell_failure(text: str) -> None:
             _client().key_value_set(f"{_PREFIX}/failed", f"process {jax.process_index()}: {text}")
         except Exception:  # another has failed before, or process 0 is gone
             return
-    if is_first():
+    if is_primary():
         time.sleep(1.0)  # it holds the store: the others must have heard
 
 
@@ -269,7 +269,7 @@ def ending_together(report: Callable[[BaseException], int]) -> Iterator[None]:
 
 _threads: list[threading.Thread] = []
 _finished = threading.Event()
-# All have heard from `agree` why they end.
+# All have heard from `broadcast_from_primary` why they end.
 _told = threading.Event()
 
 
@@ -329,6 +329,6 @@ class _Watch:
         _finished.set()
         line = f"process {jax.process_index()} of {jax.process_count()} stops: {text}; what was saved stays\n"
         os.write(2, line.encode(errors="replace"))
-        if is_first():
+        if is_primary():
             time.sleep(0.5)  # it holds the store: the others must have heard
         os._exit(1)

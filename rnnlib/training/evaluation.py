@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from rnnlib.data import BatchDataset
 from rnnlib.training.loss import LossSums, bits_per_byte
-from rnnlib.training.mesh import in_shares, whole
-from rnnlib.training.step import Batch, make_evaluation_step, put_batch, shared_out
+from rnnlib.training.mesh import param_shardings, replicated
+from rnnlib.training.step import Batch, make_evaluation_step, put_batch, split_for_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +53,10 @@ def evaluate(
     Raises:
         ValueError: If no token is to be predicted.
     """
-    graphdef, parameters, other = shared_out(evaluation_view(model), mesh)
+    graphdef, parameters, other = split_for_mesh(evaluation_view(model), mesh)
     step = make_evaluation_step(graphdef, token_bytes, mesh)
-    parameters = jax.device_put(parameters, in_shares(parameters, mesh))
-    return evaluate_with(step, parameters, jax.device_put(other, whole(mesh)), batches, mesh)
+    parameters = jax.device_put(parameters, param_shardings(parameters, mesh))
+    return evaluate_with(step, parameters, jax.device_put(other, replicated(mesh)), batches, mesh)
 
 
 def spread_batches(dataset: BatchDataset, count: int | None) -> Iterator[Batch]:

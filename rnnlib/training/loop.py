@@ -18,14 +18,15 @@ from pallas_kernels.platform import platform
 from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
 from rnnlib.models import DecoderLM
 from rnnlib.training.checkpoint import Checkpoints, Progress
+from rnnlib.training.compiled_steps import CompiledSteps
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.config_file import from_plain, save_config, to_plain
-from rnnlib.training.distributed import agree, await_shared, is_first
+from rnnlib.training.distributed import await_shared, broadcast_from_primary, is_primary
 from rnnlib.training.evaluation import Evaluation, evaluate_with, spread_batches
 from rnnlib.training.loss import bits_per_byte
-from rnnlib.training.mesh import process_rows, whole
+from rnnlib.training.mesh import process_rows, replicated
 from rnnlib.training.metrics import TRAIN_FILE, NoLog, RunLog, recorded_steps
-from rnnlib.training.picture import loss_picture
+from rnnlib.training.plots import plot_losses
 from rnnlib.training.progress import ProgressReporter, Speed, StepReport
 from rnnlib.training.run import (
     CHECKPOINTS,
@@ -38,7 +39,6 @@ from rnnlib.training.run import (
     load_run_tokenizer,
     lock_run,
 )
-from rnnlib.training.run_program import RunProgram
 from rnnlib.training.signals import StopSignals
 from rnnlib.training.step import (
     StepMetrics,
@@ -138,7 +138,7 @@ class Trainer:
         vocabulary = max(config.model.vocabulary_size, self.tokenizer.vocabulary_size)
         model_config = dataclasses.replace(config.model, vocabulary_size=vocabulary)
         self.config = config = dataclasses.replace(config, model=model_config)
-        self._program = RunProgram(config, self.tokenizer.token_bytes, initial)
+        self._program = CompiledSteps(config, self.tokenizer.token_bytes, initial)
         self._origin = origin
         self._data: tuple[BatchDataset, BatchDataset] | None = None
         self._resources: contextlib.ExitStack | None = None
@@ -206,7 +206,7 @@ class Trainer:
         folder = Path(folder)
         train_data, self._validation_data = self.read_data()
         if not resume:
-            agree(lambda: create_run(folder, self.config, self.tokenizer, origin=self._origin))
+            broadcast_from_primary(lambda: create_run(folder, self.config, self.tokenizer, origin=self._origin))
             await_shared(folder / CONFIG_FILE)
         saved = load_run_config(folder)
         check_continues(self.config, saved)
@@ -219,7 +219,7 @@ class Trainer:
             checkpoints = stack.enter_context(Checkpoints(folder / CHECKPOINTS, keep=self.config.checkpoint.keep))
             self._batches = iter(train_data)
             stack.callback(self._batches.close)
-            if agree(lambda: checkpoints.latest_step) is None:
+            if broadcast_from_primary(lambda: checkpoints.latest_step) is None:
                 self._state = self._program.first_state()
                 self._step = self._tokens = 0
             else:
@@ -249,11 +249,11 @@ class Trainer:
             if resume:
                 _check_checkpoints_not_lost(folder, saved)
 
-        agree(prepare)
+        broadcast_from_primary(prepare)
 
     def _open_log(self, saved: TrainConfig) -> RunLog | NoLog:
         log: RunLog | NoLog | None = None
-        if is_first():
+        if is_primary():
             if saved != self.config:
                 save_config(self.config, self.folder / CONFIG_FILE)
             log = RunLog(
@@ -262,12 +262,12 @@ class Trainer:
                 tensorboard=self.config.logging.tensorboard,
                 tell=lambda text: self._reporter.message(text),  # the reporter comes with `run`, as all rows do
             )
-        evaluated = agree(lambda: log.evaluated if log is not None else [])
+        evaluated = broadcast_from_primary(lambda: log.evaluated if log is not None else [])
         return NoLog(evaluated) if log is None else log
 
     def _remove_if_nothing_was_done(self, kind: Any, error: Any, traceback: Any) -> None:
         # An error before the first step is done (the batch does not fit in memory): no half-made run is left.
-        if kind is not None and self._recorded == 0 and is_first():
+        if kind is not None and self._recorded == 0 and is_primary():
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, reporter: ProgressReporter | None = None) -> TrainResult:
@@ -286,7 +286,7 @@ class Trainer:
         resources, self._resources = self._resources, None
         config = self.config
         if reporter is None:
-            stream = None if is_first() else io.StringIO()
+            stream = None if is_primary() else io.StringIO()
             reporter = ProgressReporter(config.steps, plain_seconds=config.logging.plain_seconds, stream=stream)
         start = time.perf_counter()
         self._evaluation: Evaluation | None = None
@@ -296,7 +296,7 @@ class Trainer:
         with resources, StopSignals() as self._signals, reporter:
             self._reporter = reporter
             if config.model.remat == "auto":
-                self._reporter.message(self._program.recomputation().line)
+                self._reporter.message(self._program.remat_choice().line)
             self._evaluate_if_due()
             while self._step < config.steps and not self._asked_to_stop:
                 try:
@@ -325,8 +325,8 @@ class Trainer:
             if self._saved_step != self._step:
                 self._save()
             self._checkpoints.wait()
-            if config.logging.picture and self._step > 0 and is_first():
-                loss_picture(self.folder, title=self._title())
+            if config.logging.picture and self._step > 0 and is_primary():
+                plot_losses(self.folder, title=self._title())
         return TrainResult(
             folder=self.folder,
             step=self._step,
@@ -360,7 +360,7 @@ class Trainer:
         graphdef = nnx.split(self.abstract_model())[0]
         state = self._state.parameters, self._state.other
         if jax.process_count() > 1:
-            state = jax.jit(lambda x: x, out_shardings=whole(self._program.mesh))(state)
+            state = jax.jit(lambda x: x, out_shardings=replicated(self._program.mesh))(state)
             state = jax.tree.map(lambda x: x.addressable_data(0), state)
         state = jax.device_put(state, jax.local_devices()[0])
         return nnx.merge(graphdef, *state)

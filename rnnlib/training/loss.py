@@ -55,17 +55,17 @@ def loss_sums(
     return _sums(jnp.sum(nats * weights), targets, weights, token_bytes)
 
 
-def _cross_entropy(logits: Array, targets: Array, shares: int = 1) -> tuple[Array, Array, Array]:
+def _cross_entropy(logits: Array, targets: Array, tp_size: int = 1) -> tuple[Array, Array, Array]:
     """Nats `[...]` of logits `[..., vocabulary]`, their normalizer `[...]`, and where the target is."""
-    first, size = first_of_share(logits.shape[-1], shares), logits.shape[-1] * shares
+    first, size = first_of_share(logits.shape[-1], tp_size), logits.shape[-1] * tp_size
     # The target's logit is picked by a comparison and not by its index: the gradient of indexing is a scatter, which on
     # a GPU is either not deterministic or not fast.
     is_target = first + jnp.arange(logits.shape[-1]) == targets[..., None]
     normalizer = log_sum_exp(logits)
-    if shares > 1:  # of this device's part until here
+    if tp_size > 1:  # of this device's part until here
         highest = jax.lax.pmax(normalizer, TENSOR)
-        normalizer = highest + jnp.log(sum_over_shares(jnp.exp(normalizer - highest), shares))
-    nats = normalizer - sum_over_shares(jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1), shares)
+        normalizer = highest + jnp.log(sum_over_shares(jnp.exp(normalizer - highest), tp_size))
+    nats = normalizer - sum_over_shares(jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1), tp_size)
     # No target at all would pass for one of logit 0.
     is_token = (targets >= 0) & (targets < size)
     return jnp.where(is_token, nats, jnp.nan), normalizer, is_target
@@ -87,7 +87,7 @@ def head_loss_sums(
     token_bytes: Int[Array | np.ndarray, " tokens"],
     *,
     block_logits: int = 1 << 27,
-    shares: int = 1,
+    tp_size: int = 1,
 ) -> LossSums:
     """`loss_sums` of the logits `hidden @ head.T`, computed for one block of tokens at a time.
 
@@ -102,7 +102,7 @@ def head_loss_sums(
         weights: Loss weights, 0 for tokens that are not to be predicted.
         token_bytes: Bytes that each token of the vocabulary stands for, such as a tokenizer's `token_bytes`.
         block_logits: Most logits of a block. The default takes half a gigabyte, and its products fill a GPU.
-        shares: Devices that share the vocabulary out, within `shard_map`: `head` is this device's part of it. They
+        tp_size: Devices that share the vocabulary out, within `shard_map`: `head` is this device's part of it. They
             exchange the largest logit, the sum of exponentials and the target's logit of each token.
 
     Returns:
@@ -113,15 +113,15 @@ def head_loss_sums(
     tokens = jnp.where(counted[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
     block_size = max(1, block_logits // head.shape[0])
     arguments = vary_alike((tokens, head, targets.reshape(-1), weights.reshape(-1)))
-    nats = _head_nats((block_size, shares), *arguments)
+    nats = _head_nats((block_size, tp_size), *arguments)
     return _sums(nats.astype(jnp.float32), targets, weights, token_bytes)
 
 
-def _block_nats(hidden: Array, head: Array, targets: Array, weights: Array, shares: int) -> tuple[Array, Array]:
+def _block_nats(hidden: Array, head: Array, targets: Array, weights: Array, tp_size: int) -> tuple[Array, Array]:
     """Nats of each token of a block `[N]` and their weighted gradient in its logits `[N, vocabulary]`."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     logits = jnp.einsum("nd,vd->nv", hidden, head, preferred_element_type=wide)
-    nats, normalizer, is_target = _cross_entropy(logits, targets, shares)
+    nats, normalizer, is_target = _cross_entropy(logits, targets, tp_size)
     d_logits = weights[:, None] * (jnp.exp(logits - normalizer[:, None]) - is_target)
     return nats, d_logits.astype(hidden.dtype)
 
@@ -141,19 +141,19 @@ def _over_blocks(step, block_size: int, carry, *arrays: Array):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _head_nats(how: tuple[int, int], hidden: Array, head: Array, targets: Array, weights: Array) -> Array:
     """Weighted sum of the nats of `[N]` tokens; `how` is a block's size and the devices that share the head."""
-    block_size, shares = how
+    block_size, tp_size = how
     matrix = head.astype(hidden.dtype)
 
     def step(total, block):
         rows, ids, factors = block
-        return total + jnp.sum(factors * _block_nats(rows, matrix, ids, factors, shares)[0]), None
+        return total + jnp.sum(factors * _block_nats(rows, matrix, ids, factors, tp_size)[0]), None
 
     zero = jnp.zeros([], jnp.promote_types(hidden.dtype, jnp.float32))
     return _over_blocks(step, block_size, zero, hidden, targets, weights)[0]
 
 
 def _head_nats_forward(how: tuple[int, int], hidden: Array, head: Array, targets: Array, weights: Array):
-    block_size, shares = how
+    block_size, tp_size = how
     matrix = head.astype(hidden.dtype)
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
@@ -161,7 +161,7 @@ def _head_nats_forward(how: tuple[int, int], hidden: Array, head: Array, targets
     def step(carry, block):
         total, d_head = carry
         rows, ids, factors = block
-        nats, d_logits = _block_nats(rows, matrix, ids, factors, shares)
+        nats, d_logits = _block_nats(rows, matrix, ids, factors, tp_size)
         d_rows = product("nv,vd->nd", d_logits, matrix).astype(rows.dtype)
         d_head = d_head + product("nv,nd->vd", d_logits, rows)
         return (total + jnp.sum(factors * nats), d_head), (d_rows, nats)

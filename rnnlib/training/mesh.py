@@ -17,7 +17,7 @@ from rnnlib.layers.tensor import TENSOR, shared_axis
 # Axes that share out a batch's rows, and the one that shares out a row's tokens, which only some meshes have; so is
 # `TENSOR`, which shares out layers.
 AXES = ("data", "fsdp")
-SEQUENCE = "sequence"
+CONTEXT = "context"
 # Of a parameter's variable, the axis that is in shares over "tensor".
 _SHARED_AXIS = "tensor_axis"
 
@@ -28,14 +28,14 @@ _FOR_STATE = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How devices share the work: `data x fsdp` groups of `sequence x tensor` devices.
+    """How devices share the work: `data x fsdp` groups of `context x tensor` devices.
 
     Each group has its own rows of every batch.
 
     With `fsdp` above 1, that many devices hold one copy of parameters and optimizer state between them. A matrix is
     gathered where a layer reads it, and its gradient is summed and dealt out again.
-    With `sequence` above 1, the devices of a group have the same rows, and each computes one stretch of every row
-    (`rnnlib.ops.sequence_axis`); each holds what one device with whole rows would.
+    With `context` above 1, the devices of a group have the same rows, and each computes one shard of every row
+    (`rnnlib.ops.context_axis`); each holds what one device with whole rows would.
     With `tensor` above 1, so many devices share each layer of a `DecoderLM`: its heads, the width of its feed-forward
     and the vocabulary, with their parameters, gradients and optimizer state (`rnnlib.layers.tensor`). They have the
     same tokens.
@@ -45,7 +45,7 @@ class MeshConfig:
     """Groups of devices, each with one copy of parameters and optimizer state; -1: as many as there are devices for."""
     fsdp: PositiveInteger | None = None
     """Devices that share one copy; left out, 1, or as many as it takes where a copy does not fit into one GPU."""
-    sequence: PositiveInteger = 1
+    context: PositiveInteger = 1
     """Devices that share the tokens of each row, for rows too long for one."""
     tensor: PositiveInteger = 1
     """Devices that share each layer: heads, feed-forward and vocabulary; it divides these."""
@@ -59,7 +59,7 @@ class MeshConfig:
     def __str__(self) -> str:
         """The sizes that were chosen, as flags name them."""
         chosen = {"mesh.data": None if self.data == -1 else self.data, "mesh.fsdp": self.fsdp}
-        chosen |= {"mesh.sequence": self.sequence} if self.sequence > 1 else {}
+        chosen |= {"mesh.context": self.context} if self.context > 1 else {}
         chosen |= {"mesh.tensor": self.tensor} if self.tensor > 1 else {}
         return " x ".join(f"{name}={size}" for name, size in chosen.items() if size is not None)
 
@@ -89,7 +89,7 @@ def mesh_sizes(
     Raises:
         ValueError: If there are fewer devices than asked for, or the sizes do not come out even.
     """
-    fixed = (1 if config.data == -1 else config.data) * (config.fsdp or 1) * config.sequence * config.tensor
+    fixed = (1 if config.data == -1 else config.data) * (config.fsdp or 1) * config.context * config.tensor
     for number, asked in ((devices, f"devices={devices}"), (fixed, str(config))):
         if number is not None and number > available:
             count = jax.process_count()
@@ -100,10 +100,10 @@ def mesh_sizes(
         raise ValueError(f"{config}: does not fit devices={devices}")
 
     def candidates(rows: int) -> list[MeshConfig]:
-        together = config.sequence * config.tensor
+        together = config.context * config.tensor
         groups = available // together
         return [
-            MeshConfig(data, fsdp, config.sequence, config.tensor)
+            MeshConfig(data, fsdp, config.context, config.tensor)
             for data in (range(1, groups + 1) if config.data == -1 else [config.data])
             for fsdp in (range(1, groups // data + 1) if config.fsdp is None else [config.fsdp])
             if data * fsdp <= groups and devices in (None, data * fsdp * together) and rows % (data * fsdp) == 0
@@ -122,8 +122,8 @@ def _axes(sizes: MeshConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Sizes and names of the axes of a mesh."""
     shape: tuple[int, ...] = (sizes.data, sizes.fsdp or 1)
     axes: tuple[str, ...] = AXES
-    if sizes.sequence > 1:  # innermost: these devices exchange most often
-        shape, axes = (*shape, sizes.sequence), (*axes, SEQUENCE)
+    if sizes.context > 1:  # innermost: these devices exchange most often
+        shape, axes = (*shape, sizes.context), (*axes, CONTEXT)
     if sizes.tensor > 1:
         shape, axes = (*shape, sizes.tensor), (*axes, TENSOR)
     return shape, axes
@@ -136,7 +136,7 @@ def abstract_mesh(sizes: MeshConfig) -> AbstractMesh:
 
 
 def make_mesh(devices: int | None = None, config: MeshConfig | None = None) -> Mesh | None:
-    """A mesh with the axes "data", "fsdp" and, above size 1, "sequence" and "tensor" over the devices of all processes.
+    """A mesh with the axes "data", "fsdp" and, above size 1, "context" and "tensor" over the devices of all processes.
 
     None for a single device.
 
@@ -163,15 +163,15 @@ def make_mesh(devices: int | None = None, config: MeshConfig | None = None) -> M
 
 def batch_spec(mesh: Mesh | AbstractMesh, rank: int = 3) -> PartitionSpec:
     """Where an array of a batch in parts lies, `[A, B / A, T]`: rows over their axes, tokens over theirs."""
-    return PartitionSpec(None, AXES, *([SEQUENCE] if SEQUENCE in mesh.shape and rank > 2 else []))
+    return PartitionSpec(None, AXES, *([CONTEXT] if CONTEXT in mesh.shape and rank > 2 else []))
 
 
-def stretches(mesh: Mesh | AbstractMesh | None) -> int:
+def cp_size(mesh: Mesh | AbstractMesh | None) -> int:
     """How many devices share the tokens of a row."""
-    return 1 if mesh is None else mesh.shape.get(SEQUENCE, 1)
+    return 1 if mesh is None else mesh.shape.get(CONTEXT, 1)
 
 
-def layer_shares(mesh: Mesh | AbstractMesh | None) -> int:
+def tp_size(mesh: Mesh | AbstractMesh | None) -> int:
     """How many devices share each layer."""
     return 1 if mesh is None else mesh.shape.get(TENSOR, 1)
 
@@ -214,7 +214,7 @@ def parameter_spec(shape: tuple[int, ...], mesh: Mesh | AbstractMesh, tensor_axi
     return PartitionSpec(*(over.get(axis) for axis in range(max(over, default=-1) + 1)))
 
 
-def in_layer_shares(parameters: Any, own: Any, mesh: Mesh | AbstractMesh) -> Any:
+def with_tp_axes(parameters: Any, own: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Parameters that say along which axis they are shared out over "tensor".
 
     Args:
@@ -229,8 +229,8 @@ def in_layer_shares(parameters: Any, own: Any, mesh: Mesh | AbstractMesh) -> Any
     for path, variable in nnx.to_flat_state(parameters):
         name = ".".join(map(str, path))
         if path not in shares:
-            raise ValueError(f"mesh.tensor={layer_shares(mesh)}: {name} is not in the model that its config gives")
-        axis = shared_axis(variable.shape, shares[path].shape, layer_shares(mesh))
+            raise ValueError(f"mesh.tensor={tp_size(mesh)}: {name} is not in the model that its config gives")
+        axis = shared_axis(variable.shape, shares[path].shape, tp_size(mesh))
         variable = variable.copy()
         variable.set_metadata(**{_SHARED_AXIS: axis})
         found.append((path, variable))
@@ -247,9 +247,9 @@ def parameter_specs(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     def spec(x: Any) -> Any:
         if isinstance(x, nnx.Variable):
             metadata = x.get_metadata()
-            if layer_shares(mesh) > 1 and _SHARED_AXIS not in metadata:
+            if tp_size(mesh) > 1 and _SHARED_AXIS not in metadata:
                 raise ValueError(
-                    f"mesh.tensor={layer_shares(mesh)}: parameters do not say how they are shared out, expected those "
+                    f"mesh.tensor={tp_size(mesh)}: parameters do not say how they are shared out, expected those "
                     "of init_train_state(model, optimizer, mesh)"
                 )
             axis = metadata.get(_SHARED_AXIS)
@@ -259,15 +259,15 @@ def parameter_specs(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     return jax.tree.map(spec, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def whole(mesh: Mesh | AbstractMesh | None) -> Sharding:
+def replicated(mesh: Mesh | AbstractMesh | None) -> Sharding:
     """The sharding of an array that is whole on the one device, or on each device of the mesh."""
     return SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-def in_shares(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
+def param_shardings(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
     """The sharding of each parameter, or of each array of an optimizer's state, in a pytree of them."""
     if mesh is None:
-        return jax.tree.map(lambda _: whole(None), tree)
+        return jax.tree.map(lambda _: replicated(None), tree)
     specs = parameter_specs(tree, mesh)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 

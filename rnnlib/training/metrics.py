@@ -149,10 +149,10 @@ class RunLog:
         if tensorboard:
             # Imported here: only who writes events needs their packages, and one missing is an error before any step.
             with from_extra("train", "tensorboard=True"):
-                from rnnlib.training.events import EventLog
+                from rnnlib.training.tensorboard import TensorBoardLog
         self._train = CsvLog(folder / TRAIN_FILE, TRAIN_FIELDS, last_step=last_step)
         self._validation = CsvLog(folder / VALIDATION_FILE, VALIDATION_FIELDS, last_step=last_step)
-        self._events = EventLog(folder / "tensorboard", last_step=last_step, tell=tell) if tensorboard else None
+        self._events = TensorBoardLog(folder / "tensorboard", last_step=last_step, tell=tell) if tensorboard else None
 
     def train(self, row: Row) -> None:
         """Records one training step; keys are `TRAIN_FIELDS`."""

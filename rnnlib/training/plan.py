@@ -15,17 +15,17 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, Partition
 
 from rnnlib.layers.tensor import TENSOR
 from rnnlib.models import DecoderLM, ModelConfig, abstract_model
-from rnnlib.ops import sequence_axis
+from rnnlib.ops import context_axis
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.loss import head_loss_sums
 from rnnlib.training.mesh import (
-    SEQUENCE,
+    CONTEXT,
     MeshConfig,
     abstract_mesh,
-    layer_shares,
+    cp_size,
     mesh_sizes,
     parameter_specs,
-    stretches,
+    tp_size,
 )
 from rnnlib.training.optimizer import alike, learning_rate_schedule, make_optimizer
 from rnnlib.training.step import (
@@ -35,8 +35,8 @@ from rnnlib.training.step import (
     check_length,
     init_train_state,
     make_train_step,
-    own_model,
     split_model,
+    tp_shard,
 )
 
 # `head_loss_sums` has the logits of so many at a time, in float32, and their gradient.
@@ -170,15 +170,15 @@ def plan_step(
     graph, state = abstract_train_state(model, optimizer, mesh)
     shares = _share_bytes(state.parameters, mesh)
     rows = batch_size // (mesh.shape["data"] * mesh.shape["fsdp"])
-    stretch = config.data.sequence_length // stretches(mesh)
+    shard = config.data.sequence_length // cp_size(mesh)
     try:
         with _described(card):
-            stored, working = _activation_bytes(model, rows // parts, stretch, mesh)
+            stored, working = _activation_bytes(model, rows // parts, shard, mesh)
     except RuntimeError as error:
         if card is None or "cuDNN" not in str(error):
             raise
         card = None  # attention is traced for a GPU only where cuDNN is installed
-        stored, working = _activation_bytes(model, rows // parts, stretch, mesh)
+        stored, working = _activation_bytes(model, rows // parts, shard, mesh)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
     step = make_train_step(graph, optimizer, schedule, np.ones(model.vocabulary_size, np.int32), mesh)
     program = jax.make_jaxpr(step)(state, abstract_batch(batch_size, config.data.sequence_length, mesh, parts))
@@ -323,7 +323,7 @@ def _what(kind: str, over: tuple[str, ...], mesh: AbstractMesh) -> str:
         return "matrices" if kind == "all-gather" else "gradients of matrices"
     if over == (TENSOR,):
         return "activations, loss"
-    if over == (SEQUENCE,) and kind != "all-reduce":
+    if over == (CONTEXT,) and kind != "all-reduce":
         return "states, tokens, keys"
     return "gradients, loss" if math.prod(mesh.shape[axis] for axis in over) == mesh.size else "gradients of shares"
 
@@ -337,8 +337,8 @@ def _activation_bytes(model: ModelConfig, rows: int, length: int, mesh: Abstract
         length: Tokens of a row on a device.
         mesh: Layers and rows may be shared out over it.
     """
-    shares = layer_shares(mesh)
-    own: Any = abstract_model(model) if shares == 1 else own_model(abstract_model(model), shares)
+    shards = tp_size(mesh)
+    own: Any = abstract_model(model) if shards == 1 else tp_shard(abstract_model(model), shards)
     graphdef, parameters, other = split_model(own)
     batch = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in abstract_batch(rows, length, None).items()}
     counts = jax.ShapeDtypeStruct((model.vocabulary_size,), jnp.int32)
@@ -347,10 +347,10 @@ def _activation_bytes(model: ModelConfig, rows: int, length: int, mesh: Abstract
         model = nnx.merge(graphdef, parameters, other, copy=True)
         hidden = model.hidden(batch["inputs"], segment_ids=batch["segment_ids"], positions=batch["positions"])
         asked = (batch["targets"], batch["loss_weights"], counts)
-        return head_loss_sums(hidden, model.output_embedding, *asked, shares=shares).nats
+        return head_loss_sums(hidden, model.output_embedding, *asked, tp_size=shards).nats
 
     stored = _residual_bytes(mesh, nats, parameters, other, batch, counts)
-    tokens, vocabulary = rows * length, model.vocabulary_size // shares
+    tokens, vocabulary = rows * length, model.vocabulary_size // shards
     logits = 2 * 4 * vocabulary * min(tokens, max(1, _LOGITS_AT_A_TIME // vocabulary))
     return stored, max(logits, _block_bytes(model, own.blocks, rows, length, mesh) if model.remat else 0)
 
@@ -380,8 +380,8 @@ def _residual_bytes(mesh: AbstractMesh, function: Any, differentiated: Any, *res
             return jax.vjp(lambda *args: function(*args, *rest), *differentiated)[1]
         return jax.vjp(lambda x: function(x, *rest), differentiated)[1]
 
-    axes = [(axis, size) for axis, size in mesh.shape.items() if axis in (SEQUENCE, TENSOR)]
-    with sequence_axis(SEQUENCE if stretches(mesh) > 1 else None):
+    axes = [(axis, size) for axis, size in mesh.shape.items() if axis in (CONTEXT, TENSOR)]
+    with context_axis(CONTEXT if cp_size(mesh) > 1 else None):
         jaxpr = jax.make_jaxpr(pullback, axis_env=axes)(differentiated, *rest).jaxpr
     arguments = set(map(id, jaxpr.invars))
     stored: dict[int, Any] = {id(x): x.aval for x in jaxpr.outvars if not hasattr(x, "val") and id(x) not in arguments}

@@ -17,19 +17,19 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from rnnlib.layers import RouterLoss, with_router_losses
 from rnnlib.layers.tensor import TENSOR
 from rnnlib.models import DecoderLM
-from rnnlib.ops import sequence_axis
+from rnnlib.ops import context_axis
 from rnnlib.training.loss import LossSums, head_loss_sums, loss_sums
 from rnnlib.training.mesh import (
-    SEQUENCE,
+    CONTEXT,
     batch_spec,
+    cp_size,
     gather_where_read,
-    in_layer_shares,
-    in_shares,
-    layer_shares,
+    param_shardings,
     parameter_specs,
+    replicated,
     row_shards,
-    stretches,
-    whole,
+    tp_size,
+    with_tp_axes,
 )
 from rnnlib.training.optimizer import Schedule, gradient_norm, where_finite
 
@@ -123,9 +123,9 @@ def _compiler_options(deterministic: bool, mesh: Mesh | AbstractMesh | None) -> 
 
 def state_shardings(state: TrainState, mesh: Mesh | AbstractMesh | None) -> TrainState:
     """Where each array of a training state lies, as a `TrainState` of shardings."""
-    rest = jax.tree.map(lambda _: whole(mesh), state)
-    shares = in_shares((state.parameters, state.optimizer), mesh)
-    return dataclasses.replace(rest, parameters=shares[0], optimizer=shares[1])
+    rest = jax.tree.map(lambda _: replicated(mesh), state)
+    parameters, optimizer = param_shardings((state.parameters, state.optimizer), mesh)
+    return dataclasses.replace(rest, parameters=parameters, optimizer=optimizer)
 
 
 def put_state(state: Any, mesh: Mesh | None) -> Any:
@@ -133,7 +133,7 @@ def put_state(state: Any, mesh: Mesh | None) -> Any:
 
     Each device gets a copy, but of a `TrainState` with a mesh axis "fsdp" its share of parameters and optimizer state.
     """
-    return jax.device_put(state, state_shardings(state, mesh) if isinstance(state, TrainState) else whole(mesh))
+    return jax.device_put(state, state_shardings(state, mesh) if isinstance(state, TrainState) else replicated(mesh))
 
 
 def put_batch(
@@ -213,7 +213,7 @@ def abstract_state(state: TrainState, mesh: Mesh | None) -> TrainState:
 def check_batch_size(batch_size: int, accumulation_steps: int, mesh: Mesh | AbstractMesh | None) -> None:
     """Raises ValueError unless the batch splits evenly over parts and devices."""
     devices = 1 if mesh is None else mesh.size
-    if batch_size % (accumulation_steps * devices // (stretches(mesh) * layer_shares(mesh))):
+    if batch_size % (accumulation_steps * devices // (cp_size(mesh) * tp_size(mesh))):
         sizes = "" if mesh is None else f" ({', '.join(f'mesh.{axis}={size}' for axis, size in mesh.shape.items())})"
         raise ValueError(
             f"data.batch_size={batch_size} does not split evenly into accumulation_steps={accumulation_steps} parts "
@@ -223,9 +223,9 @@ def check_batch_size(batch_size: int, accumulation_steps: int, mesh: Mesh | Abst
 
 def check_length(length: int, mesh: Mesh | AbstractMesh | None) -> None:
     """Raises ValueError unless a row's tokens split evenly over the devices that share them."""
-    if length % stretches(mesh):
+    if length % cp_size(mesh):
         raise ValueError(
-            f"data.sequence_length={length} does not split evenly over the devices of mesh.sequence={stretches(mesh)}"
+            f"data.sequence_length={length} does not split evenly over the devices of mesh.context={cp_size(mesh)}"
         )
 
 
@@ -235,7 +235,7 @@ def split_model(model: nnx.Module) -> tuple[Any, Any, Any]:
     return parts
 
 
-def own_model(model: nnx.Module, count: int) -> nnx.Module:
+def tp_shard(model: nnx.Module, count: int) -> nnx.Module:
     """What each of `count` devices has of a model, with shapes in place of arrays.
 
     Raises:
@@ -246,26 +246,26 @@ def own_model(model: nnx.Module, count: int) -> nnx.Module:
     return model.share(count)
 
 
-def shared_out(model: nnx.Module, mesh: Mesh | AbstractMesh | None) -> tuple[Any, Any, Any]:
+def split_for_mesh(model: nnx.Module, mesh: Mesh | AbstractMesh | None) -> tuple[Any, Any, Any]:
     """`split_model`; on a mesh that shares layers out, parameters say along which axis."""
     graphdef, parameters, other = split_model(model)
-    if mesh is None or layer_shares(mesh) == 1:
+    if mesh is None or tp_size(mesh) == 1:
         return graphdef, parameters, other
-    share = own_model(model, layer_shares(mesh))
+    share = tp_shard(model, tp_size(mesh))
     for (path, whole_part), (own_path, part) in itertools.zip_longest(
         nnx.iter_modules(model), nnx.iter_modules(share), fillvalue=((), None)
     ):
         if path != own_path or not isinstance(part, type(whole_part)):
             raise ValueError(
-                f"mesh.tensor={layer_shares(mesh)}: the model's {'.'.join(map(str, path or own_path))} is "
+                f"mesh.tensor={tp_size(mesh)}: the model's {'.'.join(map(str, path or own_path))} is "
                 f"{_full_name(whole_part)}, expected {_full_name(part)} as its config gives"
             )
     _, own, own_other = split_model(share)
     for (path, x), (_, y) in zip(nnx.to_flat_state(other), nnx.to_flat_state(own_other), strict=True):
         if jax.tree.map(jnp.shape, x.get_raw_value()) != jax.tree.map(jnp.shape, y.get_raw_value()):
             name = ".".join(map(str, path))
-            raise ValueError(f"mesh.tensor={layer_shares(mesh)}: {name} is not trained, and only parameters are shared")
-    return graphdef, in_layer_shares(parameters, own, mesh), other
+            raise ValueError(f"mesh.tensor={tp_size(mesh)}: {name} is not trained, and only parameters are shared")
+    return graphdef, with_tp_axes(parameters, own, mesh), other
 
 
 def _full_name(part: Any) -> str:
@@ -285,18 +285,18 @@ def init_train_state(
     Returns:
         The graph definition, and a state that shares the model's arrays (which the first training step donates).
     """
-    graphdef, parameters, other = shared_out(model, mesh)
+    graphdef, parameters, other = split_for_mesh(model, mesh)
     zero = jnp.zeros([], jnp.int32)
     return graphdef, TrainState(parameters, other, optimizer.init(parameters), zero, jnp.zeros([], jnp.int32))
 
 
 def _forward(
-    graphdef, parameters, other, token_bytes, batch: Batch, specs: Any = None, shares: int = 1, evaluating: bool = False
+    graphdef, parameters, other, token_bytes, batch: Batch, specs: Any = None, shards: int = 1, evaluating: bool = False
 ) -> tuple[LossSums, jax.Array, Any]:
     """The language-model loss, what routers of experts add to the mean loss of a token, and the new `other`."""
     model = nnx.merge(graphdef, parameters, other, copy=True)
-    if shares > 1:
-        own: Any = own_model(model, shares)
+    if shards > 1:
+        own: Any = tp_shard(model, shards)
         if evaluating:
             own.eval()
         model = nnx.merge(split_model(own)[0], parameters, other, copy=True)
@@ -309,7 +309,7 @@ def _forward(
     def sums_of(model: Any) -> LossSums:
         if isinstance(model, HasOutputEmbedding):
             hidden = model.hidden(batch["inputs"], **tokens)
-            return head_loss_sums(hidden, model.output_embedding, *asked, shares=shares)
+            return head_loss_sums(hidden, model.output_embedding, *asked, tp_size=shards)
         return loss_sums(model(batch["inputs"], **tokens), *asked)
 
     sums, router_loss = with_router_losses(sums_of, model)
@@ -319,7 +319,7 @@ def _forward(
 def _over_devices(
     function: Callable[..., Any], mesh: Mesh | AbstractMesh | None, *, gradients: bool
 ) -> Callable[..., Any]:
-    """Runs `function(parameters, other, batch, specs)` on each device's rows or stretch of them; sums over devices.
+    """Runs `function(parameters, other, batch, specs)` on each device's rows or shard of them; sums over devices.
 
     Summed are the gradients (with `gradients`, the first output) and the loss. `specs` says how parameters are shared.
     shard_map and not the automatic partitioner: each device runs the single-device program, custom kernels included.
@@ -327,14 +327,14 @@ def _over_devices(
     if mesh is None:
         return functools.partial(function, specs=None)
 
-    split, every = (SEQUENCE if stretches(mesh) > 1 else None), mesh.axis_names
+    split, every = (CONTEXT if cp_size(mesh) > 1 else None), mesh.axis_names
     apart = tuple(axis for axis in every if axis != TENSOR)  # devices that share layers have the same sums
 
     def call(parameters, other, batch):
         specs = parameter_specs(parameters, mesh)
 
         def local(parameters, other, batch):
-            with sequence_axis(split):
+            with context_axis(split):
                 outputs = function(parameters, other, batch, specs)
             if not gradients:
                 return jax.lax.psum(outputs, apart)
@@ -385,13 +385,13 @@ def make_train_step(
     Returns:
         A jitted function of a state (donated) and a batch from `put_batch`, giving the new state and the metrics.
     """
-    byte_counts, shares = jnp.asarray(token_bytes, jnp.int32), layer_shares(mesh)
+    byte_counts, shards = jnp.asarray(token_bytes, jnp.int32), tp_size(mesh)
 
     def sums_and_own_gradients(parameters, other, batch, specs):
         def loss(parameters, other, part):
-            sums, router_loss, other = _forward(graphdef, parameters, other, byte_counts, part, specs, shares)
+            sums, router_loss, other = _forward(graphdef, parameters, other, byte_counts, part, specs, shards)
             # Of devices that share layers each takes a part of the loss: see `rnnlib.layers.tensor`.
-            return (sums.nats + router_loss * sums.tokens) / shares, (sums, other)
+            return (sums.nats + router_loss * sums.tokens) / shards, (sums, other)
 
         def add_part(carry, part):
             gradients, sums, other = carry
@@ -470,7 +470,7 @@ def make_evaluation_step(
 
     def sums(parameters, other, batch, specs):
         part = {name: x[0] for name, x in batch.items()}
-        return _forward(graphdef, parameters, other, byte_counts, part, specs, layer_shares(mesh), evaluating=True)[0]
+        return _forward(graphdef, parameters, other, byte_counts, part, specs, tp_size(mesh), evaluating=True)[0]
 
     over_devices = _over_devices(sums, mesh, gradients=False)
 

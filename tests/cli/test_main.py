@@ -274,10 +274,10 @@ def test_mesh_plans_a_step_without_the_devices(capsys):
 
 
 def test_mesh_plans_shared_layers_and_rows(capsys):
-    flags = ["--mesh.tensor", "2", "--mesh.sequence", "2", "--model.width", "64", "--model.num-layers", "2"]
+    flags = ["--mesh.tensor", "2", "--mesh.context", "2", "--model.width", "64", "--model.num-layers", "2"]
     assert main(["mesh", "--devices", "8", "--model.vocabulary-size", "264", "--data.batch-size", "2", *flags]) == 0
     shown = capsys.readouterr().out
-    assert "mesh.data=2 x mesh.fsdp=1 x mesh.sequence=2 x mesh.tensor=2: on each 1 rows" in shown
+    assert "mesh.data=2 x mesh.fsdp=1 x mesh.context=2 x mesh.tensor=2: on each 1 rows" in shown
     for line in ("activations, loss", "states, tokens, keys", "collective-permute"):
         assert line in shown
 

@@ -389,13 +389,13 @@ def test_they_lower_on_rows_split_over_devices(kind, length):
 
 @pytest.mark.parametrize("decay", mostly_slow(["scalar", "channel"], ["scalar"]))
 def test_they_lower_on_tokens_split_over_devices(decay):
-    """The map of a stretch has twice the value channels that these kernels take, and is found by two calls."""
+    """The map of a shard has twice the value channels that these kernels take, and is found by two calls."""
     mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,), abstract_device=H200.abstract_device)
     x = arguments(decay, False, jnp.bfloat16, length=512)
     by_token = {name: P(None, "x") for name in x} | {"initial_state": P()}
 
     def split_loss(x):
-        with ops.sequence_axis("x"):
+        with ops.context_axis("x"):
             return jax.lax.psum(loss(x), "x")
 
     gradient = jax.shard_map(

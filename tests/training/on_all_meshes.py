@@ -1,6 +1,6 @@
 """`python -m tests.training.on_all_meshes`: one mixer of each kind on every mesh of eight devices, beside one device.
 
-A mesh is (data, fsdp, sequence, tensor) with product 8: there are twenty. Rows are packed, and documents cross devices.
+A mesh is (data, fsdp, context, tensor) with product 8: there are twenty. Rows are packed, and documents cross devices.
 Compared are the loss, the gradient's norm and each parameter's gradient of a training step. In float32 they differ by
 less than 1e-5. Where they do not, they are compared in float64 as well, which tells rounding from an error, and the
 table says so. Operators run token by token, which compiles fastest; devices exchange the same. Writes all_meshes.json
@@ -31,11 +31,11 @@ from experiments.sweep.results import command_line, environment
 from rnnlib.models import ModelConfig
 from rnnlib.training import MeshConfig, make_mesh
 
-from .on_layer_shares import SCAN, VOCABULARY, WIDE, batch, differences, step_of
+from .on_tensor_shards import SCAN, VOCABULARY, WIDE, batch, differences, step_of
 
 FOLDER = pathlib.Path(__file__).parent
 BOUND = 1e-5
-AXES = ("data", "fsdp", "sequence", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 
 
 def meshes_of(count):
@@ -159,7 +159,7 @@ def in_a_process(name, gpus):
 
 def gpu_table(models):
     """The largest difference of each model on each mesh of GPUs, in float32 and in bfloat16."""
-    lines = [f"{'':22}{'float32 | bfloat16 on meshes of (data fsdp sequence tensor)':76}bfloat16 from float32"]
+    lines = [f"{'':22}{'float32 | bfloat16 on meshes of (data fsdp context tensor)':76}bfloat16 from float32"]
     lines += [f"{'':22}" + "".join(f"{sizes:>19}" for sizes in next(iter(models.values()))["meshes"])]
     for name, one in models.items():
         cells = (f"{m['float32']['error']:9.1e} |{m['bfloat16']['error']:8.1e}" for m in one["meshes"].values())
@@ -169,7 +169,7 @@ def gpu_table(models):
 
 def table(models):
     """The largest difference of each model on each mesh."""
-    lines = [f"{'data fsdp sequence tensor':26}" + "".join(f"{name:>20}" for name in models)]
+    lines = [f"{'data fsdp context tensor':26}" + "".join(f"{name:>20}" for name in models)]
     for sizes in (" ".join(map(str, sizes)) for sizes in MESHES):
         meshes = [one["meshes"][sizes] for one in models.values()]
         cells = (f"{error_of(mesh):.1e}{' float64' if 'float64' in mesh else ''}" for mesh in meshes)

@@ -261,15 +261,15 @@ def planned_memory():
 def drawn_models(draw):
     """A model, parts of its batch, and a mesh."""
     shapes = [(4, 1, 1), (2, 2, 2), (8, 1, 1), (1, 4, 2), (1, 1, 1), (1, 8, 1), (2, 1, 2), (1, 1, 2)]
-    fsdp, sequence, tensor = draw(st.sampled_from(shapes))
+    fsdp, context, tensor = draw(st.sampled_from(shapes))
     options = {
         "mixers": draw(st.sampled_from(mixer_names())),
         "num_layers": 1,
         "remat": draw(st.booleans()),
         "tie_embeddings": draw(st.booleans()),
     }
-    data = draw(st.sampled_from([n for n in (1, 2, 4, 8) if 2 <= n * fsdp * sequence * tensor <= 8]))
-    return options, draw(st.sampled_from([1, 2])), data, fsdp, sequence, tensor
+    data = draw(st.sampled_from([n for n in (1, 2, 4, 8) if 2 <= n * fsdp * context * tensor <= 8]))
+    return options, draw(st.sampled_from([1, 2])), data, fsdp, context, tensor
 
 
 def drawn(examples):

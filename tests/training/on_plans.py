@@ -36,19 +36,19 @@ MESHES = {
     "tensor 2": {"tensor": 2},
     "tensor 4": {"tensor": 4},
     "fsdp 2 x tensor 2": {"fsdp": 2, "tensor": 2},
-    "sequence 2": {"sequence": 2},
-    "sequence 4": {"sequence": 4},
-    "sequence 2 x tensor 2": {"sequence": 2, "tensor": 2},
+    "context 2": {"context": 2},
+    "context 4": {"context": 4},
+    "context 2 x tensor 2": {"context": 2, "tensor": 2},
 }
 # In CI: each mixer once, and each kind of mesh; those in ALWAYS by default.
 DRAWN = {
     "tensor 2": ("gated_kalmanet",),
     "tensor 4": ("attention",),
     "fsdp 2 x tensor 2": ("gated_deltanet",),
-    "sequence 4": ("gated_deltanet",),
-    "sequence 2 x tensor 2": ("pgdn",),
+    "context 4": ("gated_deltanet",),
+    "context 2 x tensor 2": ("pgdn",),
 }
-ALWAYS = ("tensor 4", "fsdp 2 x tensor 2", "sequence 4")
+ALWAYS = ("tensor 4", "fsdp 2 x tensor 2", "context 4")
 
 
 def compared(mesh, mixer):
@@ -58,7 +58,7 @@ def compared(mesh, mixer):
         model = model.replace(mixer_overrides={"*": {"implementation": "scan"}})
     sizes = MeshConfig(**({"data": 1, "fsdp": 1} | MESHES[mesh]))
     config = TrainConfig(model=model, data=DataConfig(sequence_length=16, batch_size=4), mesh=sizes)
-    devices = sizes.data * sizes.fsdp * sizes.sequence * sizes.tensor
+    devices = sizes.data * sizes.fsdp * sizes.context * sizes.tensor
     plan = plan_step(config, devices)
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = learning_rate_schedule(config.optimizer, config.steps)

@@ -30,7 +30,7 @@ from rnnlib.training import (
     ProgressReporter,
     TrainConfig,
     Trainer,
-    agree,
+    broadcast_from_primary,
     ending_together,
     join_processes,
 )
@@ -93,7 +93,7 @@ def to_the_first_half(folder, copy):
         shutil.copytree(folder, copy)
         shutil.rmtree(Path(copy) / "checkpoints" / "6")
 
-    agree(cut)
+    broadcast_from_primary(cut)
 
 
 def die_after(saved, seconds=60):

@@ -145,8 +145,9 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 def test_runs_go_on_on_any_mesh(process_environment, corpus):
     """On the same mesh bit for bit, on another to rounding.
 
-    Always run: `on_meshes.restores_elsewhere`, `test_layer_shares.test_a_run_goes_on_with_layers_shared_out_and_back`
-    and `test_processes.test_a_resumed_half_repeats_bit_for_bit`.
+    Always run: `on_meshes.restores_elsewhere`,
+    `test_tensor_parallel.test_a_run_goes_on_with_layers_shared_out_and_back` and
+    `test_processes.test_a_resumed_half_repeats_bit_for_bit`.
     """
     found = on_eight_devices(process_environment, "runs", str(corpus))
     assert found["same"] == found["whole"]

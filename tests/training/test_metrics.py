@@ -10,7 +10,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from rnnlib.extras import MissingExtraError
-from rnnlib.training import Evaluation, ProgressReporter, StepReport, loss_picture, read_csv
+from rnnlib.training import Evaluation, ProgressReporter, StepReport, plot_losses, read_csv
 from rnnlib.training.metrics import TRAIN_FIELDS, VALIDATION_FIELDS, RunLog
 
 
@@ -24,7 +24,7 @@ def validation_row(step):
 
 def test_events_without_their_package_are_one_line_and_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    monkeypatch.delitem(sys.modules, "rnnlib.training.events", raising=False)
+    monkeypatch.delitem(sys.modules, "rnnlib.training.tensorboard", raising=False)
     with pytest.raises(
         MissingExtraError, match=r"tensorboard=True needs tensorboardX, .* pip install 'rnnlib\[train\]'"
     ):
@@ -164,13 +164,13 @@ def test_an_event_file_that_cannot_be_opened_or_closed_is_told_once(tmp_path, mo
 
 def test_picture(tmp_path):
     with pytest.raises(ValueError, match="records no step"):
-        loss_picture(tmp_path)
+        plot_losses(tmp_path)
     log = RunLog(tmp_path, tensorboard=False)
     for step in range(1, 120):
         log.train(train_row(step, bits_per_byte=8 / step if step != 60 else math.nan))
     log.validation(validation_row(100))
     log.close()
-    path = loss_picture(tmp_path, title="a run")
+    path = plot_losses(tmp_path, title="a run")
     assert path == tmp_path / "loss.png" and path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,6 +1,6 @@
 """What only several GPUs can show: meshes of GPUs train as one GPU, and so do processes with one GPU each.
 
-`test_mesh.py`, `test_sequences.py` and `test_layer_shares.py` have the same on virtual CPUs.
+`test_mesh.py`, `test_context_parallel.py` and `test_tensor_parallel.py` have the same on virtual CPUs.
 """
 
 import concurrent.futures

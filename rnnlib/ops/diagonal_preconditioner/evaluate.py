@@ -6,6 +6,7 @@ from typing import Any
 from jax import Array
 
 from rnnlib.ops.arguments import check_segment_ids, check_shape, choose_implementation, floating_arrays
+from rnnlib.ops.context_parallel import context_axis, current_axis, enter_gram, of_last
 from rnnlib.ops.diagonal_preconditioner.chunked import diagonal_gram_chunked
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
 from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram
@@ -13,7 +14,6 @@ from rnnlib.ops.diagonal_preconditioner.readouts import Gram
 from rnnlib.ops.diagonal_preconditioner.scan import diagonal_gram_scan
 from rnnlib.ops.diagonal_preconditioner.triton import diagonal_gram_triton
 from rnnlib.ops.kernels import triton_unsupported
-from rnnlib.ops.sequence import current_axis, enter_gram, of_last, sequence_axis
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "scan": diagonal_gram_scan,
@@ -61,9 +61,9 @@ def evaluate(
         check_shape(operator, "initial_state", initial_state, (batch, heads, channels), axes="[B, H, K]")
     check_segment_ids(operator, segment_ids, batch, length)
     axis = current_axis()
-    if axis is not None:  # first a pass for A alone, to find the A that enters this device's stretch
+    if axis is not None:  # first a pass for A alone, to find the A that enters this device's shard
         rest: dict[str, Any] = {"segment_ids": segment_ids, "implementation": implementation}
-        with sequence_axis(None):
+        with context_axis(None):
             own = evaluate(operator, Gram(), inputs, initial_state=None, **rest)[1]
         initial_state = enter_gram(own, log_decay, initial_state, segment_ids, axis)
     run = choose_implementation(

@@ -19,13 +19,13 @@ from rnnlib.ops.arguments import (
     choose_implementation,
     floating_arrays,
 )
+from rnnlib.ops.context_parallel import context_axis, current_axis, enter_gram, of_last
 from rnnlib.ops.linear_attention import linear_attention
 from rnnlib.ops.ridge_solve.chunked import ridge_solve_chunked
 from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
 from rnnlib.ops.ridge_solve.scan import ridge_solve_scan
 from rnnlib.ops.ridge_solve.solvers import METHODS, Solver
 from rnnlib.ops.ridge_solve.triton import ridge_solve_triton, ridge_triton_unsupported
-from rnnlib.ops.sequence import current_axis, enter_gram, of_last, sequence_axis
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "ridge_solve"
@@ -139,7 +139,7 @@ def ridge_solve(
     axis = current_axis()
     if axis is None:
         return run(inputs, initial_gram, segment_ids)
-    with sequence_axis(None):  # The Gram matrix is linear attention's state, with keys for values.
+    with context_axis(None):  # The Gram matrix is linear attention's state, with keys for values.
         own = linear_attention(
             k,
             k,

@@ -17,7 +17,7 @@ from rnnlib.ops.arguments import (
 )
 from rnnlib.ops.sharding import split_over_mesh
 from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs, Finish
-from rnnlib.ops.short_convolution.taps import on_stretch, short_convolution_taps
+from rnnlib.ops.short_convolution.taps import on_context_shard, short_convolution_taps
 from rnnlib.ops.short_convolution.triton import short_convolution_triton, triton_convolution_unsupported
 
 _NAME = "short_convolution"
@@ -97,5 +97,5 @@ def short_convolution(
         kernel_for_one_token=False,
         triton=lambda: triton_convolution_unsupported(inputs, finish),
     )
-    inputs, tail = on_stretch(_NAME, inputs)
+    inputs, tail = on_context_shard(_NAME, inputs)
     return run(inputs, finish), tail

@@ -13,7 +13,7 @@ from pallas_kernels.platform import platform
 from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported
 from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
-from rnnlib.ops.short_convolution.taps import on_stretch, short_convolution_taps
+from rnnlib.ops.short_convolution.taps import on_context_shard, short_convolution_taps
 
 
 class JoinedStream(NamedTuple):
@@ -74,7 +74,7 @@ def joined_convolutions(
     ends = list(itertools.accumulate(stream.kernel.shape[1] for stream in streams))
     columns = [x[..., end - stream.kernel.shape[1] : end] for end, stream in zip(ends, streams)]
     calls = [ConvolutionInputs(y, s.kernel, s.bias, s.initial_state, segment_ids) for y, s in zip(columns, streams)]
-    entered = [on_stretch("joined_convolutions", inputs) for inputs in calls]
+    entered = [on_context_shard("joined_convolutions", inputs) for inputs in calls]
 
     Filters = list[tuple[Array, Array | None, Array | None]]
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.platform import platform
+from rnnlib.ops.context_parallel import current_axis
 from rnnlib.ops.derivatives import with_derivatives_of
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported
-from rnnlib.ops.sequence import current_axis
 from rnnlib.ops.sharding import is_split
 from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
 from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops.arguments import accumulation_dtype, segment_index
-from rnnlib.ops.sequence import current_axis, of_last, tokens_before
+from rnnlib.ops.context_parallel import current_axis, of_last, tokens_before
 from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
 
 
@@ -58,8 +58,8 @@ def last_inputs(inputs: ConvolutionInputs) -> Array:
     return tail
 
 
-def on_stretch(name: str, inputs: ConvolutionInputs) -> tuple[ConvolutionInputs, Array]:
-    """The inputs with the tokens before them, and `last_inputs` of the row, where devices have a stretch of it each.
+def on_context_shard(name: str, inputs: ConvolutionInputs) -> tuple[ConvolutionInputs, Array]:
+    """The inputs with the tokens before them, and `last_inputs` of the row, where devices have a shard of it each.
 
     Args:
         name: the operator's, for errors.

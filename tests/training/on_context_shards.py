@@ -1,4 +1,4 @@
-"""Run by `test_sequences.py` in a process of its own with eight devices: prints what split rows gave, as JSON.
+"""Run by `test_context_parallel.py` in a process of its own with eight devices: prints what split rows gave, as JSON.
 
 Its arguments are the model's mixers.
 """
@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rnnlib.layers import mixer_preset, register_preset
 from rnnlib.models import DecoderLM, ModelConfig
-from rnnlib.ops import sequence_axis
+from rnnlib.ops import context_axis
 from rnnlib.training import MeshConfig, init_train_state, make_mesh, make_train_step, put_batch, put_state
 from tests.training.packed import packed_batch
 
@@ -30,7 +30,7 @@ WIDE = {"dtype": "float64", "param_dtype": "float64"}  # so that rounding hides 
 # A recurrence of each kind: delta rule and preconditioner, ridge, trapezoidal; and both kinds of attention.
 RECURRENT = ("pkda", "gated_kalmanet", "mamba3")
 MIXERS = (*RECURRENT, "sliding_window_attention", "latent_attention")
-# The operators of the others are in `tests.ops.on_stretches`.
+# The operators of the others are in `tests.ops.on_context_shards`.
 ALWAYS = ("pkda", "sliding_window_attention")
 
 
@@ -65,7 +65,7 @@ def step_of(mesh, names):
 
 
 def logits_without_positions():
-    """The furthest from whole rows that a model's logits are on stretches in a map of the user's own."""
+    """The furthest from whole rows that a model's logits are on shards in a map of the user's own."""
     model = DecoderLM(ModelConfig(VOCABULARY, 16, 1, 2, ("attention",), mlp_width=16, **WIDE), rngs=nnx.Rngs(0))
     mesh, tokens = jax.make_mesh((8,), ("tokens",)), batch()["inputs"]
     by = PartitionSpec(None, "tokens")
@@ -73,7 +73,7 @@ def logits_without_positions():
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=by, out_specs=by)
     def split(tokens):
-        with sequence_axis("tokens"):
+        with context_axis("tokens"):
             return model(tokens)
 
     found, whole = split(jax.device_put(tokens, NamedSharding(mesh, by))), jax.jit(lambda tokens: model(tokens))(tokens)
@@ -82,7 +82,7 @@ def logits_without_positions():
 
 def main(names):
     loss, gradient = step_of(None, names)
-    found, own = step_of(make_mesh(8, MeshConfig(data=1, fsdp=2, sequence=4)), names)
+    found, own = step_of(make_mesh(8, MeshConfig(data=1, fsdp=2, context=4)), names)
     smallest = 1e-3 * np.sqrt(sum(np.sum(np.square(x)) for x in gradient))
     furthest = max(np.linalg.norm(x - y) / max(np.linalg.norm(y), smallest) for x, y in zip(own, gradient, strict=True))
     json.dump(

@@ -1,4 +1,4 @@
-"""Run by `test_sequence.py` in a process of its own with eight devices: prints relative errors, JSON.
+"""Run by `test_context_parallel.py` in a process of its own with eight devices: prints relative errors, JSON.
 
 Its arguments are names of operators.
 Each case is rows whose tokens are split over all devices, against the same operator on whole rows in float64.
@@ -64,7 +64,7 @@ def shared(random):
 
 
 def documents(random):
-    """Ids of packed rows: documents that begin at a boundary, beside it, within a stretch, and that fill several."""
+    """Ids of packed rows: documents that begin at a boundary, beside it, within a shard, and that fill several."""
     starts = random.uniform(size=(B, T)) < random.choice([0.02, 0.1, 0.4])
     starts[0, [STRETCH, 2 * STRETCH + 1, 3 * STRETCH - 1]] |= random.uniform(size=3) < 0.7
     # Two documents of one row may have the same id.
@@ -102,7 +102,7 @@ def ridge_solve(a, ids):
 
 
 def attention(value_heads, **options):
-    """A stretch has 5 tokens: a window of up to 6 reads the device before, a longer one all of them."""
+    """A shard has 5 tokens: a window of up to 6 reads the device before, a longer one all of them."""
 
     def call(a, ids):
         return (ops.causal_attention(a["wide_q"], a["k"], a["v"][:, :, :value_heads], segment_ids=ids, **options),)
@@ -159,20 +159,20 @@ def on_whole_rows(operator):
 
 
 def split(mesh, operator, check_vma):
-    """`results_of` on stretches: each device's loss is that of its own outputs, and of an eighth of the final state."""
-    over = P(None, "sequence")
+    """`results_of` on shards: each device's loss is that of its own outputs, and of an eighth of the final state."""
+    over = P(None, "context")
 
     def loss_and_results(arguments, common, ids):
         def loss(arguments, common):
-            with ops.sequence_axis("sequence"):
+            with ops.context_axis("context"):
                 out, *final = operator({**arguments, **common}, ids)
             own = jnp.sum(jnp.sin(1.3 * out + 0.3))
-            last = sum(jnp.sum(jnp.sin(1.3 * y + 0.3)) for y in final) / lax.axis_size("sequence")
-            return lax.psum(own + last, "sequence") if check_vma else own + last, [out, final]
+            last = sum(jnp.sum(jnp.sin(1.3 * y + 0.3)) for y in final) / lax.axis_size("context")
+            return lax.psum(own + last, "context") if check_vma else own + last, [out, final]
 
         (gradients, common_gradients), results = jax.grad(loss, argnums=(0, 1), has_aux=True)(arguments, common)
         if not check_vma:  # with it, JAX sums the gradient of what devices share
-            common_gradients = lax.psum(common_gradients, "sequence")
+            common_gradients = lax.psum(common_gradients, "context")
         return (gradients, common_gradients), results
 
     return jax.jit(
@@ -186,12 +186,12 @@ def split(mesh, operator, check_vma):
     )
 
 
-def exchanged(mesh, operator, stretch):
-    """Of the compiled gradient: the results of its collectives, as text, where a device has `stretch` tokens."""
+def exchanged(mesh, operator, shard):
+    """Of the compiled gradient: the results of its collectives, as text, where a device has `shard` tokens."""
     random = np.random.default_rng(0)
-    arguments = {name: x[:, :1].repeat(stretch * DEVICES, axis=1) for name, x in tokens(random).items()}
-    ids = np.zeros((B, stretch * DEVICES), np.int32)
-    over, whole = (NamedSharding(mesh, spec) for spec in (P(None, "sequence"), P()))
+    arguments = {name: x[:, :1].repeat(shard * DEVICES, axis=1) for name, x in tokens(random).items()}
+    ids = np.zeros((B, shard * DEVICES), np.int32)
+    over, whole = (NamedSharding(mesh, spec) for spec in (P(None, "context"), P()))
     given = jax.device_put((arguments, shared(random), ids), (over, whole, over))
     text = split(mesh, operator, False).lower(*given).compile().as_text()
     kinds = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter"
@@ -200,24 +200,24 @@ def exchanged(mesh, operator, stretch):
 
 def main(names):
     jax.config.update("jax_enable_x64", True)
-    mesh = jax.make_mesh((DEVICES,), ("sequence",))
+    mesh = jax.make_mesh((DEVICES,), ("context",))
     errors = {}
     for number, (name, operator) in enumerate(OPERATORS.items()):
         if name not in names:
             continue
         dtype = jnp.float32 if name == "float32" else jnp.float64
         whole = on_whole_rows(operator)
-        stretches = split(mesh, operator, check_vma=number % 2 == 0)
+        shards = split(mesh, operator, check_vma=number % 2 == 0)
         errors[name] = 0.0
         for seed in range(4):
             random = np.random.default_rng(seed)
             given = [{n: np.asarray(x, dtype) for n, x in f(random).items()} for f in (tokens, shared)]
             ids = documents(random)
-            own, ids_of_own = jax.device_put((given[0], ids), NamedSharding(mesh, P(None, "sequence")))
+            own, ids_of_own = jax.device_put((given[0], ids), NamedSharding(mesh, P(None, "context")))
             everywhere = jax.device_put(given[1], NamedSharding(mesh, P()))
             expected = whole(*jax.tree.map(lambda x: x.astype(np.float64), given), jnp.asarray(ids))
             found = jax.tree.map(
-                functools.partial(relative_error, smallest=1e-30), stretches(own, everywhere, ids_of_own), expected
+                functools.partial(relative_error, smallest=1e-30), shards(own, everywhere, ids_of_own), expected
             )
             errors[name] = max(errors[name], *jax.tree.leaves(found))
 
@@ -227,7 +227,7 @@ def main(names):
         k, write_key, _ = ops.precondition_key(x, log_decay=a["head_decay"], segment_ids=ids, **SCAN)
         return ops.gated_delta_rule(k, k, a["v"], write_key=write_key, beta=a["beta"], segment_ids=ids, **SCAN)
 
-    traffic = [exchanged(mesh, layer, stretch) for stretch in (8, 16)]
+    traffic = [exchanged(mesh, layer, shard) for shard in (8, 16)]
     print(json.dumps({"errors": errors, "traffic": traffic}))
 
 

@@ -13,7 +13,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
 
-class EventLog:
+class TensorBoardLog:
     """TensorBoard events of a run, in a file made for the first of them.
 
     They are an extra: where they cannot be written, that is told once and the rest are left out. Written in this

@@ -1,4 +1,4 @@
-"""Run by `test_layer_shares.py` in a process of its own with eight devices: prints what shared layers gave, as JSON."""
+"""Run by `test_tensor_parallel.py` in a process with eight devices: prints what shared layers gave, as JSON."""
 
 import collections
 import dataclasses
@@ -167,7 +167,7 @@ def run(corpus):
 
 
 def every_axis():
-    print(json.dumps(compared(EVERY, make_mesh(8, MeshConfig(data=1, fsdp=2, sequence=2, tensor=2)))[0]))
+    print(json.dumps(compared(EVERY, make_mesh(8, MeshConfig(data=1, fsdp=2, context=2, tensor=2)))[0]))
 
 
 def main(corpus):
@@ -192,7 +192,7 @@ def main(corpus):
 
 
 def every_mixer(names):
-    """Each mixer of the table by itself: `python -m tests.training.on_layer_shares [name ...]`."""
+    """Each mixer of the table by itself: `python -m tests.training.on_tensor_shards [name ...]`."""
     mesh = make_mesh(8, MeshConfig(data=2, fsdp=2, tensor=2))
     for name in names:
         print(name, compared(WIDE | {"num_layers": 1, "mixers": (name,), "mixer_overrides": SCAN}, mesh)[0], flush=True)

@@ -13,7 +13,7 @@ from rnnlib.layers.normalization import RMSNorm
 from rnnlib.models import ModelConfig, abstract_model
 from rnnlib.training import MeshConfig
 from rnnlib.training.mesh import mesh_sizes, parameter_specs
-from rnnlib.training.step import check_batch_size, shared_out, split_model
+from rnnlib.training.step import check_batch_size, split_for_mesh, split_model
 from tests.processes import result_of
 
 
@@ -23,7 +23,7 @@ def of_shares(count):
 
 @pytest.fixture(scope="module")
 def trained(process_environment, corpus):
-    return result_of("tests.training.on_layer_shares", "test", str(corpus), environment=process_environment)
+    return result_of("tests.training.on_tensor_shards", "test", str(corpus), environment=process_environment)
 
 
 def test_devices_that_share_layers_train_as_one(trained):
@@ -35,7 +35,7 @@ def test_devices_that_share_layers_train_as_one(trained):
 @pytest.mark.slow
 def test_devices_that_share_rows_tokens_and_parameters_too_train_as_one(process_environment):
     """Loss, norm and gradients."""
-    every = result_of("tests.training.on_layer_shares", "every axis", environment=process_environment)
+    every = result_of("tests.training.on_tensor_shards", "every axis", environment=process_environment)
     assert every["error"] < 1e-6, every
 
 
@@ -71,8 +71,8 @@ def test_checkpoints_are_restored_on_any_mesh(trained):
 
 def test_sizes_leave_room_for_the_devices_that_share_layers():
     assert mesh_sizes(MeshConfig(tensor=2), 8, rows=16) == MeshConfig(data=4, fsdp=1, tensor=2)
-    found = mesh_sizes(MeshConfig(sequence=2, tensor=2), 8, rows=8, state_bytes=300, device_bytes=100)
-    assert found == MeshConfig(data=1, fsdp=2, sequence=2, tensor=2)
+    found = mesh_sizes(MeshConfig(context=2, tensor=2), 8, rows=8, state_bytes=300, device_bytes=100)
+    assert found == MeshConfig(data=1, fsdp=2, context=2, tensor=2)
     with pytest.raises(ValueError, match=r"^mesh.data=2 x mesh.tensor=8: this machine has 8 "):
         mesh_sizes(MeshConfig(data=2, tensor=8), 8)
     with pytest.raises(ValueError, match=r"^mesh.tensor=3: does not fit devices=8$"):
@@ -103,7 +103,7 @@ def test_sizes_leave_room_for_the_devices_that_share_layers():
 def test_what_does_not_come_out_even_is_refused(options, message):
     sizes = {"vocabulary_size": 8, "width": 16, "num_layers": 1, "num_heads": 4, "mlp_width": 8}
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda: shared_out(abstract_model(ModelConfig(**(sizes | options))), of_shares(4))[1])
+        jax.eval_shape(lambda: split_for_mesh(abstract_model(ModelConfig(**(sizes | options))), of_shares(4))[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ def test_parts_of_ones_own_say_that_they_mix_no_heads():
     def shared(gain):
         overrides = {"*": {"gain": gain}}
         model = abstract_model(ModelConfig(8, 16, 1, 4, ("deltanet",), mixer_overrides=overrides, mlp_width=8))
-        return shared_out(model, of_shares(2))[1]
+        return split_for_mesh(model, of_shares(2))[1]
 
     assert jax.tree.leaves(shared(OwnGainOfHeads()))
     with pytest.raises(ValueError, match=r"^mesh.tensor=2: gain is OwnGain, a part of your own; expected heads_apart"):
@@ -133,12 +133,12 @@ def test_a_model_that_is_not_its_configs_is_refused():
     model = abstract_model(ModelConfig(8, 16, 1, 4, mlp_width=8))
     model.blocks[0].mixer_norm = RMSNorm(16)
     with pytest.raises(ValueError, match=r"mixer_norm is rnnlib.*.RMSNorm, expected flax.*.RMSNorm as its"):
-        shared_out(model, of_shares(2))
+        split_for_mesh(model, of_shares(2))
 
 
 def test_only_models_that_say_how_are_shared():
     with pytest.raises(ValueError, match=r"mesh.tensor=2: the model is Linear, expected a DecoderLM"):
-        shared_out(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), of_shares(2))
+        split_for_mesh(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), of_shares(2))
     parameters = split_model(abstract_model(ModelConfig(8, 16, 1, 4, mlp_width=8)))[1]
     with pytest.raises(ValueError, match=r"mesh.tensor=2: parameters do not say how they are shared out"):
         parameter_specs(parameters, of_shares(2))

@@ -1,8 +1,8 @@
-"""Rows whose tokens are split over devices: each device has one stretch of every row, in the devices' order.
+"""Rows whose tokens are split over devices: each device has one shard of every row, in the devices' order.
 
-Over a stretch of any length, a recurrence maps the entering state to `M state + N`. Each device computes M and N of its
-own stretch, the devices exchange all M and N, and each device composes the maps of the devices before it into the state
-that enters its own stretch. From there the operator runs as on one device. The size of M and N does not grow with the
+Over a shard of any length, a recurrence maps the entering state to `M state + N`. Each device computes M and N of its
+own shard, the devices exchange all M and N, and each device composes the maps of the devices before it into the state
+that enters its own shard. From there the operator runs as on one device. The size of M and N does not grow with the
 row. Attention has no such map: devices exchange its keys and values.
 
 Sources: the affine maps of linear recurrences are those of Blelloch's parallel scan (1990); LASP-2 (arXiv 2502.07563)
@@ -29,17 +29,17 @@ _WIDEST = 256
 Product = Callable[[Array, Array], Array]
 
 
-def sequence_axis(name: str | None) -> AbstractContextManager[Any]:
-    """Within this context, tokens given to operators and layers are one stretch of each row.
+def context_axis(name: str | None) -> AbstractContextManager[Any]:
+    """Within this context, tokens given to operators and layers are one shard of each row.
 
     For use inside `jax.shard_map` over a mesh with that axis, which splits the tokens (and segment ids, positions and
-    outputs) evenly: device i of the axis has the i-th stretch. Outputs and gradients equal those of one device with
+    outputs) evenly: device i of the axis has the i-th shard. Outputs and gradients equal those of one device with
     whole rows. An initial state is the state before the row's first token, and must be the same on each device. A final
     state is the state after the row's last token, and is returned on each device.
 
-        @jax.shard_map(mesh=mesh, in_specs=PartitionSpec(None, "sequence"), out_specs=PartitionSpec(None, "sequence"))
+        @jax.shard_map(mesh=mesh, in_specs=PartitionSpec(None, "context"), out_specs=PartitionSpec(None, "context"))
         def mix(q, k, v, beta):
-            with rnnlib.ops.sequence_axis("sequence"):
+            with rnnlib.ops.context_axis("context"):
                 return rnnlib.ops.gated_delta_rule(q, k, v, beta=beta)[0]
 
     As in any `jax.shard_map` with `check_vma=False`, a gradient that is computed inside, with respect to a value that
@@ -52,7 +52,7 @@ def sequence_axis(name: str | None) -> AbstractContextManager[Any]:
         TypeError: `name` is no text.
     """
     if name is not None and not isinstance(name, str):
-        raise TypeError(f"sequence_axis: name is {name!r}, expected a mesh axis's name or None")
+        raise TypeError(f"context_axis: name is {name!r}, expected a mesh axis's name or None")
     return _AXIS(name)
 
 
@@ -69,7 +69,7 @@ def current_axis() -> str | None:
         size = lax.axis_size(name)
     except NameError:
         raise ValueError(
-            f"sequence_axis({name!r}): there is no such axis here, expected to be inside jax.shard_map over a mesh "
+            f"context_axis({name!r}): there is no such axis here, expected to be inside jax.shard_map over a mesh "
             f"with an axis {name!r}"
         ) from None
     return name if size > 1 else None
@@ -79,7 +79,7 @@ def expect_whole_rows(what: str) -> None:
     """Raises NotImplementedError, with a message that begins with `what`, if tokens are split over devices."""
     axis = current_axis()
     if axis is not None:
-        raise NotImplementedError(f"{what}: is not for tokens split over devices (sequence_axis({axis!r}))")
+        raise NotImplementedError(f"{what}: is not for tokens split over devices (context_axis({axis!r}))")
 
 
 def from_before(x: Array, axis: str) -> Array:
@@ -95,7 +95,7 @@ def of_last(x: Array, axis: str) -> Array:
 
 
 def continues(segment_ids: Array | None, batch: int, axis: str) -> Array:
-    """Whether a stretch's first token continues the last document of the previous stretch, `[B]` bool.
+    """Whether a shard's first token continues the last document of the previous shard, `[B]` bool.
 
     True on the first device, where it continues the initial state.
     """
@@ -108,18 +108,18 @@ def continues(segment_ids: Array | None, batch: int, axis: str) -> Array:
 def tokens_before(
     operator: str, x: Array, count: int, initial: Array | None, segment_ids: Array | None, axis: str
 ) -> Array:
-    """The last `count` tokens before this device's stretch, `[B, count, ...]`; zeros for tokens of other documents.
+    """The last `count` tokens before this device's shard, `[B, count, ...]`; zeros for tokens of other documents.
 
     Args:
         operator: the public function's name, which begins the message.
         x: `[B, T, ...]`.
         count: number of tokens.
-        initial: the tokens before the first device's stretch; None is zeros.
+        initial: the tokens before the first device's shard; None is zeros.
         segment_ids: None or `[B, T]`.
         axis: the mesh axis over which tokens are split.
 
     Raises:
-        ValueError: a stretch has fewer than `count` tokens.
+        ValueError: a shard has fewer than `count` tokens.
     """
     length = x.shape[1]
     if length < count:
@@ -132,7 +132,7 @@ def tokens_before(
     before = from_before(x[:, -count:], axis)
     if segment_ids is not None:
         ids = from_before(segment_ids[:, -count:], axis)
-        # True from the end of the previous stretch backwards, up to the first change of id.
+        # True from the end of the previous shard backwards, up to the first change of id.
         same = jnp.flip(jnp.cumprod(jnp.flip(ids == segment_ids[:, :1], axis=1), axis=1), axis=1)
         before = jnp.where(same.reshape(*same.shape, *(1,) * (x.ndim - 2)), before, 0)
     first = jnp.zeros_like(before) if initial is None else initial.astype(x.dtype)
@@ -140,7 +140,7 @@ def tokens_before(
 
 
 def token_before(x: Array, axis: str) -> Array:
-    """The token before this device's stretch, of any document, `[B, ...]` of `x` `[B, T, ...]`; zeros on the first."""
+    """The token before this device's shard, of any document, `[B, ...]` of `x` `[B, T, ...]`; zeros on the first."""
     return from_before(x[:, -1], axis)
 
 
@@ -151,7 +151,7 @@ def document_starts(segment_ids: Array) -> Array:
 
 
 def first_position(length: int) -> Array | int:
-    """The position in its row of the first of `length` tokens: 0, or the start of this device's stretch."""
+    """The position in its row of the first of `length` tokens: 0, or the start of this device's shard."""
     axis = current_axis()
     return 0 if axis is None else lax.axis_index(axis) * length
 
@@ -159,13 +159,13 @@ def first_position(length: int) -> Array | int:
 def entering_state(
     transition: Array, offset: Array, initial_state: Array, segment_ids: Array | None, product: Product, axis: str
 ) -> Array:
-    """The state that enters this device's stretch: zero where the stretch begins a document.
+    """The state that enters this device's shard: zero where the shard begins a document.
 
     Args:
-        transition: M of the stretch, `[B, ...]`, zero where a document starts after its first token.
-        offset: N of the stretch, of the state's shape `[B, ...]`.
-        initial_state: the state that enters the first device's stretch.
-        segment_ids: None or `[B, T]` of the stretch.
+        transition: M of the shard, `[B, ...]`, zero where a document starts after its first token.
+        offset: N of the shard, of the state's shape `[B, ...]`.
+        initial_state: the state that enters the first device's shard.
+        segment_ids: None or `[B, T]` of the shard.
         product: the product of a transition and a state.
         axis: the mesh axis over which tokens are split.
     """
@@ -176,12 +176,12 @@ def entering_state(
         return jnp.where(goes_on.reshape(batch, *(1,) * (x.ndim - 1)), x, 0)
 
     transition, offset, initial_state = vary_alike((kept(transition), offset, initial_state.astype(offset.dtype)))
-    stretches = lax.all_gather((transition, offset), axis)
+    shards = lax.all_gather((transition, offset), axis)
 
-    def step(state: Array, stretch: tuple[Array, Array]) -> tuple[Array, Array]:
-        return product(stretch[0], state) + stretch[1], state
+    def step(state: Array, shard: tuple[Array, Array]) -> tuple[Array, Array]:
+        return product(shard[0], state) + shard[1], state
 
-    _, entering = lax.scan(step, initial_state, stretches)
+    _, entering = lax.scan(step, initial_state, shards)
     return kept(lax.dynamic_index_in_dim(entering, lax.axis_index(axis), keepdims=False))
 
 
@@ -191,7 +191,7 @@ def matrix_product(transition: Array, state: Array) -> Array:
 
 
 def total_decay(log_decay: Array | None, segment_ids: Array | None, like: Array) -> Array:
-    """The decay over a whole stretch, for states that only decay, `[B, ...]`: zero where a document starts inside.
+    """The decay over a whole shard, for states that only decay, `[B, ...]`: zero where a document starts inside.
 
     Args:
         log_decay: `[B, T, ...]` or None, no decay.
@@ -213,7 +213,7 @@ def total_decay(log_decay: Array | None, segment_ids: Array | None, like: Array)
 def enter_gram(
     offset: Array, log_decay: Array | None, initial_state: Array | None, segment_ids: Array | None, axis: str
 ) -> Array:
-    """The decayed sum that enters this device's stretch; arguments as `entering_state` and `total_decay` take them."""
+    """The decayed sum that enters this device's shard; arguments as `entering_state` and `total_decay` take them."""
     initial = jnp.zeros_like(offset) if initial_state is None else initial_state
     return entering_state(total_decay(log_decay, segment_ids, offset), offset, initial, segment_ids, jnp.multiply, axis)
 

@@ -8,7 +8,7 @@ import numpy as np
 from rnnlib.training.metrics import TRAIN_FILE, VALIDATION_FILE, read_csv
 
 
-def loss_picture(folder: str | os.PathLike, *, title: str = "") -> Path:
+def plot_losses(folder: str | os.PathLike, *, title: str = "") -> Path:
     """Draws bits per byte against tokens, training and validation, into `<folder>/loss.png`.
 
     The training curve is a running mean over 2% of the steps on top of the single steps.

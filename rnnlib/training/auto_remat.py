@@ -22,7 +22,7 @@ _WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Recomputation:
+class RematChoice:
     """What was chosen.
 
     Attributes:
@@ -36,13 +36,13 @@ class Recomputation:
     line: str
 
 
-def choose_recomputation(
+def choose_remat(
     model: ModelConfig,
     compile_step: Callable[[ModelConfig], Any],
     device_bytes: int,
     *,
-    agree: Callable[[Callable[[], bool]], bool] = lambda decide: decide(),
-) -> Recomputation:
+    broadcast: Callable[[Callable[[], bool]], bool] = lambda decide: decide(),
+) -> RematChoice:
     """The training step that computes the least again of those that fit into a device's memory.
 
     Steps are compiled until one fits: nothing computed again, then blocks but for their products with weights, then
@@ -53,7 +53,7 @@ def choose_recomputation(
         model: the configuration; its `remat` and `remat_keeps` are not read.
         compile_step: compiles the training step of a model; the result has jax's `memory_analysis`.
         device_bytes: memory of one device. Nine tenths of it may be taken.
-        agree: makes a decision one for all processes.
+        broadcast: makes a decision one for all processes.
     """
     tried: list[str] = []
     for name, options in _WAYS:
@@ -66,10 +66,10 @@ def choose_recomputation(
             if last or "RESOURCE_EXHAUSTED" not in str(error):
                 raise
         fits = size is not None and size <= _FOR_STEP * device_bytes
-        if agree(lambda fits=fits: fits) or last:  # type: ignore[misc]
+        if broadcast(lambda fits=fits: fits) or last:  # type: ignore[misc]
             needs = "" if size is None else f"; the step takes {in_gigabytes(size)} of {in_gigabytes(device_bytes)}"
             rejected = f" ({', '.join(tried)})" if tried else ""
-            return Recomputation(chosen, step, f"recomputed in the backward pass: {name}{needs}{rejected}")
+            return RematChoice(chosen, step, f"recomputed in the backward pass: {name}{needs}{rejected}")
         tried.append(f"with {name}: {'too large' if size is None else in_gigabytes(size)}")
     raise AssertionError("the last way is always taken")
 

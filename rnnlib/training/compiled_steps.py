@@ -9,13 +9,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rnnlib.models import DecoderLM, abstract_model
+from rnnlib.training.auto_remat import RematChoice, choose_remat
 from rnnlib.training.config import TrainConfig
-from rnnlib.training.distributed import agree
+from rnnlib.training.distributed import broadcast_from_primary
 from rnnlib.training.evaluation import evaluation_view
 from rnnlib.training.memory import bytes_of_each_device, check_fits, device_bytes
-from rnnlib.training.mesh import layer_shares, make_mesh, mesh_sizes
+from rnnlib.training.mesh import make_mesh, mesh_sizes, tp_size
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
-from rnnlib.training.recomputation import Recomputation, choose_recomputation
 from rnnlib.training.step import (
     TrainState,
     abstract_batch,
@@ -30,7 +30,7 @@ from rnnlib.training.step import (
 )
 
 
-class RunProgram:
+class CompiledSteps:
     """The programs of a run, and the state that they begin with; no data and no folder.
 
     Attributes:
@@ -63,7 +63,7 @@ class RunProgram:
         if initial is not None:
             _check_same_arrays(model, initial)
         self.mesh = self._fitting_mesh()
-        if layer_shares(self.mesh) > 1:  # parameters then say how they are shared out
+        if tp_size(self.mesh) > 1:  # parameters then say how they are shared out
             self.template = jax.eval_shape(self._new_state)
         check_batch_size(config.data.batch_size, config.accumulation_steps, self.mesh)
         check_length(config.data.sequence_length, self.mesh)
@@ -72,7 +72,7 @@ class RunProgram:
         self.evaluation_step = make_evaluation_step(
             evaluation_graphdef, token_bytes, self.mesh, deterministic=config.deterministic
         )
-        self._recomputation: Recomputation | None = None  # what `remat="auto"` came to
+        self._remat: RematChoice | None = None  # what `remat="auto"` came to
 
     def check_step(self) -> None:
         """Traces the training step, so that what does not fit together is an error now."""
@@ -82,12 +82,12 @@ class RunProgram:
         """The model with shapes in place of arrays."""
         return nnx.eval_shape(self._new_model)
 
-    def recomputation(self) -> Recomputation:
+    def remat_choice(self) -> RematChoice:
         """What `remat="auto"` chose; compiles the training step where that has not been done."""
-        if self._recomputation is None:
+        if self._remat is None:
             self._compile_train_step()
-        assert self._recomputation is not None
-        return self._recomputation
+        assert self._remat is not None
+        return self._remat
 
     @property
     def device_description(self) -> str:
@@ -97,7 +97,7 @@ class RunProgram:
             return "CPU" if jax.process_count() == 1 else f"CPUs of {jax.process_count()} processes"
         count, available = 1 if self.mesh is None else self.mesh.size, len(jax.devices())
         sizes = {} if self.mesh is None else self.mesh.shape
-        shares = "".join(f", {axis} {sizes[axis]}" for axis in ("fsdp", "sequence", "tensor") if sizes.get(axis, 1) > 1)
+        shares = "".join(f", {axis} {sizes[axis]}" for axis in ("fsdp", "context", "tensor") if sizes.get(axis, 1) > 1)
         over = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         return f"{count}{f' of {available}' if count < available else ''} x {device.device_kind}{over}{shares}"
 
@@ -139,7 +139,7 @@ class RunProgram:
             state = init_train_state(self._initial, self._optimizer, self.mesh)[1]
             self._initial = None  # the first step takes its arrays
             return put_state(state, self.mesh)
-        if self.mesh is None or self.mesh.shape["fsdp"] * layer_shares(self.mesh) == 1:
+        if self.mesh is None or self.mesh.shape["fsdp"] * tp_size(self.mesh) == 1:
             return put_state(self._new_state(), self.mesh)
         # Born in shares: no device ever holds the whole. A compiled start differs from the other in the last bits.
         return jax.jit(self._new_state, out_shardings=state_shardings(self.template, self.mesh))()
@@ -166,13 +166,13 @@ class RunProgram:
     def _compile_train_step(self) -> None:
         state, batch = abstract_state(self.template, self.mesh), self._abstract_batch()
         if self.config.model.remat == "auto":
-            self._recomputation = choose_recomputation(
+            self._remat = choose_remat(
                 self.config.model,
                 lambda model: self._make_train_step(nnx.split(abstract_model(model))[0]).lower(state, batch).compile(),
                 bytes_of_each_device(),
-                agree=agree,
+                broadcast=broadcast_from_primary,
             )
-            self.train_step = self._recomputation.step
+            self.train_step = self._remat.step
         else:
             self.train_step = self.train_step.lower(state, batch).compile()
 

@@ -11,7 +11,7 @@ from flax import nnx
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.training import (
     OptimizerConfig,
-    choose_recomputation,
+    choose_remat,
     init_train_state,
     learning_rate_schedule,
     make_optimizer,
@@ -53,7 +53,7 @@ def test_the_least_is_recomputed_that_fits(steps):
             compiled.append(model)
             return steps[model]
 
-        found = choose_recomputation(MODEL, compile_known, int(limit / 0.9) + 1)
+        found = choose_remat(MODEL, compile_known, int(limit / 0.9) + 1)
         models = list(steps)
         assert found.model == models[index] and found.step is steps[models[index]]
         assert compiled == models[: index + 1]  # and nothing that is not asked for
@@ -66,7 +66,7 @@ def test_what_cannot_be_compiled_or_has_no_plan_does_not_fit(steps):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return types.SimpleNamespace(memory_analysis=lambda: None)
 
-    found = choose_recomputation(MODEL, compile_some, 10**12)
+    found = choose_remat(MODEL, compile_some, 10**12)
     assert found.model.remat_keeps == "input"
     assert found.line == (
         "recomputed in the backward pass: whole blocks (with nothing: too large, with blocks but for their products "
@@ -77,14 +77,14 @@ def test_what_cannot_be_compiled_or_has_no_plan_does_not_fit(steps):
         raise jax.errors.JaxRuntimeError("INTERNAL: a fault")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="a fault"):
-        choose_recomputation(MODEL, broken, 10**12)
+        choose_remat(MODEL, broken, 10**12)
 
 
 @pytest.mark.parametrize(
     ("device_bytes", "way"), [pytest.param(10**12, "nothing", marks=pytest.mark.slow), (1000, "whole blocks")]
 )
 def test_training_says_what_it_has_chosen(tmp_path, tiny_config, capsys, monkeypatch, device_bytes, way):
-    monkeypatch.setattr("rnnlib.training.run_program.bytes_of_each_device", lambda: device_bytes)
+    monkeypatch.setattr("rnnlib.training.compiled_steps.bytes_of_each_device", lambda: device_bytes)
     model = tiny_config.model.replace(remat="auto")
     logging = dataclasses.replace(tiny_config.logging, tensorboard=False, picture=False)
     losses = []
