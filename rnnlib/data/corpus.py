@@ -13,6 +13,7 @@ from jaxtyping import Int64
 
 from rnnlib.data.config import DataConfig, Split, check_split
 from rnnlib.data.sources import iterate_documents, source_fingerprint
+from rnnlib.files import naming
 from rnnlib.tokenizers import Tokenizer, without_surrogates
 
 _BATCH_CHARACTERS = 4_000_000  # documents are tokenized in batches of about so many characters
@@ -70,9 +71,10 @@ class TokenCorpus:
                 lead = np.array([tokenizer.end_of_document])
                 flat = np.concatenate([part for ids in encoded for part in (lead, ids)]).astype(dtype)
                 lengths += [len(ids) + 1 for ids in encoded]
-                hasher.update(flat.tobytes())
+                content = flat.tobytes()
+                hasher.update(content)
                 if file:
-                    flat.tofile(file)
+                    file.write(content)
                 else:
                     pieces.append(flat)
         finally:
@@ -144,6 +146,7 @@ def load_corpus(config: DataConfig, split: Split, tokenizer: Tokenizer) -> Token
 
     Raises:
         ValueError: see `iterate_documents`; or the cache folder is not a folder, or what it holds is damaged.
+        OSError: the cache cannot be written (a full disk); nothing of it is left.
     """
     check_split(split)
     if config.cache_folder is None:
@@ -155,7 +158,8 @@ def load_corpus(config: DataConfig, split: Split, tokenizer: Tokenizer) -> Token
         os.makedirs(config.cache_folder, exist_ok=True)
         temporary = tempfile.mkdtemp(dir=config.cache_folder, prefix=".writing-")
         try:
-            TokenCorpus.from_documents(iterate_documents(config, split), tokenizer, temporary)
+            with naming(config.cache_folder):
+                TokenCorpus.from_documents(iterate_documents(config, split), tokenizer, temporary)
             try:
                 os.rename(temporary, folder)
             except OSError:

@@ -140,7 +140,10 @@ def write_arrays(
         arrays = dict(arrays_of([name for name, shard in shards.items() if shard == file]))
         total += sum(array.nbytes for array in arrays.values())
         contiguous = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
-        safetensors.numpy.save_file(contiguous, folder / file, metadata={"format": "pt"})
+        try:
+            safetensors.numpy.save_file(contiguous, folder / file, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:  # a full disk, among others
+            raise OSError(f"{folder / file} cannot be written: {error}") from error
     if index is not None and index.exists():
         shutil.copyfile(index, folder / INDEX)
     elif set(shards.values()) != {SINGLE}:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rnnlib.training.orbax_errors import first_cause, one_report_of_damage
+from rnnlib.training.orbax_errors import quiet_background_threads, reason_in_one_line, reasons_of_damage
 from rnnlib.training.step import TrainState
 
 
@@ -129,6 +129,7 @@ class Checkpoints:
             preservation_policy=ocp.training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=writable,
         )
+        quiet_background_threads()
         self._saving: Any = None
 
     @property
@@ -164,17 +165,12 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _named_error(self, what: str, advice: str = "") -> Iterator[None]:
-        # Orbax and the file formats below it raise errors of many kinds, and their texts run over pages.
         try:
             yield
         except CheckpointError:
             raise
         except Exception as error:
-            cause = first_cause(error)
-            reason = " ".join(f"{type(cause).__name__}: {cause}".split()).partition(" [tensorstore_spec")[0]
-            if len(reason) > 300:
-                reason = f"{reason[:150]} ... {reason[-150:]}"
-            raise CheckpointError(f"{what} ({reason}){advice}") from error
+            raise CheckpointError(f"{what} ({reason_in_one_line(error)}){advice}") from error
 
     def restore(self, state: TrainState, shardings: TrainState | None = None) -> tuple[TrainState, Progress]:
         """Reads the latest checkpoint, which any number of devices and processes may have written.
@@ -210,7 +206,7 @@ class Checkpoints:
         what = f"checkpoint {self.path(self.latest_step)} cannot be read"
         # Everything that was saved, as NumPy arrays or where `targets` says; from_host compares it with the model.
         advice = "; if it is damaged, move that folder away and the checkpoint before it is taken"
-        with self._named_error(what, advice), one_report_of_damage() as reasons:
+        with self._named_error(what, advice), reasons_of_damage() as reasons:
             saved = self._checkpointer.checkpointables_metadata(None).metadata
             for name in names:
                 if saved.get(name) is None:

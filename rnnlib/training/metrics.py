@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from rnnlib.extras import from_extra
-from rnnlib.files import write_atomically
+from rnnlib.files import naming, write_atomically
 
 Row = Mapping[str, int | float]
 
@@ -81,18 +81,26 @@ class CsvLog:
         content = ",".join(self._fields) + "\n" + "".join(rows)
         write_atomically(path, content.encode())
         self.steps = {_step(path, line) for line in rows}
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the log is)
+        self._path = path
+        # Without a buffer: a killed process loses no row, and closing has nothing left to write to a full disk.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the log is)
 
     def write(self, row: Row) -> None:
-        """Appends a row and hands it to the operating system, so that a killed process loses none."""
-        values = (row[name] for name in self._fields)
-        self._file.write(",".join(repr(value) for value in values) + "\n")
-        self._file.flush()
+        """Appends a row and hands it to the operating system.
+
+        Raises:
+            OSError: It cannot be written; the error names the file.
+        """
+        left = (",".join(repr(row[name]) for name in self._fields) + "\n").encode()
+        with naming(self._path):
+            while left:
+                left = left[self._file.write(left) :]
         self.steps.add(int(row["step"]))
 
     def sync(self) -> None:
         """Waits until the rows are on the disk."""
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the file."""

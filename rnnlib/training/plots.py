@@ -1,10 +1,12 @@
 """The picture of a run's losses."""
 
+import io
 import os
 from pathlib import Path
 
 import numpy as np
 
+from rnnlib.files import write_atomically
 from rnnlib.training.metrics import TRAIN_FILE, VALIDATION_FILE, read_csv
 
 
@@ -22,6 +24,7 @@ def plot_losses(folder: str | os.PathLike, *, title: str = "") -> Path:
 
     Raises:
         ValueError: If no step is recorded.
+        OSError: It cannot be written; the picture before it stays.
     """
     # The object interface: no global state, and no display needed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -62,6 +65,7 @@ def plot_losses(folder: str | os.PathLike, *, title: str = "") -> Path:
     axes.set_ylabel("loss (bits per byte)")
     axes.grid(alpha=0.3)
     axes.legend()
-    path = folder / "loss.png"
-    figure.savefig(path, dpi=120)
+    path, content = folder / "loss.png", io.BytesIO()
+    figure.savefig(content, dpi=120)
+    write_atomically(path, content.getvalue())
     return path

@@ -106,9 +106,7 @@ def test_a_save_that_fails_is_one_error(tmp_path, monkeypatch):
     with Checkpoints(tmp_path / "run") as checkpoints:
         monkeypatch.setattr(checkpoints._checkpointer, "save_checkpointables_async", lambda *_, **__: FullDisk())
         checkpoints.save(new_state()[1], Progress(1, 1, None))
-        with pytest.raises(
-            CheckpointError, match=r"could not be written \(OSError: .*no space.* on device\)$"
-        ) as caught:
+        with pytest.raises(CheckpointError, match=r"could not be written \(.*no space.* on device\)$") as caught:
             checkpoints.wait()
     assert len(str(caught.value)) < 600
 
