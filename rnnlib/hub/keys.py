@@ -41,6 +41,7 @@ class ConfigKeys:
         self.ignored = ignored
         left = {name for name, value in values.items() if not name.startswith("_")}
         self._left = left - _WITHOUT_EFFECT - set(ignored)
+        self._nested: list[ConfigKeys] = []
 
     def __contains__(self, name: str) -> bool:
         return name in self.values
@@ -104,14 +105,22 @@ class ConfigKeys:
 
     def within(self, name: str) -> "ConfigKeys":
         """The keys of the object at a key; no keys if the object is null or missing."""
-        return ConfigKeys(self.take(name, dict | None, None) or {}, f"{self.where}: {name}", self.ignored)
+        return self.nested(name, self.take(name, dict | None, None) or {})
+
+    def nested(self, name: str, values: Mapping[str, Any]) -> "ConfigKeys":
+        """The keys of an object that belongs to key `name`. `finish` refuses its unread keys with this object's."""
+        inner = ConfigKeys(values, f"{self.where}: {name}", self.ignored)
+        self._nested.append(inner)
+        return inner
 
     def ignore(self, *names: str) -> None:
         """Marks keys as read that do not change what the model computes."""
         self._left -= set(names)
 
     def finish(self) -> None:
-        """Raises ValueError if a key was never read, or if the weights are quantised."""
+        """Raises ValueError if a key, here or in a nested object, was never read, or if the weights are quantised."""
+        for inner in self._nested:
+            inner.finish()
         if self.values.get("quantization_config") is not None:
             raise ValueError(f"{self.where}: quantization_config is there, expected weights that are not quantised")
         unknown = sorted(name for name in self._left if self.values[name] not in (None, False, [], {}))

@@ -15,7 +15,7 @@ from rnnlib.hub.computation import difference
 from rnnlib.hub.families import FAMILIES, family_of
 from rnnlib.hub.files import INDEX, WeightFiles, other_files, replace_folder, shard_names, write_arrays
 from rnnlib.hub.keys import ConfigKeys, read_json, write_json
-from rnnlib.hub.table import SAVED, Family, Match, match_rows
+from rnnlib.hub.table import SAVED, Family, Match, match_rows, stored_twice
 from rnnlib.models.config import DtypeName, ModelConfig
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.mixers import ATTENTION
@@ -24,6 +24,7 @@ from rnnlib.models.variables import assign_values, values_by_path
 from rnnlib.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 
 CONFIG = "config.json"
+EMBEDDING = "embedding"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -39,6 +40,7 @@ class Source(NamedTuple):
         shapes: the shape of each array.
         dtypes: the dtype of each array that the model uses.
         ignored: keys of config.json that the caller asked to ignore.
+        untied: whether the file has a head that differs from the embedding, though config.json says that they are tied.
     """
 
     folder: pathlib.Path
@@ -48,6 +50,7 @@ class Source(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
     ignored: tuple[str, ...] = ()
+    untied: bool = False
 
 
 class Pretrained(NamedTuple):
@@ -99,7 +102,7 @@ def load_pretrained(
     for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
         if value is not None and value not in get_args(DtypeName):
             raise ValueError(f"load_pretrained: {name} is {value!r}, expected one of {', '.join(get_args(DtypeName))}")
-    family, values, config, files = _read_folder(folder, ignore_keys)
+    family, values, config, files, untied = _read_folder(folder, ignore_keys)
     config = config.replace(dtype=dtype or config.dtype, param_dtype=param_dtype or config.param_dtype)
 
     model = abstract_model(config)
@@ -136,6 +139,7 @@ def load_pretrained(
         shapes=dict(files.shapes),
         dtypes={name: files.dtype(name) for name in used},
         ignored=tuple(ignore_keys),
+        untied=untied,
     )
     return Pretrained(model, _tokenizer(folder), source)
 
@@ -155,16 +159,49 @@ def pretrained_config(folder: str | os.PathLike[str], *, ignore_keys: Sequence[s
 
 def _read_folder(
     folder: pathlib.Path, ignore_keys: Sequence[str]
-) -> tuple[Family, dict[str, Any], ModelConfig, WeightFiles]:
-    """The family, the keys of config.json, the model's configuration in the file's dtype, and the weight files."""
+) -> tuple[Family, dict[str, Any], ModelConfig, WeightFiles, bool]:
+    """The family, config.json, the model's configuration in the file's dtype, the weight files, and `Source.untied`."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no such folder, expected one with {CONFIG} and safetensors files")
     values = read_json(folder / CONFIG)
     family = family_of(values, str(folder / CONFIG))
     config = read_config(family, values, str(folder / CONFIG), ignore_keys)
     files = WeightFiles(folder)
+    untied = _has_head_of_its_own(family, config, files)
     stored = _stored_dtype(values, files)
-    return family, values, config.replace(dtype=stored, param_dtype=stored), files
+    config = config.replace(dtype=stored, param_dtype=stored, tie_embeddings=config.tie_embeddings and not untied)
+    return family, values, config, files, untied
+
+
+def _has_head_of_its_own(family: Family, config: ModelConfig, files: WeightFiles) -> bool:
+    """Whether the file has a head that differs from the embedding, in a model whose config.json ties the two.
+
+    Such a model is untied, as in transformers.
+
+    Raises:
+        ValueError: other arrays of the file that must be equal differ.
+    """
+    untied = False
+    for path, name, other in stored_twice(family, abstract_model(config), files.shapes):
+        if _are_equal(files, name, other):
+            continue
+        if path != EMBEDDING:
+            raise ValueError(
+                f"{files.folder / files.shards[other]}: {other} differs from {name}, expected equal arrays: {CONFIG} "
+                "says that they are one"
+            )
+        untied = True
+    return untied
+
+
+def _are_equal(files: WeightFiles, name: str, other: str) -> bool:
+    """Whether two arrays of a file have the same shape and numbers, perhaps in other dtypes."""
+    if files.shapes[name] != files.shapes[other]:
+        return False
+    a, b = files.read(name), files.read(other)
+    common = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
+    rows = range(0, len(a), 4096)  # a part at a time: the copies in a common dtype stay small
+    return all(np.array_equal(a[i : i + 4096].astype(common), b[i : i + 4096].astype(common)) for i in rows)
 
 
 def save_pretrained(
@@ -195,7 +232,9 @@ def save_pretrained(
     if source is not None and family in (None, source.family):
         known = FAMILIES[source.family]
         where = str(source.folder / CONFIG)
-        changed = difference(model.config, read_config(known, source.config, where, source.ignored))
+        said = read_config(known, source.config, where, source.ignored)
+        said = said.replace(tie_embeddings=said.tie_embeddings and not source.untied)
+        changed = difference(model.config, said)
         if changed is not None:
             raise ValueError(f"save_pretrained: the model is not what {where} says: {changed}")
         if not source.folder.is_dir():

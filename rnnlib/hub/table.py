@@ -32,8 +32,9 @@ class Row(NamedTuple):
             for each entry of the model's array along its first axis.
         ours: paths of the model's variables.
         layout: the conversion between the file's arrays and the model's.
-        copy: whether this is a second name under which the file may contain the array again. The copy is not read. It
-            is written back if the file had it.
+        copy: whether this is a second name under which the file may contain the array again. If the file has both,
+            they must be equal. The copy is read only if the file lacks the first name. It is written back if the file
+            had it.
         unless: the row does not count if the file has an array of this name. This serves older files, in which the
             row's name has another meaning.
     """
@@ -180,6 +181,11 @@ def match_rows(family: Family, model: DecoderLM, present: Mapping[str, tuple[int
             missing = next(name for name in candidate.theirs if names is not None and name not in names)
             for path in candidate.ours:
                 lacking.setdefault(path, missing)
+    used = {name for match in matches for name in match.theirs}
+    for copy in copies:
+        if used.isdisjoint(copy.theirs) and not any(path in covered or path in misfits for path in copy.ours):
+            matches.append(copy._replace(copy=False))
+            covered |= dict.fromkeys(copy.ours, copy)
     for path, variable in variables.items():
         if path in covered:
             continue
@@ -193,6 +199,35 @@ def match_rows(family: Family, model: DecoderLM, present: Mapping[str, tuple[int
             raise ValueError(f"{path}: family {family.name!r} has no array for this part of the model")
     used = {name for match in matches for name in match.theirs}
     return matches + [match for match in copies if used.isdisjoint(match.theirs)]
+
+
+def stored_twice(
+    family: Family, model: DecoderLM, present: Mapping[str, tuple[int, ...]]
+) -> list[tuple[str, str, str]]:
+    """Variables that a file has under two names.
+
+    Args:
+        family: the family, with its tables.
+        model: the model, with or without values.
+        present: shapes of the file's arrays by name.
+
+    Returns:
+        For each, its path in the model, the name of its array, and the name of the copy.
+    """
+    variables, names = values_by_path(model, SAVED), set(present)
+    first: dict[str, str] = {}
+    found: list[tuple[str, str, str]] = []
+    for candidate in _full_rows(family, model, variables, _prefix(family, names), names):
+        if not names.issuperset(candidate.theirs):
+            continue
+        for path, name in zip(candidate.ours, candidate.theirs):
+            if path not in variables:
+                continue
+            if candidate.copy and first.get(path, name) != name:
+                found.append((path, first[path], name))
+            elif not candidate.copy:
+                first.setdefault(path, name)
+    return found
 
 
 def _fits(match: Match, variables: Mapping[str, Any], present: Mapping[str, tuple[int, ...]]) -> bool:

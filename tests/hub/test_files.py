@@ -250,16 +250,6 @@ def test_older_files_have_gate_and_up_in_one_array_and_an_unused_one(folder, tmp
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
 
 
-def test_a_tied_head_that_stands_in_the_file_as_well_follows_the_embedding(folder, tmp_path):
-    with_keys(folder, tie_word_embeddings=True)
-    pretrained = load_pretrained(folder)
-    assert pretrained.model.head is None
-    pretrained.model.embedding[...] = pretrained.model.embedding[...] * 2
-    save_pretrained(pretrained, tmp_path / "again")
-    arrays = safetensors.numpy.load_file(tmp_path / "again" / "model.safetensors")
-    np.testing.assert_array_equal(arrays["lm_head.weight"], arrays["model.embeddings.weight"])
-
-
 def test_the_tokenizer_comes_along(tmp_path):
     tokenizer = train_tokenizer(["to be or not to be"] * 3, vocabulary_size=270)
     model = DecoderLM(SMALL.replace(vocabulary_size=tokenizer.vocabulary_size), rngs=nnx.Rngs(0))

@@ -166,11 +166,10 @@ def _read_attention(
         if not isinstance(group, Mapping):
             raise ValueError(f"{keys.where}: attn has the entry {group!r}, expected an object")
         name = "attention" if len(groups) == 1 else f"attention/{i}"
-        inner = ConfigKeys(group, f"{keys.where}: attn")
+        inner = keys.nested("attn", group)
         chosen = inner.take("layers", list)
         heads = inner.size("num_heads")
         overrides[name] = attention_options(inner, heads, width)
-        inner.finish()
         for layer in chosen:
             if not isinstance(layer, int) or not 0 <= layer < layers:
                 raise ValueError(f"{keys.where}: attn.layers has {layer!r}, expected layers from 0 to {layers - 1}")

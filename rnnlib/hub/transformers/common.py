@@ -98,19 +98,16 @@ def write_layer_types(kinds: Sequence[Any]) -> list[str]:
 def read_rotary(keys: ConfigKeys, *, base: float = 10000.0, factor: float = 1.0) -> tuple[float | None, float]:
     """The base of rotary positions (None for no positions), and the fraction of a head's channels that are rotated.
 
-    Newer files have `rope_parameters`. Older ones have `rope_theta`, `partial_rotary_factor` and `rope_scaling`.
+    Newer files have the object `rope_parameters`. Older ones have `rope_scaling`, which wins where both are there, as
+    in transformers. What the object lacks is at the top level: `rope_theta`, `partial_rotary_factor`.
     """
     outer_base = keys.take("rope_theta", float | int | None, base)
     outer_factor = keys.number("partial_rotary_factor", factor)
-    scaling = keys.take("rope_scaling", dict | None, None)
-    given = keys.take("rope_parameters", dict | None, None)
-    for name, values in (("rope_scaling", scaling), ("rope_parameters", given)):
-        inner = ConfigKeys(values or {}, f"{keys.where}: {name}")
-        inner.only("rope_type", "default")
-        inner.only("type", "default")
-        inner.ignore("mrope_section", "mrope_interleaved", "rope_theta", "partial_rotary_factor")  # the same for text
-        inner.finish()
-    inner = ConfigKeys(given or {}, f"{keys.where}: rope_parameters")
+    keys.take("rope_parameters", dict | None, None)
+    inner = keys.within("rope_scaling" if keys.take("rope_scaling", dict | None, None) else "rope_parameters")
+    inner.only("rope_type", "default")
+    inner.ignore("type") if "rope_type" in inner else inner.only("type", "default")
+    inner.ignore("mrope_section", "mrope_interleaved")  # the three positions of a token are equal in text
     theta = inner.take("rope_theta", float | int | None, outer_base)
     return None if theta is None else float(theta), inner.number("partial_rotary_factor", outer_factor)
 

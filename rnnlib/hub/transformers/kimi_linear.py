@@ -95,7 +95,6 @@ def _read(keys: ConfigKeys) -> ModelConfig:
     heads = published.size("num_heads", keys.size("linear_num_heads", 32))
     size = published.size("head_dim", keys.size("linear_head_dim", 128))
     taps = published.size("short_conv_kernel_size", keys.size("linear_conv_kernel_dim", 4))
-    published.finish()
     delta = {
         "key_heads": heads,
         "value_heads": heads,

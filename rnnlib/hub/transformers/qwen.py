@@ -95,6 +95,15 @@ _WITHOUT_EFFECT = (
     "max_window_layers",
 )
 
+# Keys beside `text_config` in multimodal files: the vision tower, and ids of the tokens that stand for images.
+_MULTIMODAL = (
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+)
+
 _DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
@@ -172,20 +181,17 @@ def _text(keys: ConfigKeys) -> ConfigKeys:
     """The keys of the language model. In a multimodal file they are in the object `text_config`."""
     if "text_config" not in keys:
         return keys
-    within = keys.within("text_config")
-    text = dict(within.values)
+    text = dict(keys.take("text_config", dict))
     if "tie_word_embeddings" in keys:
         text["tie_word_embeddings"] = keys.flag("tie_word_embeddings", False)
-    keys.ignore(*(name for name in keys.values if name != "quantization_config"))
-    return ConfigKeys(text, within.where, keys.ignored)
+    keys.ignore(*_MULTIMODAL)
+    return keys.nested("text_config", text)
 
 
 def _read_dense(keys: ConfigKeys) -> ModelConfig:
     text = _text(keys)
     text.only("mlp_only_layers", [], None)
-    config = _read(text, ("dense",), text.size("intermediate_size"))
-    text.finish()
-    return config
+    return _read(text, ("dense",), text.size("intermediate_size"))
 
 
 def _experts(keys: ConfigKeys, renormalize: bool) -> Experts:
@@ -218,9 +224,7 @@ def _read_moe(keys: ConfigKeys) -> ModelConfig:
     text.only("mlp_only_layers", [], None)
     text.only("decoder_sparse_step", 1)
     text.ignore("intermediate_size")  # every layer has experts
-    config = _read(text, (_experts(text, True),), text.size("moe_intermediate_size"))
-    text.finish()
-    return config
+    return _read(text, (_experts(text, True),), text.size("moe_intermediate_size"))
 
 
 def _read_next(keys: ConfigKeys) -> ModelConfig:
