@@ -11,7 +11,7 @@ from rnnlib.data.corpus import load_corpus
 from rnnlib.files import write_atomically
 from rnnlib.training import CheckpointError, LoggingConfig, Trainer, load_run, read_csv
 from rnnlib.training.orbax_errors import first_cause, reason_in_one_line
-from rnnlib.training.plots import loss_picture
+from rnnlib.training.plots import plot_losses
 
 pytestmark = pytest.mark.usefixtures("compilation_cache")
 
@@ -144,7 +144,7 @@ def test_a_picture_and_a_token_cache_that_find_no_room(small_disk, corpus):
     (disk / "cache").mkdir()
     fill(disk)
     with pytest.raises(OSError, match=r"No space left on device: '.*loss.png"):
-        loss_picture(disk)
+        plot_losses(disk)
     data = DataConfig(source="text", paths=(f"{corpus}/*.txt",), split_by="tail", cache_folder=str(disk / "cache"))
     with pytest.raises(OSError, match=r"No space left on device: '.*cache"):
         load_corpus(data, "train", load_tokenizer("byte"))
