@@ -22,8 +22,8 @@ ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CH
 
 def public_modules() -> dict[str, list[str]]:
     """The packages that export names, with these names."""
-    paths = [*ROOT.glob("rnnlib/**/__init__.py"), ROOT / "pallas_kernels" / "triton" / "__init__.py"]
-    names = sorted(".".join(path.parent.relative_to(ROOT).parts) for path in paths)
+    paths = ROOT.glob("rnnlib/**/__init__.py")
+    names = sorted([*(".".join(path.parent.relative_to(ROOT).parts) for path in paths), "pallas_kernels.operators"])
     modules = {name: importlib.import_module(name) for name in names}
     return {name: exported for name, module in modules.items() if (exported := exported_names(module))}
 

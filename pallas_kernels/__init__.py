@@ -1,14 +1,23 @@
-"""GPU kernels of `rnnlib.ops`, one folder a backend: arrays in, arrays out, and nothing of `rnnlib` is imported.
+"""GPU kernels of `rnnlib.ops`, one folder an operator: arrays in, arrays out, and nothing of `rnnlib` is imported.
 
-| module | what it has |
+| folder | operators |
 |---|---|
-| `problem` | the arrays of a call, its static facts, padding: what every backend starts from |
-| `decay` | limits of decays and gates, and the split of a log decay |
-| `schedule` | how a call is cut into programs, and in how many segments a sequence runs |
-| `platform`, `varying` | the device that is traced for; `jax.shard_map` and `jax.vmap` |
-| `mosaic` | kernels in Pallas on its Mosaic GPU backend, for Hopper cards |
-| `triton` | kernels in Pallas on its Triton backend, one folder an operator; runs the stages of `mosaic` |
+| `delta_rule` | the gated delta rule, and tokens whose writes wait beside the state |
+| `linear_attention` | linear attention with decay |
+| `ridge` | the ridge solve |
+| `preconditioner` | the diagonal of the keys' Gram matrix, and what is read from it |
+| `short_convolution` | the short causal convolution, of a sequence and of one token |
+| `softplus_decay` | a log decay by channel from a projection |
+| `norms` | RMS norms with an output gate or a sum before them |
+| `attention` | one token's attention to a cache; the backward pass of causal attention |
+| `skinny_gemm` | products of few rows with matrices |
+| `cross_entropy` | the logarithm of a sum of exponentials |
+| `common` | what they share: platform, launches, utilities of each backend |
 
-Imports run one way: `triton`, then `mosaic`, then the modules here; in a backend its operators' folders, then what they
-share.
+In a folder `api` is the public function, `vjp` its derivative, and `triton` and `mosaic_gpu` are the kernels of each
+Pallas backend. Stages have the same name in both. Triton's kernels run on NVIDIA GPUs and, interpreted, on a CPU;
+those in Mosaic GPU on Hopper cards. `autotune` measures launches.
+
+Imports run one way: an operator's `api`, its `vjp`, its backends, `common`; `linear_attention` and `ridge` also use
+`delta_rule`.
 """

@@ -24,9 +24,9 @@ from experiments.sweep.command import errors_as_lines
 from experiments.sweep.results import command_line, environment, write_text
 from experiments.sweep.study import Setting
 from experiments.throughput.profiling import profile
-from pallas_kernels import triton
-from pallas_kernels.deferred import PERIOD, DeferredState, defer_writes
-from pallas_kernels.schedule import Launch
+from pallas_kernels import operators as triton
+from pallas_kernels.common.config import Launch
+from pallas_kernels.delta_rule.deferred_state import PERIOD, DeferredState, defer_writes
 from rnnlib.models import ModelConfig
 from rnnlib.ops import deferred_writes
 

@@ -152,7 +152,7 @@ def solve_errors(config: RidgeBenchmarkConfig) -> Iterator[Record]:
 
     Inputs are bfloat16 (or float32) numbers; solutions come out in float32, so that rounding them is not counted.
     """
-    from pallas_kernels import triton
+    from pallas_kernels import operators as triton
 
     for dtype in (jnp.bfloat16, jnp.float32):
         x = draw((*config.error_shape, config.head_size), dtype)

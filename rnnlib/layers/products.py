@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.varying import vary_alike
+from pallas_kernels.common.vma import vary_alike
 from rnnlib.ops.sharding import is_split
 from rnnlib.ops.thin_products import Finish, row_product, thin_kernel_serves, thin_products
 

@@ -16,7 +16,7 @@ from rnnlib.layers.decay import Decay
 from rnnlib.layers.keys import Keys
 from rnnlib.layers.part import AxisConfig
 from rnnlib.ops.deferred_writes import DeferredState, defer_writes, deferred_token
-from rnnlib.ops.gated_delta_rule.scan import DeltaRuleInputs
+from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
 
 
 class Signals(NamedTuple):

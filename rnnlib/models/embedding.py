@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.varying import vary_alike
+from pallas_kernels.common.vma import vary_alike
 from rnnlib.layers.tensor import first_of_share, sum_over_shares
 from rnnlib.ops.sharding import is_split, mesh_of
 

@@ -4,16 +4,17 @@ The path of a call from the public function to a kernel, for the delta rule (eac
 
     rnnlib.ops.sharding            call                     each device's rows and heads (see below)
     rnnlib.ops.gated_delta_rule    gated_delta_rule         checks; the implementation: scan, chunked, triton or mosaic
-        .triton                    gated_delta_rule_triton  compiled once by `jax.jit`
+        .pallas                    gated_delta_rule_triton  compiled once by `jax.jit`
     rnnlib.ops.derivatives         run                      derivatives beyond the first, by way of `chunked`
-    pallas_kernels.triton          gated_delta_rule         dtypes, schedule, padding
-        .delta_rule.differentiable chunked_pass             forward and backward: the stages, in order
-        .delta_rule.chunk_factors  prepare                  one stage: where each program finds its arrays
-        .common.backend            call                     `pl.pallas_call`
+    pallas_kernels.delta_rule.api  gated_delta_rule         dtypes, schedule, padding
+        .vjp                       chunked_pass             forward and backward: the stages, in order
+        .triton.wy                 prepare                  one stage: where each program finds its arrays
+    pallas_kernels.common.triton   call                     `pl.pallas_call`
 
-The other operators follow the same path: `api` checks the arguments and chooses an implementation, `scan` is the
-definition, `chunked` runs in XLA on any device, and `triton` calls the kernels; for `mosaic` some of their stages are
-Pallas' Mosaic GPU kernels, for Hopper cards. Rules with a state `[K, V]` share the code in `token_scan` and `chunk`.
+The other operators follow the same path: `api` checks the arguments and chooses an implementation, `reference` is the
+definition (`"scan"`), `xla_chunked` runs in XLA on any device (`"chunked"`), and `pallas` calls the kernels
+(`"triton"`; for `"mosaic"` some of their stages are Pallas' Mosaic GPU kernels, for Hopper cards). Rules with a state
+`[K, V]` share the code in `token_scan` and `chunk`.
 
 Arrays may be sharded by rows and heads over mesh axes of type Explicit (see `sharding`), and within `jax.shard_map` by
 tokens (see `sequence`).

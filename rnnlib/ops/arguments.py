@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.platform import platform
+from pallas_kernels.common.platform import platform
 
 IMPLEMENTATIONS = ("scan", "chunked", "triton", "mosaic")
 

@@ -10,8 +10,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from pallas_kernels.platform import platform
-from pallas_kernels.varying import vary_alike
+from pallas_kernels.common.platform import platform
+from pallas_kernels.common.vma import vary_alike
 from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.ops.arguments import check_rank, check_segment_ids, floating_arrays, segment_index
 from rnnlib.ops.context_parallel import current_axis, tokens_before
@@ -42,7 +42,7 @@ def causal_attention(
     blocks as long as the window, and each block attends to itself and to the previous block.
 
     In bfloat16, with heads of 64 channels and rows of a multiple of 128 tokens that are not packed, a Hopper card
-    computes gradients in a kernel that adds up in a fixed order (`pallas_kernels.mosaic.attention_gradients`).
+    computes gradients in a kernel that adds up in a fixed order (`pallas_kernels.attention.mosaic_gpu.bwd`).
 
     Args:
         q: queries.

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels.platform import platform
-from pallas_kernels.varying import batch_alike, vary_alike
+from pallas_kernels.common.platform import platform
+from pallas_kernels.common.vma import batch_alike, vary_alike
 from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
 from rnnlib.ops.heads import group_inputs, merge_heads
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.varying import vary_alike
+from pallas_kernels.common.vma import vary_alike
 from rnnlib.ops.arguments import accumulation_dtype, segment_starts
 
 # A user context is part of the cache key of `jax.jit`.

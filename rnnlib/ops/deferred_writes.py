@@ -1,4 +1,4 @@
-"""Loops over single tokens that seldom store the state: `pallas_kernels.deferred` says how.
+"""Loops over single tokens that seldom store the state: `pallas_kernels.delta_rule.deferred_state` says how.
 
 `defer_writes` before the loop, `deferred_token` for each token, `settle_writes` after it.
 """
@@ -6,12 +6,12 @@
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.deferred import PERIOD as PERIOD
-from pallas_kernels.deferred import DeferredState as DeferredState
-from pallas_kernels.deferred import defer_writes as state_without_writes
-from pallas_kernels.platform import platform
+from pallas_kernels.common.platform import platform
+from pallas_kernels.delta_rule.deferred_state import PERIOD as PERIOD
+from pallas_kernels.delta_rule.deferred_state import DeferredState as DeferredState
+from pallas_kernels.delta_rule.deferred_state import defer_writes as state_without_writes
 from rnnlib.ops.context_parallel import current_axis
-from rnnlib.ops.gated_delta_rule.scan import DeltaRuleInputs
+from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported
 from rnnlib.ops.sharding import is_split
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.custom_derivatives import zero_from_primal
 
-from pallas_kernels.varying import batch_alike
+from pallas_kernels.common.vma import batch_alike
 
 Tree = Any
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from pallas_kernels.platform import platform
+from pallas_kernels.common.platform import platform
 
 
 def triton_kernels() -> ModuleType:
@@ -15,7 +15,7 @@ def triton_kernels() -> ModuleType:
         ImportError: this jax has no Pallas, or its Pallas has no Triton backend. On a GPU there is also a warning.
     """
     try:
-        from pallas_kernels import triton
+        from pallas_kernels import operators as triton
     except ImportError as error:
         if platform() == "gpu":
             warnings.warn(f"operators run without kernels, several times slower: {error}", RuntimeWarning, stacklevel=2)
@@ -24,9 +24,9 @@ def triton_kernels() -> ModuleType:
 
 
 def attention_gradient_kernel(q: Any, k: Any, v: Any) -> Callable[..., Any] | None:
-    """`pallas_kernels.mosaic.attention_gradients.attention_gradients` if it serves these arrays here, else None."""
+    """`pallas_kernels.attention.mosaic_gpu.bwd.attention_gradients` if it serves these arrays here, else None."""
     try:
-        from pallas_kernels.mosaic import attention_gradients as kernels
+        from pallas_kernels.attention.mosaic_gpu import bwd as kernels
     except ImportError:  # this jax has no Mosaic GPU; cuDNN's gradients serve as well, more slowly
         return None
     return kernels.attention_gradients if kernels.attention_gradients_unsupported(q, k, v) is None else None
@@ -36,7 +36,7 @@ def triton_unsupported(objection: str, *arrays: Any, **options: Any) -> str | No
     """Why the Triton kernels can't serve a call, as a noun phrase, or None if they can.
 
     Args:
-        objection: name of the function of `pallas_kernels.triton` that checks the call, such as `"unsupported"`.
+        objection: name of the function of `pallas_kernels.operators` that checks the call, such as `"unsupported"`.
         *arrays: its arguments.
         **options: likewise.
     """

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from pallas_kernels.platform import platform
+from pallas_kernels.common.platform import platform
 from rnnlib.ops.derivatives import with_derivatives_of
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported
 from rnnlib.ops.sharding import dot_general_over_mesh, is_split

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.varying import vary_alike
+from pallas_kernels.common.vma import vary_alike
 from rnnlib.ops.arguments import accumulation_dtype, segment_starts
 from rnnlib.ops.heads import group_inputs, merge_heads
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pallas_kernels.platform import platform
+from pallas_kernels.common.platform import platform
 from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
 from rnnlib.models import DecoderLM
 from rnnlib.training.checkpoint import Checkpoints, Progress

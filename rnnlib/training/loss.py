@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.varying import vary_alike
+from pallas_kernels.common.vma import vary_alike
 from rnnlib.layers.tensor import TENSOR, first_of_share, sum_over_shares
 from rnnlib.ops.log_sum_exp import log_sum_exp
 

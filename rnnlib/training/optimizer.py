@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from pallas_kernels.platform import platform
+from pallas_kernels.common.platform import platform
 from rnnlib.fields import Fraction, NaturalNumber, PositiveNumber, Range, check_fields
 
 Schedule = Callable[[jax.Array | int], jax.Array]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels import triton
+from pallas_kernels import operators as triton
 from rnnlib import ops
 from rnnlib.layers import mixer_preset
 from rnnlib.layers.products import InputLinear, joined_columns, joined_found, joined_inputs

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import triton
+from pallas_kernels import operators as triton
 from rnnlib import ops
 from tests.selection import mostly_slow
 

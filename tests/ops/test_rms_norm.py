@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels import triton
+from pallas_kernels import operators as triton
 from rnnlib.layers import normalization
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.ops import rms_norm as operator

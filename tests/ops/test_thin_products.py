@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels.triton import ThinFinish, ThinSchedule, thin_product_parts, thin_splits
-from pallas_kernels.triton import thin_products as kernel
-from pallas_kernels.triton.thin_products import thin_products as cuts
+from pallas_kernels import skinny_gemm as kernel
+from pallas_kernels.operators import ThinFinish, ThinSchedule, thin_product_parts, thin_splits
+from pallas_kernels.skinny_gemm import api as cuts
 from rnnlib.layers import normalization
 from rnnlib.layers.products import InputLinear, gated_product, joined_inputs
 from rnnlib.models import DecoderLM, ModelConfig

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels import triton
+from pallas_kernels import operators as triton
 from rnnlib.layers import AttentionConfig, attention
 from rnnlib.ops.causal_attention import Ring, token_attention, token_attention_formula
 from tests.selection import mostly_slow

@@ -11,12 +11,13 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import triton
-from pallas_kernels.problem import Inputs
-from pallas_kernels.schedule import Launch, choose_segments, choose_sum_segments
-from pallas_kernels.triton import Schedule
-from pallas_kernels.triton.common.backend import interpreted
-from pallas_kernels.triton.common.tuning import choose_schedule, load_table, table_launches
+from pallas_kernels import operators as triton
+from pallas_kernels.common.config import Launch
+from pallas_kernels.common.triton.backend import interpreted
+from pallas_kernels.delta_rule.config import choose_segments, choose_sum_segments
+from pallas_kernels.delta_rule.inputs import Inputs
+from pallas_kernels.delta_rule.tuned_configs import choose_schedule, load_table, table_launches
+from pallas_kernels.operators import Schedule
 from rnnlib import ops
 from rnnlib.layers import AttentionConfig, mixer_preset
 from rnnlib.ops.arguments import default_preference
@@ -317,7 +318,7 @@ def test_what_does_not_fit_in_shared_memory_is_refused_on_a_gpu_only():
 
 
 def test_tables_are_of_stages_and_launches():
-    tables = [f for f in (resources.files("pallas_kernels.triton") / "tables").iterdir() if f.name.endswith(".json")]
+    tables = [f for f in (resources.files("pallas_kernels.delta_rule") / "tuned").iterdir() if f.name.endswith(".json")]
     for file in tables:
         table = json.loads(file.read_text())
         assert table["processors"] > 0

@@ -19,9 +19,9 @@ from experiments.kernel_benchmarks.offline.compiling import (
     read_report,
 )
 from experiments.kernel_benchmarks.offline.report import card_table, objections, short_card_table
-from pallas_kernels import triton
-from pallas_kernels.schedule import Schedule, default_schedule
-from pallas_kernels.triton.common.backend import shared_memory
+from pallas_kernels import operators as triton
+from pallas_kernels.common.triton.backend import shared_memory
+from pallas_kernels.delta_rule.config import Schedule, default_schedule
 
 # All cases take an hour: `python -m experiments.kernel_benchmarks.offline`. These have the most used code.
 COMPILED = {

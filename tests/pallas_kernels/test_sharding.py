@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.platform import is_hopper
+from pallas_kernels.common.platform import is_hopper
 from rnnlib import ops
 from tests.pallas_kernels.cases import relative_error
 

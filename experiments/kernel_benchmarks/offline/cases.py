@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from experiments.kernel_benchmarks.offline.cards import CARDS
-from pallas_kernels import triton
-from pallas_kernels.deferred import DeferredState, defer_writes
-from pallas_kernels.mosaic.attention_gradients import attention_gradients
-from pallas_kernels.triton.common.tuning import load_table
+from pallas_kernels import operators as triton
+from pallas_kernels.attention.mosaic_gpu.bwd import attention_gradients
+from pallas_kernels.delta_rule.deferred_state import DeferredState, defer_writes
+from pallas_kernels.delta_rule.tuned_configs import load_table
 from rnnlib import ops
 
 Shape = tuple[int, int, int]  # B, T, H
@@ -119,7 +119,7 @@ def delta_rule(
 
 def tuned() -> list[Case]:
     """Every variant of the H200's table, where heads abound, where they are few, and in between where that differs."""
-    table = json.loads((resources.files("pallas_kernels.triton") / "tables" / "nvidia_h200.json").read_text())
+    table = json.loads((resources.files("pallas_kernels.delta_rule") / "tuned" / "nvidia_h200.json").read_text())
     cases = []
     for variant in table["variants"]:
         cases += [delta_rule(variant, MANY, "many heads"), delta_rule(variant, FEW, "few heads")]
@@ -161,7 +161,7 @@ def defaults() -> list[Case]:
 
 
 def mosaic() -> list[Case]:
-    """The delta rule with stages in Mosaic GPU, with each choice of `pallas_kernels.schedule.mosaic_schedule`."""
+    """The delta rule with stages in Mosaic GPU, with each choice of `delta_rule.config.mosaic_schedule`."""
     places = {"many heads": MANY, "few heads": FEW, "a program each": ONE_EACH}
     variants = [
         f"{solve}-128x128-bfloat16" for solve in ("delta-none", "delta-scalar", "delta-channel", "delta+key-scalar")

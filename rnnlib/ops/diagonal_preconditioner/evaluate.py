@@ -7,12 +7,12 @@ from jax import Array
 
 from rnnlib.ops.arguments import check_segment_ids, check_shape, choose_implementation, floating_arrays
 from rnnlib.ops.context_parallel import context_axis, current_axis, enter_gram, of_last
-from rnnlib.ops.diagonal_preconditioner.chunked import diagonal_gram_chunked
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
+from rnnlib.ops.diagonal_preconditioner.pallas import diagonal_gram_triton
 from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram
 from rnnlib.ops.diagonal_preconditioner.readouts import Gram
-from rnnlib.ops.diagonal_preconditioner.scan import diagonal_gram_scan
-from rnnlib.ops.diagonal_preconditioner.triton import diagonal_gram_triton
+from rnnlib.ops.diagonal_preconditioner.reference import diagonal_gram_scan
+from rnnlib.ops.diagonal_preconditioner.xla_chunked import diagonal_gram_chunked
 from rnnlib.ops.kernels import triton_unsupported
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {

@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
 from rnnlib.ops.context_parallel import current_axis, evaluate_erasing_rule
-from rnnlib.ops.dplr.chunked import dplr_chunked
-from rnnlib.ops.dplr.scan import DPLRInputs, dplr_scan
+from rnnlib.ops.dplr.reference import DPLRInputs, dplr_scan
+from rnnlib.ops.dplr.xla_chunked import dplr_chunked
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "dplr"

@@ -13,7 +13,7 @@ from rnnlib.ops.arguments import (
     per_head,
 )
 from rnnlib.ops.context_parallel import expect_whole_rows
-from rnnlib.ops.exact_preconditioner.scan import exact_preconditioner_scan
+from rnnlib.ops.exact_preconditioner.reference import exact_preconditioner_scan
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "exact_preconditioner"

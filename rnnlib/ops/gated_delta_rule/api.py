@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import check_rule, check_shape, choose_implementation, floating_arrays, scaled_queries
 from rnnlib.ops.context_parallel import current_axis, evaluate_erasing_rule
-from rnnlib.ops.gated_delta_rule.chunked import gated_delta_rule_chunked
-from rnnlib.ops.gated_delta_rule.scan import DeltaRuleInputs, gated_delta_rule_scan
-from rnnlib.ops.gated_delta_rule.triton import gated_delta_rule_triton
+from rnnlib.ops.gated_delta_rule.pallas import gated_delta_rule_triton
+from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs, gated_delta_rule_scan
+from rnnlib.ops.gated_delta_rule.xla_chunked import gated_delta_rule_chunked
 from rnnlib.ops.kernels import triton_unsupported
 from rnnlib.ops.sharding import split_over_mesh
 

@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
 from rnnlib.ops.context_parallel import current_axis, evaluate_decaying_rule
 from rnnlib.ops.kernels import triton_unsupported
-from rnnlib.ops.linear_attention.chunked import linear_attention_chunked
-from rnnlib.ops.linear_attention.scan import LinearAttentionInputs, linear_attention_scan
-from rnnlib.ops.linear_attention.triton import linear_attention_triton
+from rnnlib.ops.linear_attention.pallas import linear_attention_triton
+from rnnlib.ops.linear_attention.reference import LinearAttentionInputs, linear_attention_scan
+from rnnlib.ops.linear_attention.xla_chunked import linear_attention_chunked
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "linear_attention"

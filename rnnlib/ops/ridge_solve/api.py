@@ -21,11 +21,11 @@ from rnnlib.ops.arguments import (
 )
 from rnnlib.ops.context_parallel import context_axis, current_axis, enter_gram, of_last
 from rnnlib.ops.linear_attention import linear_attention
-from rnnlib.ops.ridge_solve.chunked import ridge_solve_chunked
 from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
-from rnnlib.ops.ridge_solve.scan import ridge_solve_scan
+from rnnlib.ops.ridge_solve.pallas import ridge_solve_triton, ridge_triton_unsupported
+from rnnlib.ops.ridge_solve.reference import ridge_solve_scan
 from rnnlib.ops.ridge_solve.solvers import METHODS, Solver
-from rnnlib.ops.ridge_solve.triton import ridge_solve_triton, ridge_triton_unsupported
+from rnnlib.ops.ridge_solve.xla_chunked import ridge_solve_chunked
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "ridge_solve"

@@ -17,8 +17,8 @@ from rnnlib.ops.arguments import (
 )
 from rnnlib.ops.sharding import split_over_mesh
 from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs, Finish
+from rnnlib.ops.short_convolution.pallas import short_convolution_triton, triton_convolution_unsupported
 from rnnlib.ops.short_convolution.taps import on_context_shard, short_convolution_taps
-from rnnlib.ops.short_convolution.triton import short_convolution_triton, triton_convolution_unsupported
 
 _NAME = "short_convolution"
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.platform import platform
+from pallas_kernels.common.platform import platform
 from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported
 from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.platform import platform
+from pallas_kernels.common.platform import platform
 from rnnlib.ops.context_parallel import current_axis
 from rnnlib.ops.derivatives import with_derivatives_of
 from rnnlib.ops.kernels import triton_kernels, triton_unsupported

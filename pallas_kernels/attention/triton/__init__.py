@@ -1,0 +1,1 @@
+"""Kernels of attention in Pallas on its Triton backend."""

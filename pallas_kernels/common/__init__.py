@@ -1,0 +1,12 @@
+"""What the kernels of all operators share.
+
+| module | what it has |
+|---|---|
+| `platform` | the device that is traced for |
+| `vma` | arrays inside `jax.shard_map` and `jax.vmap` |
+| `config` | how a kernel is compiled |
+| `problem` | static facts of a call that goes over chunks of a sequence |
+| `decay` | limits of decays and gates, and the split of a log decay |
+| `triton` | all that is particular to Pallas on Triton, and what kernels there share |
+| `mosaic_gpu` | all that is particular to Pallas on Mosaic GPU |
+"""

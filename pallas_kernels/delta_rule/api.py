@@ -1,0 +1,162 @@
+"""The public function of the gated delta rule, and which calls its kernels can serve."""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from pallas_kernels.common.platform import is_hopper, platform
+from pallas_kernels.common.problem import CHUNK, next_power_of_two
+from pallas_kernels.common.triton.backend import unsupported_arrays
+from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.delta_rule.config import Schedule
+from pallas_kernels.delta_rule.inputs import Inputs, crop_results, make_inputs, pad_inputs
+from pallas_kernels.delta_rule.tuned_configs import choose_schedule
+from pallas_kernels.delta_rule.vjp import Options, chunked_pass, one_token
+
+_MAX_CHANNELS = 256
+_MOSAIC_CHANNELS = 128
+
+
+def unsupported(q: Array, k: Array, v: Array, *gates: Array | None, chunk_size: int = CHUNK) -> str | None:
+    """Why the kernels here can't serve a call, as a noun phrase, or None if they can.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`.
+        *gates: erase gate and log decay, or None.
+        chunk_size: tokens in a chunk.
+    """
+    reason = unsupported_arrays(q=q, k=k, v=v)
+    if reason is not None:
+        return reason
+    if chunk_size != CHUNK:
+        return f"chunk_size {chunk_size} (only {CHUNK})"
+    if q.shape[3] > _MAX_CHANNELS or v.shape[3] > _MAX_CHANNELS:
+        return f"key size {q.shape[3]} with value size {v.shape[3]} (at most {_MAX_CHANNELS} each)"
+    has_channel_gates = any(x is not None and x.ndim == 4 for x in gates)
+    if platform() != "cpu" and has_channel_gates and q.shape[3] > 128 and jnp.result_type(q, k, v) == jnp.float32:
+        return f"key size {q.shape[3]} in float32 with channel-wise gates (at most 128: shared memory is too small)"
+    return None
+
+
+def mosaic_unsupported(
+    q: Array, k: Array, v: Array, erase: Array | None, log_decay: Array | None, *, chunk_size: int
+) -> str | None:
+    """Why a call can't have the passes over chunks in Mosaic GPU, as a noun phrase, or None if it can.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`.
+        erase: erase gate, or None.
+        log_decay: log decay, or None.
+        chunk_size: tokens in a chunk.
+    """
+    reason = unsupported(q, k, v, erase, log_decay, chunk_size=chunk_size)
+    if reason is not None:
+        return reason
+    if not is_hopper():
+        return "this device (it runs on Hopper cards)"
+    try:
+        import pallas_kernels.common.mosaic_gpu  # noqa: F401
+    except ImportError as error:
+        return f"this jax: {error}"
+    if jnp.result_type(q, k, v) != jnp.bfloat16:
+        return f"matrices of dtype {jnp.result_type(q, k, v)} (only bfloat16)"
+    if q.shape[1] == 1:
+        return "a single token (its kernel is Triton's)"
+    if any(next_power_of_two(size) != _MOSAIC_CHANNELS for size in (q.shape[3], v.shape[3])):
+        return f"key size {q.shape[3]} with value size {v.shape[3]} (65 to {_MOSAIC_CHANNELS} each)"
+    return None
+
+
+def gated_delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    *,
+    erase: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+    write: Float[Array, "B T HV"] | Float[Array, "B T HV V"] | None = None,
+    write_key: Float[Array, "B T H K"] | Float[Array, "B T HV K"] | None = None,
+    log_decay: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+    initial_state: Float[Array, "B HV K V"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+    chunk_size: int = CHUNK,
+    schedule: Schedule | None = None,
+    backend: str = "triton",
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
+    r"""The delta rule with decay, erase and write gates and a write key, forward and backward in Triton kernels.
+
+    Per value head, with the state `S [K, V]` in float32 and `D_t = Diag(exp(log_decay_t))`:
+
+        S_t = D_t S_{t-1} + k~_t (w_t * v_t - (D_t S_{t-1})^T (b_t * k_t))^T        o_t = scale * S_t^T q_t
+
+    evaluated in chunks of 64 tokens (equations 21 to 24 of Gated DeltaNet-2, arXiv 2605.22791, with `k~` and `k` told
+    apart). The backward keeps the segments' starting states, two `[64, 64]` matrices a chunk and, where gates are one
+    number a channel, the keys and queries as they scale them; it recomputes the rest. Runs are bit-identical. Few heads
+    are spread over the card in segments of the sequence; there, what is left of a state counts as zero where it is less
+    than 1e-15 of it. A single token takes a kernel of its own that moves the state once; a state that is donated is
+    updated in place.
+
+    Args:
+        q: queries, bfloat16 or float32.
+        k: read keys.
+        v: values; value head `j` uses key head `j // (HV // H)`.
+        erase: gate on the read key; None is 1.
+        write: gate on the value; None is 1.
+        write_key: the key that is written; None is `k`. Kernels round it to the other matrices' dtype; its gradient has
+            the dtype that it is given in, so that one given in float32 gets one that nothing rounds.
+        log_decay: natural logarithm of the decay, `<= 0`, -inf included; None is no decay.
+        initial_state: the state before the first token; None is zero.
+        segment_ids: the state restarts where the id changes; the first token continues `initial_state`.
+        scale: factor on the output; None is `K ** -0.5`.
+        chunk_size: only 64.
+        schedule: how the call is cut into programs; None takes the device's tuned one.
+        backend: `"mosaic"` runs most stages as Mosaic GPU kernels, where `mosaic_unsupported` has no objection: nearly
+            the same roundings in less time. One array that is both gates then counts as 2^-32 where it is smaller. Read
+            where `schedule` is None.
+
+    Returns:
+        The output in `v`'s dtype and the final state in float32.
+
+    Raises:
+        NotImplementedError: `unsupported`, or `mosaic_unsupported` for that backend, has an objection.
+        ValueError: `backend` is neither.
+    """
+    if backend not in ("triton", "mosaic"):
+        raise ValueError(f"gated_delta_rule: backend is {backend!r}, expected 'triton' or 'mosaic'")
+    if backend == "mosaic" and schedule is None:
+        reason = mosaic_unsupported(q, k, v, erase, log_decay, chunk_size=chunk_size)
+        if reason is not None:
+            raise NotImplementedError(f"gated_delta_rule: the Mosaic GPU kernels do not support {reason}")
+    else:
+        refuse_unsupported("gated_delta_rule", q, k, v, erase, log_decay, chunk_size=chunk_size)
+    inputs = make_inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids)
+    options, inputs = call_options(inputs, scale=scale, schedule=schedule, backend=backend)
+    if q.shape[1] == 1:
+        out, state = one_token(chunked_pass, options, inputs)
+    else:
+        out, state = crop_results(inputs, chunked_pass(options, pad_inputs(inputs)))
+    return out.astype(v.dtype), state
+
+
+def refuse_unsupported(operator: str, *arrays: Array | None, chunk_size: int) -> None:
+    """Raises NotImplementedError if `unsupported` has an objection."""
+    reason = unsupported(*arrays, chunk_size=chunk_size)  # type: ignore[arg-type]
+    if reason is not None:
+        raise NotImplementedError(f"{operator}: the Triton kernels do not support {reason}")
+
+
+def call_options(
+    inputs: Inputs, *, scale: float | None, schedule: Schedule | None, online: bool = True, backend: str = "triton"
+) -> tuple[Options, Inputs]:
+    """The static options of a call, and its inputs as its passes take them (see `Options`)."""
+    scale = inputs.q.shape[-1] ** -0.5 if scale is None else float(scale)
+    shares_gate = inputs.erase is not None and inputs.erase is inputs.write and inputs.erase.ndim == 3
+    if shares_gate:
+        inputs = inputs._replace(write=None)
+    schedule = schedule or choose_schedule(inputs, online, backend)
+    write_key_dtype = None if inputs.write_key is None else inputs.write_key.dtype
+    return Options(online, scale, schedule, shares_gate, write_key_dtype), vary_alike(inputs)

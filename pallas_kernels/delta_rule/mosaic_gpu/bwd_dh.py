@@ -1,0 +1,298 @@
+"""The pass over chunks, last to first, with the state's gradient in registers.
+
+    dR = P^T dO + K_tail dS_C      dW = A^T dR      dS_0 = Diag(exp(G_C)) dS_C + Q_G^T dO - Ebar^T dW
+
+As in `fwd`, all matrices but keys and queries are transposed. The source of the equations is in
+`pallas_kernels.delta_rule.triton.bwd_dh`.
+
+What a token writes is `R = w (V - S^T k)` if its erase and its write gate are one gate w, where S is the state that it
+meets. That gate's gradient is therefore a sum over the value channels alone, `dW (V - S^T k) = dW R / w`. It is taken
+here, of the `dW` that is not rounded yet, and of R with two binary digits more than bfloat16 has. Where two keys and
+128 value channels leave little shared memory, R has one slot, through which `dW` leaves afterwards.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.decay import divisible
+from pallas_kernels.common.mosaic_gpu import (
+    SIDE,
+    added,
+    awaited,
+    column_sums,
+    left_parts,
+    load_matrix,
+    load_plain,
+    load_turned,
+    matrix_buffer,
+    multiply,
+    publish,
+    scale_columns,
+    split,
+    store,
+    sum_buffer,
+    wait_for_stores,
+    with_accumulators,
+)
+from pallas_kernels.common.problem import CHUNK, Problem
+from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
+    PassArrays,
+    Tile,
+    call,
+    chunk_tiles,
+    digit_tile,
+    keep,
+    load_kept,
+    refined,
+    residual_tile,
+    row_of,
+    start_state,
+    tokens,
+    value_tile,
+)
+
+
+def _write_gradient(
+    r: Any, tiles: Any, slot: Any, own: Any, d_state: Array, kept: Any, is_exact: bool
+) -> tuple[Array, Array, Array, Array | None]:
+    """`dW^T`, the state's gradient before the chunk's reads and writes, `dO^T` as it meets Q, and the erased rows."""
+    left = d_state.astype(jnp.bfloat16)
+
+    def body(d_written, d_near, d_value):
+        multiply(d_written, left, tiles.written.at[slot].T)
+        d_out = load_matrix(tiles.d_out.at[slot, :, own].T)
+        multiply(d_near, d_out, tiles.scores.at[slot])
+        written = row_of(tiles, "written_rows", slot)
+        d_residual = scale_columns(awaited(d_written, running=1), written) + awaited(d_near)
+        for part in left_parts(d_residual, is_exact):
+            multiply(d_value, part, tiles.inverse.at[slot])
+        before = keep(d_state, kept)
+        if r.read_rows is not None:
+            d_out = scale_columns(d_out.astype(jnp.float32), row_of(tiles, "read_rows", slot)).astype(jnp.bfloat16)
+        erased = row_of(tiles, "erased_rows", slot)
+        return awaited(d_value), before, d_out, erased
+
+    return with_accumulators(body, CHUNK, CHUNK, CHUNK)
+
+
+def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem, is_exact: bool):
+    first, count = chunks
+    erased = getattr(tiles, "erased", tiles.written)
+    # Without rows of factors the queries' factor is multiplied in afterwards, so that no operand is rounded once more.
+    is_scaled_late = r.read_rows is None
+    with_values, late = r.d_v is not None, ring.late
+    parts = [name for name in ("d_v", "d_rest") if getattr(r, name) is not None]
+
+    def outlet(name):
+        """The shared memory through which `dW`, or a part of it, leaves."""
+        return tiles.residuals.at[0, place.own] if late is not None else getattr(buffers, name).at[place.group]
+
+    def load_factor(slot):
+        """What `dW` is multiplied by in the sum over value channels: R or the values."""
+        if r.residuals is None:
+            return load_turned(tiles.v.at[slot, :, place.own])
+        rounded = load_matrix(tiles.residuals.at[slot, place.own])
+        if r.digits is None:
+            return rounded.astype(jnp.float32)
+        return refined(rounded, load_plain(tiles.digits.at[slot, place.own]))
+
+    def store_value_side(slot, n, m, d_value):
+        write = row_of(tiles, "write_rows", slot)
+        if late is not None:  # all read R before `dW` comes in its place
+            factor = load_factor(late.wait(m))
+            publish()
+        if write is not None:
+            write = divisible(write)
+        for name, part in zip(parts, split(scale_columns(d_value, write))):
+            outlet(name).T[...] = part
+        publish()
+        store(buffers.d_states.at[place.group], r.d_states.at[place.batch, place.head, n, place.channels], last=False)
+        for name in parts:
+            target = getattr(r, name).at[place.batch, tokens(n), place.head, place.channels]
+            store(outlet(name), target, last=name == parts[-1])
+        if r.d_write is not None:
+            # Here, since the next step waits for what is stored, and the sum would delay products before `publish`.
+            if late is None:
+                factor = load_factor(slot)
+            sums = column_sums(d_value * factor, buffers.sums.at[place.group])
+            r.d_write[place.part, place.batch, place.head, tokens(n)] = sums
+            if late is None:  # the factor is read
+                publish()
+
+    def wait_for_values(m):
+        """Waits until what the step before m stored has left."""
+        wait_for_stores()
+        if late is not None:
+            pl.when(m > 0)(lambda: late.release(0))
+
+    def step(m, d_state):
+        n = first + count - 1 - m
+        if with_values:
+            wait_for_values(m)
+            buffers.d_states[place.group] = d_state.astype(jnp.bfloat16)
+        slot = ring.wait(m)
+        kept = load_kept(r, tiles, place, slot, n)
+        if is_scaled_late:
+            kept = jnp.float32(1 / problem.scale) if kept is None else kept * (1 / problem.scale)
+        d_value, before, reads, row = _write_gradient(r, tiles, slot, place.own, d_state, kept, is_exact)
+        erases = scale_columns(-d_value, row).astype(jnp.bfloat16)
+
+        def add(d_state):
+            multiply(d_state, reads, tiles.read.at[slot])
+            if not is_scaled_late:
+                multiply(d_state, erases, erased.at[slot])
+            if with_values:
+                store_value_side(slot, n, m, d_value)
+            else:
+                publish()
+
+        (d_state,) = added(add, before)
+        if is_scaled_late:
+            (d_state,) = added(lambda x: multiply(x, erases, erased.at[slot]), d_state * problem.scale)
+        ring.release(slot)
+        return d_state
+
+    d_state = lax.fori_loop(0, count, step, start_state(r.ends, place, problem.key_size))
+    if r.offsets is not None:
+        r.offsets[place.batch, place.head, place.segment, place.channels] = d_state
+    if r.d_initial_state is not None:
+
+        @pl.when(place.segment == 0)
+        def _():
+            r.d_initial_state[place.batch, place.head, place.channels] = d_state
+
+    if late is not None:
+        wait_for_values(count)
+    wait_for_stores(only_read=False)
+
+
+def _call(
+    problem: Problem,
+    arrays: PassArrays,
+    d_out: Array,
+    ends: Array | None,
+    outputs: dict[str, jax.ShapeDtypeStruct | None],
+    buffers: dict[str, Any],
+    name: str,
+    *,
+    residuals: Array | None = None,
+    digits: Array | None = None,
+    is_exact: bool,
+    groups: int,
+    slots: int,
+    has_late: bool = False,
+) -> dict[str, Array | None]:
+    tiles = {**chunk_tiles(problem, arrays, groups), "d_out": value_tile("d_out", groups)}
+    late: dict[str, Tile] = {}
+    factor = late if has_late else tiles
+    if residuals is not None:
+        factor["residuals"] = residual_tile(groups)
+    if digits is not None:
+        factor["digits"] = digit_tile(groups)
+    absent = dict.fromkeys(("d_states", "d_v", "d_rest", "d_write", "d_initial_state", "offsets"))
+    return call(
+        _reverse_kernel,
+        name,
+        problem,
+        {**arrays.by_name(), "d_out": d_out, "ends": ends, "residuals": residuals, "digits": digits},
+        {**absent, **outputs},
+        tiles,
+        buffers,
+        groups=groups,
+        slots=slots,
+        late=late,
+        reverse=True,
+        is_exact=is_exact,
+    )
+
+
+def reverse_offsets(problem: Problem, arrays: PassArrays, d_out: Array, *, groups: int, slots: int) -> Array:
+    """What a segment's outputs add to the gradient at its start, `[B, HV, P, V, K]` float32."""
+    p = problem
+    offsets = p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32)
+    arrays = arrays._replace(v=None, write=None, write_rows=None)
+    outputs: dict[str, jax.ShapeDtypeStruct | None] = {"offsets": offsets}
+    results = _call(
+        p, arrays, d_out, None, outputs, {}, "delta_reverse_offsets", is_exact=False, groups=groups, slots=slots
+    )
+    return results["offsets"]  # type: ignore[return-value]
+
+
+def reverse_pass(
+    problem: Problem,
+    arrays: PassArrays,
+    d_out: Array,
+    ends: Array | None,
+    residuals: Array | None,
+    digits: Array | None,
+    *,
+    is_exact: bool,
+    with_initial_state: bool,
+    groups: int,
+    slots: int,
+) -> dict[str, Array | None]:
+    """Gradients with respect to states, values, write gate and initial state.
+
+    Args:
+        problem: static facts.
+        arrays: what a pass reads.
+        d_out: `[B, T, HV, V]`.
+        ends: gradients at the segments' ends, transposed, `[B, HV, P, V, K]` float32; None for zero.
+        residuals: R, `[B, HV, N, V, C]`, if the write gate is the erase gate too, not 0 and one number a token; else
+            None.
+        digits: further digits of R, `[B, HV, N, V, 8]`, or None.
+        is_exact: whether what goes through the inverse is not rounded before.
+        with_initial_state: whether the initial state's gradient is wanted.
+        groups: blocks of 64 value channels of a program.
+        slots: chunks whose tiles are in shared memory.
+
+    Returns:
+        `d_states` `[B, HV, N, V, K]`, of the state after each chunk; `d_v` `[B, T, HV, V]`, `dW` times a write gate of
+        one number a token; `d_write` of such a gate, `[B, HV, T]` float32, with residuals times the gate, in which it
+        then both erases and writes; `d_rest`, if the gate is one number a channel, what rounding left of `dW` in
+        `d_v`, likewise, else None; `d_initial_state`, transposed, `[B, HV, V, K]` float32 or None.
+    """
+    p, is_wide = problem, arrays.write is not None
+    with_d_write = arrays.write_rows is not None
+    if residuals is not None or not with_d_write:
+        arrays = arrays._replace(v=None, write=None)
+    final = p.per_head(p.value_size, p.key_size, dtype=jnp.float32)
+    parts = jax.ShapeDtypeStruct((p.value_size // SIDE, p.batch, p.value_heads, p.length), jnp.float32)
+    like_values = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype)
+    outputs = {
+        "d_states": p.per_head(p.chunks, p.value_size, p.key_size),
+        "d_v": like_values,
+        "d_rest": like_values if is_wide else None,
+        "d_write": parts if with_d_write else None,
+        "d_initial_state": final if with_initial_state else None,
+    }
+    buffers = {"d_states": matrix_buffer(groups, SIDE, p.key_size)}
+    has_late = residuals is not None and arrays.erased is not None and groups > 1
+    if not has_late:
+        buffers["d_v"] = matrix_buffer(groups, CHUNK, SIDE)
+    if is_wide:
+        buffers["d_rest"] = matrix_buffer(groups, CHUNK, SIDE)
+    if with_d_write:
+        buffers["sums"] = sum_buffer(groups)
+    results = _call(
+        p,
+        arrays,
+        d_out,
+        ends,
+        outputs,
+        buffers,
+        "delta_reverse",
+        residuals=residuals,
+        digits=digits,
+        is_exact=is_exact,
+        groups=groups,
+        slots=slots,
+        has_late=has_late,
+    )
+    if with_d_write:
+        results["d_write"] = jnp.sum(results["d_write"], axis=0)  # type: ignore[arg-type]
+    return results

@@ -1,0 +1,332 @@
+"""Last stage of the backward under a channel-wise decay; `bwd_dqkg` has the equations.
+
+Each operand of a product of pairs is scaled by its decay relative to the chunk's middle row m, as in
+`pallas_kernels.delta_rule.triton.channel_decay`: `Q' = q exp(G - G_m)`, `E' = k exp(G - G_m)`, `K' = k~ exp(G_m - G)`.
+Such products round neither factor to bfloat16. Each goes in two bfloat16 parts, for three products in place of one.
+
+All matrices of tokens and channels are held transposed, channels by tokens. A scaled operand is then the left operand
+of its products, in registers, and only the pairs' gradients need shared memory:
+
+    dQ^T = exp(G - G_m) (front dO S_0^T + dP K')^T = exp(G - G_m) (front S_0 dO^T + K'^T dP^T)
+
+and so on. Sums over later tokens, of the log decay and of its gradient, are products with a matrix of 0 and 1.
+
+An erase gate of one number a key channel is one more tile. It multiplies the key where that reads, and the two
+gradients in float32, of the gate and of the log decay, leave through its place.
+
+What the kernel finds of an extreme chunk is not a number; a kernel in Triton replaces it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.decay import LOG2_E, MIN_LOG_DECAY
+from pallas_kernels.common.mosaic_gpu import (
+    SIDE,
+    added,
+    arrive,
+    awaited,
+    barrier,
+    begin_across,
+    column_numbers,
+    column_sums,
+    load_across,
+    load_column,
+    load_matrix,
+    load_row,
+    load_turned,
+    matrix_buffer,
+    meet,
+    multiply,
+    number_buffer,
+    publish,
+    row_numbers,
+    split,
+    spread_columns,
+    spread_rows,
+    store,
+    store_across,
+    sum_buffer,
+    turned,
+    wait,
+    wait_for_stores,
+    wide_buffer,
+    with_accumulators,
+    zero,
+)
+from pallas_kernels.common.problem import CHUNK, Problem
+from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import (
+    GradientArrays,
+    KeyTiles,
+    Structs,
+    Walk,
+    call,
+    diagonal,
+    scaled_pairs,
+)
+from pallas_kernels.delta_rule.mosaic_gpu.pipeline import run_rows, tokens
+
+_MIDDLE = CHUNK // 2
+_PARTS = ((0, 0), (1, 0), (0, 1))  # of two factors: all but the product of both rests
+_ENDS = ("front", "tail", "kept")
+_SMALLEST = 2.0**-126
+
+
+def _token_rows(problem: Problem, x: GradientArrays) -> dict[str, Array]:
+    """Numbers a token, `[B, HV, T]` float32; one that is absent is 1."""
+    rows = {} if x.ratio is None else {"ratio": jnp.swapaxes(x.ratio, 1, 2)}
+    return rows | run_rows(problem, x.starts)
+
+
+def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
+    """One warpgroup's half of the key channels of all chunks of a program."""
+    p, half = walk.problem, lax.axis_index("warpgroup")
+    channels = pl.ds(half * SIDE, SIDE)
+    count, has_starts = walk.count, "run" in walk.rows
+    has_gate = r.erase is not None
+    keys = KeyTiles(r, tiles, walk, half, is_across=True)
+
+    def pairs_of(m, which, part):
+        return memory.pairs.at[zero(m) + which, part]
+
+    def row(name, m, load=load_row) -> Any:
+        return walk.row(tiles, name, m, load)
+
+    def by_token(x, name, m):
+        """`x`, channels by tokens, times one number a token."""
+        numbers = row(name, m)
+        return x if numbers is None else x * spread_columns(numbers)
+
+    def by_channel(x, name, m):
+        """Likewise times one number a channel."""
+        return x * spread_rows(load_end(name, m))
+
+    def load_end(name, m):
+        return load_column(tiles.ends.at[walk.place("rows", m), _ENDS.index(name), channels])
+
+    def store_later():
+        """The matrix that adds up over later tokens."""
+
+        @pl.when(half == 0)
+        def _():
+            is_later = spread_rows(row_numbers()) > spread_columns(column_numbers())
+            memory.later[0] = jnp.where(is_later, 1.0, 0.0).astype(jnp.bfloat16)
+            publish()
+
+        meet(memory.begun)
+
+    def store_pairs(m, pairs):
+        """Stores dP (first warpgroup) or dT. A token's score with itself has no decay, and is kept apart."""
+        pairs = scaled_pairs(pairs, half, p.scale, row("ratio", m, load_column))
+        rows, columns = row_numbers(m), column_numbers()
+
+        @pl.when(half == 0)
+        def _():
+            memory.own[...] = diagonal(pairs, m)
+
+        pairs = jnp.where(spread_rows(rows) > spread_columns(columns), pairs, 0.0)
+        if has_starts:
+            is_near = spread_rows(row("run", m, load_column)) == spread_columns(row("run", m))
+            pairs = jnp.where(is_near, pairs, 0.0)
+        for part, x in enumerate(split(pairs)):
+            pairs_of(m, half, part)[...] = x
+        publish()
+        arrive(memory.ready)
+
+    def begin_log_decay(m):
+        b, n, h = walk.at(m)
+        return begin_across(r.log_decay.at[b, tokens(n), h, channels])
+
+    def load_gate(m):
+        """The erase gate of one number a channel."""
+        if keys.holds_gate:
+            return load_turned(keys.gate_of(m))
+        b, n, h = walk.at(m)
+        return load_across(r.erase.at[b, tokens(n), h, channels])
+
+    def erase_key(m, tile):
+        """What reads to erase; an erase gate of one number a token is in the pairs' gradients."""
+        return load_gate(m) * load_turned(tile) if has_gate else load_turned(tile)
+
+    def store_wide(m, name, x, *, waits):
+        """Stores a float32 gradient: through the gate's tile, which is no longer read, or a buffer, or directly."""
+        b, n, h = walk.at(m)
+        target = getattr(r, name).at[b, tokens(n), h, channels]
+        if not (keys.holds_gate or hasattr(memory, "wide")):
+            store_across(target, x)
+            publish()
+            return
+        if waits:  # until what left through the same place before has left
+            wait_for_stores()
+        buffer = keys.gate_of(m) if keys.holds_gate else memory.wide.at[half]
+        store_across(buffer, x)
+        publish()
+        store(buffer, target)
+
+    def exponent_and_pairs(m, log_decay):
+        """Binary exponent of `exp(G - G_m)`; stores the pairs' gradients."""
+        step = by_token(jnp.maximum(turned(log_decay), MIN_LOG_DECAY), "goes_on", m)
+        parts = split(step * LOG2_E)
+        walk.wait("near", m)
+        near, residuals = tiles.near.at[walk.place("near", m)], tiles.residuals.at[walk.place("near", m)]
+
+        def body(pairs, later):
+            multiply(pairs, near.at[half], residuals)
+            for part in parts:
+                multiply(later, part, memory.later.at[zero(m)])
+            return awaited(pairs), awaited(later)
+
+        pairs, later = with_accumulators(body, CHUNK, CHUNK)
+        pl.when(m > 0)(lambda: wait(memory.used))
+        store_pairs(m, pairs)
+        after_middle = jnp.sum(jnp.where(spread_columns(column_numbers()) == _MIDDLE, later, 0.0), axis=1)
+        return spread_rows(after_middle) - later
+
+    def far_products(m):
+        """`S_0 dO^T`, `S_0 dW^T`, `dS_C R^T`, and the sum of `S_0 * dS_C` over value channels."""
+        near, residuals = tiles.near.at[walk.place("near", m)], tiles.residuals.at[walk.place("near", m)]
+        state = tiles.states.at[walk.place("states", m), half]
+        d_state = tiles.d_states.at[walk.place("d_states", m), half]
+
+        def body(read, erased, written):
+            walk.wait("states", m)
+            multiply(read, state.T, near.at[0].T)
+            multiply(erased, state.T, near.at[1].T)
+            walk.wait("d_states", m)
+            multiply(written, d_state.T, residuals)
+            kept: Any = 0.0
+            for start in range(0, p.value_size, CHUNK):
+                x, y = (load_matrix(t.at[pl.ds(start, CHUNK)].T).astype(jnp.float32) for t in (state, d_state))
+                kept = kept + jnp.sum(x * y, axis=1)
+            return *(awaited(x) for x in (read, erased, written)), kept
+
+        results = with_accumulators(body, CHUNK, CHUNK, CHUNK)
+        publish()
+        for name in ("near", "states", "d_states"):
+            walk.release(name, m)
+        return results
+
+    def near_products(m, starts, factor, pairs, *, transposed):
+        """Adds products of a scaled factor with the pairs' gradients to each of `starts`."""
+        parts = split(factor)
+
+        def body(*totals):
+            for i, j in _PARTS:
+                for total, which in zip(totals, pairs):
+                    matrix = pairs_of(m, which, j)
+                    multiply(total, parts[i], matrix.T if transposed else matrix)
+
+        return added(body, *starts)
+
+    def inverse(x):
+        """`1 / x` of a positive number; the card has no fast division."""
+        root = lax.rsqrt(x)
+        return root * root
+
+    def step(m, log_decay):
+        b, n, h = walk.at(m)
+        walk.wait("rows", m)
+        reads = jnp.exp2(exponent_and_pairs(m, log_decay))
+        keys.release_before(m)
+        read, erased, written, kept = far_products(m)
+        read = by_token(by_channel(p.scale * read, "front", m), "sees", m)
+        erased = by_token(by_token(by_channel(-erased, "front", m), "ratio", m), "sees", m)
+        written = by_token(by_channel(written, "tail", m), "reaches", m)
+
+        walk.wait("keys", m)
+        q_tile, k_tile, key_tile = keys.of(m)
+
+        wait(memory.ready)
+        scaled = load_turned(key_tile) * inverse(reads)
+        d_end = load_end("kept", m) * kept + jnp.sum(scaled * written, axis=1)
+        read, erased = near_products(m, (read, erased), scaled, (0, 1), transposed=True)
+        (written,) = near_products(m, (written,), load_turned(q_tile) * reads, (0,), transposed=False)
+        (written,) = near_products(m, (written,), erase_key(m, k_tile) * reads, (1,), transposed=False)
+        own = load_row(memory.own)
+        publish()
+        arrive(memory.used)
+
+        erased = erased * reads
+        d_total = erase_key(m, k_tile) * erased
+        if has_gate:
+            d_erase, erased = load_turned(k_tile) * erased, load_gate(m) * erased
+            store_wide(m, "d_erase", d_erase, waits=False)
+        elif r.d_erase is not None:
+            r.d_erase[half, b, h, tokens(n)] = column_sums(d_total, memory.column_sums.at[half])
+        read = read * reads
+        d_total = d_total + load_turned(q_tile) * read
+        written = written * inverse(reads)
+        d_total = d_total - load_turned(key_tile) * written
+        read = read + spread_columns(own) * load_turned(key_tile)
+        written = written + spread_columns(own) * load_turned(q_tile)
+        keys.store(m, {"q": read, "k": erased if r.write_key is not None else erased + written, "write_key": written})
+
+        parts = split(d_total)
+
+        def add_later(total):
+            for part in parts:
+                multiply(total, part, memory.later.at[zero(m)])
+
+        log_decay = begin_log_decay(jnp.minimum(m + 1, count - 1))  # on its way meanwhile
+        (d_step,) = added(add_later, d_total + spread_rows(d_end))
+        # Only the chunk's first log decay can be so low that it is clamped; or that all before it is forgotten anyway.
+        is_flat = (spread_columns(column_numbers()) == 0) & (spread_rows(load_end("front", m)) < _SMALLEST)
+        d_step = jnp.where(is_flat, 0.0, d_step)
+        store_wide(m, "d_log_decay", by_token(d_step, "goes_on", m), waits=has_gate or not keys.through)
+        walk.release("rows", m)
+        return log_decay
+
+    store_later()
+    lax.fori_loop(0, count, step, begin_log_decay(jnp.int32(0)))
+    keys.release_before(count)
+    pl.when(count > 0)(lambda: wait(memory.used))
+    wait_for_stores(only_read=False)
+
+
+def channel_gradients(
+    problem: Problem, x: GradientArrays, wanted: Structs, *, key_slots: int, programs: int
+) -> dict[str, Array | None]:
+    """Gradients of arguments, by value head, of all chunks that are not extreme.
+
+    Args:
+        problem: static facts.
+        x: what the kernel reads.
+        wanted: `gradient_structs`.
+        key_slots: chunks whose queries and keys are in shared memory.
+        programs: at most; the number of processors.
+
+    Returns:
+        As in `bwd_dqkg`, but `d_log_decay` is whole, `[B, T, HV, K]` float32, and 0 where it is flat.
+    """
+    p = problem
+    d_log_decay = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.key_size), jnp.float32)
+    outputs = {**wanted, "d_log_decay": d_log_decay}
+    buffers = {
+        "pairs": matrix_buffer(2, 2, CHUNK, CHUNK),
+        "later": matrix_buffer(1, CHUNK, CHUNK),
+        "own": number_buffer(CHUNK),
+        "begun": barrier(2),
+        "ready": barrier(2),  # both warpgroups' pairs are there
+        "used": barrier(2),  # both have read them
+    }
+    if x.erase is None and wanted["d_erase"] is not None:  # of a gate of one number a token
+        buffers["column_sums"] = sum_buffer(2, is_small=True)
+    if x.erase is None and x.write_key is None and x.starts is None:  # else there is no room, or the gate's tile
+        buffers["wide"] = wide_buffer(2, CHUNK, CHUNK)
+    return call(
+        _compute,
+        "delta_channel_gradients",
+        p,
+        x,
+        _token_rows(p, x),
+        jnp.stack([getattr(x, name) for name in _ENDS], axis=3),
+        outputs,
+        buffers,
+        more={"log_decay": x.log_decay},
+        key_slots=key_slots,
+        programs=programs,
+    )

@@ -1,0 +1,207 @@
+"""Passes over the chunks of a sequence, first to last, with the state in registers.
+
+    R = A (Z - Ebar S_0)      O = Q_G S_0 + P R      S_C = Diag(exp(G_C)) S_0 + K_tail^T R
+
+All matrices but keys and queries are transposed: R^T is `[V, C]`, the state `[V, K]`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.mosaic_gpu import (
+    SIDE,
+    added,
+    awaited,
+    left_parts,
+    matrix_buffer,
+    multiply,
+    publish,
+    put,
+    scale_columns,
+    store,
+    wait_for_stores,
+    with_accumulators,
+)
+from pallas_kernels.common.problem import CHUNK, Problem
+from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
+    DIGIT_COLUMNS,
+    PassArrays,
+    call,
+    chunk_tiles,
+    keep,
+    load_kept,
+    load_written,
+    rounded_and_digits,
+    row_of,
+    start_state,
+    tokens,
+)
+
+
+def residuals(
+    tiles: Any,
+    slot: Any,
+    own: Any,
+    state: Array,
+    kept: Any,
+    is_exact: bool,
+    scaled: Callable | None = None,
+    is_value: Any = None,
+) -> tuple[Array, ...]:
+    """A chunk from the state `[V, K]` before it: R^T, the state after its decay and, with `scaled`, `scaled(S_0 Q^T)`.
+
+    With `is_exact`, `Z - Ebar S_0` is not rounded before it goes through the inverse. Where `is_value` is false, the
+    values Z count as zero.
+    """
+    left = state.astype(jnp.bfloat16)
+    erased = getattr(tiles, "erased", tiles.written)
+
+    def body(recalled, residual, *reads):
+        multiply(recalled, left, erased.at[slot].T)
+        for read in reads:
+            multiply(read, left, tiles.read.at[slot].T)
+        values = load_written(tiles, slot, own)
+        if is_value is not None:
+            values = jnp.where(is_value, values, 0.0)
+        erase = row_of(tiles, "erased_rows", slot)
+        new = values - scale_columns(awaited(recalled, running=len(reads)), erase)
+        parts = left_parts(new, is_exact)
+        for part in parts:
+            multiply(residual, part, tiles.inverse.at[slot].T)
+        after = keep(state, kept)
+        outs = [scaled(awaited(read, running=len(parts))) for read in reads]  # type: ignore[misc]
+        return awaited(residual), after, *outs
+
+    return with_accumulators(body, *[CHUNK] * (2 if scaled is None else 3))
+
+
+def _output_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem, is_exact: bool):
+    first, count = chunks
+
+    def step(m, state):
+        n = first + m
+        slot = ring.wait(m)
+        kept = load_kept(r, tiles, place, slot, n)
+
+        def scaled(out):
+            return out * problem.scale if r.read_rows is None else scale_columns(out, row_of(tiles, "read_rows", slot))
+
+        residual, after, out = residuals(tiles, slot, place.own, state, kept, is_exact, scaled)
+        written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
+        residual = residual.astype(jnp.bfloat16)
+
+        def add(state, out):
+            multiply(state, written, tiles.written.at[slot])
+            multiply(out, residual, tiles.scores.at[slot].T)
+
+        state, out = added(add, after, out)
+        wait_for_stores()
+        buffers.out.at[place.group].T[...] = out.astype(jnp.bfloat16)
+        publish()
+        ring.release(slot)
+        store(buffers.out.at[place.group], r.out.at[place.batch, tokens(n), place.head, place.channels])
+        return state
+
+    state = lax.fori_loop(0, count, step, start_state(r.starts, place, problem.key_size))
+
+    @pl.when(place.segment == problem.segments - 1)
+    def _():
+        r.final_state[place.batch, place.head, place.channels] = state
+
+    wait_for_stores(only_read=False)
+
+
+def _states_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem):
+    first, count = chunks
+
+    def step(m, state):
+        n = first + m
+        wait_for_stores()
+        buffers.states[place.group] = state.astype(jnp.bfloat16)
+        slot = ring.wait(m)
+        kept = load_kept(r, tiles, place, slot, n)
+        residual, after = residuals(tiles, slot, place.own, state, kept, True)
+        written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
+
+        def add(state):
+            multiply(state, written, tiles.written.at[slot])
+            if r.digits is None:
+                rounded = residual.astype(jnp.bfloat16)
+            else:
+                rounded, digits = rounded_and_digits(residual)
+                put(r.digits.at[place.batch, place.head, n, place.channels], digits)
+            buffers.residuals[place.group] = rounded
+            publish()
+            store(buffers.states.at[place.group], r.states.at[place.batch, place.head, n, place.channels], last=False)
+            store(buffers.residuals.at[place.group], r.residuals.at[place.batch, place.head, n, place.channels])
+
+        (state,) = added(add, after)
+        ring.release(slot)
+        return state
+
+    lax.fori_loop(0, count, step, start_state(r.starts, place, problem.key_size))
+    wait_for_stores(only_read=False)
+
+
+def output_pass(
+    problem: Problem, arrays: PassArrays, starts: Array | None, *, is_exact: bool, groups: int, slots: int
+) -> tuple[Array, Array]:
+    """Output `[B, T, HV, V]` and final state, transposed, `[B, HV, V, K]` float32.
+
+    Args:
+        problem: static facts.
+        arrays: what a pass reads.
+        starts: states at the segments' starts, transposed, `[B, HV, P, V, K]` float32; None for zero.
+        is_exact: whether what goes through the inverse is not rounded before.
+        groups: blocks of 64 value channels of a program.
+        slots: chunks whose tiles are in shared memory.
+    """
+    p = problem
+    results = call(
+        _output_kernel,
+        "delta_output",
+        p,
+        {**arrays.by_name(), "starts": starts},
+        {
+            "out": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype),
+            "final_state": p.per_head(p.value_size, p.key_size, dtype=jnp.float32),
+        },
+        chunk_tiles(p, arrays, groups),
+        {"out": matrix_buffer(groups, CHUNK, SIDE)},
+        groups=groups,
+        slots=slots,
+        is_exact=is_exact,
+    )
+    return results["out"], results["final_state"]  # type: ignore[return-value]
+
+
+def states_pass(
+    problem: Problem, arrays: PassArrays, starts: Array | None, *, with_digits: bool, groups: int, slots: int
+) -> tuple[Array, Array, Array | None]:
+    """For the backward: the state before each chunk `[B, HV, N, V, K]` and the residuals `[B, HV, N, V, C]`.
+
+    `with_digits`, the third result has two further digits of the residuals, `[B, HV, N, V, 8]` (`rounded_and_digits`).
+    """
+    p = problem
+    arrays = arrays._replace(read=None, scores=None, read_rows=None)
+    results = call(
+        _states_kernel,
+        "delta_states",
+        p,
+        {**arrays.by_name(), "starts": starts},
+        {
+            "states": p.per_head(p.chunks, p.value_size, p.key_size),
+            "residuals": p.per_head(p.chunks, p.value_size, CHUNK),
+            "digits": p.per_head(p.chunks, p.value_size, DIGIT_COLUMNS, dtype=jnp.int16) if with_digits else None,
+        },
+        chunk_tiles(p, arrays, groups),
+        {"states": matrix_buffer(groups, SIDE, p.key_size), "residuals": matrix_buffer(groups, SIDE, CHUNK)},
+        groups=groups,
+        slots=slots,
+    )
+    return results["states"], results["residuals"], results["digits"]  # type: ignore[return-value]

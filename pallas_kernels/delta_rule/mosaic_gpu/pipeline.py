@@ -1,0 +1,446 @@
+"""What the passes over chunks read, where a program finds its part, and the ring of shared memory it goes through.
+
+`call` starts a program's warpgroups: the last one copies the tiles of each chunk into a ring of slots in shared memory,
+the others compute. A slot's barrier `full` is awaited before its tiles are read. When a computing warpgroup has read
+them it says so by `release`. Tiles that a step reads at its end may have a ring of one slot.
+
+The residuals R are rounded for the products that take them. The gradient of a gate that both erases and writes is a sum
+over their channels, which has no other error as large as theirs. With two more binary digits of each number, an eighth
+of the bytes of a second bfloat16 part, that error is a quarter of it: `rounded_and_digits`, `refined`.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.mosaic_gpu import (
+    SIDE,
+    arrive,
+    barrier,
+    begin_copy,
+    launch,
+    load_row,
+    load_state,
+    load_turned,
+    matrix_buffer,
+    number_buffer,
+    plain_buffer,
+    quotient,
+    remainder,
+    scale_columns,
+    use_registers,
+    wait,
+    wait_for_readers,
+    wide_buffer,
+    zeros,
+)
+from pallas_kernels.common.problem import CHUNK, Problem, segment_range
+
+# Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
+_REGISTERS = {1: (240, 24), 2: (232, 40)}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a slot of the ring has of one array: of a matrix, or of float32 numbers if it has one axis.
+
+    Attributes:
+        shape: of the part of one chunk.
+        source: from the kernel's namespace of references, the program's place and the chunk's number to that part.
+        dtype: of a matrix, bfloat16, float32 or int16.
+    """
+
+    shape: tuple[int, ...]
+    source: Callable[..., Any]
+    dtype: Any = jnp.bfloat16
+
+    def buffer(self, slots: int) -> Any:
+        """Shared memory for so many slots."""
+        if len(self.shape) == 1:
+            return number_buffer(slots, *self.shape)
+        if self.dtype == jnp.int16:
+            return plain_buffer(slots, *self.shape)
+        return (wide_buffer if self.dtype == jnp.float32 else matrix_buffer)(slots, *self.shape)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a warpgroup is.
+
+    Attributes:
+        block: the program's block of value channels, or of what else the grid's first axis goes over.
+        head: value head.
+        batch: row of the batch.
+        segment: segment of the row.
+        group: the warpgroup among those that compute.
+        groups: number of those.
+    """
+
+    block: Any
+    head: Any
+    batch: Any
+    segment: Any
+    group: Any
+    groups: int
+
+    @property
+    def own(self) -> Any:
+        """This warpgroup's channels among the program's."""
+        return pl.ds(self.group * SIDE, SIDE)
+
+    @property
+    def part(self) -> Any:
+        """Number of this warpgroup's channels among all, in blocks of 64."""
+        return self.block * self.groups + self.group
+
+    @property
+    def channels(self) -> Any:
+        """This warpgroup's channels among all."""
+        return pl.ds(self.part * SIDE, SIDE)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The slots of shared memory that tiles go through.
+
+    Attributes:
+        full: a barrier for each slot: its tiles are there.
+        free: a barrier for each slot: its tiles have been read.
+        slots: number of slots.
+        late: the ring of the tiles that have one slot; None where there are none.
+    """
+
+    full: Any
+    free: Any
+    slots: int
+    late: "Ring | None" = None
+
+    def wait(self, step: Any) -> Any:
+        """The slot of a step of the loop, once its tiles are there."""
+        slot = remainder(step, self.slots)
+        wait(self.full.at[slot])
+        return slot
+
+    def release(self, slot: Any) -> None:
+        """Lets the slot be filled again. Before it comes `publish`, which ends this warpgroup's own reads of it."""
+        arrive(self.free.at[slot])
+
+
+class Keys(NamedTuple):
+    """Queries or keys.
+
+    Attributes:
+        array: `[B, T, H, K]`, or `[B, HV, T, K]` as the first stage leaves them.
+        by_head: whether it is the latter.
+    """
+
+    array: Array
+    by_head: bool
+
+
+class PassArrays(NamedTuple):
+    """Arrays of the passes over chunks; see `Prepared` in `pallas_kernels.delta_rule` for those of its fields.
+
+    Attributes:
+        written: keys that are written.
+        erased: keys that are erased; None where they are the same.
+        read: queries; None where nothing is read.
+        v: values `[B, T, HV, V]`; None where no values take part.
+        inverse: A, `[B, HV, N, C, C]`.
+        scores: P, likewise; None where nothing is read.
+        write: the write gate if it is one number a channel, `[B, T, HV, V]` bfloat16 or float32, else None.
+        write_rows: the write gate if it is one number a token, `[B, HV, T]` float32, else None.
+        erased_rows: likewise, see `Prepared`.
+        written_rows: likewise.
+        read_rows: likewise.
+        kept: `[B, HV, N]` or `[B, HV, N, K]`; None without decay.
+    """
+
+    written: Keys
+    erased: Keys | None
+    read: Keys | None
+    v: Array | None
+    inverse: Array
+    scores: Array | None
+    write: Array | None
+    write_rows: Array | None
+    erased_rows: Array | None
+    written_rows: Array | None
+    read_rows: Array | None
+    kept: Array | None
+
+    def by_name(self) -> dict[str, Array | None]:
+        """The arrays alone."""
+        return {name: x.array if isinstance(x, Keys) else x for name, x in self._asdict().items()}
+
+
+ROWS = ("write_rows", "erased_rows", "written_rows", "read_rows")
+
+
+def tokens(chunk: Any) -> Any:
+    """A chunk's tokens."""
+    return pl.ds(chunk * CHUNK, CHUNK)
+
+
+def run_rows(problem: Problem, starts: Array | None) -> dict[str, Array]:
+    """Numbers a token of rows in which segments start, `[B, HV, T]` float32; none without.
+
+    `goes_on` is 0 at a start, `run` counts starts in the chunk, `sees` is 1 where the state before the chunk is read,
+    `reaches` where a write is left at the chunk's end.
+    """
+    p = problem
+    if starts is None:
+        return {}
+    starts = starts.reshape(p.batch, p.chunks, CHUNK)
+    run = jnp.cumsum(starts, axis=2)
+    by_token = {"goes_on": starts == 0, "run": run, "sees": run == 0, "reaches": run == run[:, :, -1:]}
+    shape = (p.batch, p.value_heads, p.length)
+    by_token = {name: row.reshape(p.batch, 1, p.length).astype(jnp.float32) for name, row in by_token.items()}
+    return {name: jnp.broadcast_to(row, shape) for name, row in by_token.items()}
+
+
+def chunk_at(problem: Problem, i: Any) -> tuple[Any, Any, Any]:
+    """Batch, chunk and value head of the i-th of all chunks. Heads are neighbours in memory."""
+    rest = quotient(i, problem.value_heads)
+    return quotient(rest, problem.chunks), remainder(rest, problem.chunks), remainder(i, problem.value_heads)
+
+
+def chunk_tiles(problem: Problem, x: PassArrays, groups: int) -> dict[str, Tile]:
+    """The parts of the arrays that one step of a pass takes."""
+    tiles: dict[str, Tile] = {}
+    for name in ("written", "erased", "read"):
+        keys = getattr(x, name)
+        if keys is not None:
+            tiles[name] = _key_tile(problem, name, keys)
+    if x.v is not None:
+        tiles["v"] = value_tile("v", groups)
+        if x.write is not None:
+            tiles["write"] = replace(value_tile("write", groups), dtype=x.write.dtype)
+    for name in ("inverse", "scores"):
+        if getattr(x, name) is not None:
+            tiles[name] = Tile((CHUNK, CHUNK), lambda r, at, n, name=name: getattr(r, name).at[at.batch, at.head, n])
+    for name in ROWS:
+        if getattr(x, name) is not None:
+            tiles[name] = Tile((CHUNK,), lambda r, at, n, name=name: getattr(r, name).at[at.batch, at.head, tokens(n)])
+    if x.kept is not None and x.kept.ndim == 4:
+        tiles["kept"] = Tile((problem.key_size,), lambda r, at, n: r.kept.at[at.batch, at.head, n])
+    return tiles
+
+
+def _key_tile(problem: Problem, name: str, keys: Keys) -> Tile:
+    group = problem.value_heads // keys.array.shape[2]
+
+    def source(r, at, n):
+        if keys.by_head:
+            return getattr(r, name).at[at.batch, at.head, tokens(n)]
+        return getattr(r, name).at[at.batch, tokens(n), quotient(at.head, group)]
+
+    return Tile((CHUNK, problem.key_size), source)
+
+
+def value_tile(name: str, groups: int) -> Tile:
+    """Values, or something like them, of the program's block of channels."""
+    width = SIDE * groups
+
+    def source(r, at, n):
+        return getattr(r, name).at[at.batch, tokens(n), at.head, pl.ds(at.block * width, width)]
+
+    return Tile((CHUNK, width), source)
+
+
+def residual_tile(groups: int) -> Tile:
+    """What a chunk's tokens write, transposed, of the program's block of channels."""
+    return _channel_tile("residuals", groups, CHUNK, jnp.bfloat16)
+
+
+def digit_tile(groups: int) -> Tile:
+    """Further digits of what `residual_tile` has."""
+    return _channel_tile("digits", groups, DIGIT_COLUMNS, jnp.int16)
+
+
+def _channel_tile(name: str, groups: int, columns: int, dtype: Any) -> Tile:
+    """A chunk's part of an array `[B, HV, N, V, columns]`, of the program's block of channels."""
+    width = SIDE * groups
+
+    def source(r, at, n):
+        return getattr(r, name).at[at.batch, at.head, n, pl.ds(at.block * width, width)]
+
+    return Tile((width, columns), source, dtype)
+
+
+def load_kept(r: Any, tiles: Any, place: Any, slot: Any, chunk: Any) -> Array | None:
+    """What a chunk keeps of the state: a number, one for each key channel, or None for 1."""
+    if hasattr(tiles, "kept"):
+        return load_row(tiles.kept.at[slot])
+    return None if r.kept is None else r.kept[place.batch, place.head, chunk]
+
+
+def keep(state: Array, kept: Any) -> Array:
+    """The state after a chunk's decay."""
+    if kept is None:
+        return state
+    return state * kept if kept.ndim == 0 else scale_columns(state, kept)
+
+
+def load_written(tiles: Any, slot: Any, own: Any) -> Array:
+    """A chunk's values times the write gate, Z, transposed, of a warpgroup's own channels of the program's."""
+    values = load_turned(tiles.v.at[slot, :, own])
+    if hasattr(tiles, "write"):
+        return values * load_turned(tiles.write.at[slot, :, own])
+    return scale_columns(values, row_of(tiles, "write_rows", slot))
+
+
+def row_of(tiles: Any, name: str, slot: Any) -> Array | None:
+    """One of `ROWS` of a chunk; None where the pass has none."""
+    return load_row(getattr(tiles, name).at[slot]) if hasattr(tiles, name) else None
+
+
+def start_state(states: Any, place: Place, key_size: int) -> Array:
+    """The state, or its gradient, that a program's loop starts from: its part of `[B, HV, P, V, K]`; zero for None."""
+    if states is None:
+        return zeros(SIDE, key_size)
+    return load_state(states.at[place.batch, place.head, place.segment, place.channels])
+
+
+def call(
+    kernel: Callable[..., None],
+    name: str,
+    problem: Problem,
+    inputs: Mapping[str, Array | None],
+    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
+    tiles: Mapping[str, Tile],
+    buffers: Mapping[str, Any],
+    *,
+    groups: int,
+    slots: int,
+    late: Mapping[str, Tile] = MappingProxyType({}),
+    reverse: bool = False,
+    blocks: int | None = None,
+    span: Callable[..., tuple[Any, ...]] | None = None,
+    **static: Any,
+) -> dict[str, Array | None]:
+    """Runs `kernel` for each block of value channels, value head, and segment of each row.
+
+    A computing warpgroup runs `kernel(refs, tiles, buffers, ring, place, chunks, problem=problem, **static)`. The first
+    three are namespaces of what `inputs` and `outputs`, `tiles` and `buffers` name, None for an absent array. `chunks`
+    is what `span` returns, or the segment's first chunk and its number of chunks.
+
+    Args:
+        kernel: the loop.
+        name: its name in profiles.
+        problem: static facts.
+        inputs: arrays in global memory; None is passed on as None.
+        outputs: likewise; None is not written.
+        tiles: what the ring copies of each chunk.
+        buffers: other shared memory.
+        groups: warpgroups that compute, 64 value channels each.
+        slots: of the ring.
+        late: what a ring of one slot has of each chunk.
+        reverse: whether the loop goes from the last chunk to the first.
+        blocks: length of the grid's first axis; None for the blocks of value channels.
+        span: from `(refs, buffers, place, problem)` to the first chunk, the number of chunks, and what else the kernel
+            needs. Each warpgroup calls it before the loop.
+        **static: passed to the kernel.
+
+    Returns:
+        The outputs by name, None where none was asked for.
+    """
+    computing, copying = _REGISTERS[groups]
+    sets = [(tiles, slots), (late, 1)] if late else [(tiles, slots)]
+
+    def program(refs, memory):
+        there = SimpleNamespace(**dict(zip([*tiles, *late], memory.tiles)))
+        own = SimpleNamespace(**dict(zip(buffers, memory.buffers)))
+        row, group = lax.axis_index("row"), lax.axis_index("warpgroup")
+        segment = remainder(row, problem.segments)
+        batch = quotient(row, problem.segments)
+        place = Place(lax.axis_index("block"), lax.axis_index("head"), batch, segment, group, groups)
+        chunks = segment_span(problem, segment) if span is None else span(refs, own, place, problem)
+        first, count = chunks[:2]
+        rings = [Ring(full, free, n) for full, free, (_, n) in zip(memory.full, memory.free, sets)]
+        ring = replace(rings[0], late=rings[1] if late else None)
+
+        @pl.when(group < groups)
+        def _():
+            use_registers(computing, more=True)
+            kernel(refs, there, own, ring, place, chunks, problem=problem, **static)
+
+        @pl.when(group == groups)
+        def _():
+            use_registers(copying, more=False)
+
+            @pl.loop(0, count)
+            def _(step):
+                chunk = first + (count - 1 - step if reverse else step)
+                for at, (copied, _) in zip(rings, sets):
+                    slot = remainder(step, at.slots)
+                    pl.when(step >= at.slots)(functools.partial(wait, at.free.at[slot]))
+                    for key, tile in copied.items():
+                        begin_copy(tile.source(refs, place, chunk), getattr(there, key).at[slot], at.full.at[slot])
+
+            for at in rings:
+                wait_for_readers(at.free, at.slots, count)
+
+    memory = {
+        "tiles": tuple(tile.buffer(n) for copied, n in sets for tile in copied.values()),
+        "buffers": tuple(buffers.values()),
+        "full": tuple(barrier(len(copied), n) for copied, n in sets),
+        "free": tuple(barrier(groups, n) for _, n in sets),
+    }
+    grid = {
+        "block": problem.value_size // (SIDE * groups) if blocks is None else blocks,
+        "head": problem.value_heads,
+        "row": problem.batch * problem.segments,
+    }
+    return launch(program, name, inputs, outputs, memory, grid=grid, warpgroups=groups + 1)
+
+
+def segment_span(problem: Problem, segment: Any) -> tuple[Any, Any]:
+    """`segment_range` in 32 bits, whatever the program around the kernel counts in."""
+    first, count = segment_range(problem, segment)
+    return first, jnp.asarray(count, jnp.int32)
+
+
+DIGIT_COLUMNS = 8
+"""Columns of the digits. Of a matrix, a thread holds the same ones of each eight columns."""
+_PARTS = SIDE // DIGIT_COLUMNS
+_BEYOND = 14  # the place of the two digits among the bits of a float32 number
+
+
+def rounded_and_digits(x: Array) -> tuple[Array, Array]:
+    """A matrix `[64, 64]` rounded to bfloat16, and the digits, `[64, 8]` int16.
+
+    Column j of the digits has those of columns j, j + 8, ..., j + 56. `refined` is off by at most an eighth of
+    bfloat16's last digit.
+
+    Args:
+        x: float32.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    # Halves are rounded up, always: so the digits alone tell which way a number was rounded.
+    high = (bits + jnp.int32(1 << 15)) & jnp.int32(-(1 << 16))
+    digits = jnp.zeros((SIDE, DIGIT_COLUMNS), jnp.int32)
+    for part in range(_PARTS):
+        own = bits[:, part * DIGIT_COLUMNS : (part + 1) * DIGIT_COLUMNS]
+        digits = digits | (lax.shift_right_logical(own, jnp.int32(_BEYOND - 2 * part)) & jnp.int32(3 << 2 * part))
+    return lax.bitcast_convert_type(high, jnp.float32).astype(jnp.bfloat16), digits.astype(jnp.int16)
+
+
+def refined(rounded: Array, digits: Array) -> Array:
+    """The matrix `[64, 64]` in float32, from what `rounded_and_digits` makes of it."""
+    bits = lax.bitcast_convert_type(rounded.astype(jnp.float32), jnp.int32)
+    # Digits 00 and 01 are half a quarter and three halves of one above the rounded number; 10 and 11 were rounded up,
+    # and are as much below it. So the first digit is turned, and two quarters are taken away, but for the half.
+    turned = digits.astype(jnp.int32) ^ jnp.int32(0b10_10_10_10_10_10_10_10)
+    quarters = [
+        lax.shift_left(turned, jnp.int32(_BEYOND - 2 * part)) & jnp.int32(3 << _BEYOND) for part in range(_PARTS)
+    ]
+    below = jnp.int32((3 << _BEYOND) // 2)
+    return lax.bitcast_convert_type(bits + (jnp.concatenate(quarters, axis=1) - below), jnp.float32)

@@ -1,0 +1,263 @@
+"""Stages in Mosaic GPU, with the signatures of their counterparts in Triton: what brings a call's arrays to them."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.common.config import Launch, MosaicLaunch
+from pallas_kernels.common.decay import divisible
+from pallas_kernels.common.problem import is_channel_wise
+from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.delta_rule.config import Schedule
+from pallas_kernels.delta_rule.inputs import Inputs
+from pallas_kernels.delta_rule.mosaic_gpu import bwd_dh as mosaic_gradients
+from pallas_kernels.delta_rule.mosaic_gpu import bwd_dqkg as mosaic_argument_gradients
+from pallas_kernels.delta_rule.mosaic_gpu import fwd as mosaic_states
+from pallas_kernels.delta_rule.mosaic_gpu import split_sequence as mosaic_segments
+from pallas_kernels.delta_rule.mosaic_gpu.bwd_dqkg_channel import channel_gradients
+from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import GradientArrays, gradient_structs
+from pallas_kernels.delta_rule.mosaic_gpu.pipeline import Keys, PassArrays
+from pallas_kernels.delta_rule.mosaic_gpu.wy import chunk_factors
+from pallas_kernels.delta_rule.mosaic_gpu.wy_channel import channel_factors
+from pallas_kernels.delta_rule.triton import bwd_dqkg as triton_gradients
+from pallas_kernels.delta_rule.triton.bwd_dh import Reversed
+from pallas_kernels.delta_rule.triton.bwd_dqkg import Saved, of_argument, reader_ratio
+from pallas_kernels.delta_rule.triton.bwd_dqkg_channel import EXTREME_WIDTH
+from pallas_kernels.delta_rule.triton.channel_decay import is_flat
+from pallas_kernels.delta_rule.triton.fwd import has_decay
+from pallas_kernels.delta_rule.triton.split_sequence import SegmentMaps
+from pallas_kernels.delta_rule.triton.wy import Prepared, with_extreme
+
+
+def prepare(problem: Problem, inputs: Inputs, launch: Launch) -> Prepared:
+    """The first stage; under a channel-wise decay, extreme chunks are Triton's."""
+    at = _launch(launch)
+    if not is_channel_wise(inputs.log_decay):
+        results = chunk_factors(problem, inputs, groups=at.groups, programs=at.programs)
+        return Prepared(**{**dict.fromkeys(Prepared._fields), **results})  # type: ignore[arg-type]
+    found = channel_factors(problem, inputs, slots=at.slots, programs=at.programs)
+    prepared = Prepared(**{**dict.fromkeys(Prepared._fields), **found})  # type: ignore[arg-type]
+    return with_extreme(problem, inputs, prepared, launch)
+
+
+def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch) -> SegmentMaps | None:
+    """Affine map of each segment; None where there is one segment."""
+    if problem.segments == 1:
+        return None
+    at = _launch(launch)
+    arrays = _arrays(inputs, prepared)
+    results = mosaic_segments.segment_maps(problem, arrays, prepared.growth, groups=at.groups, slots=at.slots)
+    return SegmentMaps(**results)  # type: ignore[arg-type]
+
+
+def output_pass(
+    problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch
+) -> tuple[Array, Array]:
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the segments' starts."""
+    at = _launch(launch)
+    out, final = mosaic_states.output_pass(
+        problem,
+        _arrays(inputs, prepared),
+        _starts(inputs.initial_state, starts),
+        is_exact=has_decay(prepared),
+        groups=at.groups,
+        slots=at.slots,
+    )
+    return out, jnp.swapaxes(final, 2, 3)
+
+
+def states_pass(
+    problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch, *, with_digits: bool
+) -> tuple[Array, Array, Array | None]:
+    """For the backward: states, residuals and, `with_digits`, further digits of these; see `fwd.states_pass`."""
+    at = _launch(launch)
+    arrays, starts = _arrays(inputs, prepared), _starts(inputs.initial_state, starts)
+    return mosaic_states.states_pass(problem, arrays, starts, with_digits=with_digits, groups=at.groups, slots=at.slots)
+
+
+def reverse_offsets(problem: Problem, inputs: Inputs, prepared: Prepared, d_out: Array, launch: Launch) -> Array:
+    """What a segment's outputs add to the gradient at its start, `[B, HV, P, V, K]`."""
+    at = _launch(launch)
+    arrays = _arrays(inputs, prepared)
+    return mosaic_gradients.reverse_offsets(problem, arrays, d_out, groups=at.groups, slots=at.slots)
+
+
+def reverse_pass(
+    problem: Problem,
+    inputs: Inputs,
+    prepared: Prepared,
+    d_out: Array,
+    d_final_state: Array,
+    ends: Array | None,
+    launch: Launch,
+    *,
+    residuals: Array | None = None,
+    digits: Array | None = None,
+) -> Reversed:
+    """Gradients of states, values, write gate and initial state; see `bwd_dh.reverse_pass`.
+
+    With residuals, and further digits of these, `d_write` is of a gate that both erases and writes, and is not 0.
+    """
+    at = _launch(launch)
+    results = mosaic_gradients.reverse_pass(
+        problem,
+        _arrays(inputs, prepared),
+        d_out,
+        _starts(d_final_state, ends),
+        residuals,
+        digits,
+        is_exact=has_decay(prepared),
+        with_initial_state=inputs.initial_state is not None,
+        groups=at.groups,
+        slots=at.slots,
+    )
+    d_v, d_rest = results["d_v"], results["d_rest"]
+    d_write, d_initial = results["d_write"], results["d_initial_state"]
+    d_write, d_written = None if d_write is None else jnp.swapaxes(d_write, 1, 2), None
+    if residuals is not None:
+        d_write = d_write / inputs.write.astype(jnp.float32)  # type: ignore[operator,union-attr]
+    if is_channel_wise(inputs.write):  # the pass leaves `dW` in two parts, and no sums are left to do
+        wide, d_written = d_v.astype(jnp.float32) + d_rest.astype(jnp.float32), d_v  # type: ignore[union-attr]
+        d_v = (inputs.write.astype(jnp.float32) * wide).astype(problem.dtype)
+        d_write = (inputs.v.astype(jnp.float32) * wide).astype(inputs.write.dtype)
+    return Reversed(
+        d_states=results["d_states"],  # type: ignore[arg-type]
+        d_v=d_v,  # type: ignore[arg-type]
+        d_written=d_written,
+        d_write=d_write,
+        d_initial_state=None if d_initial is None else jnp.swapaxes(d_initial, 2, 3),
+    )
+
+
+def argument_gradients(
+    problem: Problem,
+    inputs: Inputs,
+    d_out: Array,
+    saved: Saved,
+    prepared: Prepared,
+    schedule: Schedule,
+    *,
+    shares_gate: bool,
+    write_key_dtype: Any,
+) -> Inputs:
+    """Gradients of all token-wise arguments; see `bwd_dqkg.argument_gradients`."""
+    at = _launch(schedule.gradients)
+    x, has_channels = inputs, is_channel_wise(inputs.log_decay)
+    wide = [name for name in ("log_decay", "erase") if is_channel_wise(getattr(x, name))]
+    for name in wide:  # as the kernel takes them, and leaves their gradients
+        x = x._replace(**{name: getattr(x, name).astype(jnp.float32)})
+    erase, write = _token_gate(x.erase), _token_gate(x.write)
+    arrays = GradientArrays(
+        q=x.q,
+        k=x.k,
+        write_key=x.write_key,
+        d_out=d_out,
+        d_values=saved.back.d_values,
+        states=saved.states,
+        d_states=saved.back.d_states,
+        residuals=saved.residuals,
+        ratio=None if shares_gate else reader_ratio(erase, write),
+        erase=x.erase if is_channel_wise(x.erase) else None,
+        log_decay=x.log_decay,
+        starts=x.starts,
+        read_rows=prepared.read_rows,
+        written_rows=prepared.written_rows,
+        kept=prepared.kept,
+        front=prepared.front,
+        tail=prepared.tail,
+    )
+    wanted = gradient_structs(problem, arrays, with_erase=erase is not None, write_key_dtype=write_key_dtype)
+    find = channel_gradients if has_channels else mosaic_argument_gradients.argument_gradients
+    found = find(problem, arrays, wanted, key_slots=at.slots, programs=at.programs)
+
+    def summed(part: Array | None, like: Array | None, dtype: Any = None) -> Array | None:
+        return None if part is None or like is None else of_argument(problem, part, like, dtype)
+
+    def by_token(name: str) -> Array | None:
+        halves = found[name]
+        return None if halves is None else jnp.swapaxes(halves[0] + halves[1], 1, 2)
+
+    d_erase: Any = found["d_erase"]
+    d_write = saved.back.d_write
+    if erase is not None:
+        d_erase = by_token("d_erase") / divisible(erase)  # type: ignore[operator]
+    if has_channels:
+        if erase is not None:  # in the first part, as the stage below has them
+            d_erase = jnp.pad(d_erase[None], ((0, max(1, problem.key_size // EXTREME_WIDTH) - 1), *[(0, 0)] * 3))
+        of_extreme = schedule.pair_gradients, shares_gate, prepared.extreme
+        gradients = triton_gradients.argument_gradients(
+            problem,
+            x,
+            d_out,
+            saved,
+            triton_gradients.gradients_of_pairs(problem, x, d_out, saved, *of_extreme),
+            prepared,
+            dataclasses.replace(schedule.gradients, mosaic=None),
+            shares_gate=shares_gate,
+            write_key_dtype=write_key_dtype,
+            others={**found, "d_erase": d_erase},
+        )
+        for name in wide:
+            gradient = getattr(gradients, name).astype(getattr(inputs, name).dtype)
+            gradients = gradients._replace(**{name: gradient})
+        return gradients
+    if shares_gate:
+        d_erase, d_write = d_erase + d_write, None
+    d_log_decay = by_token("d_log_decay")
+    if d_log_decay is not None:
+        flat = is_flat(x.log_decay, None)  # type: ignore[arg-type]
+        flat = flat if x.starts is None else flat | (x.starts > 0)[:, :, None]
+        d_log_decay = jnp.where(flat, 0.0, d_log_decay)
+    return Inputs(
+        q=summed(found["d_q"], x.q),  # type: ignore[arg-type]
+        k=summed(found["d_k"], x.k),  # type: ignore[arg-type]
+        v=saved.back.d_v,
+        write_key=summed(found["d_write_key"], x.write_key, write_key_dtype),
+        erase=summed(d_erase, x.erase),
+        write=summed(d_write, x.write),
+        log_decay=summed(d_log_decay, x.log_decay),
+    )
+
+
+def _token_gate(gate: Array | None) -> Array | None:
+    """A gate of one number a token in float32; None for any other."""
+    return None if gate is None or is_channel_wise(gate) else gate.astype(jnp.float32)
+
+
+def _launch(launch: Launch) -> MosaicLaunch:
+    assert launch.mosaic is not None
+    return launch.mosaic
+
+
+def _starts(boundary: Array | None, starts: Array | None) -> Array | None:
+    """States, or their gradients, where programs start, `[B, HV, P, V, K]`: the segments', or the sequence's."""
+    if starts is not None or boundary is None:
+        return starts
+    return jnp.swapaxes(boundary.astype(jnp.float32), 2, 3)[:, :, None]
+
+
+def _arrays(inputs: Inputs, prepared: Prepared) -> PassArrays:
+    """What a pass reads of the inputs and of the first stage's results."""
+    x, write = inputs, _token_gate(inputs.write)
+
+    def keys(stored: Array | None, given: Array) -> Keys:
+        return Keys(given, False) if stored is None else Keys(stored, True)
+
+    has_own_erased = prepared.erased is not None or prepared.written is not None or x.write_key is not None
+    return PassArrays(
+        written=keys(prepared.written, x.k if x.write_key is None else x.write_key),
+        erased=keys(prepared.erased, x.k) if has_own_erased else None,
+        read=keys(prepared.read, x.q),
+        v=x.v,
+        inverse=prepared.inverse,  # type: ignore[arg-type]
+        scores=prepared.scores,
+        write=x.write if is_channel_wise(x.write) else None,
+        # The copy engine takes numbers that lie side by side.
+        write_rows=None if write is None else jnp.swapaxes(write, 1, 2),
+        erased_rows=prepared.erased_rows,
+        written_rows=prepared.written_rows,
+        read_rows=prepared.read_rows,
+        kept=prepared.kept,
+    )

@@ -1,0 +1,256 @@
+"""First stage under a channel-wise decay: everything of a chunk that does not need the state.
+
+The equations and the results are those of `pallas_kernels.delta_rule.triton.wy`, the factors those of
+`channel_decay` there. With m the chunk's middle row, and `Q' = q exp(G - G_m)`, `E' = erase k exp(G - G_m)`,
+`K' = k~ exp(G_m - G)`:
+
+    A = (I + tril(E' K'^T, -1))^-1    P = scale * tril(Q' K'^T)
+    read = front Q'    erased = front E'    written = tail K'    front = exp(G_m)    tail = exp(G_C - G_m)
+
+A warpgroup has a chunk for itself, and goes over its key channels in blocks of 64. Sums over tokens, of the log decay,
+are products with matrices of -1, 0 and 1. Q' and E' are left operands of the pairs' products, in registers; K' goes
+through shared memory. The scaled matrices leave through the tiles that they are made of.
+
+What the kernel finds of an extreme chunk, but for `extreme`, `front`, `tail` and `kept`, is not a number; a kernel in
+Triton replaces it.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.decay import LOG2_E, MAX_EXPONENT, MIN_LOG_DECAY
+from pallas_kernels.common.mosaic_gpu import (
+    SIDE,
+    added,
+    awaited,
+    column_numbers,
+    load_column,
+    load_matrix,
+    load_row,
+    maximum,
+    multiply,
+    number_buffer,
+    publish,
+    row_numbers,
+    split,
+    spread_columns,
+    spread_rows,
+    store,
+    wait_for_stores,
+    with_accumulators,
+    zero,
+    zeros,
+)
+from pallas_kernels.common.problem import CHUNK, Problem, is_channel_wise
+from pallas_kernels.delta_rule.inputs import Inputs
+from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import diagonal
+from pallas_kernels.delta_rule.mosaic_gpu.pipeline import run_rows, tokens
+from pallas_kernels.delta_rule.mosaic_gpu.wy_tile_scheduler import (
+    ChunkWalk,
+    call,
+    pair_buffers,
+    reduced,
+    store_growth,
+    store_inverse,
+)
+
+_MIDDLE = CHUNK // 2
+_NUMBERS = ("front", "tail", "kept", "loss")
+_SUMS = 8  # the fewest columns of a product
+
+
+def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
+    """One warpgroup's chunks."""
+    p = walk.problem
+
+    def numbers(m, name):
+        """One of `_NUMBERS`, of all channels."""
+        return memory.numbers.at[walk.own(m), _NUMBERS.index(name)]
+
+    def row(name, m, load=load_column) -> Any:
+        return walk.row(tiles, name, m, load)
+
+    def by_token(x, name, m):
+        token = row(name, m)
+        return x if token is None else x * spread_rows(token)
+
+    def matrix(name, slot):
+        return load_matrix(getattr(tiles, name).at[slot]).astype(jnp.float32)
+
+    def part_of(m, i):
+        """Shared memory for a matrix's two bfloat16 parts."""
+        return memory.parts.at[walk.own(m), i]
+
+    def store_parts(m, x):
+        for i, rounded in enumerate(split(x)):
+            part_of(m, i)[...] = rounded
+
+    def decays(m, part, slot):
+        """Binary exponent of `exp(G - G_m)`; stores what the channels' decay comes to, and its part of `numbers`."""
+        step = by_token(jnp.maximum(matrix("log_decay", slot), MIN_LOG_DECAY), "goes_on", m)
+        store_parts(m, step * LOG2_E)
+        publish()
+
+        def body(exponent, sums):
+            for i in (0, 1):
+                multiply(exponent, memory.signs.at[zero(m)], part_of(m, i))
+                multiply(sums, part_of(m, i).T, memory.ends.at[zero(m)].T)
+            return awaited(exponent), awaited(sums)
+
+        exponent, sums = with_accumulators(body, SIDE, _SUMS)
+        column = spread_columns(column_numbers(_SUMS))
+        before, after, to_middle = (jnp.sum(jnp.where(column == i, sums, 0.0), axis=1) for i in range(3))
+        found = {
+            "front": jnp.exp2(before),
+            "tail": jnp.exp2(after),
+            "kept": jnp.exp2(before + after) * walk.passes(tiles, m),
+            "loss": jnp.maximum(-to_middle, -after),
+        }
+        for name, x in found.items():
+            numbers(m, name).at[walk.channels(part)][...] = x
+        publish()
+        return exponent
+
+    def number(m, name, part):
+        return spread_columns(load_row(numbers(m, name).at[walk.channels(part)]))
+
+    def release_before(m, part):
+        """Frees the block before this one, once the matrices that it holds have left."""
+
+        def release():
+            wait_for_stores()
+            walk.release(*((m, part - 1) if part else (m - 1, walk.parts - 1)))
+
+        release() if part else pl.when(m > 0)(release)
+
+    def add_block(m, part, scores, erased_pairs):
+        """Adds a block's pairs, and stores its scaled matrices."""
+        b, n, h = walk.at(m)
+        release_before(m, part)
+        slot, channels = walk.wait(m, part), walk.channels(part)
+        exponent = decays(m, part, slot)
+        front, tail = number(m, "front", part), number(m, "tail", part)
+
+        def leave(name, x, mask):
+            """Puts a matrix in the tile through which it leaves; one after another, for few registers."""
+            tile(name, slot)[...] = by_token(x, mask, m).astype(jnp.bfloat16)
+
+        k = matrix("k", slot)
+        written = (k if r.write_key is None else matrix("write_key", slot)) * jnp.exp2(-exponent)
+        leave("written", written * tail, "reaches")
+        store_parts(m, written)
+        reads = jnp.exp2(exponent)
+        erased = k * reads
+        if r.erase is not None:
+            erased = matrix("erase", slot) * erased
+        erased = by_token(erased, "erase", m)
+        leave("erased", erased * front, "sees")
+        read = matrix("q", slot) * reads
+        leave("read", read * front, "sees")
+        erased, (high, low) = erased.astype(jnp.bfloat16), split(read)
+        publish()
+        for name in ("written", "erased", "read"):
+            store(tile(name, slot), getattr(r, name).at[b, h, tokens(n), channels], last=name == "read")
+
+        def body(scores, erased_pairs):
+            # Q' and K' go in two parts each: rounding them would double the error of the output.
+            multiply(erased_pairs, erased, part_of(m, 0).T)
+            multiply(erased_pairs, erased, part_of(m, 1).T)
+            multiply(scores, high, part_of(m, 0).T)
+            multiply(scores, low, part_of(m, 0).T)
+            multiply(scores, high, part_of(m, 1).T)
+
+        return added(body, scores, erased_pairs)
+
+    def tile(name, slot):
+        """The tile through which a scaled matrix leaves."""
+        source = {"read": "q", "erased": "k", "written": "written" if r.write_key is None else "write_key"}[name]
+        return getattr(tiles, source).at[slot]
+
+    def causal(m, pairs, *, strict):
+        rows, columns = spread_rows(row_numbers(m)), spread_columns(column_numbers())
+        pairs = jnp.where(rows > columns if strict else rows >= columns, pairs, 0.0)
+        if "run" not in walk.rows:
+            return pairs
+        return jnp.where(spread_rows(row("run", m)) == spread_columns(row("run", m, load_row)), pairs, 0.0)
+
+    def step(m, _):
+        b, n, h = walk.at(m)
+        walk.wait_for_rows(m)
+        scores, erased_pairs = zeros(CHUNK, CHUNK), zeros(CHUNK, CHUNK)
+        for part in range(walk.parts):
+            scores, erased_pairs = add_block(m, part, scores, erased_pairs)
+        pairs = memory.pairs.at[walk.own(m)]
+        pairs[...] = (p.scale * causal(m, scores, strict=False)).astype(jnp.bfloat16)
+        own = diagonal(erased_pairs, m)
+        lower = causal(m, erased_pairs, strict=True)
+        publish()
+        store(pairs, r.scores.at[b, h, n])
+        for name in ("front", "tail", "kept"):
+            store(numbers(m, name), getattr(r, name).at[b, h, n], last=name == "kept")
+        r.extreme[b, h, n] = (reduced(numbers(m, "loss"), maximum) > MAX_EXPONENT * LOG2_E).astype(jnp.int32)
+        store_growth(r, walk, m, own, numbers(m, "loss"))
+        publish()
+        walk.release_rows(m)
+        store_inverse(r, memory, walk, m, lower)
+        return _
+
+    lax.fori_loop(0, walk.count, step, jnp.int32(0))
+    release_before(walk.count, 0)
+    wait_for_stores(only_read=False)
+
+
+def channel_factors(problem: Problem, inputs: Inputs, *, slots: int, programs: int) -> dict[str, Array | None]:
+    """The first stage's results of all chunks that are not extreme, by the names of `Prepared`.
+
+    Args:
+        problem: static facts.
+        inputs: arguments, with a channel-wise decay.
+        slots: blocks of 64 key channels whose tiles are in shared memory at once, for each of two warpgroups: all of a
+            chunk's, or one.
+        programs: at most; the number of processors.
+    """
+    p, x = problem, inputs
+    rows = run_rows(p, x.starts)
+    if x.erase is not None and not is_channel_wise(x.erase):
+        # By the copy engine: what the warpgroup that copies loads itself holds up the many tiles.
+        rows["erase"] = jnp.swapaxes(x.erase.astype(jnp.float32), 1, 2)
+    keys = {name: getattr(x, name) for name in ("q", "k", "write_key", "erase", "log_decay")}
+    keys["erase"] = x.erase if is_channel_wise(x.erase) else None
+    token = jnp.arange(CHUNK)
+    is_early = token <= _MIDDLE
+    signs = jnp.where(token <= token[:, None], jnp.where(is_early, 0, 1), jnp.where(is_early, -1, 0))
+    ends = jnp.stack([is_early, ~is_early, is_early & (token > 0), *[token < 0] * (_SUMS - 3)])
+    matrix, channels = p.per_head(p.chunks, CHUNK, CHUNK), p.per_head(p.length, p.key_size)
+    numbers = p.per_head(p.chunks, p.key_size, dtype=jnp.float32)
+    outputs = {
+        "inverse": matrix,
+        "scores": matrix,
+        **dict.fromkeys(("read", "erased", "written"), channels),
+        **dict.fromkeys(("front", "tail", "kept"), numbers),
+        "growth": p.per_head(p.chunks, dtype=jnp.float32) if p.segments > 1 else None,
+        "extreme": p.per_head(p.chunks, dtype=jnp.int32),
+    }
+
+    def buffers(groups):
+        return pair_buffers(groups) | {"numbers": number_buffer(groups, len(_NUMBERS), p.key_size)}
+
+    return call(
+        _compute,
+        "delta_channel_factors",
+        p,
+        keys,
+        {},
+        rows,
+        {"signs": signs.astype(jnp.bfloat16), "ends": ends.astype(jnp.bfloat16)},
+        outputs,
+        buffers,
+        groups=2,
+        parts=p.key_size // SIDE,
+        slots=slots,
+        programs=programs,
+        with_written=x.write_key is None,
+    )

@@ -1,0 +1,369 @@
+"""How programs of the first stage walk over all chunks.
+
+There are as many programs as processors. Each warpgroup that computes has chunks of its own, one after another, and
+goes over each in one or more blocks of key channels; one more warpgroup copies for all. Each has its own part of shared
+memory: tiles in slots that are free again once the warpgroup says so, and numbers a token.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.mosaic_gpu import (
+    WARPS,
+    added,
+    arrive,
+    barrier,
+    begin_column,
+    begin_copy,
+    column_numbers,
+    launch,
+    load_channels,
+    load_column,
+    matrix_buffer,
+    multiply,
+    number_buffer,
+    publish,
+    quotient,
+    row_numbers,
+    spread_columns,
+    spread_rows,
+    store,
+    total,
+    use_registers,
+    wait,
+    wait_for_stores,
+    wide_buffer,
+    zero,
+    zeros,
+)
+from pallas_kernels.common.problem import CHUNK, Problem
+from pallas_kernels.delta_rule.mosaic_gpu.pipeline import chunk_at, tokens
+
+# Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
+_REGISTERS = {2: (232, 40), 3: (160, 32)}
+_LEVELS = range(1, CHUNK.bit_length() - 1)  # of the inverse
+
+
+class ChunkWalk(NamedTuple):
+    """A warpgroup's way through its chunks, and in each of these through blocks of key channels.
+
+    Attributes:
+        problem: static facts.
+        keys: names of what there are tiles of.
+        gates: names of arrays of one number a token.
+        rows: names of other numbers a token, in the order in which they are stored.
+        groups: warpgroups of a program that compute.
+        programs: number of programs.
+        parts: blocks of key channels.
+        slots: blocks whose tiles are in shared memory at once: all of a chunk's, or one.
+        group: the warpgroup, among those that compute.
+        barriers: `full` and `free`, of all warpgroups' slots; `rows_full`, `rows_free`, `gates_full`, `gates_free`.
+    """
+
+    problem: Problem
+    keys: tuple[str, ...]
+    gates: tuple[str, ...]
+    rows: tuple[str, ...]
+    groups: int
+    programs: int
+    parts: int
+    slots: int
+    group: Any
+    barriers: Any
+
+    @property
+    def count(self) -> Any:
+        """Chunks of this warpgroup."""
+        p, step = self.problem, self.programs * self.groups
+        return quotient(p.batch * p.value_heads * p.chunks - self._first + (step - 1), step)
+
+    @property
+    def _first(self) -> Any:
+        return lax.axis_index("program") + self.programs * self.group
+
+    def at(self, m: Any) -> tuple[Any, Any, Any]:
+        """Batch, chunk and value head of the warpgroup's m-th chunk."""
+        return chunk_at(self.problem, self._first + m * (self.programs * self.groups))
+
+    def own(self, m: Any) -> Any:
+        """The warpgroup as an expression of m: addresses that follow from a constant would all be kept in registers."""
+        return self.group + zero(m)
+
+    def channels(self, part: int) -> Any:
+        """Key channels of a block."""
+        width = self.problem.key_size // self.parts
+        return pl.ds(part * width, width)
+
+    def row(self, tiles: Any, name: str, m: Any, load: Callable[[Any], Array] = load_column) -> Any:
+        """One number a token, for a matrix whose rows are tokens unless `load` says otherwise; None for 1."""
+        return load(tiles.rows.at[self.own(m), self.rows.index(name)]) if name in self.rows else None
+
+    def passes(self, tiles: Any, m: Any) -> Any:
+        """1 where no segment starts in a chunk, else 0; as one number."""
+        if "run" not in self.rows:
+            return 1.0
+        return jnp.where(tiles.rows[self.own(m), self.rows.index("run"), CHUNK - 1] == 0.0, 1.0, 0.0)
+
+    def gate(self, tiles: Any, name: str, m: Any) -> Any:
+        """A chunk's numbers a token of one of `gates`, for a matrix whose rows are tokens; None for an absent one."""
+        return load_column(tiles.gates.at[self.own(m), self.gates.index(name)]) if name in self.gates else None
+
+    def wait_for_rows(self, m: Any) -> None:
+        """Waits for a chunk's numbers a token."""
+        if self.rows:
+            wait(self.barriers.rows_full.at[self.own(m)])
+        if self.gates:
+            wait(self.barriers.gates_full.at[self.own(m)])
+
+    def release_rows(self, m: Any) -> None:
+        """Lets their place be filled again. Before it comes `publish`."""
+        if self.rows:
+            arrive(self.barriers.rows_free.at[self.own(m)])
+        if self.gates:
+            arrive(self.barriers.gates_free.at[self.own(m)])
+
+    def wait(self, m: Any, part: int = 0) -> Any:
+        """The slot of a block's tiles, once they are there."""
+        slot = self.slot(m, part)
+        wait(self.barriers.full.at[slot])
+        return slot
+
+    def release(self, m: Any, part: int = 0) -> None:
+        """Lets their slot be filled again, likewise."""
+        arrive(self.barriers.free.at[self.slot(m, part)])
+
+    def slot(self, m: Any, part: int) -> Any:
+        """The slot, of all warpgroups', of a block."""
+        return self.own(m) * self.slots + part % self.slots
+
+    def fetch(self, r: Any, tiles: Any, m: Any, part: int) -> None:
+        """Copies a block's tiles, and with the first of them the chunk's numbers a token."""
+        b, n, h = self.at(m)
+        at = self.barriers
+        if part == 0 and self.rows:
+            place = self.own(m)
+            pl.when(m > 0)(lambda: wait(at.rows_free.at[place]))
+            begin_copy(r.rows.at[b, h, n], tiles.rows.at[place], at.rows_full.at[place])
+        slot = self.slot(m, part)
+        pl.when((m > 0) | (part >= self.slots))(lambda: wait(at.free.at[slot]))
+        for name in self.keys:
+            x = getattr(r, name)
+            head = quotient(h, self.problem.value_heads // x.shape[2])
+            source = x.at[b, tokens(n), head, self.channels(part)]
+            begin_copy(source, getattr(tiles, name).at[slot], at.full.at[slot])
+        if part == 0 and self.gates:  # a number a head lies apart from the next token's, and the copy engine takes none
+            place = self.own(m)
+            loads = [begin_column(getattr(r, name).at[b, tokens(n), h]) for name in self.gates]
+            pl.when(m > 0)(lambda: wait(at.gates_free.at[place]))
+            for i, x in enumerate(loads):
+                tiles.gates.at[place, i][...] = x.astype(jnp.float32)
+            publish()
+            arrive(at.gates_full.at[place])
+
+    def finish(self) -> None:
+        """Waits until nothing is on its way any more."""
+        for part in range(self.parts - self.slots, self.parts):
+            slot = self.slot(jnp.maximum(self.count - 1, 0), part)
+            pl.when(self.count > 0)(functools.partial(wait, self.barriers.free.at[slot]))
+        for name in ("rows", "gates"):
+            if getattr(self, name):
+                free = getattr(self.barriers, f"{name}_free").at[self.group]
+                pl.when(self.count > 0)(functools.partial(wait, free))
+
+
+def store_growth(r: Any, walk: ChunkWalk, m: Any, own: Array, line: Any) -> None:
+    """Stores a chunk's `growth`, if it is wanted.
+
+    Args:
+        r: the kernel's arrays.
+        walk: the warpgroup's way.
+        m: the chunk.
+        own: what each token erases of its own key, `[C]`.
+        line: shared memory for 128 numbers, which is not read any more.
+    """
+    if r.growth is None:
+        return
+    left = jnp.log(jnp.maximum(jnp.abs(1.0 - own), 1.0))
+    publish()
+    line.at[pl.ds(0, CHUNK)][...] = left
+    line.at[pl.ds(CHUNK, CHUNK)][...] = 0.0 * left
+    publish()
+    b, n, h = walk.at(m)
+    r.growth[b, h, n] = reduced(line, total)
+
+
+def _unit_lower_inverse(
+    lower: Array, rows: Array, fixed: Any, halves: tuple[Any, Any], before_second: Callable[[], None]
+) -> Array:
+    """`(I + L)^-1` for a strictly lower triangular matrix, by halves.
+
+    `pallas_kernels.delta_rule.triton.triangular_inverse` has the equation. Of a level's two products the left operands
+    are in registers, and the inverses of its blocks go through shared memory.
+
+    Args:
+        lower: `[C, C]` float32, zero on and above the diagonal.
+        rows: the rows' numbers, `[C]`.
+        fixed: shared memory for a bfloat16 matrix `[C, C]`, which no product reads any more.
+        halves: two more of them, used by turns. No product reads the second when this returns.
+        before_second: is called before the second is written to.
+
+    Returns:
+        `[C, C]` float32.
+    """
+    columns = column_numbers()
+
+    def blocks(level):
+        """Numbers of the blocks of `2^level` rows that rows and columns are in, differing in bits."""
+        row, column = (lax.shift_right_logical(x, jnp.int32(level)) for x in (rows, columns))
+        return spread_rows(row) ^ spread_columns(column)
+
+    fixed[...] = (-lower).astype(jnp.bfloat16)
+    apart = blocks(0)
+    inverse = jnp.where(apart == 0, 1.0, jnp.where(apart == 1, -lower, 0.0))
+    for level in _LEVELS:
+        known, own = inverse.astype(jnp.bfloat16), halves[(level - 1) % 2]
+        if level == 2:
+            before_second()
+        own[...] = known
+        publish()
+        (right,) = added(lambda total, known=known: multiply(total, known, fixed), zeros(CHUNK, CHUNK))
+        right = right.astype(jnp.bfloat16)
+        (corners,) = added(lambda total, right=right, own=own: multiply(total, right, own), zeros(CHUNK, CHUNK))
+        inverse = jnp.where(blocks(level) == 1, corners, inverse)
+    return inverse
+
+
+def store_inverse(r: Any, memory: Any, walk: ChunkWalk, m: Any, lower: Array) -> None:
+    """Stores A for the pairs that are inverted, `[C, C]`, zero on and above the diagonal, by way of `pair_buffers`."""
+    b, n, h = walk.at(m)
+    parts, pairs = memory.parts.at[walk.own(m)], memory.pairs.at[walk.own(m)]
+    inverse = _unit_lower_inverse(
+        lower, row_numbers(m), parts.at[0], (parts.at[1], pairs), before_second=wait_for_stores
+    )
+    pairs[...] = inverse.astype(jnp.bfloat16)
+    publish()
+    store(pairs, r.inverse.at[b, h, n])
+
+
+def pair_buffers(groups: int) -> dict[str, Any]:
+    """Shared memory for matrices `[C, C]`: `parts`, two of each warpgroup, and `pairs`, through which results leave."""
+    return {"parts": matrix_buffer(groups, 2, CHUNK, CHUNK), "pairs": matrix_buffer(groups, CHUNK, CHUNK)}
+
+
+def reduced(line: Any, reduce: Callable[[Array, Any], Array]) -> Array:
+    """`maximum` or `total` of 128 numbers in shared memory, whose place is free then."""
+    loaded = load_channels(line)
+    publish()
+    return reduce(loaded, line.at[pl.ds(0, WARPS)])
+
+
+def _copy_tiles(r: Any, tiles: Any, walks: list[ChunkWalk]) -> None:
+    """Copies the tiles of all warpgroups, a block of each by turns."""
+
+    @pl.loop(0, walks[0].count)
+    def _(m):
+        for part in range(walks[0].parts):
+            for walk in walks:
+                pl.when(m < walk.count)(functools.partial(walk.fetch, r, tiles, m, part))
+
+    for walk in walks:  # a program ends when nothing is on its way any more
+        walk.finish()
+
+
+def call(
+    compute: Callable[[Any, Any, Any, ChunkWalk], None],
+    name: str,
+    problem: Problem,
+    keys: Mapping[str, Array | None],
+    gates: Mapping[str, Array | None],
+    rows: Mapping[str, Array],
+    constants: Mapping[str, Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
+    buffers: Callable[[int], Mapping[str, Any]],
+    *,
+    groups: int,
+    parts: int,
+    slots: int,
+    programs: int,
+    with_written: bool = False,
+) -> dict[str, Array | None]:
+    """Runs `compute(refs, tiles, memory, walk)` in each warpgroup but the one that copies.
+
+    Args:
+        compute: the loop over a warpgroup's chunks.
+        name: the kernel's name in profiles.
+        problem: static facts.
+        keys: arrays by token, head and key channel whose tiles are copied; None for an absent one.
+        gates: numbers a token, `[B, T, HV]`; None for an absent one.
+        rows: others, `[B, HV, T]` float32.
+        constants: bfloat16 matrices that each program copies before all else, as `memory.NAME[0]`.
+        outputs: as `launch` takes them.
+        buffers: from the number of warpgroups to other shared memory, whose first axis they are.
+        groups: warpgroups of a program that compute.
+        parts: blocks of key channels.
+        slots: as many, or 1.
+        programs: at most; the number of processors.
+        with_written: whether there is a bfloat16 tile that nothing is copied to, `written`.
+    """
+    p = problem
+    given = {key: x for key, x in keys.items() if x is not None}
+    width = p.key_size // parts
+
+    def tile(dtype):
+        return (wide_buffer if dtype == jnp.float32 else matrix_buffer)(groups * slots, CHUNK, width)
+
+    by_chunk = (p.batch, p.value_heads, p.chunks, CHUNK)
+    stacked = jnp.stack([row.reshape(by_chunk) for row in rows.values()], axis=3) if rows else None
+    tiles = {key: tile(x.dtype) for key, x in given.items()}
+    if with_written:
+        tiles["written"] = tile(jnp.bfloat16)
+    barriers = {"full": barrier(len(given), groups * slots), "free": barrier(1, groups * slots)}
+    if constants:
+        barriers["begun"] = barrier(len(constants))
+    if rows:
+        tiles["rows"] = number_buffer(groups, len(rows), CHUNK)
+        barriers |= {"rows_full": barrier(1, groups), "rows_free": barrier(1, groups)}
+    own_gates = tuple(key for key, x in gates.items() if x is not None)
+    if own_gates:
+        tiles["gates"] = number_buffer(groups, len(own_gates), CHUNK)
+        barriers |= {"gates_full": barrier(1, groups), "gates_free": barrier(1, groups)}
+    memory = {
+        "tiles": tuple(tiles.values()),
+        "barriers": tuple(barriers.values()),
+        **{key: matrix_buffer(1, *x.shape) for key, x in constants.items()},
+        **buffers(groups),
+    }
+    programs = min(programs, p.batch * p.value_heads * p.chunks)
+
+    def program(r, memory):
+        there = SimpleNamespace(**dict(zip(tiles, memory.tiles)))
+        at = SimpleNamespace(**dict(zip(barriers, memory.barriers)))
+        warpgroup = lax.axis_index("warpgroup")
+        computing, copying = _REGISTERS[groups]
+
+        def walk(group):
+            return ChunkWalk(p, tuple(given), own_gates, tuple(rows), groups, programs, parts, slots, group, at)
+
+        @pl.when(warpgroup < groups)
+        def _():
+            use_registers(computing, more=True)
+            if constants:
+                wait(at.begun)
+            compute(r, there, memory, walk(warpgroup))
+
+        @pl.when(warpgroup == groups)
+        def _():
+            use_registers(copying, more=False)
+            for key in constants:
+                begin_copy(getattr(r, key), getattr(memory, key).at[0], at.begun)
+            _copy_tiles(r, there, [walk(jnp.int32(group)) for group in range(groups)])
+
+    inputs = {**keys, **gates, **constants, "rows": stacked}
+    return launch(program, name, inputs, outputs, memory, grid={"program": programs}, warpgroups=groups + 1)

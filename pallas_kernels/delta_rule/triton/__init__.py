@@ -1,0 +1,1 @@
+"""Stages of the gated delta rule in Pallas on its Triton backend."""

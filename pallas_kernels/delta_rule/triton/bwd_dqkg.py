@@ -1,0 +1,466 @@
+"""Last stage of the backward: gradients of the arguments; no chunk waits for another.
+
+Given the state before the chunk, the gradient of the state after it, the residuals R and `dW` (see `bwd_dh`):
+
+    dP = tril(dO R^T)      dT = -tril(dW R^T, -1)
+    dQ_G = dO S_0^T + dP Kbar      dEbar = -dW S_0^T + dT Kbar      dKbar = dP^T Q_G + dT^T Ebar      dK_tail = R dS_C^T
+
+`dT` is equation 66 of the Gated DeltaNet-2 paper, `-tril(A^T dA A^T, -1)` with `dA = dR W^T`, shortened by `R = A W`
+and `dW = A^T dR`; both gates are inside these products. Cumulative log decay: `dG = q dq + e de - k~ dk~` for each
+channel, and on the chunk's last row what the decay of the state and of the writes adds (equations 60 and 72). A token's
+score with itself is left out of these products, see `PairGradients`.
+
+Two kernels: the first finds dP and dT, the second takes a block of key channels. Both sum over blocks of value channels
+in a loop, which is what makes the compiler copy ahead and leave products in flight; one kernel for both holds too many
+registers.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.config import Launch
+from pallas_kernels.common.decay import divisible
+from pallas_kernels.common.problem import CHUNK, is_channel_wise
+from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_tn, iota, load_again
+from pallas_kernels.common.triton.chunks import product
+from pallas_kernels.common.triton.decay import ChunkDecay, decay_from_start, decay_of_chunk, decay_to_end, load_starts
+from pallas_kernels.common.triton.pairs import diagonal, pair_gradients, sum_of, sum_of_parts, weigh_pairs
+from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.delta_rule.inputs import Inputs
+from pallas_kernels.delta_rule.triton.bwd_dh import Reversed
+from pallas_kernels.delta_rule.triton.bwd_dqkg_channel import (
+    EXTREME_WIDTH,
+    StateProducts,
+    channel_gradients,
+    extreme_channel_gradients,
+)
+from pallas_kernels.delta_rule.triton.channel_decay import is_flat
+from pallas_kernels.delta_rule.triton.wy import Prepared, erase_key, load_chunk_decay, load_wide
+
+
+class Saved(NamedTuple):
+    """What the passes over chunks left for this stage.
+
+    Attributes:
+        states: before each chunk, transposed, `[B, HV, N, V, K]`.
+        residuals: R, transposed, `[B, HV, N, V, C]`.
+        back: gradients that the reverse pass found.
+    """
+
+    states: Array
+    residuals: Array
+    back: Reversed
+
+
+class PairGradients(NamedTuple):
+    """Gradients of the pairs' matrices.
+
+    Attributes:
+        d_scores: dP, weighted by a scalar decay, `[B, HV, N, C, C]`; float32 if the decay is channel-wise.
+        d_erased: dT, likewise, times an erase gate of one number a token; None for linear attention.
+        d_own: the diagonal of dP, `[B, HV, N, C]` float32, if there is a decay, and it is zero in `d_scores`. A token's
+            score with itself has no decay: in the decay's gradient `q dq` and `k~ dk~` of it cancel. Their rounding
+            would be left, and where a token forgets nearly all that is all there is.
+    """
+
+    d_scores: Array
+    d_erased: Array | None
+    d_own: Array | None
+
+
+def _is_row(gate: Any) -> bool:
+    """Whether a gate, as a reference or a value, is one number a token."""
+    return gate is not None and len(gate.shape) == 1
+
+
+def _reader_ratio(r, shares_gate: bool) -> Any:
+    """`reader_ratio` of a chunk's gates; None where nothing is left to do since both gates are one."""
+    if shares_gate:
+        return None
+    return reader_ratio(load_wide(r.erase) if _is_row(r.erase) else None, load_wide(r.gate))
+
+
+def reader_ratio(erase: Array | None, gate: Array | None) -> Any:
+    """What turns rows of `dW`, as they are stored, to the gradient of what reads; None for 1.
+
+    What reads is the key where the erase gate is one number a token, which the gradient then includes, and `erase * k`
+    where it is one a channel.
+
+    Args:
+        erase: the erase gate, one number a token in float32; None for 1, and where it is one a channel.
+        gate: the write gate by which the stored `dW` is multiplied, likewise.
+    """
+    ratio = None if erase is None else divisible(erase)
+    if gate is None:
+        return ratio
+    inverse = 1.0 / divisible(gate)
+    return inverse if ratio is None else ratio * inverse
+
+
+def _scale_rows(x: Any, rows: Any) -> Any:
+    return x if rows is None else rows[:, None] * x
+
+
+def _pairs_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
+    def store():
+        _store_pairs(r, problem, block, shares_gate)
+
+    if r.extreme is None:
+        store()
+    else:
+        pl.when(r.extreme[...] != 0)(store)
+
+
+def _store_pairs(r, problem: Problem, block: int, shares_gate: bool):
+    def terms(part):
+        residual = r.residuals[part, :]
+        d_scores = dot(r.d_out[:, part], residual)
+        return (d_scores, dot(r.d_values[:, part], residual)) if problem.online else (d_scores,)
+
+    zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    d_scores, *rest = sum_of_parts(problem.value_size, block, terms, (zero, zero) if problem.online else (zero,))
+    # Of a channel-wise decay only the restarts concern the pairs' mask.
+    decay = load_chunk_decay(r)
+    d_scores = problem.scale * d_scores
+    if r.d_own is not None:
+        r.d_own[...] = diagonal(d_scores, axis=1)
+    r.d_scores[...] = weigh_pairs(d_scores, decay, strict=r.d_own is not None).astype(r.d_scores.dtype)
+    for d_erased in rest:
+        d_erased = _scale_rows(-d_erased, _reader_ratio(r, shares_gate))
+        r.d_erased[...] = weigh_pairs(d_erased, decay, strict=True).astype(r.d_erased.dtype)
+
+
+def _state_products(r, problem: Problem, block: int, shares_gate: bool) -> StateProducts:
+    def terms(part):
+        state, d_state, d_out = r.states[part, :], r.d_states[part, :], r.d_out[:, part]
+        return StateProducts(
+            read=dot_halves(d_out, state),
+            erased=dot(r.d_values[:, part], state) if problem.online else None,
+            written=dot_halves(r.residuals[part, :], d_state, (0, 0)),
+            kept=None if r.log_decay is None else keep(state, d_state),
+        )
+
+    def keep(state, d_state):
+        # Only the diagonal is wanted. A product forms all pairs of key channels, but needs fewer registers. States in
+        # float32 (`stored_states`) must be multiplied in float32, elementwise.
+        return dot_tn(state, d_state) if are_operands else jnp.sum(state * d_state, axis=0)
+
+    width, are_operands = r.states.shape[1], r.states.dtype == r.d_out.dtype
+    zero = jnp.zeros((CHUNK, width), jnp.float32)
+    pairs = jnp.zeros((width, width) if are_operands else (width,), jnp.float32)
+    start = StateProducts(zero, zero if problem.online else None, zero, None if r.log_decay is None else pairs)
+    result = sum_of_parts(problem.value_size, block, terms, start)
+    if result.kept is not None and are_operands:
+        result = result._replace(kept=diagonal(result.kept, axis=0))
+    if problem.online:
+        result = result._replace(erased=_scale_rows(result.erased, _reader_ratio(r, shares_gate)))
+    return result
+
+
+def _keys_kernel(r, *, problem: Problem, block: int, shares_gate: bool, of_extreme: bool = False):
+    if r.log_decay is None or len(r.log_decay.shape) == 1:
+        _store_key_side(r, problem, block, shares_gate)
+        return
+
+    def store(find):
+        d_erased, d_key = find(r, problem, lambda: _state_products(r, problem, block, shares_gate))
+        _store_key_gradients(r, load_again(r.k), load_wide(r.erase), d_erased, d_key)
+
+    if of_extreme:
+        pl.when(r.extreme[...] != 0)(lambda: store(extreme_channel_gradients))
+    else:
+        pl.when(r.extreme[...] == 0)(lambda: store(channel_gradients))
+
+
+def _store_key_side(r, problem: Problem, block: int, shares_gate: bool):
+    """Gradients of queries, keys, erase gate and log decay."""
+    q, k, erase = r.q[...], r.k[...], load_wide(r.erase)
+    key = k if r.write_key is None else r.write_key[...]
+    decay = load_chunk_decay(r)
+    sums = _state_products(r, problem, block, shares_gate)
+    readers, scores = [q], [r.d_scores[...]]
+    if problem.online:
+        readers.append(k if _is_row(erase) else erase_key(k, erase))
+        scores.append(r.d_erased[...])
+    d_near, d_key_near = pair_gradients(scores, readers, key)
+
+    from_start = decay_from_start(decay)
+    d_far = [product(from_start, problem.scale * sums.read)]
+    if problem.online:
+        d_far.append(product(from_start, -sums.erased))
+    d_key_far = product(decay_to_end(decay), sums.written)
+    d_readers = [near + far for near, far in zip(d_near, d_far)]
+    d_key = d_key_near + d_key_far
+    if r.d_own is None:
+        r.d_q[...] = d_readers[0].astype(r.d_q.dtype)
+    else:
+        d_own = r.d_own[...][:, None]
+        r.d_q[...] = (d_readers[0] + d_own * key.astype(jnp.float32)).astype(r.d_q.dtype)
+        d_key = d_key + d_own * q.astype(jnp.float32)
+    _store_key_gradients(r, k, erase, d_readers[1] if problem.online else None, d_key)
+
+    if decay.total is not None:
+        d_end = jnp.sum(key.astype(jnp.float32) * d_key_far, axis=1)
+        both = [x.astype(jnp.float32) * dx for x, dx in zip(readers, d_readers)]
+        d_total = jnp.sum(sum_of(both) - key.astype(jnp.float32) * d_key_near, axis=1)
+        starts = load_starts(r)
+        d_log_decay = _log_decay_gradient(decay, load_wide(r.log_decay), starts, d_total, d_end, sums.kept)
+        r.d_log_decay[0, :] = d_log_decay.astype(r.d_log_decay.dtype)
+
+
+def _store_key_gradients(r, k: Array, erase: Any, d_erased: Any, d_key: Array):
+    """Gradients of the read key, the write key and the erase gate from those of what reads and of the write key."""
+    if d_erased is None:
+        r.d_k[...] = d_key.astype(r.d_k.dtype)
+        return
+    is_row = _is_row(erase)
+    d_k = product(None if is_row else erase, d_erased)
+    if r.d_write_key is None:
+        d_k = d_k + d_key
+    else:
+        r.d_write_key[...] = d_key.astype(r.d_write_key.dtype)
+    r.d_k[...] = d_k.astype(r.d_k.dtype)
+    if r.d_erase is None:
+        return
+    d_erase = d_erased * k.astype(jnp.float32)
+    if not is_row:
+        r.d_erase[...] = d_erase.astype(r.d_erase.dtype)
+        return
+    r.d_erase[0, :] = (jnp.sum(d_erase, axis=1) / divisible(erase)).astype(r.d_erase.dtype)
+    for other in range(1, r.d_erase.shape[0]):  # the parts of narrower blocks
+        r.d_erase[other, :] = jnp.zeros((CHUNK,), r.d_erase.dtype)
+
+
+def _log_decay_gradient(
+    decay: ChunkDecay, log_decay: Array, starts: Array | None, d_total: Array, d_end: Array, kept: Array
+) -> Array:
+    """The gradient of each token's log decay; zero where the decay was clamped or a segment starts.
+
+    A token's decay weakens what it and later tokens read of earlier ones and of the state, and what earlier tokens
+    leave at the chunk's end. What a token itself leaves there is not weakened by it, and can be far larger than that:
+    it takes no part, instead of being added and taken away.
+
+    Args:
+        decay: the chunk's decay.
+        log_decay: `[C]`.
+        starts: `[C]` or None.
+        d_total: `dG` by reading and by being read in this chunk, `[C]`.
+        d_end: what each token's write leaves at the chunk's end, times the gradient there, `[C]`.
+        kept: `dS_C * S_0` summed over the values, `[K]`.
+    """
+    factor: Any = decay_of_chunk(decay)
+    is_later = iota((CHUNK, CHUNK), 0) >= iota((CHUNK, CHUNK), 1)
+    parts = jnp.where(is_later, d_total[:, None], d_end[:, None])
+    gradient = jnp.sum(parts, axis=0) + jnp.sum(factor * kept)[None]
+    return jnp.where(is_flat(log_decay, starts), 0.0, gradient)
+
+
+def gradients_of_pairs(
+    problem: Problem,
+    inputs: Inputs,
+    d_out: Array,
+    saved: Saved,
+    launch: Launch,
+    shares_gate: bool = False,
+    extreme: Array | None = None,
+) -> PairGradients:
+    """DP and dT of each chunk, `[B, HV, N, C, C]`; with `extreme` only where it is not zero."""
+    p, x = problem, inputs
+
+    def at(h, n, b):
+        return b, n, h, 0
+
+    def of_matrix(array, rows):
+        return p.of_head(array, (None, rows, CHUNK), lambda h, n, b: (b, h, n, 0, 0))
+
+    def token(array):
+        return p.of_token(array, CHUNK, at)
+
+    is_scaled, has_decay = is_channel_wise(x.log_decay), x.log_decay is not None
+    pairs = of_matrix(p.per_head(p.chunks, CHUNK, CHUNK, dtype=jnp.float32 if is_scaled else None), CHUNK)
+    own = p.of_head(p.per_head(p.chunks, CHUNK, dtype=jnp.float32), (None, CHUNK), lambda h, n, b: (b, h, n, 0))
+    results = call(
+        _pairs_kernel,
+        "delta_pair_gradients",
+        p.chunk_grid,
+        {
+            "erase": None if is_channel_wise(x.erase) or shares_gate else token(x.erase),
+            "gate": None if is_channel_wise(x.write) or shares_gate else token(x.write),
+            "log_decay": token(x.log_decay) if x.log_decay is not None and x.log_decay.ndim == 3 else None,
+            "starts": p.of_position(x.starts, at),
+            "d_out": token(d_out),
+            "residuals": of_matrix(saved.residuals, p.value_size),
+            "d_values": token(saved.back.d_values) if p.online else None,
+            "extreme": p.of_head(extreme, (None,), lambda h, n, b: (b, h, n)),
+        },
+        {
+            "d_scores": pairs,
+            "d_erased": pairs if p.online else None,
+            "d_own": own if has_decay else None,
+        },
+        launch,
+        problem=p,
+        block=min(launch.inner, p.value_size),
+        shares_gate=shares_gate,
+    )
+    return PairGradients(**results)  # type: ignore[arg-type]
+
+
+def of_argument(problem: Problem, part: Array, like: Any, dtype: Any = None) -> Array:
+    """An argument's gradient, in its shape and dtype or another one, from one by value head: their sum by key head."""
+    if like.shape[2] != problem.value_heads:
+        part = part.reshape(problem.batch, problem.length, like.shape[2], -1, *like.shape[3:]).sum(axis=3)
+    return part.astype(dtype or like.dtype)
+
+
+def argument_gradients(
+    problem: Problem,
+    inputs: Inputs,
+    d_out: Array,
+    saved: Saved,
+    pairs: PairGradients,
+    prepared: Prepared,
+    launch: Launch,
+    shares_gate: bool = False,
+    write_key_dtype: Any = None,
+    others: dict[str, Array | None] | None = None,
+) -> Inputs:
+    """Gradients of all token-wise arguments.
+
+    Args:
+        problem: static facts.
+        inputs: arguments.
+        d_out: `[B, T, HV, V]`.
+        saved: results of the passes over chunks.
+        pairs: gradients of the pairs' matrices.
+        prepared: the first stage's results.
+        launch: compilation; `block` is the width of a block of key channels.
+        shares_gate: whether the write gate is the erase gate, whose gradient then has both parts.
+        write_key_dtype: of the write key's gradient; None is the write key's.
+        others: under a channel-wise decay, gradients by value head of all chunks that are not extreme, by `d_` and the
+            argument's name; None to find them here. Of an erase gate of one number a token there is a part for each
+            `EXTREME_WIDTH` key channels, `[., B, T, HV]` float32.
+
+    Returns:
+        Gradients in the arguments' shapes and dtypes; that of the initial state is None.
+    """
+    p, x, d_write = problem, inputs, saved.back.d_write
+    write_key: Any = x.write_key
+    if write_key is not None and write_key_dtype is not None:
+        write_key = jax.ShapeDtypeStruct(write_key.shape, write_key_dtype)
+    is_channel_side = is_channel_wise(x.log_decay)
+    width = min(launch.block, p.key_size)
+    finest = min(width, EXTREME_WIDTH) if is_channel_side else width
+    shares_parts = finest < p.key_size or shares_gate
+
+    def arrays(width: int) -> tuple[dict[str, Operand | None], dict[str, Operand | None], tuple[int, int, int]]:
+        """What a kernel that takes blocks of `width` key channels reads and writes, and its grid."""
+        key_blocks = p.key_size // width
+
+        def at_key(h, n, z):
+            return lax.div(z, key_blocks), n, h, lax.rem(z, key_blocks)
+
+        def at_value(h, n, z):
+            return lax.div(z, key_blocks), n, h, 0
+
+        def token(array, at=at_key, size=width):
+            return p.of_token(array, CHUNK, at, size)
+
+        def gradient(like):
+            """Gradient of an argument by value head; where it is one number a token, a part from each key block."""
+            if like is None:
+                return None
+            is_whole = like.shape[2] == p.value_heads and (like.ndim == 4 or not shares_parts)
+            shape = (p.batch, p.length, p.value_heads, *like.shape[3:])
+            dtype = like.dtype if is_whole else jnp.float32
+            if like.ndim == 4:
+                return token(jax.ShapeDtypeStruct(shape, dtype))
+            struct = jax.ShapeDtypeStruct((p.key_size // finest, *shape), dtype)
+            block = (width // finest, None, CHUNK, None)
+            return Operand(struct, block, lambda *g: (at_key(*g)[3], *at_key(*g)[:3]))
+
+        def of_state(array):
+            def place(*g):
+                b, n, h, c = at_key(*g)
+                return b, h, n, 0, c
+
+            return p.of_head(array, (None, p.value_size, width), place)
+
+        def at_matrix(*g):
+            b, n, h, _ = at_key(*g)
+            return b, h, n, 0
+
+        def of_matrix(array, rows):
+            return p.of_head(array, (None, rows, CHUNK), lambda *g: (*at_matrix(*g), 0))
+
+        def of_chunk(array, *size):
+            return p.of_head(
+                array,
+                (None, *size),
+                lambda *g: (at_key(*g)[0], at_key(*g)[2], at_key(*g)[1], at_key(*g)[3])[: array.ndim],
+            )
+
+        outputs = {
+            "d_q": gradient(x.q),
+            "d_k": gradient(x.k),
+            "d_write_key": gradient(write_key),
+            "d_erase": gradient(x.erase),
+            "d_log_decay": gradient(x.log_decay),
+        }
+        given = {
+            "q": token(x.q),
+            "k": token(x.k),
+            "write_key": token(x.write_key),
+            "erase": token(x.erase),
+            "gate": None if is_channel_wise(x.write) or shares_gate else token(x.write),
+            "log_decay": token(x.log_decay),
+            "starts": p.of_position(x.starts, at_key),
+            "d_out": token(d_out, at_value, p.value_size),
+            "states": of_state(saved.states),
+            "d_states": of_state(saved.back.d_states),
+            "residuals": of_matrix(saved.residuals, p.value_size),
+            "d_values": token(saved.back.d_values, at_value, p.value_size) if p.online else None,
+            "d_scores": of_matrix(pairs.d_scores, CHUNK),
+            "d_erased": of_matrix(pairs.d_erased, CHUNK),
+            "d_own": p.of_head(pairs.d_own, (None, CHUNK), at_matrix),
+        }
+        if is_channel_side:
+            given |= {name: of_chunk(getattr(prepared, name), width) for name in ("front", "tail", "kept")}
+            given["extreme"] = of_chunk(prepared.extreme)
+        return given, outputs, (p.value_heads, p.chunks, p.batch * key_blocks)
+
+    static: dict[str, Any] = {"problem": p, "block": min(launch.inner, p.value_size), "shares_gate": shares_gate}
+    operands, outputs, grid = arrays(width)
+    results = others or call(_keys_kernel, "delta_gradients", grid, operands, outputs, launch, **static)
+    if is_channel_side:
+        operands, outputs, grid = arrays(finest)
+        updates = {
+            name: dataclasses.replace(operand, array=results[name])  # type: ignore[arg-type]
+            for name, operand in outputs.items()
+            if operand is not None
+        }
+        static |= {"of_extreme": True}
+        results = call(
+            _keys_kernel, "delta_gradients_extreme", grid, operands, outputs, launch, updates=updates, **static
+        )
+    results["d_write"] = None if shares_gate else d_write
+
+    def summed(name: str, like: Any) -> Array | None:
+        """Adds up the parts of key blocks and of the value heads that share a key head."""
+        part = results["d_" + name]
+        if part is None or like is None:
+            return None
+        if name in ("erase", "log_decay") and like.ndim == 3:
+            part = jnp.sum(part, axis=0) if part.shape[0] > 1 else part[0]
+            if name == "erase" and shares_gate:
+                part = jnp.add(part, d_write)  # type: ignore[arg-type]
+        return of_argument(p, part, like)
+
+    names = ("q", "k", "write_key", "erase", "write", "log_decay")
+    given = x._replace(write_key=write_key)
+    return Inputs(v=saved.back.d_v, **{name: summed(name, getattr(given, name)) for name in names})  # type: ignore[arg-type]

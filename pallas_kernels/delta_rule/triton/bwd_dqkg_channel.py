@@ -1,0 +1,156 @@
+"""Gradients of one chunk under a channel-wise decay, as values inside a kernel; `bwd_dqkg` has the equations.
+
+Only the products of pairs have scaled operands. These operands stay in float32, unrounded. One float32 tile of 64
+tokens by 64 channels takes an eighth of a thread's registers, so few tiles may be held at once. Gradients are therefore
+computed one after another: of the write keys, of the queries, of the erase keys. The gradients of pairs are loaded anew
+for each product.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.common.triton.backend import dot, dot_tn, exp2, load_again
+from pallas_kernels.common.triton.decay import load_starts
+from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.delta_rule.triton.channel_decay import (
+    add_up_to_end,
+    clamped_steps,
+    end_factor,
+    end_masks,
+    extreme_factors,
+    extreme_groups,
+    is_flat,
+    keep_rows,
+    mild_exponent,
+    start_factor,
+)
+
+# Width of a block of key channels of an extreme chunk: wider ones would hold more than there are registers.
+EXTREME_WIDTH = 32
+
+
+def _written_key(r):
+    return r.k if r.write_key is None else r.write_key
+
+
+def _erase_key(r, k: Array) -> Array:
+    """`erase * k`, `[C, K]` float32, but for a gate of one number a token, which the gradients of pairs include."""
+    k = k.astype(jnp.float32)
+    return k if r.erase is None or len(r.erase.shape) == 1 else load_again(r.erase).astype(jnp.float32) * k
+
+
+class StateProducts(NamedTuple):
+    """Sums over the value channels of one chunk.
+
+    Attributes:
+        read: `dO S_0^T`, `[C, K]`.
+        erased: `dW S_0^T`, `[C, K]`; None for linear attention.
+        written: `R dS_C^T`, `[C, K]`.
+        kept: `dS_C * S_0`, `[K]`; None without decay.
+    """
+
+    read: Array
+    erased: Any
+    written: Array
+    kept: Any
+
+
+def _store_decay_gradient(r, d_total: Array, d_end: Array, problem: Problem):
+    """Stores it, from the gradients of the cumulative log decay `[C, K]` and of the whole chunk's log decay `[K]`."""
+    d_step = add_up_to_end(d_total, problem.dtype) + d_end[None]
+    r.d_log_decay[...] = jnp.where(is_flat(load_again(r.log_decay), load_starts(r)), 0.0, d_step).astype(
+        r.d_log_decay.dtype
+    )
+
+
+def channel_gradients(r, problem: Problem, find_sums: Callable[[], StateProducts]) -> tuple[Array | None, Array]:
+    """Stores the gradients of queries and decay of a chunk that is not extreme.
+
+    Args:
+        r: references.
+        problem: static facts.
+        find_sums: finds what the state contributes, in a loop that waits for memory.
+
+    Returns:
+        Gradients `[C, K]` float32 of what is erased and of what is written.
+    """
+    is_precise = problem.dtype == jnp.float32
+    sees_start, reaches_end = end_masks(r)
+    # These are under way while the loop over value channels waits for its own.
+    q, k, key, front, tail = r.q[...], r.k[...], _written_key(r)[...], r.front[...], r.tail[...]
+    exponent = mild_exponent(clamped_steps(r.log_decay[...], load_starts(r)), problem.dtype)
+    sums = find_sums()
+    reads, writes = exp2(exponent), exp2(-exponent)
+    written = key * writes
+    d_written = keep_rows(tail * sums.written, reaches_end)
+    d_end = r.kept[...] * sums.kept + jnp.sum(written * d_written, axis=0)
+    d_written = d_written + dot_tn(r.d_scores[...], q * reads, precise=is_precise)
+    if problem.online:
+        d_written = d_written + dot_tn(r.d_erased[...], _erase_key(r, k) * reads, precise=is_precise)
+    d_key = writes * d_written
+    d_total = -(key * d_key)
+
+    d_read = keep_rows((problem.scale * front) * sums.read, sees_start)
+    d_q = reads * (d_read + dot(load_again(r.d_scores), written, precise=is_precise))
+    d_total = d_total + q * d_q
+    d_own = r.d_own[...][:, None]
+    r.d_q[...] = (d_q + d_own * load_again(_written_key(r))).astype(r.d_q.dtype)
+    d_key = d_key + d_own * q
+
+    d_erased: Any = None
+    if problem.online:
+        d_erased = keep_rows(-front * sums.erased, sees_start)
+        d_erased = reads * (d_erased + dot(load_again(r.d_erased), written, precise=is_precise))
+        d_total = d_total + _erase_key(r, k) * d_erased
+    _store_decay_gradient(r, d_total, d_end, problem)
+    return d_erased, d_key
+
+
+def extreme_channel_gradients(
+    r, problem: Problem, find_sums: Callable[[], StateProducts]
+) -> tuple[Array | None, Array]:
+    """The same for an extreme chunk, whose pairs go in groups."""
+    is_precise, sums = problem.dtype == jnp.float32, find_sums()
+    sees_start, reaches_end = end_masks(r)
+    step = clamped_steps(r.log_decay[...], load_starts(r))
+    d_key = keep_rows(end_factor(step, problem.dtype) * sums.written, reaches_end)
+    d_end = r.kept[...] * sums.kept + jnp.sum(load_again(_written_key(r)) * d_key, axis=0)
+    from_start = start_factor(step, problem.dtype)
+    d_q = keep_rows(problem.scale * from_start * sums.read, sees_start)
+    d_erased: Any = None
+    if problem.online:
+        d_erased = keep_rows(-from_start * sums.erased, sees_start)
+
+    q, k, key = r.q[...], r.k[...], _written_key(r)[...]
+    erase = None if r.erase is None or len(r.erase.shape) == 1 else r.erase[...]
+    d_scores: Array = r.d_scores[...]
+    d_pairs: Any = r.d_erased[...] if problem.online else None
+    step = clamped_steps(load_again(r.log_decay), load_starts(r))
+
+    def add_group(group, sums):
+        d_q, d_erased, d_key = sums
+        reads, writes, is_here = extreme_factors(step, group, problem.dtype)
+        written = key.astype(jnp.float32) * writes
+        d_near = jnp.where(is_here, d_scores, 0.0)
+        d_q = d_q + reads * dot(d_near, written, precise=is_precise)
+        d_written = dot_tn(d_near, q.astype(jnp.float32) * reads, precise=is_precise)
+        if problem.online:
+            d_near = jnp.where(is_here, d_pairs, 0.0)
+            d_erased = d_erased + reads * dot(d_near, written, precise=is_precise)
+            erased = k.astype(jnp.float32) * reads
+            if erase is not None:
+                erased = erase.astype(jnp.float32) * erased
+            d_written = d_written + dot_tn(d_near, erased, precise=is_precise)
+        return d_q, d_erased, d_key + writes * d_written
+
+    d_q, d_erased, d_key = lax.fori_loop(0, extreme_groups(problem.dtype), add_group, (d_q, d_erased, d_key))
+    q, key, d_own = load_again(r.q), load_again(_written_key(r)), r.d_own[...][:, None]
+    d_total = q * d_q - key * d_key
+    if problem.online:
+        d_total = d_total + _erase_key(r, load_again(r.k)) * d_erased
+    r.d_q[...] = (d_q + d_own * key).astype(r.d_q.dtype)
+    _store_decay_gradient(r, d_total, d_end, problem)
+    return d_erased, d_key + d_own * q

@@ -1,0 +1,364 @@
+"""First stage: everything of a chunk that does not need the state, one program for each chunk of each value head.
+
+    T = tril(Ebar Kbar^T, -1)    A = (I + T)^-1    P = scale * tril(Q_G Kbar^T)
+
+and the factors with which queries, erase keys and write keys meet the state at the chunk's ends. A factor that is one
+number a token is stored as that number; only one that differs by channel is multiplied into its matrix and stored.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.config import Launch
+from pallas_kernels.common.problem import CHUNK
+from pallas_kernels.common.triton.backend import Operand, call, dot_nt, exp2, iota, load_again
+from pallas_kernels.common.triton.chunks import product
+from pallas_kernels.common.triton.decay import (
+    ChunkDecay,
+    chunk_decay,
+    decay_from_start,
+    decay_of_chunk,
+    decay_to_end,
+    load_starts,
+)
+from pallas_kernels.common.triton.pairs import pair_products, weigh_pairs
+from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.delta_rule.inputs import Inputs
+from pallas_kernels.delta_rule.triton.channel_decay import (
+    chunk_ends,
+    clamped_steps,
+    end_factor,
+    end_masks,
+    extreme_factors,
+    extreme_groups,
+    keep_rows,
+    mild_exponent,
+    runs_of,
+    start_factor,
+)
+from pallas_kernels.delta_rule.triton.triangular_inverse import unit_lower_inverse
+
+
+class Prepared(NamedTuple):
+    """Results of the first stage, which the passes over chunks read. N is the number of chunks, C = 64.
+
+    Attributes:
+        inverse: A, `[B, HV, N, C, C]`; None for linear attention.
+        scores: P, `[B, HV, N, C, C]`; see `stored_scores`.
+        read: `q * exp(G)`, `[B, HV, T, K]`, if the decay is channel-wise, else None.
+        erased: `erase * k * exp(G)`, `[B, HV, T, K]`, if either factor is channel-wise, else None.
+        written: `write_key * exp(G_C - G)`, `[B, HV, T, K]`, if the decay is channel-wise, else None.
+        read_rows: `scale * exp(G)` where it is a number a token, `[B, HV, T]` float32, else None.
+        erased_rows: `erase * exp(G)` likewise.
+        written_rows: `exp(G_C - G)` likewise.
+        kept: `exp(G_C)`, `[B, HV, N]` or `[B, HV, N, K]` float32; None without decay.
+        growth: log of how far the chunk's writes can enlarge a state, the product of `|1 - erase * k . write_key|`
+            where above 1, `[B, HV, N]` float32; None where nothing asks for it.
+        extreme: 1 where a channel-wise decay is too strong for one product of pairs, `[B, HV, N]` int32, else None.
+        front: what completes the factors of a chunk that is not extreme to those at its start (see `channel_decay`),
+            `[B, HV, N, K]` float32, if the decay is channel-wise, else None.
+        tail: likewise at its end.
+    """
+
+    inverse: Array | None
+    scores: Array | None
+    read: Array | None
+    erased: Array | None
+    written: Array | None
+    read_rows: Array | None
+    erased_rows: Array | None
+    written_rows: Array | None
+    kept: Array | None
+    growth: Array | None
+    extreme: Array | None
+    front: Array | None
+    tail: Array | None
+
+
+def load_wide(ref) -> Any:
+    """A reference's value in float32; None for None."""
+    return None if ref is None else ref[...].astype(jnp.float32)
+
+
+def key_parts(size: int, width: int) -> list:
+    """Slices of key channels."""
+    return [pl.ds(start, min(width, size)) for start in range(0, size, min(width, size))]
+
+
+def load_part(ref, part) -> Array:
+    """A block of channels in float32, loaded where it is used; a gate of one number a token as it is."""
+    if len(ref.shape) == 1:
+        return ref[...].astype(jnp.float32)[:, None]
+    return load_again(ref.at[:, part]).astype(jnp.float32)
+
+
+def load_chunk_decay(r) -> ChunkDecay:
+    """A chunk's scalar decay and restarts."""
+    return chunk_decay(load_wide(r.log_decay), load_starts(r))
+
+
+def erase_key(k: Array, erase: Array | None) -> Array:
+    """`erase * k` in the dtype of `k`, `[C, K]`."""
+    return k if erase is None else product(erase, k.astype(jnp.float32)).astype(k.dtype)
+
+
+def _prepare_kernel(r, *, scale: float, block: int):
+    if r.read is not None:
+        _prepare_channels(r, scale, block)
+        return
+    k = r.k[...]
+    erase = load_wide(r.erase)
+    decay = load_chunk_decay(r)
+    _store_pairs(r, r.q[...], k, k if r.write_key is None else r.write_key[...], erase, decay, scale)
+    from_start: Any = decay_from_start(decay)
+    if r.erased is not None:
+        r.erased[...] = product(erase, from_start, k.astype(jnp.float32)).astype(r.erased.dtype)
+    if r.read_rows is not None:
+        r.read_rows[...] = scale * from_start
+    if r.written_rows is not None:
+        r.written_rows[...] = decay_to_end(decay)
+    if r.erased_rows is not None:
+        r.erased_rows[...] = product(erase, from_start)
+    if r.kept is not None:
+        r.kept[...] = decay_of_chunk(decay)
+
+
+def _prepare_channels(r, scale: float, block: int):
+    """The first stage where the decay is channel-wise, in blocks of key channels.
+
+    Pairs of extreme chunks are left to `_extreme_kernel`.
+    """
+    parts = key_parts(r.read.shape[1], block)
+    runs = runs_of(r)
+    starts = load_starts(r)
+    ends = []
+    for part in parts:
+        first = clamped_steps(r.log_decay[0, part], None if starts is None else r.starts[0])
+        ends.append(chunk_ends(clamped_steps(r.log_decay[:, part], starts), first, runs))
+    is_extreme = functools.reduce(jnp.logical_or, [end.is_extreme for end in ends])
+    for part, end in zip(parts, ends):
+        r.front[part], r.tail[part], r.kept[part] = end.front, end.tail, end.kept
+    r.extreme[...] = is_extreme.astype(jnp.int32)
+    sides = [(end.front, end.tail) for end in ends]
+    pl.when(jnp.logical_not(is_extreme))(lambda: _store_mild(r, parts, sides, runs, starts, scale))
+    pl.when(is_extreme)(lambda: _store_extreme_factors(r, parts, starts))
+
+
+def _store_mild(r, parts, sides, runs, starts, scale: float):
+    dtype = r.read.dtype
+    sees_start, reaches_end = end_masks(r)
+    scores = erased_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    for part, (front, tail) in zip(parts, sides):
+        exponent = mild_exponent(clamped_steps(load_again(r.log_decay.at[:, part]), starts), dtype)
+        reads, writes = exp2(exponent), exp2(-exponent)
+        written = load_part(r.k if r.write_key is None else r.write_key, part) * writes
+        r.written[:, part] = keep_rows(written * tail, reaches_end).astype(dtype)
+        if r.erased is not None:
+            erased = load_part(r.k, part) * reads
+            if r.erase is not None:
+                erased = load_part(r.erase, part) * erased
+            r.erased[:, part] = keep_rows(erased * front, sees_start).astype(dtype)
+            erased_pairs = erased_pairs + dot_nt(erased.astype(dtype), written.astype(dtype))
+        read = load_part(r.q, part) * reads
+        r.read[:, part] = keep_rows(read * front, sees_start).astype(dtype)
+        # Both scaled matrices stay in float32: rounding them would double the error of the output.
+        scores = scores + dot_nt(read, written, precise=dtype == jnp.float32)
+    _store_channel_pairs(r, scores, erased_pairs, runs, scale)
+
+
+def _store_extreme_factors(r, parts, starts):
+    dtype = r.read.dtype
+    sees_start, reaches_end = end_masks(r)
+    for part in parts:
+        step = clamped_steps(load_again(r.log_decay.at[:, part]), starts)
+        written = load_part(r.k if r.write_key is None else r.write_key, part) * end_factor(step, dtype)
+        r.written[:, part] = keep_rows(written, reaches_end).astype(dtype)
+        from_start = start_factor(step, dtype)
+        r.read[:, part] = keep_rows(load_part(r.q, part) * from_start, sees_start).astype(dtype)
+        if r.erased is not None:
+            erased = load_part(r.k, part) * from_start
+            if r.erase is not None:
+                erased = load_part(r.erase, part) * erased
+            r.erased[:, part] = keep_rows(erased, sees_start).astype(dtype)
+
+
+def _store_channel_pairs(r, scores: Array, erased: Array, runs, scale: float):
+    decay = ChunkDecay(None, None, runs)
+    r.scores[...] = (scale * weigh_pairs(scores, decay, strict=False)).astype(r.scores.dtype)
+    if r.inverse is not None:
+        _store_inverse(r, weigh_pairs(erased, decay, strict=False))
+
+
+def _extreme_kernel(r, *, scale: float, block: int):
+    @pl.when(r.extreme[...] != 0)
+    def _():
+        _store_extreme_pairs(r, scale, block)
+        if r.read is not None:
+            _store_extreme_factors(r, key_parts(r.q.shape[1], block), load_starts(r))
+
+
+def _store_extreme_pairs(r, scale: float, block: int):
+    dtype = r.q.dtype
+    starts = load_starts(r)
+    scores = erased_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    for part in key_parts(r.q.shape[1], block):
+        step = clamped_steps(r.log_decay[:, part], starts)
+        q, k, key = r.q[:, part], r.k[:, part], (r.k if r.write_key is None else r.write_key)[:, part]
+        erase = None if r.erase is None else load_part(r.erase, part)
+
+        def add_group(group, pairs):
+            scores, erased_pairs = pairs
+            reads, writes, is_here = extreme_factors(step, group, dtype)
+            written = key.astype(jnp.float32) * writes
+            near = dot_nt(q.astype(jnp.float32) * reads, written, precise=dtype == jnp.float32)
+            scores = jnp.where(is_here, scores + near, scores)
+            if r.inverse is not None:
+                erased = product(erase, k.astype(jnp.float32) * reads)
+                near = dot_nt(erased.astype(dtype), written.astype(dtype))
+                erased_pairs = jnp.where(is_here, erased_pairs + near, erased_pairs)
+            return scores, erased_pairs
+
+        scores, erased_pairs = lax.fori_loop(0, extreme_groups(dtype), add_group, (scores, erased_pairs))
+    _store_channel_pairs(r, scores, erased_pairs, runs_of(r), scale)
+
+
+def _store_pairs(r, q: Array, k: Array, key: Array, erase: Array | None, decay: ChunkDecay, scale: float):
+    if r.inverse is None:
+        (scores,) = pair_products([q], key, decay)
+    elif erase is not None and erase.ndim == 1:  # a number a token: multiplied after the product
+        scores, erased = pair_products([q, k], key, decay)
+        erased = erase[:, None] * erased
+    else:
+        scores, erased = pair_products([q, erase_key(k, erase)], key, decay)
+    r.scores[...] = (scale * scores).astype(r.scores.dtype)
+    if r.inverse is not None:
+        _store_inverse(r, erased)
+
+
+def _store_inverse(r, erased: Array):
+    dtype = r.inverse.dtype
+    i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+    if r.growth is not None:
+        left = 1.0 - jnp.sum(jnp.where(i == j, erased, 0.0), axis=1)
+        r.growth[...] = jnp.sum(jnp.log(jnp.maximum(jnp.abs(left), 1.0)))
+    r.inverse[...] = unit_lower_inverse(jnp.where(i > j, erased, 0.0), dtype).astype(dtype)
+
+
+def stored_scores(problem: Problem) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of all chunks' P. Linear attention keeps P in float32: rounding it would be most of its error."""
+    return problem.per_head(problem.chunks, CHUNK, CHUNK, dtype=None if problem.online else jnp.float32)
+
+
+def _outputs(problem: Problem, inputs: Inputs) -> dict[str, Operand | None]:
+    """The results, by the names of `Prepared`."""
+    p, x = problem, inputs
+    decay_ndim = 0 if x.log_decay is None else x.log_decay.ndim
+    erase_ndim = 0 if x.erase is None else x.erase.ndim
+    matrix, scores = p.per_head(p.chunks, CHUNK, CHUNK), stored_scores(p)
+    channels = p.per_head(p.length, p.key_size)
+    rows = p.per_head(p.length, dtype=jnp.float32)
+    chunk_rows = p.per_head(p.chunks, p.key_size, dtype=jnp.float32)
+    is_erased_wide = p.online and 4 in (decay_ndim, erase_ndim)
+
+    def of_pairs(array):
+        return p.of_head(array, (None, CHUNK, CHUNK), lambda h, n, b: (b, h, n, 0, 0))
+
+    def of_channels(wanted):
+        return p.of_head(channels if wanted else None, (CHUNK, p.key_size), lambda h, n, b: (b, h, n, 0))
+
+    def of_rows(wanted):
+        return p.of_head(rows if wanted else None, (CHUNK,), lambda h, n, b: (b, h, n))
+
+    def of_flag(array):
+        return _of_chunk(p, array)
+
+    per_channel = p.of_head(chunk_rows if decay_ndim == 4 else None, (None, p.key_size), lambda h, n, b: (b, h, n, 0))
+    return {
+        "inverse": of_pairs(matrix if p.online else None),
+        "scores": of_pairs(scores),
+        "read": of_channels(decay_ndim == 4),
+        "erased": of_channels(is_erased_wide),
+        "written": of_channels(decay_ndim == 4),
+        "read_rows": of_rows(decay_ndim == 3),
+        "erased_rows": of_rows(p.online and not is_erased_wide and max(decay_ndim, erase_ndim) == 3),
+        "written_rows": of_rows(decay_ndim == 3),
+        "kept": of_flag(p.per_head(p.chunks, dtype=jnp.float32)) if decay_ndim == 3 else per_channel,
+        "front": per_channel,
+        "tail": per_channel,
+        "growth": of_flag(
+            p.per_head(p.chunks, dtype=jnp.float32) if p.online and decay_ndim and p.segments > 1 else None
+        ),
+        "extreme": of_flag(p.per_head(p.chunks, dtype=jnp.int32) if decay_ndim == 4 else None),
+    }
+
+
+def _of_chunk(problem: Problem, x: Any) -> Operand | None:
+    """One number a chunk, `[B, HV, N]`."""
+    return problem.of_head(x, (None,), lambda h, n, b: (b, h, n))
+
+
+def _arguments(problem: Problem, inputs: Inputs, launch: Launch) -> tuple[dict[str, Operand | None], dict[str, Any]]:
+    """What kernels of the first stage read, and their static arguments."""
+    p, x = problem, inputs
+
+    def at(h, n, b):
+        return b, n, h, 0
+
+    names = {"q": x.q, "k": x.k, "write_key": x.write_key, "erase": x.erase, "log_decay": x.log_decay}
+    operands = {name: p.of_token(array, CHUNK, at) for name, array in names.items()}
+    operands["starts"] = p.of_position(x.starts, at)
+    return operands, {"scale": p.scale, "block": min(launch.inner, p.key_size)}
+
+
+def prepare(problem: Problem, inputs: Inputs, launch: Launch) -> Prepared:
+    """Runs the first stage.
+
+    Args:
+        problem: static facts.
+        inputs: arguments.
+        launch: compilation; `inner` is the width of a block of key channels where the decay is channel-wise.
+    """
+    operands, static = _arguments(problem, inputs, launch)
+    outputs = _outputs(problem, inputs)
+    results = call(_prepare_kernel, "delta_prepare", problem.chunk_grid, operands, outputs, launch, **static)
+    prepared = Prepared(**results)
+    return prepared if prepared.extreme is None else with_extreme(problem, inputs, prepared, launch, _OF_PAIRS)
+
+
+_OF_PAIRS = "inverse", "scores", "growth"
+_FACTORS = "read", "erased", "written"
+OF_EXTREME = _OF_PAIRS + _FACTORS
+"""What a kernel for chunks that are not extreme leaves to find, by the names of `Prepared`."""
+
+
+def with_extreme(
+    problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch, names: tuple[str, ...] = OF_EXTREME
+) -> Prepared:
+    """The same results, with those of `names` replaced in extreme chunks.
+
+    Args:
+        problem: static facts.
+        inputs: arguments.
+        prepared: results, with `extreme`.
+        launch: as in `prepare`.
+        names: with those of all factors or without.
+    """
+    operands, static = _arguments(problem, inputs, launch)
+    found = {name: operand for name, operand in _outputs(problem, inputs).items() if name in names and operand}
+    exact = call(
+        _extreme_kernel,
+        "delta_prepare_extreme",
+        problem.chunk_grid,
+        {**operands, "extreme": _of_chunk(problem, prepared.extreme)},
+        {**dict.fromkeys(OF_EXTREME), **found},
+        launch,
+        updates={name: dataclasses.replace(at, array=getattr(prepared, name)) for name, at in found.items()},
+        **static,
+    )
+    return prepared._replace(**{name: exact[name] for name in found})

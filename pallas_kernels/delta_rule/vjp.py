@@ -1,0 +1,147 @@
+"""The stages of the chunk form put together, forward and backward, and the step of a single token."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+
+from pallas_kernels.common.decay import divisible
+from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.vma import batch_alike
+from pallas_kernels.delta_rule.config import Schedule
+from pallas_kernels.delta_rule.inputs import Inputs, crop_results, pad_inputs, problem_of
+from pallas_kernels.delta_rule.stages import choose_stages
+from pallas_kernels.delta_rule.triton.bwd_dqkg import Saved, of_argument
+from pallas_kernels.delta_rule.triton.decode import decode
+from pallas_kernels.delta_rule.triton.split_sequence import fold_segments
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of a call: see `Problem` and `Schedule`.
+
+    Attributes:
+        online: see `Problem`.
+        scale: likewise.
+        schedule: compilation.
+        shares_gate: whether `erase`, one number a token, is the write gate too; then the inputs have no other. Its
+            gradient is one sum, rounded once.
+        write_key_dtype: of the write key as it is given and of its gradient, where that is not the kernels' own.
+    """
+
+    online: bool
+    scale: float
+    schedule: Schedule
+    shares_gate: bool = False
+    write_key_dtype: Any = None
+
+    @property
+    def sums_gate_once(self) -> bool:
+        """Whether the reverse pass finds the whole gradient of a shared gate, which it divides by the gate."""
+        return self.shares_gate and self.schedule.reverse.mosaic is not None
+
+
+def _problem(options: Options, inputs: Inputs) -> Problem:
+    return problem_of(Problem, inputs, online=options.online, scale=options.scale, segments=options.schedule.segments)
+
+
+def _operands(options: Options, inputs: Inputs) -> Inputs:
+    """The inputs as kernels load them: with both gates, and with the write key in the dtype of the other matrices."""
+    if options.shares_gate:
+        gate: Any = inputs.erase
+        gate = divisible(gate) if options.sums_gate_once else gate
+        inputs = inputs._replace(erase=gate, write=gate)
+    if inputs.write_key is not None:
+        inputs = inputs._replace(write_key=inputs.write_key.astype(inputs.k.dtype))
+    return inputs
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` for padded inputs; differentiable."""
+    problem, schedule = _problem(options, inputs), options.schedule
+    inputs = _operands(options, inputs)
+    stages = choose_stages(schedule)
+    prepared = stages.prepare(problem, inputs, schedule.prepare)
+    maps = stages.segment_maps(problem, inputs, prepared, schedule.maps)
+    starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
+    return batch_alike(inputs, stages.output_pass(problem, inputs, prepared, starts, schedule.output))
+
+
+def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
+    """The stages of `chunked_pass` with what the backward keeps; here rather than there for a shorter traceback."""
+    problem, schedule = _problem(options, inputs), options.schedule
+    inputs = _operands(options, inputs)
+    stages = choose_stages(schedule)
+    prepared = stages.prepare(problem, inputs, schedule.prepare)
+    maps = stages.segment_maps(problem, inputs, prepared, schedule.maps)
+    starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
+    results = batch_alike(inputs, stages.output_pass(problem, inputs, prepared, starts, schedule.output))
+    return results, (inputs, prepared._replace(growth=None), maps, starts)
+
+
+def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
+    inputs, prepared, maps, starts = residuals
+    d_out, d_final_state = cotangents
+    problem, schedule = _problem(options, inputs), options.schedule
+    stages = choose_stages(schedule)
+    is_found = options.sums_gate_once
+    # Triton's stage has no further digits of the residuals.
+    wanted = {} if schedule.states.mosaic is None else {"with_digits": is_found}
+    states, residual, *digits = stages.states_pass(problem, inputs, prepared, starts, schedule.states, **wanted)
+    ends = None
+    if problem.segments > 1:
+        offsets = stages.reverse_offsets(problem, inputs, prepared, d_out, schedule.offsets)
+        adjoint = maps._replace(offset=offsets)
+        ends = fold_segments(problem, adjoint, d_final_state, schedule.fold, reverse=True)
+    more = {"residuals": residual, "digits": digits[0] if digits else None} if is_found else {}
+    back = stages.reverse_pass(problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse, **more)
+    gate, d_gate = inputs.erase, back.d_write
+    if is_found:
+        inputs, back = inputs._replace(erase=None, write=None), back._replace(d_write=None)
+    saved = Saved(states, residual, back)
+    gradients = stages.argument_gradients(
+        problem,
+        inputs,
+        d_out,
+        saved,
+        prepared,
+        schedule,
+        shares_gate=options.shares_gate and not is_found,
+        write_key_dtype=options.write_key_dtype,
+    )
+    if is_found:
+        gradients = gradients._replace(erase=of_argument(problem, d_gate, gate))
+    if inputs.initial_state is not None:
+        gradients = gradients._replace(initial_state=back.d_initial_state.astype(inputs.initial_state.dtype))  # type: ignore[union-attr]
+    return (gradients,)
+
+
+chunked_pass.defvjp(_forward, _backward)
+
+
+Pass = Callable[[Options, Inputs], tuple[Array, Array]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def one_token(run: Pass, options: Options, inputs: Inputs) -> tuple[Array, Array]:
+    """Output and state of one token by the decode kernel; the gradient goes through `run`, a pass over chunks."""
+    padded = _operands(options, pad_inputs(inputs, whole_chunks=False))
+    results = decode(_problem(options, padded), padded, options.schedule.decode)
+    return batch_alike(inputs, crop_results(inputs, results))
+
+
+def _one_token_forward(run: Pass, options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
+    results, transposed = jax.vjp(lambda x: crop_results(x, run(options, pad_inputs(x))), inputs)
+    return batch_alike(inputs, results), transposed
+
+
+def _one_token_backward(run: Pass, options: Options, transposed: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
+    (gradients,) = transposed(cotangents)
+    return (gradients._replace(starts=None),)
+
+
+one_token.defvjp(_one_token_forward, _one_token_backward)

@@ -1,0 +1,367 @@
+"""Linear attention: sums over earlier (or later) tokens, one kernel for the output and for each gradient.
+
+With `G_r` the inclusive cumulative log decay, one number a token,
+
+    o_r  = scale * sum_{s <= r} exp(G_r - G_s) (q_r . k_s)      w_s v_s
+    dq_r = scale * sum_{s <= r} exp(G_r - G_s) (do_r . v_s)     w_s k_s
+    dk_s = scale * sum_{r >= s} exp(G_r - G_s) (v_s . do_r) w_s q_r
+    dv_s = scale * sum_{r >= s} exp(G_r - G_s) (k_s . q_r)  w_s do_r
+
+are one sum, `out_r = sum_s weight_rs (reader_r . key_s) value_s`, with other arrays in the three places. A program goes
+over the chunks of a segment and keeps the state, `sum key value^T` over the chunks before, in registers. No chunk's
+state goes to memory. The states at the segments' starts come from an elementwise scan over what each segment adds.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.config import Launch
+from pallas_kernels.common.problem import CHUNK, segment_range
+from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_nt, dot_tn, load_tile
+from pallas_kernels.common.triton.chunks import keep_factor, load_row, loop, product, sequence_grid
+from pallas_kernels.common.triton.decay import ChunkDecay, causal_mask, split_gate
+from pallas_kernels.common.triton.decay_rows import Rows, decay_rows, loaded_decay
+from pallas_kernels.common.triton.pairs import diagonal, weigh_pairs
+from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.delta_rule.inputs import Inputs
+
+
+class Places(NamedTuple):
+    """The arrays of one sum.
+
+    Attributes:
+        reader: `[B, T, heads, A]`.
+        key: `[B, T, heads, A]`.
+        value: `[B, T, heads, D]`.
+    """
+
+    reader: Array
+    key: Array
+    value: Array
+
+
+class Sums(NamedTuple):
+    """Results of one sum. C is the number of blocks of value channels.
+
+    Attributes:
+        out: `[B, T, HV, D]`.
+        end: what all tokens add up to, `[B, HV, A, D]` float32.
+        products: `product_with . out`, `[C, B, T, HV]` float32, where asked for. In `reverse` the second factor of
+            `split_gate` is not in it. A token's pair with itself is not in it where `keeps_own_apart` is set.
+        far_products: the part of `products` from other chunks, where `states` are given; `products` is then the rest.
+        states: what the tokens before each chunk add up to, `[B, HV, N, A, D]`, where asked for.
+        crossed: what is left of the given `states` at the chunks' ends, times this sum there, `[C, B, HV, N]` float32.
+    """
+
+    out: Array
+    end: Array
+    products: Array | None
+    far_products: Array | None
+    states: Array | None
+    crossed: Array | None
+
+
+def rows_of(problem: Problem, inputs: Inputs) -> Rows:
+    """The numbers of a call's decay."""
+    return decay_rows(problem, inputs.log_decay, inputs.starts, name="linear_rows", num_warps=2)
+
+
+def _addition(key: Array, value: Array, factor: Array | None) -> Array:
+    """What a chunk adds, `[A, D]` float32."""
+    if factor is not None:
+        value = (factor[:, None] * value.astype(jnp.float32)).astype(value.dtype)
+    return dot_tn(key, value)
+
+
+def _increments_kernel(r, *, problem: Problem, block: int, reverse: bool):
+    """The sum that one segment adds to the state, and the factor by which the state decays over it."""
+    parts = problem.segments - 1
+    segment = lax.rem(pl.program_id(2), parts) + (1 if reverse else 0)
+    first, count = segment_range(problem, segment)
+
+    def body(m, carry):
+        added, kept = carry
+        n = first + (count - 1 - m if reverse else m)
+        rows = pl.ds(n * CHUNK, CHUNK)
+        key, value = r.key[rows, :], r.value[rows, :]
+        addition = _addition(key, value, product(load_row(r.writes, rows), load_row(r.gate, rows)))
+        keeps = keep_factor(r.kept, n)
+        return keeps * added + addition, keeps * kept
+
+    zero = jnp.zeros((problem.key_size, block), jnp.float32)
+    added, kept = loop(count, body, (zero, jnp.ones((), jnp.float32)))
+    r.added[...] = added
+    if r.kept_of_segment is not None:
+        r.kept_of_segment[...] = kept
+
+
+def _scan_kernel(r, *, segments: int, ahead: int, reverse: bool):
+    """What the segments before each one (`reverse`: after it) add up to."""
+    state = jnp.zeros(r.starts_of_segments.shape[1:], jnp.float32)
+    if r.boundary is not None:
+        state = r.boundary[...].astype(jnp.float32)
+    for start in range(0, segments, ahead):
+        steps = range(start, min(start + ahead, segments))
+        added = [r.added[segments - 2 - n if reverse else n, :, :] for n in steps if n < segments - 1]
+        for n in steps:  # all loads before what waits for them
+            place = segments - 1 - n if reverse else n
+            r.starts_of_segments[place, :, :] = state
+            if n < segments - 1:
+                keeps = 1.0 if r.kept is None else r.kept[segments - 2 - n if reverse else n]
+                state = keeps * state + added[n - start]
+
+
+def _sums_kernel(r, *, problem: Problem, block: int, reverse: bool, transposed: bool, keeps_own_apart: bool):
+    segment = lax.rem(pl.program_id(2), problem.segments)
+    first, count = segment_range(problem, segment)
+    state = jnp.zeros((problem.key_size, block), jnp.float32)
+    if r.boundary is not None:
+        state = r.boundary[...].astype(jnp.float32)
+        state = state.T if transposed else state
+
+    def body(m, state):
+        n = first + (count - 1 - m if reverse else m)
+        rows = pl.ds(n * CHUNK, CHUNK)
+        gate, factor, rest = load_row(r.gate, rows), load_row(r.reads, rows), None
+        reader, key, value = (load_tile(ref, rows, r.is_lean) for ref in (r.reader, r.key, r.value))
+        if r.states is not None:
+            r.states[n, :, :] = state.astype(r.states.dtype)
+        far = dot(reader, state.astype(reader.dtype))
+        pairs = weigh_pairs(dot_nt(reader, key), loaded_decay(r, rows), strict=False, reverse=reverse)
+        if gate is not None and reverse:
+            # On the pairs before they are rounded, as in the other direction: in the decay's gradient they cancel.
+            divisor, rest = split_gate(gate)
+            pairs, factor = pairs * divisor[:, None], product(divisor, factor)
+        elif gate is not None:
+            pairs = pairs * gate[None, :]
+        own = None
+        if keeps_own_apart:
+            own = problem.scale * diagonal(pairs, axis=1)
+            pairs = jnp.where(causal_mask(ChunkDecay(None, None, None), strict=True, reverse=reverse), pairs, 0.0)
+        far = problem.scale * product(factor, far)
+        near = problem.scale * dot_halves(pairs, value)
+        if r.products is not None:
+            other = r.product_with[rows, :].astype(jnp.float32)
+            if r.far_products is None:
+                r.products[rows] = jnp.sum((far + near) * other, axis=1)
+            else:
+                r.products[rows] = jnp.sum(near * other, axis=1)
+                r.far_products[rows] = jnp.sum(far * other, axis=1)
+        out = far + near
+        if own is not None:
+            out = out + own[:, None] * value.astype(jnp.float32)
+        r.out[rows, :] = product(rest, out).astype(r.out.dtype)
+        keeps = keep_factor(r.kept, n)
+        if r.crossed is not None:
+            crossed = state * r.states_before[n, :, :].astype(jnp.float32)
+            r.crossed[n] = keeps * jnp.sum(jnp.sum(crossed, axis=0), axis=0)
+        return keeps * state + _addition(key, value, product(load_row(r.writes, rows), None if reverse else gate))
+
+    state = loop(count, body, state)
+
+    @pl.when(segment == (0 if reverse else problem.segments - 1))
+    def _():
+        r.end[...] = state
+
+
+def _gates(problem: Problem, inputs: Inputs, rows: Rows, at, reverse: bool) -> dict[str, Any]:
+    """Numbers of the tokens of whole sequences."""
+    p = problem
+
+    def row(x, size):
+        return p.of_head(x, (size,), lambda *g: (at(*g)[0], at(*g)[2], 0))
+
+    return {
+        "total": row(rows.total, p.length),
+        "fine": row(rows.fine, p.length),
+        "runs": row(rows.runs, p.length),
+        "reads": row(rows.to_end if reverse else rows.from_start, p.length),
+        "writes": row(rows.from_start if reverse else rows.to_end, p.length),
+        "kept": row(rows.kept, p.chunks),
+        "gate": p.of_token(inputs.write, p.length, at),
+    }
+
+
+def segment_starts(
+    problem: Problem,
+    inputs: Inputs,
+    rows: Rows,
+    key: Array,
+    value: Array,
+    boundary: Array | None,
+    launches: tuple[Launch, Launch],
+    reverse: bool = False,
+) -> Array:
+    """What the tokens before each segment (`reverse`: after it) add up to: `sum key value^T` under the decay.
+
+    Args:
+        problem: static facts; `key_size` and `value_size` are those of `key` and `value`.
+        inputs: arguments of the call, of which the gate is taken.
+        rows: its decay.
+        key: `[B, T, heads, A]`.
+        value: `[B, T, heads, D]`.
+        boundary: `[B, HV, A, D]`, what is there before the first token (`reverse`: after the last); None for zero.
+        launches: of the two kernels: what segments add, and the scan over them.
+        reverse: from the last segment to the first.
+
+    Returns:
+        `[B, HV, P, A, D]` float32.
+    """
+    p = problem
+    if p.segments == 1:
+        shape = (p.batch, p.value_heads, 1, p.key_size, p.value_size)
+        return jnp.zeros(shape, jnp.float32) if boundary is None else boundary.astype(jnp.float32)[:, :, None]
+    increments, scan = launches
+    parts = p.segments - 1
+    block = min(increments.block, p.value_size)
+
+    def at(c, h, z):
+        return lax.div(z, parts), 0, h, c
+
+    def place(c, h, z):
+        return lax.div(z, parts), h, lax.rem(z, parts)
+
+    added = p.per_head(parts, p.key_size, p.value_size, dtype=jnp.float32)
+    kept = None if inputs.log_decay is None else p.per_head(parts, dtype=jnp.float32)
+    results = call(
+        _increments_kernel,
+        "linear_increments",
+        (p.value_size // block, p.value_heads, p.batch * parts),
+        {
+            **_gates(p, inputs, rows, at, reverse),
+            **({"gate": None} if reverse else {}),
+            "key": p.of_token(key, p.length, lambda *g: (*at(*g)[:3], 0), p.key_size),
+            "value": p.of_token(value, p.length, at, block),
+        },
+        {
+            "added": p.of_head(added, (None, p.key_size, block), lambda c, h, z: (*place(c, h, z), 0, c)),
+            "kept_of_segment": p.of_head(kept, (None,), place),
+        },
+        increments,
+        problem=p,
+        block=block,
+        reverse=reverse,
+    )
+    height = min(scan.block, p.key_size)
+
+    def of_states(x, count):
+        return p.of_head(x, (count, height, p.value_size), lambda c, h, b: (b, h, 0, c, 0))
+
+    found = call(
+        _scan_kernel,
+        "linear_scan",
+        (p.key_size // height, p.value_heads, p.batch),
+        {
+            "added": of_states(results["added"], parts),
+            "kept": p.of_head(results["kept_of_segment"], (parts,), lambda c, h, b: (b, h, 0)),
+            "boundary": p.of_head(boundary, (height, p.value_size), lambda c, h, b: (b, h, c, 0)),
+        },
+        {
+            "starts_of_segments": of_states(
+                p.per_head(p.segments, p.key_size, p.value_size, dtype=jnp.float32), p.segments
+            )
+        },
+        scan,
+        segments=p.segments,
+        ahead=scan.inner,
+        reverse=reverse,
+    )
+    return found["starts_of_segments"]  # type: ignore[return-value]
+
+
+def sums(
+    problem: Problem,
+    inputs: Inputs,
+    rows: Rows,
+    places: Places,
+    boundary: Array,
+    launch: Launch,
+    *,
+    reverse: bool = False,
+    transposed: bool = False,
+    dtype: Any = None,
+    product_with: Array | None = None,
+    keeps_own_apart: bool = False,
+    with_states: bool = False,
+    states: Array | None = None,
+) -> Sums:
+    """One sum over all tokens.
+
+    Args:
+        problem: static facts; `key_size` and `value_size` are A and D of `places`.
+        inputs: arguments of the call, of which the gate is taken.
+        rows: its decay.
+        places: the arrays.
+        boundary: where each segment starts, `[B, HV, P, A, D]`.
+        launch: compilation; `block` is a block of value channels.
+        reverse: over later tokens, the gate on what comes out; else over earlier ones, the gate on what goes in.
+        transposed: whether `boundary` is `[B, HV, P, D, A]`.
+        dtype: of the result; None is that of the inputs.
+        product_with: `[B, T, heads, D]`, whose products with the rows of the result are wanted.
+        keeps_own_apart: whether these products leave out a token's pair with itself. That pair has no decay. In the
+            decay's gradient, a difference of products, only its rounding error would be left.
+        with_states: whether what is before each chunk is wanted.
+        states: the same of another sum, whose products with this one's are wanted.
+    """
+    p = problem
+    block = min(launch.block, p.value_size)
+    grid, at = sequence_grid(p, p.value_size, block)
+    columns = p.value_size // block
+
+    def whole(x):
+        return p.of_token(x, p.length, lambda *g: (*at(*g)[:3], 0), p.key_size)
+
+    def blocked(x):
+        return p.of_token(x, p.length, at, block)
+
+    def of_states(x):
+        return p.of_head(x, (p.chunks, p.key_size, block), lambda c, h, z: (at(c, h, z)[0], h, 0, 0, c))
+
+    def part(shape, seen, where):
+        return Operand(jax.ShapeDtypeStruct((columns, *shape), jnp.float32), (None, *seen), where)
+
+    start = (
+        p.of_head(boundary, (None, block, p.key_size), lambda c, h, z: (*p.segment_at(h, z), c, 0))
+        if transposed
+        else p.of_head(boundary, (None, p.key_size, block), lambda c, h, z: (*p.segment_at(h, z), 0, c))
+    )
+    out = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), dtype or p.dtype)
+    end = p.per_head(p.key_size, p.value_size, dtype=jnp.float32)
+    of_rows = part((p.batch, p.length, p.value_heads), (None, p.length, None), lambda *g: (g[0], *at(*g)[:3]))
+    crossed = part((p.batch, p.value_heads, p.chunks), (None, None, p.chunks), lambda *g: (g[0], at(*g)[0], g[1], 0))
+    results = call(
+        _sums_kernel,
+        "linear_sums",
+        grid,
+        {
+            **_gates(p, inputs, rows, at, reverse),
+            "reader": whole(places.reader),
+            "key": whole(places.key),
+            "value": blocked(places.value),
+            "boundary": start,
+            "product_with": blocked(product_with),
+            "states_before": of_states(states),
+        },
+        {
+            "out": blocked(out),
+            "end": p.of_head(end, (p.key_size, block), lambda c, h, z: (at(c, h, z)[0], h, 0, c)),
+            "products": None if product_with is None else of_rows,
+            "far_products": None if states is None else of_rows,
+            # For the decay's gradient alone: products of states cancel.
+            "states": of_states(p.per_head(p.chunks, p.key_size, p.value_size, dtype=jnp.float32))
+            if with_states
+            else None,
+            "crossed": None if states is None else crossed,
+        },
+        launch,
+        problem=p,
+        block=block,
+        reverse=reverse,
+        transposed=transposed,
+        keeps_own_apart=keeps_own_apart,
+    )
+    return Sums(**results)  # type: ignore[arg-type]

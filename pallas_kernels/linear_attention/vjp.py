@@ -1,0 +1,173 @@
+"""Linear attention with one decay a token or none, forward and backward, out of the sums of `sums`."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.common.decay import MIN_LOG_DECAY
+from pallas_kernels.common.problem import CHUNK, is_channel_wise
+from pallas_kernels.common.triton.chunks import product
+from pallas_kernels.common.triton.decay import split_gate
+from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.vma import batch_alike
+from pallas_kernels.delta_rule.inputs import Inputs, problem_of
+from pallas_kernels.delta_rule.vjp import Options
+from pallas_kernels.linear_attention.triton import Places, rows_of, segment_starts, sums
+
+
+def _problem(options: Options, inputs: Inputs) -> Problem:
+    return problem_of(Problem, inputs, online=False, scale=options.scale, segments=options.schedule.segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def linear_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` for padded inputs; differentiable.
+
+    Decay and write gate are one number a token, or absent.
+    """
+    return _forward(options, inputs)[0]
+
+
+def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
+    problem, schedule, x = _problem(options, inputs), options.schedule, inputs
+    launches = schedule.increments, schedule.scan
+    rows = rows_of(problem, x)
+    starts = segment_starts(problem, x, rows, x.k, x.v, x.initial_state, launches)
+    found = sums(problem, x, rows, Places(x.q, x.k, x.v), starts, schedule.sums)
+    return batch_alike(inputs, (found.out, found.end)), (inputs, rows, starts)
+
+
+def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
+    x, rows, starts = residuals
+    d_out, d_final_state = cotangents
+    problem, launch = _problem(options, x), options.schedule.gradient_sums
+    swapped = dataclasses.replace(problem, key_size=problem.value_size, value_size=problem.key_size)
+    has_decay = x.log_decay is not None
+    # Whether a token's pair with itself is kept out of the decay's gradient. In bfloat16 this would spill registers and
+    # take a tenth longer, and it changes only gradients below 1e-4 of a mild decay's.
+    is_exact = has_decay and x.q.dtype == jnp.float32
+    # The kernel multiplies its sums by the scale at the end, the first state included: hence the division.
+    launches = options.schedule.increments, options.schedule.scan
+    ends = segment_starts(problem, x, rows, x.q, d_out, d_final_state / problem.scale, launches, reverse=True)
+    d_q = sums(
+        swapped,
+        x,
+        rows,
+        Places(d_out, x.v, x.k),
+        starts,
+        launch,
+        transposed=True,
+        dtype=_dtype_of_parts(x.q, x),
+        product_with=x.q if has_decay else None,
+        keeps_own_apart=is_exact,
+        with_states=has_decay,
+    )
+    d_k = sums(
+        swapped,
+        x,
+        rows,
+        Places(x.v, d_out, x.q),
+        ends,
+        launch,
+        reverse=True,
+        transposed=True,
+        dtype=_dtype_of_parts(x.k, x),
+        product_with=x.k if has_decay else None,
+        keeps_own_apart=is_exact,
+        states=d_q.states,
+    )
+    d_v = sums(
+        problem,
+        x,
+        rows,
+        Places(x.k, x.q, d_out),
+        ends,
+        launch,
+        reverse=True,
+        product_with=None if x.write is None else x.v,
+    )
+    divisor = rest = None
+    if x.write is not None:
+        divisor, rest = split_gate(x.write.astype(jnp.float32))
+    d_write = None if divisor is None else _sum_parts(d_v.products) / divisor
+    d_log_decay = None
+    if has_decay:
+        d_total = _sum_parts(d_q.products) - product(rest, _sum_parts(d_k.products))
+        d_ends = product(rest, _sum_parts(d_k.far_products))
+        d_log_decay = _log_decay_gradient(x, d_total, d_ends, problem.scale * _sum_parts(d_k.crossed))
+    gradients = Inputs(
+        q=_of_key_heads(d_q.out, x.q),
+        k=_of_key_heads(d_k.out, x.k),
+        v=d_v.out,
+        write=None if d_write is None else d_write.astype(x.write.dtype),
+        log_decay=d_log_decay,
+        initial_state=None if x.initial_state is None else (problem.scale * d_v.end).astype(x.initial_state.dtype),
+    )
+    return (gradients,)
+
+
+linear_pass.defvjp(_forward, _backward)
+
+
+def sums_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
+    """`linear_pass` for write gates of any shape: one number a channel is multiplied into the values."""
+    if is_channel_wise(inputs.write):
+        v = jnp.multiply(inputs.write, inputs.v.astype(jnp.float32)).astype(inputs.v.dtype)
+        inputs = inputs._replace(v=v, write=None)
+    return linear_pass(options, inputs)
+
+
+def _sum_parts(x: Array | None) -> Array:
+    """Sum over the blocks of channels that the parts are from."""
+    assert x is not None
+    return jnp.sum(x, axis=0)
+
+
+def _dtype_of_parts(like: Array, inputs: Inputs) -> Any:
+    """Dtype of a gradient by value head: float32 where those of several value heads are still to be added up."""
+    return like.dtype if like.shape[2] == inputs.v.shape[2] else jnp.float32
+
+
+def _of_key_heads(gradient: Array, like: Array) -> Array:
+    """Adds up the parts of the value heads that share a key head."""
+    if gradient.shape == like.shape:
+        return gradient
+    batch, length, heads, size = like.shape
+    return gradient.reshape(batch, length, heads, -1, size).sum(axis=3).astype(like.dtype)
+
+
+def _log_decay_gradient(inputs: Inputs, d_total: Array, d_ends: Array, crossed: Array) -> Array:
+    """The decay's gradient; zero where it is clamped or a segment starts.
+
+    A token's decay scales everything that the token and later ones read of earlier tokens. Within the chunk this
+    contributes the sum of `q dq - k dk` from the token to the chunk's end. Beyond the chunk it contributes what later
+    chunks read of two things: the chunk's tokens before this one, and the state before the chunk.
+
+    Terms that must cancel were rounded in the same way. A token's own write is left out, since its decay does not
+    weaken it. In float32 a token's pair with itself is left out too.
+
+    Args:
+        inputs: arguments.
+        d_total: `q dq - k dk` without the part of `k dk` from later chunks, `[B, T, HV]` float32.
+        d_ends: that part, likewise.
+        crossed: product of what the chunk leaves of the state before it and the gradient after it, `[B, HV, N]`.
+    """
+    x = inputs.log_decay
+    assert x is not None
+    batch, length, heads = x.shape
+
+    def by_chunk(rows):
+        return rows.reshape(batch, length // CHUNK, CHUNK, heads)
+
+    # Apart: XLA (jaxlib 0.11.2) fails to compile both sums in one kernel that keeps rows of five to seven tokens.
+    within = jax.lax.optimization_barrier(jax.lax.cumsum(by_chunk(d_total), axis=2, reverse=True))
+    before = jnp.pad(by_chunk(d_ends)[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)))
+    beyond = jax.lax.cumsum(before, axis=2) + jnp.moveaxis(crossed, 1, 2)[:, :, None]
+    is_flat = x <= MIN_LOG_DECAY
+    if inputs.starts is not None:
+        is_flat = is_flat | (inputs.starts > 0)[:, :, None]
+    return jnp.where(is_flat, 0.0, (within + beyond).reshape(x.shape)).astype(x.dtype)

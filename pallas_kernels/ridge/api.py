@@ -1,0 +1,211 @@
+"""The ridge solve through Triton kernels, differentiable by implicit differentiation in chunks."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float, Int
+
+from pallas_kernels.common.platform import platform
+from pallas_kernels.common.problem import CHUNK, next_power_of_two, segment_starts
+from pallas_kernels.common.triton.backend import interpreted, shared_memory, unsupported_arrays
+from pallas_kernels.common.vma import batch_alike, vary_alike
+from pallas_kernels.ridge.problem import (
+    METHODS,
+    PRECISIONS,
+    Method,
+    RidgeInputs,
+    RidgeSchedule,
+    choose_schedule,
+    ridge_problem,
+    ridge_rows,
+)
+from pallas_kernels.ridge.triton.bwd_dh import state_gradients
+from pallas_kernels.ridge.triton.bwd_dqkg import StateSums, argument_gradients
+from pallas_kernels.ridge.triton.gram_states import gram_states
+from pallas_kernels.ridge.triton.iterations import solve_chunks
+
+_MAX_CHANNELS = 128
+_SPLIT_MEMORY = 128 * 1024
+"""Bytes of shared memory that two parts of every factor take with 128 channels."""
+
+
+def ridge_solve_unsupported(
+    q: Array,
+    k: Array,
+    *,
+    solver: str = "chebyshev",
+    precision: str | None = None,
+    adaptive: bool = True,
+    chunk_size: int = CHUNK,
+) -> str | None:
+    """Why the kernels here can't serve a call of `ridge_solve`, as a noun phrase, or None if they can.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        solver: name of the method.
+        precision: of the products.
+        adaptive: whether the ridge is relative, which decides what a precision of None is.
+        chunk_size: tokens in a chunk.
+    """
+    reason = unsupported_arrays(q=q, k=k)
+    if reason is not None:
+        return reason
+    if solver not in METHODS:
+        return f"solver {solver!r} (only {', '.join(METHODS)})"
+    if precision not in (None, *PRECISIONS):
+        return f"products in {precision!r} (only {', '.join(PRECISIONS)})"
+    if chunk_size != CHUNK:
+        return f"chunk_size {chunk_size} (only {CHUNK})"
+    if q.shape[3] > _MAX_CHANNELS:
+        return f"key size {q.shape[3]} (at most {_MAX_CHANNELS}: the iterates of a chunk stay in registers)"
+    if platform() != "cpu" and q.shape[3] > 64 and shared_memory() < _SPLIT_MEMORY:
+        precision = precision or _default_precision(k, adaptive)
+        if precision != "bfloat16":
+            return f"key size {q.shape[3]} with products in {precision!r} (at most 64: shared memory is too small)"
+    return None
+
+
+def ridge_solve(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    ridge: Float[Array, "H 1"] | Float[Array, "H K"],
+    *,
+    adaptive: bool = True,
+    log_decay: Float[Array, "B T H"] | None = None,
+    iterations: int = 30,
+    solver: str = "chebyshev",
+    epsilon: float = 0.0,
+    precision: str | None = None,
+    initial_gram: Float[Array, "B H K K"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    chunk_size: int = CHUNK,
+    schedule: RidgeSchedule | None = None,
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B H K K"]]:
+    r"""Solves `(H_t + lambda_t) x_t = q_t` for the Gram matrices `H_t` of the past keys, in chunks of 64 tokens.
+
+        H_t = exp(log_decay_t) H_{t-1} + k_t k_t^T        lambda_t = ridge * ||H_t||_F  (adaptive)  or  ridge
+
+    Only the `H_t` at the chunks' starts are formed. The gradient is that of the equation's solution, by one more solve
+    (Gated KalmaNet, table 1 and equations 6 to 10). Runs are bit-identical.
+
+    Args:
+        q: right-hand sides, bfloat16 or float32.
+        k: keys.
+        ridge: strength of the regularisation, positive, a number for each head or for each of its channels.
+        adaptive: whether the ridge is relative to the Gram matrix's Frobenius norm. At a norm of 1e-10 or less the
+            solution is zero.
+        log_decay: natural logarithm of the decay, `<= 0`, -inf included; None is no decay.
+        iterations: of the solver.
+        solver: `"chebyshev"`, `"conjugate_gradient"`, `"gradient_descent"` or `"nesterov"`.
+        epsilon: added to both divisors of conjugate gradients.
+        precision: of the factors of products, which are accumulated in float32: `"bfloat16"`; `"split"`, two parts of
+            bfloat16 each, together 16 bits; `"tf32"`, 11 bits; `"float32"`, three products of tf32. For bfloat16
+            inputs, None is bfloat16 if the ridge is adaptive, and split if it is constant. For other inputs, None is
+            float32 up to a key size of 64, and split above, where float32 does not fit. Bfloat16, in which states are
+            stored too, suits condition numbers of about a hundred, which an adaptive ridge ensures. A constant ridge
+            does not bound the condition number: the norm grows with every key that repeats. At larger condition
+            numbers, conjugate gradients in bfloat16 diverge.
+        initial_gram: the Gram matrix before the first token; its symmetric part is used; None is zero.
+        segment_ids: the Gram matrix restarts where the id changes; the first token continues `initial_gram`.
+        chunk_size: only 64.
+        schedule: how the call is cut into programs; None is a measured choice.
+
+    Returns:
+        Solutions in `q`'s dtype and the final Gram matrix in float32.
+
+    Raises:
+        NotImplementedError: `ridge_solve_unsupported` has an objection.
+    """
+    reason = ridge_solve_unsupported(q, k, solver=solver, precision=precision, adaptive=adaptive, chunk_size=chunk_size)
+    if reason is not None:
+        raise NotImplementedError(f"ridge_solve: the Triton kernels do not support {reason}")
+    inputs = vary_alike(_padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids))
+    if precision is None:
+        precision = _default_precision(inputs.k, adaptive)
+    method = Method(solver, iterations, adaptive, float(epsilon), precision)
+    x, gram = _solve(method, schedule or choose_schedule(ridge_problem(inputs), precision), inputs)
+    size = q.shape[3]
+    return x[:, : q.shape[1], :, :size].astype(q.dtype), gram[:, :, :size, :size]
+
+
+def _default_precision(k: Array, adaptive: bool) -> str:
+    if k.dtype == jnp.bfloat16:
+        return "bfloat16" if adaptive else "split"
+    return "float32" if interpreted() or k.shape[3] <= 64 else "split"
+
+
+def _padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids) -> RidgeInputs:
+    """Brings arguments to dtypes that kernels load, and pads tokens to chunks and channels to a power of two."""
+    dtype = jnp.result_type(q, k)
+    length, size = q.shape[1], q.shape[3]
+    starts = segment_starts(segment_ids)
+    if starts is not None and log_decay is None:
+        log_decay = jnp.zeros(q.shape[:3], jnp.float32)
+    tokens, channels = -length % CHUNK, next_power_of_two(size) - size
+
+    def pad(x, *widths):
+        return jnp.pad(x, [(0, width) for width in widths]) if any(widths) else x
+
+    gram = None
+    if initial_gram is not None:
+        gram = initial_gram.astype(jnp.float32)
+        gram = pad(0.5 * (gram + jnp.swapaxes(gram, -1, -2)), 0, 0, channels, channels)
+    if ridge.shape[1] > 1 and channels:  # eigenvalue bounds depend on every channel of the ridge: repeat the last
+        ridge = jnp.pad(ridge, ((0, 0), (0, channels)), mode="edge")
+    return RidgeInputs(
+        q=pad(q.astype(dtype), 0, tokens, 0, channels),
+        k=pad(k.astype(dtype), 0, tokens, 0, channels),
+        ridge=ridge.astype(jnp.float32),
+        log_decay=None if log_decay is None else pad(log_decay.astype(jnp.float32), 0, tokens, 0),
+        initial_gram=gram,
+        starts=None if starts is None else pad(starts, 0, tokens),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _solve(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tuple[Array, Array]:
+    """Solutions and final Gram matrix of padded inputs; the backward keeps keys, solutions, norms and states."""
+    return _forward(method, schedule, inputs)[0]
+
+
+def _forward(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tuple[tuple[Array, Array], Any]:
+    problem = ridge_problem(inputs)
+    rows = ridge_rows(problem, inputs)
+    states, final, squares = gram_states(problem, method, inputs, rows, schedule)
+    x, norm = solve_chunks(problem, method, inputs, rows, states, schedule, b=inputs.q, squares=squares)
+    # A checkpoint policy may keep these arrays by name, since solving again is the costly part.
+    x, norm = checkpoint_name(x, "solution"), checkpoint_name(norm, "solution")
+    kept = (rows, states, squares) if schedule.keeps_states else None
+    return batch_alike(inputs, (x, final)), (inputs._replace(q=None), x, norm, kept)  # type: ignore[arg-type]
+
+
+def _backward(
+    method: Method, schedule: RidgeSchedule, residuals: Any, cotangents: tuple[Array, Array]
+) -> tuple[RidgeInputs]:
+    inputs, x, norm, kept = residuals
+    d_x, d_final = cotangents
+    problem = ridge_problem(inputs)
+    if kept is None:
+        rows = ridge_rows(problem, inputs)
+        states, _, squares = gram_states(problem, method, inputs, rows, schedule)
+    else:
+        rows, states, squares = kept
+    d_q, _ = solve_chunks(problem, method, inputs, rows, states, schedule, b=d_x, norm=norm)
+    d_final = d_final + jnp.swapaxes(d_final, -1, -2)
+    by_norm, d_ends, d_initial, products = state_gradients(
+        problem, method, inputs, rows, states, x, norm, d_q, d_final, schedule
+    )
+    sums = StateSums(squares, products)
+    d_k, d_log_decay = argument_gradients(
+        problem, method, inputs, rows, states, d_ends, sums, x, d_q, by_norm, schedule
+    )
+    d_ridge = jnp.sum(by_norm.ridge, axis=(0, 2)).reshape(inputs.ridge.shape)
+    return (RidgeInputs(d_q, d_k, d_ridge, d_log_decay, d_initial, None),)
+
+
+_solve.defvjp(_forward, _backward)

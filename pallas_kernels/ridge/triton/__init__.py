@@ -1,0 +1,1 @@
+"""Kernels of the ridge solve, in Pallas on its Triton backend."""

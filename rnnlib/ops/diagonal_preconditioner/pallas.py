@@ -1,0 +1,48 @@
+"""The diagonal Gram and its readouts on NVIDIA GPUs: the kernels of `pallas_kernels.preconditioner`."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from rnnlib.ops.derivatives import with_further_derivatives
+from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
+from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram
+from rnnlib.ops.diagonal_preconditioner.xla_chunked import diagonal_gram_chunked
+from rnnlib.ops.kernels import triton_kernels
+
+
+@functools.partial(jax.jit, static_argnames=("readout", "dtype", "with_key"), inline=True)
+def diagonal_gram_triton(
+    inputs: DiagonalGramInputs,
+    x: Array | None,
+    parameter: Array | None,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    *,
+    readout: Any,
+    like: Array | None,
+    dtype: Any,
+    with_key: bool,
+) -> tuple[Array, Array, Array]:
+    """Evaluates a readout by kernels; arguments and results as `evaluate`."""
+    kernels = triton_kernels()
+    of_kernels = getattr(kernels.preconditioner_readouts, type(readout).__name__)(**dataclasses.asdict(readout))
+    stored = jnp.float32 if like is None else like.dtype
+    dtype = stored if dtype is None else dtype
+
+    def keywords(inputs, x, parameter, initial_state, segment_ids) -> dict[str, Any]:
+        arrays = {**inputs._asdict(), "x": x, "parameter": parameter, "initial_state": initial_state}
+        options = {"readout": of_kernels, "dtype": dtype, "stored": stored, "with_key": with_key}
+        return {**arrays, "segment_ids": segment_ids, **options}
+
+    def reference(inputs, *rest):
+        results = read_gram(diagonal_gram_chunked, inputs, *rest, readout=readout, dtype=dtype)
+        return (*results, inputs.k) if with_key else results
+
+    run = with_further_derivatives(kernels.diagonal_gram_readout, keywords, reference)
+    out, final, *key = run(inputs, x, parameter, initial_state, segment_ids)
+    return out, final, (key[0] if key else inputs.k)

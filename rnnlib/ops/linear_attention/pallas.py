@@ -1,0 +1,46 @@
+"""Linear attention on NVIDIA GPUs: the kernels of `pallas_kernels.linear_attention`."""
+
+import functools
+from typing import Any
+
+import jax
+from jax import Array
+
+from rnnlib.ops.derivatives import with_further_derivatives
+from rnnlib.ops.kernels import triton_kernels
+from rnnlib.ops.linear_attention.reference import LinearAttentionInputs
+from rnnlib.ops.linear_attention.xla_chunked import linear_attention_chunked
+
+# The kernels' backward divides the final state's gradient by the scale.
+_SMALLEST_SCALE = 1e-10
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "chunk_size"), inline=True)
+def linear_attention_triton(
+    inputs: LinearAttentionInputs,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    *,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Array, Array]:
+    """Evaluates linear attention by kernels; arguments and results as `linear_attention_scan`.
+
+    Args:
+        inputs: token-wise arguments.
+        initial_state: None (zero) or `[B, HV, K, V]`.
+        segment_ids: None or `[B, T]`.
+        scale: factor on the output.
+        chunk_size: tokens in a chunk.
+    """
+
+    def keywords(inputs, initial_state, segment_ids) -> dict[str, Any]:
+        factor = scale
+        if abs(scale) < _SMALLEST_SCALE:
+            inputs, factor = inputs._replace(q=scale * inputs.q), 1.0
+        arrays = {**inputs._asdict(), "initial_state": initial_state, "segment_ids": segment_ids}
+        return {**arrays, "scale": factor, "chunk_size": chunk_size}
+
+    reference = functools.partial(linear_attention_chunked, scale=scale, chunk_size=chunk_size)
+    run = with_further_derivatives(triton_kernels().linear_attention, keywords, reference)
+    return run(inputs, initial_state, segment_ids)

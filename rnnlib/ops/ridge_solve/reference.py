@@ -1,0 +1,118 @@
+"""The ridge solve token by token: the definition that every other implementation is tested against."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.common.vma import vary_alike
+from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+from rnnlib.ops.ridge_solve.inputs import (
+    RidgeInputs,
+    SolveOptions,
+    effective_ridge,
+    norm_from_square,
+    solvable,
+    symmetric,
+)
+from rnnlib.ops.ridge_solve.solvers import Solver, cholesky_solve, iterate
+
+
+def solve_gram(solver: Solver, iterations: int, gram: Array, b: Array, ridge: Array, norm: Array) -> Array:
+    """Solves `(gram + Diag(ridge)) x = b` for a Gram matrix in memory.
+
+    Args:
+        solver: method and precision.
+        iterations: of an iterative method.
+        gram: `[..., K, K]`.
+        b: `[..., K]`.
+        ridge: `[..., 1 or K]`, positive.
+        norm: Frobenius norm of `gram`, `[..., 1]`.
+    """
+    if solver.method == "exact":
+        return cholesky_solve(gram, b, ridge)
+
+    def product(x: Array) -> Array:
+        return solver.product(gram, x[..., None])[..., 0]
+
+    return iterate(solver, product, b, ridge, norm, iterations)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _solve_implicit(solver: Solver, iterations: int, gram: Array, b: Array, ridge: Array, norm: Array) -> Array:
+    """`solve_gram` with the implicit gradient of the exact solution (Gated KalmaNet, equations 6 and 22)."""
+    return solve_gram(solver, iterations, gram, b, ridge, norm)
+
+
+def _solve_forward(solver, iterations, gram, b, ridge, norm):
+    x = solve_gram(solver, iterations, gram, b, ridge, norm)
+    return x, (gram, ridge, norm, x)
+
+
+def _solve_backward(solver, iterations, saved, d_x):
+    gram, ridge, norm, x = saved
+    d_b = solve_gram(solver, iterations, gram, d_x, ridge, norm)
+    d_gram = -d_b[..., :, None] * x[..., None, :]
+    d_ridge = -d_b * x
+    if ridge.shape[-1] == 1:
+        d_ridge = jnp.sum(d_ridge, axis=-1, keepdims=True)
+    # The norm only bounds eigenvalues: the exact solution does not depend on it.
+    return d_gram, d_b, d_ridge, jnp.zeros_like(norm)
+
+
+_solve_implicit.defvjp(_solve_forward, _solve_backward)
+
+
+@functools.partial(jax.jit, static_argnames=("options",), inline=True)
+def ridge_solve_scan(
+    inputs: RidgeInputs,
+    initial_gram: Array | None,
+    segment_ids: Array | None,
+    *,
+    options: SolveOptions,
+) -> tuple[Array, Array]:
+    """Evaluates the recurrence of `rnnlib.ops.ridge_solve` with `jax.lax.scan` over tokens, forming every `H_t`.
+
+    Args:
+        inputs: arguments by token, and the ridge.
+        initial_gram: None (zero) or `[B, H, K, K]`.
+        segment_ids: None or `[B, T]`.
+        options: of the solve; differentiation `"reversed"` is not served.
+
+    Returns:
+        Solutions `[B, T, H, K]` in `q`'s dtype and the final Gram matrix `[B, H, K, K]` in float32 (float64 for float64
+        inputs).
+    """
+    adaptive, iterations, solver = options
+    dtype = accumulation_dtype(*inputs, initial_gram)
+    batch, _, heads, size = inputs.q.shape
+
+    def by_token(x: Array) -> Array:
+        return jnp.moveaxis(x.astype(dtype), 1, 0)
+
+    log_decays = None if inputs.log_decay is None else by_token(inputs.log_decay)
+    starts = None if segment_ids is None else jnp.moveaxis(segment_starts(segment_ids), 1, 0)
+    ridge = inputs.ridge.astype(dtype)
+    if initial_gram is None:
+        gram = jnp.zeros((batch, heads, size, size), dtype)
+    else:
+        gram = symmetric(initial_gram.astype(dtype))
+    solve = _solve_implicit if solver.differentiation == "implicit" else solve_gram
+
+    def step(gram: Array, token: tuple[Array, Array, Array | None, Array | None]) -> tuple[Array, Array]:
+        q, k, log_decay, start = token
+        if start is not None:
+            gram = jnp.where(start[:, None, None, None], 0.0, gram)
+        if log_decay is not None:
+            gram = jnp.exp(log_decay)[..., None, None] * gram
+        gram = gram + k[..., :, None] * k[..., None, :]
+        norm = norm_from_square(jnp.sum(jnp.square(gram), axis=(-1, -2)))[..., None]
+        diagonal = effective_ridge(ridge, norm, adaptive)
+        return gram, solve(solver, iterations, gram, solvable(q, norm, adaptive), diagonal, norm)
+
+    tokens = (by_token(inputs.q), by_token(inputs.k), log_decays, starts)
+    gram, tokens, ridge = vary_alike((gram, tokens, ridge))
+    with jax.default_matmul_precision("highest"):
+        gram, x = jax.lax.scan(step, gram, tokens)
+    return jnp.moveaxis(x, 0, 1).astype(inputs.q.dtype), gram

@@ -1,0 +1,33 @@
+"""The short convolution on NVIDIA GPUs: the kernels of `pallas_kernels.short_convolution`."""
+
+import functools
+from typing import Any
+
+import jax
+from jax import Array
+
+from rnnlib.ops.derivatives import with_further_derivatives
+from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
+from rnnlib.ops.short_convolution.taps import short_convolution_taps
+
+
+def triton_convolution_unsupported(inputs: ConvolutionInputs, finish: Finish) -> str | None:
+    """Why the kernels can't serve a call, as a noun phrase, or None if they can."""
+    options = {"activation": finish.activation, "norm_size": finish.norm_size}
+    return triton_unsupported("convolution_unsupported", *inputs[:4], **options)
+
+
+@functools.partial(jax.jit, static_argnames=("finish",), inline=True)
+def short_convolution_triton(inputs: ConvolutionInputs, finish: Finish) -> Array:
+    """Evaluates the convolution by kernels; arguments and result as `short_convolution_taps`."""
+
+    def keywords(inputs, segment_ids) -> dict[str, Any]:
+        options = {"activation": finish.activation, "norm_size": finish.norm_size, "eps": finish.norm_eps}
+        return inputs._replace(segment_ids=segment_ids)._asdict() | options
+
+    def reference(inputs, segment_ids):
+        return short_convolution_taps(inputs._replace(segment_ids=segment_ids), finish)
+
+    run = with_further_derivatives(triton_kernels().short_convolution, keywords, reference)
+    return run(inputs._replace(segment_ids=None), inputs.segment_ids)
