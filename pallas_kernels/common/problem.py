@@ -48,6 +48,7 @@ class Problem:
         online: whether writes correct what the state already holds (delta rule), or just add (linear attention).
         scale: factor on the output.
         segments: into how many equal parts of whole chunks the sequence is split to run side by side.
+        tokens: how many of the T tokens are the caller's; the rest is padding. None is all.
     """
 
     batch: int
@@ -60,6 +61,7 @@ class Problem:
     online: bool
     scale: float
     segments: int = 1
+    tokens: int | None = None
 
     @property
     def chunks(self) -> int:
@@ -70,6 +72,10 @@ class Problem:
     def chunks_per_segment(self) -> int:
         """Number of chunks in a segment (the last may have fewer)."""
         return cdiv(self.chunks, self.segments)
+
+    def last_token(self, chunk: Any) -> Any:
+        """Row of a chunk's last token that is not padding."""
+        return CHUNK - 1 if self.tokens is None else jnp.minimum(self.tokens - CHUNK * chunk, CHUNK) - 1
 
     def per_head(self, *shape: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
         """Shape and dtype of an array `[B, HV, *shape]`."""

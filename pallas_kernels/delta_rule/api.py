@@ -159,4 +159,5 @@ def call_options(
         inputs = inputs._replace(write=None)
     schedule = schedule or choose_schedule(inputs, online, backend)
     write_key_dtype = None if inputs.write_key is None else inputs.write_key.dtype
-    return Options(online, scale, schedule, shares_gate, write_key_dtype), vary_alike(inputs)
+    options = Options(online, scale, schedule, shares_gate, write_key_dtype, tokens=inputs.q.shape[1])
+    return options, vary_alike(inputs)

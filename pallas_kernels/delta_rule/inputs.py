@@ -105,10 +105,11 @@ def is_sum(inputs: Inputs, online: bool) -> bool:
 
 
 def problem_of[Kind: Problem](
-    kind: type[Kind], inputs: Inputs, *, online: bool, scale: float, segments: int = 1
+    kind: type[Kind], inputs: Inputs, *, online: bool, scale: float, segments: int = 1, tokens: int | None = None
 ) -> Kind:
     """The static facts of a call on `inputs`, as a backend's `kind` of problem."""
     batch, length, key_heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
-    dtype = jnp.dtype(inputs.v.dtype)
-    return kind(batch, length, key_heads, value_heads, key_size, value_size, dtype, online, scale, segments)
+    sizes = batch, length, key_heads, value_heads, key_size, value_size
+    tokens = None if tokens == length else tokens
+    return kind(*sizes, jnp.dtype(inputs.v.dtype), online, scale, segments, tokens)

@@ -30,6 +30,7 @@ class Options:
         shares_gate: whether `erase`, one number a token, is the write gate too; then the inputs have no other. Its
             gradient is one sum, rounded once.
         write_key_dtype: of the write key as it is given and of its gradient, where that is not the kernels' own.
+        tokens: of a sequence before it is padded; None where it is not.
     """
 
     online: bool
@@ -37,6 +38,7 @@ class Options:
     schedule: Schedule
     shares_gate: bool = False
     write_key_dtype: Any = None
+    tokens: int | None = None
 
     @property
     def sums_gate_once(self) -> bool:
@@ -45,7 +47,8 @@ class Options:
 
 
 def _problem(options: Options, inputs: Inputs) -> Problem:
-    return problem_of(Problem, inputs, online=options.online, scale=options.scale, segments=options.schedule.segments)
+    o = options
+    return problem_of(Problem, inputs, online=o.online, scale=o.scale, segments=o.schedule.segments, tokens=o.tokens)
 
 
 def _operands(options: Options, inputs: Inputs) -> Inputs:

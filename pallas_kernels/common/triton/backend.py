@@ -158,6 +158,9 @@ def _dot(a: Array, b: Array, contract: tuple[int, int], precise: bool | None) ->
         presets = lax.DotAlgorithmPreset
         precision = presets.TF32_TF32_F32 if precise is False else presets.TF32_TF32_F32_X3
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    if interpreted():
+        # The same products, exactly. XLA for CPUs has none of two bfloat16 matrices with a float32 result.
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 

@@ -242,7 +242,9 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
 
         wait(memory.ready)
         scaled = load_turned(key_tile) * inverse(reads)
-        d_end = load_end("kept", m) * kept + jnp.sum(scaled * written, axis=1)
+        # What the last token writes reaches the chunk's end whole: no decay of this chunk weakens it.
+        decays = spread_columns(column_numbers()) < p.last_token(n)
+        d_end = load_end("kept", m) * kept + jnp.sum(jnp.where(decays, scaled * written, 0.0), axis=1)
         read, erased = near_products(m, (read, erased), scaled, (0, 1), transposed=True)
         (written,) = near_products(m, (written,), load_turned(q_tile) * reads, (0,), transposed=False)
         (written,) = near_products(m, (written,), erase_key(m, k_tile) * reads, (1,), transposed=False)
@@ -260,7 +262,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         read = read * reads
         d_total = d_total + load_turned(q_tile) * read
         written = written * inverse(reads)
-        d_total = d_total - load_turned(key_tile) * written
+        d_total = d_total - jnp.where(decays, load_turned(key_tile) * written, 0.0)
         read = read + spread_columns(own) * load_turned(key_tile)
         written = written + spread_columns(own) * load_turned(q_tile)
         keys.store(m, {"q": read, "k": erased if r.write_key is not None else erased + written, "write_key": written})

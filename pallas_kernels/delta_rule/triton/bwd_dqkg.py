@@ -166,9 +166,10 @@ def _keys_kernel(r, *, problem: Problem, block: int, shares_gate: bool, of_extre
     if r.log_decay is None or len(r.log_decay.shape) == 1:
         _store_key_side(r, problem, block, shares_gate)
         return
+    last_token = problem.last_token(pl.program_id(1))
 
     def store(find):
-        d_erased, d_key = find(r, problem, lambda: _state_products(r, problem, block, shares_gate))
+        d_erased, d_key = find(r, problem, last_token, lambda: _state_products(r, problem, block, shares_gate))
         _store_key_gradients(r, load_again(r.k), load_wide(r.erase), d_erased, d_key)
 
     if of_extreme:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.common.triton.backend import dot, dot_tn, exp2, load_again
+from pallas_kernels.common.problem import CHUNK
+from pallas_kernels.common.triton.backend import dot, dot_tn, exp2, iota, load_again
 from pallas_kernels.common.triton.decay import load_starts
 from pallas_kernels.common.triton.problem import Problem
 from pallas_kernels.delta_rule.triton.channel_decay import (
@@ -58,6 +59,15 @@ class StateProducts(NamedTuple):
     kept: Any
 
 
+def _but_last(x: Array, last_token: Any) -> Array:
+    """What a chunk's tokens write `[C, K]`, as far as a decay of this chunk weakens it: not that of its last token.
+
+    What the last token writes reaches the chunk's end whole. In the gradient of the log decay it would be added at the
+    end and taken away at the token; where tokens forget nearly all, only the rounding of that would be left.
+    """
+    return keep_rows(x, iota((CHUNK,), 0) < last_token)
+
+
 def _store_decay_gradient(r, d_total: Array, d_end: Array, problem: Problem):
     """Stores it, from the gradients of the cumulative log decay `[C, K]` and of the whole chunk's log decay `[K]`."""
     d_step = add_up_to_end(d_total, problem.dtype) + d_end[None]
@@ -66,12 +76,15 @@ def _store_decay_gradient(r, d_total: Array, d_end: Array, problem: Problem):
     )
 
 
-def channel_gradients(r, problem: Problem, find_sums: Callable[[], StateProducts]) -> tuple[Array | None, Array]:
+def channel_gradients(
+    r, problem: Problem, last_token: Any, find_sums: Callable[[], StateProducts]
+) -> tuple[Array | None, Array]:
     """Stores the gradients of queries and decay of a chunk that is not extreme.
 
     Args:
         r: references.
         problem: static facts.
+        last_token: row of the chunk's last token.
         find_sums: finds what the state contributes, in a loop that waits for memory.
 
     Returns:
@@ -86,12 +99,12 @@ def channel_gradients(r, problem: Problem, find_sums: Callable[[], StateProducts
     reads, writes = exp2(exponent), exp2(-exponent)
     written = key * writes
     d_written = keep_rows(tail * sums.written, reaches_end)
-    d_end = r.kept[...] * sums.kept + jnp.sum(written * d_written, axis=0)
+    d_end = r.kept[...] * sums.kept + jnp.sum(_but_last(written * d_written, last_token), axis=0)
     d_written = d_written + dot_tn(r.d_scores[...], q * reads, precise=is_precise)
     if problem.online:
         d_written = d_written + dot_tn(r.d_erased[...], _erase_key(r, k) * reads, precise=is_precise)
     d_key = writes * d_written
-    d_total = -(key * d_key)
+    d_total = -_but_last(key * d_key, last_token)
 
     d_read = keep_rows((problem.scale * front) * sums.read, sees_start)
     d_q = reads * (d_read + dot(load_again(r.d_scores), written, precise=is_precise))
@@ -110,14 +123,14 @@ def channel_gradients(r, problem: Problem, find_sums: Callable[[], StateProducts
 
 
 def extreme_channel_gradients(
-    r, problem: Problem, find_sums: Callable[[], StateProducts]
+    r, problem: Problem, last_token: Any, find_sums: Callable[[], StateProducts]
 ) -> tuple[Array | None, Array]:
     """The same for an extreme chunk, whose pairs go in groups."""
     is_precise, sums = problem.dtype == jnp.float32, find_sums()
     sees_start, reaches_end = end_masks(r)
     step = clamped_steps(r.log_decay[...], load_starts(r))
     d_key = keep_rows(end_factor(step, problem.dtype) * sums.written, reaches_end)
-    d_end = r.kept[...] * sums.kept + jnp.sum(load_again(_written_key(r)) * d_key, axis=0)
+    d_end = r.kept[...] * sums.kept + jnp.sum(_but_last(load_again(_written_key(r)) * d_key, last_token), axis=0)
     from_start = start_factor(step, problem.dtype)
     d_q = keep_rows(problem.scale * from_start * sums.read, sees_start)
     d_erased: Any = None
@@ -148,7 +161,7 @@ def extreme_channel_gradients(
 
     d_q, d_erased, d_key = lax.fori_loop(0, extreme_groups(problem.dtype), add_group, (d_q, d_erased, d_key))
     q, key, d_own = load_again(r.q), load_again(_written_key(r)), r.d_own[...][:, None]
-    d_total = q * d_q - key * d_key
+    d_total = q * d_q - _but_last(key * d_key, last_token)
     if problem.online:
         d_total = d_total + _erase_key(r, load_again(r.k)) * d_erased
     r.d_q[...] = (d_q + d_own * key).astype(r.d_q.dtype)

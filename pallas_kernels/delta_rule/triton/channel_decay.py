@@ -15,6 +15,7 @@ In these factors a token's decay is raised to at least `exp(-12.5)` (4e-6; float
 within 50. Any decay comes out as exact as the operands are, for four products (float32: five) instead of one.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jax import Array, lax
 
 from pallas_kernels.common.decay import LOG2_E, MAX_EXPONENT, MIN_LOG_DECAY
 from pallas_kernels.common.problem import CHUNK
-from pallas_kernels.common.triton.backend import dot, exp, exp2, iota
+from pallas_kernels.common.triton.backend import dot, exp2, iota
 from pallas_kernels.common.triton.decay import load_starts
 
 _MIDDLE = CHUNK // 2
@@ -78,16 +79,37 @@ def is_flat(log_decay: Array, starts: Array | None) -> Array:
     return flat | ((starts > 0)[:, None] if flat.ndim > 1 else starts > 0)
 
 
-def chunk_ends(step: Array, first: Array, runs: Array | None) -> ChunkEnds:
-    """`ChunkEnds` of steps `[C, K]`; `first` is their first row `[K]` once more, `runs` counts segment starts `[C]`."""
+def _bits(step: Array, dtype: Any) -> tuple[Array, ...]:
+    """Steps as binary logarithms, in parts to be summed apart, for operands of `dtype`.
+
+    In float32, multiples of 1/8 and the rest. The multiples add up without rounding, so that the sum over half of a
+    mild chunk, up to 72, is rounded once and not at each of its terms.
+    """
+    bits = step * LOG2_E
+    if dtype != jnp.float32:
+        return (bits,)
+    coarse = jnp.floor(bits * 8.0) * 0.125
+    return coarse, bits - coarse
+
+
+def chunk_ends(step: Array, first: Array, runs: Array | None, dtype: Any) -> ChunkEnds:
+    """`ChunkEnds` of steps `[C, K]`, for operands of `dtype`.
+
+    `first` is their first row `[K]` once more, `runs` counts segment starts `[C]`.
+    """
     row = iota(step.shape, 0)
-    to_middle = jnp.sum(jnp.where((row > 0) & (row <= _MIDDLE), step, 0.0), axis=0)
-    after = jnp.sum(jnp.where(row > _MIDDLE, step, 0.0), axis=0)
-    before = first + to_middle
-    kept = exp(before + after)
+
+    def sum_where(mask):
+        return functools.reduce(jnp.add, [jnp.sum(jnp.where(mask, part, 0.0), axis=0) for part in _bits(step, dtype)])
+
+    to_middle = sum_where((row > 0) & (row <= _MIDDLE))
+    after = sum_where(row > _MIDDLE)
+    before = first * LOG2_E + to_middle
+    kept = exp2(before + after)
     if runs is not None:
         kept = jnp.where(jnp.max(runs) == 0, kept, 0.0)
-    return ChunkEnds(exp(before), exp(after), kept, jnp.min(jnp.minimum(to_middle, after)) < -MAX_EXPONENT)
+    is_extreme = jnp.min(jnp.minimum(to_middle, after)) < -MAX_EXPONENT * LOG2_E
+    return ChunkEnds(exp2(before), exp2(after), kept, is_extreme)
 
 
 def sum_rows(signs: Array, x: Array, dtype: Any) -> Array:
@@ -118,7 +140,7 @@ def mild_exponent(step: Array, dtype: Any) -> Array:
     i, j = _indices()
     is_early = j <= _MIDDLE
     signs = jnp.where(j <= i, jnp.where(is_early, 0.0, 1.0), jnp.where(is_early, -1.0, 0.0))
-    return sum_rows(signs, step * LOG2_E, dtype)
+    return functools.reduce(jnp.add, [sum_rows(signs, part, dtype) for part in _bits(step, dtype)])
 
 
 def extreme_groups(dtype: Any) -> int:

@@ -140,7 +140,7 @@ def _prepare_channels(r, scale: float, block: int):
     ends = []
     for part in parts:
         first = clamped_steps(r.log_decay[0, part], None if starts is None else r.starts[0])
-        ends.append(chunk_ends(clamped_steps(r.log_decay[:, part], starts), first, runs))
+        ends.append(chunk_ends(clamped_steps(r.log_decay[:, part], starts), first, runs, r.read.dtype))
     is_extreme = functools.reduce(jnp.logical_or, [end.is_extreme for end in ends])
     for part, end in zip(parts, ends):
         r.front[part], r.tail[part], r.kept[part] = end.front, end.tail, end.kept

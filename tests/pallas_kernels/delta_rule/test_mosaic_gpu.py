@@ -70,6 +70,8 @@ CASES = {
     "one_gate_write_key_packed": Case((1, 130, 1, 1, *SIZES), write=SHARED, write_key=True, packed=True),
     "one_gate_extreme": Case((1, 130, 1, 1, *SIZES), decay=CHANNEL, write=SHARED, extreme=True),
     "strong_decay": Case((1, 100, 1, 1, *SIZES), shift=-12.0),
+    # Few tokens forget nearly all, and the chunk has one reference row all the same.
+    "five_tokens_with_strong_channel_decay": Case((1, 5, 1, 1, *SIZES), decay=CHANNEL, shift=-8.0),
     "narrow_heads": Case((1, 70, 1, 1, 80, 72), segments=2),
 }
 GROUPS = {"scalar_decay": 2, "delta_rule_of_two_heads_a_key": 2, "write_key_three_segments": 2, "channel_write": 2}
@@ -96,6 +98,7 @@ def schedule_of(case: Case, groups: int) -> Schedule:
 
 # Gates by channel without extreme chunks and one gate for both have tests of their own below.
 ALWAYS = ("delta_rule_of_two_heads_a_key", "channel_decay_write_key_packed", "extreme_channel_gates", "narrow_heads")
+ALWAYS += ("five_tokens_with_strong_channel_decay",)
 
 
 @pytest.mark.parametrize("name", mostly_slow(CASES, ALWAYS))
