@@ -8,6 +8,8 @@ from rich.console import Console
 
 from experiments.cpu_benchmark.report import main as cpu_benchmark
 from experiments.decoding.__main__ import main as decoding
+from experiments.harness.command import errors_as_lines
+from experiments.harness.study import SETTINGS, Setting
 from experiments.kernel_benchmarks.__main__ import main as kernel_benchmarks
 from experiments.language_modelling.__main__ import main as language_modelling
 from experiments.language_modelling.study import SETTINGS as LANGUAGE_SETTINGS
@@ -15,8 +17,7 @@ from experiments.ridge_benchmark.__main__ import main as ridge_benchmark
 from experiments.several_gpus.__main__ import main as several_gpus
 from experiments.solver_convergence.__main__ import main as solver_convergence
 from experiments.solver_convergence.config import SolverConvergenceConfig
-from experiments.sweep.command import SweepOptions, check_names, errors_as_lines, run
-from experiments.sweep.study import SETTINGS, Setting
+from experiments.sweep.command import SweepOptions, check_names, run
 from experiments.throughput.__main__ import main as throughput
 
 STUDIES = (

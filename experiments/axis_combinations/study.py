@@ -1,8 +1,8 @@
 """Combinations of the axes that no paper has tried, beside the models they are made of, on recall."""
 
 from experiments.cells import long_recall_cell, small_recall_cell
+from experiments.harness.study import Setting
 from experiments.sweep import Mixer, Study
-from experiments.sweep.study import Setting
 from rnnlib.layers import SoftplusDecay
 
 MIXERS = (

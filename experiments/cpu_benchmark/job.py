@@ -19,7 +19,7 @@ from typing import Any
 import tyro
 
 from experiments.cpu_benchmark.machine import machine, revision
-from experiments.sweep.results import write_text
+from experiments.harness.tables import write_text
 
 FOLDER = pathlib.Path(__file__).parent
 PROGRAM = "import sys; from rnnlib.cli.main import main; sys.exit(main(sys.argv[1:]))"

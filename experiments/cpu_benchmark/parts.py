@@ -21,7 +21,7 @@ from typing import Any
 import tyro
 
 from experiments.cpu_benchmark.machine import machine, revision
-from experiments.sweep.results import write_text
+from experiments.harness.tables import write_text
 
 FOLDER = pathlib.Path(__file__).parent
 IDLE, UNNAMED = "between operations", "copies and zeros without a source line"

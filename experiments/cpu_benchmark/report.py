@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments.cpu_benchmark.parts import IDLE, PARTS, UNNAMED
-from experiments.sweep.results import write_text
+from experiments.harness.tables import write_text
 
 FOLDER = pathlib.Path(__file__).parent
 VERSIONS = {"before": "before", "main": "memory kept", "one axis": "rows as one axis", "now": "now"}

@@ -14,9 +14,10 @@ from experiments.decoding.measure import time_model
 from experiments.decoding.peer import PEERS, time_peer
 from experiments.decoding.report import read_results, write_report
 from experiments.decoding.study import DecodingStudy, study
-from experiments.sweep.command import errors_as_lines
-from experiments.sweep.results import command_line, environment, write_text
-from experiments.sweep.study import Setting, slug
+from experiments.harness.command import errors_as_lines
+from experiments.harness.environment import command_line, environment
+from experiments.harness.study import Setting, slug
+from experiments.harness.tables import write_text
 
 
 @dataclasses.dataclass(frozen=True)

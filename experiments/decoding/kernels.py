@@ -15,9 +15,10 @@ from rich.table import Table
 
 from experiments.decoding.measure import token_blocks
 from experiments.decoding.study import DecodingStudy, configurations, study
-from experiments.sweep.command import errors_as_lines
-from experiments.sweep.results import command_line, environment, write_text
-from experiments.sweep.study import Setting
+from experiments.harness.command import errors_as_lines
+from experiments.harness.environment import command_line, environment
+from experiments.harness.study import Setting
+from experiments.harness.tables import write_text
 from experiments.throughput.profiling import profile
 from rnnlib.models import ModelConfig
 

@@ -6,8 +6,8 @@ import statistics
 from typing import Any
 
 from experiments.decoding.study import DecodingStudy
-from experiments.sweep.pictures import pyplot, save
-from experiments.sweep.report import write_between_marks
+from experiments.harness.page import write_between_marks
+from experiments.harness.pictures import pyplot, save
 
 Record = dict[str, Any]
 

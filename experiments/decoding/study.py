@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from experiments.sweep.study import Setting
+from experiments.harness.study import Setting
 from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset
 
 

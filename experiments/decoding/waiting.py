@@ -20,9 +20,10 @@ from jax import Array, lax
 
 from experiments.decoding.measure import time_model
 from experiments.decoding.study import configurations, study
-from experiments.sweep.command import errors_as_lines
-from experiments.sweep.results import command_line, environment, write_text
-from experiments.sweep.study import Setting
+from experiments.harness.command import errors_as_lines
+from experiments.harness.environment import command_line, environment
+from experiments.harness.study import Setting
+from experiments.harness.tables import write_text
 from experiments.throughput.profiling import profile
 from pallas_kernels import operators as triton
 from pallas_kernels.common.config import Launch

@@ -24,7 +24,8 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from experiments.sweep.results import command_line, environment, write_text
+from experiments.harness.environment import command_line, environment
+from experiments.harness.tables import write_text
 from rnnlib.data import DataConfig
 from rnnlib.models import ModelConfig
 from rnnlib.training import (

@@ -7,8 +7,8 @@ alike, a little worse at 2048. The paper gives one seed and neither vocabulary n
 
 from typing import Any
 
+from experiments.harness.study import Setting
 from experiments.sweep import Cell, Mixer, Study
-from experiments.sweep.study import Setting
 from rnnlib.data.tasks import MQAR, Palindrome, Stack
 
 MIXERS = (

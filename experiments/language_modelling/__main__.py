@@ -11,21 +11,19 @@ from typing import Any
 import tyro
 from rich.console import Console
 
+from experiments.harness.command import errors_as_lines, interrupts_as_lines
+from experiments.harness.environment import command_line, environment
+from experiments.harness.page import write_between_marks
+from experiments.harness.study import pick_named
 from experiments.language_modelling.devices import Job, expected_seconds, train_on_devices
 from experiments.language_modelling.report import chosen, figure, lacking_rates, tables, widths_figure
 from experiments.language_modelling.runs import (
-    fingerprint,
     get_tokenizer,
     hold_out,
     read_run,
-    result_path,
     train_and_test,
 )
 from experiments.language_modelling.study import WIDTHS, LanguageSetting, study
-from experiments.sweep.command import errors_as_lines, interrupts_as_lines
-from experiments.sweep.report import write_between_marks
-from experiments.sweep.results import command_line, environment, refuse_other_runs
-from experiments.sweep.study import pick_named
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -95,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit("error: with devices, give until (a time) in place of seconds")
     train = plan.train if options.steps is None else dataclasses.replace(plan.train, steps=options.steps)
     plan = dataclasses.replace(plan, mixers=mixers, train=train)
-    results = options.output / "results" / options.setting
+    results = options.output / "results" / f"{options.setting}.jsonl"
     work = options.work
     begin = time.monotonic()
     missing = [
@@ -105,9 +103,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for seed in options.seeds or plan.seeds
         if read_run(plan, results, mixer, rate, seed) is None
     ]
-    if not options.report_only:
-        with errors_as_lines():
-            refuse_other_runs({result_path(results, *run): fingerprint(plan, *run) for run in missing})
     if missing and options.devices and not options.report_only:
         jobs = [Job(*run, expected_seconds(plan, results, run[0])) for run in missing]
         command = functools.partial(command_of, options)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from experiments.harness.study import Mixer, slug
 from experiments.language_modelling.runs import read_run
 from experiments.language_modelling.study import LanguageStudy
-from experiments.sweep.study import Mixer, slug
 
 COMMANDS_PER_DEVICE = 2
 COMPILING = 75.0

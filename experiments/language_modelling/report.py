@@ -1,16 +1,14 @@
 """Tables and pictures of the language models, from their results."""
 
-import json
 import math
 import pathlib
 import statistics
 from collections.abc import Collection
 from typing import Any
 
-from experiments.language_modelling.runs import read_run
+from experiments.harness.pictures import pyplot, save
+from experiments.language_modelling.runs import read_run, read_runs
 from experiments.language_modelling.study import WIDTHS, LanguageStudy, study
-from experiments.sweep.pictures import pyplot, save
-from experiments.sweep.study import slug
 
 
 def _by_rate(plan: LanguageStudy, results: pathlib.Path) -> dict[str, dict[float, list[dict[str, Any]]]]:
@@ -96,13 +94,9 @@ def more_runs(plan: LanguageStudy, results: pathlib.Path) -> str:
     length = plan.train.data.sequence_length
     lines = []
     for mixer in plan.mixers:
-        runs = []
-        for path in results.glob(f"{slug(mixer.label)}--*.json"):
-            content = json.loads(path.read_text())
-            run = read_run(plan, results, mixer, content["learning_rate"], content["seed"])
-            runs += [] if run is None else [run]
+        runs = read_runs(plan, results, mixer)
         if any(run["learning_rate"] not in plan.learning_rates or run["seed"] not in plan.seeds for run in runs):
-            for run in sorted(runs, key=lambda run: (run["learning_rate"], run["seed"])):
+            for run in runs:
                 bits = [
                     run["validation"]["bits_per_byte"],
                     *(run["test"][str(n)]["bits_per_byte"] for n in plan.lengths),
@@ -176,6 +170,10 @@ def figure(
     save(drawing, path)
 
 
+def _tables_of_widths(output: pathlib.Path) -> list[pathlib.Path]:
+    return [output / "results" / f"{setting}.jsonl" for setting in WIDTHS]
+
+
 def at_every_width(output: pathlib.Path) -> dict[str, list[list[dict[str, Any]]]]:
     """For each mixer, the runs of every width of `WIDTHS`: of the rates compared at, each width's better one.
 
@@ -183,7 +181,7 @@ def at_every_width(output: pathlib.Path) -> dict[str, list[list[dict[str, Any]]]
     without any partners is left out.
     """
     plans = [study(setting) for setting in WIDTHS]
-    tables = [_by_rate(plan, output / "results" / setting) for plan, setting in zip(plans, WIDTHS, strict=True)]
+    tables = list(map(_by_rate, plans, _tables_of_widths(output)))
     partners = list(zip(*(plan.learning_rates for plan in plans), strict=True))  # [rates][widths]
     found = {}
     for label in tables[-1]:
@@ -209,8 +207,7 @@ def widths_figure(output: pathlib.Path) -> None:
     found = at_every_width(output)
     if not found:
         return
-    results = [output / "results" / setting for setting in WIDTHS]
-    lacking = set().union(*map(lacking_rates, plans, results))
+    lacking = set().union(*map(lacking_rates, plans, _tables_of_widths(output)))
     length = plans[-1].train.data.sequence_length
     bits = {label: [_bits(runs, length) for runs in of_widths] for label, of_widths in found.items()}
     ranked = sorted(found, key=lambda label: bits[label][-1], reverse=True)  # the first row is at the bottom

@@ -3,7 +3,6 @@
 import concurrent.futures
 import dataclasses
 import hashlib
-import json
 import math
 import pathlib
 import time
@@ -16,11 +15,11 @@ import numpy as np
 import optax
 from flax import nnx
 
+from experiments.harness.device import turn
+from experiments.harness.recorded import recorded
+from experiments.harness.study import Mixer, slug
+from experiments.harness.tables import Row, add_rows, read_table
 from experiments.language_modelling.study import LanguageStudy, model_config
-from experiments.recorded import recorded
-from experiments.sweep.device import turn
-from experiments.sweep.results import write_text
-from experiments.sweep.study import Mixer, slug
 from rnnlib.data import (
     DataConfig,
     TokenCorpus,
@@ -134,11 +133,6 @@ def run_config(study: LanguageStudy, mixer: Mixer, rate: float, seed: int, token
     )
 
 
-def result_path(results: pathlib.Path, mixer: Mixer, rate: float, seed: int) -> pathlib.Path:
-    """The file of a run."""
-    return results / f"{slug(mixer.label)}--{rate:g}--{seed}.json"
-
-
 def fingerprint(study: LanguageStudy, mixer: Mixer, rate: float, seed: int) -> str:
     """Changes when anything that a run depends on does, other than the code."""
     return _fingerprints(study, mixer, rate, seed)[0]
@@ -151,13 +145,17 @@ def _fingerprints(study: LanguageStudy, mixer: Mixer, rate: float, seed: int) ->
     return tuple(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts)
 
 
-def read_run(study: LanguageStudy, results: pathlib.Path, mixer: Mixer, rate: float, seed: int) -> dict | None:
-    """A finished run; None where there is none of this configuration."""
-    path = result_path(results, mixer, rate, seed)
-    if not path.exists():
-        return None
-    content = json.loads(path.read_text())
-    return content if content["fingerprint"] in _fingerprints(study, mixer, rate, seed) else None
+def read_run(study: LanguageStudy, results: pathlib.Path, mixer: Mixer, rate: float, seed: int) -> Row | None:
+    """A finished run, from a table; None where it has none of this configuration."""
+    wanted = _fingerprints(study, mixer, rate, seed)
+    return next((row for row in read_table(results) if row["fingerprint"] in wanted), None)
+
+
+def read_runs(study: LanguageStudy, results: pathlib.Path, mixer: Mixer) -> list[Row]:
+    """All finished runs of a mixer that are the study's but for rate and seed, in the order of rates and seeds."""
+    rows = [row for row in read_table(results) if row["mixer"]["label"] == mixer.label]
+    own = (r for r in rows if r["fingerprint"] in _fingerprints(study, mixer, r["learning_rate"], r["seed"]))
+    return sorted(own, key=lambda row: (row["learning_rate"], row["seed"]))
 
 
 class BitsPerByte:
@@ -246,7 +244,7 @@ def train_and_test(
         rate: learning rate.
         seed: of the initial weights.
         work: folder for checkpoints and tokens.
-        results: folder of the result files.
+        results: the table of results.
         tokenizer: from `get_tokenizer`.
         held_out: gives what `hold_out` does.
         environment: recorded with the run.
@@ -305,6 +303,8 @@ def train_and_test(
     rates = [row["tokens_per_second"] for row in rows if math.isfinite(row.get("tokens_per_second", math.nan))]
     content = {
         "study": "language_modelling",
+        "setting": results.stem,
+        "id": f"{mixer.label}; rate {rate:g}, seed {seed}; {fingerprint(study, mixer, rate, seed)}",
         "mixer": {"label": mixer.label, "preset": list(mixer.preset), "overrides": repr(mixer.overrides)},
         "fingerprint": fingerprint(study, mixer, rate, seed),
         "learning_rate": rate,
@@ -328,5 +328,5 @@ def train_and_test(
         "config": repr(config),
         "environment": environment,
     }
-    write_text(result_path(results, mixer, rate, seed), json.dumps(content, indent=1) + "\n")
+    add_rows(results, [content])
     return content

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from experiments.sweep.study import Mixer
+from experiments.harness.study import Mixer
 from rnnlib.data import DataConfig
 from rnnlib.layers import ConvolutionConfig, Initializer
 from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset, two_global_attention_layers

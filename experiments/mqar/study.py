@@ -6,8 +6,8 @@ linear baseline at all lengths and widths, also where the width is smaller than 
 """
 
 from experiments.cells import long_recall_cell, recall_cell, small_recall_cell
+from experiments.harness.study import Setting
 from experiments.sweep import Cell, Mixer, Study
-from experiments.sweep.study import Setting
 from rnnlib.data.tasks import MQAR
 
 MIXERS = (

@@ -7,8 +7,8 @@ trained as MAD does it, with an auto-encoder in place of a language model.
 
 from typing import Any
 
+from experiments.harness.study import Setting
 from experiments.sweep import Cell, Mixer, Study
-from experiments.sweep.study import Setting
 from rnnlib.data.tasks import (
     Compression,
     FuzzyRecall,

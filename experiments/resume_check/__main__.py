@@ -16,7 +16,8 @@ from typing import Any
 
 import tyro
 
-from experiments.sweep.results import command_line, environment, write_text
+from experiments.harness.environment import command_line, environment
+from experiments.harness.tables import write_text
 from rnnlib.data import DataConfig
 from rnnlib.models import ModelConfig
 from rnnlib.training import CheckpointConfig, EvaluationConfig, LoggingConfig, TrainConfig, read_csv, train

@@ -7,8 +7,8 @@ DeltaNet, table 5; Gated DeltaNet-2, table 3). Exact match: the whole answer has
 
 from typing import Any
 
+from experiments.harness.study import Setting
 from experiments.sweep import Cell, Mixer, Study
-from experiments.sweep.study import Setting
 from rnnlib.data.tasks import Mixture, make_task
 
 MIXERS = (

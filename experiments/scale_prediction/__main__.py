@@ -15,7 +15,8 @@ from typing import Any
 import tyro
 from rich.progress import track
 
-from experiments.sweep.results import command_line, environment, write_text
+from experiments.harness.environment import command_line, environment
+from experiments.harness.tables import write_text
 from experiments.throughput.flops import PEAK, step_flops
 from rnnlib.data import DataConfig
 from rnnlib.models import ModelConfig, model_preset

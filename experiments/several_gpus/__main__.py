@@ -14,11 +14,12 @@ from typing import Any, Literal
 import jax
 import tyro
 
-from experiments.sweep.command import errors_as_lines, interrupts_as_lines
-from experiments.sweep.pictures import pyplot, save
-from experiments.sweep.report import write_between_marks
-from experiments.sweep.results import command_line, environment, write_text
-from experiments.sweep.study import pick_named
+from experiments.harness.command import errors_as_lines, interrupts_as_lines
+from experiments.harness.environment import command_line, environment
+from experiments.harness.page import write_between_marks
+from experiments.harness.pictures import pyplot, save
+from experiments.harness.study import pick_named
+from experiments.harness.tables import write_text
 from experiments.throughput.measure import Measurement, compile_case
 from experiments.throughput.study import Case, Keeps, ThroughputStudy, model_config, study
 from rnnlib.data import DataConfig

@@ -16,11 +16,12 @@ from typing import Any
 import tyro
 from rich.progress import track
 
+from experiments.harness.command import errors_as_lines
+from experiments.harness.environment import command_line, environment
+from experiments.harness.page import write_between_marks
+from experiments.harness.tables import write_text
 from experiments.kernel_benchmarks.offline.compiling import environment as offline_environment
 from experiments.kernel_benchmarks.offline.compiling import missing_packages
-from experiments.sweep.command import errors_as_lines
-from experiments.sweep.report import write_between_marks
-from experiments.sweep.results import command_line, environment, write_text
 
 FOLDER = pathlib.Path(__file__).parent
 MEMORY = 80_000_000_000

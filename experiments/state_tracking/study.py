@@ -8,8 +8,8 @@ is bounded by 2 / x, which keeps them stable.
 
 from typing import Any
 
+from experiments.harness.study import Setting
 from experiments.sweep import Cell, Mixer, Study
-from experiments.sweep.study import Setting
 from rnnlib.data.tasks import Parity, Permutations
 
 

@@ -1,19 +1,18 @@
 """The command line of every study."""
 
-import contextlib
 import dataclasses
 import importlib
-import os
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 
-from experiments.sweep.results import command_line, environment
-from experiments.sweep.study import Setting, Study, pick, unmatched
-
-EXPERIMENTS = pathlib.Path(__file__).parents[1]
+from experiments.harness.command import errors_as_lines
+from experiments.harness.environment import command_line, environment
+from experiments.harness.study import Setting, pick, unmatched
+from experiments.harness.tables import EXPERIMENTS, table_path
+from experiments.sweep.study import Study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +97,10 @@ def check_names(names: Sequence[str], options: SweepOptions, settings: Sequence[
         )
 
 
-def folders(name: str, options: SweepOptions) -> tuple[pathlib.Path, pathlib.Path]:
-    """A study's folder, and that of its results."""
-    folder = (EXPERIMENTS if options.output is None else options.output) / name
-    return folder, folder / "results" / options.setting
+def places(name: str, options: SweepOptions) -> tuple[pathlib.Path, pathlib.Path]:
+    """A study's folder, and its table."""
+    output = EXPERIMENTS if options.output is None else options.output
+    return output / name, table_path(name, options.setting, output)
 
 
 def run(names: Sequence[str], options: SweepOptions, console: Console, *, module: str) -> bool:
@@ -114,12 +113,12 @@ def run(names: Sequence[str], options: SweepOptions, console: Console, *, module
     from experiments.sweep.runner import adopt_results, run_studies
 
     loaded = {name: load_study(name, options) for name in names}
-    studies = [(study, *folders(name, options)) for name, study in loaded.items() if study is not None]
+    studies = [(study, *places(name, options)) for name, study in loaded.items() if study is not None]
     finished = True
-    adopt_results([(study, results) for study, _, results in studies])
+    adopt_results([(study, path) for study, _, path in studies])
     if not options.report_only:
         finished = run_studies(
-            [(study, results) for study, _, results in studies],
+            [(study, path) for study, _, path in studies],
             environment=environment(command_line(module), options.commit),
             console=console,
             data_workers=options.data_workers,
@@ -128,32 +127,11 @@ def run(names: Sequence[str], options: SweepOptions, console: Console, *, module
             exclusive=options.exclusive,
         )
     whole = not (options.mixers or options.skip or options.cells or options.seeds or options.steps)
-    for study, folder, results in studies:
-        text = write_report(study, folder, results, readme=whole and options.output is None)
+    for study, folder, path in studies:
+        text = write_report(study, folder, path, readme=whole and options.output is None)
         console.print(f"\n{study.title}\n", highlight=False, markup=False)
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     return finished
-
-
-@contextlib.contextmanager
-def errors_as_lines() -> Iterator[None]:
-    """An option that does not fit, and Ctrl-C, end the program with one line in place of a traceback."""
-    with interrupts_as_lines():
-        try:
-            yield
-        except ValueError as error:
-            sys.exit(f"error: {error}")
-
-
-@contextlib.contextmanager
-def interrupts_as_lines() -> Iterator[None]:
-    """Ctrl-C ends the program with one line in place of a traceback."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        sys.stdout.flush()
-        print("interrupted: what is done is kept, the same command goes on", file=sys.stderr, flush=True)
-        os._exit(130)  # Python would wait for threads that compile, which nothing can stop
 
 
 def main(name: str, argv: Sequence[str] | None = None) -> None:

@@ -6,8 +6,9 @@ import pathlib
 import statistics
 from typing import Any
 
+from experiments.harness.study import Mixer
 from experiments.sweep.results import read_runs
-from experiments.sweep.study import Cell, Mixer, Study, test_name
+from experiments.sweep.study import Cell, Study, test_name
 
 SOLVED = 0.9
 
@@ -42,12 +43,12 @@ class Outcome:
         return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def choose(study: Study, folder: pathlib.Path, mixer: Mixer, cell: Cell) -> Outcome | None:
+def choose(study: Study, path: pathlib.Path, mixer: Mixer, cell: Cell) -> Outcome | None:
     """A mixer's outcome in a cell; None until all its runs are there. Test results are not looked at.
 
     A learning rate at which a run's validation loss is not finite is chosen only where that is so at every rate.
     """
-    done = read_runs(folder, mixer, cell)
+    done = read_runs(path, mixer, cell)
     if any(lane not in done for lane in study.lanes(cell)):
         return None
 
@@ -64,9 +65,9 @@ def choose(study: Study, folder: pathlib.Path, mixer: Mixer, cell: Cell) -> Outc
     return Outcome(best, edge, runs, f"{sum(accuracy >= SOLVED for accuracy in every)}/{len(every)}")
 
 
-def outcomes(study: Study, folder: pathlib.Path) -> dict[tuple[str, str], Outcome]:
+def outcomes(study: Study, path: pathlib.Path) -> dict[tuple[str, str], Outcome]:
     """All outcomes that are there, by (mixer's label, cell's name)."""
-    found = {(m.label, c.name): choose(study, folder, m, c) for c in study.cells for m in study.mixers}
+    found = {(m.label, c.name): choose(study, path, m, c) for c in study.cells for m in study.mixers}
     return {key: outcome for key, outcome in found.items() if outcome is not None}
 
 

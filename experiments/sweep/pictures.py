@@ -7,28 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from experiments.harness.pictures import pyplot, save
 from experiments.sweep.outcomes import Outcome, Panel, outcomes, panels
 from experiments.sweep.study import Study
 
 _NEGATIVE = " [-1, 1]"
 _MARKERS = "osD^vP*X<>h"
-
-
-def pyplot() -> Any:
-    """matplotlib's, without a window; loaded when something is drawn, since training needs none."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
-
-
-def save(drawing: Any, path: pathlib.Path) -> None:
-    """Writes a figure and forgets it. No date or version inside: a rebuilt one is the same file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=130, metadata={"Software": None})
-    pyplot().close(drawing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +36,9 @@ class _Picture:
     markers: dict[str, str]
 
     @classmethod
-    def of(cls, study: Study, folder: pathlib.Path) -> "_Picture":
-        """Of the results in a folder."""
-        found = outcomes(study, folder)
+    def of(cls, study: Study, results: pathlib.Path) -> "_Picture":
+        """Of the results in a table."""
+        found = outcomes(study, results)
         groups = panels([cell for cell in study.cells if any(name == cell.name for _, name in found)])
         labels = [mixer.label for mixer in study.mixers if any(label == mixer.label for label, _ in found)]
         families = list(dict.fromkeys(mixer.label.removesuffix(_NEGATIVE) for mixer in study.mixers))
@@ -193,9 +177,9 @@ class _Picture:
         drawing.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=8, frameon=False)
 
 
-def figure(study: Study, folder: pathlib.Path, path: pathlib.Path) -> bool:
-    """Draws the study's figure of the results in a folder; False where there is nothing to draw."""
-    picture = _Picture.of(study, folder)
+def figure(study: Study, results: pathlib.Path, path: pathlib.Path) -> bool:
+    """Draws the study's figure of the results in a table; False where there is nothing to draw."""
+    picture = _Picture.of(study, results)
     if not picture.groups:
         return False
     kinds = {"axes": picture.over_sizes, "lengths": picture.over_lengths, "bars": picture.bars}

@@ -2,36 +2,20 @@
 
 import pathlib
 
+from experiments.harness.page import write_between_marks
 from experiments.sweep.outcomes import SOLVED, Outcome, Panel, outcomes, panels
 from experiments.sweep.pictures import figure
-from experiments.sweep.results import write_text
 from experiments.sweep.study import Cell, Study
 
 MOST_COLUMNS = 15  # of results, in one table
 
 
-def marks(setting: str) -> tuple[str, str]:
-    """What stands before and after the table of a setting in a README."""
-    return f"<!-- {setting} setting: written by the report, do not edit -->", f"<!-- end of the {setting} setting -->"
-
-
-def write_between_marks(page: pathlib.Path, setting: str, text: str) -> None:
-    """Puts a setting's table into a README, in place of the one that is there; does nothing where it has no marks."""
-    if not page.exists():
-        return
-    content = page.read_text()
-    begin, end = marks(setting)
-    if begin in content and end in content:
-        before, rest = content.split(begin, 1)
-        write_text(page, f"{before}{begin}\n{text}{end}{rest.split(end, 1)[1]}")
-
-
-def table(study: Study, folder: pathlib.Path) -> str:
+def table(study: Study, path: pathlib.Path) -> str:
     """Markdown: mean and standard deviation over seeds of test accuracy, percent; then what it rests on.
 
     One table, or one for each cell and test where that would be too wide. One seed has no deviation, and none is shown.
     """
-    found = outcomes(study, folder)
+    found = outcomes(study, path)
     cells = [cell for cell in study.cells if any(name == cell.name for _, name in found)]
     if not cells:
         return "No results yet.\n"
@@ -112,14 +96,14 @@ def write_report(study: Study, folder: pathlib.Path, results: pathlib.Path, *, r
     Args:
         study: the study.
         folder: of the study: the figure goes under it.
-        results: folder of the result files.
+        results: the table of results.
         readme: whether to update README.md.
 
     Returns:
         The table.
     """
     text = table(study, results)
-    figure(study, results, folder / "figures" / f"{results.name}.png")
+    figure(study, results, folder / "figures" / f"{results.stem}.png")
     if readme:
-        write_between_marks(folder / "README.md", results.name, text)
+        write_between_marks(folder / "README.md", results.stem, text)
     return text

@@ -1,111 +1,60 @@
-"""Result files: one for each mixer in each cell, written whole or not at all."""
+"""A study's result table: a row for each run of a mixer in a cell at a learning rate with a seed."""
 
 import dataclasses
-import datetime
-import importlib.metadata
-import json
-import os
 import pathlib
-import platform
-import shlex
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-
-from experiments.sweep.study import Cell, Lane, Mixer, Study, fingerprint, slug
+from experiments.harness.study import Mixer
+from experiments.harness.tables import Row, add_rows, read_table
+from experiments.sweep.study import Cell, Lane, Study, fingerprint
 from rnnlib.data.tasks import Task
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+RUN = (
+    "learning_rate",
+    "seed",
+    "train_loss",
+    "validation",
+    "test",
+    "train_seconds_of_all_lanes",
+    "lanes",
+    "environment",
+)
+"""What a row has of its run alone, as `train_group` records it."""
 
 
-def environment(command: str, commit: str | None = None) -> dict[str, Any]:
-    """Where and with what results are being measured."""
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "commit": commit or _commit(),
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _commit() -> str:
-    folder = pathlib.Path(__file__).parent
-    try:
-        run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return run.stdout.strip()
-
-
-def result_path(folder: pathlib.Path, mixer: Mixer, cell: Cell) -> pathlib.Path:
-    """The file of a mixer in a cell."""
-    return folder / f"{slug(cell.name)}--{slug(mixer.label)}.json"
-
-
-def read_runs(folder: pathlib.Path, mixer: Mixer, cell: Cell) -> dict[Lane, dict[str, Any]]:
-    """Finished runs of a mixer in a cell; none where they were made with another configuration."""
-    path = result_path(folder, mixer, cell)
-    if not path.exists():
-        return {}
-    content = json.loads(path.read_text())
-    if content["fingerprint"] != fingerprint(mixer, cell):
-        return {}
-    return {Lane(run["learning_rate"], run["seed"]): run for run in content["runs"]}
-
-
-def holds_other_runs(path: pathlib.Path, expected: str) -> bool:
-    """Whether there is a result file, of another fingerprint than expected: writing it would lose its runs."""
-    return path.exists() and json.loads(path.read_text())["fingerprint"] != expected
-
-
-def refuse_other_runs(wanted: Mapping[pathlib.Path, str]) -> None:
-    """Raises where result files that are to be written hold finished runs of another configuration.
-
-    Args:
-        wanted: the files, each with its fingerprint.
-
-    Raises:
-        ValueError: names the first such file, its fingerprint and the expected one.
-    """
-    other = [path for path, expected in wanted.items() if holds_other_runs(path, expected)]
-    if other:
-        found = json.loads(other[0].read_text())["fingerprint"]
-        more = f" (and {len(other) - 1} more such files)" if len(other) > 1 else ""
-        raise ValueError(
-            f"{other[0]} holds finished runs of another configuration: its fingerprint is {found}, expected "
-            f"{wanted[other[0]]}{more}; choose another folder with --output, or remove what is not needed"
-        )
+def read_runs(path: pathlib.Path, mixer: Mixer, cell: Cell) -> dict[Lane, Row]:
+    """Finished runs of a mixer in a cell, from a table; those of another configuration do not count."""
+    wanted = fingerprint(mixer, cell)
+    rows = (row for row in read_table(path) if row["fingerprint"] == wanted)
+    return {Lane(row["learning_rate"], row["seed"]): row for row in rows}
 
 
 def write_runs(
-    folder: pathlib.Path,
+    path: pathlib.Path,
     study: Study,
     mixer: Mixer,
     cell: Cell,
-    runs: list[dict[str, Any]],
+    runs: Sequence[dict[str, Any]],
     *,
     num_parameters: int,
-) -> pathlib.Path:
-    """Adds runs to those of a mixer in a cell.
+) -> None:
+    """Adds runs to a table; what it has of other configurations stays.
 
-    Raises:
-        ValueError: the file has runs of another configuration.
+    Args:
+        path: the table; its name is the setting's.
+        study: whose it is.
+        mixer: that was trained.
+        cell: on this.
+        runs: records as `train_group` gives them, each with its environment.
+        num_parameters: of one model.
     """
-    path = result_path(folder, mixer, cell)
-    refuse_other_runs({path: fingerprint(mixer, cell)})
-    merged = read_runs(folder, mixer, cell) | {Lane(run["learning_rate"], run["seed"]): run for run in runs}
     config: dict[str, Any] = {field.name: getattr(cell, field.name) for field in dataclasses.fields(cell)}
     config["task"] = _described(cell.task)
     config["tests"] = {name: _described(task) for name, task in cell.tests}
-    content = {
+    shared = {
         "study": study.name,
+        "setting": path.stem,
         "mixer": {
             "label": mixer.label,
             "preset": list(mixer.preset),
@@ -114,10 +63,13 @@ def write_runs(
         "cell": config,
         "num_parameters": num_parameters,
         "fingerprint": fingerprint(mixer, cell),
-        "runs": [merged[lane] for lane in sorted(merged)],
     }
-    write_text(path, json.dumps(content, indent=1) + "\n")
-    return path
+    add_rows(path, [shared | run | {"id": _name(mixer, cell, run)} for run in runs])
+
+
+def _name(mixer: Mixer, cell: Cell, run: dict[str, Any]) -> str:
+    lane = f"rate {run['learning_rate']:g}, seed {run['seed']}"
+    return f"{cell.name}; {mixer.label}; {lane}; {fingerprint(mixer, cell)}"
 
 
 def _described(task: Task) -> dict[str, Any]:
@@ -126,16 +78,3 @@ def _described(task: Task) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
-
-
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file whole or not at all: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def command_line(module: str) -> str:
-    """The command that is running, for the record."""
-    return shlex.join(["python", "-m", module, *sys.argv[1:]])

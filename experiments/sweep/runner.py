@@ -1,7 +1,6 @@
 """Runs what is missing of a study: compiling the next groups while one trains."""
 
 import concurrent.futures
-import json
 import pathlib
 import time
 import traceback
@@ -11,19 +10,20 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from experiments.harness.device import turn
+from experiments.harness.tables import Row, read_table
 from experiments.sweep.data import CellData, DataFactory
-from experiments.sweep.device import turn
-from experiments.sweep.results import holds_other_runs, read_runs, refuse_other_runs, result_path, write_runs
+from experiments.sweep.results import RUN, read_runs, write_runs
 from experiments.sweep.study import Lane, Study, fingerprint
 from experiments.sweep.training import CompiledGroup, DeviceData, Group, compile_group, train_group
 
 
-def missing_groups(study: Study, folder: pathlib.Path) -> list[Group]:
-    """Runs of a study that have no result yet, in groups to train side by side; cell by cell, mixer by mixer."""
+def missing_groups(study: Study, path: pathlib.Path) -> list[Group]:
+    """Runs of a study that its table lacks, in groups to train side by side; cell by cell, mixer by mixer."""
     groups = []
     for cell in study.cells:
         for mixer in study.mixers:
-            done = read_runs(folder, mixer, cell)
+            done = read_runs(path, mixer, cell)
             lanes = [lane for lane in study.lanes(cell) if lane not in done]
             parts = -(-len(lanes) // cell.max_lanes)
             groups += [Group(mixer, cell, tuple(lanes[part::parts])) for part in range(parts)]
@@ -31,29 +31,23 @@ def missing_groups(study: Study, folder: pathlib.Path) -> list[Group]:
 
 
 def adopt_results(studies: Sequence[tuple[Study, pathlib.Path]]) -> None:
-    """Copies results that another study has for the same model, task and budget: they are measured once.
-
-    A file with runs of another configuration is left as it is.
-    """
-    known: dict[str, list[dict[str, Any]]] = {}
-    for _, folder in studies:
-        # <studies>/<study>/results/<setting>
-        for path in sorted(folder.parents[2].glob(f"*/results/{folder.name}/*.json")):
-            content = json.loads(path.read_text())
-            if "fingerprint" in content:
-                known.setdefault(content["fingerprint"], []).append(content)
-    for study, folder in studies:
+    """Copies results that another study has for the same model, task and budget: they are measured once."""
+    known: dict[str, dict[Lane, Row]] = {}
+    # <studies>/<study>/results/<setting>.jsonl
+    tables = {table for _, path in studies for table in path.parents[2].glob(f"*/results/{path.name}")}
+    for table in sorted(tables):
+        for row in read_table(table):
+            if "fingerprint" in row and "lanes" in row:
+                known.setdefault(row["fingerprint"], {})[Lane(row["learning_rate"], row["seed"])] = row
+    for study, path in studies:
         for cell in study.cells:
             for mixer in study.mixers:
-                if holds_other_runs(result_path(folder, mixer, cell), fingerprint(mixer, cell)):
-                    continue
-                done = read_runs(folder, mixer, cell)
-                for content in known.get(fingerprint(mixer, cell), []):
-                    runs = [run for run in content["runs"] if Lane(run["learning_rate"], run["seed"]) not in done]
-                    runs = [run for run in runs if Lane(run["learning_rate"], run["seed"]) in study.lanes(cell)]
-                    if runs:
-                        write_runs(folder, study, mixer, cell, runs, num_parameters=content["num_parameters"])
-                        done = read_runs(folder, mixer, cell)
+                found = known.get(fingerprint(mixer, cell), {})
+                lanes = set(found) & set(study.lanes(cell)) - set(read_runs(path, mixer, cell))
+                if lanes:
+                    runs = [{name: found[lane][name] for name in RUN if name in found[lane]} for lane in sorted(lanes)]
+                    size = next(iter(found.values()))["num_parameters"]
+                    write_runs(path, study, mixer, cell, runs, num_parameters=size)
 
 
 def run_studies(
@@ -69,7 +63,7 @@ def run_studies(
     """Trains everything that is missing, writing each group's results as soon as it is done.
 
     Args:
-        studies: studies, each with the folder of its results.
+        studies: studies, each with its table.
         environment: recorded with each run.
         console: what progress is shown on: a bar on a terminal, a line for each group elsewhere.
         data_workers: processes that generate data.
@@ -79,27 +73,21 @@ def run_studies(
 
     Returns:
         Whether all runs are there. A group that fails is shown with its error, and the others go on.
-
-    Raises:
-        ValueError: before anything is trained, if a file that is to be written has runs of another configuration.
     """
     begin = time.monotonic()
     adopt_results(studies)
     work = []
     planned: set[tuple[str, tuple[Lane, ...]]] = set()
-    files = {}
-    for study, folder in studies:
-        for group in missing_groups(study, folder):
+    for study, path in studies:
+        for group in missing_groups(study, path):
             key = (fingerprint(group.mixer, group.cell), group.lanes)
-            files[result_path(folder, group.mixer, group.cell)] = key[0]
             if key not in planned:
                 planned.add(key)
-                work.append((study, folder, group))
-    refuse_other_runs(files)
+                work.append((study, path, group))
     # The first cell of every study, then the second of every one: whenever it ends, each study has something.
     work.sort(key=lambda entry: entry[0].cells.index(entry[2].cell))
     if not work:
-        return not any(missing_groups(study, folder) for study, folder in studies)
+        return not any(missing_groups(study, path) for study, path in studies)
     factory = DataFactory(data_workers)
     compilers = concurrent.futures.ThreadPoolExecutor(compile_workers)
     # A thread that waits for the device hears no Ctrl-C, so that it is not this one.
@@ -122,7 +110,7 @@ def run_studies(
     try:
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task("steps", total=sum(group.cell.steps for _, _, group in work))
-            for number, (study, folder, group) in enumerate(work):
+            for number, (study, path, group) in enumerate(work):
                 if seconds is not None and time.monotonic() - begin > seconds:
                     console.print(f"out of time: {len(work) - number} of {len(work)} groups are left")
                     finished = False
@@ -158,7 +146,7 @@ def run_studies(
                     continue
                 for run in runs:
                     run["environment"] = environment
-                write_runs(folder, study, group.mixer, group.cell, runs, num_parameters=compiled.num_parameters)
+                write_runs(path, study, group.mixer, group.cell, runs, num_parameters=compiled.num_parameters)
                 best = max(run["validation"][study.metric] for run in runs)
                 console.print(
                     f"{time.monotonic() - begin:6.1f} s  {number + 1}/{len(work)}  {study.name}  {group.cell.name}  "

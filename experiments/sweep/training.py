@@ -13,9 +13,10 @@ import numpy as np
 import optax
 from flax import nnx
 
+from experiments.harness.study import Mixer
 from experiments.sweep.autoencoder import AutoEncoder
 from experiments.sweep.data import Arrays, CellData, epoch_orders
-from experiments.sweep.study import Cell, Lane, Mixer
+from experiments.sweep.study import Cell, Lane
 from rnnlib.data.tasks import Compression
 from rnnlib.models import DecoderLM
 from rnnlib.training import loss_sums, make_optimizer

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 import tyro
 
-from experiments.sweep.command import errors_as_lines, interrupts_as_lines
-from experiments.sweep.device import turn
-from experiments.sweep.results import command_line, environment, write_text
-from experiments.sweep.study import pick_named, slug
+from experiments.harness.command import errors_as_lines, interrupts_as_lines
+from experiments.harness.device import turn
+from experiments.harness.environment import command_line, environment
+from experiments.harness.study import pick_named, slug
+from experiments.harness.tables import write_text
 from experiments.throughput.measure import CompiledCase, Measurement, bytes_of_case, compile_case, in_groups
 from experiments.throughput.peer import check_models, start_compiling, time_peer
 from experiments.throughput.profiling import write_program

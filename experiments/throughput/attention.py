@@ -19,10 +19,11 @@ import numpy as np
 import tyro
 from jax import Array
 
-from experiments.sweep.command import errors_as_lines
-from experiments.sweep.pictures import pyplot, save
-from experiments.sweep.results import command_line, environment, write_text
-from experiments.sweep.study import Setting
+from experiments.harness.command import errors_as_lines
+from experiments.harness.environment import command_line, environment
+from experiments.harness.pictures import pyplot, save
+from experiments.harness.study import Setting
+from experiments.harness.tables import write_text
 from experiments.throughput.measure import CompiledCase, Measurement, compile_case
 from experiments.throughput.study import TRANSFORMER, Case, study
 from rnnlib.ops import causal_attention

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.sweep.results import write_text
+from experiments.harness.tables import write_text
 from experiments.throughput.study import ThroughputStudy
 
 MODELS = ("gated_deltanet", "kda", "deltanet", "pgdn", "gla", "transformer")

@@ -5,8 +5,8 @@ import pathlib
 import statistics
 from typing import Any
 
-from experiments.sweep.pictures import pyplot, save
-from experiments.sweep.report import write_between_marks
+from experiments.harness.page import write_between_marks
+from experiments.harness.pictures import pyplot, save
 from experiments.throughput.study import ThroughputStudy
 
 

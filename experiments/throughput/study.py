@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from experiments.sweep.study import Mixer, Setting, pick
+from experiments.harness.study import Mixer, Setting, pick
 from rnnlib.layers import FixedPreconditioner
 from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset
 

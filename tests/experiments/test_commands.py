@@ -8,12 +8,13 @@ import time
 
 import pytest
 
+from experiments.harness.device import turn
+from experiments.harness.study import Mixer, pick
 from experiments.kill_check.__main__ import faults
 from experiments.resume_check.__main__ import first_difference
 from experiments.scale_prediction.__main__ import sent_by_link
 from experiments.sweep.command import SweepOptions, load_study
-from experiments.sweep.device import turn
-from experiments.sweep.study import Cell, Mixer, fingerprint, pick
+from experiments.sweep.study import Cell, fingerprint
 from rnnlib.data.tasks import MQAR
 from rnnlib.training import Exchange
 

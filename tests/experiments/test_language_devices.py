@@ -1,6 +1,5 @@
 """The language models on several GPUs: which is trained when and where."""
 
-import json
 import pathlib
 import sys
 import time
@@ -9,10 +8,11 @@ import pytest
 import tyro
 from rich.console import Console
 
+from experiments.harness.study import Mixer
+from experiments.harness.tables import read_table
 from experiments.language_modelling.__main__ import Options, command_of
 from experiments.language_modelling.devices import TESTING, Job, Timetable, expected_seconds, train_on_devices
 from experiments.language_modelling.study import study
-from experiments.sweep.study import Mixer
 
 RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "language_modelling" / "results"
 
@@ -43,8 +43,8 @@ def test_jobs_go_in_their_order_but_none_that_would_end_too_late():
 def test_what_a_run_takes_is_known_from_its_other_rates():
     plan = study("large")
     kda = next(mixer for mixer in plan.mixers if mixer.label == "KDA")
-    found = [json.loads(path.read_text())["seconds"] for path in (RESULTS / "large").glob("kda--*.json")]
-    assert expected_seconds(plan, RESULTS / "large", kda) == min(found) + TESTING
+    found = [row["seconds"] for row in read_table(RESULTS / "large.jsonl") if row["mixer"]["label"] == "KDA"]
+    assert expected_seconds(plan, RESULTS / "large.jsonl", kda) == min(found) + TESTING
     assert expected_seconds(plan, RESULTS / "nothing", kda) == 0.0
 
 

@@ -1,15 +1,16 @@
 """The tables in the studies' pages are those of the results in the repository, and so are numbers in their text."""
 
-import json
 import pathlib
 import re
 
 import pytest
 
 from experiments.__main__ import STUDIES
-from experiments.sweep.command import EXPERIMENTS, SweepOptions, folders, load_study
-from experiments.sweep.report import marks, table
-from experiments.sweep.study import SETTINGS
+from experiments.harness.page import marks
+from experiments.harness.study import SETTINGS
+from experiments.harness.tables import read_table
+from experiments.sweep.command import EXPERIMENTS, SweepOptions, load_study, places
+from experiments.sweep.report import table
 from experiments.throughput.report import read_results
 from experiments.throughput.report import table as throughput_table
 from experiments.throughput.study import study as throughput_study
@@ -30,7 +31,7 @@ def test_a_page_shows_what_the_results_say(name):
     shown = 0
     for setting in SETTINGS:
         options = SweepOptions(setting=setting)
-        folder, results = folders(name, options)
+        folder, results = places(name, options)
         page = (folder / "README.md").read_text()
         begin, end = marks(setting)
         if begin in page:
@@ -58,8 +59,7 @@ def test_means_and_spreads_in_the_text_are_in_a_table():
 def test_bits_per_byte_in_the_text_are_those_of_some_run():
     folder: pathlib.Path = EXPERIMENTS / "language_modelling"
     measured = set()
-    for path in folder.glob("results/*/*--*.json"):
-        run = json.loads(path.read_text())
+    for run in (row for path in folder.glob("results/*.jsonl") for row in read_table(path)):
         measured |= {f"{entry['bits_per_byte']:.3f}" for entry in (run["validation"], *run["test"].values())}
     claims = "\n".join(line for line in CLAIMS.splitlines() if "language_modelling" in line or "erplexity" in line)
     told = set(re.findall(BITS_PER_BYTE, parts((folder / "README.md").read_text())[1] + claims))

@@ -1,7 +1,6 @@
 """Every study: its real setting can be built, its small one runs end to end."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from experiments.__main__ import STUDIES
 from experiments.ablations.gains import AveragedChannelGain, ScalarKaczmarzGain, SingleKaczmarzGain
+from experiments.harness.tables import read_table
 from experiments.language_modelling.__main__ import main as language_modelling
 from experiments.sweep import Mixer, command
 from experiments.sweep.command import SweepOptions, check_names, load_study
@@ -63,13 +63,11 @@ def test_small_tasks_are_trained(name, tmp_path):
         for cell in study.cells
     )
     study = dataclasses.replace(study, mixers=(MIXER,), cells=cells, learning_rates=(1e-3,))
-    folder = tmp_path / name / "results" / "small"
+    path = tmp_path / name / "results" / "small.jsonl"
     environment = {"device": "test"}
-    assert run_studies([(study, folder)], environment=environment, console=Console(quiet=True))
-    files = sorted(folder.glob("*.json"))
-    assert len(files) == len(cells)
-    for file in files:
-        (record,) = json.loads(file.read_text())["runs"]
+    assert run_studies([(study, path)], environment=environment, console=Console(quiet=True))
+    assert len(read_table(path)) == len(cells)
+    for record in read_table(path):
         assert record["train_loss"][0] > 0
         assert 0 <= record["validation"]["token_accuracy"] <= 1
 
@@ -115,8 +113,8 @@ def test_one_command_trains_resumes_and_reports(tmp_path, capsys, monkeypatch):
         assert end.value.code == 0
         assert "| attention | " in capsys.readouterr().out
     assert (tmp_path / "mqar" / "figures" / "small.png").exists()
-    (file,) = (tmp_path / "mqar" / "results" / "small").glob("*.json")
-    environment = json.loads(file.read_text())["runs"][0]["environment"]
+    (row,) = read_table(tmp_path / "mqar" / "results" / "small.jsonl")
+    environment = row["environment"]
     assert environment["device"] and environment["packages"]["jax"] and environment["date"]
     assert "experiments.mqar --mixers attention" in environment["command"]
 

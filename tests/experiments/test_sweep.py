@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import pathlib
 import signal
 import sys
@@ -17,15 +16,19 @@ from flax import nnx
 from rich.console import Console
 
 from experiments.__main__ import STUDIES
+from experiments.harness.command import errors_as_lines
+from experiments.harness.page import marks
+from experiments.harness.study import SETTINGS
+from experiments.harness.tables import add_rows, read_table
 from experiments.sweep import Cell, Mixer, Study
 from experiments.sweep.autoencoder import AutoEncoder
-from experiments.sweep.command import SweepOptions, errors_as_lines, folders, load_study
+from experiments.sweep.command import SweepOptions, load_study, places
 from experiments.sweep.data import DataFactory, batched, epoch_orders, gather_answers
 from experiments.sweep.outcomes import choose
-from experiments.sweep.report import marks, table, write_report
-from experiments.sweep.results import read_runs, result_path, write_runs
+from experiments.sweep.report import table, write_report
+from experiments.sweep.results import read_runs, write_runs
 from experiments.sweep.runner import missing_groups, run_studies
-from experiments.sweep.study import SETTINGS, Axis, Lane, fingerprint
+from experiments.sweep.study import Axis, Lane, fingerprint
 from experiments.sweep.training import CompiledGroup, DeviceData, Group, compile_group, train_group
 from rnnlib.data.tasks import MQAR, Compression, InContextRecall, Mixture, RegBench
 from rnnlib.layers import SoftplusDecay
@@ -65,9 +68,9 @@ def run(study, folder, **options):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The toy study, run."""
-    folder = tmp_path_factory.mktemp("studies") / "toy" / "results" / "real"
-    assert run(STUDY, folder)
-    return folder
+    path = tmp_path_factory.mktemp("studies") / "toy" / "results" / "real.jsonl"
+    assert run(STUDY, path)
+    return path
 
 
 def test_gathered_answers_are_the_tasks_answers():
@@ -156,48 +159,28 @@ def test_a_lane_is_a_plain_training_run(finished):
 
 
 def test_finished_runs_are_skipped_and_missing_ones_are_added(finished, tmp_path):
-    folder = tmp_path / "toy" / "results" / "real"
-    folder.mkdir(parents=True)
-    path = result_path(folder, MIXER, CELL)
-    path.write_text(result_path(finished, MIXER, CELL).read_text())
-    assert missing_groups(STUDY, folder) == []
+    path = tmp_path / "toy" / "results" / "real.jsonl"
+    add_rows(path, read_table(finished))
+    assert missing_groups(STUDY, path) == []
     before = path.stat().st_mtime_ns
-    assert run(STUDY, folder)
+    assert run(STUDY, path)
     assert path.stat().st_mtime_ns == before
 
-    content = json.loads(path.read_text())
-    kept = [run for run in content["runs"] if run["seed"] != 1]
-    path.write_text(json.dumps(content | {"runs": kept}))
-    (group,) = missing_groups(STUDY, folder)
+    path.unlink()
+    add_rows(path, [row for row in read_table(finished) if row["seed"] != 1])
+    (group,) = missing_groups(STUDY, path)
     assert group.lanes == (Lane(1e-3, 1), Lane(1e-1, 1))
 
-    longer = dataclasses.replace(CELL, steps=8)
-    (group,) = missing_groups(dataclasses.replace(STUDY, cells=(longer,)), folder)
+
+def test_runs_of_another_budget_stand_beside(finished, tmp_path):
+    path = tmp_path / "toy" / "results" / "real.jsonl"
+    add_rows(path, read_table(finished))
+    longer = dataclasses.replace(STUDY, cells=(dataclasses.replace(CELL, steps=8),))
+    (group,) = missing_groups(longer, path)
     assert len(group.lanes) == 4, "another budget is another run"
-
-
-def test_runs_of_another_budget_are_not_written_over(finished, tmp_path, monkeypatch):
-    folder = tmp_path / "toy" / "results" / "real"
-    folder.mkdir(parents=True)
-    path = result_path(folder, MIXER, CELL)
-    before = result_path(finished, MIXER, CELL).read_text()
-    path.write_text(before)
-    monkeypatch.setattr("experiments.sweep.runner.train_group", lambda *_: pytest.fail("something was trained"))
-    longer = dataclasses.replace(CELL, steps=8)
-    study = dataclasses.replace(STUDY, cells=(dataclasses.replace(CELL, name="new"), longer))
-    theirs, ours = fingerprint(MIXER, CELL), fingerprint(MIXER, longer)
-    expected = rf"{path.name} holds finished runs .* is {theirs}, expected {ours}; choose .* --output"
-    with pytest.raises(ValueError, match=expected):
-        run(study, folder)
-    with pytest.raises(ValueError, match=expected):
-        write_runs(folder, study, MIXER, longer, [], num_parameters=1)
-    # Not even where another study has what is wanted.
-    other = tmp_path / "other" / "results" / "real"
-    write_runs(other, study, MIXER, longer, [_record(1e-3, 0, validation=1, test=1)], num_parameters=1)
-    with pytest.raises(ValueError, match=expected):
-        run(study, folder)
-    assert path.read_text() == before
-    assert "No results yet" in table(dataclasses.replace(STUDY, cells=(longer,)), folder)
+    assert "No results yet" in table(longer, path)
+    write_runs(path, longer, MIXER, longer.cells[0], [_record(1e-3, 0, validation=1, test=1)], num_parameters=1)
+    assert len(read_table(path)) == 5 and len(read_runs(path, MIXER, CELL)) == 4
 
 
 def test_lanes_do_not_depend_on_each_other(finished):
@@ -211,8 +194,7 @@ def test_lanes_do_not_depend_on_each_other(finished):
 
 
 def test_a_run_that_ends_early_says_so_and_leaves_no_half_files(tmp_path):
-    folder = tmp_path / "toy" / "results" / "real"
-    assert not run(STUDY, folder, seconds=-1.0)
+    assert not run(STUDY, tmp_path / "toy" / "results" / "real.jsonl", seconds=-1.0)
     assert not list(tmp_path.rglob("*.json*"))
 
 
@@ -235,14 +217,14 @@ def test_ctrl_c_waits_for_no_thread(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("experiments.sweep.runner.compile_group", compile_group)
     monkeypatch.setattr("experiments.sweep.runner.train_group", train_group)
-    monkeypatch.setattr("experiments.sweep.command.os._exit", sys.exit)
+    monkeypatch.setattr("experiments.harness.command.os._exit", sys.exit)
     study = dataclasses.replace(STUDY, mixers=(MIXER, dataclasses.replace(MIXER, label="another")))
     threading.Thread(target=interrupt).start()
     begin = time.monotonic()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(SystemExit) as end, errors_as_lines():
-            run(study, tmp_path / "toy" / "results" / "real")
+            run(study, tmp_path / "toy" / "results" / "real.jsonl")
     finally:
         signal.signal(signal.SIGINT, before)
         done.set()
@@ -251,16 +233,19 @@ def test_ctrl_c_waits_for_no_thread(tmp_path, monkeypatch, capsys):
 
 
 def test_another_studys_equal_runs_are_adopted(finished):
-    folder = finished.parents[2] / "other" / "results" / "real"
+    path = finished.parents[2] / "other" / "results" / "real.jsonl"
     other = dataclasses.replace(
         STUDY,
         name="other",
         mixers=(dataclasses.replace(MIXER, label="another name"),),
         cells=(dataclasses.replace(CELL, name="another cell"),),
     )
-    assert run(other, folder, seconds=-1.0), "nothing was left to train"
-    original = read_runs(finished, MIXER, CELL)
-    assert read_runs(folder, other.mixers[0], other.cells[0]) == original
+    assert run(other, path, seconds=-1.0), "nothing was left to train"
+    original, adopted = read_runs(finished, MIXER, CELL), read_runs(path, other.mixers[0], other.cells[0])
+    assert adopted.keys() == original.keys()
+    assert all(
+        adopted[lane]["test"] == row["test"] and adopted[lane]["study"] == "other" for lane, row in original.items()
+    )
 
 
 def test_many_lanes_are_split_evenly():
@@ -285,28 +270,30 @@ def _record(rate, seed, validation, test, loss=1.0):
 
 
 def test_the_learning_rate_is_chosen_on_validation_only(tmp_path):
-    folder = tmp_path / "results" / "real"
+    path = tmp_path / "results" / "real.jsonl"
     runs = [
         _record(1e-3, 0, validation=0.9, test=0.2),
         _record(1e-3, 1, validation=0.7, test=0.4),
         _record(1e-1, 0, validation=0.1, test=1.0),
         _record(1e-1, 1, validation=1.0, test=1.0),
     ]
-    write_runs(folder, STUDY, MIXER, CELL, runs[:3], num_parameters=1)
-    assert choose(STUDY, folder, MIXER, CELL) is None, "a seed is missing"
-    write_runs(folder, STUDY, MIXER, CELL, runs[3:], num_parameters=1)
-    outcome = choose(STUDY, folder, MIXER, CELL)
+    write_runs(path, STUDY, MIXER, CELL, runs[:3], num_parameters=1)
+    assert choose(STUDY, path, MIXER, CELL) is None, "a seed is missing"
+    write_runs(path, STUDY, MIXER, CELL, runs[3:], num_parameters=1)
+    outcome = choose(STUDY, path, MIXER, CELL)
     assert outcome.learning_rate == 1e-3
     assert outcome.at_edge
     assert outcome.mean("token_accuracy", "8") == pytest.approx(30.0)
     assert outcome.spread("token_accuracy", "8") == pytest.approx(100 * np.std([0.2, 0.4], ddof=1))
-    assert "| linear | 30.0 ± 14.1 | 15.0 ± 7.1 | 2/4 |" in table(STUDY, folder)
+    assert "| linear | 30.0 ± 14.1 | 15.0 ± 7.1 | 2/4 |" in table(STUDY, path)
 
 
 def test_one_seed_has_no_spread(tmp_path):
     study = dataclasses.replace(STUDY, learning_rates=(1e-3,), seeds=(0,))
-    write_runs(tmp_path, study, MIXER, CELL, [_record(1e-3, 0, validation=0.9, test=0.2)], num_parameters=1)
-    text = table(study, tmp_path)
+    write_runs(
+        tmp_path / "real.jsonl", study, MIXER, CELL, [_record(1e-3, 0, validation=0.9, test=0.2)], num_parameters=1
+    )
+    text = table(study, tmp_path / "real.jsonl")
     assert "| linear | 20.0 | 10.0 | 1/1 |" in text and "percent: one seed, at the learning rate with" in text
     assert "±" not in text
 
@@ -318,14 +305,14 @@ def test_a_diverged_run_counts_against_its_learning_rate(tmp_path):
         _record(1e-1, 0, validation=1.0, test=1.0, loss=0.1),
         _record(1e-1, 1, validation=0.0, test=0.0, loss=None),
     ]
-    write_runs(tmp_path, STUDY, MIXER, CELL, runs, num_parameters=1)
-    assert choose(STUDY, tmp_path, MIXER, CELL).learning_rate == 1e-3
+    write_runs(tmp_path / "real.jsonl", STUDY, MIXER, CELL, runs, num_parameters=1)
+    assert choose(STUDY, tmp_path / "real.jsonl", MIXER, CELL).learning_rate == 1e-3
     runs[3] = _record(1e-1, 1, validation=1.0, test=1.0, loss=None)  # however right its answers
-    write_runs(tmp_path, STUDY, MIXER, CELL, runs, num_parameters=1)
-    assert choose(STUDY, tmp_path, MIXER, CELL).learning_rate == 1e-3
+    write_runs(tmp_path / "real.jsonl", STUDY, MIXER, CELL, runs, num_parameters=1)
+    assert choose(STUDY, tmp_path / "real.jsonl", MIXER, CELL).learning_rate == 1e-3
     runs[:2] = [_record(1e-3, seed, validation=0.5, test=0.5, loss=None) for seed in (0, 1)]
-    write_runs(tmp_path, STUDY, MIXER, CELL, runs, num_parameters=1)
-    assert choose(STUDY, tmp_path, MIXER, CELL).learning_rate == 1e-1, "all diverged"
+    write_runs(tmp_path / "real.jsonl", STUDY, MIXER, CELL, runs, num_parameters=1)
+    assert choose(STUDY, tmp_path / "real.jsonl", MIXER, CELL).learning_rate == 1e-1, "all diverged"
 
 
 @pytest.mark.parametrize("kind", ["lengths", "axes", "bars"])
@@ -356,38 +343,39 @@ def test_a_cell_may_be_tested_on_other_tasks_than_it_is_trained_on(tmp_path, mon
     )
     assert fingerprint(MIXER, mixed) != fingerprint(MIXER, dataclasses.replace(mixed, tests=()))
     study = dataclasses.replace(STUDY, cells=(mixed,), paper=(("theirs", "hard", 24, 12.5),))
-    folder = tmp_path / "toy" / "results" / "real"
-    assert run(study, folder)
-    content = json.loads(result_path(folder, MIXER, mixed).read_text())
-    assert content["cell"]["tests"]["hard"]["num_pairs"] == 3
-    tested = content["runs"][0]["test"]
+    path = tmp_path / "toy" / "results" / "real.jsonl"
+    assert run(study, path)
+    row = read_table(path)[0]
+    assert row["cell"]["tests"]["hard"]["num_pairs"] == 3
+    tested = row["test"]
     assert list(tested) == ["easy 16", "easy 24", "hard 16", "hard 24"]
     data = DataFactory().get(mixed)
     np.testing.assert_array_equal(
         data.test["hard 24"]["inputs"].reshape(-1, 24)[0], hard.at_length(24).example(0, split="test")["inputs"]
     )
-    text = write_report(study, tmp_path / "toy", folder, readme=False)
+    text = write_report(study, tmp_path / "toy", path, readme=False)
     head, _, row, paper = text.splitlines()[:4]
     assert head == "| mixer | mixed, easy, T=16 | mixed, easy, T=24 | mixed, hard, T=16 | mixed, hard, T=24 | solved |"
     assert row.count("±") == 4 and row.endswith("/4 |")
     assert paper == "| *theirs* |  |  |  | *12.5* |  |"
     assert (tmp_path / "toy" / "figures" / "real.png").exists()
     monkeypatch.setattr("experiments.sweep.report.MOST_COLUMNS", 4)  # a table of its own for each test
-    parts = table(study, folder).split("\n\n")
+    parts = table(study, path).split("\n\n")
     assert parts[0].splitlines()[0] == "| mixer | mixed, easy, T=16 | mixed, easy, T=24 |"
     assert parts[1].splitlines()[0] == "| mixer | mixed, hard, T=16 | mixed, hard, T=24 | solved |"
     assert parts[1].splitlines()[3] == "| *theirs* |  | *12.5* |  |"
 
 
 def test_records_say_where_they_were_made(finished):
-    content = json.loads(result_path(finished, MIXER, CELL).read_text())
-    assert content["cell"]["task"]["kind"] == "MQAR"
-    assert content["mixer"] == {
-        "label": "linear",
-        "preset": ["linear_attention"],
-        "overrides": {"implementation": "scan"},
-    }
-    assert all(run["environment"] == ENVIRONMENT for run in content["runs"])
+    for row in read_table(finished):
+        assert (row["study"], row["setting"]) == ("toy", "real")
+        assert row["cell"]["task"]["kind"] == "MQAR"
+        assert row["mixer"] == {
+            "label": "linear",
+            "preset": ["linear_attention"],
+            "overrides": {"implementation": "scan"},
+        }
+        assert row["environment"] == ENVIRONMENT
 
 
 def test_fingerprints_follow_what_matters():
@@ -435,14 +423,12 @@ def test_options_that_came_later_leave_the_results_valid():
     """Every result file of the studies has the fingerprint of what the study configures today."""
     found = 0
     for name, setting in itertools.product(STUDIES, SETTINGS):
-        _, results = folders(name, SweepOptions(setting=setting))
         study = load_study(name, SweepOptions(setting=setting))
-        for mixer, cell in itertools.product(study.mixers, study.cells):
-            path = result_path(results, mixer, cell)
-            if path.exists():
-                assert json.loads(path.read_text())["fingerprint"] == fingerprint(mixer, cell), path
-                found += 1
-    assert found > 400
+        _, path = places(name, SweepOptions(setting=setting))
+        known = {fingerprint(mixer, cell) for mixer, cell in itertools.product(study.mixers, study.cells)}
+        assert {row["fingerprint"] for row in read_table(path)} <= known, path
+        found += len(read_table(path))
+    assert found > 2500
     # An option that is set counts, whether it came later or not.
     prints = {
         fingerprint(Mixer.of("one", "kla", decay=decay), CELL)

@@ -27,7 +27,7 @@ if __name__ == "__main__" and "--gpus" not in sys.argv:  # before jax is importe
 import jax
 import tyro
 
-from experiments.sweep.results import command_line, environment
+from experiments.harness.environment import command_line, environment
 from rnnlib.models import ModelConfig
 from rnnlib.training import MeshConfig, make_mesh
 

@@ -1,0 +1,1 @@
+"""What all studies share: mixers, result tables, pages, pictures, command lines, turns on a device."""
