@@ -1,9 +1,50 @@
 """What every command line of the studies shares."""
 
 import contextlib
+import dataclasses
 import os
+import pathlib
 import sys
 from collections.abc import Iterator
+
+from experiments.harness.tables import EXPERIMENTS
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """What the commands of all studies that train take."""
+
+    mixers: tuple[str, ...] = ()
+    """Only mixers of these labels, or whose label contains one of these, in this order."""
+    rates: tuple[float, ...] = ()
+    """Only these learning rates, also others than the study's."""
+    seeds: tuple[int, ...] = ()
+    """Only these seeds, also others than the study's."""
+    steps: int | None = None
+    """Training steps, in place of the study's."""
+    report_only: bool = False
+    """Train nothing; write table and figure from the results that are there."""
+    train_only: bool = False
+    """Write no table and no figure."""
+    output: pathlib.Path = EXPERIMENTS
+    """Folder of the studies' folders, to which results and figures go."""
+    work: pathlib.Path = pathlib.Path("runs")
+    """Folder for checkpoints and tokens."""
+    seconds: float | None = None
+    """Begin no new run after this time."""
+    exclusive: tuple[pathlib.Path, ...] = ()
+    """Lock files of devices: of several commands with the same one, one trains at a time, while the others compile."""
+    commit: str | None = None
+    """Commit to record where there is no git repository."""
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the study is left out or changed, so that its page may be written."""
+        return not (self.mixers or self.rates or self.seeds or self.steps) and self.output == EXPERIMENTS
 
 
 @contextlib.contextmanager

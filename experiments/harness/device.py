@@ -1,26 +1,20 @@
-"""Taking turns on a device."""
+"""Taking turns on devices."""
 
 import contextlib
 import fcntl
 import pathlib
-from collections.abc import Iterator
-from typing import IO
+from collections.abc import Iterator, Sequence
 
 
 @contextlib.contextmanager
-def turn(path: pathlib.Path | None) -> Iterator[IO[str] | None]:
-    """Waits for a lock file: several commands on one device compile side by side and train one after another.
+def turn(paths: Sequence[pathlib.Path]) -> Iterator[None]:
+    """Waits for lock files: several commands on one device compile side by side and train one after another.
 
     Args:
-        path: the lock file; None waits for nothing.
-
-    Yields:
-        The open file, or None. What is written to it stays for the next one.
+        paths: a lock file for each device, which all commands name in the same order; none waits for nothing.
     """
-    if path is None:
-        yield None
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(path.open("a")), fcntl.LOCK_EX)
+        yield

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Collection
 from typing import Any
 
+from experiments.harness.page import write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.language_modelling.runs import read_run, read_runs
 from experiments.language_modelling.study import WIDTHS, LanguageStudy, study
@@ -37,6 +38,29 @@ def lacking_rates(plan: LanguageStudy, results: pathlib.Path) -> set[str]:
     tried = _by_rate(plan, results)
     every = {rate for rates in tried.values() for rate in rates}
     return {label for label, rates in tried.items() if set(rates) != every}
+
+
+def write(plan: LanguageStudy, results: pathlib.Path, folder: pathlib.Path, *, page: bool) -> str:
+    """Writes a setting's figure and, on the page, its tables.
+
+    Args:
+        plan: the study at the setting.
+        results: its table of results.
+        folder: of the study.
+        page: whether to write into its README.
+
+    Returns:
+        The tables.
+    """
+    if found := chosen(plan, results):
+        path = folder / "figures" / f"{results.stem}.png"
+        figure(found, path, plan.train.data.sequence_length, lacking_rates(plan, results))
+    if results.stem in WIDTHS:
+        widths_figure(folder)
+    text = tables(plan, results)
+    if page:
+        write_between_marks(folder / "README.md", results.stem, text)
+    return text
 
 
 def tables(plan: LanguageStudy, results: pathlib.Path) -> str:

@@ -1,12 +1,16 @@
 """Which language models are compared, on what."""
 
 import dataclasses
-from typing import Any, Literal
+import pathlib
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any, Literal, Protocol
 
 from experiments.harness.study import Mixer
-from rnnlib.data import DataConfig
+from experiments.language_modelling.lengths import LengthTests
+from rnnlib.data import DataConfig, Tokenizer
 from rnnlib.layers import ConvolutionConfig, Initializer
-from rnnlib.models import ModelConfig, every_other_sliding_window, model_preset, two_global_attention_layers
+from rnnlib.models import DecoderLM, ModelConfig, every_other_sliding_window, model_preset, two_global_attention_layers
 from rnnlib.training import CheckpointConfig, EvaluationConfig, LoggingConfig, OptimizerConfig, TrainConfig
 
 
@@ -52,6 +56,13 @@ def mixers_of(num_layers: int) -> tuple[Mixer, ...]:
 MIXERS = mixers_of(9)  # of the 25M models
 
 
+class Tests(Protocol):
+    """Tests of a trained language model."""
+
+    def prepare(self, shapes: DecoderLM, pool: Executor) -> Callable[[DecoderLM], dict[str, Any]]:
+        """Begins to compile, in threads of `pool`; the function that comes back gives what a result's row has more."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LanguageStudy:
     """Language models that differ in their mixer alone: same text, same order, same tokens, same rates.
@@ -64,6 +75,8 @@ class LanguageStudy:
         seeds: of the initial weights.
         lengths: that the model is tested at.
         test_tokens: tokens in a batch of testing.
+        name: of its folder under `experiments`.
+        seconds: that a run is expected to train for on an H100, where none of its mixer was timed.
     """
 
     mixers: tuple[Mixer, ...]
@@ -73,6 +86,27 @@ class LanguageStudy:
     seeds: tuple[int, ...]
     lengths: tuple[int, ...]
     test_tokens: int
+    name: str = "language_modelling"
+    seconds: float = 0.0
+
+    @property
+    def runs(self) -> list[tuple[Mixer, float, int]]:
+        """Mixer, learning rate and seed of every run, the most wanted first: all mixers at one rate, then the next."""
+        return [(m, rate, seed) for rate in self.learning_rates for seed in self.seeds for m in self.mixers]
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What a run depends on beside its training configuration."""
+        return self.vocabulary_size, self.lengths
+
+    def text(self, work: pathlib.Path) -> DataConfig:
+        """What is read; a text that is made for the study is written under `work`, once."""
+        del work
+        return self.train.data
+
+    def tests(self, text: DataConfig, tokenizer: Tokenizer) -> Tests:
+        """What a trained model is tested by."""
+        return LengthTests(text, self.lengths, self.test_tokens, tokenizer)
 
 
 def model_config(base: ModelConfig, mixer: Mixer) -> ModelConfig:

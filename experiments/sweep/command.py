@@ -1,4 +1,4 @@
-"""The command line of every study."""
+"""The command line of the studies over many small runs."""
 
 import dataclasses
 import importlib
@@ -8,49 +8,40 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from experiments.harness.command import errors_as_lines
+from experiments.harness.command import RunOptions, errors_as_lines
 from experiments.harness.environment import command_line, environment
+from experiments.harness.jobs import Job
 from experiments.harness.study import Setting, pick, unmatched
-from experiments.harness.tables import EXPERIMENTS, table_path
+from experiments.harness.tables import table_path
+from experiments.sweep.results import read_runs
 from experiments.sweep.study import Study
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepOptions:
+class SweepOptions(RunOptions):
     """Trains what is missing of a study, then writes its table and figure."""
 
     setting: Setting = "small"
     """"small" runs on a CPU in minutes, "real" on one GPU."""
-    mixers: tuple[str, ...] = ()
-    """Only mixers of these labels, or whose label contains one of these, in this order."""
     skip: tuple[str, ...] = ()
     """No mixers whose label contains one of these."""
     cells: tuple[str, ...] = ()
-    """Only cells whose name contains one of these."""
-    seeds: int | None = None
-    """Number of seeds, in place of the study's."""
-    steps: int | None = None
-    """Training steps, in place of the study's."""
-    report_only: bool = False
-    """Train nothing; write table and figure from the results that are there."""
-    output: pathlib.Path | None = None
-    """Folder for results and figures, in place of the study's own."""
+    """Only cells of these names, or whose name contains one of these."""
     data_workers: int = 0
     """Processes that generate data; 0 generates in this one."""
     compile_workers: int = 1
     """Threads that compile ahead."""
-    seconds: float | None = None
-    """Begin no new group of runs after this time."""
-    exclusive: pathlib.Path | None = None
-    """Lock file, for several commands on one device: groups of runs train by turns, and compile meanwhile."""
-    commit: str | None = None
-    """Commit to record where there is no git repository."""
 
     def __post_init__(self) -> None:
-        for name, least in (("seeds", 1), ("steps", 1), ("data_workers", 0), ("compile_workers", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
+        super().__post_init__()
+        for name, least in (("data_workers", 0), ("compile_workers", 1)):
+            if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the study is left out or changed."""
+        return super().is_whole and not (self.skip or self.cells)
 
 
 def whole_study(name: str, setting: Setting) -> Study:
@@ -63,13 +54,19 @@ def load_study(name: str, options: SweepOptions) -> Study | None:
     study = whole_study(name, options.setting)
     mixers = pick(study.mixers, options.mixers)
     mixers = tuple(mixer for mixer in mixers if not any(part in mixer.label for part in options.skip))
-    cells = [c for c in study.cells if not options.cells or any(part in c.name for part in options.cells)]
+    names = {cell.name for cell in study.cells}
+    cells = [
+        cell
+        for cell in study.cells
+        if not options.cells or any(part == cell.name if part in names else part in cell.name for part in options.cells)
+    ]
     if not mixers or not cells:
         return None
     if options.steps is not None:
         cells = [dataclasses.replace(c, steps=options.steps, chunks=1) for c in cells]
-    seeds = study.seeds if options.seeds is None else tuple(range(options.seeds))
-    return dataclasses.replace(study, mixers=mixers, cells=tuple(cells), seeds=seeds)
+    if options.rates:
+        cells = [dataclasses.replace(cell, learning_rates=options.rates) for cell in cells]
+    return dataclasses.replace(study, mixers=mixers, cells=tuple(cells), seeds=options.seeds or study.seeds)
 
 
 def check_names(names: Sequence[str], options: SweepOptions, settings: Sequence[Setting]) -> None:
@@ -99,8 +96,26 @@ def check_names(names: Sequence[str], options: SweepOptions, settings: Sequence[
 
 def places(name: str, options: SweepOptions) -> tuple[pathlib.Path, pathlib.Path]:
     """A study's folder, and its table."""
-    output = EXPERIMENTS if options.output is None else options.output
-    return output / name, table_path(name, options.setting, output)
+    return options.output / name, table_path(name, options.setting, options.output)
+
+
+def jobs(name: str, setting: str, outputs: Sequence[pathlib.Path]) -> list[Job]:
+    """What is left of a study that no folder of `outputs` has: a job for each cell and mixer, cell by cell."""
+    study = whole_study(name, setting)  # type: ignore[arg-type]
+    tables = [table_path(name, setting, output) for output in outputs]
+    found = []
+    for cell in study.cells:
+        for mixer in study.mixers:
+            done = {lane for path in tables for lane in read_runs(path, mixer, cell)}
+            lanes = [lane for lane in study.lanes(cell) if lane not in done]
+            if not lanes:
+                continue
+            rates, seeds = sorted({lane.learning_rate for lane in lanes}), sorted({lane.seed for lane in lanes})
+            arguments = ["--setting", setting, "--cells", cell.name, "--mixers", mixer.label]
+            arguments += ["--rates", *(f"{rate:g}" for rate in rates), "--seeds", *map(str, seeds)]
+            seconds = study.seconds_of_a_run * len(lanes) * cell.steps / max(cell.steps for cell in study.cells)
+            found.append(Job(name, setting, f"{cell.name}, {mixer.label}", tuple(arguments), seconds))
+    return found
 
 
 def run(names: Sequence[str], options: SweepOptions, console: Console, *, module: str) -> bool:
@@ -125,12 +140,13 @@ def run(names: Sequence[str], options: SweepOptions, console: Console, *, module
             compile_workers=options.compile_workers,
             seconds=options.seconds,
             exclusive=options.exclusive,
+            work=options.work,
         )
-    whole = not (options.mixers or options.skip or options.cells or options.seeds or options.steps)
-    for study, folder, path in studies:
-        text = write_report(study, folder, path, readme=whole and options.output is None)
-        console.print(f"\n{study.title}\n", highlight=False, markup=False)
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    if not options.train_only:
+        for study, folder, path in studies:
+            text = write_report(study, folder, path, readme=options.is_whole)
+            console.print(f"\n{study.title}\n", highlight=False, markup=False)
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
     return finished
 
 

@@ -14,8 +14,9 @@ from experiments.harness.device import turn
 from experiments.harness.tables import Row, read_table
 from experiments.sweep.data import CellData, DataFactory
 from experiments.sweep.results import RUN, read_runs, write_runs
-from experiments.sweep.study import Lane, Study, fingerprint
-from experiments.sweep.training import CompiledGroup, DeviceData, Group, compile_group, train_group
+from experiments.sweep.saved import Saved
+from experiments.sweep.study import Group, Lane, Study, fingerprint
+from experiments.sweep.training import CompiledGroup, DeviceData, compile_group, train_group
 
 
 def missing_groups(study: Study, path: pathlib.Path) -> list[Group]:
@@ -58,7 +59,8 @@ def run_studies(
     data_workers: int = 0,
     compile_workers: int = 1,
     seconds: float | None = None,
-    exclusive: pathlib.Path | None = None,
+    exclusive: Sequence[pathlib.Path] = (),
+    work: pathlib.Path | None = None,
 ) -> bool:
     """Trains everything that is missing, writing each group's results as soon as it is done.
 
@@ -69,24 +71,25 @@ def run_studies(
         data_workers: processes that generate data.
         compile_workers: threads that compile the next groups while one trains.
         seconds: begins no group after this time; the rest is left for another call.
-        exclusive: lock file of the device: each group waits for it to train.
+        exclusive: lock files of the devices: each group waits for them to train.
+        work: folder for checkpoints of groups that take long; None makes none.
 
     Returns:
         Whether all runs are there. A group that fails is shown with its error, and the others go on.
     """
     begin = time.monotonic()
     adopt_results(studies)
-    work = []
+    waiting = []
     planned: set[tuple[str, tuple[Lane, ...]]] = set()
     for study, path in studies:
         for group in missing_groups(study, path):
             key = (fingerprint(group.mixer, group.cell), group.lanes)
             if key not in planned:
                 planned.add(key)
-                work.append((study, path, group))
+                waiting.append((study, path, group))
     # The first cell of every study, then the second of every one: whenever it ends, each study has something.
-    work.sort(key=lambda entry: entry[0].cells.index(entry[2].cell))
-    if not work:
+    waiting.sort(key=lambda entry: entry[0].cells.index(entry[2].cell))
+    if not waiting:
         return not any(missing_groups(study, path) for study, path in studies)
     factory = DataFactory(data_workers)
     compilers = concurrent.futures.ThreadPoolExecutor(compile_workers)
@@ -109,16 +112,16 @@ def run_studies(
     finished = True
     try:
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("steps", total=sum(group.cell.steps for _, _, group in work))
-            for number, (study, path, group) in enumerate(work):
+            bar = progress.add_task("steps", total=sum(group.cell.steps for _, _, group in waiting))
+            for number, (study, path, group) in enumerate(waiting):
                 if seconds is not None and time.monotonic() - begin > seconds:
-                    console.print(f"out of time: {len(work) - number} of {len(work)} groups are left")
+                    console.print(f"out of time: {len(waiting) - number} of {len(waiting)} groups are left")
                     finished = False
                     break
-                for later in range(number, min(number + 1 + compile_workers, len(work))):
+                for later in range(number, min(number + 1 + compile_workers, len(waiting))):
                     if later not in ahead:
-                        factory.request(work[later][2].cell)
-                        ahead[later] = compilers.submit(prepare, work[later][2])
+                        factory.request(waiting[later][2].cell)
+                        ahead[later] = compilers.submit(prepare, waiting[later][2])
                 progress.update(bar, description=f"{study.name} {group.cell.name} {group.mixer.label}")
                 waited = time.monotonic()
                 try:
@@ -133,10 +136,11 @@ def run_studies(
                             compiled,
                             on_device.put(group.cell, data),
                             lambda steps: progress.advance(bar, steps),
+                            None if work is None else Saved.of(work, compiled.group),
                         )
                         runs = _result(training)
                 except TimeoutError as error:
-                    console.print(f"out of time: {len(work) - number} of {len(work)} groups are left ({error})")
+                    console.print(f"out of time: {len(waiting) - number} of {len(waiting)} groups are left ({error})")
                     finished = False
                     break
                 except Exception as error:  # one mixer's failure must not cost the others their results
@@ -149,7 +153,7 @@ def run_studies(
                 write_runs(path, study, group.mixer, group.cell, runs, num_parameters=compiled.num_parameters)
                 best = max(run["validation"][study.metric] for run in runs)
                 console.print(
-                    f"{time.monotonic() - begin:6.1f} s  {number + 1}/{len(work)}  {study.name}  {group.cell.name}  "
+                    f"{time.monotonic() - begin:6.1f} s  {number + 1}/{len(waiting)}  {study.name}  {group.cell.name}  "
                     f"{group.mixer.label}: best validation {100 * best:.1f} %, {len(runs)} runs in "
                     f"{time.monotonic() - start:.1f} s (compiled in {compiled.seconds:.1f} s, waited {waited:.1f} s)",
                     highlight=False,

@@ -120,6 +120,21 @@ class Cell:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The runs of one mixer in one cell that are trained side by side."""
+
+    mixer: Mixer
+    cell: Cell
+    lanes: tuple[Lane, ...]
+
+    @property
+    def identity(self) -> str:
+        """Changes with anything that its state depends on, other than the code."""
+        described = f"{fingerprint(self.mixer, self.cell)} {self.cell.chunks} {self.lanes}"
+        return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+
+
 class Axis(NamedTuple):
     """A size that cells differ in: its name, and each cell's size and name, in order."""
 
@@ -144,6 +159,7 @@ class Study:
         axes: sizes that cells differ in; a cell may stand on several.
         chance: accuracy of guessing, by cell name, drawn as a line.
         paper: a paper's numbers, percent, by (its name for the row, cell name, length).
+        seconds_of_a_run: that a run of the most steps is expected to take of an H100, of those side by side.
     """
 
     name: str
@@ -157,6 +173,7 @@ class Study:
     axes: tuple[Axis, ...] = ()
     chance: tuple[tuple[str, float], ...] = ()
     paper: tuple[tuple[str, str, int, float], ...] = ()
+    seconds_of_a_run: float = 0.0
 
     def __post_init__(self) -> None:
         for kind, names in (("mixers", [m.label for m in self.mixers]), ("cells", [c.name for c in self.cells])):

@@ -13,23 +13,14 @@ import numpy as np
 import optax
 from flax import nnx
 
-from experiments.harness.study import Mixer
 from experiments.sweep.autoencoder import AutoEncoder
 from experiments.sweep.data import Arrays, CellData, epoch_orders
-from experiments.sweep.study import Cell, Lane
+from experiments.sweep.saved import Saved
+from experiments.sweep.study import Cell, Group
 from rnnlib.data.tasks import Compression
 from rnnlib.models import DecoderLM
 from rnnlib.training import loss_sums, make_optimizer
 from rnnlib.training.accuracy import AccuracySums, accuracy_sums
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """The runs of one mixer in one cell that are trained side by side."""
-
-    mixer: Mixer
-    cell: Cell
-    lanes: tuple[Lane, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,13 +171,16 @@ class DeviceData:
         return self._data
 
 
-def train_group(compiled: CompiledGroup, data: CellData, advance: Callable[[int], None]) -> list[dict[str, Any]]:
-    """Trains and evaluates a group.
+def train_group(
+    compiled: CompiledGroup, data: CellData, advance: Callable[[int], None], saved: Saved | None = None
+) -> list[dict[str, Any]]:
+    """Trains and evaluates a group, or goes on with one that was stopped.
 
     Args:
         compiled: from `compile_group`.
         data: the cell's, on the device.
         advance: called with the number of steps done since its last call.
+        saved: where its state is kept meanwhile; None keeps none.
 
     Returns:
         One record a run: learning rate, seed, loss curve, validation and test results.
@@ -198,13 +192,18 @@ def train_group(compiled: CompiledGroup, data: CellData, advance: Callable[[int]
     rates = jnp.array([lane.learning_rate for lane in lanes], jnp.float32)
     state = compiled.init(jnp.array([lane.seed for lane in lanes], jnp.uint32))
     start = time.monotonic()
-    curve = []
     per_chunk = cell.steps // cell.chunks
-    for chunk in range(cell.chunks):
+    curve: list[np.ndarray] = []
+    if saved is not None and (found := saved.read(state)) is not None:
+        state, curve = found
+        advance(per_chunk * len(curve))
+    for chunk in range(len(curve), cell.chunks):
         piece = orders[chunk * per_chunk : (chunk + 1) * per_chunk]
         state, losses = compiled.train(state, data.train, piece, columns, rates)
         curve.append(np.asarray(losses).mean(0))  # waits for the chunk
         advance(per_chunk)
+        if saved is not None:
+            saved.write_if_due(state, curve)
     seconds = time.monotonic() - start
 
     def results(arrays: Arrays) -> list[dict[str, float | None]]:
@@ -223,6 +222,8 @@ def train_group(compiled: CompiledGroup, data: CellData, advance: Callable[[int]
 
     validation = results(data.validation)
     test = {name: results(arrays) for name, arrays in data.test.items()}
+    if saved is not None:
+        saved.remove()
     return [
         {
             "learning_rate": lane.learning_rate,

@@ -70,7 +70,7 @@ class Options:
     at once as the device's memory takes."""
     seconds: float | None = None
     """Time no case after this time."""
-    exclusive: pathlib.Path | None = None
+    exclusive: tuple[pathlib.Path, ...] = ()
     """Lock file, for several commands on one device: nothing else is trained while a case is timed."""
     commit: str | None = None
     """Commit to record where there is no git repository."""

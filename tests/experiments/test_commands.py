@@ -1,6 +1,5 @@
 """What the studies' commands share: picking mixers, taking turns on a device, comparing runs."""
 
-import importlib
 import math
 import sys
 import threading
@@ -11,10 +10,12 @@ import pytest
 from experiments.harness.device import turn
 from experiments.harness.study import Mixer, pick
 from experiments.kill_check.__main__ import faults
+from experiments.language_modelling.command import main as language_modelling
 from experiments.resume_check.__main__ import first_difference
 from experiments.scale_prediction.__main__ import sent_by_link
 from experiments.sweep.command import SweepOptions, load_study
 from experiments.sweep.study import Cell, fingerprint
+from experiments.throughput.__main__ import main as throughput
 from rnnlib.data.tasks import MQAR
 from rnnlib.training import Exchange
 
@@ -42,27 +43,23 @@ def test_mixers_are_left_out_by_name():
     assert "DeltaNet" in labels and "attention" not in labels and "Gated KalmaNet" not in labels
 
 
-def test_turns_on_a_device_do_not_overlap_and_pass_on_what_was_written(tmp_path):
-    lock = tmp_path / "folder" / "lock"
+def test_turns_on_devices_do_not_overlap(tmp_path):
+    locks = [tmp_path / "folder" / name for name in ("one", "two")]
     events: list[str] = []
 
     def second() -> None:
-        with turn(lock) as file:
-            assert file is not None
-            file.seek(0)
-            events.append(f"second reads {file.read()}")
+        with turn(locks[1:]):
+            events.append("second")
 
-    with turn(lock) as file:
-        assert file is not None
+    with turn(locks):
         waiting = threading.Thread(target=second)
         waiting.start()
         time.sleep(0.1)
         events.append("first")
-        file.write("7")
     waiting.join(10)
-    assert events == ["first", "second reads 7"]
-    with turn(None) as file:
-        assert file is None
+    assert events == ["first", "second"]
+    with turn(()):
+        pass
 
 
 def test_the_dtype_is_part_of_a_run():
@@ -83,14 +80,17 @@ def test_first_step_at_which_runs_differ():
 
 @pytest.mark.parametrize("study", ["language_modelling", "throughput"])
 def test_an_interrupt_is_one_line(study, monkeypatch, capsys):
-    def interrupted(setting):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    command = importlib.import_module(f"experiments.{study}.__main__")
-    monkeypatch.setattr(command, "study", interrupted)
-    monkeypatch.setattr("experiments.sweep.command.os._exit", sys.exit)
+    monkeypatch.setattr("experiments.language_modelling.command.load_study", interrupted)
+    monkeypatch.setattr("experiments.throughput.__main__.study", interrupted)
+    monkeypatch.setattr("experiments.harness.command.os._exit", sys.exit)
     with pytest.raises(SystemExit) as end:
-        command.main([])
+        if study == "throughput":
+            throughput([])
+        else:
+            language_modelling(study, [])
     assert end.value.code == 130
     assert capsys.readouterr().err == "interrupted: what is done is kept, the same command goes on\n"
 

@@ -14,7 +14,7 @@ from experiments.decoding.measure import bytes_of_a_token
 from experiments.decoding.report import read_results, table, write_report
 from experiments.decoding.study import study
 from experiments.harness.page import marks
-from experiments.sweep.command import EXPERIMENTS
+from experiments.harness.tables import EXPERIMENTS
 from rnnlib.models import DecoderLM, ModelConfig, count_parameters
 
 TINY = ModelConfig(

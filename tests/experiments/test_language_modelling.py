@@ -1,7 +1,5 @@
 """The language-modelling study: bits per byte, halves of the held-out text, one command end to end."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,9 @@ import pytest
 from flax import nnx
 
 from experiments.harness.page import marks
-from experiments.harness.tables import add_rows, read_table
-from experiments.language_modelling.__main__ import FOLDER, main
+from experiments.harness.tables import EXPERIMENTS, add_rows, read_table
+from experiments.language_modelling.command import main
+from experiments.language_modelling.lengths import BitsPerByte, hold_out
 from experiments.language_modelling.report import (
     at_every_width,
     chosen,
@@ -19,19 +18,13 @@ from experiments.language_modelling.report import (
     tables,
     widths_figure,
 )
-from experiments.language_modelling.runs import (
-    BitsPerByte,
-    Deadline,
-    OutOfTimeError,
-    fingerprint,
-    hold_out,
-    read_run,
-)
+from experiments.language_modelling.runs import fingerprint, read_run
 from experiments.language_modelling.study import model_config, study
 from rnnlib.data import DataConfig, TokenCorpus, load_tokenizer
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.models.mixers import mixer_config
-from rnnlib.training import StepReport
+
+FOLDER = EXPERIMENTS / "language_modelling"
 
 
 def test_the_page_shows_what_the_results_say():
@@ -121,21 +114,6 @@ def test_large_models_differ_in_their_mixer_alone():
     assert min(sizes) > 120e6 and max(sizes) < 150e6
 
 
-def test_a_run_that_would_end_too_late_is_given_up():
-    def report(step, seconds_left):
-        return StepReport(step, 0, 3.0, 1.0, 1e6, seconds_left)
-
-    reporter = Deadline(1600, time.time() + 100, 10.0)
-    for step, seconds_left in ((10, 1.0), (60, 85.0), (80, 82.0), (160, 300.0)):  # disturbed at the last
-        reporter.step(report(step, seconds_left))
-    slow = Deadline(1600, time.time() + 100, 10.0)
-    slow.step(report(10, 1.0))
-    slow.step(report(60, 150.0))
-    with pytest.raises(OutOfTimeError, match=r"step 80: it would end \d+ s too late"):
-        slow.step(report(80, 120.0))
-    Deadline(1600, None, 10.0).step(report(80, 1e9))
-
-
 def test_bits_per_byte_are_those_of_every_document_read_alone():
     tokenizer = load_tokenizer("byte")
     texts = ["one two three", "a longer text than the first", "short"]
@@ -170,18 +148,18 @@ def test_held_out_halves_share_no_document():
 
 def test_one_command_trains_and_reports(tmp_path, capsys):
     arguments = ["--mixers", "Transformer", "--steps", "1", "--output", str(tmp_path), "--work", str(tmp_path / "work")]
-    assert main(arguments) == 0
-    file = tmp_path / "results" / "small.jsonl"
+    assert main("language_modelling", arguments) == 0
+    file = tmp_path / "language_modelling" / "results" / "small.jsonl"
     (content,) = read_table(file)
     assert content["steps"] == 1 and content["train_tokens"] > 0
     assert content["test"]["256"]["bits_per_byte"] == pytest.approx(8, abs=1)  # untrained: a byte costs eight bits
-    assert (tmp_path / "figures" / "small.png").exists()
+    assert (tmp_path / "language_modelling" / "figures" / "small.png").exists()
     written = file.stat().st_mtime_ns
     capsys.readouterr()
-    assert main(arguments) == 0
+    assert main("language_modelling", arguments) == 0
     assert file.stat().st_mtime_ns == written, "a finished run is skipped"
     assert "| Transformer++ |" in capsys.readouterr().out
     longer = ["2" if part == "1" else part for part in arguments]
-    assert main([*longer, "--report-only"]) == 0
+    assert main("language_modelling", [*longer, "--report-only"]) == 0
     assert "No results yet" in capsys.readouterr().out, "another budget is another run"
     assert file.stat().st_mtime_ns == written

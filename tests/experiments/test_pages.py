@@ -8,8 +8,8 @@ import pytest
 from experiments.__main__ import STUDIES
 from experiments.harness.page import marks
 from experiments.harness.study import SETTINGS
-from experiments.harness.tables import read_table
-from experiments.sweep.command import EXPERIMENTS, SweepOptions, load_study, places
+from experiments.harness.tables import EXPERIMENTS, read_table
+from experiments.sweep.command import SweepOptions, load_study, places
 from experiments.sweep.report import table
 from experiments.throughput.report import read_results
 from experiments.throughput.report import table as throughput_table

@@ -12,7 +12,7 @@ from rich.console import Console
 from experiments.__main__ import STUDIES
 from experiments.ablations.gains import AveragedChannelGain, ScalarKaczmarzGain, SingleKaczmarzGain
 from experiments.harness.tables import read_table
-from experiments.language_modelling.__main__ import main as language_modelling
+from experiments.language_modelling.command import main as language_modelling
 from experiments.sweep import Mixer, command
 from experiments.sweep.command import SweepOptions, check_names, load_study
 from experiments.sweep.runner import run_studies
@@ -48,7 +48,7 @@ ALWAYS = ("state_tracking", "ablations", "axis_combinations")
 @pytest.mark.parametrize("name", mostly_slow(TRAINED, ALWAYS))
 def test_small_tasks_are_trained(name, tmp_path):
     """One run of one step on each of a study's small tasks."""
-    study = load_study(name, SweepOptions(steps=1, seeds=1))
+    study = load_study(name, SweepOptions(steps=1, seeds=(0,)))
     cells = tuple(
         dataclasses.replace(
             cell,
@@ -105,7 +105,7 @@ def test_klas_learned_scalar_and_single_gate_are_kaczmarz_steps_of_another_eta()
 
 
 def test_one_command_trains_resumes_and_reports(tmp_path, capsys, monkeypatch):
-    arguments = ["--mixers", "attention", "--steps", "1", "--seeds", "1", "--output", str(tmp_path)]
+    arguments = ["--mixers", "attention", "--steps", "1", "--seeds", "0", "--output", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["experiments.mqar", *arguments])
     for part in range(2):
         with pytest.raises(SystemExit) as end:
@@ -113,7 +113,7 @@ def test_one_command_trains_resumes_and_reports(tmp_path, capsys, monkeypatch):
         assert end.value.code == 0
         assert "| attention | " in capsys.readouterr().out
     assert (tmp_path / "mqar" / "figures" / "small.png").exists()
-    (row,) = read_table(tmp_path / "mqar" / "results" / "small.jsonl")
+    row, *_ = read_table(tmp_path / "mqar" / "results" / "small.jsonl")
     environment = row["environment"]
     assert environment["device"] and environment["packages"]["jax"] and environment["date"]
     assert "experiments.mqar --mixers attention" in environment["command"]
@@ -128,11 +128,13 @@ def test_wrong_names_are_named():
         command.main("mqar", ["--mixers", "attention", "Foo"])
     with pytest.raises(ValueError, match="mixers, skip and cells leave nothing in mqar"):
         check_names(["mqar"], SweepOptions(mixers=("attention",), skip=("att",)), ["small"])
-    for main in (language_modelling, throughput):
+    for main in (lambda arguments: language_modelling("language_modelling", arguments), throughput):
         with pytest.raises(SystemExit, match=r"error: mixers 'Foo' match nothing; expected parts of .*Gated DeltaNet"):
             main(["--mixers", "Gated", "Foo"])
-    with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
-        SweepOptions(seeds=0)
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        SweepOptions(steps=0)
+    with pytest.raises(SystemExit, match="error: setting is 'huge'; expected one of small, short"):
+        language_modelling("language_modelling", ["--setting", "huge"])
 
 
 def test_names_of_several_studies_need_not_be_in_each(tmp_path, capsys):

@@ -28,8 +28,9 @@ from experiments.sweep.outcomes import choose
 from experiments.sweep.report import table, write_report
 from experiments.sweep.results import read_runs, write_runs
 from experiments.sweep.runner import missing_groups, run_studies
-from experiments.sweep.study import Axis, Lane, fingerprint
-from experiments.sweep.training import CompiledGroup, DeviceData, Group, compile_group, train_group
+from experiments.sweep.saved import Saved
+from experiments.sweep.study import Axis, Group, Lane, fingerprint
+from experiments.sweep.training import CompiledGroup, DeviceData, compile_group, train_group
 from rnnlib.data.tasks import MQAR, Compression, InContextRecall, Mixture, RegBench
 from rnnlib.layers import SoftplusDecay
 from rnnlib.models import DecoderLM
@@ -191,6 +192,32 @@ def test_lanes_do_not_depend_on_each_other(finished):
     together = read_runs(finished, MIXER, CELL)[Lane(1e-1, 1)]
     np.testing.assert_allclose(alone["train_loss"], together["train_loss"], rtol=2e-4)
     assert sum(steps) == CELL.steps
+
+
+def test_a_group_that_was_stopped_goes_on_from_its_last_chunk(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.sweep.saved.EVERY", 0.0)
+    data, group = DataFactory().get(CELL), Group(MIXER, CELL, STUDY.lanes(CELL))
+    compiled, on_device = compile_group(group, data), DeviceData().put(CELL, data)
+
+    class StopError(Exception):
+        pass
+
+    def stop(steps):
+        done_steps.append(steps)
+        if len(done_steps) == 2:
+            raise StopError
+
+    done_steps: list[int] = []
+    with pytest.raises(StopError):
+        train_group(compiled, on_device, stop, Saved.of(tmp_path, group))
+    (file,) = tmp_path.rglob("*.npz")
+    steps: list[int] = []
+    runs = train_group(compiled, on_device, steps.append, Saved.of(tmp_path, group))
+    assert steps == [2, 2] and not file.exists(), "the first chunk was not trained again"
+    for run in runs:
+        recorded = read_runs(finished, MIXER, CELL)[Lane(run["learning_rate"], run["seed"])]
+        np.testing.assert_allclose(run["train_loss"], recorded["train_loss"], rtol=1e-6)
+        assert run["test"] == recorded["test"]
 
 
 def test_a_run_that_ends_early_says_so_and_leaves_no_half_files(tmp_path):

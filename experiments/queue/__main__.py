@@ -1,0 +1,145 @@
+"""`python -m experiments.queue`: see experiments/README.md."""
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import tyro
+
+from experiments.harness.command import errors_as_lines
+from experiments.harness.jobs import Job
+from experiments.harness.tables import EXPERIMENTS
+from experiments.queue.bundle import fold, tail, unpack, write_bundle
+from experiments.queue.order import ORDER, Entry
+from experiments.queue.scheduler import Ended, run_jobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Takes the next unfinished runs of all studies, on every GPU of this machine, for as long as there is time."""
+
+    minutes: float | None = None
+    """Stop by then; what is unfinished is saved in `work`, and the next call goes on from there."""
+    out: pathlib.Path = pathlib.Path("build/queue")
+    """Folder for what is to be brought back: results of this machine, and a log; eight files of 16 MB at most."""
+    work: pathlib.Path = pathlib.Path("runs/queue")
+    """Folder for checkpoints, tokens, logs and tables."""
+    studies: tuple[str, ...] = ()
+    """Only these, as study/setting or study, in this order; left out, all of `experiments/queue/order.py`."""
+    devices: tuple[int, ...] = ()
+    """GPUs, by the numbers of CUDA_VISIBLE_DEVICES; left out, all that there are. 0 is the CPU where there is none."""
+    commit: str | None = None
+    """Commit to record where there is no git repository."""
+    list: bool = False
+    """Only show what is left, in order."""
+    fold: tuple[pathlib.Path, ...] = ()
+    """Only add what was brought back in these folders to the studies' tables, and write their pages and figures."""
+
+
+def entries(names: Sequence[str]) -> list[Entry]:
+    """The studies of these names, in their order; all without any.
+
+    A name may have another setting than the queue's, as "long_context/small".
+
+    Raises:
+        ValueError: a name is of no study in the queue.
+    """
+    found = []
+    for name in names:
+        study, _, setting = name.partition("/")
+        own = [entry for entry in ORDER if entry.study == study]
+        if not own:
+            raise ValueError(f"studies: {name!r} is not in the queue; expected some of {', '.join(known())}")
+        named = [entry for entry in own if entry.setting == setting] if setting else own
+        found += named or [dataclasses.replace(own[0], setting=setting)]
+    return found or list(ORDER)
+
+
+def known() -> list[str]:
+    """What is in the queue."""
+    return [entry.name for entry in ORDER]
+
+
+def gpus() -> tuple[int, ...]:
+    """Numbers of the GPUs of this machine; 0 where there is none."""
+    try:
+        shown = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return (0,)
+    return tuple(range(shown.count("GPU ")))
+
+
+def command_of(options: Options, job: Job, devices: tuple[int, ...]) -> list[str]:
+    """The command that makes a job's runs."""
+    locks = [str(options.work / "locks" / f"device{device}") for device in devices]
+    places = ["--output", str(options.work / "tables"), "--work", str(options.work), "--exclusive", *locks]
+    commit = [] if options.commit is None else ["--commit", options.commit]
+    return [sys.executable, "-m", f"experiments.{job.study}", *job.arguments, "--train-only", *places, *commit]
+
+
+def work_through(options: Options) -> int:
+    """Runs what is left; returns how many jobs failed."""
+    until = None if options.minutes is None else time.time() + 60 * options.minutes
+    tables = options.work / "tables"
+    unpack(options.out, tables)
+    jobs = [job for e in entries(options.studies) for job in e.jobs(e.study, e.setting, [EXPERIMENTS, tables])]
+    options.out.mkdir(parents=True, exist_ok=True)
+    log = options.out / "log.txt"
+    begin = time.time()
+    failed = []
+
+    def tell(line: str) -> None:
+        shown = f"{time.time() - begin:6.0f} s  {line}"
+        print(shown, flush=True)
+        with log.open("a") as file:
+            file.write(shown + "\n")
+
+    def ended(result: Ended) -> None:
+        write_bundle(tables, options.out)
+        with log.open("a") as file:
+            file.write(tail(result.log))
+        if result.code not in (0, 130):
+            failed.append(result)
+
+    devices = options.devices or gpus()
+    tell(f"{len(jobs)} jobs on {len(devices)} devices")
+    left = run_jobs(
+        jobs,
+        devices,
+        lambda job, where: command_of(options, job, where),
+        logs=options.work / "logs",
+        tell=tell,
+        ended=ended,
+        until=until,
+    )
+    tell(f"{len(left)} jobs were not begun, {len(failed)} failed; results are in {options.out}")
+    return len(failed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the queue; returns the exit code."""
+    options = tyro.cli(Options, args=argv, prog="python -m experiments.queue")
+    with errors_as_lines():
+        if options.fold:
+            for (study, setting), count in fold(options.fold, EXPERIMENTS).items():
+                print(f"{study} ({setting}): {count} new rows")
+                subprocess.run(
+                    [sys.executable, "-m", f"experiments.{study}", "--setting", setting, "--report-only"], check=True
+                )
+            return 0
+        if options.list:
+            for entry in entries(options.studies):
+                left = entry.jobs(entry.study, entry.setting, [EXPERIMENTS, options.work / "tables"])
+                hours = sum(job.seconds * job.devices for job in left) / 3600
+                print(f"{entry.name}: {len(left)} jobs, {hours:.1f} GPU-hours; {entry.why}")
+                for job in left:
+                    print(f"  {job.seconds:6.0f} s  {job.name}")
+            return 0
+        return 1 if work_through(options) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

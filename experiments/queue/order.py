@@ -1,0 +1,36 @@
+"""Which study's runs come first."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+
+from experiments.harness.jobs import Job
+from experiments.language_modelling.command import jobs as language_jobs
+
+Jobs = Callable[[str, str, Sequence[pathlib.Path]], list[Job]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A study at a setting.
+
+    Attributes:
+        study: folder under `experiments`.
+        setting: of the study.
+        jobs: what is left of it, from the folders of studies that hold results.
+        why: what it decides.
+    """
+
+    study: str
+    setting: str
+    jobs: Jobs
+    why: str
+
+    @property
+    def name(self) -> str:
+        """As it is asked for."""
+        return f"{self.study}/{self.setting}"
+
+
+ORDER = (Entry("long_context", "real", language_jobs, "do models use what is further back than they were trained to?"),)
+"""From first to last."""
