@@ -4,8 +4,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
-from typing import Protocol, SupportsInt, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, SupportsInt, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -110,6 +110,8 @@ class FileTokenizer:
             tokenizer.add_special_tokens([END_OF_DOCUMENT])
         known = ((name, tokenizer.token_to_id(name)) for name in names)
         self.end_token, self.end_of_document = next((name, index) for name, index in known if index is not None)
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(index for index, token in added.items() if token.special)
         # Ids may have gaps, so the largest counts and not their number.
         self.vocabulary_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.token_bytes: Int32[np.ndarray, " vocabulary"] = _count_bytes(tokenizer, self.vocabulary_size)
@@ -131,6 +133,62 @@ class FileTokenizer:
             return self._tokenizer.encode(without_surrogates(text), add_special_tokens=add_special_tokens).ids
         finally:
             self._tokenizer.encode_special_tokens = True
+
+    def decode_marked(self, ids: Iterable[SupportsInt]) -> str:
+        """The text, in which special tokens stand by their names."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is special, so that `decode` leaves it out."""
+        return int(token) in self._special
+
+    def token_name(self, token: int) -> str | None:
+        """The name of a token by its id; None where there is none."""
+        return self._tokenizer.id_to_token(token)
+
+    def within(self, vocabulary_size: int, *, needed: Iterable[str] = (), template: str = "") -> "FileTokenizer":
+        """The tokenizer without the tokens from `vocabulary_size` on, for a model that has so many.
+
+        Tokens can be left out if no text gives them: special tokens, whose names are text from then on, and tokens
+        that no merge of pairs makes.
+
+        Args:
+            vocabulary_size: the number of the model's tokens.
+            needed: names of special tokens that cannot be left out; the end of a document is one in any case.
+            template: a chat template, whose special tokens cannot be left out either.
+
+        Returns:
+            This tokenizer if it has no such tokens, or else another.
+
+        Raises:
+            ValueError: a token that would have to be left out is needed, or some text gives it.
+        """
+        if self.vocabulary_size <= vocabulary_size:
+            return self
+        definition = json.loads(self._tokenizer.to_str())
+        special = {entry["content"] for entry in definition["added_tokens"] if entry["special"]}
+        needed = {self.end_token, *needed}
+        around_texts = json.dumps(definition["post_processor"], ensure_ascii=False)
+        dropped = set()
+        for token, index in sorted(self._tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda pair: pair[1]):
+            if index < vocabulary_size:
+                continue
+            if token in special:
+                is_met = token in needed or token in template or token in around_texts
+            else:
+                is_met = _is_made(token, definition)
+            if is_met:
+                raise ValueError(
+                    f"the model has {vocabulary_size} tokens and the tokenizer {self.vocabulary_size}, of which "
+                    f"{token!r} is number {index}, expected below {vocabulary_size}: is it the model's tokenizer?"
+                )
+            dropped.add(token)
+        added = [entry for entry in definition["added_tokens"] if entry["content"] not in dropped]
+        model = definition["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {token: index for token, index in model["vocab"].items() if token not in dropped}
+        smaller = tokenizers.Tokenizer.from_str(json.dumps(definition | {"added_tokens": added, "model": model}))
+        return FileTokenizer(smaller, end_token=self.end_token)
 
     def token_number(self, name: str) -> int | None:
         """The id of a token by its name; None where there is none."""
@@ -167,12 +225,21 @@ def load_tokenizer(name: str | os.PathLike[str], *, end_token: str | None = None
         return ByteTokenizer()
     if not os.path.isfile(name):
         raise ValueError(f"tokenizer must be 'byte' or a tokenizers JSON file; there is no file {os.fspath(name)!r}")
+    return FileTokenizer(read_backend(name), end_token=end_token)
+
+
+def read_backend(path: str | os.PathLike[str]) -> tokenizers.Tokenizer:
+    """The tokenizer in a Hugging Face `tokenizers` JSON file, as that library has it.
+
+    Raises:
+        ValueError: the file is none of a tokenizer.
+    """
     try:
-        return FileTokenizer(tokenizers.Tokenizer.from_file(os.fspath(name)), end_token=end_token)
+        return tokenizers.Tokenizer.from_file(os.fspath(path))
     except Exception as error:  # the package raises Exception itself
         if type(error) is not Exception:
             raise
-        raise ValueError(f"{os.fspath(name)}: not a tokenizers JSON file ({error})") from error
+        raise ValueError(f"{os.fspath(path)}: not a tokenizers JSON file ({error})") from error
 
 
 def train_tokenizer(
@@ -212,6 +279,16 @@ def train_tokenizer(
     if path is not None:
         result.save(path)
     return result
+
+
+def _is_made(token: str, definition: Mapping[str, Any]) -> bool:
+    """Whether some text may give a token of a tokenizer's definition, judged by its merges where it has merges."""
+    model = definition["model"]
+    if model.get("type") != "BPE" or model.get("ignore_merges") or len(token) == 1:
+        return True
+    if token in {entry["content"] for entry in definition["added_tokens"]} or re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+        return True
+    return any("".join(merge.split(" ") if isinstance(merge, str) else merge) == token for merge in model["merges"])
 
 
 def _count_bytes(tokenizer: tokenizers.Tokenizer, size: int) -> np.ndarray:

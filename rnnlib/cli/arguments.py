@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -62,6 +63,25 @@ def _one_line(box: str) -> str:
     hints = [line.split()[0] for section in sections[1:] if section[:1] == ["Perhaps you meant:"] for line in section]
     options = [hint for hint in hints if hint.startswith("--")]
     return f"{message} (perhaps {options[0]}?)" if options else message
+
+
+def chat_options(given: Sequence[str]) -> dict[str, Any]:
+    """Variables of a chat template from `--chat-option KEY=VALUE`; a value that is no JSON is a text.
+
+    Raises:
+        CommandError: If one has no key.
+    """
+    options: dict[str, Any] = {}
+    for option in given:
+        key, equals, value = option.partition("=")
+        if not equals or not key.isidentifier():
+            raise CommandError(f"--chat-option {option!r}: expected KEY=VALUE, such as enable_thinking=false")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            # Python's names of these values are as common in documentation as JSON's.
+            options[key] = {"True": True, "False": False, "None": None}.get(value, value)
+    return options
 
 
 def take_option(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:

@@ -1,7 +1,6 @@
 """`rnnlib export`: writes a run's model as a published one."""
 
 import dataclasses
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +10,8 @@ import tyro
 from rnnlib.cli.arguments import parse
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.hub import load_pretrained, save_pretrained
-from rnnlib.hub.chat import TOKENIZER_FILES
 from rnnlib.hub.pretrained import Pretrained
+from rnnlib.hub.special_tokens import copy_tokenizer_files
 from rnnlib.training import is_run, load_run
 
 
@@ -48,8 +47,7 @@ def run(argv: Sequence[str]) -> int:
             pretrained = load_pretrained(folder)
         save_pretrained(pretrained, output, family=arguments.family)
         # What says how to use the tokenizer of a model that was fine-tuned here.
-        for name in TOKENIZER_FILES:
-            if (folder / name).is_file() and folder.resolve() != output.resolve():
-                shutil.copyfile(folder / name, output / name)
+        if folder.resolve() != output.resolve():
+            copy_tokenizer_files(folder, output)
     print(f"{output}: {' '.join(sorted(path.name for path in output.iterdir()))}")
     return 0

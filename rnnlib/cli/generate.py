@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from rnnlib.cli.arguments import parse
+from rnnlib.cli.arguments import chat_options, parse
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.data import Tokenizer
 from rnnlib.fields import PositiveInteger, check_value
@@ -27,6 +27,10 @@ class GenerateArguments:
     """Take the prompt for a user's message, put into the folder's chat template; print the answer alone."""
     system: str | None = None
     """With --chat: the system's message before it."""
+    answer_prefix: str | None = None
+    """With --chat: the beginning of the answer, which the model continues."""
+    chat_option: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """With --chat: KEY=VALUE, a variable of the chat template such as enable_thinking=false; may be given again."""
     tokenizer: str | None = None
     """"byte" or a tokenizers JSON file, for a folder that has none."""
     dtype: str | None = None
@@ -51,7 +55,6 @@ def print_continuation(
     prompt: str,
     *,
     prompt_tokens: Sequence[int] | None = None,
-    echo: bool = True,
     max_new_tokens: int = 200,
     temperature: float = 0.8,
     top_k: int | None = None,
@@ -64,9 +67,8 @@ def print_continuation(
     Args:
         model: The model.
         tokenizer: Its tokenizer.
-        prompt: The text.
-        prompt_tokens: Its tokens; None for the tokenizer's.
-        echo: Print the prompt too.
+        prompt: The text to print before the continuation.
+        prompt_tokens: The tokens to continue; None for those that the tokenizer gives the prompt.
         max_new_tokens: Tokens to add.
         temperature: See `Sampling`.
         top_k: See `Sampling`.
@@ -87,8 +89,7 @@ def print_continuation(
             seed=seed,
             stop_tokens=stop_tokens,
         )
-    if echo:
-        sys.stdout.write(prompt)
+    sys.stdout.write(prompt)
     # Decoded together with the prompt: some tokenizers drop a space, or join words, only at a text's beginning.
     shown = len(tokenizer.decode(ids).rstrip("\ufffd"))
     try:
@@ -114,23 +115,33 @@ def run(argv: Sequence[str]) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise CommandError("--prompt is empty: expected at least one character to continue")
-    if arguments.system is not None and not arguments.chat:
-        raise CommandError("--system needs --chat, in whose template it stands")
+    for flag, value in (
+        ("--system", arguments.system),
+        ("--answer-prefix", arguments.answer_prefix),
+        ("--chat-option", arguments.chat_option or None),
+    ):
+        if value is not None and not arguments.chat:
+            raise CommandError(f"{flag} needs --chat, in whose template it stands")
+    options = chat_options(arguments.chat_option)
     from rnnlib.training import load_model
 
     with input_errors():
         loaded = load_model(arguments.folder, dtype=arguments.dtype, tokenizer=arguments.tokenizer)
         if arguments.chat:
-            said = [("system", arguments.system), ("user", prompt)]
-            tokens = loaded.encode_chat([{"role": role, "content": text} for role, text in said if text is not None])
+            said = [("system", arguments.system), ("user", prompt), ("assistant", arguments.answer_prefix)]
+            tokens = loaded.encode_chat(
+                [{"role": role, "content": text} for role, text in said if text is not None],
+                add_generation_prompt=arguments.answer_prefix is None,
+                continue_final_message=arguments.answer_prefix is not None,
+                options=options,
+            )
         else:
             tokens = loaded.encode_prompt(prompt)
     print_continuation(
         loaded.model,
         loaded.tokenizer,
-        prompt,
+        (arguments.answer_prefix or "") if arguments.chat else prompt,
         prompt_tokens=tokens,
-        echo=not arguments.chat,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from rnnlib.cli.arguments import parse
+from rnnlib.cli.arguments import chat_options, parse
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.extras import from_extra
 
@@ -37,6 +37,10 @@ class LmEvalArguments:
     """Rows that are read together; left out, as many as hold 16384 tokens, 64 at most."""
     chat: bool = False
     """Put prompts into the folder's chat template."""
+    chat_option: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """With --chat: KEY=VALUE, a variable of the chat template such as enable_thinking=false; may be given again."""
+    add_bos_token: bool | None = None
+    """Whether a published model's texts begin with the token that begins texts; left out, as its tokenizer does it."""
     tokenizer: str | None = None
     """"byte" or a tokenizers JSON file, for a folder that has none."""
     dtype: str | None = None
@@ -63,6 +67,9 @@ def run(argv: Sequence[str]) -> int:
         raise CommandError(f"--output {arguments.output}: there is no folder {arguments.output.absolute().parent}")
     if arguments.include_path is not None and not arguments.include_path.is_dir():
         raise CommandError(f"--include-path {arguments.include_path} is not a folder")
+    if arguments.chat_option and not arguments.chat:
+        raise CommandError("--chat-option needs --chat, in whose template it stands")
+    options = chat_options(arguments.chat_option)
     names = [name for name in arguments.tasks.replace(",", " ").split() if name]
     # Progress that lm_eval prints is none of the results.
     with input_errors(), contextlib.redirect_stdout(sys.stderr):
@@ -73,6 +80,8 @@ def run(argv: Sequence[str]) -> int:
             batch_size=arguments.batch_size,
             max_length=arguments.max_length,
             seed=arguments.seed,
+            add_bos_token=arguments.add_bos_token,
+            chat_template_args=options,
         )
         # Reading the tasks' data is a part of it, and most of what can fail.
         results = evaluate_tasks(

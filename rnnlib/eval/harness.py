@@ -1,7 +1,7 @@
 """A language model as lm-evaluation-harness asks it: log-likelihoods of continuations, and texts until a stop."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lm_eval.api.instance import Instance
@@ -58,6 +58,9 @@ class HarnessModel(TemplateLM):
         tokens_per_batch: int = 16384,
         max_length: int | None = None,
         prefix_token_id: int | None = None,
+        add_bos_token: bool | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
         max_gen_toks: int = 256,
         seed: int = 0,
         device: str | None = None,
@@ -77,6 +80,10 @@ class HarnessModel(TemplateLM):
                 on the left to it, and long documents into windows. None has no limit: a document is read in one pass.
             prefix_token_id: the token before an empty context; None for the one that the folder's tokenizer begins
                 texts with, or the end of a document where it names none.
+            add_bos_token: whether the token that begins texts is put before a published model's prompts and documents
+                that lack it; None as the folder's tokenizer does it, like lm_eval's "hf".
+            enable_thinking: a variable of the chat template that some models have.
+            chat_template_args: further variables of the chat template.
             max_gen_toks: new tokens of a text whose task gives no number.
             seed: of the draws, where a task draws; each request has its own.
             device: what lm_eval's command passes, which has no influence: JAX chooses, by `JAX_PLATFORMS`.
@@ -111,6 +118,9 @@ class HarnessModel(TemplateLM):
         self._tokens_per_batch = tokens_per_batch
         self._max_length = max_length
         self._prefix_token_id = prefix_token_id
+        self._add_bos_token = add_bos_token
+        thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self._chat_options = {**(chat_template_args or {}), **thinking}
         self._max_gen_toks = max_gen_toks
         self._seed = seed
 
@@ -135,24 +145,52 @@ class HarnessModel(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """A name for lm_eval's cache of requests: equal for tokenizers that give equal tokens."""
-        return self._tokenizer.fingerprint
+        name = self._tokenizer.fingerprint
+        return name if self._add_bos_token is None else f"{name}-bos-{self._add_bos_token}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token numbers of a text, without special tokens but for those of a chat template."""
-        if self._chats and isinstance(self._tokenizer, FileTokenizer):
-            return self._tokenizer.encode_marked(string)
-        return list(self._tokenizer.encode(string))
+        """Token numbers of a text.
+
+        A published model's are those of lm_eval's "hf": names of special tokens stand for them, and the tokenizer adds
+        what it puts around a text unless the text begins with the prefix token. A run's texts are only texts, as in
+        training, but for special tokens of a chat template.
+
+        Args:
+            string: the text.
+            add_special_tokens: whether the tokenizer adds what it puts around a text; None as described.
+            kwargs: further options of lm_eval, without influence.
+        """
+        if not isinstance(self._tokenizer, FileTokenizer) or self._loaded is None:
+            return list(self._tokenizer.encode(string))
+        if self._loaded.run is not None:
+            return self._tokenizer.encode_marked(string) if self._chats else list(self._tokenizer.encode(string))
+        if add_special_tokens is None:
+            prefix = self._tokenizer.token_name(self.prefix_token_id)
+            add_special_tokens = not (prefix and string.startswith(prefix)) and self._add_bos_token is not False
+        if add_special_tokens and self._add_bos_token:
+            begin = self._loaded.begin_token
+            return [*(() if begin is None else (begin,)), *self._tokenizer.encode_marked(string)]
+        return self._tokenizer.encode_marked(string, add_special_tokens=add_special_tokens)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The folder's chat template, for lm_eval's records."""
         return template_of(self._loaded.folder) if chat_template and self._loaded is not None else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Messages in the folder's chat template, whose special tokens are known from then on."""
+        """Messages in the folder's chat template, whose special tokens are known from then on.
+
+        Without a generation prompt the last message is the beginning of an answer, which is continued.
+        """
         if self._loaded is None:
             raise ValueError("HarnessModel: a chat template was asked for, expected a checkpoint whose folder has one")
         self._chats = True
-        return render_chat(self._loaded.folder, chat_history, add_generation_prompt=add_generation_prompt)
+        return render_chat(
+            self._loaded.folder,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            options=self._chat_options,
+        )
 
     def _loglikelihood_tokens(
         self,
@@ -272,9 +310,34 @@ class HarnessModel(TemplateLM):
         )
 
     def _until(self, text: _Text, continuation: Continuation) -> tuple[str, bool]:
-        """The new text before the first stop string, and whether there is one."""
-        tail = text.prompt[-_TAIL:]
-        before = self._tokenizer.decode(tail)
-        new = self._tokenizer.decode([*tail, *continuation.tokens])[len(before) :]
-        ends = [place for stop in text.options["until"] if stop and (place := new.find(stop)) >= 0]
+        """The new text before the first stop string, and whether there is one.
+
+        Stop strings may have names of special tokens, which the text itself does not have.
+        """
+        tokens = continuation.tokens[:-1] if continuation.finish == "stop" else continuation.tokens
+        new = self._new_text(text, tokens, self._tokenizer.decode)
+        stops = [stop for stop in text.options["until"] if stop]
+        ends = [place for stop in stops if (place := new.find(stop)) >= 0]
+        if isinstance(self._tokenizer, FileTokenizer) and any(map(self._tokenizer.is_special, tokens)):
+            marked = self._new_text(text, tokens, self._tokenizer.decode_marked)
+            places = [place for stop in stops if (place := marked.find(stop)) >= 0]
+            if places:
+                ends.append(len(self._unmarked(text, tokens, min(places))))
         return (new[: min(ends)], True) if ends else (new, False)
+
+    def _unmarked(self, text: _Text, tokens: Sequence[int], place: int) -> str:
+        """The first `place` characters of the text that has names of special tokens, without these names."""
+        assert isinstance(self._tokenizer, FileTokenizer)
+        for count in range(len(tokens), -1, -1):
+            before = self._new_text(text, tokens[:count], self._tokenizer.decode_marked)
+            if len(before) <= place:
+                break
+        whole = self._new_text(text, tokens, self._tokenizer.decode_marked)
+        is_within_name = count < len(tokens) and self._tokenizer.is_special(tokens[count])
+        rest = "" if is_within_name else whole[len(before) : place]
+        return self._new_text(text, tokens[:count], self._tokenizer.decode) + rest
+
+    @staticmethod
+    def _new_text(text: _Text, tokens: Sequence[int], decode: Callable[[Iterable[int]], str]) -> str:
+        tail = text.prompt[-_TAIL:]
+        return decode([*tail, *tokens])[len(decode(tail)) :]

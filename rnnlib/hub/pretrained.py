@@ -15,18 +15,17 @@ from rnnlib.hub.computation import difference
 from rnnlib.hub.families import FAMILIES, family_of
 from rnnlib.hub.files import INDEX, WeightFiles, other_files, replace_folder, shard_names, write_arrays
 from rnnlib.hub.keys import ConfigKeys, read_json, write_json
+from rnnlib.hub.special_tokens import TEMPLATES, TOKENIZER, TOKENIZER_CONFIG, folder_tokenizer
 from rnnlib.hub.table import SAVED, Family, Match, match_rows, stored_twice
 from rnnlib.models.config import DtypeName, ModelConfig
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.mixers import ATTENTION
 from rnnlib.models.summary import abstract_model
 from rnnlib.models.variables import assign_values, values_by_path
-from rnnlib.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
+from rnnlib.tokenizers import FileTokenizer, Tokenizer
 
 CONFIG = "config.json"
 EMBEDDING = "embedding"
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 class Source(NamedTuple):
@@ -141,7 +140,7 @@ def load_pretrained(
         ignored=tuple(ignore_keys),
         untied=untied,
     )
-    return Pretrained(model, _tokenizer(folder), source)
+    return Pretrained(model, folder_tokenizer(folder), source)
 
 
 def pretrained_config(folder: str | os.PathLike[str], *, ignore_keys: Sequence[str] = ()) -> ModelConfig:
@@ -281,6 +280,8 @@ def _write_back(staged: pathlib.Path, model: DecoderLM, source: Source, family: 
     write_arrays(staged, source.shards, arrays_of, index=source.folder / INDEX)
     for path in other_files(source.folder):
         shutil.copyfile(path, staged / path.name)
+    if (source.folder / TEMPLATES).is_dir():
+        shutil.copytree(source.folder / TEMPLATES, staged / TEMPLATES)
 
 
 def _write_new(
@@ -374,14 +375,3 @@ def _stored_dtype(values: Mapping[str, Any], files: WeightFiles) -> Any:
             if said in get_args(DtypeName):
                 return said
     return files.dtype(max(files.shards, key=lambda name: int(np.prod(files.shapes[name]))))
-
-
-def _tokenizer(folder: pathlib.Path) -> Tokenizer | None:
-    """The folder's tokenizer, with the `eos_token` of tokenizer_config.json as the end of a document."""
-    if not (folder / TOKENIZER).exists():
-        return None
-    options = folder / TOKENIZER_CONFIG
-    end = read_json(options).get("eos_token") if options.exists() else None
-    if isinstance(end, Mapping):
-        end = end.get("content")
-    return load_tokenizer(folder / TOKENIZER, end_token=end if isinstance(end, str) else None)

@@ -25,18 +25,40 @@ _WITHOUT_USE = ("center", "pprint", "random", "urlize", "wordwrap", "xmlattr")
 
 def environment() -> Any:
     """The environment of templates: the sandbox denies them Python's objects, and there is no file to include."""
+    import jinja2.ext
+    import jinja2.nodes
     import jinja2.sandbox
 
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}...{% endgeneration %}` around what the assistant says, which is the text within."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2 reads it)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+        def _text(self, caller: Any) -> str:
+            return caller()
+
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     del made.globals["lipsum"]
     for name in _WITHOUT_USE:
         del made.filters[name]
     made.globals["raise_exception"] = _refuse
     made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    made.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    made.filters["tojson"] = _to_json
     return made
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON as transformers' templates have it: without escapes of HTML's characters, which jinja2's filter writes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:

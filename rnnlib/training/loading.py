@@ -8,7 +8,8 @@ from typing import Any
 
 from rnnlib.data import FileTokenizer, Tokenizer, load_tokenizer
 from rnnlib.hub import Pretrained, load_pretrained, pretrained_config
-from rnnlib.hub.chat import end_tokens, render_chat, special_token
+from rnnlib.hub.chat import chat_template, render_chat
+from rnnlib.hub.special_tokens import end_tokens, special_tokens
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.models.slots import MAX_STOP_TOKENS
 from rnnlib.training.run import CONFIG_FILE, TOKENIZER_FILE, LoadedRun, RunError, load_run, load_run_config
@@ -34,14 +35,14 @@ class LoadedModel:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Tokens after which generation ends: the end of a document, and those of generation_config.json."""
+        """Tokens after which generation ends: the end of a document, and those that the folder's files name."""
         tokens = dict.fromkeys((self.tokenizer.end_of_document, *end_tokens(self.folder)))
         return tuple(token for token in tokens if 0 <= token < self.model.config.vocabulary_size)[:MAX_STOP_TOKENS]
 
     @property
     def begin_token(self) -> int | None:
         """The token at a text's beginning, where the tokenizer names one."""
-        name = special_token(self.folder, "bos_token")
+        name = special_tokens(self.folder).get("bos_token")
         return self.tokenizer.token_number(name) if name and isinstance(self.tokenizer, FileTokenizer) else None
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -50,13 +51,17 @@ class LoadedModel:
             return self.tokenizer.encode_marked(text, add_special_tokens=True)
         return list(self.tokenizer.encode(text))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token numbers of messages (`role`, `content`) in the folder's chat template.
+
+        Args:
+            messages: The messages.
+            options: As in `rnnlib.hub.chat.render_chat`.
 
         Raises:
             ValueError: The folder has no template, or it does not take these messages.
         """
-        text = render_chat(self.folder, messages, add_generation_prompt=add_generation_prompt)
+        text = render_chat(self.folder, messages, **options)
         if isinstance(self.tokenizer, FileTokenizer):
             return self.tokenizer.encode_marked(text)
         return list(self.tokenizer.encode(text))
@@ -119,6 +124,13 @@ def load_model(
     if found is None:
         raise RunError(f"{folder}: there is no {TOKENIZER_FILE}, expected one, or a tokenizer to be named")
     known = pretrained.model.config.vocabulary_size
+    if isinstance(found, FileTokenizer) and run is None:
+        try:
+            named = special_tokens(folder)
+            needed = [named[name] for name in ("bos_token", "eos_token", "unk_token") if name in named]
+            found = found.within(known, needed=needed, template=chat_template(folder) or "")
+        except ValueError as error:
+            raise RunError(f"{folder}: {error}") from None
     if found.vocabulary_size > known:
         raise RunError(
             f"{folder}: the model has {known} tokens and the tokenizer {found.vocabulary_size}, the end of a document "

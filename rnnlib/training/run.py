@@ -15,8 +15,9 @@ from typing import IO, Any
 from flax import nnx
 
 from rnnlib.data import FileTokenizer, Tokenizer, load_tokenizer
-from rnnlib.hub.chat import TOKENIZER_FILES, special_token
+from rnnlib.hub.special_tokens import copy_tokenizer_files, end_token
 from rnnlib.models import DecoderLM
+from rnnlib.tokenizers import read_backend
 from rnnlib.training.checkpoint import Checkpoints
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.config_file import load_config, save_config, to_plain
@@ -88,9 +89,8 @@ def create_run(folder: Path, config: TrainConfig, tokenizer: Tokenizer, *, origi
         save_config(config, temporary / CONFIG_FILE)
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(temporary / TOKENIZER_FILE)
-        for path in [] if origin is None else [origin / name for name in TOKENIZER_FILES]:
-            if path.is_file():
-                shutil.copyfile(path, temporary / path.name)
+        if origin is not None:
+            copy_tokenizer_files(origin, temporary)
         temporary.chmod(0o755)
         os.rename(temporary, folder)
     except OSError as error:
@@ -140,7 +140,8 @@ def load_run_tokenizer(folder: Path, config: TrainConfig) -> Tokenizer:
     if not copy.is_file():
         raise RunError(f"run {folder} has no {TOKENIZER_FILE}, expected its copy of {config.data.tokenizer}")
     # Beside a published model's tokenizer stands how it calls the end of a document.
-    return load_tokenizer(copy, end_token=special_token(folder, "eos_token"))
+    backend = read_backend(copy)
+    return FileTokenizer(backend, end_token=end_token(folder, backend))
 
 
 def check_continues(config: TrainConfig, saved: TrainConfig) -> None:

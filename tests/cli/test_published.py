@@ -58,6 +58,14 @@ def test_generate_and_chat(published, capsys):
     made = np.asarray(generate(loaded.model, [chat], max_new_tokens=30, temperature=0))[0].tolist()
     assert main([*command, "--prompt", "Hi", "--chat", "--no-stop"]) == 0
     assert capsys.readouterr().out == loaded.tokenizer.decode(made) + "\n"
+    # A begun answer is continued.
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So "}]
+    chat = loaded.encode_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert chat[-3:] == loaded.tokenizer.encode("So ")
+    made = np.asarray(generate(loaded.model, [chat], max_new_tokens=30, temperature=0))[0].tolist()
+    assert main([*command, "--prompt", "Hi", "--chat", "--no-stop", "--answer-prefix", "So "]) == 0
+    text = loaded.tokenizer.decode([*chat, *made]).removeprefix(loaded.tokenizer.decode(chat))
+    assert capsys.readouterr().out == f"So {text}\n"
 
 
 def test_eval_and_standard_tasks(published, capsys, tmp_path):
@@ -131,6 +139,10 @@ def test_fine_tune_and_export(published, tmp_path, monkeypatch, capsys, corpus):
         (["export", "PUBLISHED", "new", "--family", "nosuch"], "family is 'nosuch', expected one of"),
         (["export", "exists", "new"], "it has no config.yaml and no config.json"),
         (["generate", "PUBLISHED", "--system", "You are"], "--system needs --chat"),
+        (["generate", "PUBLISHED", "--answer-prefix", "A"], "--answer-prefix needs --chat"),
+        (["generate", "PUBLISHED", "--chat-option", "a=1"], "--chat-option needs --chat"),
+        (["generate", "PUBLISHED", "--chat", "--chat-option", "thinking"], "'thinking': expected KEY=VALUE"),
+        (["lm-eval", "PUBLISHED", "--tasks", "x", "--chat-option", "a=1"], "--chat-option needs --chat"),
         (["generate", str(GOLDEN), "--tokenizer", "PUBLISHED/tokenizer.json", "--chat"], "there is no chat template"),
     ],
 )

@@ -14,10 +14,13 @@ from lm_eval.api.registry import get_model
 
 from rnnlib.data import ByteTokenizer
 from rnnlib.eval import TASK_LISTS, HarnessModel, evaluate_tasks, task_names
-from rnnlib.models import DecoderLM, generate
+from rnnlib.eval.harness import _Text
+from rnnlib.models import Continuation, DecoderLM, generate
+from tests.hub.test_special_tokens import model_folder
 from tests.tiny_models import tiny_config
 
 TOKENIZER = ByteTokenizer()
+PUBLISHED = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}
 QUESTIONS = [
     {"question": "How many legs has a spider that stands on its own?", "choices": ["six", "eight", "a"], "answer": 1},
     {"question": "What is two plus two?", "choices": ["four", "five hundred", "it depends"], "answer": 0},
@@ -174,3 +177,57 @@ def test_wrong_requests_are_named():
         harness(max_length=8).loglikelihood(instances("x", [("a", " " + "b" * 8)]), disable_tqdm=True)
     with pytest.raises(ValueError, match="no task is called no_such_task; expected tasks of lm_eval"):
         evaluate_tasks(harness(), ["no_such_task"])
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A published folder whose tokenizer adds a token at the beginning, with a chat template."""
+    folder = model_folder(tmp_path_factory.mktemp("published") / "model", tokenizer_config=PUBLISHED)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{{ enable_thinking }}"
+    )
+    return folder
+
+
+def test_tokens_of_texts_are_those_of_lm_evals_hf(published):
+    found = HarnessModel(published)
+    assert found.tok_encode("Q") == [2, 51]
+    assert found.tok_encode("<s>Q") == [2, 51]  # it is there
+    assert found.tok_encode("Q", add_special_tokens=False) == [51]
+    assert found.tok_encode("Q<|im_end|>") == [2, 51, 1]
+    assert HarnessModel(published, add_bos_token=False).tok_encode("Q") == [51]
+    assert HarnessModel(published, add_bos_token=True).tok_encode("Q") == [2, 51]
+    assert found.prefix_token_id == 2
+    context, continuation = found._encode_pair("Q: ", "A")
+    assert (context, continuation) == ([2, 51, 28], [223, 35])
+    assert harness().tok_encode("Q") == [81]
+
+
+def test_a_chat_that_ends_with_a_begun_answer_is_continued(published):
+    talk = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A:"}]
+    found = HarnessModel(published, enable_thinking=False)
+    assert found.apply_chat_template(talk, add_generation_prompt=False) == "[user]Q<|im_end|>[assistant]A:"
+    assert found.apply_chat_template(talk[:1]) == "[user]Q<|im_end|>False"
+
+
+@pytest.mark.parametrize(
+    ("text", "until", "answer"),
+    [
+        ("AB<|im_end|>\nuser: more", ["<|im_end|>"], ("AB", True)),
+        ("AB<|im_end|>\nuser: more", ["<|im_end|>\nuser"], ("AB", True)),
+        ("AB<|im_end|>\nuser: more", ["more", "<|im_end|>"], ("AB", True)),
+        ("ABCD<|im_end|>", ["D<|im_end|>", "x"], ("ABC", True)),
+        ("AB<|im_end|>CD", ["BC"], ("A", True)),
+        ("AB<|im_end|>CD", ["x"], ("ABCD", False)),
+        ("A<s>B<|im_end|>", ["im_end"], ("AB", True)),
+    ],
+)
+def test_stop_strings_with_special_tokens(published, text, until, answer):
+    found = HarnessModel(published)
+    tokens = found._tokenizer.encode_marked(text)
+    assert found._until(_Text(0, [51], {"until": until}), Continuation((51,), tokens)) == answer
+
+
+def test_an_end_that_is_no_special_token_is_none_of_the_answer(published):
+    found = HarnessModel(published)
+    assert found._until(_Text(0, [51], {"until": []}), Continuation((51,), [35, 36], finish="stop")) == ("A", False)
