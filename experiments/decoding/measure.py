@@ -9,9 +9,9 @@ import numpy as np
 from flax import nnx
 
 from experiments.decoding.study import DecodingStudy
-from experiments.throughput.flops import BANDWIDTH
 from rnnlib.layers import AttentionCache, LatentCache
 from rnnlib.models import DecoderLM, ModelConfig, abstract_model, stream
+from rnnlib.training.flops import BANDWIDTH
 
 
 def random_model(config: ModelConfig) -> DecoderLM:

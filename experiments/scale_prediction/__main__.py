@@ -17,10 +17,10 @@ from rich.progress import track
 
 from experiments.harness.environment import command_line, environment
 from experiments.harness.tables import write_text
-from experiments.throughput.flops import PEAK, step_flops
 from rnnlib.data import DataConfig
 from rnnlib.models import ModelConfig, model_preset
 from rnnlib.training import Exchange, MeshConfig, TrainConfig, plan_step
+from rnnlib.training.flops import PEAK, step_flops
 
 FOLDER = pathlib.Path(__file__).parent
 CARD = "NVIDIA H200"

@@ -11,7 +11,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from experiments.throughput.flops import PEAK, step_flops
 from experiments.throughput.profiling import Operation, profile
 from experiments.throughput.study import Case, ThroughputStudy, model_config
 from rnnlib.models import DecoderLM, ModelConfig
@@ -26,6 +25,7 @@ from rnnlib.training import (
     put_batch,
     put_state,
 )
+from rnnlib.training.flops import PEAK, step_flops
 from rnnlib.training.step import abstract_state
 
 _SCHEDULE_STEPS = 1000

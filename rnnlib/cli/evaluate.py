@@ -22,7 +22,7 @@ class EvalArguments:
     """
 
     folder: Annotated[Path, tyro.conf.Positional]
-    """The folder of a run, or of a published model (config.json, safetensors)."""
+    """The folder of a run (FOLDER@STEP and FOLDER@best name a checkpoint), or of a published model."""
     batches: int | None = None
     """Batches to evaluate on, spread over the text; left out, all of it."""
     batch_size: int | None = None

@@ -24,7 +24,7 @@ class ExportArguments:
     """
 
     folder: Annotated[Path, tyro.conf.Positional]
-    """The run's folder, or a published model's."""
+    """The run's folder, FOLDER@STEP, FOLDER@best, or a published model's."""
     output: Annotated[Path, tyro.conf.Positional]
     """The folder to write."""
     family: str | None = None
@@ -42,6 +42,7 @@ def run(argv: Sequence[str]) -> int:
     with input_errors():
         if is_run(folder):
             loaded = load_run(folder)
+            folder = loaded.folder
             pretrained = Pretrained(loaded.model, loaded.tokenizer, None)
         else:
             pretrained = load_pretrained(folder)

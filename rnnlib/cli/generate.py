@@ -20,7 +20,7 @@ class GenerateArguments:
     """Continues a prompt with the model of a run's latest checkpoint, or with a published model."""
 
     folder: Annotated[Path, tyro.conf.Positional]
-    """The folder of a run, or of a published model (config.json, safetensors)."""
+    """The folder of a run (FOLDER@STEP and FOLDER@best name a checkpoint), or of a published model."""
     prompt: str = "def "
     """Text to continue; - reads it from standard input."""
     chat: bool = False

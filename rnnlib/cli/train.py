@@ -37,6 +37,7 @@ from rnnlib.training import (
     load_run_config,
     load_run_tokenizer,
     next_run_folder,
+    split_step,
 )
 from rnnlib.training.config_file import read_yaml
 
@@ -72,7 +73,8 @@ class TrainArguments(Settings):
     resume: bool = False
     """Continue the run in the --run folder, with its settings; --steps and such may be given anew."""
     init: Path | None = None
-    """Fine-tune: begin with the model of this folder, of a run or published, and with its tokenizer."""
+    """Fine-tune: begin with the model of this folder, of a run (also FOLDER@STEP, FOLDER@best) or published, and with
+    its tokenizer."""
     prompt: str = "def "
     """What the sample that is printed at the end continues; empty for no sample."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
@@ -103,6 +105,7 @@ def _starting_point(argv: Sequence[str]) -> TrainConfig:
 def _like(config: TrainConfig, folder: Path, *, has_tokenizer: bool) -> TrainConfig:
     """Settings whose model and tokenizer are a folder's."""
     model = _trained_config(folder)
+    folder = split_step(folder)[0]
     tokenizer = str(folder / "tokenizer.json")
     if not Path(tokenizer).is_file():
         if not has_tokenizer and not is_run(folder):
@@ -133,7 +136,9 @@ def _initial(arguments: TrainArguments) -> LoadedModel | None:
             flag = f"--model.{entry.name.replace('_', '-')}"
             raise CommandError(f"{flag} is not that of --init {arguments.init}, expected it to be left out")
     named = arguments.train.data.tokenizer
-    is_own = named == str(arguments.init / "tokenizer.json") or (named == "byte" and is_run(arguments.init))
+    is_own = named == str(split_step(arguments.init)[0] / "tokenizer.json") or (
+        named == "byte" and is_run(arguments.init)
+    )
     return load_model(arguments.init, param_dtype="float32", tokenizer=None if is_own else named)
 
 
@@ -240,7 +245,7 @@ def _train(arguments: TrainArguments) -> int:
                 arguments.train,
                 tokenizer=tokenizer,
                 initial=None if initial is None else initial.model,
-                origin=arguments.init,
+                origin=None if arguments.init is None else split_step(arguments.init)[0],
             )
         if arguments.run is None:
             folder = _next_folder()  # again: a run that was started beside this one may have taken it

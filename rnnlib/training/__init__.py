@@ -18,8 +18,10 @@ with from_extra("train", "rnnlib.training"):
         launch_arguments,
     )
     from rnnlib.training.evaluation import Evaluation, evaluate, spread_batches
+    from rnnlib.training.flops import step_flops
+    from rnnlib.training.hooks import Hook
     from rnnlib.training.loading import LoadedModel, folder_model_config, is_run, load_model
-    from rnnlib.training.loop import NonFiniteLossError, Trainer, TrainResult, train
+    from rnnlib.training.loggers import Logger
     from rnnlib.training.loss import LossSums, bits_per_byte, head_loss_sums, loss_sums
     from rnnlib.training.memory import keep_freed_memory, planned_bytes
     from rnnlib.training.mesh import MeshConfig, make_mesh
@@ -27,7 +29,8 @@ with from_extra("train", "rnnlib.training"):
     from rnnlib.training.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
     from rnnlib.training.plan import Exchange, StepPlan, abstract_train_state, plan_step
     from rnnlib.training.plots import plot_losses
-    from rnnlib.training.progress import ProgressReporter, StepReport
+    from rnnlib.training.progress import ProgressReporter
+    from rnnlib.training.reports import EvaluationReport, NonFiniteLossError, StepReport
     from rnnlib.training.run import (
         LoadedRun,
         RunError,
@@ -36,6 +39,7 @@ with from_extra("train", "rnnlib.training"):
         load_run_config,
         load_run_tokenizer,
         next_run_folder,
+        split_step,
     )
     from rnnlib.training.step import (
         StepMetrics,
@@ -46,6 +50,7 @@ with from_extra("train", "rnnlib.training"):
         put_batch,
         put_state,
     )
+    from rnnlib.training.trainer import Trainer, TrainResult, train
 
 __all__ = [
     "CheckpointConfig",
@@ -56,9 +61,12 @@ __all__ = [
     "DistributedError",
     "Evaluation",
     "EvaluationConfig",
+    "EvaluationReport",
     "Exchange",
+    "Hook",
     "LoadedModel",
     "LoadedRun",
+    "Logger",
     "LoggingConfig",
     "LossSums",
     "MeshConfig",
@@ -114,7 +122,9 @@ __all__ = [
     "put_state",
     "read_csv",
     "save_config",
+    "split_step",
     "spread_batches",
+    "step_flops",
     "to_plain",
     "train",
 ]

@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import json
+import math
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -37,6 +38,15 @@ class Progress:
 def _name(path) -> str:
     # An nnx variable is a pytree node of its own, whose one leaf is called "value".
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+
+
+_LOSS = "validation_loss"
+
+
+def _loss(metrics: Any) -> float:
+    """The validation loss by which checkpoints are ranked; one that is not a number is the worst."""
+    loss = float(metrics[_LOSS])
+    return math.inf if math.isnan(loss) else loss
 
 
 def _is_key(value: Any) -> bool:
@@ -107,12 +117,22 @@ class Checkpoints:
     process that is killed while saving leaves the checkpoint before it as the latest.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, writable: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        keep_every: int | None = None,
+        keep_best: int = 0,
+        writable: bool = True,
+    ):
         """Opens the folder.
 
         Args:
             folder: Where checkpoints are; created if `writable`.
             keep: How many of the latest are kept.
+            keep_every: Those of steps that are a multiple of this are kept, too.
+            keep_best: So many of those with the lowest validation loss are kept, too.
             writable: Also removes what interrupted saves left behind.
 
         Raises:
@@ -123,10 +143,18 @@ class Checkpoints:
         self.folder = folder.absolute()
         if not writable and not self.folder.is_dir():
             raise CheckpointError(f"{folder} holds no checkpoint")
+        policies = ocp.training.preservation_policies
+        kept: list[Any] = [policies.LatestN(keep)]
+        if keep_every is not None:
+            kept.append(policies.EveryNSteps(keep_every))
+        if keep_best:
+            kept.append(
+                policies.BestN(get_metric_fn=_loss, reverse=True, n=keep_best, keep_checkpoints_without_metrics=False)
+            )
         self._checkpointer = ocp.training.Checkpointer(
             self.folder,
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            preservation_policy=policies.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=writable,
         )
         quiet_background_threads()
@@ -138,7 +166,24 @@ class Checkpoints:
         latest = self._checkpointer.latest
         return None if latest is None else latest.step
 
-    def save(self, state: TrainState, progress: Progress) -> None:
+    @property
+    def steps(self) -> list[int]:
+        """Steps of all whole checkpoints, in order."""
+        return [found.step for found in self._checkpointer.checkpoints]
+
+    @property
+    def best_step(self) -> int | None:
+        """Step of the checkpoint with the lowest validation loss; None where none was evaluated."""
+        found = [checkpoint for checkpoint in self._checkpointer.checkpoints if checkpoint.metrics]
+        return min(found, key=lambda checkpoint: _loss(checkpoint.metrics)).step if found else None
+
+    @property
+    def best_loss(self) -> float | None:
+        """The lowest validation loss of a checkpoint; None where none was evaluated."""
+        losses = [_loss(checkpoint.metrics) for checkpoint in self._checkpointer.checkpoints if checkpoint.metrics]
+        return min(losses, default=None)
+
+    def save(self, state: TrainState, progress: Progress, *, validation_loss: float | None = None) -> None:
         """Copies the state to the host and starts to write it in the background; a save under way is awaited first.
 
         All processes of a run call it. Each writes its own shares, and process 0 gives the checkpoint its name when
@@ -147,6 +192,7 @@ class Checkpoints:
         Args:
             state: The training state; may be donated as soon as this returns.
             progress: Step, tokens and data position that belong to it.
+            validation_loss: That of the model, nats per token, where it was evaluated.
         """
         self.wait()
         arrays = to_host if jax.process_count() == 1 else _on_devices
@@ -154,7 +200,12 @@ class Checkpoints:
         text = json.dumps(dataclasses.asdict(progress)).encode()
         written["progress"] = {"json": np.frombuffer(text, np.uint8)}
         with self._named_error(f"checkpoint {self.path(progress.step)} cannot be written"):
-            self._saving = self._checkpointer.save_checkpointables_async(progress.step, written, force=True)
+            self._saving = self._checkpointer.save_checkpointables_async(
+                progress.step,
+                written,
+                force=True,
+                metrics=None if validation_loss is None else {_LOSS: validation_loss},
+            )
 
     def wait(self) -> None:
         """Waits until nothing is being written; raises CheckpointError if it could not be."""
@@ -194,20 +245,38 @@ class Checkpoints:
         progress = Progress(**json.loads(bytes(loaded["progress"]["json"])))
         return (TrainState(**restored["model"], **restored["optimizer"]), progress)
 
-    def restore_model(self, parameters: Any, other: Any) -> tuple[Any, Any, Progress]:
-        """Reads only the model (and the progress) of the latest checkpoint; arguments and errors as in `restore`."""
-        loaded = self._load("model", "progress")
+    def restore_model(
+        self, parameters: Any, other: Any, step: int | Literal["best"] | None = None
+    ) -> tuple[Any, Any, Progress]:
+        """Reads only the model (and the progress) of a checkpoint; arguments and errors as in `restore`.
+
+        Args:
+            parameters: Of the model's structure.
+            other: Likewise its other variables.
+            step: Of the checkpoint, or the one with the lowest validation loss; None for the latest.
+        """
+        if step == "best":
+            step = self.best_step
+            if step is None:
+                raise CheckpointError(f"{self.folder} holds no checkpoint that was evaluated, expected one for @best")
+        elif step is not None and step not in self.steps:
+            there = ", ".join(map(str, self.steps)) or "none"
+            raise CheckpointError(f"{self.folder} holds no checkpoint of step {step}, expected one of: {there}")
+        loaded = self._load("model", "progress", step=step)
         model = from_host({"parameters": parameters, "other": other}, loaded["model"])
         return model["parameters"], model["other"], Progress(**json.loads(bytes(loaded["progress"]["json"])))
 
-    def _load(self, *names: str, targets: Mapping[str, Any] = types.MappingProxyType({})) -> dict[str, Any]:
-        if self.latest_step is None:
+    def _load(
+        self, *names: str, targets: Mapping[str, Any] = types.MappingProxyType({}), step: int | None = None
+    ) -> dict[str, Any]:
+        step = self.latest_step if step is None else step
+        if step is None:
             raise CheckpointError(f"{self.folder} holds no checkpoint")
-        what = f"checkpoint {self.path(self.latest_step)} cannot be read"
+        what = f"checkpoint {self.path(step)} cannot be read"
         # Everything that was saved, as NumPy arrays or where `targets` says; from_host compares it with the model.
         advice = "; if it is damaged, move that folder away and the checkpoint before it is taken"
         with self._named_error(what, advice), reasons_of_damage() as reasons:
-            saved = self._checkpointer.checkpointables_metadata(None).metadata
+            saved = self._checkpointer.checkpointables_metadata(step).metadata
             for name in names:
                 if saved.get(name) is None:
                     raise ValueError(reasons.get(name, f"it has no part {name!r}"))
@@ -221,7 +290,7 @@ class Checkpoints:
                 return {key: of(key, found) for key, found in saved[name].items()}
 
             # One part at a time: the others' reads would go on in the background after an error, and complain.
-            return {name: self._checkpointer.load_checkpointables(None, {name: template(name)})[name] for name in names}
+            return {name: self._checkpointer.load_checkpointables(step, {name: template(name)})[name] for name in names}
 
     def path(self, step: int) -> Path:
         """Folder of a step's checkpoint."""

@@ -1,9 +1,12 @@
 """What a run computes: its mesh, its first state, and the steps of training and evaluation that are compiled for it."""
 
 import concurrent.futures
+import functools
+import math
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -13,6 +16,7 @@ from rnnlib.training.auto_remat import RematChoice, choose_remat
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.distributed import broadcast_from_primary
 from rnnlib.training.evaluation import evaluation_view
+from rnnlib.training.flops import PEAK, step_flops
 from rnnlib.training.memory import bytes_of_each_device, check_fits, device_bytes
 from rnnlib.training.mesh import make_mesh, mesh_sizes, tp_size
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
@@ -88,6 +92,27 @@ class CompiledSteps:
             self._compile_train_step()
         assert self._remat is not None
         return self._remat
+
+    def utilization(self, tokens_per_second: float) -> float:
+        """Part of the devices' peak that the model's own operations take ("MFU"); NaN where the peak is not known."""
+        if math.isnan(self._peak_flops):
+            return math.nan
+        devices = 1 if self.mesh is None else self.mesh.size
+        return tokens_per_second * self._token_flops / (devices * self._peak_flops)
+
+    @functools.cached_property
+    def _peak_flops(self) -> float:
+        """Operations a second of a device; NaN where that is not known."""
+        kind, is_bfloat16 = jax.local_devices()[0].device_kind, self.config.model.compute_dtype == jnp.bfloat16
+        return PEAK.get(kind, math.nan) if is_bfloat16 else math.nan
+
+    @functools.cached_property
+    def _token_flops(self) -> float:
+        """Operations of the model for a token; NaN where its mixer is one of the user's own."""
+        try:
+            return step_flops(self.config.model, self.config.data.sequence_length).total
+        except TypeError:
+            return math.nan
 
     @property
     def device_description(self) -> str:

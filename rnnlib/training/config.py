@@ -33,6 +33,11 @@ class CheckpointConfig:
     """Training steps between checkpoints; one more follows the last step, and one a SIGTERM, SIGHUP or Ctrl-C."""
     keep: PositiveInteger = 2
     """How many of the latest checkpoints are kept."""
+    keep_every: PositiveInteger | None = None
+    """Checkpoints after every so many steps are saved, too, and kept for good."""
+    keep_best: NaturalNumber = 0
+    """So many checkpoints with the lowest validation loss are kept. An evaluation that is better than all before is
+    followed by a checkpoint."""
 
     def __post_init__(self):
         """Checks every value."""
@@ -45,6 +50,8 @@ class LoggingConfig:
 
     tensorboard: bool = True
     """Write TensorBoard event files next to metrics.csv."""
+    wandb: str | None = None
+    """Log to this project of Weights & Biases, too; with WANDB_MODE=offline into the run's folder, for `wandb sync`."""
     picture: bool = True
     """Draw loss.png at the end."""
     plain_seconds: Annotated[float, Range(at_least=0)] = 10.0

@@ -12,7 +12,15 @@ from rnnlib.hub.chat import chat_template, render_chat
 from rnnlib.hub.special_tokens import end_tokens, special_tokens
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.models.slots import MAX_STOP_TOKENS
-from rnnlib.training.run import CONFIG_FILE, TOKENIZER_FILE, LoadedRun, RunError, load_run, load_run_config
+from rnnlib.training.run import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    LoadedRun,
+    RunError,
+    load_run,
+    load_run_config,
+    split_step,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +29,7 @@ class LoadedModel:
 
     Attributes:
         folder: Its folder.
-        model: The model; of a run at the latest checkpoint.
+        model: The model; of a run at a checkpoint.
         tokenizer: Its tokenizer.
         run: The run, None for a published model.
         pretrained: What `rnnlib.hub.save_pretrained` writes.
@@ -73,7 +81,7 @@ def is_run(folder: str | os.PathLike[str]) -> bool:
     Raises:
         RunError: It is neither.
     """
-    folder = Path(folder)
+    folder = split_step(folder)[0]
     if (folder / CONFIG_FILE).is_file():
         return True
     if (folder / "config.json").is_file():
@@ -91,7 +99,7 @@ def folder_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
     Raises:
         ValueError: The folder is neither a run's nor a published model's that is served.
     """
-    return load_run_config(Path(folder)).model if is_run(folder) else pretrained_config(folder)
+    return load_run_config(split_step(folder)[0]).model if is_run(folder) else pretrained_config(folder)
 
 
 def load_model(
@@ -101,10 +109,10 @@ def load_model(
     param_dtype: Any = None,
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> LoadedModel:
-    """Reads the model of a run's latest checkpoint, or a published model.
+    """Reads the model of a run's checkpoint, or a published model.
 
     Args:
-        folder: The run's folder, or one in the Hugging Face format.
+        folder: The run's folder, also as `FOLDER@STEP` or `FOLDER@best`, or one in the Hugging Face format.
         dtype: What the model computes in, such as "bfloat16"; None as in training, or as the file says.
         param_dtype: Of a published model's parameters; None for the file's.
         tokenizer: "byte" or a tokenizers JSON file, in place of the folder's own.
@@ -117,6 +125,7 @@ def load_model(
     run = None
     if is_run(folder):
         run = load_run(folder, dtype=dtype)
+        folder = run.folder
         pretrained = Pretrained(run.model, run.tokenizer, None)
     else:
         pretrained = load_pretrained(folder, dtype=dtype, param_dtype=param_dtype)

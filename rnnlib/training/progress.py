@@ -1,37 +1,14 @@
 """Progress on the screen: a live bar on a terminal, a plain line now and then elsewhere."""
 
-import collections
 import contextlib
-import dataclasses
 import math
 import sys
 import time
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 from rnnlib.training.evaluation import Evaluation
-
-
-@dataclasses.dataclass(frozen=True)
-class StepReport:
-    """One training step as shown and recorded.
-
-    Attributes:
-        step: Steps done.
-        tokens: Tokens predicted in all steps so far.
-        loss: Nats per token of this step's batch.
-        bits_per_byte: Bits per byte of this step's batch.
-        tokens_per_second: Recent speed; NaN for the step that compiles.
-        seconds_left: Estimated time to the last step; None before it can be told.
-    """
-
-    step: int
-    tokens: int
-    loss: float
-    bits_per_byte: float
-    tokens_per_second: float
-    seconds_left: float | None
+from rnnlib.training.reports import StepReport
 
 
 def format_seconds(seconds: float | int | None) -> str:
@@ -41,31 +18,6 @@ def format_seconds(seconds: float | int | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-class Speed:
-    """Tokens per second over the last steps, without the time that evaluation and saving take."""
-
-    def __init__(self, window: int = 20):
-        self._marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=window + 1)
-        self._paused = 0.0
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Leaves out the time that is spent within."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._paused += time.perf_counter() - start
-
-    def mark(self, tokens: int) -> tuple[float, float | None]:
-        """Notes that a step is done; returns tokens per second and seconds per step (NaN, None after the first)."""
-        self._marks.append((time.perf_counter() - self._paused, tokens))
-        (start, first), (end, last) = self._marks[0], self._marks[-1]
-        if end <= start:
-            return float("nan"), None
-        return (last - first) / (end - start), (end - start) / (len(self._marks) - 1)
 
 
 class _Screen:

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from flax import nnx
 
@@ -21,6 +21,7 @@ from rnnlib.tokenizers import read_backend
 from rnnlib.training.checkpoint import Checkpoints
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.config_file import load_config, save_config, to_plain
+from rnnlib.training.metrics import TRAIN_FILE, recorded_steps
 from rnnlib.training.step import put_state, split_model
 
 CONFIG_FILE = "config.yaml"
@@ -47,6 +48,18 @@ _MAY_CHANGE_MODEL = ("remat", "remat_keeps", "scan_layers")
 
 class RunError(ValueError):
     """A run folder that cannot be made, continued or read; the message says which and why."""
+
+
+def split_step(folder: str | os.PathLike) -> tuple[Path, int | Literal["best"] | None]:
+    """A run's folder, and which of its checkpoints is meant: `runs/001@2000`, `runs/001@best`; None for the latest.
+
+    A folder that exists under the whole name is meant itself.
+    """
+    folder = Path(folder)
+    name, _, step = folder.name.rpartition("@")
+    if not name or not (step == "best" or step.isdecimal()) or folder.exists():
+        return folder, None
+    return folder.with_name(name), "best" if step == "best" else int(step)
 
 
 def next_run_folder(parent: Path) -> Path:
@@ -163,6 +176,27 @@ def check_continues(config: TrainConfig, saved: TrainConfig) -> None:
     compare(fixed(config), fixed(saved), "")
 
 
+def check_checkpoints_not_lost(folder: Path, saved: TrainConfig) -> None:
+    """Raises RunError for a run whose record says that it had a whole checkpoint, and which has none.
+
+    Without a checkpoint a run goes on from the start and its rows are dropped. That is right where it was interrupted
+    before its first checkpoint was whole, and not where its checkpoints were lost.
+    """
+    checkpoints = folder / CHECKPOINTS
+    # Looked at without orbax, which writes into the folder that it opens.
+    if checkpoints.is_dir() and any(entry.name.isdecimal() for entry in checkpoints.iterdir()):
+        return
+    steps = recorded_steps(folder / TRAIN_FILE)
+    last = max(steps, default=0)
+    # A checkpoint is written while the next steps are done, but the second is not begun before the first is whole. The
+    # picture is drawn when the last one is.
+    if last > 2 * saved.checkpoint.every or (last >= saved.steps and (folder / "loss.png").exists()):
+        raise RunError(
+            f"run {folder} has {len(steps)} rows in {TRAIN_FILE} and no whole checkpoint, expected one in "
+            f"{checkpoints} to continue from: put it back, or begin again in another folder"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
     """A trained model with what is needed to use it.
@@ -170,7 +204,7 @@ class LoadedRun:
     Attributes:
         folder: The run's folder.
         config: Its config, with the dtype that it was read for.
-        model: The model at the latest checkpoint.
+        model: The model at the checkpoint.
         tokenizer: Its tokenizer.
         step: Training steps done.
         tokens: Tokens trained on.
@@ -185,16 +219,16 @@ class LoadedRun:
 
 
 def load_run(folder: str | os.PathLike, *, dtype: str | None = None) -> LoadedRun:
-    """Reads the model of a run's latest checkpoint.
+    """Reads the model of a run's checkpoint.
 
     Args:
-        folder: The run's folder.
+        folder: The run's folder, whose latest checkpoint is read; or `FOLDER@STEP`, `FOLDER@best` (`split_step`).
         dtype: What the model computes in, such as "bfloat16"; None as in training.
 
     Raises:
         RunError, ConfigError, CheckpointError: All ValueErrors, saying what is missing.
     """
-    folder = Path(folder)
+    folder, step = split_step(folder)
     config = load_run_config(folder)
     if dtype is not None:
         changes: dict[str, Any] = {"dtype": dtype}
@@ -203,6 +237,6 @@ def load_run(folder: str | os.PathLike, *, dtype: str | None = None) -> LoadedRu
     model = nnx.eval_shape(lambda: DecoderLM(config.model, rngs=nnx.Rngs(config.seed)))
     graphdef, parameters, other = split_model(model)
     with Checkpoints(folder / CHECKPOINTS, writable=False) as checkpoints:
-        parameters, other, progress = checkpoints.restore_model(parameters, other)
+        parameters, other, progress = checkpoints.restore_model(parameters, other, step)
     model = nnx.merge(graphdef, *put_state((parameters, other), None))
     return LoadedRun(folder, config, model, tokenizer, progress.step, progress.tokens)

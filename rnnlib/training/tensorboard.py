@@ -12,8 +12,10 @@ from tensorboardX import RecordWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
+from rnnlib.training.loggers import Logger, Split
 
-class TensorBoardLog:
+
+class TensorBoardLogger(Logger):
     """TensorBoard events of a run, in a file made for the first of them.
 
     They are an extra: where they cannot be written, that is told once and the rest are left out. Written in this
@@ -32,17 +34,17 @@ class TensorBoardLog:
         self._writer: Any = None
         self._failed = False
 
-    def write(self, step: int, values: Mapping[str, int | float]) -> None:
-        """Writes the values of a step by their names."""
+    def log(self, split: Split, values: Mapping[str, int | float]) -> None:
+        """Writes the numbers as `train/loss` and so on."""
         if self._failed:
             return
         try:
             if self._writer is None:
                 self._open()
             # The CSV file keeps numbers that are not finite; TensorBoard cannot draw them.
-            finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
-            scalars = [Summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
-            self._write_event(step=step, summary=Summary(value=scalars))
+            finite = {name: float(x) for name, x in values.items() if name != "step" and math.isfinite(x)}
+            scalars = [Summary.Value(tag=f"{split}/{name}", simple_value=x) for name, x in finite.items()]
+            self._write_event(step=int(values["step"]), summary=Summary(value=scalars))
             self._writer.flush()  # to the operating system, so that a killed process loses none
         except OSError as error:
             self._fail(error)

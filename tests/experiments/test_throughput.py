@@ -10,13 +10,13 @@ import pytest
 
 from experiments.throughput import __main__ as command
 from experiments.throughput import attention, peer
-from experiments.throughput.flops import step_flops
 from experiments.throughput.measure import in_groups
 from experiments.throughput.peer import time_peer
 from experiments.throughput.report import read_results, table
 from experiments.throughput.study import cases, model_config, study
 from rnnlib.models import ModelConfig, count_parameters
 from rnnlib.models.mixers import mixer_config
+from rnnlib.training.flops import step_flops
 
 
 def test_every_mixer_can_be_configured():

@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import io
 import math
@@ -10,8 +11,10 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from rnnlib.extras import MissingExtraError
-from rnnlib.training import Evaluation, ProgressReporter, StepReport, plot_losses, read_csv
-from rnnlib.training.metrics import TRAIN_FIELDS, VALIDATION_FIELDS, RunLog
+from rnnlib.training import Evaluation, ProgressReporter, StepReport, Trainer, plot_losses, read_csv
+from rnnlib.training.loggers import CsvLogger
+from rnnlib.training.metrics import TRAIN_FIELDS, VALIDATION_FIELDS
+from rnnlib.training.tensorboard import TensorBoardLogger
 
 
 def train_row(step, **changes):
@@ -22,15 +25,54 @@ def validation_row(step):
     return dict.fromkeys(VALIDATION_FIELDS, 0.25) | {"step": step, "tokens": 100 * step}
 
 
-def test_events_without_their_package_are_one_line_and_leave_nothing(tmp_path, monkeypatch):
+class RunLog:
+    """What a run writes of its steps and evaluations."""
+
+    def __init__(self, folder, *, last_step=0, tensorboard=True, tell=print):
+        self.csv = CsvLogger(folder, last_step=last_step)
+        self.loggers = [self.csv]
+        if tensorboard:
+            self.loggers.append(TensorBoardLogger(folder / "tensorboard", last_step=last_step, tell=tell))
+
+    def train(self, row):
+        for logger in self.loggers:
+            logger.log("train", row)
+
+    def validation(self, row):
+        for logger in self.loggers:
+            logger.log("validation", row)
+
+    def close(self):
+        for logger in self.loggers:
+            logger.close()
+
+
+def test_loggers_without_their_package_are_one_line_and_leave_nothing(tmp_path, tiny_config, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     monkeypatch.delitem(sys.modules, "rnnlib.training.tensorboard", raising=False)
     with pytest.raises(
-        MissingExtraError, match=r"tensorboard=True needs tensorboardX, .* pip install 'rnnlib\[train\]'"
+        MissingExtraError, match=r"logging.tensorboard=True needs tensorboardX, .* pip install 'rnnlib\[train\]'"
     ):
-        RunLog(tmp_path)
-    assert not list(tmp_path.iterdir())
-    RunLog(tmp_path, tensorboard=False).close()
+        Trainer(tiny_config)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    logging = dataclasses.replace(tiny_config.logging, tensorboard=False, wandb="delta")
+    with pytest.raises(MissingExtraError, match=r"logging.wandb=delta needs wandb, .* pip install 'rnnlib\[wandb\]'"):
+        Trainer(dataclasses.replace(tiny_config, logging=logging))
+
+
+def test_a_record_that_lacks_the_newest_column_goes_on(tmp_path):
+    log = RunLog(tmp_path, tensorboard=False)
+    log.train(train_row(1))
+    log.close()
+    path = tmp_path / "metrics.csv"
+    lines = [line.rpartition(",")[0] for line in path.read_text().splitlines()]
+    path.write_text("\n".join(lines) + "\n")
+    log = RunLog(tmp_path, last_step=1, tensorboard=False)
+    log.train(train_row(2))
+    log.close()
+    first, second = read_csv(path)
+    assert math.isnan(first["utilization"]) and second["utilization"] == 0.5
+    assert first["tokens_per_second"] == 0.5
 
 
 def test_a_resumed_log_repeats_and_misses_no_step(tmp_path):
@@ -44,7 +86,7 @@ def test_a_resumed_log_repeats_and_misses_no_step(tmp_path):
         file.write("8,800,0.1")  # cut short by a kill
     assert [row["step"] for row in read_csv(tmp_path / "metrics.csv")] == [1, 2, 3, 4, 5, 6, 7]
     log = RunLog(tmp_path, last_step=5, tensorboard=False)
-    assert log.has_validation(3) and not log.has_validation(6)
+    assert log.csv.evaluated_steps == [3]
     for step in range(6, 10):
         log.train(train_row(step, loss=0.75))
     log.close()
@@ -121,7 +163,8 @@ def test_tensorboard_events_of_a_resumed_run(tmp_path):
 FILES_OF_12_KIB = """
 import resource, sys
 from pathlib import Path
-from rnnlib.training.metrics import TRAIN_FIELDS, RunLog
+from rnnlib.training.metrics import TRAIN_FIELDS
+from tests.training.test_metrics import RunLog
 
 log = RunLog(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (12 * 1024, 12 * 1024))

@@ -287,7 +287,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_is_whole_can_be_resumed(
 ):
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("rnnlib.training.loop.Checkpoints", NeverWhole)
+        patch.setattr("rnnlib.training.trainer.Checkpoints", NeverWhole)
         with pytest.raises(CheckpointError, match="no space left"):
             train(run_config, folder)
     assert len(read_csv(folder / "metrics.csv")) == 40

@@ -103,7 +103,7 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path, tiny_
     def no_memory(*arguments):
         raise MemoryError
 
-    monkeypatch.setattr(trainer._program, "train_step", no_memory)
+    monkeypatch.setattr(trainer._steps, "train_step", no_memory)
     with pytest.raises(MemoryError):
         trainer.run()
     assert not (tmp_path / "run").exists()

@@ -6,9 +6,15 @@ from typing import Any
 from rnnlib.layers import Attention, LatentAttention, Offline, Online, RidgeRegression, Trapezoidal
 from rnnlib.models import ModelConfig, abstract_model, count_parameters
 
-# Dense bfloat16 products of one H100 or H200 (SXM), NVIDIA's data sheet, operations a second.
-PEAK = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12}
-
+PEAK = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA B200": 2250e12,
+}
+"""Dense bfloat16 products of a card, operations a second, by JAX's name for it; NVIDIA's data sheets."""
 
 # Of their memory, bytes a second, the same data sheets.
 BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}

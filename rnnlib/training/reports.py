@@ -1,0 +1,91 @@
+"""What a run tells of its steps and evaluations."""
+
+import collections
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+
+from rnnlib.training.evaluation import Evaluation
+
+
+class NonFiniteLossError(ArithmeticError):
+    """Loss or gradient was not finite in more steps than may be skipped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """Metrics of one training step.
+
+    Attributes:
+        step: Number of the step, from 1.
+        tokens: Tokens trained on so far.
+        loss: Nats per token.
+        bits_per_byte: The same per byte of text.
+        tokens_per_second: Recent speed; NaN for the step that compiles.
+        seconds_left: Estimated time to the last step; None before it can be told.
+        learning_rate: Rate of its update.
+        gradient_norm: Global norm of its gradient, before clipping.
+        skipped: Updates left out so far.
+        utilization: Part of the devices' peak that the model's own operations take ("MFU"); NaN where the peak is not
+            known.
+        finite: Whether loss and gradient were finite, that is, the update was applied.
+    """
+
+    step: int
+    tokens: int
+    loss: float
+    bits_per_byte: float
+    tokens_per_second: float
+    seconds_left: float | None
+    learning_rate: float = math.nan
+    gradient_norm: float = math.nan
+    skipped: int = 0
+    utilization: float = math.nan
+    finite: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationReport:
+    """An evaluation in the course of a run.
+
+    Attributes:
+        step: Steps done before it.
+        tokens: Tokens trained on before it.
+        evaluation: Its numbers.
+    """
+
+    step: int
+    tokens: int
+    evaluation: Evaluation
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.evaluation.loss
+
+
+class Speed:
+    """Tokens per second over the last steps, without the time that evaluation and saving take."""
+
+    def __init__(self, window: int = 20):
+        self._marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=window + 1)
+        self._paused = 0.0
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leaves out the time that is spent within."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - start
+
+    def mark(self, tokens: int) -> tuple[float, float | None]:
+        """Notes that a step is done; returns tokens per second and seconds per step (NaN, None after the first)."""
+        self._marks.append((time.perf_counter() - self._paused, tokens))
+        (start, first), (end, last) = self._marks[0], self._marks[-1]
+        if end <= start:
+            return float("nan"), None
+        return (last - first) / (end - start), (end - start) / (len(self._marks) - 1)

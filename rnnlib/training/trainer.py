@@ -1,0 +1,515 @@
+"""The training loop: compiled steps, and what hooks do beside them; a clean stop at any moment."""
+
+import collections
+import contextlib
+import dataclasses
+import io
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pallas_kernels.common.platform import platform
+from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
+from rnnlib.models import DecoderLM
+from rnnlib.training.checkpoint import Checkpoints, Progress
+from rnnlib.training.compiled_steps import CompiledSteps
+from rnnlib.training.config import TrainConfig
+from rnnlib.training.config_file import from_plain, save_config, to_plain
+from rnnlib.training.distributed import await_shared, broadcast_from_primary, is_primary
+from rnnlib.training.evaluation import Evaluation, evaluate_with, spread_batches
+from rnnlib.training.hooks import (
+    EvaluatePeriodically,
+    Hook,
+    Periodically,
+    PlotLosses,
+    SaveCheckpoints,
+    ShowProgress,
+    StopAtNonFiniteLoss,
+)
+from rnnlib.training.loggers import CsvLogger, check_loggers, open_loggers
+from rnnlib.training.loss import bits_per_byte
+from rnnlib.training.mesh import process_rows, replicated
+from rnnlib.training.progress import ProgressReporter
+from rnnlib.training.reports import EvaluationReport, Speed, StepReport
+from rnnlib.training.run import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    RunError,
+    check_checkpoints_not_lost,
+    check_continues,
+    check_new_folder,
+    create_run,
+    load_run_config,
+    load_run_tokenizer,
+    lock_run,
+)
+from rnnlib.training.signals import StopSignals
+from rnnlib.training.step import StepMetrics, put_batch, put_state, state_shardings
+
+
+class _Interrupted(Exception):
+    """A signal asked to stop in the middle of an evaluation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """How a call of `train` ended.
+
+    Attributes:
+        folder: The run's folder.
+        step: Steps done, saved in the latest checkpoint.
+        tokens: Tokens trained on.
+        evaluation: The last evaluation on held-out text; None when stopped before any in this call.
+        stopped_by: The signal that stopped training early; None when all steps and the last evaluation are done.
+        seconds: Time that this call took.
+    """
+
+    folder: Path
+    step: int
+    tokens: int
+    evaluation: Evaluation | None
+    stopped_by: signal.Signals | None
+    seconds: float
+
+
+class Trainer:
+    """A training run in three parts: all that can be wrong with a config, then the folder, then the steps.
+
+    Making a `Trainer` reads the data and traces the training step, so that a wrong path, size or name is an error
+    before there is a folder; `open` makes or restores the run folder; `run` trains. With `read_data=False` the data
+    is read by `read_data`, which another thread may do while `compile` compiles, or else by `open`.
+
+    What happens beside the steps is done by hooks (`rnnlib.training.hooks`): those that the config names, and those of
+    `add_hook`.
+
+    Attributes:
+        config: The config, its vocabulary size made that of the tokenizer.
+        tokenizer: The tokenizer.
+        folder: The run's folder, once open.
+        start_step: The step that training goes on from, once open.
+        saved_step: The step of the last checkpoint, 0 before there is one.
+        tokens: Tokens trained on, of the steps that were reported.
+        evaluated_steps: Steps after which the model was evaluated.
+        checkpoints: The run's checkpoints, once open.
+        reporter: Shows progress, in `run`.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        read_data: bool = True,
+        initial: DecoderLM | None = None,
+        origin: Path | None = None,
+    ):
+        """Prepares a run and checks it; writes nothing.
+
+        Args:
+            config: What to train, on what.
+            tokenizer: In place of the one that `config.data.tokenizer` names.
+            read_data: Read the data now.
+            initial: The model to begin a new run with, of `config.model` but for what computes it; its arrays are the
+                first step's to reuse. None for fresh weights.
+            origin: The folder that `initial` is from; what says how to use its tokenizer is copied into the run's.
+
+        Raises:
+            ValueError: If a path, size or name in the config is wrong, or `initial` is another model; the message
+                names it.
+            MissingExtraError: A logger's package is not installed.
+        """
+        # As the run folder will hold it: lists are tuples, NumPy's numbers Python's.
+        config = from_plain(TrainConfig, to_plain(config))
+        check_loggers(config)
+        self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.data.tokenizer)
+        vocabulary = max(config.model.vocabulary_size, self.tokenizer.vocabulary_size)
+        model_config = dataclasses.replace(config.model, vocabulary_size=vocabulary)
+        self.config = config = dataclasses.replace(config, model=model_config)
+        self._steps = CompiledSteps(config, self.tokenizer.token_bytes, initial)
+        self._origin = origin
+        self._data: tuple[BatchDataset, BatchDataset] | None = None
+        self._resources: contextlib.ExitStack | None = None
+        self._added_hooks: list[Hook] = []
+        if read_data:
+            self.read_data()
+        self._steps.check_step()
+
+    def add_hook(self, hook: Hook | Callable[["Trainer"], None], *, every: int | None = None) -> None:
+        """Adds a hook, to be called after those of the config and those added before.
+
+            trainer.add_hook(lambda trainer: print(trainer.step, trainer.tokens), every=100)
+
+        Args:
+            hook: A `Hook`, or a function that is called with this trainer.
+            every: Steps between two calls of the function, or of the hook's `on_step`; one more follows the last step.
+                None for each step, or the hook's own number.
+
+        Raises:
+            ValueError: `every` is not at least 1.
+        """
+        if every is not None and every < 1:
+            raise ValueError(f"Trainer.add_hook: every is {every}, expected at least 1")
+        if not isinstance(hook, Hook):
+            hook = Periodically(hook, 1 if every is None else every)
+        elif every is not None:
+            hook.every = every
+        self._added_hooks.append(hook)
+
+    def read_data(self) -> tuple[BatchDataset, BatchDataset]:
+        """Training and validation data, read when first asked for.
+
+        Raises:
+            ValueError: If a path or name in the config is wrong, or a split is empty.
+        """
+        if self._data is None:
+            data, parts = self.config.data, self.config.accumulation_steps
+            rows = process_rows(self._steps.mesh, data.batch_size, parts)
+            train = make_dataset(data, split="train", tokenizer=self.tokenizer, own_rows=rows)
+            rows = process_rows(self._steps.mesh, data.batch_size)
+            self._data = train, make_dataset(data, split="validation", tokenizer=self.tokenizer, own_rows=rows)
+        return self._data
+
+    @property
+    def step(self) -> int:
+        """Steps done.
+
+        Raises:
+            RuntimeError: If no run was opened.
+        """
+        self._check_opened("step")
+        return self._step
+
+    def _check_opened(self, asked: str) -> None:
+        if not hasattr(self, "_state"):
+            raise RuntimeError(f"Trainer.{asked}: no run was opened, expected a call of Trainer.open before")
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained numbers in the model."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self._steps.template.parameters))
+
+    @property
+    def title(self) -> str:
+        """The model in a line."""
+        model = self.config.model
+        mixers = " + ".join(dict.fromkeys(model.layer_mixers))
+        return f"{mixers}, {self.num_parameters:,} parameters, width {model.width}, {model.num_layers} layers"
+
+    @property
+    def device_description(self) -> str:
+        """What trains, for people."""
+        return self._steps.device_description
+
+    @property
+    def stop_signal(self) -> signal.Signals | None:
+        """The signal that asked this run to stop; the same in all of its processes."""
+        return self._signals.received if jax.process_count() == 1 else self._agreed_stop
+
+    def is_due(self, every: int) -> bool:
+        """Whether what is done after every so many steps, and after the last one, is due now."""
+        return self._step % every == 0 or self._step == self.config.steps
+
+    def compile(self) -> None:
+        """Compiles both steps now and not when each is first used; on several devices it does nothing."""
+        self._steps.compile()
+
+    def open(self, folder: str | os.PathLike, *, resume: bool = False) -> None:
+        """Makes the run folder, or restores what is in it; nothing is changed in a folder that does not fit.
+
+        Args:
+            folder: The run's folder.
+            resume: Continue the run in it, from its latest checkpoint (or from the start, if it has none yet).
+
+        Raises:
+            ValueError: If the folder exists (new run), is no run, is one of another model or other data or has lost its
+                checkpoints (resume).
+        """
+        folder = Path(folder)
+        train_data, self._validation_data = self.read_data()
+        if not resume:
+            broadcast_from_primary(lambda: create_run(folder, self.config, self.tokenizer, origin=self._origin))
+            await_shared(folder / CONFIG_FILE)
+        saved = load_run_config(folder)
+        check_continues(self.config, saved)
+        self.folder = folder
+        self._num_reported = 0
+        with contextlib.ExitStack() as stack:
+            if not resume:
+                stack.push(self._remove_if_nothing_was_done)
+            self._lock(folder, saved, stack, resume=resume)
+            kept = self.config.checkpoint
+            self.checkpoints = stack.enter_context(
+                Checkpoints(folder / CHECKPOINTS, keep=kept.keep, keep_every=kept.keep_every, keep_best=kept.keep_best)
+            )
+            self._batches = iter(train_data)
+            stack.callback(self._batches.close)
+            self._restore()
+            if is_primary() and saved != self.config:
+                save_config(self.config, folder / CONFIG_FILE)
+            self._hooks = self._open_hooks(stack)
+            self._resources = stack.pop_all()
+        self.start_step = self.saved_step = self._step
+
+    def _lock(self, folder: Path, saved: TrainConfig, stack: contextlib.ExitStack, *, resume: bool) -> None:
+        def lock() -> None:  # one process holds the run for all
+            stack.enter_context(lock_run(folder))
+            if resume:
+                check_checkpoints_not_lost(folder, saved)
+
+        broadcast_from_primary(lock)
+
+    def _restore(self) -> None:
+        """Sets state, step, tokens and the position in the data to those of the latest checkpoint, or of the start."""
+        if broadcast_from_primary(lambda: self.checkpoints.latest_step) is None:
+            self._state = self._steps.first_state()
+            self._step = self.tokens = 0
+            return
+        several = jax.process_count() > 1
+        shardings = state_shardings(self._steps.template, self._steps.mesh) if several else None
+        state, progress = self.checkpoints.restore(self._steps.template, shardings)
+        if progress.step > self.config.steps:
+            raise RunError(f"run {self.folder} is at step {progress.step}, beyond the {self.config.steps} asked for")
+        self._batches.set_state(progress.data_state)
+        found, wanted = self._validation_data.fingerprint, progress.data_state.get("validation")
+        if wanted not in (None, found):
+            raise RunError(
+                f"the validation data is not that of run {self.folder}: its files have changed "
+                f"(fingerprint {found}, saved {wanted})"
+            )
+        self._state = put_state(state, self._steps.mesh)
+        self._step, self.tokens = progress.step, progress.tokens
+
+    def _open_hooks(self, stack: contextlib.ExitStack) -> list[Hook]:
+        """The run's hooks, in the order in which they are called."""
+        config = self.config
+        loggers: list[Hook] = []
+        evaluated: list[int] = []
+        if is_primary():
+            csv = CsvLogger(self.folder, last_step=self._step)
+            stack.callback(csv.close)
+            evaluated = csv.evaluated_steps
+            # The reporter that shows messages comes with `run`, as all that is logged does.
+            others = open_loggers(
+                config, self.folder, last_step=self._step, tell=lambda text: self.reporter.message(text)
+            )
+            loggers = [csv, *others]
+        self.evaluated_steps = set(broadcast_from_primary(lambda: evaluated))
+        checkpoint = config.checkpoint
+        hooks = [
+            *loggers,
+            EvaluatePeriodically(config.evaluation.every),
+            ShowProgress(),
+            SaveCheckpoints(checkpoint.every, keep_every=checkpoint.keep_every, keep_best=checkpoint.keep_best > 0),
+            StopAtNonFiniteLoss(config.max_skipped_steps),
+            *([PlotLosses()] if config.logging.picture and is_primary() else []),
+            *self._added_hooks,
+        ]
+        for hook in hooks:
+            stack.callback(hook.close)
+        return hooks
+
+    def _remove_if_nothing_was_done(self, kind: Any, error: Any, traceback: Any) -> None:
+        # An error before the first step is done (the batch does not fit in memory): no half-made run is left.
+        if kind is not None and self._num_reported == 0 and is_primary():
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(self, reporter: ProgressReporter | None = None) -> TrainResult:
+        """Trains to the last step, or until a signal asks to stop; then everything is saved. Closes the run.
+
+        Args:
+            reporter: Shows progress; by default on standard output.
+
+        Raises:
+            RuntimeError: If no run is open.
+            NonFiniteLossError: If loss or gradient is not finite in more than `max_skipped_steps` steps.
+            CheckpointError, OSError: If nothing more can be written, or the data cannot be read on.
+        """
+        if self._resources is None:
+            raise RuntimeError("Trainer.run: no run is open, expected a call of Trainer.open before each of run")
+        resources, self._resources = self._resources, None
+        config = self.config
+        if reporter is None:
+            stream = None if is_primary() else io.StringIO()
+            reporter = ProgressReporter(config.steps, plain_seconds=config.logging.plain_seconds, stream=stream)
+        start = time.perf_counter()
+        self._evaluated: EvaluationReport | None = None
+        self._agreed_stop: signal.Signals | None = None
+        self._unreported: collections.deque[tuple[int, StepMetrics]] = collections.deque()
+        self._speed = Speed()
+        # One step behind, so that the device always has the next step to go on with. A CPU's cores do what the
+        # host does, too: two steps begun at once take longer there than one after the other.
+        behind = 0 if platform() == "cpu" else 1
+        with resources, StopSignals() as self._signals, reporter:
+            self.reporter = reporter
+            if config.model.remat == "auto":
+                reporter.message(self._steps.remat_choice().line)
+            for hook in self._hooks:
+                hook.on_start(self)
+            while self._step < config.steps and self.stop_signal is None:
+                batch = self._next_batch()
+                if batch is None:
+                    break
+                self._state, metrics = self._steps.train_step(self._state, batch)
+                self._step += 1
+                self._unreported.append((self._step, metrics))
+                self.report_steps(leave=behind)
+                for hook in self._hooks:
+                    if self.is_due(hook.every):
+                        hook.on_step(self)
+            self.report_steps()
+            for hook in self._hooks:
+                hook.on_end(self)
+        is_finished = self._step == config.steps and self._step in self.evaluated_steps
+        return TrainResult(
+            folder=self.folder,
+            step=self._step,
+            tokens=self.tokens,
+            evaluation=None if self._evaluated is None else self._evaluated.evaluation,
+            stopped_by=None if is_finished else self.stop_signal,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _next_batch(self) -> dict[str, jax.Array] | None:
+        """The next batch on the devices; None where a signal has ended the data."""
+        try:
+            batch = next(self._batches)
+        except Exception:
+            # Ctrl-C reaches the data's worker processes as well.
+            if self.stop_signal is not None:
+                return None
+            raise
+        # Of several processes all stop after the same step: the first whose metrics say so.
+        stop = int(self._signals.received or 0) if jax.process_count() > 1 else None
+        return put_batch(batch, self._steps.mesh, self.config.accumulation_steps, stop=stop)
+
+    def report_steps(self, leave: int = 0) -> None:
+        """Waits for the metrics of the steps that were begun, and hands them to the hooks.
+
+        Args:
+            leave: How many of the last steps are left for later.
+        """
+        while len(self._unreported) > leave:
+            step, metrics = self._unreported.popleft()
+            report = self._report(step, jax.device_get(metrics))
+            for hook in self._hooks:
+                hook.on_report(self, report)
+
+    def _report(self, step: int, metrics: StepMetrics) -> StepReport:
+        if metrics.stop:
+            self._agreed_stop = signal.Signals(int(metrics.stop))
+        nats, tokens = float(metrics.nats), float(metrics.tokens)
+        self.tokens += round(tokens)
+        self._num_reported += 1
+        tokens_per_second, step_seconds = self._speed.mark(self.tokens)
+        return StepReport(
+            step=step,
+            tokens=self.tokens,
+            loss=nats / tokens if tokens > 0 else math.nan,
+            bits_per_byte=bits_per_byte(nats, float(metrics.bytes)),
+            tokens_per_second=tokens_per_second,
+            seconds_left=None if step_seconds is None else step_seconds * (self.config.steps - step),
+            learning_rate=float(metrics.learning_rate),
+            gradient_norm=float(metrics.gradient_norm),
+            skipped=int(metrics.skipped),
+            utilization=self._steps.utilization(tokens_per_second),
+            finite=bool(metrics.finite),
+        )
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluates the model as it is and tells the hooks; None where a signal interrupts it. For hooks."""
+        self.report_steps()
+
+        def batches() -> Iterator[Any]:
+            for batch in spread_batches(self._validation_data, self.config.evaluation.batches):
+                if self.stop_signal is not None:
+                    raise _Interrupted
+                yield batch
+
+        self.reporter.phase("evaluating")
+        parameters, other = self._state.parameters, self._state.other
+        with self._speed.pause():
+            try:
+                found = evaluate_with(self._steps.evaluation_step, parameters, other, batches(), self._steps.mesh)
+            except _Interrupted:
+                return None  # the resumed run makes up for it
+        self._evaluated = EvaluationReport(self._step, self.tokens, found)
+        self.evaluated_steps.add(self._step)
+        for hook in self._hooks:
+            hook.on_evaluation(self, self._evaluated)
+        return found
+
+    def save(self) -> None:
+        """Begins to write a checkpoint of the run as it is; steps may go on meanwhile. For hooks."""
+        self.report_steps()
+        with self._speed.pause():
+            for hook in self._hooks:
+                hook.on_save(self)
+            data = self._batches.get_state() | {"validation": self._validation_data.fingerprint}
+            progress = Progress(self._step, self.tokens, data)
+            evaluated = self._evaluated
+            loss = None if evaluated is None or evaluated.step != self._step else evaluated.loss
+            self.checkpoints.save(self._state, progress, validation_loss=loss)
+        self.saved_step = self._step
+
+    def close(self) -> None:
+        """Closes an open run without training it; what is saved stays."""
+        resources, self._resources = self._resources, None
+        if resources is not None:
+            resources.close()
+
+    def abstract_model(self) -> DecoderLM:
+        """The model with shapes in place of arrays."""
+        return self._steps.abstract_model()
+
+    def trained_model(self) -> DecoderLM:
+        """The model as trained so far, whole on one device; all processes of a run call it.
+
+        Raises:
+            RuntimeError: If no run was opened.
+        """
+        self._check_opened("trained_model")
+        graphdef = nnx.split(self.abstract_model())[0]
+        state = self._state.parameters, self._state.other
+        if jax.process_count() > 1:
+            state = jax.jit(lambda x: x, out_shardings=replicated(self._steps.mesh))(state)
+            state = jax.tree.map(lambda x: x.addressable_data(0), state)
+        state = jax.device_put(state, jax.local_devices()[0])
+        return nnx.merge(graphdef, *state)
+
+
+def train(
+    config: TrainConfig,
+    folder: str | os.PathLike,
+    *,
+    resume: bool = False,
+    reporter: ProgressReporter | None = None,
+) -> TrainResult:
+    """Trains a language model in a run folder; see `Trainer` for the parts.
+
+    Args:
+        config: What to train, on what.
+        folder: The run's folder.
+        resume: Continue the run in it.
+        reporter: Shows progress; by default on standard output.
+
+    Raises:
+        ValueError: If the config or the folder is wrong.
+        NonFiniteLossError: If loss or gradient is not finite in more than `config.max_skipped_steps` steps.
+    """
+    folder = Path(folder)
+    tokenizer = None
+    if resume:
+        tokenizer = load_run_tokenizer(folder, load_run_config(folder))
+    else:
+        check_new_folder(folder)
+    trainer = Trainer(config, tokenizer=tokenizer)
+    trainer.open(folder, resume=resume)
+    return trainer.run(reporter)
