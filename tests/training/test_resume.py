@@ -34,8 +34,8 @@ from rnnlib.training import Checkpoints
 
 save = Checkpoints.save
 
-def save_and_die(self, state, progress):
-    save(self, state, progress)
+def save_and_die(self, state, progress, **metrics):
+    save(self, state, progress, **metrics)
     if progress.step == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -277,7 +277,7 @@ def test_a_run_that_has_lost_its_checkpoints_is_refused_and_left_alone(uninterru
 class NeverWhole(Checkpoints):
     """On a full disk: that the first checkpoint could not be written shows when the second is to be."""
 
-    def save(self, state, progress):
+    def save(self, state, progress, **metrics):
         if progress.step >= 40:
             raise CheckpointError("no space left")
 
