@@ -105,7 +105,7 @@ def prediction(name: str, model: ModelConfig, mesh: MeshConfig, rows: int, lengt
     sizes = {axis: getattr(mesh, axis) for axis in ("data", "fsdp", "context", "tensor")}
     devices = math.prod(sizes.values())
     data = DataConfig(sequence_length=length, batch_size=rows)
-    plan = plan_step(TrainConfig(model=model, data=data, mesh=mesh), devices, card=CARD)
+    plan = plan_step(TrainConfig(model=model, data=data, mesh=mesh), devices)
     tokens = rows * length / devices
     compute = tokens * step_flops(model, length).total / (PEAK[CARD] * UTILISATION)
     links = [sent_by_link(exchange, sizes) for exchange in plan.exchanges]
@@ -119,7 +119,6 @@ def prediction(name: str, model: ModelConfig, mesh: MeshConfig, rows: int, lengt
         "rows": rows,
         "length": length,
         "state_gb": (plan.parameters + plan.gradients + plan.optimizer) / 1e9,
-        "memory_gb": plan.total / 1e9,
         "nvlink_gb": sum(within for within, _ in links) / 1e9,
         "infiniband_gb": sum(between for _, between in links) / 1e9,
         "compute_ms": 1e3 * compute,
@@ -151,10 +150,10 @@ def predictions(options: Options) -> Iterator[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Predictions as Markdown."""
     lines = [
-        "| model | GPUs | mesh | rows x tokens | state, GB a GPU | all, at most | sent by NVLink, GB | "
+        "| model | GPUs | mesh | rows x tokens | state, GB a GPU | sent by NVLink, GB | "
         "by InfiniBand, GB | compute, ms | communication, ms | efficiency: none hidden | all hidden | "
         "latency, ms, at most |",
-        "|" + " --- |" * 13,
+        "|" + " --- |" * 12,
     ]
     for row in rows:
         cells = [
@@ -162,7 +161,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             row["devices"],
             " x ".join(f"{axis} {row[axis]}" for axis in ("data", "fsdp", "context", "tensor") if row[axis] > 1),
             f"{row['rows']:,} x {row['length']:,}",
-            *(f"{row[key]:.1f}" for key in ("state_gb", "memory_gb", "nvlink_gb", "infiniband_gb")),
+            *(f"{row[key]:.1f}" for key in ("state_gb", "nvlink_gb", "infiniband_gb")),
             *(f"{row[key]:.0f}" for key in ("compute_ms", "moving_ms")),
             *(f"{row[key]:.0%}" for key in ("efficiency_none_hidden", "efficiency_all_hidden")),
             f"{row['latency_ms']:.0f}",

@@ -109,22 +109,20 @@ def mesh_config(axis: Axis | None, devices: int) -> MeshConfig:
     return MeshConfig(**({"data": 1, "fsdp": 1} | ({} if axis is None else {axis: devices})))
 
 
-def planned(group: Group, axis: Axis | None, size: int, card: str | None) -> dict[str, Any]:
+def planned(group: Group, axis: Axis | None, size: int) -> dict[str, Any]:
     """What `plan_step` says of a step: bytes that a device holds, and what it sends.
 
     Args:
         group: gives the model.
         axis: that all devices lie along.
         size: how many they are.
-        card: what JAX calls them; None for a CPU.
     """
     case = group.case
     data = DataConfig(sequence_length=case.length, batch_size=group.study.tokens * size // case.length)
     config = TrainConfig(model=model_config(group.study, case), data=data, mesh=mesh_config(axis, size))
-    plan = plan_step(config, size, card=card)
+    plan = plan_step(config, size)
     return {
         "state_bytes": plan.parameters + plan.gradients + plan.optimizer,
-        "total_bytes": plan.total,
         "sent_bytes": plan.sent,
         "sent": {f"{e.kind} over {' x '.join(e.over)}: {e.what}": [e.count, e.sent] for e in plan.exchanges},
     }
@@ -213,7 +211,7 @@ def table(runs: list[dict[str, Any]]) -> str:
         "sent a GPU, GB",
         "ms more than alone",
         "memory a GPU, GB",
-        "planned at most, GB",
+        "of it state, GB",
     ]
     lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
     for number, record, alone in _pairs(runs):
@@ -232,7 +230,7 @@ def table(runs: list[dict[str, Any]]) -> str:
             cells.append(f"{milliseconds - (_milliseconds(alone) or math.nan):.1f}")
         memory = record["memory"]
         cells.append("" if memory is None else f"{memory['peak_bytes'] / 1e9:.1f}")
-        cells.append(f"{plan['total_bytes'] / 1e9:.1f}")
+        cells.append(f"{plan['state_bytes'] / 1e9:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     notes = []
     for number, run in enumerate(runs, 1):
@@ -274,11 +272,10 @@ def write_report(options: Options) -> str:
     path = options.output / f"{options.setting}.json"
     runs, known = json.loads(path.read_text()), {(g.model, g.mixer): g for g in groups(options.setting)}
     for run in runs:
-        card = run["environment"]["device"] if run["environment"]["platform"] == "gpu" else None
         for record in run["records"]:
             if "plan" not in record and "error" not in record:
                 group = known[record["model"], record["mixer"]]
-                record["plan"] = planned(group, record["axis"], record["devices"], card)
+                record["plan"] = planned(group, record["axis"], record["devices"])
     write_text(path, json.dumps(runs, indent=1) + "\n")
     text = table(runs)
     figure(runs, options.output / f"{options.setting}.png")

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated
 
+import jax
+
 from rnnlib.cli.arguments import take_option
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.cli.train import Settings, parse_settings
@@ -18,6 +20,8 @@ _LENGTH = 4096
 class MeshArguments(Settings):
     """Plans a training step on --devices of a kind: memory of each, and what it sends. None of them has to be there.
 
+    Where this machine has so many GPUs, the step is compiled for them, and XLA's plan says what a device needs in all.
+
     Takes the settings of `rnnlib train`. Left out, the batch has one row for each device and part (devices that share
     rows or layers have one together), and rows of 4096 tokens. No tokenizer is read: --model.vocabulary-size says how
     many tokens there are, or the preset.
@@ -25,8 +29,6 @@ class MeshArguments(Settings):
 
     memory: Annotated[float, Range(above=0)] = 141.0
     """Gigabytes (1e9 bytes) of a device; --mesh.fsdp left out is as large as it takes."""
-    card: str = "NVIDIA H200"
-    """The GPU whose kernels activations are counted for, as JAX calls it."""
 
 
 def _given(argv: Sequence[str], *names: str) -> bool:
@@ -65,7 +67,8 @@ def run(argv: Sequence[str]) -> int:
         raise CommandError(f"--memory {arguments.memory}: expected gigabytes above 0")
     with input_errors():
         config = _with_a_batch(arguments.train, argv, devices)
-        plan = plan_step(config, devices, device_bytes=round(arguments.memory * 1e9), card=arguments.card)
+        here = jax.devices()[:devices] if jax.default_backend() == "gpu" and jax.device_count() >= devices else None
+        plan = plan_step(config, devices, device_bytes=round(arguments.memory * 1e9), compile_for=here)
     _print(plan, devices, arguments.memory * 1e9)
     return 0
 
@@ -83,15 +86,13 @@ def _print(plan: StepPlan, devices: int, device_bytes: float) -> None:
         "parameters": plan.parameters,
         "gradients": plan.gradients,
         "optimizer state": plan.optimizer,
-        "gathered matrices": plan.gathered,
-        "activations: kept for the backward pass, at most": plan.stored,
-        "activations: of the block at work or logits, at most": plan.working,
     }
     for name, size in rows.items():
         memory.add_row(name, f"{size / 1e9:.3f}")
-    memory.add_section()
-    fits = "" if plan.total <= device_bytes else ", more than there is"
-    memory.add_row(f"all, of {device_bytes / 1e9:g}{fits}", f"{plan.total / 1e9:.3f}")
+    if plan.compiled is not None:
+        memory.add_section()
+        fits = "" if plan.compiled <= device_bytes else ", more than there is"
+        memory.add_row(f"the compiled step, of {device_bytes / 1e9:g}{fits}", f"{plan.compiled / 1e9:.3f}")
     traffic = Table("collective", "of", "over", title_justify="left", title="communication in a step")
     for name in ("devices", "arrays", "GB", "GB sent"):
         traffic.add_column(name, justify="right")
@@ -111,8 +112,9 @@ def _print(plan: StepPlan, devices: int, device_bytes: float) -> None:
     )
     console.print(memory)
     console.print(traffic)
-    where = f"as on one {plan.card}" if plan.card else "in the form that runs here, larger than a GPU's"
-    console.print(
-        f"GB: of whole arrays. GB sent: by each device, round a ring. Activations are estimated from JAX's "
-        f"differentiation, {where}; XLA keeps less. What the update holds beside its results is left out."
-    )
+    console.print("GB: of whole arrays. GB sent: by each device, round a ring.")
+    if plan.compiled is None:
+        console.print(
+            "Activations are left out: only a compiled step tells what they take. Run this on a machine with the GPUs, "
+            "or compile for described ones (rnnlib.training.plan_step, compile_for=)."
+        )

@@ -40,6 +40,7 @@ from rnnlib.training import (
     make_optimizer,
     make_train_step,
     plan_step,
+    planned_bytes,
     put_batch,
     put_state,
     read_csv,
@@ -247,11 +248,14 @@ def planned_memory():
         batch = {
             name: lying(jax.ShapeDtypeStruct((1, 8, tokens), x.dtype), rows) for name, x in next(batches(1)).items()
         }
-        plan = step(mesh).lower(state, batch).compile().memory_analysis()
+        compiled = step(mesh).lower(state, batch).compile()
+        plan = compiled.memory_analysis()
         sizes = {"kept": plan.argument_size_in_bytes, "temporary": plan.temp_size_in_bytes}
         data = DataConfig(sequence_length=tokens, batch_size=8)
-        own = plan_step(TrainConfig(model=config, data=data, mesh=MeshConfig(fsdp=fsdp)), 8)
-        found[f"{fsdp} {tokens}"] = sizes | {"activations": own.stored + own.working, "gathered": own.gathered}
+        asked = TrainConfig(model=config, data=data, mesh=MeshConfig(fsdp=fsdp))
+        sizes["planned"] = plan_step(asked, 8, compile_for=jax.devices()).compiled
+        sizes["own"] = planned_bytes(compiled)
+        found[f"{fsdp} {tokens}"] = sizes
     sizes = [(path, 4 * math.prod(x.shape)) for path, x in nnx.to_flat_state(template.parameters)]
     block = sum(size for path, size in sizes if path[:2] == ("blocks", 0))
     return {"by size": found, "parameters": sum(size for _, size in sizes), "block": block}
