@@ -85,7 +85,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=lambda: DataConfig(sequence_length=256, batch_size=4))
     """Text, tokenizer, batch size and sequence length."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW and its schedule."""
+    """AdamW or Muon, and the learning rate's schedule."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Evaluation on held-out text."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -10,7 +10,7 @@ from rnnlib.layers import RecurrentMixerConfig
 from rnnlib.models import ModelConfig
 from rnnlib.models.mixers import mixer_config
 
-_STATE_BYTES = 12  # of a parameter in float32: itself and Adam's two moments
+_STATE_BYTES = 8  # of a parameter in float32: itself and at least one moment
 
 
 def least_parameters(config: ModelConfig) -> int:

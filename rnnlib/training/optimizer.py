@@ -1,4 +1,4 @@
-"""Learning-rate schedules, the AdamW optimizer, and updates that are left out where numbers are not finite."""
+"""Learning-rate schedules, optimizers by optax, and updates that are left out where numbers are not finite."""
 
 import dataclasses
 import functools
@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
+from flax import nnx
 
 from pallas_kernels.common.platform import platform
-from rnnlib.fields import Fraction, NaturalNumber, PositiveNumber, Range, check_fields
+from rnnlib.fields import Fraction, NaturalNumber, PositiveInteger, PositiveNumber, Range, check_fields
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 
@@ -23,24 +25,32 @@ NUMBERS_OF_A_KERNEL = 6_000_000
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, its schedule and gradient clipping (defaults of the papers' language models, but for the peak rate)."""
+    """The optimizer, its schedule and gradient clipping (the papers' AdamW by default, but for the peak rate)."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """"adamw", or "muon": Muon for matrices that mix features (see `muon_mask`), AdamW for all others."""
     learning_rate: PositiveNumber = 3e-3
     """Peak learning rate, reached at the end of the warmup."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warmup: "cosine" decay, "wsd" (warmup, stable, then linear decay at the end), or "constant"."""
+    schedule_steps: PositiveInteger | None = None
+    """Updates that the schedule is made for; after them the rate stays at its end. Left out, all steps of the run."""
     warmup_steps: NaturalNumber | None = None
-    """Updates of linear warmup from 0; left out, 5% of all steps."""
+    """Updates of linear warmup from 0; left out, 5% of the schedule."""
     final_fraction: Fraction = 0.1
     """Learning rate at the end, as a fraction of the peak ("cosine" and "wsd")."""
     decay_fraction: Fraction = 0.2
-    """Part of all steps that "wsd" spends in its final decay."""
+    """Part of the schedule that "wsd" spends in its final decay."""
     beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
     """AdamW's decay of the first moment."""
     beta2: Annotated[float, Range(at_least=0, below=1)] = 0.95
     """AdamW's decay of the second moment."""
     epsilon: PositiveNumber = 1e-8
     """AdamW's term in the denominator."""
+    muon_momentum: Annotated[float, Range(at_least=0, below=1)] = 0.95
+    """Muon's decay of the momentum (Nesterov's)."""
+    muon_rms: PositiveNumber = 0.2
+    """Root mean square of Muon's update of a matrix, before the learning rate: with 0.2 AdamW's rate serves both."""
     weight_decay: Annotated[float, Range(at_least=0, below=math.inf)] = 0.1
     """Decoupled weight decay, times the learning rate; only on matrices that mix features (see `decay_mask`)."""
     clip_norm: Annotated[float, Range(above=0)] | None = 1.0
@@ -58,24 +68,26 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> Schedule:
 
     Args:
         config: Peak, schedule and warmup.
-        steps: Number of updates of the whole run.
+        steps: Number of updates of the whole run, and of the schedule unless `config.schedule_steps` says otherwise.
 
     Returns:
-        A function of an integer count in `[0, steps)`, usable under jit, that gives a float32 scalar.
+        A function of an integer count, usable under jit, that gives a float32 scalar.
 
     Raises:
         ValueError: If the warmup (and the decay of "wsd") does not fit in `steps`.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
+    if config.schedule_steps is not None:
+        steps = config.schedule_steps
     warmup = math.ceil(0.05 * steps) if config.warmup_steps is None else config.warmup_steps
     decay = math.ceil(config.decay_fraction * steps)
     if warmup > steps:
-        raise ValueError(f"optimizer.warmup_steps is {warmup}, more than all {steps} steps")
+        raise ValueError(f"optimizer.warmup_steps is {warmup}, more than all {steps} steps of the schedule")
     if config.schedule == "wsd" and warmup + decay > steps:
         raise ValueError(
             f"optimizer.warmup_steps ({warmup}) and the decay of {decay} steps (optimizer.decay_fraction "
-            f"{config.decay_fraction}) are more than all {steps} steps"
+            f"{config.decay_fraction}) are more than all {steps} steps of the schedule"
         )
     peak, final = config.learning_rate, config.final_fraction
 
@@ -123,6 +135,25 @@ def decay_mask(parameters):
         return not any("embed" in name.lower() for name in names)
 
     return jax.tree_util.tree_map_with_path(decayed, parameters)
+
+
+def muon_mask(parameters):
+    """Which parameters Muon updates: matrices that weight decay acts on, but the output head and short convolutions.
+
+    Of arrays with more axes, such as the matrices of experts, each pair of the last two axes is a matrix.
+
+    Args:
+        parameters: A pytree of arrays, nested by the modules' attribute names.
+
+    Returns:
+        A pytree of bools of the same structure.
+    """
+
+    def is_matrix(path, decayed: bool) -> bool:
+        names = [str(name).lower() for name in _names(path)]
+        return decayed and not any(part in name for name in names for part in ("conv", "head"))
+
+    return jax.tree_util.tree_map_with_path(is_matrix, decay_mask(parameters))
 
 
 def _names(path: tuple[Any, ...]) -> list[Hashable]:
@@ -176,8 +207,59 @@ def _clip(largest: float) -> optax.GradientTransformation:
     return optax.stateless(clipped)
 
 
+def _split_columns(tree: Any) -> Any:
+    """A pytree of parameters in which kernels with named columns (`InputProjection`) are a dictionary of matrices."""
+
+    def split(variable: Any) -> Any:
+        columns = variable.get_metadata().get("columns") if isinstance(variable, nnx.Variable) else None
+        kernel = variable.get_raw_value() if columns else None
+        if not columns or not hasattr(kernel, "ndim"):
+            return variable
+        return {name: kernel[..., first : first + count] for name, (first, count) in columns.items()}
+
+    return jax.tree.map(split, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def _join_columns(split: Any, like: Any) -> Any:
+    """What `_split_columns` made of a tree of the structure `like`, put together again; 0 in columns without a name."""
+
+    def join(variable: Any, own: Any) -> Any:
+        columns = variable.get_metadata().get("columns") if isinstance(variable, nnx.Variable) else None
+        if not columns or not isinstance(own, dict):
+            return own
+        kernel = jnp.zeros_like(variable.get_raw_value())
+        for name, (first, count) in columns.items():
+            kernel = kernel.at[..., first : first + count].set(own[name])
+        return variable.replace(kernel)
+
+    return jax.tree.map(join, like, split, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def _muon(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformation:
+    """Muon of matrices; of a kernel with named columns each column's matrix is one of its own."""
+
+    def last_two(parameters: Any) -> Any:
+        return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1), parameters)
+
+    muon = optax.contrib.muon(
+        schedule,
+        beta=config.muon_momentum,
+        weight_decay=config.weight_decay,
+        consistent_rms=config.muon_rms,
+        muon_weight_dimension_numbers=last_two,
+    )
+
+    def update(gradients: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:
+        changes, state = muon.update(_split_columns(gradients), state, _split_columns(parameters))
+        return _join_columns(changes, gradients), state
+
+    return optax.GradientTransformation(lambda parameters: muon.init(_split_columns(parameters)), update)
+
+
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW with decoupled weight decay on `decay_mask`, the schedule's rate and global-norm clipping.
+    """The optimizer that a config names, with decoupled weight decay, the schedule's rate and global-norm clipping.
+
+    Weight decay acts on `decay_mask`; Muon (arXiv 2502.16982, its scale of updates) on `muon_mask`.
 
     Args:
         config: The optimizer's settings.
@@ -187,17 +269,22 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         An optax transformation; moments are float32 like the parameters.
     """
     clip = optax.identity() if config.clip_norm is None else _clip(config.clip_norm)
-    return optax.chain(
-        clip,
-        optax.adamw(
-            learning_rate_schedule(config, steps),
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            mask=decay_mask,
-        ),
+    schedule = learning_rate_schedule(config, steps)
+    adamw = optax.adamw(
+        schedule,
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        mask=decay_mask,
     )
+    if config.name == "adamw":
+        return optax.chain(clip, adamw)
+
+    def labels(parameters: Any) -> Any:
+        return jax.tree.map(lambda is_matrix: "muon" if is_matrix else "adamw", muon_mask(parameters))
+
+    return optax.chain(clip, optax.partition({"muon": _muon(config, schedule), "adamw": adamw}, labels))
 
 
 def where_finite(finite: jax.Array, new: Any, old: Any, parameters: Any) -> Any:

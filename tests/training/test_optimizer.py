@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rnnlib.training import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
-from rnnlib.training.optimizer import gradient_norm
+from rnnlib.training.optimizer import gradient_norm, muon_mask
 
 
 def rates(config, steps):
@@ -157,3 +159,74 @@ def test_clipping_is_optaxs(largest):
     assert jax.tree.structure(ours.init(parameters)) == jax.tree.structure(optaxs.init(parameters))  # of checkpoints
     got, want = (optimizer.update(gradients, optimizer.init(parameters), parameters) for optimizer in (ours, optaxs))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-12), got, want)
+
+
+def muon(**changes):
+    return make_optimizer(OptimizerConfig(name="muon", clip_norm=None, **changes), 100)
+
+
+class Fused(nnx.Module):
+    """A kernel with named columns, experts' matrices, and one of each parameter that Muon leaves alone."""
+
+    def __init__(self):
+        keys = iter(jax.random.split(jax.random.key(0), 9))
+        self.fused = nnx.Param(jax.random.normal(next(keys), (8, 12)), columns={"query": (0, 4), "value": (4, 6)})
+        self.experts = nnx.Param(jax.random.normal(next(keys), (3, 8, 4)))
+        self.plain = nnx.Param(jax.random.normal(next(keys), (8, 4)))
+        self.convolution = nnx.Dict(kernel=nnx.Param(jnp.ones([4, 8])))
+        self.head = nnx.Param(jnp.ones([8, 16]))
+        self.embedding = nnx.Param(jnp.ones([16, 8]))
+        self.norm = nnx.RMSNorm(8, rngs=nnx.Rngs(0))
+
+
+def test_muon_is_for_matrices_and_adamw_for_the_rest():
+    parameters = nnx.state(Fused(), nnx.Param)
+    matrices = nnx.to_pure_dict(muon_mask(parameters))
+    assert {name for name, value in matrices.items() if value is True} == {"fused", "experts", "plain"}
+    gradients = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), parameters)
+    config = OptimizerConfig(clip_norm=None, weight_decay=0.1)
+    changes = {}
+    for name in ("adamw", "muon"):
+        optimizer = make_optimizer(dataclasses.replace(config, name=name), 100)
+        changes[name] = nnx.to_pure_dict(optimizer.update(gradients, optimizer.init(parameters), parameters)[0])
+    for name in ("head", "embedding", "convolution", "norm"):
+        jax.tree.map(np.testing.assert_array_equal, changes["muon"][name], changes["adamw"][name])
+    # A matrix's update is orthogonal, near enough (the iteration leaves singular values in [0.7, 1.2]).
+    rate = float(learning_rate_schedule(config, 100)(0))
+    own = -(changes["muon"]["plain"] / rate) - 0.1 * nnx.to_pure_dict(parameters)["plain"]
+    singular = np.linalg.svd(own, compute_uv=False)
+    assert singular.max() < 2 * singular.min()
+    np.testing.assert_allclose(np.sqrt(np.mean(np.square(own))), 0.2, rtol=0.2)
+
+
+def test_muon_takes_named_columns_and_experts_for_matrices_of_their_own():
+    module = Fused()
+    parameters = nnx.state(module, nnx.Param)
+    gradients = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape), parameters)
+    optimizer = muon()
+    state, apart = optimizer.init(parameters), None
+    kernel, experts = module.fused[...], module.experts[...]
+    pieces = {"query": kernel[:, :4], "value": kernel[:, 4:10]} | {f"expert {i}": experts[i] for i in range(3)}
+    own = optimizer.init(pieces)
+    for _ in range(2):
+        changes, state = optimizer.update(gradients, state, parameters)
+        whole = nnx.to_pure_dict(gradients)
+        cut = {"query": whole["fused"][:, :4], "value": whole["fused"][:, 4:10]}
+        cut |= {f"expert {i}": whole["experts"][i] for i in range(3)}
+        apart, own = optimizer.update(cut, own, pieces)
+    changes = nnx.to_pure_dict(changes)
+    np.testing.assert_allclose(changes["fused"][:, :4], apart["query"], rtol=1e-5)
+    np.testing.assert_allclose(changes["fused"][:, 4:10], apart["value"], rtol=1e-5)
+    assert not np.any(changes["fused"][:, 10:])  # nothing reads these
+    for i in range(3):
+        np.testing.assert_allclose(changes["experts"][i], apart[f"expert {i}"], rtol=1e-5)
+
+
+def test_the_schedules_length_is_a_setting_of_its_own():
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=10)
+    np.testing.assert_array_equal(rates(dataclasses.replace(config, schedule_steps=100), 400)[:100], rates(config, 100))
+    for schedule in ("cosine", "wsd"):
+        longer = rates(dataclasses.replace(config, schedule=schedule, schedule_steps=100), 400)
+        np.testing.assert_allclose(longer[99:], 0.1, rtol=1e-6)
+    with pytest.raises(ValueError, match="warmup_steps is 20, more than all 10 steps of the schedule"):
+        learning_rate_schedule(OptimizerConfig(warmup_steps=20, schedule_steps=10), 400)
