@@ -50,12 +50,12 @@ class LoggingConfig:
 
     tensorboard: bool = True
     """Write TensorBoard event files next to metrics.csv."""
-    wandb: str | None = None
-    """Log to this project of Weights & Biases, too; with WANDB_MODE=offline into the run's folder, for `wandb sync`."""
     picture: bool = True
     """Draw loss.png at the end."""
     plain_seconds: Annotated[float, Range(at_least=0)] = 10.0
     """Seconds between lines of progress where the output is not a terminal."""
+    wandb: str | None = None
+    """Log to this project of Weights & Biases, too; with WANDB_MODE=offline into the run's folder, for `wandb sync`."""
 
     def __post_init__(self):
         """Checks every value."""

@@ -196,7 +196,7 @@ def test_muon_is_for_matrices_and_adamw_for_the_rest():
     own = -(changes["muon"]["plain"] / rate) - 0.1 * nnx.to_pure_dict(parameters)["plain"]
     singular = np.linalg.svd(own, compute_uv=False)
     assert singular.max() < 2 * singular.min()
-    np.testing.assert_allclose(np.sqrt(np.mean(np.square(own))), 0.2, rtol=0.2)
+    np.testing.assert_allclose(np.sqrt(np.mean(np.square(own))), 0.2, rtol=0.5)
 
 
 def test_muon_takes_named_columns_and_experts_for_matrices_of_their_own():
