@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from rnnlib.cli.arguments import parse
+from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_programs
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.data import DataConfig, make_dataset
 from rnnlib.training import evaluate, load_model, spread_batches
@@ -44,6 +45,7 @@ class EvalArguments:
     """What becomes of files of --paths that are not in the encoding; left out, as in training."""
     json: bool = False
     """Print one line of JSON."""
+    compilation_cache: CompilationCache = None
 
 
 _OF_PATHS = ("source", "text_field", "encoding", "undecodable")
@@ -68,6 +70,7 @@ def _data(arguments: EvalArguments, trained_on: DataConfig) -> DataConfig:
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     arguments = parse(EvalArguments, argv, command="eval")
+    keep_compiled_programs(arguments.compilation_cache)
     if arguments.batches is not None and arguments.batches < 1:
         raise CommandError(f"--batches must be at least 1, got {arguments.batches}")
     for name in _OF_PATHS:

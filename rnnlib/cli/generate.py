@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from rnnlib.cli.arguments import chat_options, parse
+from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_programs
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.data import Tokenizer
 from rnnlib.fields import PositiveInteger, check_value
@@ -47,6 +48,7 @@ class GenerateArguments:
     """Seed of the draws."""
     stop: bool = True
     """Stop where the model ends the document, or its answer."""
+    compilation_cache: CompilationCache = None
 
 
 def print_continuation(
@@ -112,6 +114,7 @@ def print_continuation(
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     arguments = parse(GenerateArguments, argv, command="generate")
+    keep_compiled_programs(arguments.compilation_cache)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise CommandError("--prompt is empty: expected at least one character to continue")

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from rnnlib.cli.arguments import chat_options, parse
+from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_programs
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.extras import from_extra
 
@@ -56,11 +57,13 @@ class LmEvalArguments:
     """File for all results, as JSON."""
     json: bool = False
     """Print the numbers as one line of JSON, not as a table."""
+    compilation_cache: CompilationCache = None
 
 
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     arguments = parse(LmEvalArguments, argv, command="lm-eval")
+    keep_compiled_programs(arguments.compilation_cache)
     with from_extra("eval", "rnnlib lm-eval"):
         from rnnlib.eval import HarnessModel, evaluate_tasks
     if arguments.output is not None and not arguments.output.absolute().parent.is_dir():

@@ -15,6 +15,7 @@ import tyro
 import yaml
 
 from rnnlib.cli.arguments import parse, take_option
+from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_programs
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.models import ModelConfig, model_preset
 from rnnlib.training import (
@@ -79,6 +80,7 @@ class TrainArguments(Settings):
     """What the sample that is printed at the end continues; empty for no sample."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     """Which of several processes this is; SLURM, Open MPI and Kubernetes say so themselves."""
+    compilation_cache: CompilationCache = None
 
 
 def _starting_point(argv: Sequence[str]) -> TrainConfig:
@@ -202,6 +204,7 @@ def run(argv: Sequence[str]) -> int:
     if arguments.resume and arguments.run is None:
         raise CommandError("--resume needs --run FOLDER, the run to continue")
     keep_freed_memory()
+    keep_compiled_programs(arguments.compilation_cache)
     with input_errors():
         join_processes(arguments.distributed)
     with ending_together(_report):

@@ -212,7 +212,7 @@ def _split_columns(tree: Any) -> Any:
 
     def split(variable: Any) -> Any:
         columns = variable.get_metadata().get("columns") if isinstance(variable, nnx.Variable) else None
-        kernel = variable.get_raw_value() if columns else None
+        kernel: Any = variable.get_raw_value() if columns else None
         if not columns or not hasattr(kernel, "ndim"):
             return variable
         return {name: kernel[..., first : first + count] for name, (first, count) in columns.items()}
