@@ -31,6 +31,7 @@ each block of value channels, value head, and segment of each sequence, which go
 | `bwd_dqkg` | `delta_pair_gradients` | dO, R, dW | gradients of P and of A's matrix | chunk |
 | | `delta_gradients` | all of the above | dq, dk, dk~, d erase, d decay | chunk, key blocks |
 | | `delta_gradients_extreme` | the same | the same, of chunks with an extreme decay | chunk, key blocks |
+| `closed_gates` | `delta_zero_closed` | gates | zeros in dv, dk, dk~ where a gate is 0 | chunk |
 | `decode` | `delta_decode` | one token, the state | out, the state in its place | value blocks, heads, rows |
 | `decode_delayed` | `delta_decode_deferred` | a token, the state, waiting writes | out, a write, the state | the same |
 | | `delta_settle` | the state, waiting writes | the state in its place | the same |

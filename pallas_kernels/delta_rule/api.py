@@ -82,6 +82,7 @@ def gated_delta_rule(
     log_decay: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
     initial_state: Float[Array, "B HV K V"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    tied_gates: bool = False,
     scale: float | None = None,
     chunk_size: int = CHUNK,
     schedule: Schedule | None = None,
@@ -111,20 +112,24 @@ def gated_delta_rule(
         log_decay: natural logarithm of the decay, `<= 0`, -inf included; None is no decay.
         initial_state: the state before the first token; None is zero.
         segment_ids: the state restarts where the id changes; the first token continues `initial_state`.
+        tied_gates: whether `erase`, one number a token, is the write gate too; `write` is then None. It is loaded once,
+            and its gradient is one sum, rounded once.
         scale: factor on the output; None is `K ** -0.5`.
         chunk_size: only 64.
         schedule: how the call is cut into programs; None takes the device's tuned one.
         backend: `"mosaic"` runs most stages as Mosaic GPU kernels, where `mosaic_unsupported` has no objection: nearly
-            the same roundings in less time. One array that is both gates then counts as 2^-32 where it is smaller. Read
-            where `schedule` is None.
+            the same roundings in less time. Tied gates then count as 2^-32 where they are smaller, but for gradients
+            that are exactly 0 where a gate is. Read where `schedule` is None.
 
     Returns:
         The output in `v`'s dtype and the final state in float32.
 
     Raises:
         NotImplementedError: `unsupported`, or `mosaic_unsupported` for that backend, has an objection.
-        ValueError: `backend` is neither.
+        ValueError: `backend` is neither, or `tied_gates` comes with `write` or without a gate of one number a token.
     """
+    if tied_gates and (write is not None or erase is None or erase.ndim != 3):
+        raise ValueError("gated_delta_rule: tied_gates is True, expected erase [B, T, HV] and no write")
     if backend not in ("triton", "mosaic"):
         raise ValueError(f"gated_delta_rule: backend is {backend!r}, expected 'triton' or 'mosaic'")
     if backend == "mosaic" and schedule is None:
@@ -134,7 +139,7 @@ def gated_delta_rule(
     else:
         refuse_unsupported("gated_delta_rule", q, k, v, erase, log_decay, chunk_size=chunk_size)
     inputs = make_inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids)
-    options, inputs = call_options(inputs, scale=scale, schedule=schedule, backend=backend)
+    options, inputs = call_options(inputs, scale=scale, schedule=schedule, tied_gates=tied_gates, backend=backend)
     if q.shape[1] == 1:
         out, state = one_token(chunked_pass, options, inputs)
     else:
@@ -150,14 +155,17 @@ def refuse_unsupported(operator: str, *arrays: Array | None, chunk_size: int) ->
 
 
 def call_options(
-    inputs: Inputs, *, scale: float | None, schedule: Schedule | None, online: bool = True, backend: str = "triton"
+    inputs: Inputs,
+    *,
+    scale: float | None,
+    schedule: Schedule | None,
+    tied_gates: bool = False,
+    online: bool = True,
+    backend: str = "triton",
 ) -> tuple[Options, Inputs]:
     """The static options of a call, and its inputs as its passes take them (see `Options`)."""
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else float(scale)
-    shares_gate = inputs.erase is not None and inputs.erase is inputs.write and inputs.erase.ndim == 3
-    if shares_gate:
-        inputs = inputs._replace(write=None)
     schedule = schedule or choose_schedule(inputs, online, backend)
     write_key_dtype = None if inputs.write_key is None else inputs.write_key.dtype
-    options = Options(online, scale, schedule, shares_gate, write_key_dtype, tokens=inputs.q.shape[1])
+    options = Options(online, scale, schedule, tied_gates, write_key_dtype, tokens=inputs.q.shape[1])
     return options, vary_alike(inputs)

@@ -54,14 +54,13 @@ def make_inputs(
     def widened(x):
         return x if x is None or x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
 
-    is_shared, erase = write is erase, widened(erase)
     return Inputs(
         q=q.astype(dtype),
         k=k.astype(dtype),
         v=v.astype(dtype),
         write_key=widened(write_key),
-        erase=erase,
-        write=erase if is_shared else widened(write),
+        erase=widened(erase),
+        write=widened(write),
         log_decay=widened(log_decay),
         initial_state=widened(initial_state),
         starts=starts,

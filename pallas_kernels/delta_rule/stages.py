@@ -69,10 +69,11 @@ def _argument_gradients(
     prepared: Prepared,
     schedule: Schedule,
     *,
-    shares_gate: bool,
+    gates: tuple[Array | None, Array | None],
+    tied_gates: bool,
     write_key_dtype: Any,
 ) -> Inputs:
     """Gradients of the pairs' matrices, then those of the arguments."""
-    pairs = gradients.gradients_of_pairs(problem, inputs, d_out, saved, schedule.pair_gradients, shares_gate)
-    options = {"shares_gate": shares_gate, "write_key_dtype": write_key_dtype}
+    pairs = gradients.gradients_of_pairs(problem, inputs, d_out, saved, schedule.pair_gradients, tied_gates)
+    options: dict[str, Any] = {"gates": gates, "tied_gates": tied_gates, "write_key_dtype": write_key_dtype}
     return gradients.argument_gradients(problem, inputs, d_out, saved, pairs, prepared, schedule.gradients, **options)

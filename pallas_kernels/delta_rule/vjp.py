@@ -27,7 +27,7 @@ class Options:
         online: see `Problem`.
         scale: likewise.
         schedule: compilation.
-        shares_gate: whether `erase`, one number a token, is the write gate too; then the inputs have no other. Its
+        tied_gates: whether `erase`, one number a token, is the write gate too; then the inputs have no other. Its
             gradient is one sum, rounded once.
         write_key_dtype: of the write key as it is given and of its gradient, where that is not the kernels' own.
         tokens: of a sequence before it is padded; None where it is not.
@@ -36,14 +36,14 @@ class Options:
     online: bool
     scale: float
     schedule: Schedule
-    shares_gate: bool = False
+    tied_gates: bool = False
     write_key_dtype: Any = None
     tokens: int | None = None
 
     @property
-    def sums_gate_once(self) -> bool:
+    def sums_tied_gate(self) -> bool:
         """Whether the reverse pass finds the whole gradient of a shared gate, which it divides by the gate."""
-        return self.shares_gate and self.schedule.reverse.mosaic is not None
+        return self.tied_gates and self.schedule.reverse.mosaic is not None
 
 
 def _problem(options: Options, inputs: Inputs) -> Problem:
@@ -53,9 +53,9 @@ def _problem(options: Options, inputs: Inputs) -> Problem:
 
 def _operands(options: Options, inputs: Inputs) -> Inputs:
     """The inputs as kernels load them: with both gates, and with the write key in the dtype of the other matrices."""
-    if options.shares_gate:
+    if options.tied_gates:
         gate: Any = inputs.erase
-        gate = divisible(gate) if options.sums_gate_once else gate
+        gate = divisible(gate) if options.sums_tied_gate else gate
         inputs = inputs._replace(erase=gate, write=gate)
     if inputs.write_key is not None:
         inputs = inputs._replace(write_key=inputs.write_key.astype(inputs.k.dtype))
@@ -77,21 +77,22 @@ def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
 def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
     """The stages of `chunked_pass` with what the backward keeps; here rather than there for a shorter traceback."""
     problem, schedule = _problem(options, inputs), options.schedule
+    gates = inputs.erase, inputs.erase if options.tied_gates else inputs.write
     inputs = _operands(options, inputs)
     stages = choose_stages(schedule)
     prepared = stages.prepare(problem, inputs, schedule.prepare)
     maps = stages.segment_maps(problem, inputs, prepared, schedule.maps)
     starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
     results = batch_alike(inputs, stages.output_pass(problem, inputs, prepared, starts, schedule.output))
-    return results, (inputs, prepared._replace(growth=None), maps, starts)
+    return results, (inputs, gates, prepared._replace(growth=None), maps, starts)
 
 
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
-    inputs, prepared, maps, starts = residuals
+    inputs, gates, prepared, maps, starts = residuals
     d_out, d_final_state = cotangents
     problem, schedule = _problem(options, inputs), options.schedule
     stages = choose_stages(schedule)
-    is_found = options.sums_gate_once
+    is_found = options.sums_tied_gate
     # Triton's stage has no further digits of the residuals.
     wanted = {} if schedule.states.mosaic is None else {"with_digits": is_found}
     states, residual, *digits = stages.states_pass(problem, inputs, prepared, starts, schedule.states, **wanted)
@@ -113,7 +114,8 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         saved,
         prepared,
         schedule,
-        shares_gate=options.shares_gate and not is_found,
+        gates=gates,
+        tied_gates=options.tied_gates and not is_found,
         write_key_dtype=options.write_key_dtype,
     )
     if is_found:

@@ -17,6 +17,7 @@ from rnnlib.layers.keys import Keys
 from rnnlib.layers.part import AxisConfig
 from rnnlib.ops.deferred_writes import DeferredState, defer_writes, deferred_token
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
+from rnnlib.ops.gates import resolve_gates
 
 
 class Signals(NamedTuple):
@@ -172,9 +173,9 @@ class OnlineSolver(MatrixStateSolver):
 
     def _token(self, signals: Signals) -> DeltaRuleInputs:
         keys, gates = signals.keys, signals.gates
-        erase, write = (gates.erase, gates.write) if gates.beta is None else (gates.beta, gates.beta)
+        both = resolve_gates("Online", gates.beta, gates.erase, gates.write, signals.value.shape[:3])
         log_decay = signals.decay.log_decay
-        return DeltaRuleInputs(keys.query, keys.key, signals.value, erase, write, keys.write_key, log_decay)
+        return DeltaRuleInputs(keys.query, keys.key, signals.value, both, keys.write_key, log_decay)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +232,7 @@ class OfflineSolver(MatrixStateSolver):
             token.k,
             token.v,
             log_decay=token.log_decay,
-            write=token.write,
+            write=token.gates.write,
             initial_state=state,
             segment_ids=segment_ids,
             **self.options.arguments(),
@@ -244,7 +245,8 @@ class OfflineSolver(MatrixStateSolver):
     def _token(self, signals: Signals) -> DeltaRuleInputs:
         keys, gates = signals.keys, signals.gates
         write = gates.beta if gates.write is None else gates.write
-        return DeltaRuleInputs(keys.query, keys.written, signals.value, None, write, None, signals.decay.log_decay)
+        own = resolve_gates("Offline", None, None, write, signals.value.shape[:3])
+        return DeltaRuleInputs(keys.query, keys.written, signals.value, own, None, signals.decay.log_decay)
 
 
 class NormalizedState(NamedTuple):

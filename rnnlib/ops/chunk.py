@@ -188,13 +188,14 @@ def group_tokens(inputs: Any, starts: Array | None) -> Any:
         starts: None or `[B, T]`, true where a segment begins.
     """
     grouped = group_inputs(inputs)
-    decay = None if grouped.log_decay is None else grouped.log_decay.astype(accumulation_dtype(*inputs))
+    dtype = accumulation_dtype(*jax.tree.leaves(inputs))
+    decay = None if grouped.log_decay is None else grouped.log_decay.astype(dtype)
     return grouped._replace(log_decay=finite_log_decay(decay, starts))
 
 
 def split_tokens(grouped: Any, size: int) -> Any:
     """Splits the result of `group_tokens` into chunks `[N, B, H, R, C, X]` of `size` tokens, in accumulation dtype."""
-    dtype = accumulation_dtype(*grouped)
+    dtype = accumulation_dtype(*jax.tree.leaves(grouped))
     return jax.tree.map(lambda x: split_chunks(x.astype(dtype), size), grouped)
 
 
@@ -321,7 +322,7 @@ def evaluate_rule(
     """
     size = chunk_length(inputs.q.shape[1], chunk_size)
     chunk_factors = functools.partial(rule_factors, scale=scale, size=size)
-    dtype = accumulation_dtype(*inputs, initial_state)
+    dtype = accumulation_dtype(*jax.tree.leaves(inputs), initial_state)
     batch, length, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
     state_shape = (batch, heads, value_heads // heads, key_size, value_size)
@@ -330,7 +331,7 @@ def evaluate_rule(
     else:
         state = initial_state.astype(dtype).reshape(state_shape)
     starts = None if segment_ids is None else segment_starts(segment_ids)
-    precision, out_dtype = matmul_precision(*inputs), inputs.v.dtype
+    precision, out_dtype = matmul_precision(*jax.tree.leaves(inputs)), inputs.v.dtype
     if dtype == jnp.float64:  # perhaps only the state is float64
         inputs = jax.tree.map(lambda x: x.astype(dtype), inputs)
     out, final = evaluate_chunks(chunk_factors, precision, *vary_alike((inputs, starts, state)))

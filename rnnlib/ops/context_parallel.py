@@ -237,8 +237,8 @@ def evaluate_erasing_rule(
 
     Args:
         run: the operator's implementation.
-        inputs: the rule's token-wise arguments, a named tuple with at least `q`, `v [B, T, HV, V]` and, if it has one,
-            `write`.
+        inputs: the rule's token-wise arguments, a named tuple with at least `q`, `v [B, T, HV, V]` and, if it has any,
+            `gates`.
         initial_state: None (zero) or `[B, HV, K, V]`.
         segment_ids: None or `[B, T]`.
         axis: the mesh axis over which tokens are split.
@@ -248,20 +248,26 @@ def evaluate_erasing_rule(
     key_size, value_size = state.shape[2:]
     identity = jnp.broadcast_to(jnp.eye(key_size, dtype=state.dtype), (*state.shape[:3], key_size))
     zeros = jnp.zeros((*inputs.v.shape[:3], key_size), inputs.v.dtype)
-    write = getattr(inputs, "write", None)
-    gates = {} if write is None or write.ndim == 3 else {"write": jnp.ones_like(zeros, dtype=write.dtype)}
     if key_size + value_size <= widest:
-        more = {"v": zeros, **gates}
-        wide = {name: jnp.concatenate([getattr(inputs, name), x], axis=-1) for name, x in more.items()}
         both = jnp.concatenate([jnp.zeros_like(state), identity], axis=-1)
-        final = run(inputs._replace(**wide), both, segment_ids)[1]
+        wide = _with_values(inputs, zeros, lambda given, x: jnp.concatenate([given, x], axis=-1))
+        final = run(wide, both, segment_ids)[1]
         offset, transition = final[..., :value_size], final[..., value_size:]
     else:
         offset = run(inputs, None, segment_ids)[1]
-        transition = run(inputs._replace(v=zeros, **gates), identity, segment_ids)[1]
+        transition = run(_with_values(inputs, zeros, lambda given, x: x), identity, segment_ids)[1]
     entering = entering_state(transition, offset, state, segment_ids, matrix_product, axis)
     out, final = run(inputs, entering, segment_ids)
     return out, of_last(final, axis)
+
+
+def _with_values(inputs: Any, v: Array, joined: Callable[[Array, Array], Array]) -> Any:
+    """The inputs with `joined(values, v)` for values; a write gate of one number a value channel is 1 for `v`."""
+    changed: dict[str, Any] = {"v": joined(inputs.v, v)}
+    gates = getattr(inputs, "gates", None)
+    if gates is not None and gates.write is not None and gates.write.ndim == 4:
+        changed["gates"] = gates.with_write(joined(gates.write, jnp.ones_like(v, dtype=gates.write.dtype)))
+    return inputs._replace(**changed)
 
 
 def evaluate_decaying_rule(
@@ -276,7 +282,7 @@ def evaluate_decaying_rule(
 
 def _state_like(inputs: Any, initial_state: Array | None) -> Array:
     """The initial state, or zeros `[B, HV, K, V]`, in the dtype of states."""
-    dtype = accumulation_dtype(*inputs, initial_state)
+    dtype = accumulation_dtype(*jax.tree.leaves(inputs), initial_state)
     if initial_state is not None:
         return initial_state.astype(dtype)
     batch, _, value_heads, value_size = inputs.v.shape

@@ -34,7 +34,7 @@ def defer_writes(state: Array, token: DeltaRuleInputs, *, implementation: str | 
     is_large = state.size * state.dtype.itemsize >= LEAST_BYTES
     if state.dtype != jnp.float32 or not is_large or is_split(state) or current_axis() is not None:
         return state
-    if triton_unsupported("deferral_unsupported", x.q, x.k, x.v, x.erase, x.log_decay) is not None:
+    if triton_unsupported("deferral_unsupported", x.q, x.k, x.v, x.gates.erase, x.log_decay) is not None:
         return state
     key = x.k if x.write_key is None else x.write_key
     return state_without_writes(state, key.astype(jnp.result_type(x.q, x.k, x.v)), x.log_decay)
@@ -63,11 +63,19 @@ def deferred_token(
     Raises:
         NotImplementedError: there is more than one token.
     """
-    arrays = token.q, token.k, token.v, token.erase, token.log_decay
+    gates = token.gates
+    arrays = token.q, token.k, token.v, gates.erase, token.log_decay
     is_mosaic = implementation != "triton" and triton_unsupported("mosaic_deferral_unsupported", *arrays) is None
     backend = "mosaic" if is_mosaic else "triton"
+    named = {name: x for name, x in token._asdict().items() if name != "gates"}
     return triton_kernels().deferred_token(
-        **token._asdict(), deferred=state, scale=scale, online=online, backend=backend
+        **named,
+        erase=gates.erase,
+        write=gates.write,
+        deferred=state,
+        scale=scale,
+        online=online,
+        backend=backend,
     )
 
 

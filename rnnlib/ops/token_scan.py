@@ -40,7 +40,7 @@ def scan_rule(
     Returns:
         Output `[B, T, HV, V]` in `v`'s dtype and final state `[B, HV, K, V]` in float32 (float64 for float64 inputs).
     """
-    dtype = accumulation_dtype(*inputs, initial_state)
+    dtype = accumulation_dtype(*jax.tree.leaves(inputs), initial_state)
     batch, _, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), group_inputs(inputs))

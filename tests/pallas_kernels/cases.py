@@ -21,7 +21,7 @@ class Case:
     """A shape and which optional arguments are given, each `None`, `"scalar"` or `"channel"`.
 
     `shift` makes the decay milder: it is added to the logits whose log-sigmoid the log decay is. `gate_dtype` is of
-    erase and write gate; None is `dtype`. With `write="shared"` both gates are one, the erase gate, and some of its
+    erase and write gate; None is `dtype`. With `write="shared"` gates are tied, the erase gate is both, and some of its
     numbers are 0 or next to it.
     """
 
@@ -97,8 +97,12 @@ def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, jax.Array], jax.Ar
 
 def call_operator(module: Any, case: Case, arrays: dict[str, jax.Array], **options) -> tuple[jax.Array, jax.Array]:
     """The case's operator of a module."""
-    shared = {"write": arrays["erase"]} if case.write == SHARED else {}
-    return getattr(module, case.operator)(**arrays, **shared, **options)
+    if case.write == SHARED:
+        if module is ops:
+            arrays = {"beta" if name == "erase" else name: x for name, x in arrays.items()}
+        else:
+            options["tied_gates"] = True
+    return getattr(module, case.operator)(**arrays, **options)
 
 
 def scan(case: Case, arrays: dict[str, jax.Array], ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:

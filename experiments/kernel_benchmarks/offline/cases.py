@@ -112,7 +112,7 @@ def delta_rule(
     words += [*["one gate"] * one_gate, *[backend] * (backend != "triton")]
 
     def loss(x: Any) -> jax.Array:
-        return _total(run(**x, **({"write": x["erase"]} if one_gate else {})))
+        return _total(run(**x, **({"tied_gates": True} if one_gate else {})))
 
     return Case(" ".join(words), loss, x, differentiated=not one)
 

@@ -26,6 +26,7 @@ from pallas_kernels.delta_rule.triton.bwd_dh import Reversed
 from pallas_kernels.delta_rule.triton.bwd_dqkg import Saved, of_argument, reader_ratio
 from pallas_kernels.delta_rule.triton.bwd_dqkg_channel import EXTREME_WIDTH
 from pallas_kernels.delta_rule.triton.channel_decay import is_flat
+from pallas_kernels.delta_rule.triton.closed_gates import zero_closed
 from pallas_kernels.delta_rule.triton.fwd import has_decay
 from pallas_kernels.delta_rule.triton.split_sequence import SegmentMaps
 from pallas_kernels.delta_rule.triton.wy import Prepared, with_extreme
@@ -139,7 +140,8 @@ def argument_gradients(
     prepared: Prepared,
     schedule: Schedule,
     *,
-    shares_gate: bool,
+    gates: tuple[Array | None, Array | None],
+    tied_gates: bool,
     write_key_dtype: Any,
 ) -> Inputs:
     """Gradients of all token-wise arguments; see `bwd_dqkg.argument_gradients`."""
@@ -158,7 +160,7 @@ def argument_gradients(
         states=saved.states,
         d_states=saved.back.d_states,
         residuals=saved.residuals,
-        ratio=None if shares_gate else reader_ratio(erase, write),
+        ratio=None if tied_gates else reader_ratio(erase, write),
         erase=x.erase if is_channel_wise(x.erase) else None,
         log_decay=x.log_decay,
         starts=x.starts,
@@ -186,7 +188,7 @@ def argument_gradients(
     if has_channels:
         if erase is not None:  # in the first part, as the stage below has them
             d_erase = jnp.pad(d_erase[None], ((0, max(1, problem.key_size // EXTREME_WIDTH) - 1), *[(0, 0)] * 3))
-        of_extreme = schedule.pair_gradients, shares_gate, prepared.extreme
+        of_extreme = schedule.pair_gradients, tied_gates, prepared.extreme
         gradients = triton_gradients.argument_gradients(
             problem,
             x,
@@ -195,7 +197,8 @@ def argument_gradients(
             triton_gradients.gradients_of_pairs(problem, x, d_out, saved, *of_extreme),
             prepared,
             dataclasses.replace(schedule.gradients, mosaic=None),
-            shares_gate=shares_gate,
+            gates=gates,
+            tied_gates=tied_gates,
             write_key_dtype=write_key_dtype,
             others={**found, "d_erase": d_erase},
         )
@@ -203,8 +206,15 @@ def argument_gradients(
             gradient = getattr(gradients, name).astype(getattr(inputs, name).dtype)
             gradients = gradients._replace(**{name: gradient})
         return gradients
-    if shares_gate:
+    if tied_gates:
         d_erase, d_write = d_erase + d_write, None
+    d_v, d_k, d_write_key = zero_closed(
+        problem,
+        *gates,
+        saved.back.d_v,
+        found["d_k"],
+        found["d_write_key"],
+    )
     d_log_decay = by_token("d_log_decay")
     if d_log_decay is not None:
         flat = is_flat(x.log_decay, None)  # type: ignore[arg-type]
@@ -212,9 +222,9 @@ def argument_gradients(
         d_log_decay = jnp.where(flat, 0.0, d_log_decay)
     return Inputs(
         q=summed(found["d_q"], x.q),  # type: ignore[arg-type]
-        k=summed(found["d_k"], x.k),  # type: ignore[arg-type]
-        v=saved.back.d_v,
-        write_key=summed(found["d_write_key"], x.write_key, write_key_dtype),
+        k=summed(d_k, x.k),  # type: ignore[arg-type]
+        v=d_v,
+        write_key=summed(d_write_key, x.write_key, write_key_dtype),
         erase=summed(d_erase, x.erase),
         write=summed(d_write, x.write),
         log_decay=summed(d_log_decay, x.log_decay),

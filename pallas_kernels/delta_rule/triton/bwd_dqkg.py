@@ -40,6 +40,7 @@ from pallas_kernels.delta_rule.triton.bwd_dqkg_channel import (
     extreme_channel_gradients,
 )
 from pallas_kernels.delta_rule.triton.channel_decay import is_flat
+from pallas_kernels.delta_rule.triton.closed_gates import zero_closed
 from pallas_kernels.delta_rule.triton.wy import Prepared, erase_key, load_chunk_decay, load_wide
 
 
@@ -78,9 +79,9 @@ def _is_row(gate: Any) -> bool:
     return gate is not None and len(gate.shape) == 1
 
 
-def _reader_ratio(r, shares_gate: bool) -> Any:
+def _reader_ratio(r, tied_gates: bool) -> Any:
     """`reader_ratio` of a chunk's gates; None where nothing is left to do since both gates are one."""
-    if shares_gate:
+    if tied_gates:
         return None
     return reader_ratio(load_wide(r.erase) if _is_row(r.erase) else None, load_wide(r.gate))
 
@@ -106,9 +107,9 @@ def _scale_rows(x: Any, rows: Any) -> Any:
     return x if rows is None else rows[:, None] * x
 
 
-def _pairs_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
+def _pairs_kernel(r, *, problem: Problem, block: int, tied_gates: bool):
     def store():
-        _store_pairs(r, problem, block, shares_gate)
+        _store_pairs(r, problem, block, tied_gates)
 
     if r.extreme is None:
         store()
@@ -116,7 +117,7 @@ def _pairs_kernel(r, *, problem: Problem, block: int, shares_gate: bool):
         pl.when(r.extreme[...] != 0)(store)
 
 
-def _store_pairs(r, problem: Problem, block: int, shares_gate: bool):
+def _store_pairs(r, problem: Problem, block: int, tied_gates: bool):
     def terms(part):
         residual = r.residuals[part, :]
         d_scores = dot(r.d_out[:, part], residual)
@@ -131,11 +132,11 @@ def _store_pairs(r, problem: Problem, block: int, shares_gate: bool):
         r.d_own[...] = diagonal(d_scores, axis=1)
     r.d_scores[...] = weigh_pairs(d_scores, decay, strict=r.d_own is not None).astype(r.d_scores.dtype)
     for d_erased in rest:
-        d_erased = _scale_rows(-d_erased, _reader_ratio(r, shares_gate))
+        d_erased = _scale_rows(-d_erased, _reader_ratio(r, tied_gates))
         r.d_erased[...] = weigh_pairs(d_erased, decay, strict=True).astype(r.d_erased.dtype)
 
 
-def _state_products(r, problem: Problem, block: int, shares_gate: bool) -> StateProducts:
+def _state_products(r, problem: Problem, block: int, tied_gates: bool) -> StateProducts:
     def terms(part):
         state, d_state, d_out = r.states[part, :], r.d_states[part, :], r.d_out[:, part]
         return StateProducts(
@@ -158,18 +159,18 @@ def _state_products(r, problem: Problem, block: int, shares_gate: bool) -> State
     if result.kept is not None and are_operands:
         result = result._replace(kept=diagonal(result.kept, axis=0))
     if problem.online:
-        result = result._replace(erased=_scale_rows(result.erased, _reader_ratio(r, shares_gate)))
+        result = result._replace(erased=_scale_rows(result.erased, _reader_ratio(r, tied_gates)))
     return result
 
 
-def _keys_kernel(r, *, problem: Problem, block: int, shares_gate: bool, of_extreme: bool = False):
+def _keys_kernel(r, *, problem: Problem, block: int, tied_gates: bool, of_extreme: bool = False):
     if r.log_decay is None or len(r.log_decay.shape) == 1:
-        _store_key_side(r, problem, block, shares_gate)
+        _store_key_side(r, problem, block, tied_gates)
         return
     last_token = problem.last_token(pl.program_id(1))
 
     def store(find):
-        d_erased, d_key = find(r, problem, last_token, lambda: _state_products(r, problem, block, shares_gate))
+        d_erased, d_key = find(r, problem, last_token, lambda: _state_products(r, problem, block, tied_gates))
         _store_key_gradients(r, load_again(r.k), load_wide(r.erase), d_erased, d_key)
 
     if of_extreme:
@@ -178,12 +179,12 @@ def _keys_kernel(r, *, problem: Problem, block: int, shares_gate: bool, of_extre
         pl.when(r.extreme[...] == 0)(lambda: store(channel_gradients))
 
 
-def _store_key_side(r, problem: Problem, block: int, shares_gate: bool):
+def _store_key_side(r, problem: Problem, block: int, tied_gates: bool):
     """Gradients of queries, keys, erase gate and log decay."""
     q, k, erase = r.q[...], r.k[...], load_wide(r.erase)
     key = k if r.write_key is None else r.write_key[...]
     decay = load_chunk_decay(r)
-    sums = _state_products(r, problem, block, shares_gate)
+    sums = _state_products(r, problem, block, tied_gates)
     readers, scores = [q], [r.d_scores[...]]
     if problem.online:
         readers.append(k if _is_row(erase) else erase_key(k, erase))
@@ -267,7 +268,7 @@ def gradients_of_pairs(
     d_out: Array,
     saved: Saved,
     launch: Launch,
-    shares_gate: bool = False,
+    tied_gates: bool = False,
     extreme: Array | None = None,
 ) -> PairGradients:
     """DP and dT of each chunk, `[B, HV, N, C, C]`; with `extreme` only where it is not zero."""
@@ -290,8 +291,8 @@ def gradients_of_pairs(
         "delta_pair_gradients",
         p.chunk_grid,
         {
-            "erase": None if is_channel_wise(x.erase) or shares_gate else token(x.erase),
-            "gate": None if is_channel_wise(x.write) or shares_gate else token(x.write),
+            "erase": None if is_channel_wise(x.erase) or tied_gates else token(x.erase),
+            "gate": None if is_channel_wise(x.write) or tied_gates else token(x.write),
             "log_decay": token(x.log_decay) if x.log_decay is not None and x.log_decay.ndim == 3 else None,
             "starts": p.of_position(x.starts, at),
             "d_out": token(d_out),
@@ -307,7 +308,7 @@ def gradients_of_pairs(
         launch,
         problem=p,
         block=min(launch.inner, p.value_size),
-        shares_gate=shares_gate,
+        tied_gates=tied_gates,
     )
     return PairGradients(**results)  # type: ignore[arg-type]
 
@@ -327,7 +328,8 @@ def argument_gradients(
     pairs: PairGradients,
     prepared: Prepared,
     launch: Launch,
-    shares_gate: bool = False,
+    gates: tuple[Array | None, Array | None] = (None, None),
+    tied_gates: bool = False,
     write_key_dtype: Any = None,
     others: dict[str, Array | None] | None = None,
 ) -> Inputs:
@@ -341,7 +343,8 @@ def argument_gradients(
         pairs: gradients of the pairs' matrices.
         prepared: the first stage's results.
         launch: compilation; `block` is the width of a block of key channels.
-        shares_gate: whether the write gate is the erase gate, whose gradient then has both parts.
+        gates: erase and write gate as they are given, for gradients that are exactly 0 where a gate is.
+        tied_gates: whether the write gate is the erase gate, whose gradient then has both parts.
         write_key_dtype: of the write key's gradient; None is the write key's.
         others: under a channel-wise decay, gradients by value head of all chunks that are not extreme, by `d_` and the
             argument's name; None to find them here. Of an erase gate of one number a token there is a part for each
@@ -357,7 +360,7 @@ def argument_gradients(
     is_channel_side = is_channel_wise(x.log_decay)
     width = min(launch.block, p.key_size)
     finest = min(width, EXTREME_WIDTH) if is_channel_side else width
-    shares_parts = finest < p.key_size or shares_gate
+    shares_parts = finest < p.key_size or tied_gates
 
     def arrays(width: int) -> tuple[dict[str, Operand | None], dict[str, Operand | None], tuple[int, int, int]]:
         """What a kernel that takes blocks of `width` key channels reads and writes, and its grid."""
@@ -418,7 +421,7 @@ def argument_gradients(
             "k": token(x.k),
             "write_key": token(x.write_key),
             "erase": token(x.erase),
-            "gate": None if is_channel_wise(x.write) or shares_gate else token(x.write),
+            "gate": None if is_channel_wise(x.write) or tied_gates else token(x.write),
             "log_decay": token(x.log_decay),
             "starts": p.of_position(x.starts, at_key),
             "d_out": token(d_out, at_value, p.value_size),
@@ -435,7 +438,7 @@ def argument_gradients(
             given["extreme"] = of_chunk(prepared.extreme)
         return given, outputs, (p.value_heads, p.chunks, p.batch * key_blocks)
 
-    static: dict[str, Any] = {"problem": p, "block": min(launch.inner, p.value_size), "shares_gate": shares_gate}
+    static: dict[str, Any] = {"problem": p, "block": min(launch.inner, p.value_size), "tied_gates": tied_gates}
     operands, outputs, grid = arrays(width)
     results = others or call(_keys_kernel, "delta_gradients", grid, operands, outputs, launch, **static)
     if is_channel_side:
@@ -449,7 +452,10 @@ def argument_gradients(
         results = call(
             _keys_kernel, "delta_gradients_extreme", grid, operands, outputs, launch, updates=updates, **static
         )
-    results["d_write"] = None if shares_gate else d_write
+    results["d_write"] = None if tied_gates else d_write
+    d_v, results["d_k"], results["d_write_key"] = zero_closed(
+        p, *gates, saved.back.d_v, results["d_k"], results["d_write_key"]
+    )
 
     def summed(name: str, like: Any) -> Array | None:
         """Adds up the parts of key blocks and of the value heads that share a key head."""
@@ -458,10 +464,10 @@ def argument_gradients(
             return None
         if name in ("erase", "log_decay") and like.ndim == 3:
             part = jnp.sum(part, axis=0) if part.shape[0] > 1 else part[0]
-            if name == "erase" and shares_gate:
+            if name == "erase" and tied_gates:
                 part = jnp.add(part, d_write)  # type: ignore[arg-type]
         return of_argument(p, part, like)
 
     names = ("q", "k", "write_key", "erase", "write", "log_decay")
     given = x._replace(write_key=write_key)
-    return Inputs(v=saved.back.d_v, **{name: summed(name, getattr(given, name)) for name in names})  # type: ignore[arg-type]
+    return Inputs(v=d_v, **{name: summed(name, getattr(given, name)) for name in names})  # type: ignore[arg-type]

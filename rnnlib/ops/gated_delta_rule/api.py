@@ -7,11 +7,12 @@ from typing import Any
 from jax import Array
 from jaxtyping import Float, Int
 
-from rnnlib.ops.arguments import check_rule, check_shape, choose_implementation, floating_arrays, scaled_queries
+from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
 from rnnlib.ops.context_parallel import current_axis, evaluate_erasing_rule
 from rnnlib.ops.gated_delta_rule.pallas import gated_delta_rule_triton
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs, gated_delta_rule_scan
 from rnnlib.ops.gated_delta_rule.xla_chunked import gated_delta_rule_chunked
+from rnnlib.ops.gates import resolve_gates
 from rnnlib.ops.kernels import triton_unsupported
 from rnnlib.ops.sharding import split_over_mesh
 
@@ -54,7 +55,8 @@ def gated_delta_rule(
         q: queries.
         k: read keys. Transitions are stable for `0 <= erase * (k . write_key) <= 2`: normalise keys or scale gates.
         v: values. Value heads HV are a multiple of key heads H: value head `j` uses key head `j // (HV // H)`.
-        beta: short for `erase = write = beta`.
+        beta: one gate that both erases and writes; kernels load it once and round its gradient once. Gates that
+            happen to be equal, as in `erase=g, write=g`, are two.
         erase: gate on the read key, one per head or per key channel; None is 1.
         write: gate on the value, one per head or per value channel; None is 1.
         write_key: the key that is written; None is `k`. Its gradient has its dtype: a float32 write key beside bfloat16
@@ -95,31 +97,27 @@ def gated_delta_rule(
     )
     gates = {"erase": erase, "write": write, "log_decay": log_decay}
     check_rule(_NAME, q, k, v, gates, {"write_key": write_key}, initial_state, segment_ids, chunk_size)
-    if beta is not None:
-        if erase is not None or write is not None:
-            given = "erase" if erase is not None else "write"
-            raise ValueError(f"{_NAME}: beta is short for erase = write = beta, so it can't be given with {given}")
-        check_shape(_NAME, "beta", beta, v.shape[:3], axes="[B, T, HV]")
-        erase = write = beta
+    resolved = resolve_gates(_NAME, beta, erase, write, v.shape[:3])
     q, scale = scaled_queries(_NAME, q, scale)
 
     options: dict[str, Any] = {"scale": scale, "chunk_size": chunk_size}
-    shares_gate = write is not None and write is erase
     implementations: dict[str, Callable[..., tuple[Array, Array]]] = {
         "scan": functools.partial(gated_delta_rule_scan, scale=scale),
         "chunked": functools.partial(gated_delta_rule_chunked, **options),
-        "triton": functools.partial(gated_delta_rule_triton, shares_gate=shares_gate, **options),
-        "mosaic": functools.partial(gated_delta_rule_triton, shares_gate=shares_gate, backend="mosaic", **options),
+        "triton": functools.partial(gated_delta_rule_triton, **options),
+        "mosaic": functools.partial(gated_delta_rule_triton, backend="mosaic", **options),
     }
     run = choose_implementation(
         _NAME,
         implementation,
         implementations,
         q.shape[1],
-        triton=lambda: triton_unsupported("unsupported", q, k, v, erase, log_decay, chunk_size=chunk_size),
-        mosaic=lambda: triton_unsupported("mosaic_unsupported", q, k, v, erase, log_decay, chunk_size=chunk_size),
+        triton=lambda: triton_unsupported("unsupported", q, k, v, resolved.erase, log_decay, chunk_size=chunk_size),
+        mosaic=lambda: triton_unsupported(
+            "mosaic_unsupported", q, k, v, resolved.erase, log_decay, chunk_size=chunk_size
+        ),
     )
-    inputs = DeltaRuleInputs(q, k, v, erase, write, write_key, log_decay)
+    inputs = DeltaRuleInputs(q, k, v, resolved, write_key, log_decay)
     axis = current_axis()
     if axis is None:
         return run(inputs, initial_state, segment_ids)

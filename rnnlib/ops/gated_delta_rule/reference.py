@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from rnnlib.ops.gates import Gates
 from rnnlib.ops.token_scan import read_state, scan_rule
 
 
@@ -16,8 +17,7 @@ class DeltaRuleInputs(NamedTuple):
         q: `[B, T, H, K]`.
         k: `[B, T, H, K]`, the read key.
         v: `[B, T, HV, V]`.
-        erase: None (1), `[B, T, HV]` or `[B, T, HV, K]`.
-        write: None (1), `[B, T, HV]` or `[B, T, HV, V]`.
+        gates: erase and write gate.
         write_key: None (the read key), `[B, T, H, K]` or `[B, T, HV, K]`.
         log_decay: None (no decay), `[B, T, HV]` or `[B, T, HV, K]`.
     """
@@ -25,8 +25,7 @@ class DeltaRuleInputs(NamedTuple):
     q: Array
     k: Array
     v: Array
-    erase: Array | None
-    write: Array | None
+    gates: Gates
     write_key: Array | None
     log_decay: Array | None
 
@@ -35,8 +34,8 @@ def delta_rule_step(state: Array, t: DeltaRuleInputs) -> tuple[Array, Array]:
     """One token of the recurrence that `rnnlib.ops.gated_delta_rule` states."""
     if t.log_decay is not None:
         state = jnp.exp(t.log_decay)[..., None] * state
-    erased = t.k if t.erase is None else t.erase * t.k
-    written = t.v if t.write is None else t.write * t.v
+    erased = t.k if t.gates.erase is None else t.gates.erase * t.k
+    written = t.v if t.gates.write is None else t.gates.write * t.v
     write_key = t.k if t.write_key is None else t.write_key
     residual = written - read_state(state, erased)
     state = state + write_key[..., None] * residual[..., None, :]

@@ -30,8 +30,8 @@ def delta_rule_factors(inputs: DeltaRuleInputs, starts: Array | None, *, scale: 
     c = chunk.split_tokens(chunk.group_tokens(inputs, starts), size)
 
     # Rows are tokens of a chunk: [N, B, H, R, C, K or V].
-    e = c.k if c.erase is None else c.erase * c.k
-    z = c.v if c.write is None else c.write * c.v
+    e = c.k if c.gates.erase is None else c.gates.erase * c.k
+    z = c.v if c.gates.write is None else c.gates.write * c.v
     write_key = c.k if c.write_key is None else c.write_key
     q = scale * c.q
     if c.log_decay is None:

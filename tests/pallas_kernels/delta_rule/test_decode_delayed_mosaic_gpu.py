@@ -18,6 +18,7 @@ from rnnlib import ops
 from rnnlib.layers import mixer_preset
 from rnnlib.ops import deferred_writes
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
+from rnnlib.ops.gates import Gates
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, SHARED, Case, relative_error
 from tests.pallas_kernels.delta_rule.test_decode_delayed import HALF, LARGE, first_deferred, tokens_and_state
@@ -149,7 +150,7 @@ def test_layers_on_a_hopper_card_take_it_and_share_it(implementation, channels, 
 @pytest.mark.parametrize("check_vma, kernels", [(True, 0), (False, 1)])
 def test_inside_shard_map_that_checks_what_varies_the_other_kernel_serves(check_vma, kernels):
     def tokens(state, q, gate):
-        token = DeltaRuleInputs(q, q, q, gate, gate, None, -gate)
+        token = DeltaRuleInputs(q, q, q, Gates(gate, gate), None, -gate)
         deferred = defer_writes(state, q, gate)
         out, deferred = deferred_writes.deferred_token(token, deferred, scale=None)
         return out, deferred_writes.settle_writes(deferred)
