@@ -214,8 +214,8 @@ def test_one_chunk_in_bfloat16():
     assert all(error < 1e-2 for error in found.values()), found
 
 
-@pytest.mark.parametrize("shares_gate", mostly_slow([False, True], [True]))
-def test_gates_of_zero_and_next_to_zero(shares_gate):
+@pytest.mark.parametrize("tied", mostly_slow([False, True], [True]))
+def test_gates_of_zero_and_next_to_zero(tied):
     """Gradients are divided by the write gate, which must not show where it is zero."""
     arrays, _ = make_inputs(Case((1, 64, 1, 1, 16, 16)))
     tokens = jnp.arange(64)
@@ -225,7 +225,7 @@ def test_gates_of_zero_and_next_to_zero(shares_gate):
 
     def gradients(implementation):
         def loss(arrays, erase, write):
-            gates = {"beta": write} if shares_gate else {"erase": erase, "write": write}
+            gates = {"beta": write} if tied else {"erase": erase, "write": write}
             return jnp.sum(ops.gated_delta_rule(**arrays, **gates, implementation=implementation)[0] * weights)
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(arrays, gate, gate)
