@@ -11,7 +11,7 @@ from experiments.decoding.__main__ import main as decoding
 from experiments.harness.command import errors_as_lines
 from experiments.harness.study import SETTINGS, Setting
 from experiments.kernel_benchmarks.__main__ import main as kernel_benchmarks
-from experiments.language_modelling.__main__ import main as language_modelling
+from experiments.language_modelling.command import main as language_modelling
 from experiments.language_modelling.study import SETTINGS as LANGUAGE_SETTINGS
 from experiments.ridge_benchmark.__main__ import main as ridge_benchmark
 from experiments.several_gpus.__main__ import main as several_gpus
@@ -29,6 +29,7 @@ STUDIES = (
     "ablations",
     "axis_combinations",
     "regbench_mad",
+    "recall",
 )
 
 
@@ -56,7 +57,8 @@ def main() -> None:
             throughput(["--report-only", "--setting", setting])
             decoding(["--report-only", "--setting", setting])
         for language_setting in LANGUAGE_SETTINGS:
-            language_modelling(["--report-only", "--setting", language_setting])
+            language_modelling("language_modelling", ["--report-only", "--setting", language_setting])
+        language_modelling("long_context", ["--report-only", "--setting", "real"])
         several_gpus(["--setting", "real", "--report-only"])
         cpu_benchmark()
         kernel_benchmarks(["--from-json"])

@@ -11,7 +11,7 @@ import tyro
 
 from experiments.harness.command import errors_as_lines
 from experiments.harness.jobs import Job
-from experiments.harness.tables import EXPERIMENTS
+from experiments.harness.tables import EXPERIMENTS, add_rows, read_table, table_path
 from experiments.queue.bundle import fold, tail, unpack, write_bundle
 from experiments.queue.order import ORDER, Entry
 from experiments.queue.scheduler import Ended, run_jobs
@@ -85,7 +85,10 @@ def work_through(options: Options) -> int:
     until = None if options.minutes is None else time.time() + 60 * options.minutes
     tables = options.work / "tables"
     unpack(options.out, tables)
-    jobs = [job for e in entries(options.studies) for job in e.jobs(e.study, e.setting, [EXPERIMENTS, tables])]
+    asked = entries(options.studies)
+    for entry in asked:  # the commands look there for what is done
+        add_rows(table_path(entry.study, entry.setting, tables), read_table(table_path(entry.study, entry.setting)))
+    jobs = [job for entry in asked for job in entry.jobs(entry.study, entry.setting, [tables])]
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "log.txt"
     begin = time.time()
@@ -98,7 +101,7 @@ def work_through(options: Options) -> int:
             file.write(shown + "\n")
 
     def ended(result: Ended) -> None:
-        write_bundle(tables, options.out)
+        write_bundle(tables, options.out, EXPERIMENTS)
         with log.open("a") as file:
             file.write(tail(result.log))
         if result.code not in (0, 130):

@@ -13,11 +13,12 @@ MAX_FILES = 7
 _TAIL = 40
 
 
-def write_bundle(tables: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
-    """Writes the rows of all tables under a folder into a few files.
+def write_bundle(tables: pathlib.Path, out: pathlib.Path, known: pathlib.Path) -> list[pathlib.Path]:
+    """Writes the new rows of all tables under a folder into a few files.
 
     Args:
         tables: a folder of studies' folders, as `--output` of a study's command.
+        known: likewise, with the rows that are not new.
         out: where `results-1.jsonl` and perhaps more go.
 
     Raises:
@@ -26,7 +27,10 @@ def write_bundle(tables: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
     parts: list[list[str]] = [[]]
     size = 0
     for path in sorted(tables.glob("*/results/*.jsonl")):
+        old = {row["id"]: row for row in read_table(known / path.relative_to(tables))}
         for row in read_table(path):
+            if old.get(row["id"]) == row:
+                continue
             line = json.dumps(row) + "\n"
             if size + len(line) > MAX_BYTES:
                 parts.append([])

@@ -32,5 +32,8 @@ class Entry:
         return f"{self.study}/{self.setting}"
 
 
-ORDER = (Entry("long_context", "real", language_jobs, "do models use what is further back than they were trained to?"),)
+ORDER = (
+    Entry("long_context", "real", language_jobs, "do models use what is further back than they were trained to?"),
+    Entry("recall", "real", sweep_jobs, "which rule learns recall, how often, at a rate that other seeds chose?"),
+)
 """From first to last."""

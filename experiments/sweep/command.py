@@ -13,6 +13,7 @@ from experiments.harness.environment import command_line, environment
 from experiments.harness.jobs import Job
 from experiments.harness.study import Setting, pick, unmatched
 from experiments.harness.tables import table_path
+from experiments.sweep.outcomes import wanted
 from experiments.sweep.results import read_runs
 from experiments.sweep.study import Study
 
@@ -106,14 +107,12 @@ def jobs(name: str, setting: str, outputs: Sequence[pathlib.Path]) -> list[Job]:
     found = []
     for cell in study.cells:
         for mixer in study.mixers:
-            done = {lane for path in tables for lane in read_runs(path, mixer, cell)}
-            lanes = [lane for lane in study.lanes(cell) if lane not in done]
-            if not lanes:
+            done = {lane: row for path in tables for lane, row in read_runs(path, mixer, cell).items()}
+            left = sum(lane not in done for lane in wanted(study, cell, done))
+            if not left:
                 continue
-            rates, seeds = sorted({lane.learning_rate for lane in lanes}), sorted({lane.seed for lane in lanes})
-            arguments = ["--setting", setting, "--cells", cell.name, "--mixers", mixer.label]
-            arguments += ["--rates", *(f"{rate:g}" for rate in rates), "--seeds", *map(str, seeds)]
-            seconds = study.seconds_of_a_run * len(lanes) * cell.steps / max(cell.steps for cell in study.cells)
+            arguments = ["--setting", setting, "--cells", cell.name, "--mixers", mixer.label, "--data-workers", "4"]
+            seconds = study.seconds_of_a_run * left * cell.steps / max(cell.steps for cell in study.cells)
             found.append(Job(name, setting, f"{cell.name}, {mixer.label}", tuple(arguments), seconds))
     return found
 
@@ -132,16 +131,18 @@ def run(names: Sequence[str], options: SweepOptions, console: Console, *, module
     finished = True
     adopt_results([(study, path) for study, _, path in studies])
     if not options.report_only:
-        finished = run_studies(
-            [(study, path) for study, _, path in studies],
-            environment=environment(command_line(module), options.commit),
-            console=console,
-            data_workers=options.data_workers,
-            compile_workers=options.compile_workers,
-            seconds=options.seconds,
-            exclusive=options.exclusive,
-            work=options.work,
-        )
+        where = environment(command_line(module), options.commit)
+        for _ in range(2):  # the seeds that report come when those that choose are done
+            finished = run_studies(
+                [(study, path) for study, _, path in studies],
+                environment=where,
+                console=console,
+                data_workers=options.data_workers,
+                compile_workers=options.compile_workers,
+                seconds=options.seconds,
+                exclusive=options.exclusive,
+                work=options.work,
+            )
     if not options.train_only:
         for study, folder, path in studies:
             text = write_report(study, folder, path, readme=options.is_whole)

@@ -1,8 +1,9 @@
-"""A study's figure: accuracy over test lengths as lines with the spread over seeds, over sizes as tiles, or as bars."""
+"""A study's figure: every seed over test lengths as lines, over sizes as tiles, or as bars."""
 
 import dataclasses
 import itertools
 import pathlib
+import statistics
 from typing import Any
 
 import numpy as np
@@ -62,23 +63,24 @@ class _Picture:
             1, len(axes), figsize=size, squeeze=False, layout="constrained", sharey=True, width_ratios=widths
         )
         for panel, (name, cells) in zip(panel_row.flat, axes):
-            means = np.full((len(self.labels), len(cells)), np.nan)
+            medians = np.full((len(self.labels), len(cells)), np.nan)
             for (row, label), (column, cell) in itertools.product(enumerate(self.labels), enumerate(cells.values())):
                 outcome = self.found.get((label, cell))
                 if outcome is None:
                     panel.text(column, row, "not run", ha="center", va="center", fontsize=6, color="grey")
                     continue
-                mean, spread = (f(self.study.metric, tests[cell]) for f in (outcome.mean, outcome.spread))
-                means[row, column] = mean
-                text = f"{mean:.0f}" if spread < 0.5 else f"{mean:.0f} ± {spread:.0f}"
-                color = "white" if mean < 60 else "black"
+                middle = statistics.median(outcome.values(self.study.metric, tests[cell]))
+                medians[row, column] = middle
+                solved, of = outcome.solved
+                text = f"{middle:.0f}" + (f"  ({solved}/{of})" if 0 < solved < of else "")
+                color = "white" if middle < 60 else "black"
                 panel.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
-            image = panel.imshow(means, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+            image = panel.imshow(medians, cmap="viridis", vmin=0, vmax=100, aspect="auto")
             panel.set_xticks(range(len(cells)), [str(size) for size in cells], fontsize=8)
             panel.set_yticks(range(len(self.labels)), self.labels, fontsize=8)
             panel.tick_params(length=0)
             panel.set_xlabel(name, fontsize=9)
-        drawing.colorbar(image, ax=panel_row, label="test accuracy, %: mean ± standard deviation over seeds")
+        drawing.colorbar(image, ax=panel_row, label="test accuracy, %: median of seeds (solved, where not all or none)")
         return drawing
 
     def over_lengths(self) -> Any:
@@ -93,7 +95,7 @@ class _Picture:
         return drawing
 
     def bars(self) -> Any:
-        """Accuracy at the longest test, a panel for each cell and test: the mean as a bar, each seed as a dot."""
+        """Accuracy at the longest test, a panel for each cell and test: each seed as a dot, the median as a bar."""
         drawing, panel_rows = self._panels(1 + 0.26 * len(self.labels))
         for panel, group in zip(panel_rows.flat, self.groups):
             length, test = list(group.tests.items())[-1]
@@ -103,12 +105,12 @@ class _Picture:
                     panel.text(1, i, "not run", va="center", fontsize=7, color="grey")
                     continue
                 values = rows[label].values(self.study.metric, test)
-                panel.barh(i, rows[label].mean(self.study.metric, test), color=self.colors[label], alpha=0.7)
+                panel.barh(i, statistics.median(values), color=self.colors[label], alpha=0.5)
                 panel.plot(values, [i] * len(values), "o", color="black", markersize=3, clip_on=False)
             panel.set_yticks(range(len(self.labels)), self.labels, fontsize=8)
             panel.set_ylim(len(self.labels) - 0.4, -0.6)
             panel.set_xlim(0, 103)
-            panel.set_xlabel(f"test accuracy at T={length}, %: mean, and a dot for each seed", fontsize=8)
+            panel.set_xlabel(f"test accuracy at T={length}, %: a dot for each seed, a bar to the median", fontsize=8)
             panel.grid(alpha=0.3, axis="x")
             self._chance(group, panel.axvline)
         return drawing
@@ -131,25 +133,13 @@ class _Picture:
         return {label: self.found[key] for label, key in keys.items() if key in self.found}
 
     def _line(self, panel: Any, label: str, outcome: Outcome, tests: dict[int, str]) -> None:
-        """A mixer's mean and spread over the lengths of tests."""
-        metric = self.study.metric
-        means = [outcome.mean(metric, test) for test in tests.values()]
-        spreads = [outcome.spread(metric, test) for test in tests.values()]
-        low = [min(spread, mean) for mean, spread in zip(means, spreads)]
-        high = [min(spread, 100 - mean) for mean, spread in zip(means, spreads)]
+        """A mixer's seeds over the lengths of tests, thin, and their median."""
+        seeds = np.array([outcome.values(self.study.metric, test) for test in tests.values()])
         paired = any(other.label == label + _NEGATIVE for other in self.study.mixers)
-        panel.errorbar(
-            list(tests),
-            means,
-            (low, high),
-            label=label,
-            color=self.colors[label],
-            marker=self.markers[label],
-            linestyle="--" if paired else "-",
-            markersize=4,
-            linewidth=1.2,
-            capsize=2,
-        )
+        style: dict[str, Any] = {"color": self.colors[label], "linestyle": "--" if paired else "-"}
+        panel.plot(list(tests), seeds, linewidth=0.6, alpha=0.6, **style)
+        middle = np.median(seeds, axis=1)
+        panel.plot(list(tests), middle, label=label, marker=self.markers[label], markersize=4, linewidth=1.4, **style)
         panel.set_ylim(-3, 103)
         panel.grid(alpha=0.3)
 

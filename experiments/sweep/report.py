@@ -3,7 +3,7 @@
 import pathlib
 
 from experiments.harness.page import write_between_marks
-from experiments.sweep.outcomes import SOLVED, Outcome, Panel, outcomes, panels
+from experiments.sweep.outcomes import BIMODAL, MOST_TOLD, SOLVED, Outcome, Panel, outcomes, panels
 from experiments.sweep.pictures import figure
 from experiments.sweep.study import Cell, Study
 
@@ -11,9 +11,9 @@ MOST_COLUMNS = 15  # of results, in one table
 
 
 def table(study: Study, path: pathlib.Path) -> str:
-    """Markdown: mean and standard deviation over seeds of test accuracy, percent; then what it rests on.
+    """Markdown: test accuracy over seeds, percent; then what it rests on.
 
-    One table, or one for each cell and test where that would be too wide. One seed has no deviation, and none is shown.
+    One table, or one for each cell and test where that would be too wide.
     """
     found = outcomes(study, path)
     cells = [cell for cell in study.cells if any(name == cell.name for _, name in found)]
@@ -31,15 +31,15 @@ def _part(study: Study, found: dict[tuple[str, str], Outcome], groups: list[Pane
     for group in groups:
         several = len(group.tests) > 1
         head += [f"{group.title}, T={length}" if several else group.title for length in group.tests]
-        head += ["solved"] * group.last
+        head += ["solved; at all rates"] * group.last
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for mixer in study.mixers:
         row = [mixer.label]
         for group in groups:
             outcome = found.get((mixer.label, group.cell.name))
-            row += ["" if outcome is None else _number(outcome, study, test) for test in group.tests.values()]
+            row += ["" if outcome is None else outcome.told(study.metric, test) for test in group.tests.values()]
             if group.last:
-                row.append("" if outcome is None else outcome.solved)
+                row.append("" if outcome is None else "{}/{}; {}/{}".format(*outcome.solved, *outcome.tried))
         if any(row[1:]):
             lines.append("| " + " | ".join(row) + " |")
     for name in dict.fromkeys(row[0] for row in study.paper):
@@ -53,25 +53,23 @@ def _part(study: Study, found: dict[tuple[str, str], Outcome], groups: list[Pane
     return "\n".join(lines)
 
 
-def _number(outcome: Outcome, study: Study, test: str) -> str:
-    mean = f"{outcome.mean(study.metric, test):.1f}"
-    return mean if len(outcome.runs) == 1 else f"{mean} ± {outcome.spread(study.metric, test):.1f}"
-
-
 def _foundation(study: Study, cells: list[Cell], found: dict[tuple[str, str], Outcome]) -> str:
     kind = "answer tokens" if study.metric == "token_accuracy" else "whole answers"
-    count = len(study.seeds)
-    numbers = "one seed" if count == 1 else f"mean ± standard deviation over {count} seeds"
+    count = len(study.report_seeds or study.seeds)
+    apart = "each of them" if count <= MOST_TOLD else "median and ends"
+    numbers = "one seed" if count == 1 else f"mean ± standard deviation of {count} seeds, or {apart} where they lie "
+    numbers += "" if count == 1 else f"more than {BIMODAL:.0f} apart"
+    chooser = "seeds that are not reported" if study.report_seeds else "the other seeds" if count > 1 else "it"
     environments = [run["environment"] for outcome in found.values() for run in outcome.runs]
     devices = ", ".join(sorted({e["device"] for e in environments}))
     versions = ", ".join(sorted({f"jax {e['packages']['jax']}, flax {e['packages']['flax']}" for e in environments}))
     dates = sorted({e["date"][:10] for e in environments})
     commits = ", ".join(sorted({e["commit"][:7] for e in environments}))
     lines = [
-        f"Test accuracy of {kind}, percent: {numbers}, at the learning rate "
-        f"with the best mean validation accuracy. Solved: runs of all rates and seeds with at least {SOLVED:.0%} "
-        f"in validation. Rows in italics are the papers' numbers. Device: {devices}; {versions}; commit {commits}; "
-        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+        f"Test accuracy of {kind}, percent: {numbers}; a seed's learning rate is the one that {chooser} have the best "
+        f"mean validation accuracy at. Solved: reported seeds with at least {SOLVED:.0%} in the test at the trained "
+        f"length; then runs of all rates and seeds with as much in validation. Italics are the papers' numbers. "
+        f"Device: {devices}; {versions}; commit {commits}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
         "",
         "| cell | width, layers, heads | steps x batch | training set | rates tried | chosen (* at the grid's edge) |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.harness.device import turn
 from experiments.harness.tables import Row, read_table
 from experiments.sweep.data import CellData, DataFactory
+from experiments.sweep.outcomes import wanted
 from experiments.sweep.results import RUN, read_runs, write_runs
 from experiments.sweep.saved import Saved
 from experiments.sweep.study import Group, Lane, Study, fingerprint
@@ -25,7 +26,7 @@ def missing_groups(study: Study, path: pathlib.Path) -> list[Group]:
     for cell in study.cells:
         for mixer in study.mixers:
             done = read_runs(path, mixer, cell)
-            lanes = [lane for lane in study.lanes(cell) if lane not in done]
+            lanes = [lane for lane in wanted(study, cell, done) if lane not in done]
             parts = -(-len(lanes) // cell.max_lanes)
             groups += [Group(mixer, cell, tuple(lanes[part::parts])) for part in range(parts)]
     return groups
@@ -44,7 +45,8 @@ def adopt_results(studies: Sequence[tuple[Study, pathlib.Path]]) -> None:
         for cell in study.cells:
             for mixer in study.mixers:
                 found = known.get(fingerprint(mixer, cell), {})
-                lanes = set(found) & set(study.lanes(cell)) - set(read_runs(path, mixer, cell))
+                done = read_runs(path, mixer, cell)
+                lanes = set(found) & set(wanted(study, cell, done)) - set(done)
                 if lanes:
                     runs = [{name: found[lane][name] for name in RUN if name in found[lane]} for lane in sorted(lanes)]
                     size = next(iter(found.values()))["num_parameters"]

@@ -153,6 +153,8 @@ class Study:
         cells: columns.
         learning_rates: tried for every mixer alike.
         seeds: of initial weights and of the order of examples.
+        report_seeds: trained at the rate that `seeds` choose, and reported in their place; () reports each of `seeds`
+            at the rate that the others choose.
         metric: what is reported and chosen by.
         figure: `"lengths"` draws accuracy over test lengths, one panel a cell; `"axes"` accuracy over the sizes of
             `axes`, one panel each; `"bars"` a bar for each mixer, one panel a cell.
@@ -174,6 +176,7 @@ class Study:
     chance: tuple[tuple[str, float], ...] = ()
     paper: tuple[tuple[str, str, int, float], ...] = ()
     seconds_of_a_run: float = 0.0
+    report_seeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for kind, names in (("mixers", [m.label for m in self.mixers]), ("cells", [c.name for c in self.cells])):
@@ -181,6 +184,8 @@ class Study:
                 raise ValueError(f"study {self.name!r}: {kind} must have different names; got {names}")
         if not (self.mixers and self.cells and self.learning_rates and self.seeds):
             raise ValueError(f"study {self.name!r}: mixers, cells, learning_rates and seeds must not be empty")
+        if set(self.seeds) & set(self.report_seeds):
+            raise ValueError(f"study {self.name!r}: seeds {self.seeds} choose, so none of them may be in report_seeds")
         if self.figure == "axes" and not self.axes:
             raise ValueError(f"study {self.name!r}: figure is 'axes', so axes must not be empty")
 
@@ -189,7 +194,7 @@ class Study:
         return cell.learning_rates or self.learning_rates
 
     def lanes(self, cell: Cell) -> tuple[Lane, ...]:
-        """All runs of a mixer in a cell."""
+        """All runs of a mixer in a cell that a rate is chosen from."""
         return tuple(Lane(rate, seed) for rate in self.rates(cell) for seed in self.seeds)
 
 

@@ -1,0 +1,1 @@
+"""Recall with seeds: ten that choose the learning rate, ten others that report."""
