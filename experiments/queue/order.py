@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from experiments.harness.jobs import Job
 from experiments.language_modelling.command import jobs as language_jobs
+from experiments.sweep.command import jobs as sweep_jobs
 
 Jobs = Callable[[str, str, Sequence[pathlib.Path]], list[Job]]
 

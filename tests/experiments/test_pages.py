@@ -16,7 +16,7 @@ from experiments.throughput.report import table as throughput_table
 from experiments.throughput.study import study as throughput_study
 
 CLAIMS = (EXPERIMENTS / "README.md").read_text()
-MEAN_AND_SPREAD = r"\d+\.\d ± \d+\.\d"
+MEAN_AND_SPREAD = r"\d+\.\d ± \d+\.\d|\d+(?: · \d+)+"  # or each seed
 BITS_PER_BYTE = r"(?<![\d.])[0-2]\.\d{3}(?![\d%M])"
 
 
@@ -36,7 +36,9 @@ def test_a_page_shows_what_the_results_say(name):
         begin, end = marks(setting)
         if begin in page:
             assert page.split(begin, 1)[1].split(end, 1)[0].lstrip("\n") == table(load_study(name, options), results)
-            assert f"figures/{setting}.png" in page and (folder / "figures" / f"{setting}.png").exists()
+            assert not results.exists() or (
+                f"figures/{setting}.png" in page and (folder / "figures" / f"{setting}.png").exists()
+            )
             shown += 1
     assert shown
 

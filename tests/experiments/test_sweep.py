@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import pathlib
+import re
 import signal
 import sys
 import threading
@@ -310,9 +311,27 @@ def test_the_learning_rate_is_chosen_on_validation_only(tmp_path):
     outcome = choose(STUDY, path, MIXER, CELL)
     assert outcome.learning_rate == 1e-3
     assert outcome.at_edge
-    assert outcome.mean("token_accuracy", "8") == pytest.approx(30.0)
-    assert outcome.spread("token_accuracy", "8") == pytest.approx(100 * np.std([0.2, 0.4], ddof=1))
-    assert "| linear | 30.0 ± 14.1 | 15.0 ± 7.1 | 2/4 |" in table(STUDY, path)
+    # Seed 0 stands at the rate that seed 1 chooses, and the other way around.
+    assert outcome.values("token_accuracy", "8") == pytest.approx([100.0, 40.0])
+    assert outcome.solved == (1, 2) and outcome.tried == (2, 4)
+    assert "| linear | 40 · 100 | 20 · 50 | 1/2; 2/4 |" in table(STUDY, path)
+
+
+def test_seeds_that_report_choose_nothing_and_come_after_those_that_choose(tmp_path):
+    path = tmp_path / "real.jsonl"
+    study = dataclasses.replace(STUDY, report_seeds=(2, 3))
+    assert {lane.seed for group in missing_groups(study, path) for lane in group.lanes} == {0, 1}
+    chosen_by = [_record(rate, seed, validation=rate, test=0.0) for rate in (1e-3, 1e-1) for seed in (0, 1)]
+    write_runs(path, study, MIXER, CELL, chosen_by, num_parameters=1)
+    (group,) = missing_groups(study, path)
+    assert group.lanes == (Lane(1e-1, 2), Lane(1e-1, 3)) and choose(study, path, MIXER, CELL) is None
+    reported = [_record(1e-1, 2, validation=0.0, test=0.91), _record(1e-1, 3, validation=1.0, test=0.95)]
+    write_runs(path, study, MIXER, CELL, reported, num_parameters=1)
+    outcome = choose(study, path, MIXER, CELL)
+    assert outcome.values("token_accuracy", "8") == pytest.approx([91.0, 95.0]) and outcome.solved == (2, 2)
+    assert "| linear | 93.0 ± 2.8 | 46.5 ± 1.4 | 2/2; 0/4 |" in table(study, path)
+    with pytest.raises(ValueError, match="none of them may be in report_seeds"):
+        dataclasses.replace(STUDY, report_seeds=(1, 2))
 
 
 def test_one_seed_has_no_spread(tmp_path):
@@ -321,7 +340,7 @@ def test_one_seed_has_no_spread(tmp_path):
         tmp_path / "real.jsonl", study, MIXER, CELL, [_record(1e-3, 0, validation=0.9, test=0.2)], num_parameters=1
     )
     text = table(study, tmp_path / "real.jsonl")
-    assert "| linear | 20.0 | 10.0 | 1/1 |" in text and "percent: one seed, at the learning rate with" in text
+    assert "| linear | 20.0 | 10.0 | 0/1; 1/1 |" in text and "percent: one seed; a seed's learning rate" in text
     assert "±" not in text
 
 
@@ -382,14 +401,15 @@ def test_a_cell_may_be_tested_on_other_tasks_than_it_is_trained_on(tmp_path, mon
     )
     text = write_report(study, tmp_path / "toy", path, readme=False)
     head, _, row, paper = text.splitlines()[:4]
-    assert head == "| mixer | mixed, easy, T=16 | mixed, easy, T=24 | mixed, hard, T=16 | mixed, hard, T=24 | solved |"
-    assert row.count("±") == 4 and row.endswith("/4 |")
+    columns = ["mixed, easy, T=16", "mixed, easy, T=24", "mixed, hard, T=16", "mixed, hard, T=24"]
+    assert head == f"| mixer | {' | '.join(columns)} | solved; at all rates |"
+    assert re.fullmatch(r"\| linear \|( [\d.± ·]+ \|){4} \d/2; \d/4 \|", row)
     assert paper == "| *theirs* |  |  |  | *12.5* |  |"
     assert (tmp_path / "toy" / "figures" / "real.png").exists()
     monkeypatch.setattr("experiments.sweep.report.MOST_COLUMNS", 4)  # a table of its own for each test
     parts = table(study, path).split("\n\n")
     assert parts[0].splitlines()[0] == "| mixer | mixed, easy, T=16 | mixed, easy, T=24 |"
-    assert parts[1].splitlines()[0] == "| mixer | mixed, hard, T=16 | mixed, hard, T=24 | solved |"
+    assert parts[1].splitlines()[0] == "| mixer | mixed, hard, T=16 | mixed, hard, T=24 | solved; at all rates |"
     assert parts[1].splitlines()[3] == "| *theirs* |  | *12.5* |  |"
 
 
