@@ -21,7 +21,9 @@ class DataConfig:
         source: "python" (the Python sources and documentation installed with this interpreter: no network, no
             paths), "text" (a document a file), "jsonl" (a document a line; .gz is read too), "parquet" (a document a
             row).
-        paths: files or glob patterns (`**` crosses folders) for "text", "jsonl" and "parquet".
+        paths: files or glob patterns (`**` crosses folders) for "text", "jsonl" and "parquet". With a weight behind,
+            "books/*.txt:3", they are the parts of a mixture: of every training batch's rows a part gets its weight's
+            share, and each part repeats on its own. Limits and de-duplication hold for each part.
         validation_paths: files or patterns held out for validation. Without them `validation_fraction` of `paths` is.
         text_field: the field (JSON lines) or column (Parquet) that holds the text.
         encoding: of text and JSON lines files; in the latter a line feed is one byte, so that UTF-16 is for text only.
@@ -38,6 +40,9 @@ class DataConfig:
         max_train_bytes: at most so many bytes of training text are read (UTF-8). None reads everything that `paths`
             name, but only 16 MB of the source "python", so that a first run starts at once; give a number to read more.
         max_validation_bytes: likewise for validation text; None reads 256 KiB of the source "python".
+        streaming: begin to train when the first block of text is tokenized, and tokenize the rest meanwhile, in a
+            thread; documents and rows are shuffled within blocks of 32 million characters. For text that takes long to
+            tokenize; with `cache_folder` for text larger than memory.
         num_workers: worker processes that prepare training batches; 0 prepares them in this process. The batches are
             the same for any number. A script that has any must guard what it runs by `if __name__ == "__main__":`.
         prefetch: batches prepared ahead, per worker.
@@ -60,6 +65,7 @@ class DataConfig:
     deduplicate: bool = True
     max_train_bytes: PositiveInteger | None = None
     max_validation_bytes: PositiveInteger | None = None
+    streaming: bool = False
     num_workers: NaturalNumber = 0
     prefetch: PositiveInteger = 2
     cache_folder: str | None = None
@@ -70,6 +76,8 @@ class DataConfig:
         for name in ("tokenizer", "cache_folder"):
             object.__setattr__(self, name, plain_path(getattr(self, name)))
         check_fields(self)
+        if self.streaming and self.num_workers:
+            raise ValueError(f"num_workers is {self.num_workers}, expected 0 with streaming: one thread reads the text")
         if self.source == "python":
             if self.paths or self.validation_paths:
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from rnnlib.data.config import DataConfig, Split, check_split
+from rnnlib.data.mixture import mixture
 from rnnlib.data.sources import iterate_documents, source_fingerprint
 from rnnlib.files import naming
 from rnnlib.tokenizers import Tokenizer, without_surrogates
@@ -150,16 +152,16 @@ def load_corpus(config: DataConfig, split: Split, tokenizer: Tokenizer) -> Token
     """
     check_split(split)
     if config.cache_folder is None:
-        return TokenCorpus.from_documents(iterate_documents(config, split), tokenizer)
+        return TokenCorpus.from_documents(_documents(config, split), tokenizer)
     if os.path.exists(config.cache_folder) and not os.path.isdir(config.cache_folder):
         raise ValueError(f"cache_folder: {config.cache_folder!r} is not a folder")
-    folder = os.path.join(config.cache_folder, f"{split}-{_cache_key(config, split, tokenizer)}")
+    folder = os.path.join(config.cache_folder, f"{split}-{cache_key(config, split, tokenizer)}")
     if not os.path.isdir(folder):
         os.makedirs(config.cache_folder, exist_ok=True)
         temporary = tempfile.mkdtemp(dir=config.cache_folder, prefix=".writing-")
         try:
             with naming(config.cache_folder):
-                TokenCorpus.from_documents(iterate_documents(config, split), tokenizer, temporary)
+                TokenCorpus.from_documents(_documents(config, split), tokenizer, temporary)
             try:
                 os.rename(temporary, folder)
             except OSError:
@@ -170,7 +172,20 @@ def load_corpus(config: DataConfig, split: Split, tokenizer: Tokenizer) -> Token
     return TokenCorpus.load(folder)
 
 
-def _cache_key(config: DataConfig, split: Split, tokenizer: Tokenizer) -> str:
+def _documents(config: DataConfig, split: Split) -> Iterator[str]:
+    """A split's documents, of a mixture one part after the other."""
+    return itertools.chain.from_iterable(iterate_documents(part, split) for part, _ in mixture(config))
+
+
+def cache_key(config: DataConfig, split: Split, tokenizer: Tokenizer, *, files: bool = True) -> str:
+    """A hash of what tokens depend on.
+
+    Args:
+        config: What is read.
+        split: The split.
+        tokenizer: The tokenizer.
+        files: The files' names, sizes and times, too.
+    """
     fields = (
         _FORMAT,
         config.source,
@@ -182,7 +197,7 @@ def _cache_key(config: DataConfig, split: Split, tokenizer: Tokenizer) -> str:
         config.deduplicate,
         config.max_bytes(split),
         tokenizer.fingerprint,
-        source_fingerprint(config),
+        *([source_fingerprint(part) for part, _ in mixture(config)] if files else []),
     )
     return hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()
 

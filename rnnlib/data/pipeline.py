@@ -1,5 +1,6 @@
 """Batches for training and evaluation, from text or tasks, with a position that can be saved and restored."""
 
+import hashlib
 import multiprocessing
 import os
 import pathlib
@@ -14,7 +15,9 @@ from absl import flags
 
 from rnnlib.data.config import DataConfig, Split, check_split
 from rnnlib.data.corpus import TokenCorpus, load_corpus
+from rnnlib.data.mixture import mixture
 from rnnlib.data.packing import PackedDocuments
+from rnnlib.data.streaming import StreamedRows
 from rnnlib.tokenizers import Tokenizer, load_tokenizer
 
 Batch = dict[str, np.ndarray]
@@ -198,21 +201,39 @@ def make_dataset(
         index, count = share_by_process(config.batch_size, process_index, process_count)
         own_rows = range(index, config.batch_size, count)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.tokenizer)
-    corpus = corpus if corpus is not None else load_corpus(config, split, tokenizer)
     finite = split == "validation" if finite is None else finite
-    fingerprint = f"{corpus.fingerprint}-{config.sequence_length}-{config.batch_size}"
-    rows: grain.MapDataset
     if finite:
+        corpus = corpus if corpus is not None else load_corpus(config, split, tokenizer)
         padding = -len(PackedDocuments(corpus, config.sequence_length)) % config.batch_size
-        rows = PackedDocuments(corpus, config.sequence_length, padded_rows=padding)
+        rows: grain.MapDataset = PackedDocuments(corpus, config.sequence_length, padded_rows=padding)
+        fingerprint = f"{corpus.fingerprint}-{config.sequence_length}-{config.batch_size}"
     else:
-        fingerprint += f"-seed{config.seed}"
-        rows = PackedDocuments(corpus, config.sequence_length, seed=config.seed).shuffle(config.seed).repeat()
+        rows, fingerprint = _endless_rows(config, split, tokenizer, corpus)
+        fingerprint += f"-{config.sequence_length}-{config.batch_size}-seed{config.seed}"
     if len(own_rows) < config.batch_size:
         rows = _RowsOfBatches(rows, config.batch_size, tuple(own_rows))
     batches = rows.batch(len(own_rows), drop_remainder=True)
     workers = 0 if finite else config.num_workers
     return BatchDataset(batches, fingerprint=fingerprint, num_workers=workers, prefetch=config.prefetch)
+
+
+def _endless_rows(
+    config: DataConfig, split: Split, tokenizer: Tokenizer, corpus: TokenCorpus | None
+) -> tuple[grain.MapDataset, str]:
+    """Shuffled rows that never end, of a mixture by its weights, and what identifies their text."""
+    parts: list[tuple[grain.MapDataset, str, float]] = []
+    for part, weight in [(config, 1.0)] if corpus is not None else mixture(config):
+        if corpus is None and config.streaming and split == "train":
+            streamed = StreamedRows(part, tokenizer)
+            parts.append((streamed, streamed.fingerprint, weight))
+            continue
+        own = corpus if corpus is not None else load_corpus(part, split, tokenizer)
+        packed = PackedDocuments(own, config.sequence_length, seed=config.seed)
+        parts.append((packed.shuffle(config.seed).repeat(), own.fingerprint, weight))
+    if len(parts) == 1:
+        return parts[0][0], parts[0][1]
+    fingerprint = hashlib.blake2b(repr([entry[1:] for entry in parts]).encode(), digest_size=16).hexdigest()
+    return grain.MapDataset.mix([rows for rows, _, _ in parts], [weight for _, _, weight in parts]), fingerprint
 
 
 class _RowsOfBatches(grain.MapDataset):

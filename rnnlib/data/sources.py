@@ -82,6 +82,13 @@ def source_fingerprint(config: DataConfig) -> str:
     return hasher.hexdigest()
 
 
+def source_sizes(config: DataConfig) -> list[tuple[str, int]]:
+    """Names and sizes of the files that a configuration reads, without their folders: they may be moved."""
+    groups = [_python_files()] if config.source == "python" else [expand_paths(config.paths)]
+    groups.append(expand_paths(config.validation_paths))
+    return [(os.path.basename(path), os.stat(path).st_size) for group in groups for path in group]
+
+
 def expand_paths(patterns: tuple[str, ...]) -> list[str]:
     """Files that the patterns name, sorted within each pattern, each once.
 
