@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pytest
 
+from rnnlib.configuration import to_plain
 from rnnlib.data import DataConfig
 from rnnlib.fields import (
     Fraction,
@@ -18,7 +19,6 @@ from rnnlib.fields import (
     matches,
 )
 from rnnlib.layers import SoftplusDecay
-from rnnlib.layers.part import to_plain
 from rnnlib.models import ModelConfig
 
 NAN = float("nan")

@@ -5,8 +5,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-import numpy as np
-
+from rnnlib.configuration import field_default, to_plain
 from rnnlib.fields import check_fields
 
 
@@ -28,6 +27,16 @@ class PartConfig:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The part in plain values, which `part_from_plain` reads.
+
+        Raises:
+            ValueError: a part of another module has the same name.
+        """
+        _part(type(self).__name__)
+        entries = {field.name: (getattr(self, field.name), field_default(field)) for field in dataclasses.fields(self)}
+        return {type(self).__name__: {name: to_plain(x) for name, (x, default) in entries.items() if x != default}}
+
 
 @dataclasses.dataclass(frozen=True)
 class AxisConfig(PartConfig, abc.ABC):
@@ -44,33 +53,14 @@ class AxisConfig(PartConfig, abc.ABC):
         return self.words
 
 
-def to_plain(value: Any) -> Any:
-    """Converts parts to nested mappings, tuples to lists, and NumPy's numbers to Python's; inverse of `from_plain`.
-
-    Raises:
-        ValueError: a part of another module has the same name.
-    """
-    if isinstance(value, PartConfig):
-        _part(type(value).__name__)
-        changed = {
-            field.name: getattr(value, field.name)
-            for field in dataclasses.fields(value)
-            if getattr(value, field.name) != _default(field)
-        }
-        return {type(value).__name__: {name: to_plain(entry) for name, entry in changed.items()}}
-    if isinstance(value, tuple):
-        return [to_plain(entry) for entry in value]
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def from_plain(value: Any) -> Any:
-    """The inverse of `to_plain`: converts mappings to parts and lists to tuples.
+def part_from_plain(value: Any) -> Any:
+    """The inverse of `rnnlib.configuration.to_plain`: converts mappings to parts and lists to tuples.
 
     Raises:
         ValueError: a mapping does not map one part's name to its fields, or a field's value is invalid.
     """
     if isinstance(value, list | tuple):
-        return tuple(from_plain(entry) for entry in value)
+        return tuple(part_from_plain(entry) for entry in value)
     if not isinstance(value, Mapping):
         return value
     name, fields = next(iter(value.items())) if len(value) == 1 else (None, None)
@@ -85,7 +75,7 @@ def from_plain(value: Any) -> Any:
     for field in fields:
         if field not in known:
             raise ValueError(f"{name} has no field {field!r}, expected {known}")
-    return part(**{field: from_plain(entry) for field, entry in fields.items()})
+    return part(**{field: part_from_plain(entry) for field, entry in fields.items()})
 
 
 def _part(name: Any) -> type[PartConfig] | None:
@@ -94,10 +84,6 @@ def _part(name: Any) -> type[PartConfig] | None:
     if len(found) > 1:
         raise ValueError(f"{name}: there are parts of this name in {' and '.join(sorted(found))}, expected one: rename")
     return next(iter(found.values()), None)
-
-
-def _default(field: dataclasses.Field) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _parts(part: type[PartConfig]) -> Iterator[type[PartConfig]]:

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 
+from rnnlib.configuration import from_plain, to_plain
 from rnnlib.fields import PositiveInteger, PositiveNumber, Range, check_fields
 from rnnlib.layers.feed_forward import FeedForwardConfig
-from rnnlib.layers.part import from_plain, to_plain
+from rnnlib.layers.part import part_from_plain
 from rnnlib.layers.presets import mixer_names
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
@@ -127,7 +128,7 @@ class ModelConfig:
         given = self.feed_forwards
         single = isinstance(given, str | Mapping | FeedForwardConfig) or not isinstance(given, Iterable)
         try:
-            entries = tuple(map(from_plain, (given,) if single else given))
+            entries = tuple(map(part_from_plain, (given,) if single else given))
         except (TypeError, ValueError) as error:
             raise ValueError(f"feed_forwards: {error}") from error
         for entry in entries:
@@ -219,24 +220,13 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, lists and numbers, for YAML or JSON; `ModelConfig.from_dict` reads them."""
         fields = {field.name: to_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        fields["mixer_overrides"] = {
-            name: {path: to_plain(value) for path, value in options} for name, options in self.mixer_overrides
-        }
+        fields["mixer_overrides"] = to_plain({name: dict(options) for name, options in self.mixer_overrides})
         return fields
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "ModelConfig":
         """The config that `to_dict` described; an unknown name is an error."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(fields) - known)
-        if unknown:
-            raise ValueError(f"unknown model options {', '.join(unknown)}; expected some of {', '.join(sorted(known))}")
-        values = dict(fields)
-        if "mixers" in values and not isinstance(values["mixers"], str):
-            values["mixers"] = tuple(values["mixers"])
-        if "norm_positions" in values and not isinstance(values["norm_positions"], str):
-            values["norm_positions"] = tuple(values["norm_positions"])
-        return cls(**values)
+        return from_plain(cls, fields)
 
 
 def preset_of(mixer: str) -> str:
@@ -252,7 +242,7 @@ def _is_mixer(name: str, known: Sequence[str]) -> bool:
 
 def _frozen_option(mixer: str, path: str, value: Any) -> Any:
     try:
-        value = from_plain(value)
+        value = part_from_plain(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"mixer_overrides: {mixer}: {path}: {error}") from error
     try:

@@ -1,5 +1,6 @@
 """Training: configs, optimizer, loop, evaluation, checkpoints, metrics."""
 
+from rnnlib.configuration import ConfigError, from_plain, to_plain
 from rnnlib.extras import from_extra
 
 with from_extra("train", "rnnlib.training"):
@@ -7,7 +8,7 @@ with from_extra("train", "rnnlib.training"):
     from rnnlib.training.auto_remat import RematChoice, choose_remat
     from rnnlib.training.checkpoint import CheckpointError, Checkpoints, Progress
     from rnnlib.training.config import CheckpointConfig, EvaluationConfig, LoggingConfig, TrainConfig
-    from rnnlib.training.config_file import ConfigError, from_plain, load_config, save_config, to_plain
+    from rnnlib.training.config_file import load_config, save_config
     from rnnlib.training.distributed import (
         DistributedConfig,
         DistributedError,

@@ -14,13 +14,14 @@ from typing import IO, Any, Literal
 
 from flax import nnx
 
+from rnnlib.configuration import to_plain
 from rnnlib.data import FileTokenizer, Tokenizer, load_tokenizer
 from rnnlib.hub.special_tokens import copy_tokenizer_files, end_token
 from rnnlib.models import DecoderLM
 from rnnlib.tokenizers import read_backend
 from rnnlib.training.checkpoint import Checkpoints
 from rnnlib.training.config import TrainConfig
-from rnnlib.training.config_file import load_config, save_config, to_plain
+from rnnlib.training.config_file import load_config, save_config
 from rnnlib.training.metrics import TRAIN_FILE, recorded_steps
 from rnnlib.training.step import put_state, split_model
 

@@ -17,12 +17,13 @@ import jax
 from flax import nnx
 
 from pallas_kernels.common.platform import platform
+from rnnlib.configuration import from_plain, to_plain
 from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
 from rnnlib.models import DecoderLM
 from rnnlib.training.checkpoint import Checkpoints, Progress
 from rnnlib.training.compiled_steps import CompiledSteps
 from rnnlib.training.config import TrainConfig
-from rnnlib.training.config_file import from_plain, save_config, to_plain
+from rnnlib.training.config_file import save_config
 from rnnlib.training.distributed import await_shared, broadcast_from_primary, is_primary
 from rnnlib.training.evaluation import Evaluation, evaluate_with, spread_batches
 from rnnlib.training.hooks import (

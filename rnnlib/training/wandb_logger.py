@@ -7,8 +7,8 @@ from pathlib import Path
 
 import wandb
 
+from rnnlib.configuration import to_plain
 from rnnlib.training.config import TrainConfig
-from rnnlib.training.config_file import to_plain
 from rnnlib.training.loggers import Logger, Split
 
 _ID_FILE = "wandb/run_id"

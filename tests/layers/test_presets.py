@@ -8,6 +8,7 @@ import pytest
 import yaml
 from flax import nnx
 
+from rnnlib.configuration import to_plain
 from rnnlib.layers import (
     AttentionConfig,
     ChannelGain,
@@ -21,7 +22,7 @@ from rnnlib.layers import (
     presets,
     register_preset,
 )
-from rnnlib.layers.part import from_plain, to_plain
+from rnnlib.layers.part import part_from_plain
 from tests.selection import mostly_slow
 
 from .mamba3_reference import MAMBA3_LAYERS
@@ -174,7 +175,7 @@ def test_every_part_of_every_preset_has_a_plain_form():
     for name in mixer_names():
         for part in vars(preset_details(name).config).values():
             plain = yaml.safe_load(yaml.safe_dump(to_plain(part)))
-            assert from_plain(plain) == part, (name, plain)
+            assert part_from_plain(plain) == part, (name, plain)
     assert to_plain(mixer_preset("pkla").gain) == {"PreconditionedGain": {"gain": {"KaczmarzGain": {}}}}
 
 

@@ -101,5 +101,5 @@ def test_bad_options_are_named(changes, message):
 
 
 def test_an_unknown_field_is_named():
-    with pytest.raises(ValueError, match="unknown model options widht"):
+    with pytest.raises(ValueError, match="widht: no such setting; expected one of vocabulary_size, width"):
         ModelConfig.from_dict({"widht": 3})
