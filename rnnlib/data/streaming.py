@@ -29,25 +29,24 @@ class StreamedRows(grain.MapDataset[Row]):
     a position is a number as for any other data. Reading a row waits until its block is tokenized.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, block_characters: int = BLOCK_CHARACTERS):
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer):
         """Begins to read, and waits for the first block.
 
         Args:
             config: What to read; with `cache_folder` blocks are kept there, and memory holds none of them.
             tokenizer: Gives the ids.
-            block_characters: Size of a block.
 
         Raises:
             ValueError: See `iterate_documents`.
         """
         super().__init__()
-        self._config, self._tokenizer, self._block_characters = config, tokenizer, block_characters
+        self._config, self._tokenizer, self._block_characters = config, tokenizer, BLOCK_CHARACTERS
         self._blocks: list[PackedDocuments] = []
         self._is_whole = False
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._orders: dict[tuple[int, int], np.ndarray] = {}
-        hasher = hashlib.blake2b(repr((block_characters, *source_sizes(config))).encode(), digest_size=16)
+        hasher = hashlib.blake2b(repr((BLOCK_CHARACTERS, *source_sizes(config))).encode(), digest_size=16)
         hasher.update(cache_key(config, "train", tokenizer, files=False).encode())
         self.fingerprint = hasher.hexdigest()
         threading.Thread(target=self._read, daemon=True).start()

@@ -89,7 +89,7 @@ def test_weights(tmp_path):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(StreamedRows.__init__, "__kwdefaults__", {"block_characters": 1000})
+    monkeypatch.setattr(streaming_module, "BLOCK_CHARACTERS", 1000)
 
 
 def test_a_stream_has_each_token_once_an_epoch(files, small_blocks, tmp_path):
