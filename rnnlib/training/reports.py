@@ -6,8 +6,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from rnnlib.training.evaluation import Evaluation
+from rnnlib.training.loss import bits_per_byte
+from rnnlib.training.step import StepMetrics
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -44,6 +47,20 @@ class StepReport:
     skipped: int = 0
     utilization: float = math.nan
     finite: bool = True
+
+    @classmethod
+    def of(cls, metrics: StepMetrics, **rest: Any) -> "StepReport":
+        """The report of a step by its metrics; `rest` are the fields that these do not have."""
+        nats, tokens = float(metrics.nats), float(metrics.tokens)
+        return cls(
+            loss=nats / tokens if tokens > 0 else math.nan,
+            bits_per_byte=bits_per_byte(nats, float(metrics.bytes)),
+            learning_rate=float(metrics.learning_rate),
+            gradient_norm=float(metrics.gradient_norm),
+            skipped=int(metrics.skipped),
+            finite=bool(metrics.finite),
+            **rest,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

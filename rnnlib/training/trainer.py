@@ -4,7 +4,6 @@ import collections
 import contextlib
 import dataclasses
 import io
-import math
 import os
 import shutil
 import signal
@@ -36,7 +35,6 @@ from rnnlib.training.hooks import (
     StopAtNonFiniteLoss,
 )
 from rnnlib.training.loggers import CsvLogger, check_loggers, open_loggers
-from rnnlib.training.loss import bits_per_byte
 from rnnlib.training.mesh import process_rows, replicated
 from rnnlib.training.progress import ProgressReporter
 from rnnlib.training.reports import EvaluationReport, Speed, StepReport
@@ -406,22 +404,16 @@ class Trainer:
     def _report(self, step: int, metrics: StepMetrics) -> StepReport:
         if metrics.stop:
             self._agreed_stop = signal.Signals(int(metrics.stop))
-        nats, tokens = float(metrics.nats), float(metrics.tokens)
-        self.tokens += round(tokens)
+        self.tokens += round(float(metrics.tokens))
         self._num_reported += 1
         tokens_per_second, step_seconds = self._speed.mark(self.tokens)
-        return StepReport(
+        return StepReport.of(
+            metrics,
             step=step,
             tokens=self.tokens,
-            loss=nats / tokens if tokens > 0 else math.nan,
-            bits_per_byte=bits_per_byte(nats, float(metrics.bytes)),
             tokens_per_second=tokens_per_second,
             seconds_left=None if step_seconds is None else step_seconds * (self.config.steps - step),
-            learning_rate=float(metrics.learning_rate),
-            gradient_norm=float(metrics.gradient_norm),
-            skipped=int(metrics.skipped),
             utilization=self._steps.utilization(tokens_per_second),
-            finite=bool(metrics.finite),
         )
 
     def evaluate(self) -> Evaluation | None:
