@@ -17,9 +17,10 @@ from typing import Any
 
 import tyro
 
-from experiments.sweep.command import errors_as_lines
-from experiments.sweep.report import write_between_marks
-from experiments.sweep.results import command_line, environment, write_text
+from experiments.harness.command import errors_as_lines
+from experiments.harness.environment import command_line, environment
+from experiments.harness.page import write_between_marks
+from experiments.harness.tables import write_text
 
 FOLDER = pathlib.Path(__file__).parent
 STAGES = (
