@@ -41,13 +41,13 @@ def from_plain[Config](cls: type[Config], plain: Any, *, default: Config | None 
     """The config that `to_plain` described.
 
     Args:
-        cls: The dataclass.
+        cls: the dataclass.
         plain: A mapping from field names to values; fields left out keep their defaults.
         default: A config to take the left-out fields from, in place of the dataclass's defaults.
-        name: Where in the whole config this is, for messages.
+        name: where in the whole config this is, for messages.
 
     Raises:
-        ConfigError: Naming the field, its value and what was expected.
+        ConfigError: naming the field, its value and what was expected.
     """
     if not isinstance(plain, Mapping):
         raise ConfigError(f"{name or cls.__name__}: expected a mapping of {cls.__name__}'s fields, got {plain!r}")

@@ -13,7 +13,7 @@ def split_weight(path: str) -> tuple[str, float | None]:
     """A path or pattern and its weight, None without one. A file that exists under the whole name has none.
 
     Raises:
-        ValueError: The weight is 0.
+        ValueError: the weight is 0.
     """
     found = None if os.path.exists(path) else _WEIGHTED.fullmatch(path)
     if found is None:

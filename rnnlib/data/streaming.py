@@ -33,11 +33,11 @@ class StreamedRows(grain.MapDataset[Row]):
         """Begins to read, and waits for the first block.
 
         Args:
-            config: What to read; with `cache_folder` blocks are kept there, and memory holds none of them.
-            tokenizer: Gives the ids.
+            config: what to read; with `cache_folder` blocks are kept there, and memory holds none of them.
+            tokenizer: gives the ids.
 
         Raises:
-            ValueError: See `iterate_documents`.
+            ValueError: see `iterate_documents`.
         """
         super().__init__()
         self._config, self._tokenizer, self._block_characters = config, tokenizer, BLOCK_CHARACTERS
@@ -94,7 +94,7 @@ class StreamedRows(grain.MapDataset[Row]):
         """Waits until so many blocks are tokenized, or all are.
 
         Raises:
-            ValueError: The text cannot be read on.
+            ValueError: the text cannot be read on.
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._blocks) >= blocks or self._is_whole)

@@ -20,10 +20,10 @@ class AccuracySums(NamedTuple):
     """Sums over examples, from which every mean follows; sums of parts add up to the sums of the whole.
 
     Attributes:
-        correct_tokens: Answer tokens predicted right.
-        tokens: Answer tokens.
-        correct_queries: Queries all of whose tokens are right.
-        queries: Queries.
+        correct_tokens: answer tokens predicted right.
+        tokens: answer tokens.
+        correct_queries: queries all of whose tokens are right.
+        queries: queries.
     """
 
     correct_tokens: Float[Array, ""]
@@ -43,10 +43,10 @@ def accuracy_sums(
     With teacher forcing a query is right exactly when greedy decoding would give its whole answer.
 
     Args:
-        logits: Unnormalised log probabilities.
-        targets: The right tokens.
+        logits: unnormalised log probabilities.
+        targets: the right tokens.
         query_ids: 0, or which of its example's queries a position answers, 1 to T.
-        allowed_targets: Where several tokens are right: which ones.
+        allowed_targets: where several tokens are right: which ones.
     """
     predicted = jnp.argmax(logits, axis=-1)
     if allowed_targets is None:
@@ -75,11 +75,11 @@ class TaskEvaluation:
     """How well a model does a task.
 
     Attributes:
-        loss: Mean cross entropy of the answer tokens, nats.
-        token_accuracy: Share of answer tokens that are right.
-        query_accuracy: Share of queries whose whole answer is right.
-        tokens: Answer tokens.
-        queries: Queries.
+        loss: mean cross entropy of the answer tokens, nats.
+        token_accuracy: share of answer tokens that are right.
+        query_accuracy: share of queries whose whole answer is right.
+        tokens: answer tokens.
+        queries: queries.
     """
 
     loss: float
@@ -93,11 +93,11 @@ def evaluate_task(model: nnx.Module, batches: Iterable[Mapping[str, np.ndarray]]
     """Loss and accuracy of a model on a task's batches, in evaluation mode.
 
     Args:
-        model: Maps tokens `[B, T]` with `segment_ids` and `positions` to logits.
-        batches: As `task_dataset` yields them.
+        model: maps tokens `[B, T]` with `segment_ids` and `positions` to logits.
+        batches: as `task_dataset` yields them.
 
     Raises:
-        ValueError: If the batches ask nothing.
+        ValueError: if the batches ask nothing.
     """
     graphdef, parameters, other = split_model(evaluation_view(model))
 
@@ -139,13 +139,13 @@ def evaluate_lengths(
     """`evaluate_task` at several sequence lengths, for extrapolation beyond the length of training.
 
     Args:
-        model: The model.
-        task: The task; its other knobs stay as they are.
-        lengths: Sequence lengths.
-        num_examples: Examples a length.
-        batch_size: Examples a batch.
+        model: the model.
+        task: the task; its other knobs stay as they are.
+        lengths: sequence lengths.
+        num_examples: examples a length.
+        batch_size: examples a batch.
         split: "validation" to choose settings by, "test" to report.
-        seed: Of the examples.
+        seed: of the examples.
 
     Returns:
         The evaluation at each length.

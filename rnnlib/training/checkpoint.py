@@ -25,9 +25,9 @@ class Progress:
     """What a run has done, beside the arrays of its state.
 
     Attributes:
-        step: Training steps done, skipped ones included.
-        tokens: Tokens predicted in them.
-        data_state: The data iterator's state after them and the validation data's fingerprint, as JSON holds them.
+        step: training steps done, skipped ones included.
+        tokens: tokens predicted in them.
+        data_state: the data iterator's state after them and the validation data's fingerprint, as JSON holds them.
     """
 
     step: int
@@ -82,7 +82,7 @@ def from_host(template: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     """Rebuilds a pytree like `template` out of `to_host`'s arrays, or such arrays on devices.
 
     Raises:
-        CheckpointError: If an array is missing, or its shape or dtype is not the template's.
+        CheckpointError: if an array is missing, or its shape or dtype is not the template's.
     """
 
     def rebuild(path, value):
@@ -129,14 +129,14 @@ class Checkpoints:
         """Opens the folder.
 
         Args:
-            folder: Where checkpoints are; created if `writable`.
-            keep: How many of the latest are kept.
-            keep_every: Those of steps that are a multiple of this are kept, too.
-            keep_best: So many of those with the lowest validation loss are kept, too.
-            writable: Also removes what interrupted saves left behind.
+            folder: where checkpoints are; created if `writable`.
+            keep: how many of the latest are kept.
+            keep_every: those of steps that are a multiple of this are kept, too.
+            keep_best: so many of those with the lowest validation loss are kept, too.
+            writable: also removes what interrupted saves left behind.
 
         Raises:
-            CheckpointError: If not writable and the folder does not exist.
+            CheckpointError: if not writable and the folder does not exist.
         """
         from orbax.checkpoint import v1 as ocp  # takes seconds to import; `--help` does without
 
@@ -190,9 +190,9 @@ class Checkpoints:
         all of them are written.
 
         Args:
-            state: The training state; may be donated as soon as this returns.
-            progress: Step, tokens and data position that belong to it.
-            validation_loss: That of the model, nats per token, where it was evaluated.
+            state: the training state; may be donated as soon as this returns.
+            progress: step, tokens and data position that belong to it.
+            validation_loss: that of the model, nats per token, where it was evaluated.
         """
         self.wait()
         arrays = to_host if jax.process_count() == 1 else _on_devices
@@ -228,13 +228,13 @@ class Checkpoints:
 
         Args:
             state: A state of the run's structure (arrays or `jax.ShapeDtypeStruct`s).
-            shardings: Where each array is to lie, from `state_shardings`; each process reads its own shares.
+            shardings: where each array is to lie, from `state_shardings`; each process reads its own shares.
 
         Returns:
             The saved state as NumPy arrays, or with `shardings` as arrays that lie there, and its progress.
 
         Raises:
-            CheckpointError: If there is none, it cannot be read, or it is not of this model and optimizer.
+            CheckpointError: if there is none, it cannot be read, or it is not of this model and optimizer.
         """
         parts = _split(state)
         targets: dict[str, Any] = {}
@@ -251,9 +251,9 @@ class Checkpoints:
         """Reads only the model (and the progress) of a checkpoint; arguments and errors as in `restore`.
 
         Args:
-            parameters: Of the model's structure.
-            other: Likewise its other variables.
-            step: Of the checkpoint, or the one with the lowest validation loss; None for the latest.
+            parameters: of the model's structure.
+            other: likewise its other variables.
+            step: of the checkpoint, or the one with the lowest validation loss; None for the latest.
         """
         if step == "best":
             step = self.best_step

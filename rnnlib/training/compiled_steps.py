@@ -38,22 +38,22 @@ class CompiledSteps:
     """The programs of a run, and the state that they begin with; no data and no folder.
 
     Attributes:
-        mesh: The devices that train; None for one device.
-        template: Shapes, dtypes and shardings of the state.
+        mesh: the devices that train; None for one device.
+        template: shapes, dtypes and shardings of the state.
         train_step: `(state, batch) -> (state, metrics)`.
-        evaluation_step: The step of `evaluate_with`.
+        evaluation_step: the step of `evaluate_with`.
     """
 
     def __init__(self, config: TrainConfig, token_bytes: np.ndarray, initial: DecoderLM | None):
         """Checks what a config computes, and compiles nothing.
 
         Args:
-            config: What to train, its vocabulary size that of the tokenizer.
+            config: what to train, its vocabulary size that of the tokenizer.
             token_bytes: `[vocabulary_size]`, bytes of each token.
-            initial: The model to begin with, whose arrays the first step takes; None for fresh weights.
+            initial: the model to begin with, whose arrays the first step takes; None for fresh weights.
 
         Raises:
-            ValueError: If a size in the config is wrong, or `initial` is another model; the message names it.
+            ValueError: if a size in the config is wrong, or `initial` is another model; the message names it.
         """
         self.config = config
         self._token_bytes = token_bytes

@@ -13,12 +13,12 @@ def load_config[Config](cls: type[Config], path: str | os.PathLike, *, default: 
     """Reads a config from a YAML file.
 
     Args:
-        cls: The config's dataclass.
-        path: The file.
+        cls: the config's dataclass.
+        path: the file.
         default: A config to take left-out fields from.
 
     Raises:
-        ConfigError: If the file cannot be read, is not YAML, or holds a wrong name or value; names the file.
+        ConfigError: if the file cannot be read, is not YAML, or holds a wrong name or value; names the file.
     """
     try:
         with open(path, encoding="utf-8") as file:

@@ -63,11 +63,11 @@ def launch_arguments(config: DistributedConfig, environment: Mapping[str, str]) 
     sees: without it, JAX gives each process of SLURM and Open MPI the one GPU of its number on the machine.
 
     Args:
-        config: What flags say; it comes first.
-        environment: Variables of the launcher.
+        config: what flags say; it comes first.
+        environment: variables of the launcher.
 
     Raises:
-        DistributedError: Only some of coordinator, processes and process are known.
+        DistributedError: only some of coordinator, processes and process are known.
     """
     address = config.coordinator or environment.get("JAX_COORDINATOR_ADDRESS")
     indexed = environment.get("JOB_COMPLETION_INDEX") if "KUBERNETES_SERVICE_HOST" in environment else None
@@ -130,7 +130,7 @@ def join_processes(config: DistributedConfig | None = None) -> None:
     SIGTERM stays with Python: `Trainer` agrees with the others on the step to stop after.
 
     Raises:
-        DistributedError: If the launcher says too little, or something was computed before.
+        DistributedError: if the launcher says too little, or something was computed before.
     """
     config = DistributedConfig() if config is None else config
     arguments = launch_arguments(config, os.environ)
@@ -181,11 +181,11 @@ def broadcast_from_primary[Answer](decide: Callable[[], Answer], *, seconds: flo
     """What `decide` gives in process 0, in every process; all of them call it at the same places in the same order.
 
     Args:
-        decide: Gives what JSON holds; other processes do not call it.
-        seconds: How long to wait for process 0.
+        decide: gives what JSON holds; other processes do not call it.
+        seconds: how long to wait for process 0.
 
     Raises:
-        DistributedError: In the other processes, if it raised an error in process 0, with its text.
+        DistributedError: in the other processes, if it raised an error in process 0, with its text.
     """
     if jax.process_count() == 1:
         return decide()
@@ -210,7 +210,7 @@ def await_shared(path: Path, *, seconds: float = 30) -> None:
     """Waits until this process sees a file that process 0 has made.
 
     Raises:
-        DistributedError: It does not: the processes have no folder in common.
+        DistributedError: it does not: the processes have no folder in common.
     """
     end = time.monotonic() + seconds
     while not path.exists():
@@ -252,7 +252,7 @@ def ending_together(report: Callable[[BaseException], int]) -> Iterator[None]:
     Without it, a process that raised an error would wait for the others, and they for it.
 
     Args:
-        report: Prints an error and gives the exit code of this process.
+        report: prints an error and gives the exit code of this process.
     """
     try:
         yield

@@ -21,11 +21,11 @@ class Evaluation:
     """The loss of a model on a text.
 
     Attributes:
-        loss: Mean cross entropy, nats per token.
-        bits_per_byte: Bits per byte of text; comparable between tokenizers.
+        loss: mean cross entropy, nats per token.
+        bits_per_byte: bits per byte of text; comparable between tokenizers.
         perplexity: `exp(loss)`, per token.
-        tokens: Tokens predicted.
-        bytes: Bytes that they stand for.
+        tokens: tokens predicted.
+        bytes: bytes that they stand for.
     """
 
     loss: float
@@ -41,17 +41,17 @@ def evaluate(
     """Mean loss of a model over batches, in evaluation mode (no dropout).
 
     Args:
-        model: Maps tokens `[B, T]` with `segment_ids` and `positions` to logits.
-        batches: As `rnnlib.data` yields them: `inputs`, `targets`, `segment_ids`, `positions` int32 `[B, T]` and
+        model: maps tokens `[B, T]` with `segment_ids` and `positions` to logits.
+        batches: as `rnnlib.data` yields them: `inputs`, `targets`, `segment_ids`, `positions` int32 `[B, T]` and
             `loss_weights` float32 `[B, T]`.
-        token_bytes: Bytes that each token of the vocabulary stands for.
-        mesh: Devices that each batch is split over, from `make_mesh`.
+        token_bytes: bytes that each token of the vocabulary stands for.
+        mesh: devices that each batch is split over, from `make_mesh`.
 
     Returns:
         The means, weighted by `loss_weights`.
 
     Raises:
-        ValueError: If no token is to be predicted.
+        ValueError: if no token is to be predicted.
     """
     graphdef, parameters, other = split_for_mesh(evaluation_view(model), mesh)
     step = make_evaluation_step(graphdef, token_bytes, mesh)

@@ -134,7 +134,7 @@ class StopAtNonFiniteLoss(Hook):
         """Says that an update was left out.
 
         Raises:
-            NonFiniteLossError: One too many was.
+            NonFiniteLossError: one too many was.
         """
         if report.finite:
             return

@@ -28,11 +28,11 @@ class LoadedModel:
     """A model with what is needed to use it, of a run or published.
 
     Attributes:
-        folder: Its folder.
-        model: The model; of a run at a checkpoint.
-        tokenizer: Its tokenizer.
-        run: The run, None for a published model.
-        pretrained: What `rnnlib.hub.save_pretrained` writes.
+        folder: its folder.
+        model: the model; of a run at a checkpoint.
+        tokenizer: its tokenizer.
+        run: the run, None for a published model.
+        pretrained: what `rnnlib.hub.save_pretrained` writes.
     """
 
     folder: Path
@@ -63,11 +63,11 @@ class LoadedModel:
         """Token numbers of messages (`role`, `content`) in the folder's chat template.
 
         Args:
-            messages: The messages.
-            options: As in `rnnlib.hub.chat.render_chat`.
+            messages: the messages.
+            options: as in `rnnlib.hub.chat.render_chat`.
 
         Raises:
-            ValueError: The folder has no template, or it does not take these messages.
+            ValueError: the folder has no template, or it does not take these messages.
         """
         text = render_chat(self.folder, messages, **options)
         if isinstance(self.tokenizer, FileTokenizer):
@@ -79,7 +79,7 @@ def is_run(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder is a run's and not a published model's.
 
     Raises:
-        RunError: It is neither.
+        RunError: it is neither.
     """
     folder = split_step(folder)[0]
     if (folder / CONFIG_FILE).is_file():
@@ -97,7 +97,7 @@ def folder_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
     """The configuration of a folder's model, without reading the model.
 
     Raises:
-        ValueError: The folder is neither a run's nor a published model's that is served.
+        ValueError: the folder is neither a run's nor a published model's that is served.
     """
     return load_run_config(split_step(folder)[0]).model if is_run(folder) else pretrained_config(folder)
 
@@ -112,13 +112,13 @@ def load_model(
     """Reads the model of a run's checkpoint, or a published model.
 
     Args:
-        folder: The run's folder, also as `FOLDER@STEP` or `FOLDER@best`, or one in the Hugging Face format.
-        dtype: What the model computes in, such as "bfloat16"; None as in training, or as the file says.
-        param_dtype: Of a published model's parameters; None for the file's.
+        folder: the run's folder, also as `FOLDER@STEP` or `FOLDER@best`, or one in the Hugging Face format.
+        dtype: what the model computes in, such as "bfloat16"; None as in training, or as the file says.
+        param_dtype: of a published model's parameters; None for the file's.
         tokenizer: "byte" or a tokenizers JSON file, in place of the folder's own.
 
     Raises:
-        ValueError: The folder is neither, is damaged, or has no tokenizer and none is given; or the tokenizer has more
+        ValueError: the folder is neither, is damaged, or has no tokenizer and none is given; or the tokenizer has more
             tokens than the model.
     """
     folder = Path(folder)

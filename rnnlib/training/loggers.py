@@ -23,7 +23,7 @@ class Logger(Hook):
         """Records the numbers of a training step, or of an evaluation.
 
         Args:
-            split: Which of the two.
+            split: which of the two.
             values: `TRAIN_FIELDS` or `VALIDATION_FIELDS` (`rnnlib.training.metrics`), the first of which is "step".
         """
         raise NotImplementedError(f"{type(self).__name__}.log")
@@ -88,10 +88,10 @@ def open_loggers(config: TrainConfig, folder: Path, *, last_step: int, tell: Cal
     """The loggers that a config names beside the CSV files.
 
     Args:
-        config: The run's config.
-        folder: The run's folder.
-        last_step: Step of the checkpoint that the run resumes from, 0 for a new run.
-        tell: Called with a message where a logger can no longer write.
+        config: the run's config.
+        folder: the run's folder.
+        last_step: step of the checkpoint that the run resumes from, 0 for a new run.
+        tell: called with a message where a logger can no longer write.
     """
     loggers: list[Logger] = []
     if config.logging.tensorboard:

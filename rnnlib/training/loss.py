@@ -18,9 +18,9 @@ class LossSums(NamedTuple):
     """Sums over tokens, from which every mean follows; sums of parts add up to the sums of the whole.
 
     Attributes:
-        nats: Weighted sum of the cross entropy, natural log.
-        tokens: Sum of the loss weights.
-        bytes: Weighted sum of the bytes that the target tokens stand for.
+        nats: weighted sum of the cross entropy, natural log.
+        tokens: sum of the loss weights.
+        bytes: weighted sum of the bytes that the target tokens stand for.
     """
 
     nats: Float[Array, ""]
@@ -40,10 +40,10 @@ def loss_sums(
     target outside of the vocabulary (such as -100) at a token that has a weight gives NaN.
 
     Args:
-        logits: Unnormalised log probabilities.
-        targets: The tokens to predict.
-        weights: Loss weights, 0 for tokens that are not to be predicted.
-        token_bytes: Bytes that each token of the vocabulary stands for, such as a tokenizer's `token_bytes`.
+        logits: unnormalised log probabilities.
+        targets: the tokens to predict.
+        weights: loss weights, 0 for tokens that are not to be predicted.
+        token_bytes: bytes that each token of the vocabulary stands for, such as a tokenizer's `token_bytes`.
 
     Returns:
         Float32 sums of nats, tokens and bytes.
@@ -96,13 +96,13 @@ def head_loss_sums(
     gradient, are in `hidden`'s dtype. Sums are in float32 at least, and so is the head's gradient.
 
     Args:
-        hidden: What the head reads, in the dtype to compute in. Rows of weight 0 have no influence, even if not finite.
-        head: The output embedding, in the dtype it is stored in.
-        targets: The tokens to predict.
-        weights: Loss weights, 0 for tokens that are not to be predicted.
-        token_bytes: Bytes that each token of the vocabulary stands for, such as a tokenizer's `token_bytes`.
-        block_logits: Most logits of a block. The default takes half a gigabyte, and its products fill a GPU.
-        tp_size: Devices that share the vocabulary out, within `shard_map`: `head` is this device's part of it. They
+        hidden: what the head reads, in the dtype to compute in. Rows of weight 0 have no influence, even if not finite.
+        head: the output embedding, in the dtype it is stored in.
+        targets: the tokens to predict.
+        weights: loss weights, 0 for tokens that are not to be predicted.
+        token_bytes: bytes that each token of the vocabulary stands for, such as a tokenizer's `token_bytes`.
+        block_logits: most logits of a block. The default takes half a gigabyte, and its products fill a GPU.
+        tp_size: devices that share the vocabulary out, within `shard_map`: `head` is this device's part of it. They
             exchange the largest logit, the sum of exponentials and the target's logit of each token.
 
     Returns:

@@ -79,15 +79,15 @@ def mesh_sizes(
     for which a device's share of the training state fits into the device.
 
     Args:
-        config: Sizes, or some of them.
-        available: Devices that there are.
-        devices: How many of them to use; None for as many as is good.
-        rows: Rows of a batch that are computed at a time; None for any number.
-        state_bytes: What parameters, gradients and optimizer state take.
+        config: sizes, or some of them.
+        available: devices that there are.
+        devices: how many of them to use; None for as many as is good.
+        rows: rows of a batch that are computed at a time; None for any number.
+        state_bytes: what parameters, gradients and optimizer state take.
         device_bytes: A device's memory; None where it is not known.
 
     Raises:
-        ValueError: If there are fewer devices than asked for, or the sizes do not come out even.
+        ValueError: if there are fewer devices than asked for, or the sizes do not come out even.
     """
     fixed = (1 if config.data == -1 else config.data) * (config.fsdp or 1) * config.context * config.tensor
     for number, asked in ((devices, f"devices={devices}"), (fixed, str(config))):
@@ -141,11 +141,11 @@ def make_mesh(devices: int | None = None, config: MeshConfig | None = None) -> M
     None for a single device.
 
     Args:
-        devices: How many of `jax.devices()` to use; None for as many as the config names, or all.
-        config: Sizes of the axes; by default all devices are "data".
+        devices: how many of `jax.devices()` to use; None for as many as the config names, or all.
+        config: sizes of the axes; by default all devices are "data".
 
     Raises:
-        ValueError: If there are fewer devices than asked for, they do not come out even, or devices of one of several
+        ValueError: if there are fewer devices than asked for, they do not come out even, or devices of one of several
             processes would be left out.
     """
     available = jax.devices()
@@ -189,9 +189,9 @@ def process_rows(mesh: Mesh | None, rows: int, parts: int = 1) -> tuple[int, ...
     """The rows of a batch that this process reads: those that its devices compute, in the batch's order.
 
     Args:
-        mesh: From `make_mesh`.
-        rows: Rows of the whole batch.
-        parts: Parts of equal size that are computed in turn.
+        mesh: from `make_mesh`.
+        rows: rows of the whole batch.
+        parts: parts of equal size that are computed in turn.
     """
     shards, total = row_shards(mesh)
     part, share = rows // parts, rows // parts // total
@@ -218,12 +218,12 @@ def with_tp_axes(parameters: Any, own: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Parameters that say along which axis they are shared out over "tensor".
 
     Args:
-        parameters: Of the whole model, as `nnx.split(model, nnx.Param, ...)` has them.
-        own: Likewise those of a device's share.
-        mesh: Has the axis "tensor".
+        parameters: of the whole model, as `nnx.split(model, nnx.Param, ...)` has them.
+        own: likewise those of a device's share.
+        mesh: has the axis "tensor".
 
     Raises:
-        ValueError: The share is of another model.
+        ValueError: the share is of another model.
     """
     shares, found = dict(nnx.to_flat_state(own)), []
     for path, variable in nnx.to_flat_state(parameters):
@@ -241,7 +241,7 @@ def parameter_specs(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """`parameter_spec` of each parameter in a pytree of them, or of each array that an optimizer keeps for one.
 
     Raises:
-        ValueError: Layers are shared out, and the parameters were not made for that.
+        ValueError: layers are shared out, and the parameters were not made for that.
     """
 
     def spec(x: Any) -> Any:
@@ -289,7 +289,7 @@ def gather_where_read(model: nnx.Module, specs: Any) -> None:
     devices and scattered.
 
     Args:
-        model: The model with this device's shares in its parameters.
+        model: the model with this device's shares in its parameters.
         specs: `parameter_spec` of each, as `nnx.split(model, nnx.Param, ...)` has the parameters.
     """
     by_path = dict(nnx.to_flat_state(specs))

@@ -30,7 +30,7 @@ def read_csv(path: str | os.PathLike) -> list[dict[str, float]]:
     """Rows of a metrics file, numbers as floats; a last row that a kill cut short is left out.
 
     Args:
-        path: The file; without it there are no rows.
+        path: the file; without it there are no rows.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -72,9 +72,9 @@ class CsvFile:
         """Opens the file to append after `last_step`; rows of later steps, which a resumed run does again, are dropped.
 
         Args:
-            path: The file, created where it does not exist.
-            fields: Column names, the first of which is "step".
-            last_step: The last step to keep.
+            path: the file, created where it does not exist.
+            fields: column names, the first of which is "step".
+            last_step: the last step to keep.
         """
         self._fields = tuple(fields)
         rows = [line for line in _whole_rows(path) if _step(path, line) <= last_step]
@@ -91,7 +91,7 @@ class CsvFile:
         """Appends a row and hands it to the operating system.
 
         Raises:
-            OSError: It cannot be written; the error names the file.
+            OSError: it cannot be written; the error names the file.
         """
         left = (",".join(repr(row[name]) for name in self._fields) + "\n").encode()
         with naming(self._path):

@@ -67,14 +67,14 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> Schedule:
     The first update already has a rate above 0 (`peak / warmup`), the last one has `final_fraction * peak`.
 
     Args:
-        config: Peak, schedule and warmup.
-        steps: Number of updates of the whole run, and of the schedule unless `config.schedule_steps` says otherwise.
+        config: peak, schedule and warmup.
+        steps: number of updates of the whole run, and of the schedule unless `config.schedule_steps` says otherwise.
 
     Returns:
         A function of an integer count, usable under jit, that gives a float32 scalar.
 
     Raises:
-        ValueError: If the warmup (and the decay of "wsd") does not fit in `steps`.
+        ValueError: if the warmup (and the decay of "wsd") does not fit in `steps`.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -262,8 +262,8 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     Weight decay acts on `decay_mask`; Muon (arXiv 2502.16982, its scale of updates) on `muon_mask`.
 
     Args:
-        config: The optimizer's settings.
-        steps: Number of updates of the whole run (the schedule's length).
+        config: the optimizer's settings.
+        steps: number of updates of the whole run (the schedule's length).
 
     Returns:
         An optax transformation; moments are float32 like the parameters.

@@ -49,12 +49,12 @@ class Exchange:
     """Collectives of one kind in a step.
 
     Attributes:
-        kind: What they do.
-        what: Which arrays they are of.
-        over: Axes of the mesh whose devices have part in one together.
-        devices: How many these are.
-        count: Arrays that a device has part in; XLA may join several in one operation.
-        bytes: Of these arrays, whole: what is gathered, scattered, summed or passed on.
+        kind: what they do.
+        what: which arrays they are of.
+        over: axes of the mesh whose devices have part in one together.
+        devices: how many these are.
+        count: arrays that a device has part in; XLA may join several in one operation.
+        bytes: of these arrays, whole: what is gathered, scattered, summed or passed on.
     """
 
     kind: Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute"]
@@ -78,18 +78,18 @@ class StepPlan:
     """A training step on a mesh: bytes on each device, and what it sends.
 
     Attributes:
-        mesh: Sizes of the axes.
-        model: The model, with the recomputation that was planned.
-        rows: Rows of a batch on each device, all parts together.
-        length: Tokens a row.
-        parts: Parts that the rows are computed in, in turn.
-        num_parameters: Trained numbers of the model.
-        parameters: Bytes of a device's share of the parameters, as they are stored.
-        gradients: Bytes of its share of their gradients, with several parts of the sum and of one part.
-        optimizer: Bytes of its share of the optimizer's state.
-        compiled: Bytes that a device needs while the step runs, by XLA's plan of the compiled step: state, batch,
+        mesh: sizes of the axes.
+        model: the model, with the recomputation that was planned.
+        rows: rows of a batch on each device, all parts together.
+        length: tokens a row.
+        parts: parts that the rows are computed in, in turn.
+        num_parameters: trained numbers of the model.
+        parameters: bytes of a device's share of the parameters, as they are stored.
+        gradients: bytes of its share of their gradients, with several parts of the sum and of one part.
+        optimizer: bytes of its share of the optimizer's state.
+        compiled: bytes that a device needs while the step runs, by XLA's plan of the compiled step: state, batch,
             activations, gathered matrices and all else. None where it was not compiled.
-        exchanges: All collectives of a step.
+        exchanges: all collectives of a step.
     """
 
     mesh: MeshConfig
@@ -122,14 +122,14 @@ def plan_step(
     With `remat="auto"` blocks are taken as recomputed whole, which needs the least memory.
 
     Args:
-        config: What to train. The model's vocabulary counts as it is, whatever the tokenizer has.
-        devices: How many there are.
-        device_bytes: Memory of each; where it is known, a `fsdp` that is left out is as large as it takes.
-        compile_for: So many devices, for which the step is compiled: real ones, or described ones
+        config: what to train. The model's vocabulary counts as it is, whatever the tokenizer has.
+        devices: how many there are.
+        device_bytes: memory of each; where it is known, a `fsdp` that is left out is as large as it takes.
+        compile_for: so many devices, for which the step is compiled: real ones, or described ones
             (`jax.experimental.topologies`). None compiles nothing, and takes seconds.
 
     Raises:
-        ValueError: The mesh does not fit the devices, or batch, rows or layers do not split over it.
+        ValueError: the mesh does not fit the devices, or batch, rows or layers do not split over it.
     """
     fixed = [getattr(config.mesh, entry.name) or 1 for entry in dataclasses.fields(config.mesh)]
     if devices % math.prod(size for size in fixed if size != -1):
@@ -192,9 +192,9 @@ def abstract_train_state(
     """`init_train_state` of a model that is not made: shapes and dtypes in place of arrays.
 
     Args:
-        model: The model's configuration.
-        optimizer: The optax transformation.
-        mesh: From `make_mesh`, or one without devices.
+        model: the model's configuration.
+        optimizer: the optax transformation.
+        mesh: from `make_mesh`, or one without devices.
     """
     graphs: list[nnx.GraphDef] = []
 

@@ -17,14 +17,14 @@ def plot_losses(folder: str | os.PathLike, *, title: str = "") -> Path:
 
     Args:
         folder: A run's folder, with its metrics.
-        title: Title of the picture.
+        title: title of the picture.
 
     Returns:
         The picture's path.
 
     Raises:
-        ValueError: If no step is recorded.
-        OSError: It cannot be written; the picture before it stays.
+        ValueError: if no step is recorded.
+        OSError: it cannot be written; the picture before it stays.
     """
     # The object interface: no global state, and no display needed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

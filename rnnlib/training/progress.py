@@ -50,9 +50,9 @@ class ProgressReporter:
         """Prepares the display.
 
         Args:
-            steps: Steps of the whole run.
-            plain_seconds: Seconds between lines where the stream is not a terminal.
-            stream: Text file to write to; standard output by default.
+            steps: steps of the whole run.
+            plain_seconds: seconds between lines where the stream is not a terminal.
+            stream: text file to write to; standard output by default.
         """
         self._steps = steps
         self._plain_seconds = plain_seconds

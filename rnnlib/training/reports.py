@@ -22,18 +22,18 @@ class StepReport:
     """Metrics of one training step.
 
     Attributes:
-        step: Number of the step, from 1.
-        tokens: Tokens trained on so far.
-        loss: Nats per token.
-        bits_per_byte: The same per byte of text.
-        tokens_per_second: Recent speed; NaN for the step that compiles.
-        seconds_left: Estimated time to the last step; None before it can be told.
-        learning_rate: Rate of its update.
-        gradient_norm: Global norm of its gradient, before clipping.
-        skipped: Updates left out so far.
-        utilization: Part of the devices' peak that the model's own operations take ("MFU"); NaN where the peak is not
+        step: number of the step, from 1.
+        tokens: tokens trained on so far.
+        loss: nats per token.
+        bits_per_byte: the same per byte of text.
+        tokens_per_second: recent speed; NaN for the step that compiles.
+        seconds_left: estimated time to the last step; None before it can be told.
+        learning_rate: rate of its update.
+        gradient_norm: global norm of its gradient, before clipping.
+        skipped: updates left out so far.
+        utilization: part of the devices' peak that the model's own operations take ("MFU"); NaN where the peak is not
             known.
-        finite: Whether loss and gradient were finite, that is, the update was applied.
+        finite: whether loss and gradient were finite, that is, the update was applied.
     """
 
     step: int
@@ -68,9 +68,9 @@ class EvaluationReport:
     """An evaluation in the course of a run.
 
     Attributes:
-        step: Steps done before it.
-        tokens: Tokens trained on before it.
-        evaluation: Its numbers.
+        step: steps done before it.
+        tokens: tokens trained on before it.
+        evaluation: its numbers.
     """
 
     step: int

@@ -86,13 +86,13 @@ def create_run(folder: Path, config: TrainConfig, tokenizer: Tokenizer, *, origi
     """Makes a run folder that holds its config and tokenizer from the moment that it is there.
 
     Args:
-        folder: The run's folder.
-        config: Its config.
-        tokenizer: Its tokenizer.
-        origin: The folder of the model that training begins with; what says how to use its tokenizer is copied.
+        folder: the run's folder.
+        config: its config.
+        tokenizer: its tokenizer.
+        origin: the folder of the model that training begins with; what says how to use its tokenizer is copied.
 
     Raises:
-        RunError: If it exists or cannot be made.
+        RunError: if it exists or cannot be made.
     """
     check_new_folder(folder)
     parent = folder.absolute().parent
@@ -118,7 +118,7 @@ def lock_run(folder: Path) -> IO[str]:
     """Takes the run for this process; the lock ends with the returned file, or the process.
 
     Raises:
-        RunError: If another process trains in it.
+        RunError: if another process trains in it.
     """
     file = open(folder / ".lock", "w")  # noqa: SIM115 (open as long as the lock is held)
     try:
@@ -133,8 +133,8 @@ def load_run_config(folder: Path) -> TrainConfig:
     """The config that a run was started with (or last continued with).
 
     Raises:
-        RunError: If the folder is no run.
-        ConfigError: If its config file is damaged.
+        RunError: if the folder is no run.
+        ConfigError: if its config file is damaged.
     """
     if not (folder / CONFIG_FILE).is_file():
         reason = "is not a run folder: it has no config.yaml" if folder.is_dir() else "does not exist"
@@ -146,7 +146,7 @@ def load_run_tokenizer(folder: Path, config: TrainConfig) -> Tokenizer:
     """The run's tokenizer, from its own copy where it is a file.
 
     Raises:
-        RunError: If the copy is gone: the file that it was made of may hold another tokenizer by now.
+        RunError: if the copy is gone: the file that it was made of may hold another tokenizer by now.
     """
     if config.data.tokenizer == "byte":
         return load_tokenizer("byte")
@@ -203,12 +203,12 @@ class LoadedRun:
     """A trained model with what is needed to use it.
 
     Attributes:
-        folder: The run's folder.
-        config: Its config, with the dtype that it was read for.
-        model: The model at the checkpoint.
-        tokenizer: Its tokenizer.
-        step: Training steps done.
-        tokens: Tokens trained on.
+        folder: the run's folder.
+        config: its config, with the dtype that it was read for.
+        model: the model at the checkpoint.
+        tokenizer: its tokenizer.
+        step: training steps done.
+        tokens: tokens trained on.
     """
 
     folder: Path
@@ -223,11 +223,11 @@ def load_run(folder: str | os.PathLike, *, dtype: str | None = None) -> LoadedRu
     """Reads the model of a run's checkpoint.
 
     Args:
-        folder: The run's folder, whose latest checkpoint is read; or `FOLDER@STEP`, `FOLDER@best` (`split_step`).
-        dtype: What the model computes in, such as "bfloat16"; None as in training.
+        folder: the run's folder, whose latest checkpoint is read; or `FOLDER@STEP`, `FOLDER@best` (`split_step`).
+        dtype: what the model computes in, such as "bfloat16"; None as in training.
 
     Raises:
-        RunError, ConfigError, CheckpointError: All ValueErrors, saying what is missing.
+        RunError, ConfigError, CheckpointError: all ValueErrors, saying what is missing.
     """
     folder, step = split_step(folder)
     config = load_run_config(folder)

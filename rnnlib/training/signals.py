@@ -15,7 +15,7 @@ class StopSignals:
     SIGHUP that is ignored, as under nohup, stays so.
 
     Attributes:
-        received: The last signal that asked to stop; None before any.
+        received: the last signal that asked to stop; None before any.
     """
 
     def __init__(self):

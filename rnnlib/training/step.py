@@ -43,9 +43,9 @@ class TrainState:
     """All that the training step reads and writes; donated to it.
 
     Attributes:
-        parameters: The model's `nnx.Param` variables.
-        other: Its other variables (random streams, statistics).
-        optimizer: The optimizer's state.
+        parameters: the model's `nnx.Param` variables.
+        other: its other variables (random streams, statistics).
+        optimizer: the optimizer's state.
         updates: int32 scalar, updates applied.
         skipped: int32 scalar, updates left out because loss or gradient was not finite.
     """
@@ -63,13 +63,13 @@ class StepMetrics:
     """What one training step reports: float32 scalars, `skipped` int32 and `finite` bool.
 
     Attributes:
-        nats: Sum of the loss over the batch's tokens.
-        tokens: Sum of the loss weights.
-        bytes: Bytes that the predicted tokens stand for.
-        gradient_norm: Global norm of the gradient of the mean loss, before clipping.
-        learning_rate: Rate of this update.
-        finite: Whether loss and gradient were finite, that is, the update was applied.
-        skipped: Updates left out so far, this one included.
+        nats: sum of the loss over the batch's tokens.
+        tokens: sum of the loss weights.
+        bytes: bytes that the predicted tokens stand for.
+        gradient_norm: global norm of the gradient of the mean loss, before clipping.
+        learning_rate: rate of this update.
+        finite: whether loss and gradient were finite, that is, the update was applied.
+        skipped: updates left out so far, this one included.
         stop: int32 scalar, the highest number of a signal by which one of several processes was asked to stop, 0
             where none was; None in one process.
     """
@@ -146,12 +146,12 @@ def put_batch(
 
     Args:
         batch: `BATCH_FIELDS`, `[B, T]`.
-        mesh: From `make_mesh`.
+        mesh: from `make_mesh`.
         accumulation_steps: A.
-        stop: The signal by which this process was asked to stop, 0 for none; the step's metrics tell it to all.
+        stop: the signal by which this process was asked to stop, 0 for none; the step's metrics tell it to all.
 
     Raises:
-        ValueError: If one of `BATCH_FIELDS` is missing, or the rows do not split evenly.
+        ValueError: if one of `BATCH_FIELDS` is missing, or the rows do not split evenly.
     """
     missing = [name for name in BATCH_FIELDS if name not in batch]
     if missing:
@@ -239,7 +239,7 @@ def tp_shard(model: nnx.Module, count: int) -> nnx.Module:
     """What each of `count` devices has of a model, with shapes in place of arrays.
 
     Raises:
-        ValueError: The model cannot be shared out, or does not come out even.
+        ValueError: the model cannot be shared out, or does not come out even.
     """
     if type(model) is not DecoderLM:
         raise ValueError(f"mesh.tensor={count}: the model is {type(model).__name__}, expected a DecoderLM to share out")
@@ -278,9 +278,9 @@ def init_train_state(
     """Splits a model into its static graph and the state of its training.
 
     Args:
-        model: The module to train.
-        optimizer: The optax transformation.
-        mesh: From `make_mesh`, if it is to be trained on one that shares layers out ("tensor").
+        model: the module to train.
+        optimizer: the optax transformation.
+        mesh: from `make_mesh`, if it is to be trained on one that shares layers out ("tensor").
 
     Returns:
         The graph definition, and a state that shares the model's arrays (which the first training step donates).
@@ -375,12 +375,12 @@ def make_train_step(
     is not finite, parameters and optimizer stay as they were, and `skipped` counts it.
 
     Args:
-        graphdef: The model's static part, from `init_train_state`.
-        optimizer: The optax transformation.
-        schedule: Learning rate by number of updates, for the report.
+        graphdef: the model's static part, from `init_train_state`.
+        optimizer: the optax transformation.
+        schedule: learning rate by number of updates, for the report.
         token_bytes: int32, bytes that each token stands for.
-        mesh: From `make_mesh`; the state is then one that `put_state` put on it. One without devices is for tracing.
-        deterministic: On a GPU, the same state and batch give the same bits in every process.
+        mesh: from `make_mesh`; the state is then one that `put_state` put on it. One without devices is for tracing.
+        deterministic: on a GPU, the same state and batch give the same bits in every process.
 
     Returns:
         A jitted function of a state (donated) and a batch from `put_batch`, giving the new state and the metrics.

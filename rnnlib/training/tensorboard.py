@@ -26,9 +26,9 @@ class TensorBoardLogger(Logger):
         """Prepares the log; writes nothing.
 
         Args:
-            folder: Where the event file goes.
+            folder: where the event file goes.
             last_step: TensorBoard shows no events of later steps from files before this one.
-            tell: Called with the message that nothing more can be written.
+            tell: called with the message that nothing more can be written.
         """
         self._folder, self._last_step, self._tell = folder, last_step, tell
         self._writer: Any = None

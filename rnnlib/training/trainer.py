@@ -63,12 +63,12 @@ class TrainResult:
     """How a call of `train` ended.
 
     Attributes:
-        folder: The run's folder.
-        step: Steps done, saved in the latest checkpoint.
-        tokens: Tokens trained on.
-        evaluation: The last evaluation on held-out text; None when stopped before any in this call.
-        stopped_by: The signal that stopped training early; None when all steps and the last evaluation are done.
-        seconds: Time that this call took.
+        folder: the run's folder.
+        step: steps done, saved in the latest checkpoint.
+        tokens: tokens trained on.
+        evaluation: the last evaluation on held-out text; None when stopped before any in this call.
+        stopped_by: the signal that stopped training early; None when all steps and the last evaluation are done.
+        seconds: time that this call took.
     """
 
     folder: Path
@@ -90,15 +90,15 @@ class Trainer:
     `add_hook`.
 
     Attributes:
-        config: The config, its vocabulary size made that of the tokenizer.
-        tokenizer: The tokenizer.
-        folder: The run's folder, once open.
-        start_step: The step that training goes on from, once open.
-        saved_step: The step of the last checkpoint, 0 before there is one.
-        tokens: Tokens trained on, of the steps that were reported.
-        evaluated_steps: Steps after which the model was evaluated.
-        checkpoints: The run's checkpoints, once open.
-        reporter: Shows progress, in `run`.
+        config: the config, its vocabulary size made that of the tokenizer.
+        tokenizer: the tokenizer.
+        folder: the run's folder, once open.
+        start_step: the step that training goes on from, once open.
+        saved_step: the step of the last checkpoint, 0 before there is one.
+        tokens: tokens trained on, of the steps that were reported.
+        evaluated_steps: steps after which the model was evaluated.
+        checkpoints: the run's checkpoints, once open.
+        reporter: shows progress, in `run`.
     """
 
     def __init__(
@@ -113,15 +113,15 @@ class Trainer:
         """Prepares a run and checks it; writes nothing.
 
         Args:
-            config: What to train, on what.
-            tokenizer: In place of the one that `config.data.tokenizer` names.
-            read_data: Read the data now.
-            initial: The model to begin a new run with, of `config.model` but for what computes it; its arrays are the
+            config: what to train, on what.
+            tokenizer: in place of the one that `config.data.tokenizer` names.
+            read_data: read the data now.
+            initial: the model to begin a new run with, of `config.model` but for what computes it; its arrays are the
                 first step's to reuse. None for fresh weights.
-            origin: The folder that `initial` is from; what says how to use its tokenizer is copied into the run's.
+            origin: the folder that `initial` is from; what says how to use its tokenizer is copied into the run's.
 
         Raises:
-            ValueError: If a path, size or name in the config is wrong, or `initial` is another model; the message
+            ValueError: if a path, size or name in the config is wrong, or `initial` is another model; the message
                 names it.
             MissingExtraError: A logger's package is not installed.
         """
@@ -148,7 +148,7 @@ class Trainer:
 
         Args:
             hook: A `Hook`, or a function that is called with this trainer.
-            every: Steps between two calls of the function, or of the hook's `on_step`; one more follows the last step.
+            every: steps between two calls of the function, or of the hook's `on_step`; one more follows the last step.
                 None for each step, or the hook's own number.
 
         Raises:
@@ -166,7 +166,7 @@ class Trainer:
         """Training and validation data, read when first asked for.
 
         Raises:
-            ValueError: If a path or name in the config is wrong, or a split is empty.
+            ValueError: if a path or name in the config is wrong, or a split is empty.
         """
         if self._data is None:
             data, parts = self.config.data, self.config.accumulation_steps
@@ -181,7 +181,7 @@ class Trainer:
         """Steps done.
 
         Raises:
-            RuntimeError: If no run was opened.
+            RuntimeError: if no run was opened.
         """
         self._check_opened("step")
         return self._step
@@ -224,11 +224,11 @@ class Trainer:
         """Makes the run folder, or restores what is in it; nothing is changed in a folder that does not fit.
 
         Args:
-            folder: The run's folder.
-            resume: Continue the run in it, from its latest checkpoint (or from the start, if it has none yet).
+            folder: the run's folder.
+            resume: continue the run in it, from its latest checkpoint (or from the start, if it has none yet).
 
         Raises:
-            ValueError: If the folder exists (new run), is no run, is one of another model or other data or has lost its
+            ValueError: if the folder exists (new run), is no run, is one of another model or other data or has lost its
                 checkpoints (resume).
         """
         folder = Path(folder)
@@ -324,12 +324,12 @@ class Trainer:
         """Trains to the last step, or until a signal asks to stop; then everything is saved. Closes the run.
 
         Args:
-            reporter: Shows progress; by default on standard output.
+            reporter: shows progress; by default on standard output.
 
         Raises:
-            RuntimeError: If no run is open.
-            NonFiniteLossError: If loss or gradient is not finite in more than `max_skipped_steps` steps.
-            CheckpointError, OSError: If nothing more can be written, or the data cannot be read on.
+            RuntimeError: if no run is open.
+            NonFiniteLossError: if loss or gradient is not finite in more than `max_skipped_steps` steps.
+            CheckpointError, OSError: if nothing more can be written, or the data cannot be read on.
         """
         if self._resources is None:
             raise RuntimeError("Trainer.run: no run is open, expected a call of Trainer.open before each of run")
@@ -393,7 +393,7 @@ class Trainer:
         """Waits for the metrics of the steps that were begun, and hands them to the hooks.
 
         Args:
-            leave: How many of the last steps are left for later.
+            leave: how many of the last steps are left for later.
         """
         while len(self._unreported) > leave:
             step, metrics = self._unreported.popleft()
@@ -466,7 +466,7 @@ class Trainer:
         """The model as trained so far, whole on one device; all processes of a run call it.
 
         Raises:
-            RuntimeError: If no run was opened.
+            RuntimeError: if no run was opened.
         """
         self._check_opened("trained_model")
         graphdef = nnx.split(self.abstract_model())[0]
@@ -488,14 +488,14 @@ def train(
     """Trains a language model in a run folder; see `Trainer` for the parts.
 
     Args:
-        config: What to train, on what.
-        folder: The run's folder.
-        resume: Continue the run in it.
-        reporter: Shows progress; by default on standard output.
+        config: what to train, on what.
+        folder: the run's folder.
+        resume: continue the run in it.
+        reporter: shows progress; by default on standard output.
 
     Raises:
-        ValueError: If the config or the folder is wrong.
-        NonFiniteLossError: If loss or gradient is not finite in more than `config.max_skipped_steps` steps.
+        ValueError: if the config or the folder is wrong.
+        NonFiniteLossError: if loss or gradient is not finite in more than `config.max_skipped_steps` steps.
     """
     folder = Path(folder)
     tokenizer = None

@@ -26,9 +26,9 @@ class WandbLogger(Logger):
         """Begins the run there, or goes on with it.
 
         Args:
-            config: The training config, whose `logging.wandb` names the project.
-            folder: The run's folder.
-            tell: Called with a message where nothing more can be logged.
+            config: the training config, whose `logging.wandb` names the project.
+            folder: the run's folder.
+            tell: called with a message where nothing more can be logged.
 
         Raises:
             ValueError: Weights & Biases refuses, as without a key.
