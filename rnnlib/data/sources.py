@@ -84,9 +84,9 @@ def source_fingerprint(config: DataConfig) -> str:
 
 def source_sizes(config: DataConfig) -> list[tuple[str, int]]:
     """Names and sizes of the files that a configuration reads, without their folders: they may be moved."""
-    groups = [_python_files()] if config.source == "python" else [expand_paths(config.paths)]
-    groups.append(expand_paths(config.validation_paths))
-    return [(os.path.basename(path), os.stat(path).st_size) for group in groups for path in group]
+    paths = list(_python_files()) if config.source == "python" else expand_paths(config.paths)
+    paths += expand_paths(config.validation_paths)
+    return [(os.path.basename(path), os.stat(path).st_size) for path in paths]
 
 
 def expand_paths(patterns: tuple[str, ...]) -> list[str]:
