@@ -1,7 +1,6 @@
 """`python -m experiments.decoding`: times `generate`, then writes table and picture."""
 
 import dataclasses
-import json
 import os
 import pathlib
 import sys
@@ -17,7 +16,7 @@ from experiments.decoding.study import DecodingStudy, study
 from experiments.harness.command import errors_as_lines
 from experiments.harness.environment import command_line, environment
 from experiments.harness.study import Setting, slug
-from experiments.harness.tables import write_text
+from experiments.harness.tables import add_row, read_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,7 @@ def _name(options: Options) -> str:
 
 
 def _results(options: Options) -> pathlib.Path:
-    return options.output / "results" / _name(options)
+    return options.output / "results" / f"{_name(options)}.jsonl"
 
 
 def _check(options: Options, plan: DecodingStudy) -> None:
@@ -98,9 +97,9 @@ def _time_all(options: Options, plan: DecodingStudy) -> int:
         for batch in plan.batches:
             if options.batches and batch not in options.batches:
                 continue
-            path = _results(options) / f"{slug(label)}--{batch}.json"
-            if _is_due(options, path):
-                found = _record(path, label, time_model(config, batch, plan), where)
+            name = f"{slug(label)}--{batch}"
+            if _is_due(options, name):
+                found = _record(options, name, label, time_model(config, batch, plan), where)
                 print(f"{label}, batch {batch}: {found['tokens_per_second']:,.0f} tokens/s", flush=True)
             if options.peer and label in PEERS:
                 failed += _time_peer(options, plan, label, batch, where)
@@ -109,27 +108,27 @@ def _time_all(options: Options, plan: DecodingStudy) -> int:
 
 def _time_peer(options: Options, plan: DecodingStudy, label: str, batch: int, where: dict[str, Any]) -> bool:
     """Times a model's peer where that is due; says whether it failed."""
-    path = _results(options) / f"{slug(label)}--{batch}--peer.json"
-    if not _is_due(options, path):
+    name = f"{slug(label)}--{batch}--peer"
+    if not _is_due(options, name):
         return False
     try:
         found = time_peer(plan, label, batch, options.peer_python, options.peer_seconds)
     except RuntimeError as error:
         print(f"FAILED {error}", flush=True)
         return True
-    _record(path, label, found, where)
+    _record(options, name, label, found, where)
     print(f"  {found['peer']}: {found['tokens_per_second']:,.0f} tokens/s", flush=True)
     return False
 
 
-def _is_due(options: Options, path: pathlib.Path) -> bool:
-    return options.again or not path.exists()
+def _is_due(options: Options, name: str) -> bool:
+    return options.again or all(row["id"] != name for row in read_table(_results(options)))
 
 
-def _record(path: pathlib.Path, label: str, found: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
+def _record(options: Options, name: str, label: str, found: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
     """Writes a result and gives it back."""
     record = {"model": label, **found, "environment": where}
-    write_text(path, json.dumps(record, indent=1) + "\n")
+    add_row(_results(options), "decoding", name, record)
     return record
 
 

@@ -1,6 +1,5 @@
 """Table and picture of the timed calls."""
 
-import json
 import pathlib
 import statistics
 from typing import Any
@@ -8,13 +7,14 @@ from typing import Any
 from experiments.decoding.study import DecodingStudy
 from experiments.harness.page import write_between_marks
 from experiments.harness.pictures import pyplot, save
+from experiments.harness.tables import read_table
 
 Record = dict[str, Any]
 
 
-def read_results(folder: pathlib.Path) -> list[Record]:
+def read_results(path: pathlib.Path) -> list[Record]:
     """All records of a folder."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return sorted(read_table(path), key=lambda row: row["id"] + ".")
 
 
 def _find(records: list[Record], label: str, batch: int, peer: bool) -> Record | None:

@@ -75,6 +75,18 @@ def add_rows(path: pathlib.Path, rows: Iterable[Row]) -> int:
     return changed
 
 
+def add_row(path: pathlib.Path, study: str, name: str, content: dict[str, Any]) -> None:
+    """Adds one row to a table, or puts it in the place of the one of that name.
+
+    Args:
+        path: the table; its name is the setting's.
+        study: whose it is.
+        name: the row's id.
+        content: the rest, the environment among it.
+    """
+    add_rows(path, [{"study": study, "setting": path.stem, "id": name, **content}])
+
+
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)

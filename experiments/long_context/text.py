@@ -83,7 +83,8 @@ def split_documents(config: LongText, documents: Iterable[str]) -> tuple[list[st
     Raises:
         ValueError: no document is held out.
     """
-    rest, held_out = [], []
+    rest: list[str] = []
+    held_out: list[str] = []
     for text in documents:
         (held_out if config.is_held_out(text) else rest).append(text)
     if not held_out:

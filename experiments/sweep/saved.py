@@ -40,10 +40,10 @@ class Saved:
         """
         if not self.path.exists():
             return None
-        leaves, tree = jax.tree.flatten(like)
         with np.load(self.path) as file:
-            read = [jax.device_put(file[f"leaf{i}"], leaf.sharding) for i, leaf in enumerate(leaves)]
-            return tree.unflatten(read), list(file["curve"])
+            names = (f"leaf{i}" for i in range(len(file.files) - 1))  # in the order of the tree's leaves
+            state = jax.tree.map(lambda leaf: jax.device_put(file[next(names)], leaf.sharding), like)
+            return state, list(file["curve"])
 
     def write_if_due(self, state: Any, curve: Sequence[np.ndarray]) -> None:
         """Writes after every chunk that ends `EVERY` seconds or more after the last writing, whole or not at all."""
@@ -51,7 +51,7 @@ class Saved:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial.npz")
-        leaves = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+        leaves: dict[str, Any] = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
         np.savez(partial, curve=np.stack(curve), **leaves)
         partial.replace(self.path)
         self.last = time.monotonic()

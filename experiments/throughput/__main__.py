@@ -18,7 +18,7 @@ from experiments.harness.command import errors_as_lines, interrupts_as_lines
 from experiments.harness.device import turn
 from experiments.harness.environment import command_line, environment
 from experiments.harness.study import pick_named, slug
-from experiments.harness.tables import write_text
+from experiments.harness.tables import add_row, read_table, write_text
 from experiments.throughput.measure import CompiledCase, Measurement, bytes_of_case, compile_case, in_groups
 from experiments.throughput.peer import check_models, start_compiling, time_peer
 from experiments.throughput.profiling import write_program
@@ -80,11 +80,11 @@ class Options:
             raise ValueError(f"compile_workers must not be negative, got {self.compile_workers}")
 
 
-def file_name(case: Case) -> str:
-    """The file of a case's result."""
+def case_name(case: Case) -> str:
+    """The name of a case's result."""
     marks = "--deterministic" * case.deterministic + "--packed" * case.packed
     marks += f"--{case.keeps}" * (case.keeps != "input") + "--unrolled" * case.unrolled
-    return f"{slug(case.mixer.label)}--{case.length}{marks}.json"
+    return f"{slug(case.mixer.label)}--{case.length}{marks}"
 
 
 # Turns in which the steps of several cases are timed: a device that slows down in a run slows down all of them.
@@ -125,7 +125,7 @@ def _time_group(
             try:
                 return function()
             except Exception as error:
-                print(f"FAILED {file_name(case)}: {''.join(traceback.format_exception(error))[-3000:]}", flush=True)
+                print(f"FAILED {case_name(case)}: {''.join(traceback.format_exception(error))[-3000:]}", flush=True)
                 failed[case] = error
                 running.pop(case, None)
         return None
@@ -153,8 +153,8 @@ def _profile(case: Case, measurement: Measurement | None, folder: pathlib.Path) 
     if measurement is not None:
         operations, text = measurement.profile()
         rows = ",\n".join(json.dumps(dataclasses.asdict(operation)) for operation in operations)
-        write_text(folder / file_name(case), f"[\n{rows}\n]\n")
-        write_program(text, folder / f"{file_name(case)}.program.gz")
+        write_text(folder / f"{case_name(case)}.json", f"[\n{rows}\n]\n")
+        write_program(text, folder / f"{case_name(case)}.program.gz")
 
 
 def _explanation(case: Case, error: Exception) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, args=argv, prog="python -m experiments.throughput")
     plan = study(options.setting)
     name = f"{options.setting}_{options.card}" if options.card else options.setting
-    results = options.output / "results" / name
+    results = options.output / "results" / f"{name}.jsonl"
     with errors_as_lines():
         picked = pick_named(plan.mixers, options.mixers)
     wanted = [c for c in cases(plan) if c.mixer in picked and (not options.lengths or c.length in options.lengths)]
@@ -189,7 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     failed = 0
     profiles = options.output / "profiles" / name, options.profile
-    missing = [case for case in wanted if options.again or not (results / file_name(case)).exists()]
+    done = set() if options.again else {row["id"] for row in read_table(results)}
+    missing = [case for case in wanted if case_name(case) not in done]
     if not options.report_only and (missing or options.peer):
         if options.peer:
             # JAX keeps the memory that it has taken, and must leave the peer the card.
@@ -236,9 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     ):
                         failed += "error" in record
                         record["environment"] = where
-                        write_text(results / file_name(case), json.dumps(record, indent=1) + "\n")
+                        add_row(results, "throughput", case_name(case), record)
                         print(
-                            f"{time.monotonic() - begin:6.1f} s  {file_name(case)}  {record.get('tokens_per_second')} "
+                            f"{time.monotonic() - begin:6.1f} s  {case_name(case)}  {record.get('tokens_per_second')} "
                             f"tokens/s, compiled in {record.get('compile_seconds')} s",
                             flush=True,
                         )

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.harness.tables import write_text
+from experiments.harness.tables import add_row
 from experiments.throughput.study import ThroughputStudy
 
 MODELS = ("gated_deltanet", "kda", "deltanet", "pgdn", "gla", "transformer")
@@ -97,7 +97,7 @@ def time_peer(
     Args:
         plan: gives the tokens a step and a row.
         models: names of `MODELS`.
-        results: the folder of our records; the peer's stand in the folder beside it with `_peer` behind its name.
+        results: our table; the peer's stands beside it with `_peer` behind its name.
         environment: kept in each record.
         torch_compile: whether both are timed under `torch.compile`, too.
         seconds: after which a process is ended, counted from its turn.
@@ -112,9 +112,9 @@ def time_peer(
     failed = 0
     for record in _time_by_turns(plan, models, torch_compile, seconds):
         failed += "error" in record
-        name = f"{record['model']}{'--recomputed' * record['recomputed']}{'--compiled' * record['compiled']}.json"
+        name = f"{record['model']}{'--recomputed' * record['recomputed']}{'--compiled' * record['compiled']}"
         content = record | {"versions": _versions(), "environment": dict(environment)}
-        write_text(results.with_name(f"{results.name}_peer") / name, json.dumps(content, indent=1) + "\n")
+        add_row(results.with_name(f"{results.stem}_peer.jsonl"), "throughput", name, content)
         print(f"FLA {name}: {record.get('step_seconds', record.get('error'))}", flush=True)
     return failed
 

@@ -1,18 +1,18 @@
 """Table and figure from the timed steps."""
 
-import json
 import pathlib
 import statistics
 from typing import Any
 
 from experiments.harness.page import write_between_marks
 from experiments.harness.pictures import pyplot, save
+from experiments.harness.tables import read_table
 from experiments.throughput.study import ThroughputStudy
 
 
-def read_results(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """All records of a folder, in the order of their names."""
-    return [{"unrolled": False} | json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+def read_results(path: pathlib.Path) -> list[dict[str, Any]]:
+    """All records of a table, in the order of their names, those with options first."""
+    return [{"unrolled": False} | row for row in sorted(read_table(path), key=lambda row: row["id"] + ".")]
 
 
 def _find(
@@ -292,7 +292,7 @@ def write_report(plan: ThroughputStudy, records: list[dict[str, Any]], folder: p
         plan: what was timed.
         records: of our steps.
         folder: of page, figures and results, the peer's among them.
-        name: the results' folder there; of figures and places in the page, too.
+        name: of the table of results there; of figures and places in the page, too.
 
     Returns:
         The table.
@@ -300,7 +300,7 @@ def write_report(plan: ThroughputStudy, records: list[dict[str, Any]], folder: p
     text = table(plan, records)
     figure(plan, records, folder / "figures" / f"{name}.png")
     write_between_marks(folder / "README.md", name, text)
-    peers = [json.loads(path.read_text()) for path in sorted((folder / "results" / f"{name}_peer").glob("*.json"))]
+    peers = list(read_table(folder / "results" / f"{name}_peer.jsonl"))
     if peers:
         peers.sort(key=lambda p: (list(_PEER_LABELS).index(p["model"]), p["recomputed"], p.get("compiled", False)))
         peer_text = _peer_table(plan, records, peers)

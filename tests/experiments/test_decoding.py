@@ -14,7 +14,7 @@ from experiments.decoding.measure import bytes_of_a_token
 from experiments.decoding.report import read_results, table, write_report
 from experiments.decoding.study import study
 from experiments.harness.page import marks
-from experiments.harness.tables import EXPERIMENTS
+from experiments.harness.tables import EXPERIMENTS, add_row, read_table
 from rnnlib.models import DecoderLM, ModelConfig, count_parameters
 
 TINY = ModelConfig(
@@ -42,16 +42,16 @@ def small(monkeypatch):
 
 def test_finished_results_are_kept_and_reported(small, tmp_path, capsys):
     assert command.main(["--output", str(tmp_path)]) == 0
-    paths = sorted((tmp_path / "results" / "small").iterdir())
-    assert [path.name for path in paths] == ["tiny--1.json", "tiny--2.json"]
-    record = json.loads(paths[1].read_text())
+    path = tmp_path / "results" / "small.jsonl"
+    assert [row["id"] for row in read_table(path)] == ["tiny--1", "tiny--2"]
+    record = read_table(path)[1]
     assert len(record["token_seconds"]) == 2
     assert record["tokens_per_second"] == pytest.approx(2 / np.median(record["token_seconds"]), rel=1e-3)
     assert record["of_limit"] is None and record["environment"]["platform"] == "cpu"
     assert (tmp_path / "figures" / "small.png").stat().st_size > 1000
-    before = [path.read_text() for path in paths]
+    before = path.read_text()
     assert command.main(["--output", str(tmp_path)]) == 0
-    assert [path.read_text() for path in paths] == before
+    assert path.read_text() == before
     assert "| Tiny | 2 |" in capsys.readouterr().out
 
 
@@ -76,13 +76,13 @@ def test_wrong_options_are_one_line(small, capsys):
 
 def test_results_of_another_device_are_not_mixed_in(small, tmp_path):
     where = {"device": "a card", "packages": {"jax": "1"}, "commit": "abcdefgh"}
-    folder = tmp_path / "results" / "small"
-    folder.mkdir(parents=True)
-    (folder / "tiny--1.json").write_text(json.dumps({"model": "Tiny", "batch": 1, "environment": where}))
+    add_row(
+        tmp_path / "results" / "small.jsonl", "decoding", "tiny--1", {"model": "Tiny", "batch": 1, "environment": where}
+    )
     with pytest.raises(SystemExit, match="card: the results 'small' are of a card"):
         command.main(["--output", str(tmp_path), "--batches", "2"])
     assert command.main(["--output", str(tmp_path), "--batches", "2", "--card", "here"]) == 0
-    assert [path.name for path in (tmp_path / "results" / "small_here").iterdir()] == ["tiny--2.json"]
+    assert [row["id"] for row in read_table(tmp_path / "results" / "small_here.jsonl")] == ["tiny--2"]
 
 
 @pytest.mark.parametrize(("name", "setting"), [("small", "small"), ("real", "real"), ("real_h100", "real")])
@@ -90,7 +90,7 @@ def test_the_page_shows_what_the_results_say(name, setting):
     folder = EXPERIMENTS / "decoding"
     begin, end = marks(name)
     shown = (folder / "README.md").read_text().split(begin, 1)[1].split(end, 1)[0].lstrip("\n")
-    assert shown == table(study(setting), read_results(folder / "results" / name))
+    assert shown == table(study(setting), read_results(folder / "results" / f"{name}.jsonl"))
 
 
 def test_steps_whose_writes_wait_are_timed_beside_those_that_store(small, monkeypatch, tmp_path):

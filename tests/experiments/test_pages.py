@@ -47,7 +47,7 @@ def test_the_throughput_page_shows_what_the_results_say():
     folder = EXPERIMENTS / "throughput"
     begin, end = marks("real")
     shown = (folder / "README.md").read_text().split(begin, 1)[1].split(end, 1)[0].lstrip("\n")
-    assert shown == throughput_table(throughput_study("real"), read_results(folder / "results" / "real"))
+    assert shown == throughput_table(throughput_study("real"), read_results(folder / "results" / "real.jsonl"))
 
 
 def test_means_and_spreads_in_the_text_are_in_a_table():

@@ -8,6 +8,7 @@ import types
 import jax
 import pytest
 
+from experiments.harness.tables import read_table
 from experiments.throughput import __main__ as command
 from experiments.throughput import attention, peer
 from experiments.throughput.measure import in_groups
@@ -72,8 +73,8 @@ def test_cases_are_timed_in_groups_that_fit():
 def test_one_command_times_and_reports(tmp_path, capsys, monkeypatch):
     arguments = ["--mixers", "Transformer++", "--lengths", "64", "--output", str(tmp_path)]
     assert command.main(arguments) == 0
-    (file,) = (tmp_path / "results" / "small").glob("*.json")
-    record = json.loads(file.read_text())
+    path = tmp_path / "results" / "small.jsonl"
+    (record,) = read_table(path)
     assert record["tokens_per_second"] == pytest.approx(256 / sorted(record["step_seconds"])[0], rel=0.9)
     assert all(4 < loss < 7 for loss in record["losses"]), "random tokens of 256"
     assert len(record["step_seconds"]) == len(record["step_seconds_ahead"]) == 2
@@ -85,8 +86,8 @@ def test_one_command_times_and_reports(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(command, "Measurement", fail)
     assert command.main([*arguments, "--again"]) == 1
-    assert json.loads(file.read_text())["error"] == "too large"
-    assert "| Transformer++ | | failed |" in table(study("small"), read_results(file.parent))
+    assert read_table(path)[0]["error"] == "too large"
+    assert "| Transformer++ | | failed |" in table(study("small"), read_results(path))
     capsys.readouterr()
 
 
@@ -117,9 +118,9 @@ def test_every_record_is_of_its_own_case(workers, quiet, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "Measurement", Measured)
     monkeypatch.setattr(command, "write_report", lambda *_: "")
     arguments = ["--output", str(tmp_path), "--compile-workers", str(workers), *["--quiet"] * quiet]
-    expected = {command.file_name(case): name(case) for case in cases(study("small")) if case.keeps == "input"}
+    expected = {command.case_name(case): name(case) for case in cases(study("small")) if case.keeps == "input"}
     assert command.main(arguments) == int(quiet)
-    records = {path.name: json.loads(path.read_text()) for path in (tmp_path / "results" / "small").glob("*.json")}
+    records = {row["id"]: row for row in read_table(tmp_path / "results" / "small.jsonl")}
     assert {file: {key: record[key] for key in expected[file]} for file, record in records.items()} == expected
     assert [file for file, record in records.items() if "error" in record] == [
         f for f in records if "packed" in f
@@ -131,10 +132,10 @@ def test_every_record_is_of_its_own_case(workers, quiet, tmp_path, monkeypatch):
 
 def test_the_peer_is_named_and_its_failures_are_recorded(tmp_path):
     with pytest.raises(ValueError, match="'mamba9' is no model, expected one of gated_deltanet"):
-        time_peer(study("small"), ("mamba9",), tmp_path / "small", {})
+        time_peer(study("small"), ("mamba9",), tmp_path / "small.jsonl", {})
     # Without the peer's packages or a GPU its process fails, and the record says with what.
-    assert time_peer(study("small"), ("gla",), tmp_path / "small", {"device": "none"}) >= 1
-    record = json.loads((tmp_path / "small_peer" / "gla.json").read_text())
+    assert time_peer(study("small"), ("gla",), tmp_path / "small.jsonl", {"device": "none"}) >= 1
+    record = next(row for row in read_table(tmp_path / "small_peer.jsonl") if row["id"] == "gla")
     assert record["model"] == "gla" and record["error"] and record["environment"] == {"device": "none"}
     assert not record["recomputed"] and not record["compiled"]
 
@@ -169,7 +170,7 @@ def test_another_card_has_results_and_tables_of_its_own(tmp_path):
     (tmp_path / "README.md").write_text(page.format("small") + page.format("small_h100"))
     arguments = ["--mixers", "Gated DeltaNet", "--lengths", "64", "--layers", "unrolled", "--keeps", "everything"]
     assert command.main([*arguments, "--output", str(tmp_path), "--card", "h100"]) == 0
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["small_h100"]
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["small_h100.jsonl"]
     written = (tmp_path / "README.md").read_text()
     assert "| Gated DeltaNet | one after another |" in written.partition("end of the small setting")[2]
     assert "| Gated DeltaNet |" not in written.partition("end of the small setting")[0]
@@ -178,7 +179,7 @@ def test_another_card_has_results_and_tables_of_its_own(tmp_path):
 def test_layers_one_after_another_give_the_losses_of_the_scan(tmp_path):
     arguments = ["--mixers", "Gated DeltaNet", "--lengths", "64", "--output", str(tmp_path)]
     assert command.main([*arguments, "--keeps", "everything", "--profile", "everything"]) == 0
-    records = read_results(tmp_path / "results" / "small")
+    records = read_results(tmp_path / "results" / "small.jsonl")
     found = [record for record in records if not record["deterministic"]]
     scanned, unrolled = sorted(found, key=lambda record: record["unrolled"])
     assert scanned["losses"] == pytest.approx(unrolled["losses"], rel=1e-4)
