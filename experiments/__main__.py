@@ -6,6 +6,7 @@ import sys
 import tyro
 from rich.console import Console
 
+from experiments.claims.pages import write_pages
 from experiments.cpu_benchmark.report import main as cpu_benchmark
 from experiments.decoding.__main__ import main as decoding
 from experiments.harness.command import errors_as_lines
@@ -64,6 +65,7 @@ def main() -> None:
         kernel_benchmarks(["--from-json"])
         ridge_benchmark(["--from-json"])
         solver_convergence(SolverConvergenceConfig(from_json=True))
+        write_pages()
         return
     with errors_as_lines():
         finished = run(options.studies, options, Console(), module="experiments")

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -93,9 +94,11 @@ def between_seeds(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """Difference of means of seeds, in parts of the second mean, with Welch's interval; two seeds or more each."""
     scale = statistics.fmean(theirs)
     difference = (statistics.fmean(ours) - scale) / scale
-    if len(set(ours)) == len(set(theirs)) == 1:
+    if max(map(np.ptp, (ours, theirs))) < 1e-6 * abs(scale):
         return Interval(difference, difference, difference)
-    ends = scipy.stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # where all seeds of one of the two are at 100 %
+        ends = scipy.stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval()
     return Interval(difference, float(ends.low) / scale, float(ends.high) / scale)
 
 

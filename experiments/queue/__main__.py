@@ -132,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 subprocess.run(
                     [sys.executable, "-m", f"experiments.{study}", "--setting", setting, "--report-only"], check=True
                 )
+            subprocess.run([sys.executable, "-m", "experiments.claims"], check=True)
             return 0
         if options.list:
             for entry in entries(options.studies):

@@ -1,0 +1,81 @@
+"""Verdicts on the studies' pages, and the index of all claims."""
+
+import math
+import pathlib
+import re
+
+from experiments.claims.claim import Claim, Part
+from experiments.claims.language import CLAIMS as LANGUAGE
+from experiments.claims.recall import CLAIMS as RECALL
+from experiments.claims.speed import CLAIMS as SPEED
+from experiments.harness.page import write_between_marks
+from experiments.harness.tables import EXPERIMENTS, write_text
+from experiments.harness.verdicts import Region
+
+CLAIMS: tuple[Claim, ...] = (*RECALL, *LANGUAGE, *SPEED)
+BEGIN = "<!-- verdict: written by `python -m experiments.claims`, do not edit -->"
+END = "<!-- end of the verdict -->"
+
+
+def _place(region: Region) -> str:
+    """A region in words."""
+    ends = [f"{100 * end:+.0f}" for end in (region.low, region.high) if math.isfinite(end)]
+    if math.isinf(region.low):
+        return f"below {ends[0]}"
+    if math.isinf(region.high):
+        return f"above {ends[0]}"
+    return f"{ends[0]} to {ends[1]}"
+
+
+def _row(part: Part) -> str:
+    interval = part.measure()
+    found = "not measured" if interval is None else str(interval)
+    return f"| {part.says} | {_place(part.region)} | {found} | {part.verdict().value} |"
+
+
+def verdict_text(claim: Claim) -> str:
+    """What stands on a claim's page, between the marks."""
+    lines = [f"**Verdict: {claim.verdict().value}.**" + (f" Not tested: {claim.untested}." if claim.untested else "")]
+    if claim.parts:
+        lines += [
+            "",
+            "| the claim | says, % | ours, % (95 %) | |",
+            "| --- | --- | --- | --- |",
+            *map(_row, claim.parts),
+        ]
+    return "\n".join(lines)
+
+
+def write_verdict(page: str, claim: Claim) -> str:
+    """A page with a claim's verdict in its section.
+
+    Raises:
+        ValueError: the page has no such section, or no marks in it.
+    """
+    pattern = rf"(\n### {re.escape(claim.title)}\n(?:(?!\n### ).)*?{re.escape(BEGIN)}\n).*?({re.escape(END)})"
+    found = re.search(pattern, page, re.DOTALL)
+    if not found:
+        raise ValueError(f"{claim.study}: expected a section {claim.title!r} with {BEGIN!r} and {END!r}")
+    return f"{page[: found.end(1)]}{verdict_text(claim)}\n{page[found.start(2) :]}"
+
+
+def index() -> str:
+    """The table of all claims, Markdown."""
+    lines = ["| claim | paper | paper's number | ours | verdict | detail |", "|" + " --- |" * 6]
+    for claim in CLAIMS:
+        link = f"[{claim.study}]({claim.study}/README.md#{claim.anchor})"
+        cells = (claim.title, claim.source, claim.theirs, claim.ours, claim.verdict().value, link)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_pages(experiments: pathlib.Path = EXPERIMENTS) -> None:
+    """Writes every verdict and the index."""
+    for study in dict.fromkeys(claim.study for claim in CLAIMS):
+        page = experiments / study / "README.md"
+        text = page.read_text()
+        for claim in CLAIMS:
+            if claim.study == study:
+                text = write_verdict(text, claim)
+        write_text(page, text)
+    write_between_marks(experiments / "README.md", "claims", index())

@@ -1,0 +1,96 @@
+"""Verdicts on the pages, and the index, are what the tables give today."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+
+from experiments.claims.claim import Claim, Part
+from experiments.claims.evidence import accuracy, bits, solved, solves, steps
+from experiments.claims.pages import BEGIN, CLAIMS, END, index, verdict_text, write_verdict
+from experiments.harness.page import marks
+from experiments.harness.tables import EXPERIMENTS, read_table, table_path
+from experiments.harness.verdicts import Interval, Region, Verdict, above, below, equal
+
+INDEX = (EXPERIMENTS / "README.md").read_text()
+
+
+@pytest.mark.parametrize("study", sorted({claim.study for claim in CLAIMS}))
+def test_verdicts_on_a_page_are_what_the_tables_give(study):
+    page = (EXPERIMENTS / study / "README.md").read_text()
+    for claim in CLAIMS:
+        if claim.study == study:
+            assert write_verdict(page, claim) == page, claim.title
+
+
+def test_the_index_is_what_the_claims_give():
+    begin, end = marks("claims")
+    assert INDEX.split(begin, 1)[1].split(end, 1)[0].lstrip("\n") == index()
+
+
+def test_every_section_of_claims_has_a_verdict_by_the_rule_and_none_by_hand():
+    for page in EXPERIMENTS.glob("*/README.md"):
+        text = page.read_text()
+        written = {claim.title for claim in CLAIMS if claim.study == page.parent.name}
+        sections = text.partition("\n## Claims")[2].split("\n### ")[1:]
+        assert {section.partition("\n")[0] for section in sections} == written, page
+        remarks = [line for line in text.splitlines() if line.startswith("**Remark.**")]
+        assert not [line for line in remarks if re.search(r"agrees|decidable", line, re.IGNORECASE)], page
+        assert text.count(BEGIN) == text.count(END) == len(written) and "**Verdict.**" not in "".join(sections)
+
+
+def part(low: float, high: float, region: Region) -> Part:
+    return Part("a part", lambda: Interval((low + high) / 2, low, high), region)
+
+
+def claim(*parts: Part, untested: str = "") -> Claim:
+    return Claim("A claim", "a_study", "a paper", "1", "2", parts, untested)
+
+
+def test_a_claim_follows_from_its_parts_and_from_what_was_not_tested():
+    yes, no, perhaps = (part(*ends, below(0.01)) for ends in ((-0.1, -0.05), (0.0, 0.1), (-0.1, 0.1)))
+    assert claim().verdict() is Verdict.NEW
+    assert claim(yes, yes).verdict() is Verdict.AGREES and claim(no, perhaps).verdict() is Verdict.DISAGREES
+    assert claim(yes, no).verdict() is claim(yes, perhaps).verdict() is Verdict.PARTLY
+    assert claim(yes, untested="seeds").verdict() is Verdict.PARTLY
+    assert claim(no, untested="seeds").verdict() is Verdict.UNDECIDED
+    assert claim(Part("not run", lambda: None, below(0.0))).verdict() is Verdict.UNDECIDED
+
+
+def test_a_verdict_is_written_between_its_marks_alone():
+    page = f"\n### Another\n\n{BEGIN}\n{END}\n\n### A claim\n\ntext\n\n{BEGIN}\nold\n{END}\n\nafter\n"
+    own = claim(part(-0.1, -0.05, below(0.01)), untested="seeds")
+    written = write_verdict(page, own)
+    assert f"### A claim\n\ntext\n\n{BEGIN}\n{verdict_text(own)}\n{END}\n\nafter\n" in written
+    assert "| a part | below -1 | -7.5 % (-10.0 to -5.0) | ✓ agrees |" in written and "Not tested: seeds." in written
+    assert written.startswith(f"\n### Another\n\n{BEGIN}\n{END}\n")
+    with pytest.raises(ValueError, match="a_study: expected a section 'A missing one'"):
+        write_verdict(page, dataclasses.replace(own, title="A missing one"))
+
+
+def test_differences_are_those_of_the_tables():
+    rows = read_table(table_path("language_modelling", "real"))
+    best = {
+        label: min(
+            (row for row in rows if row["mixer"]["label"] == label), key=lambda row: row["validation"]["bits_per_byte"]
+        )["test"]["4096"]["bits_per_byte"]
+        for label in ("KDA", "Mamba-2")
+    }
+    found = bits("real", "KDA", "Mamba-2")()
+    assert found.estimate == pytest.approx(best["KDA"] / best["Mamba-2"] - 1) and found.high - found.low > 0.03
+    cell = "MQAR T=128, 32 pairs, width 64, 4000 steps"
+    share = solved("ablations", cell, "KLA", "GLA (KLA's independent gate)")()
+    assert share.estimate == 1.0 and share.low < 0.5, "three seeds each"
+    assert solves("ablations", cell, "KLA")().estimate == 0.0
+    constant = accuracy("regbench_mad", "memorization", "32", "DeltaNet", 0.528)()
+    assert constant.estimate == pytest.approx(0.472, abs=1e-3)
+    assert -0.1 < steps("real_4096", ("PGDN", 4096), ("Gated DeltaNet", 4096))().estimate < -0.03
+    assert steps("real_4096", ("PGDN", 64), ("Gated DeltaNet", 64))() is None
+
+
+def test_regions_in_words():
+    ends = ((below(0.01), "below -1"), (above(0.2), "above +20"), (equal(0.05), "-5 to +5"))
+    for region, words in ends:
+        assert f"| {words} |" in verdict_text(claim(part(0.0, 0.0, region)))
+    assert math.isinf(above(0.0).high)
