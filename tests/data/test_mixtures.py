@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -153,3 +155,37 @@ def test_what_is_wrong_further_on_is_an_error_there(tmp_path, small_blocks):
         make_dataset(config(str(path), streaming=True), split="train", process_index=0, process_count=1)
     with pytest.raises(ValueError, match=r"num_workers is 2, expected 0 with streaming"):
         config(str(path), streaming=True, num_workers=2)
+
+
+LARGE = """
+import json, resource, sys
+from rnnlib.data import ByteTokenizer, DataConfig, load_corpus, make_dataset
+
+folder, form = sys.argv[1:]
+texts = (f"document {i} " * 2000 for i in range(5000))
+if form == "jsonl":
+    with open(f"{folder}/text.jsonl", "w") as file:
+        for text in texts:
+            file.write(json.dumps({"text": text}) + "\\n")
+else:
+    import pyarrow, pyarrow.parquet
+    with pyarrow.parquet.ParquetWriter(f"{folder}/text.parquet", pyarrow.schema({"text": pyarrow.string()})) as file:
+        for _ in range(50):
+            file.write_table(pyarrow.table({"text": [next(texts) for _ in range(100)]}))
+config = DataConfig(source=form, paths=(f"{folder}/text.{form}",), cache_folder=f"{folder}/tokens", streaming=True)
+load_corpus(DataConfig(max_train_bytes=1000), "train", ByteTokenizer())
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rows = make_dataset(config, split="train", process_index=0, process_count=1)._batches
+corpus = load_corpus(config, "train", ByteTokenizer())
+print(corpus.text_bytes, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_memory_does_not_grow_with_the_text(tmp_path, form):
+    command = [sys.executable, "-c", LARGE, str(tmp_path), form]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    text, taken = map(int, done.stdout.split())
+    assert text > 120e6 and taken < 1.2 * text  # tokens alone are twice the text

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.several_gpus.collectives import collectives
 from rnnlib.data import DataConfig
 from rnnlib.layers import Experts
 from rnnlib.layers.presets import mixer_names
@@ -50,8 +51,6 @@ from rnnlib.training.mesh import AXES
 from rnnlib.training.optimizer import alike
 from rnnlib.training.step import state_shardings
 from tests.training.packed import packed_batch
-
-from .collectives import collectives
 
 VOCABULARY, ROWS, LENGTH = 32, 16, 32
 SIZES = {"vocabulary_size": VOCABULARY, "width": 32, "num_layers": 1, "num_heads": 2, "mlp_width": 32}

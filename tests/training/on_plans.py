@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from experiments.several_gpus.collectives import collectives
 from rnnlib.data import DataConfig
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.training import (
@@ -28,8 +29,6 @@ from rnnlib.training import (
     plan_step,
 )
 from rnnlib.training.step import abstract_batch, abstract_state
-
-from .collectives import collectives
 
 MIXERS = ("gated_deltanet", "attention", "gated_kalmanet", "pgdn")
 MESHES = {

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from experiments.several_gpus.collectives import collectives
 from rnnlib.data import DataConfig
 from rnnlib.layers import Experts
 from rnnlib.layers.presets import mixer_names
@@ -40,8 +41,6 @@ from rnnlib.training import (
 )
 from rnnlib.training.step import state_shardings
 from tests.training.packed import packed_batch
-
-from .collectives import collectives
 
 VOCABULARY, ROWS, LENGTH, HEADS = 16, 4, 8, 4
 # The token-by-token implementation compiles fastest.

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
+from experiments.several_gpus.collectives import Collective, collectives
 from rnnlib.training import MeshConfig, Trainer, make_mesh, make_train_step
 from rnnlib.training.mesh import abstract_mesh, mesh_sizes
 from tests.processes import result_of
 
-from .collectives import Collective, collectives
 from .on_meshes import ALWAYS, MESHES
 
 # On a busy machine the fixtures take longer than a test may.
