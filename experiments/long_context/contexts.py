@@ -113,14 +113,16 @@ class ContextTests:
                 for name, rows in arms.items()
             }
             token_bytes = self.tokenizer.token_bytes
+            counts = self.held_out.with_name("counts.json")
             return {
+                "text": json.loads(counts.read_text()) if counts.exists() else None,
                 "blocks": {
                     "size": self.size,
                     "document": blocks.document,
                     "start": blocks.start,
                     "bytes": [int(token_bytes[blocks.row(i, 0)[1:]].sum()) for i in range(len(blocks))],
                     "nats": nats,
-                }
+                },
             }
 
         return test

@@ -95,34 +95,41 @@ def table(plan: LongContextStudy, rows: dict[str, Row]) -> str:
 
 
 def figure(plan: LongContextStudy, rows: dict[str, Row], path: pathlib.Path) -> None:
-    """Change of bits per byte from the trained length to each context, with intervals; the foreign context beside."""
-    drawing, panel = pyplot().subplots(figsize=(7.5, 4.5), layout="constrained")
+    """Bits per byte after each context, and their change from the trained length, close up; foreign contexts beside."""
+    drawing, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4.3), layout="constrained")
     trained = plan.train.data.sequence_length
-    colors = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-    for (label, row), color in zip(rows.items(), colors):
-        contexts = [c for c in plan.contexts if c != trained]
-        found = [change(row["blocks"], str(trained), str(c)) for c in contexts]
-        points = sorted([*zip(contexts, found), (trained, Interval(0.0, 0.0, 0.0))], key=lambda point: point[0])
-        sizes, intervals = zip(*points)
-        panel.plot(sizes, [100 * i.estimate for i in intervals], color=color, marker="o", markersize=4, label=label)
-        panel.fill_between(
-            sizes, [100 * i.low for i in intervals], [100 * i.high for i in intervals], color=color, alpha=0.18, lw=0
+    beside = plan.contexts[-1] * 1.35
+    for (label, row), color in zip(rows.items(), ("#d55e00", "#0072b2", "#009e73", "#cc79a7")):
+        blocks = row["blocks"]
+        left.plot(
+            plan.contexts, [bits_per_byte(blocks, str(c)) for c in plan.contexts], "o-", color=color, markersize=4
         )
-        foreign = change(row["blocks"], str(trained), FOREIGN)
-        panel.plot(sizes[-1] * 1.25, 100 * foreign.estimate, color=color, marker="x", linestyle="")
-    panel.axhspan(-100 * MARGIN, 100 * MARGIN, color="0.9", zorder=0)
-    panel.axvline(trained, color="0.6", linestyle=":", linewidth=1)
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(plan.contexts, [str(c) for c in plan.contexts])
-    panel.set_xticks([], minor=True)
-    panel.set_yscale("symlog", linthresh=5)
-    panel.set_xlabel("tokens before the scored ones (x: the longest, another document's beyond the trained length)")
-    panel.set_ylabel(f"bits per byte against {trained} before, %")
-    panel.set_title(
-        "The same tokens after more or less context (95 % over documents; grey counts as equal)", fontsize=10
+        found = [
+            change(blocks, str(trained), str(c)) if c != trained else Interval(0.0, 0.0, 0.0) for c in plan.contexts
+        ]
+        low, middle, high = ([100 * getattr(i, end) for i in found] for end in ("low", "estimate", "high"))
+        right.plot(plan.contexts, middle, "o-", color=color, markersize=4, label=label)
+        right.fill_between(plan.contexts, low, high, color=color, alpha=0.18, lw=0)
+        foreign = change(blocks, str(trained), FOREIGN)
+        right.plot(beside, 100 * foreign.estimate, "x", color=color)
+        left.plot(beside, bits_per_byte(blocks, FOREIGN), "x", color=color)
+    right.axhspan(-100 * MARGIN, 100 * MARGIN, color="0.9", zorder=0)
+    right.set_ylim(-300 * MARGIN, 300 * MARGIN)
+    left.set_ylabel("bits per byte of the same tokens")
+    right.set_ylabel(f"change from {trained} before, % (beyond 3: see left)")
+    for panel in (left, right):
+        panel.axvline(trained, color="0.6", linestyle=":", linewidth=1)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(plan.contexts, [str(c) for c in plan.contexts])
+        panel.set_xticks([], minor=True)
+        panel.set_xlabel("tokens before the scored ones")
+        panel.grid(alpha=0.3)
+    right.legend(frameon=False, fontsize=9, loc="lower right")
+    drawing.suptitle(
+        "The same tokens after more or less context. Bands: 95 % over documents; grey: equal; "
+        "x: another document's beyond the trained length",
+        fontsize=10,
     )
-    panel.grid(alpha=0.3)
-    panel.legend(frameon=False, fontsize=9)
     save(drawing, path)
 
 
