@@ -127,6 +127,8 @@ def test_the_command_line_outside_of_the_repository(core, environment):
     assert process.stderr.startswith("rnnlib train: error: rnnlib train needs ")
     assert process.stderr.endswith("which is not installed: pip install 'rnnlib[train]'\n")
     assert process.stderr.count("\n") == 1
+    shown = run(rnnlib_command, "train", "--help", **environment)
+    assert "usage: rnnlib train" in shown and "pip install 'rnnlib[train]'" in shown
 
 
 def test_the_wheel_trains_outside_of_the_repository(uv, wheel, environment, tmp_path):
@@ -141,7 +143,7 @@ def test_the_wheel_trains_outside_of_the_repository(uv, wheel, environment, tmp_
         "sys.exit(rnnlib.cli.main.main())\n"
     )
     flags = "--steps 2 --prompt= --model.width 16 --model.num-layers 1 --model.mlp-width 16 --data.sequence-length 16"
-    text = "--data.source text --data.paths text.txt --data.split-by tail"
+    text = "--data.paths text.txt"
     output = run(sys.executable, "train.py", tmp_path / "wheel", "train", *flags.split(), *text.split(), **environment)
     assert "step 2/2" in output
     assert (tmp_path / "runs" / "001" / "checkpoints" / "2").is_dir()

@@ -129,6 +129,7 @@ def study(setting: LanguageSetting) -> LanguageStudy:
     "real" is about 25M parameters and 105M tokens of Python text a run, "short" 10.5M tokens; "large" is about 135M
     parameters and 105M tokens, "large_short" 26.2M.
     """
+    text: dict[str, Any] = {"source": "python", "split_by": "document"}
     quiet: dict[str, Any] = {"logging": LoggingConfig(tensorboard=False)}
     if setting == "small":
         return LanguageStudy(
@@ -136,7 +137,7 @@ def study(setting: LanguageSetting) -> LanguageStudy:
             train=TrainConfig(
                 model=ModelConfig(vocabulary_size=257, width=64, num_layers=2, num_heads=2, tie_embeddings=True),
                 data=DataConfig(
-                    sequence_length=128, batch_size=8, max_train_bytes=2_000_000, max_validation_bytes=65_536
+                    **text, sequence_length=128, batch_size=8, max_train_bytes=2_000_000, max_validation_bytes=65_536
                 ),
                 evaluation=EvaluationConfig(every=100, batches=4),
                 checkpoint=CheckpointConfig(every=1000, keep=1),
@@ -188,6 +189,7 @@ def study(setting: LanguageSetting) -> LanguageStudy:
                 vocabulary_size=16_384, attention_heads=6, initializer_std=0.05, remat=False, scan_layers=False
             ),
             data=DataConfig(
+                **text,
                 sequence_length=4096,
                 batch_size=16,
                 max_train_bytes=400_000_000,

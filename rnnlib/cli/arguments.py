@@ -5,11 +5,16 @@ import io
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import tyro
 
 from rnnlib.cli.errors import CommandError
+from rnnlib.cli.suggestions import flags_of, similar_flags
+
+Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+"""An argument without a flag: the folder of a run or of a published model."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -36,7 +41,12 @@ def parse[Arguments](
     except SystemExit as error:
         if error.code in (0, None):
             raise
-        raise CommandError(_one_line(captured.getvalue()) or "wrong arguments") from None
+        message = _one_line(captured.getvalue()) or "wrong arguments"
+        if unknown := re.match(r"Unrecognized options?: (--\S+?)(?=,|\s|$)", message):
+            known = flags_of(lambda: tyro.cli(cls, args=["--help"], prog=f"rnnlib {command}", default=default))
+            if meant := similar_flags(unknown[1], known):
+                message = f"{message.partition(' (perhaps ')[0]} (perhaps {' or '.join(meant)}?)"
+        raise CommandError(message) from None
 
 
 def _one_line(box: str) -> str:

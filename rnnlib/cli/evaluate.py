@@ -3,68 +3,57 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from rnnlib.cli.arguments import parse
+from rnnlib.cli.arguments import Folder, parse
 from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_programs
 from rnnlib.cli.errors import CommandError, input_errors
-from rnnlib.data import DataConfig, make_dataset
-from rnnlib.training import evaluate, load_model, spread_batches
+from rnnlib.cli.text_arguments import TextArguments
+
+if TYPE_CHECKING:  # `--help` does without jax
+    from rnnlib.data import DataConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluatedText(TextArguments):
+    """Which text is read, as in `rnnlib train`, and in which batches."""
+
+    batch_size: int | None = None
+    """Sequences a batch; left out, as in training, or 16."""
+    sequence_length: int | None = None
+    """Tokens a sequence; left out, as in training, or 256."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalArguments:
     """Evaluates the model of a run's latest checkpoint on the run's validation text, or on other text.
 
-    A published model is evaluated on the text of --paths, or on Python sources that are installed here.
+    A published model is evaluated on the text of --data.paths, or on Python sources that are installed here.
     """
 
-    folder: Annotated[Path, tyro.conf.Positional]
+    folder: Folder
     """The folder of a run (FOLDER@STEP and FOLDER@best name a checkpoint), or of a published model."""
     batches: int | None = None
     """Batches to evaluate on, spread over the text; left out, all of it."""
-    batch_size: int | None = None
-    """Rows a batch; left out, as in training, or 16."""
-    sequence_length: int | None = None
-    """Tokens a row; left out, as in training, or 256."""
-    source: Literal["text", "jsonl", "parquet"] | None = None
-    """What --paths are: "text" (a document a file), "jsonl" or "parquet"; left out, as in training ("text" where that
-    took the installed Python sources)."""
-    paths: tuple[str, ...] = ()
-    """Files or glob patterns of other text to evaluate on, all of it."""
-    text_field: str | None = None
-    """The field (JSON lines) or column (Parquet) that holds the text; left out, as in training."""
-    encoding: str | None = None
-    """Of --paths; left out, as in training."""
+    data: EvaluatedText = dataclasses.field(default_factory=EvaluatedText)
+    """The text."""
     tokenizer: str | None = None
     """"byte" or a tokenizers JSON file, for a folder that has none."""
-    undecodable: Literal["error", "skip"] | None = None
-    """What becomes of files of --paths that are not in the encoding; left out, as in training."""
     json: bool = False
     """Print one line of JSON."""
     compilation_cache: CompilationCache = None
 
 
-_OF_PATHS = ("source", "text_field", "encoding", "undecodable")
-"""Arguments that say how --paths are read."""
-
-
-def _data(arguments: EvalArguments, trained_on: DataConfig) -> DataConfig:
-    names = ("batch_size", "sequence_length", *_OF_PATHS)
-    changes = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    if arguments.paths:
+def _data(given: dict[str, Any], trained_on: "DataConfig") -> "DataConfig":
+    if "paths" in given:
         other_text = {
-            "source": "text" if trained_on.source == "python" else trained_on.source,
-            "paths": arguments.paths,
-            "validation_paths": arguments.paths,
+            "source": None if trained_on.kind == "python" else trained_on.source,
+            "validation_paths": given["paths"],
             "deduplicate": False,
             "max_validation_bytes": None,
         }
-        changes = other_text | changes
-    return dataclasses.replace(trained_on, **changes)
+        given = other_text | given
+    return dataclasses.replace(trained_on, **given)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -73,13 +62,18 @@ def run(argv: Sequence[str]) -> int:
     keep_compiled_programs(arguments.compilation_cache)
     if arguments.batches is not None and arguments.batches < 1:
         raise CommandError(f"--batches must be at least 1, got {arguments.batches}")
-    for name in _OF_PATHS:
-        if (value := getattr(arguments, name)) is not None and not arguments.paths:
-            raise CommandError(f"--{name.replace('_', '-')} {value} needs --paths, the files to evaluate on")
+    given = arguments.data.given()
+    for name in given.keys() - {"batch_size", "sequence_length"}:
+        if "paths" not in given:
+            flag = f"--data.{name.replace('_', '-')} {given[name]}"
+            raise CommandError(f"{flag} needs --data.paths, the files to evaluate on")
+    from rnnlib.data import DataConfig, make_dataset
+    from rnnlib.training import evaluate, load_model, spread_batches
+
     with input_errors():
         loaded = load_model(arguments.folder, tokenizer=arguments.tokenizer)
         trained_on = DataConfig() if loaded.run is None else loaded.run.config.data
-        dataset = make_dataset(_data(arguments, trained_on), split="validation", tokenizer=loaded.tokenizer)
+        dataset = make_dataset(_data(given, trained_on), split="validation", tokenizer=loaded.tokenizer)
     result = evaluate(
         loaded.model, spread_batches(dataset, arguments.batches), token_bytes=loaded.tokenizer.token_bytes
     )

@@ -7,12 +7,8 @@ from typing import Annotated
 
 import tyro
 
-from rnnlib.cli.arguments import parse
+from rnnlib.cli.arguments import Folder, parse
 from rnnlib.cli.errors import CommandError, input_errors
-from rnnlib.hub import load_pretrained, save_pretrained
-from rnnlib.hub.pretrained import Pretrained
-from rnnlib.hub.special_tokens import copy_tokenizer_files
-from rnnlib.training import is_run, load_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +19,9 @@ class ExportArguments:
     family, or copied.
     """
 
-    folder: Annotated[Path, tyro.conf.Positional]
+    folder: Folder
     """The run's folder, FOLDER@STEP, FOLDER@best, or a published model's."""
-    output: Annotated[Path, tyro.conf.Positional]
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
     """The folder to write."""
     family: str | None = None
     """Its family, e.g. gated_deltanet (a wrong one lists all); left out, the one of the model's mixers."""
@@ -39,6 +35,11 @@ def run(argv: Sequence[str]) -> int:
     folder, output = arguments.folder, arguments.output
     if output.exists() and not arguments.overwrite:
         raise CommandError(f"{output} exists: choose another, or replace the model in it with --overwrite")
+    from rnnlib.hub import load_pretrained, save_pretrained
+    from rnnlib.hub.pretrained import Pretrained
+    from rnnlib.hub.special_tokens import copy_tokenizer_files
+    from rnnlib.training import is_run, load_run
+
     with input_errors():
         if is_run(folder):
             loaded = load_run(folder)

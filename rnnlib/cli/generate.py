@@ -3,24 +3,22 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import tyro
-
-from rnnlib.cli.arguments import chat_options, parse
+from rnnlib.cli.arguments import Folder, chat_options, parse
 from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_programs
 from rnnlib.cli.errors import CommandError, input_errors
-from rnnlib.data import Tokenizer
-from rnnlib.fields import PositiveInteger, check_value
-from rnnlib.models import Decoder, DecoderLM, NaNLogitsError
+
+if TYPE_CHECKING:  # `--help` does without jax
+    from rnnlib.data import Tokenizer
+    from rnnlib.models import DecoderLM
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerateArguments:
     """Continues a prompt with the model of a run's latest checkpoint, or with a published model."""
 
-    folder: Annotated[Path, tyro.conf.Positional]
+    folder: Folder
     """The folder of a run (FOLDER@STEP and FOLDER@best name a checkpoint), or of a published model."""
     prompt: str = "def "
     """Text to continue; - reads it from standard input."""
@@ -52,8 +50,8 @@ class GenerateArguments:
 
 
 def print_continuation(
-    model: DecoderLM,
-    tokenizer: Tokenizer,
+    model: "DecoderLM",
+    tokenizer: "Tokenizer",
     prompt: str,
     *,
     prompt_tokens: Sequence[int] | None = None,
@@ -78,6 +76,9 @@ def print_continuation(
         seed: Of the draws.
         stop_tokens: The text ends before any of them.
     """
+    from rnnlib.fields import PositiveInteger, check_value
+    from rnnlib.models import Decoder, NaNLogitsError
+
     ids = list(tokenizer.encode(prompt)) if prompt_tokens is None else list(prompt_tokens)
     with input_errors():
         check_value("generate", "max_new_tokens", max_new_tokens, PositiveInteger)

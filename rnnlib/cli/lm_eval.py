@@ -6,11 +6,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from rnnlib.cli.arguments import chat_options, parse
+from rnnlib.cli.arguments import Folder, chat_options, parse
 from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_programs
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.extras import from_extra
@@ -23,7 +21,7 @@ class LmEvalArguments:
     `python -m rnnlib.eval` is lm_eval's own command, with all of its options and the model "rnnlib".
     """
 
-    folder: Annotated[Path, tyro.conf.Positional]
+    folder: Folder
     """The folder of a run, or of a published model (config.json, safetensors)."""
     tasks: str
     """Names of tasks, with commas between them: lm_eval's, those of --include-path, or a list of the papers' tables:

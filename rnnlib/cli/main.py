@@ -72,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = importlib.import_module(COMMANDS[command][0])
         code = module.run(arguments[1:])
     except MissingExtraError as error:
+        if {"-h", "--help"} & set(arguments):
+            print(f"usage: rnnlib {command} [OPTIONS]\n\n{COMMANDS[command][1]}\n\nTo list its options, {error}")
+            return 0
         print(f"rnnlib {command}: error: {error}", file=sys.stderr)
         return 2
     except CommandError as error:

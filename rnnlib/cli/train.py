@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ import yaml
 from rnnlib.cli.arguments import parse, take_option
 from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_programs
 from rnnlib.cli.errors import CommandError, input_errors
+from rnnlib.cli.program import command_line
 from rnnlib.models import ModelConfig, model_preset
 from rnnlib.training import (
     CheckpointError,
@@ -33,6 +35,7 @@ from rnnlib.training import (
     is_run,
     join_processes,
     keep_freed_memory,
+    learning_rate_schedule,
     load_config,
     load_model,
     load_run_config,
@@ -234,12 +237,13 @@ def _next_folder() -> Path:
 def _train(arguments: TrainArguments) -> int:
     folder = arguments.run if arguments.run is not None else _next_folder()
     with input_errors():
-        tokenizer = None
+        tokenizer, saved = None, arguments.train
         initial = _initial(arguments)
         if initial is not None:
             tokenizer = initial.tokenizer
         if arguments.resume:
-            tokenizer = load_run_tokenizer(folder, load_run_config(folder))
+            saved = load_run_config(folder)
+            tokenizer = load_run_tokenizer(folder, saved)
         else:
             broadcast_from_primary(lambda: check_new_folder(folder))
         _say(f"reading data: {_data_description(arguments.train)}")
@@ -260,13 +264,15 @@ def _train(arguments: TrainArguments) -> int:
     )
     if arguments.resume:
         _say(f"continuing after step {trainer.start_step}")
+        if change := _learning_rate_from_here(saved, config, trainer.start_step):
+            _say(change)
     _say("compiling; the first step takes a while")
     try:
         result = trainer.run()
     except NonFiniteLossError as error:
         raise CommandError(str(error), exit_code=1) from error
     except (CheckpointError, OSError) as error:
-        hint = f"; continue with rnnlib train --run {folder} --resume" if folder.exists() else ""
+        hint = f"; continue with {command_line('train', '--run', folder, '--resume')}" if folder.exists() else ""
         raise CommandError(f"stopped at step {trainer.step}: {error}{hint}", exit_code=1) from error
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -281,7 +287,7 @@ def _train(arguments: TrainArguments) -> int:
             if jax.process_count() > 1:  # each process says so itself: any of them may be the one that is looked at
                 print(f"process {jax.process_index()} of {jax.process_count()}: ", end="")
             print(f"{result.stopped_by.name}: saved at step {result.step}; continue with")
-            print(f"  rnnlib train --run {folder} --resume", flush=True)
+            print(f"  {command_line('train', '--run', folder, '--resume')}", flush=True)
         return 128 + result.stopped_by
     if not is_primary():
         return 0
@@ -289,7 +295,7 @@ def _train(arguments: TrainArguments) -> int:
     if config.logging.picture:
         print(f"losses drawn in {folder / 'loss.png'}")
     if config.logging.tensorboard:
-        print(f"curves: tensorboard --logdir {folder.parent}    (after pip install tensorboard)")
+        print(f"curves: {_tensorboard(folder.parent)}")
     if arguments.prompt and jax.process_count() == 1:
         from rnnlib.cli.generate import print_continuation
 
@@ -297,8 +303,29 @@ def _train(arguments: TrainArguments) -> int:
         tokenizer = trainer.tokenizer
         stop_tokens = [tokenizer.end_of_document]
         print_continuation(trainer.trained_model(), tokenizer, arguments.prompt, stop_tokens=stop_tokens)
-    print(f"more of them: rnnlib generate {folder} --prompt {arguments.prompt or 'def '!r}")
+    print(f"more of them: {command_line('generate', folder, '--prompt', arguments.prompt or 'TEXT')}")
     return 0
+
+
+def _learning_rate_from_here(saved: TrainConfig, config: TrainConfig, step: int) -> str | None:
+    """What the learning rate does where a run goes on after a step with other settings; None if nothing new."""
+    old, new = (float(learning_rate_schedule(each.optimizer, each.steps)(step)) for each in (saved, config))
+    length = config.optimizer.schedule_steps or config.steps
+    before = saved.optimizer.schedule_steps or saved.steps
+    if abs(new - old) > 1e-6 * old:
+        keep = f"; --optimizer.schedule-steps {before} keeps the schedule as it was" if length != before else ""
+        made = f"the schedule is made for {length} steps now, {before} before: " if length != before else ""
+        return f"{made}the learning rate goes from {old:.3g} to {new:.3g} here{keep}"
+    if config.steps != saved.steps and config.steps > length:
+        end = float(learning_rate_schedule(config.optimizer, config.steps)(length))
+        return f"the schedule is made for {length} steps: the learning rate stays at {end:.3g} from there on"
+    return None
+
+
+def _tensorboard(folder: Path) -> str:
+    if "UV_RUN_RECURSION_DEPTH" in os.environ:
+        return f"uv run --with tensorboard tensorboard --logdir {folder}"
+    return f"tensorboard --logdir {folder}    (after pip install tensorboard)"
 
 
 @contextlib.contextmanager
@@ -336,5 +363,5 @@ def _moved_text(resume: bool) -> Iterator[None]:
 
 def _data_description(config: TrainConfig) -> str:
     data = config.data
-    source = "the installed Python sources" if data.source == "python" else " ".join(data.paths)
+    source = "the installed Python sources" if data.kind == "python" else " ".join(data.paths)
     return f"{source}, {'bytes' if data.tokenizer == 'byte' else data.tokenizer} as tokens"

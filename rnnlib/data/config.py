@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -9,6 +10,7 @@ from rnnlib.fields import NaturalNumber, PositiveInteger, Range, check_fields
 
 SourceName = Literal["python", "text", "jsonl", "parquet"]
 Split = Literal["train", "validation"]
+SplitBy = Literal["document", "tail"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 _PYTHON_BYTES: dict[Split, int] = {"train": 16_000_000, "validation": 262_144}
 
@@ -20,7 +22,8 @@ class DataConfig:
     Attributes:
         source: "python" (the Python sources and documentation installed with this interpreter: no network, no
             paths), "text" (a document a file), "jsonl" (a document a line; .gz is read too), "parquet" (a document a
-            row).
+            row). None goes by the names of `paths`: .jsonl and .ndjson, .parquet, any other is text; without paths it
+            is "python".
         paths: files or glob patterns (`**` crosses folders) for "text", "jsonl" and "parquet". With a weight behind,
             "books/*.txt:3", they are the parts of a mixture: of every training batch's rows a part gets its weight's
             share, and each part repeats on its own. Limits and de-duplication hold for each part.
@@ -35,6 +38,7 @@ class DataConfig:
         seed: of the order of documents and rows. 0 <= seed < 2**32.
         split_by: "document" holds out whole documents, chosen by a hash of their content, so that the choice does not
             change when other documents come or go; "tail" holds out the end of every document (for a few long ones).
+            None is "tail" for fewer than 100 text files (a book in one file, for example), else "document".
         validation_fraction: the share of documents (or of each document's characters) held out. 0 < fraction < 1.
         deduplicate: drop documents whose content was seen before (in the same split and, by the hash, in the other).
         max_train_bytes: at most so many bytes of training text are read (UTF-8). None reads everything that `paths`
@@ -50,7 +54,7 @@ class DataConfig:
             corpus may be larger than memory). None keeps them in memory.
     """
 
-    source: SourceName = "python"
+    source: SourceName | None = None
     paths: tuple[str, ...] = ()
     validation_paths: tuple[str, ...] = ()
     text_field: str = "text"
@@ -60,7 +64,7 @@ class DataConfig:
     sequence_length: PositiveInteger = 256
     batch_size: PositiveInteger = 16
     seed: Annotated[int, Range(at_least=0, below=2**32)] = 0
-    split_by: Literal["document", "tail"] = "document"
+    split_by: SplitBy | None = None
     validation_fraction: Annotated[float, Range(above=0, below=1)] = 0.05
     deduplicate: bool = True
     max_train_bytes: PositiveInteger | None = None
@@ -78,21 +82,41 @@ class DataConfig:
         check_fields(self)
         if self.streaming and self.num_workers:
             raise ValueError(f"num_workers is {self.num_workers}, expected 0 with streaming: one thread reads the text")
-        if self.source == "python":
+        if self.kind == "python":
             if self.paths or self.validation_paths:
                 raise ValueError(
                     f"source 'python' takes no paths (got {self.paths or self.validation_paths}); "
-                    "for files choose source 'text', 'jsonl' or 'parquet'"
+                    "for files choose source 'text', 'jsonl' or 'parquet' (--data.source), or leave it out"
                 )
         elif not self.paths:
-            raise ValueError(f"source {self.source!r} needs paths: files or glob patterns")
+            raise ValueError(f"source {self.source!r} needs paths: files or glob patterns (--data.paths)")
+
+    @property
+    def kind(self) -> SourceName:
+        """The source, where it is left out by the names of the paths.
+
+        Raises:
+            ValueError: it is left out and the names are of several kinds.
+        """
+        if self.source is not None:
+            return self.source
+        kinds = {_kind_of_name(path): path for path in (*self.paths, *self.validation_paths)}
+        if len(kinds) > 1:
+            names = " and ".join(map(repr, kinds.values()))
+            raise ValueError(f"paths are of several kinds ({names}): say by source which they are (--data.source)")
+        return next(iter(kinds), "python")
 
     def max_bytes(self, split: Split) -> int | None:
         """The limit on the bytes of text read for a split, None for no limit."""
         limit = self.max_train_bytes if split == "train" else self.max_validation_bytes
-        if limit is None and self.source == "python":
+        if limit is None and self.kind == "python":
             return _PYTHON_BYTES[split]
         return limit
+
+
+def _kind_of_name(path: str) -> SourceName:
+    name = re.sub(r":[\d.]+$", "", path.lower()).removesuffix(".gz")  # a mixture's paths end in their weight
+    return "jsonl" if name.endswith((".jsonl", ".ndjson")) else "parquet" if name.endswith(".parquet") else "text"
 
 
 def plain_path(path: Any) -> Any:

@@ -14,7 +14,7 @@ from jaxtyping import Int64
 
 from rnnlib.data.config import DataConfig, Split, check_split
 from rnnlib.data.mixture import mixture
-from rnnlib.data.sources import iterate_documents, source_fingerprint
+from rnnlib.data.sources import iterate_documents, resolved_split, source_fingerprint
 from rnnlib.files import naming
 from rnnlib.tokenizers import Tokenizer, without_surrogates
 
@@ -188,11 +188,11 @@ def cache_key(config: DataConfig, split: Split, tokenizer: Tokenizer, *, files: 
     """
     fields = (
         _FORMAT,
-        config.source,
+        config.kind,
         config.text_field,
         config.encoding,
         config.undecodable,
-        config.split_by,
+        *(resolved_split(part) for part, _ in mixture(config)),
         config.validation_fraction,
         config.deduplicate,
         config.max_bytes(split),

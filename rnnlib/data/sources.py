@@ -14,13 +14,14 @@ from typing import NamedTuple
 import pyarrow
 import pyarrow.parquet
 
-from rnnlib.data.config import DataConfig, Split, check_split
+from rnnlib.data.config import DataConfig, Split, SplitBy, check_split
 from rnnlib.tokenizers import without_surrogates
 
 _PYTHON_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
 # Larger files there are generated tables (character maps, opcode lists), which would outweigh what people wrote.
 _PYTHON_MAX_FILE_BYTES = 262_144
 _PYTHON_MIN_FILE_BYTES = 256
+_FEW_FILES = 100  # of fewer text files the validation split is their ends: a share of so few may be none of them
 
 
 class _Undecodable(NamedTuple):
@@ -33,7 +34,8 @@ def iterate_documents(config: DataConfig, split: Split) -> Iterator[str]:
     """Yields the documents of a split, in a stable order, each once.
 
     A document belongs to the validation split when the hash of its content falls below `validation_fraction`
-    (`split_by="document"`), so equal documents never stand in both splits. The last document is cut at the byte limit.
+    (where `split_by` comes to "document"), so equal documents never stand in both splits. The last document is cut at
+    the byte limit.
 
     Raises:
         ValueError: a path, encoding, field or file format is wrong (names it), or the split has no text.
@@ -41,6 +43,7 @@ def iterate_documents(config: DataConfig, split: Split) -> Iterator[str]:
     check_split(split)
     separate_files = bool(config.validation_paths)
     remaining = config.max_bytes(split)
+    by = resolved_split(config)
     seen: set[bytes] = _digests(config, config.validation_paths) if separate_files and split == "train" else set()
     found = False
     for text in _read(config, config.validation_paths if separate_files and split == "validation" else config.paths):
@@ -51,7 +54,7 @@ def iterate_documents(config: DataConfig, split: Split) -> Iterator[str]:
             if config.deduplicate:
                 seen.add(digest)
         if not separate_files:
-            text = _share(config, split, text, digest)
+            text = _share(config, by, split, text, digest)
         if not text:
             continue
         size = len(text) if text.isascii() else len(text.encode())
@@ -72,7 +75,7 @@ def iterate_documents(config: DataConfig, split: Split) -> Iterator[str]:
 def source_fingerprint(config: DataConfig) -> str:
     """A hash of the files that a configuration reads (names, sizes, modification times), not of their content."""
     hasher = hashlib.blake2b(digest_size=16)
-    paths = list(_python_files()) if config.source == "python" else []
+    paths = list(_python_files()) if config.kind == "python" else []
     for group in (config.paths, config.validation_paths):
         paths += expand_paths(group)
         paths.append("")
@@ -84,7 +87,7 @@ def source_fingerprint(config: DataConfig) -> str:
 
 def source_sizes(config: DataConfig) -> list[tuple[str, int]]:
     """Names and sizes of the files that a configuration reads, without their folders: they may be moved."""
-    paths = list(_python_files()) if config.source == "python" else expand_paths(config.paths)
+    paths = list(_python_files()) if config.kind == "python" else expand_paths(config.paths)
     paths += expand_paths(config.validation_paths)
     return [(os.path.basename(path), os.stat(path).st_size) for path in paths]
 
@@ -117,9 +120,17 @@ def _digests(config: DataConfig, paths: tuple[str, ...]) -> set[bytes]:
     return {_digest(text) for text in _read(config, paths)}
 
 
-def _share(config: DataConfig, split: Split, text: str, digest: bytes) -> str:
+def resolved_split(config: DataConfig) -> SplitBy:
+    """How a configuration holds text out; `split_by` left out goes by how many files there are."""
+    if config.split_by is not None:
+        return config.split_by
+    few = config.kind == "text" and not config.validation_paths and len(expand_paths(config.paths)) < _FEW_FILES
+    return "tail" if few else "document"
+
+
+def _share(config: DataConfig, by: SplitBy, split: Split, text: str, digest: bytes) -> str:
     """The part of a document that belongs to a split: all, none, or its head or tail."""
-    if config.split_by == "tail":
+    if by == "tail":
         cut = len(text) - max(1, round(len(text) * config.validation_fraction))
         return text[:cut] if split == "train" else text[cut:]
     held_out = int.from_bytes(digest[:8], "big") < config.validation_fraction * 2**64
@@ -127,22 +138,23 @@ def _share(config: DataConfig, split: Split, text: str, digest: bytes) -> str:
 
 
 def _empty_split_message(config: DataConfig, split: Split) -> str:
-    origin = "source 'python'" if config.source == "python" else f"paths {list(config.paths)}"
+    origin = "source 'python'" if config.kind == "python" else f"paths {list(config.paths)}"
     if config.validation_paths:
         origin = f"validation_paths {list(config.validation_paths)}" if split == "validation" else origin
         return f"the {split} split is empty: {origin} holds no text that is not in the other split"
     return (
         f"the {split} split is empty: {origin} has no document for it with validation_fraction "
-        f"{config.validation_fraction}; with few documents set split_by='tail', or name validation_paths"
+        f"{config.validation_fraction}; with few documents set split_by='tail' (--data.split-by tail), or name "
+        "validation_paths (--data.validation-paths)"
     )
 
 
 def _read(config: DataConfig, paths: tuple[str, ...]) -> Iterator[str]:
     """Documents that are not blank."""
-    if config.source == "python":
+    if config.kind == "python":
         documents = _read_python()
     else:
-        reader = {"text": _read_text, "jsonl": _read_json_lines, "parquet": _read_parquet}[config.source]
+        reader = {"text": _read_text, "jsonl": _read_json_lines, "parquet": _read_parquet}[config.kind]
         documents = _decodable(text for path in expand_paths(paths) for text in _named_errors(config, path, reader))
     return (text for text in documents if text and not text.isspace())
 
@@ -197,7 +209,7 @@ def _named_errors(
         yield from reader(config, path)
     except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{path}: not readable as {config.source} ({reason})") from error
+        raise ValueError(f"{path}: not readable as {config.kind} ({reason})") from error
 
 
 def _read_text(config: DataConfig, path: str) -> Iterator[str | _Undecodable]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -21,6 +22,8 @@ import tokenizers
 from rnnlib import models
 from rnnlib.cli.generate import print_continuation
 from rnnlib.cli.main import COMMANDS, main
+from rnnlib.cli.program import command_line
+from rnnlib.cli.suggestions import similar_flags
 from rnnlib.data import FileTokenizer
 from rnnlib.layers import mixer_names
 from rnnlib.models import DecoderLM
@@ -61,6 +64,7 @@ def trained(tmp_path_factory, tiny_config, process_environment):
 
 def test_train_shows_records_and_samples(trained):
     folder, output = trained
+    assert re.search(r"\nmore of them: .*python -m rnnlib generate made/run --prompt '7 plus'\n$", output)
     assert re.search(r"step 40/40  loss \d\.\d+ nats/token  \d\.\d+ bits/byte  [\d,]+ tokens/s", output)
     assert re.search(r"step 40/40  validation: loss \d\.\d+ nats/token  \d\.\d+ bits/byte  perplexity", output)
     assert output.split("sample:\n")[1].startswith("7 plus")
@@ -94,15 +98,15 @@ def test_eval(trained, capsys, tmp_path):
     assert result["loss"] == pytest.approx(read_csv(folder / "validation.csv")[-1]["loss"], rel=1e-6)
     assert (result["step"], result["trained_tokens"]) == (40, read_csv(folder / "metrics.csv")[-1]["tokens"])
     (tmp_path / "text.txt").write_text("1 plus 1 is 2; 1 plus 2 is 3; " * 5)
-    assert main(["eval", str(folder), "--paths", str(tmp_path / "text.txt")]) == 0
+    assert main(["eval", str(folder), "--data.paths", str(tmp_path / "text.txt")]) == 0
     output = capsys.readouterr().out
     # The text's 150 bytes, and perhaps the end of the document.
     assert re.search(r"evaluated on 1(49|50|51) tokens, 1(49|50) bytes", output)
     assert re.search(r"bits per byte  \d\.\d{4}", output)
     (tmp_path / "text.txt").write_bytes("une idée; ".encode("latin-1") * 10)
-    assert main(["eval", str(folder), "--paths", str(tmp_path / "text.txt")]) == 2
+    assert main(["eval", str(folder), "--data.paths", str(tmp_path / "text.txt")]) == 2
     assert "not valid utf-8 at byte 6; set encoding to the file's" in capsys.readouterr().err
-    assert main(["eval", str(folder), "--paths", str(tmp_path / "text.txt"), "--encoding", "latin-1"]) == 0
+    assert main(["eval", str(folder), "--data.paths", str(tmp_path / "text.txt"), "--data.encoding", "latin-1"]) == 0
     assert re.search(r"evaluated on 1(09|10|11) tokens, 1(09|10) bytes", capsys.readouterr().out)
 
 
@@ -130,7 +134,7 @@ def test_standard_tasks(trained, capsys, tmp_path):
 
 
 def test_eval_reads_other_text_as_in_training(trained, capsys, tmp_path):
-    """A run that was trained on JSON lines takes --paths for JSON lines, and their text from the same field."""
+    """A run that was trained on JSON lines takes --data.paths for JSON lines, and their text from the same field."""
     folder, _ = trained
     (tmp_path / "run").mkdir()
     shutil.copytree(folder, tmp_path / "run", dirs_exist_ok=True)
@@ -138,10 +142,10 @@ def test_eval_reads_other_text_as_in_training(trained, capsys, tmp_path):
     data = dataclasses.replace(config.data, source="jsonl", paths=("absent.jsonl",), text_field="body")
     save_config(dataclasses.replace(config, data=data), tmp_path / "run" / "config.yaml")
     (tmp_path / "more.jsonl").write_text('{"body": "1 plus 1 is 2; 1 plus 2 is 3"}\n' * 4)
-    command = ["eval", str(tmp_path / "run"), "--paths", str(tmp_path / "more.jsonl")]
+    command = ["eval", str(tmp_path / "run"), "--data.paths", str(tmp_path / "more.jsonl")]
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes"] in range(4 * 28, 4 * 29 + 1)
-    assert main([*command, "--json", "--source", "text"]) == 0
+    assert main([*command, "--json", "--data.source", "text"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes"] > 4 * 38
 
 
@@ -184,7 +188,7 @@ def test_a_continuation_keeps_its_space(capsys, monkeypatch):
             self.finish = "length" if self.tokens[-1] == 3 else None
 
     text = Blocks((0,))
-    monkeypatch.setattr("rnnlib.cli.generate.Decoder", lambda *_, **__: SimpleNamespace(add=add, step=text.extend))
+    monkeypatch.setattr("rnnlib.models.Decoder", lambda *_, **__: SimpleNamespace(add=add, step=text.extend))
 
     def add(prompt, **options):
         return text
@@ -197,9 +201,10 @@ def test_a_continuation_keeps_its_space(capsys, monkeypatch):
 def test_a_model_of_nan_is_one_line(trained, capsys, monkeypatch):
     def broken(model, **options):
         model.embedding[...] *= jnp.nan
-        return models.Decoder(model, **options)
+        return decoder(model, **options)
 
-    monkeypatch.setattr("rnnlib.cli.generate.Decoder", broken)
+    decoder = models.Decoder
+    monkeypatch.setattr("rnnlib.models.Decoder", broken)
     assert main(["generate", str(trained[0]), "--prompt", "3"]) == 1
     errors = capsys.readouterr().err
     assert "the model's logits are NaN" in errors and errors.count("\n") == 1
@@ -231,15 +236,22 @@ def test_a_run_goes_on_with_a_corpus_that_was_moved(tmp_path, monkeypatch, capsy
     save_config(dataclasses.replace(tiny_config, data=data, steps=2), "config.yaml")
     assert main(["train", "--config", "config.yaml", "--run", "run", "--prompt", ""]) == 0
     os.rename("old", "new")
-    command = ["train", "--run", "run", "--resume", "--steps", "3", "--prompt", ""]
+    command = ["train", "--run", "run", "--resume", "--steps", "4", "--prompt", ""]
+    capsys.readouterr()
     assert main(command) == 2
     expected = "no file matches 'old/*.txt'; if the text was moved, say where to with --data.paths"
     assert expected in capsys.readouterr().err
     assert main([*command, "--data.paths", "new/*.txt"]) == 0
-    assert "continuing after step 2" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert (
+        "continuing after step 2\nthe schedule is made for 4 steps now, 2 before: the learning rate goes from" in output
+    )
+    assert "--optimizer.schedule-steps 2 keeps the schedule as it was" in output
+    assert main([*command, "--steps", "6", "--optimizer.schedule-steps", "4", "--data.paths", "new/*.txt"]) == 0
+    assert "the schedule is made for 4 steps: the learning rate stays at 0.001 from there on" in capsys.readouterr().out
     assert load_run_config(tmp_path / "run").data.paths == ("new/*.txt",)
     (tmp_path / "new" / "00.txt").write_text("another text, which is not what the run was trained on")
-    assert main([*command[:4], "--steps", "4", "--prompt", ""]) == 2
+    assert main([*command[:4], "--steps", "7", "--prompt", ""]) == 2
     assert "the data is not that of the saved position" in capsys.readouterr().err
 
 
@@ -283,7 +295,7 @@ def test_mesh_plans_shared_layers_and_rows(capsys):
 
 
 def test_tokenizer(tmp_path, corpus, capsys):
-    command = ["tokenizer", str(tmp_path / "t.json"), "--source", "text", "--paths", f"{corpus}/*.txt"]
+    command = ["tokenizer", str(tmp_path / "t.json"), "--data.source", "text", "--data.paths", f"{corpus}/*.txt"]
     assert main([*command, "--vocabulary-size", "280"]) == 0
     assert "t.json: 280 tokens" in capsys.readouterr().out
     assert main(command) == 2
@@ -342,9 +354,9 @@ def test_tokenizer(tmp_path, corpus, capsys):
         (["lm-eval", "absent", "--tasks", "piqa", "--include-path", "absent"], "--include-path absent is not a folder"),
         (["eval", "nosuch"], "run nosuch does not exist"),
         (["eval", "nosuch", "--batches", "0"], "--batches must be at least 1"),
-        (["eval", "nosuch", "--source", "jsonl"], "--source jsonl needs --paths"),
-        (["eval", "nosuch", "--encoding", "latin-1"], "--encoding latin-1 needs --paths"),
-        (["eval", "nosuch", "--text-field", "body"], "--text-field body needs --paths"),
+        (["eval", "nosuch", "--data.source", "jsonl"], "--data.source jsonl needs --data.paths"),
+        (["eval", "nosuch", "--data.encoding", "latin-1"], "--data.encoding latin-1 needs --data.paths"),
+        (["eval", "nosuch", "--data.text-field", "body"], "--data.text-field body needs --data.paths"),
         (
             ["train", "--model.mixer-overrides", "{kla: {scale: 1.0}}"],
             "is for kla, expected the model's mixers (gated_",
@@ -352,8 +364,12 @@ def test_tokenizer(tmp_path, corpus, capsys):
         (["train", "--model.mixer-overrides", "{kla: {scale: 1.0}, kla: {}}"], "'kla' stands twice in it"),
         (["generate", "."], "is not a run folder, nor a published model"),
         (["generate", "nosuch", "--prompt", ""], "--prompt is empty"),
-        (["tokenizer", "out.json", "--source", "nosuch"], "nosuch"),
-        (["tokenizer", "out.json", "--source", "text", "--paths", "nosuch.txt"], "there is no file 'nosuch.txt'"),
+        (["tokenizer", "out.json", "--data.source", "nosuch"], "nosuch"),
+        (["tokenizer", "out.json", "--data.paths", "nosuch.txt"], "there is no file 'nosuch.txt'"),
+        (["eval", "nosuch", "--paths", "x"], "Unrecognized options: --paths, x (perhaps --data.paths?)"),
+        (["train", "--model.mixer", "kda"], "--model.mixer, kda (perhaps --model.mixers?)"),
+        (["train", "--optimizer.lr", "1e-3"], "--optimizer.lr, 1e-3 (perhaps --optimizer.learning-rate?)"),
+        (["train", "--lr", "1e-3"], "--lr, 1e-3 (perhaps --optimizer.learning-rate?)"),
         (["mesh"], "--devices is left out, expected how many there are"),
         (["mesh", "--devices", "8", "--mesh.fsdp", "3"], "mesh.fsdp=3: does not fit devices=8"),
         (["mesh", "--devices", "8", "--mesh.fsdp", "16"], "mesh.fsdp=16: does not fit devices=8"),
@@ -424,17 +440,57 @@ def test_help_that_nobody_reads(monkeypatch):
         assert main(["train", "--help"]) == 0
 
 
-def test_help_is_quick_and_heavy_imports_wait():
-    program = """
-import sys
+@pytest.mark.parametrize("command", ["--help", "generate --help", "eval --help", "export --help", "lm-eval --help"])
+def test_help_is_quick_and_heavy_imports_wait(command):
+    program = f"""
+import contextlib, sys, time
 from rnnlib.cli.main import main
-assert main(["--help"]) == 0
-heavy = {"jax", "flax", "numpy", "orbax", "tyro", "grain", "matplotlib"} & set(sys.modules)
+with contextlib.suppress(SystemExit):
+    assert main({command.split()}) == 0
+heavy = {{"jax", "flax", "numpy", "orbax", "grain", "matplotlib", "lm_eval"}} & set(sys.modules)
 assert not heavy, heavy
+assert time.process_time() < 1, time.process_time()
 """
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    assert all(re.search(rf"^  {name} +\w", process.stdout, re.MULTILINE) for name in COMMANDS)
+    if command == "--help":
+        assert all(re.search(rf"^  {name} +\w", process.stdout, re.MULTILINE) for name in COMMANDS)
+    if command == "export --help":
+        assert re.search(r"rnnlib export .*FOLDER OUTPUT", process.stdout)
+
+
+@pytest.mark.parametrize(
+    "script, uv, expected",
+    [
+        ("/env/bin/rnnlib", False, "rnnlib train --run 'a run'"),
+        ("/env/bin/rnnlib", True, "uv run rnnlib train --run 'a run'"),
+        ("/env/lib/rnnlib/__main__.py", False, "python -m rnnlib train --run 'a run'"),
+        ("mine.py", True, "uv run python mine.py train --run 'a run'"),
+    ],
+)
+def test_hints_can_be_pasted(script, uv, expected, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [script, "train"])
+    monkeypatch.delenv("UV_RUN_RECURSION_DEPTH", raising=False)
+    if uv:
+        monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
+    assert command_line("train", "--run", pathlib.Path("a run")) == expected
+
+
+@pytest.mark.parametrize(
+    "flag, meant",
+    [
+        ("--batch", ["--data.batch-size"]),
+        ("--n_layer", ["--model.num-layers"]),
+        ("--model.hidden-size", ["--model.width"]),
+        ("--every", ["--evaluation.every", "--checkpoint.every"]),
+        ("--checkpoint.evry", ["--checkpoint.every"]),
+        ("--bogus", []),
+    ],
+)
+def test_a_wrong_flag_finds_the_one_that_was_meant(flag, meant):
+    known = ["--run", "--model.width", "--model.num-layers", "--data.batch-size"]
+    known += ["--evaluation.every", "--checkpoint.every"]
+    assert similar_flags(flag, known) == meant
 
 
 def test_a_preset_takes_the_tokenizers_vocabulary(tmp_path, monkeypatch):
@@ -460,7 +516,7 @@ def test_run_folders_are_numbered(tmp_path):
 
 def test_the_default_is_the_readmes_job():
     config = TrainConfig()
-    assert config.data.source == "python" and config.data.tokenizer == "byte"
+    assert config.data.kind == "python" and config.data.tokenizer == "byte"
     assert set(config.model.layer_mixers) == {"gated_deltanet"}
 
 

@@ -1,5 +1,6 @@
 """The README's advice for a paper of one's own: a script that registers it and then is the command line."""
 
+import re
 import subprocess
 import sys
 
@@ -44,9 +45,10 @@ def test_a_script_trains_and_evaluates_a_mixer_of_its_own(tmp_path, process_envi
         return subprocess.run([sys.executable, *command], **options)
 
     flags = "--steps 1 --prompt= --model.width 16 --model.num-layers 1 --model.mlp-width 16 --data.sequence-length 16"
-    text = "--data.source text --data.paths text.txt --data.split-by tail"
+    text = "--data.paths text.txt"
     trained = run("mine.py", "train", "--model.mixers", "mine", *flags.split(), *text.split())
     assert trained.returncode == 0, trained.stderr
+    assert re.search(r"more of them: (uv run )?python mine.py generate runs/001 --prompt TEXT\n$", trained.stdout)
     evaluated = run("mine.py", "eval", "runs/001")
     assert evaluated.returncode == 0 and "bits per byte" in evaluated.stdout, evaluated.stderr
     alone = run("-m", "rnnlib.cli.main", "eval", "runs/001")

@@ -70,8 +70,8 @@ def test_generate_and_chat(published, capsys):
 
 def test_eval_and_standard_tasks(published, capsys, tmp_path):
     (tmp_path / "text.txt").write_text("1 plus 1 is 2; 1 plus 2 is 3; " * 5)
-    command = ["eval", str(published), "--paths", str(tmp_path / "text.txt"), "--json"]
-    assert main([*command, "--sequence-length", "64", "--batch-size", "1"]) == 0
+    command = ["eval", str(published), "--data.paths", str(tmp_path / "text.txt"), "--json"]
+    assert main([*command, "--data.sequence-length", "64", "--data.batch-size", "1"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["bytes"] in (149, 150) and "step" not in result
     loaded = load_model(published)

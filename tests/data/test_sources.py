@@ -35,7 +35,8 @@ def _write(folder, source, documents):
 
 
 def _config(source, paths, **changes):
-    return DataConfig(source=source.removesuffix(".gz"), paths=paths, **{"validation_fraction": 0.3, **changes})
+    defaults = {"validation_fraction": 0.3, "split_by": "document"}
+    return DataConfig(source=source.removesuffix(".gz"), paths=paths, **defaults | changes)
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl", "jsonl.gz", "parquet"])
@@ -90,9 +91,36 @@ def test_one_document_splits_by_its_tail(tmp_path):
     config = _config("text", paths, split_by="tail", validation_fraction=0.25)
     assert "".join(iterate_documents(config, "train")) == ("0123456789" * 10)[:75]
     assert "".join(iterate_documents(config, "validation")) == ("0123456789" * 10)[75:]
-    by_document = _config("text", paths, validation_fraction=1e-9)
-    with pytest.raises(ValueError, match=r"validation split is empty.*book\.txt.*split_by='tail'"):
+    left_out = DataConfig(paths=paths, validation_fraction=0.25)
+    for split in ("train", "validation"):
+        assert list(iterate_documents(left_out, split)) == list(iterate_documents(config, split))
+    by_document = _config("text", paths, split_by="document", validation_fraction=1e-9)
+    with pytest.raises(ValueError, match=r"validation split is empty.*book\.txt.*--data.split-by tail"):
         list(iterate_documents(by_document, "validation"))
+
+
+def test_many_text_files_are_split_by_document_and_few_by_tail(tmp_path):
+    for number in range(100):
+        (tmp_path / f"{number:03}.txt").write_text(f"document {number} of many")
+    many = DataConfig(paths=(f"{tmp_path}/*.txt",), validation_fraction=0.3)
+    train, validation = (list(iterate_documents(many, split)) for split in ("train", "validation"))
+    assert len(train) + len(validation) == 100 and validation and all("of many" in text for text in train)
+    (tmp_path / "000.txt").unlink()
+    assert len(list(iterate_documents(many, "train"))) == len(list(iterate_documents(many, "validation"))) == 99
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [("a.txt", "text"), ("a.py", "text"), ("A.JSONL", "jsonl"), ("a.ndjson.gz", "jsonl"), ("a*.parquet", "parquet")],
+)
+def test_the_source_goes_by_the_files_names(name, kind):
+    assert DataConfig(paths=(name,)).kind == kind and DataConfig(source="text", paths=(name,)).kind == "text"
+
+
+def test_files_of_several_kinds_are_refused():
+    with pytest.raises(ValueError, match=r"several kinds \('b.jsonl' and 'a.txt'\).*--data.source"):
+        DataConfig(paths=("b.jsonl", "a.txt"))
+    assert DataConfig().kind == "python"
 
 
 def test_only_the_embedded_source_is_limited_by_default():
@@ -219,9 +247,9 @@ def check_one_clear_error(config, message):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"source": "web"}, "source is 'web', expected 'python', 'text', 'jsonl' or 'parquet'"),
+        ({"source": "web"}, "source is 'web', expected 'python', 'text', 'jsonl'"),
         ({"source": "text"}, "source 'text' needs paths"),
-        ({"paths": ("x",)}, "source 'python' takes no paths"),
+        ({"source": "python", "paths": ("x",)}, "source 'python' takes no paths"),
         (
             {"source": "text", "paths": "x/*.txt"},
             r"paths must be a tuple of files or patterns, such as \('x/\*.txt',\)",
@@ -231,7 +259,7 @@ def check_one_clear_error(config, message):
         ({"prefetch": 0}, "prefetch is 0, expected an integer of at least 1"),
         ({"num_workers": -1}, "num_workers is -1, expected an integer of at least 0"),
         ({"seed": 2**32}, "seed is 4294967296, expected an integer of at least 0 and below 4294967296"),
-        ({"split_by": "day"}, "split_by is 'day', expected 'document' or 'tail'"),
+        ({"split_by": "day"}, "split_by is 'day', expected 'document'"),
         ({"validation_fraction": 1.0}, "validation_fraction is 1.0, expected a number above 0 and below 1"),
         ({"max_train_bytes": 0}, "max_train_bytes is 0, expected an integer of at least 1 or None"),
         ({"paths": 3}, "paths is 3, expected"),

@@ -115,7 +115,7 @@ def test_a_run_and_a_tokenizer_that_find_no_room(small_disk, corpus, capsys):
     before = set(disk.rglob("*"))
     data = ["--data.source", "text", "--data.paths", f"{corpus}/*.txt"]
     assert main(["train", *data, "--data.split-by", "tail", "--run", str(disk / "run")]) == 2
-    text = ["--source", "text", "--paths", f"{corpus}/*.txt"]
+    text = ["--data.source", "text", "--data.paths", f"{corpus}/*.txt"]
     assert main(["tokenizer", str(disk / "t.json"), "--vocabulary-size", "300", *text]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and all("No space left on device" in line and str(disk) in line for line in errors)
