@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import tyro
+
 from rnnlib.cli.arguments import Folder, chat_options, parse
 from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_programs
 from rnnlib.cli.errors import CommandError, input_errors

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import tyro
+
 from rnnlib.cli.arguments import Folder, chat_options, parse
 from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_programs
 from rnnlib.cli.errors import CommandError, input_errors

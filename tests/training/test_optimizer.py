@@ -64,16 +64,6 @@ def test_bad_settings_are_named(unchecked_shapes, change, message):
         OptimizerConfig(**change)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
-def test_a_schedule_has_a_length_of_its_own(schedule):
-    config = OptimizerConfig(learning_rate=0.5, schedule=schedule, schedule_steps=100)
-    own = rates(dataclasses.replace(config, schedule_steps=None), 100)
-    long = rates(config, 250)
-    np.testing.assert_array_equal(long[:100], own)
-    np.testing.assert_array_equal(long[100:], own[-1])
-    np.testing.assert_array_equal(rates(config, 40), own[:40])
-
-
 def test_warmup_longer_than_the_run_is_refused():
     with pytest.raises(ValueError, match="warmup_steps is 20, more than all 10 steps of the schedule"):
         learning_rate_schedule(OptimizerConfig(warmup_steps=20), 10)
