@@ -1,6 +1,6 @@
 """The papers' mixers, each a choice on every axis. A preset's docstring names its paper and gives its equation.
 
-An axis that a preset leaves out is as in DeltaNet: no decay, a sigmoid gain, plain keys, and the online solve.
+An axis that a preset leaves out is as in DeltaNet: no decay, a sigmoid gain, plain keys, and the delta rule.
 
 Below, `S` is `[K, V]` per head, `q, k` are rows of K and `v` of V channels, and `o = scale * S^T q` with
 `scale = K**-0.5` unless said otherwise. The papers' equations have no scale (`scale=1.0`); their code uses

@@ -131,7 +131,7 @@ class MatrixStateSolver(Solver):
 class Online(SolveConfig):
     """The delta rule, `S_t = D_t S_(t-1) + k~_t (w_t v_t - (D_t S_(t-1))^T (b_t k_t))^T`."""
 
-    words = "online"
+    words = "delta rule"
 
     def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> "OnlineSolver":
         """Builds the module."""
@@ -187,7 +187,7 @@ class Offline(SolveConfig):
             that add up to 1 (Katharopoulos et al., 2020, arXiv 2006.16236). For feature maps above 0.
     """
 
-    words = "offline"
+    words = "additive"
 
     normalize: bool = False
 
@@ -197,7 +197,7 @@ class Offline(SolveConfig):
 
     def describe(self) -> str:
         """The axis in a few words, for the table of mixers."""
-        return "offline, over the sum of weights" if self.normalize else self.words
+        return "additive, over the sum of weights" if self.normalize else self.words
 
     def erases(self) -> bool:
         """False: the state decays alone."""

@@ -52,7 +52,7 @@ class Trapezoidal(SolveConfig):
 
     def describe(self) -> str:
         """The axis in a few words, for the table of mixers."""
-        return "offline, trapezoidal" + ("" if self.rank == 1 else f", {self.rank} pairs a token")
+        return "additive, trapezoidal" + ("" if self.rank == 1 else f", {self.rank} pairs a token")
 
     def pairs(self) -> int:
         """The rank."""
