@@ -186,6 +186,7 @@ def write_pages() -> list[str]:
         path = PAGES / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(outside_of_code(links, with_mathematics))
+    shutil.copy(ROOT / "docs" / "site.css", PAGES)
     modules = public_modules()
     for module, names in modules.items():
         (PAGES / "api" / f"{module}.md").write_text(reference_page(module, names, problems))
