@@ -1,6 +1,6 @@
 """A picture with controls: turned, they redraw the picture in place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import ipywidgets
 import matplotlib.pyplot as plt
@@ -8,7 +8,17 @@ from IPython.display import display
 from matplotlib.figure import Figure
 
 
-def explore(draw: Callable[..., Figure], **controls: ipywidgets.Widget) -> None:
+def all_matter(**values: object) -> Collection[str]:
+    """No control is without effect."""
+    return ()
+
+
+def explore(
+    draw: Callable[..., Figure],
+    *,
+    without_effect: Callable[..., Collection[str]] = all_matter,
+    **controls: ipywidgets.Widget,
+) -> None:
     """Shows the figure that a function returns, below the controls that give its arguments.
 
     The first figure is a picture of its own, so that it is also seen where no widget runs, as on a code host. A
@@ -16,11 +26,15 @@ def explore(draw: Callable[..., Figure], **controls: ipywidgets.Widget) -> None:
 
     Args:
         draw: gets the value of each control by name.
+        without_effect: gets the same and returns names of controls that change nothing then; these are disabled.
         **controls: widgets. The same widget may stand above several pictures and then redraws all of them.
     """
 
     def picture() -> Figure:
-        figure = draw(**{name: control.value for name, control in controls.items()})
+        values = {name: control.value for name, control in controls.items()}
+        for name, control in controls.items():
+            control.disabled = name in without_effect(**values)
+        figure = draw(**values)
         plt.close(figure)  # or the notebook would show it a second time
         return figure
 

@@ -13,6 +13,8 @@ from rnnlib.extras import from_extra
 with from_extra("train", "rnnlib.analysis.plots"):
     from matplotlib.axes import Axes
 
+_LINES = ("-", "--", "-.", ":")
+
 
 def plot_spectrum(ax: Axes, spectrum: GramSpectrum, *, sequence: int = 0, head: int = 0) -> None:
     """Sorted eigenvalues of a key Gram and its sorted diagonal (figure 1, left)."""
@@ -59,11 +61,15 @@ def random_alignment(channels: int, *, samples: int = 200) -> float:
 def plot_distribution(
     ax: Axes, distribution: Distribution, *, head: int | None = None, label: str | None = None, color: str | None = None
 ) -> None:
-    """A histogram as a density: of one head, or of all together."""
+    """A histogram as a density: of one head, or of all together. Several in one picture have lines of their own."""
     counts = distribution.counts.sum(axis=0) if head is None else distribution.counts[head]
     density = counts / max(counts.sum(), 1) / np.diff(distribution.edges)
-    color = f"C{len(ax.patches) % 10}" if color is None else color
-    ax.stairs(density, distribution.edges, fill=True, alpha=0.4, label=label, color=color)
+    before = len(ax.patches)
+    color = f"C{before % 10}" if color is None else color
+    # Areas on top of each other hide each other: a light area, and an outline that shows through.
+    line = _LINES[before % len(_LINES)]
+    outline = ax.stairs(density, distribution.edges, fill=True, label=label, linestyle=line, linewidth=1.4)
+    outline.set(facecolor=(color, 0.15), edgecolor=color)
     ax.set_ylabel("density")
 
 

@@ -22,4 +22,4 @@ def command_line(*arguments: str | os.PathLike, program: str = "rnnlib") -> str:
         words = ["python", "-m", "rnnlib"] if ours else ["python", str(script)]
     if "UV_RUN_RECURSION_DEPTH" in os.environ:  # `uv run` sets it
         words = ["uv", "run", *words]
-    return shlex.join([*words, *map(os.fspath, arguments)])
+    return shlex.join([*words, *(os.fspath(argument) for argument in arguments)])

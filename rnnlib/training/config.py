@@ -95,17 +95,17 @@ class TrainConfig:
     steps: PositiveInteger = 1200
     """Training steps; each takes one batch."""
     accumulation_steps: PositiveInteger = 1
-    """Parts that each batch is computed in, in turn, to save memory; the update is that of the whole batch."""
+    """Gradient accumulation: micro-batches of each batch, to save memory; the update is that of the whole batch."""
     max_skipped_steps: NaturalNumber = 0
     """Steps of non-finite loss or gradient that are left out before training stops with an error."""
     seed: Annotated[int, Range(at_least=0, below=2**32)] = 0
     """Seed of the initial weights. 0 <= seed < 2**32."""
     deterministic: bool = True
-    """On a GPU, use only kernels that give the same bits every time, so that a resumed run repeats them."""
+    """On a GPU, use only kernels whose results are bitwise identical every time, so that a resumed run repeats them."""
     devices: PositiveInteger | None = None
-    """Devices that share each batch; left out, as many of this machine's as it splits evenly over."""
+    """Devices to train on; left out, the most of this machine's that divide the batch."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """How these devices share rows, parameters and optimizer state."""
+    """Data, fully sharded, context and tensor parallelism over these devices."""
 
     def __post_init__(self):
         """Checks every value that can be checked without reading data."""

@@ -42,13 +42,13 @@ class MeshConfig:
     """
 
     data: Annotated[int, Range(at_least=-1)] = -1
-    """Groups of devices, each with one copy of parameters and optimizer state; -1: as many as there are devices for."""
+    """Data parallel: copies of parameters and optimizer state; -1: as many as there are devices for."""
     fsdp: PositiveInteger | None = None
-    """Devices that share one copy; left out, 1, or as many as it takes where a copy does not fit into one GPU."""
+    """Fully sharded: devices that hold one copy; left out, 1, or as many as it takes if one does not fit into a GPU."""
     context: PositiveInteger = 1
-    """Devices that share the tokens of each row, for rows too long for one."""
+    """Context parallel: devices that split the tokens of each sequence, for sequences too long for one."""
     tensor: PositiveInteger = 1
-    """Devices that share each layer: heads, feed-forward and vocabulary; it divides these."""
+    """Tensor parallel: devices that split each layer (heads, feed-forward, vocabulary); it must divide these."""
 
     def __post_init__(self):
         """Checks every value."""
