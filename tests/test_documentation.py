@@ -9,7 +9,7 @@ import pytest
 from experiments.kernel_benchmarks.report import readme_table
 from experiments.ridge_benchmark.report import readme_table as ridge_table
 from rnnlib.hub import FAMILIES
-from rnnlib.layers import mixer_table, presets
+from rnnlib.layers import mixer_names, mixer_table, presets
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -68,6 +68,11 @@ def test_every_page_is_linked_from_the_readme():
 def test_every_family_of_published_models_stands_in_the_page():
     page = (ROOT / "docs" / "hub.md").read_text()
     assert [name for name in FAMILIES if f"| `{name}` |" not in page] == []
+
+
+def test_every_mixer_has_its_equation():
+    page = (ROOT / "docs" / "equations.md").read_text()
+    assert [name for name in mixer_names() if f"`{name}`" not in page] == []
 
 
 def test_the_readme_is_short():
