@@ -13,7 +13,7 @@ from experiments.harness.environment import command_line, environment
 from experiments.harness.jobs import Job
 from experiments.harness.study import Mixer, pick_named
 from experiments.harness.tables import read_table, table_path
-from experiments.language_modelling.runs import get_tokenizer, read_run, train_and_test
+from experiments.language_modelling.runs import best_rate, get_tokenizer, read_run, train_and_test
 from experiments.language_modelling.study import LanguageStudy
 
 COMPILING_AND_TESTING = 60.0
@@ -41,8 +41,12 @@ def load_study(name: str, setting: str) -> LanguageStudy:
 
 
 def missing_runs(plan: LanguageStudy, *results: pathlib.Path) -> list[tuple[Mixer, float, int]]:
-    """Runs that none of the tables has."""
-    return [run for run in plan.runs if all(read_run(plan, path, *run) is None for path in results)]
+    """Runs that none of the tables has: those that choose a rate and, for mixers that have them, those that report."""
+    runs = list(plan.runs)
+    if plan.report_seeds:
+        rates = {mixer: best_rate(plan, results, mixer) for mixer in plan.mixers}
+        runs += [(mixer, rate, seed) for mixer, rate in rates.items() if rate for seed in plan.report_seeds]
+    return [run for run in runs if all(read_run(plan, path, *run) is None for path in results)]
 
 
 def jobs(name: str, setting: str, outputs: Sequence[pathlib.Path]) -> list[Job]:

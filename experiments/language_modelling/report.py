@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.harness.page import write_between_marks
 from experiments.harness.pictures import pyplot, save
-from experiments.language_modelling.runs import read_run, read_runs
+from experiments.language_modelling.runs import best_rate, read_run, read_runs
 from experiments.language_modelling.study import WIDTHS, LanguageStudy, study
 
 
@@ -29,7 +29,18 @@ def _validation_bits(runs: list[dict[str, Any]]) -> float:
 
 
 def chosen(plan: LanguageStudy, results: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
-    """For each mixer with a finished rate: the seeds of the one with the fewest bits per byte in validation."""
+    """For each mixer with a finished rate: the seeds of the one with the fewest bits per byte in validation.
+
+    Where other seeds report, those at that rate, once all are there.
+    """
+    if plan.report_seeds:
+        rates = {mixer: best_rate(plan, [results], mixer) for mixer in plan.mixers}
+        found = {
+            mixer.label: [read_run(plan, results, mixer, rate, seed) for seed in plan.report_seeds]
+            for mixer, rate in rates.items()
+            if rate is not None
+        }
+        return {label: [run for run in runs if run] for label, runs in found.items() if all(runs)}
     return {label: min(runs.values(), key=_validation_bits) for label, runs in _by_rate(plan, results).items()}
 
 
@@ -73,11 +84,21 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]], lacking: 
     """Bits per byte at each length, Markdown; the rates of mixers that are `lacking` others have a star."""
     if not found:
         return "No results yet.\n"
-    head = ["mixer", "parameters", "rate", *(f"T={n}" for n in plan.lengths), "training loss", "tokens/s", "memory, GB"]
+    head = [
+        "mixer",
+        "parameters",
+        "tokens a parameter",
+        "rate",
+        *(f"T={n}" for n in plan.lengths),
+        "training loss",
+        "tokens/s",
+        "memory, GB",
+    ]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for label, runs in sorted(found.items(), key=lambda entry: _bits(entry[1], plan.train.data.sequence_length)):
         first = runs[0]
-        row = [label, f"{first['num_parameters'] / 1e6:.1f}M", f"{first['learning_rate']:g}" + "*" * (label in lacking)]
+        row = [label, f"{first['num_parameters'] / 1e6:.1f}M", f"{first['train_tokens'] / first['num_parameters']:.1f}"]
+        row.append(f"{first['learning_rate']:g}" + "*" * (label in lacking))
         row += [f"{_bits(runs, n):.4f}" for n in plan.lengths]
         row.append(f"{statistics.fmean(_last_loss(run) for run in runs):.3f}")
         speed, peak = first["median_tokens_per_second"], first.get("peak_bytes")
@@ -89,10 +110,11 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]], lacking: 
     text = "; ".join(f"{tokens:,} tokens of {size:,} bytes, hash {name[:8]}" for name, tokens, size in sorted(texts))
     dates = sorted({run["environment"]["date"][:10] for run in every})
     commits = ", ".join(sorted({run["environment"]["commit"][:7] for run in every}))
+    count = len(plan.report_seeds or plan.seeds)
     note = " * Not run at every rate that others were." if lacking else ""
     return "\n".join(lines) + (
         f"\n\nBits per byte of held-out text by tokens a row (trained at {plan.train.data.sequence_length}), mean over "
-        f"{len(plan.seeds)} seed(s), best first, after {every[0]['train_tokens']:,} tokens; training loss in nats a "
+        f"{count} seed(s), best first, after {every[0]['train_tokens']:,} tokens; training loss in nats a "
         f"token, mean of the last tenth.{note} Text: {text}. {where['device']}, jax {where['packages']['jax']}; commit "
         f"{commits}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.\n"
     )

@@ -95,6 +95,19 @@ def read_runs(study: LanguageStudy, results: pathlib.Path, mixer: Mixer) -> list
     return sorted(own, key=lambda row: (row["learning_rate"], row["seed"]))
 
 
+def best_rate(study: LanguageStudy, results: Sequence[pathlib.Path], mixer: Mixer) -> float | None:
+    """The rate at which the choosing seeds have the fewest bits per byte in validation; None until all are there."""
+    found: dict[float, list[float]] = {}
+    for own, rate, seed in study.runs:
+        if own == mixer:
+            rows = [row for path in results if (row := read_run(study, path, mixer, rate, seed)) is not None]
+            if not rows:
+                return None
+            found.setdefault(rate, []).append(rows[0]["validation"]["bits_per_byte"])
+    finite = {rate: sum(bits) if math.isfinite(sum(bits)) else math.inf for rate, bits in found.items()}
+    return min(finite, key=lambda rate: finite[rate])
+
+
 def train_and_test(
     study: LanguageStudy,
     mixer: Mixer,

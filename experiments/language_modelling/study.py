@@ -73,6 +73,7 @@ class LanguageStudy:
         vocabulary_size: of a byte-pair tokenizer learned on the training text; 0 reads bytes.
         learning_rates: tried for every mixer alike; chosen on half of the held-out documents, reported on the other.
         seeds: of the initial weights.
+        report_seeds: trained at the rate that `seeds` choose, and reported in their place; () reports `seeds`.
         lengths: that the model is tested at.
         test_tokens: tokens in a batch of testing.
         name: of its folder under `experiments`.
@@ -88,6 +89,7 @@ class LanguageStudy:
     test_tokens: int
     name: str = "language_modelling"
     seconds: float = 0.0
+    report_seeds: tuple[int, ...] = ()
 
     @property
     def runs(self) -> list[tuple[Mixer, float, int]]:

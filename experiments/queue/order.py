@@ -36,5 +36,7 @@ class Entry:
 ORDER = (
     Entry("long_context", "real", language_jobs, "do models use what is further back than they were trained to?"),
     Entry("recall", "real", sweep_jobs, "which rule learns recall, how often, at a rate that other seeds chose?"),
+    Entry("axes", "real", language_jobs, "what do decay and solve each do, when nothing else in the layer differs?"),
+    Entry("rates", "real", language_jobs, "where is each mixer's learning rate, and how far apart are two seeds?"),
 )
 """From first to last."""

@@ -1,5 +1,8 @@
 """The language-modelling study: bits per byte, halves of the held-out text, one command end to end."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,7 @@ from flax import nnx
 
 from experiments.harness.page import marks
 from experiments.harness.tables import EXPERIMENTS, add_rows, read_table
-from experiments.language_modelling.command import main
+from experiments.language_modelling.command import load_study, main, missing_runs
 from experiments.language_modelling.lengths import BitsPerByte, hold_out
 from experiments.language_modelling.report import (
     at_every_width,
@@ -59,6 +62,38 @@ def test_a_mixer_stands_at_the_better_of_the_rates_that_were_run(tmp_path):
     assert rates_table(plan, path) == ""
     add_rows(path, [rows["Comba", 4e-3]])
     assert chosen(plan, path)["Comba"][0]["learning_rate"] == 0.004  # 1.3774
+
+
+def test_seeds_that_report_come_when_the_others_have_chosen(tmp_path):
+    plan = dataclasses.replace(study("real"), mixers=study("real").mixers[:1], report_seeds=(1, 2))
+    (mixer,), path = plan.mixers, tmp_path / "real.jsonl"
+    row = read_run(plan, FOLDER / "results" / "real.jsonl", mixer, 2e-3, 0)
+
+    def put(rate, seed, bits):
+        own = {"learning_rate": rate, "seed": seed, "id": f"{rate} {seed}"}
+        own |= {"fingerprint": fingerprint(plan, mixer, rate, seed), "validation": {"bits_per_byte": bits}}
+        add_rows(path, [row | own])
+
+    assert missing_runs(plan, path) == [(mixer, 2e-3, 0), (mixer, 4e-3, 0)]
+    put(2e-3, 0, 0.9)
+    assert missing_runs(plan, path) == [(mixer, 4e-3, 0)] and not chosen(plan, path)
+    put(4e-3, 0, math.nan)  # diverged
+    assert missing_runs(plan, path) == [(mixer, 2e-3, 1), (mixer, 2e-3, 2)]
+    put(2e-3, 1, 0.95), put(2e-3, 2, 0.85)
+    assert not missing_runs(plan, path)
+    assert [run["seed"] for run in chosen(plan, path)[mixer.label]] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["axes", "rates", "long_context"])
+def test_studies_of_language_models_can_be_configured(name):
+    for setting in ("small", "real"):
+        plan = load_study(name, setting)
+        for mixer in plan.mixers:
+            config = model_config(plan.train.model, mixer)
+            for layer in config.layer_mixers:
+                mixer_config(config, layer)
+            nnx.eval_shape(lambda config=config: DecoderLM(config, rngs=nnx.Rngs(0)))
+        assert (EXPERIMENTS / name / "PLAN.md").exists()
 
 
 def test_both_widths_are_drawn_once_they_have_results(tmp_path):

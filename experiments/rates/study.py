@@ -1,0 +1,24 @@
+"""Eight mixers at five learning rates. PLAN.md says why, and what would refute what."""
+
+import dataclasses
+from typing import Any, Literal
+
+from experiments.harness.study import pick
+from experiments.language_modelling.study import LanguageStudy
+from experiments.language_modelling.study import study as language_study
+
+RatesSetting = Literal["small", "real"]
+SETTINGS: tuple[RatesSetting, ...] = ("small", "real")
+LABELS = ("Transformer++", "DeltaNet", "Gated DeltaNet", "KLA", "KDA", "PGDN", "Gated DeltaNet-2")
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+
+
+def study(setting: RatesSetting) -> LanguageStudy:
+    """The study at a setting: "real" has models of width 384 and 105M tokens a run."""
+    base = language_study("small" if setting == "small" else "real")
+    shared: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    shared["name"] = "rates"
+    if setting == "small":
+        return LanguageStudy(**shared)
+    shared |= {"mixers": pick(base.mixers, LABELS), "learning_rates": RATES, "seeds": (0, 1), "seconds": 120.0}
+    return LanguageStudy(**shared)
