@@ -59,7 +59,7 @@ GROUPS = {
 def public_modules() -> dict[str, list[str]]:
     """The packages that export names, with these names."""
     paths = ROOT.glob("rnnlib/**/__init__.py")
-    names = sorted([*(".".join(path.parent.relative_to(ROOT).parts) for path in paths), "pallas_kernels.operators"])
+    names = sorted(".".join(path.parent.relative_to(ROOT).parts) for path in paths)
     modules = {name: importlib.import_module(name) for name in names}
     found = {name: exported for name, module in modules.items() if (exported := exported_names(module))}
 
@@ -67,7 +67,16 @@ def public_modules() -> dict[str, list[str]]:
         parent = modules.get(name.rpartition(".")[0])
         return parent is not None and all(getattr(parent, n, None) is getattr(modules[name], n) for n in found[name])
 
-    return {name: exported for name, exported in found.items() if not is_shown_by_its_parent(name)}
+    operators = importlib.import_module("pallas_kernels.operators")
+    kernels = [getattr(operators, name) for name in operators.__all__]
+    shown = {name: exported for name, exported in found.items() if not is_shown_by_its_parent(name)}
+    return shown | {module.__name__: own_names(module) for module in kernels}
+
+
+def own_names(module: types.ModuleType) -> list[str]:
+    """The public functions and classes that a module defines."""
+    named = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return [name for name, value in named.items() if getattr(value, "__module__", None) == module.__name__]
 
 
 def exported_names(module: types.ModuleType) -> list[str]:

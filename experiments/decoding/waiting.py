@@ -25,9 +25,11 @@ from experiments.harness.environment import command_line, environment
 from experiments.harness.study import Setting
 from experiments.harness.tables import write_text
 from experiments.throughput.profiling import profile
-from pallas_kernels import operators as triton
+from pallas_kernels import operators
 from pallas_kernels.common.config import Launch
+from pallas_kernels.delta_rule.api import gated_delta_rule
 from pallas_kernels.delta_rule.deferred_state import PERIOD, DeferredState, defer_writes
+from pallas_kernels.delta_rule.delayed_update import delayed_token, flush
 from rnnlib.models import ModelConfig
 from rnnlib.ops import deferred_writes
 
@@ -95,7 +97,7 @@ def stored_each_time(token: dict[str, Any], tokens: int, states: list) -> tuple[
     """The loop whose steps store the states."""
 
     def step(t: Array, token: dict[str, Any], state: Array) -> tuple[Array, Any]:
-        return triton.gated_delta_rule(**token, initial_state=state)
+        return gated_delta_rule(**token, initial_state=state)
 
     return in_a_loop(step, token, tokens, states)
 
@@ -104,11 +106,11 @@ def waiting(token: dict[str, Any], tokens: int, states: list, **how: Any) -> tup
     """The same loop with writes that wait; the states are settled after it. `how` is passed to `deferred_token`."""
 
     def step(t: Array, token: dict[str, Any], state: DeferredState) -> tuple[Array, Any]:
-        return triton.deferred_token(**token, deferred=state._replace(waiting=t % PERIOD), **how)
+        return delayed_token(**token, deferred=state._replace(waiting=t % PERIOD), **how)
 
     start = [defer_writes(state, token["k"], token.get("log_decay")) for state in states]
     after, out = in_a_loop(step, token, tokens, start)
-    return [triton.settle_writes(x._replace(waiting=jnp.int32(tokens % PERIOD))) for x in after], out
+    return [flush(x._replace(waiting=jnp.int32(tokens % PERIOD))) for x in after], out
 
 
 def time_kernels(options: Options, decay: str, texts: int) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def time_kernels(options: Options, decay: str, texts: int) -> dict[str, Any]:
         "stored_each_time_us": stored_each_time,
         "waiting_us": waiting,
     }
-    if triton.mosaic_deferral_unsupported(token["q"], token["k"], token["v"]) is None:
+    if operators.delayed_update.unsupported_reason(token["q"], token["k"], token["v"], backend="mosaic") is None:
         loops["waiting_in_mosaic_us"] = functools.partial(waiting, backend="mosaic")
     for block, warps in itertools.product(options.blocks, options.warps):
         launch = Launch(num_warps=warps, num_stages=1, block=block)

@@ -152,7 +152,7 @@ def solve_errors(config: RidgeBenchmarkConfig) -> Iterator[Record]:
 
     Inputs are bfloat16 (or float32) numbers; solutions come out in float32, so that rounding them is not counted.
     """
-    from pallas_kernels import operators as triton
+    from pallas_kernels import operators
 
     for dtype in (jnp.bfloat16, jnp.float32):
         x = draw((*config.error_shape, config.head_size), dtype)
@@ -178,7 +178,7 @@ def solve_errors(config: RidgeBenchmarkConfig) -> Iterator[Record]:
                 for iterations in config.error_iterations:
                     ridge = jnp.full((config.error_shape[2], 1), RIDGES[method], jnp.float32)
                     solve = functools.partial(
-                        triton.ridge_solve,
+                        operators.ridge.ridge_solve,
                         adaptive=method == "chebyshev",
                         iterations=iterations,
                         solver=method,

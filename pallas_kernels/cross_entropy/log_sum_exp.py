@@ -61,7 +61,7 @@ def log_sum_exp_kernel(r, *, size: int, columns: int):
     store_masked(r.y, (row,), highest + jnp.log(total), None)
 
 
-def log_sum_exp_unsupported(x: Array) -> str | None:
+def unsupported_reason(x: Array) -> str | None:
     """Why `log_sum_exp` can't serve a call, as a noun phrase, or None if it can."""
     if not x.size:
         return f"an array of shape {x.shape}"
@@ -79,9 +79,9 @@ def log_sum_exp(x: Float[Array, "*rows V"], *, schedule: LogSumExpSchedule | Non
         Float32.
 
     Raises:
-        NotImplementedError: `log_sum_exp_unsupported` has an objection.
+        NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = log_sum_exp_unsupported(x)
+    reason = unsupported_reason(x)
     if reason is not None:
         raise NotImplementedError(f"log_sum_exp: the Triton kernels do not support {reason}")
     if schedule is None:

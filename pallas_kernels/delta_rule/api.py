@@ -13,12 +13,14 @@ from pallas_kernels.delta_rule.inputs import Inputs, crop_results, make_inputs, 
 from pallas_kernels.delta_rule.tuned_configs import choose_schedule
 from pallas_kernels.delta_rule.vjp import Options, chunked_pass, one_token
 
-_MAX_CHANNELS = 256
-_MOSAIC_CHANNELS = 128
+MAX_CHANNELS = {"triton": 256, "mosaic": 128}
+"""Key or value channels of a head that each backend takes at most."""
 
 
-def unsupported(q: Array, k: Array, v: Array, *gates: Array | None, chunk_size: int = CHUNK) -> str | None:
-    """Why the kernels here can't serve a call, as a noun phrase, or None if they can.
+def unsupported_reason(
+    q: Array, k: Array, v: Array, *gates: Array | None, chunk_size: int = CHUNK, backend: str = "triton"
+) -> str | None:
+    """Why a backend can't serve a call, as a noun phrase, or None if it can.
 
     Args:
         q: queries `[B, T, H, K]`.
@@ -26,36 +28,24 @@ def unsupported(q: Array, k: Array, v: Array, *gates: Array | None, chunk_size: 
         v: values `[B, T, HV, V]`.
         *gates: erase gate and log decay, or None.
         chunk_size: tokens in a chunk.
+        backend: `"triton"` or `"mosaic"`.
     """
     reason = unsupported_arrays(q=q, k=k, v=v)
     if reason is not None:
         return reason
     if chunk_size != CHUNK:
         return f"chunk_size {chunk_size} (only {CHUNK})"
-    if q.shape[3] > _MAX_CHANNELS or v.shape[3] > _MAX_CHANNELS:
-        return f"key size {q.shape[3]} with value size {v.shape[3]} (at most {_MAX_CHANNELS} each)"
+    most = MAX_CHANNELS["triton"]
+    if q.shape[3] > most or v.shape[3] > most:
+        return f"key size {q.shape[3]} with value size {v.shape[3]} (at most {most} each)"
     has_channel_gates = any(x is not None and x.ndim == 4 for x in gates)
     if platform() != "cpu" and has_channel_gates and q.shape[3] > 128 and jnp.result_type(q, k, v) == jnp.float32:
         return f"key size {q.shape[3]} in float32 with channel-wise gates (at most 128: shared memory is too small)"
-    return None
+    return _mosaic_reason(q, k, v) if backend == "mosaic" else None
 
 
-def mosaic_unsupported(
-    q: Array, k: Array, v: Array, erase: Array | None, log_decay: Array | None, *, chunk_size: int
-) -> str | None:
-    """Why a call can't have the passes over chunks in Mosaic GPU, as a noun phrase, or None if it can.
-
-    Args:
-        q: queries `[B, T, H, K]`.
-        k: keys `[B, T, H, K]`.
-        v: values `[B, T, HV, V]`.
-        erase: erase gate, or None.
-        log_decay: log decay, or None.
-        chunk_size: tokens in a chunk.
-    """
-    reason = unsupported(q, k, v, erase, log_decay, chunk_size=chunk_size)
-    if reason is not None:
-        return reason
+def _mosaic_reason(q: Array, k: Array, v: Array) -> str | None:
+    """Why most stages of a call that Triton serves can't be in Mosaic GPU."""
     if not is_hopper():
         return "this device (it runs on Hopper cards)"
     try:
@@ -66,8 +56,9 @@ def mosaic_unsupported(
         return f"matrices of dtype {jnp.result_type(q, k, v)} (only bfloat16)"
     if q.shape[1] == 1:
         return "a single token (its kernel is Triton's)"
-    if any(next_power_of_two(size) != _MOSAIC_CHANNELS for size in (q.shape[3], v.shape[3])):
-        return f"key size {q.shape[3]} with value size {v.shape[3]} (65 to {_MOSAIC_CHANNELS} each)"
+    most = MAX_CHANNELS["mosaic"]
+    if any(next_power_of_two(size) != most for size in (q.shape[3], v.shape[3])):
+        return f"key size {q.shape[3]} with value size {v.shape[3]} (65 to {most} each)"
     return None
 
 
@@ -117,27 +108,23 @@ def gated_delta_rule(
         scale: factor on the output; None is `K ** -0.5`.
         chunk_size: only 64.
         schedule: how the call is cut into programs; None takes the device's tuned one.
-        backend: `"mosaic"` runs most stages as Mosaic GPU kernels, where `mosaic_unsupported` has no objection: nearly
-            the same roundings in less time. Tied gates then count as 2^-32 where they are smaller, but for gradients
-            that are exactly 0 where a gate is. Read where `schedule` is None.
+        backend: `"mosaic"` runs most stages as Mosaic GPU kernels, where it has no `unsupported_reason`: nearly the
+            same roundings in less time. Tied gates then count as 2^-32 where they are smaller, but for gradients that
+            are exactly 0 where a gate is. Read where `schedule` is None.
 
     Returns:
         The output in `v`'s dtype and the final state in float32.
 
     Raises:
-        NotImplementedError: `unsupported`, or `mosaic_unsupported` for that backend, has an objection.
+        NotImplementedError: there is an `unsupported_reason`.
         ValueError: `backend` is neither, or `tied_gates` comes with `write` or without a gate of one number a token.
     """
     if tied_gates and (write is not None or erase is None or erase.ndim != 3):
         raise ValueError("gated_delta_rule: tied_gates is True, expected erase [B, T, HV] and no write")
     if backend not in ("triton", "mosaic"):
         raise ValueError(f"gated_delta_rule: backend is {backend!r}, expected 'triton' or 'mosaic'")
-    if backend == "mosaic" and schedule is None:
-        reason = mosaic_unsupported(q, k, v, erase, log_decay, chunk_size=chunk_size)
-        if reason is not None:
-            raise NotImplementedError(f"gated_delta_rule: the Mosaic GPU kernels do not support {reason}")
-    else:
-        refuse_unsupported("gated_delta_rule", q, k, v, erase, log_decay, chunk_size=chunk_size)
+    needed = backend if schedule is None else "triton"
+    refuse_unsupported("gated_delta_rule", q, k, v, erase, log_decay, chunk_size=chunk_size, backend=needed)
     inputs = make_inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids)
     options, inputs = call_options(inputs, scale=scale, schedule=schedule, tied_gates=tied_gates, backend=backend)
     if q.shape[1] == 1:
@@ -147,11 +134,12 @@ def gated_delta_rule(
     return out.astype(v.dtype), state
 
 
-def refuse_unsupported(operator: str, *arrays: Array | None, chunk_size: int) -> None:
-    """Raises NotImplementedError if `unsupported` has an objection."""
-    reason = unsupported(*arrays, chunk_size=chunk_size)  # type: ignore[arg-type]
+def refuse_unsupported(operator: str, *arrays: Array | None, chunk_size: int, backend: str = "triton") -> None:
+    """Raises NotImplementedError if there is an `unsupported_reason`."""
+    reason = unsupported_reason(*arrays, chunk_size=chunk_size, backend=backend)  # type: ignore[arg-type]
     if reason is not None:
-        raise NotImplementedError(f"{operator}: the Triton kernels do not support {reason}")
+        name = {"triton": "Triton", "mosaic": "Mosaic GPU"}[backend]
+        raise NotImplementedError(f"{operator}: the {name} kernels do not support {reason}")
 
 
 def call_options(

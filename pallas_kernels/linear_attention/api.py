@@ -5,6 +5,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.common.problem import CHUNK
 from pallas_kernels.delta_rule.api import call_options, refuse_unsupported
+from pallas_kernels.delta_rule.api import unsupported_reason as unsupported_reason
 from pallas_kernels.delta_rule.config import Schedule
 from pallas_kernels.delta_rule.inputs import crop_results, is_sum, make_inputs, pad_inputs
 from pallas_kernels.delta_rule.vjp import chunked_pass, one_token
@@ -45,7 +46,7 @@ def linear_attention(
         The output in `v`'s dtype and the final state in float32.
 
     Raises:
-        NotImplementedError: `unsupported` has an objection.
+        NotImplementedError: there is an `unsupported_reason`.
     """
     refuse_unsupported("linear_attention", q, k, v, log_decay, chunk_size=chunk_size)
     inputs = make_inputs(q, k, v, None, None, write, log_decay, initial_state, segment_ids)

@@ -132,7 +132,7 @@ def _schedule() -> NormSchedule:
     return NormSchedule(elements=64, blocks=2) if interpreted() else NormSchedule()
 
 
-def norm_unsupported(x: Array, scale: Array, z: Array | None = None, z_bias: Array | None = None) -> str | None:
+def unsupported_reason(x: Array, scale: Array, z: Array | None = None, z_bias: Array | None = None) -> str | None:
     """Why `rms_norm` can't serve a call, as a noun phrase, or None if it can.
 
     Args:
@@ -180,9 +180,9 @@ def rms_norm(
         The result, rounded once, and `x` or None.
 
     Raises:
-        NotImplementedError: `norm_unsupported` has an objection.
+        NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = norm_unsupported(x, scale, z, z_bias)
+    reason = unsupported_reason(x, scale, z, z_bias)
     if reason is not None:
         raise NotImplementedError(f"rms_norm: the Triton kernels do not support {reason}")
     schedule = schedule or _schedule()
@@ -214,10 +214,10 @@ def rms_norm_of_sum(
         The norm of the rounded sum, rounded once, and this sum in `added`'s dtype.
 
     Raises:
-        NotImplementedError: `norm_unsupported` has an objection.
+        NotImplementedError: there is an `unsupported_reason`.
         ValueError: `parts` is not `[S, N, F]` of float32, with at least one part.
     """
-    reason = norm_unsupported(added, scale)
+    reason = unsupported_reason(added, scale)
     if reason is not None:
         raise NotImplementedError(f"rms_norm_of_sum: the Triton kernels do not support {reason}")
     if parts.shape[1:] != added.shape or not len(parts) or parts.dtype != jnp.float32:

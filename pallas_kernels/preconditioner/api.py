@@ -280,7 +280,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
 _run.defvjp(_forward, _backward)
 
 
-def gram_unsupported(k: Array, *others: Array | None) -> str | None:
+def unsupported_reason(k: Array, *others: Array | None) -> str | None:
     """Why `diagonal_gram_readout` can't serve a call, as a noun phrase, or None if it can.
 
     Args:
@@ -334,9 +334,9 @@ def diagonal_gram_readout(
         `out` and A after the last token, `[B, H, K]` float32; `k`, where asked for.
 
     Raises:
-        NotImplementedError: `gram_unsupported` has an objection.
+        NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = gram_unsupported(k, x, parameter, log_decay, gain, initial_state)
+    reason = unsupported_reason(k, x, parameter, log_decay, gain, initial_state)
     if reason is not None:
         raise NotImplementedError(f"diagonal_gram_readout: the Triton kernels do not support {reason}")
     schedule = schedule or choose_gram_schedule()

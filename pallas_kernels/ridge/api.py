@@ -33,7 +33,7 @@ _SPLIT_MEMORY = 128 * 1024
 """Bytes of shared memory that two parts of every factor take with 128 channels."""
 
 
-def ridge_solve_unsupported(
+def unsupported_reason(
     q: Array,
     k: Array,
     *,
@@ -119,9 +119,9 @@ def ridge_solve(
         Solutions in `q`'s dtype and the final Gram matrix in float32.
 
     Raises:
-        NotImplementedError: `ridge_solve_unsupported` has an objection.
+        NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = ridge_solve_unsupported(q, k, solver=solver, precision=precision, adaptive=adaptive, chunk_size=chunk_size)
+    reason = unsupported_reason(q, k, solver=solver, precision=precision, adaptive=adaptive, chunk_size=chunk_size)
     if reason is not None:
         raise NotImplementedError(f"ridge_solve: the Triton kernels do not support {reason}")
     inputs = vary_alike(_padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids))

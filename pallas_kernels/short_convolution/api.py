@@ -212,7 +212,7 @@ class _Stream(NamedTuple):
 def _streams(inputs: ConvolutionInputs) -> list[_Stream]:
     sizes = [filter.kernel.shape[1] for filter in inputs.filters]
     firsts = itertools.accumulate(sizes[:-1], initial=0)
-    blocks = [first // size for first, size in zip(firsts, sizes)]  # whole: `joined_unsupported`
+    blocks = [first // size for first, size in zip(firsts, sizes)]  # whole: `fused_unsupported_reason`
     return [_Stream(inputs.x, filter, inputs.starts, block) for filter, block in zip(inputs.filters, blocks)]
 
 
@@ -297,7 +297,7 @@ def _stream_gradients(
 _run.defvjp(_forward, _backward)
 
 
-def convolution_unsupported(
+def unsupported_reason(
     x: Array | jax.ShapeDtypeStruct,
     kernel: Array,
     *others: Array | None,
@@ -357,9 +357,9 @@ def short_convolution(
         The result in `x`'s dtype, rounded once.
 
     Raises:
-        NotImplementedError: `convolution_unsupported` has an objection.
+        NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = convolution_unsupported(x, kernel, bias, initial_state, activation=activation, norm_size=norm_size)
+    reason = unsupported_reason(x, kernel, bias, initial_state, activation=activation, norm_size=norm_size)
     if reason is not None:
         raise NotImplementedError(f"short_convolution: the Triton kernels do not support {reason}")
     stream = ConvolutionStream(kernel, bias, initial_state, Finish(activation, norm_size, eps))
@@ -383,13 +383,13 @@ class ConvolutionStream:
     finish: Finish = Finish()
 
 
-def joined_unsupported(x: Array | jax.ShapeDtypeStruct, streams: Sequence[ConvolutionStream]) -> str | None:
+def fused_unsupported_reason(x: Array | jax.ShapeDtypeStruct, streams: Sequence[ConvolutionStream]) -> str | None:
     """Why `joined_convolutions` can't serve a call, as a noun phrase, or None if it can."""
     first = 0
     for stream in streams:
         channels, finish = stream.kernel.shape[1], stream.finish
         options: dict[str, Any] = {"activation": finish.activation, "norm_size": finish.norm_size}
-        reason = convolution_unsupported(x, stream.kernel, stream.bias, stream.initial_state, **options)
+        reason = unsupported_reason(x, stream.kernel, stream.bias, stream.initial_state, **options)
         if reason is not None:
             return reason
         if first % channels:
@@ -419,9 +419,9 @@ def joined_convolutions(
         Each stream's result in `x`'s dtype, and the columns behind the streams as they are.
 
     Raises:
-        NotImplementedError: `joined_unsupported` has an objection.
+        NotImplementedError: there is an `fused_unsupported_reason`.
     """
-    reason = joined_unsupported(x, streams)
+    reason = fused_unsupported_reason(x, streams)
     if reason is not None:
         raise NotImplementedError(f"joined_convolutions: the Triton kernels do not support {reason}")
     return _convolutions(x, streams, segment_ids, schedule)

@@ -24,7 +24,7 @@ from pallas_kernels.common.triton.backend import (
     whole,
 )
 from pallas_kernels.common.vma import vary_alike
-from pallas_kernels.short_convolution.api import convolution_unsupported
+from pallas_kernels.short_convolution import api
 
 _COLUMNS = 256  # channels of a program where there is no norm
 
@@ -129,11 +129,11 @@ def _cut(stream: TokenStream) -> Cut:
     return Cut(width, channels, size, columns, stream.activation, eps, stream.bias is not None)
 
 
-def token_convolutions_unsupported(streams: Sequence[TokenStream]) -> str | None:
+def unsupported_reason(streams: Sequence[TokenStream]) -> str | None:
     """Why `one_token_convolutions` can't serve some streams, as a noun phrase, or None if it can."""
     for s in streams:
         arrays = s.x, s.kernel, s.bias, s.state
-        if reason := convolution_unsupported(*arrays, activation=s.activation, norm_size=s.norm_size):
+        if reason := api.unsupported_reason(*arrays, activation=s.activation, norm_size=s.norm_size):
             return reason
         if s.kernel.shape[0] < 2:
             return "a filter of one token"
@@ -146,9 +146,9 @@ def one_token_convolutions(streams: Sequence[TokenStream]) -> list[tuple[Array, 
     """The results `[B, D]` and the next states `[B, W - 1, D]` of some streams of the same rows; no derivatives.
 
     Raises:
-        NotImplementedError: `token_convolutions_unsupported` has an objection.
+        NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = token_convolutions_unsupported(streams)
+    reason = unsupported_reason(streams)
     if reason is not None:
         raise NotImplementedError(f"one_token_convolutions: the Triton kernels do not support {reason}")
     cuts = tuple(map(_cut, streams))

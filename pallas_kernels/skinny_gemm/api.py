@@ -122,7 +122,7 @@ def _splits(most: int, steps: int) -> int:
     return max(n for n in range(1, most + 1) if steps % n == 0)
 
 
-def thin_unsupported(x: Array, *kernels: Array) -> str | None:
+def unsupported_reason(x: Array, *kernels: Array) -> str | None:
     """Why `thin_products` can't serve a call, as a noun phrase, or None if it can.
 
     Args:
@@ -161,7 +161,7 @@ def thin_products(
         The results in `x`'s dtype, each rounded once; those with a finish in float32.
 
     Raises:
-        NotImplementedError: `thin_unsupported` has an objection.
+        NotImplementedError: there is an `unsupported_reason`.
         ValueError: arguments do not go together.
     """
     xs = list(x) if isinstance(x, Sequence) else [x] * len(kernels)
@@ -203,7 +203,7 @@ def thin_product_parts(
         The parts, `thin_splits` of them where no schedule is given.
 
     Raises:
-        NotImplementedError: `thin_unsupported` has an objection.
+        NotImplementedError: there is an `unsupported_reason`.
         ValueError: arguments do not go together, or the schedule has one part.
     """
     _check([x], [kernel], [None], False)
@@ -257,7 +257,7 @@ def _check(xs: Sequence[Array], kernels: Sequence[Array], finishes: Sequence[Fin
             f"thin_products: {len(xs)} inputs and {len(finishes)} finishes, expected {len(kernels)}, one of each kernel"
         )
     for i, (x, kernel, finish) in enumerate(zip(xs, kernels, finishes)):
-        reason = thin_unsupported(x, *kernels)
+        reason = unsupported_reason(x, *kernels)
         if finish is not None and reason is None:
             reason = unsupported_arrays(log_rate=finish.log_rate, bias=finish.bias)
         if reason is not None:

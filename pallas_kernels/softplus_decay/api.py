@@ -90,7 +90,7 @@ def _backward(schedule: DecaySchedule, residuals: tuple, d_g: Array) -> tuple[De
 _run.defvjp(_forward, _backward)
 
 
-def decay_unsupported(p: Array, rate: Array, bias: Array) -> str | None:
+def unsupported_reason(p: Array, rate: Array, bias: Array) -> str | None:
     """Why `softplus_decay` can't serve a call, as a noun phrase, or None if it can."""
     return unsupported_arrays(p=p, rate=rate, bias=bias)
 
@@ -117,9 +117,9 @@ def softplus_decay(
         The log decay, float32.
 
     Raises:
-        NotImplementedError: `decay_unsupported` has an objection.
+        NotImplementedError: there is an `unsupported_reason`.
     """
-    reason = decay_unsupported(p, rate, bias)
+    reason = unsupported_reason(p, rate, bias)
     if reason is not None:
         raise NotImplementedError(f"softplus_decay: the Triton kernels do not support {reason}")
     if schedule is None:

@@ -17,7 +17,7 @@ from rnnlib.ops.arguments import check_rank, check_segment_ids, floating_arrays,
 from rnnlib.ops.context_parallel import current_axis, tokens_before
 from rnnlib.ops.derivatives import with_derivatives_of
 from rnnlib.ops.heads import rotate_pairs
-from rnnlib.ops.kernels import attention_gradient_kernel, triton_kernels, triton_unsupported
+from rnnlib.ops.kernels import attention_gradient_kernel, kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import is_split, split_over_mesh
 
 _NAME = "causal_attention"
@@ -309,7 +309,7 @@ def token_attention_serves(q: Array, k: Array, v: Array, ring: Ring) -> bool:
         and q.dtype == jnp.bfloat16
         and current_axis() is None
         and not any(map(is_split, (q, k, v, *ring)))
-        and triton_unsupported("token_attention_unsupported", *arrays) is None
+        and unsupported_reason(lambda kernels: kernels.attention.unsupported_reason(*arrays)) is None
     )
 
 
@@ -348,12 +348,13 @@ def token_attention(
     def run(q: Array, k: Array, v: Array, ring: Ring) -> tuple[Array, Ring]:
         options: dict[str, Any] = {**ring._asdict(), "length": length, "current": current, "scale": scale}
         token = q[:, 0], k[:, 0], v[:, 0]
-        if triton_unsupported("ring_token_attention_unsupported", *token, ring.key, ring.value) is None:
-            options["angle"] = None if angle is None else angle[:, 0, 0]
-            out, *updated = triton_kernels().ring_token_attention(*token, **options)
+        attention = kernel_operators().attention
+        if attention.unsupported_reason(*token, ring.key, ring.value, backend="mosaic") is None:
+            options |= {"angle": None if angle is None else angle[:, 0, 0], "backend": "mosaic"}
         else:
             q, k = turned(q, k)
-            out, *updated = triton_kernels().token_attention(q[:, 0], k[:, 0], v[:, 0], **options)
+            token = q[:, 0], k[:, 0], v[:, 0]
+        out, *updated = attention.token_attention(*token, **options)
         return out[:, None], Ring(*updated)
 
     def formula(q: Array, k: Array, v: Array, ring: Ring) -> tuple[Array, Ring]:

@@ -23,9 +23,6 @@ from rnnlib.ops.arguments import accumulation_dtype, segment_starts
 # A user context is part of the cache key of `jax.jit`.
 _AXIS = jax.make_user_context(default_value=None)
 
-# Largest number of value channels that kernels in Triton support. A wider map takes two calls.
-_WIDEST = 256
-
 Product = Callable[[Array, Array], Array]
 
 
@@ -228,7 +225,7 @@ def evaluate_erasing_rule(
     segment_ids: Array | None,
     axis: str,
     *,
-    widest: int = _WIDEST,
+    widest: int | None = None,
 ) -> tuple[Array, Array]:
     """Runs a rule whose transitions are matrices `[K, K]`, such as the delta rule's, on split rows.
 
@@ -242,13 +239,14 @@ def evaluate_erasing_rule(
         initial_state: None (zero) or `[B, HV, K, V]`.
         segment_ids: None or `[B, T]`.
         axis: the mesh axis over which tokens are split.
-        widest: value channels that `run` supports at most. Where N and M have more, each has a call of its own.
+        widest: value channels that `run` supports at most, None for any. Where N and M have more, each has a call of
+            its own.
     """
     state = _state_like(inputs, initial_state)
     key_size, value_size = state.shape[2:]
     identity = jnp.broadcast_to(jnp.eye(key_size, dtype=state.dtype), (*state.shape[:3], key_size))
     zeros = jnp.zeros((*inputs.v.shape[:3], key_size), inputs.v.dtype)
-    if key_size + value_size <= widest:
+    if widest is None or key_size + value_size <= widest:
         both = jnp.concatenate([jnp.zeros_like(state), identity], axis=-1)
         wide = _with_values(inputs, zeros, lambda given, x: jnp.concatenate([given, x], axis=-1))
         final = run(wide, both, segment_ids)[1]

@@ -12,7 +12,7 @@ from pallas_kernels.delta_rule.deferred_state import DeferredState as DeferredSt
 from pallas_kernels.delta_rule.deferred_state import defer_writes as state_without_writes
 from rnnlib.ops.context_parallel import current_axis
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
-from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import is_split
 
 LEAST_BYTES = 8 * 2**20
@@ -34,7 +34,8 @@ def defer_writes(state: Array, token: DeltaRuleInputs, *, implementation: str | 
     is_large = state.size * state.dtype.itemsize >= LEAST_BYTES
     if state.dtype != jnp.float32 or not is_large or is_split(state) or current_axis() is not None:
         return state
-    if triton_unsupported("deferral_unsupported", x.q, x.k, x.v, x.gates.erase, x.log_decay) is not None:
+    arrays = x.q, x.k, x.v, x.gates.erase, x.log_decay
+    if unsupported_reason(lambda kernels: kernels.delayed_update.unsupported_reason(*arrays)) is not None:
         return state
     key = x.k if x.write_key is None else x.write_key
     return state_without_writes(state, key.astype(jnp.result_type(x.q, x.k, x.v)), x.log_decay)
@@ -65,10 +66,11 @@ def deferred_token(
     """
     gates = token.gates
     arrays = token.q, token.k, token.v, gates.erase, token.log_decay
-    is_mosaic = implementation != "triton" and triton_unsupported("mosaic_deferral_unsupported", *arrays) is None
+    kernels = kernel_operators().delayed_update
+    is_mosaic = implementation != "triton" and kernels.unsupported_reason(*arrays, backend="mosaic") is None
     backend = "mosaic" if is_mosaic else "triton"
     named = {name: x for name, x in token._asdict().items() if name != "gates"}
-    return triton_kernels().deferred_token(
+    return kernels.delayed_token(
         **named,
         erase=gates.erase,
         write=gates.write,
@@ -81,4 +83,4 @@ def deferred_token(
 
 def settle_writes(state: DeferredState) -> Array:
     """The state `[B, HV, K, V]` with all writes that wait."""
-    return triton_kernels().settle_writes(state)
+    return kernel_operators().delayed_update.flush(state)

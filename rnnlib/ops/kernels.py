@@ -8,19 +8,32 @@ from typing import Any
 from pallas_kernels.common.platform import platform
 
 
-def triton_kernels() -> ModuleType:
-    """The package of Triton kernels.
+def kernel_operators() -> ModuleType:
+    """The kernels: `pallas_kernels.operators`, which has a module for each operator.
 
     Raises:
         ImportError: this jax has no Pallas, or its Pallas has no Triton backend. On a GPU there is also a warning.
     """
     try:
-        from pallas_kernels import operators as triton
+        from pallas_kernels import operators
     except ImportError as error:
         if platform() == "gpu":
             warnings.warn(f"operators run without kernels, several times slower: {error}", RuntimeWarning, stacklevel=2)
         raise
-    return triton
+    return operators
+
+
+def unsupported_reason(ask: Callable[[Any], str | None]) -> str | None:
+    """Why kernels can't serve a call, as a noun phrase, or None if they can.
+
+    Args:
+        ask: from `kernel_operators()` to the reason, where there are kernels at all.
+    """
+    try:
+        operators = kernel_operators()
+    except ImportError as error:
+        return f"this installation: {error}"
+    return ask(operators)
 
 
 def attention_gradient_kernel(q: Any, k: Any, v: Any) -> Callable[..., Any] | None:
@@ -29,19 +42,4 @@ def attention_gradient_kernel(q: Any, k: Any, v: Any) -> Callable[..., Any] | No
         from pallas_kernels.attention.mosaic_gpu import bwd as kernels
     except ImportError:  # this jax has no Mosaic GPU; cuDNN's gradients serve as well, more slowly
         return None
-    return kernels.attention_gradients if kernels.attention_gradients_unsupported(q, k, v) is None else None
-
-
-def triton_unsupported(objection: str, *arrays: Any, **options: Any) -> str | None:
-    """Why the Triton kernels can't serve a call, as a noun phrase, or None if they can.
-
-    Args:
-        objection: name of the function of `pallas_kernels.operators` that checks the call, such as `"unsupported"`.
-        *arrays: its arguments.
-        **options: likewise.
-    """
-    try:
-        kernels = triton_kernels()
-    except ImportError as error:
-        return f"this installation: {error}"
-    return getattr(kernels, objection)(*arrays, **options)
+    return kernels.attention_gradients if kernels.unsupported_reason(q, k, v) is None else None

@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Float
 
 from pallas_kernels.common.platform import platform
-from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import is_split
 
 # Smallest number of elements for which the kernel is faster, despite its launch.
@@ -21,7 +21,7 @@ def log_sum_exp_kernel_serves(x: Array) -> bool:
         platform() == "gpu"
         and x.size >= _LEAST
         and not is_split(x)
-        and triton_unsupported("log_sum_exp_unsupported", x) is None
+        and unsupported_reason(lambda kernels: kernels.cross_entropy.unsupported_reason(x)) is None
     )
 
 
@@ -50,7 +50,7 @@ def log_sum_exp(
 
     if implementation == "xla":
         return formula(x)
-    run = jax.custom_jvp(lambda x: triton_kernels().log_sum_exp(x))
+    run = jax.custom_jvp(lambda x: kernel_operators().cross_entropy.log_sum_exp(x))
 
     def derivative(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
         (x,), (d_x,) = primals, tangents

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from pallas_kernels.common.platform import platform
 from rnnlib.ops.derivatives import with_derivatives_of, with_further_derivatives
-from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import is_split
 from rnnlib.ops.thin_products import SumInParts
 
@@ -31,7 +31,7 @@ def norm_kernel_serves(
         and x.dtype == jnp.bfloat16
         and (between_kernels or x.size >= _LEAST)
         and not any(map(is_split, (x, scale, z, z_bias)))
-        and triton_unsupported("norm_unsupported", x, scale, z, z_bias) is None
+        and unsupported_reason(lambda kernels: kernels.norms.unsupported_reason(x, scale, z, z_bias)) is None
     )
 
 
@@ -99,7 +99,7 @@ def rms_norm(
 
     if keeps:  # without the barrier XLA computes the residual stream's sum twice: for the norm and for the next sum
         x = jax.lax.optimization_barrier(x)
-    return with_further_derivatives(triton_kernels().rms_norm, keywords, reference)(x, scale, z, z_bias, None)
+    return with_further_derivatives(kernel_operators().norms.rms_norm, keywords, reference)(x, scale, z, z_bias, None)
 
 
 def rms_norm_of_sum(
@@ -129,7 +129,7 @@ def rms_norm_of_sum(
 
     def run(parts: Array, added: Array, scale: Array) -> tuple[Array, Array]:
         flat = added.reshape(-1, added.shape[-1])
-        y, total = triton_kernels().rms_norm_of_sum(
+        y, total = kernel_operators().norms.rms_norm_of_sum(
             parts.reshape(len(parts), *flat.shape), flat, scale, eps=eps, dtype=dtype.name
         )
         return y.reshape(added.shape), total.reshape(added.shape)

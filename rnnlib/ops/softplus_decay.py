@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 from pallas_kernels.common.platform import platform
 from rnnlib.ops.derivatives import with_further_derivatives
-from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import is_split
 
 # Smallest number of elements for which the kernels are faster, despite their launches.
@@ -21,7 +21,7 @@ def softplus_decay_serves(p: Array, rate: Array, bias: Array) -> bool:
         and p.dtype == jnp.bfloat16
         and p.size >= _LEAST
         and not any(map(is_split, (p, rate, bias)))
-        and triton_unsupported("decay_unsupported", p, rate, bias) is None
+        and unsupported_reason(lambda kernels: kernels.softplus_decay.unsupported_reason(p, rate, bias)) is None
     )
 
 
@@ -50,4 +50,5 @@ def softplus_decay(
     def keywords(p: Array, rate: Array, bias: Array, unused: None) -> dict[str, Array]:
         return {"p": p, "rate": rate, "bias": bias}
 
-    return with_further_derivatives(triton_kernels().softplus_decay, keywords, reference)(p, rate, bias, None)
+    kernel = kernel_operators().softplus_decay.softplus_decay
+    return with_further_derivatives(kernel, keywords, reference)(p, rate, bias, None)

@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from pallas_kernels.common.platform import platform
 from rnnlib.ops.derivatives import with_derivatives_of
-from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import dot_general_over_mesh, is_split
 
 
@@ -26,7 +26,7 @@ def thin_kernel_serves(x: Array, kernels: Sequence[Array]) -> bool:
         platform() == "gpu"
         and x.dtype == jnp.bfloat16
         and not any(map(is_split, (x, *kernels)))
-        and triton_unsupported("thin_unsupported", _flat(x), *kernels) is None
+        and unsupported_reason(lambda operators: operators.skinny_gemm.unsupported_reason(_flat(x), *kernels)) is None
     )
 
 
@@ -104,7 +104,7 @@ def thin_products(
     def run(xs: list[Array], kernels: tuple[Array, ...], added: Array | None, finishes: list[Finish | None]) -> Any:
         other, flat = None if added is None else _flat(added), [_flat(own) for own in xs]
         options = {"is_gated": is_gated, "added": other, "finishes": [_of_kernel(finish) for finish in finishes]}
-        found = triton_kernels().thin_products([flat[n] for n in which], kernels, **options)
+        found = kernel_operators().skinny_gemm.thin_products([flat[n] for n in which], kernels, **options)
         return tuple(y.reshape(*xs[0].shape[:-1], y.shape[-1]) for y in found)
 
     def formula(xs: list[Array], kernels: tuple[Array, ...], added: Array | None, finishes: list[Finish | None]) -> Any:
@@ -125,7 +125,7 @@ def _of_kernel(finish: Finish | None) -> Any:
     if finish is None:
         return None
     fields = {field.name: getattr(finish, field.name) for field in dataclasses.fields(finish)}
-    return triton_kernels().ThinFinish(**fields)
+    return kernel_operators().skinny_gemm.Finish(**fields)
 
 
 _MADE: contextvars.ContextVar[list[tuple[Array, Array, Array]] | None]
@@ -168,7 +168,7 @@ def added_to(x: Array, y: Array) -> Array | SumInParts:
     for made, lhs, rhs in _MADE.get() or ():
         if made is y and x.dtype == y.dtype and x.shape == y.shape and not is_split(x):
             rows = math.prod(lhs.shape[:-1])
-            if (splits := triton_kernels().thin_splits(rows, *rhs.shape)) > 1:
+            if (splits := kernel_operators().skinny_gemm.thin_splits(rows, *rhs.shape)) > 1:
                 return SumInParts(x, _parts(lhs, rhs, splits))
             return thin_products(lhs, (rhs,), added=x)[0]
     return x + y
@@ -183,7 +183,7 @@ def _parts(x: Float[Array, "*rows K"], kernel: Float[Array, "K N"], splits: int)
     """`x @ kernel` as the sums that its kernel makes, float32."""
 
     def run(x: Array, kernel: Array) -> Array:
-        parts = triton_kernels().thin_product_parts(_flat(x), kernel)
+        parts = kernel_operators().skinny_gemm.thin_product_parts(_flat(x), kernel)
         return parts.reshape(splits, *x.shape[:-1], kernel.shape[1])
 
     def formula(x: Array, kernel: Array) -> Array:

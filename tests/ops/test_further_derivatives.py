@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import operators as triton
+from pallas_kernels.ridge.api import ridge_solve
 from rnnlib import ops
 from tests.selection import mostly_slow
 
@@ -134,7 +134,7 @@ def test_kernels_of_their_own_share_under_vmap_too(kernel):
     def loss(k, by_vmap):
         def call(q):
             if kernel == "ridge_solve":
-                return triton.ridge_solve(q, 3 * k, jnp.full((1, 1), 0.3), log_decay=arguments["log_decay"])
+                return ridge_solve(q, 3 * k, jnp.full((1, 1), 0.3), log_decay=arguments["log_decay"])
             return getattr(triton, kernel)(q, k, arguments["v"], log_decay=arguments["log_decay"])
 
         results = jax.vmap(call)(queries) if by_vmap else jax.tree.map(lambda *x: jnp.stack(x), *map(call, queries))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels import operators as triton
+from pallas_kernels import operators
 from rnnlib.layers import normalization
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.ops import rms_norm as operator
@@ -81,7 +81,7 @@ def test_the_sum_is_rounded_before_its_norm_is_taken():
     assert rms_norm_of_sum(parts, added, scale, dtype=jnp.float32)[0].dtype == jnp.float32
     for wrong in (parts[:0], parts.astype(jnp.bfloat16)):
         with pytest.raises(ValueError, match=r"rms_norm_of_sum: parts are .*, expected float32 \[S, N, F\]"):
-            triton.rms_norm_of_sum(wrong, added, scale)
+            operators.norms.rms_norm_of_sum(wrong, added, scale)
     with pytest.raises(NotImplementedError, match=r"rms_norm_of_sum: .* rows of 8193 features"):
         rms_norm_of_sum(jnp.ones((2, 1, 8193)), jnp.ones((1, 8193)), jnp.ones(8193))
 

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 from pallas_kernels import skinny_gemm as kernel
-from pallas_kernels.operators import ThinFinish, ThinSchedule, thin_product_parts, thin_splits
 from pallas_kernels.skinny_gemm import api as cuts
+from pallas_kernels.skinny_gemm.api import Finish as ThinFinish
+from pallas_kernels.skinny_gemm.api import ThinSchedule, thin_product_parts, thin_splits
 from rnnlib.layers import normalization
 from rnnlib.layers.products import InputLinear, gated_product, joined_inputs
 from rnnlib.models import DecoderLM, ModelConfig

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import operators as triton
 from rnnlib import ops
 from tests.compiling import loop_jit
 

@@ -11,13 +11,14 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import operators as triton
+from pallas_kernels import operators
 from pallas_kernels.common.config import Launch
 from pallas_kernels.common.triton.backend import interpreted
-from pallas_kernels.delta_rule.config import choose_segments, choose_sum_segments
+from pallas_kernels.delta_rule.api import gated_delta_rule
+from pallas_kernels.delta_rule.config import Schedule, choose_segments, choose_sum_segments
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.tuned_configs import choose_schedule, load_table, table_launches
-from pallas_kernels.operators import Schedule
+from pallas_kernels.linear_attention.api import linear_attention
 from rnnlib import ops
 from rnnlib.layers import AttentionConfig, mixer_preset
 from rnnlib.ops.arguments import default_preference
@@ -82,7 +83,7 @@ def arguments(decay, channels, dtype, size=(128, 128), length=256, **extra):
 @pytest.mark.parametrize(("decay", "segments"), KERNELS)
 def test_forward_and_backward_lower(decay, segments, dtype):
     def loss(x):
-        out, state = triton.gated_delta_rule(**x, schedule=Schedule(segments=segments))
+        out, state = gated_delta_rule(**x, schedule=Schedule(segments=segments))
         return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(state)
 
     assert count_kernels(jax.grad(loss), arguments(decay, False, dtype)) == KERNELS[decay, segments]
@@ -94,7 +95,7 @@ def test_packed_channel_gates_of_any_size_lower(size):
     schedule = Schedule(segments=1 if size[0] == 256 else 2)  # a key size of 256 is not split
 
     def loss(x, ids):
-        out, _ = triton.gated_delta_rule(**x, segment_ids=ids, schedule=schedule)
+        out, _ = gated_delta_rule(**x, segment_ids=ids, schedule=schedule)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     x = arguments("channel", True, jnp.bfloat16, size, 200)
@@ -107,19 +108,19 @@ def test_linear_attention_and_one_token_lower():
     for segments, forward, both in ((1, 2, 5), (2, 4, 9)):  # rows, sums; what segments add, and the scan over it
 
         def run(x, segments=segments):
-            return triton.linear_attention(**x, schedule=Schedule(segments=segments))
+            return linear_attention(**x, schedule=Schedule(segments=segments))
 
         assert count_kernels(run, linear) == forward
         loss = jax.value_and_grad(lambda x, run=run: sum(jnp.sum(y.astype(jnp.float32)) for y in run(x)))
         assert count_kernels(loss, linear) == both
     for decay in ("none", "scalar", "channel"):
         one = arguments(decay, decay == "channel", jnp.bfloat16, length=1)
-        assert count_kernels(lambda x: triton.gated_delta_rule(**x), one) == 1
+        assert count_kernels(lambda x: gated_delta_rule(**x), one) == 1
 
 
 def test_kernels_count_in_32_bits_whatever_the_program_around_them_does(x64):
     def loss(x):
-        out, _ = triton.gated_delta_rule(**x, schedule=Schedule(segments=2))
+        out, _ = gated_delta_rule(**x, schedule=Schedule(segments=2))
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     assert count_kernels(jax.grad(loss), arguments("scalar", False, jnp.bfloat16)) == KERNELS["scalar", 2]
@@ -312,10 +313,10 @@ def test_operators_lower_inside_shard_map(operator):
 
 def test_what_does_not_fit_in_shared_memory_is_refused_on_a_gpu_only():
     x, gate = jnp.zeros((1, 64, 1, 256)), jnp.zeros((1, 64, 1))
-    assert triton.unsupported(x, x, x, x, None) is None
+    assert operators.delta_rule.unsupported_reason(x, x, x, x, None) is None
     with jax.sharding.use_abstract_mesh(H200):
-        assert "shared memory" in triton.unsupported(x, x, x, x, None)
-        assert triton.unsupported(x, x, x, gate, None) is None
+        assert "shared memory" in operators.delta_rule.unsupported_reason(x, x, x, x, None)
+        assert operators.delta_rule.unsupported_reason(x, x, x, gate, None) is None
 
 
 def test_tables_are_of_stages_and_launches():
@@ -366,7 +367,7 @@ def test_wide_float32_gates_leave_the_output_two_stages(dtype, stages):
     gate = jax.ShapeDtypeStruct(x.shape, dtype)
     decay = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     with jax.sharding.use_abstract_mesh(H200):
-        run = jax.jit(lambda q, k, v, b, w, g: triton.gated_delta_rule(q, k, v, erase=b, write=w, log_decay=g))
+        run = jax.jit(lambda q, k, v, b, w, g: gated_delta_rule(q, k, v, erase=b, write=w, log_decay=g))
         text = run.trace(x, x, x, gate, gate, decay).lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r'name = "delta_output", num_stages = (\d)', text) == [str(stages)]
 

@@ -19,7 +19,7 @@ from experiments.kernel_benchmarks.offline.compiling import (
     read_report,
 )
 from experiments.kernel_benchmarks.offline.report import card_table, objections, short_card_table
-from pallas_kernels import operators as triton
+from pallas_kernels import operators
 from pallas_kernels.common.triton.backend import shared_memory
 from pallas_kernels.delta_rule.config import Schedule, default_schedule
 
@@ -180,11 +180,11 @@ def test_small_cards_refuse_ridge_solves_whose_products_do_not_fit():
     x, narrow = (jnp.zeros((1, 64, 1, size), jnp.bfloat16) for size in (128, 64))
     device = AbstractDevice(device_kind="NVIDIA A10", num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        assert triton.ridge_solve_unsupported(x, x) is None
-        assert "shared memory" in triton.ridge_solve_unsupported(x, x, adaptive=False)
-        assert "shared memory" in triton.ridge_solve_unsupported(x, x, precision="split")
-        assert triton.ridge_solve_unsupported(narrow, narrow, precision="split") is None
-    assert triton.ridge_solve_unsupported(x, x, precision="split") is None
+        assert operators.ridge.unsupported_reason(x, x) is None
+        assert "shared memory" in operators.ridge.unsupported_reason(x, x, adaptive=False)
+        assert "shared memory" in operators.ridge.unsupported_reason(x, x, precision="split")
+        assert operators.ridge.unsupported_reason(narrow, narrow, precision="split") is None
+    assert operators.ridge.unsupported_reason(x, x, precision="split") is None
 
 
 def test_small_cards_have_defaults_of_their_own_where_others_do_not_fit():

@@ -12,10 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from experiments.kernel_benchmarks.offline.cards import CARDS
-from pallas_kernels import operators as triton
+from pallas_kernels import operators
+from pallas_kernels.attention.api import token_attention
 from pallas_kernels.attention.mosaic_gpu.bwd import attention_gradients
+from pallas_kernels.delta_rule.api import gated_delta_rule
 from pallas_kernels.delta_rule.deferred_state import DeferredState, defer_writes
+from pallas_kernels.delta_rule.delayed_update import delayed_token, flush
 from pallas_kernels.delta_rule.tuned_configs import load_table
+from pallas_kernels.linear_attention.api import linear_attention
+from pallas_kernels.ridge.api import ridge_solve
+from pallas_kernels.short_convolution.api import ConvolutionStream, Finish, joined_convolutions
+from pallas_kernels.short_convolution.decode import TokenStream, one_token_convolutions
 from rnnlib import ops
 
 Shape = tuple[int, int, int]  # B, T, H
@@ -105,9 +112,9 @@ def delta_rule(
     if packed:
         x["segment_ids"] = jax.ShapeDtypeStruct(tokens[:2], jnp.int32)
     # Linear attention with channel-wise decay is a delta rule that erases nothing, under its public name.
-    run: Callable[..., Any] = triton.linear_attention
+    run: Callable[..., Any] = linear_attention
     if solve != "linear":
-        run = functools.partial(triton.gated_delta_rule, backend=backend)
+        run = functools.partial(gated_delta_rule, backend=backend)
     words = [variant, place, *["channel gates"] * channel_gates, *["grouped"] * grouped, *["packed"] * packed]
     words += [*["one gate"] * one_gate, *[backend] * (backend != "triton")]
 
@@ -201,7 +208,7 @@ def ring_attention(rows: int, capacity: int, heads: int) -> Case:
     arrays["angle"] = jax.ShapeDtypeStruct((rows, 32), jnp.float32)
 
     def loss(x: Any) -> jax.Array:
-        return _total(triton.ring_token_attention(**x))
+        return _total(token_attention(**x, backend="mosaic"))
 
     return Case(f"token attention of {rows} rows, {heads} heads of 64, mosaic", loss, arrays, differentiated=False)
 
@@ -220,8 +227,8 @@ def waiting(decay: str, backend: str = "triton") -> Case:
         deferred = DeferredState(**{name: x[name] for name in DeferredState._fields})
         token = {name: x[name] for name in ("q", "k", "v", "log_decay")}
         gates = {"erase": x["gate"], "write": x["gate"]}
-        out, after = triton.deferred_token(**token, **gates, deferred=deferred, backend=backend)
-        return _total((out, triton.settle_writes(after)))
+        out, after = delayed_token(**token, **gates, deferred=deferred, backend=backend)
+        return _total((out, flush(after)))
 
     name = f"waiting writes {decay}-128x128-bfloat16" + (", mosaic" if backend == "mosaic" else "")
     return Case(name, loss, arrays, differentiated=False)
@@ -253,7 +260,7 @@ def ridge_solves() -> list[Case]:
         x["initial_gram"] = jax.ShapeDtypeStruct((4, 8, size, size), jnp.float32)
 
         def loss(x: Any) -> jax.Array:
-            return _total(triton.ridge_solve(**x, solver=solver, precision=precision, adaptive=solver == "chebyshev"))
+            return _total(ridge_solve(**x, solver=solver, precision=precision, adaptive=solver == "chebyshev"))
 
         name = f"ridge solve {size} {jnp.dtype(dtype).name} {solver.replace('_', ' ')}, {precision} products"
         return Case(name, loss, x)
@@ -309,16 +316,13 @@ def convolutions() -> list[Case]:
         }
 
         def loss(x: Any) -> jax.Array:
-            return _total(triton.short_convolution(**x, activation="silu", norm_size=norm_size))
+            return _total(operators.short_convolution.short_convolution(**x, activation="silu", norm_size=norm_size))
 
         return Case(f"short convolution {jnp.dtype(dtype).name}{', norm' if norm_size else ''}", loss, x)
 
     def joined(x: Any) -> jax.Array:
-        streams = [
-            triton.ConvolutionStream(x["kernel"], None, None, triton.ConvolutionFinish("silu", norm))
-            for norm in (128, None)
-        ]
-        return _total(triton.joined_convolutions(x["x"], streams))
+        streams = [ConvolutionStream(x["kernel"], None, None, Finish("silu", norm)) for norm in (128, None)]
+        return _total(joined_convolutions(x["x"], streams))
 
     columns = {
         "x": jax.ShapeDtypeStruct((4, 4096, 2112), jnp.bfloat16),
@@ -332,10 +336,10 @@ def rows() -> list[Case]:
     """What goes over rows once: norms of the stream and of heads, the decay by channel, the loss's normalizer."""
 
     def norm(x: Any) -> jax.Array:
-        return _total(triton.rms_norm(**x, keeps=True))
+        return _total(operators.norms.rms_norm(**x, keeps=True))
 
     def decay(x: Any) -> jax.Array:
-        return _total(triton.softplus_decay(**x))
+        return _total(operators.softplus_decay.softplus_decay(**x))
 
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -351,7 +355,7 @@ def rows() -> list[Case]:
         Case("softplus decay bfloat16", decay, {"p": array(16384, 1024)} | of_channels),
         Case(
             "log sum exp float32",
-            lambda x: _total(triton.log_sum_exp(x["x"])),
+            lambda x: _total(operators.cross_entropy.log_sum_exp(x["x"])),
             {"x": array(4096, 32000, dtype=jnp.float32)},
             differentiated=False,
         ),
@@ -367,20 +371,18 @@ def decoding() -> list[Case]:
         arrays = {"x": jax.ShapeDtypeStruct((rows, inner), bf16)} | kernels
 
         def loss(x: Any) -> jax.Array:
-            return _total(triton.thin_products(x["x"], [x[name] for name in kernels], is_gated=is_gated))
+            return _total(operators.skinny_gemm.thin_products(x["x"], [x[name] for name in kernels], is_gated=is_gated))
 
         return Case(f"thin products {words}, {rows} rows", loss, arrays, differentiated=False)
 
     def convolutions(x: Any) -> jax.Array:
-        streams = [
-            triton.TokenStream(x["x"], x["kernel"], None, x["state"], "silu", norm, 1e-6) for norm in (128, 128, None)
-        ]
-        return _total(triton.one_token_convolutions(streams))
+        streams = [TokenStream(x["x"], x["kernel"], None, x["state"], "silu", norm, 1e-6) for norm in (128, 128, None)]
+        return _total(one_token_convolutions(streams))
 
     def attention(rows: int, capacity: int, heads: int, key_heads: int, size: int) -> Case:
         arrays = token_and_ring(rows, capacity, heads, key_heads, size)
         name = f"token attention of {rows} rows, {heads} and {key_heads} heads of {size}"
-        return Case(name, lambda x: _total(triton.token_attention(**x)), arrays, differentiated=False)
+        return Case(name, lambda x: _total(token_attention(**x)), arrays, differentiated=False)
 
     def low_rank(rows: int) -> Case:
         """The second maps of a decay and of an output gate, the one ended as a decay."""
@@ -389,9 +391,9 @@ def decoding() -> list[Case]:
         arrays |= {name: jax.ShapeDtypeStruct((n,), jnp.float32) for name, n in (("rate", 8), ("bias", 1024))}
 
         def loss(x: Any) -> jax.Array:
-            finish = triton.ThinFinish(log_rate=x["rate"], bias=x["bias"])
+            finish = operators.skinny_gemm.Finish(log_rate=x["rate"], bias=x["bias"])
             kernels = [x["first"], x["second"]]
-            return _total(triton.thin_products([x["x"], x["z"]], kernels, finishes=[finish, None]))
+            return _total(operators.skinny_gemm.thin_products([x["x"], x["z"]], kernels, finishes=[finish, None]))
 
         return Case(f"thin products of second maps, {rows} rows", loss, arrays, differentiated=False)
 
@@ -402,7 +404,7 @@ def decoding() -> list[Case]:
             "scale": jax.ShapeDtypeStruct((1024,), bf16),
         }
         name = f"rms norm of a sum of {parts} parts, {rows} rows"
-        return Case(name, lambda x: _total(triton.rms_norm_of_sum(**x)), arrays, differentiated=False)
+        return Case(name, lambda x: _total(operators.norms.rms_norm_of_sum(**x)), arrays, differentiated=False)
 
     shapes = {"x": (64, 1024), "kernel": (4, 1024), "state": (64, 3, 1024)}
     token = {name: jax.ShapeDtypeStruct(shape, bf16) for name, shape in shapes.items()}

@@ -65,7 +65,7 @@ _STAGES = 2  # steps whose queries are in shared memory
 _REGISTERS = 232, 24  # of a warpgroup that computes, and of one that copies
 
 
-def attention_gradients_unsupported(q: Array, k: Array, v: Array) -> str | None:
+def unsupported_reason(q: Array, k: Array, v: Array) -> str | None:
     """Why the kernel can't serve a call, as a noun phrase, or None if it can.
 
     Args:

@@ -50,7 +50,7 @@ _STAGES = 3  # steps whose keys and values are in shared memory
 _LOWEST = -1e30  # of scores: a finite number, so that a difference of two is one
 
 
-def ring_attention_unsupported(q: Array, key: Array, value: Array) -> str | None:
+def unsupported_reason(q: Array, key: Array, value: Array) -> str | None:
     """Why the kernel can't serve a call, as a noun phrase, or None if it can.
 
     Args:

@@ -1,14 +1,14 @@
-"""One token's attention to a ring of keys and values, in one launch that also stores the token, or in two."""
+"""One token's attention to a ring of keys and values, in one launch that also stores the token; or its store alone."""
 
 import dataclasses
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jaxtyping import Float, Int
 
 from pallas_kernels.common.config import PROCESSORS, Launch
 from pallas_kernels.common.decay import LOG2_E
@@ -22,15 +22,10 @@ from pallas_kernels.common.triton.backend import (
     iota,
     load_masked,
     store_masked,
-    unsupported_arrays,
     whole,
 )
-from pallas_kernels.common.vma import vary_alike
 
 _LOWEST = -1e30  # of scores: a finite number, so that a difference of two is one
-_MOST_CHANNELS = 256
-_MOST_QUERIES = 64  # query heads of a key head
-_LEAST_ROWS = 96  # for which `ring_token_attention` is faster: a row is a program there
 _SLOTS = 1024  # whose segments are compared at a time
 
 
@@ -177,68 +172,30 @@ def choose_token_attention_schedule(rows: int, key_heads: int, capacity: int, ch
     return TokenAttentionSchedule(block, splits=max(1, min(PROCESSORS // (rows * key_heads), cdiv(capacity, block))))
 
 
-def token_attention_unsupported(q: Array, k: Array, v: Array, key: Array, value: Array) -> str | None:
-    """Why `token_attention` can't serve a call, as a noun phrase, or None if it can; arguments as there."""
-    if max(q.shape[-1], v.shape[-1]) > _MOST_CHANNELS:
-        return f"key size {q.shape[-1]} with value size {v.shape[-1]} (at most {_MOST_CHANNELS})"
-    if min(q.shape[-1], v.shape[-1]) < 16:
-        return f"key size {q.shape[-1]} with value size {v.shape[-1]} (at least 16)"
-    if q.shape[1] // k.shape[1] > _MOST_QUERIES:
-        return f"{q.shape[1] // k.shape[1]} query heads of a key head (at most {_MOST_QUERIES})"
-    if len({x.dtype for x in (q, k, v, key, value)}) > 1:
-        return "a ring of another dtype than the token"
-    return unsupported_arrays(q=q)
+Ring = tuple[Array, Array, Array]
+"""Keys, values and segments."""
 
 
 def token_attention(
-    q: Float[Array, "B H K"],
-    k: Float[Array, "B HK K"],
-    v: Float[Array, "B HK V"],
-    *,
-    key: Float[Array, "B S HK K"],
-    value: Float[Array, "B S HK V"],
-    segment: Int[Array, "B S"],
-    length: Int[Array, " B"],
-    current: Int[Array, " B"],
-    scale: float | None = None,
-    schedule: TokenAttentionSchedule | None = None,
-) -> tuple[Float[Array, "B H V"], Float[Array, "B S HK K"], Float[Array, "B S HK V"], Int[Array, "B S"]]:
-    """The attention of a token to itself and to the tokens of its segment in a ring, which then has the token too.
-
-    Token `n` of a row is in slot `n % S`; the new token is number `length`. The ring is overwritten if no other code
-    holds it. No derivative is defined.
-
-    Args:
-        q: queries, bfloat16 or float32. Head `j` uses key head `j // (H // HK)`.
-        k: the token's keys.
-        v: its values.
-        key: keys of the ring.
-        value: values of the ring.
-        segment: int32, of the token in each slot.
-        length: int32, tokens of each row before this one.
-        current: int32, the token's segment.
-        scale: factor on the scores; None is `K ** -0.5`.
-        schedule: how the call is cut into programs.
-
-    Returns:
-        The output in `q`'s dtype, and the ring's keys, values and segments.
-
-    Raises:
-        NotImplementedError: `token_attention_unsupported` has an objection.
-    """
-    reason = token_attention_unsupported(q, k, v, key, value)
-    if reason is not None:
-        raise NotImplementedError(f"token_attention: the Triton kernels do not support {reason}")
+    q: Array,
+    k: Array,
+    v: Array,
+    ring: Ring,
+    length: Array,
+    current: Array,
+    scale: float,
+    schedule: TokenAttentionSchedule | None,
+) -> tuple[Array, Ring]:
+    """The output, and the ring with the token in it; see `pallas_kernels.attention.api`."""
+    key, value, segment = ring
     (batch, heads, key_size), (_, capacity, key_heads, value_size) = q.shape, value.shape
     s = schedule or choose_token_attention_schedule(batch, key_heads, capacity, max(key_size, value_size))
-    factor = key_size**-0.5 if scale is None else float(scale)
-    cut = Cut(heads // key_heads, key_size, value_size, capacity, s.block, s.splits, factor * LOG2_E)
-    q, k, v, key, value, segment, length, current = vary_alike((q, k, v, key, value, segment, length, current))
+    cut = Cut(heads // key_heads, key_size, value_size, capacity, s.block, s.splits, scale * LOG2_E)
 
     def wide(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((s.splits, batch, heads, *shape), jnp.float32)
 
-    ring = {"key": whole(key), "value": whole(value), "segment": whole(segment)}
+    rings = {"key": whole(key), "value": whole(value), "segment": whole(segment)}
     if s.splits == 1:
         outputs = {"out": whole(jax.ShapeDtypeStruct((batch, heads, value_size), q.dtype))}
     else:
@@ -248,14 +205,14 @@ def token_attention(
         "token_attention",
         (key_heads, s.splits, batch),
         {"q": whole(q), "k": whole(k), "v": whole(v), "length": whole(length), "current": whole(current)},
-        {**outputs, **ring},
+        {**outputs, **rings},
         Launch(num_warps=s.num_warps, num_stages=s.num_stages),
-        updates=ring,
+        updates=rings,
         cut=cut,
     )
     found: dict[str, Array] = {name: x for name, x in results.items() if x is not None}
     out = found["out"] if s.splits == 1 else _added_up(found["highest"], found["total"], found["sums"], q.dtype)
-    return out, found["key"], found["value"], found["segment"]
+    return out, (found["key"], found["value"], found["segment"])
 
 
 def _added_up(highest: Array, total: Array, sums: Array, dtype: jnp.dtype) -> Array:
@@ -312,81 +269,24 @@ def _turned(x: list[Array], cosine: Array, sine: Array) -> list[Array]:
     return [first * cosine - second * sine, second * cosine + first * sine]
 
 
-def ring_token_attention_unsupported(q: Array, k: Array, v: Array, key: Array, value: Array) -> str | None:
-    """Why `ring_token_attention` can't serve a call, as a noun phrase, or None if it can; arguments as there."""
-    if len({x.dtype for x in (q, k, v, key, value)}) > 1:
-        return "a ring of another dtype than the token"
-    if len(q) < _LEAST_ROWS:
-        return f"{len(q)} rows (at least {_LEAST_ROWS})"
-    try:
-        from pallas_kernels.attention.mosaic_gpu.decode import ring_attention_unsupported
-    except ImportError as error:
-        return f"this installation: {error}"
-    return ring_attention_unsupported(q, key, value)
-
-
-def ring_token_attention(
-    q: Float[Array, "B H K"],
-    k: Float[Array, "B H K"],
-    v: Float[Array, "B H K"],
-    *,
-    key: Float[Array, "B S H K"],
-    value: Float[Array, "B S H K"],
-    segment: Int[Array, "B S"],
-    length: Int[Array, " B"],
-    current: Int[Array, " B"],
-    angle: Float[Array, "B P"] | None = None,
-    scale: float | None = None,
-) -> tuple[Float[Array, "B H K"], Float[Array, "B S H K"], Float[Array, "B S H K"], Int[Array, "B S"]]:
-    """`token_attention` in two launches, the second one in Mosaic GPU: faster for many rows on a Hopper card.
-
-    The first launch stores the token, and the second one reads the ring with it.
-
-    Args:
-        q: queries, bfloat16.
-        k: the token's keys.
-        v: its values.
-        key: as for `token_attention`.
-        value: likewise.
-        segment: likewise.
-        length: likewise.
-        current: likewise.
-        angle: by which the channel pairs `(i, i + K/2)` of queries and keys turn first, in radians, float32; `P = K/2`.
-            None turns none.
-        scale: as for `token_attention`.
-
-    Returns:
-        As `token_attention`.
-
-    Raises:
-        NotImplementedError: `ring_token_attention_unsupported` has an objection, but for the device and few rows.
-    """
-    from pallas_kernels.attention.mosaic_gpu.decode import ring_attention
-
-    (batch, _, size), capacity = q.shape, key.shape[1]
-    q, k, v, key, value, segment, length, current, angle = vary_alike(
-        (q, k, v, key, value, segment, length, current, angle)
-    )
-    ring = {"key": whole(key), "value": whole(value), "segment": whole(segment)}
+def store_token(
+    q: Array, k: Array, v: Array, ring: Ring, length: Array, current: Array, angle: Array | None
+) -> tuple[Array, Array, Ring]:
+    """Queries turned by the angle, how many tokens the new one sees, and the ring with it."""
+    key, value, segment = ring
+    (batch, _, _), capacity = q.shape, key.shape[1]
+    rings = {"key": whole(key), "value": whole(value), "segment": whole(segment)}
     cosine, sine = (None, None) if angle is None else (jnp.cos(angle), jnp.sin(angle))
     turned = None if angle is None else jax.ShapeDtypeStruct(q.shape, q.dtype)
     inputs = {"q": q, "k": k, "v": v, "length": length, "current": current, "cosine": cosine, "sine": sine}
-    found = call(
+    found: dict[str, Any] = call(
         store_token_kernel,
         "store_token",
         (batch,),
         {name: whole(x) for name, x in inputs.items()},
-        {"turned": whole(turned), "seen": whole(jax.ShapeDtypeStruct((batch,), jnp.int32)), **ring},
+        {"turned": whole(turned), "seen": whole(jax.ShapeDtypeStruct((batch,), jnp.int32)), **rings},
         Launch(num_warps=4, num_stages=1),
-        updates=ring,
+        updates=rings,
         capacity=capacity,
     )
-    out = ring_attention(
-        q if turned is None else found["turned"],  # type: ignore[arg-type]
-        key=found["key"],  # type: ignore[arg-type]
-        value=found["value"],  # type: ignore[arg-type]
-        last=length,
-        seen=found["seen"],  # type: ignore[arg-type]
-        scale=size**-0.5 if scale is None else float(scale),
-    )
-    return out, found["key"], found["value"], found["segment"]  # type: ignore[return-value]
+    return q if angle is None else found["turned"], found["seen"], (found["key"], found["value"], found["segment"])

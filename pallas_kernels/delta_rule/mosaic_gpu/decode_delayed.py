@@ -273,9 +273,7 @@ def unsupported_sizes(key_size: int, value_size: int) -> str | None:
     return None
 
 
-def deferred_token(
-    token: Inputs, deferred: DeferredState, *, scale: float, online: bool
-) -> tuple[Array, DeferredState]:
+def delayed_token(token: Inputs, deferred: DeferredState, *, scale: float, online: bool) -> tuple[Array, DeferredState]:
     """The output `[B, 1, HV, V]` of a token, and the state after it.
 
     Args:

@@ -1,6 +1,6 @@
-"""One token whose write may wait: the step of `decode`, which stores the state once in `PERIOD` tokens.
+"""One token whose update may be delayed: the step of `decode`, which stores the state once in `PERIOD` tokens.
 
-A program loads its part of the state, applies the writes that wait, and then does what `decode` does. It computes the
+A program loads its part of the state, applies the pending updates, and then does what `decode` does. It computes the
 same numbers in the same order, so that outputs and states have the same bits. The kernel in
 `pallas_kernels.delta_rule.mosaic_gpu.decode_delayed` reads states faster and adds up in an order of its own.
 """
@@ -10,57 +10,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jaxtyping import Float
 
 from pallas_kernels.common.config import Launch
-from pallas_kernels.common.platform import is_hopper
-from pallas_kernels.common.problem import CHUNK, next_power_of_two
 from pallas_kernels.common.triton.backend import Operand, call, whole
 from pallas_kernels.common.triton.problem import Problem
-from pallas_kernels.common.vma import varying_axes
-from pallas_kernels.delta_rule.api import unsupported
 from pallas_kernels.delta_rule.deferred_state import PERIOD, DeferredState
-from pallas_kernels.delta_rule.inputs import make_inputs, problem_of
+from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.triton.decode import decayed, load_token, token_operands, token_step, written
 from pallas_kernels.delta_rule.triton.wy import load_wide
-from pallas_kernels.delta_rule.tuned_configs import choose_schedule
-
-
-def deferral_unsupported(
-    q: Array, k: Array, v: Array, erase: Array | None = None, log_decay: Array | None = None
-) -> str | None:
-    """Why writes of such tokens can't wait, as a noun phrase, or None if they can.
-
-    Args:
-        q: queries `[B, 1, H, K]`.
-        k: keys `[B, 1, H, K]`.
-        v: values `[B, 1, HV, V]`.
-        erase: erase gate, or None.
-        log_decay: log decay, or None.
-    """
-    if q.shape[1] != 1:
-        return f"{q.shape[1]} tokens (a single one)"
-    if any(next_power_of_two(size) != size for size in (q.shape[3], v.shape[3])):
-        return f"key size {q.shape[3]} with value size {v.shape[3]} (powers of two, at least 16)"
-    return unsupported(q, k, v, erase, log_decay, chunk_size=CHUNK)
-
-
-def mosaic_deferral_unsupported(
-    q: Array, k: Array, v: Array, erase: Array | None = None, log_decay: Array | None = None
-) -> str | None:
-    """Why such tokens can't have the kernel in Mosaic GPU, as a noun phrase, or None; arguments as above."""
-    reason = deferral_unsupported(q, k, v, erase, log_decay)
-    if reason is not None:
-        return reason
-    if not is_hopper():
-        return "this device (it runs on Hopper cards)"
-    if axes := varying_axes([x for x in (q, k, v, erase, log_decay) if x is not None]):
-        return f"arrays that vary along {sorted(axes)} inside jax.shard_map"  # it updates arrays in place
-    try:
-        from pallas_kernels.delta_rule.mosaic_gpu.decode_delayed import unsupported_sizes
-    except ImportError as error:
-        return f"this jax: {error}"
-    return unsupported_sizes(q.shape[3], v.shape[3])
 
 
 def _after_waiting(r) -> Array:
@@ -127,62 +84,8 @@ def _operands(deferred: DeferredState, width: int) -> dict[str, Operand | None]:
     }
 
 
-def deferred_token(
-    q: Float[Array, "B 1 H K"],
-    k: Float[Array, "B 1 H K"],
-    v: Float[Array, "B 1 HV V"],
-    *,
-    deferred: DeferredState,
-    erase: Float[Array, "B 1 HV"] | Float[Array, "B 1 HV K"] | None = None,
-    write: Float[Array, "B 1 HV"] | Float[Array, "B 1 HV V"] | None = None,
-    write_key: Float[Array, "B 1 H K"] | Float[Array, "B 1 HV K"] | None = None,
-    log_decay: Float[Array, "B 1 HV"] | Float[Array, "B 1 HV K"] | None = None,
-    scale: float | None = None,
-    online: bool = True,
-    launch: Launch | None = None,
-    backend: str = "triton",
-) -> tuple[Float[Array, "B 1 HV V"], DeferredState]:
-    """`gated_delta_rule` or `linear_attention` of one token, whose write waits beside the state.
-
-    Args:
-        q: queries, bfloat16 or float32; K and V are powers of two.
-        k: read keys.
-        v: values.
-        deferred: the state, from `defer_writes` or an earlier token.
-        erase: as for `gated_delta_rule`.
-        write: likewise.
-        write_key: likewise.
-        log_decay: likewise; None where `deferred` has none.
-        scale: likewise.
-        online: False for `linear_attention`, whose keys are `k`.
-        launch: how the kernel is compiled; None takes that of the device's schedule.
-        backend: `"triton"` has the bits of the step that stores each time; `"mosaic"` is faster where
-            `mosaic_deferral_unsupported` has no objection, and differs by float32 rounding.
-
-    Returns:
-        The output in `v`'s dtype, and the state after the token. No gradient is defined.
-
-    Raises:
-        NotImplementedError: `deferral_unsupported`, or `mosaic_deferral_unsupported` for that backend, has an
-            objection, but for the device and `jax.shard_map`.
-        ValueError: `backend` is neither.
-    """
-    if backend not in ("triton", "mosaic"):
-        raise ValueError(f"deferred_token: backend is {backend!r}, expected 'triton' or 'mosaic'")
-    reason = deferral_unsupported(q, k, v, erase, log_decay)
-    if reason is not None:
-        raise NotImplementedError(f"deferred_token: the Triton kernels do not support {reason}")
-    x = make_inputs(q, k, v, write_key, erase, write, log_decay, None, None)
-    if x.write_key is not None:
-        x = x._replace(write_key=x.write_key.astype(x.k.dtype))
-    problem = problem_of(Problem, x, online=online, scale=q.shape[-1] ** -0.5 if scale is None else float(scale))
-    if backend == "mosaic":
-        from pallas_kernels.delta_rule.mosaic_gpu import decode_delayed as mosaic
-
-        if (reason := mosaic.unsupported_sizes(q.shape[3], v.shape[3])) is not None:
-            raise NotImplementedError(f"deferred_token: the kernel in Mosaic GPU does not support {reason}")
-        return mosaic.deferred_token(x, deferred, scale=problem.scale, online=online)
-    launch = launch or choose_schedule(x, online).decode
+def delayed_token(problem: Problem, x: Inputs, deferred: DeferredState, launch: Launch) -> tuple[Array, DeferredState]:
+    """Output `[B, 1, HV, V]` of a token and the state after it; see `pallas_kernels.delta_rule.delayed_update`."""
     width = min(launch.block, problem.value_size)
     arguments, out = token_operands(problem, x, width)
     before = _operands(deferred, width)
@@ -204,12 +107,11 @@ def deferred_token(
         results["decays"],
         (deferred.waiting + 1) % PERIOD,
     )
-    return results["out"].astype(v.dtype), after  # type: ignore[union-attr]
+    return results["out"], after  # type: ignore[return-value]
 
 
-def settle_writes(deferred: DeferredState, launch: Launch | None = None) -> Float[Array, "B HV K V"]:
-    """The state with all writes that wait, in place of the one that is given; float32."""
-    launch = launch or Launch(num_warps=2, num_stages=1, block=32)
+def flush(deferred: DeferredState, launch: Launch) -> Array:
+    """The state with all pending updates, in place of the one that is given; float32."""
     batch, heads, _, value_size = deferred.state.shape
     width = min(launch.block, value_size)
     operands = _operands(deferred, width)

@@ -13,7 +13,7 @@ from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram
 from rnnlib.ops.diagonal_preconditioner.readouts import Gram
 from rnnlib.ops.diagonal_preconditioner.reference import diagonal_gram_scan
 from rnnlib.ops.diagonal_preconditioner.xla_chunked import diagonal_gram_chunked
-from rnnlib.ops.kernels import triton_unsupported
+from rnnlib.ops.kernels import unsupported_reason
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "scan": diagonal_gram_scan,
@@ -66,13 +66,14 @@ def evaluate(
         with context_axis(None):
             own = evaluate(operator, Gram(), inputs, initial_state=None, **rest)[1]
         initial_state = enter_gram(own, log_decay, initial_state, segment_ids, axis)
+    arrays = k, x, parameter, log_decay, gain, initial_state
     run = choose_implementation(
         operator,
         implementation,
         _IMPLEMENTATIONS,
         length,
         kernel_for_one_token=False,
-        triton=lambda: triton_unsupported("gram_unsupported", k, x, parameter, log_decay, gain, initial_state),
+        triton=lambda: unsupported_reason(lambda kernels: kernels.preconditioner.unsupported_reason(*arrays)),
     )
     if run is diagonal_gram_triton:
         options: dict[str, Any] = {"readout": readout, "like": like, "dtype": dtype, "with_key": with_key}

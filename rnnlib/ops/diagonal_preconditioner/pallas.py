@@ -9,10 +9,22 @@ import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops.derivatives import with_further_derivatives
+from rnnlib.ops.diagonal_preconditioner import readouts
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
 from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram
 from rnnlib.ops.diagonal_preconditioner.xla_chunked import diagonal_gram_chunked
-from rnnlib.ops.kernels import triton_kernels
+from rnnlib.ops.kernels import kernel_operators
+
+
+def _of_kernels(kernels: Any, readout: Any) -> Any:
+    """A readout as the kernels take it."""
+    kinds = {
+        readouts.Gram: kernels.Gram,
+        readouts.Preconditioner: kernels.Preconditioner,
+        readouts.PreconditionedQuery: kernels.PreconditionedQuery,
+        readouts.ShermanMorrisonKey: kernels.ShermanMorrisonKey,
+    }
+    return kinds[type(readout)](**dataclasses.asdict(readout))
 
 
 @functools.partial(jax.jit, static_argnames=("readout", "dtype", "with_key"), inline=True)
@@ -29,8 +41,8 @@ def diagonal_gram_triton(
     with_key: bool,
 ) -> tuple[Array, Array, Array]:
     """Evaluates a readout by kernels; arguments and results as `evaluate`."""
-    kernels = triton_kernels()
-    of_kernels = getattr(kernels.preconditioner_readouts, type(readout).__name__)(**dataclasses.asdict(readout))
+    operators = kernel_operators()
+    of_kernels = _of_kernels(operators.preconditioner_readouts, readout)
     stored = jnp.float32 if like is None else like.dtype
     dtype = stored if dtype is None else dtype
 
@@ -43,6 +55,6 @@ def diagonal_gram_triton(
         results = read_gram(diagonal_gram_chunked, inputs, *rest, readout=readout, dtype=dtype)
         return (*results, inputs.k) if with_key else results
 
-    run = with_further_derivatives(kernels.diagonal_gram_readout, keywords, reference)
+    run = with_further_derivatives(operators.preconditioner.diagonal_gram_readout, keywords, reference)
     out, final, *key = run(inputs, x, parameter, initial_state, segment_ids)
     return out, final, (key[0] if key else inputs.k)

@@ -13,11 +13,10 @@ from rnnlib.ops.gated_delta_rule.pallas import gated_delta_rule_triton
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs, gated_delta_rule_scan
 from rnnlib.ops.gated_delta_rule.xla_chunked import gated_delta_rule_chunked
 from rnnlib.ops.gates import resolve_gates
-from rnnlib.ops.kernels import triton_unsupported
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "gated_delta_rule"
-_MOSAIC_WIDEST = 128  # value channels that kernels in Mosaic GPU take at most
 
 
 @split_over_mesh
@@ -100,6 +99,12 @@ def gated_delta_rule(
     resolved = resolve_gates(_NAME, beta, erase, write, v.shape[:3])
     q, scale = scaled_queries(_NAME, q, scale)
 
+    def reason(backend: str) -> str | None:
+        arrays = q, k, v, resolved.erase, log_decay
+        return unsupported_reason(
+            lambda kernels: kernels.delta_rule.unsupported_reason(*arrays, chunk_size=chunk_size, backend=backend)
+        )
+
     options: dict[str, Any] = {"scale": scale, "chunk_size": chunk_size}
     implementations: dict[str, Callable[..., tuple[Array, Array]]] = {
         "scan": functools.partial(gated_delta_rule_scan, scale=scale),
@@ -112,14 +117,13 @@ def gated_delta_rule(
         implementation,
         implementations,
         q.shape[1],
-        triton=lambda: triton_unsupported("unsupported", q, k, v, resolved.erase, log_decay, chunk_size=chunk_size),
-        mosaic=lambda: triton_unsupported(
-            "mosaic_unsupported", q, k, v, resolved.erase, log_decay, chunk_size=chunk_size
-        ),
+        triton=lambda: reason("triton"),
+        mosaic=lambda: reason("mosaic"),
     )
     inputs = DeltaRuleInputs(q, k, v, resolved, write_key, log_decay)
     axis = current_axis()
     if axis is None:
         return run(inputs, initial_state, segment_ids)
-    limit = {"widest": _MOSAIC_WIDEST} if run is implementations["mosaic"] else {}
-    return evaluate_erasing_rule(run, inputs, initial_state, segment_ids, axis, **limit)
+    backend = next((name for name in ("triton", "mosaic") if run is implementations[name]), None)
+    widest = None if backend is None else kernel_operators().delta_rule.MAX_CHANNELS[backend]
+    return evaluate_erasing_rule(run, inputs, initial_state, segment_ids, axis, widest=widest)

@@ -9,7 +9,7 @@ from jax import Array
 from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
 from rnnlib.ops.gated_delta_rule.xla_chunked import gated_delta_rule_chunked
-from rnnlib.ops.kernels import triton_kernels
+from rnnlib.ops.kernels import kernel_operators
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "chunk_size", "backend"), inline=True)
@@ -41,5 +41,5 @@ def gated_delta_rule_triton(
         return {**arrays, "scale": scale, "chunk_size": chunk_size, "backend": backend}
 
     reference = functools.partial(gated_delta_rule_chunked, scale=scale, chunk_size=chunk_size)
-    run = with_further_derivatives(triton_kernels().gated_delta_rule, keywords, reference)
+    run = with_further_derivatives(kernel_operators().delta_rule.gated_delta_rule, keywords, reference)
     return run(inputs, initial_state, segment_ids)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
 from rnnlib.ops.context_parallel import current_axis, evaluate_decaying_rule
-from rnnlib.ops.kernels import triton_unsupported
+from rnnlib.ops.kernels import unsupported_reason
 from rnnlib.ops.linear_attention.pallas import linear_attention_triton
 from rnnlib.ops.linear_attention.reference import LinearAttentionInputs, linear_attention_scan
 from rnnlib.ops.linear_attention.xla_chunked import linear_attention_chunked
@@ -84,7 +84,9 @@ def linear_attention(
         implementation,
         implementations,
         q.shape[1],
-        triton=lambda: triton_unsupported("unsupported", q, k, v, log_decay, chunk_size=chunk_size),
+        triton=lambda: unsupported_reason(
+            lambda kernels: kernels.linear_attention.unsupported_reason(q, k, v, log_decay, chunk_size=chunk_size)
+        ),
     )
     inputs = LinearAttentionInputs(q, k, v, write, log_decay)
     axis = current_axis()

@@ -7,7 +7,7 @@ import jax
 from jax import Array
 
 from rnnlib.ops.derivatives import with_further_derivatives
-from rnnlib.ops.kernels import triton_kernels
+from rnnlib.ops.kernels import kernel_operators
 from rnnlib.ops.linear_attention.reference import LinearAttentionInputs
 from rnnlib.ops.linear_attention.xla_chunked import linear_attention_chunked
 
@@ -42,5 +42,5 @@ def linear_attention_triton(
         return {**arrays, "scale": factor, "chunk_size": chunk_size}
 
     reference = functools.partial(linear_attention_chunked, scale=scale, chunk_size=chunk_size)
-    run = with_further_derivatives(triton_kernels().linear_attention, keywords, reference)
+    run = with_further_derivatives(kernel_operators().linear_attention.linear_attention, keywords, reference)
     return run(inputs, initial_state, segment_ids)

@@ -22,7 +22,7 @@ from rnnlib.ops.arguments import (
 from rnnlib.ops.context_parallel import context_axis, current_axis, enter_gram, of_last
 from rnnlib.ops.linear_attention import linear_attention
 from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
-from rnnlib.ops.ridge_solve.pallas import ridge_solve_triton, ridge_triton_unsupported
+from rnnlib.ops.ridge_solve.pallas import ridge_solve_triton, ridge_unsupported_reason
 from rnnlib.ops.ridge_solve.reference import ridge_solve_scan
 from rnnlib.ops.ridge_solve.solvers import METHODS, Solver
 from rnnlib.ops.ridge_solve.xla_chunked import ridge_solve_chunked
@@ -134,7 +134,7 @@ def ridge_solve(
         length,
         scan=lambda: "running backwards through the iterations" if is_reversed else None,
         chunked=lambda: "the exact solver, which factorises every Gram matrix" if is_exact else None,
-        triton=lambda: ridge_triton_unsupported(inputs, options, chunk_size),
+        triton=lambda: ridge_unsupported_reason(inputs, options, chunk_size),
     )
     axis = current_axis()
     if axis is None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops.derivatives import with_further_derivatives
-from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.ridge_solve.inputs import RidgeInputs, SolveOptions
 from rnnlib.ops.ridge_solve.solvers import Solver
 from rnnlib.ops.ridge_solve.xla_chunked import ridge_solve_chunked
@@ -24,7 +24,7 @@ def _precision(solver: Solver, inputs: RidgeInputs) -> str | None:
     return name
 
 
-def ridge_triton_unsupported(inputs: RidgeInputs, options: SolveOptions, chunk_size: int) -> str | None:
+def ridge_unsupported_reason(inputs: RidgeInputs, options: SolveOptions, chunk_size: int) -> str | None:
     """Why the Triton kernels can't serve a call, as a noun phrase, or None if they can."""
     solver = options.solver
     if solver.differentiation != "implicit":
@@ -35,7 +35,7 @@ def ridge_triton_unsupported(inputs: RidgeInputs, options: SolveOptions, chunk_s
         "adaptive": options.adaptive,
         "chunk_size": chunk_size,
     }
-    return triton_unsupported("ridge_solve_unsupported", inputs.q, inputs.k, **arguments)
+    return unsupported_reason(lambda kernels: kernels.ridge.unsupported_reason(inputs.q, inputs.k, **arguments))
 
 
 @functools.partial(jax.jit, static_argnames=("options", "chunk_size"), inline=True)
@@ -75,5 +75,5 @@ def ridge_solve_triton(
         }
 
     reference = functools.partial(ridge_solve_chunked, options=options, chunk_size=chunk_size)
-    run = with_further_derivatives(triton_kernels().ridge_solve, keywords, reference)
+    run = with_further_derivatives(kernel_operators().ridge.ridge_solve, keywords, reference)
     return run(inputs, initial_gram, segment_ids)

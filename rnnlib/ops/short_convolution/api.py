@@ -17,7 +17,7 @@ from rnnlib.ops.arguments import (
 )
 from rnnlib.ops.sharding import split_over_mesh
 from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs, Finish
-from rnnlib.ops.short_convolution.pallas import short_convolution_triton, triton_convolution_unsupported
+from rnnlib.ops.short_convolution.pallas import convolution_unsupported_reason, short_convolution_triton
 from rnnlib.ops.short_convolution.taps import on_context_shard, short_convolution_taps
 
 _NAME = "short_convolution"
@@ -95,7 +95,7 @@ def short_convolution(
         implementations,
         length,
         kernel_for_one_token=False,
-        triton=lambda: triton_convolution_unsupported(inputs, finish),
+        triton=lambda: convolution_unsupported_reason(inputs, finish),
     )
     inputs, tail = on_context_shard(_NAME, inputs)
     return run(inputs, finish), tail

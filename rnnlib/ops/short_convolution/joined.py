@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.common.platform import platform
 from rnnlib.ops.derivatives import with_further_derivatives
-from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
 from rnnlib.ops.short_convolution.taps import on_context_shard, short_convolution_taps
 
@@ -44,11 +44,9 @@ def joined_convolutions_serve(x: Array | jax.ShapeDtypeStruct, streams: Sequence
 
 def joined_unsupported(x: Array | jax.ShapeDtypeStruct, streams: Sequence[JoinedStream]) -> str | None:
     """Why the kernels can't serve a call, as a noun phrase, or None if they can."""
-    try:
-        found = _kernel_streams(streams)
-    except ImportError as error:
-        return f"this installation: {error}"
-    return triton_unsupported("joined_unsupported", x, found)
+    return unsupported_reason(
+        lambda kernels: kernels.short_convolution.fused_unsupported_reason(x, _kernel_streams(streams))
+    )
 
 
 def joined_convolutions(
@@ -93,15 +91,12 @@ def joined_convolutions(
         return tuple(results), parts[-1]
 
     filters = [(inputs.kernel, inputs.bias, inputs.initial_state) for inputs, _ in entered]
-    run = with_further_derivatives(triton_kernels().joined_convolutions, keywords, reference)
+    run = with_further_derivatives(kernel_operators().short_convolution.joined_convolutions, keywords, reference)
     results, rest = run(x, filters, segment_ids)
     return [(y, tail) for y, (_, tail) in zip(results, entered)], rest
 
 
 def _kernel_streams(streams: Sequence[JoinedStream]) -> list:
     """The kernels' arguments."""
-    kernels = triton_kernels()
-    return [
-        kernels.ConvolutionStream(s.kernel, s.bias, s.initial_state, kernels.ConvolutionFinish(*s.finish))
-        for s in streams
-    ]
+    kernels = kernel_operators().short_convolution
+    return [kernels.ConvolutionStream(s.kernel, s.bias, s.initial_state, kernels.Finish(*s.finish)) for s in streams]

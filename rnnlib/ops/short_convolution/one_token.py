@@ -9,7 +9,7 @@ from jax import Array
 from pallas_kernels.common.platform import platform
 from rnnlib.ops.context_parallel import current_axis
 from rnnlib.ops.derivatives import with_derivatives_of
-from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import is_split
 from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
 from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
@@ -24,13 +24,16 @@ def one_launch_serves(calls: Sequence[Call]) -> bool:
         and current_axis() is None
         and all(x.x.shape[1] == 1 and x.x.dtype == jnp.bfloat16 and x.initial_state is not None for x, _ in calls)
         and not any(map(is_split, jax.tree.leaves([x for x, _ in calls])))
-        and triton_unsupported("token_convolutions_unsupported", _streams([x for x, _ in calls], calls)) is None
+        and unsupported_reason(
+            lambda kernels: kernels.token_convolution.unsupported_reason(_streams([x for x, _ in calls], calls))
+        )
+        is None
     )
 
 
 def _streams(inputs: Sequence[ConvolutionInputs], calls: Sequence[Call]) -> list:
     """The kernel's arguments."""
-    kernels = triton_kernels()
+    kernels = kernel_operators().token_convolution
     return [
         kernels.TokenStream(x.x[:, 0], x.kernel, x.bias, x.initial_state, f.activation, f.norm_size, f.norm_eps)
         for x, (_, f) in zip(inputs, calls)
@@ -53,7 +56,7 @@ def one_token_convolutions(calls: Sequence[Call]) -> list[tuple[Array, Array]]:
     """
 
     def run(inputs: list[ConvolutionInputs]) -> list[tuple[Array, Array]]:
-        found = triton_kernels().one_token_convolutions(_streams(inputs, calls))
+        found = kernel_operators().token_convolution.one_token_convolutions(_streams(inputs, calls))
         return [(y[:, None], state) for y, state in found]
 
     def formula(inputs: list[ConvolutionInputs]) -> list[tuple[Array, Array]]:

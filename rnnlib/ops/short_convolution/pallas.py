@@ -7,15 +7,15 @@ import jax
 from jax import Array
 
 from rnnlib.ops.derivatives import with_further_derivatives
-from rnnlib.ops.kernels import triton_kernels, triton_unsupported
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
 from rnnlib.ops.short_convolution.taps import short_convolution_taps
 
 
-def triton_convolution_unsupported(inputs: ConvolutionInputs, finish: Finish) -> str | None:
+def convolution_unsupported_reason(inputs: ConvolutionInputs, finish: Finish) -> str | None:
     """Why the kernels can't serve a call, as a noun phrase, or None if they can."""
     options = {"activation": finish.activation, "norm_size": finish.norm_size}
-    return triton_unsupported("convolution_unsupported", *inputs[:4], **options)
+    return unsupported_reason(lambda kernels: kernels.short_convolution.unsupported_reason(*inputs[:4], **options))
 
 
 @functools.partial(jax.jit, static_argnames=("finish",), inline=True)
@@ -29,5 +29,5 @@ def short_convolution_triton(inputs: ConvolutionInputs, finish: Finish) -> Array
     def reference(inputs, segment_ids):
         return short_convolution_taps(inputs._replace(segment_ids=segment_ids), finish)
 
-    run = with_further_derivatives(triton_kernels().short_convolution, keywords, reference)
+    run = with_further_derivatives(kernel_operators().short_convolution.short_convolution, keywords, reference)
     return run(inputs._replace(segment_ids=None), inputs.segment_ids)

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.attention.mosaic_gpu.bwd import attention_gradients, attention_gradients_unsupported
+from pallas_kernels.attention.mosaic_gpu.bwd import attention_gradients, unsupported_reason
 from rnnlib.ops import causal_attention
 from rnnlib.ops.kernels import attention_gradient_kernel
 from tests.pallas_kernels import mosaic_interpreter
@@ -104,9 +104,9 @@ def test_rows_may_be_mapped_over():
 def test_calls_that_the_kernel_does_not_serve_are_named(changed, reason):
     sizes = dict(dtype=jnp.bfloat16, channels=64, length=256) | changed
     q = jnp.zeros((1, sizes["length"], 2, sizes["channels"]), sizes["dtype"])
-    assert "this device" in attention_gradients_unsupported(q, q, q)
+    assert "this device" in unsupported_reason(q, q, q)
     with jax.sharding.use_abstract_mesh(H200):
-        assert reason in attention_gradients_unsupported(q, q, q)
+        assert reason in unsupported_reason(q, q, q)
     with pytest.raises(NotImplementedError, match=reason):
         attention_gradients(q, q, q, q, jnp.zeros((1, 2, sizes["length"])), q, scale=1.0)
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels import operators as triton
+from pallas_kernels import operators
+from pallas_kernels.attention.api import token_attention
 from pallas_kernels.attention.mosaic_gpu.decode import ring_attention
 from rnnlib.layers import AttentionConfig
 from rnnlib.ops.causal_attention import Ring, token_attention_formula
@@ -99,7 +100,7 @@ def test_a_token_joins_the_ring_and_attends_to_its_segment(turns, capsys):
     (q, k, v), ring, counts, angle = token_and_ring([0, 5, 31, 77, 64], [0, 3, 31, 4, 60])
     if not turns:
         angle = None
-    out, *found = triton.ring_token_attention(q, k, v, **ring._asdict(), **counts, angle=angle)
+    out, *found = token_attention(q, k, v, **ring._asdict(), **counts, angle=angle, backend="mosaic")
     if turns:
         q, k = (rotate_pairs(x, angle[:, None]) for x in (q, k))
     expected, expected_ring = token_attention_formula(*(x[:, None] for x in (q, k, v)), ring, **counts)
@@ -126,10 +127,10 @@ def test_calls_that_the_kernel_does_not_serve_are_named(changed, reason):
     q, k = (jnp.zeros((sizes["rows"], n, sizes["channels"]), sizes["dtype"]) for n in (sizes["heads"], key_heads))
     ring = jnp.zeros((sizes["rows"], sizes["capacity"], *k.shape[1:]), k.dtype)
     with jax.sharding.use_abstract_mesh(H200):
-        assert triton.ring_token_attention_unsupported(q, k, k, ring, ring) == reason
+        assert operators.attention.unsupported_reason(q, k, k, ring, ring, backend="mosaic") == reason
         wide = jnp.zeros(ring.shape, jnp.float16)
-        assert "another dtype" in triton.ring_token_attention_unsupported(q, k, k, ring, wide)
-    assert triton.ring_token_attention_unsupported(q, k, k, ring, ring) is not None
+        assert "another dtype" in operators.attention.unsupported_reason(q, k, k, ring, wide, backend="mosaic")
+    assert operators.attention.unsupported_reason(q, k, k, ring, ring, backend="mosaic") is not None
     if sizes["rows"] == 96 and key_heads == sizes["heads"]:  # shapes alone say what else is refused
         counts = jnp.zeros((96,), jnp.int32)
         with pytest.raises(NotImplementedError, match=re.escape(reason)):
@@ -163,8 +164,10 @@ def test_on_a_gpu_outputs_and_rings_are_those_of_the_definition(heads, capacity)
     lengths = np.arange(128) * capacity // 60
     begun = np.minimum(lengths, np.arange(128) * 5 % (capacity + 3))
     (q, k, v), ring, counts, angle = token_and_ring(lengths, begun, capacity=capacity, heads=heads)
-    assert triton.ring_token_attention_unsupported(q, k, v, ring.key, ring.value) is None
-    run = jax.jit(lambda *x: triton.ring_token_attention(*x[:3], **x[3]._asdict(), **counts, angle=x[4], scale=0.3))
+    assert operators.attention.unsupported_reason(q, k, v, ring.key, ring.value, backend="mosaic") is None
+    run = jax.jit(
+        lambda *x: token_attention(*x[:3], **x[3]._asdict(), **counts, angle=x[4], scale=0.3, backend="mosaic")
+    )
     out, *found = run(q, k, v, ring, angle)
     rows, slots = np.arange(128), lengths % capacity
     stored = rotate_pairs(k, angle[:, None]), v, counts["current"]

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import operators as triton
+from pallas_kernels import operators
 from pallas_kernels.delta_rule.deferred_state import PERIOD, defer_writes
+from pallas_kernels.delta_rule.delayed_update import delayed_token, flush
 from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, SHARED, Case, make_inputs
 
 HALF = {"dtype": jnp.bfloat16, "gate_dtype": jnp.float32}
@@ -48,13 +49,13 @@ def first_deferred(case: Case, token, state):
 def by_kernels(case: Case, tolerance: float) -> None:
     tokens, state = tokens_and_state(case)
     deferred = first_deferred(case, tokens[0], state)
-    step = jax.jit(functools.partial(triton.deferred_token, online=case.online))
+    step = jax.jit(functools.partial(delayed_token, online=case.online))
     plain = jax.jit(getattr(triton, case.operator))
     for t, token in enumerate(tokens):
         out, state = plain(**token, initial_state=state)
         found, deferred = step(**token, deferred=deferred)
         assert found.dtype == out.dtype and int(deferred.waiting) == (t + 1) % PERIOD
-        settled = triton.settle_writes(deferred)
+        settled = flush(deferred)
         np.testing.assert_array_equal(settled, state)
         out, found = out.astype(jnp.float32), found.astype(jnp.float32)
         assert float(jnp.abs(found - out).max()) <= tolerance * max(1.0, float(jnp.abs(out).max()))
@@ -77,11 +78,11 @@ def test_a_settled_state_is_the_same_and_stays():
     case = CASES["channel_decay"]
     tokens, state = tokens_and_state(case)
     deferred = first_deferred(case, tokens[0], state)
-    np.testing.assert_array_equal(triton.settle_writes(deferred), state)
+    np.testing.assert_array_equal(flush(deferred), state)
     # What rows say that no longer wait has no effect.
     stale = deferred._replace(keys=deferred.keys + jnp.nan, values=deferred.values + jnp.nan)
-    np.testing.assert_array_equal(triton.settle_writes(stale), state)
-    out, _ = triton.deferred_token(**tokens[0], deferred=stale)
+    np.testing.assert_array_equal(flush(stale), state)
+    out, _ = delayed_token(**tokens[0], deferred=stale)
     assert jnp.isfinite(out.astype(jnp.float32)).all()
 
 
@@ -90,6 +91,6 @@ def test_what_does_not_serve_is_named(unchecked_shapes):
     deferred = first_deferred(CASES["delta_rule"], tokens[0], state)
     two = {name: jnp.repeat(x, 2, axis=1) for name, x in tokens[0].items()}
     with pytest.raises(NotImplementedError, match=r"deferred_token: .* do not support 2 tokens \(a single one\)"):
-        triton.deferred_token(**two, deferred=deferred)
+        delayed_token(**two, deferred=deferred)
     q, k, v = (jnp.zeros((1, 1, 1, 24)),) * 3
-    assert "key size 24 with value size 24" in str(triton.deferral_unsupported(q, k, v))
+    assert "key size 24 with value size 24" in str(operators.delayed_update.unsupported_reason(q, k, v))

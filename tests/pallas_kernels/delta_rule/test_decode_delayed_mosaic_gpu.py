@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import operators as triton
+from pallas_kernels import operators
 from pallas_kernels.delta_rule.deferred_state import PERIOD, defer_writes
+from pallas_kernels.delta_rule.delayed_update import delayed_token, flush
 from pallas_kernels.delta_rule.mosaic_gpu import decode_delayed as kernel
 from rnnlib import ops
 from rnnlib.layers import mixer_preset
@@ -42,7 +43,7 @@ def by_kernels(case: Case) -> None:
     """Each token beside the kernel that stores the state each time."""
     tokens, state = tokens_and_state(case)
     deferred = first_deferred(case, tokens[0], state)
-    step = jax.jit(functools.partial(triton.deferred_token, online=case.online, backend="mosaic"))
+    step = jax.jit(functools.partial(delayed_token, online=case.online, backend="mosaic"))
     plain = jax.jit(getattr(triton, case.operator))
     for t, token in enumerate(tokens):
         out, state = plain(**token, initial_state=state)
@@ -51,7 +52,7 @@ def by_kernels(case: Case) -> None:
         # Both are float32 sums that are rounded once.
         tolerance = 2**-8 if out.dtype == jnp.bfloat16 else 1e-5
         assert relative_error(np.asarray(found, np.float64), np.asarray(out, np.float64)) < tolerance
-        assert relative_error(np.asarray(triton.settle_writes(deferred)), np.asarray(state)) < 1e-5
+        assert relative_error(np.asarray(flush(deferred)), np.asarray(state)) < 1e-5
     assert (np.asarray(deferred.state) != np.asarray(state)).any() == bool(deferred.waiting), "seldom stored"
 
 
@@ -90,10 +91,10 @@ def test_outputs_and_the_last_state_are_those_of_the_scan_in_float64(name, backe
         expected_out, expected_state = map(np.asarray, expected)
     deferred, outputs = first_deferred(case, tokens[0], state), []
     for token in tokens:
-        out, deferred = triton.deferred_token(**token, deferred=deferred, online=case.online, backend=backend)
+        out, deferred = delayed_token(**token, deferred=deferred, online=case.online, backend=backend)
         outputs.append(out)
     assert relative_error(jnp.concatenate(outputs, axis=1), expected_out) < 1e-5
-    assert relative_error(triton.settle_writes(deferred), expected_state) < 1e-5
+    assert relative_error(flush(deferred), expected_state) < 1e-5
 
 
 @pytest.mark.gpu
@@ -114,14 +115,14 @@ def test_rows_that_no_longer_wait_have_no_effect():
     tokens, state = tokens_and_state(case)
     stale = first_deferred(case, tokens[0], state)
     stale = stale._replace(keys=stale.keys + jnp.nan, values=stale.values + jnp.nan, decays=stale.decays + jnp.nan)
-    out, _ = triton.deferred_token(**tokens[0], deferred=stale, backend="mosaic")
+    out, _ = delayed_token(**tokens[0], deferred=stale, backend="mosaic")
     assert jnp.isfinite(out.astype(jnp.float32)).all()
 
 
 def test_calls_may_be_mapped_over(one_program):
     case = CASES["linear_attention"]
     tokens, state = tokens_and_state(case)
-    run = functools.partial(triton.deferred_token, online=False, backend="mosaic")
+    run = functools.partial(delayed_token, online=False, backend="mosaic")
     calls = [(token, first_deferred(case, token, state * n)) for n, token in enumerate(tokens[:2])]
     token, deferred = jax.tree.map(lambda *x: jnp.stack(x), *calls)
     found = jax.vmap(lambda token, deferred: run(**token, deferred=deferred))(token, deferred)
@@ -165,15 +166,16 @@ def test_inside_shard_map_that_checks_what_varies_the_other_kernel_serves(check_
 def test_what_does_not_serve_is_named(unchecked_shapes):
     q = k = v = jnp.zeros((1, 1, 1, 128))
     two, wide = (jnp.zeros(shape) for shape in ((1, 2, 1, 128), (1, 1, 1, 256)))
-    assert triton.mosaic_deferral_unsupported(q, k, v) == "this device (it runs on Hopper cards)"
+    assert (
+        operators.delayed_update.unsupported_reason(q, k, v, backend="mosaic")
+        == "this device (it runs on Hopper cards)"
+    )
     with jax.sharding.use_abstract_mesh(H200):
-        assert triton.mosaic_deferral_unsupported(q, k, wide) is None
-        assert "2 tokens" in str(triton.mosaic_deferral_unsupported(two, two, two))
+        assert operators.delayed_update.unsupported_reason(q, k, wide, backend="mosaic") is None
+        assert "2 tokens" in str(operators.delayed_update.unsupported_reason(two, two, two, backend="mosaic"))
         reason = "key size 256 with value size 128 (128 and a multiple of it)"
-        assert triton.mosaic_deferral_unsupported(wide, wide, v) == reason
+        assert operators.delayed_update.unsupported_reason(wide, wide, v, backend="mosaic") == reason
     with pytest.raises(NotImplementedError, match=re.escape(f"the kernel in Mosaic GPU does not support {reason}")):
-        triton.deferred_token(
-            wide, wide, v, deferred=defer_writes(jnp.zeros((1, 1, 256, 128)), wide, None), backend="mosaic"
-        )
+        delayed_token(wide, wide, v, deferred=defer_writes(jnp.zeros((1, 1, 256, 128)), wide, None), backend="mosaic")
     with pytest.raises(ValueError, match=re.escape("backend is 'cuda', expected 'triton' or 'mosaic'")):
-        triton.deferred_token(q, k, v, deferred=None, backend="cuda")
+        delayed_token(q, k, v, deferred=None, backend="cuda")

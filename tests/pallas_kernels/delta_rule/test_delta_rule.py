@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import operators as triton
-from pallas_kernels.operators import Schedule
+from pallas_kernels import operators
+from pallas_kernels.delta_rule.api import gated_delta_rule
+from pallas_kernels.delta_rule.config import Schedule
+from pallas_kernels.linear_attention.api import linear_attention
 from rnnlib import ops
 from tests.compiling import loop_jit
 from tests.pallas_kernels.cases import (
@@ -102,7 +104,7 @@ def test_the_decays_gradient_where_equal_keys_add_up():
 
         return jax.jit(jax.grad(total))(jnp.zeros(k.shape[:3]))
 
-    found = gradient(triton.linear_attention, {name: x.astype(jnp.bfloat16) for name, x in tokens.items()})
+    found = gradient(linear_attention, {name: x.astype(jnp.bfloat16) for name, x in tokens.items()})
     expected = gradient(functools.partial(ops.linear_attention, implementation="chunked"), exact)
     assert relative_error(found, expected) < 1e-3
 
@@ -116,7 +118,7 @@ def test_small_cotangents_keep_their_digits():
     @jax.jit
     def gradients(log_decay, size):
         def run(arrays, log_decay):
-            return triton.gated_delta_rule(**arrays, log_decay=log_decay)[0]
+            return gated_delta_rule(**arrays, log_decay=log_decay)[0]
 
         return jax.vjp(run, arrays, log_decay)[1](size * cotangent)
 
@@ -141,7 +143,7 @@ def error_of_strong_decays(dtype, size: int) -> float:
         doubles, double = jax.tree.map(lambda x: x.astype(jnp.float64), (dict(arrays), cotangent))
         expected = gradient(functools.partial(ops.gated_delta_rule, implementation="scan"), doubles, double)
         expected = np.asarray(expected)
-    return relative_error(gradient(triton.gated_delta_rule, arrays, cotangent), expected)
+    return relative_error(gradient(gated_delta_rule, arrays, cotangent), expected)
 
 
 def test_the_gradient_of_strong_decays():
@@ -242,7 +244,7 @@ def test_a_shared_gate_has_one_rounding():
     arrays = {name: x.astype(jnp.bfloat16) if name in "qkv" else x for name, x in arrays.items()}
 
     def loss(beta):
-        out, _ = triton.gated_delta_rule(**arrays, erase=beta, tied_gates=True)
+        out, _ = gated_delta_rule(**arrays, erase=beta, tied_gates=True)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     once, wide = (jax.jit(jax.grad(loss))(x) for x in (beta, beta.astype(jnp.float32)))
@@ -258,7 +260,7 @@ def test_a_write_key_in_float32_has_an_unrounded_gradient(decay):
     @loop_jit
     def run(arrays):
         def loss(arrays):
-            out, state = triton.gated_delta_rule(**arrays)
+            out, state = gated_delta_rule(**arrays)
             return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(state), (out, state)
 
         return jax.grad(loss, has_aux=True)(arrays)
@@ -270,7 +272,7 @@ def test_a_write_key_in_float32_has_an_unrounded_gradient(decay):
     narrow = {**unrounded, "write_key": gradient.astype(jnp.bfloat16)}
     jax.tree.map(np.testing.assert_array_equal, (rounded, results), (narrow, same))
     tokens = [{n: x if n == "initial_state" else x[:, :1] for n, x in each.items()} for each in (arrays, wide)]
-    jax.tree.map(np.testing.assert_array_equal, *(triton.gated_delta_rule(**x) for x in tokens))
+    jax.tree.map(np.testing.assert_array_equal, *(gated_delta_rule(**x) for x in tokens))
 
 
 def test_repeated_keys_with_gate_one_and_no_decay():
@@ -278,7 +280,7 @@ def test_repeated_keys_with_gate_one_and_no_decay():
     arrays, _ = make_inputs(Case((1, 128, 1, 1, 16, 16), NO, initial_state=False))
     arrays["k"] = jnp.broadcast_to(arrays["k"][:, :1], arrays["k"].shape)
     arrays["erase"], arrays["write"] = jnp.ones_like(arrays["erase"]), jnp.ones_like(arrays["write"])
-    out, _ = jax.jit(triton.gated_delta_rule)(**arrays)
+    out, _ = jax.jit(gated_delta_rule)(**arrays)
     # Each write replaces what the key held, so a query reads the last value.
     expected = 16**-0.5 * jnp.sum(arrays["q"] * arrays["k"], axis=-1, keepdims=True) * arrays["v"]
     assert relative_error(out, expected) < 1e-5
@@ -290,8 +292,8 @@ def test_writes_that_enlarge_the_state_are_not_forgotten():
     arrays["k"] = jnp.broadcast_to(3**0.5 * arrays["k"][:, :1], arrays["k"].shape)
     arrays["erase"] = jnp.ones_like(arrays["erase"])
     arrays["log_decay"] = jnp.full_like(arrays["log_decay"], np.log(0.5))
-    once, _ = jax.jit(lambda x: triton.gated_delta_rule(**x, schedule=Schedule()))(arrays)
-    split, _ = jax.jit(lambda x: triton.gated_delta_rule(**x, schedule=Schedule(segments=4)))(arrays)
+    once, _ = jax.jit(lambda x: gated_delta_rule(**x, schedule=Schedule()))(arrays)
+    split, _ = jax.jit(lambda x: gated_delta_rule(**x, schedule=Schedule(segments=4)))(arrays)
     assert relative_error(split, once) < 1e-3  # rounding that nothing damps
 
 
@@ -300,7 +302,7 @@ def test_long_segments_equal_one(decay):
     """More chunks in a segment than are looked at in one go to see what it forgets."""
     arrays, _ = make_inputs(Case((1, 64 * 70, 1, 1, 16, 16), decay, shift=8.0))
     results = [
-        jax.jit(functools.partial(triton.gated_delta_rule, schedule=Schedule(segments=segments)))(**arrays)
+        jax.jit(functools.partial(gated_delta_rule, schedule=Schedule(segments=segments)))(**arrays)
         for segments in (1, 2)
     ]
     for once, split in zip(*results):
@@ -310,7 +312,7 @@ def test_long_segments_equal_one(decay):
 def test_reset_forgets_exactly_whatever_came_before():
     arrays, _ = make_inputs(Case((1, 128, 1, 1, 16, 16)))
     arrays["log_decay"] = arrays["log_decay"].at[:, 70].set(-jnp.inf)
-    run = jax.jit(triton.gated_delta_rule)
+    run = jax.jit(gated_delta_rule)
     out, state = run(**arrays)
     changed = {**arrays, "v": arrays["v"].at[:, :70].multiply(-3.0), "initial_state": 1e6 * arrays["initial_state"]}
     other_out, other_state = run(**changed)
@@ -320,7 +322,7 @@ def test_reset_forgets_exactly_whatever_came_before():
 
 def test_reruns_are_bit_identical():
     arrays, _ = make_inputs(Case((1, 100, 1, 1, 16, 16)))
-    run = jax.jit(jax.grad(lambda x: sum(jnp.sum(y) for y in triton.gated_delta_rule(**x))))
+    run = jax.jit(jax.grad(lambda x: sum(jnp.sum(y) for y in gated_delta_rule(**x))))
     jax.tree.map(np.testing.assert_array_equal, run(arrays), run(arrays))
 
 
@@ -328,7 +330,7 @@ def test_vmap_remat_and_shard_map():
     arrays, _ = make_inputs(Case((2, 80, 1, 1, 16, 16), initial_state=False))
 
     def loss(arrays):
-        out, state = jax.checkpoint(lambda x: triton.gated_delta_rule(**x))(arrays)
+        out, state = jax.checkpoint(lambda x: gated_delta_rule(**x))(arrays)
         return jnp.sum(out**2) + jnp.sum(state)
 
     assert_transformations_agree(loss, arrays)
@@ -345,7 +347,7 @@ def test_memory_kept_for_the_backward_is_linear_and_small():
 
     def residuals(q, k, v, beta, log_decay):
         def function(*x):
-            return triton.gated_delta_rule(*x[:3], erase=x[3], write=x[3], log_decay=x[4], schedule=schedule)
+            return gated_delta_rule(*x[:3], erase=x[3], write=x[3], log_decay=x[4], schedule=schedule)
 
         return jax.tree.leaves(jax.vjp(function, q, k, v, beta, log_decay)[1])
 
@@ -369,10 +371,10 @@ def test_memory_kept_for_the_backward_is_linear_and_small():
 def test_unsupported_says_why(change, reason):
     x = jnp.zeros((1, 64, 1, change.get("size", 16)), change.get("dtype", jnp.float32))
     chunk_size = change.get("chunk_size", 64)
-    assert reason in triton.unsupported(x, x, x, chunk_size=chunk_size)
+    assert reason in operators.delta_rule.unsupported_reason(x, x, x, chunk_size=chunk_size)
     with pytest.raises(NotImplementedError, match=reason):
-        triton.gated_delta_rule(x, x, x, chunk_size=chunk_size)
-    assert triton.unsupported(*(jnp.zeros((1, 64, 1, 16)),) * 3) is None
+        gated_delta_rule(x, x, x, chunk_size=chunk_size)
+    assert operators.delta_rule.unsupported_reason(*(jnp.zeros((1, 64, 1, 16)),) * 3) is None
 
 
 def test_a_loop_of_single_tokens_equals_the_sequence():
@@ -383,11 +385,11 @@ def test_a_loop_of_single_tokens_equals_the_sequence():
 
     @jax.jit
     def step(state, token):
-        out, state = triton.gated_delta_rule(**{name: x[:, None] for name, x in token.items()}, initial_state=state)
+        out, state = gated_delta_rule(**{name: x[:, None] for name, x in token.items()}, initial_state=state)
         return state, out[:, 0]
 
     state, out = jax.lax.scan(step, initial, {name: jnp.moveaxis(x, 1, 0) for name, x in arrays.items()})
-    expected, expected_state = jax.jit(triton.gated_delta_rule)(**arrays, initial_state=initial)
+    expected, expected_state = jax.jit(gated_delta_rule)(**arrays, initial_state=initial)
     assert relative_error(jnp.moveaxis(out, 0, 1), expected) < 1e-5
     assert relative_error(state, expected_state) < 1e-5
     np.testing.assert_array_equal(initial, before)
@@ -419,7 +421,7 @@ def test_tuned_schedules_fit_on_a_gpu(decay, shape, write_key, gates):
     arrays |= {"log_decay": wide if decay == CHANNEL else narrow} if decay else {}
 
     def run(arrays, ids):
-        return sum(jnp.sum(y.astype(jnp.float32)) for y in triton.gated_delta_rule(**arrays, segment_ids=ids))
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in gated_delta_rule(**arrays, segment_ids=ids))
 
     ids = jax.ShapeDtypeStruct(shape[:2], jnp.int32)
     # With the value: what makes the output is no part of the gradient of a sum.
@@ -453,10 +455,8 @@ def test_offsets_beyond_two_to_the_31_elements():
     q, k, v = (jax.random.normal(key, (1, length, heads, size), jnp.bfloat16) * size**-0.5 for key in keys)
     assert q.size > 2**31
     schedule = Schedule()
-    out, state = jax.jit(lambda *x: triton.gated_delta_rule(*x, schedule=schedule))(q, k, v)
-    alone, alone_state = jax.jit(lambda *x: triton.gated_delta_rule(*x, schedule=schedule))(
-        *(x[:, :, -1:] for x in (q, k, v))
-    )
+    out, state = jax.jit(lambda *x: gated_delta_rule(*x, schedule=schedule))(q, k, v)
+    alone, alone_state = jax.jit(lambda *x: gated_delta_rule(*x, schedule=schedule))(*(x[:, :, -1:] for x in (q, k, v)))
     np.testing.assert_array_equal(out[:, :, -1:], alone)
     np.testing.assert_array_equal(state[:, -1:], alone_state)
 
@@ -469,7 +469,7 @@ def test_a_donated_state_is_updated_in_place():
     state = jax.ShapeDtypeStruct((batch, heads, size, size), jnp.float32)
 
     def step(state, q, k, v):
-        return triton.gated_delta_rule(q, k, v, initial_state=state)
+        return gated_delta_rule(q, k, v, initial_state=state)
 
     compiled = jax.jit(step, donate_argnums=0).lower(state, like, like, like).compile()
     assert " copy(" not in compiled.as_text()

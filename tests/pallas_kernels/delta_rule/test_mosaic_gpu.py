@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import operators as triton
 from pallas_kernels.common.config import Launch, MosaicLaunch
 from pallas_kernels.common.decay import FORGOTTEN
 from pallas_kernels.common.mosaic_gpu import SIDE
 from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.delta_rule.api import gated_delta_rule
 from pallas_kernels.delta_rule.config import Schedule, mosaic_schedule
 from pallas_kernels.delta_rule.inputs import make_inputs as make_kernel_inputs
 from pallas_kernels.delta_rule.inputs import problem_of
@@ -217,7 +217,7 @@ def test_a_log_decay_in_bfloat16_has_its_gradient_in_bfloat16(decay):
 
     def gradient(schedule):
         return value_and_gradients(
-            lambda **x: triton.gated_delta_rule(**x, schedule=schedule),
+            lambda **x: gated_delta_rule(**x, schedule=schedule),
             arrays,
             arrays["v"].shape,
             (1, 1, *SIZES),
@@ -439,7 +439,7 @@ def test_other_devices_and_backends_are_refused():
     with pytest.raises(NotImplementedError, match="Hopper"):
         loss(x, "mosaic")
     with pytest.raises(ValueError, match="backend is 'cutlass', expected 'triton' or 'mosaic'"):
-        triton.gated_delta_rule(x["q"], x["k"], x["v"], backend="cutlass")
+        gated_delta_rule(x["q"], x["k"], x["v"], backend="cutlass")
 
 
 @pytest.mark.gpu

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.common.config import Launch
-from pallas_kernels.operators import GramSchedule, diagonal_gram_readout, gram_unsupported, preconditioner_readouts
+from pallas_kernels.preconditioner import readouts as preconditioner_readouts
+from pallas_kernels.preconditioner.api import GramSchedule, diagonal_gram_readout, unsupported_reason
 from rnnlib import ops
 from tests.pallas_kernels.cases import relative_error
 
@@ -90,9 +91,9 @@ def test_reruns_are_bit_identical():
 
 def test_unsupported_says_why():
     k = jnp.zeros((1, 4, 1, 8))
-    assert gram_unsupported(k, None) is None
-    assert "float16" in gram_unsupported(k, k.astype(jnp.float16))
-    assert "key size 512" in gram_unsupported(jnp.zeros((1, 4, 1, 512)))
+    assert unsupported_reason(k, None) is None
+    assert "float16" in unsupported_reason(k, k.astype(jnp.float16))
+    assert "key size 512" in unsupported_reason(jnp.zeros((1, 4, 1, 512)))
     with pytest.raises(NotImplementedError, match="key size 512"):
         diagonal_gram_readout(jnp.zeros((1, 4, 1, 512)), readout=preconditioner_readouts.Gram())
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import example, settings
 
-from pallas_kernels import operators as triton
+from pallas_kernels import operators
 from pallas_kernels.common.config import Launch
-from pallas_kernels.operators import RidgeSchedule
+from pallas_kernels.ridge.api import ridge_solve
+from pallas_kernels.ridge.problem import RidgeSchedule
 from rnnlib import ops
 from rnnlib.ops.ridge_solve import Solver
 from tests.ops.ridge import Call, assert_close, given_cases, reference, relative_error, run
@@ -74,9 +75,9 @@ def test_precision_of_products():
     arguments = GKA.arguments(jnp.float32, segments="one")
     tokens = {name: arguments[name] for name in ("q", "k", "log_decay")}
     ridge = jnp.full((2, 1), 0.1)
-    exact = triton.ridge_solve(**tokens, ridge=ridge)[0]
+    exact = ridge_solve(**tokens, ridge=ridge)[0]
     errors = [
-        relative_error(triton.ridge_solve(**tokens, ridge=ridge, precision=precision)[0], exact)
+        relative_error(ridge_solve(**tokens, ridge=ridge, precision=precision)[0], exact)
         for precision in ("split", "bfloat16")
     ]
     assert errors[0] < 5e-5 and 5e-4 < errors[1] < 2e-2, errors
@@ -123,7 +124,7 @@ def test_schedules_agree_and_reruns_are_identical():
 
     def run_with(schedule):
         def solve(x):
-            return triton.ridge_solve(**x, segment_ids=ids, iterations=5, schedule=schedule)
+            return ridge_solve(**x, segment_ids=ids, iterations=5, schedule=schedule)
 
         x, pull_back = jax.vjp(solve, arguments)
         return x, pull_back(jax.tree.map(jnp.ones_like, x))[0]
@@ -155,7 +156,7 @@ def test_what_the_backward_keeps(keeps_states):
 
     def kept(q, k, log_decay):
         def solve(q, k, log_decay):
-            return triton.ridge_solve(q, k, jnp.ones((1, 1)), log_decay=log_decay, schedule=schedule)
+            return ridge_solve(q, k, jnp.ones((1, 1)), log_decay=log_decay, schedule=schedule)
 
         return jax.tree.leaves(jax.vjp(solve, q, k, log_decay)[1])
 
@@ -176,10 +177,10 @@ def test_what_the_backward_keeps(keeps_states):
 )
 def test_unsupported_says_why(change, reason):
     x = jnp.zeros((1, 64, 1, change.pop("size", 16)), change.pop("dtype", jnp.float32))
-    assert reason in triton.ridge_solve_unsupported(x, x, **change)
+    assert reason in operators.ridge.unsupported_reason(x, x, **change)
     with pytest.raises(NotImplementedError, match=reason):
-        triton.ridge_solve(x, x, jnp.ones((1, 1)), **change)
-    assert triton.ridge_solve_unsupported(*(jnp.zeros((1, 64, 1, 16)),) * 2) is None
+        ridge_solve(x, x, jnp.ones((1, 1)), **change)
+    assert operators.ridge.unsupported_reason(*(jnp.zeros((1, 64, 1, 16)),) * 2) is None
 
 
 @pytest.mark.parametrize("dtype", mostly_slow([jnp.bfloat16, jnp.float32], [jnp.bfloat16]), ids=["bfloat16", "float32"])
@@ -192,7 +193,7 @@ def test_forward_and_backward_lower_for_an_h200(solver, dtype):
     ids = jax.ShapeDtypeStruct((1, 1000), jnp.int32)
 
     def loss(arrays, ids):
-        x, gram = triton.ridge_solve(**arrays, segment_ids=ids, solver=solver, adaptive=solver == "chebyshev")
+        x, gram = ridge_solve(**arrays, segment_ids=ids, solver=solver, adaptive=solver == "chebyshev")
         return jnp.sum(x.astype(jnp.float32)) + jnp.sum(gram)
 
     assert count_kernels(jax.grad(loss), arrays, ids) == 4 + 1 + 2 + 2

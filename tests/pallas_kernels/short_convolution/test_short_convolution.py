@@ -9,14 +9,14 @@ import pytest
 
 from pallas_kernels import short_convolution
 from pallas_kernels.common.config import Launch
-from pallas_kernels.operators import (
-    ConvolutionFinish,
+from pallas_kernels.short_convolution.api import (
     ConvolutionPrograms,
     ConvolutionSchedule,
     ConvolutionStream,
-    convolution_unsupported,
     joined_convolutions,
+    unsupported_reason,
 )
+from pallas_kernels.short_convolution.api import Finish as ConvolutionFinish
 from rnnlib import ops
 from tests.pallas_kernels.cases import relative_error
 
@@ -134,10 +134,10 @@ def test_programs_are_shortened_to_fill_a_card():
 
 def test_unsupported_says_why():
     x, kernel = jnp.zeros((1, 4, 8)), jnp.zeros((4, 8))
-    assert convolution_unsupported(x, kernel, None, activation="silu", norm_size=8) is None
-    assert "float16" in convolution_unsupported(x.astype(jnp.float16), kernel)
-    assert "9 tokens" in convolution_unsupported(x, jnp.zeros((9, 8)))
-    assert "2048 channels" in convolution_unsupported(x, kernel, norm_size=2048)
+    assert unsupported_reason(x, kernel, None, activation="silu", norm_size=8) is None
+    assert "float16" in unsupported_reason(x.astype(jnp.float16), kernel)
+    assert "9 tokens" in unsupported_reason(x, jnp.zeros((9, 8)))
+    assert "2048 channels" in unsupported_reason(x, kernel, norm_size=2048)
     with pytest.raises(NotImplementedError, match="'relu'"):
         short_convolution(x, kernel, activation="relu")
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from pallas_kernels import softplus_decay
-from pallas_kernels.operators import decay_unsupported
+from pallas_kernels.softplus_decay.api import unsupported_reason
 from rnnlib.layers import mixer_preset
 from rnnlib.ops.softplus_decay import softplus_decay as operator
 from rnnlib.ops.softplus_decay import softplus_decay_serves
@@ -86,7 +86,7 @@ def test_further_derivatives_and_rows_of_a_vmap():
 
 def test_what_is_not_supported():
     p, rate, bias = make_arguments((4, 8))
-    assert decay_unsupported(p, rate, bias) is None
+    assert unsupported_reason(p, rate, bias) is None
     with pytest.raises(NotImplementedError, match="p of dtype float16"):
         softplus_decay(p.astype(jnp.float16), rate, bias)
     assert not softplus_decay_serves(p.astype(jnp.bfloat16), rate, bias)  # not on a CPU
