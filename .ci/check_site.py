@@ -8,17 +8,19 @@ from collections.abc import Mapping, Sequence
 
 
 class _Page(html.parser.HTMLParser):
-    """Anchors and links of a page."""
+    """Anchors and links of a page, and whether it quotes: an example without its section looks so."""
 
     def __init__(self, text: str):
         super().__init__()
         self.anchors: set[str] = set()
         self.links: list[str] = []
+        self.has_quotes = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Notes an element's anchor and where it leads."""
         values = dict(attrs)
+        self.has_quotes |= tag == "blockquote"
         self.anchors |= {values[name] or "" for name in ("id", "name") if name in values}
         self.links += [values[name] or "" for name in ("href", "src") if name in values]
 
@@ -42,9 +44,10 @@ def problems_of_site(site: pathlib.Path, public: Mapping[str, Sequence[str]]) ->
             if not found.exists() or (anchor and found in pages and anchor not in pages[found].anchors):
                 problems.append(f"{path.relative_to(site)}: the link {link!r} leads nowhere")
     for module, names in public.items():
-        page = pages.get(site / "api" / module / "index.html")
-        anchors = page.anchors if page else set()
+        page = pages.get(site / "api" / module / "index.html", _Page(""))
         problems += [
-            f"{module}.{name} has no entry in the reference" for name in names if f"{module}.{name}" not in anchors
+            f"{module}.{n} has no entry in the reference" for n in names if f"{module}.{n}" not in page.anchors
         ]
+        if page.has_quotes:
+            problems.append(f"{module}: an example reads as a quote; its section is called Examples")
     return problems

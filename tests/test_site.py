@@ -34,13 +34,16 @@ def test_dead_links_and_missing_names_are_found(check_site, tmp_path):
         '<a href="api/lib/#lib.here">ok</a> <a href="api/lib/#lib.gone">anchor</a> <img src="no.png">'
         '<a href="#top" id="top">ok</a> <a href="https://example.org/x">ok</a> <a href="absent/">page</a>'
     )
-    (tmp_path / "api" / "lib" / "index.html").write_text('<h2 id="lib.here">here</h2><a href="../..">ok</a>')
+    (tmp_path / "api" / "lib" / "index.html").write_text(
+        '<h2 id="lib.here">here</h2><a href="../..">ok</a><blockquote>'
+    )
     problems = check_site.problems_of_site(tmp_path, {"lib": ["here", "there"]})
     assert problems == [
         "index.html: the link 'api/lib/#lib.gone' leads nowhere",
         "index.html: the link 'no.png' leads nowhere",
         "index.html: the link 'absent/' leads nowhere",
         "lib.there has no entry in the reference",
+        "lib: an example reads as a quote; its section is called Examples",
     ]
 
 

@@ -41,7 +41,7 @@ class HarnessModel(TemplateLM):
     Log-likelihoods come from `rnnlib.models.score`: what requests share is read once, and lengths are padded to few
     sizes. Texts come from a `rnnlib.models.Decoder`: a row that has ended makes room for the next.
 
-    Example:
+    Examples:
         >>> model = HarnessModel("runs/001")
         >>> results = lm_eval.simple_evaluate(model, tasks=["lambada_openai"])
     """

@@ -70,7 +70,7 @@ def register_preset(title: str, paper: str) -> Callable[[Callable[[], MixerConfi
     Models and files refer to a preset by its name, so register it before code or a command reads them. A function that
     is defined again, as when a notebook's cell is run twice, replaces itself.
 
-    Example:
+    Examples:
         >>> @register_preset("KDA with a decay per head", "composition, 2026")
         ... def kda_per_head() -> MixerConfig:
         ...     '''Kimi Delta Attention, but for its decay.'''

@@ -114,7 +114,7 @@ class Block(nnx.Module):
 class DecoderLM(nnx.Module):
     """A causal language model over integer tokens.
 
-    Example:
+    Examples:
         >>> model = DecoderLM(ModelConfig(vocabulary_size=256, width=64, num_layers=2, num_heads=2), rngs=nnx.Rngs(0))
         >>> logits = model(jnp.zeros([1, 16], jnp.int32))
         >>> logits.shape

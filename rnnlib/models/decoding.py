@@ -59,7 +59,7 @@ class Decoder:
     `generate(model, [prompt], ...)` gives alone. Reading a prompt compiles once for each power of two of its length;
     decoding compiles once for greedy texts, once for draws and once for draws by `top_k` or `top_p`.
 
-    Example:
+    Examples:
         >>> decoder = Decoder(model, slots=2, max_length=256)
         >>> first = decoder.add([3, 1, 4], max_new_tokens=20, temperature=0)
         >>> second = decoder.add([1, 5], max_new_tokens=50, seed=7, stop_tokens=(0,))
