@@ -67,7 +67,7 @@ class TokenCorpus:
         text_bytes = 0
         file = open(os.path.join(folder, "tokens.bin"), "wb") if folder else None  # noqa: SIM115
         try:
-            for batch in _batches(documents):
+            for batch in in_batches(documents, _BATCH_CHARACTERS):
                 text_bytes += sum(len(without_surrogates(text).encode()) for text in batch)
                 encoded = tokenizer.encode_batch(batch)
                 lead = np.array([tokenizer.end_of_document])
@@ -202,13 +202,14 @@ def cache_key(config: DataConfig, split: Split, tokenizer: Tokenizer, *, files: 
     return hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+def in_batches(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
+    """Documents in batches of about so many characters, read as a stream."""
     batch: list[str] = []
     size = 0
     for text in documents:
         batch.append(text)
         size += len(text)
-        if size >= _BATCH_CHARACTERS:
+        if size >= characters:
             yield batch
             batch, size = [], 0
     if batch:

@@ -6,13 +6,13 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import grain
 import numpy as np
 
 from rnnlib.data.config import DataConfig
-from rnnlib.data.corpus import TokenCorpus, cache_key
+from rnnlib.data.corpus import TokenCorpus, cache_key, in_batches
 from rnnlib.data.packing import PackedDocuments, Row
 from rnnlib.data.sources import iterate_documents, source_sizes
 from rnnlib.tokenizers import Tokenizer
@@ -68,7 +68,7 @@ class StreamedRows(grain.MapDataset[Row]):
                 self._changed.notify_all()
 
     def _corpora(self) -> Iterator[TokenCorpus]:
-        blocks = _in_blocks(iterate_documents(self._config, "train"), self._block_characters)
+        blocks = in_batches(iterate_documents(self._config, "train"), self._block_characters)
         if self._config.cache_folder is None:
             for block in blocks:
                 yield TokenCorpus.from_documents(block, self._tokenizer)
@@ -137,17 +137,3 @@ class StreamedRows(grain.MapDataset[Row]):
 
     def __str__(self) -> str:
         return f"StreamedRows(blocks={len(self._blocks)}{'' if self._is_whole else ' so far'})"
-
-
-def _in_blocks(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Documents by blocks of about so many characters."""
-    block: list[str] = []
-    size = 0
-    for text in documents:
-        block.append(text)
-        size += len(text)
-        if size >= characters:
-            yield block
-            block, size = [], 0
-    if block:
-        yield block
