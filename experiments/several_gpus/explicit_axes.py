@@ -86,7 +86,7 @@ def _compiled(asked: dict[str, Any]) -> Any:
         make_train_step,
     )
     from rnnlib.training.optimizer import gradient_norm
-    from rnnlib.training.step import BATCH_FIELDS, abstract_batch, abstract_state
+    from rnnlib.training.step import BATCH_FIELDS, abstract_batch, abstract_state, split_model
 
     shape, rows, length = tuple(asked["mesh"]), asked["rows"], asked["length"]
     sizes, count = dict(zip(_AXES, shape, strict=True)), math.prod(shape)
@@ -114,7 +114,7 @@ def _compiled(asked: dict[str, Any]) -> Any:
 
     mesh = Mesh(np.array(devices).reshape(shape), _AXES, axis_types=(AxisType.Explicit,) * 3)
     by_rows, whole = PartitionSpec(("data", "fsdp")), PartitionSpec()
-    graph, parameters, other = nnx.split(nnx.eval_shape(lambda: DecoderLM(model, rngs=nnx.Rngs(0))), nnx.Param, ...)
+    graph, parameters, other = split_model(nnx.eval_shape(lambda: DecoderLM(model, rngs=nnx.Rngs(0))))
     specs = {path: spec_of(path, x.shape, sizes) for path, x in nnx.to_flat_state(parameters)}
 
     class Reshard:
@@ -183,7 +183,7 @@ def _counted(asked: dict[str, Any]) -> dict[str, float]:
     from experiments.several_gpus.collectives import collectives
 
     compiled = _compiled(asked)
-    found: collections.Counter[str] = collections.Counter()
+    found: dict[str, float] = collections.defaultdict(float)
     for one in collectives(compiled.as_text()):
         if one.devices > 1:
             # Collectives that run beside others have their operands among their results.
