@@ -11,6 +11,7 @@ from rnnlib.fields import NaturalNumber, PositiveInteger, Range, check_fields
 SourceName = Literal["python", "text", "jsonl", "parquet"]
 Split = Literal["train", "validation"]
 SplitBy = Literal["document", "tail"]
+_WEIGHT = re.compile(r":[\d.]+$")
 SPLITS: tuple[Split, ...] = ("train", "validation")
 _PYTHON_BYTES: dict[Split, int] = {"train": 16_000_000, "validation": 262_144}
 
@@ -93,7 +94,7 @@ class DataConfig:
 
     @property
     def kind(self) -> SourceName:
-        """The source, where it is left out by the names of the paths.
+        """The source, where it is left out by the names of the paths; each part of a mixture has its own.
 
         Raises:
             ValueError: it is left out and the names are of several kinds.
@@ -101,7 +102,7 @@ class DataConfig:
         if self.source is not None:
             return self.source
         kinds = {_kind_of_name(path): path for path in (*self.paths, *self.validation_paths)}
-        if len(kinds) > 1:
+        if len(kinds) > 1 and not any(_WEIGHT.search(path) for path in self.paths):
             names = " and ".join(map(repr, kinds.values()))
             raise ValueError(f"paths are of several kinds ({names}): say by source which they are (--data.source)")
         return next(iter(kinds), "python")
@@ -115,7 +116,7 @@ class DataConfig:
 
 
 def _kind_of_name(path: str) -> SourceName:
-    name = re.sub(r":[\d.]+$", "", path.lower()).removesuffix(".gz")  # a mixture's paths end in their weight
+    name = _WEIGHT.sub("", path.lower()).removesuffix(".gz")  # a mixture's paths end in their weight
     return "jsonl" if name.endswith((".jsonl", ".ndjson")) else "parquet" if name.endswith(".parquet") else "text"
 
 

@@ -80,6 +80,20 @@ def test_a_mixture_is_validated_on_the_held_out_text_of_all_parts(files):
     assert_equal(list(dataset), list(plain))
 
 
+def test_each_part_of_a_mixture_has_its_own_kind(files, tmp_path):
+    a, _ = files
+    (tmp_path / "b.txt").write_text("b" * 4000)
+    settings = DataConfig(paths=(f"{a}:1", f"{tmp_path}/b.txt:1"), sequence_length=16, batch_size=4, seed=3)
+    from_a, from_b = letters(batches(settings, 50)[0])
+    assert from_b > 90 and from_a > 90
+    cached = dataclasses.replace(settings, cache_folder=str(tmp_path / "cache"))
+    assert_equal(batches(cached, 5)[0], batches(settings, 5)[0])
+    held_out = np.concatenate([batch["inputs"].ravel() for batch in make_dataset(cached, split="validation")])
+    assert {ord("a"), ord("b")} <= set(held_out.tolist())
+    with pytest.raises(ValueError, match=r"paths are of several kinds"):
+        DataConfig(paths=(a, f"{tmp_path}/b.txt"))
+
+
 def test_weights(tmp_path):
     assert split_weight("corpus/*.txt:2.5") == ("corpus/*.txt", 2.5)
     assert split_weight("corpus/*.txt") == ("corpus/*.txt", None)
