@@ -36,7 +36,7 @@ def test_a_page_shows_what_the_results_say(name):
         begin, end = marks(setting)
         if begin in page:
             assert page.split(begin, 1)[1].split(end, 1)[0].lstrip("\n") == table(load_study(name, options), results)
-            assert not results.exists() or (
+            assert table(load_study(name, options), results) == "No results yet.\n" or (
                 f"figures/{setting}.png" in page and (folder / "figures" / f"{setting}.png").exists()
             )
             shown += 1
@@ -56,6 +56,16 @@ def test_means_and_spreads_in_the_text_are_in_a_table():
     measured = {number for written, _ in pages for number in re.findall(MEAN_AND_SPREAD, written)}
     told = {number for text in (CLAIMS, *(text for _, text in pages)) for number in re.findall(MEAN_AND_SPREAD, text)}
     assert len(told) > 50 and not told - measured
+
+
+def test_the_page_of_recall_says_what_its_first_part_gave():
+    """160 runs that choose a rate, of which two are not right in 90 % of the test."""
+    rows = read_table(EXPERIMENTS / "recall" / "results" / "real.jsonl")
+    part = [row for row in rows if row["cell"]["name"] == "32 pairs, T=128" and row["seed"] in (0, 2, 4, 6, 8)]
+    failed = {
+        (row["mixer"]["label"], row["learning_rate"]) for row in part if row["test"]["128"]["token_accuracy"] < 0.9
+    }
+    assert len(part) >= 160 and failed == {("KLA, long keys", 4e-3), ("KLA without key norm, long keys", 4e-3)}
 
 
 def test_bits_per_byte_in_the_text_are_those_of_some_run():
