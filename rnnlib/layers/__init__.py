@@ -57,6 +57,7 @@ from rnnlib.layers.preconditioner import (
     FixedPreconditioner,
     GramConfig,
     GramKeyMap,
+    ImplicitWriteGain,
     PreconditionedGain,
 )
 from rnnlib.layers.presets import MixerPreset, mixer_names, mixer_preset, preset_details, register_preset
@@ -98,6 +99,7 @@ __all__ = [
     "GramConfig",
     "GramKeyMap",
     "HedgehogMap",
+    "ImplicitWriteGain",
     "Initializer",
     "KaczmarzGain",
     "KeyEnergyGain",

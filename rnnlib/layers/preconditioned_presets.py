@@ -8,7 +8,14 @@ together with `keys.bound`.
 from rnnlib.layers.base import MixerConfig
 from rnnlib.layers.decay import LogSigmoidDecay
 from rnnlib.layers.gain import ChannelGain, KaczmarzGain, UnitGain
-from rnnlib.layers.preconditioner import ApplyToBoth, ApplyToKey, ApplyToQuery, GramConfig, PreconditionedGain
+from rnnlib.layers.preconditioner import (
+    ApplyToBoth,
+    ApplyToKey,
+    ApplyToQuery,
+    GramConfig,
+    ImplicitWriteGain,
+    PreconditionedGain,
+)
 from rnnlib.layers.presets import mixer_preset, register_preset
 from rnnlib.layers.solve import Offline
 
@@ -84,6 +91,16 @@ def pgla() -> MixerConfig:
         keys=ApplyToQuery(),
         solve=Offline(),
     )
+
+
+@register_preset("Preconditioned Longhorn", _PAPER)
+def plonghorn() -> MixerConfig:
+    """P-Longhorn, Tumma et al. 2026; `S_t = S_{t-1} + e_t B_t k_t (v_t - S_{t-1}^T k_t)^T` (appendix G.2).
+
+    `e_t = b_t / (1 + b_t k_t.B_t k_t)`, the implicit step in the preconditioner's norm, with the paper's B_t (equation
+    9). The layer is Longhorn's, whose keys keep their length; A is that of unit keys.
+    """
+    return mixer_preset("longhorn", gain=ImplicitWriteGain(), keys=ApplyToKey(gram=GramConfig(unit_keys=True)))
 
 
 @register_preset("PGDN with ATQ", _COMPOSITION)

@@ -19,7 +19,7 @@ from rnnlib.fields import PositiveNumber, Range
 from rnnlib.layers.arrays import Gates, Inputs, KeyHeads, SegmentIds
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay, DecayConfig, NoDecay, SoftplusDecay
-from rnnlib.layers.gain import Gain, GainConfig, SigmoidGain
+from rnnlib.layers.gain import Gain, GainConfig, SigmoidGain, SigmoidGate
 from rnnlib.layers.keys import KeyMap, Keys, KeysConfig, StatelessKeyMap
 from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import PartConfig
@@ -437,3 +437,36 @@ class PreconditionedGate(Gain):
     def normalize(self, gates: Gates, key: KeyHeads, write_key: Float[Array, "B T HX K"] | None = None) -> Gates:
         """Normalises as the inner gain does."""
         return self.gain.normalize(gates, key, write_key)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImplicitWriteGain(GainConfig):
+    """`b / (1 + b k.w)`, `b = sigmoid(W x)`, w the write key: Longhorn's implicit step under a preconditioner.
+
+    The minimum of `|S - S_{t-1}|^2` in the preconditioner's norm plus `b |S k - v|^2` (Preconditioned DeltaNet,
+    appendix G.2). The transition's eigenvalue along the write key, `1 / (1 + b k.w)`, lies in (0, 1] whatever the keys'
+    length and the preconditioner's bound. Without a preconditioner it is `LonghornGain`.
+    """
+
+    words = "b / (1 + b k.B k)"
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "ImplicitWriteGate":
+        """Builds the module."""
+        return ImplicitWriteGate(shape, rngs=rngs)
+
+
+class ImplicitWriteGate(SigmoidGate):
+    """A sigmoid gate, normalised by the product of key and write key."""
+
+    def __init__(self, shape: MixerShape, *, rngs: nnx.Rngs):
+        shape.expect_one_pair("ImplicitWriteGain")
+        super().__init__(shape, bound=1.0, rngs=rngs)
+
+    def normalize(self, gates: Gates, key: KeyHeads, write_key: Float[Array, "B T HX K"] | None = None) -> Gates:
+        """The gates divided by `1 + gate key.write_key`."""
+        assert gates.beta is not None
+        along = key if write_key is None else write_key
+        energy = jnp.sum(key.astype(self.shape.gate_dtype) * along.astype(self.shape.gate_dtype), axis=-1)
+        # The value heads of a group share a key.
+        grouped = gates.beta.reshape(*energy.shape, -1)
+        return Gates(beta=(grouped / (1 + grouped * energy[..., None])).reshape(gates.beta.shape))

@@ -140,6 +140,14 @@ def pkla(p, x):
     return read(p["readout"], x, delta(q, k, b * k, v, beta, beta, alpha), silu)
 
 
+def plonghorn(p, x):
+    q, k, v = streams(p, x)
+    b = apply_to_key(p["keys"], gram(l2(k), *own_gates(p["keys"], x)))
+    step = sigmoid(linear(p["gain"]["projection"], x))[..., None]
+    beta = step / (1 + step * np.sum(k * b * k, axis=-1, keepdims=True))
+    return read(p["readout"], x, delta(q, k, b * k, v, beta, beta))
+
+
 def kla_atq(p, x):
     q, k, v = streams(p, x)
     eta = sigmoid(linear(p["gain"]["projection"], x))[..., None]
@@ -149,6 +157,5 @@ def kla_atq(p, x):
     return read(p["readout"], x, delta(q, k, k, v, beta, beta, alpha), silu)
 
 
-PRECONDITIONED_LAYERS = {
-    layer.__name__: layer for layer in (pdn, pgdn, pkda, pla, pmamba2, mamba2_atk, pgla, pgdn_atq, pgdn2, pkla, kla_atq)
-}
+_LAYERS = (pdn, pgdn, pkda, pla, pmamba2, mamba2_atk, pgla, pgdn_atq, pgdn2, pkla, plonghorn, kla_atq)
+PRECONDITIONED_LAYERS = {layer.__name__: layer for layer in _LAYERS}

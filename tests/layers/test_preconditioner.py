@@ -16,6 +16,8 @@ from rnnlib.layers import (
     ChannelGain,
     FixedPreconditioner,
     GramConfig,
+    ImplicitWriteGain,
+    LonghornGain,
     PreconditionedGain,
     ReadoutConfig,
     RecurrentMixerConfig,
@@ -240,3 +242,12 @@ def test_a_config_is_hashable_and_replaceable():
     config = mixer_preset("pgdn_atq")
     assert hash(config) == hash(mixer_preset("pgdn_atq"))
     assert dataclasses.replace(config, keys=ApplyToKey()) == mixer_preset("pgdn")
+
+
+def test_an_implicit_step_without_a_preconditioner_is_longhorns():
+    x = jax.random.normal(jax.random.key(0), (2, 5, WIDTH))
+    plain, implicit = (
+        mixer_preset("longhorn", gain=gain, **SCAN).build(WIDTH, HEADS, rngs=nnx.Rngs(0))
+        for gain in (LonghornGain(), ImplicitWriteGain())
+    )
+    np.testing.assert_allclose(implicit(x)[0], plain(x)[0], rtol=1e-5, atol=1e-7)

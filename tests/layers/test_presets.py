@@ -101,6 +101,7 @@ COUNTS |= {
     "pgdn_atq": COUNTS["gated_deltanet"] - D * D + ATK + ATQ,
     "pgdn2": COUNTS["gated_deltanet2"] + ATK,
     "pkla": COUNTS["kla"] + ATK,
+    "plonghorn": COUNTS["longhorn"] + ATK,
     "kla_atq": COUNTS["kla"] + ATQ,
 }
 # A connection with bias per head in place of the delta rule's gain.
@@ -211,5 +212,5 @@ def test_table_shows_every_preset_on_its_axes():
     lines = mixer_table().splitlines()
     assert len(lines) == 2 + len(mixer_names())
     assert len({line.count("|") for line in lines}) == 1
-    assert any(line.startswith("| `kda` | channel | sigmoid | k | online |") for line in lines)
-    assert any(line.startswith("| `mamba2` | scalar | dt | k | offline |") for line in lines)
+    assert any(line.startswith("| `kda` | channel | sigmoid | k | delta rule |") for line in lines)
+    assert any(line.startswith("| `mamba2` | scalar | dt | k | additive |") for line in lines)
