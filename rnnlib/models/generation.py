@@ -291,7 +291,7 @@ def _decode(
 ) -> tuple[Array, Array, Array, _Carry]:
     """Makes at most `limit <= size` tokens a row, and stops where one has NaN for logits.
 
-    What it goes on from is donated: states of many rows fill a card, and are not there twice.
+    What it goes on from is donated: states of many rows fill a GPU, and are not there twice.
 
     Returns:
         The tokens in `[B, size]`; how many; the rows, `[B]` bool, that have no next token; what to go on from.

@@ -41,7 +41,7 @@ def causal_attention(
     Memory is linear in T for a sliding window. If cuDNN does not support the call without a mask, the row is split into
     blocks as long as the window, and each block attends to itself and to the previous block.
 
-    In bfloat16, with heads of 64 channels and rows of a multiple of 128 tokens that are not packed, a Hopper card
+    In bfloat16, with heads of 64 channels and rows of a multiple of 128 tokens that are not packed, a Hopper GPU
     computes gradients in a kernel that adds up in a fixed order (`pallas_kernels.attention.mosaic_gpu.bwd`).
 
     Args:

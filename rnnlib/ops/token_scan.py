@@ -1,4 +1,4 @@
-"""Rules with a state `[K, V]` per value head, token by token: the definition that other forms are tested against."""
+"""Rules with a state `[K, V]` per value head, token by token: the reference that other forms are tested against."""
 
 import functools
 from collections.abc import Callable

@@ -14,7 +14,7 @@ PEAK = {
     "NVIDIA H200": 989.4e12,
     "NVIDIA B200": 2250e12,
 }
-"""Dense bfloat16 products of a card, operations a second, by JAX's name for it; NVIDIA's data sheets."""
+"""Dense bfloat16 operations a second of a GPU, by JAX's name for it; NVIDIA's data sheets."""
 
 # Of their memory, bytes a second, the same data sheets.
 BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}

@@ -39,7 +39,7 @@ def diagonal_gram(
         initial_state: A before the first token, `>= 0`; None is zero.
         segment_ids: documents packed into a row: A restarts from zero where the id changes. The first token continues
             `initial_state`.
-        implementation: `"scan"` (token by token: the definition), `"chunked"` (XLA, any device), `"triton"` (Pallas
+        implementation: `"scan"` (token by token: the reference), `"chunked"` (XLA, any device), `"triton"` (Pallas
             kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves tests), or None for the fastest that
             supports the case.
 
@@ -90,7 +90,7 @@ def diagonal_preconditioner(
         initial_state: A before the first token, `>= 0`; None is zero.
         segment_ids: documents packed into a row: A restarts where the id changes. The first token continues
             `initial_state`.
-        implementation: `"scan"` (token by token: the definition), `"chunked"` (XLA, any device), `"triton"` (Pallas
+        implementation: `"scan"` (token by token: the reference), `"chunked"` (XLA, any device), `"triton"` (Pallas
             kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves tests), or None for the fastest that
             supports the case.
         interval: `"symmetric"` is [1/x, x], `"amplify"` [1, x], `"dampen"` [1/x, 1] (appendix E.3).

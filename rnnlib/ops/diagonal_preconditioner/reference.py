@@ -1,4 +1,4 @@
-"""The diagonal Gram recurrence token by token: the definition that every other implementation is tested against."""
+"""The diagonal Gram recurrence token by token: the reference implementation, which every other is tested against."""
 
 import functools
 

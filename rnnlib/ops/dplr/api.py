@@ -56,7 +56,7 @@ def dplr(
             `initial_state`.
         scale: factor on the output; None is `K ** -0.5`. A traced one multiplies the queries, in their dtype.
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` implementation.
-        implementation: `"scan"` (token by token: the definition, and the one that `jax.jvp` goes through), `"chunked"`
+        implementation: `"scan"` (token by token: the reference, and the one that `jax.jvp` goes through), `"chunked"`
             (XLA, any device; its gradient is differentiable again), or None for the fastest that supports the case.
 
     Returns:

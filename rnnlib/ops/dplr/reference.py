@@ -1,4 +1,4 @@
-"""The diagonal-plus-low-rank recurrence token by token: the definition that the chunk form is tested against."""
+"""The diagonal-plus-low-rank recurrence token by token: the reference that the chunk form is tested against."""
 
 import functools
 from typing import NamedTuple

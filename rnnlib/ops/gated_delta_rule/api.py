@@ -67,9 +67,9 @@ def gated_delta_rule(
             `initial_state`.
         scale: factor on the output; None is `K ** -0.5`. A traced one multiplies the queries, in their dtype.
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
-        implementation: `"scan"` (token by token: the definition, and the one that `jax.jvp` goes through), `"chunked"`
+        implementation: `"scan"` (token by token: the reference, and the one that `jax.jvp` goes through), `"chunked"`
             (XLA, any device), `"triton"` (Pallas kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves
-            tests), `"mosaic"` (the same with most stages in Pallas' Mosaic GPU, on Hopper cards, in bfloat16
+            tests), `"mosaic"` (the same with most stages in Pallas' Mosaic GPU, on Hopper GPUs, in bfloat16
             with 65 to 128 channels), or None for the fastest that supports the case. Gradients can be differentiated
             again, forwards and backwards: those of kernels by way of `"chunked"`.
 

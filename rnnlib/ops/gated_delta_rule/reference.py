@@ -1,4 +1,4 @@
-"""The gated delta rule token by token: the definition that every other implementation is tested against."""
+"""The gated delta rule token by token: the reference implementation, which every other is tested against."""
 
 import functools
 from typing import NamedTuple

@@ -53,7 +53,7 @@ def linear_attention(
             `initial_state`.
         scale: factor on the output; None is `K ** -0.5`. A traced one multiplies the queries, in their dtype.
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
-        implementation: `"scan"` (token by token: the definition, and the one that `jax.jvp` goes through), `"chunked"`
+        implementation: `"scan"` (token by token: the reference, and the one that `jax.jvp` goes through), `"chunked"`
             (XLA, any device), `"triton"` (Pallas kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves
             tests), or None for the fastest that supports the case. Gradients can be differentiated again, forwards and
             backwards: those of kernels by way of `"chunked"`.

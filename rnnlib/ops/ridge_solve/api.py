@@ -79,7 +79,7 @@ def ridge_solve(
         segment_ids: documents packed into a row: the Gram matrix restarts where the id changes. The first token
             continues `initial_gram`.
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
-        implementation: `"scan"` (token by token, forming every `H_t`: the definition), `"chunked"` (XLA, any device;
+        implementation: `"scan"` (token by token, forming every `H_t`: the reference), `"chunked"` (XLA, any device;
             forms none), `"triton"` (Pallas kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves tests),
             or None for the fastest that supports the case.
 

@@ -1,4 +1,4 @@
-"""The ridge solve token by token: the definition that every other implementation is tested against."""
+"""The ridge solve token by token: the reference implementation, which every other is tested against."""
 
 import functools
 

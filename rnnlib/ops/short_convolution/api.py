@@ -51,7 +51,7 @@ def short_convolution(
         norm_size: channels of a head. Each `norm_size` consecutive channels of the activation get unit length,
             `y * rsqrt(sum y^2 + norm_eps)`; zeros stay zeros. None is no norm.
         norm_eps: added to the squared norm; at least 1e-25, so that float32 can represent its gradient.
-        implementation: `"chunked"` (XLA, any device: the definition), `"triton"` (Pallas kernels on NVIDIA GPUs; on a
+        implementation: `"chunked"` (XLA, any device: the reference), `"triton"` (Pallas kernels on NVIDIA GPUs; on a
             CPU they are interpreted, which serves tests), or None for the fastest that supports the case.
 
     Returns:
