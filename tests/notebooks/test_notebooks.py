@@ -29,8 +29,8 @@ PUBLISHED = {"folder": repr(str(ROOT / "tests" / "hub" / "golden" / "kimi_linear
 KEEP_CONTROLS = """
 import explore
 
-def kept(draw, _show=explore.explore, **controls):
-    _show(draw, **controls)
+def kept(draw, _show=explore.explore, without_effect=explore.all_matter, **controls):
+    _show(draw, without_effect=without_effect, **controls)
     kept.controls.extend(controls.values())
 
 kept.controls = []
