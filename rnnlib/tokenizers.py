@@ -1,17 +1,19 @@
 """Byte and byte-pair tokenizers behind one protocol."""
 
+import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, SupportsInt, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
 
 from rnnlib.extras import from_extra
-from rnnlib.files import write_atomically
+from rnnlib.files import parse_json, read_text, write_atomically
+from rnnlib.tokenizer_bounds import expect_bounded
 
 with from_extra("hub", "rnnlib.tokenizers"):
     import tokenizers
@@ -19,6 +21,10 @@ with from_extra("hub", "rnnlib.tokenizers"):
 END_OF_DOCUMENT = "<|endoftext|>"
 # Names that published tokenizers use for it, in order of preference.
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
+_NOT_DECODED = "the tokenizer cannot decode these tokens"
+_NOT_ENCODED = "the tokenizer cannot encode this text"
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+_MOST_LEFT_OUT = 2**16
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -118,8 +124,13 @@ class FileTokenizer:
         self.fingerprint: str = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, without special tokens."""
-        return self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids
+        """Token ids, without special tokens.
+
+        Raises:
+            ValueError: the tokenizer fails on this text, as a damaged one may.
+        """
+        with _one_error(_NOT_ENCODED):
+            return self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids
 
     def encode_marked(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a prompt, in which names of special tokens stand for these tokens.
@@ -130,13 +141,15 @@ class FileTokenizer:
         """
         self._tokenizer.encode_special_tokens = False
         try:
-            return self._tokenizer.encode(without_surrogates(text), add_special_tokens=add_special_tokens).ids
+            with _one_error(_NOT_ENCODED):
+                return self._tokenizer.encode(without_surrogates(text), add_special_tokens=add_special_tokens).ids
         finally:
             self._tokenizer.encode_special_tokens = True
 
     def decode_marked(self, ids: Iterable[SupportsInt]) -> str:
         """The text, in which special tokens stand by their names."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        with _one_error(_NOT_DECODED):
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def is_special(self, token: int) -> bool:
         """Whether a token is special, so that `decode` leaves it out."""
@@ -165,7 +178,13 @@ class FileTokenizer:
         """
         if self.vocabulary_size <= vocabulary_size:
             return self
+        if self.vocabulary_size > vocabulary_size + _MOST_LEFT_OUT:
+            raise ValueError(
+                f"the model has {vocabulary_size} tokens and the tokenizer {self.vocabulary_size}, expected at most "
+                f"{_MOST_LEFT_OUT} more: is it the model's tokenizer?"
+            )
         definition = json.loads(self._tokenizer.to_str())
+        made = _made_by_merges(definition)
         special = {entry["content"] for entry in definition["added_tokens"] if entry["special"]}
         needed = {self.end_token, *needed}
         around_texts = json.dumps(definition["post_processor"], ensure_ascii=False)
@@ -176,7 +195,7 @@ class FileTokenizer:
             if token in special:
                 is_met = token in needed or token in template or token in around_texts
             else:
-                is_met = _is_made(token, definition)
+                is_met = made is None or token in made or len(token) == 1 or bool(_BYTE.fullmatch(token))
             if is_met:
                 raise ValueError(
                     f"the model has {vocabulary_size} tokens and the tokenizer {self.vocabulary_size}, of which "
@@ -196,12 +215,15 @@ class FileTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, encoded in parallel threads."""
-        encodings = self._tokenizer.encode_batch_fast(list(map(without_surrogates, texts)), add_special_tokens=False)
+        texts = list(map(without_surrogates, texts))
+        with _one_error(_NOT_ENCODED):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text; special tokens are left out."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        with _one_error(_NOT_DECODED):
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the JSON file; a reader never sees half of it."""
@@ -223,7 +245,7 @@ def load_tokenizer(name: str | os.PathLike[str], *, end_token: str | None = None
     """
     if name == "byte":
         return ByteTokenizer()
-    if not os.path.isfile(name):
+    if not os.path.exists(name):
         raise ValueError(f"tokenizer must be 'byte' or a tokenizers JSON file; there is no file {os.fspath(name)!r}")
     return FileTokenizer(read_backend(name), end_token=end_token)
 
@@ -232,14 +254,24 @@ def read_backend(path: str | os.PathLike[str]) -> tokenizers.Tokenizer:
     """The tokenizer in a Hugging Face `tokenizers` JSON file, as that library has it.
 
     Raises:
-        ValueError: the file is none of a tokenizer.
+        ValueError: the file is none of a tokenizer, or of one that would take far more than published ones.
     """
+    where = os.fspath(path)
+    text = read_text(path)
+    expect_bounded(parse_json(text, where), where)
+    with _one_error(f"{where}: not a tokenizers JSON file"):
+        return tokenizers.Tokenizer.from_str(text)
+
+
+@contextlib.contextmanager
+def _one_error(what: str) -> Iterator[None]:
+    """Within it, what the package raises, `Exception` itself and panics that are not even one, is a ValueError."""
     try:
-        return tokenizers.Tokenizer.from_file(os.fspath(path))
-    except Exception as error:  # the package raises Exception itself
-        if type(error) is not Exception:
-            raise
-        raise ValueError(f"{os.fspath(path)}: not a tokenizers JSON file ({error})") from error
+        yield
+    except BaseException as error:
+        if type(error) is Exception or type(error).__name__ == "PanicException":
+            raise ValueError(f"{what} ({error})") from error
+        raise
 
 
 def train_tokenizer(
@@ -281,14 +313,13 @@ def train_tokenizer(
     return result
 
 
-def _is_made(token: str, definition: Mapping[str, Any]) -> bool:
-    """Whether some text may give a token of a tokenizer's definition, judged by its merges where it has merges."""
+def _made_by_merges(definition: Mapping[str, Any]) -> set[str] | None:
+    """The tokens of a tokenizer's definition that some text may give beside single ones; None where it may be any."""
     model = definition["model"]
-    if model.get("type") != "BPE" or model.get("ignore_merges") or len(token) == 1:
-        return True
-    if token in {entry["content"] for entry in definition["added_tokens"]} or re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
-        return True
-    return any("".join(merge.split(" ") if isinstance(merge, str) else merge) == token for merge in model["merges"])
+    if model.get("type") != "BPE" or model.get("ignore_merges"):
+        return None
+    added = {entry["content"] for entry in definition["added_tokens"]}
+    return added.union("".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"])
 
 
 def _count_bytes(tokenizer: tokenizers.Tokenizer, size: int) -> np.ndarray:

@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 
+_LONGEST = 2000
+
 
 class CommandError(Exception):
     """Ends the command with one line on standard error.
@@ -12,8 +14,9 @@ class CommandError(Exception):
     """
 
     def __init__(self, message: str, exit_code: int = 2):
-        # One line, whatever the message held.
-        super().__init__(" ".join(message.split()))
+        # One line of a size to read, whatever the message held: a value out of someone else's file may be megabytes.
+        line = " ".join(message.split())
+        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}")
         self.exit_code = exit_code
 
 

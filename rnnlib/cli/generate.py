@@ -101,7 +101,8 @@ def print_continuation(
         while text.finish is None:
             decoder.step()
             new = text.tokens[:-1] if text.finish == "stop" else text.tokens
-            whole = tokenizer.decode([*ids, *new])
+            with input_errors():  # the tokenizer is the folder's
+                whole = tokenizer.decode([*ids, *new])
             # The last character may be cut in the middle; it is shown when the rest of it is there.
             if text.finish is None:
                 whole = whole.rstrip("\ufffd")
@@ -143,6 +144,7 @@ def run(argv: Sequence[str]) -> int:
             )
         else:
             tokens = loaded.encode_prompt(prompt)
+        stop_tokens = loaded.stop_tokens if arguments.stop else ()
     print_continuation(
         loaded.model,
         loaded.tokenizer,
@@ -153,6 +155,6 @@ def run(argv: Sequence[str]) -> int:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
-        stop_tokens=loaded.stop_tokens if arguments.stop else (),
+        stop_tokens=stop_tokens,
     )
     return 0

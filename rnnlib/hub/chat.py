@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rnnlib.files import expect_within, read_text
 from rnnlib.hub.keys import read_json
 from rnnlib.hub.special_tokens import TEMPLATES, special_tokens
 from rnnlib.hub.template_sandbox import TemplateError, render_template
@@ -30,7 +31,9 @@ def chat_template(folder: pathlib.Path, *, has_tools: bool = False) -> str | Non
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     if files:
-        return _chosen(folder, {name: path.read_text(encoding="utf-8") for name, path in files.items()}, has_tools)
+        for path in files.values():
+            expect_within(folder, path)
+        return _chosen(folder, {name: read_text(path) for name, path in files.items()}, has_tools)
     for name in ("tokenizer_config.json", "chat_template.json"):
         template = read_json(folder / name).get("chat_template") if (folder / name).is_file() else None
         if isinstance(template, list):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rnnlib.extras import from_extra
+from rnnlib.files import expect_within, file_within, open_regular
 from rnnlib.hub.keys import read_json, write_json
 
 with from_extra("hub", "rnnlib.hub"):
@@ -42,31 +43,34 @@ class WeightFiles:
         """
         self.folder = folder
         index = folder / INDEX
+        listed: dict[str, str] = {}
         if (folder / SINGLE).exists():
             names = [SINGLE]
         elif index.exists():
-            names = sorted(set(self._weight_map(index).values()))
+            listed = self._weight_map(index)
+            names = sorted(set(listed.values()))
         else:
             found = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHTS)
             instead = f", and not {found[0]}" if found else ""
             raise ValueError(f"{folder}: expected {SINGLE}, or shards and {INDEX}{instead}")
-        self._files = {name: _open(folder / name) for name in names}
+        self._files = {name: _open(file_within(folder, name, index)) for name in names}
         self.shards = {array: name for name, file in self._files.items() for array in file.keys()}  # noqa: SIM118
         self.shapes = {array: tuple(self._slice(array).get_shape()) for array in self.shards}
-        if names != [SINGLE]:
-            listed = self._weight_map(index)
-            for array in sorted(listed.keys() | self.shards.keys()):
-                if listed.get(array) != self.shards.get(array):
-                    raise ValueError(
-                        f"{index}: {array} is in {self.shards.get(array, 'no file')}, expected it in "
-                        f"{listed.get(array, 'none, as in the index')}"
-                    )
+        for array in sorted(listed.keys() | self.shards.keys()) if listed else ():
+            if listed.get(array) != self.shards.get(array):
+                raise ValueError(
+                    f"{index}: {array} is in {self.shards.get(array, 'no file')}, expected it in "
+                    f"{listed.get(array, 'none, as in the index')}"
+                )
 
     @staticmethod
     def _weight_map(index: pathlib.Path) -> dict[str, str]:
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
             raise ValueError(f"{index}: weight_map is {str(shards)[:80]}, expected the file of each array")
+        for name in set(shards.values()):
+            if not name.endswith(".safetensors"):
+                raise ValueError(f"{index}: weight_map has {name[:80]!r}, expected names of safetensors files")
         return shards
 
     def dtype(self, name: str) -> str:
@@ -93,6 +97,7 @@ class WeightFiles:
 
 def _open(path: pathlib.Path) -> Any:
     try:
+        open_regular(path).close()
         return safetensors.safe_open(path, framework="np")
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file") from None
@@ -151,12 +156,15 @@ def write_arrays(
 
 
 def other_files(folder: pathlib.Path) -> Iterable[pathlib.Path]:
-    """A folder's files except its weights and their index: configuration, tokenizer, licence."""
-    return (
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json")
-    )
+    """A folder's files except its weights and their index: configuration, tokenizer, licence.
+
+    Raises:
+        ValueError: one of them is a link that leads out of the folder.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json"):
+            expect_within(folder, path)
+            yield path
 
 
 def replace_folder(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:

@@ -6,7 +6,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rnnlib import files
 from rnnlib.fields import PositiveInteger, check_value
+from rnnlib.files import expect_within
+from rnnlib.models.weights import Held
 
 # Keys ignored in every family: names, classes, dtypes, token ids, options of generation. None changes a logit.
 _NAMES = """
@@ -28,15 +31,17 @@ _WITHOUT_EFFECT = frozenset(_NAMES.split())
 class ConfigKeys:
     """The keys of a config.json, with a record of the keys that were read."""
 
-    def __init__(self, values: Mapping[str, Any], where: str, ignored: Sequence[str] = ()):
+    def __init__(self, values: Mapping[str, Any], where: str, ignored: Sequence[str] = (), *, held: Held | None = None):
         """Wraps keys.
 
         Args:
             values: the keys.
             where: the file's name, for error messages.
             ignored: keys that may stay unread, in this object and in nested ones.
+            held: what the weight files hold; None where there are none.
         """
         self.values = values
+        self.held = held
         self.where = where
         self.ignored = ignored
         left = {name for name, value in values.items() if not name.startswith("_")}
@@ -55,7 +60,7 @@ class ConfigKeys:
             default: the value of a missing key; `...` if the key is required.
 
         Raises:
-            ValueError: the key is missing, or its value is not of the type.
+            ValueError: the key is missing, or its value is not of the type, or more than the weight files hold.
         """
         self._left.discard(name)
         if name not in self.values and default is not ...:
@@ -64,6 +69,8 @@ class ConfigKeys:
             raise ValueError(f"{self.where}: {name} is missing")
         value = self.values[name]
         check_value(self.where, name, value, annotation)
+        if self.held is not None:
+            self.held.expect(self.where, name, value)
         return value
 
     def size(self, name: str, default: Any = ...) -> Any:
@@ -109,7 +116,7 @@ class ConfigKeys:
 
     def nested(self, name: str, values: Mapping[str, Any]) -> "ConfigKeys":
         """The keys of an object that belongs to key `name`. `finish` refuses its unread keys with this object's."""
-        inner = ConfigKeys(values, f"{self.where}: {name}", self.ignored)
+        inner = ConfigKeys(values, f"{self.where}: {name}", self.ignored, held=self.held)
         self._nested.append(inner)
         return inner
 
@@ -142,14 +149,15 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Reads a JSON object from a file; both spellings of infinity become a float.
 
     Raises:
-        ValueError: the file is missing or does not contain a JSON object.
+        ValueError: the file is missing, a link that leads out of its folder, or does not contain a JSON object.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
+        expect_within(path.parent, path)
+        values = files.read_json(path, object_hook=_number)
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file") from None
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: expected JSON ({error})") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, not a {type(values).__name__}")
     return values
@@ -174,4 +182,4 @@ def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:
             return [spelled(entry) for entry in value]
         return value
 
-    path.write_text(json.dumps(spelled(values), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    files.write_atomically(path, (json.dumps(spelled(values), indent=2, sort_keys=True) + "\n").encode())

@@ -15,13 +15,14 @@ from rnnlib.hub.computation import difference
 from rnnlib.hub.families import FAMILIES, family_of
 from rnnlib.hub.files import INDEX, WeightFiles, other_files, replace_folder, shard_names, write_arrays
 from rnnlib.hub.keys import ConfigKeys, read_json, write_json
-from rnnlib.hub.special_tokens import TEMPLATES, TOKENIZER, TOKENIZER_CONFIG, folder_tokenizer
+from rnnlib.hub.special_tokens import TOKENIZER, TOKENIZER_CONFIG, copy_templates, folder_tokenizer
 from rnnlib.hub.table import SAVED, Family, Match, match_rows, stored_twice
 from rnnlib.models.config import DtypeName, ModelConfig
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.mixers import ATTENTION
 from rnnlib.models.summary import abstract_model
 from rnnlib.models.variables import assign_values, values_by_path
+from rnnlib.models.weights import Held
 from rnnlib.tokenizers import FileTokenizer, Tokenizer
 
 CONFIG = "config.json"
@@ -106,14 +107,13 @@ def load_pretrained(
 
     model = abstract_model(config)
     variables = values_by_path(model, SAVED)
-    if len(variables) != len(jax.tree.leaves(nnx.state(model))):
-        model = DecoderLM(config, rngs=nnx.Rngs(0))  # creates constants and random streams, which files lack
-        variables = values_by_path(model, SAVED)
     try:
         matches = match_rows(family, model, files.shapes)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     _check(family, files, matches, variables)
+    if len(variables) != len(jax.tree.leaves(nnx.state(model))):
+        model = DecoderLM(config, rngs=nnx.Rngs(0))  # creates constants and random streams, which files lack
 
     read: dict[str, jax.Array] = {}
     for match in matches:
@@ -164,8 +164,9 @@ def _read_folder(
         raise ValueError(f"{folder}: there is no such folder, expected one with {CONFIG} and safetensors files")
     values = read_json(folder / CONFIG)
     family = family_of(values, str(folder / CONFIG))
-    config = read_config(family, values, str(folder / CONFIG), ignore_keys)
     files = WeightFiles(folder)
+    held = Held.of(files.shapes.values())
+    config = read_config(family, values, str(folder / CONFIG), ignore_keys, held=held)
     untied = _has_head_of_its_own(family, config, files)
     stored = _stored_dtype(values, files)
     config = config.replace(dtype=stored, param_dtype=stored, tie_embeddings=config.tie_embeddings and not untied)
@@ -199,6 +200,7 @@ def _are_equal(files: WeightFiles, name: str, other: str) -> bool:
         return False
     a, b = files.read(name), files.read(other)
     common = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
+    a, b = np.atleast_1d(a), np.atleast_1d(b)
     rows = range(0, len(a), 4096)  # a part at a time: the copies in a common dtype stay small
     return all(np.array_equal(a[i : i + 4096].astype(common), b[i : i + 4096].astype(common)) for i in rows)
 
@@ -245,7 +247,9 @@ def save_pretrained(
     replace_folder(target, lambda staged: _write_new(staged, model, known, values, tokenizer))
 
 
-def read_config(family: Family, values: Mapping[str, Any], where: str, ignored: Sequence[str] = ()) -> ModelConfig:
+def read_config(
+    family: Family, values: Mapping[str, Any], where: str, ignored: Sequence[str] = (), *, held: Held | None = None
+) -> ModelConfig:
     """The model's configuration from config.json. Unknown keys are rejected.
 
     Args:
@@ -253,15 +257,16 @@ def read_config(family: Family, values: Mapping[str, Any], where: str, ignored: 
         values: the keys of the file.
         where: the file's name, for error messages.
         ignored: keys that may be unknown.
+        held: what the weight files hold, for which no size may be too large; None where there are none.
 
     Raises:
         ValueError: a key is missing, unknown or has an unsupported value.
     """
-    keys = ConfigKeys(values, where, ignored)
+    keys = ConfigKeys(values, where, ignored, held=held)
     try:
         config = family.read(keys)
         abstract_model(config)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from None
     keys.finish()
     return config
@@ -280,8 +285,7 @@ def _write_back(staged: pathlib.Path, model: DecoderLM, source: Source, family: 
     write_arrays(staged, source.shards, arrays_of, index=source.folder / INDEX)
     for path in other_files(source.folder):
         shutil.copyfile(path, staged / path.name)
-    if (source.folder / TEMPLATES).is_dir():
-        shutil.copytree(source.folder / TEMPLATES, staged / TEMPLATES)
+    copy_templates(source.folder, staged)
 
 
 def _write_new(

@@ -6,12 +6,13 @@ generation_config.json, or else in config.json.
 """
 
 import pathlib
-import shutil
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rnnlib.extras import from_extra
+from rnnlib.files import MAX_JSON_BYTES, expect_within, read_bytes, write_atomically
 from rnnlib.hub.keys import read_json, write_json
+from rnnlib.tokenizer_bounds import MAX_TOKENS
 from rnnlib.tokenizers import FileTokenizer, read_backend
 
 with from_extra("hub", "rnnlib.hub"):
@@ -60,6 +61,7 @@ def folder_tokenizer(folder: pathlib.Path) -> FileTokenizer | None:
     path = folder / TOKENIZER
     if not path.exists():
         return None
+    expect_within(folder, path)
     backend = read_backend(path)
     named = _named_tokens(folder)
     backend.add_tokens(_added_tokens(folder, named, backend))
@@ -74,16 +76,34 @@ def end_token(folder: pathlib.Path, backend: tokenizers.Tokenizer) -> str | None
 
 
 def copy_tokenizer_files(folder: pathlib.Path, target: pathlib.Path) -> None:
-    """Copies what says how to use a folder's tokenizer into another folder, which may have another config.json."""
-    for path in (folder / name for name in (TOKENIZER_CONFIG, *_BESIDE)):
-        if path.is_file():
-            shutil.copyfile(path, target / path.name)
-    if (folder / TEMPLATES).is_dir():
-        shutil.copytree(folder / TEMPLATES, target / TEMPLATES, dirs_exist_ok=True)
+    """Copies what says how to use a folder's tokenizer into another folder, which may have another config.json.
+
+    What has these names in the other folder is replaced, and not written through where it is a link.
+
+    Raises:
+        ValueError: a file is a link that leads out of its folder, or is too large.
+    """
+    _copy([folder / name for name in (TOKENIZER_CONFIG, *_BESIDE)], folder, target)
+    copy_templates(folder, target)
     ends = end_tokens(folder)
     if ends and end_tokens(target) != ends:  # they are in config.json
         values = _read(folder / GENERATION_CONFIG) | {"eos_token_id": list(ends)}
         write_json(target / GENERATION_CONFIG, values)
+
+
+def copy_templates(folder: pathlib.Path, target: pathlib.Path) -> None:
+    """Copies a folder's additional chat templates into another folder; errors as in `copy_tokenizer_files`."""
+    _copy(sorted((folder / TEMPLATES).glob("*.jinja")), folder, target)
+
+
+def _copy(paths: Iterable[pathlib.Path], folder: pathlib.Path, target: pathlib.Path) -> None:
+    for path in paths:
+        if path.is_file():
+            expect_within(folder, path)
+            copy = target / path.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            expect_within(target, copy.parent)
+            write_atomically(copy, read_bytes(path, at_most=MAX_JSON_BYTES))
 
 
 def _named_tokens(folder: pathlib.Path) -> dict[str, tokenizers.AddedToken]:
@@ -128,6 +148,8 @@ def _added_tokens(
         if str(token.content) not in given:
             given.add(str(token.content))
             tokens.append(token)
+    if len(tokens) > MAX_TOKENS:
+        raise ValueError(f"{folder}: its files name {len(tokens):,} tokens, expected at most {MAX_TOKENS:,}")
     return tokens
 
 

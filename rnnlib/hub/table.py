@@ -268,6 +268,8 @@ def _full_rows(
                     name = prefix + name.removeprefix(family.prefixes[0])
                 if "*" in name:
                     entries = variables[ours[0]].shape[0] if ours[0] in variables else 0
+                    if names is not None:
+                        entries = min(entries, len(names) + 1)  # one of so many is missing
                     theirs += [name.replace("*", str(i)) for i in range(entries)]
                 else:
                     theirs.append(name)

@@ -18,6 +18,9 @@ DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 # Where the norms of a block stand: before mixer and feed-forward, or behind them.
 NormPosition = Literal["input", "output"]
 
+# Each layer of a model, even of one without values, is made by Python in a hundredth of a second or more.
+MAX_LAYERS = 1024
+
 # Options of one mixer, or options of several by the mixers' names, in a form that can be hashed.
 FrozenOptions = tuple[tuple[str, Any], ...]
 
@@ -89,7 +92,7 @@ class ModelConfig:
 
     vocabulary_size: PositiveInteger = 256
     width: PositiveInteger = 256
-    num_layers: PositiveInteger = 4
+    num_layers: Annotated[int, Range(at_least=1, at_most=MAX_LAYERS)] = 4
     num_heads: PositiveInteger = 4
     mixers: tuple[str, ...] = ("gated_deltanet",)
     mixer_overrides: Any = ()

@@ -4,10 +4,11 @@
 """
 
 import json
+import math
 import os
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from rnnlib.extras import from_extra
+from rnnlib.files import open_regular, parse_json
 from rnnlib.models.config import ModelConfig
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.summary import abstract_model
@@ -23,7 +25,37 @@ from rnnlib.models.variables import assign_values, values_by_path
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32"}
 _NAMES = {code: name for name, code in _DTYPES.items()}
 _CONFIG_KEY = "rnnlib.model_config"
+_NUMBERS_OF_LAYERS = ("num_layers", "num_hidden_layers")
 _SAVED = nnx.Not(nnx.RngState)
+
+
+class Held(NamedTuple):
+    """What weight files hold, to which a configuration's sizes are compared before a model of them is built.
+
+    Attributes:
+        arrays: how many arrays; a layer has one at least.
+        numbers: how many numbers, all arrays together; no axis of an array is longer.
+    """
+
+    arrays: int
+    numbers: int
+
+    @classmethod
+    def of(cls, shapes: Iterable[Sequence[int]]) -> "Held":
+        """What files of arrays with these shapes hold."""
+        sizes = [math.prod(shape) for shape in shapes]
+        return cls(len(sizes), sum(sizes))
+
+    def expect(self, where: str, name: str, value: Any) -> None:
+        """ValueError if a setting is an integer larger than the files can serve; a mapping's entries count too."""
+        if isinstance(value, Mapping):
+            for key, entry in value.items():
+                self.expect(where, f"{name}.{key}", entry)
+        # Some settings are no axes of arrays, such as a window. Up to 2^20 none of them costs time or memory.
+        limit = self.arrays if name in _NUMBERS_OF_LAYERS else max(self.numbers, 2**20)
+        if isinstance(value, int) and value > limit:
+            what = f"{self.arrays:,} arrays with {self.numbers:,} numbers"
+            raise ValueError(f"{where}: {name} is {value}, expected what the weight files serve: they have {what}")
 
 
 def save_weights(model: DecoderLM, path: str | os.PathLike[str]) -> None:
@@ -83,17 +115,22 @@ def load_weights(path: str | os.PathLike[str]) -> DecoderLM:
         import safetensors
     name = os.fspath(path)
     try:
+        open_regular(path).close()
         file = safetensors.safe_open(path, framework="np")
-        config = ModelConfig.from_dict(json.loads((file.metadata() or {})[_CONFIG_KEY]))
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        fields = parse_json((file.metadata() or {})[_CONFIG_KEY], "its configuration")
+        held = Held.of(x.get_shape() for x in slices.values())
+        for key, value in fields.items():
+            held.expect("its configuration", key, value)
+        config = ModelConfig.from_dict(fields)
     except (safetensors.SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{name}: expected a whole safetensors file that save_weights wrote ({error})") from error
     model = abstract_model(config)
-    if len(values_by_path(model, _SAVED)) != len(jax.tree.leaves(nnx.state(model))):
-        model = DecoderLM(config, rngs=nnx.Rngs(0))  # what the file does not hold is built: streams, constants
     wanted = values_by_path(model, _SAVED)
-    slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
     found = {key: _kind(_NAMES.get(x.get_dtype(), x.get_dtype()), x.get_shape()) for key, x in slices.items()}
     _check_arrays(f"{name}: its arrays", found, _kinds(wanted))
+    if len(wanted) != len(jax.tree.leaves(nnx.state(model))):
+        model = DecoderLM(config, rngs=nnx.Rngs(0))  # what the file does not hold is built: streams, constants
     assign_values(model, _SAVED, {key: jnp.asarray(file.get_tensor(key)) for key in wanted})
     return model
 

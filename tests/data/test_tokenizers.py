@@ -1,6 +1,9 @@
 """Tokenizers: text comes back, bytes are counted, files are whole or absent."""
 
+import base64
+import json
 import re
+import struct
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from rnnlib import tokenizer_bounds
 from rnnlib.data import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from rnnlib.tokenizers import END_OF_DOCUMENT
 
@@ -101,3 +105,73 @@ def test_errors(tmp_path):
         load_tokenizer(tmp_path / "x.json")
     with pytest.raises(ValueError, match=r"vocabulary_size must be at least 257.*got 10"):
         train_tokenizer(TEXTS, vocabulary_size=10)
+
+
+def _nested(growths):
+    return {
+        "type": "Sequence",
+        "normalizers": [{"type": "Replace", "pattern": {"Regex": "a"}, "content": "a" * count} for count in growths],
+    }
+
+
+def _charsmap(longest):
+    return base64.b64encode(struct.pack("<I", 4) + b"trie" + b"x\0" + b"a" * longest + b"\0").decode()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model": {"type": "WordLevel", "vocab": {"a": 4 * 10**9}}},
+            r"token 'a' is 4000000000, expected below 64",
+        ),
+        ({"added_tokens": [{"content": "x", "id": 2**31}]}, r"token 'x' is 2147483648, expected below"),
+        ({"model": {"vocab": dict.fromkeys(map(str, range(65)), 1)}}, r"vocab has 65 entries, expected"),
+        ({"model": {"vocab": [["a", 0.0]] * (65)}}, r"vocab has 65 entries, expected"),
+        ({"model": {"vocab": {}, "merges": ["a b"] * (65)}}, r"merges has 65 entries, expected"),
+        ({"normalizer": _nested([100, 100])}, r"its normalizer may make a text more than 1024 times as long"),
+        ({"decoder": {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 2000}}, r"its decoder may make"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": _charsmap(5000)}}, r"its normalizer may make"),
+        ({"model": []}, r"not a tokenizers JSON file"),
+    ],
+)
+def test_files_that_would_cost_far_more_than_published_ones_are_refused(tmp_path, monkeypatch, change, message):
+    monkeypatch.setattr(tokenizer_bounds, "MAX_TOKENS", 64)
+    path = tmp_path / "words.json"
+    _word_tokenizer().save(str(path))
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=rf"words\.json: .*{message}") as error:
+        load_tokenizer(path)
+    assert len(str(error.value)) < 500 and "\n" not in str(error.value)
+
+
+def test_replacements_of_published_tokenizers_are_served(tmp_path):
+    path = tmp_path / "words.json"
+    _word_tokenizer().save(str(path))
+    steps = [
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"},
+        {"type": "Replace", "pattern": {"Regex": "x"}, "content": ""},
+        {"type": "Prepend", "prepend": "▁"},
+    ]
+    changed = json.loads(path.read_text()) | {"normalizer": {"type": "Sequence", "normalizers": steps}}
+    path.write_text(json.dumps(changed))
+    assert load_tokenizer(path).encode("a") == [1]
+
+
+@pytest.mark.timeout(60)
+def test_what_the_package_raises_while_it_encodes_is_one_line(tmp_path):
+    path = tmp_path / "words.json"
+    _word_tokenizer().save(str(path))
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps(whole | {"model": whole["model"] | {"unk_token": "missing"}}))
+    tokenizer = load_tokenizer(path)
+    for encode in (tokenizer.encode, tokenizer.encode_marked, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(ValueError, match=r"the tokenizer cannot encode this text \(.*UNK"):
+            encode("unknown")
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    path.write_text(json.dumps(whole | {"pre_tokenizer": split}))
+    tokenizer = load_tokenizer(path)
+    with pytest.raises(ValueError, match=r"the tokenizer cannot encode this text \(.*retry-limit"):
+        tokenizer.encode("a" * 40 + "b")
+    assert tokenizer.encode("b") == [0]
