@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,16 +68,22 @@ def run(argv: Sequence[str]) -> int:
         if "paths" not in given:
             flag = f"--data.{name.replace('_', '-')} {given[name]}"
             raise CommandError(f"{flag} needs --data.paths, the files to evaluate on")
-    from rnnlib.data import DataConfig, make_dataset
+    from rnnlib.data import DamagedTokensError, DataConfig, make_dataset
+    from rnnlib.models.variables import array_that_is_not_finite
     from rnnlib.training import evaluate, load_model, spread_batches
 
     with input_errors():
         loaded = load_model(arguments.folder, tokenizer=arguments.tokenizer)
         trained_on = DataConfig() if loaded.run is None else loaded.run.config.data
         dataset = make_dataset(_data(given, trained_on), split="validation", tokenizer=loaded.tokenizer)
-    result = evaluate(
-        loaded.model, spread_batches(dataset, arguments.batches), token_bytes=loaded.tokenizer.token_bytes
-    )
+    try:
+        result = evaluate(
+            loaded.model, spread_batches(dataset, arguments.batches), token_bytes=loaded.tokenizer.token_bytes
+        )
+    except DamagedTokensError as error:
+        raise CommandError(str(error), exit_code=1) from error
+    if not math.isfinite(result.loss) and (path := array_that_is_not_finite(loaded.model)) is not None:
+        raise CommandError(f"{arguments.folder}: the loss is {result.loss}, for {path} is not finite", exit_code=1)
     if arguments.json:
         trained = {} if loaded.run is None else {"step": loaded.run.step, "trained_tokens": loaded.run.tokens}
         print(json.dumps(trained | dataclasses.asdict(result)))

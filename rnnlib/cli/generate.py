@@ -80,6 +80,7 @@ def print_continuation(
     """
     from rnnlib.fields import PositiveInteger, check_value
     from rnnlib.models import Decoder, NaNLogitsError
+    from rnnlib.models.variables import array_that_is_not_finite
 
     ids = list(tokenizer.encode(prompt)) if prompt_tokens is None else list(prompt_tokens)
     with input_errors():
@@ -110,7 +111,9 @@ def print_continuation(
             sys.stdout.flush()
             shown = max(shown, len(whole))
     except NaNLogitsError as error:
-        raise CommandError(str(error), exit_code=1) from error
+        path = array_that_is_not_finite(model)
+        where = "" if path is None else f" ({path} is not)"
+        raise CommandError(f"{error}{where}", exit_code=1) from error
     sys.stdout.write("\n")
     sys.stdout.flush()
 

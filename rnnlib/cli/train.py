@@ -19,7 +19,9 @@ from rnnlib.cli.arguments import parse, take_option
 from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_programs
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.cli.program import command_line
+from rnnlib.data import DamagedTokensError
 from rnnlib.models import ModelConfig, model_preset
+from rnnlib.models.variables import array_that_is_not_finite
 from rnnlib.training import (
     CheckpointError,
     DistributedConfig,
@@ -144,7 +146,10 @@ def _initial(arguments: TrainArguments) -> LoadedModel | None:
     is_own = named == str(split_step(arguments.init)[0] / "tokenizer.json") or (
         named == "byte" and is_run(arguments.init)
     )
-    return load_model(arguments.init, param_dtype="float32", tokenizer=None if is_own else named)
+    loaded = load_model(arguments.init, param_dtype="float32", tokenizer=None if is_own else named)
+    if (path := array_that_is_not_finite(loaded.model)) is not None:
+        raise CommandError(f"--init {arguments.init}: {path} is not finite, expected weights that can be trained")
+    return loaded
 
 
 def _yaml(name: str, text: str) -> Any:
@@ -271,7 +276,7 @@ def _train(arguments: TrainArguments) -> int:
         result = trainer.run()
     except NonFiniteLossError as error:
         raise CommandError(str(error), exit_code=1) from error
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, DamagedTokensError, OSError) as error:
         hint = f"; continue with {command_line('train', '--run', folder, '--resume')}" if folder.exists() else ""
         raise CommandError(f"stopped at step {trainer.step}: {error}{hint}", exit_code=1) from error
     except jax.errors.JaxRuntimeError as error:

@@ -4,7 +4,7 @@ from rnnlib.extras import from_extra
 
 with from_extra("train", "rnnlib.data"):
     from rnnlib.data.config import DataConfig, SourceName, Split
-    from rnnlib.data.corpus import TokenCorpus, load_corpus
+    from rnnlib.data.corpus import DamagedTokensError, TokenCorpus, load_corpus
     from rnnlib.data.packing import PackedDocuments
     from rnnlib.data.pipeline import Batch, BatchDataset, BatchIterator, make_dataset
     from rnnlib.data.sources import iterate_documents
@@ -15,6 +15,7 @@ __all__ = [
     "BatchDataset",
     "BatchIterator",
     "ByteTokenizer",
+    "DamagedTokensError",
     "DataConfig",
     "FileTokenizer",
     "PackedDocuments",

@@ -15,11 +15,15 @@ from jaxtyping import Int64
 from rnnlib.data.config import DataConfig, Split, check_split
 from rnnlib.data.mixture import mixture
 from rnnlib.data.sources import iterate_documents, resolved_split, source_fingerprint
-from rnnlib.files import naming
+from rnnlib.files import naming, open_regular, read_json
 from rnnlib.tokenizers import Tokenizer, without_surrogates
 
 _BATCH_CHARACTERS = 4_000_000  # documents are tokenized in batches of about so many characters
-_FORMAT = 2
+_FORMAT = 3
+
+
+class DamagedTokensError(ValueError):
+    """A token cache that holds what no tokenizer wrote."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +37,7 @@ class TokenCorpus:
         end_of_document: the id that leads each document.
         text_bytes: bytes of UTF-8 text.
         fingerprint: hash of tokens and starts; equal corpora have equal fingerprints.
+        vocabulary_size: what all tokens are below; None if it is not known.
     """
 
     tokens: np.ndarray
@@ -40,6 +45,26 @@ class TokenCorpus:
     end_of_document: int
     text_bytes: int
     fingerprint: str
+    vocabulary_size: int | None = None
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens from one place to another.
+
+        Raises:
+            DamagedTokensError: one of them is not in the vocabulary. A model would read it as NaN.
+        """
+        tokens = self.tokens[start:stop]
+        if (
+            self.vocabulary_size is not None
+            and tokens.size
+            and not 0 <= tokens.min() <= tokens.max() < self.vocabulary_size
+        ):
+            where = os.path.dirname(self.tokens.filename) if isinstance(self.tokens, np.memmap) else "the corpus"
+            raise DamagedTokensError(
+                f"{where}: damaged tokens, from {tokens.min()} to {tokens.max()} at {start}, expected 0 to "
+                f"{self.vocabulary_size - 1}: delete the folder"
+            )
+        return tokens
 
     @property
     def num_documents(self) -> int:
@@ -90,6 +115,7 @@ class TokenCorpus:
             end_of_document=tokenizer.end_of_document,
             text_bytes=text_bytes,
             fingerprint=hasher.hexdigest(),
+            vocabulary_size=tokenizer.vocabulary_size,
         )
         if folder:
             np.save(os.path.join(folder, "starts.npy"), starts)
@@ -97,6 +123,7 @@ class TokenCorpus:
                 "end_of_document": corpus.end_of_document,
                 "text_bytes": text_bytes,
                 "fingerprint": corpus.fingerprint,
+                "vocabulary_size": corpus.vocabulary_size,
                 "dtype": dtype.name,
             }
             with open(os.path.join(folder, "corpus.json"), "w", encoding="utf-8") as out:
@@ -112,13 +139,17 @@ class TokenCorpus:
             ValueError: the folder's files are not those that were written, or not whole.
         """
         try:
-            with open(os.path.join(folder, "corpus.json"), encoding="utf-8") as file:
-                meta = json.load(file)
-            dtype = meta.pop("dtype")
-            starts = np.load(os.path.join(folder, "starts.npy"))
+            meta = read_json(os.path.join(folder, "corpus.json"))
+            dtype = {"uint16": np.uint16, "int32": np.int32}[meta.pop("dtype")]
+            for name in ("starts.npy", "tokens.bin"):
+                open_regular(os.path.join(folder, name)).close()
+            # Through a map, whose shape is compared with the file's size, and into memory.
+            starts = np.array(np.load(os.path.join(folder, "starts.npy"), mmap_mode="r"))
+            if starts.dtype != np.int64 or starts.ndim != 1 or starts[0] != 0 or not (np.diff(starts) > 0).all():
+                raise ValueError(f"starts.npy has {starts.dtype}{list(starts.shape)} in no order")
             tokens = np.memmap(os.path.join(folder, "tokens.bin"), dtype=dtype, mode="r")
             corpus = cls(tokens=tokens, starts=starts, **meta)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{folder}: damaged tokens ({error}), expected them as written: delete the folder"
             ) from error

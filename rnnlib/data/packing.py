@@ -95,7 +95,7 @@ class PackedDocuments(grain.MapDataset[Row]):
                 stop = int(self._corpus.starts[document + 1])
                 count = min(left, length - filled)
                 # One token more than the inputs: the target of the last one, when the document goes on.
-                taken = self._corpus.tokens[stop - left : min(stop - left + count + 1, stop)]
+                taken = self._corpus.read(stop - left, min(stop - left + count + 1, stop))
                 stream[filled : filled + len(taken)] = taken
                 segment += 1
                 segment_ids[filled : filled + count] = segment

@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from rnnlib.data.config import DataConfig, Split, SplitBy, check_split
+from rnnlib.files import open_regular, read_bytes
 from rnnlib.tokenizers import without_surrogates
 
 _PYTHON_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
@@ -22,6 +23,9 @@ _PYTHON_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
 _PYTHON_MAX_FILE_BYTES = 262_144
 _PYTHON_MIN_FILE_BYTES = 256
 _FEW_FILES = 100  # of fewer text files the validation split is their ends: a share of so few may be none of them
+# A document is held in memory a few times over while it is decoded and tokenized.
+_MAX_FILE_BYTES = 2**32
+_MAX_LINE_BYTES = 2**27
 
 
 class _Undecodable(NamedTuple):
@@ -104,7 +108,10 @@ def expand_paths(patterns: tuple[str, ...]) -> list[str]:
         matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if os.path.isdir(pattern):
             raise ValueError(f"paths: {pattern!r} is a folder; name its files, as in '{pattern.rstrip('/')}/**/*.txt'")
+        found = bool(matches)
         matches = [match for match in matches if os.path.isfile(match)]
+        if found and not matches and not glob.has_magic(pattern):
+            raise ValueError(f"paths: {pattern!r} is no regular file")
         if not matches:
             is_pattern = glob.has_magic(pattern)
             raise ValueError(f"paths: {'no file matches' if is_pattern else 'there is no file'} {pattern!r}")
@@ -213,10 +220,10 @@ def _named_errors(
 
 
 def _read_text(config: DataConfig, path: str) -> Iterator[str | _Undecodable]:
-    with open(path, "rb") as file:
-        # Some editors begin UTF-8 files with a byte order mark, which is no text.
-        text = _decode(config, path, file.read())
-        yield text if isinstance(text, _Undecodable) else text.removeprefix("\ufeff")
+    content = read_bytes(path, at_most=_MAX_FILE_BYTES)
+    # Some editors begin UTF-8 files with a byte order mark, which is no text.
+    text = _decode(config, path, content)
+    yield text if isinstance(text, _Undecodable) else text.removeprefix("\ufeff")
 
 
 def _decode(config: DataConfig, path: str, content: bytes, line: int | None = None) -> str | _Undecodable:
@@ -235,9 +242,13 @@ def _decode(config: DataConfig, path: str, content: bytes, line: int | None = No
 
 
 def _read_json_lines(config: DataConfig, path: str) -> Iterator[str | _Undecodable]:
-    opener = gzip.open if path.endswith(".gz") else open
-    with opener(path, "rb") as file:
-        for number, content in enumerate(file, start=1):
+    with open_regular(path) as stored, gzip.open(stored) if path.endswith(".gz") else stored as file:
+        number = 0
+        # A few bytes of gzip may unpack to gigabytes in one line.
+        while content := file.readline(_MAX_LINE_BYTES + 1):
+            number += 1
+            if len(content) > _MAX_LINE_BYTES:
+                raise ValueError(f"{path}, line {number}: expected at most {_MAX_LINE_BYTES:,} bytes a line")
             line = _decode(config, path, content, number)
             if isinstance(line, _Undecodable):
                 yield line
@@ -248,8 +259,11 @@ def _read_json_lines(config: DataConfig, path: str) -> Iterator[str | _Undecodab
 def _json_text(config: DataConfig, path: str, number: int, line: str) -> str:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
+    except RecursionError:
+        raise ValueError(f"{path}, line {number}: not JSON (it is nested too deeply)") from None
+    except ValueError as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(f"{path}, line {number}: not JSON ({reason})") from error
     if not isinstance(record, dict) or config.text_field not in record:
         has = f"has the fields {sorted(record)}" if isinstance(record, dict) else f"is a {type(record).__name__}"
         raise ValueError(f"{path}, line {number}: no field {config.text_field!r} (text_field); it {has}")
@@ -260,14 +274,26 @@ def _json_text(config: DataConfig, path: str, number: int, line: str) -> str:
 
 
 def _read_parquet(config: DataConfig, path: str) -> Iterator[str | _Undecodable]:
-    with pyarrow.parquet.ParquetFile(path) as file:
+    # As a dictionary of the texts that differ: a page of one text a million times is not unpacked.
+    with (
+        open_regular(path) as stored,
+        pyarrow.parquet.ParquetFile(stored, read_dictionary=[config.text_field]) as file,
+    ):
         names = file.schema_arrow.names
         if config.text_field not in names:
             raise ValueError(f"{path}: no column {config.text_field!r} (text_field); it has the columns {names}")
         kind = file.schema_arrow.field(config.text_field).type
+        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
             raise ValueError(f"{path}: column {config.text_field!r} holds {kind}, not text")
-        # A row group at a time, so that memory does not grow with the file.
-        for batch in file.iter_batches(batch_size=1024, columns=[config.text_field]):
-            for text in batch.column(0).to_pylist():
-                yield text or ""
+        # Some rows at a time, so that memory does not grow with the file.
+        for batch in file.iter_batches(batch_size=_rows_at_once(file), columns=[config.text_field]):
+            for text in batch.column(0):
+                yield text.as_py() or ""
+
+
+def _rows_at_once(file: pyarrow.parquet.ParquetFile) -> int:
+    """So many rows that they take about 16 MiB, by what the file says of its largest row group; at most 1024."""
+    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    largest = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
+    return int(max(1, min(1024, 2**24 / max(1, largest))))

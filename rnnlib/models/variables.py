@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 
 
@@ -19,6 +20,16 @@ def assign_values(module: nnx.Module, kind: Any, values: Mapping[str, Any]) -> N
     variables = _by_path(module, kind)
     given = [(variables[path][0], variables[path][1].replace(value)) for path, value in values.items()]
     nnx.update(module, nnx.from_flat_state(given))
+
+
+def array_that_is_not_finite(module: nnx.Module) -> str | None:
+    """The path of the first parameter that holds NaN, or else of the first that holds an infinity; None without any."""
+    values = values_by_path(module, nnx.Param)
+    for is_wrong in (jnp.isnan, jnp.isinf):
+        for path, value in values.items():
+            if jnp.issubdtype(value.dtype, jnp.floating) and bool(is_wrong(value).any()):
+                return path
+    return None
 
 
 def _by_path(module: nnx.Module, kind: Any) -> dict[str, tuple[tuple[Any, ...], nnx.Variable]]:

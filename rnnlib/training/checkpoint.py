@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from rnnlib.files import parse_json
 from rnnlib.training.orbax_errors import quiet_background_threads, reason_in_one_line, reasons_of_damage
 from rnnlib.training.step import TrainState
 
@@ -92,14 +93,18 @@ def from_host(template: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         stored = arrays[name]
         if _is_key(value):
             return _wrap_key(stored, value.dtype)
-        if stored.shape != value.shape or stored.dtype != value.dtype:
-            raise CheckpointError(
-                f"the checkpoint's {name} is {stored.dtype}{list(stored.shape)}, "
-                f"but the model's is {value.dtype}{list(value.shape)}"
-            )
+        _expect_fit(name, stored, value)
         return stored
 
     return jax.tree_util.tree_map_with_path(rebuild, template)
+
+
+def _expect_fit(name: str, stored: Any, value: Any) -> None:
+    if tuple(stored.shape) != tuple(value.shape) or stored.dtype != value.dtype:
+        raise CheckpointError(
+            f"the checkpoint's {name} is {stored.dtype}{list(stored.shape)}, "
+            f"but the model's is {value.dtype}{list(value.shape)}"
+        )
 
 
 def _split(state: TrainState) -> dict[str, Any]:
@@ -240,9 +245,9 @@ class Checkpoints:
         targets: dict[str, Any] = {}
         for part in () if shardings is None else _split(shardings).values():
             targets |= {_name(path): sharding for path, sharding in jax.tree_util.tree_leaves_with_path(part)}
-        loaded = self._load(*parts, "progress", targets=targets)
+        loaded = self._load(*parts, "progress", targets=targets, wanted=parts)
         restored = {name: from_host(part, loaded[name]) for name, part in parts.items()}
-        progress = Progress(**json.loads(bytes(loaded["progress"]["json"])))
+        progress = self._progress(loaded)
         return (TrainState(**restored["model"], **restored["optimizer"]), progress)
 
     def restore_model(
@@ -262,12 +267,21 @@ class Checkpoints:
         elif step is not None and step not in self.steps:
             there = ", ".join(map(str, self.steps)) or "none"
             raise CheckpointError(f"{self.folder} holds no checkpoint of step {step}, expected one of: {there}")
-        loaded = self._load("model", "progress", step=step)
-        model = from_host({"parameters": parameters, "other": other}, loaded["model"])
-        return model["parameters"], model["other"], Progress(**json.loads(bytes(loaded["progress"]["json"])))
+        wanted = {"parameters": parameters, "other": other}
+        loaded = self._load("model", "progress", wanted={"model": wanted}, step=step)
+        model = from_host(wanted, loaded["model"])
+        return model["parameters"], model["other"], self._progress(loaded)
+
+    def _progress(self, loaded: Mapping[str, Any]) -> Progress:
+        with self._named_error(f"a checkpoint in {self.folder} cannot be read"):
+            return Progress(**parse_json(bytes(loaded["progress"]["json"]), "progress"))
 
     def _load(
-        self, *names: str, targets: Mapping[str, Any] = types.MappingProxyType({}), step: int | None = None
+        self,
+        *names: str,
+        targets: Mapping[str, Any] = types.MappingProxyType({}),
+        wanted: Mapping[str, Any] = types.MappingProxyType({}),
+        step: int | None = None,
     ) -> dict[str, Any]:
         step = self.latest_step if step is None else step
         if step is None:
@@ -280,6 +294,10 @@ class Checkpoints:
             for name in names:
                 if saved.get(name) is None:
                     raise ValueError(reasons.get(name, f"it has no part {name!r}"))
+                # Before anything of that size is allocated.
+                for path, value in jax.tree_util.tree_leaves_with_path(wanted.get(name, {})):
+                    if (found := saved[name].get(_name(path))) is not None and not _is_key(value):
+                        _expect_fit(_name(path), found, value)
 
             def template(name: str) -> dict[str, Any]:
                 def of(key: str, found: Any) -> Any:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rnnlib.files import naming, write_atomically
+from rnnlib.files import naming, open_regular, write_atomically
 
 Row = Mapping[str, int | float]
 
@@ -31,17 +31,27 @@ def read_csv(path: str | os.PathLike) -> list[dict[str, float]]:
 
     Args:
         path: the file; without it there are no rows.
+
+    Raises:
+        ValueError: it is no regular file, or a row has no numbers.
     """
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            text = file.read()
+        text = _read(path)
     except FileNotFoundError:
         return []
     lines = text.splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
     reader = csv.DictReader(io.StringIO("".join(lines)))
-    return [{name: float(value) for name, value in row.items()} for row in reader]
+    try:
+        return [{name: float(value) for name, value in row.items()} for row in reader]
+    except (TypeError, ValueError, csv.Error) as error:  # too few or too many entries in a row, or no numbers
+        raise ValueError(f"{os.fspath(path)}, line {reader.line_num}: expected numbers ({error})") from None
+
+
+def _read(path: str | os.PathLike) -> str:
+    with open_regular(path) as file:
+        return file.read().decode("utf-8", errors="replace")
 
 
 def _step(path: Path, row: str) -> int:
@@ -53,7 +63,7 @@ def _step(path: Path, row: str) -> int:
 
 def _whole_rows(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = _read(path).splitlines(keepends=True)
     except FileNotFoundError:
         return []
     # A kill may have cut the last line short.

@@ -120,13 +120,18 @@ def lock_run(folder: Path) -> IO[str]:
     Raises:
         RunError: if another process trains in it.
     """
-    file = open(folder / ".lock", "w")  # noqa: SIM115 (open as long as the lock is held)
+    # A link is not followed and a pipe not waited for: either may be anyone's, in a folder that came from elsewhere.
+    file = open(folder / ".lock", "a", opener=_open_own)  # noqa: SIM115 (open as long as the lock is held)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         raise RunError(f"run {folder} is being trained by another process") from None
     return file
+
+
+def _open_own(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def load_run_config(folder: Path) -> TrainConfig:

@@ -153,3 +153,21 @@ def test_wrong_input_is_one_line(arguments, message, published, tmp_path, monkey
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_weights_that_are_not_finite_are_named(published, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(published, folder)
+    arrays = safetensors.numpy.load_file(folder / "model.safetensors")
+    arrays["model.layers.1.mlp.up_proj.weight"][0, 0] = np.nan
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors")
+    (tmp_path / "text.txt").write_text("1 plus 1 is 2; 1 plus 2 is 3; " * 5)
+    paths = ["--paths", str(tmp_path / "text.txt"), "--batch-size", "1", "--sequence-length", "64"]
+    assert main(["eval", str(folder), *paths]) == 1
+    assert capsys.readouterr().err.endswith("the loss is nan, for blocks.1.feed_forward.up.kernel is not finite\n")
+    data = ["--data.source", "text", "--data.paths", str(tmp_path / "text.txt"), "--data.split-by", "tail"]
+    assert main(["train", "--init", str(folder), *data, "--run", str(tmp_path / "run"), "--steps", "1"]) == 2
+    assert "blocks.1.feed_forward.up.kernel is not finite, expected weights" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(["generate", str(folder), "--prompt", "1 plus", "--max-new-tokens", "2"]) == 1
+    assert "(blocks.1.feed_forward.up.kernel is not)" in capsys.readouterr().err

@@ -1,4 +1,5 @@
 import dataclasses
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -136,3 +137,32 @@ def test_wrong_training_settings_are_named(change, message):
     default = from_plain(TrainConfig, {"data": {"batch_size": 16}})
     with pytest.raises(ConfigError, match=message):
         from_plain(TrainConfig, change, default=default)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("a: &a [1, *a]\n", "nested too deeply"),
+        (
+            "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(30)),
+            "entries",
+        ),
+        ("a: &a {x: 1}\nb: {<<: *a}\n", "<< stands in it"),
+        ("a: " + "x" * 2**22, "expected at most 4,194,304 bytes"),
+        ("a: " + "9" * 5000, "Exceeds the limit"),
+    ],
+)
+def test_yaml_that_grows_or_nests_is_one_line(tmp_path, text, message):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"config.yaml.*: .*{message}") as error:
+        load_config(Outer, tmp_path / "config.yaml")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_is_no_config_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"config file .*pipe: expected a regular file, not a named pipe$"):
+        load_config(Outer, tmp_path / "pipe")
