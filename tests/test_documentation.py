@@ -55,7 +55,7 @@ def broken_links(page: pathlib.Path) -> list[str]:
 
 
 def test_links_between_pages_lead_somewhere():
-    pages = [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "experiments").rglob("*.md")]
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "experiments").rglob("*.md")]
     links = {name_of(page): broken for page in pages if (broken := broken_links(page))}
     assert len(pages) > 20 and not links
 
