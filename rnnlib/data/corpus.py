@@ -59,7 +59,7 @@ class TokenCorpus:
             and tokens.size
             and not 0 <= tokens.min() <= tokens.max() < self.vocabulary_size
         ):
-            where = os.path.dirname(self.tokens.filename) if isinstance(self.tokens, np.memmap) else "the corpus"
+            where = os.path.dirname(self.tokens.filename or "") if isinstance(self.tokens, np.memmap) else "the corpus"
             raise DamagedTokensError(
                 f"{where}: damaged tokens, from {tokens.min()} to {tokens.max()} at {start}, expected 0 to "
                 f"{self.vocabulary_size - 1}: delete the folder"

@@ -26,6 +26,7 @@ _FEW_FILES = 100  # of fewer text files the validation split is their ends: a sh
 # A document is held in memory a few times over while it is decoded and tokenized.
 _MAX_FILE_BYTES = 2**32
 _MAX_LINE_BYTES = 2**27
+_PARQUET_ROWS = 16
 
 
 class _Undecodable(NamedTuple):
@@ -274,11 +275,7 @@ def _json_text(config: DataConfig, path: str, number: int, line: str) -> str:
 
 
 def _read_parquet(config: DataConfig, path: str) -> Iterator[str | _Undecodable]:
-    # As a dictionary of the texts that differ: a page of one text a million times is not unpacked.
-    with (
-        open_regular(path) as stored,
-        pyarrow.parquet.ParquetFile(stored, read_dictionary=[config.text_field]) as file,
-    ):
+    with open_regular(path) as stored, pyarrow.parquet.ParquetFile(stored) as file:
         names = file.schema_arrow.names
         if config.text_field not in names:
             raise ValueError(f"{path}: no column {config.text_field!r} (text_field); it has the columns {names}")
@@ -286,14 +283,8 @@ def _read_parquet(config: DataConfig, path: str) -> Iterator[str | _Undecodable]
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
             raise ValueError(f"{path}: column {config.text_field!r} holds {kind}, not text")
-        # Some rows at a time, so that memory does not grow with the file.
-        for batch in file.iter_batches(batch_size=_rows_at_once(file), columns=[config.text_field]):
+        # Few rows at a time: one long text in a file's dictionary may stand for any number of them. Of short texts it
+        # takes a microsecond more for each than a thousand rows at a time would.
+        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[config.text_field]):
             for text in batch.column(0):
                 yield text.as_py() or ""
-
-
-def _rows_at_once(file: pyarrow.parquet.ParquetFile) -> int:
-    """So many rows that they take about 16 MiB, by what the file says of its largest row group; at most 1024."""
-    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-    largest = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
-    return int(max(1, min(1024, 2**24 / max(1, largest))))

@@ -1,5 +1,6 @@
 """Data that is not what it says: bombs, pipes, nesting, damaged caches. Memory is bounded and each is one line."""
 
+import contextlib
 import gzip
 import io
 import os
@@ -28,23 +29,26 @@ def documents(path, source, **options):
     return list(iterate_documents(config, "train"))
 
 
-@pytest.fixture
-def bounded_memory():
-    """Half a GiB of address space more than now."""
+@contextlib.contextmanager
+def bounded_memory(mebibytes):
+    """Within it, the process has so much more address space than it had before."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 512 * MIB, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + mebibytes * MIB, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def test_a_line_that_unpacks_without_end_is_refused(tmp_path, bounded_memory, monkeypatch):
+def test_a_line_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "_MAX_LINE_BYTES", 4 * MIB)
     path = tmp_path / "bomb.jsonl.gz"
     block = gzip.compress(b"x" * MIB)
     path.write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "') + block * 1024)
-    with pytest.raises(ValueError, match=r"bomb.jsonl.gz, line 2: expected at most 4,194,304 bytes a line$"):
+    refused = pytest.raises(ValueError, match=r"bomb.jsonl.gz, line 2: expected at most 4,194,304 bytes a line$")
+    with refused, bounded_memory(512):
         documents(path, "jsonl")
 
 
@@ -56,16 +60,15 @@ def test_what_lies_behind_the_limit_is_not_read(tmp_path):
     assert documents(path, "jsonl", deduplicate=False, max_train_bytes=12) == ["some tex", "some"]
 
 
-@pytest.mark.parametrize("options", [{}, {"use_dictionary": False}])
-def test_rows_that_are_equal_are_not_unpacked_at_once(tmp_path, bounded_memory, options):
+@pytest.mark.parametrize("options", [{"dictionary_pagesize_limit": 2 * MIB}, {"use_dictionary": False}])
+def test_rows_that_are_equal_are_not_unpacked_at_once(tmp_path, options):
     path = tmp_path / "x.parquet"
-    table = pyarrow.table({"text": ["x" * MIB] * 512})
-    pyarrow.parquet.write_table(table, path, compression="zstd", **options)
-    del table
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * MIB] * 256}), path, compression="zstd", **options)
     assert path.stat().st_size < 2 * MIB
-    assert len(documents(path, "parquet", max_train_bytes=10 * MIB, deduplicate=False)) == 11
     config = DataConfig(source="parquet", paths=(str(path),), split_by="tail", deduplicate=False)
-    assert sum(1 for _ in iterate_documents(config, "train")) == 512
+    with bounded_memory(192):
+        assert sum(1 for _ in sources._read_parquet(config, str(path))) == 256
+    assert len(documents(path, "parquet", max_train_bytes=3 * MIB, deduplicate=False)) == 4
 
 
 def test_texts_and_missing_ones_of_parquet_come_as_written(tmp_path):
