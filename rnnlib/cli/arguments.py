@@ -88,7 +88,7 @@ def chat_options(given: Sequence[str]) -> dict[str, Any]:
             raise CommandError(f"--chat-option {option!r}: expected KEY=VALUE, such as enable_thinking=false")
         try:
             options[key] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             # Python's names of these values are as common in documentation as JSON's.
             options[key] = {"True": True, "False": False, "None": None}.get(value, value)
     return options

@@ -8,6 +8,7 @@ from pathlib import Path
 import wandb
 
 from rnnlib.configuration import to_plain
+from rnnlib.files import read_text
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.loggers import Logger, Split
 
@@ -42,7 +43,7 @@ class WandbLogger(Logger):
             self._run = wandb.init(
                 project=config.logging.wandb,
                 dir=folder,
-                id=path.read_text().strip(),
+                id=read_text(path, at_most=1000).strip(),
                 resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
                 name=folder.name,
                 config=to_plain(config),
