@@ -56,8 +56,9 @@ def read_bytes(path: str | os.PathLike[str], *, at_most: int) -> bytes:
         OSError: it cannot be read.
     """
     with open_regular(path) as file:
-        content = file.read(at_most + 1)
-    if len(content) > at_most:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(min(size, at_most) + 1)  # to ask for more would take that much memory at once
+    if max(size, len(content)) > at_most:
         raise ValueError(f"{os.fspath(path)}: expected at most {at_most:,} bytes")
     return content
 
