@@ -162,7 +162,7 @@ def test_weights_that_are_not_finite_are_named(published, tmp_path, capsys):
     arrays["model.layers.1.mlp.up_proj.weight"][0, 0] = np.nan
     safetensors.numpy.save_file(arrays, folder / "model.safetensors")
     (tmp_path / "text.txt").write_text("1 plus 1 is 2; 1 plus 2 is 3; " * 5)
-    paths = ["--paths", str(tmp_path / "text.txt"), "--batch-size", "1", "--sequence-length", "64"]
+    paths = ["--data.paths", str(tmp_path / "text.txt"), "--data.batch-size", "1", "--data.sequence-length", "64"]
     assert main(["eval", str(folder), *paths]) == 1
     assert capsys.readouterr().err.endswith("the loss is nan, for blocks.1.feed_forward.up.kernel is not finite\n")
     data = ["--data.source", "text", "--data.paths", str(tmp_path / "text.txt"), "--data.split-by", "tail"]
