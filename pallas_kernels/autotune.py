@@ -25,17 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.platform import device_kind, platform
 from pallas_kernels.common.triton.backend import shared_memory
-from pallas_kernels.common.triton.problem import Problem
-from pallas_kernels.delta_rule.config import Schedule, default_schedule, splits, with_segments
-from pallas_kernels.delta_rule.inputs import Inputs, crop_results, is_sum, pad_inputs, problem_of
+from pallas_kernels.common.triton.kernel_shape import KernelShape
+from pallas_kernels.delta_rule.config import DeltaRuleConfig, default_config, splits, with_num_splits
+from pallas_kernels.delta_rule.inputs import Inputs, crop_results, is_sum, kernel_shape_of, pad_inputs
 from pallas_kernels.delta_rule.triton.bwd_dh import reverse_offsets, reverse_pass
 from pallas_kernels.delta_rule.triton.bwd_dqkg import Saved, argument_gradients, gradients_of_pairs
 from pallas_kernels.delta_rule.triton.decode import decode
 from pallas_kernels.delta_rule.triton.fwd import output_pass, states_pass
-from pallas_kernels.delta_rule.triton.split_sequence import fold_segments, segment_maps
+from pallas_kernels.delta_rule.triton.split_sequence import combine_splits, split_transitions
 from pallas_kernels.delta_rule.triton.wy import prepare
 from pallas_kernels.delta_rule.tuned_configs import table_name, variant_name
 from pallas_kernels.delta_rule.vjp import Options, chunked_pass
@@ -43,33 +43,37 @@ from pallas_kernels.linear_attention.triton import Places, rows_of, segment_star
 from pallas_kernels.linear_attention.vjp import sums_pass
 
 _LOOPS = [
-    *(Launch(4, stages, 64) for stages in (1, 2, 3)),
-    *(Launch(8, stages, 128) for stages in (2, 3)),
-    *(Launch(4, stages, 32) for stages in (1, 2, 3)),
-    *(Launch(4, stages, 64, is_lean=True) for stages in (2, 3)),
-    Launch(8, 3, 128, is_lean=True),
+    *(KernelConfig(4, stages, 64) for stages in (1, 2, 3)),
+    *(KernelConfig(8, stages, 128) for stages in (2, 3)),
+    *(KernelConfig(4, stages, 32) for stages in (1, 2, 3)),
+    *(KernelConfig(4, stages, 64, is_lean=True) for stages in (2, 3)),
+    KernelConfig(8, 3, 128, is_lean=True),
 ]
 _SUMS = [
-    *(Launch(4, stages, 64) for stages in (1, 2, 3)),
-    *(Launch(warps, stages, 128) for warps in (4, 8) for stages in (1, 2)),
-    *(Launch(4, stages, 32) for stages in (1, 2)),
-    Launch(4, 3, 64, is_lean=True),
+    *(KernelConfig(4, stages, 64) for stages in (1, 2, 3)),
+    *(KernelConfig(warps, stages, 128) for warps in (4, 8) for stages in (1, 2)),
+    *(KernelConfig(4, stages, 32) for stages in (1, 2)),
+    KernelConfig(4, 3, 64, is_lean=True),
 ]
-CANDIDATES: dict[str, list[Launch]] = {
-    "prepare": [Launch(warps, 1) for warps in (2, 4)],
+CANDIDATES: dict[str, list[KernelConfig]] = {
+    "prepare": [KernelConfig(warps, 1) for warps in (2, 4)],
     "maps": _LOOPS,
-    "fold": [Launch(4, stages, block) for stages in (2, 3) for block in (16, 32, 64)],
+    "fold": [KernelConfig(4, stages, block) for stages in (2, 3) for block in (16, 32, 64)],
     "output": _LOOPS,
     "states": _LOOPS,
     "offsets": _LOOPS,
     "reverse": _LOOPS,
-    "pair_gradients": [Launch(4, stages, 64, inner) for stages in (2, 3) for inner in (32, 64)]
-    + [Launch(4, 1, 64, 128)],
-    "gradients": [Launch(4, 1, block, inner) for block in (32, 64) for inner in (32, 64, 128)]
-    + [Launch(4, 2, 64, 64), Launch(4, 3, 64, 32), Launch(4, 4, 64, 32)],
-    "decode": [Launch(warps, 1, block) for warps in (2, 4, 8) for block in (32, 64, 128)],
-    "increments": [*(Launch(4, stages, 64) for stages in (2, 3)), Launch(4, 2, 128), Launch(8, 3, 128)],
-    "scan": [Launch(4, 1, 8, 8), Launch(4, 1, 4, 16), Launch(2, 1, 4, 16)],
+    "pair_gradients": [KernelConfig(4, stages, 64, inner) for stages in (2, 3) for inner in (32, 64)]
+    + [KernelConfig(4, 1, 64, 128)],
+    "gradients": [KernelConfig(4, 1, block, inner) for block in (32, 64) for inner in (32, 64, 128)]
+    + [KernelConfig(4, 2, 64, 64), KernelConfig(4, 3, 64, 32), KernelConfig(4, 4, 64, 32)],
+    "decode": [KernelConfig(warps, 1, block) for warps in (2, 4, 8) for block in (32, 64, 128)],
+    "increments": [
+        *(KernelConfig(4, stages, 64) for stages in (2, 3)),
+        KernelConfig(4, 2, 128),
+        KernelConfig(8, 3, 128),
+    ],
+    "scan": [KernelConfig(4, 1, 8, 8), KernelConfig(4, 1, 4, 16), KernelConfig(2, 1, 4, 16)],
     "sums": _SUMS,
     "gradient_sums": _SUMS,
 }
@@ -126,45 +130,45 @@ def scan(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     return jnp.moveaxis(out, 0, 1), state
 
 
-def sum_stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch], Callable], Any]]:
+def sum_stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[KernelConfig], Callable], Any]]:
     """`stages` of linear attention."""
-    x, schedule = inputs, options.schedule
-    p = problem_of(Problem, x, online=False, scale=options.scale, segments=schedule.segments)
+    x, config = inputs, options.config
+    p = kernel_shape_of(KernelShape, x, online=False, scale=options.scale, num_splits=config.num_splits)
     places, rows = Places(x.q, x.k, x.v), jax.jit(lambda x: rows_of(p, x))(x)
 
-    def starts_of(l: Launch, other: Launch):
+    def starts_of(l: KernelConfig, other: KernelConfig):
         return lambda x: segment_starts(p, x, rows, x.k, x.v, x.initial_state, (l, other))
 
-    starts = jax.jit(starts_of(schedule.increments, schedule.scan))(x)
-    found: dict[str, tuple[Callable[[Launch], Callable], Any]] = {
+    starts = jax.jit(starts_of(config.increments, config.scan))(x)
+    found: dict[str, tuple[Callable[[KernelConfig], Callable], Any]] = {
         "sums": (lambda l: lambda x, s, y: sums(p, x, rows, y, s, l), (x, starts, places)),
         "gradient_sums": (lambda l: lambda x, s, y: sums(p, x, rows, y, s, l, reverse=True), (x, starts, places)),
     }
-    if p.segments > 1:
-        found["increments"] = lambda l: starts_of(l, schedule.scan), (x,)
-        found["scan"] = lambda l: starts_of(schedule.increments, l), (x,)
+    if p.num_splits > 1:
+        found["increments"] = lambda l: starts_of(l, config.scan), (x,)
+        found["scan"] = lambda l: starts_of(config.increments, l), (x,)
     return found
 
 
-def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch], Callable], Any]]:
+def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[KernelConfig], Callable], Any]]:
     """For each kernel, what makes a function of its arguments from a launch, and its arguments from the default run."""
     if is_sum(inputs, options.online):
         return sum_stages(options, inputs)
-    x, schedule = inputs, options.schedule
-    p = problem_of(Problem, x, online=options.online, scale=options.scale, segments=schedule.segments)
-    prepared = jax.jit(lambda x: prepare(p, x, schedule.prepare))(x)
+    x, config = inputs, options.config
+    p = kernel_shape_of(KernelShape, x, online=options.online, scale=options.scale, num_splits=config.num_splits)
+    prepared = jax.jit(lambda x: prepare(p, x, config.prepare))(x)
     ends = None
-    maps = jax.jit(lambda x, y: segment_maps(p, x, y, schedule.maps))(x, prepared)
-    starts = jax.jit(lambda m: fold_segments(p, m, x.initial_state, schedule.fold))(maps)
-    states, residuals = jax.jit(lambda x, y, z: states_pass(p, x, y, z, schedule.states))(x, prepared, starts)
+    maps = jax.jit(lambda x, y: split_transitions(p, x, y, config.maps))(x, prepared)
+    starts = jax.jit(lambda m: combine_splits(p, m, x.initial_state, config.fold))(maps)
+    states, residuals = jax.jit(lambda x, y, z: states_pass(p, x, y, z, config.states))(x, prepared, starts)
     if maps is not None:
-        offset = jax.jit(lambda x, y, d: reverse_offsets(p, x, y, d, schedule.offsets))(x, prepared, x.v)
+        offset = jax.jit(lambda x, y, d: reverse_offsets(p, x, y, d, config.offsets))(x, prepared, x.v)
         adjoint = maps._replace(offset=offset)
-        ends = jax.jit(lambda m: fold_segments(p, m, None, schedule.fold, reverse=True))(adjoint)
-    back = jax.jit(lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, schedule.reverse))(x, prepared, ends)
+        ends = jax.jit(lambda m: combine_splits(p, m, None, config.fold, reverse=True))(adjoint)
+    back = jax.jit(lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, config.reverse))(x, prepared, ends)
     saved = Saved(states, residuals, back)
-    pairs = jax.jit(lambda x, s: gradients_of_pairs(p, x, x.v, s, schedule.pair_gradients))(x, saved)
-    found: dict[str, tuple[Callable[[Launch], Callable], Any]] = {
+    pairs = jax.jit(lambda x, s: gradients_of_pairs(p, x, x.v, s, config.pair_gradients))(x, saved)
+    found: dict[str, tuple[Callable[[KernelConfig], Callable], Any]] = {
         "prepare": (lambda l: lambda x: prepare(p, x, l), (x,)),
         "output": (lambda l: lambda x, y, z: output_pass(p, x, y, z, l), (x, prepared, starts)),
         "states": (lambda l: lambda x, y, z: states_pass(p, x, y, z, l), (x, prepared, starts)),
@@ -177,16 +181,16 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch
     }
     if maps is not None:
         found |= {
-            "maps": (lambda l: lambda x, y: segment_maps(p, x, y, l), (x, prepared)),
-            "fold": (lambda l: lambda m: fold_segments(p, m, None, l), (maps,)),
+            "maps": (lambda l: lambda x, y: split_transitions(p, x, y, l), (x, prepared)),
+            "fold": (lambda l: lambda m: combine_splits(p, m, None, l), (maps,)),
             "offsets": (lambda l: lambda x, y, d: reverse_offsets(p, x, y, d, l), (x, prepared, x.v)),
         }
     return found
 
 
-def decode_stage(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Launch], Callable], Any]]:
+def decode_stage(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[KernelConfig], Callable], Any]]:
     """The same for the kernel of a single token."""
-    p = problem_of(Problem, inputs, online=options.online, scale=options.scale)
+    p = kernel_shape_of(KernelShape, inputs, online=options.online, scale=options.scale)
     return {"decode": (lambda l: lambda x: decode(p, x, l), (inputs,))}
 
 
@@ -211,7 +215,7 @@ def device_difference(results: Any, reference: Any) -> Array:
     return jnp.max(jnp.stack(errors))
 
 
-def check_schedule(options: Options, variant: tuple[str, str, str], sizes: tuple[int, int]) -> float:
+def check_config(options: Options, variant: tuple[str, str, str], sizes: tuple[int, int]) -> float:
     """Largest relative error of output, final state and gradients against the scan in float64."""
     inputs = random_inputs((1, 448, 2, *sizes), *variant, seed=1)
     weights = jax.random.normal(jax.random.key(7), inputs.v.shape)
@@ -263,12 +267,14 @@ def device_times(runs: Iterable[tuple[Any, Any, Any]], repeats: int = 5) -> dict
     }
 
 
-def short_name(launch: Launch) -> str:
+def short_name(launch: KernelConfig) -> str:
     """A launch in a few characters."""
     return f"w{launch.num_warps}s{launch.num_stages}b{launch.block}i{launch.inner}" + "l" * launch.is_lean
 
 
-def best_launches(table: dict[str, tuple[Callable, Any]], dtype: str, default: Schedule) -> dict[str, Launch]:
+def best_launches(
+    table: dict[str, tuple[Callable, Any]], dtype: str, default: DeltaRuleConfig
+) -> dict[str, KernelConfig]:
     """The fastest candidate of each kernel among those that compile and agree with the default."""
     jobs = {(stage, launch): table[stage] for stage in table for launch in CANDIDATES[stage]}
     jobs |= {(stage, getattr(default, stage)): table[stage] for stage in table}
@@ -310,42 +316,42 @@ def tune_variant(solve: str, decay: str, dtype: str, sizes: tuple[int, int]) -> 
         few, many = 2, 8 if decay == "none" else 16
     default = _checked_default((solve, decay, dtype), sizes, few)
     inputs = random_inputs((1, 8192, 8, *sizes), solve, decay, dtype)
-    options = dataclasses.replace(default, schedule=with_segments(default.schedule, many))
-    best = best_launches(stages(options, inputs), dtype, default.schedule)
+    options = dataclasses.replace(default, config=with_num_splits(default.config, many))
+    best = best_launches(stages(options, inputs), dtype, default.config)
     best |= best_launches(
-        decode_stage(options, random_inputs((64, 1, 8, *sizes), solve, decay, dtype)), dtype, default.schedule
+        decode_stage(options, random_inputs((64, 1, 8, *sizes), solve, decay, dtype)), dtype, default.config
     )
     return variant_name(inputs, solve != "linear"), _checked_entry(default, (solve, decay, dtype), sizes, best)
 
 
 def tune_underfilled(solve: str, decay: str, dtype: str, sizes: tuple[int, int]) -> tuple[str, dict[str, Any]]:
     """What the passes over chunks take where each processor runs one program at most (see `table_launches`)."""
-    segments = 2 if splits(sizes[0]) else 1
-    default = _checked_default((solve, decay, dtype), sizes, segments)
-    rows = max(1, 16 // (segments * max(1, sizes[1] // 64)))  # 128 programs
+    num_splits = 2 if splits(sizes[0]) else 1
+    default = _checked_default((solve, decay, dtype), sizes, num_splits)
+    rows = max(1, 16 // (num_splits * max(1, sizes[1] // 64)))  # 128 programs
     inputs = random_inputs((rows, 2048, 8, *sizes), solve, decay, dtype)
     passes = {name: stage for name, stage in stages(default, inputs).items() if CANDIDATES[name] is _LOOPS}
-    best = best_launches(passes, dtype, default.schedule)
+    best = best_launches(passes, dtype, default.config)
     return variant_name(inputs, solve != "linear"), _checked_entry(default, (solve, decay, dtype), sizes, best)
 
 
-def _checked_default(variant: tuple[str, str, str], sizes: tuple[int, int], segments: int) -> Options:
+def _checked_default(variant: tuple[str, str, str], sizes: tuple[int, int], num_splits: int) -> Options:
     solve, _, dtype = variant
-    schedule = default_schedule(sizes[0], dtype, segments=segments, shared_memory=shared_memory())
-    default = Options(solve != "linear", sizes[0] ** -0.5, schedule)
-    error = check_schedule(default, variant, sizes)
+    config = default_config(sizes[0], dtype, num_splits=num_splits, shared_memory=shared_memory())
+    default = Options(solve != "linear", sizes[0] ** -0.5, config)
+    error = check_config(default, variant, sizes)
     if not error < _ERROR[dtype]:
         raise RuntimeError(f"the default schedule's error is {error:.1e} for {variant} {sizes}")
     return default
 
 
 def _checked_entry(
-    default: Options, variant: tuple[str, str, str], sizes: tuple[int, int], best: dict[str, Launch]
+    default: Options, variant: tuple[str, str, str], sizes: tuple[int, int], best: dict[str, KernelConfig]
 ) -> dict[str, dict[str, int]]:
     """`best` as the table has it, if the results with it are right."""
     launches: dict[str, Any] = dict(best)
-    error = check_schedule(
-        dataclasses.replace(default, schedule=dataclasses.replace(default.schedule, **launches)), variant, sizes
+    error = check_config(
+        dataclasses.replace(default, config=dataclasses.replace(default.config, **launches)), variant, sizes
     )
     if not error < _ERROR[variant[2]]:
         raise RuntimeError(f"the schedule found has an error of {error:.1e} for {variant} {sizes}")

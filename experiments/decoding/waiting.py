@@ -26,9 +26,9 @@ from experiments.harness.study import Setting
 from experiments.harness.tables import write_text
 from experiments.throughput.profiling import profile
 from pallas_kernels import operators
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.delta_rule.api import gated_delta_rule
-from pallas_kernels.delta_rule.deferred_state import PERIOD, DeferredState, defer_writes
+from pallas_kernels.delta_rule.delayed_state import PERIOD, DelayedState, without_pending
 from pallas_kernels.delta_rule.delayed_update import delayed_token, flush
 from rnnlib.models import ModelConfig
 from rnnlib.ops import deferred_writes
@@ -105,12 +105,12 @@ def stored_each_time(token: dict[str, Any], tokens: int, states: list) -> tuple[
 def waiting(token: dict[str, Any], tokens: int, states: list, **how: Any) -> tuple[list, Array]:
     """The same loop with writes that wait; the states are settled after it. `how` is passed to `deferred_token`."""
 
-    def step(t: Array, token: dict[str, Any], state: DeferredState) -> tuple[Array, Any]:
-        return delayed_token(**token, deferred=state._replace(waiting=t % PERIOD), **how)
+    def step(t: Array, token: dict[str, Any], state: DelayedState) -> tuple[Array, Any]:
+        return delayed_token(**token, delayed=state._replace(num_pending=t % PERIOD), **how)
 
-    start = [defer_writes(state, token["k"], token.get("log_decay")) for state in states]
+    start = [without_pending(state, token["k"], token.get("log_decay")) for state in states]
     after, out = in_a_loop(step, token, tokens, start)
-    return [flush(x._replace(waiting=jnp.int32(tokens % PERIOD))) for x in after], out
+    return [flush(x._replace(num_pending=jnp.int32(tokens % PERIOD))) for x in after], out
 
 
 def time_kernels(options: Options, decay: str, texts: int) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def time_kernels(options: Options, decay: str, texts: int) -> dict[str, Any]:
     if operators.delayed_update.unsupported_reason(token["q"], token["k"], token["v"], backend="mosaic") is None:
         loops["waiting_in_mosaic_us"] = functools.partial(waiting, backend="mosaic")
     for block, warps in itertools.product(options.blocks, options.warps):
-        launch = Launch(num_warps=warps, num_stages=1, block=block)
+        launch = KernelConfig(num_warps=warps, num_stages=1, block=block)
         loops[f"waiting_{block}_channels_{warps}_warps_us"] = functools.partial(waiting, launch=launch)
     results = {}
     for name, loop in loops.items():

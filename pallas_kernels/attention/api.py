@@ -4,7 +4,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels.attention.triton import decode as triton
-from pallas_kernels.attention.triton.decode import TokenAttentionSchedule
+from pallas_kernels.attention.triton.decode import TokenAttentionConfig
 from pallas_kernels.common.triton.backend import unsupported_arrays
 from pallas_kernels.common.vma import vary_alike
 
@@ -49,7 +49,7 @@ def token_attention(
     current: Int[Array, " B"],
     angle: Float[Array, "B P"] | None = None,
     scale: float | None = None,
-    schedule: TokenAttentionSchedule | None = None,
+    config: TokenAttentionConfig | None = None,
     backend: str = "triton",
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B S HK K"], Float[Array, "B S HK V"], Int[Array, "B S"]]:
     """The attention of a token to itself and to the tokens of its segment in a ring, which then has the token too.
@@ -69,7 +69,7 @@ def token_attention(
         angle: by which the channel pairs `(i, i + K/2)` of queries and keys turn first, in radians, float32; `P = K/2`.
             None turns none, and is all that the backend `"triton"` takes.
         scale: factor on the scores; None is `K ** -0.5`.
-        schedule: how a call in Triton is cut into programs.
+        config: how a call in Triton is cut into programs.
         backend: `"triton"` is one launch. `"mosaic"` is two, the first of which stores the token; the second reads the
             ring in Mosaic GPU, faster for many rows on a Hopper card, in bfloat16.
 
@@ -94,5 +94,5 @@ def token_attention(
     reason = unsupported_reason(q, k, v, key, value)
     if reason is not None:
         raise NotImplementedError(f"token_attention: the Triton kernels do not support {reason}")
-    out, ring = triton.token_attention(q, k, v, ring, length, current, factor, schedule)
+    out, ring = triton.token_attention(q, k, v, ring, length, current, factor, config)
     return out, *ring

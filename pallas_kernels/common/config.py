@@ -3,30 +3,30 @@
 import dataclasses
 from dataclasses import dataclass
 
-PROCESSORS = 132
+NUM_SMS = 132
 """Of a card that is not known: a Hopper's."""
 AMPLE_MEMORY = 160 * 1024
 """Bytes of shared memory of a program that cards for data centres have, and others have not."""
 
 
 @dataclass(frozen=True)
-class MosaicLaunch:
+class MosaicConfig:
     """How the Mosaic GPU kernel of a stage is compiled.
 
     Attributes:
-        groups: warpgroups of a program that compute, each with 64 value channels or, in the first stage, a chunk.
-        slots: chunks whose tiles, or queries and keys alone, are in shared memory at once; of the first stage, blocks
-            of 64 key channels.
-        programs: at most, of a stage whose programs walk over all chunks: the number of processors.
+        num_compute_warpgroups: of a program, each with 64 value channels or, in the first stage, a chunk.
+        num_stages: chunks whose tiles, or queries and keys alone, are in shared memory at once; of the first stage,
+            blocks of 64 key channels.
+        num_ctas: at most, of a stage whose programs walk over all chunks: the number of processors.
     """
 
-    groups: int = 1
-    slots: int = 2
-    programs: int = PROCESSORS
+    num_compute_warpgroups: int = 1
+    num_stages: int = 2
+    num_ctas: int = NUM_SMS
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelConfig:
     """How one kernel is compiled.
 
     Attributes:
@@ -43,8 +43,8 @@ class Launch:
     block: int = 64
     inner: int = 64
     is_lean: bool = False
-    mosaic: MosaicLaunch | None = None
+    mosaic: MosaicConfig | None = None
 
-    def with_stages(self, most: int) -> "Launch":
+    def with_stages(self, most: int) -> "KernelConfig":
         """The same with at most so many stages."""
         return dataclasses.replace(self, num_stages=min(self.num_stages, most))

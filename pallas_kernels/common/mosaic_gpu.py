@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.platform import platform
-from pallas_kernels.common.problem import CHUNK
 from pallas_kernels.common.vma import vary_along, varying_axes
 
 SIDE = 64
@@ -85,7 +85,7 @@ def arrive(at: Any) -> None:
     plgpu.barrier_arrive(at)
 
 
-def meet(at: Any) -> None:
+def arrive_and_wait(at: Any) -> None:
     """Arrives at a barrier and waits until it opens: until all that it counts have come here."""
     arrive(at)
     wait(at)
@@ -445,7 +445,7 @@ def _sums(x: Array, buffer: Any, layout: Any) -> Array:
     return reduce(x, buffer)
 
 
-def publish() -> None:
+def fence_smem() -> None:
     """Ends this warpgroup's stores to shared memory, and its reads of tiles, for the copy engine to go on."""
     plgpu.commit_smem()
 

@@ -11,8 +11,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jaxtyping import Float
 
-from pallas_kernels.common.config import Launch
-from pallas_kernels.common.problem import cdiv, next_power_of_two
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two
 from pallas_kernels.common.triton.backend import (
     call,
     exp,
@@ -28,7 +28,7 @@ _LOWEST = -3e38  # finite: a difference of two infinite numbers is none
 
 
 @dataclasses.dataclass(frozen=True)
-class LogSumExpSchedule:
+class LogSumExpConfig:
     """How a call is cut.
 
     Attributes:
@@ -68,12 +68,12 @@ def unsupported_reason(x: Array) -> str | None:
     return unsupported_arrays(x=x)
 
 
-def log_sum_exp(x: Float[Array, "*rows V"], *, schedule: LogSumExpSchedule | None = None) -> Float[Array, "*rows"]:
+def log_sum_exp(x: Float[Array, "*rows V"], *, config: LogSumExpConfig | None = None) -> Float[Array, "*rows"]:
     """`log(sum(exp(x)))` over the last axis, computed in float32.
 
     Args:
         x: bfloat16 or float32. A row that has +inf gives NaN, one of -inf alone -inf.
-        schedule: how rows are cut.
+        config: how rows are cut.
 
     Returns:
         Float32.
@@ -84,8 +84,8 @@ def log_sum_exp(x: Float[Array, "*rows V"], *, schedule: LogSumExpSchedule | Non
     reason = unsupported_reason(x)
     if reason is not None:
         raise NotImplementedError(f"log_sum_exp: the Triton kernels do not support {reason}")
-    if schedule is None:
-        schedule = LogSumExpSchedule(columns=64) if interpreted() else LogSumExpSchedule()
+    if config is None:
+        config = LogSumExpConfig(columns=64) if interpreted() else LogSumExpConfig()
     flat = x.reshape(-1, x.shape[-1])
     rows, size = flat.shape
     y = jax.ShapeDtypeStruct((rows,), jnp.float32)
@@ -95,9 +95,9 @@ def log_sum_exp(x: Float[Array, "*rows V"], *, schedule: LogSumExpSchedule | Non
         (rows,),
         {"x": whole(flat)},
         {"y": whole(y)},
-        Launch(num_warps=schedule.num_warps, num_stages=1),
+        KernelConfig(num_warps=config.num_warps, num_stages=1),
         size=size,
-        columns=min(schedule.columns, next_power_of_two(size)),
+        columns=min(config.columns, next_power_of_two(size)),
     )["y"]
     assert result is not None
     return result.reshape(x.shape[:-1])

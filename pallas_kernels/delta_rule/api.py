@@ -4,13 +4,13 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from pallas_kernels.common.kernel_shape import CHUNK, next_power_of_two
 from pallas_kernels.common.platform import is_hopper, platform
-from pallas_kernels.common.problem import CHUNK, next_power_of_two
 from pallas_kernels.common.triton.backend import unsupported_arrays
 from pallas_kernels.common.vma import vary_alike
-from pallas_kernels.delta_rule.config import Schedule
+from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import Inputs, crop_results, make_inputs, pad_inputs
-from pallas_kernels.delta_rule.tuned_configs import choose_schedule
+from pallas_kernels.delta_rule.tuned_configs import choose_config
 from pallas_kernels.delta_rule.vjp import Options, chunked_pass, one_token
 
 MAX_CHANNELS = {"triton": 256, "mosaic": 128}
@@ -76,7 +76,7 @@ def gated_delta_rule(
     tied_gates: bool = False,
     scale: float | None = None,
     chunk_size: int = CHUNK,
-    schedule: Schedule | None = None,
+    config: DeltaRuleConfig | None = None,
     backend: str = "triton",
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     r"""The delta rule with decay, erase and write gates and a write key, forward and backward in Triton kernels.
@@ -107,10 +107,10 @@ def gated_delta_rule(
             and its gradient is one sum, rounded once.
         scale: factor on the output; None is `K ** -0.5`.
         chunk_size: only 64.
-        schedule: how the call is cut into programs; None takes the device's tuned one.
+        config: how the call is cut into programs; None takes the device's tuned one.
         backend: `"mosaic"` runs most stages as Mosaic GPU kernels, where it has no `unsupported_reason`: nearly the
             same roundings in less time. Tied gates then count as 2^-32 where they are smaller, but for gradients that
-            are exactly 0 where a gate is. Read where `schedule` is None.
+            are exactly 0 where a gate is. Read where `config` is None.
 
     Returns:
         The output in `v`'s dtype and the final state in float32.
@@ -123,10 +123,10 @@ def gated_delta_rule(
         raise ValueError("gated_delta_rule: tied_gates is True, expected erase [B, T, HV] and no write")
     if backend not in ("triton", "mosaic"):
         raise ValueError(f"gated_delta_rule: backend is {backend!r}, expected 'triton' or 'mosaic'")
-    needed = backend if schedule is None else "triton"
+    needed = backend if config is None else "triton"
     refuse_unsupported("gated_delta_rule", q, k, v, erase, log_decay, chunk_size=chunk_size, backend=needed)
     inputs = make_inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids)
-    options, inputs = call_options(inputs, scale=scale, schedule=schedule, tied_gates=tied_gates, backend=backend)
+    options, inputs = call_options(inputs, scale=scale, config=config, tied_gates=tied_gates, backend=backend)
     if q.shape[1] == 1:
         out, state = one_token(chunked_pass, options, inputs)
     else:
@@ -146,14 +146,14 @@ def call_options(
     inputs: Inputs,
     *,
     scale: float | None,
-    schedule: Schedule | None,
+    config: DeltaRuleConfig | None,
     tied_gates: bool = False,
     online: bool = True,
     backend: str = "triton",
 ) -> tuple[Options, Inputs]:
     """The static options of a call, and its inputs as its passes take them (see `Options`)."""
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else float(scale)
-    schedule = schedule or choose_schedule(inputs, online, backend)
+    config = config or choose_config(inputs, online, backend)
     write_key_dtype = None if inputs.write_key is None else inputs.write_key.dtype
-    options = Options(online, scale, schedule, tied_gates, write_key_dtype, tokens=inputs.q.shape[1])
+    options = Options(online, scale, config, tied_gates, write_key_dtype, tokens=inputs.q.shape[1])
     return options, vary_alike(inputs)

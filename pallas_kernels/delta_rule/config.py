@@ -4,16 +4,16 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from pallas_kernels.common.config import AMPLE_MEMORY, Launch, MosaicLaunch
-from pallas_kernels.common.problem import CHUNK, cdiv
+from pallas_kernels.common.config import AMPLE_MEMORY, KernelConfig, MosaicConfig
+from pallas_kernels.common.kernel_shape import CHUNK, cdiv
 
 
 @dataclass(frozen=True)
-class Schedule:
+class DeltaRuleConfig:
     """Compilation of each kernel and the number of segments. The defaults are safe on any card since Ampere.
 
     Attributes:
-        segments: parts of the sequence that run side by side; 1 for one pass from end to end.
+        num_splits: parts of the sequence that run side by side; 1 for one pass from end to end.
         prepare: first stage.
         maps: affine maps of segments.
         fold: their composition.
@@ -30,27 +30,27 @@ class Schedule:
         gradient_sums: gradients.
     """
 
-    segments: int = 1
-    prepare: Launch = Launch(num_warps=4, num_stages=1)
-    maps: Launch = Launch(num_warps=4, num_stages=2)
-    fold: Launch = Launch(num_warps=4, num_stages=2, block=32)
-    output: Launch = Launch(num_warps=4, num_stages=2)
-    states: Launch = Launch(num_warps=4, num_stages=2)
-    offsets: Launch = Launch(num_warps=4, num_stages=2)
-    reverse: Launch = Launch(num_warps=4, num_stages=2)
-    pair_gradients: Launch = Launch(num_warps=4, num_stages=2, inner=64)
-    gradients: Launch = Launch(num_warps=4, num_stages=1, block=64, inner=128)
-    decode: Launch = Launch(num_warps=4, num_stages=1)
-    increments: Launch = Launch(num_warps=4, num_stages=2)
-    scan: Launch = Launch(num_warps=4, num_stages=1, block=8, inner=8)
-    sums: Launch = Launch(num_warps=4, num_stages=1)
-    gradient_sums: Launch = Launch(num_warps=4, num_stages=1)
+    num_splits: int = 1
+    prepare: KernelConfig = KernelConfig(num_warps=4, num_stages=1)
+    maps: KernelConfig = KernelConfig(num_warps=4, num_stages=2)
+    fold: KernelConfig = KernelConfig(num_warps=4, num_stages=2, block=32)
+    output: KernelConfig = KernelConfig(num_warps=4, num_stages=2)
+    states: KernelConfig = KernelConfig(num_warps=4, num_stages=2)
+    offsets: KernelConfig = KernelConfig(num_warps=4, num_stages=2)
+    reverse: KernelConfig = KernelConfig(num_warps=4, num_stages=2)
+    pair_gradients: KernelConfig = KernelConfig(num_warps=4, num_stages=2, inner=64)
+    gradients: KernelConfig = KernelConfig(num_warps=4, num_stages=1, block=64, inner=128)
+    decode: KernelConfig = KernelConfig(num_warps=4, num_stages=1)
+    increments: KernelConfig = KernelConfig(num_warps=4, num_stages=2)
+    scan: KernelConfig = KernelConfig(num_warps=4, num_stages=1, block=8, inner=8)
+    sums: KernelConfig = KernelConfig(num_warps=4, num_stages=1)
+    gradient_sums: KernelConfig = KernelConfig(num_warps=4, num_stages=1)
 
 
 _HOPPER = 200 * 1024
 
 
-def default_schedule(key_size: int, dtype: str, segments: int = 1, shared_memory: int = _HOPPER) -> Schedule:
+def default_config(key_size: int, dtype: str, num_splits: int = 1, shared_memory: int = _HOPPER) -> DeltaRuleConfig:
     """A schedule that fits in the shared memory of any card since Ampere: 160 KiB and more, or 99 KiB.
 
     `python -m experiments.kernel_benchmarks.offline` compiles it for each, where there is no such card.
@@ -58,45 +58,47 @@ def default_schedule(key_size: int, dtype: str, segments: int = 1, shared_memory
     Args:
         key_size: K, a power of two.
         dtype: name of the matrices' dtype.
-        segments: number of segments.
+        num_splits: number of segments.
         shared_memory: bytes of it that one program can have; less than 200 KiB tell a card before Hopper, too.
     """
     is_wide = key_size * (4 if dtype == "float32" else 2) > 256
     # Before Hopper products take both operands from registers: in float32, wider blocks spill 36 KiB a thread.
     if is_wide and shared_memory < (_HOPPER if dtype == "float32" else AMPLE_MEMORY):
         # Nothing is copied ahead, and blocks are narrow, so that all fits in 99 KiB.
-        loop = Launch(num_warps=4, num_stages=1, block=32)
-        return dataclasses.replace(_wide_schedule(segments, loop, fold_block=16), sums=loop, gradient_sums=loop)
+        loop = KernelConfig(num_warps=4, num_stages=1, block=32)
+        return dataclasses.replace(_wide_config(num_splits, loop, fold_block=16), sums=loop, gradient_sums=loop)
     if not is_wide and shared_memory < _HOPPER:
         # A channel-wise decay's gradients in blocks of 64 spill 26 KiB a thread there.
-        return Schedule(segments=segments, gradients=Launch(num_warps=4, num_stages=1, block=32, inner=64))
+        return DeltaRuleConfig(
+            num_splits=num_splits, gradients=KernelConfig(num_warps=4, num_stages=1, block=32, inner=64)
+        )
     if not is_wide:
-        return Schedule(segments=segments)
+        return DeltaRuleConfig(num_splits=num_splits)
     if dtype != "float32":
-        loop = Launch(num_warps=4, num_stages=2, block=32)
-        gradients = Launch(num_warps=4, num_stages=1, block=32, inner=64)
-        return Schedule(segments=segments, output=loop, states=loop, reverse=loop, gradients=gradients)
-    return _wide_schedule(segments, Launch(num_warps=4, num_stages=1), fold_block=32)
+        loop = KernelConfig(num_warps=4, num_stages=2, block=32)
+        gradients = KernelConfig(num_warps=4, num_stages=1, block=32, inner=64)
+        return DeltaRuleConfig(num_splits=num_splits, output=loop, states=loop, reverse=loop, gradients=gradients)
+    return _wide_config(num_splits, KernelConfig(num_warps=4, num_stages=1), fold_block=32)
 
 
-def _wide_schedule(segments: int, loop: Launch, fold_block: int) -> Schedule:
+def _wide_config(num_splits: int, loop: KernelConfig, fold_block: int) -> DeltaRuleConfig:
     """A schedule for wide float32 keys; `loop` compiles all kernels that loop over chunks."""
-    return Schedule(
-        segments=segments,
+    return DeltaRuleConfig(
+        num_splits=num_splits,
         maps=loop,
-        fold=Launch(num_warps=4, num_stages=1, block=fold_block),
+        fold=KernelConfig(num_warps=4, num_stages=1, block=fold_block),
         output=loop,
         states=loop,
         offsets=loop,
         reverse=loop,
-        pair_gradients=Launch(num_warps=4, num_stages=1, inner=32),
-        gradients=Launch(num_warps=4, num_stages=1, block=32, inner=32),
+        pair_gradients=KernelConfig(num_warps=4, num_stages=1, inner=32),
+        gradients=KernelConfig(num_warps=4, num_stages=1, block=32, inner=32),
         increments=loop,
     )
 
 
-def mosaic_schedule(
-    schedule: Schedule,
+def mosaic_config(
+    config: DeltaRuleConfig,
     programs: int,
     processors: int,
     *,
@@ -105,14 +107,14 @@ def mosaic_schedule(
     has_channel_erase: bool = False,
     has_channel_write: bool = False,
     has_values: bool = True,
-) -> Schedule:
+) -> DeltaRuleConfig:
     """The same schedule with the stages in Mosaic GPU that serve the call.
 
     Measured on an H200: where each processor has at most one program of 64 value channels, two of these share their
     tiles for nothing; where it has more, they should. A third slot gains 3 to 5 % where it fits in shared memory.
 
     Args:
-        schedule: for the other stages.
+        config: for the other stages.
         programs: programs of one pass in blocks of 64 value channels: batch * value heads * segments * blocks.
         processors: multiprocessors of the card.
         has_write_key: whether the key that is written is another than the one that is erased.
@@ -126,25 +128,29 @@ def mosaic_schedule(
     # Keys that are erased beside those that are written.
     has_two_keys = has_write_key or has_channel_decay or has_channel_erase
     groups = 1 if is_spread else 2
-    ahead = MosaicLaunch(groups, slots=3 if is_spread and not (has_two_keys or has_channel_write) else 2)
+    ahead = MosaicConfig(groups, num_stages=3 if is_spread and not (has_two_keys or has_channel_write) else 2)
     # With two keys and values 128 channels of the gradient's pass would take more shared memory than there is.
-    back = MosaicLaunch(1 if has_two_keys and has_values else groups, slots=2)
+    back = MosaicConfig(1 if has_two_keys and has_values else groups, num_stages=2)
     # Maps have twice as many programs.
-    maps = MosaicLaunch(groups=2, slots=2)
+    maps = MosaicConfig(num_compute_warpgroups=2, num_stages=2)
     stages = {"maps": maps, "output": ahead, "states": ahead, "offsets": back, "reverse": back}
     if has_two_keys and has_channel_write and not is_spread:
         # Nor is there for 128 channels of the output with a write gate in float32; with 64 Triton's is faster.
         del stages["output"]
     if has_channel_decay or not has_channel_erase:
         slots = 1 if has_write_key or has_channel_decay else 2
-        stages["gradients"] = MosaicLaunch(groups=2, slots=slots, programs=processors)
+        stages["gradients"] = MosaicConfig(num_compute_warpgroups=2, num_stages=slots, num_ctas=processors)
     if has_channel_decay:
         # A float32 gate beside the decay leaves room for one block of channels.
-        stages["prepare"] = MosaicLaunch(groups=2, slots=1 if has_channel_erase else 2, programs=processors)
+        stages["prepare"] = MosaicConfig(
+            num_compute_warpgroups=2, num_stages=1 if has_channel_erase else 2, num_ctas=processors
+        )
     elif not has_channel_erase:
-        stages["prepare"] = MosaicLaunch(groups=2 if has_write_key else 3, slots=1, programs=processors)
+        stages["prepare"] = MosaicConfig(
+            num_compute_warpgroups=2 if has_write_key else 3, num_stages=1, num_ctas=processors
+        )
     return dataclasses.replace(
-        schedule, **{name: dataclasses.replace(getattr(schedule, name), mosaic=at) for name, at in stages.items()}
+        config, **{name: dataclasses.replace(getattr(config, name), mosaic=at) for name, at in stages.items()}
     )
 
 
@@ -158,7 +164,7 @@ def splits(key_size: int) -> bool:
     return key_size <= 128
 
 
-def choose_segments(programs: int, length: int, processors: int) -> int:
+def choose_num_splits(programs: int, length: int, processors: int) -> int:
     """Number of segments that should take the least time.
 
     A split sequence is passed over twice (once for the maps), and its segments are folded one after another; in
@@ -172,17 +178,17 @@ def choose_segments(programs: int, length: int, processors: int) -> int:
     """
     chunks = cdiv(length, CHUNK)
 
-    def cost(segments: int) -> float:
-        load = programs * segments / processors
+    def cost(num_splits: int) -> float:
+        load = programs * num_splits / processors
         step = 3.3 if load <= 1 else max(4.4, 2.2 * load)
-        passes = 1 if segments == 1 else 2
-        return passes * cdiv(chunks, segments) * step + (2.5 * segments if segments > 1 else 0)
+        passes = 1 if num_splits == 1 else 2
+        return passes * cdiv(chunks, num_splits) * step + (2.5 * num_splits if num_splits > 1 else 0)
 
     candidates = [1 << n for n in range(8) if 1 << n <= max(1, chunks // 2)]
     return min(candidates, key=cost)
 
 
-def choose_sum_segments(programs: int, length: int, processors: int, has_decay: bool) -> int:
+def choose_sum_num_splits(programs: int, length: int, processors: int, has_decay: bool) -> int:
     """The same for linear attention, whose segments only add up.
 
     Measured on an H200: without decay a chunk takes 1.6 us of a processor, which runs one program; with decay 3.1 us
@@ -196,16 +202,16 @@ def choose_sum_segments(programs: int, length: int, processors: int, has_decay: 
             return 3.1 if load <= 1 else 3.75 * math.ceil(load / 2)
         return 1.6 * math.ceil(load)
 
-    def cost(segments: int) -> float:
-        size, load = cdiv(chunks, segments), programs / processors
-        if segments == 1:
+    def cost(num_splits: int) -> float:
+        size, load = cdiv(chunks, num_splits), programs / processors
+        if num_splits == 1:
             return size * step(load)
-        added = 0.65 * math.ceil(load * (segments - 1))
-        return size * (step(load * segments) + added) + 2 + 0.15 * segments
+        added = 0.65 * math.ceil(load * (num_splits - 1))
+        return size * (step(load * num_splits) + added) + 2 + 0.15 * num_splits
 
     return min([1 << n for n in range(8) if 1 << n <= max(1, chunks // 2)], key=cost)
 
 
-def with_segments(schedule: Schedule, segments: int) -> Schedule:
+def with_num_splits(config: DeltaRuleConfig, num_splits: int) -> DeltaRuleConfig:
     """The same schedule for another number of segments."""
-    return dataclasses.replace(schedule, segments=segments)
+    return dataclasses.replace(config, num_splits=num_splits)

@@ -1,20 +1,20 @@
-"""One token of a loop that seldom stores the state: its update of rank one is delayed. See `deferred_state`."""
+"""One token of a loop that seldom stores the state: its update of rank one is delayed. See `delayed_state`."""
 
 from jax import Array
 from jaxtyping import Float
 
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import CHUNK, next_power_of_two
 from pallas_kernels.common.platform import is_hopper
-from pallas_kernels.common.problem import CHUNK, next_power_of_two
-from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.vma import varying_axes
 from pallas_kernels.delta_rule import api
-from pallas_kernels.delta_rule.deferred_state import DeferredState
-from pallas_kernels.delta_rule.inputs import make_inputs, problem_of
+from pallas_kernels.delta_rule.delayed_state import DelayedState
+from pallas_kernels.delta_rule.inputs import kernel_shape_of, make_inputs
 from pallas_kernels.delta_rule.triton import decode_delayed as triton
-from pallas_kernels.delta_rule.tuned_configs import choose_schedule
+from pallas_kernels.delta_rule.tuned_configs import choose_config
 
-_FLUSH = Launch(num_warps=2, num_stages=1, block=32)
+_FLUSH = KernelConfig(num_warps=2, num_stages=1, block=32)
 
 
 def unsupported_reason(
@@ -59,27 +59,27 @@ def delayed_token(
     k: Float[Array, "B 1 H K"],
     v: Float[Array, "B 1 HV V"],
     *,
-    deferred: DeferredState,
+    delayed: DelayedState,
     erase: Float[Array, "B 1 HV"] | Float[Array, "B 1 HV K"] | None = None,
     write: Float[Array, "B 1 HV"] | Float[Array, "B 1 HV V"] | None = None,
     write_key: Float[Array, "B 1 H K"] | Float[Array, "B 1 HV K"] | None = None,
     log_decay: Float[Array, "B 1 HV"] | Float[Array, "B 1 HV K"] | None = None,
     scale: float | None = None,
     online: bool = True,
-    launch: Launch | None = None,
+    launch: KernelConfig | None = None,
     backend: str = "triton",
-) -> tuple[Float[Array, "B 1 HV V"], DeferredState]:
+) -> tuple[Float[Array, "B 1 HV V"], DelayedState]:
     """`gated_delta_rule` or `linear_attention` of one token, whose update is kept beside the state.
 
     Args:
         q: queries, bfloat16 or float32; K and V are powers of two.
         k: read keys.
         v: values.
-        deferred: the state, from `defer_writes` or an earlier token.
+        delayed: the state, from `without_pending` or an earlier token.
         erase: as for `gated_delta_rule`.
         write: likewise.
         write_key: likewise.
-        log_decay: likewise; None where `deferred` has none.
+        log_decay: likewise; None where `delayed` has none.
         scale: likewise.
         online: False for `linear_attention`, whose keys are `k`.
         launch: how the kernel is compiled; None takes that of the device's schedule.
@@ -101,17 +101,19 @@ def delayed_token(
     x = make_inputs(q, k, v, write_key, erase, write, log_decay, None, None)
     if x.write_key is not None:
         x = x._replace(write_key=x.write_key.astype(x.k.dtype))
-    problem = problem_of(Problem, x, online=online, scale=q.shape[-1] ** -0.5 if scale is None else float(scale))
+    kernel_shape = kernel_shape_of(
+        KernelShape, x, online=online, scale=q.shape[-1] ** -0.5 if scale is None else float(scale)
+    )
     if backend == "mosaic":
         from pallas_kernels.delta_rule.mosaic_gpu import decode_delayed as mosaic
 
         if (reason := mosaic.unsupported_sizes(q.shape[3], v.shape[3])) is not None:
             raise NotImplementedError(f"delayed_token: the kernel in Mosaic GPU does not support {reason}")
-        return mosaic.delayed_token(x, deferred, scale=problem.scale, online=online)
-    out, after = triton.delayed_token(problem, x, deferred, launch or choose_schedule(x, online).decode)
+        return mosaic.delayed_token(x, delayed, scale=kernel_shape.scale, online=online)
+    out, after = triton.delayed_token(kernel_shape, x, delayed, launch or choose_config(x, online).decode)
     return out.astype(v.dtype), after
 
 
-def flush(deferred: DeferredState, launch: Launch | None = None) -> Float[Array, "B HV K V"]:
+def flush(delayed: DelayedState, launch: KernelConfig | None = None) -> Float[Array, "B HV K V"]:
     """The state with all pending updates, in place of the one that is given; float32."""
-    return triton.flush(deferred, launch or _FLUSH)
+    return triton.flush(delayed, launch or _FLUSH)

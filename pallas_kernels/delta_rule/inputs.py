@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.problem import CHUNK, Problem, is_channel_wise, next_power_of_two, segment_starts
+from pallas_kernels.common.kernel_shape import CHUNK, KernelShape, is_channel_wise, next_power_of_two, segment_starts
 
 
 class Inputs(NamedTuple):
@@ -103,12 +103,12 @@ def is_sum(inputs: Inputs, online: bool) -> bool:
     return not online and not is_channel_wise(inputs.log_decay)
 
 
-def problem_of[Kind: Problem](
-    kind: type[Kind], inputs: Inputs, *, online: bool, scale: float, segments: int = 1, tokens: int | None = None
+def kernel_shape_of[Kind: KernelShape](
+    kind: type[Kind], inputs: Inputs, *, online: bool, scale: float, num_splits: int = 1, tokens: int | None = None
 ) -> Kind:
     """The static facts of a call on `inputs`, as a backend's `kind` of problem."""
     batch, length, key_heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
     sizes = batch, length, key_heads, value_heads, key_size, value_size
     tokens = None if tokens == length else tokens
-    return kind(*sizes, jnp.dtype(inputs.v.dtype), online, scale, segments, tokens)
+    return kind(*sizes, jnp.dtype(inputs.v.dtype), online, scale, num_splits, tokens)

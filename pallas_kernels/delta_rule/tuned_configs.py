@@ -7,18 +7,18 @@ import logging
 from importlib import resources
 from typing import Any
 
-from pallas_kernels.common.config import PROCESSORS, Launch
+from pallas_kernels.common.config import NUM_SMS, KernelConfig
+from pallas_kernels.common.kernel_shape import is_channel_wise, next_power_of_two
 from pallas_kernels.common.platform import device_kind
-from pallas_kernels.common.problem import is_channel_wise, next_power_of_two
 from pallas_kernels.common.triton.backend import interpreted, shared_memory
 from pallas_kernels.delta_rule.config import (
-    Schedule,
-    choose_segments,
-    choose_sum_segments,
-    default_schedule,
-    mosaic_schedule,
+    DeltaRuleConfig,
+    choose_num_splits,
+    choose_sum_num_splits,
+    default_config,
+    mosaic_config,
     splits,
-    with_segments,
+    with_num_splits,
 )
 from pallas_kernels.delta_rule.inputs import Inputs, is_sum
 
@@ -53,7 +53,7 @@ def load_table(kind: str) -> dict | None:
     return None
 
 
-def choose_schedule(inputs: Inputs, online: bool, backend: str = "triton") -> Schedule:
+def choose_config(inputs: Inputs, online: bool, backend: str = "triton") -> DeltaRuleConfig:
     """The schedule for a call: the device's table where it has the variant, else defaults.
 
     Args:
@@ -70,24 +70,24 @@ def choose_schedule(inputs: Inputs, online: bool, backend: str = "triton") -> Sc
         "has_values": inputs.write is not None and not is_channel_wise(inputs.write),
     }
     if interpreted():  # blocks and warps mean nothing there; two segments keep that path exercised
-        schedule = Schedule(segments=1 if length <= 128 else 2)
-        return schedule if backend == "triton" else mosaic_schedule(schedule, 1, PROCESSORS, **facts)
+        config = DeltaRuleConfig(num_splits=1 if length <= 128 else 2)
+        return config if backend == "triton" else mosaic_config(config, 1, NUM_SMS, **facts)
     table = load_table(device_kind()) or {}
     key_size = next_power_of_two(inputs.q.shape[3])
-    default = default_schedule(key_size, inputs.v.dtype.name, shared_memory=shared_memory())
+    default = default_config(key_size, inputs.v.dtype.name, shared_memory=shared_memory())
     programs = batch * value_heads * max(1, value_size // 64)
-    processors = table.get("processors", PROCESSORS)
+    processors = table.get("processors", NUM_SMS)
     if is_sum(inputs, online):
-        segments = choose_sum_segments(programs, length, processors, inputs.log_decay is not None)
+        num_splits = choose_sum_num_splits(programs, length, processors, inputs.log_decay is not None)
         is_underfilled = False
     else:
-        segments = choose_segments(programs, length, processors) if splits(key_size) else 1
-        is_underfilled = programs * segments <= processors
+        num_splits = choose_num_splits(programs, length, processors) if splits(key_size) else 1
+        is_underfilled = programs * num_splits <= processors
     launches = table_launches(table, variant_name(inputs, online), is_underfilled)
-    schedule = with_segments(dataclasses.replace(default, **launches), segments)
+    config = with_num_splits(dataclasses.replace(default, **launches), num_splits)
     if backend == "triton":
-        return schedule
-    return mosaic_schedule(schedule, programs * segments, processors, **facts)
+        return config
+    return mosaic_config(config, programs * num_splits, processors, **facts)
 
 
 def table_launches(table: dict, variant: str, is_underfilled: bool) -> dict[str, Any]:
@@ -102,4 +102,4 @@ def table_launches(table: dict, variant: str, is_underfilled: bool) -> dict[str,
     entry = dict(table.get("variants", {}).get(variant, {}))
     if is_underfilled:
         entry |= table.get("underfilled", {}).get(variant, {})
-    return {stage: Launch(**parameters) for stage, parameters in entry.items()}
+    return {stage: KernelConfig(**parameters) for stage, parameters in entry.items()}

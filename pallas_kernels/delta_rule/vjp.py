@@ -9,24 +9,24 @@ import jax
 from jax import Array
 
 from pallas_kernels.common.decay import divisible
-from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.vma import batch_alike
-from pallas_kernels.delta_rule.config import Schedule
-from pallas_kernels.delta_rule.inputs import Inputs, crop_results, pad_inputs, problem_of
+from pallas_kernels.delta_rule.config import DeltaRuleConfig
+from pallas_kernels.delta_rule.inputs import Inputs, crop_results, kernel_shape_of, pad_inputs
 from pallas_kernels.delta_rule.stages import choose_stages
 from pallas_kernels.delta_rule.triton.bwd_dqkg import Saved, of_argument
 from pallas_kernels.delta_rule.triton.decode import decode
-from pallas_kernels.delta_rule.triton.split_sequence import fold_segments
+from pallas_kernels.delta_rule.triton.split_sequence import combine_splits
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options of a call: see `Problem` and `Schedule`.
+    """Static options of a call: see `KernelShape` and `DeltaRuleConfig`.
 
     Attributes:
-        online: see `Problem`.
+        online: see `KernelShape`.
         scale: likewise.
-        schedule: compilation.
+        config: compilation.
         tied_gates: whether `erase`, one number a token, is the write gate too; then the inputs have no other. Its
             gradient is one sum, rounded once.
         write_key_dtype: of the write key as it is given and of its gradient, where that is not the kernels' own.
@@ -35,7 +35,7 @@ class Options:
 
     online: bool
     scale: float
-    schedule: Schedule
+    config: DeltaRuleConfig
     tied_gates: bool = False
     write_key_dtype: Any = None
     tokens: int | None = None
@@ -43,12 +43,14 @@ class Options:
     @property
     def sums_tied_gate(self) -> bool:
         """Whether the reverse pass finds the whole gradient of a shared gate, which it divides by the gate."""
-        return self.tied_gates and self.schedule.reverse.mosaic is not None
+        return self.tied_gates and self.config.reverse.mosaic is not None
 
 
-def _problem(options: Options, inputs: Inputs) -> Problem:
+def _problem(options: Options, inputs: Inputs) -> KernelShape:
     o = options
-    return problem_of(Problem, inputs, online=o.online, scale=o.scale, segments=o.schedule.segments, tokens=o.tokens)
+    return kernel_shape_of(
+        KernelShape, inputs, online=o.online, scale=o.scale, num_splits=o.config.num_splits, tokens=o.tokens
+    )
 
 
 def _operands(options: Options, inputs: Inputs) -> Inputs:
@@ -65,61 +67,61 @@ def _operands(options: Options, inputs: Inputs) -> Inputs:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` for padded inputs; differentiable."""
-    problem, schedule = _problem(options, inputs), options.schedule
+    kernel_shape, config = _problem(options, inputs), options.config
     inputs = _operands(options, inputs)
-    stages = choose_stages(schedule)
-    prepared = stages.prepare(problem, inputs, schedule.prepare)
-    maps = stages.segment_maps(problem, inputs, prepared, schedule.maps)
-    starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
-    return batch_alike(inputs, stages.output_pass(problem, inputs, prepared, starts, schedule.output))
+    stages = choose_stages(config)
+    prepared = stages.prepare(kernel_shape, inputs, config.prepare)
+    maps = stages.split_transitions(kernel_shape, inputs, prepared, config.maps)
+    starts = combine_splits(kernel_shape, maps, inputs.initial_state, config.fold)
+    return batch_alike(inputs, stages.output_pass(kernel_shape, inputs, prepared, starts, config.output))
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
     """The stages of `chunked_pass` with what the backward keeps; here rather than there for a shorter traceback."""
-    problem, schedule = _problem(options, inputs), options.schedule
+    kernel_shape, config = _problem(options, inputs), options.config
     gates = inputs.erase, inputs.erase if options.tied_gates else inputs.write
     inputs = _operands(options, inputs)
-    stages = choose_stages(schedule)
-    prepared = stages.prepare(problem, inputs, schedule.prepare)
-    maps = stages.segment_maps(problem, inputs, prepared, schedule.maps)
-    starts = fold_segments(problem, maps, inputs.initial_state, schedule.fold)
-    results = batch_alike(inputs, stages.output_pass(problem, inputs, prepared, starts, schedule.output))
+    stages = choose_stages(config)
+    prepared = stages.prepare(kernel_shape, inputs, config.prepare)
+    maps = stages.split_transitions(kernel_shape, inputs, prepared, config.maps)
+    starts = combine_splits(kernel_shape, maps, inputs.initial_state, config.fold)
+    results = batch_alike(inputs, stages.output_pass(kernel_shape, inputs, prepared, starts, config.output))
     return results, (inputs, gates, prepared._replace(growth=None), maps, starts)
 
 
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
     inputs, gates, prepared, maps, starts = residuals
     d_out, d_final_state = cotangents
-    problem, schedule = _problem(options, inputs), options.schedule
-    stages = choose_stages(schedule)
+    kernel_shape, config = _problem(options, inputs), options.config
+    stages = choose_stages(config)
     is_found = options.sums_tied_gate
     # Triton's stage has no further digits of the residuals.
-    wanted = {} if schedule.states.mosaic is None else {"with_digits": is_found}
-    states, residual, *digits = stages.states_pass(problem, inputs, prepared, starts, schedule.states, **wanted)
+    wanted = {} if config.states.mosaic is None else {"with_digits": is_found}
+    states, residual, *digits = stages.states_pass(kernel_shape, inputs, prepared, starts, config.states, **wanted)
     ends = None
-    if problem.segments > 1:
-        offsets = stages.reverse_offsets(problem, inputs, prepared, d_out, schedule.offsets)
+    if kernel_shape.num_splits > 1:
+        offsets = stages.reverse_offsets(kernel_shape, inputs, prepared, d_out, config.offsets)
         adjoint = maps._replace(offset=offsets)
-        ends = fold_segments(problem, adjoint, d_final_state, schedule.fold, reverse=True)
+        ends = combine_splits(kernel_shape, adjoint, d_final_state, config.fold, reverse=True)
     more = {"residuals": residual, "digits": digits[0] if digits else None} if is_found else {}
-    back = stages.reverse_pass(problem, inputs, prepared, d_out, d_final_state, ends, schedule.reverse, **more)
+    back = stages.reverse_pass(kernel_shape, inputs, prepared, d_out, d_final_state, ends, config.reverse, **more)
     gate, d_gate = inputs.erase, back.d_write
     if is_found:
         inputs, back = inputs._replace(erase=None, write=None), back._replace(d_write=None)
     saved = Saved(states, residual, back)
     gradients = stages.argument_gradients(
-        problem,
+        kernel_shape,
         inputs,
         d_out,
         saved,
         prepared,
-        schedule,
+        config,
         gates=gates,
         tied_gates=options.tied_gates and not is_found,
         write_key_dtype=options.write_key_dtype,
     )
     if is_found:
-        gradients = gradients._replace(erase=of_argument(problem, d_gate, gate))
+        gradients = gradients._replace(erase=of_argument(kernel_shape, d_gate, gate))
     if inputs.initial_state is not None:
         gradients = gradients._replace(initial_state=back.d_initial_state.astype(inputs.initial_state.dtype))  # type: ignore[union-attr]
     return (gradients,)
@@ -135,7 +137,7 @@ Pass = Callable[[Options, Inputs], tuple[Array, Array]]
 def one_token(run: Pass, options: Options, inputs: Inputs) -> tuple[Array, Array]:
     """Output and state of one token by the decode kernel; the gradient goes through `run`, a pass over chunks."""
     padded = _operands(options, pad_inputs(inputs, whole_chunks=False))
-    results = decode(_problem(options, padded), padded, options.schedule.decode)
+    results = decode(_problem(options, padded), padded, options.config.decode)
     return batch_alike(inputs, crop_results(inputs, results))
 
 

@@ -3,10 +3,10 @@
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.common.problem import CHUNK
+from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.delta_rule.api import call_options, refuse_unsupported
 from pallas_kernels.delta_rule.api import unsupported_reason as unsupported_reason
-from pallas_kernels.delta_rule.config import Schedule
+from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import crop_results, is_sum, make_inputs, pad_inputs
 from pallas_kernels.delta_rule.vjp import chunked_pass, one_token
 from pallas_kernels.linear_attention.vjp import sums_pass
@@ -23,7 +23,7 @@ def linear_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     scale: float | None = None,
     chunk_size: int = CHUNK,
-    schedule: Schedule | None = None,
+    config: DeltaRuleConfig | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """Linear attention with decay: `S_t = D_t S_{t-1} + k_t (w_t * v_t)^T`, `o_t = scale * S_t^T q_t`.
 
@@ -40,7 +40,7 @@ def linear_attention(
         segment_ids: the state restarts where the id changes; the first token continues `initial_state`.
         scale: factor on the output; None is `K ** -0.5`.
         chunk_size: only 64.
-        schedule: how the call is cut into programs; None takes the device's tuned one.
+        config: how the call is cut into programs; None takes the device's tuned one.
 
     Returns:
         The output in `v`'s dtype and the final state in float32.
@@ -50,7 +50,7 @@ def linear_attention(
     """
     refuse_unsupported("linear_attention", q, k, v, log_decay, chunk_size=chunk_size)
     inputs = make_inputs(q, k, v, None, None, write, log_decay, initial_state, segment_ids)
-    options, inputs = call_options(inputs, scale=scale, schedule=schedule, online=False)
+    options, inputs = call_options(inputs, scale=scale, config=config, online=False)
     run = sums_pass if is_sum(inputs, online=False) else chunked_pass
     if q.shape[1] == 1:
         out, state = one_token(run, options, inputs)

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.config import Launch
-from pallas_kernels.common.problem import CHUNK, segment_range
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import CHUNK, split_range
 from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_nt, dot_tn, load_tile
 from pallas_kernels.common.triton.chunks import keep_factor, load_row, loop, product, sequence_grid
 from pallas_kernels.common.triton.decay import ChunkDecay, causal_mask, split_gate
 from pallas_kernels.common.triton.decay_rows import Rows, decay_rows, loaded_decay
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.triton.pairs import diagonal, weigh_pairs
-from pallas_kernels.common.triton.problem import Problem
 from pallas_kernels.delta_rule.inputs import Inputs
 
 
@@ -65,9 +65,9 @@ class Sums(NamedTuple):
     crossed: Array | None
 
 
-def rows_of(problem: Problem, inputs: Inputs) -> Rows:
+def rows_of(kernel_shape: KernelShape, inputs: Inputs) -> Rows:
     """The numbers of a call's decay."""
-    return decay_rows(problem, inputs.log_decay, inputs.starts, name="linear_rows", num_warps=2)
+    return decay_rows(kernel_shape, inputs.log_decay, inputs.starts, name="linear_rows", num_warps=2)
 
 
 def _addition(key: Array, value: Array, factor: Array | None) -> Array:
@@ -77,11 +77,11 @@ def _addition(key: Array, value: Array, factor: Array | None) -> Array:
     return dot_tn(key, value)
 
 
-def _increments_kernel(r, *, problem: Problem, block: int, reverse: bool):
+def _increments_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool):
     """The sum that one segment adds to the state, and the factor by which the state decays over it."""
-    parts = problem.segments - 1
+    parts = kernel_shape.num_splits - 1
     segment = lax.rem(pl.program_id(2), parts) + (1 if reverse else 0)
-    first, count = segment_range(problem, segment)
+    first, count = split_range(kernel_shape, segment)
 
     def body(m, carry):
         added, kept = carry
@@ -92,33 +92,33 @@ def _increments_kernel(r, *, problem: Problem, block: int, reverse: bool):
         keeps = keep_factor(r.kept, n)
         return keeps * added + addition, keeps * kept
 
-    zero = jnp.zeros((problem.key_size, block), jnp.float32)
+    zero = jnp.zeros((kernel_shape.key_size, block), jnp.float32)
     added, kept = loop(count, body, (zero, jnp.ones((), jnp.float32)))
     r.added[...] = added
     if r.kept_of_segment is not None:
         r.kept_of_segment[...] = kept
 
 
-def _scan_kernel(r, *, segments: int, ahead: int, reverse: bool):
+def _scan_kernel(r, *, num_splits: int, ahead: int, reverse: bool):
     """What the segments before each one (`reverse`: after it) add up to."""
     state = jnp.zeros(r.starts_of_segments.shape[1:], jnp.float32)
     if r.boundary is not None:
         state = r.boundary[...].astype(jnp.float32)
-    for start in range(0, segments, ahead):
-        steps = range(start, min(start + ahead, segments))
-        added = [r.added[segments - 2 - n if reverse else n, :, :] for n in steps if n < segments - 1]
+    for start in range(0, num_splits, ahead):
+        steps = range(start, min(start + ahead, num_splits))
+        added = [r.added[num_splits - 2 - n if reverse else n, :, :] for n in steps if n < num_splits - 1]
         for n in steps:  # all loads before what waits for them
-            place = segments - 1 - n if reverse else n
+            place = num_splits - 1 - n if reverse else n
             r.starts_of_segments[place, :, :] = state
-            if n < segments - 1:
-                keeps = 1.0 if r.kept is None else r.kept[segments - 2 - n if reverse else n]
+            if n < num_splits - 1:
+                keeps = 1.0 if r.kept is None else r.kept[num_splits - 2 - n if reverse else n]
                 state = keeps * state + added[n - start]
 
 
-def _sums_kernel(r, *, problem: Problem, block: int, reverse: bool, transposed: bool, keeps_own_apart: bool):
-    segment = lax.rem(pl.program_id(2), problem.segments)
-    first, count = segment_range(problem, segment)
-    state = jnp.zeros((problem.key_size, block), jnp.float32)
+def _sums_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool, transposed: bool, keeps_own_apart: bool):
+    segment = lax.rem(pl.program_id(2), kernel_shape.num_splits)
+    first, count = split_range(kernel_shape, segment)
+    state = jnp.zeros((kernel_shape.key_size, block), jnp.float32)
     if r.boundary is not None:
         state = r.boundary[...].astype(jnp.float32)
         state = state.T if transposed else state
@@ -140,10 +140,10 @@ def _sums_kernel(r, *, problem: Problem, block: int, reverse: bool, transposed: 
             pairs = pairs * gate[None, :]
         own = None
         if keeps_own_apart:
-            own = problem.scale * diagonal(pairs, axis=1)
+            own = kernel_shape.scale * diagonal(pairs, axis=1)
             pairs = jnp.where(causal_mask(ChunkDecay(None, None, None), strict=True, reverse=reverse), pairs, 0.0)
-        far = problem.scale * product(factor, far)
-        near = problem.scale * dot_halves(pairs, value)
+        far = kernel_shape.scale * product(factor, far)
+        near = kernel_shape.scale * dot_halves(pairs, value)
         if r.products is not None:
             other = r.product_with[rows, :].astype(jnp.float32)
             if r.far_products is None:
@@ -163,14 +163,14 @@ def _sums_kernel(r, *, problem: Problem, block: int, reverse: bool, transposed: 
 
     state = loop(count, body, state)
 
-    @pl.when(segment == (0 if reverse else problem.segments - 1))
+    @pl.when(segment == (0 if reverse else kernel_shape.num_splits - 1))
     def _():
         r.end[...] = state
 
 
-def _gates(problem: Problem, inputs: Inputs, rows: Rows, at, reverse: bool) -> dict[str, Any]:
+def _gates(kernel_shape: KernelShape, inputs: Inputs, rows: Rows, at, reverse: bool) -> dict[str, Any]:
     """Numbers of the tokens of whole sequences."""
-    p = problem
+    p = kernel_shape
 
     def row(x, size):
         return p.of_head(x, (size,), lambda *g: (at(*g)[0], at(*g)[2], 0))
@@ -187,19 +187,19 @@ def _gates(problem: Problem, inputs: Inputs, rows: Rows, at, reverse: bool) -> d
 
 
 def segment_starts(
-    problem: Problem,
+    kernel_shape: KernelShape,
     inputs: Inputs,
     rows: Rows,
     key: Array,
     value: Array,
     boundary: Array | None,
-    launches: tuple[Launch, Launch],
+    launches: tuple[KernelConfig, KernelConfig],
     reverse: bool = False,
 ) -> Array:
     """What the tokens before each segment (`reverse`: after it) add up to: `sum key value^T` under the decay.
 
     Args:
-        problem: static facts; `key_size` and `value_size` are those of `key` and `value`.
+        kernel_shape: static facts; `key_size` and `value_size` are those of `key` and `value`.
         inputs: arguments of the call, of which the gate is taken.
         rows: its decay.
         key: `[B, T, heads, A]`.
@@ -211,12 +211,12 @@ def segment_starts(
     Returns:
         `[B, HV, P, A, D]` float32.
     """
-    p = problem
-    if p.segments == 1:
+    p = kernel_shape
+    if p.num_splits == 1:
         shape = (p.batch, p.value_heads, 1, p.key_size, p.value_size)
         return jnp.zeros(shape, jnp.float32) if boundary is None else boundary.astype(jnp.float32)[:, :, None]
     increments, scan = launches
-    parts = p.segments - 1
+    parts = p.num_splits - 1
     block = min(increments.block, p.value_size)
 
     def at(c, h, z):
@@ -242,7 +242,7 @@ def segment_starts(
             "kept_of_segment": p.of_head(kept, (None,), place),
         },
         increments,
-        problem=p,
+        kernel_shape=p,
         block=block,
         reverse=reverse,
     )
@@ -262,11 +262,11 @@ def segment_starts(
         },
         {
             "starts_of_segments": of_states(
-                p.per_head(p.segments, p.key_size, p.value_size, dtype=jnp.float32), p.segments
+                p.per_head(p.num_splits, p.key_size, p.value_size, dtype=jnp.float32), p.num_splits
             )
         },
         scan,
-        segments=p.segments,
+        num_splits=p.num_splits,
         ahead=scan.inner,
         reverse=reverse,
     )
@@ -274,12 +274,12 @@ def segment_starts(
 
 
 def sums(
-    problem: Problem,
+    kernel_shape: KernelShape,
     inputs: Inputs,
     rows: Rows,
     places: Places,
     boundary: Array,
-    launch: Launch,
+    launch: KernelConfig,
     *,
     reverse: bool = False,
     transposed: bool = False,
@@ -292,7 +292,7 @@ def sums(
     """One sum over all tokens.
 
     Args:
-        problem: static facts; `key_size` and `value_size` are A and D of `places`.
+        kernel_shape: static facts; `key_size` and `value_size` are A and D of `places`.
         inputs: arguments of the call, of which the gate is taken.
         rows: its decay.
         places: the arrays.
@@ -307,7 +307,7 @@ def sums(
         with_states: whether what is before each chunk is wanted.
         states: the same of another sum, whose products with this one's are wanted.
     """
-    p = problem
+    p = kernel_shape
     block = min(launch.block, p.value_size)
     grid, at = sequence_grid(p, p.value_size, block)
     columns = p.value_size // block
@@ -325,9 +325,9 @@ def sums(
         return Operand(jax.ShapeDtypeStruct((columns, *shape), jnp.float32), (None, *seen), where)
 
     start = (
-        p.of_head(boundary, (None, block, p.key_size), lambda c, h, z: (*p.segment_at(h, z), c, 0))
+        p.of_head(boundary, (None, block, p.key_size), lambda c, h, z: (*p.split_at(h, z), c, 0))
         if transposed
-        else p.of_head(boundary, (None, p.key_size, block), lambda c, h, z: (*p.segment_at(h, z), 0, c))
+        else p.of_head(boundary, (None, p.key_size, block), lambda c, h, z: (*p.split_at(h, z), 0, c))
     )
     out = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), dtype or p.dtype)
     end = p.per_head(p.key_size, p.value_size, dtype=jnp.float32)
@@ -358,7 +358,7 @@ def sums(
             "crossed": None if states is None else crossed,
         },
         launch,
-        problem=p,
+        kernel_shape=p,
         block=block,
         reverse=reverse,
         transposed=transposed,

@@ -9,18 +9,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common.decay import MIN_LOG_DECAY
-from pallas_kernels.common.problem import CHUNK, is_channel_wise
+from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise
 from pallas_kernels.common.triton.chunks import product
 from pallas_kernels.common.triton.decay import split_gate
-from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.vma import batch_alike
-from pallas_kernels.delta_rule.inputs import Inputs, problem_of
+from pallas_kernels.delta_rule.inputs import Inputs, kernel_shape_of
 from pallas_kernels.delta_rule.vjp import Options
 from pallas_kernels.linear_attention.triton import Places, rows_of, segment_starts, sums
 
 
-def _problem(options: Options, inputs: Inputs) -> Problem:
-    return problem_of(Problem, inputs, online=False, scale=options.scale, segments=options.schedule.segments)
+def _problem(options: Options, inputs: Inputs) -> KernelShape:
+    return kernel_shape_of(KernelShape, inputs, online=False, scale=options.scale, num_splits=options.config.num_splits)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -33,26 +33,26 @@ def linear_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
-    problem, schedule, x = _problem(options, inputs), options.schedule, inputs
-    launches = schedule.increments, schedule.scan
-    rows = rows_of(problem, x)
-    starts = segment_starts(problem, x, rows, x.k, x.v, x.initial_state, launches)
-    found = sums(problem, x, rows, Places(x.q, x.k, x.v), starts, schedule.sums)
+    kernel_shape, config, x = _problem(options, inputs), options.config, inputs
+    launches = config.increments, config.scan
+    rows = rows_of(kernel_shape, x)
+    starts = segment_starts(kernel_shape, x, rows, x.k, x.v, x.initial_state, launches)
+    found = sums(kernel_shape, x, rows, Places(x.q, x.k, x.v), starts, config.sums)
     return batch_alike(inputs, (found.out, found.end)), (inputs, rows, starts)
 
 
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
     x, rows, starts = residuals
     d_out, d_final_state = cotangents
-    problem, launch = _problem(options, x), options.schedule.gradient_sums
-    swapped = dataclasses.replace(problem, key_size=problem.value_size, value_size=problem.key_size)
+    kernel_shape, launch = _problem(options, x), options.config.gradient_sums
+    swapped = dataclasses.replace(kernel_shape, key_size=kernel_shape.value_size, value_size=kernel_shape.key_size)
     has_decay = x.log_decay is not None
     # Whether a token's pair with itself is kept out of the decay's gradient. In bfloat16 this would spill registers and
     # take a tenth longer, and it changes only gradients below 1e-4 of a mild decay's.
     is_exact = has_decay and x.q.dtype == jnp.float32
     # The kernel multiplies its sums by the scale at the end, the first state included: hence the division.
-    launches = options.schedule.increments, options.schedule.scan
-    ends = segment_starts(problem, x, rows, x.q, d_out, d_final_state / problem.scale, launches, reverse=True)
+    launches = options.config.increments, options.config.scan
+    ends = segment_starts(kernel_shape, x, rows, x.q, d_out, d_final_state / kernel_shape.scale, launches, reverse=True)
     d_q = sums(
         swapped,
         x,
@@ -81,7 +81,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         states=d_q.states,
     )
     d_v = sums(
-        problem,
+        kernel_shape,
         x,
         rows,
         Places(x.k, x.q, d_out),
@@ -98,14 +98,14 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     if has_decay:
         d_total = _sum_parts(d_q.products) - product(rest, _sum_parts(d_k.products))
         d_ends = product(rest, _sum_parts(d_k.far_products))
-        d_log_decay = _log_decay_gradient(x, d_total, d_ends, problem.scale * _sum_parts(d_k.crossed))
+        d_log_decay = _log_decay_gradient(x, d_total, d_ends, kernel_shape.scale * _sum_parts(d_k.crossed))
     gradients = Inputs(
         q=_of_key_heads(d_q.out, x.q),
         k=_of_key_heads(d_k.out, x.k),
         v=d_v.out,
         write=None if d_write is None else d_write.astype(x.write.dtype),
         log_decay=d_log_decay,
-        initial_state=None if x.initial_state is None else (problem.scale * d_v.end).astype(x.initial_state.dtype),
+        initial_state=None if x.initial_state is None else (kernel_shape.scale * d_v.end).astype(x.initial_state.dtype),
     )
     return (gradients,)
 

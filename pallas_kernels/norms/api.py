@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from pallas_kernels.common.config import Launch
-from pallas_kernels.common.problem import cdiv, next_power_of_two
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two
 from pallas_kernels.common.triton.backend import Operand, call, interpreted, unsupported_arrays, whole
 from pallas_kernels.common.vma import vary_alike
 from pallas_kernels.norms.triton import Cut, norm_kernel, reverse_norm_kernel
@@ -19,7 +19,7 @@ _MAX_FEATURES = 8192
 
 
 @dataclasses.dataclass(frozen=True)
-class NormSchedule:
+class NormConfig:
     """How a call is cut into programs. The defaults are the fastest of six measured on an H200.
 
     Attributes:
@@ -58,26 +58,26 @@ class Options:
         activation: of the gate.
         dtype: of the result.
         keeps: whether `x` is a result too.
-        schedule: how the call is cut.
+        config: how the call is cut.
     """
 
     eps: float
     activation: str | None
     dtype: str
     keeps: bool
-    schedule: NormSchedule
+    config: NormConfig
 
 
-def _cut(options: Options, inputs: NormInputs, blocks: int, parts: int = 0) -> tuple[Cut, int, Launch]:
+def _cut(options: Options, inputs: NormInputs, blocks: int, parts: int = 0) -> tuple[Cut, int, KernelConfig]:
     """A kernel's static facts, its programs, and its launch."""
     rows, features = inputs.x.shape
     columns = 1 << (features - 1).bit_length()
     heads = 1 if inputs.bias is None else inputs.bias.shape[0]
-    block = max(heads, options.schedule.elements // columns)
+    block = max(heads, options.config.elements // columns)
     activation = options.activation if inputs.z is not None else None
     cut = Cut(rows, features, columns, block, blocks, options.eps, activation, heads, parts)
-    warps = min(16, max(1, options.schedule.num_warps * block * columns // options.schedule.elements))
-    return cut, cdiv(rows, block * blocks), Launch(num_warps=warps, num_stages=1)
+    warps = min(16, max(1, options.config.num_warps * block * columns // options.config.elements))
+    return cut, cdiv(rows, block * blocks), KernelConfig(num_warps=warps, num_stages=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -95,7 +95,7 @@ def _forward(options: Options, inputs: NormInputs) -> tuple[tuple[Array, Array |
 
 def _backward(options: Options, inputs: NormInputs, cotangents: tuple[Array, Array | None]) -> tuple[NormInputs]:
     d_y, d_kept = cotangents
-    cut, programs, launch = _cut(options, inputs, options.schedule.blocks)
+    cut, programs, launch = _cut(options, inputs, options.config.blocks)
     parts = jax.ShapeDtypeStruct((programs, cut.features), jnp.float32)
     results = call(
         reverse_norm_kernel,
@@ -128,8 +128,8 @@ def _backward(options: Options, inputs: NormInputs, cotangents: tuple[Array, Arr
 _run.defvjp(_forward, _backward)
 
 
-def _schedule() -> NormSchedule:
-    return NormSchedule(elements=64, blocks=2) if interpreted() else NormSchedule()
+def _schedule() -> NormConfig:
+    return NormConfig(elements=64, blocks=2) if interpreted() else NormConfig()
 
 
 def unsupported_reason(x: Array, scale: Array, z: Array | None = None, z_bias: Array | None = None) -> str | None:
@@ -160,7 +160,7 @@ def rms_norm(
     eps: float = 1e-6,
     dtype: str | None = None,
     keeps: bool = False,
-    schedule: NormSchedule | None = None,
+    config: NormConfig | None = None,
 ) -> tuple[Float[Array, "*rows F"], Float[Array, "*rows F"] | None]:
     """`x / sqrt(mean x^2 + eps) * scale * activation(z + z_bias)` over the last axis, computed in float32.
 
@@ -174,7 +174,7 @@ def rms_norm(
         dtype: of the result; None is `x`'s.
         keeps: return `x` as well, for a residual stream that continues with it. The kernel of the norm's gradient then
             adds the gradient of this `x`.
-        schedule: how the call is cut into programs.
+        config: how the call is cut into programs.
 
     Returns:
         The result, rounded once, and `x` or None.
@@ -185,10 +185,10 @@ def rms_norm(
     reason = unsupported_reason(x, scale, z, z_bias)
     if reason is not None:
         raise NotImplementedError(f"rms_norm: the Triton kernels do not support {reason}")
-    schedule = schedule or _schedule()
+    config = config or _schedule()
     shape, name = x.shape, jnp.dtype(x.dtype if dtype is None else dtype).name
     flat = [None if a is None else a.reshape(-1, shape[-1]) for a in (x, z)]
-    options = Options(eps, activation, name, keeps, schedule)
+    options = Options(eps, activation, name, keeps, config)
     y, kept = _run(options, vary_alike(NormInputs(flat[0], scale, flat[1], z_bias)))  # type: ignore[arg-type]
     return y.reshape(shape), None if kept is None else kept.reshape(shape)
 

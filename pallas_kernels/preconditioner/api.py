@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two, segment_starts
 from pallas_kernels.common.platform import platform
-from pallas_kernels.common.problem import cdiv, next_power_of_two, segment_starts
 from pallas_kernels.common.triton.backend import Operand, call, interpreted
 from pallas_kernels.common.vma import batch_alike, vary_alike
 from pallas_kernels.preconditioner.triton import Readout, apply_kernel, reverse_kernel, reverse_sums_kernel, sums_kernel
@@ -29,7 +29,7 @@ _MAX_CHANNELS = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class GramSchedule:
+class GramConfig:
     """How a call is cut into programs.
 
     Attributes:
@@ -44,8 +44,8 @@ class GramSchedule:
     """
 
     tokens: int | None = None
-    forward: Launch = Launch(num_warps=1, num_stages=2, block=16)
-    backward: Launch = Launch(num_warps=1, num_stages=2, block=8)
+    forward: KernelConfig = KernelConfig(num_warps=1, num_stages=2, block=16)
+    backward: KernelConfig = KernelConfig(num_warps=1, num_stages=2, block=8)
     programs: int = 4096
     parts: int = 128
     crowded: int = 4096
@@ -66,11 +66,13 @@ class GramSchedule:
         return self.block * cdiv(cdiv(length, self.block), max(1, parts))
 
 
-def choose_gram_schedule() -> GramSchedule:
+def choose_gram_config() -> GramConfig:
     """The schedule for the device at hand: interpreted, small blocks compile fast and four programs keep all paths."""
     if interpreted():
-        return GramSchedule(forward=Launch(num_stages=1, block=2), backward=Launch(num_stages=1, block=2), programs=16)
-    return GramSchedule()
+        return GramConfig(
+            forward=KernelConfig(num_stages=1, block=2), backward=KernelConfig(num_stages=1, block=2), programs=16
+        )
+    return GramConfig()
 
 
 class GramInputs(NamedTuple):
@@ -103,14 +105,14 @@ class Options:
         readout: a function of rows.
         dtype: of its results and of their gradients.
         stored: the dtype that results are rounded to.
-        schedule: how the call is cut.
+        config: how the call is cut.
         passes_key: whether `k` is returned too.
     """
 
     readout: Readout
     dtype: Any
     stored: Any
-    schedule: GramSchedule
+    config: GramConfig
     passes_key: bool
 
 
@@ -123,7 +125,7 @@ class _Cut:
     def __init__(self, options: Options, x: GramInputs, from_end: bool = False):
         self.from_end = from_end
         self.batch, self.length, self.heads, self.channels = x.k.shape
-        self.tokens = options.schedule.tokens_of(self.batch * self.heads, self.length)
+        self.tokens = options.config.tokens_of(self.batch * self.heads, self.length)
         self.parts = cdiv(self.length, self.tokens)
         self.grid = (self.heads, self.parts, self.batch)
 
@@ -167,12 +169,12 @@ def _like(x: Array | None) -> jax.ShapeDtypeStruct | None:
     return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _static(cut: _Cut, launch: Launch) -> dict[str, Any]:
+def _static(cut: _Cut, launch: KernelConfig) -> dict[str, Any]:
     return {"tokens": cut.tokens, "block": launch.block, "ahead": launch.num_stages > 1}
 
 
 def _forward(options: Options, inputs: GramInputs, with_states: bool = True) -> tuple[Any, Any]:
-    cut, launch = _Cut(options, inputs), options.schedule.forward
+    cut, launch = _Cut(options, inputs), options.config.forward
     given, static = cut.inputs(inputs), _static(cut, launch)
     sums: dict[str, Any] = {"sums": None, "kept": None}
     if cut.parts > 1:
@@ -217,8 +219,8 @@ def _run(options: Options, inputs: GramInputs) -> tuple[Array, ...]:
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -> tuple[GramInputs]:
     inputs, states, kept = residuals
     d_out, d_final_state, *d_passed = cotangents
-    cut, launch = _Cut(options, inputs), options.schedule.backward
-    if d_out.dtype == jnp.float32 and math.prod(cut.grid) >= options.schedule.crowded:
+    cut, launch = _Cut(options, inputs), options.config.backward
+    if d_out.dtype == jnp.float32 and math.prod(cut.grid) >= options.config.crowded:
         launch = launch.with_stages(1)
     given = {**cut.inputs(inputs), "d_out": cut.of_tokens(d_out), "initial_state": None}
     block_states = cut.per_head(cut.length // launch.block, cut.channels)
@@ -310,7 +312,7 @@ def diagonal_gram_readout(
     initial_state: Float[Array, "B H K"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     with_key: bool = False,
-    schedule: GramSchedule | None = None,
+    config: GramConfig | None = None,
 ) -> tuple[Array, ...]:
     """`A_t = exp(log_decay_t) A_{t-1} + gain_t k_t^2` and `out_t = readout(A_{t-1}, A_t, x_t, parameter)`.
 
@@ -328,7 +330,7 @@ def diagonal_gram_readout(
         initial_state: A before the first token; None is zero.
         segment_ids: A restarts where the id changes; the first token continues `initial_state`.
         with_key: whether `k` is returned too. The kernel adds the gradient of that one to its own.
-        schedule: how the call is cut into programs.
+        config: how the call is cut into programs.
 
     Returns:
         `out` and A after the last token, `[B, H, K]` float32; `k`, where asked for.
@@ -339,10 +341,10 @@ def diagonal_gram_readout(
     reason = unsupported_reason(k, x, parameter, log_decay, gain, initial_state)
     if reason is not None:
         raise NotImplementedError(f"diagonal_gram_readout: the Triton kernels do not support {reason}")
-    schedule = schedule or choose_gram_schedule()
+    config = config or choose_gram_config()
     length, channels = k.shape[1], k.shape[3]
     starts = segment_starts(segment_ids)
-    tokens, width = -length % schedule.block, next_power_of_two(channels) - channels
+    tokens, width = -length % config.block, next_power_of_two(channels) - channels
 
     def pad(array):
         """Appends tokens and channels that do nothing."""
@@ -361,6 +363,6 @@ def diagonal_gram_readout(
         initial_state=initial_state,
         starts=None if starts is None else pad(starts),
     )
-    options = Options(readout, jnp.dtype(dtype), jnp.dtype(stored or dtype), schedule, with_key)
+    options = Options(readout, jnp.dtype(dtype), jnp.dtype(stored or dtype), config, with_key)
     out, final, *passed = _run(options, vary_alike(inputs))
     return (out[:, :length, :, :channels], final[..., :channels], *(y[:, :length, :, :channels] for y in passed))

@@ -12,7 +12,7 @@ results (Gated KalmaNet, table 1 and equations 6 to 10).
 
 | module | kernel | reads | writes | grid |
 |---|---|---|---|---|
-| `problem` | `ridge_decay` | decay | the decay added up inside chunks | chunk |
+| `kernel_shape` | `ridge_decay` | decay | the decay added up inside chunks | chunk |
 | `gram_states` | `ridge_increments` | k | what each chunk adds to the Gram matrix | chunk |
 | | `ridge_scan` | what chunks add | `H_0` of each chunk, its squared norm | rows of H, heads, rows |
 | `iterations` | `ridge_chebyshev` and others | q, k, `H_0`, ridge | x and the norm of each `H_t` | chunk |
@@ -24,6 +24,6 @@ results (Gated KalmaNet, table 1 and equations 6 to 10).
 
 Grid *chunk* is a program for each chunk of each head. `products` has matrix products at each precision; `ridge_solve`
 puts the stages together and has the public function. Saved for the backward: k, the ridge, x, the norms, and (unless
-`RidgeSchedule.keeps_states` is false) the matrices `H_0`. Most of the time is the two solves: each of 30 iterations is
+`RidgeConfig.keeps_states` is false) the matrices `H_0`. Most of the time is the two solves: each of 30 iterations is
 three products, one after another.
 """

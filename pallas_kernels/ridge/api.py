@@ -9,17 +9,17 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
+from pallas_kernels.common.kernel_shape import CHUNK, next_power_of_two, segment_starts
 from pallas_kernels.common.platform import platform
-from pallas_kernels.common.problem import CHUNK, next_power_of_two, segment_starts
 from pallas_kernels.common.triton.backend import interpreted, shared_memory, unsupported_arrays
 from pallas_kernels.common.vma import batch_alike, vary_alike
-from pallas_kernels.ridge.problem import (
+from pallas_kernels.ridge.config import (
     METHODS,
     PRECISIONS,
     Method,
+    RidgeConfig,
     RidgeInputs,
-    RidgeSchedule,
-    choose_schedule,
+    choose_config,
     ridge_problem,
     ridge_rows,
 )
@@ -84,7 +84,7 @@ def ridge_solve(
     initial_gram: Float[Array, "B H K K"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     chunk_size: int = CHUNK,
-    schedule: RidgeSchedule | None = None,
+    config: RidgeConfig | None = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B H K K"]]:
     r"""Solves `(H_t + lambda_t) x_t = q_t` for the Gram matrices `H_t` of the past keys, in chunks of 64 tokens.
 
@@ -113,7 +113,7 @@ def ridge_solve(
         initial_gram: the Gram matrix before the first token; its symmetric part is used; None is zero.
         segment_ids: the Gram matrix restarts where the id changes; the first token continues `initial_gram`.
         chunk_size: only 64.
-        schedule: how the call is cut into programs; None is a measured choice.
+        config: how the call is cut into programs; None is a measured choice.
 
     Returns:
         Solutions in `q`'s dtype and the final Gram matrix in float32.
@@ -128,7 +128,7 @@ def ridge_solve(
     if precision is None:
         precision = _default_precision(inputs.k, adaptive)
     method = Method(solver, iterations, adaptive, float(epsilon), precision)
-    x, gram = _solve(method, schedule or choose_schedule(ridge_problem(inputs), precision), inputs)
+    x, gram = _solve(method, config or choose_config(ridge_problem(inputs), precision), inputs)
     size = q.shape[3]
     return x[:, : q.shape[1], :, :size].astype(q.dtype), gram[:, :, :size, :size]
 
@@ -168,41 +168,41 @@ def _padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids) -> RidgeIn
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _solve(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tuple[Array, Array]:
+def _solve(method: Method, config: RidgeConfig, inputs: RidgeInputs) -> tuple[Array, Array]:
     """Solutions and final Gram matrix of padded inputs; the backward keeps keys, solutions, norms and states."""
-    return _forward(method, schedule, inputs)[0]
+    return _forward(method, config, inputs)[0]
 
 
-def _forward(method: Method, schedule: RidgeSchedule, inputs: RidgeInputs) -> tuple[tuple[Array, Array], Any]:
-    problem = ridge_problem(inputs)
-    rows = ridge_rows(problem, inputs)
-    states, final, squares = gram_states(problem, method, inputs, rows, schedule)
-    x, norm = solve_chunks(problem, method, inputs, rows, states, schedule, b=inputs.q, squares=squares)
+def _forward(method: Method, config: RidgeConfig, inputs: RidgeInputs) -> tuple[tuple[Array, Array], Any]:
+    kernel_shape = ridge_problem(inputs)
+    rows = ridge_rows(kernel_shape, inputs)
+    states, final, squares = gram_states(kernel_shape, method, inputs, rows, config)
+    x, norm = solve_chunks(kernel_shape, method, inputs, rows, states, config, b=inputs.q, squares=squares)
     # A checkpoint policy may keep these arrays by name, since solving again is the costly part.
     x, norm = checkpoint_name(x, "solution"), checkpoint_name(norm, "solution")
-    kept = (rows, states, squares) if schedule.keeps_states else None
+    kept = (rows, states, squares) if config.keeps_states else None
     return batch_alike(inputs, (x, final)), (inputs._replace(q=None), x, norm, kept)  # type: ignore[arg-type]
 
 
 def _backward(
-    method: Method, schedule: RidgeSchedule, residuals: Any, cotangents: tuple[Array, Array]
+    method: Method, config: RidgeConfig, residuals: Any, cotangents: tuple[Array, Array]
 ) -> tuple[RidgeInputs]:
     inputs, x, norm, kept = residuals
     d_x, d_final = cotangents
-    problem = ridge_problem(inputs)
+    kernel_shape = ridge_problem(inputs)
     if kept is None:
-        rows = ridge_rows(problem, inputs)
-        states, _, squares = gram_states(problem, method, inputs, rows, schedule)
+        rows = ridge_rows(kernel_shape, inputs)
+        states, _, squares = gram_states(kernel_shape, method, inputs, rows, config)
     else:
         rows, states, squares = kept
-    d_q, _ = solve_chunks(problem, method, inputs, rows, states, schedule, b=d_x, norm=norm)
+    d_q, _ = solve_chunks(kernel_shape, method, inputs, rows, states, config, b=d_x, norm=norm)
     d_final = d_final + jnp.swapaxes(d_final, -1, -2)
     by_norm, d_ends, d_initial, products = state_gradients(
-        problem, method, inputs, rows, states, x, norm, d_q, d_final, schedule
+        kernel_shape, method, inputs, rows, states, x, norm, d_q, d_final, config
     )
     sums = StateSums(squares, products)
     d_k, d_log_decay = argument_gradients(
-        problem, method, inputs, rows, states, d_ends, sums, x, d_q, by_norm, schedule
+        kernel_shape, method, inputs, rows, states, d_ends, sums, x, d_q, by_norm, config
     )
     d_ridge = jnp.sum(by_norm.ridge, axis=(0, 2)).reshape(inputs.ridge.shape)
     return (RidgeInputs(d_q, d_k, d_ridge, d_log_decay, d_initial, None),)

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two, segment_starts
 from pallas_kernels.common.platform import platform
-from pallas_kernels.common.problem import cdiv, next_power_of_two, segment_starts
 from pallas_kernels.common.triton.backend import Operand, call, interpreted, whole
 from pallas_kernels.common.vma import vary_alike
 from pallas_kernels.short_convolution.triton import Cut, convolution_kernel, reverse_convolution_kernel
@@ -44,7 +44,7 @@ class ConvolutionPrograms:
     """
 
     tokens: int
-    launch: Launch
+    launch: KernelConfig
 
     def shortened(self, columns: int, length: int) -> "ConvolutionPrograms":
         """Fewer tokens a program where there would be less than eight programs a processor of a large card.
@@ -60,7 +60,7 @@ class ConvolutionPrograms:
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvolutionSchedule:
+class ConvolutionConfig:
     """How a call is cut into programs. The defaults are the fastest of those measured on an H200.
 
     Attributes:
@@ -69,17 +69,19 @@ class ConvolutionSchedule:
         adapts: whether programs are shortened where they would be few.
     """
 
-    forward: ConvolutionPrograms = ConvolutionPrograms(64, Launch(num_warps=1, num_stages=1, block=8, inner=128))
-    backward: ConvolutionPrograms = ConvolutionPrograms(128, Launch(num_warps=1, num_stages=2, block=4, inner=128))
+    forward: ConvolutionPrograms = ConvolutionPrograms(64, KernelConfig(num_warps=1, num_stages=1, block=8, inner=128))
+    backward: ConvolutionPrograms = ConvolutionPrograms(
+        128, KernelConfig(num_warps=1, num_stages=2, block=4, inner=128)
+    )
     adapts: bool = True
 
 
-def choose_convolution_schedule() -> ConvolutionSchedule:
+def choose_convolution_config() -> ConvolutionConfig:
     """The schedule for the device at hand: interpreted, small blocks compile fast."""
     if interpreted():
-        programs = ConvolutionPrograms(8, Launch(num_stages=1, block=1, inner=32))
-        return ConvolutionSchedule(programs, programs, adapts=False)
-    return ConvolutionSchedule()
+        programs = ConvolutionPrograms(8, KernelConfig(num_stages=1, block=1, inner=32))
+        return ConvolutionConfig(programs, programs, adapts=False)
+    return ConvolutionConfig()
 
 
 class Filter(NamedTuple):
@@ -111,7 +113,7 @@ class ConvolutionInputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Finish:
+class Epilogue:
     """The operations after a stream's sums.
 
     Attributes:
@@ -130,25 +132,25 @@ class Options:
     """Static options of a call.
 
     Attributes:
-        finishes: of each stream.
-        schedule: how the call is cut.
+        epilogues: of each stream.
+        config: how the call is cut.
     """
 
-    finishes: tuple[Finish, ...]
-    schedule: ConvolutionSchedule
+    epilogues: tuple[Epilogue, ...]
+    config: ConvolutionConfig
 
 
 def _cut(
-    finish: Finish, schedule: ConvolutionSchedule, stream: "_Stream", programs: ConvolutionPrograms
-) -> tuple[Cut, tuple[int, int, int], Launch]:
+    epilogue: Epilogue, config: ConvolutionConfig, stream: "_Stream", programs: ConvolutionPrograms
+) -> tuple[Cut, tuple[int, int, int], KernelConfig]:
     """A kernel's static facts, its grid, and its launch with as many warps as its channels need."""
     (batch, length, _), channels = stream.x.shape, stream.channels
     launch = programs.launch
-    size = min(_PLAIN, next_power_of_two(channels)) if finish.norm_size is None else finish.norm_size
+    size = min(_PLAIN, next_power_of_two(channels)) if epilogue.norm_size is None else epilogue.norm_size
     columns = 1 << (size - 1).bit_length()
     heads = max(1, min(launch.inner // columns, 1 << (cdiv(channels, size) - 1).bit_length()))
     tiles = cdiv(channels, size * heads)
-    if schedule.adapts:
+    if config.adapts:
         programs = programs.shortened(tiles * batch, length)
     cut = Cut(
         width=stream.filter.kernel.shape[0],
@@ -160,8 +162,8 @@ def _cut(
         tokens=programs.tokens,
         block=launch.block,
         ahead=launch.num_stages > 1,
-        activation=finish.activation,
-        eps=None if finish.norm_size is None else finish.eps,
+        activation=epilogue.activation,
+        eps=None if epilogue.norm_size is None else epilogue.eps,
     )
     warps = launch.num_warps * max(1, heads * columns // launch.inner)
     return cut, (tiles, cdiv(length, cut.tokens), batch), dataclasses.replace(launch, num_warps=warps)
@@ -224,8 +226,8 @@ def _like(x: Array | None) -> jax.ShapeDtypeStruct | None:
 def _run(options: Options, inputs: ConvolutionInputs) -> tuple[tuple[Array, ...], Array]:
     """The result of each stream, and the columns behind the streams."""
     results: list[Any] = []
-    for finish, stream in zip(options.finishes, _streams(inputs)):
-        cut, grid, launch = _cut(finish, options.schedule, stream, options.schedule.forward)
+    for epilogue, stream in zip(options.epilogues, _streams(inputs)):
+        cut, grid, launch = _cut(epilogue, options.config, stream, options.config.forward)
         y = jax.ShapeDtypeStruct((*inputs.x.shape[:2], stream.channels), inputs.x.dtype)
         found = call(
             convolution_kernel, "short_convolution", grid, stream.operands(), {"y": _of_row(y)}, launch, cut=cut
@@ -247,8 +249,8 @@ def _backward(
 ) -> tuple[ConvolutionInputs]:
     d_x: Array | None = None
     d_filters = []
-    for finish, stream, d_y in zip(options.finishes, _streams(inputs), cotangents[0]):
-        d_x, d_filter = _stream_gradients(finish, options.schedule, stream, d_y, d_x)
+    for epilogue, stream, d_y in zip(options.epilogues, _streams(inputs), cotangents[0]):
+        d_x, d_filter = _stream_gradients(epilogue, options.config, stream, d_y, d_x)
         d_filters.append(d_filter)
     assert d_x is not None
     if cotangents[1].shape[-1]:
@@ -257,10 +259,10 @@ def _backward(
 
 
 def _stream_gradients(
-    finish: Finish, schedule: ConvolutionSchedule, stream: _Stream, d_y: Array, d_x: Array | None
+    epilogue: Epilogue, config: ConvolutionConfig, stream: _Stream, d_y: Array, d_x: Array | None
 ) -> tuple[Array, Filter]:
     """The gradient of all of `x`, in which this stream's columns are written into `d_x`; and that of the filter."""
-    cut, grid, launch = _cut(finish, schedule, stream, schedule.backward)
+    cut, grid, launch = _cut(epilogue, config, stream, config.backward)
     batch, parts = stream.x.shape[0], grid[1]
 
     def partial_sums(x: Array | None) -> jax.ShapeDtypeStruct | None:
@@ -337,7 +339,7 @@ def short_convolution(
     activation: str | None = None,
     norm_size: int | None = None,
     eps: float = 1e-6,
-    schedule: ConvolutionSchedule | None = None,
+    config: ConvolutionConfig | None = None,
 ) -> Float[Array, "B T D"]:
     """Depthwise causal convolution, `bias + sum_i kernel[W - 1 - i] * x_{t - i}`, activation and norm, all in float32.
 
@@ -351,7 +353,7 @@ def short_convolution(
         norm_size: `y * rsqrt(sum y^2 + eps)` over each `norm_size` consecutive channels of the activation, which divide
             D; None is no norm.
         eps: added to the squared norm.
-        schedule: how the call is cut into programs.
+        config: how the call is cut into programs.
 
     Returns:
         The result in `x`'s dtype, rounded once.
@@ -362,8 +364,8 @@ def short_convolution(
     reason = unsupported_reason(x, kernel, bias, initial_state, activation=activation, norm_size=norm_size)
     if reason is not None:
         raise NotImplementedError(f"short_convolution: the Triton kernels do not support {reason}")
-    stream = ConvolutionStream(kernel, bias, initial_state, Finish(activation, norm_size, eps))
-    return _convolutions(x, (stream,), segment_ids, schedule)[0][0]
+    stream = ConvolutionStream(kernel, bias, initial_state, Epilogue(activation, norm_size, eps))
+    return _convolutions(x, (stream,), segment_ids, config)[0][0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,21 +376,21 @@ class ConvolutionStream:
         kernel: `[W, D]`.
         bias: None or `[D]`.
         initial_state: None or `[B, W - 1, D]`.
-        finish: activation and norm.
+        epilogue: activation and norm.
     """
 
     kernel: Array
     bias: Array | None = None
     initial_state: Array | None = None
-    finish: Finish = Finish()
+    epilogue: Epilogue = Epilogue()
 
 
 def fused_unsupported_reason(x: Array | jax.ShapeDtypeStruct, streams: Sequence[ConvolutionStream]) -> str | None:
     """Why `joined_convolutions` can't serve a call, as a noun phrase, or None if it can."""
     first = 0
     for stream in streams:
-        channels, finish = stream.kernel.shape[1], stream.finish
-        options: dict[str, Any] = {"activation": finish.activation, "norm_size": finish.norm_size}
+        channels, epilogue = stream.kernel.shape[1], stream.epilogue
+        options: dict[str, Any] = {"activation": epilogue.activation, "norm_size": epilogue.norm_size}
         reason = unsupported_reason(x, stream.kernel, stream.bias, stream.initial_state, **options)
         if reason is not None:
             return reason
@@ -403,7 +405,7 @@ def joined_convolutions(
     streams: Sequence[ConvolutionStream],
     *,
     segment_ids: Int[Array, "B T"] | None = None,
-    schedule: ConvolutionSchedule | None = None,
+    config: ConvolutionConfig | None = None,
 ) -> tuple[tuple[Float[Array, "B T _"], ...], Float[Array, "B T rest"]]:
     """`short_convolution` of streams whose inputs lie side by side in one array.
 
@@ -413,7 +415,7 @@ def joined_convolutions(
         x: inputs, the first stream's in the first columns, and so on; further columns may follow.
         streams: each starts at a multiple of its number of channels.
         segment_ids: as `short_convolution`.
-        schedule: how the calls are cut into programs.
+        config: how the calls are cut into programs.
 
     Returns:
         Each stream's result in `x`'s dtype, and the columns behind the streams as they are.
@@ -424,14 +426,14 @@ def joined_convolutions(
     reason = fused_unsupported_reason(x, streams)
     if reason is not None:
         raise NotImplementedError(f"joined_convolutions: the Triton kernels do not support {reason}")
-    return _convolutions(x, streams, segment_ids, schedule)
+    return _convolutions(x, streams, segment_ids, config)
 
 
 def _convolutions(
-    x: Array, streams: Sequence[ConvolutionStream], segment_ids: Array | None, schedule: ConvolutionSchedule | None
+    x: Array, streams: Sequence[ConvolutionStream], segment_ids: Array | None, config: ConvolutionConfig | None
 ) -> tuple[tuple[Array, ...], Array]:
     # The state of a filter of one tap has no tokens.
     states = [None if stream.kernel.shape[0] == 1 else stream.initial_state for stream in streams]
     filters = tuple(Filter(stream.kernel, stream.bias, state) for stream, state in zip(streams, states))
-    options = Options(tuple(stream.finish for stream in streams), schedule or choose_convolution_schedule())
+    options = Options(tuple(stream.epilogue for stream in streams), config or choose_convolution_config())
     return _run(options, vary_alike(ConvolutionInputs(x, filters, segment_starts(segment_ids))))

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.config import Launch
-from pallas_kernels.common.problem import cdiv
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import cdiv
 from pallas_kernels.common.triton.backend import (
     Operand,
     call,
@@ -172,7 +172,7 @@ def one_token_convolutions(streams: Sequence[TokenStream]) -> list[tuple[Array, 
         (sum(cut.tiles for cut in cuts), streams[0].x.shape[0]),
         inputs,
         outputs,
-        Launch(num_warps=warps, num_stages=1),
+        KernelConfig(num_warps=warps, num_stages=1),
         updates=updates,
         cuts=cuts,
     )

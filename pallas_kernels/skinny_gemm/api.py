@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from pallas_kernels.common.config import AMPLE_MEMORY, PROCESSORS, Launch
-from pallas_kernels.common.problem import cdiv
+from pallas_kernels.common.config import AMPLE_MEMORY, NUM_SMS, KernelConfig
+from pallas_kernels.common.kernel_shape import cdiv
 from pallas_kernels.common.triton.backend import call, interpreted, shared_memory, unsupported_arrays, whole
 from pallas_kernels.common.vma import vary_alike
 from pallas_kernels.skinny_gemm.triton import Cut, thin_products_kernel
@@ -23,7 +23,7 @@ _PROGRAMS = 96  # enough to reach every processor of a large card, nearly
 
 
 @dataclasses.dataclass(frozen=True)
-class ThinSchedule:
+class SkinnyGemmConfig:
     """How a call is cut into programs.
 
     Attributes:
@@ -59,7 +59,7 @@ class Finish(NamedTuple):
     bias: Array | None = None
 
 
-def choose_thin_schedule(rows: int, inner: int, columns: Sequence[int], is_gated: bool = False) -> ThinSchedule:
+def choose_config(rows: int, inner: int, columns: Sequence[int], is_gated: bool = False) -> SkinnyGemmConfig:
     """The schedule for a call.
 
     Args:
@@ -69,24 +69,24 @@ def choose_thin_schedule(rows: int, inner: int, columns: Sequence[int], is_gated
         is_gated: whether two matrices give one result.
     """
     if interpreted():
-        return ThinSchedule(block_rows=16, block_columns=16, block_inner=16)
+        return SkinnyGemmConfig(block_rows=16, block_columns=16, block_inner=16)
     block_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
     block_inner = 128 if block_rows <= 32 else 64
     tiles = cdiv(rows, block_rows)
     if block_rows == 64 and is_gated:
         # As many as run at once: three programs of three stages share a processor, two of four.
-        return ThinSchedule(64, 64, 64, num_stages=4 if tiles * cdiv(columns[0], 64) <= 2 * PROCESSORS else 3)
+        return SkinnyGemmConfig(64, 64, 64, num_stages=4 if tiles * cdiv(columns[0], 64) <= 2 * NUM_SMS else 3)
     if block_rows == 64 and len(columns) == 1:
         return (_of_short_axis if inner <= 2048 else _of_long_axis)(tiles, inner, columns[0])
     if is_gated or len(columns) == 1:
         width = 64 if block_rows > 16 else 32
         programs, steps = tiles * cdiv(columns[0], width), cdiv(inner, block_inner)
         wanted = max(1, min((352 if block_rows == 16 else 264) // programs, steps // 2))
-        return ThinSchedule(block_rows, width, block_inner, splits=_splits(wanted, steps))
+        return SkinnyGemmConfig(block_rows, width, block_inner, splits=_splits(wanted, steps))
     if inner <= 128:  # the second maps of low rank: a program has one step
-        return ThinSchedule(64 if rows > 64 else 16, 32, 128, num_stages=2)
+        return SkinnyGemmConfig(64 if rows > 64 else 16, 32, 128, num_stages=2)
     if block_rows == 64 and tiles == 1:
-        return ThinSchedule(64, 32, 128)
+        return SkinnyGemmConfig(64, 32, 128)
     widths = [64, 32, 16] if block_rows > 16 else [32, 16]
 
     def programs_of(width: int) -> int:
@@ -94,27 +94,27 @@ def choose_thin_schedule(rows: int, inner: int, columns: Sequence[int], is_gated
 
     width = next((n for n in widths if programs_of(n) >= _PROGRAMS), 16)
     if block_rows == width == 64 and shared_memory() >= AMPLE_MEMORY:
-        if programs_of(64) <= 2 * PROCESSORS:  # all at once, though two of this depth fill a processor
-            return ThinSchedule(64, 64, 128, num_stages=3)
-        if programs_of(64) > 3 * PROCESSORS:  # not all at once
-            return ThinSchedule(128, 64, 64)
-    return ThinSchedule(block_rows, width, block_inner)
+        if programs_of(64) <= 2 * NUM_SMS:  # all at once, though two of this depth fill a processor
+            return SkinnyGemmConfig(64, 64, 128, num_stages=3)
+        if programs_of(64) > 3 * NUM_SMS:  # not all at once
+            return SkinnyGemmConfig(128, 64, 64)
+    return SkinnyGemmConfig(block_rows, width, block_inner)
 
 
-def _of_short_axis(tiles: int, inner: int, columns: int) -> ThinSchedule:
+def _of_short_axis(tiles: int, inner: int, columns: int) -> SkinnyGemmConfig:
     """One result of 33 rows or more: adding up parts of so short an inner axis would take longer than it saves."""
     if shared_memory() < AMPLE_MEMORY:
-        return ThinSchedule(64, 32, 128, num_stages=3)
-    if tiles * cdiv(columns, 32) > PROCESSORS:  # not all at once
-        return ThinSchedule(64, 64, 128)
-    return ThinSchedule(64, 32, 128, num_stages=4 if inner <= 1024 else 5)
+        return SkinnyGemmConfig(64, 32, 128, num_stages=3)
+    if tiles * cdiv(columns, 32) > NUM_SMS:  # not all at once
+        return SkinnyGemmConfig(64, 64, 128)
+    return SkinnyGemmConfig(64, 32, 128, num_stages=4 if inner <= 1024 else 5)
 
 
-def _of_long_axis(tiles: int, inner: int, columns: int) -> ThinSchedule:
+def _of_long_axis(tiles: int, inner: int, columns: int) -> SkinnyGemmConfig:
     """One result of 33 rows or more, as at most four sums: more would take longer to add up than they save."""
-    width = 128 if 4 * tiles * cdiv(columns, 128) >= PROCESSORS else 64
-    wanted, steps = min(4, max(1, 2 * PROCESSORS // (tiles * cdiv(columns, width)))), cdiv(inner, 64)
-    return ThinSchedule(64, width, 64, splits=_splits(wanted, steps))
+    width = 128 if 4 * tiles * cdiv(columns, 128) >= NUM_SMS else 64
+    wanted, steps = min(4, max(1, 2 * NUM_SMS // (tiles * cdiv(columns, width)))), cdiv(inner, 64)
+    return SkinnyGemmConfig(64, width, 64, splits=_splits(wanted, steps))
 
 
 def _splits(most: int, steps: int) -> int:
@@ -145,7 +145,7 @@ def thin_products(
     is_gated: bool = False,
     added: Float[Array, "M _"] | None = None,
     finishes: Sequence[Finish | None] | None = None,
-    schedule: ThinSchedule | None = None,
+    config: SkinnyGemmConfig | None = None,
 ) -> tuple[Float[Array, "M _"], ...]:
     """`x @ W` for each of some matrices, accumulated in float32; it has no derivative.
 
@@ -155,7 +155,7 @@ def thin_products(
         is_gated: of two matrices of one shape, `silu(x W_0) * (x W_1)` is the only result.
         added: of one matrix, the result is `added + x @ W`; in `x`'s dtype.
         finishes: of each result, what it ends as, or None for the product itself; neither gated nor added to.
-        schedule: how the call is cut into programs.
+        config: how the call is cut into programs.
 
     Returns:
         The results in `x`'s dtype, each rounded once; those with a finish in float32.
@@ -169,8 +169,8 @@ def thin_products(
     _check(xs, kernels, finishes, is_gated or added is not None)
     columns = tuple(kernel.shape[1] for kernel in kernels)
     has_finish = any(finish is not None for finish in finishes)
-    s = schedule or choose_thin_schedule(len(xs[0]), max(map(len, kernels)), columns, is_gated)
-    if has_finish and schedule is None:
+    s = config or choose_config(len(xs[0]), max(map(len, kernels)), columns, is_gated)
+    if has_finish and config is None:
         s = dataclasses.replace(s, splits=1)
     if s.splits > 1 and (has_finish or (len(kernels) > 1 and not is_gated)):
         what = "a finish" if len(kernels) == 1 else f"{len(kernels)} results"
@@ -186,18 +186,18 @@ def thin_products(
 
 def thin_splits(rows: int, inner: int, columns: int) -> int:
     """Parts of the inner axis that one product is summed in: with more than one, `thin_product_parts` gives these."""
-    return choose_thin_schedule(rows, inner, (columns,)).splits
+    return choose_config(rows, inner, (columns,)).splits
 
 
 def thin_product_parts(
-    x: Float[Array, "M K"], kernel: Float[Array, "K N"], *, schedule: ThinSchedule | None = None
+    x: Float[Array, "M K"], kernel: Float[Array, "K N"], *, config: SkinnyGemmConfig | None = None
 ) -> Float[Array, "S M N"]:
     """`x @ W` as sums over S parts of the inner axis, float32, for what adds them up; it has no derivative.
 
     Args:
         x: rows, bfloat16 or float32, at most 512.
         kernel: a matrix in `x`'s dtype.
-        schedule: how the call is cut into programs, with `splits` above 1.
+        config: how the call is cut into programs, with `splits` above 1.
 
     Returns:
         The parts, `thin_splits` of them where no schedule is given.
@@ -207,7 +207,7 @@ def thin_product_parts(
         ValueError: arguments do not go together, or the schedule has one part.
     """
     _check([x], [kernel], [None], False)
-    s = schedule or choose_thin_schedule(len(x), len(kernel), (kernel.shape[1],))
+    s = config or choose_config(len(x), len(kernel), (kernel.shape[1],))
     if s.splits == 1:
         raise ValueError("thin_product_parts: schedule.splits is 1, expected above 1: see thin_splits")
     return _launch([x], [kernel], [None], None, False, s)[0]
@@ -219,7 +219,7 @@ def _launch(
     finishes: Sequence[Finish | None],
     added: Array | None,
     is_gated: bool,
-    s: ThinSchedule,
+    s: SkinnyGemmConfig,
 ) -> list[Array]:
     """What the kernel gives: results, or with several `splits` the parts of each product, `[splits, M, N]` float32."""
     distinct = list({id(rows): rows for rows in xs}.values())
@@ -244,7 +244,7 @@ def _launch(
         (cdiv(rows, s.block_rows), sum(cut.blocks), s.splits),
         {name: whole(array) for name, array in vary_alike(arrays).items()},
         {f"y_{i}": whole(y) for i, y in enumerate(results)},
-        Launch(num_warps=s.num_warps, num_stages=s.num_stages),
+        KernelConfig(num_warps=s.num_warps, num_stages=s.num_stages),
         cut=cut,
     )
     return list(found.values())  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.problem import cdiv
+from pallas_kernels.common.kernel_shape import cdiv
 from pallas_kernels.common.triton.backend import dot, exp, iota, load_masked, rounded, sigmoid, store_masked
 from pallas_kernels.softplus_decay.triton import softplus
 

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from pallas_kernels.common.config import Launch
-from pallas_kernels.common.problem import cdiv, next_power_of_two
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two
 from pallas_kernels.common.triton.backend import Operand, call, interpreted, unsupported_arrays, whole
 from pallas_kernels.common.vma import vary_alike
 from pallas_kernels.softplus_decay.triton import Cut, decay_kernel, reverse_decay_kernel
 
 
 @dataclasses.dataclass(frozen=True)
-class DecaySchedule:
+class DecayConfig:
     """How a call is cut into programs.
 
     Attributes:
@@ -47,31 +47,31 @@ class DecayInputs(NamedTuple):
     bias: Array
 
 
-def _cut(schedule: DecaySchedule, p: Array, rows: int) -> tuple[Cut, tuple[int, int], Launch]:
+def _cut(config: DecayConfig, p: Array, rows: int) -> tuple[Cut, tuple[int, int], KernelConfig]:
     """A kernel's static facts, its grid and its launch."""
-    columns = min(schedule.columns, next_power_of_two(p.shape[1]))
+    columns = min(config.columns, next_power_of_two(p.shape[1]))
     cut = Cut(p.shape[0], p.shape[1], columns, rows)
-    warps = max(1, schedule.num_warps * columns // schedule.columns)
-    return cut, (cdiv(p.shape[1], columns), cdiv(p.shape[0], rows)), Launch(num_warps=warps, num_stages=1)
+    warps = max(1, config.num_warps * columns // config.columns)
+    return cut, (cdiv(p.shape[1], columns), cdiv(p.shape[0], rows)), KernelConfig(num_warps=warps, num_stages=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(schedule: DecaySchedule, inputs: DecayInputs) -> Array:
-    cut, grid, launch = _cut(schedule, inputs.p, schedule.rows)
+def _run(config: DecayConfig, inputs: DecayInputs) -> Array:
+    cut, grid, launch = _cut(config, inputs.p, config.rows)
     outputs = {"g": whole(jax.ShapeDtypeStruct(inputs.p.shape, jnp.float32))}
     operands = {name: whole(x) for name, x in inputs._asdict().items()}
     return call(decay_kernel, "softplus_decay", grid, operands, outputs, launch, cut=cut)["g"]  # type: ignore[return-value]
 
 
-def _forward(schedule: DecaySchedule, inputs: DecayInputs) -> tuple[Array, tuple]:
-    g = _run(schedule, inputs)
+def _forward(config: DecayConfig, inputs: DecayInputs) -> tuple[Array, tuple]:
+    g = _run(config, inputs)
     # Of `p` its dtype alone is kept: the program does not read it again.
     return g, (g, inputs.rate, jnp.zeros((0,), inputs.p.dtype), jnp.zeros((0,), inputs.bias.dtype))
 
 
-def _backward(schedule: DecaySchedule, residuals: tuple, d_g: Array) -> tuple[DecayInputs]:
+def _backward(config: DecayConfig, residuals: tuple, d_g: Array) -> tuple[DecayInputs]:
     g, rate, like_p, like_bias = residuals
-    cut, grid, launch = _cut(schedule, g, schedule.reverse_rows)
+    cut, grid, launch = _cut(config, g, config.reverse_rows)
     parts = jax.ShapeDtypeStruct((grid[1], cut.features), jnp.float32)
     of_program = Operand(parts, (None, cut.features), lambda c, n: (n, 0))
     results = call(
@@ -100,7 +100,7 @@ def softplus_decay(
     rate: Float[Array, " F"],
     bias: Float[Array, " F"],
     *,
-    schedule: DecaySchedule | None = None,
+    config: DecayConfig | None = None,
 ) -> Float[Array, "*rows F"]:
     """`-rate * softplus(p + bias)` by channel, computed in float32.
 
@@ -111,7 +111,7 @@ def softplus_decay(
         p: projections, bfloat16 or float32.
         rate: of each channel, not negative.
         bias: of each channel.
-        schedule: how the call is cut into programs.
+        config: how the call is cut into programs.
 
     Returns:
         The log decay, float32.
@@ -122,7 +122,7 @@ def softplus_decay(
     reason = unsupported_reason(p, rate, bias)
     if reason is not None:
         raise NotImplementedError(f"softplus_decay: the Triton kernels do not support {reason}")
-    if schedule is None:
-        schedule = DecaySchedule(columns=32, rows=2, reverse_rows=4) if interpreted() else DecaySchedule()
+    if config is None:
+        config = DecayConfig(columns=32, rows=2, reverse_rows=4) if interpreted() else DecayConfig()
     flat = p.reshape(-1, p.shape[-1])
-    return _run(schedule, vary_alike(DecayInputs(flat, rate, bias))).reshape(p.shape)
+    return _run(config, vary_alike(DecayInputs(flat, rate, bias))).reshape(p.shape)

@@ -38,7 +38,7 @@ def after_tokens(model: DecoderLM, cache: DecoderCache, tokens: Array) -> Decode
 
     They also get one for each count of their tokens: layers of a model have read the same tokens.
     """
-    return _counted_once(model, _changed(cache, lambda state: state._replace(waiting=tokens % PERIOD)))
+    return _counted_once(model, _changed(cache, lambda state: state._replace(num_pending=tokens % PERIOD)))
 
 
 _COUNTS = ("length", "current", "position")  # of rows, in the caches of the mixers below

@@ -1,4 +1,4 @@
-"""Loops over single tokens that seldom store the state: `pallas_kernels.delta_rule.deferred_state` says how.
+"""Loops over single tokens that seldom store the state: `pallas_kernels.delta_rule.delayed_state` says how.
 
 `defer_writes` before the loop, `deferred_token` for each token, `settle_writes` after it.
 """
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common.platform import platform
-from pallas_kernels.delta_rule.deferred_state import PERIOD as PERIOD
-from pallas_kernels.delta_rule.deferred_state import DeferredState as DeferredState
-from pallas_kernels.delta_rule.deferred_state import defer_writes as state_without_writes
+from pallas_kernels.delta_rule.delayed_state import PERIOD as PERIOD
+from pallas_kernels.delta_rule.delayed_state import DelayedState as DeferredState
+from pallas_kernels.delta_rule.delayed_state import without_pending as state_without_writes
 from rnnlib.ops.context_parallel import current_axis
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
@@ -74,7 +74,7 @@ def deferred_token(
         **named,
         erase=gates.erase,
         write=gates.write,
-        deferred=state,
+        delayed=state,
         scale=scale,
         online=online,
         backend=backend,

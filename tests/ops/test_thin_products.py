@@ -11,7 +11,7 @@ from flax import nnx
 from pallas_kernels import skinny_gemm as kernel
 from pallas_kernels.skinny_gemm import api as cuts
 from pallas_kernels.skinny_gemm.api import Finish as ThinFinish
-from pallas_kernels.skinny_gemm.api import ThinSchedule, thin_product_parts, thin_splits
+from pallas_kernels.skinny_gemm.api import SkinnyGemmConfig, thin_product_parts, thin_splits
 from rnnlib.layers import normalization
 from rnnlib.layers.products import InputLinear, gated_product, joined_inputs
 from rnnlib.models import DecoderLM, ModelConfig
@@ -72,13 +72,13 @@ def test_kernels_give_the_products_and_all_derivatives(rows, inner, columns):
 
 def test_a_gate_and_a_sum_are_part_of_the_kernel():
     x, gate, up, added = normal((2, 1, 24), (24, 40), (24, 40), (2, 1, 40))
-    parts = ThinSchedule(16, 16, 16, splits=2)
-    (gated,) = kernel(x[:, 0], (gate, up), is_gated=True, schedule=parts)
+    parts = SkinnyGemmConfig(16, 16, 16, splits=2)
+    (gated,) = kernel(x[:, 0], (gate, up), is_gated=True, config=parts)
     assert_close(gated, jax.nn.silu(x[:, 0] @ gate) * (x[:, 0] @ up), rtol=1e-5, atol=1e-5)
-    (total,) = kernel(x[:, 0], (up,), added=added[:, 0], schedule=parts)
+    (total,) = kernel(x[:, 0], (up,), added=added[:, 0], config=parts)
     assert_close(total, added[:, 0] + x[:, 0] @ up, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="splits is 2, expected 1 with 2 results"):
-        kernel(x[:, 0], (gate, up), schedule=parts)
+        kernel(x[:, 0], (gate, up), config=parts)
     (gated,) = thin_products(x, (gate, up), is_gated=True)
     assert_close(gated, jax.nn.silu(x @ gate) * (x @ up), rtol=1e-5, atol=1e-5)
     (total,) = thin_products(x, (up,), added=added)
@@ -91,11 +91,11 @@ def test_bfloat16_is_rounded_once():
     x, w = normal((5, 200), (200, 48), dtype=jnp.bfloat16)
     for schedule in (
         None,
-        ThinSchedule(16, 32, 64),
-        ThinSchedule(32, 16, 32, splits=3),
-        ThinSchedule(16, 16, 64, splits=4),
+        SkinnyGemmConfig(16, 32, 64),
+        SkinnyGemmConfig(32, 16, 32, splits=3),
+        SkinnyGemmConfig(16, 16, 64, splits=4),
     ):
-        (found,) = kernel(x, (w,), schedule=schedule)
+        (found,) = kernel(x, (w,), config=schedule)
         assert found.dtype == jnp.bfloat16
         exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
         np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2**-8, atol=1e-5)
@@ -242,7 +242,7 @@ def test_calls_that_the_kernel_cannot_serve_are_refused():
         (lambda: kernel([x, x[:, :5]], (w, w)), r"kernel 1 has shape \(1, 5\), expected \(1, 8\)"),
         (lambda: kernel(x, (w,), finishes=[sigmoid], added=jnp.zeros((1, 4))), "with is_gated or added"),
         (lambda: kernel(x, (w,), finishes=[decay]), r"log_rate of shape \(3,\) and bias of shape \(4,\)"),
-        (lambda: kernel(x, (w,), finishes=[sigmoid], schedule=ThinSchedule(16, 16, 16, splits=2)), "with a finish"),
+        (lambda: kernel(x, (w,), finishes=[sigmoid], config=SkinnyGemmConfig(16, 16, 16, splits=2)), "with a finish"),
     ):
         with pytest.raises(ValueError, match=f"thin_products: .*{message}"):
             call()
@@ -297,7 +297,7 @@ def test_products_are_added_to_what_only_they_are_added_to():
 
 def sum_in_parts(monkeypatch):
     """One product is summed in two parts, as on a GPU."""
-    choose = cuts.choose_thin_schedule
+    choose = cuts.choose_config
 
     def in_parts(rows, inner, columns, is_gated=False):
         one = choose(rows, inner, columns, is_gated)
@@ -328,7 +328,7 @@ def test_a_sum_may_be_left_to_what_reads_it(monkeypatch):
     assert computed(x) is x
     assert thin_splits(2, 40, 24) == 2
     with pytest.raises(ValueError, match=r"schedule\.splits is 1, expected above 1"):
-        thin_product_parts(x[:, 0], w, schedule=ThinSchedule(16, 16, 16))
+        thin_product_parts(x[:, 0], w, config=SkinnyGemmConfig(16, 16, 16))
     with pytest.raises(NotImplementedError, match=r"thin_products: .* matrices of another dtype"):
         thin_product_parts(x[:, 0], w.astype(jnp.bfloat16))
 

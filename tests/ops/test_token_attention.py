@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from pallas_kernels import operators
-from pallas_kernels.attention.triton.decode import TokenAttentionSchedule
+from pallas_kernels.attention.triton.decode import TokenAttentionConfig
 from rnnlib.layers import AttentionConfig, attention
 from rnnlib.ops.causal_attention import Ring, token_attention, token_attention_formula
 from tests.selection import mostly_slow
@@ -110,7 +110,7 @@ def kernel_of(schedule):
 def test_on_a_gpu_outputs_are_those_of_the_definition(sizes, splits):
     key_size, value_size, heads, key_heads = sizes
     case = Case((0, 1, 63, 64, 300, 700, 701, 5000), 700, heads, key_heads, key_size, value_size, segments=splits == 3)
-    schedule = TokenAttentionSchedule(32 if key_size == 256 else 64, splits=splits)
+    schedule = TokenAttentionConfig(32 if key_size == 256 else 64, splits=splits)
     case = dataclasses.replace(case, dtype=jnp.bfloat16)
     check(case, 1e-2, kernel_of(schedule), token_attention)
 

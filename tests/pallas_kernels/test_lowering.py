@@ -12,12 +12,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import operators
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.triton.backend import interpreted
 from pallas_kernels.delta_rule.api import gated_delta_rule
-from pallas_kernels.delta_rule.config import Schedule, choose_segments, choose_sum_segments
+from pallas_kernels.delta_rule.config import DeltaRuleConfig, choose_num_splits, choose_sum_num_splits
 from pallas_kernels.delta_rule.inputs import Inputs
-from pallas_kernels.delta_rule.tuned_configs import choose_schedule, load_table, table_launches
+from pallas_kernels.delta_rule.tuned_configs import choose_config, load_table, table_launches
 from pallas_kernels.linear_attention.api import linear_attention
 from rnnlib import ops
 from rnnlib.layers import AttentionConfig, mixer_preset
@@ -83,7 +83,7 @@ def arguments(decay, channels, dtype, size=(128, 128), length=256, **extra):
 @pytest.mark.parametrize(("decay", "segments"), KERNELS)
 def test_forward_and_backward_lower(decay, segments, dtype):
     def loss(x):
-        out, state = gated_delta_rule(**x, schedule=Schedule(segments=segments))
+        out, state = gated_delta_rule(**x, config=DeltaRuleConfig(num_splits=segments))
         return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(state)
 
     assert count_kernels(jax.grad(loss), arguments(decay, False, dtype)) == KERNELS[decay, segments]
@@ -92,10 +92,10 @@ def test_forward_and_backward_lower(decay, segments, dtype):
 @pytest.mark.parametrize("size", mostly_slow([(16, 16), (64, 256), (256, 256)], [(64, 256)]), ids=str)
 def test_packed_channel_gates_of_any_size_lower(size):
     ids = jax.ShapeDtypeStruct((1, 200), jnp.int32)
-    schedule = Schedule(segments=1 if size[0] == 256 else 2)  # a key size of 256 is not split
+    schedule = DeltaRuleConfig(num_splits=1 if size[0] == 256 else 2)  # a key size of 256 is not split
 
     def loss(x, ids):
-        out, _ = gated_delta_rule(**x, segment_ids=ids, schedule=schedule)
+        out, _ = gated_delta_rule(**x, segment_ids=ids, config=schedule)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     x = arguments("channel", True, jnp.bfloat16, size, 200)
@@ -108,7 +108,7 @@ def test_linear_attention_and_one_token_lower():
     for segments, forward, both in ((1, 2, 5), (2, 4, 9)):  # rows, sums; what segments add, and the scan over it
 
         def run(x, segments=segments):
-            return linear_attention(**x, schedule=Schedule(segments=segments))
+            return linear_attention(**x, config=DeltaRuleConfig(num_splits=segments))
 
         assert count_kernels(run, linear) == forward
         loss = jax.value_and_grad(lambda x, run=run: sum(jnp.sum(y.astype(jnp.float32)) for y in run(x)))
@@ -120,7 +120,7 @@ def test_linear_attention_and_one_token_lower():
 
 def test_kernels_count_in_32_bits_whatever_the_program_around_them_does(x64):
     def loss(x):
-        out, _ = gated_delta_rule(**x, schedule=Schedule(segments=2))
+        out, _ = gated_delta_rule(**x, config=DeltaRuleConfig(num_splits=2))
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     assert count_kernels(jax.grad(loss), arguments("scalar", False, jnp.bfloat16)) == KERNELS["scalar", 2]
@@ -325,7 +325,7 @@ def test_tables_are_of_stages_and_launches():
         table = json.loads(file.read_text())
         assert table["processors"] > 0
         for variant in (*table["variants"].values(), *table.get("underfilled", {}).values()):
-            Schedule(**{stage: Launch(**parameters) for stage, parameters in variant.items()})
+            DeltaRuleConfig(**{stage: KernelConfig(**parameters) for stage, parameters in variant.items()})
         assert set(table.get("underfilled", {})) <= set(table["variants"])
 
 
@@ -343,9 +343,9 @@ def test_a_device_without_a_table_is_noted_once(caplog):
 def test_passes_that_underfill_the_card_have_launches_of_their_own():
     few, many = {"output": {"block": 64}}, {"output": {"block": 128, "num_warps": 8}, "prepare": {"block": 32}}
     table = {"variants": {"a": many, "b": many}, "underfilled": {"a": few}}
-    assert table_launches(table, "a", True) == {"output": Launch(block=64), "prepare": Launch(block=32)}
+    assert table_launches(table, "a", True) == {"output": KernelConfig(block=64), "prepare": KernelConfig(block=32)}
     assert table_launches(table, "a", False) == table_launches(table, "b", True) == table_launches(table, "b", False)
-    assert table_launches(table, "a", False)["output"] == Launch(num_warps=8, block=128)
+    assert table_launches(table, "a", False)["output"] == KernelConfig(num_warps=8, block=128)
     assert table_launches({}, "a", True) == {}
 
 
@@ -354,7 +354,7 @@ def test_what_underfills_the_card_is_told_by_its_programs():
         q = jnp.zeros((rows, length, 8, 128), jnp.bfloat16)
         row = jnp.zeros(q.shape[:3])
         with jax.sharding.use_abstract_mesh(H200):
-            return choose_schedule(Inputs(q=q, k=q, v=q, write_key=q, erase=row, write=row, log_decay=row), True).output
+            return choose_config(Inputs(q=q, k=q, v=q, write_key=q, erase=row, write=row, log_decay=row), True).output
 
     assert output(8, 4096).num_stages == 3  # 128 programs in blocks of 64 channels: each has a processor's memory
     assert output(16, 4096).is_lean
@@ -374,16 +374,16 @@ def test_wide_float32_gates_leave_the_output_two_stages(dtype, stages):
 
 @pytest.mark.parametrize("has_decay", [False, True])
 def test_segments_of_sums_fill_an_idle_card_only(has_decay):
-    assert choose_sum_segments(16, 8192, 132, has_decay) >= 8
-    assert choose_sum_segments(256, 4096, 132, has_decay) == 1
-    assert choose_sum_segments(16, 64, 132, has_decay) == 1
+    assert choose_sum_num_splits(16, 8192, 132, has_decay) >= 8
+    assert choose_sum_num_splits(256, 4096, 132, has_decay) == 1
+    assert choose_sum_num_splits(16, 64, 132, has_decay) == 1
 
 
 def test_segments_fill_an_idle_card_only():
-    assert choose_segments(programs=16, length=8192, processors=132) >= 8
-    assert choose_segments(programs=256, length=4096, processors=132) == 1
-    assert choose_segments(programs=16, length=64, processors=132) == 1
-    assert all(choose_segments(16, length, 132) <= max(1, (length + 63) // 128) for length in (1, 64, 128, 256, 1000))
+    assert choose_num_splits(programs=16, length=8192, processors=132) >= 8
+    assert choose_num_splits(programs=256, length=4096, processors=132) == 1
+    assert choose_num_splits(programs=16, length=64, processors=132) == 1
+    assert all(choose_num_splits(16, length, 132) <= max(1, (length + 63) // 128) for length in (1, 64, 128, 256, 1000))
 
 
 def test_kernels_take_each_devices_share_of_explicit_axes():

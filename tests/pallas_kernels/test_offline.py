@@ -21,7 +21,7 @@ from experiments.kernel_benchmarks.offline.compiling import (
 from experiments.kernel_benchmarks.offline.report import card_table, objections, short_card_table
 from pallas_kernels import operators
 from pallas_kernels.common.triton.backend import shared_memory
-from pallas_kernels.delta_rule.config import Schedule, default_schedule
+from pallas_kernels.delta_rule.config import DeltaRuleConfig, default_config
 
 # All cases take an hour: `python -m experiments.kernel_benchmarks.offline`. These have the most used code.
 COMPILED = {
@@ -189,8 +189,8 @@ def test_small_cards_refuse_ridge_solves_whose_products_do_not_fit():
 
 def test_small_cards_have_defaults_of_their_own_where_others_do_not_fit():
     small = 99 * 1024
-    assert default_schedule(128, "bfloat16") == Schedule()
-    assert default_schedule(128, "bfloat16", shared_memory=small).gradients.block == 32
-    assert default_schedule(256, "bfloat16", 2, small).output.num_stages == 1
-    assert default_schedule(256, "bfloat16", 2, small).segments == 2
-    assert default_schedule(256, "bfloat16").output.num_stages == 2
+    assert default_config(128, "bfloat16") == DeltaRuleConfig()
+    assert default_config(128, "bfloat16", shared_memory=small).gradients.block == 32
+    assert default_config(256, "bfloat16", 2, small).output.num_stages == 1
+    assert default_config(256, "bfloat16", 2, small).segments == 2
+    assert default_config(256, "bfloat16").output.num_stages == 2

@@ -16,12 +16,12 @@ from pallas_kernels import operators
 from pallas_kernels.attention.api import token_attention
 from pallas_kernels.attention.mosaic_gpu.bwd import attention_gradients
 from pallas_kernels.delta_rule.api import gated_delta_rule
-from pallas_kernels.delta_rule.deferred_state import DeferredState, defer_writes
+from pallas_kernels.delta_rule.delayed_state import DelayedState, without_pending
 from pallas_kernels.delta_rule.delayed_update import delayed_token, flush
 from pallas_kernels.delta_rule.tuned_configs import load_table
 from pallas_kernels.linear_attention.api import linear_attention
 from pallas_kernels.ridge.api import ridge_solve
-from pallas_kernels.short_convolution.api import ConvolutionStream, Finish, joined_convolutions
+from pallas_kernels.short_convolution.api import ConvolutionStream, Epilogue, joined_convolutions
 from pallas_kernels.short_convolution.decode import TokenStream, one_token_convolutions
 from rnnlib import ops
 
@@ -168,7 +168,7 @@ def defaults() -> list[Case]:
 
 
 def mosaic() -> list[Case]:
-    """The delta rule with stages in Mosaic GPU, with each choice of `delta_rule.config.mosaic_schedule`."""
+    """The delta rule with stages in Mosaic GPU, with each choice of `delta_rule.config.mosaic_config`."""
     places = {"many heads": MANY, "few heads": FEW, "a program each": ONE_EACH}
     variants = [
         f"{solve}-128x128-bfloat16" for solve in ("delta-none", "delta-scalar", "delta-channel", "delta+key-scalar")
@@ -221,13 +221,13 @@ def waiting(decay: str, backend: str = "triton") -> Case:
     arrays["gate"] = jax.ShapeDtypeStruct(one, jnp.float32)
     arrays["log_decay"] = jax.ShapeDtypeStruct(one if decay == "scalar" else (*one, size), jnp.float32)
     state = jax.ShapeDtypeStruct((texts, heads, size, size), jnp.float32)
-    arrays |= jax.eval_shape(defer_writes, state, arrays["k"], arrays["log_decay"])._asdict()
+    arrays |= jax.eval_shape(without_pending, state, arrays["k"], arrays["log_decay"])._asdict()
 
     def loss(x: Any) -> jax.Array:
-        deferred = DeferredState(**{name: x[name] for name in DeferredState._fields})
+        deferred = DelayedState(**{name: x[name] for name in DelayedState._fields})
         token = {name: x[name] for name in ("q", "k", "v", "log_decay")}
         gates = {"erase": x["gate"], "write": x["gate"]}
-        out, after = delayed_token(**token, **gates, deferred=deferred, backend=backend)
+        out, after = delayed_token(**token, **gates, delayed=deferred, backend=backend)
         return _total((out, flush(after)))
 
     name = f"waiting writes {decay}-128x128-bfloat16" + (", mosaic" if backend == "mosaic" else "")
@@ -321,7 +321,7 @@ def convolutions() -> list[Case]:
         return Case(f"short convolution {jnp.dtype(dtype).name}{', norm' if norm_size else ''}", loss, x)
 
     def joined(x: Any) -> jax.Array:
-        streams = [ConvolutionStream(x["kernel"], None, None, Finish("silu", norm)) for norm in (128, None)]
+        streams = [ConvolutionStream(x["kernel"], None, None, Epilogue("silu", norm)) for norm in (128, None)]
         return _total(joined_convolutions(x["x"], streams))
 
     columns = {

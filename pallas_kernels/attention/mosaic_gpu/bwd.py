@@ -29,18 +29,18 @@ from pallas_kernels.common.mosaic_gpu import (
     SIDE,
     added_in_turn,
     arrive,
+    arrive_and_wait,
     awaited,
     barrier,
     begin_copy,
     column_numbers,
+    fence_smem,
     launch,
     load_matrix,
     load_row,
     matrix_buffer,
-    meet,
     multiply,
     number_buffer,
-    publish,
     quotient,
     remainder,
     row_numbers,
@@ -87,7 +87,7 @@ def _unsupported_arrays(q: Array, k: Array, v: Array) -> str | None:
     return None
 
 
-class _Walk(NamedTuple):
+class _TileScheduler(NamedTuple):
     """A program's way over the blocks of queries that see its keys, head by head.
 
     Attributes:
@@ -131,40 +131,41 @@ def _blocks_that_see(block: Any, blocks: int, window: int | None) -> Any:
     return jnp.minimum(blocks - block, jnp.int32((BLOCK + window - 2) // BLOCK + 1))
 
 
-def _copy(r: Any, tiles: Any, walk: _Walk) -> None:
+def _copy(r: Any, tiles: Any, scheduler: _TileScheduler) -> None:
     """Copies keys and values, and each step's queries."""
-    begin_copy(r.k.at[walk.row, walk.keys, walk.key_head], tiles.k, tiles.keys_there.at[0])
-    begin_copy(r.v.at[walk.row, walk.keys, walk.key_head], tiles.v, tiles.keys_there.at[0])
+    begin_copy(r.k.at[scheduler.row, scheduler.keys, scheduler.key_head], tiles.k, tiles.keys_there.at[0])
+    begin_copy(r.v.at[scheduler.row, scheduler.keys, scheduler.key_head], tiles.v, tiles.keys_there.at[0])
 
-    @pl.loop(0, walk.count)
+    @pl.loop(0, scheduler.count)
     def _(m):
         stage = remainder(m, _STAGES)
         pl.when(m >= _STAGES)(functools.partial(wait, tiles.free.at[stage]))
-        head, block, _ = walk.at(m)
+        head, block, _ = scheduler.at(m)
         tokens, there = pl.ds(block * BLOCK, BLOCK), tiles.there.at[stage]
         for name in ("q", "d_out"):
-            begin_copy(getattr(r, name).at[walk.row, tokens, head], getattr(tiles, name).at[stage], there)
+            begin_copy(getattr(r, name).at[scheduler.row, tokens, head], getattr(tiles, name).at[stage], there)
         for name in ("log_sums", "shifts"):
-            begin_copy(getattr(r, name).at[walk.row, head, tokens], getattr(tiles, name).at[stage], there)
+            begin_copy(getattr(r, name).at[scheduler.row, head, tokens], getattr(tiles, name).at[stage], there)
 
-    wait_for_readers(tiles.free, _STAGES, walk.count)
+    wait_for_readers(tiles.free, _STAGES, scheduler.count)
 
 
-def _write(r: Any, tiles: Any, walk: _Walk, order: Any) -> None:
+def _write(r: Any, tiles: Any, scheduler: _TileScheduler, order: Any) -> None:
     """Adds each step's gradient of queries to what programs of later keys have added."""
 
-    @pl.loop(0, walk.count)
+    @pl.loop(0, scheduler.count)
     def _(m):
-        head, block, after = walk.at(m)
+        head, block, after = scheduler.at(m)
         wait(tiles.gradient_there.at[0])
-        place = (walk.row * r.q.shape[2] + head) * walk.blocks + block
+        place = (scheduler.row * r.q.shape[2] + head) * scheduler.blocks + block
         halves = [
-            (tiles.d_q.at[half], r.d_q.at[walk.row, pl.ds(block * BLOCK + half * SIDE, SIDE), head]) for half in (0, 1)
+            (tiles.d_q.at[half], r.d_q.at[scheduler.row, pl.ds(block * BLOCK + half * SIDE, SIDE), head])
+            for half in (0, 1)
         ]
         added_in_turn(halves, order, place, after, read=functools.partial(arrive, tiles.gradient_free.at[0]))
 
 
-def _compute(r: Any, tiles: Any, walk: _Walk, half: Any, scale: float, window: int | None) -> None:
+def _compute(r: Any, tiles: Any, scheduler: _TileScheduler, half: Any, scale: float, window: int | None) -> None:
     """The gradients of 64 keys and values, and of 64 queries of each step."""
     own = pl.ds(half * SIDE, SIDE)
     wait(tiles.keys_there.at[0])
@@ -175,7 +176,7 @@ def _compute(r: Any, tiles: Any, walk: _Walk, half: Any, scale: float, window: i
         tokens = pl.ds(i * SIDE, SIDE)
         scaled = awaited(scores, running=1) * (scale * LOG2_E)
         x = scaled - spread_columns(load_row(tiles.log_sums.at[stage, tokens]))
-        _, _, after = walk.at(m)
+        _, _, after = scheduler.at(m)
         query = spread_columns(column_numbers() + (after * BLOCK + (i - half) * SIDE))  # counted from the first key
         key = spread_rows(row_numbers(m))
         seen = query >= key
@@ -184,7 +185,7 @@ def _compute(r: Any, tiles: Any, walk: _Walk, half: Any, scale: float, window: i
         return jnp.where(seen, x, -jnp.inf)
 
     def body(d_k, d_v, scores, d_weights, d_q):
-        @pl.loop(0, walk.count)
+        @pl.loop(0, scheduler.count)
         def _(m):
             stage, place = remainder(m, _STAGES), remainder(m, 2)
             wait(tiles.there.at[stage])
@@ -201,24 +202,24 @@ def _compute(r: Any, tiles: Any, walk: _Walk, half: Any, scale: float, window: i
                 d_scores = (weights * (awaited(d_weights, running=1) - shifts)).astype(jnp.bfloat16)  # dS^T
                 tiles.d_scores[place, i, own] = d_scores
                 multiply(d_k, d_scores, q)
-            publish()
-            meet(tiles.both.at[0])
+            fence_smem()
+            arrive_and_wait(tiles.both.at[0])
             d_q[...] = zeros(SIDE, SIDE)
             multiply(d_q, tiles.d_scores.at[place, half].T, tiles.k)
             total = awaited(d_q)
             arrive(tiles.free.at[stage])
             pl.when(m > 0)(functools.partial(wait, tiles.gradient_free.at[0]))
             tiles.d_q[half] = total
-            publish()
+            fence_smem()
             arrive(tiles.gradient_there.at[0])
 
-        meet(tiles.both.at[0])  # both have read K, in whose place its gradient leaves
+        arrive_and_wait(tiles.both.at[0])  # both have read K, in whose place its gradient leaves
         tiles.k[own] = (awaited(d_k) * scale).astype(jnp.bfloat16)
         tiles.v[own] = awaited(d_v).astype(jnp.bfloat16)
-        publish()
-        rows = pl.ds(walk.block * BLOCK + half * SIDE, SIDE)
-        store(tiles.k.at[own], r.d_k.at[walk.row, rows, walk.key_head], last=False)
-        store(tiles.v.at[own], r.d_v.at[walk.row, rows, walk.key_head])
+        fence_smem()
+        rows = pl.ds(scheduler.block * BLOCK + half * SIDE, SIDE)
+        store(tiles.k.at[own], r.d_k.at[scheduler.row, rows, scheduler.key_head], last=False)
+        store(tiles.v.at[own], r.d_v.at[scheduler.row, rows, scheduler.key_head])
         wait_for_stores(only_read=False)
         wait(tiles.gradient_free.at[0])
 
@@ -304,7 +305,7 @@ def _call(
         index, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         head = quotient(index, blocks)
         block = (blocks - 1) - remainder(index, blocks)
-        walk = _Walk(
+        scheduler = _TileScheduler(
             blocks=blocks,
             heads=heads // key_heads,
             row=quotient(head, key_heads),
@@ -318,17 +319,17 @@ def _call(
         @pl.when(warpgroup < 2)
         def _():
             use_registers(computing, more=True)
-            _compute(r, tiles, walk, warpgroup, scale, window)
+            _compute(r, tiles, scheduler, warpgroup, scale, window)
 
         @pl.when(warpgroup == 2)
         def _():
             use_registers(copying, more=False)
-            _copy(r, tiles, walk)
+            _copy(r, tiles, scheduler)
 
         @pl.when(warpgroup == 3)
         def _():
             use_registers(copying, more=False)
-            _write(r, tiles, walk, order)
+            _write(r, tiles, scheduler, order)
 
     results = launch(
         program,

@@ -26,13 +26,13 @@ from pallas_kernels.common.mosaic_gpu import (
     arrive,
     barrier,
     begin_copy,
+    fence_smem,
     launch,
     load_column,
     load_flat,
     load_matrix,
     matrix_buffer,
     number_buffer,
-    publish,
     put,
     quotient,
     remainder,
@@ -129,7 +129,7 @@ def _compute(r: Any, tiles: Any, row: Any, capacity: int, scale: float) -> None:
         for i, (is_seen, score) in enumerate(scores):
             weight = jnp.where(is_seen, jnp.exp2(score - highest), 0.0)
             total, sums = total + weight, sums + spread_rows(weight) * load(tiles.value.at[stage], i)
-        publish()
+        fence_smem()
         arrive(tiles.free.at[stage])
         return highest, total, sums
 
@@ -143,7 +143,7 @@ def _compute(r: Any, tiles: Any, row: Any, capacity: int, scale: float) -> None:
         """`join` of the rows of a head, for each row."""
         put(buffer.at[pl.ds(0, SIDE)], x)
         put(buffer.at[pl.ds(SIDE, SIDE)], x)
-        publish()
+        fence_smem()
         found = x
         for i in range(1, SIDE // heads):
             found = join(found, load_column(buffer.at[pl.ds(i * heads, SIDE)]))
@@ -152,7 +152,7 @@ def _compute(r: Any, tiles: Any, row: Any, capacity: int, scale: float) -> None:
     factor = jnp.exp2(top - over_residues(top, tiles.numbers.at[0], jnp.maximum))
     share = factor / over_residues(factor * total, tiles.numbers.at[1], jnp.add)
     put(tiles.sums, sums * spread_rows(share))
-    publish()
+    fence_smem()
     out = load_flat(tiles.sums.at[pl.ds(0, heads)])
     for i in range(1, SIDE // heads):
         out = out + load_flat(tiles.sums.at[pl.ds(i * heads, heads)])

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.config import PROCESSORS, Launch
+from pallas_kernels.common.config import NUM_SMS, KernelConfig
 from pallas_kernels.common.decay import LOG2_E
-from pallas_kernels.common.problem import cdiv, next_power_of_two
+from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two
 from pallas_kernels.common.triton.backend import (
     call,
     dot,
@@ -30,7 +30,7 @@ _SLOTS = 1024  # whose segments are compared at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenAttentionSchedule:
+class TokenAttentionConfig:
     """How a call is cut into programs.
 
     Attributes:
@@ -157,7 +157,7 @@ def _both(mask: Array, other: Array | None) -> Array:
     return mask if other is None else mask & other
 
 
-def choose_token_attention_schedule(rows: int, key_heads: int, capacity: int, channels: int) -> TokenAttentionSchedule:
+def choose_token_attention_config(rows: int, key_heads: int, capacity: int, channels: int) -> TokenAttentionConfig:
     """The schedule for a call.
 
     Args:
@@ -167,9 +167,9 @@ def choose_token_attention_schedule(rows: int, key_heads: int, capacity: int, ch
         channels: the greater of K and V.
     """
     if interpreted():
-        return TokenAttentionSchedule(block=16, splits=min(2, cdiv(capacity, 16)))
+        return TokenAttentionConfig(block=16, splits=min(2, cdiv(capacity, 16)))
     block = 64 if channels <= 128 else 32
-    return TokenAttentionSchedule(block, splits=max(1, min(PROCESSORS // (rows * key_heads), cdiv(capacity, block))))
+    return TokenAttentionConfig(block, splits=max(1, min(NUM_SMS // (rows * key_heads), cdiv(capacity, block))))
 
 
 Ring = tuple[Array, Array, Array]
@@ -184,12 +184,12 @@ def token_attention(
     length: Array,
     current: Array,
     scale: float,
-    schedule: TokenAttentionSchedule | None,
+    config: TokenAttentionConfig | None,
 ) -> tuple[Array, Ring]:
     """The output, and the ring with the token in it; see `pallas_kernels.attention.api`."""
     key, value, segment = ring
     (batch, heads, key_size), (_, capacity, key_heads, value_size) = q.shape, value.shape
-    s = schedule or choose_token_attention_schedule(batch, key_heads, capacity, max(key_size, value_size))
+    s = config or choose_token_attention_config(batch, key_heads, capacity, max(key_size, value_size))
     cut = Cut(heads // key_heads, key_size, value_size, capacity, s.block, s.splits, scale * LOG2_E)
 
     def wide(*shape: int) -> jax.ShapeDtypeStruct:
@@ -206,7 +206,7 @@ def token_attention(
         (key_heads, s.splits, batch),
         {"q": whole(q), "k": whole(k), "v": whole(v), "length": whole(length), "current": whole(current)},
         {**outputs, **rings},
-        Launch(num_warps=s.num_warps, num_stages=s.num_stages),
+        KernelConfig(num_warps=s.num_warps, num_stages=s.num_stages),
         updates=rings,
         cut=cut,
     )
@@ -285,7 +285,7 @@ def store_token(
         (batch,),
         {name: whole(x) for name, x in inputs.items()},
         {"turned": whole(turned), "seen": whole(jax.ShapeDtypeStruct((batch,), jnp.int32)), **rings},
-        Launch(num_warps=4, num_stages=1),
+        KernelConfig(num_warps=4, num_stages=1),
         updates=rings,
         capacity=capacity,
     )

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.decay import LOG2_E
 from pallas_kernels.common.platform import HOPPER, card_words, platform
 from pallas_kernels.common.vma import varying_axes
@@ -97,7 +97,7 @@ def call(
     grid: tuple[int, ...],
     inputs: Mapping[str, Operand | None],
     outputs: Mapping[str, Operand | None],
-    launch: Launch,
+    launch: KernelConfig,
     *,
     updates: Mapping[str, Operand] | None = None,
     **static: Any,

@@ -5,15 +5,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 
 
-def sequence_grid(problem: Problem, columns: int, block: int) -> tuple[tuple[int, int, int], Any]:
+def sequence_grid(kernel_shape: KernelShape, columns: int, block: int) -> tuple[tuple[int, int, int], Any]:
     """A program for each block of columns, value head, and segment of each sequence; and where each finds its part."""
-    grid = (columns // block, problem.value_heads, problem.batch * problem.segments)
+    grid = (columns // block, kernel_shape.value_heads, kernel_shape.batch * kernel_shape.num_splits)
 
     def at(c, h, z):
-        return lax.div(z, problem.segments) if problem.segments > 1 else z, 0, h, c
+        return lax.div(z, kernel_shape.num_splits) if kernel_shape.num_splits > 1 else z, 0, h, c
 
     return grid, at
 

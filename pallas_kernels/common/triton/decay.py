@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common.decay import split_steps
-from pallas_kernels.common.problem import CHUNK
+from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.triton.backend import exp, iota
 
 

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.config import Launch
-from pallas_kernels.common.problem import CHUNK
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.triton.backend import Operand, call
 from pallas_kernels.common.triton.decay import (
     ChunkDecay,
@@ -16,7 +16,7 @@ from pallas_kernels.common.triton.decay import (
     decay_to_end,
     load_starts,
 )
-from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 
 
 class Rows(NamedTuple):
@@ -48,17 +48,19 @@ def _rows_kernel(r):
     r.kept[...] = decay_of_chunk(decay)
 
 
-def decay_rows(problem: Problem, log_decay: Array | None, starts: Array | None, *, name: str, num_warps: int) -> Rows:
+def decay_rows(
+    kernel_shape: KernelShape, log_decay: Array | None, starts: Array | None, *, name: str, num_warps: int
+) -> Rows:
     """The numbers of a call's decay.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         log_decay: `[B, T, HV]`, or None.
         starts: `[B, T]` int32, 1 at each token that starts a segment, or None.
         name: of the kernel in profiles.
         num_warps: of its programs, one for each chunk of each value head.
     """
-    p = problem
+    p = kernel_shape
     if log_decay is None:
         return Rows()
 
@@ -81,16 +83,16 @@ def decay_rows(problem: Problem, log_decay: Array | None, starts: Array | None, 
             "to_end": row(),
             "kept": p.of_head(p.per_head(p.chunks, dtype=jnp.float32), (None,), lambda h, n, b: (b, h, n)),
         },
-        Launch(num_warps=num_warps, num_stages=1),
+        KernelConfig(num_warps=num_warps, num_stages=1),
     )
     return Rows(**results)
 
 
-def rows_of_chunk(problem: Problem, rows: Rows, names: tuple[str, ...]) -> dict[str, Operand | None]:
+def rows_of_chunk(kernel_shape: KernelShape, rows: Rows, names: tuple[str, ...]) -> dict[str, Operand | None]:
     """Operands for kernels of one program a chunk, on `chunk_grid`."""
 
     def operand(name):
-        return problem.of_head(getattr(rows, name), (CHUNK,), lambda h, n, b: (b, h, n))
+        return kernel_shape.of_head(getattr(rows, name), (CHUNK,), lambda h, n, b: (b, h, n))
 
     return {name: operand(name) for name in names}
 

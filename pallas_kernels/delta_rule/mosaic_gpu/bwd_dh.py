@@ -19,18 +19,19 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.decay import divisible
+from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.common.mosaic_gpu import (
     SIDE,
     added,
     awaited,
     column_sums,
+    fence_smem,
     left_parts,
     load_matrix,
     load_plain,
     load_turned,
     matrix_buffer,
     multiply,
-    publish,
     scale_columns,
     split,
     store,
@@ -38,7 +39,6 @@ from pallas_kernels.common.mosaic_gpu import (
     wait_for_stores,
     with_accumulators,
 )
-from pallas_kernels.common.problem import CHUNK, Problem
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     PassArrays,
     Tile,
@@ -79,17 +79,17 @@ def _write_gradient(
     return with_accumulators(body, CHUNK, CHUNK, CHUNK)
 
 
-def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem, is_exact: bool):
+def _reverse_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
     first, count = chunks
     erased = getattr(tiles, "erased", tiles.written)
     # Without rows of factors the queries' factor is multiplied in afterwards, so that no operand is rounded once more.
     is_scaled_late = r.read_rows is None
-    with_values, late = r.d_v is not None, ring.late
+    with_values, single_stage = r.d_v is not None, pipeline.single_stage
     parts = [name for name in ("d_v", "d_rest") if getattr(r, name) is not None]
 
     def outlet(name):
         """The shared memory through which `dW`, or a part of it, leaves."""
-        return tiles.residuals.at[0, place.own] if late is not None else getattr(buffers, name).at[place.group]
+        return tiles.residuals.at[0, place.own] if single_stage is not None else getattr(buffers, name).at[place.group]
 
     def load_factor(slot):
         """What `dW` is multiplied by in the sum over value channels: R or the values."""
@@ -102,42 +102,42 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
 
     def store_value_side(slot, n, m, d_value):
         write = row_of(tiles, "write_rows", slot)
-        if late is not None:  # all read R before `dW` comes in its place
-            factor = load_factor(late.wait(m))
-            publish()
+        if single_stage is not None:  # all read R before `dW` comes in its place
+            factor = load_factor(single_stage.wait(m))
+            fence_smem()
         if write is not None:
             write = divisible(write)
         for name, part in zip(parts, split(scale_columns(d_value, write))):
             outlet(name).T[...] = part
-        publish()
+        fence_smem()
         store(buffers.d_states.at[place.group], r.d_states.at[place.batch, place.head, n, place.channels], last=False)
         for name in parts:
             target = getattr(r, name).at[place.batch, tokens(n), place.head, place.channels]
             store(outlet(name), target, last=name == parts[-1])
         if r.d_write is not None:
-            # Here, since the next step waits for what is stored, and the sum would delay products before `publish`.
-            if late is None:
+            # Here, since the next step waits for what is stored, and the sum would delay products before `fence_smem`.
+            if single_stage is None:
                 factor = load_factor(slot)
             sums = column_sums(d_value * factor, buffers.sums.at[place.group])
             r.d_write[place.part, place.batch, place.head, tokens(n)] = sums
-            if late is None:  # the factor is read
-                publish()
+            if single_stage is None:  # the factor is read
+                fence_smem()
 
     def wait_for_values(m):
         """Waits until what the step before m stored has left."""
         wait_for_stores()
-        if late is not None:
-            pl.when(m > 0)(lambda: late.release(0))
+        if single_stage is not None:
+            pl.when(m > 0)(lambda: single_stage.release(0))
 
     def step(m, d_state):
         n = first + count - 1 - m
         if with_values:
             wait_for_values(m)
             buffers.d_states[place.group] = d_state.astype(jnp.bfloat16)
-        slot = ring.wait(m)
+        slot = pipeline.wait(m)
         kept = load_kept(r, tiles, place, slot, n)
         if is_scaled_late:
-            kept = jnp.float32(1 / problem.scale) if kept is None else kept * (1 / problem.scale)
+            kept = jnp.float32(1 / kernel_shape.scale) if kept is None else kept * (1 / kernel_shape.scale)
         d_value, before, reads, row = _write_gradient(r, tiles, slot, place.own, d_state, kept, is_exact)
         erases = scale_columns(-d_value, row).astype(jnp.bfloat16)
 
@@ -148,15 +148,15 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
             if with_values:
                 store_value_side(slot, n, m, d_value)
             else:
-                publish()
+                fence_smem()
 
         (d_state,) = added(add, before)
         if is_scaled_late:
-            (d_state,) = added(lambda x: multiply(x, erases, erased.at[slot]), d_state * problem.scale)
-        ring.release(slot)
+            (d_state,) = added(lambda x: multiply(x, erases, erased.at[slot]), d_state * kernel_shape.scale)
+        pipeline.release(slot)
         return d_state
 
-    d_state = lax.fori_loop(0, count, step, start_state(r.ends, place, problem.key_size))
+    d_state = lax.fori_loop(0, count, step, start_state(r.ends, place, kernel_shape.key_size))
     if r.offsets is not None:
         r.offsets[place.batch, place.head, place.segment, place.channels] = d_state
     if r.d_initial_state is not None:
@@ -165,13 +165,13 @@ def _reverse_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem,
         def _():
             r.d_initial_state[place.batch, place.head, place.channels] = d_state
 
-    if late is not None:
+    if single_stage is not None:
         wait_for_values(count)
     wait_for_stores(only_read=False)
 
 
 def _call(
-    problem: Problem,
+    kernel_shape: KernelShape,
     arrays: PassArrays,
     d_out: Array,
     ends: Array | None,
@@ -182,48 +182,62 @@ def _call(
     residuals: Array | None = None,
     digits: Array | None = None,
     is_exact: bool,
-    groups: int,
-    slots: int,
-    has_late: bool = False,
+    num_compute_warpgroups: int,
+    num_stages: int,
+    has_single_stage: bool = False,
 ) -> dict[str, Array | None]:
-    tiles = {**chunk_tiles(problem, arrays, groups), "d_out": value_tile("d_out", groups)}
-    late: dict[str, Tile] = {}
-    factor = late if has_late else tiles
+    tiles = {
+        **chunk_tiles(kernel_shape, arrays, num_compute_warpgroups),
+        "d_out": value_tile("d_out", num_compute_warpgroups),
+    }
+    single_stage: dict[str, Tile] = {}
+    factor = single_stage if has_single_stage else tiles
     if residuals is not None:
-        factor["residuals"] = residual_tile(groups)
+        factor["residuals"] = residual_tile(num_compute_warpgroups)
     if digits is not None:
-        factor["digits"] = digit_tile(groups)
+        factor["digits"] = digit_tile(num_compute_warpgroups)
     absent = dict.fromkeys(("d_states", "d_v", "d_rest", "d_write", "d_initial_state", "offsets"))
     return call(
         _reverse_kernel,
         name,
-        problem,
+        kernel_shape,
         {**arrays.by_name(), "d_out": d_out, "ends": ends, "residuals": residuals, "digits": digits},
         {**absent, **outputs},
         tiles,
         buffers,
-        groups=groups,
-        slots=slots,
-        late=late,
+        num_compute_warpgroups=num_compute_warpgroups,
+        num_stages=num_stages,
+        single_stage=single_stage,
         reverse=True,
         is_exact=is_exact,
     )
 
 
-def reverse_offsets(problem: Problem, arrays: PassArrays, d_out: Array, *, groups: int, slots: int) -> Array:
+def reverse_offsets(
+    kernel_shape: KernelShape, arrays: PassArrays, d_out: Array, *, num_compute_warpgroups: int, num_stages: int
+) -> Array:
     """What a segment's outputs add to the gradient at its start, `[B, HV, P, V, K]` float32."""
-    p = problem
-    offsets = p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32)
+    p = kernel_shape
+    offsets = p.per_head(p.num_splits, p.value_size, p.key_size, dtype=jnp.float32)
     arrays = arrays._replace(v=None, write=None, write_rows=None)
     outputs: dict[str, jax.ShapeDtypeStruct | None] = {"offsets": offsets}
     results = _call(
-        p, arrays, d_out, None, outputs, {}, "delta_reverse_offsets", is_exact=False, groups=groups, slots=slots
+        p,
+        arrays,
+        d_out,
+        None,
+        outputs,
+        {},
+        "delta_reverse_offsets",
+        is_exact=False,
+        num_compute_warpgroups=num_compute_warpgroups,
+        num_stages=num_stages,
     )
     return results["offsets"]  # type: ignore[return-value]
 
 
 def reverse_pass(
-    problem: Problem,
+    kernel_shape: KernelShape,
     arrays: PassArrays,
     d_out: Array,
     ends: Array | None,
@@ -232,13 +246,13 @@ def reverse_pass(
     *,
     is_exact: bool,
     with_initial_state: bool,
-    groups: int,
-    slots: int,
+    num_compute_warpgroups: int,
+    num_stages: int,
 ) -> dict[str, Array | None]:
     """Gradients with respect to states, values, write gate and initial state.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         arrays: what a pass reads.
         d_out: `[B, T, HV, V]`.
         ends: gradients at the segments' ends, transposed, `[B, HV, P, V, K]` float32; None for zero.
@@ -247,8 +261,8 @@ def reverse_pass(
         digits: further digits of R, `[B, HV, N, V, 8]`, or None.
         is_exact: whether what goes through the inverse is not rounded before.
         with_initial_state: whether the initial state's gradient is wanted.
-        groups: blocks of 64 value channels of a program.
-        slots: chunks whose tiles are in shared memory.
+        num_compute_warpgroups: blocks of 64 value channels of a program.
+        num_stages: chunks whose tiles are in shared memory.
 
     Returns:
         `d_states` `[B, HV, N, V, K]`, of the state after each chunk; `d_v` `[B, T, HV, V]`, `dW` times a write gate of
@@ -256,7 +270,7 @@ def reverse_pass(
         then both erases and writes; `d_rest`, if the gate is one number a channel, what rounding left of `dW` in
         `d_v`, likewise, else None; `d_initial_state`, transposed, `[B, HV, V, K]` float32 or None.
     """
-    p, is_wide = problem, arrays.write is not None
+    p, is_wide = kernel_shape, arrays.write is not None
     with_d_write = arrays.write_rows is not None
     if residuals is not None or not with_d_write:
         arrays = arrays._replace(v=None, write=None)
@@ -270,14 +284,14 @@ def reverse_pass(
         "d_write": parts if with_d_write else None,
         "d_initial_state": final if with_initial_state else None,
     }
-    buffers = {"d_states": matrix_buffer(groups, SIDE, p.key_size)}
-    has_late = residuals is not None and arrays.erased is not None and groups > 1
-    if not has_late:
-        buffers["d_v"] = matrix_buffer(groups, CHUNK, SIDE)
+    buffers = {"d_states": matrix_buffer(num_compute_warpgroups, SIDE, p.key_size)}
+    has_single_stage = residuals is not None and arrays.erased is not None and num_compute_warpgroups > 1
+    if not has_single_stage:
+        buffers["d_v"] = matrix_buffer(num_compute_warpgroups, CHUNK, SIDE)
     if is_wide:
-        buffers["d_rest"] = matrix_buffer(groups, CHUNK, SIDE)
+        buffers["d_rest"] = matrix_buffer(num_compute_warpgroups, CHUNK, SIDE)
     if with_d_write:
-        buffers["sums"] = sum_buffer(groups)
+        buffers["sums"] = sum_buffer(num_compute_warpgroups)
     results = _call(
         p,
         arrays,
@@ -289,9 +303,9 @@ def reverse_pass(
         residuals=residuals,
         digits=digits,
         is_exact=is_exact,
-        groups=groups,
-        slots=slots,
-        has_late=has_late,
+        num_compute_warpgroups=num_compute_warpgroups,
+        num_stages=num_stages,
+        has_single_stage=has_single_stage,
     )
     if with_d_write:
         results["d_write"] = jnp.sum(results["d_write"], axis=0)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.decay import split_steps
+from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.common.mosaic_gpu import (
     SIDE,
     added,
@@ -28,13 +29,13 @@ from pallas_kernels.common.mosaic_gpu import (
     awaited,
     barrier,
     column_numbers,
+    fence_smem,
     load_column,
     load_matrix,
     load_row,
     matrix_buffer,
     multiply,
     number_buffer,
-    publish,
     row_numbers,
     spread_columns,
     spread_rows,
@@ -44,12 +45,11 @@ from pallas_kernels.common.mosaic_gpu import (
     zero,
     zeros,
 )
-from pallas_kernels.common.problem import CHUNK, Problem
 from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import (
     GradientArrays,
     KeyTiles,
     Structs,
-    Walk,
+    TileScheduler,
     call,
     diagonal,
     parts_struct,
@@ -61,7 +61,7 @@ _RESTART = 256.0  # nats that a start of a segment adds: pairs across it weigh n
 _LINES = 4  # of numbers a token that a warpgroup hands on inside itself; a third set has the diagonal of dP
 
 
-def _token_rows(problem: Problem, x: GradientArrays) -> dict[str, Array]:
+def _token_rows(kernel_shape: KernelShape, x: GradientArrays) -> dict[str, Array]:
     """Numbers a token that the kernel multiplies by, `[B, HV, T]` float32; one that is absent is 1.
 
     `coarse` and `fine` are a token's log decay in two parts (`split_steps`), which the kernel adds up;
@@ -79,15 +79,15 @@ def _token_rows(problem: Problem, x: GradientArrays) -> dict[str, Array]:
         coarse = coarse - _RESTART * x.starts.astype(jnp.float32)[:, :, None]
     rows["coarse"] = jnp.swapaxes(coarse, 1, 2)
     rows["read"], rows["written"] = x.read_rows, x.written_rows
-    erased = x.read_rows * (-1 / problem.scale)
+    erased = x.read_rows * (-1 / kernel_shape.scale)
     return {**rows, "erased": erased if ratio is None else erased * ratio}
 
 
-def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
+def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
     """One warpgroup's half of the key channels of all chunks of a program."""
-    p, half = walk.problem, lax.axis_index("warpgroup")
-    has_decay = "coarse" in walk.rows
-    keys = KeyTiles(r, tiles, walk, half)
+    p, half = scheduler.kernel_shape, lax.axis_index("warpgroup")
+    has_decay = "coarse" in scheduler.rows
+    keys = KeyTiles(r, tiles, scheduler, half)
     lines = memory.lines
 
     def pairs_of(m, which):
@@ -97,12 +97,12 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         """Adds up the log decay to each token. There is no cumulative sum."""
         is_before = spread_rows(row_numbers()) >= spread_columns(column_numbers())
         for j, name in enumerate(("coarse", "fine")):
-            step = load_row(tiles.rows.at[walk.place("rows", m), walk.rows.index(name)])
+            step = load_row(tiles.rows.at[scheduler.place("rows", m), scheduler.rows.index(name)])
             lines[half, j] = jnp.sum(jnp.where(is_before, spread_columns(step), 0.0), axis=1)
 
     def store_pairs(m, pairs):
         """Stores dP (first warpgroup) or dT, weighted by decay."""
-        pairs = scaled_pairs(pairs, half, p.scale, walk.row(tiles, "ratio", m))
+        pairs = scaled_pairs(pairs, half, p.scale, scheduler.row(tiles, "ratio", m))
         rows, columns = row_numbers(), column_numbers()
         if has_decay:
 
@@ -110,7 +110,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
             def _():  # a token's score with itself has no decay, and is kept apart
                 lines[2, 0] = diagonal(pairs)
 
-            publish()
+            fence_smem()
             total, fine = (
                 spread_rows(load_column(lines.at[half, j])) - spread_columns(load_row(lines.at[half, j]))
                 for j in (0, 1)
@@ -120,14 +120,14 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         else:
             pairs = jnp.where(spread_rows(rows - half) >= spread_columns(columns), pairs, 0.0)
         pairs_of(m, half)[...] = pairs.astype(jnp.bfloat16)
-        publish()
+        fence_smem()
         arrive(memory.ready)
 
     def far_products(m):
         """`dO S_0^T`, `dW S_0^T`, `R dS_C^T`, and parts of `S_0 * dS_C`, of which only the sum matters."""
-        near, residuals = tiles.near.at[walk.place("near", m)], tiles.residuals.at[walk.place("near", m)]
-        state = tiles.states.at[walk.place("states", m), half]
-        d_state = tiles.d_states.at[walk.place("d_states", m), half]
+        near, residuals = tiles.near.at[scheduler.place("near", m)], tiles.residuals.at[scheduler.place("near", m)]
+        state = tiles.states.at[scheduler.place("states", m), half]
+        d_state = tiles.d_states.at[scheduler.place("d_states", m), half]
 
         def kept_parts():
             parts = []
@@ -138,13 +138,13 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
 
         def body(pairs, read, erased, written):
             multiply(pairs, near.at[half], residuals)
-            walk.wait("states", m)
+            scheduler.wait("states", m)
             multiply(read, near.at[0], state)
             multiply(erased, near.at[1], state)
             keys.release_before(m)
             pl.when(m > 0)(lambda: wait(memory.used))
             store_pairs(m, awaited(pairs, running=2))
-            walk.wait("d_states", m)
+            scheduler.wait("d_states", m)
             multiply(written, residuals.T, d_state)
             parts = kept_parts() if has_decay else None
             return *(awaited(x) for x in (read, erased, written)), parts
@@ -152,27 +152,27 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         return with_accumulators(body, CHUNK, SIDE, SIDE, SIDE)
 
     def step(m):
-        b, n, h = walk.at(m)
-        if walk.rows:
-            walk.wait("rows", m)
+        b, n, h = scheduler.at(m)
+        if scheduler.rows:
+            scheduler.wait("rows", m)
         kept = r.kept[b, h, n] if has_decay else None
         if has_decay:
             sum_decay(m)
-        walk.wait("near", m)
+        scheduler.wait("near", m)
         read, erased, written, parts = far_products(m)
-        publish()
+        fence_smem()
         for name in ("near", "states", "d_states"):
-            walk.release(name, m)
+            scheduler.release(name, m)
         if has_decay:
             read, written = (
-                read * spread_rows(walk.row(tiles, "read", m)),
-                written * spread_rows(walk.row(tiles, "written", m)),
+                read * spread_rows(scheduler.row(tiles, "read", m)),
+                written * spread_rows(scheduler.row(tiles, "written", m)),
             )
         else:
             read = read * p.scale
-        erased = erased * spread_rows(walk.row(tiles, "erased", m)) if "erased" in walk.rows else -erased
+        erased = erased * spread_rows(scheduler.row(tiles, "erased", m)) if "erased" in scheduler.rows else -erased
 
-        walk.wait("keys", m)
+        scheduler.wait("keys", m)
         q, k, key = keys.of(m)
         wait(memory.ready)
 
@@ -186,7 +186,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         d_key = zeros(CHUNK, SIDE) if has_decay else written
         read, erased, d_key = added(near_products, read, erased, d_key)
         own: Any = load_column(lines.at[2, 0]) if has_decay else None
-        publish()
+        fence_smem()
         arrive(memory.used)
 
         if has_decay or r.d_erase is not None:
@@ -202,15 +202,15 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
             d_key = d_key + written + spread_rows(own) * q_value
             read = read + spread_rows(own) * key_value
         keys.store(m, {"q": read, "k": erased if r.write_key is not None else erased + d_key, "write_key": d_key})
-        if walk.rows:
-            walk.release("rows", m)
+        if scheduler.rows:
+            scheduler.release("rows", m)
         if has_decay:
             total, end = (spread_columns(load_row(lines.at[half, j])) for j in (2, 3))
             is_later = spread_columns(column_numbers()) >= spread_rows(row_numbers())
             # Every token of a row adds its part of the state's decay once, as `total` or as `end`.
             r.d_log_decay[half, b, h, tokens(n)] = jnp.sum(jnp.where(is_later, total, end), axis=1)
 
-    count = walk.count
+    count = scheduler.count
     lax.fori_loop(0, count, lambda m, _: step(m), None)
     keys.release_before(count)
     pl.when(count > 0)(lambda: wait(memory.used))
@@ -218,22 +218,22 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
 
 
 def argument_gradients(
-    problem: Problem, x: GradientArrays, wanted: Structs, *, key_slots: int, programs: int
+    kernel_shape: KernelShape, x: GradientArrays, wanted: Structs, *, num_key_stages: int, num_ctas: int
 ) -> dict[str, Array | None]:
     """Gradients of arguments, by value head.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         x: what the kernel reads.
         wanted: `gradient_structs`.
-        key_slots: chunks whose queries and keys are in shared memory.
-        programs: at most; the number of processors.
+        num_key_stages: chunks whose queries and keys are in shared memory.
+        num_ctas: at most; the number of processors.
 
     Returns:
         What is wanted, and `d_log_decay`, also where it is flat: parts of each half of the key channels,
         `[2, B, HV, T]` float32; None without a decay.
     """
-    p, rows = problem, _token_rows(problem, x)
+    p, rows = kernel_shape, _token_rows(kernel_shape, x)
     outputs = {**wanted, "d_log_decay": parts_struct(p) if x.log_decay is not None else None}
     buffers = {
         "pairs": matrix_buffer(1, 2, CHUNK, CHUNK),
@@ -251,6 +251,6 @@ def argument_gradients(
         outputs,
         buffers,
         more={"kept": x.kept},
-        key_slots=key_slots,
-        programs=programs,
+        num_key_stages=num_key_stages,
+        num_ctas=num_ctas,
     )

@@ -25,25 +25,26 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.decay import LOG2_E, MIN_LOG_DECAY
+from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.common.mosaic_gpu import (
     SIDE,
     added,
     arrive,
+    arrive_and_wait,
     awaited,
     barrier,
     begin_across,
     column_numbers,
     column_sums,
+    fence_smem,
     load_across,
     load_column,
     load_matrix,
     load_row,
     load_turned,
     matrix_buffer,
-    meet,
     multiply,
     number_buffer,
-    publish,
     row_numbers,
     split,
     spread_columns,
@@ -58,12 +59,11 @@ from pallas_kernels.common.mosaic_gpu import (
     with_accumulators,
     zero,
 )
-from pallas_kernels.common.problem import CHUNK, Problem
 from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import (
     GradientArrays,
     KeyTiles,
     Structs,
-    Walk,
+    TileScheduler,
     call,
     diagonal,
     scaled_pairs,
@@ -76,25 +76,25 @@ _ENDS = ("front", "tail", "kept")
 _SMALLEST = 2.0**-126
 
 
-def _token_rows(problem: Problem, x: GradientArrays) -> dict[str, Array]:
+def _token_rows(kernel_shape: KernelShape, x: GradientArrays) -> dict[str, Array]:
     """Numbers a token, `[B, HV, T]` float32; one that is absent is 1."""
     rows = {} if x.ratio is None else {"ratio": jnp.swapaxes(x.ratio, 1, 2)}
-    return rows | run_rows(problem, x.starts)
+    return rows | run_rows(kernel_shape, x.starts)
 
 
-def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
+def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
     """One warpgroup's half of the key channels of all chunks of a program."""
-    p, half = walk.problem, lax.axis_index("warpgroup")
+    p, half = scheduler.kernel_shape, lax.axis_index("warpgroup")
     channels = pl.ds(half * SIDE, SIDE)
-    count, has_starts = walk.count, "run" in walk.rows
+    count, has_starts = scheduler.count, "run" in scheduler.rows
     has_gate = r.erase is not None
-    keys = KeyTiles(r, tiles, walk, half, is_across=True)
+    keys = KeyTiles(r, tiles, scheduler, half, is_across=True)
 
     def pairs_of(m, which, part):
         return memory.pairs.at[zero(m) + which, part]
 
     def row(name, m, load=load_row) -> Any:
-        return walk.row(tiles, name, m, load)
+        return scheduler.row(tiles, name, m, load)
 
     def by_token(x, name, m):
         """`x`, channels by tokens, times one number a token."""
@@ -106,7 +106,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         return x * spread_rows(load_end(name, m))
 
     def load_end(name, m):
-        return load_column(tiles.ends.at[walk.place("rows", m), _ENDS.index(name), channels])
+        return load_column(tiles.ends.at[scheduler.place("rows", m), _ENDS.index(name), channels])
 
     def store_later():
         """The matrix that adds up over later tokens."""
@@ -115,9 +115,9 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         def _():
             is_later = spread_rows(row_numbers()) > spread_columns(column_numbers())
             memory.later[0] = jnp.where(is_later, 1.0, 0.0).astype(jnp.bfloat16)
-            publish()
+            fence_smem()
 
-        meet(memory.begun)
+        arrive_and_wait(memory.begun)
 
     def store_pairs(m, pairs):
         """Stores dP (first warpgroup) or dT. A token's score with itself has no decay, and is kept apart."""
@@ -134,18 +134,18 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
             pairs = jnp.where(is_near, pairs, 0.0)
         for part, x in enumerate(split(pairs)):
             pairs_of(m, half, part)[...] = x
-        publish()
+        fence_smem()
         arrive(memory.ready)
 
     def begin_log_decay(m):
-        b, n, h = walk.at(m)
+        b, n, h = scheduler.at(m)
         return begin_across(r.log_decay.at[b, tokens(n), h, channels])
 
     def load_gate(m):
         """The erase gate of one number a channel."""
         if keys.holds_gate:
             return load_turned(keys.gate_of(m))
-        b, n, h = walk.at(m)
+        b, n, h = scheduler.at(m)
         return load_across(r.erase.at[b, tokens(n), h, channels])
 
     def erase_key(m, tile):
@@ -154,25 +154,25 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
 
     def store_wide(m, name, x, *, waits):
         """Stores a float32 gradient: through the gate's tile, which is no longer read, or a buffer, or directly."""
-        b, n, h = walk.at(m)
+        b, n, h = scheduler.at(m)
         target = getattr(r, name).at[b, tokens(n), h, channels]
         if not (keys.holds_gate or hasattr(memory, "wide")):
             store_across(target, x)
-            publish()
+            fence_smem()
             return
         if waits:  # until what left through the same place before has left
             wait_for_stores()
         buffer = keys.gate_of(m) if keys.holds_gate else memory.wide.at[half]
         store_across(buffer, x)
-        publish()
+        fence_smem()
         store(buffer, target)
 
     def exponent_and_pairs(m, log_decay):
         """Binary exponent of `exp(G - G_m)`; stores the pairs' gradients."""
         step = by_token(jnp.maximum(turned(log_decay), MIN_LOG_DECAY), "goes_on", m)
         parts = split(step * LOG2_E)
-        walk.wait("near", m)
-        near, residuals = tiles.near.at[walk.place("near", m)], tiles.residuals.at[walk.place("near", m)]
+        scheduler.wait("near", m)
+        near, residuals = tiles.near.at[scheduler.place("near", m)], tiles.residuals.at[scheduler.place("near", m)]
 
         def body(pairs, later):
             multiply(pairs, near.at[half], residuals)
@@ -188,15 +188,15 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
 
     def far_products(m):
         """`S_0 dO^T`, `S_0 dW^T`, `dS_C R^T`, and the sum of `S_0 * dS_C` over value channels."""
-        near, residuals = tiles.near.at[walk.place("near", m)], tiles.residuals.at[walk.place("near", m)]
-        state = tiles.states.at[walk.place("states", m), half]
-        d_state = tiles.d_states.at[walk.place("d_states", m), half]
+        near, residuals = tiles.near.at[scheduler.place("near", m)], tiles.residuals.at[scheduler.place("near", m)]
+        state = tiles.states.at[scheduler.place("states", m), half]
+        d_state = tiles.d_states.at[scheduler.place("d_states", m), half]
 
         def body(read, erased, written):
-            walk.wait("states", m)
+            scheduler.wait("states", m)
             multiply(read, state.T, near.at[0].T)
             multiply(erased, state.T, near.at[1].T)
-            walk.wait("d_states", m)
+            scheduler.wait("d_states", m)
             multiply(written, d_state.T, residuals)
             kept: Any = 0.0
             for start in range(0, p.value_size, CHUNK):
@@ -205,9 +205,9 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
             return *(awaited(x) for x in (read, erased, written)), kept
 
         results = with_accumulators(body, CHUNK, CHUNK, CHUNK)
-        publish()
+        fence_smem()
         for name in ("near", "states", "d_states"):
-            walk.release(name, m)
+            scheduler.release(name, m)
         return results
 
     def near_products(m, starts, factor, pairs, *, transposed):
@@ -228,8 +228,8 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         return root * root
 
     def step(m, log_decay):
-        b, n, h = walk.at(m)
-        walk.wait("rows", m)
+        b, n, h = scheduler.at(m)
+        scheduler.wait("rows", m)
         reads = jnp.exp2(exponent_and_pairs(m, log_decay))
         keys.release_before(m)
         read, erased, written, kept = far_products(m)
@@ -237,7 +237,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         erased = by_token(by_token(by_channel(-erased, "front", m), "ratio", m), "sees", m)
         written = by_token(by_channel(written, "tail", m), "reaches", m)
 
-        walk.wait("keys", m)
+        scheduler.wait("keys", m)
         q_tile, k_tile, key_tile = keys.of(m)
 
         wait(memory.ready)
@@ -249,7 +249,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         (written,) = near_products(m, (written,), load_turned(q_tile) * reads, (0,), transposed=False)
         (written,) = near_products(m, (written,), erase_key(m, k_tile) * reads, (1,), transposed=False)
         own = load_row(memory.own)
-        publish()
+        fence_smem()
         arrive(memory.used)
 
         erased = erased * reads
@@ -279,7 +279,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
         is_flat = (spread_columns(column_numbers()) == 0) & (spread_rows(load_end("front", m)) < _SMALLEST)
         d_step = jnp.where(is_flat, 0.0, d_step)
         store_wide(m, "d_log_decay", by_token(d_step, "goes_on", m), waits=has_gate or not keys.through)
-        walk.release("rows", m)
+        scheduler.release("rows", m)
         return log_decay
 
     store_later()
@@ -290,21 +290,21 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: Walk) -> None:
 
 
 def channel_gradients(
-    problem: Problem, x: GradientArrays, wanted: Structs, *, key_slots: int, programs: int
+    kernel_shape: KernelShape, x: GradientArrays, wanted: Structs, *, num_key_stages: int, num_ctas: int
 ) -> dict[str, Array | None]:
     """Gradients of arguments, by value head, of all chunks that are not extreme.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         x: what the kernel reads.
         wanted: `gradient_structs`.
-        key_slots: chunks whose queries and keys are in shared memory.
-        programs: at most; the number of processors.
+        num_key_stages: chunks whose queries and keys are in shared memory.
+        num_ctas: at most; the number of processors.
 
     Returns:
         As in `bwd_dqkg`, but `d_log_decay` is whole, `[B, T, HV, K]` float32, and 0 where it is flat.
     """
-    p = problem
+    p = kernel_shape
     d_log_decay = jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.key_size), jnp.float32)
     outputs = {**wanted, "d_log_decay": d_log_decay}
     buffers = {
@@ -329,6 +329,6 @@ def channel_gradients(
         outputs,
         buffers,
         more={"log_decay": x.log_decay},
-        key_slots=key_slots,
-        programs=programs,
+        num_key_stages=num_key_stages,
+        num_ctas=num_ctas,
     )

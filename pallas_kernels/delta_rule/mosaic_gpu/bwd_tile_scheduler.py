@@ -17,17 +17,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.common.mosaic_gpu import (
     SIDE,
     arrive,
     barrier,
     begin_copy,
     column_numbers,
+    fence_smem,
     launch,
     load_column,
     matrix_buffer,
     number_buffer,
-    publish,
     quotient,
     remainder,
     row_numbers,
@@ -41,7 +42,6 @@ from pallas_kernels.common.mosaic_gpu import (
     wide_buffer,
     zero,
 )
-from pallas_kernels.common.problem import CHUNK, Problem
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import chunk_at, tokens
 
 _SETS = ("near", "states", "d_states", "rows", "keys")  # in the order in which a chunk's tiles are freed
@@ -93,39 +93,39 @@ class GradientArrays(NamedTuple):
     tail: Array | None = None
 
 
-class Walk(NamedTuple):
+class TileScheduler(NamedTuple):
     """A program's way through all chunks.
 
     Attributes:
-        problem: static facts.
+        kernel_shape: static facts.
         rows: names of the numbers a token, in the order in which they are stored.
         depths: places of each set of tiles.
-        programs: number of programs.
+        num_ctas: number of programs.
         full: by set, barriers of its places: the tiles are there.
         free: by set, barriers of its places: the tiles have been read.
     """
 
-    problem: Problem
+    kernel_shape: KernelShape
     rows: tuple[str, ...]
     depths: dict[str, int]
-    programs: int
+    num_ctas: int
     full: dict[str, Any]
     free: dict[str, Any]
 
     @property
     def chunks(self) -> int:
         """Chunks of all heads."""
-        p = self.problem
+        p = self.kernel_shape
         return p.batch * p.value_heads * p.chunks
 
     @property
     def count(self) -> Any:
         """Chunks of this program."""
-        return quotient(self.chunks - lax.axis_index("program") + (self.programs - 1), self.programs)
+        return quotient(self.chunks - lax.axis_index("program") + (self.num_ctas - 1), self.num_ctas)
 
     def at(self, m: Any) -> tuple[Any, Any, Any]:
         """Batch, chunk and value head of the program's m-th chunk."""
-        return chunk_at(self.problem, lax.axis_index("program") + m * self.programs)
+        return chunk_at(self.kernel_shape, lax.axis_index("program") + m * self.num_ctas)
 
     def place(self, name: str, m: Any) -> Any:
         """The place of a set of tiles that the m-th chunk takes."""
@@ -145,14 +145,14 @@ class Walk(NamedTuple):
         arrive(self.free[name].at[self.place(name, m)])
 
 
-def copy_tiles(r: Any, tiles: Any, walk: Walk) -> None:
+def copy_tiles(r: Any, tiles: Any, scheduler: TileScheduler) -> None:
     """Copies the tiles of all chunks, in the order in which their places become free."""
-    p, count = walk.problem, walk.count
+    p, count = scheduler.kernel_shape, scheduler.count
 
     def sources(name, m):
         """Pairs of a part of an array and the place that it is copied to."""
-        b, n, h = walk.at(m)
-        place = walk.place(name, m)
+        b, n, h = scheduler.at(m)
+        place = scheduler.place(name, m)
         if name == "rows":
             for key in ("rows", "ends"):
                 if getattr(r, key) is not None:
@@ -175,10 +175,10 @@ def copy_tiles(r: Any, tiles: Any, walk: Walk) -> None:
 
     def fetch(name, m):
         for source, target in sources(name, m):
-            begin_copy(source, target, walk.full[name].at[walk.place(name, m)])
+            begin_copy(source, target, scheduler.full[name].at[scheduler.place(name, m)])
 
-    for m in range(max(walk.depths.values()) - 1):  # what need not wait for a place
-        for name, depth in walk.depths.items():
+    for m in range(max(scheduler.depths.values()) - 1):  # what need not wait for a place
+        for name, depth in scheduler.depths.items():
             if m < depth - 1:
 
                 @pl.when(m < count)
@@ -187,19 +187,19 @@ def copy_tiles(r: Any, tiles: Any, walk: Walk) -> None:
 
     @pl.loop(0, count)
     def _(j):
-        for name, depth in walk.depths.items():
+        for name, depth in scheduler.depths.items():
             m = j + depth - 1
 
             @pl.when(m < count)
             def _(name=name, m=m):
-                pl.when(j > 0)(lambda: wait(walk.free[name].at[walk.place(name, m)]))
+                pl.when(j > 0)(lambda: wait(scheduler.free[name].at[scheduler.place(name, m)]))
                 fetch(name, m)
 
-    for name, depth in walk.depths.items():  # a program ends when nothing is on its way any more
+    for name, depth in scheduler.depths.items():  # a program ends when nothing is on its way any more
 
         @pl.loop(jnp.maximum(count - depth, 0), count)
         def _(j, name=name):
-            wait(walk.free[name].at[walk.place(name, j)])
+            wait(scheduler.free[name].at[scheduler.place(name, j)])
 
 
 class KeyTiles(NamedTuple):
@@ -210,14 +210,14 @@ class KeyTiles(NamedTuple):
     Attributes:
         refs: the kernel's arrays.
         tiles: all tiles.
-        walk: the program's way.
+        scheduler: the program's way.
         half: the warpgroup's half of the channels.
         is_across: whether gradients are held transposed, channels by tokens.
     """
 
     refs: Any
     tiles: Any
-    walk: Walk
+    scheduler: TileScheduler
     half: Any
     is_across: bool = False
 
@@ -242,14 +242,14 @@ class KeyTiles(NamedTuple):
 
         def release():
             wait_for_stores()
-            self.walk.release("keys", m - 1)
+            self.scheduler.release("keys", m - 1)
 
         if self.through or self.holds_gate:
             pl.when(m > 0)(release)
 
     def store(self, m: Any, gradients: Mapping[str, Array]) -> None:
         """Stores the gradients that are wanted. The tiles are no longer read."""
-        b, n, h = self.walk.at(m)
+        b, n, h = self.scheduler.at(m)
         channels, through = pl.ds(self.half * SIDE, SIDE), self.through
         targets = {key: getattr(self.refs, f"d_{key}") for key in KEYS}
         targets = {key: x.at[b, tokens(n), h, channels] for key, x in targets.items() if x is not None}
@@ -261,18 +261,18 @@ class KeyTiles(NamedTuple):
                 store_across(target, gradients[key])
             else:
                 target[...] = gradients[key]
-        publish()
+        fence_smem()
         for key in through:
             store(self._tile(key, m), targets[key], last=key == through[-1])
         if not (through or self.holds_gate):
-            self.walk.release("keys", m)
+            self.scheduler.release("keys", m)
 
     def gate_of(self, m: Any) -> Any:
         """The tile of the erase gate of the program's m-th chunk; float32."""
         return self._tile(_GATE, m)
 
     def _tile(self, key: str, m: Any) -> Any:
-        return getattr(self.tiles, key).at[self.walk.place("keys", m), self.half]
+        return getattr(self.tiles, key).at[self.scheduler.place("keys", m), self.half]
 
 
 def scaled_pairs(pairs: Array, half: Any, scale: float, ratio: Array | None) -> Array:
@@ -289,9 +289,9 @@ def diagonal(x: Array, m: Any = None) -> Array:
 
 
 def call(
-    compute: Callable[[Any, Any, Any, Walk], None],
+    compute: Callable[[Any, Any, Any, TileScheduler], None],
     name: str,
-    problem: Problem,
+    kernel_shape: KernelShape,
     x: GradientArrays,
     rows: Mapping[str, Array],
     ends: Array | None,
@@ -299,31 +299,31 @@ def call(
     buffers: Mapping[str, Any],
     *,
     more: Mapping[str, Array | None],
-    key_slots: int,
-    programs: int,
+    num_key_stages: int,
+    num_ctas: int,
 ) -> dict[str, Array | None]:
-    """Runs `compute(refs, tiles, buffers, walk)` in two warpgroups of each program, and the copies in a third.
+    """Runs `compute(refs, tiles, buffers, scheduler)` in two warpgroups of each program, and the copies in a third.
 
     Args:
         compute: the loop over a program's chunks.
         name: the kernel's name in profiles.
-        problem: static facts.
+        kernel_shape: static facts.
         x: arrays whose tiles are copied.
         rows: numbers a token, `[B, HV, T]` float32.
         ends: numbers a key channel, `[B, HV, N, ., K]` float32; None for none.
         outputs: as `launch` takes them.
         buffers: other shared memory.
         more: arrays that are read from global memory.
-        key_slots: chunks whose queries and keys are in shared memory.
-        programs: at most; the number of processors.
+        num_key_stages: chunks whose queries and keys are in shared memory.
+        num_ctas: at most; the number of processors.
     """
-    p, count = problem, len(rows)
-    depths = {name: key_slots if name == "keys" else 2 if name == "rows" else 1 for name in _SETS}
+    p, count = kernel_shape, len(rows)
+    depths = {name: num_key_stages if name == "keys" else 2 if name == "rows" else 1 for name in _SETS}
     if not count and ends is None:
         del depths["rows"]
     keys = KEYS[: 2 if x.write_key is None else 3]
     copies_gate = x.erase is not None and x.write_key is None  # else there is no room
-    programs = min(programs, p.batch * p.value_heads * p.chunks)
+    num_ctas = min(num_ctas, p.batch * p.value_heads * p.chunks)
     by_chunk = (p.batch, p.value_heads, p.chunks, CHUNK)
     copied = (*KEYS, _GATE, "d_out", "d_values", "states", "d_states", "residuals")
     inputs = {name: getattr(x, name) for name in copied} | dict(more)
@@ -334,8 +334,8 @@ def call(
         "residuals": matrix_buffer(1, p.value_size, CHUNK),
         "states": matrix_buffer(1, 2, p.value_size, SIDE),
         "d_states": matrix_buffer(1, 2, p.value_size, SIDE),
-        **{key: matrix_buffer(key_slots, 2, CHUNK, SIDE) for key in keys},
-        **({_GATE: wide_buffer(key_slots, 2, CHUNK, SIDE)} if copies_gate else {}),
+        **{key: matrix_buffer(num_key_stages, 2, CHUNK, SIDE) for key in keys},
+        **({_GATE: wide_buffer(num_key_stages, 2, CHUNK, SIDE)} if copies_gate else {}),
         **({"rows": number_buffer(2, count, CHUNK)} if rows else {}),
         **({} if ends is None else {"ends": number_buffer(2, *ends.shape[3:])}),
     }
@@ -351,33 +351,35 @@ def call(
     def program(r, memory):
         there = SimpleNamespace(**dict(zip(tiles, memory.tiles)))
         by_set = dict(zip(depths, memory.full)), dict(zip(depths, memory.free))
-        walk = Walk(p, tuple(rows), depths, programs, *by_set)
+        scheduler = TileScheduler(p, tuple(rows), depths, num_ctas, *by_set)
         warpgroup = lax.axis_index("warpgroup")
         computing, copying = _REGISTERS
 
         @pl.when(warpgroup < 2)
         def _():
             use_registers(computing, more=True)
-            compute(r, there, memory, walk)
+            compute(r, there, memory, scheduler)
 
         @pl.when(warpgroup == 2)
         def _():
             use_registers(copying, more=False)
-            copy_tiles(r, there, walk)
+            copy_tiles(r, there, scheduler)
 
-    return launch(program, name, inputs, outputs, memory, grid={"program": programs}, warpgroups=3)
+    return launch(program, name, inputs, outputs, memory, grid={"program": num_ctas}, warpgroups=3)
 
 
-def parts_struct(problem: Problem) -> jax.ShapeDtypeStruct:
+def parts_struct(kernel_shape: KernelShape) -> jax.ShapeDtypeStruct:
     """Of a gradient of one number a token: a part for each half of the key channels, `[2, B, HV, T]` float32."""
-    return jax.ShapeDtypeStruct((2, problem.batch, problem.value_heads, problem.length), jnp.float32)
+    return jax.ShapeDtypeStruct((2, kernel_shape.batch, kernel_shape.value_heads, kernel_shape.length), jnp.float32)
 
 
-def gradient_structs(problem: Problem, x: GradientArrays, *, with_erase: bool, write_key_dtype: Any) -> Structs:
+def gradient_structs(
+    kernel_shape: KernelShape, x: GradientArrays, *, with_erase: bool, write_key_dtype: Any
+) -> Structs:
     """Gradients by value head but the log decay's, None where not wanted.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         x: what the kernel reads.
         with_erase: whether the gradient of an erase gate of one number a token is wanted.
         write_key_dtype: of the write key's gradient; None is the write key's.
@@ -386,17 +388,17 @@ def gradient_structs(problem: Problem, x: GradientArrays, *, with_erase: bool, w
         `d_q`, `d_k`, `d_write_key`, and `d_erase` of a gate of one number a key channel, `[B, T, HV, K]`, in float32
         where value heads share a key head. `d_erase` of a gate of one number a token, times the gate: `parts_struct`.
     """
-    shape = (problem.batch, problem.length, problem.value_heads, problem.key_size)
+    shape = (kernel_shape.batch, kernel_shape.length, kernel_shape.value_heads, kernel_shape.key_size)
 
     def of_key(like: Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | None:
         if like is None:
             return None
-        dtype = (dtype or like.dtype) if like.shape[2] == problem.value_heads else jnp.float32
+        dtype = (dtype or like.dtype) if like.shape[2] == kernel_shape.value_heads else jnp.float32
         return jax.ShapeDtypeStruct(shape, dtype)
 
     return {
         "d_q": of_key(x.q),
         "d_k": of_key(x.k),
         "d_write_key": of_key(x.write_key, write_key_dtype),
-        "d_erase": parts_struct(problem) if with_erase else of_key(x.erase),
+        "d_erase": parts_struct(kernel_shape) if with_erase else of_key(x.erase),
     }

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.config import PROCESSORS
+from pallas_kernels.common.config import NUM_SMS
 from pallas_kernels.common.mosaic_gpu import (
     BAND,
     WARPS,
@@ -35,13 +35,13 @@ from pallas_kernels.common.mosaic_gpu import (
     band_sums,
     barrier,
     begin_copy,
+    fence_smem,
     launch,
     load_band,
     load_band_column,
     load_band_row,
     load_channels,
     number_buffer,
-    publish,
     quotient,
     remainder,
     store,
@@ -52,7 +52,7 @@ from pallas_kernels.common.mosaic_gpu import (
     wait_for_stores,
     zero_band,
 )
-from pallas_kernels.delta_rule.deferred_state import PERIOD, DeferredState
+from pallas_kernels.delta_rule.delayed_state import PERIOD, DelayedState
 from pallas_kernels.delta_rule.inputs import Inputs
 
 CHANNELS = 128
@@ -63,12 +63,12 @@ _DECAY = PERIOD  # the row of P, behind those of the keys that are written
 _BANDS = [pl.ds(start, BAND) for start in range(0, CHANNELS, BAND)]
 
 
-class _Walk(NamedTuple):
+class _TileScheduler(NamedTuple):
     """A program's way over the states.
 
     Attributes:
         first: the program's first state.
-        steps: how many it has, `PROCESSORS` apart.
+        steps: how many it has, `NUM_SMS` apart.
         online: whether tokens erase.
     """
 
@@ -90,10 +90,10 @@ class _Place(NamedTuple):
     values: Any
 
 
-def _place(r: Any, walk: _Walk, step: Any) -> _Place:
+def _place(r: Any, scheduler: _TileScheduler, step: Any) -> _Place:
     """That of a step's state."""
     _, heads, _, value_size = r.state.shape
-    blocks, item = value_size // CHANNELS, walk.first + step * PROCESSORS
+    blocks, item = value_size // CHANNELS, scheduler.first + step * NUM_SMS
     head, values = quotient(item, blocks), pl.ds(remainder(item, blocks) * CHANNELS, CHANNELS)
     return _Place(quotient(head, heads), remainder(head, heads), values)
 
@@ -120,18 +120,18 @@ def _those_that_wait(r: Any, rows: list[Any], other: float) -> list[Any]:
     return [jnp.where(i < r.count[0], x, other) for i, x in enumerate(rows)]
 
 
-def _ahead(r: Any, walk: _Walk, load: Callable[..., Any], use: Callable[..., None]) -> None:
+def _ahead(r: Any, scheduler: _TileScheduler, load: Callable[..., Any], use: Callable[..., None]) -> None:
     """`use(step, place, loaded)` for each step, whose `loaded = load(r, place)` is begun two steps before."""
 
     def place(step: Any) -> _Place:
-        return _place(r, walk, jnp.minimum(step, walk.steps - 1))
+        return _place(r, scheduler, jnp.minimum(step, scheduler.steps - 1))
 
     def body(step: Any, loaded: tuple[Any, Any]) -> tuple[Any, Any]:
         following = load(r, place(step + 2))
         use(step, place(step), loaded[0])
         return loaded[1], following
 
-    lax.fori_loop(0, walk.steps, body, (load(r, place(0)), load(r, place(1))))
+    lax.fori_loop(0, scheduler.steps, body, (load(r, place(0)), load(r, place(1))))
 
 
 def _load_keys(r: Any, at: _Place) -> dict[str, Any]:
@@ -147,14 +147,14 @@ def _load_keys(r: Any, at: _Place) -> dict[str, Any]:
     return found
 
 
-def _make_vectors(r: Any, m: Any, walk: _Walk) -> None:
+def _make_vectors(r: Any, m: Any, scheduler: _TileScheduler) -> None:
     """Puts into shared memory what states are multiplied by and added up from."""
 
     def make(step: Any, at: _Place, x: dict[str, Any]) -> None:
         stage, count = remainder(step, _STAGES), r.count[0]
         key = x.get("write_key", x["k"])
         keys, kept = _those_that_wait(r, x["keys"], 0.0), None
-        readers = [x["q"], x["k"] * x["erase"] if "erase" in x else x["k"]][: len(walk.readers)]
+        readers = [x["q"], x["k"] * x["erase"] if "erase" in x else x["k"]][: len(scheduler.readers)]
         if "log_decay" in x:
             kept = decay = jnp.exp(x["log_decay"])
             decays = _those_that_wait(r, x["decays"], 1.0)
@@ -169,28 +169,28 @@ def _make_vectors(r: Any, m: Any, walk: _Walk) -> None:
             m.keys[stage, i] = row
         if kept is not None:
             m.keys[stage, _DECAY] = kept if kept.shape else key * 0.0 + kept
-        publish()
+        fence_smem()
         arrive(m.made.at[stage])
         # All that share a row of keys store the same numbers in it. Others may load that row meanwhile, and do not use
         # it.
         r.keys[at.row, _shared(r, at.head, r.keys.shape[1]), count] = key.astype(r.keys.dtype)
 
-    _ahead(r, walk, _load_keys, make)
-    wait_for_readers(m.used, _STAGES, walk.steps)
+    _ahead(r, scheduler, _load_keys, make)
+    wait_for_readers(m.used, _STAGES, scheduler.steps)
 
 
-def _multiply(r: Any, m: Any, walk: _Walk) -> None:
+def _multiply(r: Any, m: Any, scheduler: _TileScheduler) -> None:
     """Has the states copied and multiplies them; adds them up where they are stored."""
     is_stored = r.count[0] == _WAITING
 
     def begin(step: Any) -> None:
         """Has a step's state copied, if there is such a step."""
-        at, stage = _place(r, walk, step), remainder(step, _STAGES)
+        at, stage = _place(r, scheduler, step), remainder(step, _STAGES)
         source = r.state.at[at.row, at.head, :, at.values]
-        pl.when(step < walk.steps)(lambda: begin_copy(source, m.states.at[stage], m.there.at[stage]))
+        pl.when(step < scheduler.steps)(lambda: begin_copy(source, m.states.at[stage], m.there.at[stage]))
 
     def add_up(step: Any) -> None:
-        at, stage = _place(r, walk, step), remainder(step, _STAGES)
+        at, stage = _place(r, scheduler, step), remainder(step, _STAGES)
         wait(m.written.at[stage])
         values = [along_columns(load_band_row(m.values.at[stage, i])) for i in range(PERIOD)]
         for band in _BANDS:
@@ -200,28 +200,28 @@ def _multiply(r: Any, m: Any, walk: _Walk) -> None:
             for i, value in enumerate(values):
                 state = state + along_rows(load_band_column(m.keys.at[stage, i, band])) * value
             m.states[stage, band] = state
-        publish()
+        fence_smem()
         store(m.states.at[stage], r.state.at[at.row, at.head, :, at.values])
         wait_for_stores(1)  # that of the step before has been read
         pl.when(step > 0)(lambda: begin(step + (_STAGES - 1)))
 
     pl.loop(0, _STAGES)(begin)
 
-    @pl.loop(0, walk.steps)
+    @pl.loop(0, scheduler.steps)
     def _(step):
         stage = remainder(step, _STAGES)
         wait(m.made.at[stage])
         wait(m.there.at[stage])
-        sums = [zero_band() for _ in walk.readers]
+        sums = [zero_band() for _ in scheduler.readers]
         for band in _BANDS:
             state = load_band(m.states.at[stage, band])
-            for n in walk.readers:
+            for n in scheduler.readers:
                 sums[n] = sums[n] + along_rows(load_band_column(m.kept_readers.at[stage, n, band])) * state
-        publish()
+        fence_smem()
         pl.when(jnp.logical_not(is_stored))(lambda: begin(step + _STAGES))
-        for n in walk.readers:
+        for n in scheduler.readers:
             m.products[stage, n] = band_sums(sums[n], m.sums.at[n])
-        publish()
+        fence_smem()
         arrive(m.multiplied.at[stage])
         pl.when(is_stored)(lambda: add_up(step))
         arrive(m.used.at[stage])
@@ -238,32 +238,32 @@ def _load_values(r: Any, at: _Place) -> dict[str, Any]:
     return {"value": value, "wrote": _load_waiting(r, r.values, row, head, values)}
 
 
-def _finish(r: Any, m: Any, walk: _Walk, scale: float) -> None:
+def _finish(r: Any, m: Any, scheduler: _TileScheduler, scale: float) -> None:
     """Makes the outputs and what the tokens write."""
 
     def finish(step: Any, at: _Place, x: dict[str, Any]) -> None:
         stage, value, wrote = remainder(step, _STAGES), x["value"], _those_that_wait(r, x["wrote"], 0.0)
         wait(m.made.at[stage])
         *keys, key = (load_channels(m.keys.at[stage, i]) for i in range(PERIOD))
-        readers = [load_channels(m.readers.at[stage, n]) for n in walk.readers]
+        readers = [load_channels(m.readers.at[stage, n]) for n in scheduler.readers]
         dots = [[total(k * reader, m.parts.at[n, i]) for i, k in enumerate(keys)] for n, reader in enumerate(readers)]
         own = total(key * readers[0], m.parts.at[0, _WAITING])
         wait(m.multiplied.at[stage])
         products = [
             load_channels(m.products.at[stage, n]) + sum(dot * u for dot, u in zip(dots[n], wrote))
-            for n in walk.readers
+            for n in scheduler.readers
         ]
-        if walk.online:
+        if scheduler.online:
             value = value - products[1]
         r.out[at.row, 0, at.head, at.values] = (scale * (products[0] + own * value)).astype(r.out.dtype)
         r.values[at.row, at.head, r.count[0], at.values] = value
         for i, u in enumerate([*wrote, value]):
             m.values[stage, i] = u
-        publish()
+        fence_smem()
         pl.when(r.count[0] == _WAITING)(lambda: arrive(m.written.at[stage]))
         arrive(m.used.at[stage])
 
-    _ahead(r, walk, _load_values, finish)
+    _ahead(r, scheduler, _load_values, finish)
 
 
 def unsupported_sizes(key_size: int, value_size: int) -> str | None:
@@ -273,23 +273,23 @@ def unsupported_sizes(key_size: int, value_size: int) -> str | None:
     return None
 
 
-def delayed_token(token: Inputs, deferred: DeferredState, *, scale: float, online: bool) -> tuple[Array, DeferredState]:
+def delayed_token(token: Inputs, delayed: DelayedState, *, scale: float, online: bool) -> tuple[Array, DelayedState]:
     """The output `[B, 1, HV, V]` of a token, and the state after it.
 
     Args:
         token: one token without an initial state and segments; `unsupported_sizes` has no objection to K and V.
-        deferred: the state before.
+        delayed: the state before.
         scale: factor on the output.
         online: whether the token erases.
     """
     # Mapped over, calls are made one after another: each updates arrays in place.
-    return jax.custom_batching.sequential_vmap(functools.partial(_call, scale=scale, online=online))(token, deferred)
+    return jax.custom_batching.sequential_vmap(functools.partial(_call, scale=scale, online=online))(token, delayed)
 
 
 # Lowered once for all layers, as `attention_gradients` is.
 @functools.partial(jax.jit, static_argnames=("scale", "online"), inline=True)
-def _call(token: Inputs, deferred: DeferredState, *, scale: float, online: bool) -> tuple[Array, DeferredState]:
-    batch, heads, _, value_size = deferred.state.shape
+def _call(token: Inputs, delayed: DelayedState, *, scale: float, online: bool) -> tuple[Array, DelayedState]:
+    batch, heads, _, value_size = delayed.state.shape
     states = batch * heads * (value_size // CHANNELS)
     memory = {
         "states": number_buffer(_STAGES, CHANNELS, CHANNELS),
@@ -309,20 +309,20 @@ def _call(token: Inputs, deferred: DeferredState, *, scale: float, online: bool)
 
     def program(r: SimpleNamespace, m: SimpleNamespace) -> None:
         first, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-        walk = _Walk(first, quotient(states - first + (PROCESSORS - 1), PROCESSORS), online)
-        pl.when(warpgroup == 0)(lambda: _multiply(r, m, walk))
-        pl.when(warpgroup == 1)(lambda: _finish(r, m, walk, scale))
-        pl.when(warpgroup == 2)(lambda: _make_vectors(r, m, walk))
+        scheduler = _TileScheduler(first, quotient(states - first + (NUM_SMS - 1), NUM_SMS), online)
+        pl.when(warpgroup == 0)(lambda: _multiply(r, m, scheduler))
+        pl.when(warpgroup == 1)(lambda: _finish(r, m, scheduler, scale))
+        pl.when(warpgroup == 2)(lambda: _make_vectors(r, m, scheduler))
 
     results = launch(
         program,
         "delta_decode_deferred",
-        {**token._asdict(), "count": deferred.waiting[None]},
+        {**token._asdict(), "count": delayed.num_pending[None]},
         {"out": jax.ShapeDtypeStruct(token.v.shape, token.v.dtype)},
         memory,
-        grid={"program": min(states, PROCESSORS)},
+        grid={"program": min(states, NUM_SMS)},
         warpgroups=3,
-        updates={name: getattr(deferred, name) for name in ("state", "keys", "values", "decays")},
+        updates={name: getattr(delayed, name) for name in ("state", "keys", "values", "decays")},
     )
     out = results.pop("out")
-    return out, DeferredState(**results, waiting=(deferred.waiting + 1) % PERIOD)  # type: ignore[arg-type, return-value]
+    return out, DelayedState(**results, num_pending=(delayed.num_pending + 1) % PERIOD)  # type: ignore[arg-type, return-value]

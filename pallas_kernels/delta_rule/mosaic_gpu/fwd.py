@@ -13,21 +13,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.common.mosaic_gpu import (
     SIDE,
     added,
     awaited,
+    fence_smem,
     left_parts,
     matrix_buffer,
     multiply,
-    publish,
     put,
     scale_columns,
     store,
     wait_for_stores,
     with_accumulators,
 )
-from pallas_kernels.common.problem import CHUNK, Problem
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     DIGIT_COLUMNS,
     PassArrays,
@@ -80,16 +80,20 @@ def residuals(
     return with_accumulators(body, *[CHUNK] * (2 if scaled is None else 3))
 
 
-def _output_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem, is_exact: bool):
+def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, is_exact: bool):
     first, count = chunks
 
     def step(m, state):
         n = first + m
-        slot = ring.wait(m)
+        slot = pipeline.wait(m)
         kept = load_kept(r, tiles, place, slot, n)
 
         def scaled(out):
-            return out * problem.scale if r.read_rows is None else scale_columns(out, row_of(tiles, "read_rows", slot))
+            return (
+                out * kernel_shape.scale
+                if r.read_rows is None
+                else scale_columns(out, row_of(tiles, "read_rows", slot))
+            )
 
         residual, after, out = residuals(tiles, slot, place.own, state, kept, is_exact, scaled)
         written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
@@ -102,28 +106,28 @@ def _output_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem, 
         state, out = added(add, after, out)
         wait_for_stores()
         buffers.out.at[place.group].T[...] = out.astype(jnp.bfloat16)
-        publish()
-        ring.release(slot)
+        fence_smem()
+        pipeline.release(slot)
         store(buffers.out.at[place.group], r.out.at[place.batch, tokens(n), place.head, place.channels])
         return state
 
-    state = lax.fori_loop(0, count, step, start_state(r.starts, place, problem.key_size))
+    state = lax.fori_loop(0, count, step, start_state(r.starts, place, kernel_shape.key_size))
 
-    @pl.when(place.segment == problem.segments - 1)
+    @pl.when(place.segment == kernel_shape.num_splits - 1)
     def _():
         r.final_state[place.batch, place.head, place.channels] = state
 
     wait_for_stores(only_read=False)
 
 
-def _states_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem):
+def _states_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape):
     first, count = chunks
 
     def step(m, state):
         n = first + m
         wait_for_stores()
         buffers.states[place.group] = state.astype(jnp.bfloat16)
-        slot = ring.wait(m)
+        slot = pipeline.wait(m)
         kept = load_kept(r, tiles, place, slot, n)
         residual, after = residuals(tiles, slot, place.own, state, kept, True)
         written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
@@ -136,32 +140,38 @@ def _states_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem):
                 rounded, digits = rounded_and_digits(residual)
                 put(r.digits.at[place.batch, place.head, n, place.channels], digits)
             buffers.residuals[place.group] = rounded
-            publish()
+            fence_smem()
             store(buffers.states.at[place.group], r.states.at[place.batch, place.head, n, place.channels], last=False)
             store(buffers.residuals.at[place.group], r.residuals.at[place.batch, place.head, n, place.channels])
 
         (state,) = added(add, after)
-        ring.release(slot)
+        pipeline.release(slot)
         return state
 
-    lax.fori_loop(0, count, step, start_state(r.starts, place, problem.key_size))
+    lax.fori_loop(0, count, step, start_state(r.starts, place, kernel_shape.key_size))
     wait_for_stores(only_read=False)
 
 
 def output_pass(
-    problem: Problem, arrays: PassArrays, starts: Array | None, *, is_exact: bool, groups: int, slots: int
+    kernel_shape: KernelShape,
+    arrays: PassArrays,
+    starts: Array | None,
+    *,
+    is_exact: bool,
+    num_compute_warpgroups: int,
+    num_stages: int,
 ) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state, transposed, `[B, HV, V, K]` float32.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         arrays: what a pass reads.
         starts: states at the segments' starts, transposed, `[B, HV, P, V, K]` float32; None for zero.
         is_exact: whether what goes through the inverse is not rounded before.
-        groups: blocks of 64 value channels of a program.
-        slots: chunks whose tiles are in shared memory.
+        num_compute_warpgroups: blocks of 64 value channels of a program.
+        num_stages: chunks whose tiles are in shared memory.
     """
-    p = problem
+    p = kernel_shape
     results = call(
         _output_kernel,
         "delta_output",
@@ -171,23 +181,29 @@ def output_pass(
             "out": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype),
             "final_state": p.per_head(p.value_size, p.key_size, dtype=jnp.float32),
         },
-        chunk_tiles(p, arrays, groups),
-        {"out": matrix_buffer(groups, CHUNK, SIDE)},
-        groups=groups,
-        slots=slots,
+        chunk_tiles(p, arrays, num_compute_warpgroups),
+        {"out": matrix_buffer(num_compute_warpgroups, CHUNK, SIDE)},
+        num_compute_warpgroups=num_compute_warpgroups,
+        num_stages=num_stages,
         is_exact=is_exact,
     )
     return results["out"], results["final_state"]  # type: ignore[return-value]
 
 
 def states_pass(
-    problem: Problem, arrays: PassArrays, starts: Array | None, *, with_digits: bool, groups: int, slots: int
+    kernel_shape: KernelShape,
+    arrays: PassArrays,
+    starts: Array | None,
+    *,
+    with_digits: bool,
+    num_compute_warpgroups: int,
+    num_stages: int,
 ) -> tuple[Array, Array, Array | None]:
     """For the backward: the state before each chunk `[B, HV, N, V, K]` and the residuals `[B, HV, N, V, C]`.
 
     `with_digits`, the third result has two further digits of the residuals, `[B, HV, N, V, 8]` (`rounded_and_digits`).
     """
-    p = problem
+    p = kernel_shape
     arrays = arrays._replace(read=None, scores=None, read_rows=None)
     results = call(
         _states_kernel,
@@ -199,9 +215,12 @@ def states_pass(
             "residuals": p.per_head(p.chunks, p.value_size, CHUNK),
             "digits": p.per_head(p.chunks, p.value_size, DIGIT_COLUMNS, dtype=jnp.int16) if with_digits else None,
         },
-        chunk_tiles(p, arrays, groups),
-        {"states": matrix_buffer(groups, SIDE, p.key_size), "residuals": matrix_buffer(groups, SIDE, CHUNK)},
-        groups=groups,
-        slots=slots,
+        chunk_tiles(p, arrays, num_compute_warpgroups),
+        {
+            "states": matrix_buffer(num_compute_warpgroups, SIDE, p.key_size),
+            "residuals": matrix_buffer(num_compute_warpgroups, SIDE, CHUNK),
+        },
+        num_compute_warpgroups=num_compute_warpgroups,
+        num_stages=num_stages,
     )
     return results["states"], results["residuals"], results["digits"]  # type: ignore[return-value]

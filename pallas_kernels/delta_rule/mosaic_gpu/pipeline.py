@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.kernel_shape import CHUNK, KernelShape, split_range
 from pallas_kernels.common.mosaic_gpu import (
     SIDE,
     arrive,
@@ -41,7 +42,6 @@ from pallas_kernels.common.mosaic_gpu import (
     wide_buffer,
     zeros,
 )
-from pallas_kernels.common.problem import CHUNK, Problem, segment_range
 
 # Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
 _REGISTERS = {1: (240, 24), 2: (232, 40)}
@@ -61,13 +61,13 @@ class Tile:
     source: Callable[..., Any]
     dtype: Any = jnp.bfloat16
 
-    def buffer(self, slots: int) -> Any:
+    def buffer(self, num_stages: int) -> Any:
         """Shared memory for so many slots."""
         if len(self.shape) == 1:
-            return number_buffer(slots, *self.shape)
+            return number_buffer(num_stages, *self.shape)
         if self.dtype == jnp.int16:
-            return plain_buffer(slots, *self.shape)
-        return (wide_buffer if self.dtype == jnp.float32 else matrix_buffer)(slots, *self.shape)
+            return plain_buffer(num_stages, *self.shape)
+        return (wide_buffer if self.dtype == jnp.float32 else matrix_buffer)(num_stages, *self.shape)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Place:
         batch: row of the batch.
         segment: segment of the row.
         group: the warpgroup among those that compute.
-        groups: number of those.
+        num_compute_warpgroups: number of those.
     """
 
     block: Any
@@ -88,7 +88,7 @@ class Place:
     batch: Any
     segment: Any
     group: Any
-    groups: int
+    num_compute_warpgroups: int
 
     @property
     def own(self) -> Any:
@@ -98,7 +98,7 @@ class Place:
     @property
     def part(self) -> Any:
         """Number of this warpgroup's channels among all, in blocks of 64."""
-        return self.block * self.groups + self.group
+        return self.block * self.num_compute_warpgroups + self.group
 
     @property
     def channels(self) -> Any:
@@ -107,29 +107,29 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Ring:
+class SmemPipeline:
     """The slots of shared memory that tiles go through.
 
     Attributes:
         full: a barrier for each slot: its tiles are there.
         free: a barrier for each slot: its tiles have been read.
-        slots: number of slots.
-        late: the ring of the tiles that have one slot; None where there are none.
+        num_stages: number of slots.
+        single_stage: the ring of the tiles that have one slot; None where there are none.
     """
 
     full: Any
     free: Any
-    slots: int
-    late: "Ring | None" = None
+    num_stages: int
+    single_stage: "SmemPipeline | None" = None
 
     def wait(self, step: Any) -> Any:
         """The slot of a step of the loop, once its tiles are there."""
-        slot = remainder(step, self.slots)
+        slot = remainder(step, self.num_stages)
         wait(self.full.at[slot])
         return slot
 
     def release(self, slot: Any) -> None:
-        """Lets the slot be filled again. Before it comes `publish`, which ends this warpgroup's own reads of it."""
+        """Lets the slot be filled again. Before it comes `fence_smem`, which ends this warpgroup's own reads of it."""
         arrive(self.free.at[slot])
 
 
@@ -146,7 +146,7 @@ class Keys(NamedTuple):
 
 
 class PassArrays(NamedTuple):
-    """Arrays of the passes over chunks; see `Prepared` in `pallas_kernels.delta_rule` for those of its fields.
+    """Arrays of the passes over chunks; see `WYFactors` in `pallas_kernels.delta_rule` for those of its fields.
 
     Attributes:
         written: keys that are written.
@@ -157,7 +157,7 @@ class PassArrays(NamedTuple):
         scores: P, likewise; None where nothing is read.
         write: the write gate if it is one number a channel, `[B, T, HV, V]` bfloat16 or float32, else None.
         write_rows: the write gate if it is one number a token, `[B, HV, T]` float32, else None.
-        erased_rows: likewise, see `Prepared`.
+        erased_rows: likewise, see `WYFactors`.
         written_rows: likewise.
         read_rows: likewise.
         kept: `[B, HV, N]` or `[B, HV, N, K]`; None without decay.
@@ -189,13 +189,13 @@ def tokens(chunk: Any) -> Any:
     return pl.ds(chunk * CHUNK, CHUNK)
 
 
-def run_rows(problem: Problem, starts: Array | None) -> dict[str, Array]:
+def run_rows(kernel_shape: KernelShape, starts: Array | None) -> dict[str, Array]:
     """Numbers a token of rows in which segments start, `[B, HV, T]` float32; none without.
 
     `goes_on` is 0 at a start, `run` counts starts in the chunk, `sees` is 1 where the state before the chunk is read,
     `reaches` where a write is left at the chunk's end.
     """
-    p = problem
+    p = kernel_shape
     if starts is None:
         return {}
     starts = starts.reshape(p.batch, p.chunks, CHUNK)
@@ -206,23 +206,27 @@ def run_rows(problem: Problem, starts: Array | None) -> dict[str, Array]:
     return {name: jnp.broadcast_to(row, shape) for name, row in by_token.items()}
 
 
-def chunk_at(problem: Problem, i: Any) -> tuple[Any, Any, Any]:
+def chunk_at(kernel_shape: KernelShape, i: Any) -> tuple[Any, Any, Any]:
     """Batch, chunk and value head of the i-th of all chunks. Heads are neighbours in memory."""
-    rest = quotient(i, problem.value_heads)
-    return quotient(rest, problem.chunks), remainder(rest, problem.chunks), remainder(i, problem.value_heads)
+    rest = quotient(i, kernel_shape.value_heads)
+    return (
+        quotient(rest, kernel_shape.chunks),
+        remainder(rest, kernel_shape.chunks),
+        remainder(i, kernel_shape.value_heads),
+    )
 
 
-def chunk_tiles(problem: Problem, x: PassArrays, groups: int) -> dict[str, Tile]:
+def chunk_tiles(kernel_shape: KernelShape, x: PassArrays, num_compute_warpgroups: int) -> dict[str, Tile]:
     """The parts of the arrays that one step of a pass takes."""
     tiles: dict[str, Tile] = {}
     for name in ("written", "erased", "read"):
         keys = getattr(x, name)
         if keys is not None:
-            tiles[name] = _key_tile(problem, name, keys)
+            tiles[name] = _key_tile(kernel_shape, name, keys)
     if x.v is not None:
-        tiles["v"] = value_tile("v", groups)
+        tiles["v"] = value_tile("v", num_compute_warpgroups)
         if x.write is not None:
-            tiles["write"] = replace(value_tile("write", groups), dtype=x.write.dtype)
+            tiles["write"] = replace(value_tile("write", num_compute_warpgroups), dtype=x.write.dtype)
     for name in ("inverse", "scores"):
         if getattr(x, name) is not None:
             tiles[name] = Tile((CHUNK, CHUNK), lambda r, at, n, name=name: getattr(r, name).at[at.batch, at.head, n])
@@ -230,24 +234,24 @@ def chunk_tiles(problem: Problem, x: PassArrays, groups: int) -> dict[str, Tile]
         if getattr(x, name) is not None:
             tiles[name] = Tile((CHUNK,), lambda r, at, n, name=name: getattr(r, name).at[at.batch, at.head, tokens(n)])
     if x.kept is not None and x.kept.ndim == 4:
-        tiles["kept"] = Tile((problem.key_size,), lambda r, at, n: r.kept.at[at.batch, at.head, n])
+        tiles["kept"] = Tile((kernel_shape.key_size,), lambda r, at, n: r.kept.at[at.batch, at.head, n])
     return tiles
 
 
-def _key_tile(problem: Problem, name: str, keys: Keys) -> Tile:
-    group = problem.value_heads // keys.array.shape[2]
+def _key_tile(kernel_shape: KernelShape, name: str, keys: Keys) -> Tile:
+    group = kernel_shape.value_heads // keys.array.shape[2]
 
     def source(r, at, n):
         if keys.by_head:
             return getattr(r, name).at[at.batch, at.head, tokens(n)]
         return getattr(r, name).at[at.batch, tokens(n), quotient(at.head, group)]
 
-    return Tile((CHUNK, problem.key_size), source)
+    return Tile((CHUNK, kernel_shape.key_size), source)
 
 
-def value_tile(name: str, groups: int) -> Tile:
+def value_tile(name: str, num_compute_warpgroups: int) -> Tile:
     """Values, or something like them, of the program's block of channels."""
-    width = SIDE * groups
+    width = SIDE * num_compute_warpgroups
 
     def source(r, at, n):
         return getattr(r, name).at[at.batch, tokens(n), at.head, pl.ds(at.block * width, width)]
@@ -255,19 +259,19 @@ def value_tile(name: str, groups: int) -> Tile:
     return Tile((CHUNK, width), source)
 
 
-def residual_tile(groups: int) -> Tile:
+def residual_tile(num_compute_warpgroups: int) -> Tile:
     """What a chunk's tokens write, transposed, of the program's block of channels."""
-    return _channel_tile("residuals", groups, CHUNK, jnp.bfloat16)
+    return _channel_tile("residuals", num_compute_warpgroups, CHUNK, jnp.bfloat16)
 
 
-def digit_tile(groups: int) -> Tile:
+def digit_tile(num_compute_warpgroups: int) -> Tile:
     """Further digits of what `residual_tile` has."""
-    return _channel_tile("digits", groups, DIGIT_COLUMNS, jnp.int16)
+    return _channel_tile("digits", num_compute_warpgroups, DIGIT_COLUMNS, jnp.int16)
 
 
-def _channel_tile(name: str, groups: int, columns: int, dtype: Any) -> Tile:
+def _channel_tile(name: str, num_compute_warpgroups: int, columns: int, dtype: Any) -> Tile:
     """A chunk's part of an array `[B, HV, N, V, columns]`, of the program's block of channels."""
-    width = SIDE * groups
+    width = SIDE * num_compute_warpgroups
 
     def source(r, at, n):
         return getattr(r, name).at[at.batch, at.head, n, pl.ds(at.block * width, width)]
@@ -312,15 +316,15 @@ def start_state(states: Any, place: Place, key_size: int) -> Array:
 def call(
     kernel: Callable[..., None],
     name: str,
-    problem: Problem,
+    kernel_shape: KernelShape,
     inputs: Mapping[str, Array | None],
     outputs: Mapping[str, jax.ShapeDtypeStruct | None],
     tiles: Mapping[str, Tile],
     buffers: Mapping[str, Any],
     *,
-    groups: int,
-    slots: int,
-    late: Mapping[str, Tile] = MappingProxyType({}),
+    num_compute_warpgroups: int,
+    num_stages: int,
+    single_stage: Mapping[str, Tile] = MappingProxyType({}),
     reverse: bool = False,
     blocks: int | None = None,
     span: Callable[..., tuple[Any, ...]] | None = None,
@@ -328,83 +332,83 @@ def call(
 ) -> dict[str, Array | None]:
     """Runs `kernel` for each block of value channels, value head, and segment of each row.
 
-    A computing warpgroup runs `kernel(refs, tiles, buffers, ring, place, chunks, problem=problem, **static)`. The first
-    three are namespaces of what `inputs` and `outputs`, `tiles` and `buffers` name, None for an absent array. `chunks`
-    is what `span` returns, or the segment's first chunk and its number of chunks.
+    A computing warpgroup runs `kernel(refs, tiles, buffers, pipeline, place, chunks, **options)`, options being static.
+    The first three are namespaces of what `inputs` and `outputs`, `tiles` and `buffers` name, None for an absent array.
+    `chunks` is what `span` returns, or the split's first chunk and its number of chunks.
 
     Args:
         kernel: the loop.
         name: its name in profiles.
-        problem: static facts.
+        kernel_shape: static facts.
         inputs: arrays in global memory; None is passed on as None.
         outputs: likewise; None is not written.
         tiles: what the ring copies of each chunk.
         buffers: other shared memory.
-        groups: warpgroups that compute, 64 value channels each.
-        slots: of the ring.
-        late: what a ring of one slot has of each chunk.
+        num_compute_warpgroups: warpgroups that compute, 64 value channels each.
+        num_stages: of the ring.
+        single_stage: what a ring of one slot has of each chunk.
         reverse: whether the loop goes from the last chunk to the first.
         blocks: length of the grid's first axis; None for the blocks of value channels.
-        span: from `(refs, buffers, place, problem)` to the first chunk, the number of chunks, and what else the kernel
-            needs. Each warpgroup calls it before the loop.
+        span: from `(refs, buffers, place, kernel_shape)` to the first chunk, the number of chunks, and what else the
+            kernel needs. Each warpgroup calls it before the loop.
         **static: passed to the kernel.
 
     Returns:
         The outputs by name, None where none was asked for.
     """
-    computing, copying = _REGISTERS[groups]
-    sets = [(tiles, slots), (late, 1)] if late else [(tiles, slots)]
+    computing, copying = _REGISTERS[num_compute_warpgroups]
+    sets = [(tiles, num_stages), (single_stage, 1)] if single_stage else [(tiles, num_stages)]
 
     def program(refs, memory):
-        there = SimpleNamespace(**dict(zip([*tiles, *late], memory.tiles)))
+        there = SimpleNamespace(**dict(zip([*tiles, *single_stage], memory.tiles)))
         own = SimpleNamespace(**dict(zip(buffers, memory.buffers)))
         row, group = lax.axis_index("row"), lax.axis_index("warpgroup")
-        segment = remainder(row, problem.segments)
-        batch = quotient(row, problem.segments)
-        place = Place(lax.axis_index("block"), lax.axis_index("head"), batch, segment, group, groups)
-        chunks = segment_span(problem, segment) if span is None else span(refs, own, place, problem)
+        segment = remainder(row, kernel_shape.num_splits)
+        batch = quotient(row, kernel_shape.num_splits)
+        place = Place(lax.axis_index("block"), lax.axis_index("head"), batch, segment, group, num_compute_warpgroups)
+        chunks = split_span(kernel_shape, segment) if span is None else span(refs, own, place, kernel_shape)
         first, count = chunks[:2]
-        rings = [Ring(full, free, n) for full, free, (_, n) in zip(memory.full, memory.free, sets)]
-        ring = replace(rings[0], late=rings[1] if late else None)
+        pipelines = [SmemPipeline(full, free, n) for full, free, (_, n) in zip(memory.full, memory.free, sets)]
+        pipeline = replace(pipelines[0], single_stage=pipelines[1] if single_stage else None)
 
-        @pl.when(group < groups)
+        @pl.when(group < num_compute_warpgroups)
         def _():
             use_registers(computing, more=True)
-            kernel(refs, there, own, ring, place, chunks, problem=problem, **static)
+            kernel(refs, there, own, pipeline, place, chunks, kernel_shape=kernel_shape, **static)
 
-        @pl.when(group == groups)
+        @pl.when(group == num_compute_warpgroups)
         def _():
             use_registers(copying, more=False)
 
             @pl.loop(0, count)
             def _(step):
                 chunk = first + (count - 1 - step if reverse else step)
-                for at, (copied, _) in zip(rings, sets):
-                    slot = remainder(step, at.slots)
-                    pl.when(step >= at.slots)(functools.partial(wait, at.free.at[slot]))
+                for at, (copied, _) in zip(pipelines, sets):
+                    slot = remainder(step, at.num_stages)
+                    pl.when(step >= at.num_stages)(functools.partial(wait, at.free.at[slot]))
                     for key, tile in copied.items():
                         begin_copy(tile.source(refs, place, chunk), getattr(there, key).at[slot], at.full.at[slot])
 
-            for at in rings:
-                wait_for_readers(at.free, at.slots, count)
+            for at in pipelines:
+                wait_for_readers(at.free, at.num_stages, count)
 
     memory = {
         "tiles": tuple(tile.buffer(n) for copied, n in sets for tile in copied.values()),
         "buffers": tuple(buffers.values()),
         "full": tuple(barrier(len(copied), n) for copied, n in sets),
-        "free": tuple(barrier(groups, n) for _, n in sets),
+        "free": tuple(barrier(num_compute_warpgroups, n) for _, n in sets),
     }
     grid = {
-        "block": problem.value_size // (SIDE * groups) if blocks is None else blocks,
-        "head": problem.value_heads,
-        "row": problem.batch * problem.segments,
+        "block": kernel_shape.value_size // (SIDE * num_compute_warpgroups) if blocks is None else blocks,
+        "head": kernel_shape.value_heads,
+        "row": kernel_shape.batch * kernel_shape.num_splits,
     }
-    return launch(program, name, inputs, outputs, memory, grid=grid, warpgroups=groups + 1)
+    return launch(program, name, inputs, outputs, memory, grid=grid, warpgroups=num_compute_warpgroups + 1)
 
 
-def segment_span(problem: Problem, segment: Any) -> tuple[Any, Any]:
-    """`segment_range` in 32 bits, whatever the program around the kernel counts in."""
-    first, count = segment_range(problem, segment)
+def split_span(kernel_shape: KernelShape, segment: Any) -> tuple[Any, Any]:
+    """`split_range` in 32 bits, whatever the program around the kernel counts in."""
+    first, count = split_range(kernel_shape, segment)
     return first, jnp.asarray(count, jnp.int32)
 
 

@@ -13,20 +13,20 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.decay import FORGOTTEN
+from pallas_kernels.common.kernel_shape import KernelShape, cdiv
 from pallas_kernels.common.mosaic_gpu import (
     SIDE,
     added,
+    fence_smem,
     load_channels,
     maximum,
     maximum_buffer,
     multiply,
-    publish,
     put,
     scale_columns,
     split,
     unit_rows,
 )
-from pallas_kernels.common.problem import Problem, cdiv
 from pallas_kernels.delta_rule.mosaic_gpu.fwd import residuals
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     PassArrays,
@@ -36,20 +36,20 @@ from pallas_kernels.delta_rule.mosaic_gpu.pipeline import (
     chunk_tiles,
     load_kept,
     row_of,
-    segment_span,
+    split_span,
 )
 
 _AHEAD = 16  # loads that are begun together
 
 
-def _survival(r: Any, buffers: Any, place: Place, problem: Problem, first: Any, count: Any) -> Array:
+def _survival(r: Any, buffers: Any, place: Place, kernel_shape: KernelShape, first: Any, count: Any) -> Array:
     """Log of what a segment leaves of a state: of its slowest channel's decay, and of writes."""
-    width = min(_AHEAD, problem.chunks_per_segment)
+    width = min(_AHEAD, kernel_shape.chunks_per_split)
     has_channels = len(r.kept.shape) == 4
 
     def part(m, logs):
         steps = [m * width + i for i in range(width)]
-        chunks = [jnp.minimum(first + step, problem.chunks - 1) for step in steps]
+        chunks = [jnp.minimum(first + step, kernel_shape.chunks - 1) for step in steps]
         if has_channels:
             kept = [load_channels(r.kept.at[place.batch, place.head, n]) for n in chunks]
         else:
@@ -60,29 +60,29 @@ def _survival(r: Any, buffers: Any, place: Place, problem: Problem, first: Any, 
             logs = logs + jnp.where(step < count, log if more is None else log + more, 0.0)
         return logs
 
-    parts, zero = cdiv(problem.chunks_per_segment, width), jnp.float32(0)
+    parts, zero = cdiv(kernel_shape.chunks_per_split, width), jnp.float32(0)
     logs = part(0, zero)
     if parts > 1:
         logs = lax.fori_loop(1, parts, part, logs)
     return maximum(logs, buffers.maximum.at[place.group]) if has_channels else logs
 
 
-def _of_values(place: Place, problem: Problem) -> tuple[Any, Place]:
+def _of_values(place: Place, kernel_shape: KernelShape) -> tuple[Any, Place]:
     """Whether a program has value channels; and its place among those that have the same kind of channels."""
-    blocks = problem.value_size // (SIDE * place.groups)
+    blocks = kernel_shape.value_size // (SIDE * place.num_compute_warpgroups)
     is_value = place.block < blocks
     return is_value, dataclasses.replace(place, block=jnp.where(is_value, place.block, place.block - blocks))
 
 
-def _span(r: Any, buffers: Any, place: Place, problem: Problem) -> tuple[Any, Any, Any]:
+def _span(r: Any, buffers: Any, place: Place, kernel_shape: KernelShape) -> tuple[Any, Any, Any]:
     """A segment's first chunk, its number of chunks, and whether the program has nothing to do; stores `survival`."""
-    first, count = segment_span(problem, place.segment)
+    first, count = split_span(kernel_shape, place.segment)
     if r.survival is None:
         return first, count, None
-    is_value, own = _of_values(place, problem)
+    is_value, own = _of_values(place, kernel_shape)
 
     def of_keys():
-        survival = _survival(r, buffers, place, problem, first, count)
+        survival = _survival(r, buffers, place, kernel_shape, first, count)
 
         @pl.when((own.block == 0) & (place.group == 0))
         def _():
@@ -94,27 +94,27 @@ def _span(r: Any, buffers: Any, place: Place, problem: Problem) -> tuple[Any, An
     return first, jnp.where(is_forgotten, 0, count), is_forgotten
 
 
-def _maps_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem):
+def _maps_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape):
     first, count, is_forgotten = chunks
-    is_value, own = _of_values(place, problem)
+    is_value, own = _of_values(place, kernel_shape)
 
     def step(m, state):
-        slot = ring.wait(m)
+        slot = pipeline.wait(m)
         kept = load_kept(r, tiles, place, slot, first + m)
         residual, after = residuals(tiles, slot, place.own, state, kept, False, is_value=is_value)
         written = scale_columns(residual, row_of(tiles, "written_rows", slot)).astype(jnp.bfloat16)
 
         def add(state):
             multiply(state, written, tiles.written.at[slot])
-            publish()
+            fence_smem()
 
         (state,) = added(add, after)
-        ring.release(slot)
+        pipeline.release(slot)
         return state
 
     is_zero = is_value if is_forgotten is None else is_value | is_forgotten
-    row = jnp.where(is_zero, problem.key_size, own.part * SIDE)
-    state = lax.fori_loop(0, count, step, unit_rows(row, problem.key_size))
+    row = jnp.where(is_zero, kernel_shape.key_size, own.part * SIDE)
+    state = lax.fori_loop(0, count, step, unit_rows(row, kernel_shape.key_size))
 
     @pl.when(is_value)
     def _():
@@ -127,47 +127,47 @@ def _maps_kernel(r, tiles, buffers, ring, place, chunks, *, problem: Problem):
         put(r.transition_rest.at[own.batch, own.head, own.segment, own.channels], rest)
 
 
-def _value_tile(problem: Problem, tile: Tile) -> Tile:
+def _value_tile(kernel_shape: KernelShape, tile: Tile) -> Tile:
     """A tile of values or of their gate; programs that have key channels read some and drop them."""
-    return dataclasses.replace(tile, source=lambda r, at, n: tile.source(r, _of_values(at, problem)[1], n))
+    return dataclasses.replace(tile, source=lambda r, at, n: tile.source(r, _of_values(at, kernel_shape)[1], n))
 
 
-def segment_maps(
-    problem: Problem, arrays: PassArrays, growth: Array | None, *, groups: int, slots: int
+def split_transitions(
+    kernel_shape: KernelShape, arrays: PassArrays, growth: Array | None, *, num_compute_warpgroups: int, num_stages: int
 ) -> dict[str, Array | None]:
     """M and N of each segment, transposed. P is the number of segments.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         arrays: what a pass reads.
         growth: log of how far each chunk's writes can enlarge a state, `[B, HV, N]` float32; None for 0.
-        groups: blocks of 64 value channels, or key channels, of a program.
-        slots: chunks whose tiles are in shared memory.
+        num_compute_warpgroups: blocks of 64 value channels, or key channels, of a program.
+        num_stages: chunks whose tiles are in shared memory.
 
     Returns:
         `offset` `[B, HV, P, V, K]` float32, N; `transition` and `transition_rest` `[B, HV, P, K, K]`, bfloat16 parts of
         M; `survival` `[B, HV, P]` float32, log of the most that a segment leaves of a state, None without decay.
     """
-    p = problem
+    p = kernel_shape
     arrays = arrays._replace(read=None, scores=None, read_rows=None)
-    width, has_decay = SIDE * groups, arrays.kept is not None
-    transition = p.per_head(p.segments, p.key_size, p.key_size)
-    tiles = chunk_tiles(p, arrays, groups)
+    width, has_decay = SIDE * num_compute_warpgroups, arrays.kept is not None
+    transition = p.per_head(p.num_splits, p.key_size, p.key_size)
+    tiles = chunk_tiles(p, arrays, num_compute_warpgroups)
     return call(
         _maps_kernel,
         "delta_segment_maps",
         p,
         {**arrays.by_name(), "growth": growth if has_decay else None},
         {
-            "offset": p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32),
+            "offset": p.per_head(p.num_splits, p.value_size, p.key_size, dtype=jnp.float32),
             "transition": transition,
             "transition_rest": transition,
-            "survival": p.per_head(p.segments, dtype=jnp.float32) if has_decay else None,
+            "survival": p.per_head(p.num_splits, dtype=jnp.float32) if has_decay else None,
         },
         {name: _value_tile(p, tile) if name in ("v", "write") else tile for name, tile in tiles.items()},
-        {"maximum": maximum_buffer(groups)} if has_decay and arrays.kept.ndim == 4 else {},  # type: ignore[union-attr]
-        groups=groups,
-        slots=slots,
+        {"maximum": maximum_buffer(num_compute_warpgroups)} if has_decay and arrays.kept.ndim == 4 else {},  # type: ignore[union-attr]
+        num_compute_warpgroups=num_compute_warpgroups,
+        num_stages=num_stages,
         blocks=p.value_size // width + p.key_size // width,
         span=_span,
     )

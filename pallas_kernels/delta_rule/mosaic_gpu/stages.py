@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.config import Launch, MosaicLaunch
+from pallas_kernels.common.config import KernelConfig, MosaicConfig
 from pallas_kernels.common.decay import divisible
-from pallas_kernels.common.problem import is_channel_wise
-from pallas_kernels.common.triton.problem import Problem
-from pallas_kernels.delta_rule.config import Schedule
+from pallas_kernels.common.kernel_shape import is_channel_wise
+from pallas_kernels.common.triton.kernel_shape import KernelShape
+from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.mosaic_gpu import bwd_dh as mosaic_gradients
 from pallas_kernels.delta_rule.mosaic_gpu import bwd_dqkg as mosaic_argument_gradients
@@ -28,71 +28,98 @@ from pallas_kernels.delta_rule.triton.bwd_dqkg_channel import EXTREME_WIDTH
 from pallas_kernels.delta_rule.triton.channel_decay import is_flat
 from pallas_kernels.delta_rule.triton.closed_gates import zero_closed
 from pallas_kernels.delta_rule.triton.fwd import has_decay
-from pallas_kernels.delta_rule.triton.split_sequence import SegmentMaps
-from pallas_kernels.delta_rule.triton.wy import Prepared, with_extreme
+from pallas_kernels.delta_rule.triton.split_sequence import SplitTransitions
+from pallas_kernels.delta_rule.triton.wy import WYFactors, with_extreme
 
 
-def prepare(problem: Problem, inputs: Inputs, launch: Launch) -> Prepared:
+def prepare(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) -> WYFactors:
     """The first stage; under a channel-wise decay, extreme chunks are Triton's."""
     at = _launch(launch)
     if not is_channel_wise(inputs.log_decay):
-        results = chunk_factors(problem, inputs, groups=at.groups, programs=at.programs)
-        return Prepared(**{**dict.fromkeys(Prepared._fields), **results})  # type: ignore[arg-type]
-    found = channel_factors(problem, inputs, slots=at.slots, programs=at.programs)
-    prepared = Prepared(**{**dict.fromkeys(Prepared._fields), **found})  # type: ignore[arg-type]
-    return with_extreme(problem, inputs, prepared, launch)
+        results = chunk_factors(
+            kernel_shape, inputs, num_compute_warpgroups=at.num_compute_warpgroups, num_ctas=at.num_ctas
+        )
+        return WYFactors(**{**dict.fromkeys(WYFactors._fields), **results})  # type: ignore[arg-type]
+    found = channel_factors(kernel_shape, inputs, num_stages=at.num_stages, num_ctas=at.num_ctas)
+    prepared = WYFactors(**{**dict.fromkeys(WYFactors._fields), **found})  # type: ignore[arg-type]
+    return with_extreme(kernel_shape, inputs, prepared, launch)
 
 
-def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch) -> SegmentMaps | None:
+def split_transitions(
+    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, launch: KernelConfig
+) -> SplitTransitions | None:
     """Affine map of each segment; None where there is one segment."""
-    if problem.segments == 1:
+    if kernel_shape.num_splits == 1:
         return None
     at = _launch(launch)
     arrays = _arrays(inputs, prepared)
-    results = mosaic_segments.segment_maps(problem, arrays, prepared.growth, groups=at.groups, slots=at.slots)
-    return SegmentMaps(**results)  # type: ignore[arg-type]
+    results = mosaic_segments.split_transitions(
+        kernel_shape,
+        arrays,
+        prepared.growth,
+        num_compute_warpgroups=at.num_compute_warpgroups,
+        num_stages=at.num_stages,
+    )
+    return SplitTransitions(**results)  # type: ignore[arg-type]
 
 
 def output_pass(
-    problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch
+    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, starts: Array | None, launch: KernelConfig
 ) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the segments' starts."""
     at = _launch(launch)
     out, final = mosaic_states.output_pass(
-        problem,
+        kernel_shape,
         _arrays(inputs, prepared),
         _starts(inputs.initial_state, starts),
         is_exact=has_decay(prepared),
-        groups=at.groups,
-        slots=at.slots,
+        num_compute_warpgroups=at.num_compute_warpgroups,
+        num_stages=at.num_stages,
     )
     return out, jnp.swapaxes(final, 2, 3)
 
 
 def states_pass(
-    problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch, *, with_digits: bool
+    kernel_shape: KernelShape,
+    inputs: Inputs,
+    prepared: WYFactors,
+    starts: Array | None,
+    launch: KernelConfig,
+    *,
+    with_digits: bool,
 ) -> tuple[Array, Array, Array | None]:
     """For the backward: states, residuals and, `with_digits`, further digits of these; see `fwd.states_pass`."""
     at = _launch(launch)
     arrays, starts = _arrays(inputs, prepared), _starts(inputs.initial_state, starts)
-    return mosaic_states.states_pass(problem, arrays, starts, with_digits=with_digits, groups=at.groups, slots=at.slots)
+    return mosaic_states.states_pass(
+        kernel_shape,
+        arrays,
+        starts,
+        with_digits=with_digits,
+        num_compute_warpgroups=at.num_compute_warpgroups,
+        num_stages=at.num_stages,
+    )
 
 
-def reverse_offsets(problem: Problem, inputs: Inputs, prepared: Prepared, d_out: Array, launch: Launch) -> Array:
+def reverse_offsets(
+    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, d_out: Array, launch: KernelConfig
+) -> Array:
     """What a segment's outputs add to the gradient at its start, `[B, HV, P, V, K]`."""
     at = _launch(launch)
     arrays = _arrays(inputs, prepared)
-    return mosaic_gradients.reverse_offsets(problem, arrays, d_out, groups=at.groups, slots=at.slots)
+    return mosaic_gradients.reverse_offsets(
+        kernel_shape, arrays, d_out, num_compute_warpgroups=at.num_compute_warpgroups, num_stages=at.num_stages
+    )
 
 
 def reverse_pass(
-    problem: Problem,
+    kernel_shape: KernelShape,
     inputs: Inputs,
-    prepared: Prepared,
+    prepared: WYFactors,
     d_out: Array,
     d_final_state: Array,
     ends: Array | None,
-    launch: Launch,
+    launch: KernelConfig,
     *,
     residuals: Array | None = None,
     digits: Array | None = None,
@@ -103,7 +130,7 @@ def reverse_pass(
     """
     at = _launch(launch)
     results = mosaic_gradients.reverse_pass(
-        problem,
+        kernel_shape,
         _arrays(inputs, prepared),
         d_out,
         _starts(d_final_state, ends),
@@ -111,8 +138,8 @@ def reverse_pass(
         digits,
         is_exact=has_decay(prepared),
         with_initial_state=inputs.initial_state is not None,
-        groups=at.groups,
-        slots=at.slots,
+        num_compute_warpgroups=at.num_compute_warpgroups,
+        num_stages=at.num_stages,
     )
     d_v, d_rest = results["d_v"], results["d_rest"]
     d_write, d_initial = results["d_write"], results["d_initial_state"]
@@ -121,7 +148,7 @@ def reverse_pass(
         d_write = d_write / inputs.write.astype(jnp.float32)  # type: ignore[operator,union-attr]
     if is_channel_wise(inputs.write):  # the pass leaves `dW` in two parts, and no sums are left to do
         wide, d_written = d_v.astype(jnp.float32) + d_rest.astype(jnp.float32), d_v  # type: ignore[union-attr]
-        d_v = (inputs.write.astype(jnp.float32) * wide).astype(problem.dtype)
+        d_v = (inputs.write.astype(jnp.float32) * wide).astype(kernel_shape.dtype)
         d_write = (inputs.v.astype(jnp.float32) * wide).astype(inputs.write.dtype)
     return Reversed(
         d_states=results["d_states"],  # type: ignore[arg-type]
@@ -133,19 +160,19 @@ def reverse_pass(
 
 
 def argument_gradients(
-    problem: Problem,
+    kernel_shape: KernelShape,
     inputs: Inputs,
     d_out: Array,
     saved: Saved,
-    prepared: Prepared,
-    schedule: Schedule,
+    prepared: WYFactors,
+    config: DeltaRuleConfig,
     *,
     gates: tuple[Array | None, Array | None],
     tied_gates: bool,
     write_key_dtype: Any,
 ) -> Inputs:
     """Gradients of all token-wise arguments; see `bwd_dqkg.argument_gradients`."""
-    at = _launch(schedule.gradients)
+    at = _launch(config.gradients)
     x, has_channels = inputs, is_channel_wise(inputs.log_decay)
     wide = [name for name in ("log_decay", "erase") if is_channel_wise(getattr(x, name))]
     for name in wide:  # as the kernel takes them, and leaves their gradients
@@ -170,12 +197,12 @@ def argument_gradients(
         front=prepared.front,
         tail=prepared.tail,
     )
-    wanted = gradient_structs(problem, arrays, with_erase=erase is not None, write_key_dtype=write_key_dtype)
+    wanted = gradient_structs(kernel_shape, arrays, with_erase=erase is not None, write_key_dtype=write_key_dtype)
     find = channel_gradients if has_channels else mosaic_argument_gradients.argument_gradients
-    found = find(problem, arrays, wanted, key_slots=at.slots, programs=at.programs)
+    found = find(kernel_shape, arrays, wanted, num_key_stages=at.num_stages, num_ctas=at.num_ctas)
 
     def summed(part: Array | None, like: Array | None, dtype: Any = None) -> Array | None:
-        return None if part is None or like is None else of_argument(problem, part, like, dtype)
+        return None if part is None or like is None else of_argument(kernel_shape, part, like, dtype)
 
     def by_token(name: str) -> Array | None:
         halves = found[name]
@@ -187,16 +214,16 @@ def argument_gradients(
         d_erase = by_token("d_erase") / divisible(erase)  # type: ignore[operator]
     if has_channels:
         if erase is not None:  # in the first part, as the stage below has them
-            d_erase = jnp.pad(d_erase[None], ((0, max(1, problem.key_size // EXTREME_WIDTH) - 1), *[(0, 0)] * 3))
-        of_extreme = schedule.pair_gradients, tied_gates, prepared.extreme
+            d_erase = jnp.pad(d_erase[None], ((0, max(1, kernel_shape.key_size // EXTREME_WIDTH) - 1), *[(0, 0)] * 3))
+        of_extreme = config.pair_gradients, tied_gates, prepared.extreme
         gradients = triton_gradients.argument_gradients(
-            problem,
+            kernel_shape,
             x,
             d_out,
             saved,
-            triton_gradients.gradients_of_pairs(problem, x, d_out, saved, *of_extreme),
+            triton_gradients.gradients_of_pairs(kernel_shape, x, d_out, saved, *of_extreme),
             prepared,
-            dataclasses.replace(schedule.gradients, mosaic=None),
+            dataclasses.replace(config.gradients, mosaic=None),
             gates=gates,
             tied_gates=tied_gates,
             write_key_dtype=write_key_dtype,
@@ -209,7 +236,7 @@ def argument_gradients(
     if tied_gates:
         d_erase, d_write = d_erase + d_write, None
     d_v, d_k, d_write_key = zero_closed(
-        problem,
+        kernel_shape,
         *gates,
         saved.back.d_v,
         found["d_k"],
@@ -236,7 +263,7 @@ def _token_gate(gate: Array | None) -> Array | None:
     return None if gate is None or is_channel_wise(gate) else gate.astype(jnp.float32)
 
 
-def _launch(launch: Launch) -> MosaicLaunch:
+def _launch(launch: KernelConfig) -> MosaicConfig:
     assert launch.mosaic is not None
     return launch.mosaic
 
@@ -248,7 +275,7 @@ def _starts(boundary: Array | None, starts: Array | None) -> Array | None:
     return jnp.swapaxes(boundary.astype(jnp.float32), 2, 3)[:, :, None]
 
 
-def _arrays(inputs: Inputs, prepared: Prepared) -> PassArrays:
+def _arrays(inputs: Inputs, prepared: WYFactors) -> PassArrays:
     """What a pass reads of the inputs and of the first stage's results."""
     x, write = inputs, _token_gate(inputs.write)
 

@@ -15,14 +15,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.decay import MIN_LOG_DECAY
+from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.common.mosaic_gpu import (
     awaited,
     column_numbers,
+    fence_smem,
     load_column,
     load_row,
     multiply,
     number_buffer,
-    publish,
     row_numbers,
     spread_columns,
     spread_rows,
@@ -30,12 +31,11 @@ from pallas_kernels.common.mosaic_gpu import (
     wait_for_stores,
     with_accumulators,
 )
-from pallas_kernels.common.problem import CHUNK, Problem
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import diagonal
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import run_rows, tokens
 from pallas_kernels.delta_rule.mosaic_gpu.wy_tile_scheduler import (
-    ChunkWalk,
+    WYTileScheduler,
     call,
     pair_buffers,
     store_growth,
@@ -46,34 +46,34 @@ from pallas_kernels.delta_rule.mosaic_gpu.wy_tile_scheduler import (
 _LINES = ("coarse_step", "fine_step", "coarse", "fine", "read_rows", "written_rows", "erased_rows", "")
 
 
-def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
+def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> None:
     """One warpgroup's chunks."""
-    p = walk.problem
+    p = scheduler.kernel_shape
     has_decay = r.log_decay is not None
 
     def line(m, name):
         i = _LINES.index(name)
-        return memory.lines.at[walk.own(m), i // 2, pl.ds(i % 2 * CHUNK, CHUNK)]
+        return memory.lines.at[scheduler.own(m), i // 2, pl.ds(i % 2 * CHUNK, CHUNK)]
 
     def row(name, m, load=load_column) -> Any:
-        return walk.row(tiles, name, m, load)
+        return scheduler.row(tiles, name, m, load)
 
     def sum_decay(m):
         """Adds up the log decay to each token, multiples of 1/16 and the rest apart, and stores both."""
-        step = jnp.maximum(walk.gate(tiles, "log_decay", m), MIN_LOG_DECAY)
+        step = jnp.maximum(scheduler.gate(tiles, "log_decay", m), MIN_LOG_DECAY)
         coarse = (step * 16.0).astype(jnp.int32).astype(jnp.float32) * 0.0625
         line(m, "coarse_step")[...], line(m, "fine_step")[...] = coarse, step - coarse
-        publish()
+        fence_smem()
         is_before = spread_rows(row_numbers(m)) >= spread_columns(column_numbers())
         for name in ("coarse", "fine"):
             steps = spread_columns(load_row(line(m, f"{name}_step")))
             line(m, name)[...] = jnp.sum(jnp.where(is_before, steps, 0.0), axis=1)
-        publish()
+        fence_smem()
 
     def weigh(m, *pairs):
         """Pairs that are causal and of one run, times `exp(G_r - G_s)`; zero elsewhere."""
         is_near = spread_rows(row_numbers(m)) >= spread_columns(column_numbers())
-        if "run" in walk.rows:
+        if "run" in scheduler.rows:
             is_near &= spread_rows(row("run", m)) == spread_columns(row("run", m, load_row))
         if not has_decay:
             return [jnp.where(is_near, x, 0.0) for x in pairs]
@@ -86,7 +86,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
 
     def find_rows(m, erase):
         """Stores the factors on what reads and on what is written, and the chunk's."""
-        b, n, h = walk.at(m)
+        b, n, h = scheduler.at(m)
         if not has_decay:
             if r.erased_rows is not None:
                 line(m, "erased_rows")[...] = erase
@@ -98,19 +98,19 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
 
         coarse, fine = (load_column(line(m, name)) for name in ("coarse", "fine"))
         # The last token's, as one number.
-        last_coarse, last_fine = (memory.lines[walk.own(m), 1, i * CHUNK + CHUNK - 1] for i in (0, 1))
+        last_coarse, last_fine = (memory.lines[scheduler.own(m), 1, i * CHUNK + CHUNK - 1] for i in (0, 1))
         from_start = masked(jnp.exp(coarse + fine), "sees")
         line(m, "read_rows")[...] = p.scale * from_start
         line(m, "erased_rows")[...] = from_start if erase is None else erase * from_start
         to_end = jnp.exp((last_coarse - coarse) + (last_fine - fine))
         line(m, "written_rows")[...] = masked(to_end, "reaches")
-        r.kept[b, h, n] = jnp.exp(last_coarse + last_fine) * walk.passes(tiles, m)
+        r.kept[b, h, n] = jnp.exp(last_coarse + last_fine) * scheduler.passes(tiles, m)
 
     def step(m, _):
-        b, n, h = walk.at(m)
-        walk.wait_for_rows(m)
-        erase = walk.gate(tiles, "erase", m)
-        slot = walk.wait(m)
+        b, n, h = scheduler.at(m)
+        scheduler.wait_for_rows(m)
+        erase = scheduler.gate(tiles, "erase", m)
+        slot = scheduler.wait(m)
         written = (tiles.k if r.write_key is None else tiles.write_key).at[slot]
 
         def body(scores, erased):
@@ -122,39 +122,41 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
             return awaited(scores), awaited(erased)
 
         scores, erased = with_accumulators(body, CHUNK, CHUNK)
-        publish()
-        walk.release(m)
+        fence_smem()
+        scheduler.release(m)
         scores, erased = weigh(m, scores, erased)
-        pairs = memory.pairs.at[walk.own(m)]
+        pairs = memory.pairs.at[scheduler.own(m)]
         pairs[...] = (p.scale * scores).astype(jnp.bfloat16)
         if erase is not None:
             erased = spread_rows(erase) * erased
         find_rows(m, erase)
-        publish()
-        walk.release_rows(m)
+        fence_smem()
+        scheduler.release_rows(m)
         store(pairs, r.scores.at[b, h, n])
         for name in ("read_rows", "written_rows", "erased_rows"):
             if getattr(r, name) is not None:
                 store(line(m, name), getattr(r, name).at[b, h, tokens(n)])
-        store_growth(r, walk, m, diagonal(erased, m), memory.lines.at[walk.own(m), 0])
+        store_growth(r, scheduler, m, diagonal(erased, m), memory.lines.at[scheduler.own(m), 0])
         lower = jnp.where(spread_rows(row_numbers(m)) > spread_columns(column_numbers()), erased, 0.0)
-        store_inverse(r, memory, walk, m, lower)
+        store_inverse(r, memory, scheduler, m, lower)
         return _
 
-    lax.fori_loop(0, walk.count, step, jnp.int32(0))
+    lax.fori_loop(0, scheduler.count, step, jnp.int32(0))
     wait_for_stores(only_read=False)
 
 
-def chunk_factors(problem: Problem, inputs: Inputs, *, groups: int, programs: int) -> dict[str, Array | None]:
-    """The first stage's results of all chunks, by the names of `Prepared`.
+def chunk_factors(
+    kernel_shape: KernelShape, inputs: Inputs, *, num_compute_warpgroups: int, num_ctas: int
+) -> dict[str, Array | None]:
+    """The first stage's results of all chunks, by the names of `WYFactors`.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         inputs: arguments; the decay and the erase gate are one number a token, or absent.
-        groups: warpgroups of a program that compute, with chunks of their own.
-        programs: at most; the number of processors.
+        num_compute_warpgroups: warpgroups of a program that compute, with chunks of their own.
+        num_ctas: at most; the number of processors.
     """
-    p, x = problem, inputs
+    p, x = kernel_shape, inputs
     rows = {name: row for name, row in run_rows(p, x.starts).items() if name != "goes_on"}
     matrix, by_token = p.per_head(p.chunks, CHUNK, CHUNK), p.per_head(p.length, dtype=jnp.float32)
     by_chunk = p.per_head(p.chunks, dtype=jnp.float32)
@@ -166,11 +168,13 @@ def chunk_factors(problem: Problem, inputs: Inputs, *, groups: int, programs: in
         "written_rows": by_token if has_decay else None,
         "erased_rows": by_token if has_decay or x.erase is not None else None,
         "kept": by_chunk if has_decay else None,
-        "growth": by_chunk if has_decay and p.segments > 1 else None,
+        "growth": by_chunk if has_decay and p.num_splits > 1 else None,
     }
 
-    def buffers(groups):
-        return pair_buffers(groups) | {"lines": number_buffer(groups, len(_LINES) // 2, 2 * CHUNK)}
+    def buffers(num_compute_warpgroups):
+        return pair_buffers(num_compute_warpgroups) | {
+            "lines": number_buffer(num_compute_warpgroups, len(_LINES) // 2, 2 * CHUNK)
+        }
 
     return call(
         _compute,
@@ -182,8 +186,8 @@ def chunk_factors(problem: Problem, inputs: Inputs, *, groups: int, programs: in
         {},
         outputs,
         buffers,
-        groups=groups,
+        num_compute_warpgroups=num_compute_warpgroups,
         parts=1,
-        slots=1,
-        programs=programs,
+        num_stages=1,
+        num_ctas=num_ctas,
     )

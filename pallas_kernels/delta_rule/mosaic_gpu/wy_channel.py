@@ -22,18 +22,19 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.decay import LOG2_E, MAX_EXPONENT, MIN_LOG_DECAY
+from pallas_kernels.common.kernel_shape import CHUNK, KernelShape, is_channel_wise
 from pallas_kernels.common.mosaic_gpu import (
     SIDE,
     added,
     awaited,
     column_numbers,
+    fence_smem,
     load_column,
     load_matrix,
     load_row,
     maximum,
     multiply,
     number_buffer,
-    publish,
     row_numbers,
     split,
     spread_columns,
@@ -44,12 +45,11 @@ from pallas_kernels.common.mosaic_gpu import (
     zero,
     zeros,
 )
-from pallas_kernels.common.problem import CHUNK, Problem, is_channel_wise
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import diagonal
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import run_rows, tokens
 from pallas_kernels.delta_rule.mosaic_gpu.wy_tile_scheduler import (
-    ChunkWalk,
+    WYTileScheduler,
     call,
     pair_buffers,
     reduced,
@@ -62,16 +62,16 @@ _NUMBERS = ("front", "tail", "kept", "loss")
 _SUMS = 8  # the fewest columns of a product
 
 
-def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
+def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> None:
     """One warpgroup's chunks."""
-    p = walk.problem
+    p = scheduler.kernel_shape
 
     def numbers(m, name):
         """One of `_NUMBERS`, of all channels."""
-        return memory.numbers.at[walk.own(m), _NUMBERS.index(name)]
+        return memory.numbers.at[scheduler.own(m), _NUMBERS.index(name)]
 
     def row(name, m, load=load_column) -> Any:
-        return walk.row(tiles, name, m, load)
+        return scheduler.row(tiles, name, m, load)
 
     def by_token(x, name, m):
         token = row(name, m)
@@ -82,7 +82,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
 
     def part_of(m, i):
         """Shared memory for a matrix's two bfloat16 parts."""
-        return memory.parts.at[walk.own(m), i]
+        return memory.parts.at[scheduler.own(m), i]
 
     def store_parts(m, x):
         for i, rounded in enumerate(split(x)):
@@ -92,7 +92,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
         """Binary exponent of `exp(G - G_m)`; stores what the channels' decay comes to, and its part of `numbers`."""
         step = by_token(jnp.maximum(matrix("log_decay", slot), MIN_LOG_DECAY), "goes_on", m)
         store_parts(m, step * LOG2_E)
-        publish()
+        fence_smem()
 
         def body(exponent, sums):
             for i in (0, 1):
@@ -106,31 +106,31 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
         found = {
             "front": jnp.exp2(before),
             "tail": jnp.exp2(after),
-            "kept": jnp.exp2(before + after) * walk.passes(tiles, m),
+            "kept": jnp.exp2(before + after) * scheduler.passes(tiles, m),
             "loss": jnp.maximum(-to_middle, -after),
         }
         for name, x in found.items():
-            numbers(m, name).at[walk.channels(part)][...] = x
-        publish()
+            numbers(m, name).at[scheduler.channels(part)][...] = x
+        fence_smem()
         return exponent
 
     def number(m, name, part):
-        return spread_columns(load_row(numbers(m, name).at[walk.channels(part)]))
+        return spread_columns(load_row(numbers(m, name).at[scheduler.channels(part)]))
 
     def release_before(m, part):
         """Frees the block before this one, once the matrices that it holds have left."""
 
         def release():
             wait_for_stores()
-            walk.release(*((m, part - 1) if part else (m - 1, walk.parts - 1)))
+            scheduler.release(*((m, part - 1) if part else (m - 1, scheduler.parts - 1)))
 
         release() if part else pl.when(m > 0)(release)
 
     def add_block(m, part, scores, erased_pairs):
         """Adds a block's pairs, and stores its scaled matrices."""
-        b, n, h = walk.at(m)
+        b, n, h = scheduler.at(m)
         release_before(m, part)
-        slot, channels = walk.wait(m, part), walk.channels(part)
+        slot, channels = scheduler.wait(m, part), scheduler.channels(part)
         exponent = decays(m, part, slot)
         front, tail = number(m, "front", part), number(m, "tail", part)
 
@@ -151,7 +151,7 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
         read = matrix("q", slot) * reads
         leave("read", read * front, "sees")
         erased, (high, low) = erased.astype(jnp.bfloat16), split(read)
-        publish()
+        fence_smem()
         for name in ("written", "erased", "read"):
             store(tile(name, slot), getattr(r, name).at[b, h, tokens(n), channels], last=name == "read")
 
@@ -173,47 +173,49 @@ def _compute(r: Any, tiles: Any, memory: Any, walk: ChunkWalk) -> None:
     def causal(m, pairs, *, strict):
         rows, columns = spread_rows(row_numbers(m)), spread_columns(column_numbers())
         pairs = jnp.where(rows > columns if strict else rows >= columns, pairs, 0.0)
-        if "run" not in walk.rows:
+        if "run" not in scheduler.rows:
             return pairs
         return jnp.where(spread_rows(row("run", m)) == spread_columns(row("run", m, load_row)), pairs, 0.0)
 
     def step(m, _):
-        b, n, h = walk.at(m)
-        walk.wait_for_rows(m)
+        b, n, h = scheduler.at(m)
+        scheduler.wait_for_rows(m)
         scores, erased_pairs = zeros(CHUNK, CHUNK), zeros(CHUNK, CHUNK)
-        for part in range(walk.parts):
+        for part in range(scheduler.parts):
             scores, erased_pairs = add_block(m, part, scores, erased_pairs)
-        pairs = memory.pairs.at[walk.own(m)]
+        pairs = memory.pairs.at[scheduler.own(m)]
         pairs[...] = (p.scale * causal(m, scores, strict=False)).astype(jnp.bfloat16)
         own = diagonal(erased_pairs, m)
         lower = causal(m, erased_pairs, strict=True)
-        publish()
+        fence_smem()
         store(pairs, r.scores.at[b, h, n])
         for name in ("front", "tail", "kept"):
             store(numbers(m, name), getattr(r, name).at[b, h, n], last=name == "kept")
         r.extreme[b, h, n] = (reduced(numbers(m, "loss"), maximum) > MAX_EXPONENT * LOG2_E).astype(jnp.int32)
-        store_growth(r, walk, m, own, numbers(m, "loss"))
-        publish()
-        walk.release_rows(m)
-        store_inverse(r, memory, walk, m, lower)
+        store_growth(r, scheduler, m, own, numbers(m, "loss"))
+        fence_smem()
+        scheduler.release_rows(m)
+        store_inverse(r, memory, scheduler, m, lower)
         return _
 
-    lax.fori_loop(0, walk.count, step, jnp.int32(0))
-    release_before(walk.count, 0)
+    lax.fori_loop(0, scheduler.count, step, jnp.int32(0))
+    release_before(scheduler.count, 0)
     wait_for_stores(only_read=False)
 
 
-def channel_factors(problem: Problem, inputs: Inputs, *, slots: int, programs: int) -> dict[str, Array | None]:
-    """The first stage's results of all chunks that are not extreme, by the names of `Prepared`.
+def channel_factors(
+    kernel_shape: KernelShape, inputs: Inputs, *, num_stages: int, num_ctas: int
+) -> dict[str, Array | None]:
+    """The first stage's results of all chunks that are not extreme, by the names of `WYFactors`.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         inputs: arguments, with a channel-wise decay.
-        slots: blocks of 64 key channels whose tiles are in shared memory at once, for each of two warpgroups: all of a
-            chunk's, or one.
-        programs: at most; the number of processors.
+        num_stages: blocks of 64 key channels whose tiles are in shared memory at once, for each of two warpgroups: all
+            of a chunk's, or one.
+        num_ctas: at most; the number of processors.
     """
-    p, x = problem, inputs
+    p, x = kernel_shape, inputs
     rows = run_rows(p, x.starts)
     if x.erase is not None and not is_channel_wise(x.erase):
         # By the copy engine: what the warpgroup that copies loads itself holds up the many tiles.
@@ -231,12 +233,14 @@ def channel_factors(problem: Problem, inputs: Inputs, *, slots: int, programs: i
         "scores": matrix,
         **dict.fromkeys(("read", "erased", "written"), channels),
         **dict.fromkeys(("front", "tail", "kept"), numbers),
-        "growth": p.per_head(p.chunks, dtype=jnp.float32) if p.segments > 1 else None,
+        "growth": p.per_head(p.chunks, dtype=jnp.float32) if p.num_splits > 1 else None,
         "extreme": p.per_head(p.chunks, dtype=jnp.int32),
     }
 
-    def buffers(groups):
-        return pair_buffers(groups) | {"numbers": number_buffer(groups, len(_NUMBERS), p.key_size)}
+    def buffers(num_compute_warpgroups):
+        return pair_buffers(num_compute_warpgroups) | {
+            "numbers": number_buffer(num_compute_warpgroups, len(_NUMBERS), p.key_size)
+        }
 
     return call(
         _compute,
@@ -248,9 +252,9 @@ def channel_factors(problem: Problem, inputs: Inputs, *, slots: int, programs: i
         {"signs": signs.astype(jnp.bfloat16), "ends": ends.astype(jnp.bfloat16)},
         outputs,
         buffers,
-        groups=2,
+        num_compute_warpgroups=2,
         parts=p.key_size // SIDE,
-        slots=slots,
-        programs=programs,
+        num_stages=num_stages,
+        num_ctas=num_ctas,
         with_written=x.write_key is None,
     )

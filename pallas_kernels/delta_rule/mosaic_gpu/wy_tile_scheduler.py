@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.common.mosaic_gpu import (
     WARPS,
     added,
@@ -23,13 +24,13 @@ from pallas_kernels.common.mosaic_gpu import (
     begin_column,
     begin_copy,
     column_numbers,
+    fence_smem,
     launch,
     load_channels,
     load_column,
     matrix_buffer,
     multiply,
     number_buffer,
-    publish,
     quotient,
     row_numbers,
     spread_columns,
@@ -43,7 +44,6 @@ from pallas_kernels.common.mosaic_gpu import (
     zero,
     zeros,
 )
-from pallas_kernels.common.problem import CHUNK, Problem
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import chunk_at, tokens
 
 # Registers of a thread in a warpgroup that computes and in the one that copies, by the number of those that compute.
@@ -51,46 +51,46 @@ _REGISTERS = {2: (232, 40), 3: (160, 32)}
 _LEVELS = range(1, CHUNK.bit_length() - 1)  # of the inverse
 
 
-class ChunkWalk(NamedTuple):
+class WYTileScheduler(NamedTuple):
     """A warpgroup's way through its chunks, and in each of these through blocks of key channels.
 
     Attributes:
-        problem: static facts.
+        kernel_shape: static facts.
         keys: names of what there are tiles of.
         gates: names of arrays of one number a token.
         rows: names of other numbers a token, in the order in which they are stored.
-        groups: warpgroups of a program that compute.
-        programs: number of programs.
+        num_compute_warpgroups: warpgroups of a program that compute.
+        num_ctas: number of programs.
         parts: blocks of key channels.
-        slots: blocks whose tiles are in shared memory at once: all of a chunk's, or one.
+        num_stages: blocks whose tiles are in shared memory at once: all of a chunk's, or one.
         group: the warpgroup, among those that compute.
         barriers: `full` and `free`, of all warpgroups' slots; `rows_full`, `rows_free`, `gates_full`, `gates_free`.
     """
 
-    problem: Problem
+    kernel_shape: KernelShape
     keys: tuple[str, ...]
     gates: tuple[str, ...]
     rows: tuple[str, ...]
-    groups: int
-    programs: int
+    num_compute_warpgroups: int
+    num_ctas: int
     parts: int
-    slots: int
+    num_stages: int
     group: Any
     barriers: Any
 
     @property
     def count(self) -> Any:
         """Chunks of this warpgroup."""
-        p, step = self.problem, self.programs * self.groups
+        p, step = self.kernel_shape, self.num_ctas * self.num_compute_warpgroups
         return quotient(p.batch * p.value_heads * p.chunks - self._first + (step - 1), step)
 
     @property
     def _first(self) -> Any:
-        return lax.axis_index("program") + self.programs * self.group
+        return lax.axis_index("program") + self.num_ctas * self.group
 
     def at(self, m: Any) -> tuple[Any, Any, Any]:
         """Batch, chunk and value head of the warpgroup's m-th chunk."""
-        return chunk_at(self.problem, self._first + m * (self.programs * self.groups))
+        return chunk_at(self.kernel_shape, self._first + m * (self.num_ctas * self.num_compute_warpgroups))
 
     def own(self, m: Any) -> Any:
         """The warpgroup as an expression of m: addresses that follow from a constant would all be kept in registers."""
@@ -98,7 +98,7 @@ class ChunkWalk(NamedTuple):
 
     def channels(self, part: int) -> Any:
         """Key channels of a block."""
-        width = self.problem.key_size // self.parts
+        width = self.kernel_shape.key_size // self.parts
         return pl.ds(part * width, width)
 
     def row(self, tiles: Any, name: str, m: Any, load: Callable[[Any], Array] = load_column) -> Any:
@@ -123,7 +123,7 @@ class ChunkWalk(NamedTuple):
             wait(self.barriers.gates_full.at[self.own(m)])
 
     def release_rows(self, m: Any) -> None:
-        """Lets their place be filled again. Before it comes `publish`."""
+        """Lets their place be filled again. Before it comes `fence_smem`."""
         if self.rows:
             arrive(self.barriers.rows_free.at[self.own(m)])
         if self.gates:
@@ -141,7 +141,7 @@ class ChunkWalk(NamedTuple):
 
     def slot(self, m: Any, part: int) -> Any:
         """The slot, of all warpgroups', of a block."""
-        return self.own(m) * self.slots + part % self.slots
+        return self.own(m) * self.num_stages + part % self.num_stages
 
     def fetch(self, r: Any, tiles: Any, m: Any, part: int) -> None:
         """Copies a block's tiles, and with the first of them the chunk's numbers a token."""
@@ -152,10 +152,10 @@ class ChunkWalk(NamedTuple):
             pl.when(m > 0)(lambda: wait(at.rows_free.at[place]))
             begin_copy(r.rows.at[b, h, n], tiles.rows.at[place], at.rows_full.at[place])
         slot = self.slot(m, part)
-        pl.when((m > 0) | (part >= self.slots))(lambda: wait(at.free.at[slot]))
+        pl.when((m > 0) | (part >= self.num_stages))(lambda: wait(at.free.at[slot]))
         for name in self.keys:
             x = getattr(r, name)
-            head = quotient(h, self.problem.value_heads // x.shape[2])
+            head = quotient(h, self.kernel_shape.value_heads // x.shape[2])
             source = x.at[b, tokens(n), head, self.channels(part)]
             begin_copy(source, getattr(tiles, name).at[slot], at.full.at[slot])
         if part == 0 and self.gates:  # a number a head lies apart from the next token's, and the copy engine takes none
@@ -164,12 +164,12 @@ class ChunkWalk(NamedTuple):
             pl.when(m > 0)(lambda: wait(at.gates_free.at[place]))
             for i, x in enumerate(loads):
                 tiles.gates.at[place, i][...] = x.astype(jnp.float32)
-            publish()
+            fence_smem()
             arrive(at.gates_full.at[place])
 
     def finish(self) -> None:
         """Waits until nothing is on its way any more."""
-        for part in range(self.parts - self.slots, self.parts):
+        for part in range(self.parts - self.num_stages, self.parts):
             slot = self.slot(jnp.maximum(self.count - 1, 0), part)
             pl.when(self.count > 0)(functools.partial(wait, self.barriers.free.at[slot]))
         for name in ("rows", "gates"):
@@ -178,12 +178,12 @@ class ChunkWalk(NamedTuple):
                 pl.when(self.count > 0)(functools.partial(wait, free))
 
 
-def store_growth(r: Any, walk: ChunkWalk, m: Any, own: Array, line: Any) -> None:
+def store_growth(r: Any, scheduler: WYTileScheduler, m: Any, own: Array, line: Any) -> None:
     """Stores a chunk's `growth`, if it is wanted.
 
     Args:
         r: the kernel's arrays.
-        walk: the warpgroup's way.
+        scheduler: the warpgroup's way.
         m: the chunk.
         own: what each token erases of its own key, `[C]`.
         line: shared memory for 128 numbers, which is not read any more.
@@ -191,11 +191,11 @@ def store_growth(r: Any, walk: ChunkWalk, m: Any, own: Array, line: Any) -> None
     if r.growth is None:
         return
     left = jnp.log(jnp.maximum(jnp.abs(1.0 - own), 1.0))
-    publish()
+    fence_smem()
     line.at[pl.ds(0, CHUNK)][...] = left
     line.at[pl.ds(CHUNK, CHUNK)][...] = 0.0 * left
-    publish()
-    b, n, h = walk.at(m)
+    fence_smem()
+    b, n, h = scheduler.at(m)
     r.growth[b, h, n] = reduced(line, total)
 
 
@@ -232,7 +232,7 @@ def _unit_lower_inverse(
         if level == 2:
             before_second()
         own[...] = known
-        publish()
+        fence_smem()
         (right,) = added(lambda total, known=known: multiply(total, known, fixed), zeros(CHUNK, CHUNK))
         right = right.astype(jnp.bfloat16)
         (corners,) = added(lambda total, right=right, own=own: multiply(total, right, own), zeros(CHUNK, CHUNK))
@@ -240,47 +240,50 @@ def _unit_lower_inverse(
     return inverse
 
 
-def store_inverse(r: Any, memory: Any, walk: ChunkWalk, m: Any, lower: Array) -> None:
+def store_inverse(r: Any, memory: Any, scheduler: WYTileScheduler, m: Any, lower: Array) -> None:
     """Stores A for the pairs that are inverted, `[C, C]`, zero on and above the diagonal, by way of `pair_buffers`."""
-    b, n, h = walk.at(m)
-    parts, pairs = memory.parts.at[walk.own(m)], memory.pairs.at[walk.own(m)]
+    b, n, h = scheduler.at(m)
+    parts, pairs = memory.parts.at[scheduler.own(m)], memory.pairs.at[scheduler.own(m)]
     inverse = _unit_lower_inverse(
         lower, row_numbers(m), parts.at[0], (parts.at[1], pairs), before_second=wait_for_stores
     )
     pairs[...] = inverse.astype(jnp.bfloat16)
-    publish()
+    fence_smem()
     store(pairs, r.inverse.at[b, h, n])
 
 
-def pair_buffers(groups: int) -> dict[str, Any]:
+def pair_buffers(num_compute_warpgroups: int) -> dict[str, Any]:
     """Shared memory for matrices `[C, C]`: `parts`, two of each warpgroup, and `pairs`, through which results leave."""
-    return {"parts": matrix_buffer(groups, 2, CHUNK, CHUNK), "pairs": matrix_buffer(groups, CHUNK, CHUNK)}
+    return {
+        "parts": matrix_buffer(num_compute_warpgroups, 2, CHUNK, CHUNK),
+        "pairs": matrix_buffer(num_compute_warpgroups, CHUNK, CHUNK),
+    }
 
 
 def reduced(line: Any, reduce: Callable[[Array, Any], Array]) -> Array:
     """`maximum` or `total` of 128 numbers in shared memory, whose place is free then."""
     loaded = load_channels(line)
-    publish()
+    fence_smem()
     return reduce(loaded, line.at[pl.ds(0, WARPS)])
 
 
-def _copy_tiles(r: Any, tiles: Any, walks: list[ChunkWalk]) -> None:
+def _copy_tiles(r: Any, tiles: Any, walks: list[WYTileScheduler]) -> None:
     """Copies the tiles of all warpgroups, a block of each by turns."""
 
     @pl.loop(0, walks[0].count)
     def _(m):
         for part in range(walks[0].parts):
-            for walk in walks:
-                pl.when(m < walk.count)(functools.partial(walk.fetch, r, tiles, m, part))
+            for scheduler in walks:
+                pl.when(m < scheduler.count)(functools.partial(scheduler.fetch, r, tiles, m, part))
 
-    for walk in walks:  # a program ends when nothing is on its way any more
-        walk.finish()
+    for scheduler in walks:  # a program ends when nothing is on its way any more
+        scheduler.finish()
 
 
 def call(
-    compute: Callable[[Any, Any, Any, ChunkWalk], None],
+    compute: Callable[[Any, Any, Any, WYTileScheduler], None],
     name: str,
-    problem: Problem,
+    kernel_shape: KernelShape,
     keys: Mapping[str, Array | None],
     gates: Mapping[str, Array | None],
     rows: Mapping[str, Array],
@@ -288,82 +291,91 @@ def call(
     outputs: Mapping[str, jax.ShapeDtypeStruct | None],
     buffers: Callable[[int], Mapping[str, Any]],
     *,
-    groups: int,
+    num_compute_warpgroups: int,
     parts: int,
-    slots: int,
-    programs: int,
+    num_stages: int,
+    num_ctas: int,
     with_written: bool = False,
 ) -> dict[str, Array | None]:
-    """Runs `compute(refs, tiles, memory, walk)` in each warpgroup but the one that copies.
+    """Runs `compute(refs, tiles, memory, scheduler)` in each warpgroup but the one that copies.
 
     Args:
         compute: the loop over a warpgroup's chunks.
         name: the kernel's name in profiles.
-        problem: static facts.
+        kernel_shape: static facts.
         keys: arrays by token, head and key channel whose tiles are copied; None for an absent one.
         gates: numbers a token, `[B, T, HV]`; None for an absent one.
         rows: others, `[B, HV, T]` float32.
         constants: bfloat16 matrices that each program copies before all else, as `memory.NAME[0]`.
         outputs: as `launch` takes them.
         buffers: from the number of warpgroups to other shared memory, whose first axis they are.
-        groups: warpgroups of a program that compute.
+        num_compute_warpgroups: warpgroups of a program that compute.
         parts: blocks of key channels.
-        slots: as many, or 1.
-        programs: at most; the number of processors.
+        num_stages: as many, or 1.
+        num_ctas: at most; the number of processors.
         with_written: whether there is a bfloat16 tile that nothing is copied to, `written`.
     """
-    p = problem
+    p = kernel_shape
     given = {key: x for key, x in keys.items() if x is not None}
     width = p.key_size // parts
 
     def tile(dtype):
-        return (wide_buffer if dtype == jnp.float32 else matrix_buffer)(groups * slots, CHUNK, width)
+        return (wide_buffer if dtype == jnp.float32 else matrix_buffer)(
+            num_compute_warpgroups * num_stages, CHUNK, width
+        )
 
     by_chunk = (p.batch, p.value_heads, p.chunks, CHUNK)
     stacked = jnp.stack([row.reshape(by_chunk) for row in rows.values()], axis=3) if rows else None
     tiles = {key: tile(x.dtype) for key, x in given.items()}
     if with_written:
         tiles["written"] = tile(jnp.bfloat16)
-    barriers = {"full": barrier(len(given), groups * slots), "free": barrier(1, groups * slots)}
+    barriers = {
+        "full": barrier(len(given), num_compute_warpgroups * num_stages),
+        "free": barrier(1, num_compute_warpgroups * num_stages),
+    }
     if constants:
         barriers["begun"] = barrier(len(constants))
     if rows:
-        tiles["rows"] = number_buffer(groups, len(rows), CHUNK)
-        barriers |= {"rows_full": barrier(1, groups), "rows_free": barrier(1, groups)}
+        tiles["rows"] = number_buffer(num_compute_warpgroups, len(rows), CHUNK)
+        barriers |= {"rows_full": barrier(1, num_compute_warpgroups), "rows_free": barrier(1, num_compute_warpgroups)}
     own_gates = tuple(key for key, x in gates.items() if x is not None)
     if own_gates:
-        tiles["gates"] = number_buffer(groups, len(own_gates), CHUNK)
-        barriers |= {"gates_full": barrier(1, groups), "gates_free": barrier(1, groups)}
+        tiles["gates"] = number_buffer(num_compute_warpgroups, len(own_gates), CHUNK)
+        barriers |= {"gates_full": barrier(1, num_compute_warpgroups), "gates_free": barrier(1, num_compute_warpgroups)}
     memory = {
         "tiles": tuple(tiles.values()),
         "barriers": tuple(barriers.values()),
         **{key: matrix_buffer(1, *x.shape) for key, x in constants.items()},
-        **buffers(groups),
+        **buffers(num_compute_warpgroups),
     }
-    programs = min(programs, p.batch * p.value_heads * p.chunks)
+    num_ctas = min(num_ctas, p.batch * p.value_heads * p.chunks)
 
     def program(r, memory):
         there = SimpleNamespace(**dict(zip(tiles, memory.tiles)))
         at = SimpleNamespace(**dict(zip(barriers, memory.barriers)))
         warpgroup = lax.axis_index("warpgroup")
-        computing, copying = _REGISTERS[groups]
+        computing, copying = _REGISTERS[num_compute_warpgroups]
 
-        def walk(group):
-            return ChunkWalk(p, tuple(given), own_gates, tuple(rows), groups, programs, parts, slots, group, at)
+        def scheduler(group):
+            return WYTileScheduler(
+                p, tuple(given), own_gates, tuple(rows), num_compute_warpgroups, num_ctas, parts, num_stages, group, at
+            )
 
-        @pl.when(warpgroup < groups)
+        @pl.when(warpgroup < num_compute_warpgroups)
         def _():
             use_registers(computing, more=True)
             if constants:
                 wait(at.begun)
-            compute(r, there, memory, walk(warpgroup))
+            compute(r, there, memory, scheduler(warpgroup))
 
-        @pl.when(warpgroup == groups)
+        @pl.when(warpgroup == num_compute_warpgroups)
         def _():
             use_registers(copying, more=False)
             for key in constants:
                 begin_copy(getattr(r, key), getattr(memory, key).at[0], at.begun)
-            _copy_tiles(r, there, [walk(jnp.int32(group)) for group in range(groups)])
+            _copy_tiles(r, there, [scheduler(jnp.int32(group)) for group in range(num_compute_warpgroups)])
 
     inputs = {**keys, **gates, **constants, "rows": stacked}
-    return launch(program, name, inputs, outputs, memory, grid={"program": programs}, warpgroups=groups + 1)
+    return launch(
+        program, name, inputs, outputs, memory, grid={"program": num_ctas}, warpgroups=num_compute_warpgroups + 1
+    )

@@ -19,24 +19,24 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.decay import divisible
-from pallas_kernels.common.problem import CHUNK, is_channel_wise, segment_range
+from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise, split_range
 from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_nt, dot_tn, load_tile
 from pallas_kernels.common.triton.chunks import keep_factor, load_row, loop, sequence_grid
-from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.triton.fwd import has_decay, pass_operands, scale_tokens, stored_states
-from pallas_kernels.delta_rule.triton.wy import Prepared
+from pallas_kernels.delta_rule.triton.wy import WYFactors
 
 
-def _reverse_step(r, n, d_state: Array, problem: Problem, is_exact: bool = False) -> tuple[Array, Array]:
+def _reverse_step(r, n, d_state: Array, kernel_shape: KernelShape, is_exact: bool = False) -> tuple[Array, Array]:
     """One chunk from the gradient `[V, K]` of the state after it: the gradient before it, `dW` transposed `[V, C]`."""
     rows = pl.ds(n * CHUNK, CHUNK)
-    dtype = problem.dtype
+    dtype = kernel_shape.dtype
     d_out, written, read = (load_tile(ref, rows, r.is_lean) for ref in (r.d_out, r.written, r.read))
     # In linear attention the values' gradient is this product plus one with the scores; neither rounds its operands.
-    d_written = dot_nt(d_state.astype(dtype), written) if problem.online else dot_halves(d_state, written, (1, 1))
+    d_written = dot_nt(d_state.astype(dtype), written) if kernel_shape.online else dot_halves(d_state, written, (1, 1))
     scores = load_tile(r.scores, n, r.is_lean)
     d_near = dot_tn(d_out.astype(scores.dtype), scores, precise=dtype == jnp.float32)
     d_residual = d_near + scale_tokens(d_written, load_row(r.written_rows, rows))
@@ -44,9 +44,9 @@ def _reverse_step(r, n, d_state: Array, problem: Problem, is_exact: bool = False
     if r.read_rows is not None:
         d_read = dot(scale_tokens(d_out.T, load_row(r.read_rows, rows)).astype(dtype), read)
     else:
-        d_read = problem.scale * dot_tn(d_out, read)
+        d_read = kernel_shape.scale * dot_tn(d_out, read)
     before = keep_factor(r.kept, n) * d_state + d_read
-    if not problem.online:
+    if not kernel_shape.online:
         return before, d_residual
     inverse = load_tile(r.inverse, n, r.is_lean)
     d_value = dot_halves(d_residual, inverse) if is_exact else dot(d_residual.astype(dtype), inverse)
@@ -73,15 +73,15 @@ def _store_value_side(r, rows, values: Array | None, d_written: Array):
     r.d_v[rows, :] = (write * d_written).astype(r.d_v.dtype).T
 
 
-def _reverse_kernel(r, *, problem: Problem, block: int):
-    segment = lax.rem(pl.program_id(2), problem.segments)
-    first, count = segment_range(problem, segment)
-    if r.ends_of_segments is not None:
-        d_state = r.ends_of_segments[...]
+def _reverse_kernel(r, *, kernel_shape: KernelShape, block: int):
+    segment = lax.rem(pl.program_id(2), kernel_shape.num_splits)
+    first, count = split_range(kernel_shape, segment)
+    if r.ends_of_splits is not None:
+        d_state = r.ends_of_splits[...]
     elif r.d_final_state is not None:
         d_state = r.d_final_state[...].astype(jnp.float32).T
     else:
-        d_state = jnp.zeros((block, problem.key_size), jnp.float32)
+        d_state = jnp.zeros((block, kernel_shape.key_size), jnp.float32)
 
     def body(m, d_state):
         n = first + count - 1 - m
@@ -89,7 +89,7 @@ def _reverse_kernel(r, *, problem: Problem, block: int):
         values = None if r.v is None else r.v[rows, :]  # no product takes them: see `chunk_step`
         if r.d_states is not None:
             r.d_states[n, :, :] = d_state.astype(r.d_states.dtype)
-        before, d_written = _reverse_step(r, n, d_state, problem, is_exact=r.d_v is not None and has_decay(r))
+        before, d_written = _reverse_step(r, n, d_state, kernel_shape, is_exact=r.d_v is not None and has_decay(r))
         if r.d_v is not None:
             _store_value_side(r, rows, values, d_written)
         return before
@@ -105,11 +105,11 @@ def _reverse_kernel(r, *, problem: Problem, block: int):
 
 
 def _operands(
-    problem: Problem, inputs: Inputs, prepared: Prepared, d_out: Array, at, block: int
+    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, d_out: Array, at, block: int
 ) -> dict[str, Operand | None]:
     return {
-        **pass_operands(problem, inputs, prepared, at, None, with_reads=True),
-        "d_out": problem.of_token(d_out, problem.length, at, block),
+        **pass_operands(kernel_shape, inputs, prepared, at, None, with_reads=True),
+        "d_out": kernel_shape.of_token(d_out, kernel_shape.length, at, block),
     }
 
 
@@ -136,19 +136,21 @@ class Reversed(NamedTuple):
         return self.d_v if self.d_written is None else self.d_written
 
 
-_ONLY_IN_PASS = ("v", "write", "ends_of_segments", "d_final_state")
+_ONLY_IN_PASS = ("v", "write", "ends_of_splits", "d_final_state")
 _OUTPUTS = ("d_states", "d_v", "d_written", "d_write", "d_initial_state", "offsets")
 
 
-def reverse_offsets(problem: Problem, inputs: Inputs, prepared: Prepared, d_out: Array, launch: Launch) -> Array:
+def reverse_offsets(
+    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, d_out: Array, launch: KernelConfig
+) -> Array:
     """N' of each segment, transposed: the gradient at its start if that at its end is zero, `[B, HV, P, V, K]`."""
-    p = problem
+    p = kernel_shape
     block = min(launch.block, p.value_size)
     grid, at = sequence_grid(p, p.value_size, block)
-    offsets = p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32)
+    offsets = p.per_head(p.num_splits, p.value_size, p.key_size, dtype=jnp.float32)
 
     def place(c, h, z):
-        return *p.segment_at(h, z), c, 0
+        return *p.split_at(h, z), c, 0
 
     result = call(
         _reverse_kernel,
@@ -157,25 +159,25 @@ def reverse_offsets(problem: Problem, inputs: Inputs, prepared: Prepared, d_out:
         {**_operands(p, inputs, prepared, d_out, at, block), **dict.fromkeys(_ONLY_IN_PASS)},
         {**dict.fromkeys(_OUTPUTS), "offsets": p.of_head(offsets, (None, block, p.key_size), place)},
         launch,
-        problem=p,
+        kernel_shape=p,
         block=block,
     )
     return result["offsets"]  # type: ignore[return-value]
 
 
 def reverse_pass(
-    problem: Problem,
+    kernel_shape: KernelShape,
     inputs: Inputs,
-    prepared: Prepared,
+    prepared: WYFactors,
     d_out: Array,
     d_final_state: Array | None,
     ends: Array | None,
-    launch: Launch,
+    launch: KernelConfig,
 ) -> Reversed:
     """Gradients with respect to the state after each chunk, the values, the write gate and the initial state.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         inputs: arguments.
         prepared: the first stage's results.
         d_out: `[B, T, HV, V]`.
@@ -183,7 +185,7 @@ def reverse_pass(
         ends: `[B, HV, P, V, K]`, the gradients at the segments' ends, where there are several.
         launch: compilation.
     """
-    p, write = problem, inputs.write
+    p, write = kernel_shape, inputs.write
     block = min(launch.block, p.value_size)
     grid, at = sequence_grid(p, p.value_size, block)
     boundary = p.per_head(p.key_size, p.value_size, dtype=jnp.float32)
@@ -192,7 +194,7 @@ def reverse_pass(
         return at(c, h, z)[0], h, 0, c, 0
 
     def place_end(c, h, z):
-        return *p.segment_at(h, z), c, 0
+        return *p.split_at(h, z), c, 0
 
     def of_boundary(array):
         return p.of_head(array, (p.key_size, block), lambda c, h, z: (at(c, h, z)[0], h, 0, c))
@@ -218,7 +220,7 @@ def reverse_pass(
             **_operands(p, inputs, prepared, d_out, at, block),
             "v": of_values(values),
             "write": of_values(write),
-            "ends_of_segments": p.of_head(ends, (None, block, p.key_size), place_end),
+            "ends_of_splits": p.of_head(ends, (None, block, p.key_size), place_end),
             "d_final_state": of_boundary(d_final_state if ends is None else None),
         },
         {
@@ -230,7 +232,7 @@ def reverse_pass(
             "d_initial_state": of_boundary(None if inputs.initial_state is None else boundary),
         },
         launch,
-        problem=p,
+        kernel_shape=p,
         block=block,
     )
     if d_write is not None and not is_wide:

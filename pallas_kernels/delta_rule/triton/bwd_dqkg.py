@@ -23,14 +23,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.decay import divisible
-from pallas_kernels.common.problem import CHUNK, is_channel_wise
+from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise
 from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_tn, iota, load_again
 from pallas_kernels.common.triton.chunks import product
 from pallas_kernels.common.triton.decay import ChunkDecay, decay_from_start, decay_of_chunk, decay_to_end, load_starts
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.triton.pairs import diagonal, pair_gradients, sum_of, sum_of_parts, weigh_pairs
-from pallas_kernels.common.triton.problem import Problem
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.triton.bwd_dh import Reversed
 from pallas_kernels.delta_rule.triton.bwd_dqkg_channel import (
@@ -41,7 +41,7 @@ from pallas_kernels.delta_rule.triton.bwd_dqkg_channel import (
 )
 from pallas_kernels.delta_rule.triton.channel_decay import is_flat
 from pallas_kernels.delta_rule.triton.closed_gates import zero_closed
-from pallas_kernels.delta_rule.triton.wy import Prepared, erase_key, load_chunk_decay, load_wide
+from pallas_kernels.delta_rule.triton.wy import WYFactors, erase_key, load_chunk_decay, load_wide
 
 
 class Saved(NamedTuple):
@@ -107,9 +107,9 @@ def _scale_rows(x: Any, rows: Any) -> Any:
     return x if rows is None else rows[:, None] * x
 
 
-def _pairs_kernel(r, *, problem: Problem, block: int, tied_gates: bool):
+def _pairs_kernel(r, *, kernel_shape: KernelShape, block: int, tied_gates: bool):
     def store():
-        _store_pairs(r, problem, block, tied_gates)
+        _store_pairs(r, kernel_shape, block, tied_gates)
 
     if r.extreme is None:
         store()
@@ -117,17 +117,19 @@ def _pairs_kernel(r, *, problem: Problem, block: int, tied_gates: bool):
         pl.when(r.extreme[...] != 0)(store)
 
 
-def _store_pairs(r, problem: Problem, block: int, tied_gates: bool):
+def _store_pairs(r, kernel_shape: KernelShape, block: int, tied_gates: bool):
     def terms(part):
         residual = r.residuals[part, :]
         d_scores = dot(r.d_out[:, part], residual)
-        return (d_scores, dot(r.d_values[:, part], residual)) if problem.online else (d_scores,)
+        return (d_scores, dot(r.d_values[:, part], residual)) if kernel_shape.online else (d_scores,)
 
     zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    d_scores, *rest = sum_of_parts(problem.value_size, block, terms, (zero, zero) if problem.online else (zero,))
+    d_scores, *rest = sum_of_parts(
+        kernel_shape.value_size, block, terms, (zero, zero) if kernel_shape.online else (zero,)
+    )
     # Of a channel-wise decay only the restarts concern the pairs' mask.
     decay = load_chunk_decay(r)
-    d_scores = problem.scale * d_scores
+    d_scores = kernel_shape.scale * d_scores
     if r.d_own is not None:
         r.d_own[...] = diagonal(d_scores, axis=1)
     r.d_scores[...] = weigh_pairs(d_scores, decay, strict=r.d_own is not None).astype(r.d_scores.dtype)
@@ -136,12 +138,12 @@ def _store_pairs(r, problem: Problem, block: int, tied_gates: bool):
         r.d_erased[...] = weigh_pairs(d_erased, decay, strict=True).astype(r.d_erased.dtype)
 
 
-def _state_products(r, problem: Problem, block: int, tied_gates: bool) -> StateProducts:
+def _state_products(r, kernel_shape: KernelShape, block: int, tied_gates: bool) -> StateProducts:
     def terms(part):
         state, d_state, d_out = r.states[part, :], r.d_states[part, :], r.d_out[:, part]
         return StateProducts(
             read=dot_halves(d_out, state),
-            erased=dot(r.d_values[:, part], state) if problem.online else None,
+            erased=dot(r.d_values[:, part], state) if kernel_shape.online else None,
             written=dot_halves(r.residuals[part, :], d_state, (0, 0)),
             kept=None if r.log_decay is None else keep(state, d_state),
         )
@@ -154,23 +156,23 @@ def _state_products(r, problem: Problem, block: int, tied_gates: bool) -> StateP
     width, are_operands = r.states.shape[1], r.states.dtype == r.d_out.dtype
     zero = jnp.zeros((CHUNK, width), jnp.float32)
     pairs = jnp.zeros((width, width) if are_operands else (width,), jnp.float32)
-    start = StateProducts(zero, zero if problem.online else None, zero, None if r.log_decay is None else pairs)
-    result = sum_of_parts(problem.value_size, block, terms, start)
+    start = StateProducts(zero, zero if kernel_shape.online else None, zero, None if r.log_decay is None else pairs)
+    result = sum_of_parts(kernel_shape.value_size, block, terms, start)
     if result.kept is not None and are_operands:
         result = result._replace(kept=diagonal(result.kept, axis=0))
-    if problem.online:
+    if kernel_shape.online:
         result = result._replace(erased=_scale_rows(result.erased, _reader_ratio(r, tied_gates)))
     return result
 
 
-def _keys_kernel(r, *, problem: Problem, block: int, tied_gates: bool, of_extreme: bool = False):
+def _keys_kernel(r, *, kernel_shape: KernelShape, block: int, tied_gates: bool, of_extreme: bool = False):
     if r.log_decay is None or len(r.log_decay.shape) == 1:
-        _store_key_side(r, problem, block, tied_gates)
+        _store_key_side(r, kernel_shape, block, tied_gates)
         return
-    last_token = problem.last_token(pl.program_id(1))
+    last_token = kernel_shape.last_token(pl.program_id(1))
 
     def store(find):
-        d_erased, d_key = find(r, problem, last_token, lambda: _state_products(r, problem, block, tied_gates))
+        d_erased, d_key = find(r, kernel_shape, last_token, lambda: _state_products(r, kernel_shape, block, tied_gates))
         _store_key_gradients(r, load_again(r.k), load_wide(r.erase), d_erased, d_key)
 
     if of_extreme:
@@ -179,21 +181,21 @@ def _keys_kernel(r, *, problem: Problem, block: int, tied_gates: bool, of_extrem
         pl.when(r.extreme[...] == 0)(lambda: store(channel_gradients))
 
 
-def _store_key_side(r, problem: Problem, block: int, tied_gates: bool):
+def _store_key_side(r, kernel_shape: KernelShape, block: int, tied_gates: bool):
     """Gradients of queries, keys, erase gate and log decay."""
     q, k, erase = r.q[...], r.k[...], load_wide(r.erase)
     key = k if r.write_key is None else r.write_key[...]
     decay = load_chunk_decay(r)
-    sums = _state_products(r, problem, block, tied_gates)
+    sums = _state_products(r, kernel_shape, block, tied_gates)
     readers, scores = [q], [r.d_scores[...]]
-    if problem.online:
+    if kernel_shape.online:
         readers.append(k if _is_row(erase) else erase_key(k, erase))
         scores.append(r.d_erased[...])
     d_near, d_key_near = pair_gradients(scores, readers, key)
 
     from_start = decay_from_start(decay)
-    d_far = [product(from_start, problem.scale * sums.read)]
-    if problem.online:
+    d_far = [product(from_start, kernel_shape.scale * sums.read)]
+    if kernel_shape.online:
         d_far.append(product(from_start, -sums.erased))
     d_key_far = product(decay_to_end(decay), sums.written)
     d_readers = [near + far for near, far in zip(d_near, d_far)]
@@ -204,7 +206,7 @@ def _store_key_side(r, problem: Problem, block: int, tied_gates: bool):
         d_own = r.d_own[...][:, None]
         r.d_q[...] = (d_readers[0] + d_own * key.astype(jnp.float32)).astype(r.d_q.dtype)
         d_key = d_key + d_own * q.astype(jnp.float32)
-    _store_key_gradients(r, k, erase, d_readers[1] if problem.online else None, d_key)
+    _store_key_gradients(r, k, erase, d_readers[1] if kernel_shape.online else None, d_key)
 
     if decay.total is not None:
         d_end = jnp.sum(key.astype(jnp.float32) * d_key_far, axis=1)
@@ -263,16 +265,16 @@ def _log_decay_gradient(
 
 
 def gradients_of_pairs(
-    problem: Problem,
+    kernel_shape: KernelShape,
     inputs: Inputs,
     d_out: Array,
     saved: Saved,
-    launch: Launch,
+    launch: KernelConfig,
     tied_gates: bool = False,
     extreme: Array | None = None,
 ) -> PairGradients:
     """DP and dT of each chunk, `[B, HV, N, C, C]`; with `extreme` only where it is not zero."""
-    p, x = problem, inputs
+    p, x = kernel_shape, inputs
 
     def at(h, n, b):
         return b, n, h, 0
@@ -306,28 +308,28 @@ def gradients_of_pairs(
             "d_own": own if has_decay else None,
         },
         launch,
-        problem=p,
+        kernel_shape=p,
         block=min(launch.inner, p.value_size),
         tied_gates=tied_gates,
     )
     return PairGradients(**results)  # type: ignore[arg-type]
 
 
-def of_argument(problem: Problem, part: Array, like: Any, dtype: Any = None) -> Array:
+def of_argument(kernel_shape: KernelShape, part: Array, like: Any, dtype: Any = None) -> Array:
     """An argument's gradient, in its shape and dtype or another one, from one by value head: their sum by key head."""
-    if like.shape[2] != problem.value_heads:
-        part = part.reshape(problem.batch, problem.length, like.shape[2], -1, *like.shape[3:]).sum(axis=3)
+    if like.shape[2] != kernel_shape.value_heads:
+        part = part.reshape(kernel_shape.batch, kernel_shape.length, like.shape[2], -1, *like.shape[3:]).sum(axis=3)
     return part.astype(dtype or like.dtype)
 
 
 def argument_gradients(
-    problem: Problem,
+    kernel_shape: KernelShape,
     inputs: Inputs,
     d_out: Array,
     saved: Saved,
     pairs: PairGradients,
-    prepared: Prepared,
-    launch: Launch,
+    prepared: WYFactors,
+    launch: KernelConfig,
     gates: tuple[Array | None, Array | None] = (None, None),
     tied_gates: bool = False,
     write_key_dtype: Any = None,
@@ -336,7 +338,7 @@ def argument_gradients(
     """Gradients of all token-wise arguments.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         inputs: arguments.
         d_out: `[B, T, HV, V]`.
         saved: results of the passes over chunks.
@@ -353,7 +355,7 @@ def argument_gradients(
     Returns:
         Gradients in the arguments' shapes and dtypes; that of the initial state is None.
     """
-    p, x, d_write = problem, inputs, saved.back.d_write
+    p, x, d_write = kernel_shape, inputs, saved.back.d_write
     write_key: Any = x.write_key
     if write_key is not None and write_key_dtype is not None:
         write_key = jax.ShapeDtypeStruct(write_key.shape, write_key_dtype)
@@ -438,7 +440,7 @@ def argument_gradients(
             given["extreme"] = of_chunk(prepared.extreme)
         return given, outputs, (p.value_heads, p.chunks, p.batch * key_blocks)
 
-    static: dict[str, Any] = {"problem": p, "block": min(launch.inner, p.value_size), "tied_gates": tied_gates}
+    static: dict[str, Any] = {"kernel_shape": p, "block": min(launch.inner, p.value_size), "tied_gates": tied_gates}
     operands, outputs, grid = arrays(width)
     results = others or call(_keys_kernel, "delta_gradients", grid, operands, outputs, launch, **static)
     if is_channel_side:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.common.problem import CHUNK
+from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.triton.backend import dot, dot_tn, exp2, iota, load_again
 from pallas_kernels.common.triton.decay import load_starts
-from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.triton.channel_decay import (
     add_up_to_end,
     clamped_steps,
@@ -68,45 +68,45 @@ def _but_last(x: Array, last_token: Any) -> Array:
     return keep_rows(x, iota((CHUNK,), 0) < last_token)
 
 
-def _store_decay_gradient(r, d_total: Array, d_end: Array, problem: Problem):
+def _store_decay_gradient(r, d_total: Array, d_end: Array, kernel_shape: KernelShape):
     """Stores it, from the gradients of the cumulative log decay `[C, K]` and of the whole chunk's log decay `[K]`."""
-    d_step = add_up_to_end(d_total, problem.dtype) + d_end[None]
+    d_step = add_up_to_end(d_total, kernel_shape.dtype) + d_end[None]
     r.d_log_decay[...] = jnp.where(is_flat(load_again(r.log_decay), load_starts(r)), 0.0, d_step).astype(
         r.d_log_decay.dtype
     )
 
 
 def channel_gradients(
-    r, problem: Problem, last_token: Any, find_sums: Callable[[], StateProducts]
+    r, kernel_shape: KernelShape, last_token: Any, find_sums: Callable[[], StateProducts]
 ) -> tuple[Array | None, Array]:
     """Stores the gradients of queries and decay of a chunk that is not extreme.
 
     Args:
         r: references.
-        problem: static facts.
+        kernel_shape: static facts.
         last_token: row of the chunk's last token.
         find_sums: finds what the state contributes, in a loop that waits for memory.
 
     Returns:
         Gradients `[C, K]` float32 of what is erased and of what is written.
     """
-    is_precise = problem.dtype == jnp.float32
+    is_precise = kernel_shape.dtype == jnp.float32
     sees_start, reaches_end = end_masks(r)
     # These are under way while the loop over value channels waits for its own.
     q, k, key, front, tail = r.q[...], r.k[...], _written_key(r)[...], r.front[...], r.tail[...]
-    exponent = mild_exponent(clamped_steps(r.log_decay[...], load_starts(r)), problem.dtype)
+    exponent = mild_exponent(clamped_steps(r.log_decay[...], load_starts(r)), kernel_shape.dtype)
     sums = find_sums()
     reads, writes = exp2(exponent), exp2(-exponent)
     written = key * writes
     d_written = keep_rows(tail * sums.written, reaches_end)
     d_end = r.kept[...] * sums.kept + jnp.sum(_but_last(written * d_written, last_token), axis=0)
     d_written = d_written + dot_tn(r.d_scores[...], q * reads, precise=is_precise)
-    if problem.online:
+    if kernel_shape.online:
         d_written = d_written + dot_tn(r.d_erased[...], _erase_key(r, k) * reads, precise=is_precise)
     d_key = writes * d_written
     d_total = -_but_last(key * d_key, last_token)
 
-    d_read = keep_rows((problem.scale * front) * sums.read, sees_start)
+    d_read = keep_rows((kernel_shape.scale * front) * sums.read, sees_start)
     d_q = reads * (d_read + dot(load_again(r.d_scores), written, precise=is_precise))
     d_total = d_total + q * d_q
     d_own = r.d_own[...][:, None]
@@ -114,43 +114,43 @@ def channel_gradients(
     d_key = d_key + d_own * q
 
     d_erased: Any = None
-    if problem.online:
+    if kernel_shape.online:
         d_erased = keep_rows(-front * sums.erased, sees_start)
         d_erased = reads * (d_erased + dot(load_again(r.d_erased), written, precise=is_precise))
         d_total = d_total + _erase_key(r, k) * d_erased
-    _store_decay_gradient(r, d_total, d_end, problem)
+    _store_decay_gradient(r, d_total, d_end, kernel_shape)
     return d_erased, d_key
 
 
 def extreme_channel_gradients(
-    r, problem: Problem, last_token: Any, find_sums: Callable[[], StateProducts]
+    r, kernel_shape: KernelShape, last_token: Any, find_sums: Callable[[], StateProducts]
 ) -> tuple[Array | None, Array]:
     """The same for an extreme chunk, whose pairs go in groups."""
-    is_precise, sums = problem.dtype == jnp.float32, find_sums()
+    is_precise, sums = kernel_shape.dtype == jnp.float32, find_sums()
     sees_start, reaches_end = end_masks(r)
     step = clamped_steps(r.log_decay[...], load_starts(r))
-    d_key = keep_rows(end_factor(step, problem.dtype) * sums.written, reaches_end)
+    d_key = keep_rows(end_factor(step, kernel_shape.dtype) * sums.written, reaches_end)
     d_end = r.kept[...] * sums.kept + jnp.sum(_but_last(load_again(_written_key(r)) * d_key, last_token), axis=0)
-    from_start = start_factor(step, problem.dtype)
-    d_q = keep_rows(problem.scale * from_start * sums.read, sees_start)
+    from_start = start_factor(step, kernel_shape.dtype)
+    d_q = keep_rows(kernel_shape.scale * from_start * sums.read, sees_start)
     d_erased: Any = None
-    if problem.online:
+    if kernel_shape.online:
         d_erased = keep_rows(-from_start * sums.erased, sees_start)
 
     q, k, key = r.q[...], r.k[...], _written_key(r)[...]
     erase = None if r.erase is None or len(r.erase.shape) == 1 else r.erase[...]
     d_scores: Array = r.d_scores[...]
-    d_pairs: Any = r.d_erased[...] if problem.online else None
+    d_pairs: Any = r.d_erased[...] if kernel_shape.online else None
     step = clamped_steps(load_again(r.log_decay), load_starts(r))
 
     def add_group(group, sums):
         d_q, d_erased, d_key = sums
-        reads, writes, is_here = extreme_factors(step, group, problem.dtype)
+        reads, writes, is_here = extreme_factors(step, group, kernel_shape.dtype)
         written = key.astype(jnp.float32) * writes
         d_near = jnp.where(is_here, d_scores, 0.0)
         d_q = d_q + reads * dot(d_near, written, precise=is_precise)
         d_written = dot_tn(d_near, q.astype(jnp.float32) * reads, precise=is_precise)
-        if problem.online:
+        if kernel_shape.online:
             d_near = jnp.where(is_here, d_pairs, 0.0)
             d_erased = d_erased + reads * dot(d_near, written, precise=is_precise)
             erased = k.astype(jnp.float32) * reads
@@ -159,11 +159,11 @@ def extreme_channel_gradients(
             d_written = d_written + dot_tn(d_near, erased, precise=is_precise)
         return d_q, d_erased, d_key + writes * d_written
 
-    d_q, d_erased, d_key = lax.fori_loop(0, extreme_groups(problem.dtype), add_group, (d_q, d_erased, d_key))
+    d_q, d_erased, d_key = lax.fori_loop(0, extreme_groups(kernel_shape.dtype), add_group, (d_q, d_erased, d_key))
     q, key, d_own = load_again(r.q), load_again(_written_key(r)), r.d_own[...][:, None]
     d_total = q * d_q - _but_last(key * d_key, last_token)
-    if problem.online:
+    if kernel_shape.online:
         d_total = d_total + _erase_key(r, load_again(r.k)) * d_erased
     r.d_q[...] = (d_q + d_own * key).astype(r.d_q.dtype)
-    _store_decay_gradient(r, d_total, d_end, problem)
+    _store_decay_gradient(r, d_total, d_end, kernel_shape)
     return d_erased, d_key + d_own * q

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.common.decay import LOG2_E, MAX_EXPONENT, MIN_LOG_DECAY
-from pallas_kernels.common.problem import CHUNK
+from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.triton.backend import dot, exp2, iota
 from pallas_kernels.common.triton.decay import load_starts
 

@@ -10,12 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.common.config import Launch
-from pallas_kernels.common.problem import CHUNK, is_channel_wise
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise
 from pallas_kernels.common.triton.backend import Operand, call, iota, store_masked
-from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 
-_LAUNCH = Launch(num_warps=4, num_stages=1)
+_LAUNCH = KernelConfig(num_warps=4, num_stages=1)
 
 
 def _zero_kernel(r, *, closed_by: dict[str, tuple[str, ...]]):
@@ -31,7 +31,7 @@ def _zero_kernel(r, *, closed_by: dict[str, tuple[str, ...]]):
 
 
 def zero_closed(
-    problem: Problem,
+    kernel_shape: KernelShape,
     erase: Array | None,
     write: Array | None,
     d_v: Array,
@@ -44,7 +44,7 @@ def zero_closed(
     neither erases nor writes leaves the state as it is, whatever its keys.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         erase: erase gate; None is 1.
         write: write gate; None is 1. If they are tied, the same array.
         d_v: gradient of the values, `[B, T, HV, V]`.
@@ -70,13 +70,13 @@ def zero_closed(
         return b, n, h, 0
 
     def operand(x: Any) -> Any:
-        return problem.of_token(x, CHUNK, at)
+        return kernel_shape.of_token(x, CHUNK, at)
 
     targets: dict[str, Operand] = {name: operand(ready[name]) for name in closed_by}
     results = call(
         _zero_kernel,
         "delta_zero_closed",
-        problem.chunk_grid,
+        kernel_shape.chunk_grid,
         {name: operand(gate) for name, gate in gates.items()},
         targets,
         _LAUNCH,

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.triton.backend import Operand, call, product
-from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.triton.wy import load_wide
 
@@ -61,28 +61,28 @@ def load_token(r) -> Token:
     return Token(*(load_wide(getattr(r, name)) for name in Token._fields))
 
 
-def token_step(r, token: Token, state: Array, problem: Problem) -> tuple[Array, Write]:
+def token_step(r, token: Token, state: Array, kernel_shape: KernelShape) -> tuple[Array, Write]:
     """Stores the output of the token in `r`; returns the state `[K, block of V]` after it, and what it wrote."""
     decay = None if token.log_decay is None else jnp.exp(token.log_decay)
     state = decayed(state, decay)
     key = token.k if token.write_key is None else token.write_key
     residual = token.v if token.write is None else token.v * token.write
-    if problem.online:
+    if kernel_shape.online:
         erased = token.k if token.erase is None else token.k * token.erase
         residual = residual - jnp.sum(state * erased[:, None], axis=0)
     state = written(state, key, residual)
     out = jnp.sum(state * token.q[:, None], axis=0)
-    r.out[...] = (problem.scale * out).astype(r.out.dtype)
+    r.out[...] = (kernel_shape.scale * out).astype(r.out.dtype)
     return state, Write(decay, key, residual)
 
 
-def _decode_kernel(r, *, problem: Problem, width: int, continues: bool):
-    token, fresh = load_token(r), (problem.key_size, width)  # [K, block of V]
+def _decode_kernel(r, *, kernel_shape: KernelShape, width: int, continues: bool):
+    token, fresh = load_token(r), (kernel_shape.key_size, width)  # [K, block of V]
     state = r.before_final_state[...] if continues else jnp.zeros(fresh, jnp.float32)
-    r.final_state[...], _ = token_step(r, token, state, problem)
+    r.final_state[...], _ = token_step(r, token, state, kernel_shape)
 
 
-def token_operands(p: Problem, x: Inputs, width: int) -> tuple[dict[str, Operand | None], Operand]:
+def token_operands(p: KernelShape, x: Inputs, width: int) -> tuple[dict[str, Operand | None], Operand]:
     """What `load_token` reads and the output that `token_step` stores, on a grid of value blocks, heads and rows."""
 
     def at_key(c, h, b):
@@ -105,9 +105,9 @@ def token_operands(p: Problem, x: Inputs, width: int) -> tuple[dict[str, Operand
     return inputs, out
 
 
-def decode(problem: Problem, inputs: Inputs, launch: Launch) -> tuple[Array, Array]:
+def decode(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) -> tuple[Array, Array]:
     """Output `[B, 1, HV, V]` and state `[B, HV, K, V]` after one token; sizes are powers of two."""
-    p, x = problem, inputs
+    p, x = kernel_shape, inputs
     width = min(launch.block, p.value_size)
 
     def of_state(array):
@@ -124,7 +124,7 @@ def decode(problem: Problem, inputs: Inputs, launch: Launch) -> tuple[Array, Arr
         {"out": out, "final_state": of_state(final)},
         launch,
         updates={} if state is None else {"final_state": state},
-        problem=p,
+        kernel_shape=p,
         width=width,
         continues=x.initial_state is not None,
     )

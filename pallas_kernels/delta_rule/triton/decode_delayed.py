@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.triton.backend import Operand, call, whole
-from pallas_kernels.common.triton.problem import Problem
-from pallas_kernels.delta_rule.deferred_state import PERIOD, DeferredState
+from pallas_kernels.common.triton.kernel_shape import KernelShape
+from pallas_kernels.delta_rule.delayed_state import PERIOD, DelayedState
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.triton.decode import decayed, load_token, token_operands, token_step, written
 from pallas_kernels.delta_rule.triton.wy import load_wide
@@ -37,9 +37,9 @@ def _after_waiting(r) -> Array:
     return state
 
 
-def _deferred_kernel(r, *, problem: Problem):
+def _deferred_kernel(r, *, kernel_shape: KernelShape):
     token = load_token(r)
-    state, write = token_step(r, token, _after_waiting(r), problem)
+    state, write = token_step(r, token, _after_waiting(r), kernel_shape)
     count = r.count[0]
     # Every program that shares a row of keys or decays stores the same numbers in it. Others may load that row
     # meanwhile, and do not use it.
@@ -59,9 +59,9 @@ def _settle_kernel(r):
         r.state[...] = _after_waiting(r)
 
 
-def _operands(deferred: DeferredState, width: int) -> dict[str, Operand | None]:
+def _operands(delayed: DelayedState, width: int) -> dict[str, Operand | None]:
     """Where a program of a value block, head and row of the batch finds its part."""
-    heads = deferred.state.shape[1]
+    heads = delayed.state.shape[1]
 
     def rows(x: Array | None, block: int | None = None) -> Operand | None:
         if x is None:
@@ -75,53 +75,55 @@ def _operands(deferred: DeferredState, width: int) -> dict[str, Operand | None]:
 
         return Operand(x, (None, None, PERIOD, *tail), place)
 
-    key_size = deferred.state.shape[2]
+    key_size = delayed.state.shape[2]
     return {
-        "state": Operand(deferred.state, (None, None, key_size, width), lambda c, h, b: (b, h, 0, c)),
-        "keys": rows(deferred.keys),
-        "values": rows(deferred.values, width),
-        "decays": rows(deferred.decays),
+        "state": Operand(delayed.state, (None, None, key_size, width), lambda c, h, b: (b, h, 0, c)),
+        "keys": rows(delayed.keys),
+        "values": rows(delayed.values, width),
+        "decays": rows(delayed.decays),
     }
 
 
-def delayed_token(problem: Problem, x: Inputs, deferred: DeferredState, launch: Launch) -> tuple[Array, DeferredState]:
+def delayed_token(
+    kernel_shape: KernelShape, x: Inputs, delayed: DelayedState, launch: KernelConfig
+) -> tuple[Array, DelayedState]:
     """Output `[B, 1, HV, V]` of a token and the state after it; see `pallas_kernels.delta_rule.delayed_update`."""
-    width = min(launch.block, problem.value_size)
-    arguments, out = token_operands(problem, x, width)
-    before = _operands(deferred, width)
+    width = min(launch.block, kernel_shape.value_size)
+    arguments, out = token_operands(kernel_shape, x, width)
+    before = _operands(delayed, width)
     updates = {name: operand for name, operand in before.items() if operand is not None}
     results = call(
         _deferred_kernel,
         "delta_decode_deferred",
-        (problem.value_size // width, problem.value_heads, problem.batch),
-        {**arguments, "count": whole(deferred.waiting[None]), "before_decays": before["decays"]},
+        (kernel_shape.value_size // width, kernel_shape.value_heads, kernel_shape.batch),
+        {**arguments, "count": whole(delayed.num_pending[None]), "before_decays": before["decays"]},
         {"out": out, **before},
         launch,
         updates=updates,
-        problem=problem,
+        kernel_shape=kernel_shape,
     )
-    after = DeferredState(
+    after = DelayedState(
         results["state"],  # type: ignore[arg-type]
         results["keys"],  # type: ignore[arg-type]
         results["values"],  # type: ignore[arg-type]
         results["decays"],
-        (deferred.waiting + 1) % PERIOD,
+        (delayed.num_pending + 1) % PERIOD,
     )
     return results["out"], after  # type: ignore[return-value]
 
 
-def flush(deferred: DeferredState, launch: Launch) -> Array:
+def flush(delayed: DelayedState, launch: KernelConfig) -> Array:
     """The state with all pending updates, in place of the one that is given; float32."""
-    batch, heads, _, value_size = deferred.state.shape
+    batch, heads, _, value_size = delayed.state.shape
     width = min(launch.block, value_size)
-    operands = _operands(deferred, width)
+    operands = _operands(delayed, width)
     state = operands.pop("state")
     assert state is not None
     results = call(
         _settle_kernel,
         "delta_settle",
         (value_size // width, heads, batch),
-        {"count": whole(deferred.waiting[None]), **{f"before_{name}": x for name, x in operands.items()}},
+        {"count": whole(delayed.num_pending[None]), **{f"before_{name}": x for name, x in operands.items()}},
         {"state": state},
         launch,
         updates={"state": state},

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.config import Launch
-from pallas_kernels.common.problem import CHUNK, is_channel_wise, segment_range
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise, split_range
 from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_nt, load_tile
 from pallas_kernels.common.triton.chunks import keep_factor, load_row, loop, sequence_grid
-from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.inputs import Inputs
-from pallas_kernels.delta_rule.triton.wy import Prepared
+from pallas_kernels.delta_rule.triton.wy import WYFactors
 
 
 def scale_tokens(x: Array, row: Array | None) -> Array:
@@ -69,7 +69,9 @@ def has_decay(r) -> bool:
     return r.kept is not None
 
 
-def chunk_step(r, n, state: Array, problem: Problem, is_value=None, is_exact: bool = False) -> tuple[Array, Array]:
+def chunk_step(
+    r, n, state: Array, kernel_shape: KernelShape, is_value=None, is_exact: bool = False
+) -> tuple[Array, Array]:
     """One chunk from the state `[V, K]` before it: the residuals, transposed `[V, C]`, and the state after it.
 
     With `is_exact`, the difference of values and what is recalled, small beside both where keys repeat, is not rounded
@@ -83,9 +85,9 @@ def chunk_step(r, n, state: Array, problem: Problem, is_value=None, is_exact: bo
     erased_row, written_row = load_row(r.erased_rows, rows), load_row(r.written_rows, rows)
     kept = keep_factor(r.kept, n)
     recalled = None
-    if problem.online:
+    if kernel_shape.online:
         erased = written if r.erased is None else load_tile(r.erased, rows, r.is_lean)
-        recalled = scale_tokens(dot_nt(state.astype(problem.dtype), erased), erased_row)
+        recalled = scale_tokens(dot_nt(state.astype(kernel_shape.dtype), erased), erased_row)
     residual = values.astype(jnp.float32)
     if write is not None:
         residual = residual * (write[:, None] if write.ndim == 1 else write)
@@ -97,74 +99,76 @@ def chunk_step(r, n, state: Array, problem: Problem, is_value=None, is_exact: bo
         if is_exact:
             residual = dot_halves(residual, inverse, (1, 1))
         else:
-            residual = dot_nt(residual.astype(problem.dtype), inverse)
-    update = dot(scale_tokens(residual, written_row).astype(problem.dtype), written)
+            residual = dot_nt(residual.astype(kernel_shape.dtype), inverse)
+    update = dot(scale_tokens(residual, written_row).astype(kernel_shape.dtype), written)
     return residual, kept * state + update
 
 
-def _start_state(r, problem: Problem, block: int) -> Array:
+def _start_state(r, kernel_shape: KernelShape, block: int) -> Array:
     """The state `[block, K]` that a program starts from."""
     if r.starts_of_segments is not None:
         return r.starts_of_segments[...]
     if r.initial_state is not None:
         return r.initial_state[...].astype(jnp.float32).T
-    return jnp.zeros((block, problem.key_size), jnp.float32)
+    return jnp.zeros((block, kernel_shape.key_size), jnp.float32)
 
 
-def _output_kernel(r, *, problem: Problem, block: int):
-    segment = lax.rem(pl.program_id(2), problem.segments)
-    first, count = segment_range(problem, segment)
+def _output_kernel(r, *, kernel_shape: KernelShape, block: int):
+    segment = lax.rem(pl.program_id(2), kernel_shape.num_splits)
+    first, count = split_range(kernel_shape, segment)
 
     def step(n, state):
         rows = pl.ds(n * CHUNK, CHUNK)
         read_row = load_row(r.read_rows, rows)
-        residual, after = chunk_step(r, n, state, problem, is_exact=has_decay(r))
-        out = scale_tokens(dot_nt(state.astype(problem.dtype), load_tile(r.read, rows, r.is_lean)), read_row)
+        residual, after = chunk_step(r, n, state, kernel_shape, is_exact=has_decay(r))
+        out = scale_tokens(dot_nt(state.astype(kernel_shape.dtype), load_tile(r.read, rows, r.is_lean)), read_row)
         if r.read_rows is None:
-            out = problem.scale * out
+            out = kernel_shape.scale * out
         residual = residual.astype(r.scores.dtype)
-        return after, out + dot_nt(residual, load_tile(r.scores, n, r.is_lean), precise=problem.dtype == jnp.float32)
+        return after, out + dot_nt(
+            residual, load_tile(r.scores, n, r.is_lean), precise=kernel_shape.dtype == jnp.float32
+        )
 
     def store(n, out):
         r.out[pl.ds(n * CHUNK, CHUNK), :] = out.T.astype(r.out.dtype)
 
     nothing = jnp.zeros((block, CHUNK), jnp.float32)
-    state = loop_with_late_stores(first, count, step, store, _start_state(r, problem, block), nothing)
+    state = loop_with_late_stores(first, count, step, store, _start_state(r, kernel_shape, block), nothing)
 
-    @pl.when(segment == problem.segments - 1)
+    @pl.when(segment == kernel_shape.num_splits - 1)
     def _():
         r.final_state[...] = state.T
 
 
-def _states_kernel(r, *, problem: Problem, block: int):
-    first, count = segment_range(problem, lax.rem(pl.program_id(2), problem.segments))
+def _states_kernel(r, *, kernel_shape: KernelShape, block: int):
+    first, count = split_range(kernel_shape, lax.rem(pl.program_id(2), kernel_shape.num_splits))
 
     def step(n, state):
         r.states[n, :, :] = state.astype(r.states.dtype)
-        residual, after = chunk_step(r, n, state, problem, is_exact=True)
+        residual, after = chunk_step(r, n, state, kernel_shape, is_exact=True)
         return after, residual
 
     def store(n, residual):
         r.residuals[n, :, :] = residual.astype(r.residuals.dtype)
 
     nothing = jnp.zeros((block, CHUNK), jnp.float32)
-    loop_with_late_stores(first, count, step, store, _start_state(r, problem, block), nothing)
+    loop_with_late_stores(first, count, step, store, _start_state(r, kernel_shape, block), nothing)
 
 
 def pass_operands(
-    problem: Problem, inputs: Inputs, prepared: Prepared, at, block: int | None, with_reads: bool
+    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, at, block: int | None, with_reads: bool
 ) -> dict[str, Operand | None]:
     """What the passes over chunks read of the inputs and of the first stage's results.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         inputs: arguments.
         prepared: the first stage's results.
         at: maps the grid's indices to (batch, 0, value head, block of value channels).
         block: width of the value block; None leaves the values out.
         with_reads: whether queries and scores take part.
     """
-    p, x = problem, inputs
+    p, x = kernel_shape, inputs
 
     def head(array, shape):
         return p.of_head(array, shape, lambda *g: (at(*g)[0], at(*g)[2], *(0 for _ in shape)))
@@ -194,13 +198,15 @@ def pass_operands(
     return operands
 
 
-def start_operands(problem: Problem, inputs: Inputs, starts: Array | None, block: int) -> dict[str, Operand | None]:
+def start_operands(
+    kernel_shape: KernelShape, inputs: Inputs, starts: Array | None, block: int
+) -> dict[str, Operand | None]:
     """The states that programs start from: the segments' if there are several, or the initial one."""
-    p = problem
+    p = kernel_shape
     if starts is not None:
 
         def place(c, h, z):
-            return *p.segment_at(h, z), c, 0
+            return *p.split_at(h, z), c, 0
 
         return {
             "starts_of_segments": p.of_head(starts, (None, block, p.key_size), place),
@@ -211,10 +217,10 @@ def start_operands(problem: Problem, inputs: Inputs, starts: Array | None, block
 
 
 def output_pass(
-    problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch
+    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, starts: Array | None, launch: KernelConfig
 ) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the segments' starts."""
-    p, write = problem, inputs.write
+    p, write = kernel_shape, inputs.write
     block = min(launch.block, p.value_size)
     grid, at = sequence_grid(p, p.value_size, block)
     if is_channel_wise(write) and write.dtype == jnp.float32:  # its tiles leave no room for a third stage of copies
@@ -234,28 +240,28 @@ def output_pass(
             "final_state": p.of_head(final, (p.key_size, block), lambda c, h, z: (at(c, h, z)[0], h, 0, c)),
         },
         launch,
-        problem=p,
+        kernel_shape=p,
         block=block,
     )
     return results["out"], results["final_state"]  # type: ignore[return-value]
 
 
-def stored_states(problem: Problem) -> jax.ShapeDtypeStruct:
+def stored_states(kernel_shape: KernelShape) -> jax.ShapeDtypeStruct:
     """A state for each chunk as the backward reads it, `[B, HV, N, V, K]`.
 
     Linear attention stores states in float32. Its states grow as long as nothing decays. The decay's gradient is then
     nearly all the product of the state before a chunk with the gradient after the chunk, a sum whose terms cancel, so
     that neither factor may be rounded. In the gradients of queries and keys no other product is rounded.
     """
-    p = problem
+    p = kernel_shape
     return p.per_head(p.chunks, p.value_size, p.key_size, dtype=None if p.online else jnp.float32)
 
 
 def states_pass(
-    problem: Problem, inputs: Inputs, prepared: Prepared, starts: Array | None, launch: Launch
+    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, starts: Array | None, launch: KernelConfig
 ) -> tuple[Array, Array]:
     """For the backward: the state before each chunk `[B, HV, N, V, K]` and the residuals `[B, HV, N, V, C]`."""
-    p = problem
+    p = kernel_shape
     block = min(launch.block, p.value_size)
     grid, at = sequence_grid(p, p.value_size, block)
 
@@ -275,7 +281,7 @@ def states_pass(
             "residuals": p.of_head(p.per_head(p.chunks, p.value_size, CHUNK), (p.chunks, block, CHUNK), place),
         },
         launch,
-        problem=p,
+        kernel_shape=p,
         block=block,
     )
     return results["states"], results["residuals"]  # type: ignore[return-value]

@@ -1,11 +1,11 @@
 """Parts of one sequence that run side by side.
 
-A segment maps the state before it to the state after it by an affine map, `S -> M S + N`. `segment_maps` computes M and
-N of all segments side by side. `fold_segments` applies them in order, which gives the state at each segment's start,
-where the output pass begins. The gradient goes back through a segment by `dS -> M^T dS + N'`, with the same M.
+A split maps the state before it to the state after it by an affine map, `S -> M S + N`. `split_transitions` computes
+M and N of all splits side by side. `combine_splits` applies them in order, which gives the state at each split's start,
+where the output pass begins. The gradient goes back through a split by `dS -> M^T dS + N'`, with the same M.
 
-One thing is dropped: where less than 1e-15 of a state survives a segment, it counts as zero. M is not computed for such
-a segment. Where a state survives only a few segments, all starts are folded side by side.
+One thing is dropped: where less than 1e-15 of a state survives a split, it counts as zero. M is not computed for such
+a split. Where a state survives only a few splits, all starts are folded side by side.
 """
 
 from typing import NamedTuple
@@ -14,18 +14,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.decay import FORGOTTEN
-from pallas_kernels.common.problem import cdiv, next_power_of_two, segment_range
+from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two, split_range
 from pallas_kernels.common.triton.backend import call, dot, dot_nt, iota, load_rows
 from pallas_kernels.common.triton.chunks import loop, sequence_grid
-from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.triton.fwd import chunk_step, pass_operands
-from pallas_kernels.delta_rule.triton.wy import Prepared
+from pallas_kernels.delta_rule.triton.wy import WYFactors
 
 
-class SegmentMaps(NamedTuple):
+class SplitTransitions(NamedTuple):
     """Affine maps of the segments, transposed. P is the number of segments.
 
     Attributes:
@@ -46,9 +46,9 @@ class SegmentMaps(NamedTuple):
 _SHORT_REACH = 4
 
 
-def _survival(r, problem: Problem, first, count) -> Array:
+def _survival(r, kernel_shape: KernelShape, first, count) -> Array:
     """Log of what chunks `first` to `first + count` leave of a state: of its slowest channel's decay, and of writes."""
-    size = min(next_power_of_two(problem.chunks_per_segment), 32)  # chunks at a time
+    size = min(next_power_of_two(kernel_shape.chunks_per_split), 32)  # chunks at a time
 
     def part(m):
         start = first + m * size
@@ -59,55 +59,55 @@ def _survival(r, problem: Problem, first, count) -> Array:
         return logs + jnp.sum(load_rows(r.growth, start, size, first + count, 0.0))
 
     logs = part(0)
-    parts = cdiv(problem.chunks_per_segment, size)
+    parts = cdiv(kernel_shape.chunks_per_split, size)
     if parts > 1:
         logs = lax.fori_loop(1, parts, lambda m, logs: logs + part(m), logs)
     return jnp.max(logs)
 
 
-def _reach(survival, problem: Problem, reverse: bool) -> Array:
+def _reach(survival, kernel_shape: KernelShape, reverse: bool) -> Array:
     """How many of the segments before each one (`reverse`: after it) still reach it, `[P]`, zero beyond P."""
-    size = next_power_of_two(problem.segments)
+    size = next_power_of_two(kernel_shape.num_splits)
     shape = (size, size)
-    until = jnp.cumsum(load_rows(survival, 0, size, problem.segments, 0.0), axis=0)
+    until = jnp.cumsum(load_rows(survival, 0, size, kernel_shape.num_splits, 0.0), axis=0)
     here, there = iota(shape, 0), iota(shape, 1)
     # What decays strictly between two segments: `until` the one before the last, less `until` the first.
     first, last = (here, there) if reverse else (there, here)
     before_last = jnp.min(jnp.where(iota(shape, 0) < iota(shape, 1), until[:, None], 0.0), axis=0)
     upper = before_last[None, :] if reverse else before_last[:, None]
     lower = until[:, None] if reverse else until[None, :]
-    is_within = (first < last) & (last < problem.segments) & (upper - lower > FORGOTTEN)
+    is_within = (first < last) & (last < kernel_shape.num_splits) & (upper - lower > FORGOTTEN)
     return jnp.sum(is_within.astype(jnp.int32), axis=1)
 
 
-def _linear_maps_kernel(r, *, problem: Problem, block: int):
+def _linear_maps_kernel(r, *, kernel_shape: KernelShape, block: int):
     """For linear attention: the sum that a segment adds, and the factor by which each channel decays in it."""
-    first, count = segment_range(problem, lax.rem(pl.program_id(2), problem.segments))
+    first, count = split_range(kernel_shape, lax.rem(pl.program_id(2), kernel_shape.num_splits))
 
     def body(m, carry):
         state, kept = carry
-        return chunk_step(r, first + m, state, problem)[1], kept * r.kept[first + m, :]
+        return chunk_step(r, first + m, state, kernel_shape)[1], kept * r.kept[first + m, :]
 
-    start = jnp.zeros((block, problem.key_size), jnp.float32), jnp.ones((problem.key_size,), jnp.float32)
+    start = jnp.zeros((block, kernel_shape.key_size), jnp.float32), jnp.ones((kernel_shape.key_size,), jnp.float32)
     r.offset[...], r.transition[...] = loop(count, body, start)
-    r.survival[...] = _survival(r, problem, first, count)
+    r.survival[...] = _survival(r, kernel_shape, first, count)
 
 
-def _maps_kernel(r, *, problem: Problem, block: int):
-    first, count = segment_range(problem, lax.rem(pl.program_id(2), problem.segments))
-    column = pl.program_id(0) - problem.value_size // block
+def _maps_kernel(r, *, kernel_shape: KernelShape, block: int):
+    first, count = split_range(kernel_shape, lax.rem(pl.program_id(2), kernel_shape.num_splits))
+    column = pl.program_id(0) - kernel_shape.value_size // block
     is_value = column < 0  # else a block of columns of M: what becomes of unit states, nothing being written
-    shape = (block, problem.key_size)
+    shape = (block, kernel_shape.key_size)
     is_unit = (iota(shape, 0) + column * block == iota(shape, 1)) & jnp.logical_not(is_value)
     state = jnp.where(is_unit, 1.0, 0.0)
 
     def pass_over(state):
-        return loop(count, lambda m, state: chunk_step(r, first + m, state, problem, is_value)[1], state)
+        return loop(count, lambda m, state: chunk_step(r, first + m, state, kernel_shape, is_value)[1], state)
 
     if r.survival is None:
         state = pass_over(state)
     else:
-        survival = _survival(r, problem, first, count)
+        survival = _survival(r, kernel_shape, first, count)
         r.survival[...] = survival
         is_needed = is_value | (survival > FORGOTTEN)
         state = lax.cond(is_needed, pass_over, jnp.zeros_like, state)
@@ -124,24 +124,24 @@ def _maps_kernel(r, *, problem: Problem, block: int):
             r.transition_rest[...] = (state - high.astype(jnp.float32)).astype(r.transition_rest.dtype)
 
 
-def _fold_kernel(r, *, problem: Problem, block: int, reverse: bool):
+def _fold_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool):
     """The state at the start of each segment, which are numbered here in the order of the fold.
 
     Without decay, or where it is weak, one program goes through all segments. Where it is strong there is a program for
     each segment, which goes through the few that reach it.
     """
     product = dot_nt if reverse else dot  # M is stored transposed; gradients go back through M itself
-    boundary = jnp.zeros((block, problem.key_size), jnp.float32)
+    boundary = jnp.zeros((block, kernel_shape.key_size), jnp.float32)
     if r.boundary is not None:
         boundary = r.boundary[...].astype(jnp.float32).T
 
     def place(m):
-        return problem.segments - 1 - m if reverse else m
+        return kernel_shape.num_splits - 1 - m if reverse else m
 
     def step(m, state):
         p = place(m)
         offset = r.offset[p, :, :]
-        if not problem.online:
+        if not kernel_shape.online:
             return r.transition[p, :][None, :] * state + offset
         transition = r.transition[p, :, :]
         high = state.astype(transition.dtype)
@@ -156,7 +156,7 @@ def _fold_kernel(r, *, problem: Problem, block: int, reverse: bool):
             r.folded[place(m), :, :] = state
             return step(m, state)
 
-        loop(problem.segments, body, boundary)
+        loop(kernel_shape.num_splits, body, boundary)
 
     def side_by_side(own, reach):
         # What reaches the segment begins with the state that another one leaves, or with the boundary.
@@ -168,18 +168,20 @@ def _fold_kernel(r, *, problem: Problem, block: int, reverse: bool):
     if r.survival is None:
         in_order()
         return
-    own = lax.rem(pl.program_id(2), problem.segments)
-    reach = _reach(r.survival, problem, reverse)
+    own = lax.rem(pl.program_id(2), kernel_shape.num_splits)
+    reach = _reach(r.survival, kernel_shape, reverse)
     is_strong = jnp.max(reach) <= _SHORT_REACH
     own_reach = jnp.sum(jnp.where(iota(reach.shape, 0) == place(own), reach, 0))
     pl.when(is_strong)(lambda: side_by_side(own, own_reach))
     pl.when(jnp.logical_not(is_strong) & (own == 0))(in_order)
 
 
-def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch) -> SegmentMaps | None:
+def split_transitions(
+    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, launch: KernelConfig
+) -> SplitTransitions | None:
     """M and N of each segment; None where there is one segment."""
-    p = problem
-    if p.segments == 1:
+    p = kernel_shape
+    if p.num_splits == 1:
         return None
     block = min(launch.block, p.value_size, p.key_size)
     value_blocks = p.value_size // block
@@ -190,47 +192,51 @@ def segment_maps(problem: Problem, inputs: Inputs, prepared: Prepared, launch: L
         return b, t, h, lax.rem(c, value_blocks)
 
     def place(column):
-        return lambda c, h, z: (*p.segment_at(h, z), column(c), 0)
+        return lambda c, h, z: (*p.split_at(h, z), column(c), 0)
 
-    offset = p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32)
+    offset = p.per_head(p.num_splits, p.value_size, p.key_size, dtype=jnp.float32)
     if p.online:
-        transition = p.per_head(p.segments, p.key_size, p.key_size)
+        transition = p.per_head(p.num_splits, p.key_size, p.key_size)
         of_transition = p.of_head(transition, (None, block, p.key_size), place(lambda c: lax.max(c - value_blocks, 0)))
     else:
-        diagonal = p.per_head(p.segments, p.key_size, dtype=jnp.float32)
-        of_transition = p.of_head(diagonal, (None, p.key_size), lambda c, h, z: (*p.segment_at(h, z), 0))
+        diagonal = p.per_head(p.num_splits, p.key_size, dtype=jnp.float32)
+        of_transition = p.of_head(diagonal, (None, p.key_size), lambda c, h, z: (*p.split_at(h, z), 0))
     results = call(
         _maps_kernel if p.online else _linear_maps_kernel,
         "delta_segment_maps",
         grid,
         {
             **pass_operands(p, inputs, prepared, at_value, block, with_reads=False),
-            "growth": p.of_head(prepared.growth, (p.chunks,), lambda c, h, z: (lax.div(z, p.segments), h, 0)),
+            "growth": p.of_head(prepared.growth, (p.chunks,), lambda c, h, z: (lax.div(z, p.num_splits), h, 0)),
         },
         {
             "offset": p.of_head(offset, (None, block, p.key_size), place(lambda c: lax.min(c, value_blocks - 1))),
             "transition": of_transition,
             "transition_rest": of_transition if p.online and p.dtype != jnp.float32 else None,
             "survival": p.of_head(
-                None if prepared.kept is None else p.per_head(p.segments, dtype=jnp.float32),
+                None if prepared.kept is None else p.per_head(p.num_splits, dtype=jnp.float32),
                 (None,),
-                lambda c, h, z: p.segment_at(h, z),
+                lambda c, h, z: p.split_at(h, z),
             ),
         },
         launch,
-        problem=p,
+        kernel_shape=p,
         block=block,
     )
-    return SegmentMaps(**results)  # type: ignore[arg-type]
+    return SplitTransitions(**results)  # type: ignore[arg-type]
 
 
-def fold_segments(
-    problem: Problem, maps: SegmentMaps | None, boundary: Array | None, launch: Launch, reverse: bool = False
+def combine_splits(
+    kernel_shape: KernelShape,
+    maps: SplitTransitions | None,
+    boundary: Array | None,
+    launch: KernelConfig,
+    reverse: bool = False,
 ) -> Array | None:
     """The state at each segment's start or, in `reverse`, its gradient at each segment's end.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         maps: of the segments; in `reverse` the offset is that of the gradient.
         boundary: `[B, HV, K, V]`, the state before the sequence or the gradient after it; None for zero.
         launch: compilation.
@@ -239,11 +245,11 @@ def fold_segments(
     Returns:
         `[B, HV, P, V, K]` float32; None where there is one segment.
     """
-    p = problem
+    p = kernel_shape
     if maps is None:
         return None
     block = min(launch.block, p.value_size)
-    side_by_side = 1 if maps.survival is None else p.segments
+    side_by_side = 1 if maps.survival is None else p.num_splits
 
     def head(array, shape, *block_index):
         return p.of_head(array, shape, lambda c, h, z: (lax.div(z, side_by_side), h, *(i(c) for i in block_index)))
@@ -256,10 +262,10 @@ def fold_segments(
 
     def of_transition(array):
         sizes = (p.key_size,) * (2 if p.online else 1)
-        return head(array, (p.segments, *sizes), *(zero,) * (1 + len(sizes)))
+        return head(array, (p.num_splits, *sizes), *(zero,) * (1 + len(sizes)))
 
     def of_state(array):
-        return head(array, (p.segments, block, p.key_size), zero, column, zero)
+        return head(array, (p.num_splits, block, p.key_size), zero, column, zero)
 
     result = call(
         _fold_kernel,
@@ -268,13 +274,13 @@ def fold_segments(
         {
             "transition": of_transition(maps.transition),
             "transition_rest": of_transition(maps.transition_rest),
-            "survival": head(maps.survival, (p.segments,), zero),
+            "survival": head(maps.survival, (p.num_splits,), zero),
             "offset": of_state(maps.offset),
             "boundary": head(boundary, (p.key_size, block), zero, column),
         },
-        {"folded": of_state(p.per_head(p.segments, p.value_size, p.key_size, dtype=jnp.float32))},
+        {"folded": of_state(p.per_head(p.num_splits, p.value_size, p.key_size, dtype=jnp.float32))},
         launch,
-        problem=p,
+        kernel_shape=p,
         block=block,
         reverse=reverse,
     )

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.config import Launch
-from pallas_kernels.common.problem import CHUNK
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.triton.backend import Operand, call, dot_nt, exp2, iota, load_again
 from pallas_kernels.common.triton.chunks import product
 from pallas_kernels.common.triton.decay import (
@@ -27,8 +27,8 @@ from pallas_kernels.common.triton.decay import (
     decay_to_end,
     load_starts,
 )
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.triton.pairs import pair_products, weigh_pairs
-from pallas_kernels.common.triton.problem import Problem
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.triton.channel_decay import (
     chunk_ends,
@@ -45,7 +45,7 @@ from pallas_kernels.delta_rule.triton.channel_decay import (
 from pallas_kernels.delta_rule.triton.triangular_inverse import unit_lower_inverse
 
 
-class Prepared(NamedTuple):
+class WYFactors(NamedTuple):
     """Results of the first stage, which the passes over chunks read. N is the number of chunks, C = 64.
 
     Attributes:
@@ -250,14 +250,14 @@ def _store_inverse(r, erased: Array):
     r.inverse[...] = unit_lower_inverse(jnp.where(i > j, erased, 0.0), dtype).astype(dtype)
 
 
-def stored_scores(problem: Problem) -> jax.ShapeDtypeStruct:
+def stored_scores(kernel_shape: KernelShape) -> jax.ShapeDtypeStruct:
     """Shape and dtype of all chunks' P. Linear attention keeps P in float32: rounding it would be most of its error."""
-    return problem.per_head(problem.chunks, CHUNK, CHUNK, dtype=None if problem.online else jnp.float32)
+    return kernel_shape.per_head(kernel_shape.chunks, CHUNK, CHUNK, dtype=None if kernel_shape.online else jnp.float32)
 
 
-def _outputs(problem: Problem, inputs: Inputs) -> dict[str, Operand | None]:
-    """The results, by the names of `Prepared`."""
-    p, x = problem, inputs
+def _outputs(kernel_shape: KernelShape, inputs: Inputs) -> dict[str, Operand | None]:
+    """The results, by the names of `WYFactors`."""
+    p, x = kernel_shape, inputs
     decay_ndim = 0 if x.log_decay is None else x.log_decay.ndim
     erase_ndim = 0 if x.erase is None else x.erase.ndim
     matrix, scores = p.per_head(p.chunks, CHUNK, CHUNK), stored_scores(p)
@@ -292,20 +292,22 @@ def _outputs(problem: Problem, inputs: Inputs) -> dict[str, Operand | None]:
         "front": per_channel,
         "tail": per_channel,
         "growth": of_flag(
-            p.per_head(p.chunks, dtype=jnp.float32) if p.online and decay_ndim and p.segments > 1 else None
+            p.per_head(p.chunks, dtype=jnp.float32) if p.online and decay_ndim and p.num_splits > 1 else None
         ),
         "extreme": of_flag(p.per_head(p.chunks, dtype=jnp.int32) if decay_ndim == 4 else None),
     }
 
 
-def _of_chunk(problem: Problem, x: Any) -> Operand | None:
+def _of_chunk(kernel_shape: KernelShape, x: Any) -> Operand | None:
     """One number a chunk, `[B, HV, N]`."""
-    return problem.of_head(x, (None,), lambda h, n, b: (b, h, n))
+    return kernel_shape.of_head(x, (None,), lambda h, n, b: (b, h, n))
 
 
-def _arguments(problem: Problem, inputs: Inputs, launch: Launch) -> tuple[dict[str, Operand | None], dict[str, Any]]:
+def _arguments(
+    kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig
+) -> tuple[dict[str, Operand | None], dict[str, Any]]:
     """What kernels of the first stage read, and their static arguments."""
-    p, x = problem, inputs
+    p, x = kernel_shape, inputs
 
     def at(h, n, b):
         return b, n, h, 0
@@ -316,46 +318,50 @@ def _arguments(problem: Problem, inputs: Inputs, launch: Launch) -> tuple[dict[s
     return operands, {"scale": p.scale, "block": min(launch.inner, p.key_size)}
 
 
-def prepare(problem: Problem, inputs: Inputs, launch: Launch) -> Prepared:
+def prepare(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) -> WYFactors:
     """Runs the first stage.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         inputs: arguments.
         launch: compilation; `inner` is the width of a block of key channels where the decay is channel-wise.
     """
-    operands, static = _arguments(problem, inputs, launch)
-    outputs = _outputs(problem, inputs)
-    results = call(_prepare_kernel, "delta_prepare", problem.chunk_grid, operands, outputs, launch, **static)
-    prepared = Prepared(**results)
-    return prepared if prepared.extreme is None else with_extreme(problem, inputs, prepared, launch, _OF_PAIRS)
+    operands, static = _arguments(kernel_shape, inputs, launch)
+    outputs = _outputs(kernel_shape, inputs)
+    results = call(_prepare_kernel, "delta_prepare", kernel_shape.chunk_grid, operands, outputs, launch, **static)
+    prepared = WYFactors(**results)
+    return prepared if prepared.extreme is None else with_extreme(kernel_shape, inputs, prepared, launch, _OF_PAIRS)
 
 
 _OF_PAIRS = "inverse", "scores", "growth"
 _FACTORS = "read", "erased", "written"
 OF_EXTREME = _OF_PAIRS + _FACTORS
-"""What a kernel for chunks that are not extreme leaves to find, by the names of `Prepared`."""
+"""What a kernel for chunks that are not extreme leaves to find, by the names of `WYFactors`."""
 
 
 def with_extreme(
-    problem: Problem, inputs: Inputs, prepared: Prepared, launch: Launch, names: tuple[str, ...] = OF_EXTREME
-) -> Prepared:
+    kernel_shape: KernelShape,
+    inputs: Inputs,
+    prepared: WYFactors,
+    launch: KernelConfig,
+    names: tuple[str, ...] = OF_EXTREME,
+) -> WYFactors:
     """The same results, with those of `names` replaced in extreme chunks.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         inputs: arguments.
         prepared: results, with `extreme`.
         launch: as in `prepare`.
         names: with those of all factors or without.
     """
-    operands, static = _arguments(problem, inputs, launch)
-    found = {name: operand for name, operand in _outputs(problem, inputs).items() if name in names and operand}
+    operands, static = _arguments(kernel_shape, inputs, launch)
+    found = {name: operand for name, operand in _outputs(kernel_shape, inputs).items() if name in names and operand}
     exact = call(
         _extreme_kernel,
         "delta_prepare_extreme",
-        problem.chunk_grid,
-        {**operands, "extreme": _of_chunk(problem, prepared.extreme)},
+        kernel_shape.chunk_grid,
+        {**operands, "extreme": _of_chunk(kernel_shape, prepared.extreme)},
         {**dict.fromkeys(OF_EXTREME), **found},
         launch,
         updates={name: dataclasses.replace(at, array=getattr(prepared, name)) for name, at in found.items()},

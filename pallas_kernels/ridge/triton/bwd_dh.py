@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.problem import CHUNK
+from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.triton.backend import call, dot_tn
 from pallas_kernels.common.triton.decay_rows import Rows, loaded_decay, rows_of_chunk
-from pallas_kernels.common.triton.problem import Problem
-from pallas_kernels.ridge.problem import Method, RidgeInputs, RidgeSchedule
+from pallas_kernels.common.triton.kernel_shape import KernelShape
+from pallas_kernels.ridge.config import Method, RidgeConfig, RidgeInputs
 from pallas_kernels.ridge.triton.gram_states import increments_shape, of_chunk, scan_chunks
 from pallas_kernels.ridge.triton.iterations import load_strength, pair_decays, strength_operand
 from pallas_kernels.ridge.triton.products import Parts, multiply, parts
@@ -95,7 +95,7 @@ def _store_ridge(r, gradient: Array) -> None:
 
 
 def state_gradients(
-    problem: Problem,
+    kernel_shape: KernelShape,
     method: Method,
     inputs: RidgeInputs,
     rows: Rows,
@@ -104,12 +104,12 @@ def state_gradients(
     norm: Array | None,
     d_q: Array,
     d_final: Array | None,
-    schedule: RidgeSchedule,
+    config: RidgeConfig,
 ) -> tuple[NormGradients, Parts, Array | None, Array | None]:
     """Gradients of the Gram matrix after each chunk, and of the initial one.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         method: of the solve.
         inputs: keys, and whether there is an initial Gram matrix.
         rows: decays.
@@ -118,14 +118,14 @@ def state_gradients(
         norm: Frobenius norms `[B, H, T]`; None unless the ridge is adaptive.
         d_q: the solve for the solutions' gradient, `[B, T, H, K]`.
         d_final: `[B, H, K, K]`, the gradient of the final Gram matrix and its transpose together; None for zero.
-        schedule: compilation.
+        config: compilation.
 
     Returns:
         Gradients by the ridge; `[B, H, N, K, K]`, gradient and transpose together; `[B, H, K, K]` float32 or None; and,
         where there is decay, the products of the former with the chunks' starting matrices, summed over rows,
         `[B, H, N, K]` float32.
     """
-    p = problem
+    p = kernel_shape
 
     def token(array):
         return p.of_token(array, CHUNK, lambda h, n, b: (b, n, h, 0))
@@ -157,9 +157,9 @@ def state_gradients(
             "weight": weights,
             "key_weight": weights,
         },
-        schedule.start_gradients,
+        config.start_gradients,
         method=method,
-        block=min(schedule.start_gradients.block, p.key_size),
+        block=min(config.start_gradients.block, p.key_size),
     )
     by_norm = NormGradients(results["d_ridge"], results["weight"], results["key_weight"])  # type: ignore[arg-type]
     has_decay = inputs.log_decay is not None
@@ -169,7 +169,7 @@ def state_gradients(
         rows,
         results["increment"],  # type: ignore[arg-type]
         d_final,
-        schedule.reverse_scan,
+        config.reverse_scan,
         reverse=True,
         with_end=inputs.initial_gram is not None,
         other=states if has_decay else None,

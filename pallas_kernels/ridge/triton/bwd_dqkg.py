@@ -12,11 +12,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.decay import MIN_LOG_DECAY
-from pallas_kernels.common.problem import CHUNK
+from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.triton.backend import call, dot, dot_nt, dot_tn, iota
 from pallas_kernels.common.triton.decay_rows import Rows, loaded_decay, rows_of_chunk
-from pallas_kernels.common.triton.problem import Problem
-from pallas_kernels.ridge.problem import Method, RidgeInputs, RidgeSchedule
+from pallas_kernels.common.triton.kernel_shape import KernelShape
+from pallas_kernels.ridge.config import Method, RidgeConfig, RidgeInputs
 from pallas_kernels.ridge.triton.bwd_dh import NormGradients
 from pallas_kernels.ridge.triton.gram_states import of_chunk
 from pallas_kernels.ridge.triton.iterations import pair_decays
@@ -156,7 +156,7 @@ def _over_intervals(r, pairs: Array, from_start: Array, to_end: Array, precision
 
 
 def argument_gradients(
-    problem: Problem,
+    kernel_shape: KernelShape,
     method: Method,
     inputs: RidgeInputs,
     rows: Rows,
@@ -166,12 +166,12 @@ def argument_gradients(
     x: Array,
     d_q: Array,
     by_norm: NormGradients,
-    schedule: RidgeSchedule,
+    config: RidgeConfig,
 ) -> tuple[Array, Array | None]:
     """Gradients of `k` `[B, T, H, K]` and of `log_decay` `[B, T, H]` (None if there is none).
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         method: of the solve.
         inputs: arguments but for `q`.
         rows: decays.
@@ -181,9 +181,9 @@ def argument_gradients(
         x: solutions.
         d_q: the solve for their gradient.
         by_norm: gradients by the norms.
-        schedule: compilation.
+        config: compilation.
     """
-    p = problem
+    p = kernel_shape
 
     def at(h, n, b):
         return b, n, h, 0
@@ -220,9 +220,9 @@ def argument_gradients(
             "d_to_end": row if has_decay else None,
             "d_from_start": row if has_decay else None,
         },
-        schedule.boundary_gradients,
+        config.boundary_gradients,
         method=method,
-        block=min(schedule.boundary_gradients.block, p.key_size),
+        block=min(config.boundary_gradients.block, p.key_size),
     )
     d_k = boundary.pop("d_k")
     assert d_k is not None
@@ -241,9 +241,9 @@ def argument_gradients(
             **rows_of_chunk(p, rows, ("total", "fine", "runs", "from_start", "to_end")),
         },
         {"d_k": tokens["k"], "d_log_decay": log_decay},
-        schedule.gradients,
+        config.gradients,
         updates={"d_k": token(d_k)},
         method=method,
-        block=min(schedule.gradients.block, p.key_size),
+        block=min(config.gradients.block, p.key_size),
     )
     return results["d_k"], results["d_log_decay"]  # type: ignore[return-value]

@@ -10,12 +10,12 @@ matrix and loops over the chunks, loading several ahead. Gradients are passed ba
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.common.config import Launch
-from pallas_kernels.common.problem import CHUNK
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.triton.backend import Operand, call, dot_tn, split
 from pallas_kernels.common.triton.decay_rows import Rows, rows_of_chunk
-from pallas_kernels.common.triton.problem import Problem
-from pallas_kernels.ridge.problem import Method, RidgeInputs, RidgeSchedule
+from pallas_kernels.common.triton.kernel_shape import KernelShape
+from pallas_kernels.ridge.config import Method, RidgeConfig, RidgeInputs
 from pallas_kernels.ridge.triton.products import Parts, multiply, parts
 
 
@@ -25,19 +25,19 @@ def _increments_kernel(r, *, precision: str):
     r.increment[...] = multiply(dot_tn, tail, k, precision).astype(r.increment.dtype)
 
 
-def of_chunk(problem: Problem, array) -> Operand | None:
+def of_chunk(kernel_shape: KernelShape, array) -> Operand | None:
     """A chunk's matrix of `[B, H, N, K, K]`, for kernels of one program a chunk."""
-    return problem.of_head(array, (None, *array.shape[3:]) if array is not None else (), _place_chunk)
+    return kernel_shape.of_head(array, (None, *array.shape[3:]) if array is not None else (), _place_chunk)
 
 
 def _place_chunk(h, n, b):
     return b, h, n, 0, 0
 
 
-def increments_shape(problem: Problem, method: Method):
+def increments_shape(kernel_shape: KernelShape, method: Method):
     """The shape of the increments, whose dtype is as wide as a state's parts together."""
     dtype = jnp.float32 if method.parts == 2 else method.state_dtype
-    return problem.per_head(problem.chunks, problem.key_size, problem.key_size, dtype=dtype)
+    return kernel_shape.per_head(kernel_shape.chunks, kernel_shape.key_size, kernel_shape.key_size, dtype=dtype)
 
 
 def _scan_kernel(r, *, chunks: int, ahead: int, reverse: bool, factor: float):
@@ -73,12 +73,12 @@ def _scan_kernel(r, *, chunks: int, ahead: int, reverse: bool, factor: float):
 
 
 def scan_chunks(
-    problem: Problem,
+    kernel_shape: KernelShape,
     method: Method,
     rows: Rows,
     increments: Array,
     boundary: Array | None,
-    launch: Launch,
+    launch: KernelConfig,
     *,
     reverse: bool = False,
     with_end: bool = True,
@@ -89,7 +89,7 @@ def scan_chunks(
     """Adds up `increments` `[B, H, N, K, K]` over chunks with their decay.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         method: how precise states are stored.
         rows: decays.
         increments: the increment of each chunk; its memory is reused for the result if possible.
@@ -105,7 +105,7 @@ def scan_chunks(
         States before each chunk (in `reverse`: after it) `[B, H, N, K, K]`; the state at the other end of the scan
         `[B, H, K, K]` float32 or None; sums over each row of state times other, `[B, H, N, K]` float32, or None.
     """
-    p = problem
+    p = kernel_shape
     block = min(launch.block, p.key_size)
 
     def of_states(x):
@@ -146,13 +146,13 @@ def scan_chunks(
 
 
 def gram_states(
-    problem: Problem, method: Method, inputs: RidgeInputs, rows: Rows, schedule: RidgeSchedule
+    kernel_shape: KernelShape, method: Method, inputs: RidgeInputs, rows: Rows, config: RidgeConfig
 ) -> tuple[Parts, Array, Array]:
     """Gram matrices before each chunk `[B, H, N, K, K]`, after the last `[B, H, K, K]`, and squared norms.
 
     The squared norms are those of the rows of the matrices before each chunk, `[B, H, N, K]` float32.
     """
-    p = problem
+    p = kernel_shape
     shape = increments_shape(p, method)
     increments = call(
         _increments_kernel,
@@ -163,9 +163,9 @@ def gram_states(
             **rows_of_chunk(p, rows, ("to_end",)),
         },
         {"increment": of_chunk(p, shape)},
-        schedule.increments,
+        config.increments,
         precision=method.precision,
     )["increment"]
     assert increments is not None
-    states, final, squares = scan_chunks(p, method, rows, increments, inputs.initial_gram, schedule.scan)
+    states, final, squares = scan_chunks(p, method, rows, increments, inputs.initial_gram, config.scan)
     return states, final, squares  # type: ignore[return-value]

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.common.problem import CHUNK
+from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.triton.backend import Operand, call, dot, dot_nt, rounded_product
 from pallas_kernels.common.triton.decay_rows import Rows, loaded_decay, rows_of_chunk
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.triton.pairs import weigh_pairs
-from pallas_kernels.common.triton.problem import Problem
-from pallas_kernels.ridge.problem import Method, RidgeInputs, RidgeSchedule
+from pallas_kernels.ridge.config import Method, RidgeConfig, RidgeInputs
 from pallas_kernels.ridge.triton.products import Parts, load_parts, multiply, parts
 
 # A Gram matrix with a norm up to this floor counts as zero, as in the operator's definition.
@@ -254,12 +254,12 @@ def load_strength(ref) -> Array:
 
 
 def solve_chunks(
-    problem: Problem,
+    kernel_shape: KernelShape,
     method: Method,
     inputs: RidgeInputs,
     rows: Rows,
     states: Parts,
-    schedule: RidgeSchedule,
+    config: RidgeConfig,
     *,
     b: Array,
     squares: Array | None = None,
@@ -268,12 +268,12 @@ def solve_chunks(
     """Solves `(H_t + Diag(ridge_t)) x_t = b_t`.
 
     Args:
-        problem: static facts.
+        kernel_shape: static facts.
         method: how.
         inputs: keys and ridge.
         rows: decays.
         states: Gram matrices at the chunks' starts.
-        schedule: compilation.
+        config: compilation.
         b: `[B, T, H, K]`.
         squares: squared norms of the rows of `states`, `[B, H, N, K]`, unless the norms are known.
         norm: `[B, H, T]`, where it is known.
@@ -281,7 +281,7 @@ def solve_chunks(
     Returns:
         Solutions `[B, T, H, K]`, and the Frobenius norms `[B, H, T]` float32, None where the method needs none.
     """
-    p = problem
+    p = kernel_shape
 
     def at(h, n, batch):
         return batch, n, h, 0
@@ -312,7 +312,7 @@ def solve_chunks(
             "x": token(jax.ShapeDtypeStruct(b.shape, b.dtype)),
             "norm": row if finds_norm else None,
         },
-        schedule.solve,
+        config.solve,
         method=method,
     )
     return results["x"], results["norm"] if finds_norm else norm  # type: ignore[return-value]

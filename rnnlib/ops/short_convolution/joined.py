@@ -99,4 +99,4 @@ def joined_convolutions(
 def _kernel_streams(streams: Sequence[JoinedStream]) -> list:
     """The kernels' arguments."""
     kernels = kernel_operators().short_convolution
-    return [kernels.ConvolutionStream(s.kernel, s.bias, s.initial_state, kernels.Finish(*s.finish)) for s in streams]
+    return [kernels.ConvolutionStream(s.kernel, s.bias, s.initial_state, kernels.Epilogue(*s.finish)) for s in streams]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import operators
-from pallas_kernels.delta_rule.deferred_state import PERIOD, defer_writes
+from pallas_kernels.delta_rule.delayed_state import PERIOD, without_pending
 from pallas_kernels.delta_rule.delayed_update import delayed_token, flush
 from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, SHARED, Case, make_inputs
 
@@ -43,7 +43,7 @@ def tokens_and_state(case: Case):
 
 
 def first_deferred(case: Case, token, state):
-    return defer_writes(state, token.get("write_key", token["k"]).astype(case.dtype), token.get("log_decay"))
+    return without_pending(state, token.get("write_key", token["k"]).astype(case.dtype), token.get("log_decay"))
 
 
 def by_kernels(case: Case, tolerance: float) -> None:
@@ -53,13 +53,13 @@ def by_kernels(case: Case, tolerance: float) -> None:
     plain = jax.jit(getattr(triton, case.operator))
     for t, token in enumerate(tokens):
         out, state = plain(**token, initial_state=state)
-        found, deferred = step(**token, deferred=deferred)
-        assert found.dtype == out.dtype and int(deferred.waiting) == (t + 1) % PERIOD
+        found, deferred = step(**token, delayed=deferred)
+        assert found.dtype == out.dtype and int(deferred.num_pending) == (t + 1) % PERIOD
         settled = flush(deferred)
         np.testing.assert_array_equal(settled, state)
         out, found = out.astype(jnp.float32), found.astype(jnp.float32)
         assert float(jnp.abs(found - out).max()) <= tolerance * max(1.0, float(jnp.abs(out).max()))
-    assert (np.asarray(deferred.state) != np.asarray(state)).any() == bool(deferred.waiting), "seldom stored"
+    assert (np.asarray(deferred.state) != np.asarray(state)).any() == bool(deferred.num_pending), "seldom stored"
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -82,7 +82,7 @@ def test_a_settled_state_is_the_same_and_stays():
     # What rows say that no longer wait has no effect.
     stale = deferred._replace(keys=deferred.keys + jnp.nan, values=deferred.values + jnp.nan)
     np.testing.assert_array_equal(flush(stale), state)
-    out, _ = delayed_token(**tokens[0], deferred=stale)
+    out, _ = delayed_token(**tokens[0], delayed=stale)
     assert jnp.isfinite(out.astype(jnp.float32)).all()
 
 
@@ -91,6 +91,6 @@ def test_what_does_not_serve_is_named(unchecked_shapes):
     deferred = first_deferred(CASES["delta_rule"], tokens[0], state)
     two = {name: jnp.repeat(x, 2, axis=1) for name, x in tokens[0].items()}
     with pytest.raises(NotImplementedError, match=r"deferred_token: .* do not support 2 tokens \(a single one\)"):
-        delayed_token(**two, deferred=deferred)
+        delayed_token(**two, delayed=deferred)
     q, k, v = (jnp.zeros((1, 1, 1, 24)),) * 3
     assert "key size 24 with value size 24" in str(operators.delayed_update.unsupported_reason(q, k, v))

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import operators
-from pallas_kernels.delta_rule.deferred_state import PERIOD, defer_writes
+from pallas_kernels.delta_rule.delayed_state import PERIOD, without_pending
 from pallas_kernels.delta_rule.delayed_update import delayed_token, flush
 from pallas_kernels.delta_rule.mosaic_gpu import decode_delayed as kernel
 from rnnlib import ops
@@ -47,13 +47,13 @@ def by_kernels(case: Case) -> None:
     plain = jax.jit(getattr(triton, case.operator))
     for t, token in enumerate(tokens):
         out, state = plain(**token, initial_state=state)
-        found, deferred = step(**token, deferred=deferred)
-        assert found.dtype == out.dtype and int(deferred.waiting) == (t + 1) % PERIOD
+        found, deferred = step(**token, delayed=deferred)
+        assert found.dtype == out.dtype and int(deferred.num_pending) == (t + 1) % PERIOD
         # Both are float32 sums that are rounded once.
         tolerance = 2**-8 if out.dtype == jnp.bfloat16 else 1e-5
         assert relative_error(np.asarray(found, np.float64), np.asarray(out, np.float64)) < tolerance
         assert relative_error(np.asarray(flush(deferred)), np.asarray(state)) < 1e-5
-    assert (np.asarray(deferred.state) != np.asarray(state)).any() == bool(deferred.waiting), "seldom stored"
+    assert (np.asarray(deferred.state) != np.asarray(state)).any() == bool(deferred.num_pending), "seldom stored"
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_outputs_and_the_last_state_are_those_of_the_scan_in_float64(name, backe
         expected_out, expected_state = map(np.asarray, expected)
     deferred, outputs = first_deferred(case, tokens[0], state), []
     for token in tokens:
-        out, deferred = delayed_token(**token, deferred=deferred, online=case.online, backend=backend)
+        out, deferred = delayed_token(**token, delayed=deferred, online=case.online, backend=backend)
         outputs.append(out)
     assert relative_error(jnp.concatenate(outputs, axis=1), expected_out) < 1e-5
     assert relative_error(flush(deferred), expected_state) < 1e-5
@@ -115,7 +115,7 @@ def test_rows_that_no_longer_wait_have_no_effect():
     tokens, state = tokens_and_state(case)
     stale = first_deferred(case, tokens[0], state)
     stale = stale._replace(keys=stale.keys + jnp.nan, values=stale.values + jnp.nan, decays=stale.decays + jnp.nan)
-    out, _ = delayed_token(**tokens[0], deferred=stale, backend="mosaic")
+    out, _ = delayed_token(**tokens[0], delayed=stale, backend="mosaic")
     assert jnp.isfinite(out.astype(jnp.float32)).all()
 
 
@@ -125,9 +125,9 @@ def test_calls_may_be_mapped_over(one_program):
     run = functools.partial(delayed_token, online=False, backend="mosaic")
     calls = [(token, first_deferred(case, token, state * n)) for n, token in enumerate(tokens[:2])]
     token, deferred = jax.tree.map(lambda *x: jnp.stack(x), *calls)
-    found = jax.vmap(lambda token, deferred: run(**token, deferred=deferred))(token, deferred)
+    found = jax.vmap(lambda token, deferred: run(**token, delayed=deferred))(token, deferred)
     for n, (token, deferred) in enumerate(calls):
-        expected = run(**token, deferred=deferred)
+        expected = run(**token, delayed=deferred)
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[n], y), found, expected)
 
 
@@ -140,7 +140,7 @@ def test_layers_on_a_hopper_card_take_it_and_share_it(implementation, channels, 
     def tokens(state, x):
         layer = nnx.merge(graph, state)
         for _ in range(2):
-            x, cache = layer(x, cache=layer.defer_writes(layer.init_cache(256, 128)))
+            x, cache = layer(x, cache=layer.without_pending(layer.init_cache(256, 128)))
         return x, cache.state
 
     text = lowered_text(tokens, state, jax.ShapeDtypeStruct((256, 1, 256), jnp.bfloat16))
@@ -152,7 +152,7 @@ def test_layers_on_a_hopper_card_take_it_and_share_it(implementation, channels, 
 def test_inside_shard_map_that_checks_what_varies_the_other_kernel_serves(check_vma, kernels):
     def tokens(state, q, gate):
         token = DeltaRuleInputs(q, q, q, Gates(gate, gate), None, -gate)
-        deferred = defer_writes(state, q, gate)
+        deferred = without_pending(state, q, gate)
         out, deferred = deferred_writes.deferred_token(token, deferred, scale=None)
         return out, deferred_writes.settle_writes(deferred)
 
@@ -176,6 +176,6 @@ def test_what_does_not_serve_is_named(unchecked_shapes):
         reason = "key size 256 with value size 128 (128 and a multiple of it)"
         assert operators.delayed_update.unsupported_reason(wide, wide, v, backend="mosaic") == reason
     with pytest.raises(NotImplementedError, match=re.escape(f"the kernel in Mosaic GPU does not support {reason}")):
-        delayed_token(wide, wide, v, deferred=defer_writes(jnp.zeros((1, 1, 256, 128)), wide, None), backend="mosaic")
+        delayed_token(wide, wide, v, delayed=without_pending(jnp.zeros((1, 1, 256, 128)), wide, None), backend="mosaic")
     with pytest.raises(ValueError, match=re.escape("backend is 'cuda', expected 'triton' or 'mosaic'")):
-        delayed_token(q, k, v, deferred=None, backend="cuda")
+        delayed_token(q, k, v, delayed=None, backend="cuda")

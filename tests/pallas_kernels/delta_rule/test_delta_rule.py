@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import operators
 from pallas_kernels.delta_rule.api import gated_delta_rule
-from pallas_kernels.delta_rule.config import Schedule
+from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.linear_attention.api import linear_attention
 from rnnlib import ops
 from tests.compiling import loop_jit
@@ -68,14 +68,14 @@ SLOW |= {"eight_segments_that_forget"}
 @pytest.mark.parametrize("name", mostly_slow(CASES, CASES.keys() - SLOW))
 def test_float32_equals_the_scan(name):
     case = CASES[name]
-    found = errors(case, schedule=Schedule(segments=case.segments))
+    found = errors(case, config=DeltaRuleConfig(num_splits=case.segments))
     limit = 5e-5 if name in LOOSE else 5e-6
     assert all(error < limit for error in found.values()), found
 
 
 @pytest.mark.parametrize("decay", mostly_slow([SCALAR, CHANNEL], [CHANNEL]))
 def test_bfloat16_stays_within_rounding(decay):
-    found = errors(Case((1, 192, 1, 1, 32, 32), decay, dtype=jnp.bfloat16), schedule=Schedule(segments=3))
+    found = errors(Case((1, 192, 1, 1, 32, 32), decay, dtype=jnp.bfloat16), config=DeltaRuleConfig(num_splits=3))
     assert all(error < 1e-2 for error in found.values()), found
     # What goes through the inverse is not rounded before; if it were, all these would be above their limits.
     limits = {"out": 2.9e-3, "state": 2.35e-3, "d_v": 2.7e-3, "d_write": 1.8e-3, "d_log_decay": 2.3e-3}
@@ -86,7 +86,9 @@ def test_bfloat16_stays_within_rounding(decay):
 
 @pytest.mark.parametrize("decay", mostly_slow([NO, SCALAR], [NO]))
 def test_linear_attention_in_bfloat16_stays_within_rounding(decay):
-    found = errors(Case((1, 192, 1, 2, 32, 32), decay, online=False, dtype=jnp.bfloat16), schedule=Schedule(segments=3))
+    found = errors(
+        Case((1, 192, 1, 2, 32, 32), decay, online=False, dtype=jnp.bfloat16), config=DeltaRuleConfig(num_splits=3)
+    )
     assert all(error < 1e-2 for error in found.values()), found
 
 
@@ -292,8 +294,8 @@ def test_writes_that_enlarge_the_state_are_not_forgotten():
     arrays["k"] = jnp.broadcast_to(3**0.5 * arrays["k"][:, :1], arrays["k"].shape)
     arrays["erase"] = jnp.ones_like(arrays["erase"])
     arrays["log_decay"] = jnp.full_like(arrays["log_decay"], np.log(0.5))
-    once, _ = jax.jit(lambda x: gated_delta_rule(**x, schedule=Schedule()))(arrays)
-    split, _ = jax.jit(lambda x: gated_delta_rule(**x, schedule=Schedule(segments=4)))(arrays)
+    once, _ = jax.jit(lambda x: gated_delta_rule(**x, config=DeltaRuleConfig()))(arrays)
+    split, _ = jax.jit(lambda x: gated_delta_rule(**x, config=DeltaRuleConfig(num_splits=4)))(arrays)
     assert relative_error(split, once) < 1e-3  # rounding that nothing damps
 
 
@@ -302,7 +304,7 @@ def test_long_segments_equal_one(decay):
     """More chunks in a segment than are looked at in one go to see what it forgets."""
     arrays, _ = make_inputs(Case((1, 64 * 70, 1, 1, 16, 16), decay, shift=8.0))
     results = [
-        jax.jit(functools.partial(gated_delta_rule, schedule=Schedule(segments=segments)))(**arrays)
+        jax.jit(functools.partial(gated_delta_rule, config=DeltaRuleConfig(num_splits=segments)))(**arrays)
         for segments in (1, 2)
     ]
     for once, split in zip(*results):
@@ -343,11 +345,11 @@ def test_memory_kept_for_the_backward_is_linear_and_small():
     size, length = 128, 1024
     like = jax.ShapeDtypeStruct((1, length, 1, size), jnp.bfloat16)
     gate = jax.ShapeDtypeStruct((1, length, 1), jnp.bfloat16)
-    schedule = Schedule(segments=4)
+    schedule = DeltaRuleConfig(num_splits=4)
 
     def residuals(q, k, v, beta, log_decay):
         def function(*x):
-            return gated_delta_rule(*x[:3], erase=x[3], write=x[3], log_decay=x[4], schedule=schedule)
+            return gated_delta_rule(*x[:3], erase=x[3], write=x[3], log_decay=x[4], config=schedule)
 
         return jax.tree.leaves(jax.vjp(function, q, k, v, beta, log_decay)[1])
 
@@ -454,9 +456,9 @@ def test_offsets_beyond_two_to_the_31_elements():
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (1, length, heads, size), jnp.bfloat16) * size**-0.5 for key in keys)
     assert q.size > 2**31
-    schedule = Schedule()
-    out, state = jax.jit(lambda *x: gated_delta_rule(*x, schedule=schedule))(q, k, v)
-    alone, alone_state = jax.jit(lambda *x: gated_delta_rule(*x, schedule=schedule))(*(x[:, :, -1:] for x in (q, k, v)))
+    schedule = DeltaRuleConfig()
+    out, state = jax.jit(lambda *x: gated_delta_rule(*x, config=schedule))(q, k, v)
+    alone, alone_state = jax.jit(lambda *x: gated_delta_rule(*x, config=schedule))(*(x[:, :, -1:] for x in (q, k, v)))
     np.testing.assert_array_equal(out[:, :, -1:], alone)
     np.testing.assert_array_equal(state[:, -1:], alone_state)
 

@@ -79,7 +79,7 @@ def test_gradients_of_mosaic_gpu_are_exactly_zero_too(write_key):
     mosaic_interpreter.install()
     case = Case((1, 66, 1, 1, *SIZES), write=SHARED, write_key=write_key, dtype=jnp.bfloat16)
     arrays = with_closed_gates(case)
-    found = gradients(case, arrays, operators, jit=eagerly, schedule=schedule_of(case, 1))
+    found = gradients(case, arrays, operators, jit=eagerly, config=schedule_of(case, 1))
     assert_zero_where_the_definition_is(case, found, arrays)
 
 

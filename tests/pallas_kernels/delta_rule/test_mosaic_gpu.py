@@ -10,17 +10,17 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.common.config import Launch, MosaicLaunch
+from pallas_kernels.common.config import KernelConfig, MosaicConfig
 from pallas_kernels.common.decay import FORGOTTEN
 from pallas_kernels.common.mosaic_gpu import SIDE
-from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.api import gated_delta_rule
-from pallas_kernels.delta_rule.config import Schedule, mosaic_schedule
+from pallas_kernels.delta_rule.config import DeltaRuleConfig, mosaic_config
+from pallas_kernels.delta_rule.inputs import kernel_shape_of
 from pallas_kernels.delta_rule.inputs import make_inputs as make_kernel_inputs
-from pallas_kernels.delta_rule.inputs import problem_of
 from pallas_kernels.delta_rule.mosaic_gpu import stages as mosaic_stages
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import DIGIT_COLUMNS, refined, rounded_and_digits
-from pallas_kernels.delta_rule.triton.split_sequence import segment_maps
+from pallas_kernels.delta_rule.triton.split_sequence import split_transitions
 from pallas_kernels.delta_rule.triton.wy import prepare
 from rnnlib import ops
 from tests.pallas_kernels import mosaic_interpreter
@@ -83,9 +83,9 @@ def eagerly(function):
     return function
 
 
-def schedule_of(case: Case, groups: int) -> Schedule:
-    return mosaic_schedule(
-        Schedule(segments=case.segments),
+def schedule_of(case: Case, groups: int) -> DeltaRuleConfig:
+    return mosaic_config(
+        DeltaRuleConfig(num_splits=case.segments),
         1 if groups == 1 else 1000,
         132,
         has_write_key=case.write_key,
@@ -115,10 +115,10 @@ def test_stages_equal_those_in_triton(name, capsys):
 
     def run(schedule):
         return value_and_gradients(
-            lambda **x: call_operator(triton, case, x, segment_ids=ids, schedule=schedule), arrays, *shapes, jit=eagerly
+            lambda **x: call_operator(triton, case, x, segment_ids=ids, config=schedule), arrays, *shapes, jit=eagerly
         )
 
-    expected = run(Schedule(segments=case.segments))
+    expected = run(DeltaRuleConfig(num_splits=case.segments))
     found = run(schedule_of(case, GROUPS.get(name, 1)))
     if case.write == SHARED:  # whose gradient is another sum, of other rounded numbers
         gates = found[1].pop("erase"), expected[1].pop("erase")
@@ -144,10 +144,10 @@ def test_first_stage_equals_that_in_triton(decay, gate, packed, capsys):
     log_decay = arrays["log_decay"].at[:, 70:128, 0].add(-4.0)
     given = (arrays[name] for name in ("q", "k", "v"))
     x = make_kernel_inputs(*given, arrays.get("write_key"), erase, None, log_decay, None, ids)
-    problem = problem_of(Problem, x, online=True, scale=0.1, segments=3)
-    expected = prepare(problem, x, Launch())
+    problem = kernel_shape_of(KernelShape, x, online=True, scale=0.1, segments=3)
+    expected = prepare(problem, x, KernelConfig())
     groups = 2 if decay == CHANNEL else 3
-    launch = Launch(mosaic=MosaicLaunch(groups, slots=1 if gate == CHANNEL else 2, programs=1))
+    launch = KernelConfig(mosaic=MosaicConfig(groups, num_stages=1 if gate == CHANNEL else 2, num_ctas=1))
     found = mosaic_stages.prepare(problem, x, launch)
     assert jnp.max(expected.growth) > 0.3
     if decay == CHANNEL:
@@ -166,9 +166,9 @@ def test_a_shared_gate_has_its_gradient_where_one_stage_is_triton(stage):
     mosaic_interpreter.install()
     case = dataclasses.replace(CASES["one_gate"], dtype=jnp.bfloat16)
     whole = schedule_of(case, 1)
-    mixed = dataclasses.replace(whole, **{stage: Launch()})
+    mixed = dataclasses.replace(whole, **{stage: KernelConfig()})
     found, expected = (
-        errors(case, jit=eagerly, schedule=x) for x in (mixed, Schedule() if stage == "reverse" else whole)
+        errors(case, jit=eagerly, config=x) for x in (mixed, DeltaRuleConfig() if stage == "reverse" else whole)
     )
     assert found == pytest.approx(expected, rel=1e-2)
 
@@ -196,7 +196,7 @@ def test_a_shared_gates_gradient_is_as_exact_as_in_triton(decay, monkeypatch):
     # In float32: a rounded gradient is off by that alone.
     case = Case((1, 128, 1, 1, *SIZES), decay=decay, write=SHARED, dtype=jnp.bfloat16, gate_dtype=jnp.float32)
     schedule = schedule_of(case, 1)
-    in_triton, found = (errors(case, seed, jit=eagerly, schedule=x)["d_erase"] for x in (Schedule(), schedule))
+    in_triton, found = (errors(case, seed, jit=eagerly, config=x)["d_erase"] for x in (DeltaRuleConfig(), schedule))
     assert found < 1.1 * in_triton
     states_pass = mosaic_stages.states_pass
 
@@ -205,7 +205,7 @@ def test_a_shared_gates_gradient_is_as_exact_as_in_triton(decay, monkeypatch):
         return states_pass(*arguments, with_digits=False)
 
     monkeypatch.setattr(mosaic_stages, "states_pass", without_digits)
-    assert errors(case, seed, jit=eagerly, schedule=schedule)["d_erase"] > 2 * found
+    assert errors(case, seed, jit=eagerly, config=schedule)["d_erase"] > 2 * found
 
 
 @pytest.mark.parametrize("decay", mostly_slow([SCALAR, CHANNEL], [SCALAR]))
@@ -217,14 +217,14 @@ def test_a_log_decay_in_bfloat16_has_its_gradient_in_bfloat16(decay):
 
     def gradient(schedule):
         return value_and_gradients(
-            lambda **x: gated_delta_rule(**x, schedule=schedule),
+            lambda **x: gated_delta_rule(**x, config=schedule),
             arrays,
             arrays["v"].shape,
             (1, 1, *SIZES),
             jit=eagerly,
         )[1]["log_decay"]
 
-    found, expected = gradient(schedule_of(case, 1)), gradient(Schedule())
+    found, expected = gradient(schedule_of(case, 1)), gradient(DeltaRuleConfig())
     assert found.dtype == expected.dtype == jnp.bfloat16
     assert relative_error(found, expected) < 1e-3
 
@@ -251,10 +251,12 @@ def test_maps_of_segments_equal_those_in_triton(decay, groups, capsys):
     x = make_kernel_inputs(
         arrays["q"], arrays["k"], arrays["v"], None, erase, arrays["write"], log_decay, arrays["initial_state"], None
     )
-    problem = problem_of(Problem, x, online=True, scale=1.0, segments=3)
-    prepared: Any = prepare(problem, x, Launch())
-    expected: Any = segment_maps(problem, x, prepared, Launch())
-    found: Any = mosaic_stages.segment_maps(problem, x, prepared, Launch(mosaic=MosaicLaunch(groups, slots=2)))
+    problem = kernel_shape_of(KernelShape, x, online=True, scale=1.0, segments=3)
+    prepared: Any = prepare(problem, x, KernelConfig())
+    expected: Any = split_transitions(problem, x, prepared, KernelConfig())
+    found: Any = mosaic_stages.split_transitions(
+        problem, x, prepared, KernelConfig(mosaic=MosaicConfig(groups, num_stages=2))
+    )
     assert relative_error(found.offset, expected.offset) < 1e-3
 
     def transition(maps):
@@ -280,36 +282,42 @@ def test_maps_of_segments_equal_those_in_triton(decay, groups, capsys):
 def test_errors_stay_within_rounding(gates):
     mosaic_interpreter.install()
     case = Case((1, 192, 1, 1, *SIZES), dtype=jnp.bfloat16, segments=3, **gates)
-    found = errors(case, jit=eagerly, schedule=schedule_of(case, 2))
+    found = errors(case, jit=eagerly, config=schedule_of(case, 2))
     assert all(error < 1e-2 for error in found.values()), found
     # What goes through the inverse is not rounded before.
     assert found["out"] < 3e-3 and found["state"] < 2.4e-3 and found["d_v"] < 2.8e-3, found
 
 
 def test_a_program_has_more_channels_where_heads_fill_the_card():
-    few = mosaic_schedule(Schedule(), 128, 132)
-    assert few.output.mosaic == MosaicLaunch(groups=1, slots=3) and few.reverse.mosaic == MosaicLaunch(1, 2)
-    many = mosaic_schedule(Schedule(), 256, 132)
-    assert many.output.mosaic == many.reverse.mosaic == MosaicLaunch(groups=2, slots=2)
+    few = mosaic_config(DeltaRuleConfig(), 128, 132)
+    assert few.output.mosaic == MosaicConfig(
+        num_compute_warpgroups=1, num_stages=3
+    ) and few.reverse.mosaic == MosaicConfig(1, 2)
+    many = mosaic_config(DeltaRuleConfig(), 256, 132)
+    assert many.output.mosaic == many.reverse.mosaic == MosaicConfig(num_compute_warpgroups=2, num_stages=2)
     # Its tiles of two blocks of values would take more shared memory than there is.
-    assert mosaic_schedule(Schedule(), 256, 132, has_channel_decay=True).reverse.mosaic == MosaicLaunch(1, 2)
+    assert mosaic_config(DeltaRuleConfig(), 256, 132, has_channel_decay=True).reverse.mosaic == MosaicConfig(1, 2)
     # Without the values there is room.
-    one_gate = mosaic_schedule(Schedule(), 256, 132, has_channel_decay=True, has_values=False)
-    assert one_gate.reverse.mosaic == one_gate.offsets.mosaic == MosaicLaunch(2, 2)
+    one_gate = mosaic_config(DeltaRuleConfig(), 256, 132, has_channel_decay=True, has_values=False)
+    assert one_gate.reverse.mosaic == one_gate.offsets.mosaic == MosaicConfig(2, 2)
     # So would those of the output with a float32 gate by channel, which is Triton's then.
     gates = {"has_channel_decay": True, "has_channel_erase": True, "has_channel_write": True, "has_values": False}
-    wide = mosaic_schedule(Schedule(), 256, 132, **gates)
-    assert wide.output.mosaic is None and wide.states.mosaic == wide.reverse.mosaic == MosaicLaunch(2, 2)
-    assert wide.gradients.mosaic == MosaicLaunch(groups=2, slots=1, programs=132)
+    wide = mosaic_config(DeltaRuleConfig(), 256, 132, **gates)
+    assert wide.output.mosaic is None and wide.states.mosaic == wide.reverse.mosaic == MosaicConfig(2, 2)
+    assert wide.gradients.mosaic == MosaicConfig(num_compute_warpgroups=2, num_stages=1, num_ctas=132)
     # One block of channels beside such a gate's in the first stage, two without it.
-    assert wide.prepare.mosaic == MosaicLaunch(groups=2, slots=1, programs=132)
-    assert one_gate.prepare.mosaic == MosaicLaunch(groups=2, slots=2, programs=132)
-    one_decay = mosaic_schedule(Schedule(), 256, 132, has_channel_erase=True)
+    assert wide.prepare.mosaic == MosaicConfig(num_compute_warpgroups=2, num_stages=1, num_ctas=132)
+    assert one_gate.prepare.mosaic == MosaicConfig(num_compute_warpgroups=2, num_stages=2, num_ctas=132)
+    one_decay = mosaic_config(DeltaRuleConfig(), 256, 132, has_channel_erase=True)
     assert one_decay.gradients.mosaic is None and one_decay.output.mosaic is not None
-    assert few.maps.mosaic == MosaicLaunch(2, 2)  # it has twice as many programs
-    assert few.prepare.mosaic == MosaicLaunch(groups=3, slots=1) and one_decay.prepare.mosaic is None
-    assert mosaic_schedule(Schedule(), 128, 132, has_write_key=True).prepare.mosaic == MosaicLaunch(groups=2, slots=1)
-    assert Schedule().output.mosaic is None
+    assert few.maps.mosaic == MosaicConfig(2, 2)  # it has twice as many programs
+    assert (
+        few.prepare.mosaic == MosaicConfig(num_compute_warpgroups=3, num_stages=1) and one_decay.prepare.mosaic is None
+    )
+    assert mosaic_config(DeltaRuleConfig(), 128, 132, has_write_key=True).prepare.mosaic == MosaicConfig(
+        num_compute_warpgroups=2, num_stages=1
+    )
+    assert DeltaRuleConfig().output.mosaic is None
 
 
 def lowered(function, *x):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.preconditioner import readouts as preconditioner_readouts
-from pallas_kernels.preconditioner.api import GramSchedule, diagonal_gram_readout, unsupported_reason
+from pallas_kernels.preconditioner.api import GramConfig, diagonal_gram_readout, unsupported_reason
 from rnnlib import ops
 from tests.pallas_kernels.cases import relative_error
 
@@ -61,11 +61,13 @@ def results_and_gradients(function, arguments):
     "schedule",
     [
         pytest.param(
-            GramSchedule(tokens=64, forward=Launch(block=4), backward=Launch(block=4)), marks=pytest.mark.slow
+            GramConfig(tokens=64, forward=KernelConfig(block=4), backward=KernelConfig(block=4)), marks=pytest.mark.slow
         ),
-        GramSchedule(tokens=8, forward=Launch(block=4), backward=Launch(block=2)),
-        GramSchedule(tokens=16, forward=Launch(block=2, num_stages=1), backward=Launch(block=4, num_stages=1)),
-        GramSchedule(tokens=8, forward=Launch(block=2), backward=Launch(block=2), crowded=1),
+        GramConfig(tokens=8, forward=KernelConfig(block=4), backward=KernelConfig(block=2)),
+        GramConfig(
+            tokens=16, forward=KernelConfig(block=2, num_stages=1), backward=KernelConfig(block=4, num_stages=1)
+        ),
+        GramConfig(tokens=8, forward=KernelConfig(block=2), backward=KernelConfig(block=2), crowded=1),
     ],
     ids=["one part", "parts of 8", "last part short, not loaded ahead", "backward not loaded ahead"],
 )
@@ -73,7 +75,7 @@ def test_every_cut_gives_the_same(schedule):
     arguments = make_arguments((2, 38, 2, 5))
 
     def kernels(k, number, **others):
-        return diagonal_gram_readout(k, None, number, readout=KEY, with_key=True, schedule=schedule, **others)
+        return diagonal_gram_readout(k, None, number, readout=KEY, with_key=True, config=schedule, **others)
 
     def scan(k, number, **others):
         read, write, final = ops.precondition_key(k, center=number, implementation="scan", **others)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, settings
 
 from pallas_kernels import operators
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.ridge.api import ridge_solve
-from pallas_kernels.ridge.problem import RidgeSchedule
+from pallas_kernels.ridge.config import RidgeConfig
 from rnnlib import ops
 from rnnlib.ops.ridge_solve import Solver
 from tests.ops.ridge import Call, assert_close, given_cases, reference, relative_error, run
@@ -112,8 +112,8 @@ def test_schedules_agree_and_reruns_are_identical():
     arguments = GKA.arguments(jnp.float32)
     arguments["ridge"] = arguments["ridge"][:, None]
     ids = arguments.pop("segment_ids")
-    halves, blocks = Launch(num_warps=4, num_stages=1, block=8), Launch(block=16, inner=2)
-    other = RidgeSchedule(
+    halves, blocks = KernelConfig(num_warps=4, num_stages=1, block=8), KernelConfig(block=16, inner=2)
+    other = RidgeConfig(
         scan=blocks,
         reverse_scan=blocks,
         start_gradients=halves,
@@ -124,13 +124,13 @@ def test_schedules_agree_and_reruns_are_identical():
 
     def run_with(schedule):
         def solve(x):
-            return ridge_solve(**x, segment_ids=ids, iterations=5, schedule=schedule)
+            return ridge_solve(**x, segment_ids=ids, iterations=5, config=schedule)
 
         x, pull_back = jax.vjp(solve, arguments)
         return x, pull_back(jax.tree.map(jnp.ones_like, x))[0]
 
     run_with = jax.jit(run_with, static_argnums=0)
-    found, again = run_with(RidgeSchedule()), run_with(RidgeSchedule())
+    found, again = run_with(RidgeConfig()), run_with(RidgeConfig())
     jax.tree.map(np.testing.assert_array_equal, found, again)
     for a, b in zip(jax.tree.leaves(run_with(other)), jax.tree.leaves(found), strict=True):
         assert relative_error(a, b) < 1e-5
@@ -152,11 +152,11 @@ def test_what_the_backward_keeps(keeps_states):
     """Keys, solutions and norms; if it is to keep them, states with the squares of their rows, and rows of decay."""
     like = jax.ShapeDtypeStruct((1, 1024, 1, 128), jnp.bfloat16)
     decay = jax.ShapeDtypeStruct((1, 1024, 1), jnp.float32)
-    schedule = RidgeSchedule(keeps_states=keeps_states)
+    schedule = RidgeConfig(keeps_states=keeps_states)
 
     def kept(q, k, log_decay):
         def solve(q, k, log_decay):
-            return ridge_solve(q, k, jnp.ones((1, 1)), log_decay=log_decay, schedule=schedule)
+            return ridge_solve(q, k, jnp.ones((1, 1)), log_decay=log_decay, config=schedule)
 
         return jax.tree.leaves(jax.vjp(solve, q, k, log_decay)[1])
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import short_convolution
-from pallas_kernels.common.config import Launch
+from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.short_convolution.api import (
+    ConvolutionConfig,
     ConvolutionPrograms,
-    ConvolutionSchedule,
     ConvolutionStream,
     joined_convolutions,
     unsupported_reason,
 )
-from pallas_kernels.short_convolution.api import Finish as ConvolutionFinish
+from pallas_kernels.short_convolution.api import Epilogue as ConvolutionFinish
 from rnnlib import ops
 from tests.pallas_kernels.cases import relative_error
 
@@ -86,12 +86,12 @@ def test_bfloat16_is_rounded_once():
     """Half a unit in the last place at most, and sums for float32 weights not at all. In blocks, loaded ahead."""
     arrays, d_y, ids = make_arguments((1, 20, 32), 3, BOTH, True, jnp.bfloat16)
     arrays["kernel"] = arrays["kernel"].astype(jnp.float32)
-    schedule = ConvolutionSchedule(
-        ConvolutionPrograms(16, Launch(num_stages=2, block=4)),
-        ConvolutionPrograms(16, Launch(num_stages=2, block=2)),
+    schedule = ConvolutionConfig(
+        ConvolutionPrograms(16, KernelConfig(num_stages=2, block=4)),
+        ConvolutionPrograms(16, KernelConfig(num_stages=2, block=2)),
         adapts=False,
     )
-    found = errors(short_convolution, arrays, d_y, segment_ids=ids, activation="silu", norm_size=32, schedule=schedule)
+    found = errors(short_convolution, arrays, d_y, segment_ids=ids, activation="silu", norm_size=32, config=schedule)
     assert found.pop("kernel") < 1e-6
     assert all(error < 2**-8 for error in found.values()), found
 
@@ -125,11 +125,11 @@ def test_transformations_and_reruns():
 
 
 def test_programs_are_shortened_to_fill_a_card():
-    programs = ConvolutionPrograms(64, Launch(block=8))
+    programs = ConvolutionPrograms(64, KernelConfig(block=8))
     assert programs.shortened(columns=64, length=4096).tokens == 64
     assert programs.shortened(columns=8, length=4096).tokens == 16
     assert programs.shortened(columns=1, length=2).tokens == 16
-    assert ConvolutionPrograms(64, Launch(block=32)).shortened(columns=1, length=64).tokens == 32
+    assert ConvolutionPrograms(64, KernelConfig(block=32)).shortened(columns=1, length=64).tokens == 32
 
 
 def test_unsupported_says_why():
@@ -175,7 +175,7 @@ def test_joined_on_a_gpu(dtype):
     filters, ids = [arrays for arrays, _, _ in made], made[0][2]
 
     def by_one_call(x, filters):
-        given = [ConvolutionStream(**arrays, finish=finish) for arrays, finish in zip(filters, finishes)]
+        given = [ConvolutionStream(**arrays, epilogue=finish) for arrays, finish in zip(filters, finishes)]
         return joined_convolutions(x, given, segment_ids=ids)
 
     def one_by_one(x, filters):

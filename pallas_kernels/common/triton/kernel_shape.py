@@ -7,15 +7,15 @@ from typing import Any
 import jax
 from jax import Array, lax
 
-from pallas_kernels.common import problem
-from pallas_kernels.common.problem import CHUNK
+from pallas_kernels.common import kernel_shape
+from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.triton.backend import Operand
 
 At = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 @dataclass(frozen=True)
-class Problem(problem.Problem):
+class KernelShape(kernel_shape.KernelShape):
     """A call's static facts, and where a program finds its part of each array."""
 
     @property
@@ -23,9 +23,9 @@ class Problem(problem.Problem):
         """One program for each chunk of each value head."""
         return self.value_heads, self.chunks, self.batch
 
-    def segment_at(self, h: Any, z: Any) -> tuple[Any, Any, Any]:
+    def split_at(self, h: Any, z: Any) -> tuple[Any, Any, Any]:
         """Batch, head and segment of a program on a grid whose last axis goes over all segments of all sequences."""
-        return lax.div(z, self.segments), h, lax.rem(z, self.segments)
+        return lax.div(z, self.num_splits), h, lax.rem(z, self.num_splits)
 
     def of_token(self, x: Array | jax.ShapeDtypeStruct | None, rows: int, at: At, width: int = 0) -> Operand | None:
         """Rows of one head of `[B, T, heads]` or `[B, T, heads, D]`, `width` channels of D (0: all).

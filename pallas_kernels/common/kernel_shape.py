@@ -34,7 +34,7 @@ def is_channel_wise(gate: Array | None) -> TypeGuard[Array]:
 
 
 @dataclass(frozen=True)
-class Problem:
+class KernelShape:
     """Static facts of a call; each backend adds where its programs find their part of an array.
 
     Attributes:
@@ -47,7 +47,7 @@ class Problem:
         dtype: dtype of q, k and v, and of the operands of matrix products.
         online: whether writes correct what the state already holds (delta rule), or just add (linear attention).
         scale: factor on the output.
-        segments: into how many equal parts of whole chunks the sequence is split to run side by side.
+        num_splits: into how many equal parts of whole chunks the sequence is split to run side by side.
         tokens: how many of the T tokens are the caller's; the rest is padding. None is all.
     """
 
@@ -60,7 +60,7 @@ class Problem:
     dtype: Any
     online: bool
     scale: float
-    segments: int = 1
+    num_splits: int = 1
     tokens: int | None = None
 
     @property
@@ -69,9 +69,9 @@ class Problem:
         return self.length // CHUNK
 
     @property
-    def chunks_per_segment(self) -> int:
+    def chunks_per_split(self) -> int:
         """Number of chunks in a segment (the last may have fewer)."""
-        return cdiv(self.chunks, self.segments)
+        return cdiv(self.chunks, self.num_splits)
 
     def last_token(self, chunk: Any) -> Any:
         """Row of a chunk's last token that is not padding."""
@@ -82,10 +82,10 @@ class Problem:
         return jax.ShapeDtypeStruct((self.batch, self.value_heads, *shape), dtype or self.dtype)
 
 
-def segment_range(problem: Problem, segment) -> tuple[Any, Any]:
+def split_range(kernel_shape: KernelShape, segment) -> tuple[Any, Any]:
     """First chunk of a segment and its number of chunks, which is static where all segments are alike."""
-    size = problem.chunks_per_segment
+    size = kernel_shape.chunks_per_split
     first = segment * size
-    if problem.chunks == size * problem.segments:
+    if kernel_shape.chunks == size * kernel_shape.num_splits:
         return first, size
-    return first, jnp.clip(problem.chunks - first, 0, size)
+    return first, jnp.clip(kernel_shape.chunks - first, 0, size)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.config import Launch
-from pallas_kernels.common.problem import cdiv
+from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.kernel_shape import cdiv
 from pallas_kernels.common.triton.decay_rows import Rows, decay_rows
-from pallas_kernels.common.triton.problem import Problem
+from pallas_kernels.common.triton.kernel_shape import KernelShape
 
 METHODS = ("chebyshev", "conjugate_gradient", "gradient_descent", "nesterov")
 PRECISIONS = ("bfloat16", "split", "tf32", "float32")
@@ -71,7 +71,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class RidgeSchedule:
+class RidgeConfig:
     """How a solve is cut into programs.
 
     Attributes:
@@ -87,41 +87,41 @@ class RidgeSchedule:
             take as much memory as keys and solutions of 128 channels.
     """
 
-    increments: Launch = Launch(num_warps=8, num_stages=1)
-    scan: Launch = Launch(num_warps=4, num_stages=1, block=8, inner=8)
-    solve: Launch = Launch(num_warps=4, num_stages=1)
-    start_gradients: Launch = Launch(num_warps=8, num_stages=1, block=64)
-    reverse_scan: Launch = Launch(num_warps=4, num_stages=1, block=8, inner=8)
-    boundary_gradients: Launch = Launch(num_warps=4, num_stages=2, block=64)
-    gradients: Launch = Launch(num_warps=4, num_stages=1, block=128)
+    increments: KernelConfig = KernelConfig(num_warps=8, num_stages=1)
+    scan: KernelConfig = KernelConfig(num_warps=4, num_stages=1, block=8, inner=8)
+    solve: KernelConfig = KernelConfig(num_warps=4, num_stages=1)
+    start_gradients: KernelConfig = KernelConfig(num_warps=8, num_stages=1, block=64)
+    reverse_scan: KernelConfig = KernelConfig(num_warps=4, num_stages=1, block=8, inner=8)
+    boundary_gradients: KernelConfig = KernelConfig(num_warps=4, num_stages=2, block=64)
+    gradients: KernelConfig = KernelConfig(num_warps=4, num_stages=1, block=128)
     keeps_states: bool = True
 
 
-def ridge_problem(inputs: RidgeInputs) -> Problem:
+def ridge_problem(inputs: RidgeInputs) -> KernelShape:
     """The static facts of a solve, as those of linear attention from keys to keys."""
     batch, length, heads, size = inputs.k.shape
     dtype = jnp.dtype(inputs.k.dtype)
-    return Problem(batch, length, heads, heads, size, size, dtype, False, 1.0)
+    return KernelShape(batch, length, heads, heads, size, size, dtype, False, 1.0)
 
 
-def ridge_rows(problem: Problem, inputs: RidgeInputs) -> Rows:
+def ridge_rows(kernel_shape: KernelShape, inputs: RidgeInputs) -> Rows:
     """The numbers of a solve's decay."""
-    return decay_rows(problem, inputs.log_decay, inputs.starts, name="ridge_decay", num_warps=1)
+    return decay_rows(kernel_shape, inputs.log_decay, inputs.starts, name="ridge_decay", num_warps=1)
 
 
-def choose_schedule(problem: Problem, precision: str = "bfloat16") -> RidgeSchedule:
+def choose_config(kernel_shape: KernelShape, precision: str = "bfloat16") -> RidgeConfig:
     """The schedule measured best on an H200.
 
     Where the scan has many programs, each loads further ahead. Matrices in more than one part take smaller blocks.
     """
-    schedule = RidgeSchedule()
-    programs = problem.batch * problem.value_heads * cdiv(problem.key_size, schedule.scan.block)
+    config = RidgeConfig()
+    programs = kernel_shape.batch * kernel_shape.value_heads * cdiv(kernel_shape.key_size, config.scan.block)
     if programs >= 256:
-        schedule = dataclasses.replace(schedule, scan=dataclasses.replace(schedule.scan, inner=16))
+        config = dataclasses.replace(config, scan=dataclasses.replace(config.scan, inner=16))
     if precision == "bfloat16":
-        return schedule
+        return config
     return dataclasses.replace(
-        schedule,
-        boundary_gradients=dataclasses.replace(schedule.boundary_gradients, block=32),
-        gradients=dataclasses.replace(schedule.gradients, block=64),
+        config,
+        boundary_gradients=dataclasses.replace(config.boundary_gradients, block=32),
+        gradients=dataclasses.replace(config.gradients, block=64),
     )

@@ -14,7 +14,7 @@ PERIOD = 4
 """Tokens for which the state is stored once. Applying the writes of more costs what it saves."""
 
 
-class DeferredState(NamedTuple):
+class DelayedState(NamedTuple):
     """The state before some tokens, and what each of these tokens did: `S <- Diag(decay) S + key value^T`.
 
     Attributes:
@@ -22,17 +22,17 @@ class DeferredState(NamedTuple):
         keys: `[B, H, PERIOD, K]` or `[B, HV, PERIOD, K]`, the key that each of them wrote.
         values: `[B, HV, PERIOD, V]` float32, what it wrote: the gated value without what was erased.
         decays: `[B, HV, PERIOD]` or `[B, HV, PERIOD, K]` float32, `exp(log_decay)`; None without a decay.
-        waiting: `[]` int32, how many writes wait, 0 to `PERIOD - 1`. Rows from there on mean nothing.
+        num_pending: `[]` int32, how many writes wait, 0 to `PERIOD - 1`. Rows from there on mean nothing.
     """
 
     state: Array
     keys: Array
     values: Array
     decays: Array | None
-    waiting: Array
+    num_pending: Array
 
 
-def defer_writes(state: Array, key: Array, log_decay: Array | None) -> DeferredState:
+def without_pending(state: Array, key: Array, log_decay: Array | None) -> DelayedState:
     """A state beside which no write waits yet.
 
     Args:
@@ -44,10 +44,10 @@ def defer_writes(state: Array, key: Array, log_decay: Array | None) -> DeferredS
     def rows(heads: int, *sizes: int) -> tuple[int, ...]:
         return (state.shape[0], heads, PERIOD, *sizes)
 
-    return DeferredState(
+    return DelayedState(
         state=state,
         keys=jnp.zeros(rows(key.shape[2], key.shape[3]), key.dtype),
         values=jnp.zeros(rows(state.shape[1], state.shape[3]), jnp.float32),
         decays=None if log_decay is None else jnp.zeros(rows(*log_decay.shape[2:]), jnp.float32),
-        waiting=jnp.int32(0),
+        num_pending=jnp.int32(0),
     )
