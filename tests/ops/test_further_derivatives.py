@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.delta_rule.api import gated_delta_rule
+from pallas_kernels.linear_attention.api import linear_attention
 from pallas_kernels.ridge.api import ridge_solve
 from rnnlib import ops
 from tests.selection import mostly_slow
@@ -135,7 +137,8 @@ def test_kernels_of_their_own_share_under_vmap_too(kernel):
         def call(q):
             if kernel == "ridge_solve":
                 return ridge_solve(q, 3 * k, jnp.full((1, 1), 0.3), log_decay=arguments["log_decay"])
-            return getattr(triton, kernel)(q, k, arguments["v"], log_decay=arguments["log_decay"])
+            rules = {"gated_delta_rule": gated_delta_rule, "linear_attention": linear_attention}
+            return rules[kernel](q, k, arguments["v"], log_decay=arguments["log_decay"])
 
         results = jax.vmap(call)(queries) if by_vmap else jax.tree.map(lambda *x: jnp.stack(x), *map(call, queries))
         return sum(jnp.sum(jnp.sin(3 * x + i)) for i, x in enumerate(results))

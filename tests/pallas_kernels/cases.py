@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import operators
 from rnnlib import ops
 from tests.compiling import loop_jit
 
@@ -94,6 +95,11 @@ def make_inputs(case: Case, seed: int = 0) -> tuple[dict[str, jax.Array], jax.Ar
     return arrays, ids
 
 
+def kernel_of(case: Case) -> Any:
+    """The public function of `pallas_kernels` for the case's operator."""
+    return operators.delta_rule.gated_delta_rule if case.online else operators.linear_attention.linear_attention
+
+
 def call_operator(module: Any, case: Case, arrays: dict[str, jax.Array], **options) -> tuple[jax.Array, jax.Array]:
     """The case's operator of a module."""
     if case.write == SHARED:
@@ -101,7 +107,8 @@ def call_operator(module: Any, case: Case, arrays: dict[str, jax.Array], **optio
             arrays = {"beta" if name == "erase" else name: x for name, x in arrays.items()}
         else:
             options["tied_gates"] = True
-    return getattr(module, case.operator)(**arrays, **options)
+    function = getattr(ops, case.operator) if module is ops else kernel_of(case)
+    return function(**arrays, **options)
 
 
 def scan(case: Case, arrays: dict[str, jax.Array], ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -152,7 +159,7 @@ def errors(case: Case, seed: int = 0, jit=jax.jit, **options) -> dict[str, float
         )
         reference = jax.tree.map(np.asarray, reference)
     results = value_and_gradients(
-        lambda **x: call_operator(triton, case, x, segment_ids=ids, **options), arrays, *shapes, jit=jit
+        lambda **x: call_operator(operators, case, x, segment_ids=ids, **options), arrays, *shapes, jit=jit
     )
     named = {"out": (results[0][0], reference[0][0]), "state": (results[0][1], reference[0][1])}
     named |= {f"d_{name}": (x, reference[1][name]) for name, x in results[1].items()}

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import operators
 from pallas_kernels.delta_rule.delayed_state import PERIOD, without_pending
 from pallas_kernels.delta_rule.delayed_update import delayed_token, flush
-from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, SHARED, Case, make_inputs
+from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, SHARED, Case, kernel_of, make_inputs
 
 HALF = {"dtype": jnp.bfloat16, "gate_dtype": jnp.float32}
 CASES = {
@@ -50,7 +50,7 @@ def by_kernels(case: Case, tolerance: float) -> None:
     tokens, state = tokens_and_state(case)
     deferred = first_deferred(case, tokens[0], state)
     step = jax.jit(functools.partial(delayed_token, online=case.online))
-    plain = jax.jit(getattr(triton, case.operator))
+    plain = jax.jit(kernel_of(case))
     for t, token in enumerate(tokens):
         out, state = plain(**token, initial_state=state)
         found, deferred = step(**token, delayed=deferred)
@@ -90,7 +90,7 @@ def test_what_does_not_serve_is_named(unchecked_shapes):
     tokens, state = tokens_and_state(CASES["delta_rule"])
     deferred = first_deferred(CASES["delta_rule"], tokens[0], state)
     two = {name: jnp.repeat(x, 2, axis=1) for name, x in tokens[0].items()}
-    with pytest.raises(NotImplementedError, match=r"deferred_token: .* do not support 2 tokens \(a single one\)"):
+    with pytest.raises(NotImplementedError, match=r"delayed_token: .* do not support 2 tokens \(a single one\)"):
         delayed_token(**two, delayed=deferred)
     q, k, v = (jnp.zeros((1, 1, 1, 24)),) * 3
     assert "key size 24 with value size 24" in str(operators.delayed_update.unsupported_reason(q, k, v))

@@ -21,7 +21,7 @@ from rnnlib.ops import deferred_writes
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
 from rnnlib.ops.gates import Gates
 from tests.pallas_kernels import mosaic_interpreter
-from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, SHARED, Case, relative_error
+from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, SHARED, Case, kernel_of, relative_error
 from tests.pallas_kernels.delta_rule.test_decode_delayed import HALF, LARGE, first_deferred, tokens_and_state
 from tests.pallas_kernels.test_lowering import H200, distinct_kernels, lowered_text
 from tests.selection import mostly_slow
@@ -44,7 +44,7 @@ def by_kernels(case: Case) -> None:
     tokens, state = tokens_and_state(case)
     deferred = first_deferred(case, tokens[0], state)
     step = jax.jit(functools.partial(delayed_token, online=case.online, backend="mosaic"))
-    plain = jax.jit(getattr(triton, case.operator))
+    plain = jax.jit(kernel_of(case))
     for t, token in enumerate(tokens):
         out, state = plain(**token, initial_state=state)
         found, deferred = step(**token, delayed=deferred)
@@ -63,7 +63,7 @@ def one_program(monkeypatch):
     Several would store the same keys in a row that their heads share, which is a race to the interpreter.
     """
     mosaic_interpreter.install()
-    monkeypatch.setattr(kernel, "PROCESSORS", 1)
+    monkeypatch.setattr(kernel, "NUM_SMS", 1)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -21,6 +21,7 @@ from tests.pallas_kernels.cases import (
     Case,
     assert_transformations_agree,
     errors,
+    kernel_of,
     make_inputs,
     relative_error,
 )
@@ -175,7 +176,7 @@ def errors_of_decays(case: Case, log_decays) -> dict[str, float]:
 
         return run
 
-    kernels = gradient(getattr(triton, case.operator))
+    kernels = gradient(kernel_of(case))
     scan = gradient(functools.partial(getattr(ops, case.operator), implementation="scan"))
     found = {}
     for name, values in log_decays.items():

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import short_convolution
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.short_convolution.api import (
     ConvolutionConfig,
     ConvolutionPrograms,
     ConvolutionStream,
     joined_convolutions,
+    short_convolution,
     unsupported_reason,
 )
 from pallas_kernels.short_convolution.api import Epilogue as ConvolutionFinish
