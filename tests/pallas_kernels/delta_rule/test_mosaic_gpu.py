@@ -348,8 +348,8 @@ def loss(x, implementation=None):
 def test_hopper_cards_take_them_unasked(decay, channels, here, triton_kernels, implementation):
     """The first stage, output, states, the gradient's pass, and the gradients of arguments.
 
-    Triton has the first and the last of extreme chunks, the last of an erase gate by channel under one decay a head, and
-    zeros of closed gates (of one number a token).
+    Triton has the first and the last of extreme chunks, the last of an erase gate by channel under one decay a head,
+    and zeros of closed gates (of one number a token).
     """
     x = arguments(decay, channels, jnp.bfloat16, length=64)
     text = lowered(jax.grad(lambda x: loss(x, implementation)), x)
