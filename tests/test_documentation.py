@@ -26,7 +26,7 @@ def between(page: pathlib.Path, marker: str) -> str:
 
 
 @pytest.mark.parametrize("page", RUN, ids=name_of)
-def test_python_blocks_run(page, monkeypatch):
+def test_python_blocks_run(page, monkeypatch, unchecked_shapes):
     """In order and in one namespace, as a reader would paste them."""
     monkeypatch.setattr(presets, "_PRESETS", dict(presets._PRESETS))  # a page may register its own
     namespace: dict = {"__name__": "page"}

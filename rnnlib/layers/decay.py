@@ -262,7 +262,7 @@ class SoftplusDecayGate(StateSpaceDecayGate, Finishing):
                 log_decay = softplus_decay(projected, of_channels, self.dt_bias[...]).reshape(logits.shape)
                 step = jax.nn.softplus(logits)  # XLA drops what no gate takes
                 return Decay(log_decay=self.per_value_head(log_decay), step=self.per_value_head(step))
-        if self.channelwise and rate.ndim == 2 and x.shape[1] > 1:
+        if self.channelwise and rate.ndim == 2 and x.shape[1] != 1:
             # The barrier has the rate's gradient added up over tokens, then over channels. XLA would begin with the
             # channels, which takes passes over all tokens of its own.
             rate = jax.lax.optimization_barrier(jnp.broadcast_to(rate, (len(rate), self.shape.key_size)))

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.common.vma import vary_alike
+from rnnlib.ops.arguments import is_symbolic
 from rnnlib.ops.sharding import is_split
 from rnnlib.ops.thin_products import Finish, row_product, thin_kernel_serves, thin_products
 
@@ -61,7 +62,8 @@ def _is_plain(f: nnx.Module) -> bool:
 
 def _can_join(x: Array, maps: Sequence[nnx.Module]) -> bool:
     """Whether maps can be one product, and copying their kernels pays."""
-    if math.prod(x.shape[:-1]) < x.shape[-1] or not all(map(_is_plain, maps)):
+    rows = math.prod(x.shape[:-1])
+    if is_symbolic(rows) or rows < x.shape[-1] or not all(map(_is_plain, maps)):
         return False
     plain: Any = maps
     # A joined axis would not be spread over devices as its parts are.

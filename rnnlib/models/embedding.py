@@ -36,7 +36,10 @@ def look_up(
         specs = {"mesh": mesh, "in_specs": (P(), spec), "out_specs": P(*spec, None)}
         own_rows = jax.shard_map(lambda table, tokens: look_up(table, tokens, dtype), **specs)
         return own_rows(jax.sharding.reshard(table, NamedSharding(mesh, P())), tokens)
-    return _look_up(*vary_alike((table, tokens)), dtype)
+    table, tokens = vary_alike((table, tokens))
+    if jax.default_backend() != "gpu" and table.dtype == accumulator(table):
+        return _rows(table, tokens, dtype)  # the same gradient, and a derivative forwards
+    return _look_up(table, tokens, dtype)
 
 
 def look_up_in_shares(

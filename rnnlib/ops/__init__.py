@@ -21,6 +21,7 @@ tokens (see `sequence`).
 """
 
 from rnnlib.ops.causal_attention import causal_attention as causal_attention
+from rnnlib.ops.checking import check_numerics as check_numerics
 from rnnlib.ops.context_parallel import context_axis as context_axis
 from rnnlib.ops.diagonal_preconditioner import diagonal_gram as diagonal_gram
 from rnnlib.ops.diagonal_preconditioner import diagonal_preconditioner as diagonal_preconditioner

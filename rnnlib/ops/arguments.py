@@ -219,6 +219,11 @@ def per_head(
     return jnp.broadcast_to(array.astype(dtype), (heads,))
 
 
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is a variable of `jax.export` and not a number."""
+    return not isinstance(size, Integral)
+
+
 def accumulation_dtype(*arrays: Array | None) -> jnp.dtype:
     """Float64 where any argument is float64, float32 otherwise: the dtype of states and of all accumulation."""
     # A Python number passed to `jax.jit` is traced as weakly typed float64. It must not promote the result.
@@ -276,7 +281,7 @@ def choose_implementation[Implementation](
         return unsupported[name]() if name in unsupported else None
 
     if implementation is None:
-        preference = default_preference(length) if length > 1 or kernel_for_one_token else ("scan", "chunked")
+        preference = default_preference(length) if length != 1 or kernel_for_one_token else ("scan", "chunked")
         name = next(name for name in preference if name in implementations and objection(name) is None)
         return implementations[name]
     if implementation not in IMPLEMENTATIONS:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.vma import vary_alike
 from rnnlib.fields import PositiveInteger, check_value
-from rnnlib.ops.arguments import check_rank, check_segment_ids, floating_arrays, segment_index
+from rnnlib.ops.arguments import check_rank, check_segment_ids, floating_arrays, is_symbolic, segment_index
 from rnnlib.ops.context_parallel import current_axis, tokens_before
 from rnnlib.ops.derivatives import with_derivatives_of
 from rnnlib.ops.heads import rotate_pairs
@@ -91,9 +91,12 @@ def _over_rows(q: Array, k: Array, v: Array, window: int | None, segment_ids: Ar
     # cuDNN skips tokens outside of the window; with documents it would read a mask of T x T.
     widest = v if v.shape[3] > q.shape[3] else q
     is_direct = segment_ids is None and _backend(widest, _common_dtype(q, k, v)) is not None
-    if window is None or 2 * window >= length or is_direct:
+    if window is None or is_symbolic(length) or 2 * window >= length or is_direct:
         mask = None if segment_ids is None else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         local = None if window is None else (window - 1, 0)
+        if local is not None and is_symbolic(length):  # for which jax.nn's attention has no window
+            near = (jnp.arange(length)[:, None] - jnp.arange(length) < window)[None, None]
+            mask, local = near if mask is None else mask & near, None
         return _attention(q, k, v, number, mask=mask, is_causal=True, local_window_size=local)
     return _blockwise_window_attention(q, k, v, window, segment_ids, number)
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.vma import batch_alike, vary_alike
-from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, is_symbolic, matmul_precision, segment_starts
 from rnnlib.ops.heads import group_inputs, merge_heads
 
 _SMALLEST_CHUNK = 16
@@ -59,15 +59,21 @@ def zero_state(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
 
 
 def chunk_length(length: int, chunk_size: int) -> int:
-    """The chunk size in use: no more than the sequence, rounded up to a power of two of at least 16."""
+    """The chunk size in use: no more than the sequence, rounded up to a power of two of at least 16.
+
+    A symbolic length (`jax.export`) has no such limit.
+    """
+    if is_symbolic(length):
+        return chunk_size
     return min(chunk_size, max(_SMALLEST_CHUNK, 1 << (length - 1).bit_length()))
 
 
 def split_chunks(x: Array, size: int) -> Array:
     """`[B, T, H, R, X]` to `[N, B, H, R, C, X]`; the tail is padded with zeros, which leave the state as it is."""
     batch, length, heads, group, channels = x.shape
-    padded = jnp.pad(x, ((0, 0), (0, -length % size), (0, 0), (0, 0), (0, 0)))
-    return jnp.transpose(padded.reshape(batch, -1, size, heads, group, channels), (1, 0, 3, 4, 2, 5))
+    chunks = (length + size - 1) // size
+    padded = jnp.pad(x, ((0, 0), (0, chunks * size - length), (0, 0), (0, 0), (0, 0)))
+    return jnp.transpose(padded.reshape(batch, chunks, size, heads, group, channels), (1, 0, 3, 4, 2, 5))
 
 
 def join_chunks(x: Array, length: int) -> Array:
@@ -199,9 +205,9 @@ def split_tokens(grouped: Any, size: int) -> Any:
     return jax.tree.map(lambda x: split_chunks(x.astype(dtype), size), grouped)
 
 
-def _unrolled() -> int:
+def _unrolled(chunks: int) -> int:
     """Chunks per iteration of the scan over chunks: on a CPU its overhead matters beside small products."""
-    return 4 if platform() == "cpu" else 1
+    return 4 if platform() == "cpu" and not is_symbolic(chunks) else 1
 
 
 def _states(factors: ChunkFactors, state: Array) -> tuple[Array, Array]:
@@ -214,7 +220,7 @@ def _states(factors: ChunkFactors, state: Array) -> tuple[Array, Array]:
         return decayed + jnp.swapaxes(write, -1, -2) @ residual, state
 
     chunks = (factors.correction, factors.update, factors.write, factors.decay)
-    final, entering = jax.lax.scan(step, state, chunks, unroll=_unrolled())
+    final, entering = jax.lax.scan(step, state, chunks, unroll=_unrolled(factors.update.shape[0]))
     return entering, final
 
 
@@ -222,7 +228,7 @@ def _residual(factors: ChunkFactors, states: Array) -> Array:
     return factors.update if factors.correction is None else factors.update - factors.correction @ states
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def evaluate_chunks(
     chunk_factors: Callable[[Any, Array | None], ChunkFactors],
     precision: str,
@@ -230,7 +236,7 @@ def evaluate_chunks(
     starts: Array | None,
     state: Array,
 ) -> tuple[Array, Array]:
-    """Runs a rule given by its chunk factors. The backward pass keeps the states at chunk boundaries only.
+    """Runs a rule given by its chunk factors; differentiable forwards and backwards, any number of times.
 
     Args:
         chunk_factors: from `(inputs, starts)` to the factors of all chunks at once.
@@ -242,59 +248,58 @@ def evaluate_chunks(
     Returns:
         Outputs in chunks `[N, B, H, R, C, V]` and the final state `[B, H, R, K, V]`.
     """
-    return _evaluate_forward(chunk_factors, precision, inputs, starts, state)[0]
+    return _evaluate(chunk_factors, precision, inputs, starts, state)[:2]
 
 
-def _evaluate_forward(chunk_factors, precision, inputs, starts, state):
+def _evaluate(chunk_factors, precision, inputs, starts, state):
+    """Outputs, final state, and the states that enter the chunks."""
     with jax.default_matmul_precision(precision):
         factors = chunk_factors(inputs, starts)
         states, final = _states(factors, state)
         out = factors.read @ states + factors.scores @ _residual(factors, states)
-    return batch_alike((inputs, starts, state), (out, final)), (inputs, starts, states)
+    return *batch_alike((inputs, starts, state), (out, final)), states
 
 
-def _evaluate_backward(chunk_factors, precision, saved, cotangents):
-    inputs, starts, states = saved
-    d_out, d_final = cotangents
+@evaluate_chunks.defjvp
+def _evaluate_tangents(chunk_factors, precision, primals, tangents):
+    inputs, starts, state = primals
+    d_inputs, _, d_state = tangents
+    out, final, states = _evaluate(chunk_factors, precision, inputs, starts, state)
+    # The gradient is this function's transpose: of the chunks it keeps the inputs and the states that enter.
+    tangents_of = jax.checkpoint(functools.partial(_tangents, chunk_factors, precision), prevent_cse=False)
+    return (out, final), tangents_of(inputs, starts, states, d_inputs, d_state)
+
+
+def _tangents(chunk_factors, precision, inputs, starts, states, d_inputs, d_state):
+    """Tangents of the outputs and the final state; linear in `d_inputs` and `d_state`.
+
+    All that needs no state's tangent is computed for all chunks at once, before and after the scan.
+    """
     with jax.default_matmul_precision(precision):
-        factors, factors_vjp = jax.vjp(lambda inputs: chunk_factors(inputs, starts), inputs)
-        d_residual_out = jnp.swapaxes(factors.scores, -1, -2) @ d_out
-        d_state_out = jnp.swapaxes(factors.read, -1, -2) @ d_out
+        factors, d_factors = jax.jvp(lambda x: chunk_factors(x, starts), (inputs,), (d_inputs,))
+        residual = _residual(factors, states)
+        d_residual = _residual(d_factors, states)
+        d_added = jnp.swapaxes(d_factors.write, -1, -2) @ residual
+        if factors.decay is not None:
+            d_added = d_added + d_factors.decay * states
 
         def step(d_state, chunk):
-            """From the gradient of a chunk's final state to the gradient of its initial state."""
-            correction, write, decay, d_residual, d_entering = chunk
-            d_residual = d_residual + write @ d_state
-            d_entering = d_entering + (d_state if decay is None else decay * d_state)
+            """From the tangent of a chunk's initial state to that of its final state."""
+            correction, write, decay, d_residual, d_added = chunk
             if correction is not None:
-                d_entering = d_entering - jnp.swapaxes(correction, -1, -2) @ d_residual
-            return d_entering, (d_state, d_residual)
+                d_residual = d_residual - correction @ d_state
+            d_decayed = d_state if decay is None else decay * d_state
+            return d_decayed + jnp.swapaxes(write, -1, -2) @ d_residual + d_added, (d_state, d_residual)
 
-        chunks = (factors.correction, factors.write, factors.decay, d_residual_out, d_state_out)
-        d_initial, (d_states, d_residual) = jax.lax.scan(step, d_final, chunks, reverse=True, unroll=_unrolled())
-
-        residual = _residual(factors, states)
-        states_transposed = jnp.swapaxes(states, -1, -2)
-        d_factors = ChunkFactors(
-            read=d_out @ states_transposed,
-            scores=d_out @ jnp.swapaxes(residual, -1, -2),
-            correction=None if factors.correction is None else -d_residual @ states_transposed,
-            update=d_residual,
-            write=residual @ jnp.swapaxes(d_states, -1, -2),
-            decay=None if factors.decay is None else jnp.sum(states * d_states, axis=-1, keepdims=True),
+        chunks = (factors.correction, factors.write, factors.decay, d_residual, d_added)
+        d_final, (d_states, d_residual) = jax.lax.scan(step, d_state, chunks, unroll=_unrolled(states.shape[0]))
+        d_out = (
+            d_factors.read @ states
+            + factors.read @ d_states
+            + d_factors.scores @ residual
+            + factors.scores @ d_residual
         )
-        # A factor shared by the value heads of a group, or by all channels, gets the sum of their gradients.
-        d_factors = jax.tree.map(_sum_to_shape, d_factors, factors)
-        (d_inputs,) = factors_vjp(d_factors)
-    return d_inputs, None, d_initial
-
-
-def _sum_to_shape(x: Array, like: Array) -> Array:
-    axes = tuple(axis for axis in range(x.ndim) if like.shape[axis] == 1 and x.shape[axis] != 1)
-    return jnp.sum(x, axis=axes, keepdims=True) if axes else x
-
-
-evaluate_chunks.defvjp(_evaluate_forward, _evaluate_backward)
+    return d_out, d_final
 
 
 @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("scale", "chunk_size"), inline=True)

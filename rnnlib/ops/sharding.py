@@ -20,6 +20,8 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rnnlib.ops.checking import are_checked, call_with_checks
+
 # Axes that devices may share, by their name in annotations. Key and value heads are split together; channels are split
 # only in operators that do not mix them (short convolutions).
 _SHARES = {"B": "rows", "H": "heads", "HV": "heads", "HK": "heads", "D": "channels"}
@@ -55,6 +57,9 @@ def split_over_mesh[**Arguments, Result](operator: Callable[Arguments, Result]) 
 
     @functools.wraps(operator)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if are_checked():
+            given = signature.bind(*args, **kwargs).arguments
+            return call_with_checks(operator.__name__, given, lambda: call(*args, **kwargs))
         if not any(map(is_split, (*args, *kwargs.values()))):
             return operator(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments

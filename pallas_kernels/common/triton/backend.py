@@ -61,6 +61,8 @@ def unsupported_arrays(**arrays: Array | None) -> str | None:
     if platform() not in ("gpu", "cpu"):
         return f"platform {platform()!r} (it runs on NVIDIA GPUs and, interpreted, on CPUs)"
     for name, x in arrays.items():
+        if x is not None and not all(isinstance(size, int) for size in x.shape):
+            return f"symbolic sizes, as in {name} of shape {x.shape} (a kernel is compiled for numbers)"
         if x is not None and x.dtype not in (jnp.bfloat16, jnp.float32):
             return f"{name} of dtype {x.dtype} (only bfloat16 and float32)"
     return None

@@ -100,6 +100,8 @@ def chunk_ends(step: Array, first: Array, runs: Array | None, dtype: Any) -> Chu
     row = iota(step.shape, 0)
 
     def sum_where(mask):
+        if dtype != jnp.float32:
+            return jnp.sum(jnp.where(mask, step, 0.0), axis=0) * LOG2_E
         return functools.reduce(jnp.add, [jnp.sum(jnp.where(mask, part, 0.0), axis=0) for part in _bits(step, dtype)])
 
     to_middle = sum_where((row > 0) & (row <= _MIDDLE))

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax import Array
 
-from rnnlib.ops.arguments import check_segment_ids, check_shape, choose_implementation, floating_arrays
+from rnnlib.ops.arguments import check_segment_ids, check_shape, choose_implementation, floating_arrays, is_symbolic
 from rnnlib.ops.context_parallel import context_axis, current_axis, enter_gram, of_last
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
 from rnnlib.ops.diagonal_preconditioner.pallas import diagonal_gram_triton
@@ -73,6 +73,7 @@ def evaluate(
         _IMPLEMENTATIONS,
         length,
         kernel_for_one_token=False,
+        chunked=lambda: _chunked_unsupported(length, log_decay),
         triton=lambda: unsupported_reason(lambda kernels: kernels.preconditioner.unsupported_reason(*arrays)),
     )
     if run is diagonal_gram_triton:
@@ -83,3 +84,10 @@ def evaluate(
         out, final = read_gram(run, inputs, x, parameter, initial_state, segment_ids, readout=readout, dtype=dtype)
         key = k
     return out, (final if axis is None else of_last(final, axis)), key
+
+
+def _chunked_unsupported(length: int, log_decay: Array | None) -> str | None:
+    """Why a call can't have the chunked form, as a noun phrase, or None if it can."""
+    if is_symbolic(length) and log_decay is not None and log_decay.ndim == 4:
+        return "a decay of one number a channel over a symbolic length (its prefix scan has as many levels as log2 T)"
+    return None

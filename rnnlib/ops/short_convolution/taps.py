@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rnnlib.ops.arguments import accumulation_dtype, segment_index
+from rnnlib.ops.arguments import accumulation_dtype, is_symbolic, segment_index
 from rnnlib.ops.context_parallel import current_axis, of_last, tokens_before
 from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
 
@@ -47,11 +47,12 @@ def last_inputs(inputs: ConvolutionInputs) -> Array:
     past = kernel.shape[0] - 1
     if past == 0:
         return jnp.zeros((batch, 0, channels), x.dtype)
-    tail = x[:, -past:]
-    if length < past:
+    tail = x
+    if is_symbolic(length) or length < past:
         if initial_state is None:
             initial_state = jnp.zeros((batch, past, channels), x.dtype)
-        tail = jnp.concatenate([initial_state.astype(x.dtype), tail], axis=1)[:, -past:]
+        tail = jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)
+    tail = tail[:, -past:]
     if segment_ids is not None:
         index = jnp.pad(segment_index(segment_ids), ((0, 0), (past, 0)))[:, -past:]
         tail = jnp.where((index == index[:, -1:])[..., None], tail, 0)
