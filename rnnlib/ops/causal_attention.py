@@ -94,7 +94,7 @@ def _over_rows(q: Array, k: Array, v: Array, window: int | None, segment_ids: Ar
     if window is None or is_symbolic(length) or 2 * window >= length or is_direct:
         mask = None if segment_ids is None else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         local = None if window is None else (window - 1, 0)
-        if local is not None and is_symbolic(length):  # for which jax.nn's attention has no window
+        if window is not None and is_symbolic(length):  # for which jax.nn's attention has no window
             near = (jnp.arange(length)[:, None] - jnp.arange(length) < window)[None, None]
             mask, local = near if mask is None else mask & near, None
         return _attention(q, k, v, number, mask=mask, is_causal=True, local_window_size=local)

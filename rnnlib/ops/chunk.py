@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from pallas_kernels.common.platform import platform
@@ -260,10 +261,11 @@ def _evaluate(chunk_factors, precision, inputs, starts, state):
     return *batch_alike((inputs, starts, state), (out, final)), states
 
 
-@evaluate_chunks.defjvp
+@functools.partial(evaluate_chunks.defjvp, symbolic_zeros=True)
 def _evaluate_tangents(chunk_factors, precision, primals, tangents):
     inputs, starts, state = primals
-    d_inputs, _, d_state = tangents
+    # What has no tangent is None here. Its zeros are made where they are used, so that no backward pass keeps them.
+    d_inputs, _, d_state = jax.tree.map(lambda d: None if isinstance(d, SymbolicZero) else d, tangents)
     out, final, states = _evaluate(chunk_factors, precision, inputs, starts, state)
     # The gradient is this function's transpose: of the chunks it keeps the inputs and the states that enter.
     tangents_of = jax.checkpoint(functools.partial(_tangents, chunk_factors, precision), prevent_cse=False)
@@ -271,11 +273,13 @@ def _evaluate_tangents(chunk_factors, precision, primals, tangents):
 
 
 def _tangents(chunk_factors, precision, inputs, starts, states, d_inputs, d_state):
-    """Tangents of the outputs and the final state; linear in `d_inputs` and `d_state`.
+    """Tangents of the outputs and the final state; linear in `d_inputs` and `d_state`, in which None is zero.
 
     All that needs no state's tangent is computed for all chunks at once, before and after the scan.
     """
     with jax.default_matmul_precision(precision):
+        d_inputs = jax.tree.map(lambda x, d: jnp.zeros_like(x) if d is None else d, inputs, d_inputs)
+        d_state = jnp.zeros_like(states[0]) if d_state is None else d_state
         factors, d_factors = jax.jvp(lambda x: chunk_factors(x, starts), (inputs,), (d_inputs,))
         residual = _residual(factors, states)
         d_residual = _residual(d_factors, states)
