@@ -32,11 +32,15 @@ class ExportArguments:
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     arguments = parse(ExportArguments, argv, command="export")
-    folder, output = arguments.folder, arguments.output
+    from rnnlib.hub.names import local_folder
+
+    with input_errors():
+        folder = local_folder(arguments.folder)
+    output = arguments.output
     if output.exists() and not arguments.overwrite:
         raise CommandError(f"{output} exists: choose another, or replace the model in it with --overwrite")
     from rnnlib.hub import load_pretrained, save_pretrained
-    from rnnlib.hub.pretrained import Pretrained
+    from rnnlib.hub.pretrained import Pretrained, tokenizer_folder
     from rnnlib.hub.special_tokens import copy_tokenizer_files
     from rnnlib.training import is_run, load_run
 
@@ -49,7 +53,8 @@ def run(argv: Sequence[str]) -> int:
             pretrained = load_pretrained(folder)
         save_pretrained(pretrained, output, family=arguments.family)
         # What says how to use the tokenizer of a model that was fine-tuned here.
-        if folder.resolve() != output.resolve():
-            copy_tokenizer_files(folder, output)
+        tokens = folder if is_run(folder) else tokenizer_folder(folder)
+        if tokens.resolve() != output.resolve():
+            copy_tokenizer_files(tokens, output)
     print(f"{output}: {' '.join(sorted(path.name for path in output.iterdir()))}")
     return 0

@@ -20,6 +20,7 @@ from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_program
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.cli.program import command_line
 from rnnlib.data import DamagedTokensError
+from rnnlib.hub.names import local_folder
 from rnnlib.models import ModelConfig, model_preset
 from rnnlib.models.variables import array_that_is_not_finite
 from rnnlib.training import (
@@ -102,7 +103,7 @@ def _starting_point(argv: Sequence[str]) -> TrainConfig:
         refused = [name for name in ("--resume", "--preset") if any(a.split("=")[0] == name for a in argv)]
         if refused:
             raise CommandError(f"--init begins with the model of {init}, expected no {refused[0]} beside it")
-        return _like(config, Path(init), has_tokenizer=take_option(argv, "--data.tokenizer")[0] is not None)
+        return _like(config, local_folder(init), has_tokenizer=take_option(argv, "--data.tokenizer")[0] is not None)
     if preset is None:
         return config
     # The papers' vocabularies would be tens of thousands of rows that bytes never use.
@@ -209,6 +210,9 @@ def parse_settings[Arguments: Settings](cls: type[Arguments], argv: Sequence[str
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     arguments = parse_settings(TrainArguments, argv, command="train")
+    if arguments.init is not None:
+        with input_errors():
+            arguments = dataclasses.replace(arguments, init=local_folder(arguments.init))
     if arguments.resume and arguments.run is None:
         raise CommandError("--resume needs --run FOLDER, the run to continue")
     keep_freed_memory()

@@ -95,6 +95,7 @@ def sized_mixer(config: ModelConfig, mixer: str) -> Any:
             key_heads=heads if given.key_heads is None else given.key_heads,
             head_dim=head_dim,
             rope_channels=turned,
+            scale=head_dim**-0.5 if given.scale is None else given.scale,
         )
     return given
 

@@ -7,6 +7,7 @@ from typing import Any
 from rnnlib.hub.fla.comba import COMBA
 from rnnlib.hub.fla.delta_net import DELTA_NET
 from rnnlib.hub.fla.gated_deltanet import GATED_DELTANET
+from rnnlib.hub.fla.gated_deltaproduct import GATED_DELTAPRODUCT
 from rnnlib.hub.fla.gla import GLA
 from rnnlib.hub.fla.kda import KDA
 from rnnlib.hub.fla.linear_attn import LINEAR_ATTN
@@ -16,7 +17,10 @@ from rnnlib.hub.fla.retnet import RETNET
 from rnnlib.hub.fla.transformer import TRANSFORMER
 from rnnlib.hub.mamba2 import MAMBA2, MAMBA2_FLA
 from rnnlib.hub.table import Family
+from rnnlib.hub.transformers.bailing_hybrid import BAILING_HYBRID
 from rnnlib.hub.transformers.kimi_linear import KIMI_LINEAR
+from rnnlib.hub.transformers.lara_mini import LARA_MINI
+from rnnlib.hub.transformers.mamba_hybrids import BAMBA, GRANITE
 from rnnlib.hub.transformers.olmo_hybrid import OLMO_HYBRID
 from rnnlib.hub.transformers.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
@@ -25,6 +29,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         DELTA_NET,
         GATED_DELTANET,
+        GATED_DELTAPRODUCT,
         KDA,
         GLA,
         RETNET,
@@ -41,6 +46,10 @@ FAMILIES: dict[str, Family] = {
         KIMI_LINEAR,
         MAMBA2,
         MAMBA2_FLA,
+        LARA_MINI,
+        BAILING_HYBRID,
+        BAMBA,
+        GRANITE,
     )
 }
 

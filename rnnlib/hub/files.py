@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from rnnlib.extras import from_extra
-from rnnlib.files import expect_within, file_within, open_regular
+from rnnlib.files import expect_within, file_within
+from rnnlib.hub.adapters import ADAPTER_CONFIG, folder_adapter
+from rnnlib.hub.arrays import open_safetensors
 from rnnlib.hub.keys import read_json, write_json
 
 with from_extra("hub", "rnnlib.hub"):
-    import safetensors
     import safetensors.numpy
 
 SINGLE = "model.safetensors"
@@ -35,13 +36,21 @@ class WeightFiles:
         shapes: the shape of each array.
     """
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: pathlib.Path, adapter_folder: pathlib.Path | None = None):
         """Opens the folder's files.
 
+        An adapter (`rnnlib.hub.adapters`) is added to the arrays when they are read.
+
+        Args:
+            folder: the folder of the model.
+            adapter_folder: the folder that may have an adapter; None for the model's.
+
         Raises:
-            ValueError: a file is missing or damaged, or the index and the files do not agree.
+            ValueError: a file is missing or damaged, the index and the files do not agree, or the adapter is not of
+                this model.
         """
         self.folder = folder
+        self.adapter = folder_adapter(folder if adapter_folder is None else adapter_folder)
         index = folder / INDEX
         listed: dict[str, str] = {}
         if (folder / SINGLE).exists():
@@ -53,9 +62,11 @@ class WeightFiles:
             found = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHTS)
             instead = f", and not {found[0]}" if found else ""
             raise ValueError(f"{folder}: expected {SINGLE}, or shards and {INDEX}{instead}")
-        self._files = {name: _open(file_within(folder, name, index)) for name in names}
+        self._files = {name: open_safetensors(file_within(folder, name, index)) for name in names}
         self.shards = {array: name for name, file in self._files.items() for array in file.keys()}  # noqa: SIM118
         self.shapes = {array: tuple(self._slice(array).get_shape()) for array in self.shards}
+        if self.adapter is not None and (strange := sorted(self.adapter.names - self.shapes.keys())):
+            raise ValueError(f"{self.adapter.path}: it changes {strange[0]}, expected names of the model's arrays")
         for array in sorted(listed.keys() | self.shards.keys()) if listed else ():
             if listed.get(array) != self.shards.get(array):
                 raise ValueError(
@@ -89,20 +100,11 @@ class WeightFiles:
 
     def read(self, name: str) -> np.ndarray:
         """An array, in host memory."""
-        return self._files[self.shards[name]].get_tensor(name)
+        array = self._files[self.shards[name]].get_tensor(name)
+        return array if self.adapter is None else self.adapter.apply(name, array)
 
     def _slice(self, name: str) -> Any:
         return self._files[self.shards[name]].get_slice(name)
-
-
-def _open(path: pathlib.Path) -> Any:
-    try:
-        open_regular(path).close()
-        return safetensors.safe_open(path, framework="np")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file") from None
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path}: expected a whole safetensors file ({error})") from error
 
 
 def shard_names(sizes: Mapping[str, int]) -> dict[str, str]:
@@ -156,13 +158,14 @@ def write_arrays(
 
 
 def other_files(folder: pathlib.Path) -> Iterable[pathlib.Path]:
-    """A folder's files except its weights and their index: configuration, tokenizer, licence.
+    """A folder's files except its weights, their index and adapter: configuration, tokenizer, licence.
 
     Raises:
         ValueError: one of them is a link that leads out of the folder.
     """
     for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json"):
+        is_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json") or path.name == ADAPTER_CONFIG
+        if path.is_file() and not is_weights:
             expect_within(folder, path)
             yield path
 
@@ -170,7 +173,8 @@ def other_files(folder: pathlib.Path) -> Iterable[pathlib.Path]:
 def replace_folder(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
     """Replaces a folder's contents, all at once or not at all.
 
-    Old safetensors files and their index are removed. Other old files stay, unless a new one has the same name.
+    Old safetensors files, their index and adapter_config.json are removed. Other old files stay, unless a new one has
+    the same name.
 
     Args:
         folder: the folder, which may exist.
@@ -191,7 +195,7 @@ def replace_folder(folder: pathlib.Path, write: Callable[[pathlib.Path], None]) 
             os.replace(staged, folder)
             return
         for path in folder.iterdir():
-            stale = path.is_file() and (path.suffix == ".safetensors" or path.name == INDEX)
+            stale = path.is_file() and (path.suffix == ".safetensors" or path.name in (INDEX, ADAPTER_CONFIG))
             if stale or (staged / path.name).exists():
                 continue
             if path.is_dir():

@@ -164,6 +164,70 @@ class Interleaved(Layout):
 
 
 @dataclasses.dataclass(frozen=True)
+class PairsApart(Layout):
+    """Rotated channels at the end of latent attention's rows are in other pairs.
+
+    In the file channels `2 i` and `2 i + 1` of these are rotated together; in the model, channels `i` and `i + R / 2`.
+
+    Attributes:
+        each: the layout of the array.
+        by_head: whether each head has rotated channels, at the end of its rows; else the whole array has.
+    """
+
+    each: OneToOne
+    by_head: bool
+
+    def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
+        """The model's array, first the even channels, then the odd ones."""
+        size = part.mixer.shared_size
+        order = [*range(0, size, 2), *range(1, size, 2)]
+        return [self.each.read_one(self._reordered(arrays[0], order, part), like[0])]
+
+    def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
+        """The file's array, even and odd channels in turn."""
+        half = part.mixer.shared_size // 2
+        order = [channel for i in range(half) for channel in (i, half + i)]
+        return [self._reordered(self.each.write_one(arrays[0]), order, part)]
+
+    def _reordered(self, array: Array, order: Sequence[int], part: Any) -> Array:
+        heads = part.mixer.shape.value_heads if self.by_head else 1
+        rows = array.reshape(heads, array.shape[0] // heads, *array.shape[1:])
+        kept = rows.shape[1] - len(order)
+        places = jnp.asarray([*range(kept), *(kept + channel for channel in order)])
+        return jnp.take(rows, places, axis=1).reshape(array.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepsFirst(Layout):
+    """Rows of several steps a token: step by step, then head by head in the file; the other way round in the model.
+
+    Attributes:
+        each: the layout of the array.
+    """
+
+    each: OneToOne
+
+    def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
+        """The model's array, a head's steps next to each other."""
+        steps = part.mixer.config.steps
+        return [self.each.read_one(self._swapped(arrays[0], steps, self._heads(part)), like[0])]
+
+    def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
+        """The file's array, a step's heads next to each other."""
+        steps = part.mixer.config.steps
+        return [self._swapped(self.each.write_one(arrays[0]), self._heads(part), steps)]
+
+    @staticmethod
+    def _heads(part: Any) -> int:
+        return part.mixer.shape.value_heads
+
+    @staticmethod
+    def _swapped(array: Array, outer: int, inner: int) -> Array:
+        rows = array.reshape(outer, inner, -1, *array.shape[1:])
+        return jnp.swapaxes(rows, 0, 1).reshape(array.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class EqualParts(Layout):
     """The file has the concatenation of the model's arrays, split again into as many parts of equal size.
 

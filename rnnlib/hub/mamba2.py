@@ -11,7 +11,7 @@ from typing import Any
 from rnnlib.hub.computation import sized_mixer
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.layouts import FILTER, SAME, TRANSPOSED, Joined
-from rnnlib.hub.table import Family, linear, row
+from rnnlib.hub.table import Family, Row, linear, row
 from rnnlib.layers.decay import SoftplusDecay
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig
@@ -33,18 +33,23 @@ ROWS = (
     row("lm_head.weight", "embedding", copy=True),
 )
 
-LAYER_ROWS = (
-    row("norm.weight", "mixer_norm.scale"),
-    row("mixer.in_proj.weight", _paths(_INPUTS, "kernel"), Joined(TRANSPOSED)),
-    row("mixer.in_proj.bias", _paths(_INPUTS, "bias"), Joined(SAME)),
-    row("mixer.conv1d.weight", _paths(_FILTERED, "kernel"), Joined(FILTER)),
-    row("mixer.conv1d.bias", _paths(_FILTERED, "bias"), Joined(SAME)),
-    row("mixer.A_log", "mixer.decay.A_log"),
-    row("mixer.dt_bias", "mixer.decay.dt_bias"),
-    row("mixer.D", "mixer.readout.skip"),
-    row("mixer.norm.weight", "mixer.readout.norm.scale"),
-    *linear("mixer.out_proj", "mixer.readout.output"),
-)
+
+def mamba_rows(prefix: str) -> tuple[Row, ...]:
+    """The rows of a Mamba-2 mixer, whose arrays' names begin with `prefix`."""
+    return (
+        row(f"{prefix}.in_proj.weight", _paths(_INPUTS, "kernel"), Joined(TRANSPOSED)),
+        row(f"{prefix}.in_proj.bias", _paths(_INPUTS, "bias"), Joined(SAME)),
+        row(f"{prefix}.conv1d.weight", _paths(_FILTERED, "kernel"), Joined(FILTER)),
+        row(f"{prefix}.conv1d.bias", _paths(_FILTERED, "bias"), Joined(SAME)),
+        row(f"{prefix}.A_log", "mixer.decay.A_log"),
+        row(f"{prefix}.dt_bias", "mixer.decay.dt_bias"),
+        row(f"{prefix}.D", "mixer.readout.skip"),
+        row(f"{prefix}.norm.weight", "mixer.readout.norm.scale"),
+        *linear(f"{prefix}.out_proj", "mixer.readout.output"),
+    )
+
+
+LAYER_ROWS = (row("norm.weight", "mixer_norm.scale"), *mamba_rows("mixer"))
 
 # Keys of initialisation and training. `residual_in_fp32` sets only how residual sums in lower precision are rounded.
 _WITHOUT_EFFECT = ("chunk_size", "rescale_prenorm_residual", "residual_in_fp32", "time_step_rank")
@@ -74,24 +79,18 @@ def _read(
             f"head_dim = {size}"
         )
     groups = keys.size("n_groups", groups)
-    if found % groups:
-        raise ValueError(f"{keys.where}: n_groups is {groups}, expected a divisor of num_heads = {found}")
-    bias, epsilon = keys.flag("use_bias", False), keys.number(eps, 1e-5)
-    options = {
-        "key_heads": groups,
-        "value_heads": found,
-        "key_head_dim": keys.size("state_size", 128),
-        "value_head_dim": size,
-        "use_bias": bias,
-        "decay.use_bias": bias,
-        "decay.step_limits": _read_limits(keys, limits),
-        "convolution.size": keys.size("conv_kernel", 4),
-        "convolution.use_bias": keys.flag("use_conv_bias", True),
-        "readout.norm": "all" if groups == 1 else "group",
-        "readout.eps": epsilon,
-        "readout.gate_bias": bias,
-        "readout.use_bias": bias,
-    }
+    epsilon = keys.number(eps, 1e-5)
+    options = mamba_options(
+        heads=found,
+        groups=groups,
+        head_dim=size,
+        state_size=keys.size("state_size", 128),
+        taps=keys.size("conv_kernel", 4),
+        conv_bias=keys.flag("use_conv_bias", True),
+        bias=keys.flag("use_bias", False),
+        eps=epsilon,
+        limits=read_limits(keys, limits),
+    )
     return ModelConfig(
         vocabulary_size=keys.size("vocab_size"),
         width=width,
@@ -105,7 +104,54 @@ def _read(
     )
 
 
-def _read_limits(keys: ConfigKeys, name: str) -> tuple[float, float] | None:
+def mamba_options(
+    *,
+    heads: int,
+    groups: int,
+    head_dim: int,
+    state_size: int,
+    taps: int,
+    conv_bias: bool,
+    bias: bool,
+    eps: float,
+    limits: tuple[float, float] | None,
+) -> dict[str, Any]:
+    """Options of the preset `mamba2`.
+
+    Args:
+        heads: value heads.
+        groups: key heads, a divisor of the value heads.
+        head_dim: channels of a value head.
+        state_size: channels of a key head.
+        taps: of the filters.
+        conv_bias: whether the filters have biases.
+        bias: whether the projections have biases.
+        eps: of the gated norm.
+        limits: of dt, or None.
+
+    Raises:
+        ValueError: the heads do not divide into groups.
+    """
+    if heads % groups:
+        raise ValueError(f"n_groups is {groups}, expected a divisor of num_heads = {heads}")
+    return {
+        "key_heads": groups,
+        "value_heads": heads,
+        "key_head_dim": state_size,
+        "value_head_dim": head_dim,
+        "use_bias": bias,
+        "decay.use_bias": bias,
+        "decay.step_limits": limits,
+        "convolution.size": taps,
+        "convolution.use_bias": conv_bias,
+        "readout.norm": "all" if groups == 1 else "group",
+        "readout.eps": eps,
+        "readout.gate_bias": bias,
+        "readout.use_bias": bias,
+    }
+
+
+def read_limits(keys: ConfigKeys, name: str) -> tuple[float, float] | None:
     """Limits of dt; None if they have no effect, since dt is always positive."""
     given = keys.take(name, list | tuple | None, None)
     if given is None:
@@ -142,8 +188,12 @@ def _write(config: ModelConfig) -> tuple[dict[str, Any], RecurrentMixerConfig, l
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_embeddings,
     }
-    limits = mixer.decay.step_limits
-    return keys, mixer, [0.0, math.inf] if limits is None else list(limits)
+    return keys, mixer, written_limits(mixer.decay)
+
+
+def written_limits(decay: SoftplusDecay) -> list[float]:
+    """The limits of dt, as files have them."""
+    return [0.0, math.inf] if decay.step_limits is None else list(decay.step_limits)
 
 
 def _read_transformers(keys: ConfigKeys) -> ModelConfig:

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rnnlib.hub.adapters import base_folder
 from rnnlib.hub.computation import difference
 from rnnlib.hub.families import FAMILIES, family_of
 from rnnlib.hub.files import INDEX, WeightFiles, other_files, replace_folder, shard_names, write_arrays
 from rnnlib.hub.keys import ConfigKeys, read_json, write_json
+from rnnlib.hub.names import local_folder
 from rnnlib.hub.special_tokens import TOKENIZER, TOKENIZER_CONFIG, copy_templates, folder_tokenizer
 from rnnlib.hub.table import SAVED, Family, Match, match_rows, stored_twice
 from rnnlib.models.config import DtypeName, ModelConfig
@@ -81,7 +83,8 @@ def load_pretrained(
     the whole model.
 
     Args:
-        folder: a folder in the Hugging Face format.
+        folder: a folder in the Hugging Face format, or `hf://owner/name`, perhaps with `@revision`. A folder may also
+            have an adapter alone, which names its model.
         dtype: dtype of activations and products; None for the file's.
         param_dtype: dtype of the parameters; None keeps each array's dtype in the file. The decays' `A_log` and
             `dt_bias` are at least float32 in any case.
@@ -98,7 +101,7 @@ def load_pretrained(
             missing, damaged or quantised; arrays are missing, surplus or of another shape. The message is one line that
             names the file, the key or array, and what was expected.
     """
-    folder = pathlib.Path(folder)
+    folder = local_folder(folder)
     for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
         if value is not None and value not in get_args(DtypeName):
             raise ValueError(f"load_pretrained: {name} is {value!r}, expected one of {', '.join(get_args(DtypeName))}")
@@ -111,7 +114,7 @@ def load_pretrained(
         matches = match_rows(family, model, files.shapes)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    _check(family, files, matches, variables)
+    _check(family, files, matches, variables, config.num_layers)
     if len(variables) != len(jax.tree.leaves(nnx.state(model))):
         model = DecoderLM(config, rngs=nnx.Rngs(0))  # creates constants and random streams, which files lack
 
@@ -131,7 +134,7 @@ def load_pretrained(
     assign_values(model, SAVED, read)
     used = [name for match in matches for name in match.theirs]
     source = Source(
-        folder=folder.resolve(),
+        folder=files.folder.resolve(),
         family=family.name,
         config=values,
         shards=dict(files.shards),
@@ -140,20 +143,25 @@ def load_pretrained(
         ignored=tuple(ignore_keys),
         untied=untied,
     )
-    return Pretrained(model, folder_tokenizer(folder), source)
+    return Pretrained(model, folder_tokenizer(tokenizer_folder(folder)), source)
+
+
+def tokenizer_folder(folder: pathlib.Path) -> pathlib.Path:
+    """The folder whose tokenizer is a model's: of an adapter without its model perhaps the model's folder."""
+    return folder if (folder / TOKENIZER).exists() else base_folder(folder)
 
 
 def pretrained_config(folder: str | os.PathLike[str], *, ignore_keys: Sequence[str] = ()) -> ModelConfig:
     """The configuration of a published model, without reading its arrays.
 
     Args:
-        folder: a folder in the Hugging Face format.
+        folder: as in `load_pretrained`.
         ignore_keys: as in `load_pretrained`.
 
     Raises:
         ValueError: as in `load_pretrained`, except that arrays are not checked.
     """
-    return _read_folder(pathlib.Path(folder), ignore_keys)[2]
+    return _read_folder(local_folder(folder), ignore_keys)[2]
 
 
 def _read_folder(
@@ -162,9 +170,10 @@ def _read_folder(
     """The family, config.json, the model's configuration in the file's dtype, the weight files, and `Source.untied`."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no such folder, expected one with {CONFIG} and safetensors files")
+    given, folder = folder, base_folder(folder)
     values = read_json(folder / CONFIG)
     family = family_of(values, str(folder / CONFIG))
-    files = WeightFiles(folder)
+    files = WeightFiles(folder, given)
     held = Held.of(files.shapes.values())
     config = read_config(family, values, str(folder / CONFIG), ignore_keys, held=held)
     untied = _has_head_of_its_own(family, config, files)
@@ -353,11 +362,13 @@ def _written_config(family: Family, config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def _check(family: Family, files: WeightFiles, matches: Sequence[Match], variables: Mapping[str, Any]) -> None:
+def _check(
+    family: Family, files: WeightFiles, matches: Sequence[Match], variables: Mapping[str, Any], num_layers: int
+) -> None:
     """Raises ValueError if an array is surplus, or has the wrong shape or an unsupported dtype."""
     used = {name for match in matches for name in match.theirs}
     for name, file in files.shards.items():
-        if name not in used and not family.leaves_out(name):
+        if name not in used and not family.leaves_out(name, num_layers):
             raise ValueError(
                 f"{files.folder / file}: {name} {list(files.shapes[name])} is surplus, expected no such array for "
                 f"the model in {CONFIG}"

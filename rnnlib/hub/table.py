@@ -90,6 +90,8 @@ class Family:
         prefixes: the prefix of names in the tables, and other prefixes that files may have in its place.
         unused: beginnings of names of arrays that a language model does not use, perhaps with `*`. `save_pretrained`
             copies these arrays.
+        has_more_layers: whether files may have layers behind the model's last, which predict further tokens and are
+            unused, too.
     """
 
     name: str
@@ -103,9 +105,15 @@ class Family:
     layer_prefix: str = "model.layers.{}."
     prefixes: tuple[str, ...] = ("model.",)
     unused: tuple[str, ...] = ()
+    has_more_layers: bool = False
 
-    def leaves_out(self, name: str) -> bool:
-        """Whether a language model has no use for the array of this name."""
+    def leaves_out(self, name: str, num_layers: int) -> bool:
+        """Whether a language model of so many layers has no use for the array of this name."""
+        if self.has_more_layers:
+            before, _, behind = self.layer_prefix.partition("{}")
+            number = name.removeprefix(before).partition(behind)[0]
+            if name.startswith(before) and number.isdecimal() and int(number) >= num_layers:
+                return True
         return any(fnmatch.fnmatchcase(name, f"{beginning}*") for beginning in self.unused)
 
 

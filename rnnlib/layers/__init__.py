@@ -27,7 +27,7 @@ from rnnlib.layers.decay import (
 )
 from rnnlib.layers.experts import ExpertMixture, Experts, RouterConfig, RouterLoss, with_router_losses
 from rnnlib.layers.feature_maps import DPFPMap, FeatureMapConfig, HedgehogMap, ProductMap, ReluMap
-from rnnlib.layers.feed_forward import FeedForwardConfig, SwiGLU
+from rnnlib.layers.feed_forward import FeedForwardConfig, SwiGLU, SwiGLUConfig
 from rnnlib.layers.gain import (
     ChannelGain,
     CombaGain,
@@ -146,6 +146,7 @@ __all__ = [
     "Solver",
     "StepGain",
     "SwiGLU",
+    "SwiGLUConfig",
     "TokenMixer",
     "Trapezoidal",
     "TrapezoidalGain",

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from rnnlib import ops
-from rnnlib.fields import PositiveInteger, check_fields
+from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
 from rnnlib.layers.attention_cache import AttentionCache, check_call_length, empty_ring, extend_ring
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
 from rnnlib.layers.initializers import Initializer
@@ -39,6 +39,7 @@ class AttentionConfig(MixerConfig):
             each head, with one scale for all heads; `"all"` norms all heads together (OLMo 2, arXiv 2501.00656).
         zero_centred: whether the factor of `qk_norm` is `1 + scale`, see `RMSNorm`.
         eps: epsilon of `qk_norm`.
+        scale: of the scores; None is `head_dim**-0.5`.
         output_gate: multiplies attention's output by `sigmoid(W x)`, channel by channel, before the output projection
             (Qiu et al., 2025, arXiv 2505.06708).
         use_bias: the projections of queries, keys and values, and of the gate, have biases.
@@ -55,6 +56,7 @@ class AttentionConfig(MixerConfig):
     qk_norm: bool | Literal["all"] = False
     zero_centred: bool = False
     eps: float = 1e-6
+    scale: PositiveNumber | None = None
     output_gate: bool = False
     use_bias: bool = False
     output_bias: bool = False
@@ -176,6 +178,8 @@ class Attention(nnx.Module):
             query = self._heads(self.query(x), self.query_norm)
             key = self._heads(self.key(x), self.key_norm)
             value = self._heads(self.value(x))
+            if self.config.scale is not None:  # the operators multiply by K**-0.5
+                query = query * (self.config.scale * self.shape.key_size**0.5)
             gate = None if self.gate is None else self.gate(x)
         if positions is None:
             positions = running_positions(None if cache is None else cache.position, batch, length)

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from rnnlib.fields import PositiveInteger
 from rnnlib.layers.part import PartConfig
 from rnnlib.layers.products import gated_product
 from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
@@ -15,9 +16,19 @@ from rnnlib.ops.thin_products import linear_product
 
 
 class SwiGLU(nnx.Module):
-    """Gated feed-forward `W_down (silu(W_gate x) * W_up x)`, without biases."""
+    """Gated feed-forward `W_down (silu(W_gate x) * W_up x)`."""
 
-    def __init__(self, width: int, hidden_width: int, *, initializer_std: float, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        width: int,
+        hidden_width: int,
+        *,
+        initializer_std: float,
+        dtype,
+        param_dtype,
+        use_bias: bool = False,
+        rngs: nnx.Rngs,
+    ):
         """Builds the three maps.
 
         Args:
@@ -26,11 +37,12 @@ class SwiGLU(nnx.Module):
             initializer_std: standard deviation of the initial weights.
             dtype: dtype of the products.
             param_dtype: dtype of the weights.
+            use_bias: whether the three maps have biases.
             rngs: source of the initial weights.
         """
         hidden_width = share_of(hidden_width, "the width of a feed-forward (--model.mlp-width)")
         options: dict[str, Any] = dict(
-            use_bias=False,
+            use_bias=use_bias,
             kernel_init=nnx.initializers.normal(initializer_std),
             dtype=dtype,
             param_dtype=param_dtype,
@@ -79,3 +91,54 @@ class FeedForwardConfig(PartConfig, abc.ABC):
     def describe(self, hidden_width: int) -> str:
         """The module in a few words, for a table of a model's parts."""
         return type(self).__name__
+
+
+@dataclasses.dataclass(frozen=True)
+class SwiGLUConfig(FeedForwardConfig):
+    """A SwiGLU with options that the model's own (`"dense"`) does not have.
+
+    Attributes:
+        width: hidden width; None is that of the model's SwiGLUs.
+        use_bias: whether the three maps have biases.
+    """
+
+    width: PositiveInteger | None = None
+    use_bias: bool = False
+
+    def build(
+        self,
+        width: int,
+        hidden_width: int,
+        *,
+        initializer_std: float,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ) -> SwiGLU:
+        """Builds the module; arguments as `FeedForwardConfig.build`.
+
+        Raises:
+            ValueError: neither this configuration nor the model gives a width.
+        """
+        return SwiGLU(
+            width,
+            self._width(hidden_width),
+            initializer_std=initializer_std,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            use_bias=self.use_bias,
+            rngs=rngs,
+        )
+
+    def _width(self, hidden_width: int) -> int:
+        if self.width is None and not hidden_width:
+            raise ValueError("SwiGLUConfig: width is None in a model whose mlp_width is 0, expected the hidden width")
+        return hidden_width if self.width is None else self.width
+
+    def least_parameters(self, width: int, hidden_width: int) -> int:
+        """Parameters of the three maps."""
+        return 3 * width * self._width(hidden_width)
+
+    def describe(self, hidden_width: int) -> str:
+        """The width."""
+        return f"SwiGLU of width {self._width(hidden_width)}"

@@ -41,6 +41,8 @@ class LatentAttentionConfig(MixerConfig):
         query_latent_size: channels of a latent `norm(W_DQ x)` that queries are projected from, which saves memory in
             training; None projects queries from x.
         rope_base: of the shared part's rotary positions; None is no positions (Kimi Linear, arXiv 2510.26692).
+        head_gate: multiplies each head's output by `sigmoid(w_h x)`, one number per head, before the output projection
+            (Qiu et al., 2025, arXiv 2505.06708).
         eps: of the latents' norms.
         use_bias: the projections to latents have biases.
         output_bias: the output's projection has a bias.
@@ -54,6 +56,7 @@ class LatentAttentionConfig(MixerConfig):
     latent_size: PositiveInteger | None = None
     query_latent_size: PositiveInteger | None = None
     rope_base: RotaryBase | None = 10000.0
+    head_gate: bool = False
     eps: PositiveNumber = 1e-6
     use_bias: bool = False
     output_bias: bool = False
@@ -146,6 +149,7 @@ class LatentAttention(nnx.Module):
         latent_norm: of the latent.
         key: `W_UK`, from the latent to H N channels.
         value: `W_UV`, from the latent to H V channels.
+        gate: to one number per head, or None.
         output: to the model's width.
     """
 
@@ -173,6 +177,7 @@ class LatentAttention(nnx.Module):
         self.key = shape.linear(size, heads * self.own_size, rngs=rngs)
         self.value = shape.linear(size, heads * shape.value_size, rngs=rngs)
         self.output = shape.output(heads * shape.value_size, use_bias=config.output_bias, rngs=rngs)
+        self.gate = shape.project(heads, rngs=rngs) if config.head_gate else None
         turns = config.rope_base is not None and self.shared_size > 0
         self.rotary = Rotary(config.rope_base) if turns and config.rope_base else None
 
@@ -226,6 +231,9 @@ class LatentAttention(nnx.Module):
             mean, cache = extend_ring(cache, query, kept, self._attend, segment_ids)
             cache = cache._replace(position=positions[:, -1] + 1)
             out = jnp.einsum("bthl,lhv->bthv", mean, self._up(self.value))
+        if self.gate is not None:
+            gate = jax.nn.sigmoid(self.gate(x).astype(self.shape.gate_dtype))
+            out = out * gate.astype(out.dtype)[..., None]
         return self.output(out.reshape(batch, length, -1)), cache
 
     def _up(self, projection: nnx.Linear) -> Array:

@@ -17,10 +17,19 @@ from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache
 from rnnlib.layers.check_parts import check_decay, check_decay_is_no_growth, check_gates, check_keys, expect_type
 from rnnlib.layers.convolution import ConvolutionConfig
 from rnnlib.layers.decay import DecayConfig, NoDecay
+from rnnlib.layers.delta_product import (
+    decay_in_turn,
+    documents_of_steps,
+    for_each_step,
+    gates_in_turn,
+    in_turn,
+    of_last_steps,
+    shape_of_steps,
+)
 from rnnlib.layers.feature_maps import Activation, FeatureMap, FeatureMapConfig
-from rnnlib.layers.gain import GainConfig, SigmoidGain
+from rnnlib.layers.gain import GainConfig, SigmoidGain, UnitGain
 from rnnlib.layers.initializers import Initializer
-from rnnlib.layers.keys import KeysConfig, PlainKeys
+from rnnlib.layers.keys import Keys, KeysConfig, PlainKeys
 from rnnlib.layers.part import PartConfig
 from rnnlib.layers.products import joined_inputs
 from rnnlib.layers.readout import ReadoutConfig
@@ -79,6 +88,8 @@ class RecurrentMixerConfig(MixerConfig):
         key_head_dim: channels K of a key head, overriding the fields above. This, like those, is the size before a
             feature map, which may change it.
         value_head_dim: channels V of a value head, likewise.
+        steps: delta-rule steps a token, each with a key, a value and a gain of its own; the state decays before the
+            first, the query reads after the last (DeltaProduct, see `rnnlib.layers.delta_product`).
         use_bias: the projections of queries, keys and values have biases.
         tie_feature_maps: whether keys use the queries' map, if it is a map of heads.
         initializer: of the projections.
@@ -106,6 +117,7 @@ class RecurrentMixerConfig(MixerConfig):
     head_dim: PositiveInteger | None = None
     key_head_dim: PositiveInteger | None = None
     value_head_dim: PositiveInteger | None = None
+    steps: PositiveInteger = 1
     use_bias: bool = False
     tie_feature_maps: bool = False
     shared_heads: PositiveInteger | None = None
@@ -116,6 +128,25 @@ class RecurrentMixerConfig(MixerConfig):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.steps > 1:
+            self._check_steps()
+
+    def _check_steps(self) -> None:
+        """Raises ValueError unless the parts know nothing of the token beside its keys, values and gains."""
+        served: tuple[tuple[str, Any, tuple[type, ...]], ...] = (
+            ("solve", self.solve, (Online,)),
+            ("keys", self.keys, (PlainKeys,)),
+            ("gain", self.gain, (SigmoidGain, UnitGain)),
+        )
+        for name, part, kinds in served:
+            if not isinstance(part, kinds):
+                found, expected = type(part).__name__, " or ".join(kind.__name__ for kind in kinds)
+                raise ValueError(
+                    f"RecurrentMixerConfig: {name} is {found}, with steps={self.steps} expected {expected}"
+                )
+        for name, value in (("rotary", self.rotary), ("shared_heads", self.shared_heads)):
+            if value is not None:
+                raise ValueError(f"RecurrentMixerConfig: {name} is {value}, with steps={self.steps} expected None")
 
     def shape(
         self,
@@ -209,11 +240,13 @@ class RecurrentMixer(nnx.Module):
 
         heads, shared = shape.key_heads * shape.pairs, shape.shared_heads
         self.query = stream("query", heads, projected, config.feature_map, config.query_norm)
-        self.key = stream("key", shared or heads, projected, config.feature_map, config.key_norm, self.tied_map)
-        self.value = stream("value", shared or shape.value_heads, shape.value_size, config.value_map, "none")
+        per_step = shape_of_steps(shape, config.steps)
+        keys, values = shared or heads * config.steps, shared or per_step.value_heads
+        self.key = stream("key", keys, projected, config.feature_map, config.key_norm, self.tied_map)
+        self.value = stream("value", values, shape.value_size, config.value_map, "none")
         check_decay_is_no_growth(config.decay, shape)
         self.decay = config.decay.build(shape, rngs=rngs)
-        self.gain = config.gain.build(shape, rngs=rngs)
+        self.gain = config.gain.build(per_step, rngs=rngs)
         self.keys = config.keys.build(shape, rngs=rngs)
         options = OperatorOptions(config.scale, config.chunk_size, config.implementation)
         self.solve = config.solve.build(shape, options, rngs=rngs)
@@ -248,9 +281,12 @@ class RecurrentMixer(nnx.Module):
         with joined_inputs(self, x):
             signals, partial = self.signals(x, segment_ids=segment_ids, positions=positions, cache=cache)
             state = None if cache is None else cache.state
-            out, state = self.solve(x, signals, segment_ids=segment_ids, state=state)
+            steps = self.config.steps
+            documents = documents_of_steps(segment_ids, steps)
+            out, state = self.solve(for_each_step(x, steps), signals, segment_ids=documents, state=state)
+            out = of_last_steps(out, steps)
             out = checkpoint_name(out, "recurrence")  # for checkpoint policies that keep it
-            y = self.readout(x, out, signals.value)
+            y = self.readout(x, out, of_last_steps(signals.value, steps))
         return y, (None if cache is None else partial._replace(state=state))
 
     def signals(
@@ -270,7 +306,8 @@ class RecurrentMixer(nnx.Module):
             cache: as for the call.
 
         Returns:
-            The signals, and the next cache without its `state`, which is None.
+            The signals, of `steps` tokens for each where the mixer has several, and the next cache without its `state`,
+            which is None.
         """
         check_input("RecurrentMixer", x, self.shape.width)
         tails = (None, None, None) if cache is None else (cache.query_tail, cache.key_tail, cache.value_tail)
@@ -297,23 +334,22 @@ class RecurrentMixer(nnx.Module):
         check_decay(self.config.decay, decay, self.shape, x.shape[:2])
         gates = self.gain(x, decay)
         expect_type("gain", self.config.gain, gates, Gates)
-        keys, keys_state = self.keys(
-            x,
-            query,
-            key,
-            decay=decay,
-            gates=gates,
-            segment_ids=segment_ids,
-            state=None if cache is None else cache.keys,
-        )
+        steps, state = self.config.steps, None if cache is None else cache.keys
+        if steps > 1:
+            keys, keys_state = Keys(for_each_step(query, steps), in_turn(key, steps)), state
+            value, decay, gates = in_turn(value, steps), decay_in_turn(decay, steps), gates_in_turn(gates, steps)
+        else:
+            keys, keys_state = self.keys(x, query, key, decay=decay, gates=gates, segment_ids=segment_ids, state=state)
         check_keys(self.config.keys, keys)
         gates = self.gain.normalize(gates, keys.key, keys.write_key)
-        check_gates(self.config.gain, gates, self.shape, x.shape[:2])
+        check_gates(self.config.gain, gates, self.shape, value.shape[:2])
         carried = MixerCache(query_tail, key_tail, value_tail, keys_state, None, position)
         return Signals(keys, value, gates, decay), carried
 
     def defer_writes(self, cache: MixerCache) -> MixerCache:
-        """The cache as a loop over single tokens carries it: see `Solver.defer_writes`."""
+        """The cache as a loop over single tokens carries it: see `Solver.defer_writes`. Of several steps none waits."""
+        if self.config.steps > 1:
+            return cache
         batch = jax.tree.leaves(cache)[0].shape[0]
         # Of a token's signals only shapes are read, so that a compiled loop computes none.
         signals, _ = self.signals(jnp.zeros((batch, 1, self.shape.width), self.shape.dtype), cache=cache)

@@ -28,6 +28,7 @@ from rnnlib.layers.gain import (
     KaczmarzGain,
     LonghornGain,
     NLMSGain,
+    SigmoidGain,
     StepGain,
     UnitGain,
 )
@@ -204,6 +205,32 @@ def gated_deltanet() -> MixerConfig:
     `key_expansion=0.75, value_expansion=1.5`; Preconditioned DeltaNet compares with `output_gate=False`.
     """
     return RecurrentMixerConfig(decay=SoftplusDecay(), readout=ReadoutConfig(gate="silu"))
+
+
+@register_preset("DeltaProduct", "Siems et al. 2025, arXiv 2502.10297")
+def deltaproduct() -> MixerConfig:
+    """DeltaProduct, Siems et al. 2025; DeltaNet with n delta steps a token.
+
+    `S_{t,j} = (I - beta_j k_j k_j^T) S_{t,j-1} + beta_j k_j v_j^T` for j = 1 to n, from `S_{t,0} = S_{t-1,n}`. Two
+    steps, beta up to 2 (equation 6; products of reflections rotate), SiLU gate as in the authors' code.
+    """
+    return RecurrentMixerConfig(
+        gain=SigmoidGain(negative_eigenvalues=True), readout=ReadoutConfig(gate="silu"), steps=2
+    )
+
+
+@register_preset("Gated DeltaProduct", "Siems et al. 2025, arXiv 2502.10297")
+def gated_deltaproduct() -> MixerConfig:
+    """Gated DeltaProduct, Siems et al. 2025; DeltaProduct whose state decays by `alpha_t` before a token's first step.
+
+    The decay is Gated DeltaNet's; two steps, beta up to 2, SiLU gate.
+    """
+    return RecurrentMixerConfig(
+        decay=SoftplusDecay(),
+        gain=SigmoidGain(negative_eigenvalues=True),
+        readout=ReadoutConfig(gate="silu"),
+        steps=2,
+    )
 
 
 @register_preset("Kimi Delta Attention", "Kimi Team 2025, arXiv 2510.26692")

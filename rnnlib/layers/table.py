@@ -10,12 +10,13 @@ _COLUMNS = ("mixer", "decay", "gain", "keys", "solve", "paper")
 
 def mixer_rows() -> list[tuple[str, ...]]:
     """A row per preset: name, decay, gain, keys, solve, paper."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in mixer_names():
         preset = preset_details(name)
         config = preset.config
         if isinstance(config, RecurrentMixerConfig):
-            axes = tuple(axis.describe() for axis in (config.decay, config.gain, config.keys, config.solve))
+            solve = config.solve.describe() + (f", {config.steps} steps a token" if config.steps > 1 else "")
+            axes = (config.decay.describe(), config.gain.describe(), config.keys.describe(), solve)
         elif isinstance(config, AttentionConfig):
             span = "all tokens" if config.window is None else f"last {config.window} tokens"
             axes = ("-", "-", "-", f"softmax over {span}")

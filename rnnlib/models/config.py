@@ -71,6 +71,10 @@ class ModelConfig:
             in plain values, `{"Experts": {"num_experts": 64, "width": 512}}`. With `scan_layers` one entry, or one for
             each of `mixers`.
         tie_embeddings: read the logits out with the embedding matrix.
+        embedding_scale: multiplies what enters the first block (a multiplier of muP, like the next two: arXiv
+            2203.03466; Granite's and Falcon-H1's models have them).
+        residual_scale: multiplies what each mixer and each feed-forward add to the residual stream.
+        logits_scale: multiplies the logits.
         norm_eps: added to the mean square in every RMSNorm of the residual stream.
         norm_positions: where a block's two norms stand, repeated cyclically over the layers as `mixers` are:
             `"input"` is `x + mixer(norm(x))`, `"output"` is `x + norm(mixer(x))` (OLMo 2, arXiv 2501.00656), and
@@ -103,6 +107,9 @@ class ModelConfig:
     mlp_ratio: Annotated[float | int, Range(at_least=0, below=math.inf)] = 4.0
     mlp_width: PositiveInteger | None = None
     tie_embeddings: bool = False
+    embedding_scale: PositiveNumber = 1.0
+    residual_scale: PositiveNumber = 1.0
+    logits_scale: PositiveNumber = 1.0
     norm_eps: PositiveNumber = 1e-6
     norm_positions: tuple[NormPosition, ...] = ("input",)
     zero_centred_norms: bool = False

@@ -38,6 +38,11 @@ def _residual_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | RMSNorm
     return nnx.RMSNorm(config.width, epsilon=config.norm_eps, rngs=rngs, **dtypes)
 
 
+def _scaled[Value: (Array, Array | SumInParts)](x: Value, scale: float) -> Value:
+    """`scale * x`; a sum that is still to be computed stays one where the scale is 1."""
+    return x if scale == 1 else computed(x) * scale
+
+
 class Block(nnx.Module):
     """`x + mixer(norm(x))`, then `x + feed_forward(norm(x))`; or with the norms behind mixer and feed-forward."""
 
@@ -60,6 +65,7 @@ class Block(nnx.Module):
             rngs: source of the initial weights.
         """
         self.norm_position = norm_position
+        self.residual_scale = config.residual_scale
         dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.storage_dtype}
         self.mixer_norm = _residual_norm(config, rngs)
         self.mixer = build_mixer(config, mixer, rngs=rngs)
@@ -101,13 +107,13 @@ class Block(nnx.Module):
         normed, x = norm_and_stream(self.mixer_norm, x) if before else (computed(x),) * 2
         with remembered_products():
             mixed, cache = self.mixer(normed, **options)
-            x = added_to(x, mixed if before else self.mixer_norm(mixed))
+            x = added_to(x, _scaled(mixed if before else self.mixer_norm(mixed), self.residual_scale))
         if self.feed_forward is not None and self.feed_forward_norm is not None:
             norm = self.feed_forward_norm
             normed, x = norm_and_stream(norm, x) if before else (computed(x),) * 2
             with remembered_products():
                 changed = self.feed_forward(normed)
-                x = added_to(x, changed if before else norm(changed))
+                x = added_to(x, _scaled(changed if before else norm(changed), self.residual_scale))
         return x, cache
 
 
@@ -177,7 +183,7 @@ class DecoderLM(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """The normalised residual stream that the head reads, in the compute dtype; arguments as in `__call__`.
+        """The normalised residual stream, times `logits_scale`, that the head reads; arguments as in `__call__`.
 
         With `output_embedding` it lets a loss over a large vocabulary be taken a part of the sequence at a time.
         """
@@ -195,7 +201,7 @@ class DecoderLM(nnx.Module):
             x, changes = self._training_block()(graphdef, state, x, segment_ids, positions)
             if changes:
                 assign_values(block, _MUTABLE, changes)
-        return self.norm(x)
+        return _scaled(self.norm(x), self.config.logits_scale)
 
     @property
     def output_embedding(self) -> Float[Array, "vocabulary D"]:
@@ -281,7 +287,7 @@ class DecoderLM(nnx.Module):
             graphdef, state = nnx.split(block)
             x, entry = _extend_block(graphdef, state, x, segment_ids, positions, entry)
             entries.append(entry)
-        return norm_and_stream(self.norm, x)[0], tuple(entries)
+        return _scaled(norm_and_stream(self.norm, x)[0], self.config.logits_scale), tuple(entries)
 
     def embed(
         self,
@@ -306,7 +312,8 @@ class DecoderLM(nnx.Module):
         if positions is not None:
             check_array("DecoderLM", "positions", positions)
             check_shape("DecoderLM", "positions", positions, tokens.shape, axes="[B, T]")
-        return look_up_in_shares(self.embedding[...], tokens, self.config.compute_dtype, self.shares)
+        x = look_up_in_shares(self.embedding[...], tokens, self.config.compute_dtype, self.shares)
+        return _scaled(x, self.config.embedding_scale)
 
     def share(self, count: int) -> "DecoderLM":
         """The model that each of `count` devices has of this one, with shapes in place of arrays.

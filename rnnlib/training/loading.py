@@ -8,7 +8,10 @@ from typing import Any
 
 from rnnlib.data import FileTokenizer, Tokenizer, load_tokenizer
 from rnnlib.hub import Pretrained, load_pretrained, pretrained_config
+from rnnlib.hub.adapters import ADAPTER_CONFIG
 from rnnlib.hub.chat import chat_template, render_chat
+from rnnlib.hub.names import local_folder
+from rnnlib.hub.pretrained import tokenizer_folder
 from rnnlib.hub.special_tokens import end_tokens, special_tokens
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.models.slots import MAX_STOP_TOKENS
@@ -81,10 +84,10 @@ def is_run(folder: str | os.PathLike[str]) -> bool:
     Raises:
         RunError: it is neither.
     """
-    folder = split_step(folder)[0]
+    folder = split_step(local_folder(folder))[0]
     if (folder / CONFIG_FILE).is_file():
         return True
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
         return False
     if folder.is_dir():
         raise RunError(
@@ -99,6 +102,7 @@ def folder_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
     Raises:
         ValueError: the folder is neither a run's nor a published model's that is served.
     """
+    folder = local_folder(folder)
     return load_run_config(split_step(folder)[0]).model if is_run(folder) else pretrained_config(folder)
 
 
@@ -112,7 +116,8 @@ def load_model(
     """Reads the model of a run's checkpoint, or a published model.
 
     Args:
-        folder: the run's folder, also as `FOLDER@STEP` or `FOLDER@best`, or one in the Hugging Face format.
+        folder: the run's folder, also as `FOLDER@STEP` or `FOLDER@best`, or one in the Hugging Face format; or the name
+            of a model, `hf://owner/name`.
         dtype: what the model computes in, such as "bfloat16"; None as in training, or as the file says.
         param_dtype: of a published model's parameters; None for the file's.
         tokenizer: "byte" or a tokenizers JSON file, in place of the folder's own.
@@ -121,7 +126,7 @@ def load_model(
         ValueError: the folder is neither, is damaged, or has no tokenizer and none is given; or the tokenizer has more
             tokens than the model.
     """
-    folder = Path(folder)
+    folder = local_folder(folder)
     run = None
     if is_run(folder):
         run = load_run(folder, dtype=dtype)
@@ -129,6 +134,7 @@ def load_model(
         pretrained = Pretrained(run.model, run.tokenizer, None)
     else:
         pretrained = load_pretrained(folder, dtype=dtype, param_dtype=param_dtype)
+        folder = tokenizer_folder(folder)
     found = pretrained.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
     if found is None:
         raise RunError(f"{folder}: there is no {TOKENIZER_FILE}, expected one, or a tokenizer to be named")

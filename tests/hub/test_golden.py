@@ -1,7 +1,7 @@
 """Published checkpoints of every family, written by the real modeling code: logits, gradients, tokens, and back.
 
 `golden/FAMILY/VARIANT/` holds tiny random models with `golden.npz`: tokens, logits, gradients of the mean loss by array
-of the file, and greedy continuations after 70 and after 3 tokens.
+of the file (of newer ones a few, and the norms of all), and greedy continuations after all tokens and after 3.
 """
 
 import json
@@ -22,12 +22,17 @@ from tests.selection import mostly_slow
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 FOLDERS = [
+    "bailing_hybrid/plain",
+    "bamba/plain",
     "comba/plain",
     "delta_net/plain",
     "gated_deltanet/gate",
+    "gated_deltaproduct/plain",
     "gla/plain",
+    "granitemoehybrid/plain",
     "kda/plain",
     "kimi_linear/moe",
+    "lara_mini/plain",
     "linear_attn/elu",
     "mamba2/tied",
     "mamba2_fla/plain",
@@ -46,7 +51,7 @@ FOLDERS = [
 
 # Their mixers and blocks are those of other families' models; their files are read and written below.
 REPEATED = {"gated_deltanet/gate", "kda/plain", "mamba2_fla/plain", "precond_kda/plain", "qwen3_5/text"}
-REPEATED |= {"delta_net/plain", "qwen3_5_moe/text"}
+REPEATED |= {"bamba/plain", "delta_net/plain", "lara_mini/plain", "qwen3_5_moe/text"}
 
 
 @pytest.mark.parametrize("name", mostly_slow(FOLDERS, [name for name in FOLDERS if name not in REPEATED]))
@@ -77,7 +82,12 @@ def test_logits_gradients_and_greedy_tokens_are_the_published_codes(name):
         found = arrays[key.removeprefix("grad:")]
         np.testing.assert_allclose(found, golden[key], rtol=0, atol=2e-4 * largest, err_msg=key)
 
-    prompts = [row[:length] for length in (70, 3) for row in tokens.tolist()]
+    names = golden["grad_names"].tolist() if "grad_names" in golden else []
+    norms = [float(np.linalg.norm(arrays[name])) for name in names]
+    if names:
+        np.testing.assert_allclose(norms, golden["grad_norms"], rtol=1e-3, atol=2e-4 * golden["grad_norms"].max())
+
+    prompts = [row[:length] for length in (tokens.shape[1], 3) for row in tokens.tolist()]
     wanted_tokens = np.concatenate([golden["generated"], golden["generated_short"]])
     np.testing.assert_array_equal(generate(pretrained.model, prompts, max_new_tokens=8, temperature=0.0), wanted_tokens)
 

@@ -38,6 +38,15 @@ EXPERTS = (
     *linear("mlp.shared_expert_gate", "feed_forward.shared_gate"),
 )
 
+ATTENTION = (
+    *linear("self_attn.q_proj", "mixer.query"),
+    *linear("self_attn.k_proj", "mixer.key"),
+    *linear("self_attn.v_proj", "mixer.value"),
+    *linear("self_attn.o_proj", "mixer.output"),
+    row("self_attn.q_norm.weight", "mixer.query_norm.scale"),
+    row("self_attn.k_norm.weight", "mixer.key_norm.scale"),
+)
+
 # Options of a preset by path, in the form of `ModelConfig.mixer_overrides`.
 Options = dict[str, Any]
 
@@ -67,18 +76,23 @@ def write_model(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_layer_types(keys: ConfigKeys, mixers: Mapping[str, str], interval: int | None = None) -> tuple[str, ...]:
+def read_layer_types(
+    keys: ConfigKeys, mixers: Mapping[str, str], interval: int | None = None, pattern: Sequence[str] = ()
+) -> tuple[str, ...]:
     """The mixer of each layer.
 
     Args:
         keys: the file's keys: `layer_types`, or `full_attention_interval` in older files.
         mixers: the mixer of each type of layer.
         interval: the default interval of attention layers, if the file has neither key.
+        pattern: the types of layers that are repeated in such a file, in place of an interval.
     """
     layers = keys.size("num_hidden_layers")
     every = keys.size("full_attention_interval", interval)
     types = keys.take("layer_types", list | None, None)
-    if types is None:
+    if types is None and pattern:
+        types = [pattern[i % len(pattern)] for i in range(layers)]
+    elif types is None:
         if every is None:
             raise ValueError(f"{keys.where}: layer_types is missing")
         types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
@@ -95,14 +109,23 @@ def write_layer_types(kinds: Sequence[Any]) -> list[str]:
     return ["full_attention" if isinstance(kind, AttentionConfig) else "linear_attention" for kind in kinds]
 
 
-def read_rotary(keys: ConfigKeys, *, base: float = 10000.0, factor: float = 1.0) -> tuple[float | None, float]:
+def read_rotary(
+    keys: ConfigKeys, *, base: float = 10000.0, factor: float = 1.0, reads_outer_factor: bool = True
+) -> tuple[float | None, float]:
     """The base of rotary positions (None for no positions), and the fraction of a head's channels that are rotated.
 
     Newer files have the object `rope_parameters`. Older ones have `rope_scaling`, which wins where both are there, as
     in transformers. What the object lacks is at the top level: `rope_theta`, `partial_rotary_factor`.
+
+    Args:
+        keys: the file's keys.
+        base: the default of the base.
+        factor: the default of the fraction.
+        reads_outer_factor: whether the fraction at the top level counts.
     """
     outer_base = keys.take("rope_theta", float | int | None, base)
-    outer_factor = keys.number("partial_rotary_factor", factor)
+    given_factor = keys.number("partial_rotary_factor", factor)
+    outer_factor = given_factor if reads_outer_factor else factor
     keys.take("rope_parameters", dict | None, None)
     inner = keys.within("rope_scaling" if keys.take("rope_scaling", dict | None, None) else "rope_parameters")
     inner.only("rope_type", "default")

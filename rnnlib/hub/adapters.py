@@ -1,0 +1,187 @@
+"""Adapters in the format of PEFT: low-rank changes (LoRA) of a published model's matrices, added when these are read.
+
+A folder's adapter is adapter_config.json and adapter_model.safetensors. For each of its modules, `lora_A`
+`[rank, in]` and `lora_B` `[out, rank]` change the matrix `W` `[out, in]` to `W + scale B A`. The scale is
+`lora_alpha / rank`, or `lora_alpha / sqrt(rank)` with `use_rslora`. Modules of `modules_to_save` are stored whole.
+"""
+
+import math
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rnnlib.fields import PositiveInteger
+from rnnlib.hub.arrays import open_safetensors
+from rnnlib.hub.keys import ConfigKeys, read_json
+from rnnlib.hub.names import local_folder
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(?P<module>.*)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.weight)?$")
+
+# Keys that say how an adapter was trained, or which of a model's modules it has. Its arrays say the latter, too.
+_WITHOUT_EFFECT = (
+    "base_model_name_or_path",
+    "revision",
+    "task_type",
+    "inference_mode",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "lora_dropout",
+    "modules_to_save",
+    "peft_version",
+    "auto_mapping",
+    "megatron_config",
+    "megatron_core",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "runtime_config",
+    "qalora_group_size",
+    "ensure_weight_tying",
+)
+
+
+class Adapter:
+    """The adapter of a folder.
+
+    Attributes:
+        path: its file of arrays.
+        names: the names of the model's arrays that it changes.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        """Reads the configuration and opens the arrays.
+
+        Raises:
+            ValueError: a file is missing or damaged, or the adapter is of another kind. The message is one line that
+                names the file, and the key or array.
+        """
+        where = folder / ADAPTER_CONFIG
+        keys = ConfigKeys(read_json(where), str(where))
+        keys.ignore(*_WITHOUT_EFFECT)
+        keys.only("peft_type", "LORA")
+        keys.only("bias", "none")
+        # Other ways to begin change the model's matrices, so that the adapter alone is not the difference.
+        keys.only("init_lora_weights", True, False, None, "gaussian", "orthogonal", "eva")
+        self._rank: int = keys.take("r", PositiveInteger)
+        self._alpha = keys.number("lora_alpha")
+        self._has_root_scale = keys.flag("use_rslora", False)
+        self._ranks = _pattern(keys, "rank_pattern")
+        self._alphas = _pattern(keys, "alpha_pattern")
+        keys.finish()
+        self.path = folder / ADAPTER
+        self._arrays = open_safetensors(self.path)
+        self._factors: dict[str, dict[str, str]] = {}
+        self._whole: dict[str, str] = {}
+        for name in self._arrays.keys():  # noqa: SIM118 (not a mapping)
+            if not name.startswith(_PREFIX):
+                raise ValueError(f"{self.path}: {name} is there, expected names that begin with {_PREFIX}")
+            found = _FACTOR.match(name.removeprefix(_PREFIX))
+            if found is None:
+                self._whole[name.removeprefix(_PREFIX)] = name
+            else:
+                self._factors.setdefault(f"{found['module']}.weight", {})[found["side"]] = name
+        for target, factors in self._factors.items():
+            if len(factors) < 2:
+                raise ValueError(
+                    f"{self.path}: {target} has {next(iter(factors.values()))} alone, expected two factors"
+                )
+        self.names = frozenset(self._factors) | frozenset(self._whole)
+
+    def apply(self, name: str, array: np.ndarray) -> np.ndarray:
+        """The model's array of this name with its change, in the same dtype.
+
+        Raises:
+            ValueError: the change is not of the array's shape.
+        """
+        if name in self._whole:
+            whole = self._arrays.get_tensor(self._whole[name])
+            return self._of_shape(name, whole, array).astype(array.dtype)
+        if name not in self._factors:
+            return array
+        # The factors of an embedding [V, D] are A [rank, V] and B [D, rank]: its change is transposed.
+        factors = {side: self._arrays.get_tensor(stored) for side, stored in self._factors[name].items()}
+        is_embedding = ".lora_embedding_" in self._factors[name]["A"]
+        left, right = factors["B"].astype(np.float32), factors["A"].astype(np.float32)
+        if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[0]:
+            shapes = f"{list(factors['A'].shape)} and {list(factors['B'].shape)}"
+            raise ValueError(f"{self.path}: the factors of {name} have shapes {shapes}, expected [r, in] and [out, r]")
+        change = self._scale(name.removesuffix(".weight"), left.shape[1]) * (left @ right)
+        change = change.T if is_embedding else change
+        return (array.astype(np.float32) + self._of_shape(name, change, array)).astype(array.dtype)
+
+    def _of_shape(self, name: str, change: np.ndarray, array: np.ndarray) -> np.ndarray:
+        if change.shape != array.shape:
+            raise ValueError(f"{self.path}: {name} has shape {list(change.shape)}, expected {list(array.shape)}")
+        return change
+
+    def _scale(self, module: str, rank: int) -> float:
+        expected = _of_pattern(self._ranks, module, self._rank)
+        if rank != expected:
+            raise ValueError(f"{self.path}: {module} has rank {rank}, expected {expected} as {ADAPTER_CONFIG} says")
+        alpha = _of_pattern(self._alphas, module, self._alpha)
+        return alpha / (math.sqrt(rank) if self._has_root_scale else rank)
+
+
+def _pattern(keys: ConfigKeys, name: str) -> dict[str, Any]:
+    """Numbers by the ends of modules' names; the regular expressions that PEFT takes in their place are not served."""
+    given = keys.take(name, dict | None, None) or {}
+    for key, value in given.items():
+        if (
+            not re.fullmatch(r"[\w.]+", key)
+            or isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or value <= 0
+        ):
+            raise ValueError(
+                f"{keys.where}: {name} has {key!r}: {value!r}, expected positive numbers by modules' names"
+            )
+    return given
+
+
+def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first key that is the module's name or its end."""
+    return next((value for key, value in pattern.items() if f".{module}".endswith(f".{key}")), default)
+
+
+def base_folder(folder: pathlib.Path) -> pathlib.Path:
+    """The folder of the model: the folder itself, or that of an adapter's model where the adapter is alone.
+
+    Args:
+        folder: a folder with config.json, or with adapter_config.json alone, whose `base_model_name_or_path` names the
+            model: a folder, or `owner/name` of the Hugging Face hub.
+
+    Raises:
+        ValueError: the adapter names no model, or one that is not found.
+    """
+    if (folder / "config.json").exists() or not (folder / ADAPTER_CONFIG).exists():
+        return folder
+    keys = read_json(folder / ADAPTER_CONFIG)
+    name, revision = keys.get("base_model_name_or_path"), keys.get("revision")
+    if not isinstance(name, str) or not name or not isinstance(revision, str | None):
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG}: base_model_name_or_path is {name!r}, expected the adapter's model, a folder "
+            "or owner/name, as there is no config.json"
+        )
+    for place in (pathlib.Path(name), folder / name):
+        if (place / "config.json").is_file():
+            return place
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: base_model_name_or_path is {name}, where no model is found")
+    return local_folder(f"hf://{name}" + (f"@{revision}" if revision else ""))
+
+
+def folder_adapter(folder: pathlib.Path) -> Adapter | None:
+    """The adapter of a folder; None if it has no adapter_config.json.
+
+    Raises:
+        ValueError: as in `Adapter`.
+    """
+    return Adapter(folder) if (folder / ADAPTER_CONFIG).exists() else None

@@ -1,0 +1,60 @@
+"""`gated_deltaproduct`: Gated DeltaProduct, and without a forget gate DeltaProduct: several delta steps a token."""
+
+from typing import Any
+
+from rnnlib.hub.fla.common import Options, fla_family, read_streams, write_streams
+from rnnlib.hub.fla.rows import DECAY, READOUT
+from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.layouts import FILTER, SAME, TRANSPOSED, StepsFirst
+from rnnlib.hub.table import filter_, linear, row
+from rnnlib.layers.decay import NoDecay, SoftplusDecay
+from rnnlib.layers.mixer import RecurrentMixerConfig
+
+ROWS = (
+    *linear("attn.q_proj", "mixer.query.projection"),
+    *filter_("attn.q_conv1d", "mixer.query.convolution"),
+    row("attn.k_proj.weight", "mixer.key.projection.kernel", StepsFirst(TRANSPOSED)),
+    row("attn.k_conv1d.weight", "mixer.key.convolution.kernel", StepsFirst(FILTER)),
+    row("attn.k_conv1d.bias", "mixer.key.convolution.bias", StepsFirst(SAME)),
+    row("attn.v_proj.weight", "mixer.value.projection.kernel", StepsFirst(TRANSPOSED)),
+    row("attn.v_conv1d.weight", "mixer.value.convolution.kernel", StepsFirst(FILTER)),
+    row("attn.v_conv1d.bias", "mixer.value.convolution.bias", StepsFirst(SAME)),
+    row("attn.b_proj.weight", "mixer.gain.projection.kernel", StepsFirst(TRANSPOSED)),
+    *DECAY,
+    *READOUT,
+)
+
+
+def _read(keys: ConfigKeys, width: int) -> Options:
+    return {
+        **read_streams(keys, 2.0),
+        "steps": keys.size("num_householder", 1),
+        "decay": SoftplusDecay() if keys.flag("use_forget_gate", False) else NoDecay(),
+        "gain.negative_eigenvalues": keys.flag("allow_neg_eigval", False),
+        "readout.gate": "silu" if keys.flag("use_output_gate", True) else "none",
+        "readout.eps": keys.number("norm_eps", 1e-6),
+    }
+
+
+def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
+    keys = write_streams(mixer)
+    if keys.pop("num_v_heads") is not None:
+        raise ValueError(f"value_heads is {mixer.value_heads}, expected key_heads = {mixer.key_heads}")
+    return {
+        **keys,
+        "num_householder": mixer.steps,
+        "use_forget_gate": isinstance(mixer.decay, SoftplusDecay),
+        "allow_neg_eigval": getattr(mixer.gain, "negative_eigenvalues", False),
+        "use_output_gate": mixer.readout.gate != "none",
+    }
+
+
+GATED_DELTAPRODUCT = fla_family(
+    "gated_deltaproduct",
+    "gated_deltaproduct",
+    "GatedDeltaProductForCausalLM",
+    rows=ROWS,
+    read=_read,
+    write=_write,
+    mixers=("deltaproduct",),
+)

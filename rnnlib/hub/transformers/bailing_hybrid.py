@@ -1,0 +1,257 @@
+"""`bailing_hybrid`: Ling 3. Kimi Delta Attention with a bounded decay, latent attention with positions, experts."""
+
+from typing import Any
+
+from rnnlib.fields import NaturalNumber, PositiveNumber
+from rnnlib.hub.computation import sized_mixer
+from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.layouts import SAME, TRANSPOSED, Interleaved, PairsApart
+from rnnlib.hub.table import Family, filter_, linear, row
+from rnnlib.hub.transformers.common import (
+    EXPERTS,
+    FEED_FORWARD,
+    Options,
+    read_layer_types,
+    read_model,
+    read_rotary,
+    write_model,
+)
+from rnnlib.layers.decay import BoundedDecay, SoftplusDecay
+from rnnlib.layers.experts import Experts, RouterConfig
+from rnnlib.layers.latent_attention import LatentAttentionConfig
+from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.models.config import ModelConfig
+
+# Epsilon of latent attention's norms. It does not depend on `rms_norm_eps`.
+_EPS = 1e-6
+_RATE = (1.0, 16.0)
+_MIXERS = {"linear_attention": "kda", "full_attention": "latent_attention"}
+
+_BLOCK = (
+    row("input_layernorm.weight", "mixer_norm.scale"),
+    row("post_attention_layernorm.weight", "feed_forward_norm.scale"),
+    *FEED_FORWARD,
+    *EXPERTS,
+    row("mlp.gate.expert_bias", "feed_forward.router.correction_bias"),
+    *linear("mlp.shared_experts.gate_proj", "feed_forward.shared.gate"),
+    *linear("mlp.shared_experts.up_proj", "feed_forward.shared.up"),
+    *linear("mlp.shared_experts.down_proj", "feed_forward.shared.down"),
+)
+
+_DELTA = (
+    *linear("attention.q_proj", "mixer.query.projection"),
+    *linear("attention.k_proj", "mixer.key.projection"),
+    *linear("attention.v_proj", "mixer.value.projection"),
+    *filter_("attention.q_conv1d", "mixer.query.convolution"),
+    *filter_("attention.k_conv1d", "mixer.key.convolution"),
+    *filter_("attention.v_conv1d", "mixer.value.convolution"),
+    *linear("attention.f_proj", "mixer.decay.projection"),
+    row("attention.A_log", "mixer.decay.A_log"),
+    row("attention.dt_bias", "mixer.decay.dt_bias"),
+    *linear("attention.b_proj", "mixer.gain.projection"),
+    *linear("attention.g_proj", "mixer.readout.gate"),
+    row("attention.o_norm.weight", "mixer.readout.norm.scale"),
+    *linear("attention.dense", "mixer.readout.output"),
+)
+
+_LATENT = (
+    row("attention.q_proj.weight", "mixer.query.kernel", PairsApart(TRANSPOSED, by_head=True)),
+    *linear("attention.q_a_proj", "mixer.query.down"),
+    row("attention.q_a_layernorm.weight", "mixer.query.norm.scale"),
+    row("attention.q_b_proj.weight", "mixer.query.up.kernel", PairsApart(TRANSPOSED, by_head=True)),
+    row("attention.kv_a_proj_with_mqa.weight", "mixer.latent.kernel", PairsApart(TRANSPOSED, by_head=False)),
+    row("attention.kv_a_proj_with_mqa.bias", "mixer.latent.bias", PairsApart(SAME, by_head=False)),
+    row("attention.kv_a_layernorm.weight", "mixer.latent_norm.scale"),
+    # For each head: the rows of its key, then those of its value.
+    row(
+        "attention.kv_b_proj.weight",
+        ("mixer.key.kernel", "mixer.value.kernel"),
+        Interleaved(TRANSPOSED, "value_heads"),
+    ),
+    *linear("attention.g_proj", "mixer.gate"),
+    *linear("attention.dense", "mixer.output"),
+)
+
+# Sizes that follow from others, further predicted tokens, losses, and a key that the class does not read.
+_WITHOUT_EFFECT = (
+    "qk_head_dim",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_loss_scaling_factor",
+    "output_router_logits",
+    "tie_word_embeddings",
+)
+
+
+def _first(keys: ConfigKeys, *names: str) -> str:
+    """The first of several names of a key that the file has; the last if it has none."""
+    return next((name for name in names if name in keys), names[-1])
+
+
+def _read(keys: ConfigKeys) -> ModelConfig:
+    keys.ignore(*_WITHOUT_EFFECT)
+    model = read_model(keys) | {"tie_embeddings": False}
+    layers, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads", 32)
+    if keys.size("num_key_value_heads", 32 if "num_key_value_heads" not in keys else heads) != heads:
+        found = keys.values.get("num_key_value_heads", 32)
+        raise ValueError(f"{keys.where}: num_key_value_heads is {found}, expected num_attention_heads = {heads}")
+    if keys.size("linear_num_heads", heads) != heads:
+        found = keys.values["linear_num_heads"]
+        raise ValueError(f"{keys.where}: linear_num_heads is {found}, expected num_attention_heads = {heads}")
+    every = keys.size("layer_group_size", 6)
+    pattern = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
+    mixers = read_layer_types(keys, _MIXERS, pattern=pattern)
+    # transformers writes `head_dim` as that of the rotated channels, and the delta rule's beside it.
+    size = keys.size("head_dim", 128)
+    size = keys.size("linear_head_dim", size)
+    taps = keys.size("short_conv_kernel_size", 4)
+    is_bounded, bound = keys.flag("kda_safe_gate", True), keys.number("kda_lower_bound", -5.0)
+    decay = (
+        BoundedDecay(channelwise=True, rate=_RATE, lower_bound=bound)
+        if is_bounded
+        else SoftplusDecay(channelwise=True, rate=_RATE)
+    )
+    delta = {
+        "key_heads": heads,
+        "value_heads": heads,
+        "key_head_dim": size,
+        "value_head_dim": size,
+        "convolution.size": keys.size("linear_conv_kernel_dim", taps),
+        "decay": decay,
+        "readout.gate_rank": None,
+        "readout.gate_bias": False,
+        "readout.eps": model["norm_eps"],
+    }
+    first = keys.take("first_k_dense_replace", NaturalNumber, 2)
+    kinds = keys.take("mlp_layer_types", list | None, None)
+    if kinds is None:
+        kinds = ["dense" if i < first else "sparse" for i in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise ValueError(f"{keys.where}: mlp_layer_types is {kinds}, expected {layers} entries, dense or sparse")
+    experts = _read_experts(keys)
+    return ModelConfig(
+        **model,
+        num_layers=layers,
+        num_heads=heads,
+        mixers=mixers,
+        mixer_overrides={"kda": delta, "latent_attention": _read_attention(keys, heads)},
+        mlp_width=keys.size("intermediate_size", 6144),
+        feed_forwards=tuple("dense" if kind == "dense" else experts for kind in kinds),
+    )
+
+
+def _read_attention(keys: ConfigKeys, heads: int) -> Options:
+    base, factor = read_rotary(keys, base=6e6)
+    if factor != 1:
+        raise ValueError(f"{keys.where}: partial_rotary_factor is {factor}, expected 1")
+    bias = keys.flag("attention_bias", False)
+    return {
+        "num_heads": heads,
+        "head_dim": keys.size("qk_nope_head_dim", 128),
+        "shared_key_dim": keys.size("qk_rope_head_dim", 64),
+        "value_head_dim": keys.size("v_head_dim", 128),
+        "latent_size": keys.size("kv_lora_rank", 512),
+        "query_latent_size": keys.size("q_lora_rank", None),
+        "rope_base": base,
+        "head_gate": True,
+        "eps": _EPS,
+        "use_bias": bias,
+        "output_bias": bias,
+    }
+
+
+def _read_experts(keys: ConfigKeys) -> Experts:
+    width = keys.size("moe_intermediate_size", 768)
+    router = RouterConfig(
+        "sigmoid",
+        renormalize=keys.flag(_first(keys, "moe_renormalize", "norm_topk_prob"), True),
+        correction_bias=True,
+        groups=keys.size(_first(keys, "num_expert_group", "n_group"), 8),
+        groups_kept=keys.size("topk_group", 4),
+        scale=float(keys.take("routed_scaling_factor", PositiveNumber, 2.5)),
+    )
+    return Experts(
+        num_experts=keys.size(_first(keys, "num_experts", "num_local_experts"), 512),
+        experts_per_token=keys.size(_first(keys, "num_experts_per_token", "num_experts_per_tok"), 8),
+        width=width,
+        router=router,
+        shared_width=width * keys.size(_first(keys, "num_shared_experts", "n_shared_experts"), 1),
+    )
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    kinds = [sized_mixer(config, mixer) for mixer in config.layer_mixers]
+    delta = [kind for kind in kinds if isinstance(kind, RecurrentMixerConfig)]
+    latent = [kind for kind in kinds if isinstance(kind, LatentAttentionConfig)]
+    experts = [part for part in config.layer_feed_forwards if isinstance(part, Experts)]
+    if not delta:
+        raise ValueError("no layer has the mixer 'kda'")
+    mixer, heads = delta[0], delta[0].key_heads
+    bound = mixer.decay.lower_bound if isinstance(mixer.decay, BoundedDecay) else None
+    values = {
+        "model_type": "bailing_hybrid",
+        **write_model(config),
+        "tie_word_embeddings": False,
+        "intermediate_size": config.feed_forward_width or 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "layer_types": [
+            "full_attention" if isinstance(kind, LatentAttentionConfig) else "linear_attention" for kind in kinds
+        ],
+        "mlp_layer_types": ["sparse" if isinstance(part, Experts) else "dense" for part in config.layer_feed_forwards],
+        # transformers takes the delta rule's size from this key, whatever it writes.
+        "head_dim": mixer.key_head_dim,
+        "short_conv_kernel_size": 4 if mixer.convolution is None else mixer.convolution.size,
+        "kda_safe_gate": bound is not None,
+        "kda_lower_bound": -5.0 if bound is None else bound,
+        # Sizes of experts must be served even if no layer has any.
+        "num_experts": 1,
+        "num_experts_per_token": 1,
+        "num_expert_group": 1,
+        "topk_group": 1,
+    }
+    for layer in latent[:1]:
+        values |= {
+            "qk_nope_head_dim": layer.head_dim,
+            "qk_rope_head_dim": layer.shared_key_dim,
+            "v_head_dim": layer.value_head_dim,
+            "kv_lora_rank": layer.latent_size,
+            "q_lora_rank": layer.query_latent_size,
+            "attention_bias": layer.use_bias,
+            "rope_parameters": {"rope_type": "default", "rope_theta": layer.rope_base},
+        }
+    for part in experts[:1]:
+        width = part.width or 0
+        if not width or not part.shared_width or part.shared_width % width:
+            raise ValueError(
+                f"the shared expert's width is {part.shared_width}, expected a multiple of the experts' {width}"
+            )
+        values |= {
+            "num_experts": part.num_experts,
+            "num_experts_per_token": part.experts_per_token,
+            "num_shared_experts": part.shared_width // width,
+            "moe_intermediate_size": width,
+            "moe_renormalize": part.router.renormalize,
+            "num_expert_group": part.router.groups,
+            "topk_group": part.router.groups_kept,
+            "routed_scaling_factor": part.router.scale,
+        }
+    return values
+
+
+BAILING_HYBRID = Family(
+    name="bailing_hybrid",
+    matches=lambda values: values.get("model_type") == "bailing_hybrid",
+    mixers=("kda",),
+    architecture="BailingHybridForCausalLM",
+    read=_read,
+    write=_write,
+    rows=(
+        row("model.word_embeddings.weight", "embedding"),
+        row("model.norm.weight", "norm.scale"),
+        row("lm_head.weight", "head"),
+    ),
+    layer_rows=(*_BLOCK, *_DELTA, *_LATENT),
+    unused=("mtp.", "model.mtp."),
+    has_more_layers=True,
+)

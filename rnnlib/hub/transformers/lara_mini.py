@@ -1,0 +1,147 @@
+"""`lara_mini`: Gated DeltaNet, sliding-window attention and full attention without positions, with experts."""
+
+from typing import Any
+
+from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.layouts import FILTER, TRANSPOSED, Joined
+from rnnlib.hub.table import Family, linear, row
+from rnnlib.hub.transformers.common import (
+    ATTENTION,
+    EXPERTS,
+    ROWS,
+    mixers_by_kind,
+    read_delta_heads,
+    read_layer_types,
+    read_model,
+    read_rotary,
+    write_delta_heads,
+    write_model,
+)
+from rnnlib.layers.attention import AttentionConfig
+from rnnlib.layers.experts import Experts, RouterConfig
+from rnnlib.models.config import ModelConfig
+
+_MIXERS = {
+    "linear_attention": "gated_deltanet",
+    "sliding_attention": "sliding_window_attention",
+    "full_attention": "attention",
+}
+# The layers of a file without `layer_types`, repeated.
+_PATTERN = ("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention")
+
+_STREAMS = ("mixer.query", "mixer.key", "mixer.value")
+_PROJECTIONS = (
+    *(f"{stream}.projection" for stream in _STREAMS),
+    "mixer.readout.gate",
+    "mixer.gain.projection",
+    "mixer.decay.projection",
+)
+
+_LAYER = (
+    row("input_layernorm.weight", "mixer_norm.scale"),
+    row("post_attention_layernorm.weight", "feed_forward_norm.scale"),
+    *EXPERTS,
+    *ATTENTION,
+    row("linear_attn.in_proj.weight", tuple(f"{path}.kernel" for path in _PROJECTIONS), Joined(TRANSPOSED)),
+    row("linear_attn.conv1d.weight", tuple(f"{stream}.convolution.kernel" for stream in _STREAMS), Joined(FILTER)),
+    row("linear_attn.A_log", "mixer.decay.A_log"),
+    row("linear_attn.dt_bias", "mixer.decay.dt_bias"),
+    row("linear_attn.out_norm.weight", "mixer.readout.norm.scale"),
+    *linear("linear_attn.out_proj", "mixer.readout.output"),
+)
+
+_DEFAULTS = {
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+
+
+def _read(keys: ConfigKeys) -> ModelConfig:
+    keys.ignore("output_router_logits", "router_aux_loss_coef")
+    model = read_model(keys) | {"tie_embeddings": keys.flag("tie_word_embeddings", True)}
+    base, factor = read_rotary(keys)
+    size, biases = keys.size("head_dim", 128), keys.flag("attention_bias", False)
+    attention = {
+        "num_heads": keys.size("num_attention_heads", 16),
+        "key_heads": keys.size("num_key_value_heads", 4),
+        "head_dim": size,
+        "qk_norm": True,
+        "eps": model["norm_eps"],
+        "use_bias": biases,
+        "output_bias": biases,
+    }
+    sliding = {"window": keys.size("sliding_window", 512), "rope_base": base, "rope_channels": int(size * factor)}
+    delta = {**read_delta_heads(keys, _DEFAULTS), "readout.eps": model["norm_eps"]}
+    mixers = read_layer_types(keys, _MIXERS, pattern=_PATTERN)
+    return ModelConfig(
+        **model,
+        mixers=mixers,
+        num_layers=len(mixers),
+        num_heads=delta["key_heads"],
+        mixer_overrides={
+            "gated_deltanet": delta,
+            "attention": attention | {"rope_base": None},
+            "sliding_window_attention": attention | sliding,
+        },
+        mlp_ratio=0,
+        feed_forwards=(
+            Experts(
+                num_experts=keys.size("num_experts", 128),
+                experts_per_token=keys.size("num_experts_per_tok", 4),
+                width=keys.size("moe_intermediate_size", 512),
+                router=RouterConfig(renormalize=keys.flag("norm_topk_prob", True)),
+                shared_width=keys.size("shared_expert_intermediate_size", 512),
+            ),
+        ),
+    )
+
+
+def _kind(mixer: Any) -> str:
+    if not isinstance(mixer, AttentionConfig):
+        return "linear_attention"
+    return "full_attention" if mixer.window is None else "sliding_attention"
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    kinds, recurrent, attention = mixers_by_kind(config)
+    sliding = [layer for layer in attention if layer.window is not None]
+    experts = [part for part in config.layer_feed_forwards if isinstance(part, Experts)]
+    if not experts:
+        raise ValueError("no layer has experts")
+    values = {
+        "model_type": "lara_mini",
+        **write_model(config),
+        **write_delta_heads(recurrent),
+        "layer_types": [_kind(kind) for kind in kinds],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "num_experts": experts[0].num_experts,
+        "num_experts_per_tok": experts[0].experts_per_token,
+        "norm_topk_prob": experts[0].router.renormalize,
+        "moe_intermediate_size": experts[0].width,
+        "shared_expert_intermediate_size": experts[0].shared_width or 1,
+    }
+    for layer in attention[:1]:
+        values |= {
+            "num_attention_heads": layer.num_heads,
+            "num_key_value_heads": layer.key_heads,
+            "head_dim": layer.head_dim,
+            "attention_bias": layer.use_bias,
+        }
+    for layer in sliding[:1]:
+        values["sliding_window"] = layer.window
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": layer.rope_base}
+    return values
+
+
+LARA_MINI = Family(
+    name="lara_mini",
+    matches=lambda values: values.get("model_type") == "lara_mini",
+    mixers=("gated_deltanet",),
+    architecture="LaraMiniForCausalLM",
+    read=_read,
+    write=_write,
+    rows=ROWS,
+    layer_rows=_LAYER,
+)

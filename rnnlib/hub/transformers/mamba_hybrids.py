@@ -1,0 +1,291 @@
+"""Hybrids of Mamba-2 and attention in transformers: `bamba` and `granitemoehybrid` (Granite 4)."""
+
+from typing import Any
+
+from rnnlib.fields import NaturalNumber, PositiveNumber
+from rnnlib.hub.keys import ConfigKeys, expansion
+from rnnlib.hub.layouts import TRANSPOSED, Joined, JoinedExperts
+from rnnlib.hub.mamba2 import mamba_options, mamba_rows, read_limits, written_limits
+from rnnlib.hub.table import Family, linear, row
+from rnnlib.hub.transformers.common import (
+    ATTENTION,
+    ROWS,
+    Options,
+    mixers_by_kind,
+    read_layer_types,
+    read_model,
+    read_rotary,
+    write_layer_types,
+    write_model,
+)
+from rnnlib.layers.attention import AttentionConfig
+from rnnlib.layers.decay import SoftplusDecay
+from rnnlib.layers.experts import Experts, RouterConfig
+from rnnlib.layers.feed_forward import SwiGLUConfig
+from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.models.config import ModelConfig
+
+_MIXERS = {
+    "linear_attention": "mamba2",
+    "mamba": "mamba2",
+    "full_attention": "attention",
+    "attention": "attention",
+}
+# Keys of kernels, of losses and of how logits are kept.
+_WITHOUT_EFFECT = (
+    "mamba_chunk_size",
+    "use_mamba_kernels",
+    "z_loss_coefficient",
+    "num_logits_to_keep",
+    "output_router_logits",
+    "router_aux_loss_coef",
+)
+
+
+def _read_mamba(keys: ConfigKeys, width: int, eps: float) -> Options:
+    """Options of the Mamba-2 layers, from the keys that begin with `mamba_`."""
+    keys.ignore(*_WITHOUT_EFFECT)
+    heads, channels = keys.size("mamba_n_heads", 128), keys.size("mamba_expand", 2) * width
+    if channels % heads:
+        raise ValueError(
+            f"{keys.where}: mamba_n_heads is {heads}, expected a divisor of mamba_expand * hidden_size = {channels}"
+        )
+    if keys.values.get("mamba_d_head", "auto") == "auto":
+        keys.ignore("mamba_d_head")
+    elif keys.size("mamba_d_head") * heads != channels:
+        found = keys.values["mamba_d_head"]
+        raise ValueError(f"{keys.where}: mamba_d_head is {found}, expected {channels // heads}")
+    return mamba_options(
+        heads=heads,
+        groups=keys.size("mamba_n_groups", 1),
+        head_dim=channels // heads,
+        state_size=keys.size("mamba_d_state", 256),
+        taps=keys.size("mamba_d_conv", 4),
+        conv_bias=keys.flag("mamba_conv_bias", True),
+        bias=keys.flag("mamba_proj_bias", False),
+        eps=eps,
+        limits=read_limits(keys, "time_step_limit"),
+    )
+
+
+def _write_mamba(mixers: list[RecurrentMixerConfig], width: int) -> dict[str, Any]:
+    if not mixers:
+        return {"mamba_n_heads": 1, "mamba_d_head": "auto"}
+    mixer = mixers[0]
+    if not isinstance(mixer.decay, SoftplusDecay):
+        raise ValueError(f"decay is {type(mixer.decay).__name__}, expected SoftplusDecay")
+    heads, size = mixer.value_heads or 0, mixer.value_head_dim or 0
+    if heads * size % width:
+        raise ValueError(f"Mamba-2's channels are {heads * size}, expected a multiple of the width {width}")
+    filters = mixer.convolution
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": size,
+        "mamba_expand": heads * size // width,
+        "mamba_n_groups": mixer.key_heads,
+        "mamba_d_state": mixer.key_head_dim,
+        "mamba_d_conv": 4 if filters is None else filters.size,
+        "mamba_conv_bias": filters is not None and filters.use_bias,
+        "mamba_proj_bias": mixer.use_bias,
+        "time_step_limit": written_limits(mixer.decay),
+    }
+
+
+def _read_attention(keys: ConfigKeys, width: int) -> Options:
+    heads, biases = keys.size("num_attention_heads", 32), keys.flag("attention_bias", False)
+    if width % heads:
+        raise ValueError(f"{keys.where}: num_attention_heads is {heads}, expected a divisor of hidden_size = {width}")
+    return {
+        "num_heads": heads,
+        "key_heads": keys.size("num_key_value_heads", heads),
+        "head_dim": keys.size("head_dim", width // heads),
+        "use_bias": biases,
+        "output_bias": biases,
+    }
+
+
+def _write_attention(layers: list[AttentionConfig]) -> dict[str, Any]:
+    if not layers:
+        return {"num_attention_heads": 1, "num_key_value_heads": 1}
+    return {
+        "num_attention_heads": layers[0].num_heads,
+        "num_key_value_heads": layers[0].key_heads,
+        "head_dim": layers[0].head_dim,
+        "attention_bias": layers[0].use_bias,
+    }
+
+
+def _read_bamba(keys: ConfigKeys) -> ModelConfig:
+    model = read_model(keys, eps=1e-5)
+    width, layers = model["width"], keys.size("num_hidden_layers")
+    chosen = keys.take("attn_layer_indices", list | None, None) or []
+    for layer in chosen:
+        if not isinstance(layer, int) or not 0 <= layer < layers:
+            raise ValueError(f"{keys.where}: attn_layer_indices has {layer!r}, expected layers from 0 to {layers - 1}")
+    # The class sets 0.5 where `rope_parameters` has no fraction, whatever stands at the top level.
+    base, factor = read_rotary(keys, factor=0.5, reads_outer_factor=False)
+    attention = _read_attention(keys, width)
+    mamba = _read_mamba(keys, width, model["norm_eps"])
+    rotary = {"rope_base": base, "rope_channels": int(attention["head_dim"] * factor)}
+    return ModelConfig(
+        **model,
+        num_layers=layers,
+        num_heads=mamba["value_heads"],
+        mixers=tuple("attention" if i in chosen else "mamba2" for i in range(layers)),
+        mixer_overrides={"mamba2": mamba, "attention": attention | rotary},
+        mlp_width=keys.size("intermediate_size", 14336),
+        feed_forwards=(SwiGLUConfig(use_bias=True) if keys.flag("mlp_bias", False) else "dense",),
+    )
+
+
+def _write_bamba(config: ModelConfig) -> dict[str, Any]:
+    kinds, recurrent, attention = mixers_by_kind(config)
+    rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    for layer in attention[:1]:
+        size, turned = layer.head_dim or 0, layer.rope_channels or 0
+        rotary |= {"rope_theta": layer.rope_base, "partial_rotary_factor": expansion(turned, size)}
+    return {
+        "model_type": "bamba",
+        **write_model(config),
+        **_write_mamba(recurrent, config.width),
+        **_write_attention(attention),
+        "attn_layer_indices": [i for i, kind in enumerate(kinds) if isinstance(kind, AttentionConfig)],
+        "intermediate_size": config.feed_forward_width,
+        "mlp_bias": any(isinstance(part, SwiGLUConfig) and part.use_bias for part in config.layer_feed_forwards),
+        "rope_parameters": rotary,
+    }
+
+
+BAMBA = Family(
+    name="bamba",
+    matches=lambda values: values.get("model_type") == "bamba",
+    mixers=("mamba2",),
+    architecture="BambaForCausalLM",
+    read=_read_bamba,
+    write=_write_bamba,
+    rows=(
+        *(entry for entry in ROWS if entry.ours != ("norm.scale",)),
+        row("model.final_layernorm.weight", "norm.scale"),
+    ),
+    layer_rows=(
+        row("input_layernorm.weight", "mixer_norm.scale"),
+        row("pre_ff_layernorm.weight", "feed_forward_norm.scale"),
+        *linear("feed_forward.gate_proj", "feed_forward.gate"),
+        *linear("feed_forward.up_proj", "feed_forward.up"),
+        *linear("feed_forward.down_proj", "feed_forward.down"),
+        *mamba_rows("mamba"),
+        *ATTENTION,
+    ),
+)
+
+
+def _factor(keys: ConfigKeys, name: str) -> float:
+    """A positive factor; null is 1."""
+    value = keys.take(name, PositiveNumber | None, 1.0)
+    return 1.0 if value is None else float(value)
+
+
+def _read_granite(keys: ConfigKeys) -> ModelConfig:
+    # Keys of older files that say what the class does in any case.
+    keys.ignore("init_method", "normalization_function", "mlp_bias")
+    model = read_model(keys)
+    width = model["width"]
+    positions = keys.take("position_embedding_type", str | None, None)
+    base, factor = read_rotary(keys)
+    attention = _read_attention(keys, width)
+    rotary = {"rope_base": base if positions == "rope" else None, "rope_channels": int(attention["head_dim"] * factor)}
+    mamba = _read_mamba(keys, width, model["norm_eps"])
+    count, shared = keys.take("num_local_experts", NaturalNumber, 8), keys.size("shared_intermediate_size", 1024)
+    per_token, expert_width = keys.size("num_experts_per_tok", 2), keys.size("intermediate_size", 11008)
+    keys.only("shared_mlp_bias", False)
+    feed_forward: Any = "dense"
+    if count:
+        feed_forward = Experts(
+            num_experts=count,
+            experts_per_token=per_token,
+            width=expert_width,
+            router=RouterConfig(),
+            shared_width=shared,
+        )
+    mixers = read_layer_types(keys, _MIXERS, pattern=("linear_attention",))
+    return ModelConfig(
+        **model,
+        num_layers=len(mixers),
+        num_heads=mamba["value_heads"],
+        mixers=mixers,
+        mixer_overrides={
+            "mamba2": mamba,
+            "attention": attention | rotary | {"scale": _factor(keys, "attention_multiplier")},
+        },
+        mlp_width=shared,
+        feed_forwards=(feed_forward,),
+        embedding_scale=_factor(keys, "embedding_multiplier"),
+        residual_scale=_factor(keys, "residual_multiplier"),
+        logits_scale=1 / _factor(keys, "logits_scaling"),
+    )
+
+
+def _write_granite(config: ModelConfig) -> dict[str, Any]:
+    kinds, recurrent, attention = mixers_by_kind(config)
+    experts = [part for part in config.layer_feed_forwards if isinstance(part, Experts)]
+    layer = attention[0] if attention else None
+    values = {
+        "model_type": "granitemoehybrid",
+        **write_model(config),
+        **_write_mamba(recurrent, config.width),
+        **_write_attention(attention),
+        "layer_types": write_layer_types(kinds),
+        "position_embedding_type": "rope" if layer and layer.rope_base is not None else None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": (layer and layer.rope_base) or 10000.0},
+        "attention_multiplier": 1.0 if layer is None else layer.scale,
+        "embedding_multiplier": config.embedding_scale,
+        "residual_multiplier": config.residual_scale,
+        "logits_scaling": 1 / config.logits_scale,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 1,
+        "intermediate_size": config.feed_forward_width or 1,
+        "shared_intermediate_size": config.feed_forward_width or 1,
+    }
+    for part in experts[:1]:
+        values |= {
+            "num_local_experts": part.num_experts,
+            "num_experts_per_tok": part.experts_per_token,
+            "intermediate_size": part.width,
+            "shared_intermediate_size": part.shared_width or 1,
+        }
+    return values
+
+
+_GATE_AND_UP = ("gate.kernel", "up.kernel")
+
+GRANITE = Family(
+    name="granitemoehybrid",
+    matches=lambda values: values.get("model_type") == "granitemoehybrid",
+    mixers=("mamba2",),
+    architecture="GraniteMoeHybridForCausalLM",
+    read=_read_granite,
+    write=_write_granite,
+    rows=ROWS,
+    layer_rows=(
+        row("input_layernorm.weight", "mixer_norm.scale"),
+        row("post_attention_layernorm.weight", "feed_forward_norm.scale"),
+        # The feed-forward of all tokens: beside experts, or alone.
+        *(
+            entry
+            for place in ("feed_forward.shared", "feed_forward")
+            for entry in (
+                row(
+                    "shared_mlp.input_linear.weight",
+                    tuple(f"{place}.{name}" for name in _GATE_AND_UP),
+                    Joined(TRANSPOSED),
+                ),
+                row("shared_mlp.output_linear.weight", f"{place}.down.kernel", TRANSPOSED),
+            )
+        ),
+        row("block_sparse_moe.input_linear.weight", ("feed_forward.gate", "feed_forward.up"), JoinedExperts()),
+        row("block_sparse_moe.output_linear.weight", "feed_forward.down", TRANSPOSED),
+        row("block_sparse_moe.router.layer.weight", "feed_forward.router.projection.kernel", TRANSPOSED),
+        *mamba_rows("mamba"),
+        *ATTENTION,
+    ),
+)

@@ -1,0 +1,72 @@
+"""Options of families that their golden file does not have: read, written anew and read again, with every array."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from rnnlib.hub import FAMILIES, load_pretrained, save_pretrained
+from rnnlib.hub.keys import read_json
+from rnnlib.hub.pretrained import read_config
+from rnnlib.models import DecoderLM
+from tests.hub.test_golden import GOLDEN
+
+VARIANTS = {
+    "bamba/plain": [
+        {"mamba_n_groups": 3, "mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True},
+        {"time_step_limit": [0.01, 0.5], "mamba_conv_bias": False, "tie_word_embeddings": True, "mamba_d_head": "auto"},
+        {"attn_layer_indices": None},
+    ],
+    "granitemoehybrid/plain": [
+        {"num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True},
+        {"mamba_n_groups": 2, "mamba_proj_bias": True, "tie_word_embeddings": False, "layer_types": None},
+    ],
+    "lara_mini/plain": [
+        {"attention_bias": True, "tie_word_embeddings": False, "norm_topk_prob": False, "sliding_window": 3},
+        {"layer_types": None, "num_hidden_layers": 6},
+    ],
+    "bailing_hybrid/plain": [
+        {"q_lora_rank": 6, "attention_bias": True, "kda_safe_gate": False},
+        {"num_expert_group": 1, "topk_group": 1, "mlp_layer_types": ["dense"] * 3, "kda_lower_bound": -3.0},
+        {"layer_types": None, "mlp_layer_types": None, "num_experts_per_token": None, "num_experts_per_tok": 3},
+    ],
+    "gated_deltaproduct/plain": [
+        {"num_householder": 3, "use_forget_gate": False, "allow_neg_eigval": False, "use_output_gate": False},
+        {"num_householder": 1, "use_short_conv": False, "attn": {"layers": [1], "num_heads": 2}},
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "keys"), [(name, keys) for name, all_ in VARIANTS.items() for keys in all_])
+def test_what_is_written_anew_is_read_as_it_was(name, keys, tmp_path):
+    values = read_json(GOLDEN / name / "config.json") | keys
+    values = {key: value for key, value in values.items() if key not in keys or value is not None}
+    family = next(family for family in FAMILIES.values() if family.matches(values))
+    model = DecoderLM(read_config(family, values, "config.json"), rngs=nnx.Rngs(0))
+    save_pretrained(model, tmp_path / "model", family=family.name)
+    again = load_pretrained(tmp_path / "model").model
+    assert nnx.graphdef(again) == nnx.graphdef(model)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("bamba/plain", {"mamba_n_heads": 5}, "mamba_n_heads is 5, expected a divisor of mamba_expand"),
+        ("bamba/plain", {"mamba_d_head": 4}, "mamba_d_head is 4, expected 8"),
+        ("bamba/plain", {"attn_layer_indices": [7]}, "attn_layer_indices has 7, expected layers from 0 to 2"),
+        ("bailing_hybrid/plain", {"num_key_value_heads": 2}, "num_key_value_heads is 2, expected num_attention_heads"),
+        ("bailing_hybrid/plain", {"rope_parameters": {"rope_type": "yarn"}}, 'rope_type is "yarn", expected "default"'),
+        ("bailing_hybrid/plain", {"mlp_layer_types": ["x"] * 3}, "mlp_layer_types is .*, expected 3 entries"),
+        ("granitemoehybrid/plain", {"residual_multiplier": 0}, "residual_multiplier is 0, expected"),
+        ("granitemoehybrid/plain", {"mystery": 1}, "mystery is 1, expected no such key"),
+        ("lara_mini/plain", {"layer_types": ["mamba"] * 3}, "layer_types has 'mamba', expected"),
+        ("gated_deltaproduct/plain", {"num_householder": 0}, "num_householder is 0, expected an integer of at least 1"),
+    ],
+)
+def test_what_is_not_served_is_named(name, keys, message):
+    values = read_json(GOLDEN / name / "config.json") | keys
+    family = next(family for family in FAMILIES.values() if family.matches(values))
+    with pytest.raises(ValueError, match=message) as error:
+        read_config(family, values, "config.json")
+    assert str(error.value).startswith("config.json: ") and "\n" not in str(error.value)
