@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 from rnnlib.hub import FAMILIES, load_pretrained, save_pretrained
+from rnnlib.hub.computation import difference
 from rnnlib.hub.keys import read_json
 from rnnlib.hub.pretrained import read_config
 from rnnlib.models import DecoderLM
@@ -45,7 +46,7 @@ def test_what_is_written_anew_is_read_as_it_was(name, keys, tmp_path):
     model = DecoderLM(read_config(family, values, "config.json"), rngs=nnx.Rngs(0))
     save_pretrained(model, tmp_path / "model", family=family.name)
     again = load_pretrained(tmp_path / "model").model
-    assert nnx.graphdef(again) == nnx.graphdef(model)
+    assert difference(again.config, model.config) is None  # options of mixers that no layer has are not written
     jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
 
 
