@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from experiments.harness.command import RunOptions, errors_as_lines
+from experiments.harness.device import Turn
 from experiments.harness.environment import command_line, environment
 from experiments.harness.jobs import Job
 from experiments.harness.study import Setting, pick, unmatched
@@ -132,17 +133,18 @@ def run(names: Sequence[str], options: SweepOptions, console: Console, *, module
     adopt_results([(study, path) for study, _, path in studies])
     if not options.report_only:
         where = environment(command_line(module), options.commit)
-        for _ in range(2):  # the seeds that report come when those that choose are done
-            finished = run_studies(
-                [(study, path) for study, _, path in studies],
-                environment=where,
-                console=console,
-                data_workers=options.data_workers,
-                compile_workers=options.compile_workers,
-                seconds=options.seconds,
-                exclusive=options.exclusive,
-                work=options.work,
-            )
+        with Turn(options.exclusive) as turn:
+            for _ in range(2):  # the seeds that report come when those that choose are done
+                finished = run_studies(
+                    [(study, path) for study, _, path in studies],
+                    environment=where,
+                    console=console,
+                    data_workers=options.data_workers,
+                    compile_workers=options.compile_workers,
+                    seconds=options.seconds,
+                    turn=turn,
+                    work=options.work,
+                )
     if not options.train_only:
         for study, folder, path in studies:
             text = write_report(study, folder, path, readme=options.is_whole)

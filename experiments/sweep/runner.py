@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments.harness.device import turn
+from experiments.harness.device import Turn
 from experiments.harness.tables import Row, read_table
 from experiments.sweep.data import CellData, DataFactory
 from experiments.sweep.outcomes import wanted
@@ -61,7 +61,7 @@ def run_studies(
     data_workers: int = 0,
     compile_workers: int = 1,
     seconds: float | None = None,
-    exclusive: Sequence[pathlib.Path] = (),
+    turn: Turn | None = None,
     work: pathlib.Path | None = None,
 ) -> bool:
     """Trains everything that is missing, writing each group's results as soon as it is done.
@@ -73,13 +73,14 @@ def run_studies(
         data_workers: processes that generate data.
         compile_workers: threads that compile the next groups while one trains.
         seconds: begins no group after this time; the rest is left for another call.
-        exclusive: lock files of the devices: each group waits for them to train.
+        turn: at the devices: the first group waits for it to train, and it is kept; None waits for nothing.
         work: folder for checkpoints of groups that take long; None makes none.
 
     Returns:
         Whether all runs are there. A group that fails is shown with its error, and the others go on.
     """
     begin = time.monotonic()
+    turn = Turn(()) if turn is None else turn
     adopt_results(studies)
     waiting = []
     planned: set[tuple[str, tuple[Lane, ...]]] = set()
@@ -129,18 +130,18 @@ def run_studies(
                 try:
                     compiled, data = _result(ahead.pop(number))
                     waited = time.monotonic() - waited
-                    with turn(exclusive):
-                        start = time.monotonic()
-                        if seconds is not None and start - begin > seconds:
-                            raise TimeoutError(f"its turn came after {start - begin:.0f} s")
-                        training = trainer.submit(
-                            train_group,
-                            compiled,
-                            on_device.put(group.cell, data),
-                            lambda steps: progress.advance(bar, steps),
-                            None if work is None else Saved.of(work, compiled.group),
-                        )
-                        runs = _result(training)
+                    turn.take()
+                    start = time.monotonic()
+                    if seconds is not None and start - begin > seconds:
+                        raise TimeoutError(f"its turn came after {start - begin:.0f} s")
+                    training = trainer.submit(
+                        train_group,
+                        compiled,
+                        on_device.put(group.cell, data),
+                        lambda steps: progress.advance(bar, steps),
+                        None if work is None else Saved.of(work, compiled.group),
+                    )
+                    runs = _result(training)
                 except TimeoutError as error:
                     console.print(f"out of time: {len(waiting) - number} of {len(waiting)} groups are left ({error})")
                     finished = False

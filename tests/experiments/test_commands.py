@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from experiments.harness.device import turn
+from experiments.harness.device import Turn, turn
 from experiments.harness.study import Mixer, pick
 from experiments.kill_check.__main__ import faults
 from experiments.language_modelling.command import main as language_modelling
@@ -60,6 +60,28 @@ def test_turns_on_devices_do_not_overlap(tmp_path):
     assert events == ["first", "second"]
     with turn(()):
         pass
+
+
+def test_a_turn_is_kept_until_its_work_is_done(tmp_path):
+    locks = [tmp_path / "lock"]
+    events: list[str] = []
+
+    def second() -> None:
+        with Turn(locks) as own:
+            own.take()
+            events.append("second")
+
+    with Turn(locks) as own:
+        own.take()
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        own.take()
+        time.sleep(0.1)
+        events.append("first")
+    waiting.join(10)
+    assert events == ["first", "second"]
+    with Turn(locks):
+        pass  # never taken
 
 
 def test_the_dtype_is_part_of_a_run():
