@@ -99,7 +99,7 @@ def test_packed_channel_gates_of_any_size_lower(size):
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     x = arguments("channel", True, jnp.bfloat16, size, 200)
-    assert count_kernels(jax.grad(loss), x, ids) == KERNELS["channel", schedule.segments] - 1
+    assert count_kernels(jax.grad(loss), x, ids) == KERNELS["channel", schedule.num_splits] - 1
 
 
 def test_linear_attention_and_one_token_lower():

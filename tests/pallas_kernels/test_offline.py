@@ -192,5 +192,5 @@ def test_small_cards_have_defaults_of_their_own_where_others_do_not_fit():
     assert default_config(128, "bfloat16") == DeltaRuleConfig()
     assert default_config(128, "bfloat16", shared_memory=small).gradients.block == 32
     assert default_config(256, "bfloat16", 2, small).output.num_stages == 1
-    assert default_config(256, "bfloat16", 2, small).segments == 2
+    assert default_config(256, "bfloat16", 2, small).num_splits == 2
     assert default_config(256, "bfloat16").output.num_stages == 2

@@ -357,7 +357,7 @@ def test_memory_kept_for_the_backward_is_linear_and_small():
     decay = jax.ShapeDtypeStruct((1, length, 1, size), jnp.float32)
     kept = jax.eval_shape(residuals, like, like, like, gate, decay)
     arguments = sum(x.size * x.dtype.itemsize for x in (like, like, like, gate, gate, decay))
-    states = schedule.segments * size * size * (4 + 4 + 2 + 2)
+    states = schedule.num_splits * size * size * (4 + 4 + 2 + 2)
     total = sum(x.size * x.dtype.itemsize for x in kept)
     scaled = 3 * length * size * 2
     assert total <= arguments + states + scaled + length * (2 * 64 * 2 + 4 * 4) + (length // 64) * size * 4
