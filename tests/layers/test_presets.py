@@ -32,10 +32,12 @@ from .ridge_reference import RIDGE_LAYERS
 from .tiny import HEADS, WIDTH, check_documents, check_pieces, parallel_pass, parameters, tiny
 
 LAYERS = PLAIN_LAYERS | MAMBA3_LAYERS | PRECONDITIONED_LAYERS | RIDGE_LAYERS
+SEVERAL_STEPS = ("deltaproduct", "gated_deltaproduct")
+"""Compared with the delta rule's steps one after another in `test_delta_product.py`."""
 
 
 def test_every_preset_has_a_reference():
-    assert set(mixer_names()) == set(LAYERS)
+    assert set(mixer_names()) == set(LAYERS) | set(SEVERAL_STEPS)
 
 
 @functools.cache
@@ -45,7 +47,7 @@ def tiny_pass(name):
     return module, *parallel_pass(module)
 
 
-@pytest.mark.parametrize("name", mixer_names())
+@pytest.mark.parametrize("name", LAYERS)
 def test_mixer_is_the_papers_layer(name):
     module, _, x, _, y = tiny_pass(name)
     check_documents(LAYERS[name], module, x, y)
@@ -88,6 +90,9 @@ COUNTS = {
 COUNTS["mamba3"] = 2 * (D * 8 + 8) + 3 * 2 * D * D + (3 * PER_HEAD + HEADS) + 2 * D + 2 * HEADS * 8 + HEADS
 # Three more of each query, key and bias; two scales per pair and value channel.
 COUNTS["mamba3_mimo"] = COUNTS["mamba3"] + 3 * 2 * D * 8 + 3 * 2 * HEADS * 8 + 2 * 4 * 2 * D
+# A further step's keys, values, their filters and gate; an output gate.
+COUNTS["deltaproduct"] = COUNTS["deltanet"] + (2 * D * D + 2 * 4 * D + PER_HEAD) + D * D
+COUNTS["gated_deltaproduct"] = COUNTS["deltaproduct"] + PER_HEAD + 2 * HEADS
 # The preconditioner's own gates (two projections, A_log, dt_bias) and center; a ridge per head.
 ATK, ATQ = 2 * PER_HEAD + 3 * HEADS, HEADS
 COUNTS |= {

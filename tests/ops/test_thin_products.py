@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels import skinny_gemm as kernel
+from pallas_kernels.skinny_gemm.api import thin_products as kernel
 from pallas_kernels.skinny_gemm import api as cuts
 from pallas_kernels.skinny_gemm.api import Finish as ThinFinish
 from pallas_kernels.skinny_gemm.api import SkinnyGemmConfig, thin_product_parts, thin_splits
@@ -303,7 +303,7 @@ def sum_in_parts(monkeypatch):
         one = choose(rows, inner, columns, is_gated)
         return dataclasses.replace(one, splits=2) if len(columns) == 1 and inner > one.block_inner else one
 
-    monkeypatch.setattr(cuts, "choose_thin_schedule", in_parts)
+    monkeypatch.setattr(cuts, "choose_config", in_parts)
 
 
 def test_a_sum_may_be_left_to_what_reads_it(monkeypatch):

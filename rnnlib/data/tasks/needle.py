@@ -182,7 +182,7 @@ def _draw(rng: np.random.Generator, kind: Kind) -> str:
 def _essay(tokenizer_name: str, paths: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """An essay's tokens, where each of its words ends, and whether a sentence ends with the word."""
     if paths:
-        config = DataConfig(source="text", paths=paths, validation_fraction=1e-9)
+        config = DataConfig(source="text", paths=paths, split_by="document", validation_fraction=1e-9)
         text = " ".join(iterate_documents(config, "train"))
     else:
         from pydoc_data.topics import topics

@@ -54,7 +54,7 @@ def errors(function, arrays, d_y, **options):
     """Relative error of the result and of every gradient."""
     found = value_and_gradients(functools.partial(function, **options), arrays, d_y)
     assert {name: x.dtype for name, x in found.items()} == {"y": d_y.dtype} | {n: x.dtype for n, x in arrays.items()}
-    options.pop("schedule", None)
+    options.pop("config", None)
     with jax.enable_x64(True):
         arrays, d_y = jax.tree.map(lambda x: x.astype(jnp.float64), (arrays, d_y))
         expected = value_and_gradients(functools.partial(definition, **options), arrays, d_y)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels import softplus_decay
-from pallas_kernels.softplus_decay.api import unsupported_reason
+from pallas_kernels.softplus_decay.api import softplus_decay, unsupported_reason
 from rnnlib.layers import mixer_preset
 from rnnlib.ops.softplus_decay import softplus_decay as operator
 from rnnlib.ops.softplus_decay import softplus_decay_serves
