@@ -40,7 +40,7 @@ from pallas_kernels.delta_rule.triton.wy import prepare
 from pallas_kernels.delta_rule.tuned_configs import table_name, variant_name
 from pallas_kernels.delta_rule.vjp import Options, chunked_pass
 from pallas_kernels.linear_attention.triton import Places, rows_of, segment_starts, sums
-from pallas_kernels.linear_attention.vjp import sums_pass
+from pallas_kernels.linear_attention.vjp import linear_pass
 
 _LOOPS = [
     *(KernelConfig(4, stages, 64) for stages in (1, 2, 3)),
@@ -228,7 +228,7 @@ def check_config(options: Options, variant: tuple[str, str, str], sizes: tuple[i
         return jax.jit(jax.value_and_grad(functools.partial(loss, function), has_aux=True))(inputs)
 
     def apply(inputs):
-        pass_over = sums_pass if is_sum(inputs, options.online) else chunked_pass
+        pass_over = linear_pass if is_sum(inputs, options.online) else chunked_pass
         return crop_results(inputs, pass_over(options, pad_inputs(inputs)))
 
     (_, results), gradients = run(apply, inputs)

@@ -1,15 +1,54 @@
-"""The public function of linear attention."""
+"""The public function of linear attention, and which calls its kernels can serve."""
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.common.kernel_shape import CHUNK
-from pallas_kernels.delta_rule.api import call_options, refuse_unsupported
-from pallas_kernels.delta_rule.api import unsupported_reason as unsupported_reason
+from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise, next_power_of_two
+from pallas_kernels.common.platform import is_hopper
+from pallas_kernels.delta_rule import api as delta_rule
+from pallas_kernels.delta_rule.api import call_options
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import crop_results, is_sum, make_inputs, pad_inputs
 from pallas_kernels.delta_rule.vjp import chunked_pass, one_token
-from pallas_kernels.linear_attention.vjp import sums_pass
+from pallas_kernels.linear_attention.vjp import linear_pass, with_gate_in_values
+
+_MOSAIC_SIZES = (64, 128)
+FEWEST_CHUNKS = 4096
+"""Chunks of all heads from which the Mosaic GPU kernels are the faster ones; below, their launches take the time."""
+
+
+def unsupported_reason(
+    q: Array, k: Array, v: Array, log_decay: Array | None, *, chunk_size: int = CHUNK, backend: str = "triton"
+) -> str | None:
+    """Why a backend can't serve a call, as a noun phrase, or None if it can.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`.
+        log_decay: log decay, or None.
+        chunk_size: tokens in a chunk.
+        backend: `"triton"` or `"mosaic"`.
+    """
+    reason = delta_rule.unsupported_reason(q, k, v, log_decay, chunk_size=chunk_size)
+    if reason is not None or backend == "triton":
+        return reason
+    if not is_hopper():
+        return "this device (it runs on Hopper cards)"
+    try:
+        import pallas_kernels.common.mosaic_gpu  # noqa: F401
+    except ImportError as error:
+        return f"this jax: {error}"
+    if jnp.result_type(q, k, v) != jnp.bfloat16:
+        return f"matrices of dtype {jnp.result_type(q, k, v)} (only bfloat16)"
+    if q.shape[1] == 1:
+        return "a single token (its kernel is Triton's)"
+    if is_channel_wise(log_decay):
+        return "a decay of one number a channel (its kernels are the delta rule's)"
+    if any(next_power_of_two(size) not in _MOSAIC_SIZES for size in (q.shape[3], v.shape[3])):
+        return f"key size {q.shape[3]} with value size {v.shape[3]} (33 to {_MOSAIC_SIZES[-1]} each)"
+    return None
 
 
 def linear_attention(
@@ -24,6 +63,7 @@ def linear_attention(
     scale: float | None = None,
     chunk_size: int = CHUNK,
     config: DeltaRuleConfig | None = None,
+    backend: str = "triton",
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """Linear attention with decay: `S_t = D_t S_{t-1} + k_t (w_t * v_t)^T`, `o_t = scale * S_t^T q_t`.
 
@@ -41,19 +81,36 @@ def linear_attention(
         scale: factor on the output; None is `K ** -0.5`.
         chunk_size: only 64.
         config: how the call is cut into programs; None takes the device's tuned one.
+        backend: `"mosaic"` runs all of it in Mosaic GPU, where it has no `unsupported_reason`, in less time. Pairs of
+            tokens are then rounded once, as the inputs are.
 
     Returns:
         The output in `v`'s dtype and the final state in float32.
 
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
+        ValueError: `backend` is neither.
     """
-    refuse_unsupported("linear_attention", q, k, v, log_decay, chunk_size=chunk_size)
+    if backend not in ("triton", "mosaic"):
+        raise ValueError(f"linear_attention: backend is {backend!r}, expected 'triton' or 'mosaic'")
+    reason = unsupported_reason(q, k, v, log_decay, chunk_size=chunk_size, backend=backend)
+    if reason is not None:
+        name = {"triton": "Triton", "mosaic": "Mosaic GPU"}[backend]
+        raise NotImplementedError(f"linear_attention: the {name} kernels do not support {reason}")
     inputs = make_inputs(q, k, v, None, None, write, log_decay, initial_state, segment_ids)
     options, inputs = call_options(inputs, scale=scale, config=config, online=False)
-    run = sums_pass if is_sum(inputs, online=False) else chunked_pass
+    if is_sum(inputs, online=False):
+        inputs = with_gate_in_values(inputs)
+        run = linear_pass
+    else:
+        run = chunked_pass
     if q.shape[1] == 1:
         out, state = one_token(run, options, inputs)
+    elif backend == "mosaic":
+        from pallas_kernels.linear_attention.mosaic_gpu import vjp
+
+        padded = pad_inputs(inputs)
+        out, state = crop_results(inputs, vjp.linear_pass(vjp.choose_options(padded, options.scale), padded))
     else:
         out, state = crop_results(inputs, run(options, pad_inputs(inputs)))
     return out.astype(v.dtype), state

@@ -113,12 +113,12 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
 linear_pass.defvjp(_forward, _backward)
 
 
-def sums_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
-    """`linear_pass` for write gates of any shape: one number a channel is multiplied into the values."""
+def with_gate_in_values(inputs: Inputs) -> Inputs:
+    """The inputs with a write gate of one number a channel multiplied into the values; any other stays."""
     if is_channel_wise(inputs.write):
         v = jnp.multiply(inputs.write, inputs.v.astype(jnp.float32)).astype(inputs.v.dtype)
         inputs = inputs._replace(v=v, write=None)
-    return linear_pass(options, inputs)
+    return inputs
 
 
 def _sum_parts(x: Array | None) -> Array:

@@ -55,15 +55,17 @@ class Tile:
         shape: of the part of one chunk.
         source: from the kernel's namespace of references, the program's place and the chunk's number to that part.
         dtype: of a matrix, bfloat16, float32 or int16.
+        is_swizzled: whether it is a matrix for products; else it is several rows of float32 numbers.
     """
 
     shape: tuple[int, ...]
     source: Callable[..., Any]
     dtype: Any = jnp.bfloat16
+    is_swizzled: bool = True
 
     def buffer(self, num_stages: int) -> Any:
         """Shared memory for so many slots."""
-        if len(self.shape) == 1:
+        if len(self.shape) == 1 or not self.is_swizzled:
             return number_buffer(num_stages, *self.shape)
         if self.dtype == jnp.int16:
             return plain_buffer(num_stages, *self.shape)

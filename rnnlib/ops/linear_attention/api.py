@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
 from rnnlib.ops.context_parallel import current_axis, evaluate_decaying_rule
-from rnnlib.ops.kernels import unsupported_reason
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.linear_attention.pallas import linear_attention_triton
 from rnnlib.ops.linear_attention.reference import LinearAttentionInputs, linear_attention_scan
 from rnnlib.ops.linear_attention.xla_chunked import linear_attention_chunked
@@ -52,11 +52,12 @@ def linear_attention(
         segment_ids: documents packed into a row: the state restarts where the id changes. The first token continues
             `initial_state`.
         scale: factor on the output; None is `K ** -0.5`. A traced one multiplies the queries, in their dtype.
-        chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` and `"triton"` implementations.
+        chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of all implementations but `"scan"`.
         implementation: `"scan"` (token by token: the reference, and the one that `jax.jvp` goes through), `"chunked"`
             (XLA, any device), `"triton"` (Pallas kernels on NVIDIA GPUs; on a CPU they are interpreted, which serves
-            tests), or None for the fastest that supports the case. Gradients can be differentiated again, forwards and
-            backwards: those of kernels by way of `"chunked"`.
+            tests), `"mosaic"` (Pallas' Mosaic GPU kernels for Hopper cards, no decay or one a head), or None for the
+            fastest that supports the case. Gradients can be differentiated again, forwards and backwards: those of
+            kernels by way of `"chunked"`.
 
     Returns:
         The output in `v`'s dtype, and the final state (of the last segment) in float32, or float64 for float64 inputs.
@@ -78,15 +79,26 @@ def linear_attention(
         "scan": functools.partial(linear_attention_scan, scale=scale),
         "chunked": functools.partial(linear_attention_chunked, **options),
         "triton": functools.partial(linear_attention_triton, **options),
+        "mosaic": functools.partial(linear_attention_triton, backend="mosaic", **options),
     }
+
+    def reason(backend: str) -> str | None:
+        """Why a backend can't serve the call. Mosaic GPU serves a short one only if named."""
+        arrays, given = (q, k, v, log_decay), {"chunk_size": chunk_size, "backend": backend}
+        why = unsupported_reason(lambda kernels: kernels.linear_attention.unsupported_reason(*arrays, **given))
+        if why is None and backend == "mosaic" and implementation is None:
+            chunks = v.shape[0] * v.shape[2] * (v.shape[1] // chunk_size)
+            if chunks < kernel_operators().linear_attention.FEWEST_CHUNKS:
+                return "so few chunks"
+        return why
+
     run = choose_implementation(
         _NAME,
         implementation,
         implementations,
         q.shape[1],
-        triton=lambda: unsupported_reason(
-            lambda kernels: kernels.linear_attention.unsupported_reason(q, k, v, log_decay, chunk_size=chunk_size)
-        ),
+        triton=lambda: reason("triton"),
+        mosaic=lambda: reason("mosaic"),
     )
     inputs = LinearAttentionInputs(q, k, v, write, log_decay)
     axis = current_axis()

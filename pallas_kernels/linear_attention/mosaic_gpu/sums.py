@@ -1,0 +1,436 @@
+"""Linear attention: sums over earlier (or later) tokens, one kernel for the output and for each gradient.
+
+With `G_r` the inclusive cumulative log decay, one number a token, output and gradients are one sum,
+`out_r = scale * sum_s exp(-|G_r - G_s|) (reader_r . key_s) value_s`, with other arrays in the three places: see
+`pallas_kernels.triton.linear_attention.sums`.
+
+A program has 64 or 128 value channels of one head and goes over the chunks of one part of a sequence. Each warpgroup
+that computes keeps 64 rows of the transposed state, `[64, A]`, in registers, and finds the pairs of the chunk for
+itself: they go through shared memory, since the product with them takes them from there. With C tokens of a chunk,
+A channels of readers and keys and D of values, a chunk takes
+
+    pairs = weight * (reader key^T)                  [C, C], bfloat16 through shared memory
+    out^T = reads * (state^T reader^T) + value^T pairs^T        [64, C]
+    state^T = kept * state^T + (writes * value^T) key           [64, A]
+
+`2 C (C A + C 64 + 2 * 64 A)` operations a warpgroup, and reads reader, key and value once.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.kernel_shape import CHUNK, KernelShape, cdiv
+from pallas_kernels.common.mosaic_gpu import (
+    SIDE,
+    added,
+    awaited,
+    column_numbers,
+    column_sums,
+    fence_smem,
+    load_column,
+    load_matrix,
+    load_row,
+    load_state,
+    load_turned,
+    matrix_buffer,
+    multiply,
+    put,
+    row_numbers,
+    scale_columns,
+    spread_columns,
+    spread_rows,
+    store,
+    store_across,
+    sum_buffer,
+    wait_for_stores,
+    with_accumulators,
+    zeros,
+)
+from pallas_kernels.common.mosaic_gpu import quotient as floor_divide
+from pallas_kernels.delta_rule.mosaic_gpu.pipeline import Tile, call, start_state, tokens
+from pallas_kernels.linear_attention.mosaic_gpu.decay import Decay, Factors
+
+STATES_EVERY = 4
+"""Chunks from one stored state to the next."""
+
+
+class Places(NamedTuple):
+    """The arrays of one sum.
+
+    Attributes:
+        reader: `[B, T, heads, A]` bfloat16.
+        key: `[B, T, heads, A]`.
+        value: `[B, T, heads, D]`.
+    """
+
+    reader: Array
+    key: Array
+    value: Array
+
+
+class Wanted(NamedTuple):
+    """What a sum leaves beside its result. `other` is `[B, T, heads, D]`.
+
+    Attributes:
+        pairs: `other . out` within the chunk pair by pair, in float32: added up by the token that reads and by the one
+            that is read, without a token's pair with itself, on which no decay acts.
+        far: `other . out` of other chunks.
+        total: `other . out`.
+        states: the state before each fourth chunk.
+        crossed: the product of another sum's states with this one's at the end of their chunk.
+    """
+
+    pairs: bool = False
+    far: bool = False
+    total: bool = False
+    states: bool = False
+    crossed: bool = False
+
+
+class Sums(NamedTuple):
+    """Results of one sum; None where not wanted. D is the number of value channels, J of blocks of 64 of them.
+
+    Attributes:
+        out: `[B, T, HV, D]`.
+        end: what all tokens add up to, transposed, `[B, HV, D, A]` float32.
+        pairs_read: `Wanted.pairs` by the token that reads, `[J, B, HV, T]` float32, to be added up over J.
+        pairs_written: the same by the token that is read.
+        far: see `Wanted`, likewise.
+        total: likewise.
+        states: transposed, `[B, HV, N / 4, D, A]` float32.
+        crossed: `[J, B, HV, N / 4, 64]` float32, to be added up.
+    """
+
+    out: Array
+    end: Array
+    pairs_read: Array | None
+    pairs_written: Array | None
+    far: Array | None
+    total: Array | None
+    states: Array | None
+    crossed: Array | None
+
+
+class Lines(NamedTuple):
+    """The numbers a token that a step has in shared memory.
+
+    Attributes:
+        names: in their order.
+    """
+
+    names: tuple[str, ...]
+
+    def of(self, tiles: Any, slot: Any, name: str) -> Any:
+        """One line's place; None where the call has none."""
+        if name not in self.names:
+            return None
+        return tiles.lines.at[slot, self.names.index(name)]
+
+    def row(self, tiles: Any, slot: Any, name: str) -> Array | None:
+        """One number a column; None for 1."""
+        line = self.of(tiles, slot, name)
+        return None if line is None else load_row(line)
+
+
+def _weights(tiles: Any, slot: Any, m: Any, lines: Lines, reverse: bool, scale: float) -> Array:
+    """What each pair of a chunk is multiplied by, `[C, C]`, rows for the tokens that read; zero where it is none."""
+    rows, columns = spread_rows(row_numbers(m)), spread_columns(column_numbers())
+    is_pair = rows <= columns if reverse else rows >= columns
+
+    def difference(name):
+        line = lines.of(tiles, slot, name)
+        along_rows, along_columns = spread_rows(load_column(line)), spread_columns(load_row(line))
+        return along_columns - along_rows if reverse else along_rows - along_columns
+
+    if "run" in lines.names:
+        is_pair &= difference("run") == 0.0
+    if "coarse" in lines.names:
+        weight = scale * jnp.exp(jnp.where(is_pair, difference("coarse") + difference("fine"), -jnp.inf))
+    else:
+        weight = jnp.where(is_pair, scale, 0.0)
+    gate = lines.of(tiles, slot, "gate")
+    if gate is not None:
+        weight = weight * (spread_rows(load_column(gate)) if reverse else spread_columns(load_row(gate)))
+    return weight
+
+
+def _sums_kernel(
+    r,
+    tiles,
+    buffers,
+    pipeline,
+    place,
+    chunks,
+    *,
+    kernel_shape: KernelShape,
+    lines: Lines,
+    wanted: Wanted,
+    is_reverse: bool,
+):
+    first, count = chunks
+    is_wide = r.out.dtype == jnp.float32
+
+    def put_sums(name, n, x):
+        getattr(r, name)[place.part, place.batch, place.head, tokens(n)] = x
+
+    def sum_channels(name, n, x):
+        """Stores the sums over this warpgroup's channels, one for each token."""
+        put_sums(name, n, column_sums(x, buffers.sums.at[place.group]))
+
+    def product(left, right, total):
+        multiply(total, left, right)
+        return awaited(total)
+
+    def step(m, state):
+        n = first + (count - 1 - m if is_reverse else m)
+        slot = pipeline.wait(m)
+        left = state.astype(jnp.bfloat16)
+        pairs = buffers.pairs.at[place.group]
+        value = tiles.value.at[slot, :, place.own]
+
+        def body(scores, far):
+            multiply(scores, tiles.reader.at[slot], tiles.key.at[slot].T)
+            multiply(far, left, tiles.reader.at[slot].T)
+            weighed = _weights(tiles, slot, m, lines, is_reverse, kernel_shape.scale) * awaited(scores, running=1)
+            pairs[...] = weighed.astype(jnp.bfloat16)
+            found, reads = awaited(far), lines.row(tiles, slot, "reads")
+            found = found * kernel_shape.scale if reads is None else scale_columns(found, reads)
+            return found, weighed
+
+        far, weighed = with_accumulators(body, CHUNK, CHUNK)
+        fence_smem()
+        if wanted.far:
+            sum_channels("far", n, far * load_turned(tiles.other.at[slot, :, place.own]))
+        if wanted.pairs:
+            products = with_accumulators(functools.partial(product, tiles.other.at[slot, :, place.own], value.T), CHUNK)
+            is_other = spread_rows(row_numbers(m)) != spread_columns(column_numbers())
+            by_pair = jnp.where(is_other, weighed * products, 0.0)
+            sum_channels("pairs_written", n, by_pair)
+            put_sums("pairs_read", n, jnp.sum(by_pair, axis=1))
+        if wanted.states or wanted.crossed:
+            keep_or_cross(n, state)
+        writes = lines.row(tiles, slot, "writes")
+        written = left_value = load_matrix(value.T)
+        if writes is not None:
+            written = scale_columns(left_value.astype(jnp.float32), writes).astype(jnp.bfloat16)
+        after = state if r.kept is None else state * r.kept[place.batch, place.head, n]
+
+        def add(out, state):
+            multiply(out, left_value, pairs.T)
+            multiply(state, written, tiles.key.at[slot])
+            wait_for_stores()
+
+        out, state = added(add, far, after)
+        if wanted.total:
+            sum_channels("total", n, out * load_turned(tiles.other.at[slot, :, place.own]))
+        out = scale_columns(out, lines.row(tiles, slot, "rest"))
+        target = r.out.at[place.batch, tokens(n), place.head, place.channels]
+        if is_wide:
+            store_across(target, out)
+        else:
+            buffers.out.at[place.group].T[...] = out.astype(jnp.bfloat16)
+        fence_smem()
+        pipeline.release(slot)
+        if not is_wide:
+            store(buffers.out.at[place.group], target)
+        return state
+
+    def keep_or_cross(n, state):
+        fourth = floor_divide(n, STATES_EVERY)
+
+        @pl.when(lax.rem(n, jnp.int32(STATES_EVERY)) == 0)
+        def _():
+            at = place.batch, place.head, fourth, place.channels
+            if wanted.states:
+                r.states[at] = state
+            if wanted.crossed:
+                products = jnp.sum(state * load_state(r.states_before.at[at]), axis=1)
+                put(r.crossed.at[place.part, place.batch, place.head, fourth], products)
+
+    state = lax.fori_loop(0, count, step, start_state(r.starts, place, kernel_shape.key_size))
+
+    @pl.when(place.segment == (0 if is_reverse else kernel_shape.num_splits - 1))
+    def _():
+        r.end[place.batch, place.head, place.channels] = state
+
+    wait_for_stores(only_read=False)
+
+
+def _increments_kernel(
+    r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: KernelShape, has_writes: bool, is_reverse: bool
+):
+    """What one part of a sequence adds to the state."""
+    first, count = chunks
+
+    def step(m, state):
+        n = first + (count - 1 - m if is_reverse else m)
+        slot = pipeline.wait(m)
+        value = load_matrix(tiles.value.at[slot, :, place.own].T)
+        if has_writes:
+            value = scale_columns(value.astype(jnp.float32), load_row(tiles.lines.at[slot, 0])).astype(jnp.bfloat16)
+        after = state if r.kept is None else state * r.kept[place.batch, place.head, n]
+        (state,) = added(lambda state: multiply(state, value, tiles.key.at[slot]), after)
+        fence_smem()
+        pipeline.release(slot)
+        return state
+
+    state = lax.fori_loop(0, count, step, zeros(SIDE, kernel_shape.key_size))
+    r.added[place.batch, place.head, place.segment, place.channels] = state
+
+
+def _tiles(kernel_shape: KernelShape, places: Places, lines: int, num_compute_warpgroups: int) -> dict[str, Tile]:
+    """The parts of reader, key, value and numbers a token that one step takes."""
+    p = kernel_shape
+
+    def of_head(name, x):
+        share = p.value_heads // x.shape[2]
+        width = x.shape[3]
+
+        def source(r, at, n):
+            return getattr(r, name).at[at.batch, tokens(n), floor_divide(at.head, share)]
+
+        return Tile((CHUNK, width), source)
+
+    def of_lines(r, at, n):
+        return r.lines.at[at.batch, at.head, n]
+
+    tiles = {
+        "reader": of_head("reader", places.reader),
+        "key": of_head("key", places.key),
+        "value": _block_tile(p, "value", places.value, num_compute_warpgroups),
+    }
+    if lines:
+        tiles["lines"] = Tile((lines, CHUNK), of_lines, is_swizzled=False)
+    return tiles
+
+
+def _block_tile(kernel_shape: KernelShape, name: str, x: Array, num_compute_warpgroups: int) -> Tile:
+    """A program's block of channels of an array whose heads may be shared."""
+    share, width = kernel_shape.value_heads // x.shape[2], SIDE * num_compute_warpgroups
+
+    def source(r, at, n):
+        return getattr(r, name).at[at.batch, tokens(n), floor_divide(at.head, share), pl.ds(at.block * width, width)]
+
+    return Tile((CHUNK, width), source)
+
+
+def increments(
+    kernel_shape: KernelShape,
+    key: Array,
+    value: Array,
+    factors: Factors,
+    kept: Array | None,
+    *,
+    reverse: bool,
+    num_compute_warpgroups: int,
+) -> Array:
+    """What each part of a sequence adds to the state, transposed, `[B, HV, P, D, A]` float32; arguments as `sums`."""
+    p = kernel_shape
+    tiles = _tiles(p, Places(key, key, value), factors.writes is not None, num_compute_warpgroups)
+    del tiles["reader"]
+    results = call(
+        _increments_kernel,
+        "linear_increments",
+        p,
+        {
+            "key": key,
+            "value": value,
+            "lines": None if factors.writes is None else factors.writes[:, :, :, None],
+            "kept": kept,
+        },
+        {"added": p.per_head(p.num_splits, p.value_size, p.key_size, dtype=jnp.float32)},
+        tiles,
+        {},
+        num_compute_warpgroups=num_compute_warpgroups,
+        num_stages=4,
+        reverse=reverse,
+        is_reverse=reverse,
+        has_writes=factors.writes is not None,
+    )
+    return results["added"]  # type: ignore[return-value]
+
+
+def sums(
+    kernel_shape: KernelShape,
+    places: Places,
+    decay: Decay,
+    factors: Factors,
+    starts: Array | None,
+    *,
+    reverse: bool = False,
+    dtype: Any = jnp.bfloat16,
+    wanted: Wanted = Wanted(),  # noqa: B008
+    other: Array | None = None,
+    states: Array | None = None,
+    num_compute_warpgroups: int,
+    num_stages: int,
+) -> Sums:
+    """One sum over all tokens.
+
+    Args:
+        kernel_shape: static facts; `key_size` and `value_size` are A and D of `places`.
+        places: the arrays.
+        decay: the call's decay.
+        factors: what reads and writes are multiplied by in this direction.
+        starts: states at the parts' starts (`reverse`: ends), transposed, `[B, HV, P, D, A]` float32; None for zero.
+        reverse: over later tokens; else over earlier ones.
+        dtype: of the result: bfloat16 or, where those of several heads are still to be added up, float32.
+        wanted: what is left beside it.
+        other: `[B, T, heads, D]`, see `Wanted`.
+        states: `Sums.states` of another sum, for `Wanted.crossed`.
+        num_compute_warpgroups: blocks of 64 value channels of a program.
+        num_stages: chunks whose tiles are in shared memory.
+    """
+    p = kernel_shape
+    by_token = {"coarse": decay.coarse, "fine": decay.fine, "run": decay.run} | factors._asdict()
+    by_token = {name: x for name, x in by_token.items() if x is not None}
+    tiles = _tiles(p, places, len(by_token), num_compute_warpgroups)
+    blocks, some = p.value_size // SIDE, cdiv(p.chunks, STATES_EVERY)
+    products = jax.ShapeDtypeStruct((blocks, p.batch, p.value_heads, p.length), jnp.float32)
+    outputs = {
+        "out": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), dtype),
+        "end": p.per_head(p.value_size, p.key_size, dtype=jnp.float32),
+        "pairs_read": products if wanted.pairs else None,
+        "pairs_written": products if wanted.pairs else None,
+        "far": products if wanted.far else None,
+        "total": products if wanted.total else None,
+        "states": p.per_head(some, p.value_size, p.key_size, dtype=jnp.float32) if wanted.states else None,
+        "crossed": None,
+    }
+    if wanted.crossed:
+        outputs["crossed"] = jax.ShapeDtypeStruct((blocks, p.batch, p.value_heads, some, SIDE), jnp.float32)
+    buffers = {
+        "out": matrix_buffer(num_compute_warpgroups, CHUNK, SIDE),
+        "pairs": matrix_buffer(num_compute_warpgroups, CHUNK, CHUNK),
+    }
+    if other is not None:
+        tiles["other"] = _block_tile(p, "other", other, num_compute_warpgroups)
+        buffers["sums"] = sum_buffer(num_compute_warpgroups)
+    results = call(
+        _sums_kernel,
+        "linear_sums",
+        p,
+        {
+            **places._asdict(),
+            "lines": jnp.stack(list(by_token.values()), axis=3) if by_token else None,
+            "kept": decay.kept,
+            "starts": starts,
+            "other": other,
+            "states_before": states,
+        },
+        outputs,
+        tiles,
+        buffers,
+        num_compute_warpgroups=num_compute_warpgroups,
+        num_stages=num_stages,
+        reverse=reverse,
+        is_reverse=reverse,
+        lines=Lines(tuple(by_token)),
+        wanted=wanted,
+    )
+    return Sums(**results)  # type: ignore[arg-type]

@@ -1,0 +1,89 @@
+"""Linear attention in Mosaic GPU, interpreted with races looked for, against the scan in float64."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.delta_rule.inputs import crop_results, make_inputs, pad_inputs
+from pallas_kernels.linear_attention.mosaic_gpu import vjp
+from tests.pallas_kernels import mosaic_interpreter
+from tests.pallas_kernels.cases import NO, Case, relative_error, scan, value_and_gradients
+from tests.pallas_kernels.cases import make_inputs as make_arrays
+from tests.selection import mostly_slow
+
+BASE: dict[str, Any] = {"online": False, "dtype": jnp.bfloat16}
+CASES = {
+    "gate_and_state": Case((1, 100, 1, 1, 128, 128), **BASE),
+    "two_heads_a_key_in_parts": Case((1, 330, 1, 2, 128, 64), segments=3, **BASE),
+    "documents_in_parts": Case((1, 330, 1, 1, 64, 128), segments=2, packed=True, **BASE),
+    "no_decay_no_gate": Case((1, 200, 1, 1, 64, 64), decay=NO, write=NO, segments=2, **BASE),
+    "hard_resets": Case((1, 600, 1, 1, 64, 64), extreme=True, **BASE),
+    "mild_decay_over_ten_chunks": Case((1, 600, 1, 1, 64, 64), shift=4.0, write=NO, **BASE),
+    "strong_decay": Case((1, 330, 1, 1, 64, 64), shift=-12.0, **BASE),
+    "narrow_heads": Case((2, 130, 2, 2, 48, 40), initial_state=False, **BASE),
+}
+WIDE = ("gate_and_state", "documents_in_parts")
+"""Those whose programs have 128 value channels."""
+
+
+def _found(case: Case, arrays: dict[str, jax.Array], ids: jax.Array | None, processors: int) -> Any:
+    batch, _, _, value_heads, key_size, value_size = case.shape
+    options = vjp.Options(key_size**-0.5, case.segments, processors)
+
+    def call(q, k, v, write=None, log_decay=None, initial_state=None):
+        inputs = make_inputs(q, k, v, None, None, write, log_decay, initial_state, ids)
+        out, state = crop_results(inputs, vjp.linear_pass(options, pad_inputs(inputs)))
+        return out.astype(v.dtype), state
+
+    shapes = arrays["v"].shape, (batch, value_heads, key_size, value_size)
+    # Not compiled: the interpreter can't run two kernels at once, as a compiled program may.
+    return value_and_gradients(call, arrays, *shapes, jit=lambda function: function)
+
+
+@pytest.mark.parametrize("name", mostly_slow(CASES, ("documents_in_parts", "hard_resets")))
+def test_results_and_gradients_are_those_of_the_scan(name, capsys):
+    mosaic_interpreter.install()
+    case = CASES[name]
+    arrays, ids = make_arrays(case)
+    batch, _, _, value_heads, key_size, value_size = case.shape
+    with jax.enable_x64(True):
+        doubles = {key: x.astype(jnp.float64) for key, x in arrays.items()}
+        shapes = arrays["v"].shape, (batch, value_heads, key_size, value_size)
+        expected = jax.tree.map(np.asarray, value_and_gradients(lambda **x: scan(case, x, ids), doubles, *shapes))
+    (out, state), gradients = _found(case, arrays, ids, 1 if name in WIDE else 1000)
+    assert relative_error(out, expected[0][0]) < 4e-3
+    assert relative_error(state, expected[0][1]) < 4e-3
+    for key, x in gradients.items():
+        assert relative_error(x, expected[1][key]) < 4e-3, key
+    assert "RACE" not in "".join(capsys.readouterr())
+
+
+def test_what_crosses_chunks_between_stored_states_is_found_from_reads_and_writes():
+    """The product of state and gradient at each chunk, from that at every fourth, in float64's place."""
+    random = np.random.default_rng(0)
+    chunks, kept = 11, np.exp(-random.random((1, 1, 11)))
+    kept[0, 0, 6] = 0.0
+    added, read = random.standard_normal((2, chunks, 5, 5))
+    states, gradients = np.zeros((chunks + 1, 5, 5)), np.zeros((chunks + 1, 5, 5))
+    for n in range(chunks):
+        states[n + 1] = kept[0, 0, n] * states[n] + added[n]
+    for n in reversed(range(chunks)):
+        gradients[n] = kept[0, 0, n] * gradients[n + 1] + read[n]
+    crossed = np.array([kept[0, 0, n] * np.sum(states[n] * gradients[n + 1]) for n in range(chunks)])
+    reads = np.array([np.sum(read[n] * states[n]) for n in range(chunks)])
+    writes = np.array([np.sum(added[n] * gradients[n + 1]) for n in range(chunks)])
+    arrays = (jnp.asarray(x, jnp.float32)[None, None] for x in (reads, writes, crossed[:: vjp.STATES_EVERY]))
+    found = vjp._crossed(*arrays, jnp.asarray(kept, jnp.float32))
+    np.testing.assert_allclose(found[0, 0], crossed, atol=2e-5)
+
+
+def test_programs_share_tiles_where_there_are_more_than_processors():
+    kernel_shape = vjp._kernel_shape(
+        vjp.Options(1.0, 1, 132), make_inputs(*jnp.zeros((3, 8, 64, 16, 128)), *[None] * 6)
+    )
+    assert vjp._groups(kernel_shape, vjp.Options(1.0, 1, 132)) == 2
+    assert vjp._groups(dataclasses.replace(kernel_shape, batch=4), vjp.Options(1.0, 1, 132)) == 1
