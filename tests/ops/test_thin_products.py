@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels.skinny_gemm.api import thin_products as kernel
 from pallas_kernels.skinny_gemm import api as cuts
 from pallas_kernels.skinny_gemm.api import Finish as ThinFinish
 from pallas_kernels.skinny_gemm.api import SkinnyGemmConfig, thin_product_parts, thin_splits
+from pallas_kernels.skinny_gemm.api import thin_products as kernel
 from rnnlib.layers import normalization
 from rnnlib.layers.products import InputLinear, gated_product, joined_inputs
 from rnnlib.models import DecoderLM, ModelConfig
