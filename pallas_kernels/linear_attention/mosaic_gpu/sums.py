@@ -387,8 +387,8 @@ def sums(
         num_stages: chunks whose tiles are in shared memory.
     """
     p = kernel_shape
-    by_token = {"coarse": decay.coarse, "fine": decay.fine, "run": decay.run} | factors._asdict()
-    by_token = {name: x for name, x in by_token.items() if x is not None}
+    by_name = {"coarse": decay.coarse, "fine": decay.fine, "run": decay.run} | factors._asdict()
+    by_token = {name: x for name, x in by_name.items() if x is not None}
     tiles = _tiles(p, places, len(by_token), num_compute_warpgroups)
     blocks, some = p.value_size // SIDE, cdiv(p.chunks, STATES_EVERY)
     products = jax.ShapeDtypeStruct((blocks, p.batch, p.value_heads, p.length), jnp.float32)

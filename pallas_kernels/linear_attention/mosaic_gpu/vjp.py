@@ -75,7 +75,7 @@ def _groups(kernel_shape: KernelShape, options: Options) -> int:
     return 1 if blocks == 1 or p.batch * p.value_heads * p.num_splits * blocks <= options.processors else 2
 
 
-def _launch(kernel_shape: KernelShape, options: Options, *, with_other: bool = False) -> dict[str, int]:
+def _launch(kernel_shape: KernelShape, options: Options, *, with_other: bool = False) -> dict[str, Any]:
     num_compute_warpgroups = _groups(kernel_shape, options)
     slot = (
         2 * CHUNK * (2 * kernel_shape.key_size + SIDE * num_compute_warpgroups * (2 if with_other else 1))
@@ -176,7 +176,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     )
     divisor, rest = split_gate(x.write)
     d_write = d_log_decay = None
-    if x.write is not None:
+    if x.write is not None and divisor is not None:
         d_write = by_token(_summed(d_v.total) / divisor).astype(x.write.dtype)
     if has_decay:
         kept = decay.kept[:, :, ::STATES_EVERY]
