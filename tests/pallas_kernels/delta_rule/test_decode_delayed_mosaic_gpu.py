@@ -140,7 +140,7 @@ def test_layers_on_a_hopper_card_take_it_and_share_it(implementation, channels, 
     def tokens(state, x):
         layer = nnx.merge(graph, state)
         for _ in range(2):
-            x, cache = layer(x, cache=layer.without_pending(layer.init_cache(256, 128)))
+            x, cache = layer(x, cache=layer.defer_writes(layer.init_cache(256, 128)))
         return x, cache.state
 
     text = lowered_text(tokens, state, jax.ShapeDtypeStruct((256, 1, 256), jnp.bfloat16))

@@ -148,7 +148,7 @@ def test_first_stage_equals_that_in_triton(decay, gate, packed, capsys):
     log_decay = arrays["log_decay"].at[:, 70:128, 0].add(-4.0)
     given = (arrays[name] for name in ("q", "k", "v"))
     x = make_kernel_inputs(*given, arrays.get("write_key"), erase, None, log_decay, None, ids)
-    problem = kernel_shape_of(KernelShape, x, online=True, scale=0.1, segments=3)
+    problem = kernel_shape_of(KernelShape, x, online=True, scale=0.1, num_splits=3)
     expected = prepare(problem, x, KernelConfig())
     groups = 2 if decay == CHANNEL else 3
     launch = KernelConfig(mosaic=MosaicConfig(groups, num_stages=1 if gate == CHANNEL else 2, num_ctas=1))
@@ -255,7 +255,7 @@ def test_maps_of_segments_equal_those_in_triton(decay, groups, capsys):
     x = make_kernel_inputs(
         arrays["q"], arrays["k"], arrays["v"], None, erase, arrays["write"], log_decay, arrays["initial_state"], None
     )
-    problem = kernel_shape_of(KernelShape, x, online=True, scale=1.0, segments=3)
+    problem = kernel_shape_of(KernelShape, x, online=True, scale=1.0, num_splits=3)
     prepared: Any = prepare(problem, x, KernelConfig())
     expected: Any = split_transitions(problem, x, prepared, KernelConfig())
     found: Any = mosaic_stages.split_transitions(
