@@ -409,3 +409,87 @@ def test_needle_depth(tmp_path):
     hay = re.sub(r"One of the special [^.]*\. ?", "", text[begin:end]).split()
     numbers = ["One.", "Two.", "Three.", "Four.", "Five.", "Six.", "Seven.", "Eight.", "Nine.", "Ten."]
     assert hay == list(itertools.islice(itertools.cycle(numbers), len(hay)))  # the essay begins again past its end
+
+
+# RULER's tasks that trace and count
+
+
+def _text_and_answers(tokenizer, example):
+    """The text up to the first answer, and the answers; that they follow one after another is checked."""
+    queries, targets = example["query_ids"], example["targets"]
+    asked = np.flatnonzero(queries)
+    assert asked[-1] + 1 == np.count_nonzero(example["segment_ids"]) and (np.diff(asked) == 1).all()
+    assert (np.diff(queries[asked]) >= 0).all()
+    np.testing.assert_array_equal(targets[asked][:-1], example["inputs"][asked[1:]])
+    answers = [tokenizer.decode(targets[queries == i]) for i in range(1, queries.max() + 1)]
+    assert all(answer[0] == " " for answer in answers)
+    return tokenizer.decode(example["inputs"][: asked[0] + 1]), [answer[1:] for answer in answers]
+
+
+@pytest.mark.parametrize("chains, hops", [(1, 4), (3, 2)])
+def test_variable_tracking_definition(chains, hops):
+    task = make_task("variable_tracking", num_chains=chains, num_hops=hops, sequence_length=1500)
+    depths = []
+    for example in _examples(task, 20):
+        text, answers = _text_and_answers(ByteTokenizer(), example)
+        value_of, lines = {}, text.split("\n")[2:-1]
+        for line in lines:
+            if found := re.fullmatch(r"VAR ([A-Z]{5}) = (?:VAR ([A-Z]{5})|(\d{5}))", line):
+                assert found[1] not in value_of
+                value_of[found[1]] = found[3] or value_of[found[2]]  # what a variable is assigned stands before it
+            else:
+                assert line.startswith("The grass is green.")
+        assert len(value_of) == chains * (hops + 1) and len(set(value_of.values())) == chains
+        question = re.search(r"Find all variables that are assigned the value (\d{5}) in", text)
+        assert question and answers == [name for name, value in value_of.items() if value == question[1]]
+        depths.append(next(i for i, line in enumerate(lines) if answers[-1] in line) / len(lines))
+        assert np.sum(example["segment_ids"] == 0) < 91  # not one more line of noise fits
+    assert min(depths) < 0.75 and max(depths) > 0.9
+    with pytest.raises(ValueError, match="sequence_length=300 is too short: chains, question and answers alone are"):
+        make_task("variable_tracking", sequence_length=300).example(0)
+
+
+@pytest.mark.parametrize("encoding", ["byte", "file"])
+def test_common_words_definition(byte_pair_file, encoding):
+    from rnnlib.data import load_tokenizer
+
+    name = "byte" if encoding == "byte" else byte_pair_file
+    task = make_task(
+        "common_words", num_common=4, common_repeats=7, uncommon_repeats=2, sequence_length=900, tokenizer=name
+    )
+    for example in _examples(task, 10):
+        text, answers = _text_and_answers(load_tokenizer(name), example)
+        entries = re.findall(r"(\d+)\. ([a-z]+)", text[: text.index("\nQuestion")])
+        assert [int(number) for number, _ in entries] == list(range(1, len(entries) + 1))
+        counts = collections.Counter(word for _, word in entries)  # in the order in which words first stand
+        assert set(counts.values()) == {7, 2} and answers == [word for word, count in counts.items() if count == 7]
+        assert len(answers) == 4 and np.sum(example["segment_ids"] == 0) < 40
+    with pytest.raises(
+        ValueError, match=r"sequence_length=400 is too short: num_common=4 words, common_repeats=7 times"
+    ):
+        task.at_length(400).example(0)
+    with pytest.raises(ValueError, match=r"sequence_length=90000 is too long: .* than the 452 words"):
+        task.at_length(90_000).example(0)
+    with pytest.raises(ValueError, match="uncommon_repeats=3 must be less than common_repeats=3"):
+        make_task("common_words", common_repeats=3)
+
+
+def test_frequent_words_definition():
+    task = make_task("frequent_words", num_answers=4, num_words=30, alpha=1.5, sequence_length=3000)
+    law = np.arange(1, 31) ** -1.5 / np.sum(np.arange(1, 31) ** -1.5)
+    for example in _examples(task, 10):
+        text, answers = _text_and_answers(ByteTokenizer(), example)
+        words = text[text.index("coded words.") + 12 : text.index("\nQuestion")].split()
+        counts = collections.Counter(words).most_common()
+        assert [word for word, _ in counts[:5]] == ["...", *answers]
+        assert all(re.fullmatch("[a-z]{6}", word) for word, _ in counts[1:])
+        # The counts are the law's, of some number of words, and one word more would not have fitted.
+        numbers = [count for _, count in counts]
+        totals = [n for n in range(1, 1000) if np.floor(n * law)[: len(numbers)].tolist() == numbers]
+        assert totals and np.sum(example["segment_ids"] == 0) < 7 * 30
+    with pytest.raises(ValueError, match=r"sequence_length=500 is too short: the 4 most frequent .* \[\d.*\] times"):
+        task.at_length(500).example(0)
+    with pytest.raises(ValueError, match="num_words=4 must be at least num_answers"):
+        make_task("frequent_words", num_words=4)
+    with pytest.raises(ValueError, match="num_words=700 is more than the 676 words of word_length=2"):
+        make_task("frequent_words", num_words=700, word_length=2)

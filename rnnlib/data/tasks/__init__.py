@@ -19,6 +19,7 @@ with from_extra("train", "rnnlib.data.tasks"):
     from rnnlib.data.tasks.palindrome import Palindrome
     from rnnlib.data.tasks.regbench import Automaton, RegBench
     from rnnlib.data.tasks.registry import make_task, task_names
+    from rnnlib.data.tasks.ruler import CommonWords, FrequentWords, VariableTracking
     from rnnlib.data.tasks.stack import Stack
     from rnnlib.data.tasks.state_tracking import ModularArithmetic, Parity, Permutations
 
@@ -26,8 +27,10 @@ __all__ = [
     "MQAR",
     "TASK_SPLITS",
     "Automaton",
+    "CommonWords",
     "Compression",
     "Example",
+    "FrequentWords",
     "FuzzyRecall",
     "InContextRecall",
     "Memorization",
@@ -44,6 +47,7 @@ __all__ = [
     "Task",
     "TaskExamples",
     "TaskSplit",
+    "VariableTracking",
     "make_task",
     "task_arrays",
     "task_dataset",

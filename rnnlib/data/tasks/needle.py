@@ -1,26 +1,21 @@
 """Needles in a haystack, in RULER's form."""
 
 import dataclasses
-import functools
-import re
 import uuid
 from typing import Literal
 
 import numpy as np
 
-from rnnlib.data.config import DataConfig, plain_path, plain_paths
-from rnnlib.data.sources import iterate_documents
-from rnnlib.data.tasks.base import Example, Task, TaskSplit
-from rnnlib.data.tasks.needle_words import ADJECTIVES, NOUNS
+from rnnlib.data.config import plain_paths
+from rnnlib.data.tasks.base import Example, TaskSplit
+from rnnlib.data.tasks.text import TextTask, essay_cut, hide, repeated_noise
+from rnnlib.data.tasks.words import ADJECTIVES, NOUNS
 from rnnlib.fields import Fraction, PositiveInteger
-from rnnlib.tokenizers import Tokenizer, load_tokenizer
+from rnnlib.tokenizers import Tokenizer
 
 Kind = Literal["words", "numbers", "uuids"]
 # How many keys or values of a kind there are.
 _COUNTS: dict[Kind, int] = {"words": len(ADJECTIVES) * len(NOUNS), "numbers": 9 * 10**6, "uuids": 2**122}
-# Longer "words" of an essay, which are lines of tables and addresses, would leave no room in a short text.
-_LONGEST_WORD = 40
-_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _INTRODUCTION = (
     "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
@@ -33,7 +28,7 @@ _QUESTION = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NeedleInHaystack(Task):
+class NeedleInHaystack(TextTask):
     """A sentence that gives a key's value, hidden in a long text, and a question for it (RULER, Hsieh et al. 2024).
 
     The text is RULER's: introduction, haystack with needles at random sentences, question; the answer's tokens (a space
@@ -77,7 +72,6 @@ class NeedleInHaystack(Task):
     train_on_all_tokens: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokenizer", plain_path(self.tokenizer))
         object.__setattr__(self, "essay_paths", plain_paths("essay_paths", self.essay_paths))
         super().__post_init__()
         if self.num_keys > _COUNTS[self.key_kind]:
@@ -86,16 +80,10 @@ class NeedleInHaystack(Task):
             )
         if self.essay_paths and self.haystack != "essay":
             raise ValueError(f"essay_paths goes with haystack='essay'; got haystack={self.haystack!r}")
-        _tokenizer(self.tokenizer)
-
-    @property
-    def vocabulary_size(self) -> int:
-        """The tokenizer's."""
-        return _tokenizer(self.tokenizer).vocabulary_size
 
     def generate(self, rng: np.random.Generator, split: TaskSplit) -> Example:
         """Draws keys, values and places."""
-        tokenizer = _tokenizer(self.tokenizer)
+        tokenizer = self.read_tokenizer()
         needles: dict[str, str] = {}
         while len(needles) < self.num_keys:
             needles[_draw(rng, self.key_kind)] = _draw(rng, self.value_kind)
@@ -121,27 +109,14 @@ class NeedleInHaystack(Task):
         places = rng.integers(len(hay) + 1, size=len(sentences))
         if self.depth is not None:
             places[0] = round(self.depth * len(hay))
-        order = np.argsort(places, kind="stable").tolist()
-        text = list(first)
-        for i in range(len(hay) + 1):
-            while order and places[order[0]] == i:
-                text += sentences[order.pop(0)]
-            if i < len(hay):
-                text += hay[i]
-        text += last + reply
-        query_ids = np.zeros(len(text) - 1, np.int32)
-        query_ids[-len(reply) :] = 1
-        everywhere = self.train_on_all_tokens and split == "train"
-        weights = np.ones(len(query_ids), np.float32) if everywhere else None
-        return self._finish(text[:-1], text[1:], query_ids, weights)
+        return self.answered(first + hide(hay, sentences, places) + last, [reply], split)
 
     def _hay(self, rng: np.random.Generator, tokenizer: Tokenizer, room: int, taken: set[str]) -> list[list[int]]:
         """Sentences of at most `room` tokens together, each with the space or line that parts it from the next."""
         if self.haystack == "essay":
-            return _essay_cut(self.tokenizer, self.essay_paths, rng if self.random_start else None, room)
+            return essay_cut(self.tokenizer, self.essay_paths, rng if self.random_start else None, room)
         if self.haystack == "repeat":
-            line = _sentence(tokenizer, _NOISE, False)
-            return [line] * (max(room, 0) // len(line))
+            return repeated_noise(tokenizer, room)
         lines: list[list[int]] = []
         while True:
             if len(taken) == _COUNTS[self.key_kind]:
@@ -160,11 +135,6 @@ class NeedleInHaystack(Task):
             lines.append(line)
 
 
-@functools.lru_cache(maxsize=4)
-def _tokenizer(name: str) -> Tokenizer:
-    return load_tokenizer(name)
-
-
 def _sentence(tokenizer: Tokenizer, text: str, in_essay: bool) -> list[int]:
     """Tokens of a sentence: within an essay led by a space, otherwise a line."""
     return tokenizer.encode(f" {text}" if in_essay else f"{text}\n")
@@ -176,41 +146,3 @@ def _draw(rng: np.random.Generator, kind: Kind) -> str:
     if kind == "numbers":
         return str(rng.integers(10**6, 10**7))
     return str(uuid.UUID(bytes=rng.bytes(16), version=4))
-
-
-@functools.lru_cache(maxsize=4)
-def _essay(tokenizer_name: str, paths: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """An essay's tokens, where each of its words ends, and whether a sentence ends with the word."""
-    if paths:
-        config = DataConfig(source="text", paths=paths, split_by="document", validation_fraction=1e-9)
-        text = " ".join(iterate_documents(config, "train"))
-    else:
-        from pydoc_data.topics import topics
-
-        text = " ".join(topics[name] for name in sorted(topics))
-    words = [word for word in text.split() if len(word) <= _LONGEST_WORD]
-    if not words:
-        raise ValueError(f"essay_paths={paths} hold no word of at most {_LONGEST_WORD} characters, expected some")
-    encoded = _tokenizer(tokenizer_name).encode_batch([f" {word}" for word in words])
-    ends_sentence = np.array([bool(re.search(r"[.!?][\"')\]]*$", word)) for word in words])
-    return np.concatenate(encoded), np.cumsum([len(ids) for ids in encoded]), ends_sentence
-
-
-def _essay_cut(
-    tokenizer_name: str, paths: tuple[str, ...], rng: np.random.Generator | None, room: int
-) -> list[list[int]]:
-    """As many words of the essay as fit, by sentences; past its end the essay begins again."""
-    tokens, ends, ends_sentence = _essay(tokenizer_name, paths)
-    word = int(rng.integers(len(ends))) if rng is not None else 0
-    sentences: list[list[int]] = []
-    sentence: list[int] = []
-    while True:
-        ids = tokens[ends[word - 1] if word else 0 : ends[word]].tolist()
-        room -= len(ids)
-        if room < 0:
-            return [*sentences, sentence] if sentence else sentences
-        sentence += ids
-        if ends_sentence[word]:
-            sentences.append(sentence)
-            sentence = []
-        word = (word + 1) % len(ends)

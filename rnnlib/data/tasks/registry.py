@@ -11,6 +11,7 @@ from rnnlib.data.tasks.mqar import MQAR
 from rnnlib.data.tasks.needle import NeedleInHaystack
 from rnnlib.data.tasks.palindrome import Palindrome
 from rnnlib.data.tasks.regbench import RegBench
+from rnnlib.data.tasks.ruler import CommonWords, FrequentWords, VariableTracking
 from rnnlib.data.tasks.stack import Stack
 
 _TASKS: dict[str, Callable[..., Task]] = {
@@ -23,6 +24,9 @@ _TASKS: dict[str, Callable[..., Task]] = {
     "mk_niah_1": functools.partial(NeedleInHaystack, haystack="essay", num_keys=4),
     "mk_niah_2": functools.partial(NeedleInHaystack, haystack="needles"),
     "mk_niah_3": functools.partial(NeedleInHaystack, haystack="needles", key_kind="uuids", value_kind="uuids"),
+    "variable_tracking": VariableTracking,
+    "common_words": CommonWords,
+    "frequent_words": FrequentWords,
     "regbench": RegBench,
     "mad_in_context_recall": mad.InContextRecall,
     "mad_noisy_recall": mad.NoisyRecall,
