@@ -62,10 +62,11 @@ def to_arrays(arguments, dtype=jnp.float32):
 
 @functools.partial(jax.jit, static_argnames="implementation")
 def value_and_grad(floats, segment_ids, implementation):
+    # The kernels have one size of chunks, and take decays with a lower bound.
+    options = {"chunk_size": 64, "least_log_decay": -1.0} if implementation == "triton" else {"chunk_size": 16}
+
     def loss(floats):
-        out, final = ops.dplr(
-            **floats, segment_ids=segment_ids, scale=1.0, chunk_size=16, implementation=implementation
-        )
+        out, final = ops.dplr(**floats, **options, segment_ids=segment_ids, scale=1.0, implementation=implementation)
         return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(final)), (out, final)
 
     (_, outputs), grads = jax.value_and_grad(loss, has_aux=True)(floats)
@@ -96,6 +97,27 @@ def test_chunks_match_the_recurrence_in_float64(seed, case):
     for name, grad in grads.items():
         assert np.all(np.isfinite(grad)), name
         assert relative_error(grad, exact[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("case", [(37, 4, False, True), (37, 2, True, False), (5, 2, True, True)])
+def test_kernels_over_two_steps_a_token_match_the_recurrence(case):
+    *case, shared = case
+    arguments = draw(3, *case, shared=shared)
+    arguments["log_decay"] = np.maximum(arguments["log_decay"], -1.0)
+    with jax.enable_x64(True):
+        expected, exact = evaluate(arguments, jnp.float64, "scan")
+    outputs, grads = evaluate(arguments, jnp.float32, "triton")
+    for out, right in zip(outputs, expected):
+        assert relative_error(out, right) < 1e-5
+    for name, grad in grads.items():
+        assert relative_error(grad, exact[name]) < 1e-5, name
+
+
+def test_kernels_want_a_bound_of_the_decay():
+    arrays = to_arrays(draw(0, 4, 2, True))
+    for least, message in ((None, "a least_log_decay of None"), (-6.0, "a least_log_decay of -6.0")):
+        with pytest.raises(NotImplementedError, match=f"'triton' does not support {message}"):
+            ops.dplr(**arrays, least_log_decay=least, implementation="triton")
 
 
 def test_vectors_shared_by_a_group_of_value_heads():
@@ -191,7 +213,7 @@ class TestTable3:
         ({"log_decay": jnp.ones((1, 3, 2))}, ValueError, r"log_decay has shape \(1, 3, 2\)"),
         ({"initial_state": jnp.ones((1, 4, 4, 5))}, ValueError, "initial_state has shape"),
         ({"chunk_size": 20}, ValueError, "chunk_size is 20"),
-        ({"implementation": "triton"}, NotImplementedError, "there is no 'triton' implementation"),
+        ({"implementation": "triton", "chunk_size": 32}, NotImplementedError, "does not support chunk_size 32"),
     ],
 )
 def test_bad_arguments_are_named(unchecked_shapes, changes, error, message):

@@ -2,14 +2,17 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from jax import Array
 from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
 from rnnlib.ops.context_parallel import current_axis, evaluate_erasing_rule
+from rnnlib.ops.dplr.pallas import LEAST_LOG_DECAY, dplr_pallas
 from rnnlib.ops.dplr.reference import DPLRInputs, dplr_scan
 from rnnlib.ops.dplr.xla_chunked import dplr_chunked
+from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import split_over_mesh
 
 _NAME = "dplr"
@@ -24,6 +27,7 @@ def dplr(
     a: Float[Array, "B T H K"] | Float[Array, "B T HV K"],
     b: Float[Array, "B T H K"] | Float[Array, "B T HV K"],
     log_decay: Float[Array, "B T HV"] | Float[Array, "B T HV K"] | None = None,
+    least_log_decay: float | None = None,
     initial_state: Float[Array, "B HV K V"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     scale: float | Float[Array, ""] | None = None,
@@ -51,13 +55,17 @@ def dplr(
             `0 <= a . b <= 2`.
         log_decay: natural logarithm of the decay, `<= 0`, one per head or per key channel; None is no decay. With -inf
             the state is forgotten, but the reading by `a` of the previous state is still subtracted.
+        least_log_decay: a lower bound that `log_decay` is known to have, such as RWKV-7's -0.61; None is none. Kernels
+            need one of at least -5. It is not checked.
         initial_state: the state before the first token; None is zero.
         segment_ids: documents packed into a row: the state restarts where the id changes. The first token continues
             `initial_state`.
         scale: factor on the output; None is `K ** -0.5`. A traced one multiplies the queries, in their dtype.
-        chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` implementation.
+        chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` implementation; half tokens of the
+            kernels, which take two steps a token.
         implementation: `"scan"` (token by token: the reference, and the one that `jax.jvp` goes through), `"chunked"`
-            (XLA, any device; its gradient is differentiable again), or None for the fastest that supports the case.
+            (XLA, any device), `"triton"` and `"mosaic"` (`gated_delta_rule`'s kernels on NVIDIA GPUs, over two steps a
+            token), or None for the fastest that supports the case. Gradients can be differentiated again.
 
     Returns:
         The output in `v`'s dtype, and the final state (of the last segment) in float32, or float64 for float64 inputs.
@@ -65,7 +73,7 @@ def dplr(
     Raises:
         ValueError: a shape, `chunk_size` or `implementation` is none of those above.
         TypeError: an argument is no array or not floating, or `segment_ids` is not of integers.
-        NotImplementedError: the implementation named does not exist for this operator.
+        NotImplementedError: the implementation named does not support the case.
     """
     q, k, v, a, b, log_decay, initial_state = floating_arrays(
         _NAME, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay, initial_state=initial_state
@@ -74,13 +82,34 @@ def dplr(
     check_rule(_NAME, q, None, v, gates, keys, initial_state, segment_ids, chunk_size)
     q, scale = scaled_queries(_NAME, q, scale)
 
+    inputs = DPLRInputs(q, k, v, a, b, log_decay)
+
+    def reason(backend: str) -> str | None:
+        if log_decay is not None and (least_log_decay is None or least_log_decay < LEAST_LOG_DECAY):
+            return f"a least_log_decay of {least_log_decay} (at least {LEAST_LOG_DECAY} is needed)"
+        arrays = q, a, v, log_decay
+        return unsupported_reason(
+            lambda kernels: kernels.delta_rule.unsupported_reason(*arrays, chunk_size=chunk_size, backend=backend)
+        )
+
+    options: dict[str, Any] = {"scale": scale, "chunk_size": chunk_size}
     implementations: dict[str, Callable[..., tuple[Array, Array]]] = {
         "scan": functools.partial(dplr_scan, scale=scale),
-        "chunked": functools.partial(dplr_chunked, scale=scale, chunk_size=chunk_size),
+        "chunked": functools.partial(dplr_chunked, **options),
+        "triton": functools.partial(dplr_pallas, **options),
+        "mosaic": functools.partial(dplr_pallas, backend="mosaic", **options),
     }
-    run = choose_implementation(_NAME, implementation, implementations, q.shape[1])
-    inputs = DPLRInputs(q, k, v, a, b, log_decay)
+    run = choose_implementation(
+        _NAME,
+        implementation,
+        implementations,
+        q.shape[1],
+        triton=lambda: reason("triton"),
+        mosaic=lambda: reason("mosaic"),
+    )
     axis = current_axis()
     if axis is None:
         return run(inputs, initial_state, segment_ids)
-    return evaluate_erasing_rule(run, inputs, initial_state, segment_ids, axis)
+    backend = next((name for name in ("triton", "mosaic") if run is implementations[name]), None)
+    widest = None if backend is None else kernel_operators().delta_rule.MAX_CHANNELS[backend]
+    return evaluate_erasing_rule(run, inputs, initial_state, segment_ids, axis, widest=widest)

@@ -1,0 +1,82 @@
+"""The diagonal-plus-low-rank recurrence on NVIDIA GPUs: the delta rule's kernels over two steps a token.
+
+The delta rule removes and adds along one key, this recurrence along two. So a token is two of the delta rule's steps:
+
+    S' = D S - b (S^T a)^T        decays; reads along `a`, writes nothing along `b`
+    S'' = S' + k v^T              no decay; reads nothing, writes `v` along `k`; the query reads
+
+The delta rule reads the state after it has decayed. The erase gate `1 / D` takes the decay out of that reading, so the
+decay needs a lower bound.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from rnnlib.ops.arguments import accumulation_dtype
+from rnnlib.ops.dplr.reference import DPLRInputs
+from rnnlib.ops.gated_delta_rule.pallas import gated_delta_rule_triton
+from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
+from rnnlib.ops.gates import Gates
+
+# The least log decay whose inverse is taken: the erase gate is at most e^5.
+LEAST_LOG_DECAY = -5.0
+
+
+def two_steps(inputs: DPLRInputs) -> DeltaRuleInputs:
+    """The arguments of the delta rule over `2 T` steps."""
+    q, k, v, a, b, log_decay = inputs
+    batch, length, heads = v.shape[:3]
+    wide = accumulation_dtype(*inputs)
+
+    def repeated(x: Array) -> Array:
+        """For each value head, where `a` is of value heads."""
+        return x if x.shape[2] == a.shape[2] else jnp.repeat(x, a.shape[2] // x.shape[2], axis=2)
+
+    if log_decay is None:
+        erase = jnp.ones((batch, length, heads), wide)
+    else:
+        erase = jnp.exp(-log_decay.astype(wide))
+        log_decay = _in_turn(log_decay, jnp.zeros_like(log_decay))
+    write = jnp.zeros((batch, length, heads), wide)
+    gates = Gates(_in_turn(erase, jnp.zeros_like(erase)), _in_turn(write, write + 1))
+    if b.shape[2] != k.shape[2]:
+        b, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (b, k))
+    q = repeated(q)
+    return DeltaRuleInputs(
+        _in_turn(jnp.zeros_like(q), q),
+        _in_turn(a, jnp.zeros_like(a)),
+        _in_turn(jnp.zeros_like(v), v),
+        gates,
+        _in_turn(b, k),
+        log_decay,
+    )
+
+
+def _in_turn(first: Array, second: Array) -> Array:
+    """`[B, T, ...]` of each step as `[B, 2 T, ...]`."""
+    return jnp.stack([first, second], axis=2).reshape(first.shape[0], -1, *first.shape[2:])
+
+
+def dplr_pallas(
+    inputs: DPLRInputs,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    *,
+    scale: float,
+    chunk_size: int,
+    backend: str = "triton",
+) -> tuple[Array, Array]:
+    """Evaluates the recurrence by the delta rule's kernels; results as `dplr_scan`.
+
+    Args:
+        inputs: token-wise arguments, with log decays of at least `LEAST_LOG_DECAY`.
+        initial_state: None (zero) or `[B, HV, K, V]`.
+        segment_ids: None or `[B, T]`.
+        scale: factor on the output.
+        chunk_size: steps in a chunk, two for each token.
+        backend: as of the delta rule.
+    """
+    documents = None if segment_ids is None else jnp.repeat(segment_ids, 2, axis=1)
+    options = {"scale": scale, "chunk_size": chunk_size, "backend": backend}
+    out, state = gated_delta_rule_triton(two_steps(inputs), initial_state, documents, **options)
+    return out[:, 1::2], state
