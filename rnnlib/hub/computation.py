@@ -10,7 +10,7 @@ from typing import Any
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
-from rnnlib.models.config import ModelConfig, preset_of
+from rnnlib.models.config import NONE, ModelConfig, preset_of
 from rnnlib.models.mixers import ATTENTION, mixer_config
 
 # Fields that do not change a model's outputs for given variables: auxiliary losses of training, initial values, and
@@ -43,10 +43,10 @@ def computation(config: ModelConfig) -> dict[str, Any]:
     layers = zip(config.layer_mixers, config.layer_norm_positions, config.layer_feed_forwards)
     for i, (mixer, position, feed_forward) in enumerate(layers):
         fields[f"layer {i}: norm position"] = position
-        fields |= _flat(sized_mixer(config, mixer), f"layer {i}: ")
+        fields |= {f"layer {i}: kind": None} if mixer == NONE else _flat(sized_mixer(config, mixer), f"layer {i}: ")
         hidden_width = config.feed_forward_width
         if isinstance(feed_forward, str):
-            fields[f"layer {i}: feed-forward width"] = hidden_width
+            fields[f"layer {i}: feed-forward width"] = 0 if feed_forward == NONE else hidden_width
         else:
             fields |= _flat(_with_width(feed_forward, hidden_width), f"layer {i}: feed-forward ")
     return fields
@@ -68,7 +68,9 @@ def difference(config: ModelConfig, other: ModelConfig) -> str | None:
 
 
 def sized_mixer(config: ModelConfig, mixer: str) -> Any:
-    """A layer's mixer with every size as a number: `key_heads`, `key_head_dim` and so on are set."""
+    """A layer's mixer with every size as a number: `key_heads`, `key_head_dim` and so on are set. None for `"none"`."""
+    if mixer == NONE:
+        return None
     given = mixer_config(config, mixer)
     heads = config.num_heads
     if preset_of(mixer) in ATTENTION and config.attention_heads is not None:

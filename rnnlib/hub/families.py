@@ -21,6 +21,7 @@ from rnnlib.hub.transformers.bailing_hybrid import BAILING_HYBRID
 from rnnlib.hub.transformers.kimi_linear import KIMI_LINEAR
 from rnnlib.hub.transformers.lara_mini import LARA_MINI
 from rnnlib.hub.transformers.mamba_hybrids import BAMBA, GRANITE
+from rnnlib.hub.transformers.nemotron_h import NEMOTRON_H
 from rnnlib.hub.transformers.olmo_hybrid import OLMO_HYBRID
 from rnnlib.hub.transformers.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
@@ -49,6 +50,7 @@ FAMILIES: dict[str, Family] = {
         LARA_MINI,
         BAILING_HYBRID,
         BAMBA,
+        NEMOTRON_H,
         GRANITE,
     )
 }

@@ -55,6 +55,23 @@ LAYER_ROWS = (row("norm.weight", "mixer_norm.scale"), *mamba_rows("mixer"))
 _WITHOUT_EFFECT = ("chunk_size", "rescale_prenorm_residual", "residual_in_fp32", "time_step_rank")
 
 
+# Keys of a Mamba-2 layer that say how it is initialised, or which kernels run it.
+MAMBA_KEYS = (
+    "chunk_size",
+    "mamba_chunk_size",
+    "use_mamba_kernels",
+    "use_mem_eff_path",
+    "time_step_max",
+    "mamba_dt_max",
+    "time_step_floor",
+    "mamba_dt_init_floor",
+    "residual_in_fp32",
+    "rescale_prenorm_residual",
+    "num_logits_to_keep",
+    "output_router_logits",
+)
+
+
 def _read(
     keys: ConfigKeys, *, eps: str, limits: str, heads: int | None, groups: int, mixer: dict[str, Any]
 ) -> ModelConfig:

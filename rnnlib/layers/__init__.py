@@ -27,7 +27,7 @@ from rnnlib.layers.decay import (
 )
 from rnnlib.layers.experts import ExpertMixture, Experts, RouterConfig, RouterLoss, with_router_losses
 from rnnlib.layers.feature_maps import DPFPMap, FeatureMapConfig, HedgehogMap, ProductMap, ReluMap
-from rnnlib.layers.feed_forward import FeedForwardConfig, SwiGLU, SwiGLUConfig
+from rnnlib.layers.feed_forward import MLP, FeedForwardConfig, MLPConfig, SwiGLU, SwiGLUConfig
 from rnnlib.layers.gain import (
     ChannelGain,
     CombaGain,
@@ -69,6 +69,7 @@ from rnnlib.layers.table import mixer_rows, mixer_table
 from rnnlib.layers.trapezoidal import Trapezoidal, TrapezoidalState
 
 __all__ = [
+    "MLP",
     "ApplyToBoth",
     "ApplyToKey",
     "ApplyToKeyUnstable",
@@ -111,6 +112,7 @@ __all__ = [
     "LatentCache",
     "LogSigmoidDecay",
     "LonghornGain",
+    "MLPConfig",
     "MatrixStateSolver",
     "MixerCache",
     "MixerConfig",

@@ -1,6 +1,7 @@
 """Experts: a router chooses a few of many feed-forwards for each token."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,8 @@ from jaxtyping import Float, Int
 
 from rnnlib import ops
 from rnnlib.fields import NaturalNumber, PositiveInteger, PositiveNumber, Range
-from rnnlib.layers.feed_forward import FeedForwardConfig, SwiGLU
+from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
+from rnnlib.layers.feed_forward import MLP, FeedForwardConfig, SwiGLU
 from rnnlib.layers.part import PartConfig
 from rnnlib.layers.tensor import current_shares, share_of, sum_over_shares
 from rnnlib.ops.sharding import dot_general_over_mesh
@@ -64,10 +66,10 @@ class RouterConfig(PartConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Experts(FeedForwardConfig):
-    """Each token goes through a few of many SwiGLUs and, optionally, through one that all tokens share.
+    """Each token goes through a few of many feed-forwards and, optionally, through one that all tokens share.
 
-    `sum_e w_e expert_e(x) + shared(x)`, where the shared expert may have a gate, `sigmoid(w x)` (Qwen). No token is
-    dropped: see `rnnlib.ops.expert_mixture`.
+    `sum_e w_e expert_e(x) + shared(x)`, where the shared expert may have a gate, `sigmoid(w x)` (Qwen). Experts are
+    SwiGLUs, or `W_down act(W_up x)` with `gated=False`. No token is dropped: see `rnnlib.ops.expert_mixture`.
 
     Attributes:
         num_experts: how many there are, E.
@@ -77,6 +79,11 @@ class Experts(FeedForwardConfig):
         shared_width: hidden width of the shared expert, 0 for none. Several shared experts equal one expert whose width
             is the sum of theirs.
         shared_gate: whether the shared expert's output is multiplied by a gate, one number per token.
+        gated: whether experts, the shared one too, have a gate.
+        activation: of the gate, or of `W_up x` without a gate.
+        latent_size: channels L of a latent that the chosen experts work in, `W_out sum_e w_e expert_e(W_in x)`; router
+            and shared expert see `x` (Nemotron 3). None is no latent.
+        use_bias: whether the shared expert and the maps to and from the latent have biases; the others never do.
         load_balancing: coefficient of `E sum_e f_e p_e` in the training loss, where f_e is an expert's fraction of all
             choices and p_e its mean score over the tokens, with scores divided by their sum (Switch Transformer, arXiv
             2101.03961, equation 4). The sum is 1 if all experts are chosen equally often. Layers add up.
@@ -89,6 +96,10 @@ class Experts(FeedForwardConfig):
     router: RouterConfig = dataclasses.field(default_factory=RouterConfig)
     shared_width: NaturalNumber = 0
     shared_gate: bool = False
+    gated: bool = True
+    activation: Activation = "silu"
+    latent_size: PositiveInteger | None = None
+    use_bias: bool = False
     load_balancing: Coefficient = 0.0
     z_loss: Coefficient = 0.0
 
@@ -104,6 +115,8 @@ class Experts(FeedForwardConfig):
             )
         if self.shared_gate and not self.shared_width:
             raise ValueError("Experts: shared_gate is True, expected shared_width above 0 with it")
+        if self.gated and self.activation != "silu":
+            raise ValueError(f"Experts: activation is {self.activation!r}, expected 'silu' with gated=True")
 
     def build(
         self,
@@ -137,7 +150,8 @@ class Experts(FeedForwardConfig):
 
     def least_parameters(self, width: int, hidden_width: int) -> int:
         """Parameters of all experts."""
-        return 3 * width * (self.num_experts * self._width(hidden_width) + self.shared_width)
+        matrices, inner = 3 if self.gated else 2, self.latent_size or width
+        return matrices * (inner * self.num_experts * self._width(hidden_width) + width * self.shared_width)
 
     def describe(self, hidden_width: int) -> str:
         """The number and width of the experts."""
@@ -203,10 +217,12 @@ class ExpertMixture(nnx.Module):
 
     Attributes:
         router: chooses experts and weighs them.
-        gate: `[E, D, F]`, the experts' matrices in front of the SiLU.
-        up: `[E, D, F]`.
+        gate: `[E, D, F]`, the experts' matrices in front of the SiLU; None for experts without a gate.
+        up: `[E, D, F]`; like the others with L in place of D where experts work in a latent.
         down: `[E, F, D]`.
-        shared: a `SwiGLU`, or None.
+        latent_in: from the input to the latent, or None.
+        latent_out: from the latent to the output, or None.
+        shared: a `SwiGLU`, an `MLP`, or None.
         shared_gate: a projection to one channel, or None.
     """
 
@@ -227,16 +243,22 @@ class ExpertMixture(nnx.Module):
         self.shares = current_shares()
         hidden_width = share_of(hidden_width, "the width of an expert (Experts.width)")
         init = nnx.initializers.normal(initializer_std)
-        wide, narrow = (config.num_experts, width, hidden_width), (config.num_experts, hidden_width, width)
+        inner = config.latent_size or width
+        wide, narrow = (config.num_experts, inner, hidden_width), (config.num_experts, hidden_width, inner)
         self.router = Router(
             config, width, initializer_std=initializer_std, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
-        self.gate = nnx.Param(init(rngs.params(), wide, param_dtype))
+        self.gate = nnx.Param(init(rngs.params(), wide, param_dtype)) if config.gated else None
         self.up = nnx.Param(init(rngs.params(), wide, param_dtype))
         self.down = nnx.Param(init(rngs.params(), narrow, param_dtype))
         dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+        options: dict[str, Any] = dtypes | {"use_bias": config.use_bias, "rngs": rngs}
+        to_latent = options | {"kernel_init": init, "dot_general": dot_general_over_mesh}
+        self.latent_in = nnx.Linear(width, inner, **to_latent) if config.latent_size else None
+        self.latent_out = nnx.Linear(inner, width, **to_latent) if config.latent_size else None
+        make = SwiGLU if config.gated else functools.partial(MLP, activation=config.activation)
         shared = config.shared_width
-        self.shared = SwiGLU(width, shared, initializer_std=initializer_std, rngs=rngs, **dtypes) if shared else None
+        self.shared = make(width, shared, initializer_std=initializer_std, **options) if shared else None
         self.shared_gate = (
             nnx.Linear(
                 width, 1, use_bias=False, kernel_init=init, dot_general=dot_general_over_mesh, rngs=rngs, **dtypes
@@ -249,8 +271,13 @@ class ExpertMixture(nnx.Module):
         """Applies the experts to `[B, T, D]` activations; the result has the compute dtype."""
         x = x.astype(self.dtype)
         choices, weights, logits = self.router(x)
-        out = ops.expert_mixture(x, choices, weights, self.gate[...], self.up[...], self.down[...])
+        gate = None if self.gate is None else self.gate[...]
+        seen = x if self.latent_in is None else self.latent_in(x)
+        activation = ACTIVATIONS[self.config.activation]
+        out = ops.expert_mixture(seen, choices, weights, gate, self.up[...], self.down[...], activation=activation)
         out = sum_over_shares(out, self.shares)
+        if self.latent_out is not None:
+            out = self.latent_out(out)
         if self.has_losses and hasattr(self, "__captures__"):  # Read by `nnx.capture`.
             self.sow(RouterLoss, "router_loss", self._losses(choices, logits))
         if self.shared is None:

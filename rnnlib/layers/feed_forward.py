@@ -1,4 +1,4 @@
-"""The feed-forward half of a block: a SwiGLU, and the base class of other feed-forwards' configurations."""
+"""The feed-forward half of a block: a SwiGLU or a plain one, and the base class of their configurations."""
 
 import abc
 import dataclasses
@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from rnnlib.fields import PositiveInteger
+from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
 from rnnlib.layers.part import PartConfig
 from rnnlib.layers.products import gated_product
 from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
@@ -56,6 +57,40 @@ class SwiGLU(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the block to `[B, T, D]` activations."""
         return self.down(gated_product(x, self.gate, self.up))
+
+
+class MLP(nnx.Module):
+    """Feed-forward without a gate, `W_down act(W_up x)`."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden_width: int,
+        *,
+        activation: Activation,
+        initializer_std: float,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        use_bias: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        """Builds the two maps; `activation` is what stands between them, other arguments are as `SwiGLU`'s."""
+        hidden_width = share_of(hidden_width, "the width of a feed-forward (--model.mlp-width)")
+        options: dict[str, Any] = dict(
+            use_bias=use_bias,
+            kernel_init=nnx.initializers.normal(initializer_std),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            dot_general=linear_product,
+            rngs=rngs,
+        )
+        self.activation = activation
+        self.up = nnx.Linear(width, hidden_width, **options)
+        self.down = linear_of_shares(current_shares())(hidden_width, width, **options)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Applies the block to `[B, T, D]` activations."""
+        return self.down(ACTIVATIONS[self.activation](self.up(x)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,3 +177,57 @@ class SwiGLUConfig(FeedForwardConfig):
     def describe(self, hidden_width: int) -> str:
         """The width."""
         return f"SwiGLU of width {self._width(hidden_width)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class MLPConfig(FeedForwardConfig):
+    """A feed-forward without a gate, `W_down act(W_up x)`.
+
+    Attributes:
+        width: hidden width; None is that of the model's SwiGLUs.
+        activation: between the two maps. Nemotron's is `"squared_relu"` (Primer, arXiv 2109.08668).
+        use_bias: whether the two maps have biases.
+    """
+
+    width: PositiveInteger | None = None
+    activation: Activation = "squared_relu"
+    use_bias: bool = False
+
+    def build(
+        self,
+        width: int,
+        hidden_width: int,
+        *,
+        initializer_std: float,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ) -> MLP:
+        """Builds the module; arguments as `FeedForwardConfig.build`.
+
+        Raises:
+            ValueError: neither this configuration nor the model gives a width.
+        """
+        return MLP(
+            width,
+            self._width(hidden_width),
+            activation=self.activation,
+            initializer_std=initializer_std,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            use_bias=self.use_bias,
+            rngs=rngs,
+        )
+
+    def _width(self, hidden_width: int) -> int:
+        if self.width is None and not hidden_width:
+            raise ValueError("MLPConfig: width is None in a model whose mlp_width is 0, expected the hidden width")
+        return hidden_width if self.width is None else self.width
+
+    def least_parameters(self, width: int, hidden_width: int) -> int:
+        """Parameters of the two maps."""
+        return 2 * width * self._width(hidden_width)
+
+    def describe(self, hidden_width: int) -> str:
+        """The activation and the width."""
+        return f"MLP ({self.activation}) of width {self._width(hidden_width)}"

@@ -15,8 +15,14 @@ from rnnlib.layers.presets import mixer_names
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 
+# In place of the name of a layer's mixer or feed-forward: the layer has none.
+NONE = "none"
+
 # Where the norms of a block stand: before mixer and feed-forward, or behind them.
 NormPosition = Literal["input", "output"]
+
+# A SwiGLU of the model's width, none, or another feed-forward.
+FeedForwardName = FeedForwardConfig | Literal["dense", "none"]
 
 # Each layer of a model, even of one without values, is made by Python in a hundredth of a second or more.
 MAX_LAYERS = 1024
@@ -49,11 +55,12 @@ class ModelConfig:
         vocabulary_size: number of tokens; the logits' last axis.
         width: width of the residual stream, `D`.
         num_layers: number of blocks; each is a mixer and a feed-forward (a SwiGLU, or as `feed_forwards` says),
-            normalised as `norm_positions` says.
+            normalised as `norm_positions` says, or one of the two alone.
         num_heads: heads of the recurrent mixers, and of attention where `attention_heads` is None.
         mixers: names of `rnnlib.layers.presets.mixer_names()`, repeated cyclically over the layers: one name for a
             plain model, two for every other layer, as many as there are layers for an explicit pattern. Several
             settings of one mixer are variants, `"attention/local"` and `"attention/global"`, under names of your own.
+            `"none"` is a layer without a mixer, a feed-forward alone (as Nemotron-H has them).
         mixer_overrides: what `mixer_preset` takes as overrides, by mixer name (`"*"`: every recurrent mixer), e.g.
             `{"gated_deltanet": {"output_gate": False, "gain.negative_eigenvalues": True}}`. An axis may be given as
             its configuration or in plain values, `{"kla": {"keys": {"ApplyToKey": {"bound": 2.0}}}}`. A variant has
@@ -68,8 +75,8 @@ class ModelConfig:
         mlp_width: hidden width of the feed-forward, in place of the one that follows from `mlp_ratio`.
         feed_forwards: what feed-forward each layer has, repeated cyclically over the layers as `mixers` are: `"dense"`
             for a SwiGLU of the width above, or a part such as `Experts(num_experts=64, width=512)`, which may be given
-            in plain values, `{"Experts": {"num_experts": 64, "width": 512}}`. With `scan_layers` one entry, or one for
-            each of `mixers`.
+            in plain values, `{"Experts": {"num_experts": 64, "width": 512}}`; `"none"` for a layer without one. With
+            `scan_layers` one entry, or one for each of `mixers`.
         tie_embeddings: read the logits out with the embedding matrix.
         embedding_scale: multiplies what enters the first block (a multiplier of muP, like the next two: arXiv
             2203.03466; Granite's and Falcon-H1's models have them).
@@ -134,7 +141,7 @@ class ModelConfig:
         object.__setattr__(self, "feed_forwards", self._feed_forward_parts())
         self._check()
 
-    def _feed_forward_parts(self) -> tuple[FeedForwardConfig | Literal["dense"], ...]:
+    def _feed_forward_parts(self) -> tuple[FeedForwardName, ...]:
         given = self.feed_forwards
         single = isinstance(given, str | Mapping | FeedForwardConfig) or not isinstance(given, Iterable)
         try:
@@ -142,8 +149,10 @@ class ModelConfig:
         except (TypeError, ValueError) as error:
             raise ValueError(f"feed_forwards: {error}") from error
         for entry in entries:
-            if entry != "dense" and not isinstance(entry, FeedForwardConfig):
-                raise ValueError(f"feed_forwards has {entry!r}, expected 'dense' or a part such as Experts(...)")
+            if entry not in ("dense", NONE) and not isinstance(entry, FeedForwardConfig):
+                raise ValueError(
+                    f"feed_forwards has {entry!r}, expected 'dense', 'none' or a part such as Experts(...)"
+                )
         return entries
 
     def _frozen_overrides(self) -> FrozenOptions:
@@ -182,11 +191,14 @@ class ModelConfig:
                 )
         known = mixer_names()
         for name in self.mixers:
-            if not _is_mixer(name, known):
+            if name != NONE and not _is_mixer(name, known):
                 raise ValueError(
                     f"mixers: {name!r} is no mixer; expected one of {', '.join(known)}, or one of your own, which is "
                     "known after register_preset: run the script that calls it (python mine.py train | eval | generate)"
                 )
+        for i, (name, feed_forward) in enumerate(zip(self.layer_mixers, self.layer_feed_forwards)):
+            if name == NONE and (feed_forward == NONE or (feed_forward == "dense" and not self.feed_forward_width)):
+                raise ValueError(f"mixers: layer {i} has neither a mixer nor a feed-forward, expected one of them")
         for name, _ in self.mixer_overrides:
             if name != "*" and not _is_mixer(name, known):
                 raise ValueError(f"mixer_overrides: {name!r} is no mixer; expected '*' or one of {', '.join(known)}")
@@ -202,7 +214,7 @@ class ModelConfig:
         return tuple(self.norm_positions[i % len(self.norm_positions)] for i in range(self.num_layers))
 
     @property
-    def layer_feed_forwards(self) -> tuple[FeedForwardConfig | Literal["dense"], ...]:
+    def layer_feed_forwards(self) -> tuple[FeedForwardName, ...]:
         """The feed-forward of each layer, `num_layers` entries."""
         return tuple(self.feed_forwards[i % len(self.feed_forwards)] for i in range(self.num_layers))
 

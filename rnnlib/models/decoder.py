@@ -3,7 +3,7 @@
 import functools
 import itertools
 import reprlib
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from rnnlib.layers.feed_forward import FeedForwardConfig
 from rnnlib.layers.feed_forward import SwiGLU as SwiGLU
 from rnnlib.layers.normalization import RMSNorm, norm_and_stream
 from rnnlib.layers.tensor import current_shares, share_of, tensor_shares
-from rnnlib.models.config import ModelConfig, NormPosition
+from rnnlib.models.config import NONE, FeedForwardName, ModelConfig, NormPosition
 from rnnlib.models.embedding import look_up_in_shares
 from rnnlib.models.mixers import build_mixer
 from rnnlib.models.variables import assign_values, values_by_path
@@ -44,7 +44,14 @@ def _scaled[Value: (Array, Array | SumInParts)](x: Value, scale: float) -> Value
 
 
 class Block(nnx.Module):
-    """`x + mixer(norm(x))`, then `x + feed_forward(norm(x))`; or with the norms behind mixer and feed-forward."""
+    """`x + mixer(norm(x))`, then `x + feed_forward(norm(x))`; or with the norms behind mixer and feed-forward.
+
+    Attributes:
+        mixer: mixes tokens; None in a layer that is a feed-forward alone.
+        mixer_norm: its norm, None where it is.
+        feed_forward: maps each token; None in a layer that is a mixer alone.
+        feed_forward_norm: its norm, None where it is.
+    """
 
     def __init__(
         self,
@@ -52,27 +59,27 @@ class Block(nnx.Module):
         mixer: str,
         *,
         norm_position: NormPosition = "input",
-        feed_forward: FeedForwardConfig | Literal["dense"] = "dense",
+        feed_forward: FeedForwardName = "dense",
         rngs: nnx.Rngs,
     ):
         """Builds one layer.
 
         Args:
             config: the model's configuration.
-            mixer: name of this layer's mixer.
+            mixer: name of this layer's mixer, or `"none"`.
             norm_position: whether the norms stand before mixer and feed-forward or behind them.
-            feed_forward: the model's SwiGLU, or another feed-forward's configuration.
+            feed_forward: the model's SwiGLU, another feed-forward's configuration, or `"none"`.
             rngs: source of the initial weights.
         """
         self.norm_position = norm_position
         self.residual_scale = config.residual_scale
         dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.storage_dtype}
-        self.mixer_norm = _residual_norm(config, rngs)
-        self.mixer = build_mixer(config, mixer, rngs=rngs)
+        self.mixer_norm = None if mixer == NONE else _residual_norm(config, rngs)
+        self.mixer = None if mixer == NONE else build_mixer(config, mixer, rngs=rngs)
         hidden_width = config.feed_forward_width
-        has_feed_forward = bool(hidden_width) or feed_forward != "dense"
+        has_feed_forward = bool(hidden_width) if feed_forward == "dense" else feed_forward != NONE
         self.feed_forward_norm = _residual_norm(config, rngs) if has_feed_forward else None
-        make = SwiGLU if feed_forward == "dense" else feed_forward.build
+        make = feed_forward.build if isinstance(feed_forward, FeedForwardConfig) else SwiGLU
         self.feed_forward = (
             make(config.width, hidden_width, initializer_std=config.initializer_std, rngs=rngs, **dtypes)
             if has_feed_forward
@@ -103,11 +110,12 @@ class Block(nnx.Module):
 
     def _run(self, x: Array | SumInParts, options: dict[str, Any]) -> tuple[Array | SumInParts, Any]:
         """`__call__` of a stream that may be a sum still to be computed, and so may be the result."""
-        before = self.norm_position == "input"
-        normed, x = norm_and_stream(self.mixer_norm, x) if before else (computed(x),) * 2
-        with remembered_products():
-            mixed, cache = self.mixer(normed, **options)
-            x = added_to(x, _scaled(mixed if before else self.mixer_norm(mixed), self.residual_scale))
+        before, cache = self.norm_position == "input", options["cache"]
+        if self.mixer is not None and self.mixer_norm is not None:
+            normed, x = norm_and_stream(self.mixer_norm, x) if before else (computed(x),) * 2
+            with remembered_products():
+                mixed, cache = self.mixer(normed, **options)
+                x = added_to(x, _scaled(mixed if before else self.mixer_norm(mixed), self.residual_scale))
         if self.feed_forward is not None and self.feed_forward_norm is not None:
             norm = self.feed_forward_norm
             normed, x = norm_and_stream(norm, x) if before else (computed(x),) * 2
@@ -218,7 +226,7 @@ class DecoderLM(nnx.Module):
         )
 
     def init_cache(self, batch_size: int, max_length: int) -> DecoderCache:
-        """An empty cache: one entry a layer, of constant size whatever has been read.
+        """An empty cache: one entry a layer (an empty one of a layer without a mixer), of constant size.
 
         Args:
             batch_size: rows that are decoded together.
@@ -233,7 +241,8 @@ class DecoderLM(nnx.Module):
             ValueError: `batch_size` or `max_length` is no integer of at least 1.
         """
         check_cache_size("DecoderLM", batch_size, max_length)
-        return tuple(block.mixer.init_cache(batch_size, max_length, self.config.compute_dtype) for block in self.blocks)
+        options = (batch_size, max_length, self.config.compute_dtype)
+        return tuple(() if block.mixer is None else block.mixer.init_cache(*options) for block in self.blocks)
 
     def extend(
         self,

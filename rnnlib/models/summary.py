@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from flax import nnx
 
-from rnnlib.models.config import ModelConfig
+from rnnlib.models.config import NONE, ModelConfig
 from rnnlib.models.decoder import DecoderLM
 
 if TYPE_CHECKING:
@@ -50,9 +50,10 @@ def count_parameters(model: DecoderLM | ModelConfig) -> ParameterCount:
         model = abstract_model(model)
     mixers: dict[str, int] = collections.defaultdict(int)
     for name, block in zip(model.config.layer_mixers, model.blocks):
-        mixers[name] += _size(block.mixer)
-    norms = [model.norm, *(block.mixer_norm for block in model.blocks)]
-    norms += [block.feed_forward_norm for block in model.blocks if block.feed_forward_norm is not None]
+        if block.mixer is not None:
+            mixers[name] += _size(block.mixer)
+    of_blocks = [norm for block in model.blocks for norm in (block.mixer_norm, block.feed_forward_norm)]
+    norms = [model.norm, *(norm for norm in of_blocks if norm is not None)]
     feed_forwards = [block.feed_forward for block in model.blocks if block.feed_forward is not None]
     return ParameterCount(
         embedding=math.prod(model.embedding.shape),
@@ -106,9 +107,9 @@ def summary(config: ModelConfig, *, max_length: int = 4096) -> "rich.table.Table
     for name, size in count.mixers.items():
         table.add_row(name, str(layers[name]), f"{size:,}")
     if count.feed_forward:
-        kinds = collections.Counter(config.layer_feed_forwards)
+        kinds = collections.Counter(kind for kind in config.layer_feed_forwards if kind != NONE)
         hidden = config.feed_forward_width
-        words = [f"SwiGLU of width {hidden}" if kind == "dense" else kind.describe(hidden) for kind in kinds]
+        words = [f"SwiGLU of width {hidden}" if isinstance(kind, str) else kind.describe(hidden) for kind in kinds]
         table.add_row("; ".join(words), ", ".join(map(str, kinds.values())), f"{count.feed_forward:,}")
     table.add_row("norms", "", f"{count.norms:,}")
     if count.head:

@@ -60,6 +60,8 @@ def step_flops(config: ModelConfig, length: int) -> StepFlops:
     mixing = 0.0
     for block in abstract_model(config).blocks:
         mixer: Any = block.mixer
+        if mixer is None:
+            continue
         shape = mixer.shape
         pairs = shape.key_size * shape.value_size
         if isinstance(mixer, Attention | LatentAttention):

@@ -8,6 +8,7 @@ import jax
 
 from rnnlib.layers import RecurrentMixerConfig
 from rnnlib.models import ModelConfig
+from rnnlib.models.config import NONE
 from rnnlib.models.mixers import mixer_config
 
 _STATE_BYTES = 8  # of a parameter in float32: itself and at least one moment
@@ -19,8 +20,11 @@ def least_parameters(config: ModelConfig) -> int:
     count = config.vocabulary_size * width * (1 if config.tie_embeddings else 2)
     hidden = config.feed_forward_width
     for kind in config.layer_feed_forwards:
-        count += 3 * width * hidden if kind == "dense" else kind.least_parameters(width, hidden)
+        if kind != NONE:
+            count += 3 * width * hidden if isinstance(kind, str) else kind.least_parameters(width, hidden)
     for name in config.layer_mixers:
+        if name == NONE:
+            continue
         mixer = mixer_config(config, name)
         if isinstance(mixer, RecurrentMixerConfig):
             shape = mixer.shape(width, config.num_heads)

@@ -37,6 +37,7 @@ FOLDERS = [
     "mamba2/tied",
     "mamba2_fla/plain",
     "mesa_net/plain",
+    "nemotron_h/plain",
     "olmo_hybrid/nope",
     "precond_gated_deltanet/gate",
     "precond_kda/plain",

@@ -22,6 +22,11 @@ VARIANTS = {
         {"num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True},
         {"mamba_n_groups": 2, "mamba_proj_bias": True, "tie_word_embeddings": False, "layer_types": None},
     ],
+    "nemotron_h/plain": [
+        {"layers_block_type": ["mlp", "moe", "mamba", "attention"], "moe_latent_size": 14, "mlp_bias": True},
+        {"layers_block_type": None, "hybrid_override_pattern": "M*-ME", "use_conv_bias": False, "n_groups": 1},
+        {"use_bias": True, "time_step_min": 0.2, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    ],
     "lara_mini/plain": [
         {"attention_bias": True, "tie_word_embeddings": False, "norm_topk_prob": False, "sliding_window": 3},
         {"layer_types": None, "num_hidden_layers": 6},
@@ -61,6 +66,9 @@ def test_what_is_written_anew_is_read_as_it_was(name, keys, tmp_path):
         ("bailing_hybrid/plain", {"mlp_layer_types": ["x"] * 3}, "mlp_layer_types is .*, expected 3 entries"),
         ("granitemoehybrid/plain", {"residual_multiplier": 0}, "residual_multiplier is 0, expected"),
         ("granitemoehybrid/plain", {"mystery": 1}, "mystery is 1, expected no such key"),
+        ("nemotron_h/plain", {"layers_block_type": ["mlp", "x"]}, "layers_block_type is .*, expected words of"),
+        ("nemotron_h/plain", {"mlp_hidden_act": "gelu"}, 'mlp_hidden_act is "gelu", expected "relu2"'),
+        ("nemotron_h/plain", {"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor"),
         ("lara_mini/plain", {"layer_types": ["mamba"] * 3}, "layer_types has 'mamba', expected"),
         ("gated_deltaproduct/plain", {"num_householder": 0}, "num_householder is 0, expected an integer of at least 1"),
     ],

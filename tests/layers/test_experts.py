@@ -31,6 +31,13 @@ def swiglu(x, gate, up, down):
     return (h / (1 + np.exp(-h)) * (x @ up)) @ down
 
 
+def expert(config, row, matrices):
+    """An expert of either kind; `matrices` are its maps by name."""
+    if config.gated:
+        return swiglu(row, *(matrices[name] for name in ("gate", "up", "down")))
+    return np.maximum(row @ matrices["up"], 0) ** 2 @ matrices["down"]
+
+
 def loop(config, p, x):
     """The definition, token by token, in float64; also each token's chosen experts."""
     router, chosen = config.router, []
@@ -49,9 +56,13 @@ def loop(config, p, x):
         total = sum(scores[e] for e in best) if router.renormalize else 1.0
         for e in best:
             weight = router.scale * scores[e] / total
-            out[t] += weight * swiglu(row, p["gate"][e], p["up"][e], p["down"][e])
+            seen = row @ p["latent_in"]["kernel"] + p["latent_in"]["bias"] if config.latent_size else row
+            y = weight * expert(config, seen, {name: p[name][e] for name in ("gate", "up", "down") if name in p})
+            out[t] += y @ p["latent_out"]["kernel"] if config.latent_size else y
+        if config.latent_size:
+            out[t] += p["latent_out"]["bias"]
         if config.shared_width:
-            y = swiglu(row, *(p["shared"][name]["kernel"] for name in ("gate", "up", "down")))
+            y = expert(config, row, {name: linear["kernel"] for name, linear in p["shared"].items()})
             if config.shared_gate:
                 y = y / (1 + np.exp(-(row @ p["shared_gate"]["kernel"])))
             out[t] += y
@@ -68,6 +79,8 @@ CONFIGS = {
     "sigmoid, not renormalised": Experts(4, 2, router=RouterConfig("sigmoid", False, correction_bias=True)),
     "all": Experts(3, 3, 4),
     "one": Experts(4, 1, 6, RouterConfig("softmax", renormalize=False, groups=2), shared_width=3),
+    "no gates": Experts(4, 2, 6, gated=False, activation="squared_relu", shared_width=5),
+    "latent": Experts(4, 2, 6, gated=False, activation="squared_relu", latent_size=10, use_bias=True),
     "groups of one": Experts(4, 2, 6, RouterConfig("sigmoid", groups=4, groups_kept=3)),
 }
 
@@ -247,7 +260,7 @@ def test_a_config_with_experts_is_plain_and_counted():
         (lambda: RouterConfig(groups_kept=2), "groups_kept is 2, expected at most groups=1"),
         (lambda: Experts(load_balancing=-1.0), "load_balancing is -1.0, expected a number of at least 0"),
         (lambda: Experts(shared_gate=True), "shared_gate is True, expected shared_width above 0"),
-        (lambda: ModelConfig(feed_forwards="sparse"), "feed_forwards has 'sparse', expected 'dense' or a part"),
+        (lambda: ModelConfig(feed_forwards="sparse"), "feed_forwards has 'sparse', expected 'dense', 'none' or a part"),
         (lambda: ModelConfig(feed_forwards=[{"Experts": {"size": 3}}]), "Experts has no field 'size'"),
         (lambda: ModelConfig(feed_forwards=()), r"feed_forwards=\(\) has 0 entries: expected 1 to num_layers=4"),
         (lambda: ModelConfig(feed_forwards=("dense",) * 2, scan_layers=True), "feed_forwards=.* with scan_layers"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rnnlib.layers import MLPConfig
 from rnnlib.layers.presets import mixer_names
 from rnnlib.models import (
     DecoderLM,
@@ -43,6 +44,9 @@ HYBRIDS = {
     "every other layer sliding": SMALL.replace(num_layers=2, mixers=every_other_sliding_window("gated_deltanet")),
     "two global": SMALL.replace(num_layers=4, mixers=two_global_attention_layers("deltanet", 4)),
     "gated_deltanet2 cell": SMALL.replace(num_layers=2, mixers=gated_deltanet2_cell(), attention_heads=4),
+    "one part a layer": SMALL.replace(
+        num_layers=3, mixers=("none", "deltanet", "none"), feed_forwards=(MLPConfig(), "none", "dense")
+    ),
     "tied": SMALL.replace(num_layers=2, mixers=("kla", "attention"), tie_embeddings=True),
 }
 
