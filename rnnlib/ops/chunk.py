@@ -88,14 +88,14 @@ def interval_sums(log_decay: Array) -> Array:
     """The log decay summed over the tokens `s + 1, ..., r`, for every pair of tokens; -inf where `s > r`.
 
     Args:
-        log_decay: `[..., C, X]`.
+        log_decay: `[..., C]`.
 
     Returns:
-        `[..., C (r), C (s), X]`.
+        `[..., C (r), C (s)]`.
     """
-    size = log_decay.shape[-2]
-    r, s = jnp.arange(size)[:, None, None], jnp.arange(size)[None, :, None]
-    sums = jnp.cumsum(jnp.where(r > s, log_decay[..., :, None, :], 0.0), axis=-3)
+    size = log_decay.shape[-1]
+    r, s = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
+    sums = jnp.cumsum(jnp.where(r > s, log_decay[..., :, None], 0.0), axis=-2)
     return jnp.where(r >= s, sums, -jnp.inf)
 
 
@@ -129,7 +129,7 @@ def causal_scores(rows: Sequence[Array], columns: Array, log_decay: Array | None
     if log_decay is None:
         return [jnp.tril(row @ columns_transposed) for row in rows]
     if log_decay.shape[-1] == 1:
-        decay = jnp.exp(interval_sums(log_decay)[..., 0])
+        decay = jnp.exp(interval_sums(log_decay[..., 0]))
         return [(row @ columns_transposed) * decay for row in rows]
     return _channel_scores(rows, columns, log_decay)
 

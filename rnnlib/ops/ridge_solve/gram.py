@@ -41,7 +41,7 @@ def decays(log_decay: Array) -> Decays:
     column = log_decay[..., None]
     return Decays(
         since_start=chunk.decay_since_start(column)[..., 0],
-        pairs=jnp.exp(chunk.interval_sums(column)[..., 0]),
+        pairs=jnp.exp(chunk.interval_sums(log_decay)),
         until_end=chunk.decay_until_end(column)[..., 0],
     )
 
