@@ -6,9 +6,12 @@ from typing import Any
 
 from rnnlib.hub.fla.comba import COMBA
 from rnnlib.hub.fla.delta_net import DELTA_NET
+from rnnlib.hub.fla.forgetting_transformer import FORGETTING_TRANSFORMER
 from rnnlib.hub.fla.gated_deltanet import GATED_DELTANET
 from rnnlib.hub.fla.gated_deltaproduct import GATED_DELTAPRODUCT
 from rnnlib.hub.fla.gla import GLA
+from rnnlib.hub.fla.gsa import GSA
+from rnnlib.hub.fla.hgrn2 import HGRN2
 from rnnlib.hub.fla.kda import KDA
 from rnnlib.hub.fla.linear_attn import LINEAR_ATTN
 from rnnlib.hub.fla.mesa_net import MESA_NET
@@ -33,6 +36,8 @@ FAMILIES: dict[str, Family] = {
         GATED_DELTAPRODUCT,
         KDA,
         GLA,
+        HGRN2,
+        GSA,
         RETNET,
         LINEAR_ATTN,
         COMBA,
@@ -40,6 +45,7 @@ FAMILIES: dict[str, Family] = {
         PRECOND_GATED_DELTANET,
         PRECOND_KDA,
         TRANSFORMER,
+        FORGETTING_TRANSFORMER,
         QWEN3_5,
         QWEN3_NEXT,
         QWEN3_5_MOE,

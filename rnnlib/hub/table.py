@@ -82,7 +82,7 @@ class Family:
         read: from the keys of config.json to the model's configuration.
         write: from a model's configuration to the keys of config.json. The keys are read again and compared, so a model
             that the keys cannot describe is rejected.
-        rows: rows of arrays outside of layers.
+        rows: rows of arrays outside of layers; or a function from the model to these rows.
         layer_rows: rows of a layer's arrays, with names that lack the layer's prefix; or a function from the layer's
             block to these rows. If several rows give a variable, the first whose names and shapes are in the file
             counts.
@@ -100,7 +100,7 @@ class Family:
     architecture: str
     read: Callable[[ConfigKeys], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] | Callable[[DecoderLM], tuple[Row, ...]]
     layer_rows: tuple[Row, ...] | Callable[[Block], tuple[Row, ...]]
     layer_prefix: str = "model.layers.{}."
     prefixes: tuple[str, ...] = ("model.",)
@@ -253,7 +253,9 @@ def _prefix(family: Family, names: set[str] | None) -> str:
 def _full_rows(
     family: Family, model: DecoderLM, variables: Mapping[str, Any], prefix: str, names: set[str] | None
 ) -> Iterable[Match]:
-    parts: list[tuple[str, str, Any, tuple[Row, ...]]] = [("", "", model, family.rows)]
+    parts: list[tuple[str, str, Any, tuple[Row, ...]]] = [
+        ("", "", model, family.rows(model) if callable(family.rows) else family.rows)
+    ]
     given_rows = family.layer_rows
     parts += [
         (

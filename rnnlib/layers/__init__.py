@@ -21,6 +21,7 @@ from rnnlib.layers.decay import (
     DecayConfig,
     DecayGate,
     FixedDecay,
+    KeyDecay,
     LogSigmoidDecay,
     NoDecay,
     SoftplusDecay,
@@ -64,6 +65,7 @@ from rnnlib.layers.presets import MixerPreset, mixer_names, mixer_preset, preset
 from rnnlib.layers.readout import Readout, ReadoutConfig
 from rnnlib.layers.ridge import FixedProjection, RidgeRegression, RidgeState
 from rnnlib.layers.rotary import Rotary
+from rnnlib.layers.slots import GatedSlots, SlotState
 from rnnlib.layers.solve import MatrixStateSolver, Offline, Online, OperatorOptions, Signals, SolveConfig, Solver
 from rnnlib.layers.table import mixer_rows, mixer_table
 from rnnlib.layers.trapezoidal import Trapezoidal, TrapezoidalState
@@ -96,6 +98,7 @@ __all__ = [
     "FixedProjection",
     "Gain",
     "GainConfig",
+    "GatedSlots",
     "Gates",
     "GramConfig",
     "GramKeyMap",
@@ -103,6 +106,7 @@ __all__ = [
     "ImplicitWriteGain",
     "Initializer",
     "KaczmarzGain",
+    "KeyDecay",
     "KeyEnergyGain",
     "KeyMap",
     "Keys",
@@ -143,6 +147,7 @@ __all__ = [
     "ShortConvolution",
     "SigmoidGain",
     "Signals",
+    "SlotState",
     "SoftplusDecay",
     "SolveConfig",
     "Solver",

@@ -21,6 +21,7 @@ from rnnlib.layers.products import joined_inputs
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids
 from rnnlib.ops.causal_attention import Ring, masked_attention, token_attention, token_attention_serves
+from rnnlib.ops.forgetting_attention import decayed_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +37,17 @@ class AttentionConfig(MixerConfig):
         rope_base: of the rotary positions; None is no positions.
         rope_channels: how many channels of a head are rotated, counted from the first; None is all.
         qk_norm: RMS norm of queries and keys, before the rotation (Dehghani et al., 2023, arXiv 2302.05442). True norms
-            each head, with one scale for all heads; `"all"` norms all heads together (OLMo 2, arXiv 2501.00656).
+            each head, with one scale for all heads, `"each"` with a scale of its own for each; `"all"` norms all heads
+            together (OLMo 2, arXiv 2501.00656).
         zero_centred: whether the factor of `qk_norm` is `1 + scale`, see `RMSNorm`.
         eps: epsilon of `qk_norm`.
         scale: of the scores; None is `head_dim**-0.5`.
         output_gate: multiplies attention's output by `sigmoid(W x)`, channel by channel, before the output projection
             (Qiu et al., 2025, arXiv 2505.06708).
-        use_bias: the projections of queries, keys and values, and of the gate, have biases.
+        gate_bias: whether the output gate's projection has a bias; None is as `use_bias`.
+        forget_gate: weights decay with the distance, by `sigmoid(W x + b)` of each query head at each token in between
+            (Forgetting Transformer, Lin et al., 2025, arXiv 2503.02130).
+        use_bias: the projections of queries, keys and values have biases.
         output_bias: the output's projection has a bias.
         initializer: of the projections.
     """
@@ -53,11 +58,13 @@ class AttentionConfig(MixerConfig):
     head_dim: int | None = None
     rope_base: RotaryBase | None = 10000.0
     rope_channels: PositiveInteger | None = None
-    qk_norm: bool | Literal["all"] = False
+    qk_norm: bool | Literal["all", "each"] = False
     zero_centred: bool = False
     eps: float = 1e-6
     scale: PositiveNumber | None = None
     output_gate: bool = False
+    forget_gate: bool = False
+    gate_bias: bool | None = None
     use_bias: bool = False
     output_bias: bool = False
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
@@ -113,11 +120,15 @@ class Attention(nnx.Module):
         self.number = 0
         size = shape.key_size
         bias = config.use_bias
+        gate_bias = bias if config.gate_bias is None else config.gate_bias
         self.query = shape.project(shape.value_heads * size, use_bias=bias, rngs=rngs)
         self.key = shape.project(shape.key_heads * size, use_bias=bias, rngs=rngs)
         self.value = shape.project(shape.key_heads * size, use_bias=bias, rngs=rngs)
         self.output = shape.output(shape.value_heads * size, use_bias=config.output_bias, rngs=rngs)
-        self.gate = shape.project(shape.value_heads * size, use_bias=bias, rngs=rngs) if config.output_gate else None
+        gated = shape.value_heads * size
+        self.gate = shape.project(gated, use_bias=gate_bias, rngs=rngs) if config.output_gate else None
+        forgets = config.forget_gate
+        self.forget_gate = shape.project(shape.value_heads, use_bias=True, rngs=rngs) if forgets else None
         self.rotary = None if config.rope_base is None else Rotary(config.rope_base, config.rope_channels)
         self.query_norm = self._norm(shape.value_heads, shape.shares)
         self.key_norm = self._norm(shape.key_heads, shape.shares_of_keys)
@@ -128,8 +139,9 @@ class Attention(nnx.Module):
         if not config.qk_norm:
             return None
         return RMSNorm(
-            shape.key_size * (heads if config.qk_norm == "all" else 1),
+            shape.key_size * (1 if config.qk_norm is True else heads),
             eps=config.eps,
+            groups=heads if config.qk_norm == "each" else 1,
             zero_centred=config.zero_centred,
             shares=shares if config.qk_norm == "all" else 1,
             dtype=shape.dtype,
@@ -141,7 +153,7 @@ class Attention(nnx.Module):
         heads = (*y.shape[:2], -1, self.shape.key_size)
         if norm is None:
             return y.reshape(heads)
-        return norm(y).reshape(heads) if self.config.qk_norm == "all" else norm(y.reshape(heads))
+        return norm(y.reshape(heads)) if self.config.qk_norm is True else norm(y).reshape(heads)
 
     def __call__(
         self,
@@ -181,10 +193,13 @@ class Attention(nnx.Module):
             if self.config.scale is not None:  # the operators multiply by K**-0.5
                 query = query * (self.config.scale * self.shape.key_size**0.5)
             gate = None if self.gate is None else self.gate(x)
+            log_decay = None
+            if self.forget_gate is not None:
+                log_decay = jax.nn.log_sigmoid(self.forget_gate(x).astype(self.shape.gate_dtype))
         if positions is None:
             positions = running_positions(None if cache is None else cache.position, batch, length)
         angle, ring = None, None if cache is None else Ring(cache.key, cache.value, cache.segment)
-        if ring is not None and not token_attention_serves(query, key, value, ring):
+        if ring is not None and (log_decay is not None or not token_attention_serves(query, key, value, ring)):
             ring = None  # it is for the kernel alone
         if self.rotary is not None and ring is not None and self.rotary.channels in (None, self.shape.key_size):
             angle = self.rotary.angle(query, positions)  # the kernel turns queries and keys
@@ -193,7 +208,13 @@ class Attention(nnx.Module):
 
         if cache is None:
             out = ops.causal_attention(
-                query, key, value, window=self.config.window, segment_ids=segment_ids, number=self.number
+                query,
+                key,
+                value,
+                log_decay=log_decay,
+                window=self.config.window,
+                segment_ids=segment_ids,
+                number=self.number,
             )
         else:
             if self.config.window is None:
@@ -201,6 +222,12 @@ class Attention(nnx.Module):
             if ring is not None:
                 out, ring = token_attention(query, key, value, ring, cache.length, cache.current, angle=angle)
                 cache = cache._replace(**ring._asdict(), length=cache.length + 1)
+            elif log_decay is not None and cache.decay is not None:
+                sums = jnp.cumsum(log_decay, axis=1)
+                kept = {"key": key, "value": value, "decay": sums}
+                out, cache = extend_ring(cache, (query, sums), kept, self._attend_with_decay, segment_ids)
+                assert cache.decay is not None
+                cache = cache._replace(decay=cache.decay - sums[:, -1:])
             else:
                 out, cache = extend_ring(cache, query, {"key": key, "value": value}, self._attend, segment_ids)
             cache = cache._replace(position=positions[:, -1] + 1)
@@ -212,6 +239,12 @@ class Attention(nnx.Module):
     def _attend(self, query: Array, seen: Mapping[str, Array], mask: Array) -> Array:
         """The output of queries that attend to a cache's keys under a mask."""
         return masked_attention(query, seen["key"], seen["value"], mask=mask)
+
+    def _attend_with_decay(self, query: tuple[Array, Array], seen: Mapping[str, Array], mask: Array) -> Array:
+        """The same with forget gates; each query with the sum of the log decays from the call's first token on."""
+        q, sums = query
+        value = seen["value"].astype(q.dtype)
+        return decayed_attention(q, seen["key"], value, query_sums=sums, key_sums=seen["decay"], mask=mask)
 
     def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike | None = None) -> AttentionCache:
         """The cache before the first token.
@@ -231,4 +264,7 @@ class Attention(nnx.Module):
         capacity = max_length if window is None else min(window, max_length)
         dtype = self.shape.dtype if dtype is None else dtype
         keys = jnp.zeros((batch_size, capacity, self.shape.key_heads, self.shape.key_size), dtype)
-        return AttentionCache(key=keys, value=jnp.zeros_like(keys), **empty_ring(batch_size, capacity))
+        decay = None
+        if self.config.forget_gate:
+            decay = jnp.zeros((batch_size, capacity, self.shape.value_heads), self.shape.gate_dtype)
+        return AttentionCache(keys, jnp.zeros_like(keys), **empty_ring(batch_size, capacity), decay=decay)

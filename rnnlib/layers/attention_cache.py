@@ -5,7 +5,7 @@ if there is no window.
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ class AttentionCache(NamedTuple):
             while the others continue.
         current: `[B]` int32, the number of segment changes so far.
         position: `[B]` int32, the next token's rotary position.
+        decay: `[B, capacity, H]` float32, less the sum of the log decays since the token in each slot, of attention
+            with forget gates; else None.
     """
 
     key: Array
@@ -37,6 +39,7 @@ class AttentionCache(NamedTuple):
     length: Array
     current: Array
     position: Array
+    decay: Array | None = None
 
 
 class LatentCache(NamedTuple):
@@ -72,12 +75,12 @@ def check_call_length(mixer: str, cache: AttentionCache | LatentCache, length: i
 
 
 # From queries `[B, T, ...]`, the cache's fields for S tokens, and which of these tokens each query sees, to the output.
-Attend = Callable[[Array, Mapping[str, Array], Bool[Array, "B T S"]], Array]
+Attend = Callable[[Any, Mapping[str, Array], Bool[Array, "B T S"]], Array]
 
 
 def extend_ring[Cache: (AttentionCache, LatentCache)](
     cache: Cache,
-    query: Array,
+    query: Any,
     kept: Mapping[str, Array],
     attend: Attend,
     segment_ids: Int[Array, "B T"] | None,
@@ -86,7 +89,7 @@ def extend_ring[Cache: (AttentionCache, LatentCache)](
 
     Args:
         cache: the cache of the tokens before the call.
-        query: `[B, T, ...]`.
+        query: an array `[B, T, ...]`, or a tree of those.
         kept: the arrays of the call's tokens to store, `[B, T, ...]`, by field of the cache.
         attend: computes the output of a block of queries.
         segment_ids: of the call's tokens; the first continues the cache's last segment.
@@ -94,12 +97,12 @@ def extend_ring[Cache: (AttentionCache, LatentCache)](
     Returns:
         The output, and the cache with the tokens in it; its `position` is the old one.
     """
-    batch, length = query.shape[:2]
+    batch, length = next(iter(kept.values())).shape[:2]
     segment = jnp.broadcast_to(cache.current[:, None], (batch, length))
     if segment_ids is not None:
         segment = segment + segment_index(segment_ids)
 
-    def extend(cache: Cache, tokens: tuple[Array, dict[str, Array], Array]) -> tuple[Cache, Array]:
+    def extend(cache: Cache, tokens: tuple[Any, dict[str, Array], Array]) -> tuple[Cache, Array]:
         return _extend_block(cache, *tokens, attend)
 
     tokens = (query, dict(kept), segment)
@@ -121,7 +124,7 @@ def extend_ring[Cache: (AttentionCache, LatentCache)](
 
 
 def _extend_block[Cache: (AttentionCache, LatentCache)](
-    cache: Cache, query: Array, kept: dict[str, Array], segment: Array, attend: Attend
+    cache: Cache, query: Any, kept: dict[str, Array], segment: Array, attend: Attend
 ) -> tuple[Cache, Array]:
     """The cache with a block of tokens added, and the attention of these tokens to the cache and to each other."""
     (batch, length), capacity = segment.shape, cache.segment.shape[1]

@@ -146,6 +146,7 @@ class MixerShape:
         projected_key_size: channels of a query or key head before a feature map that changes their number; None is K.
         shared_heads: number of projected key and value heads, each used by several consecutive heads; None is one
             projected head for each head.
+        decay_size: channels of a decay per channel; None is K.
         shares: number of devices that the heads are divided over. The heads above are those of one device.
         one_key_head: whether the layer has a single key head, which is whole on each of these devices.
     """
@@ -161,6 +162,7 @@ class MixerShape:
     pairs: PositiveInteger = 1
     projected_key_size: PositiveInteger | None = None
     shared_heads: PositiveInteger | None = None
+    decay_size: PositiveInteger | None = None
     shares: PositiveInteger = 1
     one_key_head: bool = False
 
@@ -206,6 +208,11 @@ class MixerShape:
     def shares_of_keys(self) -> int:
         """The number of devices that the key heads are divided over: 1 if there is a single key head."""
         return 1 if self.one_key_head else self.shares
+
+    @property
+    def decay_channels(self) -> int:
+        """Channels of a decay per channel."""
+        return self.key_size if self.decay_size is None else self.decay_size
 
     @property
     def group(self) -> int:

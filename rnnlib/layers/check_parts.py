@@ -38,7 +38,7 @@ def check_decay(config: Any, decay: Any, shape: MixerShape, batch: tuple[int, ..
     """TypeError or ValueError unless the decay axis gave a Decay whose log decay is per head or per key channel."""
     expect_type("decay", config, decay, Decay)
     heads = (*batch, shape.value_heads)
-    shapes = {"B, T, HV": heads, "B, T, HV, K": (*heads, shape.key_size)}
+    shapes = {"B, T, HV": heads, "B, T, HV, K": (*heads, shape.decay_channels)}
     expect_shape("decay", config, "log_decay", decay.log_decay, shapes)
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from rnnlib.fields import PositiveNumber, Range
+from rnnlib.fields import NaturalNumber, PositiveInteger, PositiveNumber, Range
 from rnnlib.layers.base import MixerShape, Rank
 from rnnlib.layers.part import AxisConfig
 from rnnlib.layers.products import Finishing, finished_product
@@ -40,6 +40,10 @@ class DecayGate(nnx.Module, abc.ABC):
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "B T D"]) -> Decay:
         """The decay of each token of `x`."""
+
+    def with_key(self, x: Float[Array, "B T D"], key: Float[Array, "B T H K"]) -> tuple[Decay, Float[Array, "B T H K"]]:
+        """The decay, and the key as the recurrence takes it, for decays that are tied to the key."""
+        return self(x), key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,7 +361,7 @@ class LogSigmoidDecayGate(DecayGate):
         heads = shape.value_heads
         if config.heads == "shared" and shape.shared_heads is not None:
             heads = shape.shared_heads
-        features = heads * (shape.key_size if config.channelwise else 1)
+        features = heads * (shape.decay_channels if config.channelwise else 1)
         self.projection = shape.project(features, rank=config.rank, use_bias=config.use_bias, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Decay:
@@ -367,5 +371,68 @@ class LogSigmoidDecayGate(DecayGate):
         if self.config.lowest is not None:
             log_decay = jnp.maximum(log_decay, self.config.lowest)
         if self.config.channelwise:
-            log_decay = log_decay.reshape(*log_decay.shape[:2], -1, self.shape.key_size)
+            log_decay = log_decay.reshape(*log_decay.shape[:2], -1, self.shape.decay_channels)
         return Decay(log_decay=self.shape.repeat_key_heads(log_decay))
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDecay(DecayConfig):
+    """HGRN-2's decay (arXiv 2404.07904): `alpha = sigmoid(k)` per key channel, and the key is `1 - alpha`.
+
+    What a token forgets of a channel it writes. With a lower bound, `alpha = b + (1 - b) sigmoid(k)`, where b rises
+    from 0 in a model's first layer: `b_i = sum_(j <= i) p_j - p_0`, p being the softmax over layers of an array
+    `[layers, H * K]` that all of them share (HGRN, arXiv 2311.04823, section 3.2).
+
+    Attributes:
+        num_layers: of the model, for lower bounds; None is no bound.
+        layer: the layer's number in the model, from 0. In `ModelConfig`, layers of other numbers are variants,
+            `"hgrn2/0"`, `"hgrn2/1"` and so on.
+    """
+
+    words = "channel, with the key 1 - decay"
+
+    num_layers: PositiveInteger | None = None
+    layer: NaturalNumber = 0
+
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "KeyDecayGate":
+        """Builds the module.
+
+        Raises:
+            ValueError: there are fewer layers, or more value heads than key heads.
+        """
+        if self.num_layers is not None and self.layer >= self.num_layers:
+            raise ValueError(f"KeyDecay: layer is {self.layer}, expected less than num_layers = {self.num_layers}")
+        if shape.group != 1 or shape.shared_heads is not None:
+            raise ValueError("KeyDecay: several value heads use a key head, expected one each")
+        return KeyDecayGate(self, shape)
+
+
+class KeyDecayGate(DecayGate):
+    """The decay and the key, of the key's stream.
+
+    Attributes:
+        lower_bounds: `[layers, H * K]`, or None.
+    """
+
+    # Names of variables that all layers of a model share (`rnnlib.models.decoder.share_variables`).
+    shared_variables = ("lower_bounds",)
+
+    def __init__(self, config: KeyDecay, shape: MixerShape):
+        self.config = config
+        self.shape = shape
+        channels = (config.num_layers or 0, shape.key_heads * shape.key_size)
+        self.lower_bounds = nnx.Param(jnp.zeros(channels, shape.param_dtype)) if config.num_layers else None
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Decay:
+        """TypeError: the decay is known with the key alone."""
+        raise TypeError("KeyDecay: its decay depends on the key, expected a call of with_key")
+
+    def with_key(self, x: Float[Array, "B T D"], key: Float[Array, "B T H K"]) -> tuple[Decay, Float[Array, "B T H K"]]:
+        """The decay `[B, T, H, K]`, float32, and the key `1 - alpha`."""
+        logits = key.astype(self.shape.gate_dtype)
+        if self.lower_bounds is None or not self.config.layer:
+            return Decay(jax.nn.log_sigmoid(logits)), jax.nn.sigmoid(-logits).astype(key.dtype)
+        parts = jax.nn.softmax(self.lower_bounds[...].astype(logits.dtype), axis=0)
+        bound = jnp.sum(parts[1 : self.config.layer + 1], axis=0).reshape(key.shape[2:])
+        forgotten = (1 - bound) * jax.nn.sigmoid(-logits)
+        return Decay(jnp.log1p(-forgotten)), forgotten.astype(key.dtype)

@@ -72,6 +72,7 @@ class RecurrentMixerConfig(MixerConfig):
         convolution: the short convolution of queries, keys and values; None is none.
         feature_map: activation of queries and keys after the convolution; or a learned map of each head, with separate
             parameters for queries and keys.
+        key_feature_map: activation of keys, if it is not the queries'; None is `feature_map`.
         value_map: activation of values, after the convolution.
         query_norm: `"l2"` gives queries unit length; `"rms"` is an RMS norm of each head with a learned scale; `"l1"`
             and `"sum"` divide by `max(sum |q|, 1e-6)` and `sum q + 1e-4`.
@@ -106,6 +107,7 @@ class RecurrentMixerConfig(MixerConfig):
     readout: ReadoutConfig = dataclasses.field(default_factory=ReadoutConfig)
     convolution: ConvolutionConfig | None = dataclasses.field(default_factory=ConvolutionConfig)
     feature_map: FeatureMap = "silu"
+    key_feature_map: Activation | None = None
     value_map: Activation = "silu"
     query_norm: StreamNorm = "l2"
     key_norm: StreamNorm = "l2"
@@ -188,6 +190,7 @@ class RecurrentMixerConfig(MixerConfig):
             pairs=self.solve.pairs(),
             projected_key_size=key_size,
             shared_heads=self.shared_heads,
+            decay_size=self.solve.decay_size(),
         )
 
     def build(
@@ -242,7 +245,8 @@ class RecurrentMixer(nnx.Module):
         self.query = stream("query", heads, projected, config.feature_map, config.query_norm)
         per_step = shape_of_steps(shape, config.steps)
         keys, values = shared or heads * config.steps, shared or per_step.value_heads
-        self.key = stream("key", keys, projected, config.feature_map, config.key_norm, self.tied_map)
+        key_map = config.feature_map if config.key_feature_map is None else config.key_feature_map
+        self.key = stream("key", keys, projected, key_map, config.key_norm, self.tied_map)
         self.value = stream("value", values, shape.value_size, config.value_map, "none")
         check_decay_is_no_growth(config.decay, shape)
         self.decay = config.decay.build(shape, rngs=rngs)
@@ -330,7 +334,7 @@ class RecurrentMixer(nnx.Module):
             key = jnp.repeat(key, self.shape.key_heads // key.shape[2], axis=2)
             value = self.shape.repeat_key_heads(value)
 
-        decay = self.decay(x)
+        decay, key = self.decay.with_key(x, key)
         check_decay(self.config.decay, decay, self.shape, x.shape[:2])
         gates = self.gain(x, decay)
         expect_type("gain", self.config.gain, gates, Gates)

@@ -19,7 +19,7 @@ from typing import Any
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.base import MixerConfig
 from rnnlib.layers.convolution import ConvolutionConfig
-from rnnlib.layers.decay import FixedDecay, LogSigmoidDecay, SoftplusDecay
+from rnnlib.layers.decay import FixedDecay, KeyDecay, LogSigmoidDecay, SoftplusDecay
 from rnnlib.layers.gain import (
     ChannelGain,
     CombaGain,
@@ -38,6 +38,7 @@ from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.readout import ReadoutConfig
 from rnnlib.layers.rotary import Rotary
+from rnnlib.layers.slots import GatedSlots
 from rnnlib.layers.solve import Offline
 
 
@@ -188,6 +189,38 @@ def gla() -> MixerConfig:
     )
 
 
+@register_preset("HGRN-2", "Qin et al. 2024, arXiv 2404.07904")
+def hgrn2() -> MixerConfig:
+    """HGRN-2, Qin et al. 2024; `S_t = Diag(alpha_t) S_{t-1} + (1 - alpha_t) v_t^T`, `alpha_t = sigmoid(W x_t)`.
+
+    The key is what the decay forgets. SiLU of queries, norm over all heads, no gate. Lower bounds of `alpha` that rise
+    from layer to layer are `KeyDecay(num_layers=..., layer=...)`.
+    """
+    return RecurrentMixerConfig(
+        decay=KeyDecay(),
+        gain=UnitGain(),
+        solve=Offline(),
+        readout=ReadoutConfig(gate="none", norm="all", eps=1e-5),
+        **_STREAMS_AS_PROJECTED | {"feature_map": "silu", "key_feature_map": "identity"},
+    )
+
+
+@register_preset("Gated slot attention", "Zhang et al. 2024, arXiv 2409.07146")
+def gsa() -> MixerConfig:
+    """Gated slot attention, Zhang et al. 2024; `o_t = V_t^T softmax(K_t q_t)` over 64 slots a head.
+
+    `K_t = Diag(a_t) K_{t-1} + (1 - a_t) k_t^T`, likewise V; `a_t = sigmoid(W x_t)^(1/8)`, one decay a slot. SiLU of
+    queries, keys and values; the output goes through SiLU and a norm over all heads.
+    """
+    return RecurrentMixerConfig(
+        decay=LogSigmoidDecay(channelwise=True, rank=None, divisor=8.0, use_bias=False, heads="shared"),
+        gain=UnitGain(),
+        solve=GatedSlots(),
+        readout=ReadoutConfig(activation="silu", gate="none", norm="all", eps=1e-5),
+        **_STREAMS_AS_PROJECTED | {"feature_map": "silu", "value_map": "silu"},
+    )
+
+
 @register_preset("DeltaNet", "Yang et al. 2024, arXiv 2406.06484")
 def deltanet() -> MixerConfig:
     """DeltaNet, Yang et al. 2024; `S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T` (GDN-2 paper, equation 5).
@@ -331,6 +364,15 @@ def sliding_window_attention() -> MixerConfig:
     which states no window).
     """
     return AttentionConfig(window=2048)
+
+
+@register_preset("Forgetting attention", "Lin et al. 2025, arXiv 2503.02130")
+def forgetting_attention() -> MixerConfig:
+    """Softmax attention of the Forgetting Transformer, Lin et al. 2025; `softmax_s(q_t.k_s / sqrt(K) + F_t - F_s)`.
+
+    `F_t = sum_{r <= t} log sigmoid(w.x_r + b)` per head (equation 5); no positions.
+    """
+    return AttentionConfig(rope_base=None, forget_gate=True)
 
 
 @register_preset("Multi-head latent attention", "DeepSeek-AI 2024, arXiv 2405.04434")

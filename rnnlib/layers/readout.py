@@ -10,6 +10,7 @@ from jax import Array
 from jaxtyping import Float
 
 from rnnlib.layers.base import MixerShape, Rank, product_and_bias
+from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.part import PartConfig
 from rnnlib.ops.rms_norm import norm_kernel_serves, rms_norm
@@ -20,6 +21,7 @@ class ReadoutConfig(PartConfig):
     """How the recurrence's output is read.
 
     Attributes:
+        activation: of the recurrence's output, before gate and norm.
         gate: activation of the output gate `act(W x)`; `"none"` is no gate.
         gate_rank: of the gate's projection: None is full rank, `"value_size"` is V.
         gate_bias: whether the gate's projection has a bias.
@@ -33,6 +35,7 @@ class ReadoutConfig(PartConfig):
         use_bias: whether the output's projection has a bias.
     """
 
+    activation: Activation = "identity"
     gate: Literal["none", "silu", "sigmoid"] = "silu"
     gate_rank: Rank = None
     gate_bias: bool = False
@@ -96,6 +99,7 @@ class Readout(nnx.Module):
         if self.skip is not None:
             skip = self.skip[...].astype(y.dtype).reshape(self.shape.value_heads, -1)
             y = y + skip * value.astype(y.dtype)
+        y = ACTIVATIONS[self.config.activation](y)
         gate = self._gate(x)
         if gate is not None and self.config.gate_first:
             y = y * gate
@@ -109,7 +113,12 @@ class Readout(nnx.Module):
     def _scale_of_heads(self) -> Array | None:
         """The scale of the norm, if it is per head, first in the readout, and followed by at most a gate; else None."""
         config = self.config
-        if config.norm != "head" or config.skip or (config.gate != "none" and config.gate_first):
+        if (
+            config.norm != "head"
+            or config.skip
+            or config.activation != "identity"
+            or (config.gate != "none" and config.gate_first)
+        ):
             return None
         return None if self.norm is None or self.norm.scale is None else self.norm.scale[...]
 

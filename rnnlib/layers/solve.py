@@ -105,6 +105,10 @@ class SolveConfig(AxisConfig):
         """Keys and values that a token writes into each head's state, and queries that read it."""
         return 1
 
+    def decay_size(self) -> int | None:
+        """Channels of a decay per channel; None is one for each key channel."""
+        return None
+
     def erases(self) -> bool | None:
         """Whether a token's transition of the state erases as the delta rule's does, or decays alone.
 

@@ -19,7 +19,7 @@ def mixer_rows() -> list[tuple[str, ...]]:
             axes = (config.decay.describe(), config.gain.describe(), config.keys.describe(), solve)
         elif isinstance(config, AttentionConfig):
             span = "all tokens" if config.window is None else f"last {config.window} tokens"
-            axes = ("-", "-", "-", f"softmax over {span}")
+            axes = ("scalar" if config.forget_gate else "-", "-", "-", f"softmax over {span}")
         elif isinstance(config, LatentAttentionConfig):
             axes = ("-", "-", "-", "softmax over all tokens, keys and values from latents")
         else:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -125,6 +126,19 @@ class Block(nnx.Module):
         return x, cache
 
 
+def share_variables(blocks: Iterable[nnx.Module]) -> None:
+    """Gives variables that layers share to all of them: those of the first part that names one.
+
+    A part names such variables in `shared_variables`, as `rnnlib.layers.decay.KeyDecayGate` does.
+    """
+    first: dict[tuple[type, str], Any] = {}
+    for block in blocks:
+        for _, part in list(nnx.iter_modules(block)):
+            for name in getattr(part, "shared_variables", ()):
+                if getattr(part, name) is not None:
+                    setattr(part, name, first.setdefault((type(part), name), getattr(part, name)))
+
+
 class DecoderLM(nnx.Module):
     """A causal language model over integer tokens.
 
@@ -159,6 +173,7 @@ class DecoderLM(nnx.Module):
             Block(config, mixer, norm_position=place, feed_forward=feed_forward, rngs=rngs)
             for mixer, place, feed_forward in layers
         )
+        share_variables(self.blocks)
         if config.compute_dtype == jnp.bfloat16:  # what cuDNN serves: see `rnnlib.ops.causal_attention`
             for number, mixer in enumerate(self._attention_of_a_program()):
                 mixer.number = number

@@ -8,7 +8,7 @@ from rnnlib.layers.base import MixerConfig, TokenMixer
 from rnnlib.layers.presets import mixer_preset
 from rnnlib.models.config import ModelConfig, preset_of
 
-ATTENTION = ("attention", "sliding_window_attention", "latent_attention")
+ATTENTION = ("attention", "sliding_window_attention", "forgetting_attention", "latent_attention")
 
 
 def mixer_config(config: ModelConfig, mixer: str) -> MixerConfig:
@@ -27,7 +27,7 @@ def mixer_config(config: ModelConfig, mixer: str) -> MixerConfig:
     preset = preset_of(mixer)
     options: dict[str, Any] = {"head_dim": config.head_dim}
     if preset in ATTENTION:
-        options["rope_base"] = config.rope_base
+        options["rope_base"] = None if preset == "forgetting_attention" else config.rope_base
         if preset == "sliding_window_attention":
             options["window"] = config.window
     options = {name: value for name, value in options.items() if value is not None}

@@ -13,9 +13,18 @@ from jaxtyping import Float, Int
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.vma import vary_alike
 from rnnlib.fields import PositiveInteger, check_value
-from rnnlib.ops.arguments import check_rank, check_segment_ids, floating_arrays, is_symbolic, segment_index
+from rnnlib.ops.arguments import (
+    accumulation_dtype,
+    check_rank,
+    check_segment_ids,
+    check_shape,
+    floating_arrays,
+    is_symbolic,
+    segment_index,
+)
 from rnnlib.ops.context_parallel import current_axis, tokens_before
 from rnnlib.ops.derivatives import with_derivatives_of
+from rnnlib.ops.forgetting_attention import forgetting_attention
 from rnnlib.ops.heads import rotate_pairs
 from rnnlib.ops.kernels import attention_gradient_kernel, kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import is_split, split_over_mesh
@@ -32,11 +41,16 @@ def causal_attention(
     k: Float[Array, "B T HK K"],
     v: Float[Array, "B T HK V"],
     *,
+    log_decay: Float[Array, "B T H"] | None = None,
     window: int | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     number: int = 0,
 ) -> Float[Array, "B T H V"]:
     """Causal softmax attention, `softmax(q k^T / sqrt(K)) v` over the tokens that each token may see.
+
+    With `log_decay`, weights decay as in the Forgetting Transformer (arXiv 2503.02130, equation 5): the score of query
+    t and key s has the sum of the log decays over s < r <= t added to it. XLA then computes blocks of queries, in
+    memory linear in T.
 
     Memory is linear in T for a sliding window. If cuDNN does not support the call without a mask, the row is split into
     blocks as long as the window, and each block attends to itself and to the previous block.
@@ -48,6 +62,7 @@ def causal_attention(
         q: queries.
         k: keys. Query heads H are a multiple of key heads HK: query head `j` uses key head `j // (H // HK)`.
         v: values.
+        log_decay: natural logarithm of each query head's decay, `<= 0`; less than -100 counts as -100. None is none.
         window: how many tokens each token sees, itself included; None is itself and all tokens before it.
         segment_ids: ids of documents packed into a row. A token sees no token before the last change of id.
         number: a label that makes this call differ from other calls in the same program; the result does not depend
@@ -56,13 +71,14 @@ def causal_attention(
             equal backward passes is marked as deterministic. Give each layer of a bfloat16 model its own number.
 
     Returns:
-        The output in `v`'s dtype. The softmax is in float32 or narrower, in float64 for float64 arguments.
+        The output in `v`'s dtype. The softmax is in float32 or narrower, in float64 for float64 arguments; in float32
+        or wider with a decay.
 
     Raises:
         ValueError: a shape or `window` is none of those above.
         TypeError: an array is not floating, or `segment_ids` is not of integers.
     """
-    q, k, v = floating_arrays(_NAME, q=q, k=k, v=v)
+    q, k, v, log_decay = floating_arrays(_NAME, q=q, k=k, v=v, log_decay=log_decay)
     check_rank(_NAME, "q", q, 4, axes="[B, T, H, K]")
     check_rank(_NAME, "k", k, 4, axes="[B, T, HK, K]")
     check_rank(_NAME, "v", v, 4, axes="[B, T, HK, V]")
@@ -78,11 +94,32 @@ def causal_attention(
     batch, length = q.shape[:2]
     check_segment_ids(_NAME, segment_ids, batch, length)
     axis = current_axis()
+    if log_decay is not None:
+        check_shape(_NAME, "log_decay", log_decay, q.shape[:3], axes="[B, T, H]")
+        log_decay = log_decay.astype(accumulation_dtype(q, k, v, log_decay))
+        return _with_decay(q, k, v, log_decay, window, segment_ids, axis)
     if axis is not None:
         return _over_devices(q, k, v, window, segment_ids, number, axis)
     if segment_ids is not None:
         segment_ids = segment_index(segment_ids)
     return _over_rows(q, k, v, window, segment_ids, number)
+
+
+def _with_decay(
+    q: Array, k: Array, v: Array, log_decay: Array, window: int | None, segment_ids: Array | None, axis: str | None
+) -> Array:
+    """Attention with a decay, of whole rows or of this device's shard of each."""
+    first: Array | int = 0
+    if axis is not None:
+        first = lax.axis_index(axis) * q.shape[1]
+        k, v, log_decay = lax.all_gather((k, v, log_decay), axis, axis=1, tiled=True)
+        segment_ids = None if segment_ids is None else lax.all_gather(segment_ids, axis, axis=1, tiled=True)
+    documents = None if segment_ids is None else segment_index(segment_ids)
+    of_queries = documents if axis is None else None
+    if documents is not None and axis is not None:
+        of_queries = lax.dynamic_slice_in_dim(documents, first, q.shape[1], axis=1)
+    options: dict[str, Any] = {"window": window, "query_documents": of_queries, "documents": documents}
+    return forgetting_attention(q, k, v, log_decay, first=first, **options)
 
 
 def _over_rows(q: Array, k: Array, v: Array, window: int | None, segment_ids: Array | None, number: int) -> Array:

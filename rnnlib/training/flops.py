@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from rnnlib.layers import Attention, LatentAttention, Offline, Online, RidgeRegression, Trapezoidal
+from rnnlib.layers import Attention, GatedSlots, LatentAttention, Offline, Online, RidgeRegression, Trapezoidal
 from rnnlib.models import ModelConfig, abstract_model, count_parameters
 
 PEAK = {
@@ -46,7 +46,7 @@ def step_flops(config: ModelConfig, length: int) -> StepFlops:
     much for each of its R pairs; the delta rule `6 K V` (the erased value is read too); a ridge solve by n iterations
     `4 K V + 2 K^2 + 2 n K^2`. The recurrences are counted token by token, which is the least that the mathematics asks
     for: chunked kernels do several times more, so that their products show up as a lower utilisation. Convolutions,
-    norms and gates are left out.
+    norms and gates are left out. Gated slots: `4 M (K + V)`.
 
     Args:
         config: the model.
@@ -72,6 +72,8 @@ def step_flops(config: ModelConfig, length: int) -> StepFlops:
             forward = 6 * pairs
         elif isinstance(mixer.config.solve, Offline):
             forward = 4 * pairs
+        elif isinstance(mixer.config.solve, GatedSlots):
+            forward = 4 * mixer.config.solve.num_slots * (shape.key_size + shape.value_size)
         elif isinstance(mixer.config.solve, Trapezoidal):
             forward = 4 * pairs * mixer.config.solve.rank
         elif isinstance(mixer.config.solve, RidgeRegression):

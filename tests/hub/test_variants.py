@@ -27,6 +27,16 @@ VARIANTS = {
         {"layers_block_type": None, "hybrid_override_pattern": "M*-ME", "use_conv_bias": False, "n_groups": 1},
         {"use_bias": True, "time_step_min": 0.2, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     ],
+    "forgetting_transformer/plain": [
+        {"qk_norm": True, "qkv_bias": True, "use_output_gate": True, "num_kv_heads": 2, "tie_word_embeddings": True},
+    ],
+    "gsa/plain": [
+        {"use_short_conv": True, "num_kv_heads": 2, "num_slots": None, "feature_map": "relu", "expand_v": 2},
+    ],
+    "hgrn2/plain": [
+        {"use_lower_bound": False, "use_short_conv": True, "conv_size": 3, "expand_ratio": 16, "num_heads": 2},
+        {"attn": {"layers": [0], "num_heads": 2}, "tie_word_embeddings": True},
+    ],
     "lara_mini/plain": [
         {"attention_bias": True, "tie_word_embeddings": False, "norm_topk_prob": False, "sliding_window": 3},
         {"layer_types": None, "num_hidden_layers": 6},

@@ -132,6 +132,27 @@ def delta(q, k, v, beta, alpha=None):
     return run(step, q, v, q.shape[-1] ** -0.5)
 
 
+def hgrn2(p, x):
+    q, f, v = (linear(p[n]["projection"], x).reshape(len(x), HEADS, -1) for n in ("query", "key", "value"))
+    alpha, q = sigmoid(f), silu(q)
+    out = run(lambda t, h, S: alpha[t, h, :, None] * S + np.outer(1 - alpha[t, h], v[t, h]), q, v, q.shape[-1] ** -0.5)
+    return linear(p["readout"]["output"], rms(out.reshape(len(x), -1), p["readout"]["norm"]["scale"], eps=1e-5))
+
+
+def gsa(p, x):
+    q, k, v = (silu(linear(p[n]["projection"], x)).reshape(len(x), HEADS, -1) for n in ("query", "key", "value"))
+    decay = (sigmoid(linear(p["decay"]["projection"], x)) ** (1 / 8)).reshape(len(x), HEADS, -1)
+    out = np.zeros_like(v)
+    for h in range(HEADS):
+        keys, values = np.zeros((decay.shape[-1], k.shape[-1])), np.zeros((decay.shape[-1], v.shape[-1]))
+        for t in range(len(x)):
+            kept = decay[t, h][:, None]
+            keys, values = kept * keys + (1 - kept) * k[t, h], kept * values + (1 - kept) * v[t, h]
+            weights = np.exp(keys @ q[t, h])
+            out[t, h] = weights @ values / weights.sum()
+    return linear(p["readout"]["output"], rms(silu(out.reshape(len(x), -1)), p["readout"]["norm"]["scale"], eps=1e-5))
+
+
 def deltanet(p, x, gain=None):
     q, k, v = (stream(p[n], x) for n in ("query", "key", "value"))
     if gain is None:
@@ -224,6 +245,17 @@ def sliding_window_attention(p, x):
     return attention(p, x, window=5)
 
 
+def forgetting_attention(p, x):
+    q, k, v = (linear(p[n], x).reshape(len(x), HEADS, -1) for n in ("query", "key", "value"))
+    forget, out = sigmoid(linear(p["forget_gate"], x)), np.zeros_like(v)
+    for h in range(HEADS):
+        for t in range(len(x)):
+            kept = np.array([np.prod(forget[s + 1 : t + 1, h]) for s in range(t + 1)])
+            weights = np.exp(k[: t + 1, h] @ q[t, h] / np.sqrt(q.shape[-1])) * kept
+            out[t, h] = weights @ v[: t + 1, h] / weights.sum()
+    return linear(p["output"], out.reshape(len(x), -1))
+
+
 def latent_attention(p, x):
     """DeepSeek-V2, equations 9 to 19, with keys and values of all tokens written out."""
     down, size = linear(p["latent"], x), len(p["latent_norm"]["scale"])
@@ -249,6 +281,8 @@ LAYERS = {
         retnet,
         mamba2,
         gla,
+        hgrn2,
+        gsa,
         deltanet,
         gated_deltanet,
         kda,
@@ -260,6 +294,7 @@ LAYERS = {
         comba,
         attention,
         sliding_window_attention,
+        forgetting_attention,
         latent_attention,
     )
 }

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rnnlib import ops
 from rnnlib.layers import AttentionConfig, LatentAttentionConfig, attention_cache
+from rnnlib.ops import forgetting_attention
 from tests.selection import mostly_slow
 
 from .reference import linear, rms, rotate
@@ -88,6 +90,40 @@ def test_long_calls_are_read_in_blocks(window, monkeypatch):
     first, cache = compiled(module)(x[:, :13], ids[:, :13], module.init_cache(2, 14))
     last, _ = compiled(module)(x[:, 13:], None, cache)
     assert relative_error(np.concatenate([first, last], axis=1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_forget_gates_in_blocks_of_queries_with_documents(window, monkeypatch):
+    """Decays of one, of nothing and in between; blocks that end with the row and within it; values and gradients."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 11, heads, 5)), jnp.float32) for heads in (4, 2, 2))
+    log_decay = jnp.asarray(rng.choice([0.0, -0.1, -3.0, -np.inf], size=(2, 11, 4)), jnp.float32)
+    ids = jnp.asarray([[0] * 5 + [1] * 6, [3] * 2 + [2] * 6 + [3] * 3])
+
+    def loss(q, k, v, log_decay):
+        out = ops.causal_attention(q, k, v, log_decay=log_decay, window=window, segment_ids=ids)
+        return jnp.sum(jnp.sin(out)), out
+
+    def definition(q, k, v, log_decay):
+        k, v = jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2)
+        scores = jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(5)
+        token = np.arange(11)
+        distance = token[:, None] - token
+        document = np.cumsum(np.diff(np.asarray(ids), axis=1, prepend=np.asarray(ids)[:, :1]) != 0, axis=1)
+        seen = (distance >= 0) & (distance < (window or 11)) & (document[:, :, None] == document[:, None])
+        between = (token > token[:, None]) & (token <= token[:, None, None])  # of query, key and what lies between
+        kept = jnp.prod(jnp.where(between[None, ..., None], jnp.exp(log_decay)[:, None, None], 1), axis=3)
+        weights = jnp.where(seen[:, None], jnp.exp(scores) * jnp.moveaxis(kept, 3, 1), 0)
+        out = jnp.einsum("bhts,bshv->bthv", weights / weights.sum(-1, keepdims=True), v)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, expected), exact = jax.value_and_grad(definition, (0, 1, 2), has_aux=True)(q, k, v, log_decay)
+    for size in (512, 4, 11):
+        monkeypatch.setattr(forgetting_attention, "_QUERIES", size)
+        function = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+        (_, out), found = jax.jit(lambda *x, function=function: function(*x))(q, k, v, log_decay)
+        for one, right in zip((out, *found), (expected, *exact)):
+            assert relative_error(one, right) < 1e-5
 
 
 def test_memory_of_a_long_prompt_is_linear_in_its_length():

@@ -54,8 +54,8 @@ def test_mixer_is_the_papers_layer(name):
 
 
 # A mixer of each kind of cache.
-CACHES = ("gated_deltanet2", "linear_attention", "mamba2", "mamba3_mimo", "pkda", "gated_kalmanet", "mesanet")
-CACHES += ("sliding_window_attention", "latent_attention")
+CACHES = ("gated_deltanet2", "linear_attention", "gsa", "mamba2", "mamba3_mimo", "pkda", "gated_kalmanet", "mesanet")
+CACHES += ("sliding_window_attention", "forgetting_attention", "latent_attention")
 
 
 @pytest.mark.parametrize("name", mostly_slow(mixer_names(), CACHES))
@@ -70,6 +70,8 @@ COUNTS = {
     "linear_attention": QKVO + NORM,
     "retnet": 2 * D * D + 3 * 2 * D * D + 2 * NORM,
     "gla": 2 * D * D // 2 + 3 * D * D + (16 * D + 16 * D // 2 + D // 2) + NORM,
+    "hgrn2": QKVO + D,
+    "gsa": QKVO + 6 * PER_HEAD + D,
     "deltanet": QKVO + CONVOLUTION + PER_HEAD + NORM,
     "gated_deltanet": QKVO + CONVOLUTION + (PER_HEAD + 2 * HEADS) + PER_HEAD + D * D + NORM,
     "kda": QKVO + CONVOLUTION + (2 * LOW + HEADS + D) + PER_HEAD + (2 * LOW + D) + NORM,
@@ -81,6 +83,7 @@ COUNTS = {
     "comba": QKVO + CONVOLUTION + (PER_HEAD + 2 * HEADS) + (PER_HEAD + HEADS) + HEADS + D * D + NORM,
     "attention": QKVO,
     "sliding_window_attention": QKVO,
+    "forgetting_attention": QKVO + PER_HEAD + HEADS,
     # Queries and the shared key with half a head's channels more; latents as wide as four heads.
     "latent_attention": D * HEADS * (K + K // 2) + D * (4 * K + K // 2) + 4 * K + 2 * (4 * K) * D + D * D,
     # Values 2 d wide, one query and key head of 8 channels, convolution with bias, gate, skip, norm over all heads.

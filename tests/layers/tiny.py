@@ -15,6 +15,7 @@ DOCUMENTS = (31, 1, 38)
 
 # Sizes of the presets whose own do not fit a tiny model.
 SMALL = {name: {"key_head_dim": 8} for name in ("mamba2", "mamba3", "mamba3_mimo")}
+SMALL["gsa"] = {"solve.num_slots": 6}
 SMALL["sliding_window_attention"] = {"window": 5}
 
 

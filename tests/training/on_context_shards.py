@@ -29,7 +29,7 @@ VOCABULARY, ROWS, LENGTH = 16, 4, 24
 WIDE = {"dtype": "float64", "param_dtype": "float64"}  # so that rounding hides nothing
 # A recurrence of each kind: delta rule and preconditioner, ridge, trapezoidal; and both kinds of attention.
 RECURRENT = ("pkda", "gated_kalmanet", "mamba3")
-MIXERS = (*RECURRENT, "sliding_window_attention", "latent_attention")
+MIXERS = (*RECURRENT, "sliding_window_attention", "forgetting_attention", "latent_attention")
 # The operators of the others are in `tests.ops.on_context_shards`.
 ALWAYS = ("pkda", "sliding_window_attention")
 
