@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,3 +105,26 @@ def _convert(kind: Any, value: Any, name: str, default: Any) -> Any:
     if not matches(kind, value):
         raise ConfigError(f"{name} is {value!r}, expected {in_words(kind)}")
     return float(value) if kind is float else value
+
+
+def keyed_values(name: str, texts: Iterable[str]) -> dict[str, Any]:
+    """The values that texts `KEY=VALUE` name; a value that is no JSON is a text.
+
+    Args:
+        name: of the setting that has them, for messages.
+        texts: the texts.
+
+    Raises:
+        ValueError: one has no key.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"{name} {text!r}: expected KEY=VALUE, such as enable_thinking=false")
+        try:
+            found[key] = json.loads(value)
+        except (ValueError, RecursionError):
+            # Python's names of these values are as common in documentation as JSON's.
+            found[key] = {"True": True, "False": False, "None": None}.get(value, value)
+    return found

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,17 +80,12 @@ def chat_options(given: Sequence[str]) -> dict[str, Any]:
     Raises:
         CommandError: If one has no key.
     """
-    options: dict[str, Any] = {}
-    for option in given:
-        key, equals, value = option.partition("=")
-        if not equals or not key.isidentifier():
-            raise CommandError(f"--chat-option {option!r}: expected KEY=VALUE, such as enable_thinking=false")
-        try:
-            options[key] = json.loads(value)
-        except (ValueError, RecursionError):
-            # Python's names of these values are as common in documentation as JSON's.
-            options[key] = {"True": True, "False": False, "None": None}.get(value, value)
-    return options
+    from rnnlib.configuration import keyed_values  # imports numpy, which `--help` does without
+
+    try:
+        return keyed_values("--chat-option", given)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
 
 
 def take_option(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:

@@ -69,13 +69,18 @@ def run(argv: Sequence[str]) -> int:
             flag = f"--data.{name.replace('_', '-')} {given[name]}"
             raise CommandError(f"{flag} needs --data.paths, the files to evaluate on")
     from rnnlib.data import DamagedTokensError, DataConfig, make_dataset
+    from rnnlib.data.chat import chat_encoder
     from rnnlib.models.variables import array_that_is_not_finite
     from rnnlib.training import evaluate, load_model, spread_batches
 
     with input_errors():
         loaded = load_model(arguments.folder, tokenizer=arguments.tokenizer)
         trained_on = DataConfig() if loaded.run is None else loaded.run.config.data
-        dataset = make_dataset(_data(given, trained_on), split="validation", tokenizer=loaded.tokenizer)
+        data = _data(given, trained_on)
+        # A run's own copy of the template, or that of the folder.
+        own = dataclasses.replace(data, chat_template=None)
+        chat = chat_encoder(own, loaded.tokenizer, loaded.folder) if data.format == "chat" else None
+        dataset = make_dataset(data, split="validation", tokenizer=loaded.tokenizer, chat=chat)
     try:
         result = evaluate(
             loaded.model, spread_batches(dataset, arguments.batches), token_bytes=loaded.tokenizer.token_bytes

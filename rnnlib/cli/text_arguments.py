@@ -13,6 +13,8 @@ class TextArguments:
     of --data.paths."""
     paths: tuple[str, ...] = ()
     """Files or glob patterns of text."""
+    format: Literal["text", "chat"] | None = None
+    """"text", or "chat" for rows of `messages`, of which what the assistant says counts; left out, as in training."""
     text_field: str | None = None
     """The field (JSON lines) or column (Parquet) that holds the text; left out, as in training, or "text"."""
     encoding: str | None = None

@@ -41,6 +41,7 @@ from rnnlib.training import (
     learning_rate_schedule,
     load_config,
     load_model,
+    load_run_chat,
     load_run_config,
     load_run_tokenizer,
     next_run_folder,
@@ -246,13 +247,14 @@ def _next_folder() -> Path:
 def _train(arguments: TrainArguments) -> int:
     folder = arguments.run if arguments.run is not None else _next_folder()
     with input_errors():
-        tokenizer, saved = None, arguments.train
+        tokenizer, chat, saved = None, None, arguments.train
         initial = _initial(arguments)
         if initial is not None:
             tokenizer = initial.tokenizer
         if arguments.resume:
             saved = load_run_config(folder)
             tokenizer = load_run_tokenizer(folder, saved)
+            chat = load_run_chat(folder, saved, tokenizer)
         else:
             broadcast_from_primary(lambda: check_new_folder(folder))
         _say(f"reading data: {_data_description(arguments.train)}")
@@ -262,6 +264,7 @@ def _train(arguments: TrainArguments) -> int:
                 tokenizer=tokenizer,
                 initial=None if initial is None else initial.model,
                 origin=None if arguments.init is None else split_step(arguments.init)[0],
+                chat=chat,
             )
         if arguments.run is None:
             folder = _next_folder()  # again: a run that was started beside this one may have taken it

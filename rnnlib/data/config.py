@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
+from rnnlib.configuration import keyed_values
 from rnnlib.fields import NaturalNumber, PositiveInteger, Range, check_fields
 
 SourceName = Literal["python", "text", "jsonl", "parquet"]
@@ -29,7 +30,13 @@ class DataConfig:
             "books/*.txt:3", they are the parts of a mixture: of every training batch's rows a part gets its weight's
             share, and each part repeats on its own. Limits and de-duplication hold for each part.
         validation_paths: files or patterns held out for validation. Without them `validation_fraction` of `paths` is.
+        format: "text", or "chat": each row of JSON lines or Parquet is a conversation. Its `messages` (objects with
+            `role` and `content`; also `tools`, `documents` and `chat_template_kwargs`, where the row has them) go
+            through the tokenizer's chat template, and only what the assistant says is learned.
         text_field: the field (JSON lines) or column (Parquet) that holds the text.
+        messages_field: the field or column that holds the messages of format "chat".
+        chat_template: a file with the template (Jinja) of format "chat"; None for that beside the tokenizer.
+        chat_options: further variables of the template, KEY=VALUE, such as enable_thinking=false.
         encoding: of text and JSON lines files; in the latter a line feed is one byte, so that UTF-16 is for text only.
         undecodable: what becomes of a file (or a line of JSON) that is not in `encoding`: "error" or "skip", which
             leaves it out and warns once of how many there were.
@@ -58,7 +65,11 @@ class DataConfig:
     source: SourceName | None = None
     paths: tuple[str, ...] = ()
     validation_paths: tuple[str, ...] = ()
+    format: Literal["text", "chat"] = "text"
     text_field: str = "text"
+    messages_field: str = "messages"
+    chat_template: str | None = None
+    chat_options: tuple[str, ...] = ()
     encoding: str = "utf-8"
     undecodable: Literal["error", "skip"] = "error"
     tokenizer: str = "byte"
@@ -78,7 +89,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("paths", "validation_paths"):
             object.__setattr__(self, name, plain_paths(name, getattr(self, name)))
-        for name in ("tokenizer", "cache_folder"):
+        for name in ("tokenizer", "cache_folder", "chat_template"):
             object.__setattr__(self, name, plain_path(getattr(self, name)))
         check_fields(self)
         if self.streaming and self.num_workers:
@@ -91,6 +102,23 @@ class DataConfig:
                 )
         elif not self.paths:
             raise ValueError(f"source {self.source!r} needs paths: files or glob patterns (--data.paths)")
+
+        self._check_chat()
+
+    def _check_chat(self) -> None:
+        keyed_values("chat_options", self.chat_options)
+        if self.format == "chat":
+            kinds = {_kind_of_name(path) for path in self.paths} if self.source is None else {self.source}
+            if wrong := kinds - {"jsonl", "parquet"} or (set() if self.paths else {"python"}):
+                raise ValueError(
+                    f"format is 'chat' and the source {sorted(wrong)[0]!r}, expected 'jsonl' or 'parquet' with a "
+                    "conversation a row (--data.paths, --data.source)"
+                )
+            if self.split_by == "tail":
+                raise ValueError("split_by is 'tail', expected 'document' with format 'chat': whole conversations")
+        elif self.chat_template is not None or self.chat_options:
+            name = "chat_options" if self.chat_template is None else "chat_template"
+            raise ValueError(f"{name} is {getattr(self, name)!r}, expected it with format 'chat' alone")
 
     @property
     def kind(self) -> SourceName:

@@ -20,7 +20,8 @@ class PackedDocuments(grain.MapDataset[Row]):
     the epoch's last row is padding.
 
     A row holds int32 `[T]` arrays `inputs`, `targets`, `segment_ids` (1, 2, ... by document within the row; 0 on
-    padding) and `positions` (0, 1, ... within the segment), and float32 `[T]` `loss_weights` (1; 0 on padding).
+    padding) and `positions` (0, 1, ... within the segment), and float32 `[T]` `loss_weights`: of the targets, as the
+    corpus has them (1 where it has none); 0 on padding and, of conversations, where the next one is the target.
 
     An index past the length of an epoch lies in a later epoch, as grain's `repeat` asks for it. With
     `seed=None` documents keep their order, and every epoch is alike.
@@ -80,6 +81,7 @@ class PackedDocuments(grain.MapDataset[Row]):
     def _row(self, epoch: int, row: int) -> Row:
         length = self._sequence_length
         stream = np.zeros(length + 1, np.int32)
+        weights = np.zeros(length + 1, np.float32)
         segment_ids = np.zeros(length, np.int32)
         positions = np.zeros(length, np.int32)
         filled = 0
@@ -97,6 +99,7 @@ class PackedDocuments(grain.MapDataset[Row]):
                 # One token more than the inputs: the target of the last one, when the document goes on.
                 taken = self._corpus.read(stop - left, min(stop - left + count + 1, stop))
                 stream[filled : filled + len(taken)] = taken
+                weights[filled : filled + len(taken)] = self._weights(stop - left, len(taken))
                 segment += 1
                 segment_ids[filled : filled + count] = segment
                 positions[filled : filled + count] = np.arange(count)
@@ -104,6 +107,7 @@ class PackedDocuments(grain.MapDataset[Row]):
                 if count == left:
                     # What follows a document is the id that leads the next; at the very end too.
                     stream[filled] = self._corpus.end_of_document
+                    weights[filled] = self._corpus.weights is None
                     which += 1
         inputs = stream[:length].copy()
         inputs[filled:] = 0
@@ -114,5 +118,9 @@ class PackedDocuments(grain.MapDataset[Row]):
             "targets": targets,
             "segment_ids": segment_ids,
             "positions": positions,
-            "loss_weights": (segment_ids > 0).astype(np.float32),
+            "loss_weights": np.where(segment_ids > 0, weights[1:], np.float32(0)),
         }
+
+    def _weights(self, start: int, count: int) -> np.ndarray:
+        weights = self._corpus.weights
+        return np.ones(count, np.float32) if weights is None else weights[start : start + count].astype(np.float32)

@@ -14,6 +14,7 @@ import numpy as np
 from absl import flags
 
 from rnnlib.data.config import DataConfig, Split, check_split
+from rnnlib.data.conversation import ConversationEncoder
 from rnnlib.data.corpus import TokenCorpus, load_corpus
 from rnnlib.data.mixture import mixture
 from rnnlib.data.packing import PackedDocuments
@@ -173,6 +174,7 @@ def make_dataset(
     process_index: int | None = None,
     process_count: int | None = None,
     own_rows: Sequence[int] | None = None,
+    chat: ConversationEncoder | None = None,
 ) -> BatchDataset:
     """Batches of packed text.
 
@@ -192,6 +194,7 @@ def make_dataset(
             by default JAX's.
         process_count: number of processes; it divides `batch_size`.
         own_rows: in place of these two, which rows of each batch are wanted, numbers below `batch_size`.
+        chat: encodes the conversations of format "chat", in place of the template that `config` names.
 
     Raises:
         ValueError: a path, size or name is wrong, or the split is empty (names it).
@@ -201,14 +204,18 @@ def make_dataset(
         index, count = share_by_process(config.batch_size, process_index, process_count)
         own_rows = range(index, config.batch_size, count)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.tokenizer)
+    if config.format == "chat" and chat is None and corpus is None:
+        from rnnlib.data.chat import chat_encoder  # imports jax, which worker processes do without
+
+        chat = chat_encoder(config, tokenizer)
     finite = split == "validation" if finite is None else finite
     if finite:
-        corpus = corpus if corpus is not None else load_corpus(config, split, tokenizer)
+        corpus = corpus if corpus is not None else load_corpus(config, split, tokenizer, chat)
         padding = -len(PackedDocuments(corpus, config.sequence_length)) % config.batch_size
         rows: grain.MapDataset = PackedDocuments(corpus, config.sequence_length, padded_rows=padding)
         fingerprint = f"{corpus.fingerprint}-{config.sequence_length}-{config.batch_size}"
     else:
-        rows, fingerprint = _endless_rows(config, split, tokenizer, corpus)
+        rows, fingerprint = _endless_rows(config, split, tokenizer, corpus, chat)
         fingerprint += f"-{config.sequence_length}-{config.batch_size}-seed{config.seed}"
     if len(own_rows) < config.batch_size:
         rows = _RowsOfBatches(rows, config.batch_size, tuple(own_rows))
@@ -218,16 +225,20 @@ def make_dataset(
 
 
 def _endless_rows(
-    config: DataConfig, split: Split, tokenizer: Tokenizer, corpus: TokenCorpus | None
+    config: DataConfig,
+    split: Split,
+    tokenizer: Tokenizer,
+    corpus: TokenCorpus | None,
+    chat: ConversationEncoder | None,
 ) -> tuple[grain.MapDataset, str]:
     """Shuffled rows that never end, of a mixture by its weights, and what identifies their text."""
     parts: list[tuple[grain.MapDataset, str, float]] = []
     for part, weight in [(config, 1.0)] if corpus is not None else mixture(config):
         if corpus is None and config.streaming and split == "train":
-            streamed = StreamedRows(part, tokenizer)
+            streamed = StreamedRows(part, tokenizer, chat)
             parts.append((streamed, streamed.fingerprint, weight))
             continue
-        own = corpus if corpus is not None else load_corpus(part, split, tokenizer)
+        own = corpus if corpus is not None else load_corpus(part, split, tokenizer, chat)
         packed = PackedDocuments(own, config.sequence_length, seed=config.seed)
         parts.append((packed.shuffle(config.seed).repeat(), own.fingerprint, weight))
     if len(parts) == 1:

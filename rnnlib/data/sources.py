@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from rnnlib.data.config import DataConfig, Split, SplitBy, check_split
+from rnnlib.data.conversation import ROW_KEYS, conversation
 from rnnlib.files import open_regular, read_bytes
 from rnnlib.tokenizers import without_surrogates
 
@@ -40,7 +41,7 @@ def iterate_documents(config: DataConfig, split: Split) -> Iterator[str]:
 
     A document belongs to the validation split when the hash of its content falls below `validation_fraction`
     (where `split_by` comes to "document"), so equal documents never stand in both splits. The last document is cut at
-    the byte limit.
+    the byte limit; conversations stay whole.
 
     Raises:
         ValueError: a path, encoding, field or file format is wrong (names it), or the split has no text.
@@ -63,7 +64,9 @@ def iterate_documents(config: DataConfig, split: Split) -> Iterator[str]:
         if not text:
             continue
         size = len(text) if text.isascii() else len(text.encode())
-        if remaining is not None and size >= remaining:
+        if remaining is not None and size > remaining and config.format == "chat" and found:
+            break
+        if remaining is not None and size >= remaining and config.format == "text":
             text = text.encode()[:remaining].decode("utf-8", errors="ignore")
             if text:
                 yield text
@@ -265,9 +268,13 @@ def _json_text(config: DataConfig, path: str, number: int, line: str) -> str:
     except ValueError as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(f"{path}, line {number}: not JSON ({reason})") from error
-    if not isinstance(record, dict) or config.text_field not in record:
+    setting = "messages_field" if config.format == "chat" else "text_field"
+    field = getattr(config, setting)
+    if not isinstance(record, dict) or field not in record:
         has = f"has the fields {sorted(record)}" if isinstance(record, dict) else f"is a {type(record).__name__}"
-        raise ValueError(f"{path}, line {number}: no field {config.text_field!r} (text_field); it {has}")
+        raise ValueError(f"{path}, line {number}: no field {field!r} ({setting}); it {has}")
+    if config.format == "chat":
+        return conversation(record, field, f"{path}, line {number}")
     text = record[config.text_field]
     if not isinstance(text, str | None):
         raise ValueError(f"{path}, line {number}: field {config.text_field!r} holds {type(text).__name__}, not text")
@@ -277,6 +284,9 @@ def _json_text(config: DataConfig, path: str, number: int, line: str) -> str:
 def _read_parquet(config: DataConfig, path: str) -> Iterator[str | _Undecodable]:
     with open_regular(path) as stored, pyarrow.parquet.ParquetFile(stored) as file:
         names = file.schema_arrow.names
+        if config.format == "chat":
+            yield from _conversations(config, path, file)
+            return
         if config.text_field not in names:
             raise ValueError(f"{path}: no column {config.text_field!r} (text_field); it has the columns {names}")
         kind = file.schema_arrow.field(config.text_field).type
@@ -288,3 +298,15 @@ def _read_parquet(config: DataConfig, path: str) -> Iterator[str | _Undecodable]
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[config.text_field]):
             for text in batch.column(0):
                 yield text.as_py() or ""
+
+
+def _conversations(config: DataConfig, path: str, file: pyarrow.parquet.ParquetFile) -> Iterator[str]:
+    names = file.schema_arrow.names
+    if config.messages_field not in names:
+        raise ValueError(f"{path}: no column {config.messages_field!r} (messages_field); it has the columns {names}")
+    wanted = [name for name in dict.fromkeys((config.messages_field, *ROW_KEYS)) if name in names]
+    number = 0
+    for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
+        for record in batch.to_pylist():
+            number += 1
+            yield conversation(record, config.messages_field, f"{path}, row {number}")

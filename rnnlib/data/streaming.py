@@ -12,6 +12,7 @@ import grain
 import numpy as np
 
 from rnnlib.data.config import DataConfig
+from rnnlib.data.conversation import ConversationEncoder
 from rnnlib.data.corpus import TokenCorpus, cache_key, in_batches
 from rnnlib.data.packing import PackedDocuments, Row
 from rnnlib.data.sources import iterate_documents, source_sizes
@@ -29,25 +30,26 @@ class StreamedRows(grain.MapDataset[Row]):
     a position is a number as for any other data. Reading a row waits until its block is tokenized.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer):
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, chat: ConversationEncoder | None = None):
         """Begins to read, and waits for the first block.
 
         Args:
             config: what to read; with `cache_folder` blocks are kept there, and memory holds none of them.
             tokenizer: gives the ids.
+            chat: gives those of conversations.
 
         Raises:
             ValueError: see `iterate_documents`.
         """
         super().__init__()
-        self._config, self._tokenizer, self._block_characters = config, tokenizer, BLOCK_CHARACTERS
+        self._config, self._tokenizer, self._chat, self._block_characters = config, tokenizer, chat, BLOCK_CHARACTERS
         self._blocks: list[PackedDocuments] = []
         self._is_whole = False
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._orders: dict[tuple[int, int], np.ndarray] = {}
         hasher = hashlib.blake2b(repr((BLOCK_CHARACTERS, *source_sizes(config))).encode(), digest_size=16)
-        hasher.update(cache_key(config, "train", tokenizer, files=False).encode())
+        hasher.update(cache_key(config, "train", tokenizer, chat, files=False).encode())
         self.fingerprint = hasher.hexdigest()
         threading.Thread(target=self._read, daemon=True).start()
         self._wait_for(1)
@@ -71,9 +73,10 @@ class StreamedRows(grain.MapDataset[Row]):
         blocks = in_batches(iterate_documents(self._config, "train"), self._block_characters)
         if self._config.cache_folder is None:
             for block in blocks:
-                yield TokenCorpus.from_documents(block, self._tokenizer)
+                yield TokenCorpus.from_documents(block, self._tokenizer, chat=self._chat)
             return
-        name = f"blocks-{self._block_characters}-{cache_key(self._config, 'train', self._tokenizer)}"
+        key = cache_key(self._config, "train", self._tokenizer, self._chat)
+        name = f"blocks-{self._block_characters}-{key}"
         folder = os.path.join(self._config.cache_folder, name)
         os.makedirs(folder, exist_ok=True)
         for number, block in enumerate(blocks):
@@ -81,7 +84,7 @@ class StreamedRows(grain.MapDataset[Row]):
             if not os.path.isdir(path):
                 temporary = tempfile.mkdtemp(dir=folder, prefix=".writing-")
                 try:
-                    TokenCorpus.from_documents(block, self._tokenizer, temporary)
+                    TokenCorpus.from_documents(block, self._tokenizer, temporary, chat=self._chat)
                     os.rename(temporary, path)
                 except OSError:
                     if not os.path.isdir(path):  # otherwise another process has just written the same

@@ -99,12 +99,12 @@ def render_chat(
         **special_tokens(folder),
         **(options or {}),
     }
-    given = [_plain(message) for message in messages]
+    given = [as_in_templates(message) for message in messages]
     try:
         try:
             return _render(template, given, values, continue_final_message)
         except TemplateError:
-            folded = _without_system(given)
+            folded = without_system(given)
             if folded is None:
                 raise
             try:
@@ -116,14 +116,14 @@ def render_chat(
         raise ValueError(f"{folder}: its chat template does not take the messages: {error}") from error
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def as_in_templates(message: Message) -> dict[str, Any]:
     """A message without keys of None, its reasoning under the names that templates read."""
     found = {key: value for key, value in message.items() if value is not None}
     reasoning = next((found[key] for key in _REASONING if key in found), None)
     return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
 
 
-def _without_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+def without_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """The messages with the system's text before the first user's; None if they do not begin with these two."""
     roles = [message.get("role") for message in messages[:2]]
     said = messages[0].get("content")

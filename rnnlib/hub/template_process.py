@@ -7,8 +7,10 @@ JSON. What a template may use (filters, globals, extensions) is all in `environm
 
 import contextlib
 import datetime
+import functools
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping
@@ -21,6 +23,10 @@ READY = b"ready\n"
 _MAX_MESSAGE = 300
 # What jinja2 offers that templates of messages have no use for, or that draws at random.
 _WITHOUT_USE = ("center", "pprint", "random", "urlize", "wordwrap", "xmlattr")
+# Stand around what is generated where its place is asked for. Nobody can have written them into a text before.
+_NONCE = os.urandom(12).hex()
+_BEGIN, _END = f"\0{_NONCE}<", f"\0{_NONCE}>"
+_MARK = re.compile(f"({_BEGIN}|{_END})")
 
 
 def environment() -> Any:
@@ -30,7 +36,10 @@ def environment() -> Any:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}...{% endgeneration %}` around what the assistant says, which is the text within."""
+        """`{% generation %}...{% endgeneration %}` around what the assistant says, which is the text within.
+
+        Where `environment.is_marking`, it stands between marks.
+        """
 
         tags = {"generation"}  # noqa: RUF012 (jinja2 reads it)
 
@@ -40,11 +49,13 @@ def environment() -> Any:
             return jinja2.nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
 
         def _text(self, caller: Any) -> str:
-            return caller()
+            marking = self.environment.is_marking  # type: ignore[attr-defined]
+            return f"{_BEGIN}{caller()}{_END}" if marking else caller()
 
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
+    made.is_marking = False  # type: ignore[attr-defined]
     del made.globals["lipsum"]
     for name in _WITHOUT_USE:
         del made.filters[name]
@@ -67,29 +78,58 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def render(made: Any, template: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """An answer: `text`, or `error` with what was wrong in one line.
+def render(made: Any, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The answers to a request: for each of its `values` `text` and `regions`, or `error`, what was wrong in one line.
+
+    `regions` are the places `[begin, end]` in the text of what stands in `{% generation %}`, if the request asks for
+    `regions`.
 
     Raises:
         MemoryError: the template takes more memory than the process has.
     """
     import jinja2
 
-    try:
-        pieces: list[str] = []
-        length = 0
-        for piece in made.from_string(template).generate(**values):
-            pieces.append(piece)
-            length += len(piece)
-            if length > MAX_CHARACTERS:
-                return {"error": f"it writes more than {MAX_CHARACTERS:,} characters"}
-        return {"text": "".join(pieces)}
-    except MemoryError:
-        raise
-    except Exception as error:  # a template may raise anything
-        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        return {"error": " ".join(f"{kind}{error}{line}"[:_MAX_MESSAGE].split())}
+    answers: list[dict[str, Any]] = []
+    length = 0
+    made.is_marking = request["regions"]
+    for values in request["values"]:
+        try:
+            pieces: list[str] = []
+            for piece in _compiled(made, request["template"]).generate(**values):
+                pieces.append(piece)
+                length += len(piece)
+                if length > MAX_CHARACTERS:
+                    return [*answers, {"error": f"it writes more than {MAX_CHARACTERS:,} characters"}]
+            answers.append(_without_marks("".join(pieces)))
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may raise anything
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            answers.append({"error": " ".join(f"{kind}{error}{line}"[:_MAX_MESSAGE].split())})
+    return answers
+
+
+@functools.lru_cache(maxsize=2)
+def _compiled(made: Any, template: str) -> Any:
+    return made.from_string(template)
+
+
+def _without_marks(marked: str) -> dict[str, Any]:
+    """A text without marks, and the places that were between them."""
+    text, begin, depth = "", 0, 0
+    regions: list[tuple[int, int]] = []
+    for part in _MARK.split(marked):
+        if part == _BEGIN:
+            begin = len(text) if depth == 0 else begin
+            depth += 1
+        elif part == _END:
+            depth -= 1
+            if depth == 0 and begin < len(text):
+                regions.append((begin, len(text)))
+        else:
+            text += part
+    return {"text": text, "regions": regions}
 
 
 def _limit_process() -> None:
@@ -124,7 +164,7 @@ def main(folders: list[str]) -> None:
             # The process that asked ends this one when its time is over. If that one is gone, the alarm does.
             if hasattr(signal, "setitimer"):
                 signal.setitimer(signal.ITIMER_REAL, 2 * request["seconds"])
-            answer = json.dumps(render(made, request["template"], request["values"]))
+            answer = json.dumps(render(made, request))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         sys.stdout.buffer.write(answer.encode() + b"\n")

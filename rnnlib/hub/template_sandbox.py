@@ -13,8 +13,8 @@ import pathlib
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rnnlib.extras import from_extra
 from rnnlib.hub.template_process import MAX_CHARACTERS, MEMORY_BYTES, OUT_OF_MEMORY, READY
@@ -28,8 +28,24 @@ _START_SECONDS = 120.0
 _PROGRAM = pathlib.Path(__file__).with_name("template_process.py")
 
 
+# Values are sent in portions of about so many characters, each with the time limit for itself.
+_PORTION = 500_000
+
+
 class TemplateError(ValueError):
     """A template that cannot be rendered; the message is one line."""
+
+
+class Rendered(NamedTuple):
+    """What a template makes of its values.
+
+    Attributes:
+        text: the text.
+        regions: places `(begin, end)` in it of what stands in `{% generation %}`; empty unless asked for.
+    """
+
+    text: str
+    regions: tuple[tuple[int, int], ...]
 
 
 class _TemplateProcess:
@@ -52,7 +68,7 @@ class _TemplateProcess:
             self.end()
             raise RuntimeError(f"the process of chat templates did not start: {sys.executable} {_PROGRAM}")
 
-    def render(self, request: bytes, seconds: float) -> str:
+    def render(self, request: bytes, seconds: float) -> list[dict[str, Any]]:
         try:
             line = self._exchange(request, seconds)
         except BaseException:  # an interrupt may leave half of a request or an answer in the pipes
@@ -62,10 +78,7 @@ class _TemplateProcess:
             if self.end() == OUT_OF_MEMORY:
                 raise TemplateError(f"it takes more than {MEMORY_BYTES // 2**20} MiB of memory")
             raise TemplateError(f"it takes more than {seconds:g} s, or more memory than there is")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise TemplateError(answer["error"])
-        return answer["text"]
+        return json.loads(line)
 
     def _exchange(self, request: bytes, seconds: float) -> bytes:
         """The line that answers a request; empty or without its end if the process ended, or had to be ended."""
@@ -108,18 +121,66 @@ def render_template(template: str, values: Mapping[str, Any], *, seconds: float 
     Raises:
         TemplateError: it is no template, rejects the values, or takes more time, memory or characters than allowed.
     """
+    [found] = render_templates(template, [values], seconds=seconds)
+    if isinstance(found, TemplateError):
+        raise found
+    return found.text
+
+
+def render_templates(
+    template: str, values: Sequence[Mapping[str, Any]], *, regions: bool = False, seconds: float = SECONDS
+) -> list[Rendered | TemplateError]:
+    """What a template makes of each of many values, in a few exchanges with the process.
+
+    Args:
+        template: the source, Jinja.
+        values: of each text what the template may use, as in `render_template`.
+        regions: ask for the places of what stands in `{% generation %}`.
+        seconds: the time that a portion of the values may take.
+
+    Returns:
+        A text for each of the values, or what is wrong with it.
+
+    Raises:
+        TemplateError: the template is too long, or a portion takes more time or memory than allowed.
+    """
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise TemplateError(f"it has {len(template):,} characters, expected at most {MAX_TEMPLATE_CHARACTERS:,}")
     try:
-        request = json.dumps({"template": template, "values": dict(values), "seconds": seconds}).encode() + b"\n"
+        head = json.dumps({"template": template, "regions": regions, "seconds": seconds})[:-1]
+        texts = [json.dumps(dict(each)) for each in values]
     except (TypeError, ValueError, RecursionError) as error:
         raise TemplateError(f"it is given what JSON cannot hold: {error}") from None
-    with _lock:
-        if _running and (_running[0].owner != os.getpid() or not _running[0].is_alive):
-            _running.clear()  # its process ended, or is that of the process that this one was forked from
-        if not _running:
-            _running.append(_TemplateProcess())
-        return _running[0].render(request, seconds)
+    answers: list[dict[str, Any]] = []
+    for portion in _portions(texts):
+        request = f'{head}, "values": [{", ".join(portion)}]}}\n'.encode()
+        with _lock:
+            if _running and (_running[0].owner != os.getpid() or not _running[0].is_alive):
+                _running.clear()  # its process ended, or is that of the process that this one was forked from
+            if not _running:
+                _running.append(_TemplateProcess())
+            found = _running[0].render(request, seconds)
+        # After a text that is too long for all there is no other.
+        answers += found + found[-1:] * (len(portion) - len(found))
+    return [
+        TemplateError(answer["error"])
+        if "error" in answer
+        else Rendered(answer["text"], tuple((begin, end) for begin, end in answer["regions"]))
+        for answer in answers
+    ]
+
+
+def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
+    portion: list[str] = []
+    size = 0
+    for text in texts:
+        if portion and size + len(text) > _PORTION:
+            yield portion
+            portion, size = [], 0
+        portion.append(text)
+        size += len(text)
+    if portion:
+        yield portion
 
 
 @atexit.register

@@ -16,6 +16,7 @@ from flax import nnx
 
 from rnnlib.configuration import to_plain
 from rnnlib.data import FileTokenizer, Tokenizer, load_tokenizer
+from rnnlib.data.chat import ChatEncoder, ChatTemplate, chat_encoder
 from rnnlib.hub.special_tokens import copy_tokenizer_files, end_token
 from rnnlib.models import DecoderLM
 from rnnlib.tokenizers import read_backend
@@ -82,7 +83,14 @@ def check_new_folder(folder: Path) -> None:
         raise RunError(f"run folder {folder} cannot be made: {parent} cannot be written to")
 
 
-def create_run(folder: Path, config: TrainConfig, tokenizer: Tokenizer, *, origin: Path | None = None) -> None:
+def create_run(
+    folder: Path,
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    *,
+    origin: Path | None = None,
+    template: ChatTemplate | None = None,
+) -> None:
     """Makes a run folder that holds its config and tokenizer from the moment that it is there.
 
     Args:
@@ -90,6 +98,7 @@ def create_run(folder: Path, config: TrainConfig, tokenizer: Tokenizer, *, origi
         config: its config.
         tokenizer: its tokenizer.
         origin: the folder of the model that training begins with; what says how to use its tokenizer is copied.
+        template: the chat template that its conversations go through.
 
     Raises:
         RunError: if it exists or cannot be made.
@@ -105,6 +114,8 @@ def create_run(folder: Path, config: TrainConfig, tokenizer: Tokenizer, *, origi
             tokenizer.save(temporary / TOKENIZER_FILE)
         if origin is not None:
             copy_tokenizer_files(origin, temporary)
+        if template is not None:
+            template.save(temporary)
         temporary.chmod(0o755)
         os.rename(temporary, folder)
     except OSError as error:
@@ -161,6 +172,20 @@ def load_run_tokenizer(folder: Path, config: TrainConfig) -> Tokenizer:
     # Beside a published model's tokenizer stands how it calls the end of a document.
     backend = read_backend(copy)
     return FileTokenizer(backend, end_token=end_token(folder, backend))
+
+
+def load_run_chat(folder: Path, config: TrainConfig, tokenizer: Tokenizer) -> ChatEncoder | None:
+    """What encodes a run's conversations, by its own copy of the template; None if it is trained on text.
+
+    Raises:
+        ValueError: if the copy is gone.
+    """
+    data = config.data
+    return (
+        chat_encoder(dataclasses.replace(data, chat_template=None), tokenizer, folder)
+        if data.format == "chat"
+        else None
+    )
 
 
 def check_continues(config: TrainConfig, saved: TrainConfig) -> None:

@@ -18,6 +18,7 @@ from flax import nnx
 from pallas_kernels.common.platform import platform
 from rnnlib.configuration import from_plain, to_plain
 from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
+from rnnlib.data.chat import ChatEncoder, chat_encoder
 from rnnlib.models import DecoderLM
 from rnnlib.training.checkpoint import Checkpoints, Progress
 from rnnlib.training.compiled_steps import CompiledSteps
@@ -46,6 +47,7 @@ from rnnlib.training.run import (
     check_continues,
     check_new_folder,
     create_run,
+    load_run_chat,
     load_run_config,
     load_run_tokenizer,
     lock_run,
@@ -109,6 +111,7 @@ class Trainer:
         read_data: bool = True,
         initial: DecoderLM | None = None,
         origin: Path | None = None,
+        chat: ChatEncoder | None = None,
     ):
         """Prepares a run and checks it; writes nothing.
 
@@ -119,6 +122,7 @@ class Trainer:
             initial: the model to begin a new run with, of `config.model` but for what computes it; its arrays are the
                 first step's to reuse. None for fresh weights.
             origin: the folder that `initial` is from; what says how to use its tokenizer is copied into the run's.
+            chat: encodes conversations, in place of the chat template that `config.data` or `origin` names.
 
         Raises:
             ValueError: if a path, size or name in the config is wrong, or `initial` is another model; the message
@@ -133,6 +137,11 @@ class Trainer:
         model_config = dataclasses.replace(config.model, vocabulary_size=vocabulary)
         self.config = config = dataclasses.replace(config, model=model_config)
         self._steps = CompiledSteps(config, self.tokenizer.token_bytes, initial)
+        if config.data.format == "chat":
+            chat = chat_encoder(config.data, self.tokenizer, origin) if chat is None else chat
+            # A template may be anywhere; what else says how to use the tokenizer is beside it.
+            origin = Path(config.data.tokenizer).parent if origin is None else origin
+        self._chat = chat
         self._origin = origin
         self._data: tuple[BatchDataset, BatchDataset] | None = None
         self._resources: contextlib.ExitStack | None = None
@@ -171,9 +180,10 @@ class Trainer:
         if self._data is None:
             data, parts = self.config.data, self.config.accumulation_steps
             rows = process_rows(self._steps.mesh, data.batch_size, parts)
-            train = make_dataset(data, split="train", tokenizer=self.tokenizer, own_rows=rows)
+            encoders: dict[str, Any] = {"tokenizer": self.tokenizer, "chat": self._chat}
+            train = make_dataset(data, split="train", own_rows=rows, **encoders)
             rows = process_rows(self._steps.mesh, data.batch_size)
-            self._data = train, make_dataset(data, split="validation", tokenizer=self.tokenizer, own_rows=rows)
+            self._data = train, make_dataset(data, split="validation", own_rows=rows, **encoders)
         return self._data
 
     @property
@@ -234,7 +244,10 @@ class Trainer:
         folder = Path(folder)
         train_data, self._validation_data = self.read_data()
         if not resume:
-            broadcast_from_primary(lambda: create_run(folder, self.config, self.tokenizer, origin=self._origin))
+            template = None if self._chat is None else self._chat.template
+            broadcast_from_primary(
+                lambda: create_run(folder, self.config, self.tokenizer, origin=self._origin, template=template)
+            )
             await_shared(folder / CONFIG_FILE)
         saved = load_run_config(folder)
         check_continues(self.config, saved)
@@ -498,11 +511,13 @@ def train(
         NonFiniteLossError: if loss or gradient is not finite in more than `config.max_skipped_steps` steps.
     """
     folder = Path(folder)
-    tokenizer = None
+    tokenizer = chat = None
     if resume:
-        tokenizer = load_run_tokenizer(folder, load_run_config(folder))
+        saved = load_run_config(folder)
+        tokenizer = load_run_tokenizer(folder, saved)
+        chat = load_run_chat(folder, saved, tokenizer)
     else:
         check_new_folder(folder)
-    trainer = Trainer(config, tokenizer=tokenizer)
+    trainer = Trainer(config, tokenizer=tokenizer, chat=chat)
     trainer.open(folder, resume=resume)
     return trainer.run(reporter)

@@ -125,9 +125,37 @@ def test_fine_tune_and_export(published, tmp_path, monkeypatch, capsys, corpus):
     assert row["loss"] < 0.8 * losses[0]
 
 
+def test_fine_tune_on_conversations(published, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    turns = [("user", "{} plus 1"), ("assistant", "is {}"), ("user", "x"), ("assistant", "ok")]
+    rows = [{"messages": [{"role": who, "content": text.format(i)} for who, text in turns]} for i in range(40)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}{{ '<answer>' if m.role == 'assistant' else '<user>' }}{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<answer>{% endif %}"
+    )
+    data = ["--data.format", "chat", "--data.paths", "chat.jsonl", "--data.chat-template", "own.jinja"]
+    sizes = ["--data.sequence-length", "32", "--data.batch-size", "2", "--evaluation.batches", "1"]
+    command = ["train", "--run", "run", "--logging.no-tensorboard", "--logging.no-picture", "--prompt", ""]
+    assert main([*command, "--init", str(published), *data, *sizes, "--steps", "20"]) == 0
+    learned = read_csv(tmp_path / "run" / "metrics.csv")[-1]["tokens"] / 20
+    assert 64 * 0.2 < learned < 64 * 0.5  # the assistant's tokens alone
+    # The run keeps its template: it goes on, is evaluated and answers without the file.
+    (tmp_path / "own.jinja").unlink()
+    assert main([*command, "--resume", "--steps", "60", "--optimizer.learning-rate", "1e-2"]) == 0
+    rows = read_csv(tmp_path / "run" / "metrics.csv")
+    assert len(rows) == 60 and rows[-1]["loss"] < 0.6 * rows[0]["loss"]
+    capsys.readouterr()
+    assert main(["eval", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] < rows[0]["loss"]
+    assert main(["generate", "run", "--chat", "--prompt", "x", "--temperature", "0", "--max-new-tokens", "9"]) == 0
+    assert capsys.readouterr().out == "ok\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["train", "--init", "PUBLISHED", "--data.format", "chat"], "format is 'chat' and the source 'python'"),
         (["generate", str(GOLDEN)], "there is no tokenizer.json, expected one, or a tokenizer to be named"),
         (["eval", str(GOLDEN), "--tokenizer", "byte"], "the model has 100 tokens and the tokenizer 257"),
         (["train", "--init", str(GOLDEN)], "it has no tokenizer.json, expected one, or --data.tokenizer"),
