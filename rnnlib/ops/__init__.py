@@ -14,7 +14,7 @@ The path of a call from the public function to a kernel, for the delta rule (eac
 The other operators follow the same path: `api` checks the arguments and chooses an implementation, `reference` is the
 definition (`"scan"`), `xla_chunked` runs in XLA on any device (`"chunked"`), and `pallas` calls the kernels
 (`"triton"`; for `"mosaic"` some of their stages are Pallas' Mosaic GPU kernels, for Hopper GPUs). Rules with a state
-`[K, V]` share the code in `token_scan` and `chunk`.
+`[K, V]` share the code in `token_scan` and `chunk`; on a TPU `chunk_blocks` runs chunk forms block by block.
 
 Arrays may be sharded by rows and heads over mesh axes of type Explicit (see `sharding`), and within `jax.shard_map` by
 tokens (see `sequence`).

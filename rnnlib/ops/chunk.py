@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.vma import batch_alike, vary_alike
 from rnnlib.ops.arguments import accumulation_dtype, is_symbolic, matmul_precision, segment_starts
+from rnnlib.ops.chunk_blocks import in_blocks
 from rnnlib.ops.heads import group_inputs, merge_heads
 
 _SMALLEST_CHUNK = 16
@@ -332,7 +333,7 @@ def evaluate_rule(
     size = chunk_length(inputs.q.shape[1], chunk_size)
     chunk_factors = functools.partial(rule_factors, scale=scale, size=size)
     dtype = accumulation_dtype(*jax.tree.leaves(inputs), initial_state)
-    batch, length, heads, key_size = inputs.q.shape
+    batch, _, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
     state_shape = (batch, heads, value_heads // heads, key_size, value_size)
     if initial_state is None:
@@ -343,6 +344,10 @@ def evaluate_rule(
     precision, out_dtype = matmul_precision(*jax.tree.leaves(inputs)), inputs.v.dtype
     if dtype == jnp.float64:  # perhaps only the state is float64
         inputs = jax.tree.map(lambda x: x.astype(dtype), inputs)
-    out, final = evaluate_chunks(chunk_factors, precision, *vary_alike((inputs, starts, state)))
-    out = merge_heads(join_chunks(out, length)).astype(out_dtype)
+
+    def evaluate(inputs: Any, starts: Array | None, state: Array) -> tuple[Array, Array]:
+        out, final = evaluate_chunks(chunk_factors, precision, inputs, starts, state)
+        return merge_heads(join_chunks(out, inputs.q.shape[1])).astype(out_dtype), final
+
+    out, final = in_blocks(evaluate, *vary_alike((inputs, starts, state)), chunk_size=size)
     return out, final.reshape(batch, value_heads, key_size, value_size)

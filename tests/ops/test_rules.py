@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from rnnlib import ops
+from rnnlib.ops import chunk_blocks
 from rnnlib.ops.triangular import unit_lower_inverse
 from tests.ops.rules import (
     Case,
@@ -80,6 +81,18 @@ def test_float64_chunks_are_exact(x64, rule):
         actual = outputs_and_gradients(rule, arguments, case.segment_ids(), "chunked", chunk_size)
         assert actual["out"].dtype == actual["state"].dtype == jnp.float64
         assert max(relative_error(actual[name], expected[name]) for name in expected) < 1e-12
+
+
+@pytest.mark.parametrize("matrices", [1, 8])
+@pytest.mark.parametrize("case", [HARDEST[0], PLAIN], ids=["channels", "heads"])
+def test_blocks_of_a_tpu_are_the_scan(monkeypatch, case, matrices):
+    """The loop over blocks of chunks, rows and heads that a TPU runs: one chunk in a block, and all sizes above 1."""
+    monkeypatch.setattr(chunk_blocks, "platform", lambda: "tpu")
+    monkeypatch.setattr(chunk_blocks, "_MATRICES", matrices)
+    jax.clear_caches()
+    case = dataclasses.replace(case, shape=(2, 150, 2, 4, 20, 16), segments="random")
+    assert_matches_reference(ops.gated_delta_rule, case, "chunked", 2e-5)
+    jax.clear_caches()
 
 
 def test_scan_is_the_recurrence_of_the_papers():

@@ -1,0 +1,85 @@
+"""Chunk forms block by block, in a loop, on a TPU: a few chunks of a few rows and heads at a time.
+
+XLA for TPUs unrolls a batch of small matrix products: a product of two thousand 64 x 64 matrices takes seconds to
+compile, and one of 32 two tenths of a second. In a loop over blocks, what lies between a block's products also stays on
+the chip.
+On other devices all chunks are computed at once.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.common.platform import platform
+from rnnlib.ops.arguments import is_symbolic
+
+_MATRICES = 32
+"""Chunks in a block, one for each row and head, at most: where compiling is quick and vector units are busy."""
+
+
+def in_blocks(
+    evaluate: Callable[[Any, Array | None, Array], tuple[Any, Array]],
+    inputs: Any,
+    starts: Array | None,
+    state: Array,
+    *,
+    chunk_size: int,
+) -> tuple[Any, Array]:
+    """`evaluate(inputs, starts, state)`, on a TPU in a loop over blocks that passes the state on.
+
+    Args:
+        evaluate: a rule that reads tokens in order and mixes neither rows nor heads. From the arguments below it
+            computes arrays like `inputs`, and the final state.
+        inputs: any tree of arrays by token, `[B, T, n * H, ...]`.
+        starts: None or `[B, T]`, true where a segment begins.
+        state: `[B, H, ...]`.
+        chunk_size: tokens of a chunk. A block has a multiple of them; padding is zero and comes last.
+    """
+    (batch, heads), length = state.shape[:2], jax.tree.leaves(inputs)[0].shape[1]
+    if platform() != "tpu" or is_symbolic(batch) or is_symbolic(length):
+        return evaluate(inputs, starts, state)
+    some_heads = _largest_divisor(heads, _MATRICES)
+    rows = _largest_divisor(batch, _MATRICES // some_heads)
+    chunks = min(max(1, _MATRICES // (rows * some_heads)), -(-length // chunk_size))
+    tokens = chunks * chunk_size
+    blocks = -(-length // tokens)
+    parts = (batch // rows, heads // some_heads)
+
+    def split(x: Array) -> Array:
+        """`[B, T, n * H, ...]` to `[parts, blocks, rows, tokens, n * some_heads, ...]`."""
+        x = jnp.pad(x, [(0, 0), (0, blocks * tokens - length)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(parts[0], rows, blocks, tokens, parts[1], -1, *x.shape[3:])
+        x = x.transpose(0, 4, 2, 1, 3, 5, *range(6, x.ndim))
+        return x.reshape(math.prod(parts), *x.shape[2:])
+
+    def join(x: Array) -> Array:
+        """The inverse of `split`."""
+        x = x.reshape(*parts, *x.shape[1:])
+        x = x.transpose(0, 3, 2, 4, 1, 5, *range(6, x.ndim))
+        return x.reshape(batch, blocks * tokens, -1, *x.shape[6:])[:, :length]
+
+    def run(part: Any) -> tuple[Array, Any]:
+        state, part = part
+        return jax.lax.scan(step, state, part)
+
+    def step(state: Array, block: Any) -> tuple[Array, Any]:
+        inputs, starts = block
+        out, state = evaluate(inputs, None if starts is None else starts[..., 0], state)
+        return state, out
+
+    if starts is not None:
+        starts = jnp.broadcast_to(starts[:, :, None], (batch, length, heads))
+    state = state.reshape(parts[0], rows, parts[1], some_heads, *state.shape[2:])
+    state = state.swapaxes(1, 2).reshape(math.prod(parts), rows, some_heads, *state.shape[4:])
+    final, out = jax.lax.map(run, (state, jax.tree.map(split, (inputs, starts))))
+    final = final.reshape(*parts, *final.shape[1:]).swapaxes(1, 2)
+    return jax.tree.map(join, out), final.reshape(batch, heads, *final.shape[4:])
+
+
+def _largest_divisor(of: int, limit: int) -> int:
+    """The largest divisor of a number that is at most `limit`."""
+    return max(n for n in range(1, limit + 1) if of % n == 0)
