@@ -1,5 +1,6 @@
 """Verdicts on the studies' pages, and the index of all claims."""
 
+import collections
 import math
 import pathlib
 import re
@@ -10,11 +11,13 @@ from experiments.claims.recall import CLAIMS as RECALL
 from experiments.claims.speed import CLAIMS as SPEED
 from experiments.harness.page import write_between_marks
 from experiments.harness.tables import EXPERIMENTS, write_text
-from experiments.harness.verdicts import Region
+from experiments.harness.verdicts import Region, Verdict
 
 CLAIMS: tuple[Claim, ...] = (*RECALL, *LANGUAGE, *SPEED)
 BEGIN = "<!-- verdict: written by `python -m experiments.claims`, do not edit -->"
 END = "<!-- end of the verdict -->"
+SUMMARY_BEGIN = "<!-- verdicts: written by `python -m experiments.claims`, do not edit -->"
+SUMMARY_END = "<!-- end of the verdicts -->"
 
 
 def _place(region: Region) -> str:
@@ -59,6 +62,26 @@ def write_verdict(page: str, claim: Claim) -> str:
     return f"{page[: found.end(1)]}{verdict_text(claim)}\n{page[found.start(2) :]}"
 
 
+def summary(study: str) -> str:
+    """The verdicts on all claims of a study's page, in one line."""
+    counts = collections.Counter(claim.verdict() for claim in CLAIMS if claim.study == study)
+    found = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
+    return f"**Verdict.** [Claims](#claims) of papers that this page tests: {found}."
+
+
+def write_summary(page: str, study: str) -> str:
+    """A study's page with `summary` between its marks.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    before, begin, rest = page.partition(SUMMARY_BEGIN)
+    _, end, after = rest.partition(SUMMARY_END)
+    if not begin or not end:
+        raise ValueError(f"{study}: expected {SUMMARY_BEGIN!r} and {SUMMARY_END!r}")
+    return f"{before}{begin}\n{summary(study)}\n{end}{after}"
+
+
 def index() -> str:
     """The table of all claims, Markdown."""
     lines = ["| claim | paper | paper's number | ours | verdict | detail |", "|" + " --- |" * 6]
@@ -73,7 +96,7 @@ def write_pages(experiments: pathlib.Path = EXPERIMENTS) -> None:
     """Writes every verdict and the index."""
     for study in dict.fromkeys(claim.study for claim in CLAIMS):
         page = experiments / study / "README.md"
-        text = page.read_text()
+        text = write_summary(page.read_text(), study)
         for claim in CLAIMS:
             if claim.study == study:
                 text = write_verdict(text, claim)

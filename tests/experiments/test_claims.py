@@ -8,7 +8,7 @@ import pytest
 
 from experiments.claims.claim import Claim, Part
 from experiments.claims.evidence import accuracy, bits, solved, solves, steps
-from experiments.claims.pages import BEGIN, CLAIMS, END, index, verdict_text, write_verdict
+from experiments.claims.pages import BEGIN, CLAIMS, END, index, verdict_text, write_summary, write_verdict
 from experiments.harness.page import marks
 from experiments.harness.tables import EXPERIMENTS, read_table, table_path
 from experiments.harness.verdicts import Interval, Region, Verdict, above, below, equal
@@ -22,6 +22,16 @@ def test_verdicts_on_a_page_are_what_the_tables_give(study):
     for claim in CLAIMS:
         if claim.study == study:
             assert write_verdict(page, claim) == page, claim.title
+    assert write_summary(page, study) == page
+    with pytest.raises(ValueError, match="a_study: expected '<!-- verdicts"):
+        write_summary("a page without marks", "a_study")
+
+
+def test_a_page_with_claims_has_question_result_uncertainty_and_verdict_in_that_order_above_its_tables():
+    for study in {claim.study for claim in CLAIMS}:
+        page = (EXPERIMENTS / study / "README.md").read_text()
+        places = [page.index(f"**{part}.**") for part in ("Question", "Setting", "Result", "Uncertainty", "Verdict")]
+        assert places == sorted(places) and places[-1] < page.index("\n## "), study
 
 
 def test_the_index_is_what_the_claims_give():
