@@ -10,8 +10,9 @@ from typing import Any
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
-from rnnlib.models.config import NONE, ModelConfig, preset_of
-from rnnlib.models.mixers import ATTENTION, mixer_config
+from rnnlib.layers.parallel import SIDE_BY_SIDE, ParallelConfig
+from rnnlib.models.config import NONE, ModelConfig
+from rnnlib.models.mixers import heads_of, mixer_config
 
 # Fields that do not change a model's outputs for given variables: auxiliary losses of training, initial values, and
 # methods of computation.
@@ -71,10 +72,12 @@ def sized_mixer(config: ModelConfig, mixer: str) -> Any:
     """A layer's mixer with every size as a number: `key_heads`, `key_head_dim` and so on are set. None for `"none"`."""
     if mixer == NONE:
         return None
-    given = mixer_config(config, mixer)
-    heads = config.num_heads
-    if preset_of(mixer) in ATTENTION and config.attention_heads is not None:
-        heads = config.attention_heads
+    given, heads = mixer_config(config, mixer), heads_of(config, mixer)
+    if isinstance(given, ParallelConfig):
+        sized = tuple(sized_mixer(config, name) for name in mixer.split(SIDE_BY_SIDE))
+        ones = (1.0,) * len(sized)
+        scales = given.input_scales or ones, given.output_scales or ones
+        return ParallelConfig(sized, *scales)
     if isinstance(given, RecurrentMixerConfig):
         shape = given.shape(config.width, heads)
         return dataclasses.replace(
@@ -114,6 +117,9 @@ def _flat(value: Any, path: str) -> dict[str, Any]:
         entry = getattr(value, field.name)
         if field.name == "rate":
             fields[f"{path}rate given by the token"] = entry is None
+        elif isinstance(value, ParallelConfig) and field.name == "mixers":
+            for i, mixer in enumerate(entry):
+                fields |= _flat(mixer, f"{path}mixer {i}: ")
         elif field.name not in left_out:
             inner = f"{path}{field.name}"
             fields |= _flat(entry, f"{inner}.") if dataclasses.is_dataclass(entry) else {inner: entry}

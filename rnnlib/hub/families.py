@@ -21,6 +21,7 @@ from rnnlib.hub.fla.transformer import TRANSFORMER
 from rnnlib.hub.mamba2 import MAMBA2, MAMBA2_FLA
 from rnnlib.hub.table import Family
 from rnnlib.hub.transformers.bailing_hybrid import BAILING_HYBRID
+from rnnlib.hub.transformers.falcon_h1 import FALCON_H1
 from rnnlib.hub.transformers.kimi_linear import KIMI_LINEAR
 from rnnlib.hub.transformers.lara_mini import LARA_MINI
 from rnnlib.hub.transformers.mamba_hybrids import BAMBA, GRANITE
@@ -57,6 +58,7 @@ FAMILIES: dict[str, Family] = {
         BAILING_HYBRID,
         BAMBA,
         NEMOTRON_H,
+        FALCON_H1,
         GRANITE,
     )
 }

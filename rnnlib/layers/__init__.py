@@ -49,6 +49,7 @@ from rnnlib.layers.keys import CorrectionBeforeNorms, KeyMap, Keys, KeysConfig, 
 from rnnlib.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer, RecurrentMixerConfig
 from rnnlib.layers.normalization import RMSNorm, l2_normalize
+from rnnlib.layers.parallel import ParallelConfig, ParallelMixer
 from rnnlib.layers.part import PartConfig
 from rnnlib.layers.preconditioner import (
     ApplyToBoth,
@@ -128,6 +129,8 @@ __all__ = [
     "Online",
     "OperatorOptions",
     "OutputCorrection",
+    "ParallelConfig",
+    "ParallelMixer",
     "PartConfig",
     "PlainKeys",
     "PreconditionedGain",

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from rnnlib import ops
-from rnnlib.fields import PositiveInteger
+from rnnlib.fields import PositiveInteger, PositiveNumber
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.part import PartConfig
@@ -29,6 +29,9 @@ class ConvolutionConfig(PartConfig):
         value: whether values are.
         activation: of the filter's output, before the feature map.
         initializer: of the filter (fan-in is `size`).
+        query_scale: factor on what the queries' filter reads (a multiplier of muP, arXiv 2203.03466), not on its bias.
+        key_scale: likewise of the keys.
+        value_scale: likewise of the values.
     """
 
     size: PositiveInteger = 4
@@ -38,13 +41,20 @@ class ConvolutionConfig(PartConfig):
     value: bool = True
     activation: Literal["none", "silu"] = "none"
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
+    query_scale: PositiveNumber = 1.0
+    key_scale: PositiveNumber = 1.0
+    value_scale: PositiveNumber = 1.0
 
 
 class ShortConvolution(nnx.Module):
     """`y_t = sum_i kernel_i * x_(t - size + 1 + i) (+ bias)`, channel by channel, within a segment."""
 
-    def __init__(self, channels: int, config: ConvolutionConfig, shape: MixerShape, *, rngs: nnx.Rngs):
+    def __init__(
+        self, channels: int, config: ConvolutionConfig, shape: MixerShape, *, scale: float = 1.0, rngs: nnx.Rngs
+    ):
+        """Builds the filter of `channels`; `scale` multiplies its input."""
         self.channels = channels
+        self.scale = scale
         self.size = config.size
         self.dtype = shape.dtype
         init = config.initializer.build()
@@ -90,7 +100,8 @@ class ShortConvolution(nnx.Module):
     def filter(self) -> tuple[Float[Array, "W C"], Float[Array, " C"] | None]:
         """Kernel and bias in the compute dtype."""
         bias = None if self.bias is None else self.bias[...].astype(self.dtype)
-        return self.kernel[...].astype(self.dtype), bias
+        kernel = self.kernel[...]
+        return (kernel if self.scale == 1 else kernel * self.scale).astype(self.dtype), bias
 
     def init_state(self, batch_size: int, dtype: DTypeLike) -> Float[Array, "B S C"]:
         """The state before the first token: zeros."""

@@ -122,6 +122,7 @@ class StateSpaceDecay(DecayConfig):
         step: range of the log-uniform initial value of `softplus(dt_bias)`.
         step_floor: lower bound of that initial value.
         use_bias: whether the projection has a bias beside dt_bias.
+        scale: factor on `W x` (a multiplier of muP), not on `dt_bias`.
     """
 
     channelwise: bool = False
@@ -131,6 +132,7 @@ class StateSpaceDecay(DecayConfig):
     step: tuple[float, float] = (1e-3, 0.1)
     step_floor: float = 1e-4
     use_bias: bool = False
+    scale: PositiveNumber = 1.0
 
     def check_ranges(self) -> None:
         """Raises ValueError, for `build`, if a range is empty or contains numbers that are not positive."""
@@ -155,6 +157,7 @@ class StateSpaceDecayGate(DecayGate):
         heads = shape.value_heads if config.heads == "value" else shape.key_heads
         features = heads * shape.key_size if config.channelwise else heads
         self.projection = shape.project(features, rank=config.rank, use_bias=config.use_bias, rngs=rngs)
+        self.scale = config.scale
 
         self.A_log = None if config.rate is None else self._initial_rate(heads, config.rate, rngs)
         self.rate_projection = shape.project(heads, rngs=rngs) if config.rate is None else None
@@ -186,7 +189,11 @@ class StateSpaceDecayGate(DecayGate):
 
         With a decay per channel both have one more axis, of size 1 and of size K.
         """
-        return self._rate(x), self._logits(self.projection(x), self.dt_bias[...])
+        return self._rate(x), self._logits(self._projected(x), self.dt_bias[...])
+
+    def _projected(self, x: Array) -> Array:
+        projected = self.projection(x)
+        return projected if self.scale == 1 else projected * self.scale
 
     def _logits(self, projected: Array, bias: Array) -> Array:
         dtype = self.shape.gate_dtype
@@ -258,7 +265,7 @@ class SoftplusDecayGate(StateSpaceDecayGate, Finishing):
             rate, log_decay = self._rate(x), self._by_head(finished)
             step = -log_decay / jnp.maximum(rate, jnp.finfo(rate.dtype).tiny)  # XLA drops what no gate takes
             return Decay(log_decay=self.per_value_head(log_decay), step=self.per_value_head(step))
-        projected = self.projection(x)
+        projected = self._projected(x)
         rate, logits = self._rate(x), self._logits(projected, self.dt_bias[...])
         if self.channelwise and self.A_log is not None and self.step_limits is None:
             of_channels = jnp.repeat(rate[:, 0], self.shape.key_size)
@@ -280,7 +287,7 @@ class SoftplusDecayGate(StateSpaceDecayGate, Finishing):
 
     def finishes(self) -> list[tuple[nnx.Module, Finish]]:
         """The log decay, of a rate that is no function of the token and without limits."""
-        if self.A_log is None or self.step_limits is not None:
+        if self.A_log is None or self.step_limits is not None or self.scale != 1:
             return []
         dtype = self.shape.gate_dtype
         return [(self.projection, LogDecay(self.A_log[...].astype(dtype), self.dt_bias[...].astype(dtype)))]

@@ -4,11 +4,12 @@ import abc
 import dataclasses
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from rnnlib.fields import PositiveInteger
+from rnnlib.fields import PositiveInteger, PositiveNumber
 from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
 from rnnlib.layers.part import PartConfig
 from rnnlib.layers.products import gated_product
@@ -17,7 +18,7 @@ from rnnlib.ops.thin_products import linear_product
 
 
 class SwiGLU(nnx.Module):
-    """Gated feed-forward `W_down (silu(W_gate x) * W_up x)`."""
+    """Gated feed-forward `output_scale W_down (silu(gate_scale W_gate x) * W_up x)`."""
 
     def __init__(
         self,
@@ -28,6 +29,8 @@ class SwiGLU(nnx.Module):
         dtype,
         param_dtype,
         use_bias: bool = False,
+        gate_scale: float = 1.0,
+        output_scale: float = 1.0,
         rngs: nnx.Rngs,
     ):
         """Builds the three maps.
@@ -39,6 +42,8 @@ class SwiGLU(nnx.Module):
             dtype: dtype of the products.
             param_dtype: dtype of the weights.
             use_bias: whether the three maps have biases.
+            gate_scale: factor on the gate's product and bias.
+            output_scale: factor on the output.
             rngs: source of the initial weights.
         """
         hidden_width = share_of(hidden_width, "the width of a feed-forward (--model.mlp-width)")
@@ -50,13 +55,19 @@ class SwiGLU(nnx.Module):
             dot_general=linear_product,
             rngs=rngs,
         )
+        self.gate_scale, self.output_scale = gate_scale, output_scale
         self.gate = nnx.Linear(width, hidden_width, **options)
         self.up = nnx.Linear(width, hidden_width, **options)
         self.down = linear_of_shares(current_shares())(hidden_width, width, **options)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the block to `[B, T, D]` activations."""
-        return self.down(gated_product(x, self.gate, self.up))
+        if self.gate_scale == 1:
+            hidden = gated_product(x, self.gate, self.up)
+        else:
+            hidden = jax.nn.silu(self.gate(x) * self.gate_scale) * self.up(x)
+        out = self.down(hidden)
+        return out if self.output_scale == 1 else out * self.output_scale
 
 
 class MLP(nnx.Module):
@@ -135,10 +146,14 @@ class SwiGLUConfig(FeedForwardConfig):
     Attributes:
         width: hidden width; None is that of the model's SwiGLUs.
         use_bias: whether the three maps have biases.
+        gate_scale: factor on what the SiLU reads (a multiplier of muP, arXiv 2203.03466, as Falcon-H1 has them).
+        output_scale: factor on the output.
     """
 
     width: PositiveInteger | None = None
     use_bias: bool = False
+    gate_scale: PositiveNumber = 1.0
+    output_scale: PositiveNumber = 1.0
 
     def build(
         self,
@@ -162,6 +177,8 @@ class SwiGLUConfig(FeedForwardConfig):
             dtype=dtype,
             param_dtype=param_dtype,
             use_bias=self.use_bias,
+            gate_scale=self.gate_scale,
+            output_scale=self.output_scale,
             rngs=rngs,
         )
 

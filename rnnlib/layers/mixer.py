@@ -239,6 +239,7 @@ class RecurrentMixer(nnx.Module):
         ) -> Stream:
             own = convolution if convolution is not None and getattr(convolution, kind) else None
             options: dict[str, Any] = {"norm": norm, "use_bias": config.use_bias, "borrows_map": borrows_map}
+            options["scale"] = 1.0 if convolution is None else getattr(convolution, f"{kind}_scale")
             return Stream(shape, heads, size, convolution=own, feature_map=feature_map, rngs=rngs, **options)
 
         heads, shared = shape.key_heads * shape.pairs, shape.shared_heads

@@ -9,6 +9,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from rnnlib.fields import PositiveNumber
 from rnnlib.layers.base import MixerShape, Rank, product_and_bias
 from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
 from rnnlib.layers.normalization import RMSNorm
@@ -25,6 +26,7 @@ class ReadoutConfig(PartConfig):
         gate: activation of the output gate `act(W x)`; `"none"` is no gate.
         gate_rank: of the gate's projection: None is full rank, `"value_size"` is V.
         gate_bias: whether the gate's projection has a bias.
+        gate_scale: factor on `W x` (a multiplier of muP).
         gate_first: whether the gate is applied before the norm (Mamba-2, `norm(o * silu(z))`) instead of after it.
         norm: RMS norm of each value head, of all heads together, of the value heads that share a key head together
             (`"group"`, Mamba-2 with several groups), or none. Its scale is `[V]` for `"head"`, else `[HV * V]`.
@@ -39,6 +41,7 @@ class ReadoutConfig(PartConfig):
     gate: Literal["none", "silu", "sigmoid"] = "silu"
     gate_rank: Rank = None
     gate_bias: bool = False
+    gate_scale: PositiveNumber = 1.0
     gate_first: bool = False
     norm: Literal["head", "all", "group", "none"] = "head"
     eps: float = 1e-6
@@ -117,7 +120,7 @@ class Readout(nnx.Module):
             config.norm != "head"
             or config.skip
             or config.activation != "identity"
-            or (config.gate != "none" and config.gate_first)
+            or (config.gate != "none" and (config.gate_first or config.gate_scale != 1))
         ):
             return None
         return None if self.norm is None or self.norm.scale is None else self.norm.scale[...]
@@ -139,5 +142,5 @@ class Readout(nnx.Module):
         if self.gate is None:
             return None
         activation = jax.nn.silu if self.config.gate == "silu" else jax.nn.sigmoid
-        gate = activation(self.gate(x).astype(self.shape.gate_dtype))
+        gate = activation(self.gate(x).astype(self.shape.gate_dtype) * self.config.gate_scale)
         return gate.reshape(*x.shape[:2], self.shape.value_heads, self.shape.value_size)

@@ -37,6 +37,7 @@ class Stream(nnx.Module):
         norm: StreamNorm,
         use_bias: bool = False,
         borrows_map: bool = False,
+        scale: float = 1.0,
         rngs: nnx.Rngs,
     ):
         self.heads = heads
@@ -54,7 +55,7 @@ class Stream(nnx.Module):
         )
         self.projection = shape.project(heads * size, use_bias=use_bias, rngs=rngs)
         self.convolution = (
-            None if convolution is None else ShortConvolution(heads * size, convolution, shape, rngs=rngs)
+            None if convolution is None else ShortConvolution(heads * size, convolution, shape, scale=scale, rngs=rngs)
         )
         # The map, the name of an activation, or None if each call passes another stream's map.
         own: HeadMap | str | None = feature_map if isinstance(feature_map, str) else None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from rnnlib.configuration import from_plain, to_plain
 from rnnlib.fields import PositiveInteger, PositiveNumber, Range, check_fields
 from rnnlib.layers.feed_forward import FeedForwardConfig
+from rnnlib.layers.parallel import SIDE_BY_SIDE
 from rnnlib.layers.part import part_from_plain
 from rnnlib.layers.presets import mixer_names
 
@@ -60,7 +61,9 @@ class ModelConfig:
         mixers: names of `rnnlib.layers.presets.mixer_names()`, repeated cyclically over the layers: one name for a
             plain model, two for every other layer, as many as there are layers for an explicit pattern. Several
             settings of one mixer are variants, `"attention/local"` and `"attention/global"`, under names of your own.
-            `"none"` is a layer without a mixer, a feed-forward alone (as Nemotron-H has them).
+            `"none"` is a layer without a mixer, a feed-forward alone (as Nemotron-H has them). `"mamba2+attention"` is
+            a layer of several mixers side by side, each with its own name's overrides; under the whole name the fields
+            of `ParallelConfig`.
         mixer_overrides: what `mixer_preset` takes as overrides, by mixer name (`"*"`: every recurrent mixer), e.g.
             `{"gated_deltanet": {"output_gate": False, "gain.negative_eigenvalues": True}}`. An axis may be given as
             its configuration or in plain values, `{"kla": {"keys": {"ApplyToKey": {"bound": 2.0}}}}`. A variant has
@@ -257,9 +260,13 @@ def preset_of(mixer: str) -> str:
 
 
 def _is_mixer(name: str, known: Sequence[str]) -> bool:
-    """Whether a name is a preset's or a variant's of one."""
-    preset, slash, variant = name.partition("/")
-    return preset in known and bool(variant) == bool(slash)
+    """Whether a name is a preset's or a variant's of one, or several of those side by side."""
+
+    def is_one(name: str) -> bool:
+        preset, slash, variant = name.partition("/")
+        return preset in known and bool(variant) == bool(slash)
+
+    return all(map(is_one, name.split(SIDE_BY_SIDE)))
 
 
 def _frozen_option(mixer: str, path: str, value: Any) -> Any:

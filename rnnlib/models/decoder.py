@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rnnlib.layers import Attention, LatentAttention
+from rnnlib.layers import Attention, LatentAttention, ParallelMixer, TokenMixer
 from rnnlib.layers.base import check_cache_size
 from rnnlib.layers.feed_forward import FeedForwardConfig
 from rnnlib.layers.feed_forward import SwiGLU as SwiGLU
@@ -86,6 +86,13 @@ class Block(nnx.Module):
             if has_feed_forward
             else None
         )
+
+    @property
+    def mixers(self) -> tuple[TokenMixer, ...]:
+        """Its mixers: those that stand side by side, one, or none."""
+        if isinstance(self.mixer, ParallelMixer):
+            return tuple(self.mixer.mixers)
+        return () if self.mixer is None else (self.mixer,)
 
     def __call__(
         self,
@@ -355,7 +362,8 @@ class DecoderLM(nnx.Module):
         """Attention layers whose calls stand apart in the training pass: of scanned blocks those of the last round."""
         scanned = self._repeats() if self.config.scan_layers else 1
         blocks = self.blocks[(scanned - 1) * len(self.config.mixers) :]
-        return [block.mixer for block in blocks if isinstance(block.mixer, Attention | LatentAttention)]
+        mixers = [mixer for block in blocks for mixer in block.mixers]
+        return [mixer for mixer in mixers if isinstance(mixer, Attention | LatentAttention)]
 
     def _training_block(self):
         if not self.config.remat:

@@ -1,10 +1,12 @@
 """From a model's configuration to the mixer of one of its layers."""
 
+import dataclasses
 from typing import Any
 
 from flax import nnx
 
 from rnnlib.layers.base import MixerConfig, TokenMixer
+from rnnlib.layers.parallel import SIDE_BY_SIDE, ParallelConfig, ParallelMixer
 from rnnlib.layers.presets import mixer_preset
 from rnnlib.models.config import ModelConfig, preset_of
 
@@ -24,6 +26,9 @@ def mixer_config(config: ModelConfig, mixer: str) -> MixerConfig:
     Raises:
         ValueError: where an override names no field of it, or has an invalid value.
     """
+    if SIDE_BY_SIDE in mixer:
+        parts = tuple(mixer_config(config, name) for name in mixer.split(SIDE_BY_SIDE))
+        return _with_options(ParallelConfig(parts), mixer, dict(dict(config.mixer_overrides).get(mixer, ())))
     preset = preset_of(mixer)
     options: dict[str, Any] = {"head_dim": config.head_dim}
     if preset in ATTENTION:
@@ -39,6 +44,20 @@ def mixer_config(config: ModelConfig, mixer: str) -> MixerConfig:
     return mixer_preset(preset, **options)
 
 
+def _with_options(config: ParallelConfig, mixer: str, options: dict[str, Any]) -> ParallelConfig:
+    known = ("input_scales", "output_scales")
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"mixer_overrides: {mixer} has {unknown[0]!r}, expected {' or '.join(known)}")
+    return dataclasses.replace(config, **options)
+
+
+def heads_of(config: ModelConfig, mixer: str) -> int:
+    """The number of heads that a model gives a mixer."""
+    is_attention = preset_of(mixer) in ATTENTION
+    return config.attention_heads if is_attention and config.attention_heads is not None else config.num_heads
+
+
 def build_mixer(config: ModelConfig, mixer: str, *, rngs: nnx.Rngs) -> TokenMixer:
     """Builds the token mixer of one layer.
 
@@ -50,9 +69,10 @@ def build_mixer(config: ModelConfig, mixer: str, *, rngs: nnx.Rngs) -> TokenMixe
     Returns:
         A module `(x, *, segment_ids, positions, cache) -> (y, cache)` with `init_cache`.
     """
-    num_heads = config.num_heads
-    if preset_of(mixer) in ATTENTION and config.attention_heads is not None:
-        num_heads = config.attention_heads
-    return mixer_config(config, mixer).build(
-        config.width, num_heads, rngs=rngs, dtype=config.compute_dtype, param_dtype=config.storage_dtype
+    found = mixer_config(config, mixer)
+    if isinstance(found, ParallelConfig):
+        names = mixer.split(SIDE_BY_SIDE)
+        return ParallelMixer(found, [build_mixer(config, name, rngs=rngs) for name in names], config.width)
+    return found.build(
+        config.width, heads_of(config, mixer), rngs=rngs, dtype=config.compute_dtype, param_dtype=config.storage_dtype
     )

@@ -15,16 +15,29 @@ from jax import Array
 from rnnlib.layers.attention import Attention
 from rnnlib.layers.latent_attention import LatentAttention
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer
+from rnnlib.layers.parallel import ParallelMixer
 from rnnlib.models.decoder import DecoderCache, DecoderLM
 from rnnlib.ops.deferred_writes import PERIOD, DeferredState, settle_writes
 
 
 def defer_writes(model: DecoderLM, cache: DecoderCache) -> DecoderCache:
     """The cache as a loop carries it: writes wait where a layer's kernel gains by that."""
-    return tuple(
-        _deferred(*nnx.split(block.mixer), entry) if isinstance(block.mixer, RecurrentMixer) else entry
-        for block, entry in zip(model.blocks, cache)
+    return _of_mixers(
+        model,
+        cache,
+        lambda mixer, entry: _deferred(*nnx.split(mixer), entry) if isinstance(mixer, RecurrentMixer) else entry,
     )
+
+
+def _of_mixers(model: DecoderLM, cache: DecoderCache, change: Callable[[Any, Any], Any]) -> DecoderCache:
+    """The cache with each mixer's entry changed, in the order of the layers."""
+    entries = []
+    for block, entry in zip(model.blocks, cache):
+        if isinstance(block.mixer, ParallelMixer):
+            entries.append(tuple(change(mixer, own) for mixer, own in zip(block.mixers, entry)))
+        else:
+            entries.append(change(block.mixer, entry))
+    return tuple(entries)
 
 
 # Mixers of equal structure share one trace.
@@ -48,14 +61,15 @@ _COUNTING = (Attention, LatentAttention, RecurrentMixer)
 def _counted_once(model: DecoderLM, cache: DecoderCache) -> DecoderCache:
     """The cache with the first layer's counts in all layers; a mixer of a user's own may count something else."""
     found: dict[str, Any] = {}
-    entries = []
-    for block, entry in zip(model.blocks, cache):
-        if type(block.mixer) in _COUNTING:
-            own = {name: getattr(entry, name, None) for name in _COUNTS}
-            found = {name: count for name, count in own.items() if count is not None} | found
-            entry = entry._replace(**{name: found[name] for name, count in own.items() if count is not None})
-        entries.append(entry)
-    return tuple(entries)
+
+    def counted(mixer: Any, entry: Any) -> Any:
+        if type(mixer) not in _COUNTING:
+            return entry
+        own = {name: count for name in _COUNTS if (count := getattr(entry, name, None)) is not None}
+        found.update(own | found)
+        return entry._replace(**{name: found[name] for name in own})
+
+    return _of_mixers(model, cache, counted)
 
 
 def settled(model: DecoderLM, cache: DecoderCache, tokens: Array) -> DecoderCache:

@@ -58,10 +58,8 @@ def step_flops(config: ModelConfig, length: int) -> StepFlops:
     count = count_parameters(config)
     weights = count.total if config.tie_embeddings else count.without_embedding
     mixing = 0.0
-    for block in abstract_model(config).blocks:
-        mixer: Any = block.mixer
-        if mixer is None:
-            continue
+    mixers: list[Any] = [mixer for block in abstract_model(config).blocks for mixer in block.mixers]
+    for mixer in mixers:
         shape = mixer.shape
         pairs = shape.key_size * shape.value_size
         if isinstance(mixer, Attention | LatentAttention):

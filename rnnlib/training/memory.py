@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from rnnlib.layers import RecurrentMixerConfig
+from rnnlib.layers.parallel import SIDE_BY_SIDE
 from rnnlib.models import ModelConfig
 from rnnlib.models.config import NONE
 from rnnlib.models.mixers import mixer_config
@@ -22,9 +23,8 @@ def least_parameters(config: ModelConfig) -> int:
     for kind in config.layer_feed_forwards:
         if kind != NONE:
             count += 3 * width * hidden if isinstance(kind, str) else kind.least_parameters(width, hidden)
-    for name in config.layer_mixers:
-        if name == NONE:
-            continue
+    names = [part for name in config.layer_mixers if name != NONE for part in name.split(SIDE_BY_SIDE)]
+    for name in names:
         mixer = mixer_config(config, name)
         if isinstance(mixer, RecurrentMixerConfig):
             shape = mixer.shape(width, config.num_heads)

@@ -26,6 +26,7 @@ FOLDERS = [
     "bamba/plain",
     "comba/plain",
     "delta_net/plain",
+    "falcon_h1/plain",
     "forgetting_transformer/plain",
     "gated_deltanet/gate",
     "gated_deltaproduct/plain",

@@ -30,6 +30,11 @@ VARIANTS = {
     "forgetting_transformer/plain": [
         {"qk_norm": True, "qkv_bias": True, "use_output_gate": True, "num_kv_heads": 2, "tie_word_embeddings": True},
     ],
+    "falcon_h1/plain": [
+        {"mamba_rms_norm": True, "mamba_n_groups": 2, "mlp_bias": True, "attention_bias": True},
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_proj_bias": True, "tie_word_embeddings": True},
+        {"mamba_d_ssm": 24, "mamba_d_head": "auto", "projectors_bias": True, "ssm_multipliers": None},
+    ],
     "gsa/plain": [
         {"use_short_conv": True, "num_kv_heads": 2, "num_slots": None, "feature_map": "relu", "expand_v": 2},
     ],
@@ -77,6 +82,7 @@ def test_what_is_written_anew_is_read_as_it_was(name, keys, tmp_path):
         ("granitemoehybrid/plain", {"residual_multiplier": 0}, "residual_multiplier is 0, expected"),
         ("granitemoehybrid/plain", {"mystery": 1}, "mystery is 1, expected no such key"),
         ("nemotron_h/plain", {"layers_block_type": ["mlp", "x"]}, "layers_block_type is .*, expected words of"),
+        ("falcon_h1/plain", {"ssm_multipliers": [1.0]}, "ssm_multipliers is .*, expected 5 numbers above 0"),
         ("nemotron_h/plain", {"mlp_hidden_act": "gelu"}, 'mlp_hidden_act is "gelu", expected "relu2"'),
         ("nemotron_h/plain", {"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor"),
         ("lara_mini/plain", {"layer_types": ["mamba"] * 3}, "layer_types has 'mamba', expected"),

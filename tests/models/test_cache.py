@@ -44,6 +44,14 @@ HYBRIDS = {
     "every other layer sliding": SMALL.replace(num_layers=2, mixers=every_other_sliding_window("gated_deltanet")),
     "two global": SMALL.replace(num_layers=4, mixers=two_global_attention_layers("deltanet", 4)),
     "gated_deltanet2 cell": SMALL.replace(num_layers=2, mixers=gated_deltanet2_cell(), attention_heads=4),
+    "side by side": SMALL.replace(
+        mixers=("gated_deltanet+attention",),
+        mixer_overrides={
+            "*": STD,
+            "attention": STD,
+            "gated_deltanet+attention": {"input_scales": (1.0, 0.7), "output_scales": (1.3, 0.5)},
+        },
+    ),
     "one part a layer": SMALL.replace(
         num_layers=3, mixers=("none", "deltanet", "none"), feed_forwards=(MLPConfig(), "none", "dense")
     ),

@@ -1,0 +1,209 @@
+"""`falcon_h1`: Falcon-H1. Attention and Mamba-2 side by side in every layer, with multipliers of muP."""
+
+import math
+from typing import Any
+
+from rnnlib.fields import PositiveNumber
+from rnnlib.hub.computation import sized_mixer
+from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.mamba2 import MAMBA_KEYS, mamba_options, mamba_rows, read_limits, written_limits
+from rnnlib.hub.table import Family, Row, linear, row
+from rnnlib.hub.transformers.common import ATTENTION, ROWS, Options, read_model, read_rotary, write_model
+from rnnlib.layers.attention import AttentionConfig
+from rnnlib.layers.decay import SoftplusDecay
+from rnnlib.layers.feed_forward import SwiGLUConfig
+from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.layers.parallel import ParallelConfig
+from rnnlib.models.config import ModelConfig
+
+_MIXER = "mamba2+attention"
+# Multipliers of the rows z, x, B, C and dt of Mamba-2's input projection, as options.
+_ROWS = (
+    "readout.gate_scale",
+    "convolution.value_scale",
+    "convolution.key_scale",
+    "convolution.query_scale",
+    "decay.scale",
+)
+
+
+def _factor(keys: ConfigKeys, name: str) -> float:
+    """A positive factor; null is 1."""
+    value = keys.take(name, PositiveNumber | None, 1.0)
+    return 1.0 if value is None else float(value)
+
+
+def _factors(keys: ConfigKeys, name: str, count: int) -> tuple[float, ...]:
+    """So many positive factors; null is 1."""
+    values = keys.take(name, list | None, None)
+    if values is None:
+        return (1.0,) * count
+    if len(values) != count or not all(isinstance(x, int | float) and x > 0 for x in values):
+        raise ValueError(f"{keys.where}: {name} is {values}, expected {count} numbers above 0")
+    return tuple(map(float, values))
+
+
+def _read(keys: ConfigKeys) -> ModelConfig:
+    keys.ignore(*MAMBA_KEYS)
+    model = read_model(keys, eps=1e-5)
+    width = model["width"]
+    mamba = _read_mamba(keys, width, model["norm_eps"])
+    gate, down = _factors(keys, "mlp_multipliers", 2)
+    feed_forward = SwiGLUConfig(use_bias=keys.flag("mlp_bias", False), gate_scale=gate, output_scale=down)
+    scales = {
+        "input_scales": (_factor(keys, "ssm_in_multiplier"), _factor(keys, "attention_in_multiplier")),
+        "output_scales": (_factor(keys, "ssm_out_multiplier"), _factor(keys, "attention_out_multiplier")),
+    }
+    return ModelConfig(
+        **model,
+        num_layers=keys.size("num_hidden_layers", 32),
+        num_heads=mamba["value_heads"],
+        mixers=(_MIXER,),
+        mixer_overrides={"mamba2": mamba, "attention": _read_attention(keys, width), _MIXER: scales},
+        mlp_width=keys.size("intermediate_size", 14336),
+        feed_forwards=(feed_forward,),
+        embedding_scale=_factor(keys, "embedding_multiplier"),
+        logits_scale=_factor(keys, "lm_head_multiplier"),
+    )
+
+
+def _read_mamba(keys: ConfigKeys, width: int, eps: float) -> Options:
+    heads, expand = keys.size("mamba_n_heads", 128), keys.size("mamba_expand", 2)
+    channels = keys.size("mamba_d_ssm", 1024 if "mamba_d_ssm" not in keys else expand * width)
+    if channels % heads:
+        raise ValueError(f"{keys.where}: mamba_n_heads is {heads}, expected a divisor of mamba_d_ssm = {channels}")
+    if keys.values.get("mamba_d_head", "auto") in ("auto", None):
+        keys.ignore("mamba_d_head")
+    elif keys.size("mamba_d_head") * heads != channels:
+        found = keys.values["mamba_d_head"]
+        raise ValueError(f"{keys.where}: mamba_d_head is {found}, expected {channels // heads}")
+    options = mamba_options(
+        heads=heads,
+        groups=keys.size("mamba_n_groups", 1),
+        head_dim=channels // heads,
+        state_size=keys.size("mamba_d_state", 256),
+        taps=keys.size("mamba_d_conv", 4),
+        conv_bias=keys.flag("mamba_conv_bias", True),
+        bias=keys.flag("mamba_proj_bias", False),
+        eps=eps,
+        limits=read_limits(keys, "time_step_limit"),
+    )
+    options["readout.use_bias"] = keys.flag("projectors_bias", False)
+    norm_first = keys.flag("mamba_norm_before_gate", True)
+    if keys.flag("mamba_rms_norm", False):
+        options["readout.gate_first"] = not norm_first
+    else:
+        options["readout.norm"] = "none"
+    return options | dict(zip(_ROWS, _factors(keys, "ssm_multipliers", len(_ROWS))))
+
+
+def _read_attention(keys: ConfigKeys, width: int) -> Options:
+    heads, bias = keys.size("num_attention_heads", 32), keys.flag("attention_bias", False)
+    if width % heads:
+        raise ValueError(f"{keys.where}: num_attention_heads is {heads}, expected a divisor of hidden_size = {width}")
+    base, factor = read_rotary(keys)
+    size = width // heads
+    return {
+        "num_heads": heads,
+        "key_heads": keys.size("num_key_value_heads", 8 if "num_key_value_heads" not in keys else heads),
+        "head_dim": size,
+        "use_bias": bias,
+        "output_bias": bias,
+        "rope_base": base,
+        "rope_channels": int(size * factor),
+        # Keys are multiplied before they turn, which is the same as multiplying the scores.
+        "scale": size**-0.5 * _factor(keys, "key_multiplier"),
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    found = sized_mixer(config, config.layer_mixers[0])
+    kinds = (RecurrentMixerConfig, AttentionConfig)
+    if not isinstance(found, ParallelConfig) or tuple(map(type, found.mixers)) != kinds:
+        raise ValueError(f"its first layer is {config.layer_mixers[0]!r}, expected {_MIXER}")
+    mamba: Any = found.mixers[0]
+    attention: Any = found.mixers[1]
+    if not isinstance(mamba.decay, SoftplusDecay) or mamba.convolution is None:
+        raise ValueError("its first mixer is not Mamba-2's, expected SoftplusDecay and a convolution")
+    feed_forward = config.layer_feed_forwards[0]
+    mlp = feed_forward if isinstance(feed_forward, SwiGLUConfig) else SwiGLUConfig()
+    filters, readout, size = mamba.convolution, mamba.readout, attention.head_dim
+    return {
+        "model_type": "falcon_h1",
+        **write_model(config),
+        "intermediate_size": mlp.width or config.feed_forward_width,
+        "embedding_multiplier": config.embedding_scale,
+        "lm_head_multiplier": config.logits_scale,
+        "mamba_n_heads": mamba.value_heads,
+        "mamba_d_head": mamba.value_head_dim,
+        "mamba_d_ssm": mamba.value_heads * mamba.value_head_dim,
+        "mamba_n_groups": mamba.key_heads,
+        "mamba_d_state": mamba.key_head_dim,
+        "mamba_d_conv": filters.size,
+        "mamba_conv_bias": filters.use_bias,
+        "mamba_proj_bias": mamba.use_bias,
+        "projectors_bias": readout.use_bias,
+        "mamba_rms_norm": readout.norm != "none",
+        "mamba_norm_before_gate": readout.norm == "none" or not readout.gate_first,
+        "time_step_limit": written_limits(mamba.decay),
+        "ssm_multipliers": [
+            readout.gate_scale,
+            filters.value_scale,
+            filters.key_scale,
+            filters.query_scale,
+            mamba.decay.scale,
+        ],
+        "ssm_in_multiplier": found.input_scales[0],
+        "ssm_out_multiplier": found.output_scales[0],
+        "attention_in_multiplier": found.input_scales[1],
+        "attention_out_multiplier": found.output_scales[1],
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.key_heads,
+        "attention_bias": attention.use_bias,
+        "key_multiplier": _key_multiplier(attention.scale, size),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": attention.rope_base,
+            "partial_rotary_factor": (attention.rope_channels or size) / size,
+        },
+        "mlp_bias": mlp.use_bias,
+        "mlp_multipliers": [mlp.gate_scale, mlp.output_scale],
+    }
+
+
+def _key_multiplier(scale: float, size: int) -> float:
+    """The factor from which `_read_attention` computes this scale, to the last digit."""
+    nearest = scale / size**-0.5
+    around = (nearest, math.nextafter(nearest, math.inf), math.nextafter(nearest, 0.0))
+    return next((factor for factor in around if size**-0.5 * factor == scale), nearest)
+
+
+def _beside(rows: tuple[Row, ...], number: int) -> tuple[Row, ...]:
+    """The rows of a mixer, for one that stands beside others."""
+    return tuple(
+        given._replace(ours=tuple(path.replace("mixer.", f"mixer.mixers.{number}.", 1) for path in given.ours))
+        for given in rows
+    )
+
+
+FALCON_H1 = Family(
+    name="falcon_h1",
+    matches=lambda values: values.get("model_type") == "falcon_h1",
+    mixers=(_MIXER,),
+    architecture="FalconH1ForCausalLM",
+    read=_read,
+    write=_write,
+    rows=(
+        *(entry for entry in ROWS if entry.ours != ("norm.scale",)),
+        row("model.final_layernorm.weight", "norm.scale"),
+    ),
+    layer_rows=(
+        row("input_layernorm.weight", "mixer_norm.scale"),
+        row("pre_ff_layernorm.weight", "feed_forward_norm.scale"),
+        *linear("feed_forward.gate_proj", "feed_forward.gate"),
+        *linear("feed_forward.up_proj", "feed_forward.up"),
+        *linear("feed_forward.down_proj", "feed_forward.down"),
+        *_beside(mamba_rows("mamba"), 0),
+        *_beside(ATTENTION, 1),
+    ),
+)
