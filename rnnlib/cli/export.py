@@ -25,6 +25,8 @@ class ExportArguments:
     """The folder to write."""
     family: str | None = None
     """Its family, e.g. gated_deltanet (a wrong one lists all); left out, the one of the model's mixers."""
+    adapter: bool = False
+    """Write the adapters of a run with --lora.rank alone, as PEFT reads them; left out, they are in the matrices."""
     overwrite: bool = False
     """Replace the model's files in a folder that exists."""
 
@@ -45,6 +47,10 @@ def run(argv: Sequence[str]) -> int:
     from rnnlib.training import is_run, load_run
 
     with input_errors():
+        if arguments.adapter:
+            _export_adapter(folder, arguments)
+            print(f"{output}: {' '.join(sorted(path.name for path in output.iterdir()))}")
+            return 0
         if is_run(folder):
             loaded = load_run(folder)
             folder = loaded.folder
@@ -58,3 +64,24 @@ def run(argv: Sequence[str]) -> int:
             copy_tokenizer_files(tokens, output)
     print(f"{output}: {' '.join(sorted(path.name for path in output.iterdir()))}")
     return 0
+
+
+def _export_adapter(folder: Path, arguments: ExportArguments) -> None:
+    from rnnlib.hub.adapter_folders import save_adapter
+    from rnnlib.training import is_run, load_run
+
+    loaded = load_run(folder) if is_run(folder) else None
+    if loaded is None or loaded.factors is None:
+        raise CommandError(f"--adapter: {folder} has no adapters, expected a run that was trained with --lora.rank")
+    lora = loaded.config.lora
+    rank = lora.rank or 0
+    save_adapter(
+        arguments.output,
+        loaded.model,
+        loaded.factors,
+        rank=rank,
+        alpha=lora.scale * (rank**0.5 if lora.rank_stabilized else rank),
+        rank_stabilized=lora.rank_stabilized,
+        base=lora.base,
+        family=arguments.family,
+    )

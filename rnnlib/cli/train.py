@@ -248,6 +248,13 @@ def _train(arguments: TrainArguments) -> int:
     folder = arguments.run if arguments.run is not None else _next_folder()
     with input_errors():
         tokenizer, chat, saved = None, None, arguments.train
+        lora = arguments.train.lora
+        if lora.rank is not None and arguments.init is None and not arguments.resume:
+            raise CommandError(f"--lora.rank {lora.rank} needs --init FOLDER, the model to adapt")
+        if lora.rank is not None and lora.base is None and arguments.init is not None:
+            lora = dataclasses.replace(lora, base=str(arguments.init))
+            arguments = dataclasses.replace(arguments, train=dataclasses.replace(arguments.train, lora=lora))
+            saved = arguments.train
         initial = _initial(arguments)
         if initial is not None:
             tokenizer = initial.tokenizer
@@ -271,7 +278,7 @@ def _train(arguments: TrainArguments) -> int:
         trainer.open(folder, resume=arguments.resume)
     config = trainer.config
     _say(
-        f"run {folder}: {' + '.join(dict.fromkeys(config.model.layer_mixers))}, {trainer.num_parameters:,} parameters, "
+        f"run {folder}: {' + '.join(dict.fromkeys(config.model.layer_mixers))}, {trainer.size_description}, "
         f"{config.data.batch_size} x {config.data.sequence_length} tokens a step, on {trainer.device_description}"
     )
     if arguments.resume:

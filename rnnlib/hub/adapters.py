@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rnnlib.fields import PositiveInteger
@@ -20,7 +22,7 @@ from rnnlib.hub.names import local_folder
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+FACTOR_PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.*)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.weight)?$")
 
 # Keys that say how an adapter was trained, or which of a model's modules it has. Its arrays say the latter, too.
@@ -81,11 +83,11 @@ class Adapter:
         self._factors: dict[str, dict[str, str]] = {}
         self._whole: dict[str, str] = {}
         for name in self._arrays.keys():  # noqa: SIM118 (not a mapping)
-            if not name.startswith(_PREFIX):
-                raise ValueError(f"{self.path}: {name} is there, expected names that begin with {_PREFIX}")
-            found = _FACTOR.match(name.removeprefix(_PREFIX))
+            if not name.startswith(FACTOR_PREFIX):
+                raise ValueError(f"{self.path}: {name} is there, expected names that begin with {FACTOR_PREFIX}")
+            found = _FACTOR.match(name.removeprefix(FACTOR_PREFIX))
             if found is None:
-                self._whole[name.removeprefix(_PREFIX)] = name
+                self._whole[name.removeprefix(FACTOR_PREFIX)] = name
             else:
                 self._factors.setdefault(f"{found['module']}.weight", {})[found["side"]] = name
         for target, factors in self._factors.items():
@@ -113,9 +115,10 @@ class Adapter:
         if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[0]:
             shapes = f"{list(factors['A'].shape)} and {list(factors['B'].shape)}"
             raise ValueError(f"{self.path}: the factors of {name} have shapes {shapes}, expected [r, in] and [out, r]")
-        change = self._scale(name.removesuffix(".weight"), left.shape[1]) * (left @ right)
-        change = change.T if is_embedding else change
-        return (array.astype(np.float32) + self._of_shape(name, change, array)).astype(array.dtype)
+        if is_embedding:
+            left, right = right.T, left.T
+        self._of_shape(name, np.broadcast_to(0, (left.shape[0], right.shape[1])), array)
+        return with_low_rank(array, left, right, self._scale(name.removesuffix(".weight"), left.shape[1]))
 
     def _of_shape(self, name: str, change: np.ndarray, array: np.ndarray) -> np.ndarray:
         if change.shape != array.shape:
@@ -128,6 +131,25 @@ class Adapter:
             raise ValueError(f"{self.path}: {module} has rank {rank}, expected {expected} as {ADAPTER_CONFIG} says")
         alpha = _of_pattern(self._alphas, module, self._alpha)
         return alpha / (math.sqrt(rank) if self._has_root_scale else rank)
+
+
+def with_low_rank(matrix: Any, left: Any, right: Any, scale: float) -> Any:
+    """A matrix and its low-rank change, `matrix + scale left right`, summed in float32 at least.
+
+    Args:
+        matrix: `[M, N]`, NumPy's or JAX's.
+        left: `[M, r]`.
+        right: `[r, N]`.
+        scale: the factor of the change.
+
+    Returns:
+        `[M, N]` in the matrix's dtype.
+    """
+    if isinstance(matrix, np.ndarray) and isinstance(left, np.ndarray):
+        return (matrix.astype(np.float32) + scale * (left @ right)).astype(matrix.dtype)
+    wide = jnp.promote_types(matrix.dtype, jnp.float32)
+    change = jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide)
+    return (matrix.astype(wide) + scale * change).astype(matrix.dtype)
 
 
 def _pattern(keys: ConfigKeys, name: str) -> dict[str, Any]:

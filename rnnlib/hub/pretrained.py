@@ -251,7 +251,7 @@ def save_pretrained(
             raise ValueError(f"save_pretrained: {source.folder} is gone, expected the folder that the model is from")
         replace_folder(target, lambda staged: _write_back(staged, model, source, known))
         return
-    known, values = _family_for(model.config, family)
+    known, values = family_for(model.config, family)
     tokenizer = None if isinstance(pretrained, DecoderLM) else pretrained.tokenizer
     replace_folder(target, lambda staged: _write_new(staged, model, known, values, tokenizer))
 
@@ -327,7 +327,7 @@ def _arrays(matches: Sequence[Match], variables: Mapping[str, jax.Array], names:
     return found
 
 
-def _family_for(config: ModelConfig, name: str | None) -> tuple[Family, dict[str, Any]]:
+def family_for(config: ModelConfig, name: str | None) -> tuple[Family, dict[str, Any]]:
     """The family to write a model as, and the keys of its config.json."""
     if name is not None and name not in FAMILIES:
         raise ValueError(f"save_pretrained: family is {name!r}, expected one of {', '.join(FAMILIES)}")

@@ -12,13 +12,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rnnlib.models import DecoderLM, abstract_model
+from rnnlib.training.adaptation import make_adaptation
 from rnnlib.training.auto_remat import RematChoice, choose_remat
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.distributed import broadcast_from_primary
 from rnnlib.training.evaluation import evaluation_view
 from rnnlib.training.flops import PEAK, step_flops
 from rnnlib.training.memory import bytes_of_each_device, check_fits, device_bytes
-from rnnlib.training.mesh import make_mesh, mesh_sizes, tp_size
+from rnnlib.training.mesh import make_mesh, mesh_sizes, param_shardings, tp_size
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
 from rnnlib.training.step import (
     TrainState,
@@ -30,6 +31,7 @@ from rnnlib.training.step import (
     make_evaluation_step,
     make_train_step,
     put_state,
+    split_model,
     state_shardings,
 )
 
@@ -40,6 +42,7 @@ class CompiledSteps:
     Attributes:
         mesh: the devices that train; None for one device.
         template: shapes, dtypes and shardings of the state.
+        adaptation: what of the model is trained; None for all of it.
         train_step: `(state, batch) -> (state, metrics)`.
         evaluation_step: the step of `evaluate_with`.
     """
@@ -61,6 +64,8 @@ class CompiledSteps:
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         # Shapes alone: a model that does not fit its own sizes fails here, and in seconds.
         model = self.abstract_model()
+        parameters = split_model(model)[1]
+        self.adaptation = make_adaptation(config.freeze, config.lora, parameters, seed=config.seed)
         self.mesh: Mesh | None = None
         self.template: TrainState = jax.eval_shape(self._new_state)
         self._initial = initial
@@ -77,6 +82,11 @@ class CompiledSteps:
             evaluation_graphdef, token_bytes, self.mesh, deterministic=config.deterministic
         )
         self._remat: RematChoice | None = None  # what `remat="auto"` came to
+
+    @property
+    def has_initial(self) -> bool:
+        """Whether training begins with a model that was given."""
+        return self._initial is not None
 
     def check_step(self) -> None:
         """Traces the training step, so that what does not fit together is an error now."""
@@ -136,11 +146,15 @@ class CompiledSteps:
             self._token_bytes,
             self.mesh,
             deterministic=config.deterministic,
+            adaptation=self.adaptation,
         )
 
     def _fitting_mesh(self) -> Mesh | None:
         config, state = self.config, self.template
-        kept = (state.parameters, state.optimizer, state.parameters)  # the gradients are as large as these
+        kept: tuple[Any, ...] = (state.parameters, state.optimizer, state.parameters)  # gradients are as large
+        if self.adaptation is not None:  # what the model computes with, and its gradients
+            changed = jax.eval_shape(self.adaptation.changed_variables, state.parameters, state.frozen)
+            kept += (state.frozen, changed, changed)
         sizes = mesh_sizes(
             config.mesh,
             jax.device_count(),
@@ -156,18 +170,32 @@ class CompiledSteps:
         return DecoderLM(self.config.model, rngs=nnx.Rngs(self.config.seed))
 
     def _new_state(self) -> TrainState:
-        return init_train_state(self._new_model(), self._optimizer, self.mesh)[1]
+        return init_train_state(self._new_model(), self._optimizer, self.mesh, self.adaptation)[1]
 
     def first_state(self) -> TrainState:
         """The state before the first step, placed on the devices; it takes the arrays of `initial`."""
         if self._initial is not None:
-            state = init_train_state(self._initial, self._optimizer, self.mesh)[1]
+            state = init_train_state(self._initial, self._optimizer, self.mesh, self.adaptation)[1]
             self._initial = None  # the first step takes its arrays
             return put_state(state, self.mesh)
         if self.mesh is None or self.mesh.shape["fsdp"] * tp_size(self.mesh) == 1:
             return put_state(self._new_state(), self.mesh)
         # Born in shares: no device ever holds the whole. A compiled start differs from the other in the last bits.
         return jax.jit(self._new_state, out_shardings=state_shardings(self.template, self.mesh))()
+
+    def model_parameters(self, state: TrainState) -> Any:
+        """All parameters of the model, of a training state."""
+        return state.parameters if self.adaptation is None else self._joined(state.parameters, state.frozen)
+
+    @functools.cached_property
+    def _joined(self) -> Any:
+        assert self.adaptation is not None
+        found = jax.eval_shape(self.adaptation.parameters, self.template.parameters, self.template.frozen)
+        return jax.jit(self.adaptation.parameters, out_shardings=param_shardings(found, self.mesh))
+
+    def _abstract_parameters(self) -> Any:
+        state = abstract_state(self.template, self.mesh)
+        return jax.eval_shape(self.model_parameters, state) if self.adaptation is not None else state.parameters
 
     def _abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         data = self.config.data
@@ -181,7 +209,7 @@ class CompiledSteps:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             compiling = pool.submit(self._compile_train_step)
             evaluation = cast(Any, self.evaluation_step).lower(
-                self.template.parameters,
+                self._abstract_parameters(),
                 self.template.other,
                 abstract_batch(data.batch_size, data.sequence_length, None),
             )

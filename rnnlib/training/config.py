@@ -7,6 +7,7 @@ from typing import Annotated
 from rnnlib.data import DataConfig
 from rnnlib.fields import NaturalNumber, PositiveInteger, Range, check_fields
 from rnnlib.models import ModelConfig
+from rnnlib.training.adaptation import LoraConfig
 from rnnlib.training.mesh import MeshConfig
 from rnnlib.training.optimizer import OptimizerConfig, learning_rate_schedule
 
@@ -92,6 +93,11 @@ class TrainConfig:
     """Saving."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Records."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Train low-rank changes of the model that --init names, and not the model itself."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained: parts of their paths such as embedding, or patterns such as
+    'blocks.*.feed_forward'."""
     steps: PositiveInteger = 1200
     """Training steps; each takes one batch."""
     accumulation_steps: PositiveInteger = 1
@@ -110,6 +116,8 @@ class TrainConfig:
     def __post_init__(self):
         """Checks every value that can be checked without reading data."""
         check_fields(self)
+        if self.freeze and self.lora.rank is not None:
+            raise ValueError(f"freeze is {self.freeze}, expected none beside lora.rank, which freezes the whole model")
         if self.steps >= 2**31:
             raise ValueError(f"steps is {self.steps}, expected at most {2**31 - 1}: the optimizer counts in 32 bits")
         learning_rate_schedule(self.optimizer, self.steps)

@@ -19,7 +19,7 @@ from rnnlib.layers.tensor import TENSOR, shared_axis
 AXES = ("data", "fsdp")
 CONTEXT = "context"
 # Of a parameter's variable, the axis that is in shares over "tensor".
-_SHARED_AXIS = "tensor_axis"
+SHARED_AXIS = "tensor_axis"
 
 # Of a device's memory, what parameters, gradients and optimizer state may take before they are shared: activations and
 # the compiler's buffers need the rest.
@@ -232,7 +232,7 @@ def with_tp_axes(parameters: Any, own: Any, mesh: Mesh | AbstractMesh) -> Any:
             raise ValueError(f"mesh.tensor={tp_size(mesh)}: {name} is not in the model that its config gives")
         axis = shared_axis(variable.shape, shares[path].shape, tp_size(mesh))
         variable = variable.copy()
-        variable.set_metadata(**{_SHARED_AXIS: axis})
+        variable.set_metadata(**{SHARED_AXIS: axis})
         found.append((path, variable))
     return nnx.from_flat_state(found)
 
@@ -247,12 +247,12 @@ def parameter_specs(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     def spec(x: Any) -> Any:
         if isinstance(x, nnx.Variable):
             metadata = x.get_metadata()
-            if tp_size(mesh) > 1 and _SHARED_AXIS not in metadata:
+            if tp_size(mesh) > 1 and SHARED_AXIS not in metadata:
                 raise ValueError(
                     f"mesh.tensor={tp_size(mesh)}: parameters do not say how they are shared out, expected those "
                     "of init_train_state(model, optimizer, mesh)"
                 )
-            axis = metadata.get(_SHARED_AXIS)
+            axis = metadata.get(SHARED_AXIS)
             return jax.tree.map(lambda value: parameter_spec(value.shape, mesh, axis), x)
         return parameter_spec(x.shape, mesh)
 

@@ -131,6 +131,9 @@ def plan_step(
     Raises:
         ValueError: the mesh does not fit the devices, or batch, rows or layers do not split over it.
     """
+    if config.freeze or config.lora.rank is not None:
+        name = "freeze" if config.freeze else "lora.rank"
+        raise ValueError(f"plan_step: {name} is given, expected none: plans are of training the whole model")
     fixed = [getattr(config.mesh, entry.name) or 1 for entry in dataclasses.fields(config.mesh)]
     if devices % math.prod(size for size in fixed if size != -1):
         raise ValueError(f"{config.mesh}: does not fit devices={devices}")

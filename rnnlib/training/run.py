@@ -1,7 +1,7 @@
 """Run folders: making one, continuing one, and reading a trained model back.
 
 A run folder holds `config.yaml`, `checkpoints/<step>/`, `metrics.csv`, `validation.csv`, `tensorboard/`, `loss.png`
-and, for any tokenizer but the bytes, `tokenizer.json`.
+and, for any tokenizer but the bytes, `tokenizer.json`; one that trains adapters has their model in `base/`.
 """
 
 import dataclasses
@@ -9,9 +9,11 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import jax
 from flax import nnx
 
 from rnnlib.configuration import to_plain
@@ -20,15 +22,17 @@ from rnnlib.data.chat import ChatEncoder, ChatTemplate, chat_encoder
 from rnnlib.hub.special_tokens import copy_tokenizer_files, end_token
 from rnnlib.models import DecoderLM
 from rnnlib.tokenizers import read_backend
-from rnnlib.training.checkpoint import Checkpoints
+from rnnlib.training.adaptation import Lora
+from rnnlib.training.checkpoint import Checkpoints, Progress
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.config_file import load_config, save_config
 from rnnlib.training.metrics import TRAIN_FILE, recorded_steps
-from rnnlib.training.step import put_state, split_model
+from rnnlib.training.step import TrainState, put_state, split_model
 
 CONFIG_FILE = "config.yaml"
 TOKENIZER_FILE = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
+BASE = "base"
 
 # What may differ between a run and its continuation: nothing here changes the batches or the model's arrays. A corpus
 # may have moved: the fingerprint of its tokens is compared with the checkpoint's.
@@ -239,6 +243,8 @@ class LoadedRun:
         tokenizer: its tokenizer.
         step: training steps done.
         tokens: tokens trained on.
+        factors: of a run that trains adapters, which the model has in its matrices: `A` `[in, rank]` and `B`
+            `[rank, out]` by the matrix's path; else None.
     """
 
     folder: Path
@@ -247,6 +253,7 @@ class LoadedRun:
     tokenizer: Tokenizer
     step: int
     tokens: int
+    factors: Mapping[str, tuple[Any, Any]] | None = None
 
 
 def load_run(folder: str | os.PathLike, *, dtype: str | None = None) -> LoadedRun:
@@ -267,7 +274,38 @@ def load_run(folder: str | os.PathLike, *, dtype: str | None = None) -> LoadedRu
     tokenizer = load_run_tokenizer(folder, config)
     model = nnx.eval_shape(lambda: DecoderLM(config.model, rngs=nnx.Rngs(config.seed)))
     graphdef, parameters, other = split_model(model)
+    adapter = None
+    if config.lora.rank is not None:
+        adapter = Lora(config.lora, parameters, seed=config.seed)
+        base = load_base(folder, parameters, other)[0]
+        parameters = jax.eval_shape(adapter.split, parameters)[0]
     with Checkpoints(folder / CHECKPOINTS, writable=False) as checkpoints:
         parameters, other, progress = checkpoints.restore_model(parameters, other, step)
+    factors = None
+    if adapter is not None:
+        factors = adapter.factors(parameters)
+        parameters = jax.jit(adapter.parameters)(parameters, base)
     model = nnx.merge(graphdef, *put_state((parameters, other), None))
-    return LoadedRun(folder, config, model, tokenizer, progress.step, progress.tokens)
+    return LoadedRun(folder, config, model, tokenizer, progress.step, progress.tokens, factors)
+
+
+def save_base(folder: Path, state: TrainState) -> None:
+    """Writes the model that a run adapts, once: checkpoints hold its adapters alone."""
+    with Checkpoints(folder / BASE, keep=1) as checkpoints:
+        whole = dataclasses.replace(state, parameters=state.frozen, frozen=None, optimizer={})
+        checkpoints.save(whole, Progress(0, 0, {}))
+
+
+def load_base(folder: Path, parameters: Any, other: Any) -> tuple[Any, Any]:
+    """The parameters and other variables of the model that a run adapts.
+
+    Args:
+        folder: the run's folder.
+        parameters: of the model's structure.
+        other: likewise its other variables.
+
+    Raises:
+        CheckpointError: it is not there, or damaged.
+    """
+    with Checkpoints(folder / BASE, writable=False) as checkpoints:
+        return checkpoints.restore_model(parameters, other)[:2]

@@ -18,6 +18,7 @@ from rnnlib.layers import RouterLoss, with_router_losses
 from rnnlib.layers.tensor import TENSOR
 from rnnlib.models import DecoderLM
 from rnnlib.ops import context_axis
+from rnnlib.training.adaptation import Adaptation, join, pick
 from rnnlib.training.loss import LossSums, head_loss_sums, loss_sums
 from rnnlib.training.mesh import (
     CONTEXT,
@@ -48,6 +49,7 @@ class TrainState:
         optimizer: the optimizer's state.
         updates: int32 scalar, updates applied.
         skipped: int32 scalar, updates left out because loss or gradient was not finite.
+        frozen: what an `Adaptation` leaves as it is, where there is one; `parameters` is then what is trained.
     """
 
     parameters: Any
@@ -55,6 +57,7 @@ class TrainState:
     optimizer: Any
     updates: Any
     skipped: Any
+    frozen: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -124,8 +127,8 @@ def _compiler_options(deterministic: bool, mesh: Mesh | AbstractMesh | None) -> 
 def state_shardings(state: TrainState, mesh: Mesh | AbstractMesh | None) -> TrainState:
     """Where each array of a training state lies, as a `TrainState` of shardings."""
     rest = jax.tree.map(lambda _: replicated(mesh), state)
-    parameters, optimizer = param_shardings((state.parameters, state.optimizer), mesh)
-    return dataclasses.replace(rest, parameters=parameters, optimizer=optimizer)
+    parameters, optimizer, frozen = param_shardings((state.parameters, state.optimizer, state.frozen), mesh)
+    return dataclasses.replace(rest, parameters=parameters, optimizer=optimizer, frozen=frozen)
 
 
 def put_state(state: Any, mesh: Mesh | None) -> Any:
@@ -273,7 +276,10 @@ def _full_name(part: Any) -> str:
 
 
 def init_train_state(
-    model: nnx.Module, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh | None = None
+    model: nnx.Module,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh | None = None,
+    adaptation: Adaptation | None = None,
 ) -> tuple[nnx.GraphDef, TrainState]:
     """Splits a model into its static graph and the state of its training.
 
@@ -281,13 +287,17 @@ def init_train_state(
         model: the module to train.
         optimizer: the optax transformation.
         mesh: from `make_mesh`, if it is to be trained on one that shares layers out ("tensor").
+        adaptation: what of the model is trained; None for all of it.
 
     Returns:
         The graph definition, and a state that shares the model's arrays (which the first training step donates).
     """
     graphdef, parameters, other = split_for_mesh(model, mesh)
+    frozen = None
+    if adaptation is not None:
+        parameters, frozen = adaptation.split(parameters)
     zero = jnp.zeros([], jnp.int32)
-    return graphdef, TrainState(parameters, other, optimizer.init(parameters), zero, jnp.zeros([], jnp.int32))
+    return graphdef, TrainState(parameters, other, optimizer.init(parameters), zero, jnp.zeros([], jnp.int32), frozen)
 
 
 def _forward(
@@ -317,11 +327,16 @@ def _forward(
 
 
 def _over_devices(
-    function: Callable[..., Any], mesh: Mesh | AbstractMesh | None, *, gradients: bool
+    function: Callable[..., Any],
+    mesh: Mesh | AbstractMesh | None,
+    *,
+    gradients: bool,
+    of: Callable[[Any], Any] = lambda parameters: parameters,
 ) -> Callable[..., Any]:
     """Runs `function(parameters, other, batch, specs)` on each device's rows or shard of them; sums over devices.
 
-    Summed are the gradients (with `gradients`, the first output) and the loss. `specs` says how parameters are shared.
+    Summed are the gradients (with `gradients`, the first output) and the loss. `specs` says how parameters are shared,
+    and `of` picks those of which there are gradients.
     shard_map and not the automatic partitioner: each device runs the single-device program, custom kernels included.
     """
     if mesh is None:
@@ -344,14 +359,14 @@ def _over_devices(
                 return jax.lax.psum(gradient, tuple(axis for axis in every if axis not in tuple(spec)))
 
             own, sums, other = outputs
-            return jax.tree.map(summed, own, specs), jax.lax.psum(sums, apart), other
+            return jax.tree.map(summed, own, of(specs)), jax.lax.psum(sums, apart), other
 
         whole, rows = PartitionSpec(), {name: batch_spec(mesh, x.ndim) for name, x in batch.items()}
         mapped = jax.shard_map(
             local,
             mesh=mesh,
             in_specs=(specs, whole, rows),
-            out_specs=(specs, whole, whole) if gradients else whole,
+            out_specs=(of(specs), whole, whole) if gradients else whole,
             check_vma=False,
         )
         return mapped(parameters, other, batch)
@@ -367,6 +382,7 @@ def make_train_step(
     mesh: Mesh | AbstractMesh | None = None,
     *,
     deterministic: bool = True,
+    adaptation: Adaptation | None = None,
 ) -> TrainStep:
     """Compiles the training step.
 
@@ -381,14 +397,22 @@ def make_train_step(
         token_bytes: int32, bytes that each token stands for.
         mesh: from `make_mesh`; the state is then one that `put_state` put on it. One without devices is for tracing.
         deterministic: on a GPU, the same state and batch give the same bits in every process.
+        adaptation: what of the model is trained, as in `init_train_state`.
 
     Returns:
         A jitted function of a state (donated) and a batch from `put_batch`, giving the new state and the metrics.
     """
     byte_counts, shards = jnp.asarray(token_bytes, jnp.int32), tp_size(mesh)
 
+    def differentiated(parameters):
+        return parameters if adaptation is None else pick(parameters, lambda path: path in adaptation.changed)
+
     def sums_and_own_gradients(parameters, other, batch, specs):
+        rest = None if adaptation is None else pick(parameters, lambda path: path not in adaptation.changed)
+        parameters = differentiated(parameters)
+
         def loss(parameters, other, part):
+            parameters = parameters if rest is None else join(parameters, rest)
             sums, router_loss, other = _forward(graphdef, parameters, other, byte_counts, part, specs, shards)
             # Of devices that share layers each takes a part of the loss: see `rnnlib.layers.tensor`.
             return (sums.nats + router_loss * sums.tokens) / shards, (sums, other)
@@ -415,15 +439,24 @@ def make_train_step(
         (gradients, sums, other), _ = jax.lax.scan(add_part, carry, batch)
         return gradients, sums, other
 
-    sums_and_gradients = _over_devices(sums_and_own_gradients, mesh, gradients=True)
+    sums_and_gradients = _over_devices(sums_and_own_gradients, mesh, gradients=True, of=differentiated)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         stop = jnp.max(batch["stop"]) if "stop" in batch else None
         batch = {name: x for name, x in batch.items() if name != "stop"}
-        gradients, sums, other = sums_and_gradients(state.parameters, state.other, batch)
+        computed_with, to_trained = state.parameters, None
+        if adaptation is not None:
+            computed_with, to_trained = jax.vjp(
+                lambda trained: adaptation.changed_variables(trained, state.frozen), state.parameters
+            )
+            unchanged = adaptation.unchanged_variables(state.frozen)
+        parameters = computed_with if adaptation is None else join(computed_with, unchanged)
+        gradients, sums, other = sums_and_gradients(parameters, state.other, batch)
         sums = LossSums(*sums)
         scale = 1 / jnp.where(sums.tokens > 0, sums.tokens, 1)
-        gradients = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), gradients, state.parameters)
+        gradients = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), gradients, computed_with)
+        if to_trained is not None:
+            (gradients,) = to_trained(gradients)
         norm = gradient_norm(gradients)
         finite = jnp.isfinite(sums.nats) & jnp.isfinite(norm)
         changes, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
@@ -454,6 +487,7 @@ def make_train_step(
             optimizer=optimizer_state,
             updates=state.updates + jnp.where(finite, 1, 0),
             skipped=skipped,
+            frozen=state.frozen,
         )
         if mesh is not None:  # lying as it came: the next step takes it without compiling
             state = jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))

@@ -47,13 +47,15 @@ from rnnlib.training.run import (
     check_continues,
     check_new_folder,
     create_run,
+    load_base,
     load_run_chat,
     load_run_config,
     load_run_tokenizer,
     lock_run,
+    save_base,
 )
 from rnnlib.training.signals import StopSignals
-from rnnlib.training.step import StepMetrics, put_batch, put_state, state_shardings
+from rnnlib.training.step import StepMetrics, TrainState, put_batch, put_state, split_model, state_shardings
 
 
 class _Interrupted(Exception):
@@ -202,15 +204,28 @@ class Trainer:
 
     @property
     def num_parameters(self) -> int:
-        """Trained numbers in the model."""
+        """Numbers in the model's parameters."""
+        return sum(leaf.size for leaf in jax.tree.leaves(split_model(self.abstract_model())[1]))
+
+    @property
+    def num_trained(self) -> int:
+        """Numbers that are trained: all of the model's, those that are not frozen, or those of its adapters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self._steps.template.parameters))
+
+    @property
+    def size_description(self) -> str:
+        """How many parameters there are and are trained, for people."""
+        rest = "" if self._steps.adaptation is None else f", {self.num_trained:,} of them trained"
+        if self.config.lora.rank is not None:
+            rest = f", trained by {self.num_trained:,} of adapters"
+        return f"{self.num_parameters:,} parameters{rest}"
 
     @property
     def title(self) -> str:
         """The model in a line."""
         model = self.config.model
         mixers = " + ".join(dict.fromkeys(model.layer_mixers))
-        return f"{mixers}, {self.num_parameters:,} parameters, width {model.width}, {model.num_layers} layers"
+        return f"{mixers}, {self.size_description}, width {model.width}, {model.num_layers} layers"
 
     @property
     def device_description(self) -> str:
@@ -242,6 +257,10 @@ class Trainer:
                 checkpoints (resume).
         """
         folder = Path(folder)
+        if self.config.lora.rank is not None and not resume and not self._steps.has_initial:
+            raise RunError(
+                f"lora.rank is {self.config.lora.rank}, expected a model to adapt: --init, or the Trainer's initial"
+            )
         train_data, self._validation_data = self.read_data()
         if not resume:
             template = None if self._chat is None else self._chat.template
@@ -263,7 +282,7 @@ class Trainer:
             )
             self._batches = iter(train_data)
             stack.callback(self._batches.close)
-            self._restore()
+            self._restore(resume)
             if is_primary() and saved != self.config:
                 save_config(self.config, folder / CONFIG_FILE)
             self._hooks = self._open_hooks(stack)
@@ -278,15 +297,30 @@ class Trainer:
 
         broadcast_from_primary(lock)
 
-    def _restore(self) -> None:
+    def _restore(self, resume: bool) -> None:
         """Sets state, step, tokens and the position in the data to those of the latest checkpoint, or of the start."""
+        several = jax.process_count() > 1
+        template, adaptation = self._steps.template, self._steps.adaptation
+        shardings = state_shardings(template, self._steps.mesh) if several else None
+        frozen = None
+        if self.config.lora.rank is not None and resume:
+            frozen = load_base(self.folder, template.frozen, template.other)[0]
         if broadcast_from_primary(lambda: self.checkpoints.latest_step) is None:
             self._state = self._steps.first_state()
             self._step = self.tokens = 0
+            if frozen is not None:
+                self._state = put_state(dataclasses.replace(self._state, frozen=frozen), self._steps.mesh)
+            elif self.config.lora.rank is not None:
+                save_base(self.folder, self._state)
             return
-        several = jax.process_count() > 1
-        shardings = state_shardings(self._steps.template, self._steps.mesh) if several else None
-        state, progress = self.checkpoints.restore(self._steps.template, shardings)
+        if adaptation is None:
+            state, progress = self.checkpoints.restore(template, shardings)
+        else:
+            # Whole arrays: they are divided before they are put on the devices.
+            held = jax.eval_shape(adaptation.saved, template.parameters, template.frozen)
+            state, progress = self.checkpoints.restore(dataclasses.replace(template, parameters=held, frozen=None))
+            trained, frozen = adaptation.restored(state.parameters, frozen)
+            state = dataclasses.replace(state, parameters=trained, frozen=frozen)
         if progress.step > self.config.steps:
             raise RunError(f"run {self.folder} is at step {progress.step}, beyond the {self.config.steps} asked for")
         self._batches.set_state(progress.data_state)
@@ -440,7 +474,7 @@ class Trainer:
                 yield batch
 
         self.reporter.phase("evaluating")
-        parameters, other = self._state.parameters, self._state.other
+        parameters, other = self._steps.model_parameters(self._state), self._state.other
         with self._speed.pause():
             try:
                 found = evaluate_with(self._steps.evaluation_step, parameters, other, batches(), self._steps.mesh)
@@ -462,8 +496,15 @@ class Trainer:
             progress = Progress(self._step, self.tokens, data)
             evaluated = self._evaluated
             loss = None if evaluated is None or evaluated.step != self._step else evaluated.loss
-            self.checkpoints.save(self._state, progress, validation_loss=loss)
+            self.checkpoints.save(self._saved_state(), progress, validation_loss=loss)
         self.saved_step = self._step
+
+    def _saved_state(self) -> TrainState:
+        adaptation, state = self._steps.adaptation, self._state
+        if adaptation is None:
+            return state
+        held = jax.jit(adaptation.saved)(state.parameters, state.frozen)
+        return dataclasses.replace(state, parameters=held, frozen=None)
 
     def close(self) -> None:
         """Closes an open run without training it; what is saved stays."""
@@ -483,7 +524,7 @@ class Trainer:
         """
         self._check_opened("trained_model")
         graphdef = nnx.split(self.abstract_model())[0]
-        state = self._state.parameters, self._state.other
+        state = self._steps.model_parameters(self._state), self._state.other
         if jax.process_count() > 1:
             state = jax.jit(lambda x: x, out_shardings=replicated(self._steps.mesh))(state)
             state = jax.tree.map(lambda x: x.addressable_data(0), state)
