@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -263,3 +265,16 @@ def test_factors_of_matrices_that_are_one_in_the_file(tmp_path):
         values = [own.get_value() for own in (leaf, expected[path], before[path])]
         np.testing.assert_allclose(*values[:2], rtol=1e-5, atol=1e-5, err_msg=str(path))
         assert np.array_equal(values[0], values[2]) == (path not in lora.changed)
+
+
+@pytest.mark.slow
+def test_several_devices_train_what_one_does(process_environment):
+    environment = process_environment | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    command = [sys.executable, "-m", "tests.training.on_adapted_meshes"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 4 and max(found.values()) < 1e-6
