@@ -1,6 +1,7 @@
 """Byte and byte-pair tokenizers behind one protocol."""
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -13,10 +14,14 @@ from jaxtyping import Int32
 
 from rnnlib.extras import from_extra
 from rnnlib.files import parse_json, read_text, write_atomically
-from rnnlib.tokenizer_bounds import expect_bounded
+from rnnlib.tokenizer_bounds import expect_bounded, is_linear
 
 with from_extra("hub", "rnnlib.tokenizers"):
     import tokenizers
+
+    from rnnlib.sandbox.tokenizer import LimitedTokenizer, TokenizerError
+
+type Backend = tokenizers.Tokenizer | LimitedTokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Names that published tokenizers use for it, in order of preference.
@@ -98,11 +103,12 @@ class FileTokenizer:
     decoded.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, *, end_token: str | None = None):
+    def __init__(self, tokenizer: Backend, *, end_token: str | None = None):
         """Wraps a tokenizer.
 
         Args:
-            tokenizer: the tokenizer, whose truncation and padding are switched off.
+            tokenizer: the tokenizer, whose truncation and padding are switched off. One of the package's own class
+                encodes in this process, without a limit on its time.
             end_token: name of the token that ends a document; None, or one that the tokenizer lacks, for the first of
                 the published names that it has, or `<|endoftext|>`, which is added.
         """
@@ -148,7 +154,9 @@ class FileTokenizer:
 
     def encode_marked_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, list[tuple[int, int]]]]:
         """Of each text its token ids, as `encode_marked` gives them, and each token's place in it, in characters."""
-        marked = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())  # threads may use the other meanwhile
+        limited = isinstance(self._tokenizer, LimitedTokenizer)
+        # Threads may use the other meanwhile.
+        marked = copy.copy(self._tokenizer) if limited else tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         marked.encode_special_tokens = False
         with _one_error(_NOT_ENCODED):
             encodings = marked.encode_batch(list(map(without_surrogates, texts)), add_special_tokens=False)
@@ -214,8 +222,10 @@ class FileTokenizer:
         model = definition["model"]
         if isinstance(model["vocab"], dict):
             model["vocab"] = {token: index for token, index in model["vocab"].items() if token not in dropped}
-        smaller = tokenizers.Tokenizer.from_str(json.dumps(definition | {"added_tokens": added, "model": model}))
-        return FileTokenizer(smaller, end_token=self.end_token)
+        smaller = definition | {"added_tokens": added, "model": model}
+        return FileTokenizer(
+            _build(smaller, limited=isinstance(self._tokenizer, LimitedTokenizer)), end_token=self.end_token
+        )
 
     def token_number(self, name: str) -> int | None:
         """The id of a token by its name; None where there is none."""
@@ -258,17 +268,24 @@ def load_tokenizer(name: str | os.PathLike[str], *, end_token: str | None = None
     return FileTokenizer(read_backend(name), end_token=end_token)
 
 
-def read_backend(path: str | os.PathLike[str]) -> tokenizers.Tokenizer:
-    """The tokenizer in a Hugging Face `tokenizers` JSON file, as that library has it.
+def read_backend(path: str | os.PathLike[str]) -> Backend:
+    """The tokenizer in a Hugging Face `tokenizers` JSON file.
+
+    It is as that library has it if its steps are known to be fast (`tokenizer_bounds.is_linear`), or else runs in a
+    process of its own with a limit on its time.
 
     Raises:
         ValueError: the file is none of a tokenizer, or of one that would take far more than published ones.
     """
     where = os.fspath(path)
-    text = read_text(path)
-    expect_bounded(parse_json(text, where), where)
+    definition = parse_json(read_text(path), where)
+    expect_bounded(definition, where)
     with _one_error(f"{where}: not a tokenizers JSON file"):
-        return tokenizers.Tokenizer.from_str(text)
+        return _build(definition, limited=not is_linear(definition))
+
+
+def _build(definition: Mapping[str, Any], *, limited: bool) -> Backend:
+    return LimitedTokenizer(definition) if limited else tokenizers.Tokenizer.from_str(json.dumps(definition))
 
 
 @contextlib.contextmanager
@@ -277,7 +294,7 @@ def _one_error(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if type(error) is Exception or type(error).__name__ == "PanicException":
+        if type(error) in (Exception, TokenizerError) or type(error).__name__ == "PanicException":
             raise ValueError(f"{what} ({error})") from error
         raise
 
@@ -330,7 +347,7 @@ def _made_by_merges(definition: Mapping[str, Any]) -> set[str] | None:
     return added.union("".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"])
 
 
-def _count_bytes(tokenizer: tokenizers.Tokenizer, size: int) -> np.ndarray:
+def _count_bytes(tokenizer: Backend, size: int) -> np.ndarray:
     """Bytes of text behind each token.
 
     Exact for byte-level vocabularies (each character of a token is a byte) and for SentencePiece ones (a low line

@@ -32,6 +32,7 @@ from rnnlib.training import (
     Trainer,
     broadcast_from_primary,
     check_new_folder,
+    check_own_files,
     ending_together,
     folder_model_config,
     is_primary,
@@ -259,6 +260,7 @@ def _train(arguments: TrainArguments) -> int:
         if initial is not None:
             tokenizer = initial.tokenizer
         if arguments.resume:
+            check_own_files(folder)
             saved = load_run_config(folder)
             tokenizer = load_run_tokenizer(folder, saved)
             chat = load_run_chat(folder, saved, tokenizer)

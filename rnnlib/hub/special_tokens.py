@@ -13,7 +13,7 @@ from rnnlib.extras import from_extra
 from rnnlib.files import MAX_JSON_BYTES, expect_within, read_bytes, write_atomically
 from rnnlib.hub.keys import read_json, write_json
 from rnnlib.tokenizer_bounds import MAX_TOKENS
-from rnnlib.tokenizers import FileTokenizer, read_backend
+from rnnlib.tokenizers import Backend, FileTokenizer, read_backend
 
 with from_extra("hub", "rnnlib.hub"):
     import tokenizers
@@ -68,7 +68,7 @@ def folder_tokenizer(folder: pathlib.Path) -> FileTokenizer | None:
     return FileTokenizer(backend, end_token=end_token(folder, backend))
 
 
-def end_token(folder: pathlib.Path, backend: tokenizers.Tokenizer) -> str | None:
+def end_token(folder: pathlib.Path, backend: Backend) -> str | None:
     """The text of the token that ends a document: `eos_token`, or else the first token that ends generation."""
     named = special_tokens(folder).get("eos_token")
     numbers = (number for number in end_tokens(folder) if number >= 0)
@@ -121,7 +121,7 @@ def _named_tokens(folder: pathlib.Path) -> dict[str, tokenizers.AddedToken]:
 
 
 def _added_tokens(
-    folder: pathlib.Path, named: Mapping[str, tokenizers.AddedToken], backend: tokenizers.Tokenizer
+    folder: pathlib.Path, named: Mapping[str, tokenizers.AddedToken], backend: Backend
 ) -> list[tokenizers.AddedToken]:
     """Tokens that tokenizer.json may lack, in the order in which transformers adds them."""
     keys = _read(folder / TOKENIZER_CONFIG)

@@ -1,25 +1,20 @@
 """The process that renders chat templates: a template is code that someone else wrote.
 
-`rnnlib.hub.template_sandbox` starts this file as a program of its own. It imports jinja2 and the standard library only,
-has limits on its memory and time, can open no file for writing and start no process. Requests and answers are lines of
-JSON. What a template may use (filters, globals, extensions) is all in `environment`.
+`rnnlib.sandbox.program` runs this file, for `rnnlib.hub.template_sandbox`. It imports jinja2 and the standard library
+only, has limits on its memory and time, can open no file for writing and start no process. What a template may use
+(filters, globals, extensions) is all in `environment`.
 """
 
-import contextlib
 import datetime
 import functools
 import json
 import os
 import re
-import signal
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 MEMORY_BYTES = 2**30
 MAX_CHARACTERS = 2**24
-OUT_OF_MEMORY = 3  # exit code
-READY = b"ready\n"
 _MAX_MESSAGE = 300
 # What jinja2 offers that templates of messages have no use for, or that draws at random.
 _WITHOUT_USE = ("center", "pprint", "random", "urlize", "wordwrap", "xmlattr")
@@ -132,46 +127,7 @@ def _without_marks(marked: str) -> dict[str, Any]:
     return {"text": text, "regions": regions}
 
 
-def _limit_process() -> None:
-    """Bounds what the process may take, whatever it runs; systems without such limits have the time limit only."""
-    with contextlib.suppress(ImportError):
-        import resource
-
-        for name, value in (
-            ("RLIMIT_AS", MEMORY_BYTES),
-            ("RLIMIT_CORE", 0),
-            ("RLIMIT_FSIZE", 0),
-            ("RLIMIT_NPROC", 0),
-        ):
-            with contextlib.suppress(AttributeError, ValueError, OSError):
-                resource.setrlimit(getattr(resource, name), (value, value))
-
-
-def main(folders: list[str]) -> None:
-    """Answers requests until there are no more.
-
-    Args:
-        folders: where jinja2 and what it needs are installed.
-    """
-    sys.path += folders
+def prepare() -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """The function that answers requests, as `render` says."""
     made = environment()
-    _limit_process()
-    sys.stdout.buffer.write(READY)
-    sys.stdout.buffer.flush()
-    for line in sys.stdin.buffer:
-        try:
-            request = json.loads(line)
-            # The process that asked ends this one when its time is over. If that one is gone, the alarm does.
-            if hasattr(signal, "setitimer"):
-                signal.setitimer(signal.ITIMER_REAL, 2 * request["seconds"])
-            answer = json.dumps(render(made, request))
-        except MemoryError:
-            os._exit(OUT_OF_MEMORY)
-        sys.stdout.buffer.write(answer.encode() + b"\n")
-        sys.stdout.buffer.flush()
-        if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return lambda request: {"answers": render(made, request)}

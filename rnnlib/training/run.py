@@ -129,6 +129,21 @@ def create_run(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+def check_own_files(folder: Path) -> None:
+    """Raises RunError where a run's folder has a link that leads out of it: continuing would write through it.
+
+    The folder itself may be a link, as to another disk.
+    """
+    home = folder.resolve()
+    for parent, folders, files in os.walk(home):
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            if path.is_symlink() and not path.resolve().is_relative_to(home):
+                raise RunError(
+                    f"run {folder} cannot be continued: {path.relative_to(home)} is a link to {path.resolve()}, which "
+                    "would be written; the run's folder as a whole may be a link"
+                )
+
+
 def lock_run(folder: Path) -> IO[str]:
     """Takes the run for this process; the lock ends with the returned file, or the process.
 

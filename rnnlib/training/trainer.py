@@ -46,6 +46,7 @@ from rnnlib.training.run import (
     check_checkpoints_not_lost,
     check_continues,
     check_new_folder,
+    check_own_files,
     create_run,
     load_base,
     load_run_chat,
@@ -253,8 +254,8 @@ class Trainer:
             resume: continue the run in it, from its latest checkpoint (or from the start, if it has none yet).
 
         Raises:
-            ValueError: if the folder exists (new run), is no run, is one of another model or other data or has lost its
-                checkpoints (resume).
+            ValueError: if the folder exists (new run), is no run, is one of another model or other data, has lost its
+                checkpoints or has links that lead out of it (resume).
         """
         folder = Path(folder)
         if self.config.lora.rank is not None and not resume and not self._steps.has_initial:
@@ -291,6 +292,8 @@ class Trainer:
 
     def _lock(self, folder: Path, saved: TrainConfig, stack: contextlib.ExitStack, *, resume: bool) -> None:
         def lock() -> None:  # one process holds the run for all
+            if resume:
+                check_own_files(folder)
             stack.enter_context(lock_run(folder))
             if resume:
                 check_checkpoints_not_lost(folder, saved)

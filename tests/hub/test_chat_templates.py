@@ -148,8 +148,9 @@ def test_a_process_that_was_killed_is_started_again():
     from rnnlib.hub import template_sandbox
 
     assert rendered("x") == "x"
-    os.kill(template_sandbox._running[0]._process.pid, signal.SIGKILL)
-    template_sandbox._running[0]._process.wait()
+    process = template_sandbox._PROCESS._running.process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
     assert rendered("y") == "y"
 
 

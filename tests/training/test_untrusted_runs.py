@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rnnlib.training import CheckpointError, read_csv
+from rnnlib.cli.main import main
+from rnnlib.training import CheckpointError, TrainConfig, read_csv, save_config
 from rnnlib.training.checkpoint import Checkpoints
 from rnnlib.training.metrics import recorded_steps
-from rnnlib.training.run import lock_run
+from rnnlib.training.run import RunError, check_own_files, lock_run
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,6 +43,26 @@ def test_the_lock_follows_no_link_and_waits_for_no_pipe(tmp_path):
         lock_run(tmp_path)
     (tmp_path / ".lock").unlink()
     lock_run(tmp_path).close()
+
+
+def test_a_run_with_links_that_lead_out_is_not_continued(tmp_path, capsys):
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    (run / "checkpoints" / "5").mkdir(parents=True)
+    mine.mkdir()
+    save_config(TrainConfig(), run / "config.yaml")
+    (run / "latest").symlink_to("checkpoints/5")
+    (tmp_path / "elsewhere").symlink_to(run)
+    check_own_files(run)
+    check_own_files(tmp_path / "elsewhere")
+    for name in ("metrics.csv", "tensorboard", "checkpoints/5/model", "absent"):
+        link = run / name
+        link.symlink_to(mine / "new" if name == "absent" else mine)
+        with pytest.raises(RunError, match=rf"cannot be continued: {name} is a link to .*mine"):
+            check_own_files(run)
+        assert main(["train", "--run", str(run), "--resume"]) == 2
+        assert f"cannot be continued: {name} is a link" in capsys.readouterr().err
+        link.unlink()
+    assert list(mine.iterdir()) == []
 
 
 def test_a_checkpoints_shapes_are_compared_before_they_are_allocated(tmp_path, monkeypatch):
