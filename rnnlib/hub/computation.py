@@ -11,6 +11,7 @@ from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.parallel import SIDE_BY_SIDE, ParallelConfig
+from rnnlib.layers.rwkv7 import ChannelMixConfig, RWKV7Config
 from rnnlib.models.config import NONE, ModelConfig
 from rnnlib.models.mixers import heads_of, mixer_config
 
@@ -88,6 +89,11 @@ def sized_mixer(config: ModelConfig, mixer: str) -> Any:
             value_head_dim=shape.value_size,
             scale=shape.key_size**-0.5 if given.scale is None else given.scale,
         )
+    if isinstance(given, RWKV7Config):
+        heads = given.num_heads or heads
+        return dataclasses.replace(given, num_heads=heads, head_dim=given.head_dim or config.width // heads)
+    if isinstance(given, ChannelMixConfig):
+        return dataclasses.replace(given, hidden_width=given.hidden_width or 4 * config.width)
     if isinstance(given, LatentAttentionConfig):
         return given.sized(config.width, heads)
     if isinstance(given, AttentionConfig):

@@ -17,6 +17,7 @@ from rnnlib.hub.fla.linear_attn import LINEAR_ATTN
 from rnnlib.hub.fla.mesa_net import MESA_NET
 from rnnlib.hub.fla.preconditioned import PRECOND_GATED_DELTANET, PRECOND_KDA
 from rnnlib.hub.fla.retnet import RETNET
+from rnnlib.hub.fla.rwkv7 import RWKV7_FAMILY
 from rnnlib.hub.fla.transformer import TRANSFORMER
 from rnnlib.hub.mamba2 import MAMBA2, MAMBA2_FLA
 from rnnlib.hub.table import Family
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
         GLA,
         HGRN2,
         GSA,
+        RWKV7_FAMILY,
         RETNET,
         LINEAR_ATTN,
         COMBA,

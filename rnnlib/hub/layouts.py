@@ -270,6 +270,25 @@ class Stacked(Layout):
         return [self.each.write_one(entry) for entry in arrays[0]]
 
 
+@dataclasses.dataclass(frozen=True)
+class SplitRows(Layout):
+    """Several arrays of the file are the rows of one of the model.
+
+    Attributes:
+        shape: of each of the file's arrays; one axis may be -1, as in `reshape`.
+    """
+
+    shape: tuple[int, ...]
+
+    def read(self, arrays: Sequence[Array], like: Sequence[Any], part: Any) -> list[Array]:
+        """The rows as one array."""
+        return [jnp.stack([array.reshape(like[0].shape[1:]) for array in arrays])]
+
+    def write(self, arrays: Sequence[Array], part: Any) -> list[Array]:
+        """The rows."""
+        return [entry.reshape(self.shape) for entry in arrays[0]]
+
+
 class JoinedExperts(Layout):
     """One array `[E, 2 F, D]` of the file is two arrays `[E, D, F]` of the model, transposed and concatenated."""
 

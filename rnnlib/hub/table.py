@@ -87,6 +87,7 @@ class Family:
             block to these rows. If several rows give a variable, the first whose names and shapes are in the file
             counts.
         layer_prefix: the prefix of a layer's arrays in the file, with `{}` for the layer's number.
+        blocks_per_layer: blocks of the model, one after another, whose arrays have the same prefix.
         prefixes: the prefix of names in the tables, and other prefixes that files may have in its place.
         unused: beginnings of names of arrays that a language model does not use, perhaps with `*`. `save_pretrained`
             copies these arrays.
@@ -103,6 +104,7 @@ class Family:
     rows: tuple[Row, ...] | Callable[[DecoderLM], tuple[Row, ...]]
     layer_rows: tuple[Row, ...] | Callable[[Block], tuple[Row, ...]]
     layer_prefix: str = "model.layers.{}."
+    blocks_per_layer: int = 1
     prefixes: tuple[str, ...] = ("model.",)
     unused: tuple[str, ...] = ()
     has_more_layers: bool = False
@@ -259,7 +261,7 @@ def _full_rows(
     given_rows = family.layer_rows
     parts += [
         (
-            family.layer_prefix.format(i),
+            family.layer_prefix.format(i // family.blocks_per_layer),
             f"blocks.{i}.",
             block,
             given_rows(block) if callable(given_rows) else given_rows,

@@ -66,6 +66,7 @@ from rnnlib.layers.presets import MixerPreset, mixer_names, mixer_preset, preset
 from rnnlib.layers.readout import Readout, ReadoutConfig
 from rnnlib.layers.ridge import FixedProjection, RidgeRegression, RidgeState
 from rnnlib.layers.rotary import Rotary
+from rnnlib.layers.rwkv7 import RWKV7, ChannelMix, ChannelMixCache, ChannelMixConfig, RWKV7Cache, RWKV7Config
 from rnnlib.layers.slots import GatedSlots, SlotState
 from rnnlib.layers.solve import MatrixStateSolver, Offline, Online, OperatorOptions, Signals, SolveConfig, Solver
 from rnnlib.layers.table import mixer_rows, mixer_table
@@ -73,6 +74,7 @@ from rnnlib.layers.trapezoidal import Trapezoidal, TrapezoidalState
 
 __all__ = [
     "MLP",
+    "RWKV7",
     "ApplyToBoth",
     "ApplyToKey",
     "ApplyToKeyUnstable",
@@ -82,6 +84,9 @@ __all__ = [
     "AttentionConfig",
     "BoundedDecay",
     "ChannelGain",
+    "ChannelMix",
+    "ChannelMixCache",
+    "ChannelMixConfig",
     "CombaGain",
     "ConvolutionConfig",
     "CorrectionBeforeNorms",
@@ -136,6 +141,8 @@ __all__ = [
     "PreconditionedGain",
     "ProductMap",
     "RMSNorm",
+    "RWKV7Cache",
+    "RWKV7Config",
     "Readout",
     "ReadoutConfig",
     "RecurrentMixer",

@@ -36,6 +36,23 @@ class TokenMixer(Protocol):
         ...
 
 
+@runtime_checkable
+class CarryingMixer(TokenMixer, Protocol):
+    """A mixer that layers behind it are given something of, such as RWKV-7's values of the first layer."""
+
+    def carry(
+        self,
+        x: Array,
+        carried: Any,
+        *,
+        segment_ids: Array | None = None,
+        positions: Array | None = None,
+        cache: Any = None,
+    ) -> tuple[Array, Any, Any]:
+        """The call, given what earlier layers carry (None for nothing); the last result is the same for later ones."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class MixerConfig(abc.ABC):
     """Configuration of a token mixer."""

@@ -38,6 +38,7 @@ from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.readout import ReadoutConfig
 from rnnlib.layers.rotary import Rotary
+from rnnlib.layers.rwkv7 import ChannelMixConfig, RWKV7Config
 from rnnlib.layers.slots import GatedSlots
 from rnnlib.layers.solve import Offline
 
@@ -345,6 +346,25 @@ def comba() -> MixerConfig:
     return RecurrentMixerConfig(
         decay=SoftplusDecay(), gain=CombaGain(), keys=OutputCorrection(), readout=ReadoutConfig(gate="sigmoid")
     )
+
+
+@register_preset("RWKV-7", "Peng et al. 2025, arXiv 2503.14456")
+def rwkv7() -> MixerConfig:
+    """RWKV-7's time mixing, Peng et al. 2025; `S_t = (Diag(w_t) - (kk_t * a_t) kk_t^T) S_{t-1} + k_t v_t^T`.
+
+    `kk` has unit length, `k_t` is its raw form weakened by the removal rate `a_t`; scale 1, a norm of each head with a
+    bias, the token's own value again, and a gate. `value_rank` mixes values with the first layer's.
+    """
+    return RWKV7Config()
+
+
+@register_preset("RWKV channel mixing", "Peng et al. 2025, arXiv 2503.14456")
+def rwkv7_channel_mix() -> MixerConfig:
+    """RWKV-7's feed-forward; `W_down relu(W_up x')^2`, `x'_t = x_t + (x_{t-1} - x_t) * m`, in a layer of its own.
+
+    A model of RWKV-7 is `mixers=("rwkv7", "rwkv7_channel_mix"), mlp_ratio=0`.
+    """
+    return ChannelMixConfig()
 
 
 @register_preset("Attention", "Vaswani et al. 2017, arXiv 1706.03762")

@@ -4,6 +4,7 @@ from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.presets import mixer_names, preset_details
+from rnnlib.layers.rwkv7 import ChannelMixConfig, RWKV7Config
 
 _COLUMNS = ("mixer", "decay", "gain", "keys", "solve", "paper")
 
@@ -22,6 +23,10 @@ def mixer_rows() -> list[tuple[str, ...]]:
             axes = ("scalar" if config.forget_gate else "-", "-", "-", f"softmax over {span}")
         elif isinstance(config, LatentAttentionConfig):
             axes = ("-", "-", "-", "softmax over all tokens, keys and values from latents")
+        elif isinstance(config, RWKV7Config):
+            axes = ("channel", "sigmoid per channel", "k, remove kk", "diagonal plus low rank")
+        elif isinstance(config, ChannelMixConfig):
+            axes = ("-", "-", "-", "two tokens' feed-forward")
         else:
             axes = ("-", "-", "-", "-")
         rows.append((name, *axes, f"{preset.title}: {preset.paper}"))

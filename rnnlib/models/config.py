@@ -89,7 +89,10 @@ class ModelConfig:
         norm_positions: where a block's two norms stand, repeated cyclically over the layers as `mixers` are:
             `"input"` is `x + mixer(norm(x))`, `"output"` is `x + norm(mixer(x))` (OLMo 2, arXiv 2501.00656), and
             likewise for the feed-forward. With `scan_layers` they have one entry, or one for each of `mixers`.
-        zero_centred_norms: norms of the residual stream multiply by `1 + scale`, and `scale` starts at 0.
+        norm: of the residual stream: RMS norm, or with `"layer"` the norm that takes out the mean too.
+        norm_bias: whether such a norm has a bias.
+        embedding_norm: what enters the first block has a norm of its own (as RWKV's has).
+        zero_centred_norms: RMS norms of the residual stream multiply by `1 + scale`, and `scale` starts at 0.
         initializer_std: standard deviation of the normal distribution that embedding, head and feed-forward start
             from. (Mixers initialise themselves.)
         dtype: dtype of activations and matrix products. Logits, decay and states are float32 at least in any case.
@@ -122,6 +125,9 @@ class ModelConfig:
     logits_scale: PositiveNumber = 1.0
     norm_eps: PositiveNumber = 1e-6
     norm_positions: tuple[NormPosition, ...] = ("input",)
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
+    embedding_norm: bool = False
     zero_centred_norms: bool = False
     initializer_std: PositiveNumber = 0.02
     dtype: DtypeName = "float32"
@@ -192,6 +198,10 @@ class ModelConfig:
                     f"{name}={entries!r}: with scan_layers expected one entry, or one for each of the "
                     f"{len(self.mixers)} of mixers"
                 )
+        for name in ("norm_bias", "zero_centred_norms"):
+            wanted = "layer" if name == "norm_bias" else "rms"
+            if getattr(self, name) and self.norm != wanted:
+                raise ValueError(f"{name}=True: expected norm={wanted!r}, not {self.norm!r}")
         known = mixer_names()
         for name in self.mixers:
             if name != NONE and not _is_mixer(name, known):

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rnnlib.layers import Attention, LatentAttention, ParallelMixer, TokenMixer
-from rnnlib.layers.base import check_cache_size
+from rnnlib.layers.base import CarryingMixer, check_cache_size
 from rnnlib.layers.feed_forward import FeedForwardConfig
 from rnnlib.layers.feed_forward import SwiGLU as SwiGLU
 from rnnlib.layers.normalization import RMSNorm, norm_and_stream
@@ -31,9 +31,12 @@ DecoderCache = tuple[Any, ...]
 _MUTABLE = nnx.Not(nnx.Param)
 
 
-def _residual_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | RMSNorm:
+def _residual_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | RMSNorm | nnx.LayerNorm:
     """A norm of the residual stream."""
     dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.storage_dtype}
+    if config.norm == "layer":
+        options: dict[str, Any] = {"use_bias": config.norm_bias, "use_fast_variance": False, "rngs": rngs, **dtypes}
+        return nnx.LayerNorm(config.width, epsilon=config.norm_eps, **options)
     if config.zero_centred_norms:
         return RMSNorm(config.width, eps=config.norm_eps, zero_centred=True, **dtypes)
     return nnx.RMSNorm(config.width, epsilon=config.norm_eps, rngs=rngs, **dtypes)
@@ -113,16 +116,22 @@ class Block(nnx.Module):
         Returns:
             The residual stream `[B, T, D]` and the new cache (None without one).
         """
-        after, cache = self._run(x, {"segment_ids": segment_ids, "positions": positions, "cache": cache})
+        after, cache, _ = self._run(x, {"segment_ids": segment_ids, "positions": positions, "cache": cache}, None)
         return computed(after), cache
 
-    def _run(self, x: Array | SumInParts, options: dict[str, Any]) -> tuple[Array | SumInParts, Any]:
-        """`__call__` of a stream that may be a sum still to be computed, and so may be the result."""
+    def _run(self, x: Array | SumInParts, options: dict[str, Any], carried: Any) -> tuple[Array | SumInParts, Any, Any]:
+        """`__call__` of a stream that may be a sum still to be computed, and so may be the result.
+
+        The last result is `carried` for the layers behind: what a `CarryingMixer` gives them.
+        """
         before, cache = self.norm_position == "input", options["cache"]
         if self.mixer is not None and self.mixer_norm is not None:
             normed, x = norm_and_stream(self.mixer_norm, x) if before else (computed(x),) * 2
             with remembered_products():
-                mixed, cache = self.mixer(normed, **options)
+                if isinstance(self.mixer, CarryingMixer):
+                    mixed, cache, carried = self.mixer.carry(normed, carried, **options)
+                else:
+                    mixed, cache = self.mixer(normed, **options)
                 x = added_to(x, _scaled(mixed if before else self.mixer_norm(mixed), self.residual_scale))
         if self.feed_forward is not None and self.feed_forward_norm is not None:
             norm = self.feed_forward_norm
@@ -130,7 +139,7 @@ class Block(nnx.Module):
             with remembered_products():
                 changed = self.feed_forward(normed)
                 x = added_to(x, _scaled(changed if before else norm(changed), self.residual_scale))
-        return x, cache
+        return x, cache, carried
 
 
 def share_variables(blocks: Iterable[nnx.Module]) -> None:
@@ -184,6 +193,7 @@ class DecoderLM(nnx.Module):
         if config.compute_dtype == jnp.bfloat16:  # what cuDNN serves: see `rnnlib.ops.causal_attention`
             for number, mixer in enumerate(self._attention_of_a_program()):
                 mixer.number = number
+        self.embedding_norm = _residual_norm(config, rngs) if config.embedding_norm else None
         self.norm = _residual_norm(config, rngs)
         self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), shape, config.storage_dtype))
 
@@ -223,12 +233,12 @@ class DecoderLM(nnx.Module):
         if repeats > 1:
             done = repeats * len(self.config.mixers)
             x = self._scan_blocks(x, segment_ids, positions, repeats)
-        blocks = self.blocks[done:]
+        blocks, carried = self.blocks[done:], None
         for block, following in itertools.zip_longest(blocks, blocks[1:]):
             if following is not None:
                 x = _await_to_gather(following, x)
             graphdef, state = nnx.split(block)
-            x, changes = self._training_block()(graphdef, state, x, segment_ids, positions)
+            x, carried, changes = self._training_block()(graphdef, state, x, carried, segment_ids, positions)
             if changes:
                 assign_values(block, _MUTABLE, changes)
         return _scaled(self.norm(x), self.config.logits_scale)
@@ -314,9 +324,10 @@ class DecoderLM(nnx.Module):
             raise ValueError(f"DecoderLM: cache {found}, expected {layers}, one a layer, as init_cache gives")
         x = self.embed(tokens, segment_ids, positions)
         entries = []
+        carried = None
         for block, entry in zip(self.blocks, cache):
             graphdef, state = nnx.split(block)
-            x, entry = _extend_block(graphdef, state, x, segment_ids, positions, entry)
+            x, carried, entry = _extend_block(graphdef, state, x, carried, segment_ids, positions, entry)
             entries.append(entry)
         return _scaled(norm_and_stream(self.norm, x)[0], self.config.logits_scale), tuple(entries)
 
@@ -326,7 +337,9 @@ class DecoderLM(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """What enters the first block: the rows of the embedding; the arguments, as in `__call__`, are checked.
+        """What enters the first block: rows of the embedding, with a norm where the model has one for them.
+
+        The arguments, as in `__call__`, are checked.
 
         Raises:
             ValueError: an argument is not `[B, T]`, or that is empty.
@@ -344,7 +357,8 @@ class DecoderLM(nnx.Module):
             check_array("DecoderLM", "positions", positions)
             check_shape("DecoderLM", "positions", positions, tokens.shape, axes="[B, T]")
         x = look_up_in_shares(self.embedding[...], tokens, self.config.compute_dtype, self.shares)
-        return _scaled(x, self.config.embedding_scale)
+        x = _scaled(x, self.config.embedding_scale)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def share(self, count: int) -> "DecoderLM":
         """The model that each of `count` devices has of this one, with shapes in place of arrays.
@@ -396,7 +410,7 @@ class DecoderLM(nnx.Module):
         def cell(x, states):
             changes = []
             for graphdef, state in zip(graphdefs, states):
-                x, changed = run(graphdef, state, x, segment_ids, positions)
+                x, _, changed = run(graphdef, state, x, None, segment_ids, positions)
                 changes.append(changed)
             return x, changes
 
@@ -446,13 +460,22 @@ _together.defvjp(lambda *values: (_together(*values), None), lambda _, gradients
 
 # Blocks of equal structure share one trace: without this the time to trace a model grows with its depth.
 @functools.partial(jax.jit, static_argnums=0)
-def _run_block(graphdef, state, x, segment_ids, positions):
-    """The block's output, and the variables that it has changed, such as a random stream's counter, by path."""
+def _run_block(graphdef, state, x, carried, segment_ids, positions):
+    """The block's output, what it gives later ones, and the variables that it has changed, by path.
+
+    Such a variable is a random stream's counter.
+    """
     block = nnx.merge(graphdef, state)
     before = {path: jax.tree.flatten(value) for path, value in values_by_path(block, _MUTABLE).items()}
-    x, _ = block(x, segment_ids=segment_ids, positions=positions)
+    if type(block) is Block:
+        options = {"segment_ids": segment_ids, "positions": positions, "cache": None}
+        stream, _, carried = block._run(x, options, carried)
+        x = computed(stream)
+    else:
+        x, _ = block(x, segment_ids=segment_ids, positions=positions)
     after = values_by_path(block, _MUTABLE)
-    return x, {path: value for path, value in after.items() if path in before and _changed(before[path], value)}
+    changes = {path: value for path, value in after.items() if path in before and _changed(before[path], value)}
+    return x, carried, changes
 
 
 def _changed(before: tuple[list[Any], Any], value: Any) -> bool:
@@ -462,6 +485,10 @@ def _changed(before: tuple[list[Any], Any], value: Any) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _extend_block(graphdef, state, x, segment_ids, positions, cache):
+def _extend_block(graphdef, state, x, carried, segment_ids, positions, cache):
     block, options = nnx.merge(graphdef, state), {"segment_ids": segment_ids, "positions": positions, "cache": cache}
-    return block._run(x, options) if type(block) is Block else block(computed(x), **options)
+    if type(block) is Block:
+        x, cache, carried = block._run(x, options, carried)
+    else:
+        x, cache = block(computed(x), **options)
+    return x, carried, cache

@@ -53,7 +53,8 @@ def count_parameters(model: DecoderLM | ModelConfig) -> ParameterCount:
         if block.mixer is not None:
             mixers[name] += _size(block.mixer)
     of_blocks = [norm for block in model.blocks for norm in (block.mixer_norm, block.feed_forward_norm)]
-    norms = [model.norm, *(norm for norm in of_blocks if norm is not None)]
+    norms = [model.norm] + ([] if model.embedding_norm is None else [model.embedding_norm])
+    norms += [norm for norm in of_blocks if norm is not None]
     feed_forwards = [block.feed_forward for block in model.blocks if block.feed_forward is not None]
     return ParameterCount(
         embedding=math.prod(model.embedding.shape),

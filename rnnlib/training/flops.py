@@ -3,7 +3,17 @@
 import dataclasses
 from typing import Any
 
-from rnnlib.layers import Attention, GatedSlots, LatentAttention, Offline, Online, RidgeRegression, Trapezoidal
+from rnnlib.layers import (
+    RWKV7,
+    Attention,
+    ChannelMix,
+    GatedSlots,
+    LatentAttention,
+    Offline,
+    Online,
+    RidgeRegression,
+    Trapezoidal,
+)
 from rnnlib.models import ModelConfig, abstract_model, count_parameters
 
 PEAK = {
@@ -46,7 +56,7 @@ def step_flops(config: ModelConfig, length: int) -> StepFlops:
     much for each of its R pairs; the delta rule `6 K V` (the erased value is read too); a ridge solve by n iterations
     `4 K V + 2 K^2 + 2 n K^2`. The recurrences are counted token by token, which is the least that the mathematics asks
     for: chunked kernels do several times more, so that their products show up as a lower utilisation. Convolutions,
-    norms and gates are left out. Gated slots: `4 M (K + V)`.
+    norms and gates are left out. RWKV-7: `8 K V`. Gated slots: `4 M (K + V)`.
 
     Args:
         config: the model.
@@ -60,12 +70,16 @@ def step_flops(config: ModelConfig, length: int) -> StepFlops:
     mixing = 0.0
     mixers: list[Any] = [mixer for block in abstract_model(config).blocks for mixer in block.mixers]
     for mixer in mixers:
+        if isinstance(mixer, ChannelMix):
+            continue
         shape = mixer.shape
         pairs = shape.key_size * shape.value_size
         if isinstance(mixer, Attention | LatentAttention):
             window = min(getattr(mixer.config, "window", None) or length, length)
             seen = (window * (window + 1) / 2 + (length - window) * window) / length  # mean over the row
             forward = 2 * seen * (shape.key_size + shape.value_size)
+        elif isinstance(mixer, RWKV7):
+            forward = 8 * pairs
         elif isinstance(mixer.config.solve, Online):
             forward = 6 * pairs
         elif isinstance(mixer.config.solve, Offline):

@@ -50,6 +50,7 @@ FOLDERS = [
     "qwen3_5_multimodal/untied",
     "qwen3_next/moe",
     "retnet/plain",
+    "rwkv7/plain",
     "transformer/plain",
 ]
 

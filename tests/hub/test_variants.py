@@ -38,6 +38,10 @@ VARIANTS = {
     "gsa/plain": [
         {"use_short_conv": True, "num_kv_heads": 2, "num_slots": None, "feature_map": "relu", "expand_v": 2},
     ],
+    "rwkv7/plain": [
+        {"norm_first": False, "norm_bias": False, "fuse_norm": False, "head_dim": 16, "value_dim": 32},
+        {"intermediate_size": 50, "hidden_act": "relu", "tie_word_embeddings": True, "v_low_rank_dim": 3},
+    ],
     "hgrn2/plain": [
         {"use_lower_bound": False, "use_short_conv": True, "conv_size": 3, "expand_ratio": 16, "num_heads": 2},
         {"attn": {"layers": [0], "num_heads": 2}, "tie_word_embeddings": True},
@@ -83,6 +87,7 @@ def test_what_is_written_anew_is_read_as_it_was(name, keys, tmp_path):
         ("granitemoehybrid/plain", {"mystery": 1}, "mystery is 1, expected no such key"),
         ("nemotron_h/plain", {"layers_block_type": ["mlp", "x"]}, "layers_block_type is .*, expected words of"),
         ("falcon_h1/plain", {"ssm_multipliers": [1.0]}, "ssm_multipliers is .*, expected 5 numbers above 0"),
+        ("rwkv7/plain", {"value_dim": [64, 64]}, "value_dim is .*, expected hidden_size = 32 in each layer"),
         ("nemotron_h/plain", {"mlp_hidden_act": "gelu"}, 'mlp_hidden_act is "gelu", expected "relu2"'),
         ("nemotron_h/plain", {"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor"),
         ("lara_mini/plain", {"layer_types": ["mamba"] * 3}, "layer_types has 'mamba', expected"),

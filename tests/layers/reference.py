@@ -229,6 +229,44 @@ def comba(p, x):
     return read(p["readout"], x, run(step, query, v, q.shape[-1] ** -0.5), sigmoid)
 
 
+def token_before(x):
+    return np.concatenate([np.zeros_like(x[:1]), x[:-1]])
+
+
+def rwkv7(p, x):
+    """The equations of arXiv 2503.14456, section 4.1, for a first layer."""
+
+    def low_rank(p, x, between):
+        return linear(p["up"], between(linear(p["down"], x)))
+
+    def heads(y):
+        return y.reshape(len(x), HEADS, -1)
+
+    r, w, k, v, a, g = (x + (token_before(x) - x) * m for m in p["mixtures"])
+    gate, rate = low_rank(p["gate"], g, sigmoid), sigmoid(low_rank(p["gain"], a, lambda y: y))
+    kept = heads(np.exp(-np.exp(-0.5) * sigmoid(low_rank(p["decay"], w, np.tanh))))
+    r, k, v = linear(p["query"], r), linear(p["key"], k), linear(p["value"], v)
+    removal, k = heads(k * p["key_removal"]), heads(k * (1 + (rate - 1) * p["key_gain"]))
+    removal = removal / np.sqrt(np.sum(removal**2, axis=-1, keepdims=True) + 1e-6)
+    r, v, rate = heads(r), heads(v), heads(rate)
+
+    def step(t, h, S):
+        transition = np.diag(kept[t, h]) - np.outer(removal[t, h] * rate[t, h], removal[t, h])
+        return transition @ S + np.outer(k[t, h], v[t, h])
+
+    out = run(step, r, v, 1.0)
+    centred = out - out.mean(-1, keepdims=True)
+    out = centred / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + 1e-5 * out.shape[-1])
+    out = out * heads(np.tile(p["norm_scale"], (len(x), 1))) + heads(np.tile(p["norm_bias"], (len(x), 1)))
+    out = out + np.sum(r * k * p["bonus"], axis=-1, keepdims=True) * v
+    return linear(p["output"], out.reshape(len(x), -1) * gate)
+
+
+def rwkv7_channel_mix(p, x):
+    read = x + (token_before(x) - x) * p["mixture"]
+    return linear(p["down"], np.maximum(linear(p["up"], read), 0) ** 2)
+
+
 def attention(p, x, window=None):
     q, k, v = (linear(p[n], x).reshape(len(x), HEADS, -1) for n in ("query", "key", "value"))
     q, k = rotate(q), rotate(k)
@@ -292,6 +330,8 @@ LAYERS = {
         nlms,
         efla,
         comba,
+        rwkv7,
+        rwkv7_channel_mix,
         attention,
         sliding_window_attention,
         forgetting_attention,

@@ -54,8 +54,8 @@ def test_mixer_is_the_papers_layer(name):
 
 
 # A mixer of each kind of cache.
-CACHES = ("gated_deltanet2", "linear_attention", "gsa", "mamba2", "mamba3_mimo", "pkda", "gated_kalmanet", "mesanet")
-CACHES += ("sliding_window_attention", "forgetting_attention", "latent_attention")
+CACHES = ("gated_deltanet2", "linear_attention", "gsa", "rwkv7", "rwkv7_channel_mix", "mamba2", "mamba3_mimo", "pkda")
+CACHES += ("gated_kalmanet", "mesanet", "sliding_window_attention", "forgetting_attention", "latent_attention")
 
 
 @pytest.mark.parametrize("name", mostly_slow(mixer_names(), CACHES))
@@ -81,6 +81,9 @@ COUNTS = {
     "nlms": QKVO + CONVOLUTION + NORM,
     "efla": QKVO + CONVOLUTION + PER_HEAD + NORM,
     "comba": QKVO + CONVOLUTION + (PER_HEAD + 2 * HEADS) + (PER_HEAD + HEADS) + HEADS + D * D + NORM,
+    # Six mixtures; maps of ranks 64, 64 (with biases) and 128; factors on keys, the bonus, scale and bias of the norm.
+    "rwkv7": QKVO + 6 * D + 2 * (64 * 2 * D + D) + 128 * 2 * D + 5 * D,
+    "rwkv7_channel_mix": D + 2 * 4 * D * D,
     "attention": QKVO,
     "sliding_window_attention": QKVO,
     "forgetting_attention": QKVO + PER_HEAD + HEADS,

@@ -52,6 +52,16 @@ HYBRIDS = {
             "gated_deltanet+attention": {"input_scales": (1.0, 0.7), "output_scales": (1.3, 0.5)},
         },
     ),
+    "rwkv7": SMALL.replace(
+        num_layers=4,
+        mixers=("rwkv7", "rwkv7_channel_mix", "rwkv7/later", "rwkv7_channel_mix"),
+        mixer_overrides={"*": STD, "rwkv7/later": {"value_rank": 3}},
+        mlp_width=None,
+        mlp_ratio=0,
+        norm="layer",
+        norm_bias=True,
+        embedding_norm=True,
+    ),
     "one part a layer": SMALL.replace(
         num_layers=3, mixers=("none", "deltanet", "none"), feed_forwards=(MLPConfig(), "none", "dense")
     ),

@@ -168,7 +168,7 @@ def test_analysis_takes_a_transition_only_as_the_solve_axis_says():
     np.testing.assert_array_equal(found, expected)
     with pytest.raises(ValueError, match=r"layer 0: OwnSolve.erases gives None, expected True for the delta rule"):
         next(iterate_layers(model_of({"solve": OwnSolve()}), TOKENS))
-    for name in layers.mixer_names():
+    for name in set(layers.mixer_names()) - {"gsa"}:  # whose slots are no matrix that a key reads
         solve = getattr(mixer_preset(name), "solve", None)
         assert solve is None or isinstance(solve.erases(), bool), name
 

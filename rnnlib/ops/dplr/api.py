@@ -104,6 +104,7 @@ def dplr(
         implementation,
         implementations,
         q.shape[1],
+        kernel_for_one_token=False,
         triton=lambda: reason("triton"),
         mosaic=lambda: reason("mosaic"),
     )
