@@ -24,6 +24,15 @@ def divisible(gate: Array) -> Array:
     return jnp.where(jnp.abs(gate) < _SMALLEST_GATE, _SMALLEST_GATE, gate)
 
 
+def split_gate(gate: Array) -> tuple[Array, Array]:
+    """Two factors of a gate: one that is safe to divide by, and the rest.
+
+    The rest is 1, except where the gate is nearly zero: there it is the gate, and the first factor is 1.
+    """
+    is_small = jnp.abs(gate) < 1e-30
+    return jnp.where(is_small, 1.0, gate), jnp.where(is_small, gate, 1.0)
+
+
 def split_steps(log_decay: Array) -> tuple[Array, Array]:
     """A token's log decay as a multiple of 1/16 and the rest, float32.
 

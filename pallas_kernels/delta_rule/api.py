@@ -41,11 +41,18 @@ def unsupported_reason(
     has_channel_gates = any(x is not None and x.ndim == 4 for x in gates)
     if platform() != "cpu" and has_channel_gates and q.shape[3] > 128 and jnp.result_type(q, k, v) == jnp.float32:
         return f"key size {q.shape[3]} in float32 with channel-wise gates (at most 128: shared memory is too small)"
-    return _mosaic_reason(q, k, v) if backend == "mosaic" else None
+    return mosaic_unsupported_reason(q, k, v, sizes=(MAX_CHANNELS["mosaic"],)) if backend == "mosaic" else None
 
 
-def _mosaic_reason(q: Array, k: Array, v: Array) -> str | None:
-    """Why most stages of a call that Triton serves can't be in Mosaic GPU."""
+def mosaic_unsupported_reason(q: Array, k: Array, v: Array, *, sizes: tuple[int, ...]) -> str | None:
+    """Why a call that Triton serves can't be in Mosaic GPU, as far as its device and matrices go, or None if it can.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`.
+        sizes: the key and value channels that a head is padded to, powers of two in order.
+    """
     if not is_hopper():
         return "this device (it runs on Hopper cards)"
     try:
@@ -56,9 +63,9 @@ def _mosaic_reason(q: Array, k: Array, v: Array) -> str | None:
         return f"matrices of dtype {jnp.result_type(q, k, v)} (only bfloat16)"
     if q.shape[1] == 1:
         return "a single token (its kernel is Triton's)"
-    most = MAX_CHANNELS["mosaic"]
-    if any(next_power_of_two(size) != most for size in (q.shape[3], v.shape[3])):
-        return f"key size {q.shape[3]} with value size {v.shape[3]} (65 to {most} each)"
+    if any(next_power_of_two(size) not in sizes for size in (q.shape[3], v.shape[3])):
+        least = sizes[0] // 2 + 1
+        return f"key size {q.shape[3]} with value size {v.shape[3]} ({least} to {sizes[-1]} each)"
     return None
 
 

@@ -1,11 +1,9 @@
 """The public function of linear attention, and which calls its kernels can serve."""
 
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise, next_power_of_two
-from pallas_kernels.common.platform import is_hopper
+from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise
 from pallas_kernels.delta_rule import api as delta_rule
 from pallas_kernels.delta_rule.api import call_options
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
@@ -14,8 +12,8 @@ from pallas_kernels.delta_rule.vjp import chunked_pass, one_token
 from pallas_kernels.linear_attention.vjp import linear_pass, with_gate_in_values
 
 _MOSAIC_SIZES = (64, 128)
-FEWEST_CHUNKS = 4096
-"""Chunks of all heads from which the Mosaic GPU kernels are the faster ones; below, their launches take the time."""
+# Chunks of all heads from which the Mosaic GPU kernels are the faster ones; below, their launches take the time.
+_FEWEST_CHUNKS = 4096
 
 
 def unsupported_reason(
@@ -34,21 +32,15 @@ def unsupported_reason(
     reason = delta_rule.unsupported_reason(q, k, v, log_decay, chunk_size=chunk_size)
     if reason is not None or backend == "triton":
         return reason
-    if not is_hopper():
-        return "this device (it runs on Hopper cards)"
-    try:
-        import pallas_kernels.common.mosaic_gpu  # noqa: F401
-    except ImportError as error:
-        return f"this jax: {error}"
-    if jnp.result_type(q, k, v) != jnp.bfloat16:
-        return f"matrices of dtype {jnp.result_type(q, k, v)} (only bfloat16)"
-    if q.shape[1] == 1:
-        return "a single token (its kernel is Triton's)"
     if is_channel_wise(log_decay):
         return "a decay of one number a channel (its kernels are the delta rule's)"
-    if any(next_power_of_two(size) not in _MOSAIC_SIZES for size in (q.shape[3], v.shape[3])):
-        return f"key size {q.shape[3]} with value size {v.shape[3]} (33 to {_MOSAIC_SIZES[-1]} each)"
-    return None
+    return delta_rule.mosaic_unsupported_reason(q, k, v, sizes=_MOSAIC_SIZES)
+
+
+def is_mosaic_faster(v: Array) -> bool:
+    """Whether the Mosaic GPU kernels are the faster ones for a call with these values that both backends serve."""
+    batch, length, heads, _ = v.shape
+    return batch * heads * (length // CHUNK) >= _FEWEST_CHUNKS
 
 
 def linear_attention(

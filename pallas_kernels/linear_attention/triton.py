@@ -20,10 +20,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.config import KernelConfig
+from pallas_kernels.common.decay import split_gate
 from pallas_kernels.common.kernel_shape import CHUNK, split_range
 from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_nt, dot_tn, load_tile
 from pallas_kernels.common.triton.chunks import keep_factor, load_row, loop, product, sequence_grid
-from pallas_kernels.common.triton.decay import ChunkDecay, causal_mask, split_gate
+from pallas_kernels.common.triton.decay import ChunkDecay, causal_mask
 from pallas_kernels.common.triton.decay_rows import Rows, decay_rows, loaded_decay
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.triton.pairs import diagonal, weigh_pairs

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.decay import MIN_LOG_DECAY
+from pallas_kernels.common.decay import split_gate
 from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise
 from pallas_kernels.common.triton.chunks import product
-from pallas_kernels.common.triton.decay import split_gate
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.vma import batch_alike
 from pallas_kernels.delta_rule.inputs import Inputs, kernel_shape_of
 from pallas_kernels.delta_rule.vjp import Options
+from pallas_kernels.linear_attention.gradients import dtype_of_parts, of_key_heads, without_flat
 from pallas_kernels.linear_attention.triton import Places, rows_of, segment_starts, sums
 
 
@@ -61,7 +61,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         starts,
         launch,
         transposed=True,
-        dtype=_dtype_of_parts(x.q, x),
+        dtype=dtype_of_parts(x.q, x),
         product_with=x.q if has_decay else None,
         keeps_own_apart=is_exact,
         with_states=has_decay,
@@ -75,7 +75,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         launch,
         reverse=True,
         transposed=True,
-        dtype=_dtype_of_parts(x.k, x),
+        dtype=dtype_of_parts(x.k, x),
         product_with=x.k if has_decay else None,
         keeps_own_apart=is_exact,
         states=d_q.states,
@@ -100,8 +100,8 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         d_ends = product(rest, _sum_parts(d_k.far_products))
         d_log_decay = _log_decay_gradient(x, d_total, d_ends, kernel_shape.scale * _sum_parts(d_k.crossed))
     gradients = Inputs(
-        q=_of_key_heads(d_q.out, x.q),
-        k=_of_key_heads(d_k.out, x.k),
+        q=of_key_heads(d_q.out, x.q),
+        k=of_key_heads(d_k.out, x.k),
         v=d_v.out,
         write=None if d_write is None else d_write.astype(x.write.dtype),
         log_decay=d_log_decay,
@@ -125,19 +125,6 @@ def _sum_parts(x: Array | None) -> Array:
     """Sum over the blocks of channels that the parts are from."""
     assert x is not None
     return jnp.sum(x, axis=0)
-
-
-def _dtype_of_parts(like: Array, inputs: Inputs) -> Any:
-    """Dtype of a gradient by value head: float32 where those of several value heads are still to be added up."""
-    return like.dtype if like.shape[2] == inputs.v.shape[2] else jnp.float32
-
-
-def _of_key_heads(gradient: Array, like: Array) -> Array:
-    """Adds up the parts of the value heads that share a key head."""
-    if gradient.shape == like.shape:
-        return gradient
-    batch, length, heads, size = like.shape
-    return gradient.reshape(batch, length, heads, -1, size).sum(axis=3).astype(like.dtype)
 
 
 def _log_decay_gradient(inputs: Inputs, d_total: Array, d_ends: Array, crossed: Array) -> Array:
@@ -167,7 +154,4 @@ def _log_decay_gradient(inputs: Inputs, d_total: Array, d_ends: Array, crossed: 
     within = jax.lax.optimization_barrier(jax.lax.cumsum(by_chunk(d_total), axis=2, reverse=True))
     before = jnp.pad(by_chunk(d_ends)[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)))
     beyond = jax.lax.cumsum(before, axis=2) + jnp.moveaxis(crossed, 1, 2)[:, :, None]
-    is_flat = x <= MIN_LOG_DECAY
-    if inputs.starts is not None:
-        is_flat = is_flat | (inputs.starts > 0)[:, :, None]
-    return jnp.where(is_flat, 0.0, (within + beyond).reshape(x.shape)).astype(x.dtype)
+    return without_flat((within + beyond).reshape(x.shape), inputs)

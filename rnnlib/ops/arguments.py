@@ -258,6 +258,7 @@ def choose_implementation[Implementation](
     length: int,
     *,
     kernel_for_one_token: bool = True,
+    slower: Mapping[str, Callable[[], bool]] | None = None,
     **unsupported: Callable[[], str | None],
 ) -> Implementation:
     """The implementation to run.
@@ -269,6 +270,8 @@ def choose_implementation[Implementation](
         implementations: the operator's implementations by name.
         length: tokens in a sequence, T.
         kernel_for_one_token: whether None may choose a kernel for a single token, where XLA produces one fused loop.
+        slower: for an implementation that is not always faster than the next one, by its name, a function that returns
+            whether it is slower for this case, which it supports; None then passes over it.
         **unsupported: for each implementation that supports only some cases, by its name, a function that returns the
             reason why the implementation does not support this case, or None if it does.
 
@@ -280,10 +283,13 @@ def choose_implementation[Implementation](
     def objection(name: str) -> str | None:
         return unsupported[name]() if name in unsupported else None
 
+    def is_chosen(name: str) -> bool:
+        is_slower = (slower or {}).get(name, lambda: False)
+        return name in implementations and objection(name) is None and not is_slower()
+
     if implementation is None:
         preference = default_preference(length) if length != 1 or kernel_for_one_token else ("scan", "chunked")
-        name = next(name for name in preference if name in implementations and objection(name) is None)
-        return implementations[name]
+        return implementations[next(filter(is_chosen, preference))]
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{operator}: implementation is {implementation!r}, expected None or one of {IMPLEMENTATIONS}")
     if implementation not in implementations:

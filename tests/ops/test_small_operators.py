@@ -15,6 +15,7 @@ from jax.test_util import check_grads
 import pallas_kernels
 from rnnlib import ops
 from rnnlib.ops import kernels
+from rnnlib.ops.arguments import choose_implementation
 
 RNG = np.random.default_rng(0)
 
@@ -224,3 +225,13 @@ def test_a_gpu_without_the_kernels_backend_warns_and_goes_on(monkeypatch):
         ):
             reason = kernels.unsupported_reason(lambda operators: operators.delta_rule.unsupported_reason(q, q, q))
             assert str(reason).startswith("this installation: ")
+
+
+def test_none_passes_over_what_is_slower_and_its_name_does_not():
+    named = {"chunked": 1, "scan": 2}
+
+    def chosen(implementation, is_slower):
+        slower = {"chunked": lambda: is_slower}
+        return choose_implementation("operator", implementation, named, 3, slower=slower)
+
+    assert [chosen(None, False), chosen(None, True), chosen("chunked", True)] == [1, 2, 1]

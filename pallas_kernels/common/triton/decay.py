@@ -76,15 +76,6 @@ def decay_of_chunk(decay: ChunkDecay) -> Array | None:
     return factor if decay.runs is None else jnp.where(jnp.max(decay.runs) == 0, factor, 0.0)
 
 
-def split_gate(gate: Array) -> tuple[Array, Array]:
-    """Two factors of a gate `[C]`: one that is safe to divide by, and the rest.
-
-    The rest is 1, except where the gate is nearly zero: there it is the gate, and the first factor is 1.
-    """
-    is_small = jnp.abs(gate) < 1e-30
-    return jnp.where(is_small, 1.0, gate), jnp.where(is_small, gate, 1.0)
-
-
 def causal_mask(decay: ChunkDecay, strict: bool, reverse: bool = False) -> Array:
     """Pairs `[C, C]` of one run in which the column's token comes before the row's, or is it unless `strict`.
 

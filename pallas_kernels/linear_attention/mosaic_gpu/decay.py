@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.common.decay import split_steps
+from pallas_kernels.common.decay import split_gate, split_steps
 from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.delta_rule.inputs import Inputs
 
@@ -90,13 +90,9 @@ def decay_of(log_decay: Array | None, starts: Array | None) -> Decay:
     return Decay(coarse, fine, run, from_start, to_end, kept)
 
 
-def split_gate(write: Array | None) -> tuple[Array | None, Array | None]:
-    """Two factors of a write gate, `[B, HV, N, C]` float32: one that is safe to divide by, and the rest."""
-    if write is None:
-        return None, None
-    gate = by_chunk(write.astype(jnp.float32))
-    is_small = jnp.abs(gate) < 1e-30
-    return jnp.where(is_small, 1.0, gate), jnp.where(is_small, gate, 1.0)
+def gate_factors(write: Array | None) -> tuple[Array | None, Array | None]:
+    """The two factors that `split_gate` makes of a write gate, `[B, HV, N, C]` float32; None for 1."""
+    return (None, None) if write is None else split_gate(by_chunk(write.astype(jnp.float32)))
 
 
 def _product(x: Array | None, y: Array | None) -> Array | None:
@@ -107,7 +103,7 @@ def factors_of(kernel_shape: KernelShape, decay: Decay, inputs: Inputs, *, rever
     """The factors of a sum over earlier tokens or, in `reverse`, over later ones."""
     scale = jnp.float32(kernel_shape.scale)
     if reverse:
-        divisor, rest = split_gate(inputs.write)
+        divisor, rest = gate_factors(inputs.write)
         reads = _product(divisor, decay.to_end)
         return Factors(divisor, None if reads is None else scale * reads, decay.from_start, rest)
     gate = None if inputs.write is None else by_chunk(inputs.write.astype(jnp.float32))

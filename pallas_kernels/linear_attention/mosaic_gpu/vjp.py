@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common.config import NUM_SMS
-from pallas_kernels.common.decay import MIN_LOG_DECAY
 from pallas_kernels.common.kernel_shape import CHUNK, KernelShape
 from pallas_kernels.common.mosaic_gpu import SIDE
 from pallas_kernels.common.platform import device_kind
 from pallas_kernels.common.vma import batch_alike
 from pallas_kernels.delta_rule.inputs import Inputs, kernel_shape_of
 from pallas_kernels.delta_rule.tuned_configs import load_table
+from pallas_kernels.linear_attention.gradients import dtype_of_parts, of_key_heads, without_flat
 from pallas_kernels.linear_attention.mosaic_gpu.decay import (
     Decay,
     Factors,
@@ -23,7 +23,7 @@ from pallas_kernels.linear_attention.mosaic_gpu.decay import (
     decay_of,
     factors_of,
     fold_parts,
-    split_gate,
+    gate_factors,
 )
 from pallas_kernels.linear_attention.mosaic_gpu.sums import STATES_EVERY, Places, Wanted, increments, sums
 
@@ -144,7 +144,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         decay,
         ahead,
         _transposed(starts),
-        dtype=_dtype_of_parts(x.q, x),
+        dtype=dtype_of_parts(x.q, x),
         wanted=Wanted(pairs=has_decay, far=has_decay, states=has_decay),
         other=x.q if has_decay else None,
         **of_keys(),
@@ -156,7 +156,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         back,
         ends,
         reverse=True,
-        dtype=_dtype_of_parts(x.k, x),
+        dtype=dtype_of_parts(x.k, x),
         wanted=Wanted(far=has_decay, crossed=has_decay),
         other=x.k if has_decay else None,
         states=d_q.states,
@@ -174,7 +174,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         other=x.v if has_gate else None,
         **_launch(kernel_shape, options, with_other=has_gate),
     )
-    divisor, rest = split_gate(x.write)
+    divisor, rest = gate_factors(x.write)
     d_write = d_log_decay = None
     if x.write is not None and divisor is not None:
         d_write = by_token(_summed(d_v.total) / divisor).astype(x.write.dtype)
@@ -183,8 +183,8 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         crossed = kernel_shape.scale * kept * d_k.crossed.sum(axis=(0, 4))  # type: ignore[union-attr]
         d_log_decay = _log_decay_gradient(x, d_q, d_k, rest, crossed, decay.kept)
     gradients = Inputs(
-        q=_of_key_heads(d_q.out, x.q),
-        k=_of_key_heads(d_k.out, x.k),
+        q=of_key_heads(d_q.out, x.q),
+        k=of_key_heads(d_k.out, x.k),
         v=d_v.out,
         write=d_write,
         log_decay=d_log_decay,
@@ -205,19 +205,6 @@ def _summed(x: Array | None) -> Array:
     return total.reshape(*total.shape[:2], -1, CHUNK)
 
 
-def _dtype_of_parts(like: Array, inputs: Inputs) -> Any:
-    """Dtype of a gradient by value head: float32 where those of several value heads are still to be added up."""
-    return like.dtype if like.shape[2] == inputs.v.shape[2] else jnp.float32
-
-
-def _of_key_heads(gradient: Array, like: Array) -> Array:
-    """Adds up the parts of the value heads that share a key head."""
-    if gradient.shape == like.shape:
-        return gradient
-    batch, length, heads, size = like.shape
-    return gradient.reshape(batch, length, heads, -1, size).sum(axis=3).astype(like.dtype)
-
-
 def _log_decay_gradient(inputs: Inputs, d_q: Any, d_k: Any, rest: Array | None, crossed: Array, kept: Array) -> Array:
     """The decay's gradient; zero where it is clamped or a document starts.
 
@@ -234,8 +221,6 @@ def _log_decay_gradient(inputs: Inputs, d_q: Any, d_k: Any, rest: Array | None, 
         crossed: what later chunks read of the state before each fourth chunk, `[B, HV, N / 4]`.
         kept: what a chunk leaves of the state, `[B, HV, N]`.
     """
-    x = inputs.log_decay
-    assert x is not None
     pairs = _summed(d_q.pairs_read) - _summed(d_q.pairs_written)
     q_far, k_far = _summed(d_q.far), _summed(d_k.far)
     if rest is not None:
@@ -244,10 +229,7 @@ def _log_decay_gradient(inputs: Inputs, d_q: Any, d_k: Any, rest: Array | None, 
     within = jax.lax.optimization_barrier(jax.lax.cumsum(pairs + q_far, axis=3, reverse=True))
     before = jnp.pad(k_far[..., :-1], ((0, 0), (0, 0), (0, 0), (1, 0)))
     beyond = jax.lax.cumsum(before, axis=3) + _crossed(q_far.sum(axis=3), k_far.sum(axis=3), crossed, kept)[..., None]
-    is_flat = x <= MIN_LOG_DECAY
-    if inputs.starts is not None:
-        is_flat = is_flat | (inputs.starts > 0)[:, :, None]
-    return jnp.where(is_flat, 0.0, by_token(within + beyond)).astype(x.dtype)
+    return without_flat(by_token(within + beyond), inputs)
 
 
 def _crossed(reads: Array, writes: Array, found: Array, kept: Array) -> Array:

@@ -83,20 +83,15 @@ def linear_attention(
     }
 
     def reason(backend: str) -> str | None:
-        """Why a backend can't serve the call. Mosaic GPU serves a short one only if named."""
         arrays, given = (q, k, v, log_decay), {"chunk_size": chunk_size, "backend": backend}
-        why = unsupported_reason(lambda kernels: kernels.linear_attention.unsupported_reason(*arrays, **given))
-        if why is None and backend == "mosaic" and implementation is None:
-            chunks = v.shape[0] * v.shape[2] * (v.shape[1] // chunk_size)
-            if chunks < kernel_operators().linear_attention.FEWEST_CHUNKS:
-                return "so few chunks"
-        return why
+        return unsupported_reason(lambda kernels: kernels.linear_attention.unsupported_reason(*arrays, **given))
 
     run = choose_implementation(
         _NAME,
         implementation,
         implementations,
         q.shape[1],
+        slower={"mosaic": lambda: not kernel_operators().linear_attention.is_mosaic_faster(v)},
         triton=lambda: reason("triton"),
         mosaic=lambda: reason("mosaic"),
     )
