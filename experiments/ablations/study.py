@@ -12,8 +12,8 @@ The small setting also asks what keeps MesaNet from recalling (`mqar_sizes`): it
 """
 
 from experiments.ablations.gains import AveragedChannelGain, ScalarKaczmarzGain, SingleKaczmarzGain
-from experiments.cells import long_recall_cell, small_recall_cell
 from experiments.harness.study import Setting
+from experiments.mqar_settings import long_recall_cell, small_recall_cell
 from experiments.sweep import Mixer, Study
 from rnnlib.layers import ApplyToKeyUnstable, NLMSGain, NoDecay, SigmoidGain
 

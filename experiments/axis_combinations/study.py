@@ -1,7 +1,7 @@
 """Combinations of the axes that no paper has tried, beside the models they are made of, on recall."""
 
-from experiments.cells import long_recall_cell, small_recall_cell
 from experiments.harness.study import Setting
+from experiments.mqar_settings import long_recall_cell, small_recall_cell
 from experiments.sweep import Mixer, Study
 from rnnlib.layers import SoftplusDecay
 

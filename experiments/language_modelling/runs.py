@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from experiments.harness.config_fingerprint import config_text
 from experiments.harness.device import turn
-from experiments.harness.recorded import recorded
 from experiments.harness.study import Mixer, slug
 from experiments.harness.tables import Row, add_rows, read_table
 from experiments.language_modelling.study import LanguageStudy, model_config
@@ -78,7 +78,7 @@ def fingerprint(study: LanguageStudy, mixer: Mixer, rate: float, seed: int) -> s
 def _fingerprints(study: LanguageStudy, mixer: Mixer, rate: float, seed: int) -> tuple[str, ...]:
     """Of a configuration without its later options, and as results that were made with `remat_keeps` have it."""
     config = run_config(study, mixer, rate, seed, "byte")
-    texts = (recorded((config, *study.identity), names) for names in _RECORDED)
+    texts = (config_text((config, *study.identity), names) for names in _RECORDED)
     return tuple(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts)
 
 

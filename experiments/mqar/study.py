@@ -5,8 +5,8 @@ preconditioning keeps or improves the accuracy (Preconditioned DeltaNet, figures
 linear baseline at all lengths and widths, also where the width is smaller than the number of pairs (its figure 3a).
 """
 
-from experiments.cells import long_recall_cell, recall_cell, small_recall_cell
 from experiments.harness.study import Setting
+from experiments.mqar_settings import long_recall_cell, recall_cell, small_recall_cell
 from experiments.sweep import Cell, Mixer, Study
 from rnnlib.data.tasks import MQAR
 

@@ -7,9 +7,9 @@ every linear baseline at all lengths and widths, also with fewer channels than p
 
 import dataclasses
 
-from experiments.cells import long_recall_cell, small_recall_cell
 from experiments.harness.study import Setting, pick
 from experiments.mqar.study import MIXERS
+from experiments.mqar_settings import long_recall_cell, small_recall_cell
 from experiments.sweep import Cell, Mixer, Study
 from experiments.sweep.study import Axis
 from rnnlib.data.tasks import MQAR

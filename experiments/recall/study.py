@@ -5,8 +5,8 @@ PLAN.md says why, and what would refute what.
 
 import dataclasses
 
-from experiments.cells import long_recall_cell, small_recall_cell
 from experiments.harness.study import Setting
+from experiments.mqar_settings import long_recall_cell, small_recall_cell
 from experiments.sweep import Cell, Mixer, Study
 from rnnlib.data.tasks import MQAR
 from rnnlib.layers import ConvolutionConfig, Initializer, Offline, SigmoidGain

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from experiments.harness.recorded import recorded
+from experiments.harness.config_fingerprint import config_text
 from experiments.harness.study import Mixer, Setting, slug
 from rnnlib.data.tasks import Task
 from rnnlib.models import ModelConfig
@@ -225,5 +225,5 @@ def fingerprint(mixer: Mixer, cell: Cell) -> str:
         if getattr(cell, name) == default:  # results from before there was a choice stay valid
             fields.remove(name)
     of_cell = [(name, getattr(cell, name)) for name in fields]
-    described = recorded((mixer.preset, mixer.overrides, of_cell), _FIRST_OPTIONS)
+    described = config_text((mixer.preset, mixer.overrides, of_cell), _FIRST_OPTIONS)
     return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()

@@ -1,9 +1,9 @@
-"""Tokenizers out of files that nobody vouches for, run with limits on time and memory.
+r"""Tokenizers out of files that nobody vouches for, run with limits on time and memory.
 
-A regular expression in a tokenizer's file may backtrack: for `(a+)+$` the time doubles with each letter, for `a*a*b` it
-grows with the cube of a text's length. Tokenizers that are known to take time in proportion to the text
-(`rnnlib.tokenizer_bounds.is_linear`), which most published ones are, run in this process. All others run in a process
-of their own, where each call has a deadline: texts and ids are passed much faster than they are tokenized.
+A regular expression in a tokenizer's file may backtrack: for `(a+)+$` the time doubles with each letter, for
+`a*a*b|a*\s\s` it grows with the cube of a text's length. Tokenizers that are known to take time in proportion to the
+text (`rnnlib.tokenizer_bounds.is_linear`), which most published ones are, run in this process. All others run in a
+process of their own, where each call has a deadline: texts and ids are passed much faster than they are tokenized.
 """
 
 import dataclasses

@@ -85,12 +85,12 @@ def test_it_is_copied_saved_and_made_smaller(tmp_path, tokenizer):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("pattern", [SPLIT, "a*a*b", r"(a|a)*b", r"^(\w+\s?)*$"])
+@pytest.mark.parametrize("pattern", [SPLIT, r"a*a*b|a*\s\s", r"(a|a)*b", r"^(\w+\s?)*$"])
 def test_time_is_bounded_and_a_panic_is_one_line(tmp_path, monkeypatch, capfd, pattern):
     monkeypatch.setattr(limited, "CALL_SECONDS", 1.0)
     tokenizer = load_tokenizer(write(tmp_path / "tokenizer.json", pattern))
     began = time.monotonic()
-    for text in ("a" * 4000 + "c", "a b " * 1000 + "!"):
+    for text in ("a" * 4000 + " ", "a b " * 1000 + "!"):
         for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text, text])):
             try:
                 encode(text)

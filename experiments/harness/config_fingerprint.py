@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 
-def recorded(value: Any, names: frozenset[str]) -> str:
+def config_text(value: Any, names: frozenset[str]) -> str:
     """`repr`, but a dataclass's field that is not among `names` counts only where it differs from its default.
 
     The default of an option that came later is what was before, so results from before stay valid.
@@ -14,7 +14,7 @@ def recorded(value: Any, names: frozenset[str]) -> str:
         names: fields that there were when the first results were made, `"name"` of any class or `"Class.name"`.
     """
     if isinstance(value, tuple):
-        inner = ", ".join(recorded(part, names) for part in value)
+        inner = ", ".join(config_text(part, names) for part in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if not dataclasses.is_dataclass(value):
         return repr(value)
@@ -23,7 +23,7 @@ def recorded(value: Any, names: frozenset[str]) -> str:
     for field in dataclasses.fields(value):
         part = getattr(value, field.name)
         if names & {field.name, f"{kind}.{field.name}"} or part != _default(field):
-            shown[field.name] = recorded(part, names)
+            shown[field.name] = config_text(part, names)
     return f"{kind}({', '.join(f'{name}={part}' for name, part in shown.items())})"
 
 
