@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array
 
 from rnnlib import ops
-from rnnlib.layers import ChannelGain, Decay, Gain, GainConfig, Gates, MixerShape
+from rnnlib.layers import ChannelGain, Decay, Gain, GainConfig, Gates, MixerShape, ProjectedInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,9 @@ class AveragedGates(Gain):
         self.config = config
         self.gates = ChannelGain().build(shape, rngs=rngs)
 
-    def __call__(self, x: Array, decay: Decay) -> Gates:
+    def __call__(self, inputs: ProjectedInput, decay: Decay) -> Gates:
         """Erase and write gates of `ChannelGain`, one of them constant over its channels."""
-        gates = self.gates(x, decay)
+        gates = self.gates(inputs, decay)
         assert gates.erase is not None and gates.write is not None
 
         def averaged(gate: Array) -> Array:
@@ -102,10 +102,10 @@ class ScalarKaczmarz(_Kaczmarz):
         self.shape = shape
         self.gate = nnx.Param(jnp.full((shape.value_heads,), config.initial, jnp.float32))
 
-    def __call__(self, x: Array, decay: Decay) -> Gates:
+    def __call__(self, inputs: ProjectedInput, decay: Decay) -> Gates:
         """Beta `[B, T, HV]`."""
         gate = self.gate[...].astype(self.shape.gate_dtype)
-        return Gates(beta=jnp.broadcast_to(gate, (*x.shape[:2], self.shape.value_heads)))
+        return Gates(beta=jnp.broadcast_to(gate, (*inputs.x.shape[:2], self.shape.value_heads)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class SingleKaczmarz(_Kaczmarz):
         self.eps = config.eps
         self.shape = shape
 
-    def __call__(self, x: Array, decay: Decay) -> Gates:
+    def __call__(self, inputs: ProjectedInput, decay: Decay) -> Gates:
         """Beta `[B, T, HV]`.
 
         Raises:

@@ -19,6 +19,7 @@ from experiments.sweep.saved import Saved
 from experiments.sweep.study import Cell, Group
 from rnnlib.data.tasks import Compression
 from rnnlib.models import DecoderLM
+from rnnlib.models.variables import count_values
 from rnnlib.training import loss_sums, make_optimizer
 from rnnlib.training.accuracy import AccuracySums, accuracy_sums
 
@@ -128,7 +129,7 @@ def compile_group(group: Group, data: CellData) -> CompiledGroup:
         compiled_init, compiled_train, *evaluations = threads.map(lambda part: part.compile(), lowered)
     return CompiledGroup(
         group=group,
-        num_parameters=sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(state[0])),
+        num_parameters=count_values(state[0]) // len(lanes),
         init=compiled_init,
         train=compiled_train,
         evaluate=dict(zip(shapes, evaluations)),

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from experiments.throughput.profiling import Operation, profile
 from experiments.throughput.study import Case, ThroughputStudy, model_config
 from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.models.variables import count_values
 from rnnlib.training import (
     OptimizerConfig,
     TrainState,
@@ -134,7 +135,7 @@ def compile_case(
         _batch(plan, case, mesh),
     )
     compiled = step.lower(abstract_state(state, mesh), batch).compile(options)
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
+    num_parameters = count_values(state.parameters)
     return CompiledCase(case, compiled, new_state, mesh, num_parameters, time.monotonic() - start)
 
 

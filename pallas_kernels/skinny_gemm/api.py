@@ -15,6 +15,7 @@ from pallas_kernels.common.config import AMPLE_MEMORY, NUM_SMS, KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv
 from pallas_kernels.common.triton.backend import call, interpreted, shared_memory, unsupported_arrays, whole
 from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.skinny_gemm.columns import KernelColumns
 from pallas_kernels.skinny_gemm.triton import Cut, thin_products_kernel
 
 MAX_THIN_ROWS = 512
@@ -122,12 +123,12 @@ def _splits(most: int, steps: int) -> int:
     return max(n for n in range(1, most + 1) if steps % n == 0)
 
 
-def unsupported_reason(x: Array, *kernels: Array) -> str | None:
+def unsupported_reason(x: Array, *kernels: Array | KernelColumns) -> str | None:
     """Why `thin_products` can't serve a call, as a noun phrase, or None if it can.
 
     Args:
         x: rows `[M, K]`.
-        *kernels: matrices `[K, N]`.
+        *kernels: matrices `[K, N]`, or columns of matrices.
     """
     if x.shape[0] > MAX_THIN_ROWS:
         return f"{x.shape[0]} rows (at most {MAX_THIN_ROWS})"
@@ -140,7 +141,7 @@ def unsupported_reason(x: Array, *kernels: Array) -> str | None:
 
 def thin_products(
     x: Float[Array, "M K"] | Sequence[Float[Array, "M _"]],
-    kernels: Sequence[Float[Array, "_ _"]],
+    kernels: Sequence[Float[Array, "_ _"] | KernelColumns],
     *,
     is_gated: bool = False,
     added: Float[Array, "M _"] | None = None,
@@ -151,7 +152,7 @@ def thin_products(
 
     Args:
         x: rows, bfloat16 or float32, at most 512; or those of each matrix, of one dtype and number.
-        kernels: matrices in `x`'s dtype, at most 8; each has its own N, and the K of its rows.
+        kernels: matrices in `x`'s dtype, or columns of one, at most 8; each has its own N, and the K of its rows.
         is_gated: of two matrices of one shape, `silu(x W_0) * (x W_1)` is the only result.
         added: of one matrix, the result is `added + x @ W`; in `x`'s dtype.
         finishes: of each result, what it ends as, or None for the product itself; neither gated nor added to.
@@ -164,20 +165,21 @@ def thin_products(
         NotImplementedError: there is an `unsupported_reason`.
         ValueError: arguments do not go together.
     """
-    xs = list(x) if isinstance(x, Sequence) else [x] * len(kernels)
+    xs = list(x) if isinstance(x, Sequence) else [x]
+    which = tuple(range(len(xs))) if isinstance(x, Sequence) else (0,) * len(kernels)
     finishes = [None] * len(kernels) if finishes is None else list(finishes)
-    _check(xs, kernels, finishes, is_gated or added is not None)
+    _check([xs[n] for n in which], kernels, finishes, is_gated or added is not None)
     columns = tuple(kernel.shape[1] for kernel in kernels)
     has_finish = any(finish is not None for finish in finishes)
-    s = config or choose_config(len(xs[0]), max(map(len, kernels)), columns, is_gated)
+    s = config or choose_config(len(xs[0]), max(kernel.shape[0] for kernel in kernels), columns, is_gated)
     if has_finish and config is None:
         s = dataclasses.replace(s, splits=1)
     if s.splits > 1 and (has_finish or (len(kernels) > 1 and not is_gated)):
         what = "a finish" if len(kernels) == 1 else f"{len(kernels)} results"
         raise ValueError(f"thin_products: schedule.splits is {s.splits}, expected 1 with {what}")
     if s.splits == 1:
-        return tuple(_launch(xs, kernels, finishes, added, is_gated, s))
-    parts = _launch(xs, kernels, finishes, None, is_gated, s)
+        return tuple(_launch(xs, which, kernels, finishes, added, is_gated, s))
+    parts = _launch(xs, which, kernels, finishes, None, is_gated, s)
     first, *second = (functools.reduce(operator.add, part) for part in parts)  # one loop for XLA, in a fixed order
     if second:
         first = jax.nn.silu(first) * second[0]
@@ -210,29 +212,32 @@ def thin_product_parts(
     s = config or choose_config(len(x), len(kernel), (kernel.shape[1],))
     if s.splits == 1:
         raise ValueError("thin_product_parts: schedule.splits is 1, expected above 1: see thin_splits")
-    return _launch([x], [kernel], [None], None, False, s)[0]
+    return _launch([x], (0,), [kernel], [None], None, False, s)[0]
 
 
 def _launch(
     xs: Sequence[Array],
-    kernels: Sequence[Array],
+    which: tuple[int, ...],
+    kernels: Sequence[Array | KernelColumns],
     finishes: Sequence[Finish | None],
     added: Array | None,
     is_gated: bool,
     s: SkinnyGemmConfig,
 ) -> list[Array]:
     """What the kernel gives: results, or with several `splits` the parts of each product, `[splits, M, N]` float32."""
-    distinct = list({id(rows): rows for rows in xs}.values())
-    which = tuple(next(n for n, rows in enumerate(distinct) if rows is own) for own in xs)
-    rows, dtype = distinct[0].shape[0], distinct[0].dtype
+    rows, dtype = xs[0].shape[0], xs[0].dtype
+    parts = [
+        kernel if isinstance(kernel, KernelColumns) else KernelColumns(kernel, 0, kernel.shape[1]) for kernel in kernels
+    ]
     inner, columns = (tuple(kernel.shape[axis] for kernel in kernels) for axis in (0, 1))
     bounds = tuple(finish.bound if finish is not None and finish.log_rate is None else None for finish in finishes)
     blocks = (s.block_rows, s.block_columns, s.block_inner)
-    cut = Cut(rows, inner, columns, which, bounds, *blocks, is_gated=is_gated, splits=s.splits)
-    arrays: dict[str, Array | None] = {"added": added, **{f"x_{n}": rows for n, rows in enumerate(distinct)}}
-    for i, (kernel, finish) in enumerate(zip(kernels, finishes)):
+    firsts = tuple(part.first for part in parts)
+    cut = Cut(rows, inner, columns, firsts, which, bounds, *blocks, is_gated=is_gated, splits=s.splits)
+    arrays: dict[str, Array | None] = {"added": added, **{f"x_{n}": own for n, own in enumerate(xs)}}
+    for i, (part, finish) in enumerate(zip(parts, finishes)):
         log_rate, bias = (None, None) if finish is None else (finish.log_rate, finish.bias)
-        arrays |= {f"kernel_{i}": kernel, f"log_rate_{i}": log_rate, f"bias_{i}": bias}
+        arrays |= {f"kernel_{i}": part.whole, f"log_rate_{i}": log_rate, f"bias_{i}": bias}
     if s.splits == 1:
         dtypes = [dtype if finish is None else jnp.float32 for finish in finishes]
         results = [jax.ShapeDtypeStruct((rows, n), d) for n, d in zip(columns[:1] if is_gated else columns, dtypes)]
@@ -250,7 +255,12 @@ def _launch(
     return list(found.values())  # type: ignore[arg-type]
 
 
-def _check(xs: Sequence[Array], kernels: Sequence[Array], finishes: Sequence[Finish | None], is_combined: bool) -> None:
+def _check(
+    xs: Sequence[Array],
+    kernels: Sequence[Array | KernelColumns],
+    finishes: Sequence[Finish | None],
+    is_combined: bool,
+) -> None:
     """Raises what `thin_products` raises for wrong arrays."""
     if not len(xs) == len(kernels) == len(finishes):
         raise ValueError(

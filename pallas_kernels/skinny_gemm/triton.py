@@ -19,6 +19,7 @@ class Cut:
         rows: M.
         inner: K of each matrix, the axis that is summed over.
         columns: N of each matrix.
+        firsts: its first column in the array that it is part of.
         inputs: which of the inputs each matrix is multiplied with.
         bounds: of each result that ends as a sigmoid, its factor; None for the others.
         block_rows: of a program.
@@ -32,6 +33,7 @@ class Cut:
     rows: int
     inner: tuple[int, ...]
     columns: tuple[int, ...]
+    firsts: tuple[int, ...]
     inputs: tuple[int, ...]
     bounds: tuple[float | None, ...]
     block_rows: int
@@ -90,10 +92,11 @@ def _sums(r, cut: Cut, matrices: tuple[int, ...], tile: Tile) -> tuple[Array, ..
     """`x W` of a block of rows and columns for each of some matrices of one shape and one input, float32."""
     i = matrices[0]
     x, inner, columns = getattr(r, f"x_{cut.inputs[i]}"), cut.inner[i], cut.columns[i]
-    kernels = [getattr(r, f"kernel_{j}") for j in matrices]
+    kernels, firsts = [getattr(r, f"kernel_{j}") for j in matrices], [cut.firsts[j] for j in matrices]
     left, right = (cut.block_rows, cut.block_inner), (cut.block_inner, cut.block_columns)
     row = tile.row * cut.block_rows + iota(left, 0)
     column = tile.column * cut.block_columns + iota(right, 1)
+    places = [column + first if first else column for first in firsts]
     row_mask = None if cut.rows % cut.block_rows == 0 else row < cut.rows
     column_mask = None if columns % cut.block_columns == 0 else column < columns
     is_whole = inner % (cut.block_inner * cut.steps(i)) == 0  # no step of any part is beyond the end
@@ -110,7 +113,8 @@ def _sums(r, cut: Cut, matrices: tuple[int, ...], tile: Tile) -> tuple[Array, ..
         rows = load_masked(x, (row, along), within(along, row_mask))
         mask = within(down, column_mask)
         return tuple(
-            total + dot(rows, load_masked(kernel, (down, column), mask)) for total, kernel in zip(totals, kernels)
+            total + dot(rows, load_masked(kernel, (down, place), mask))
+            for total, kernel, place in zip(totals, kernels, places)
         )
 
     zeros = tuple(jnp.zeros((cut.block_rows, cut.block_columns), jnp.float32) for _ in kernels)

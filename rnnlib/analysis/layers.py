@@ -158,12 +158,16 @@ def _check_values(model: DecoderLM, tokens: Array, segment_ids: Array | None, va
         )
 
 
-def _gram_map(mixer: RecurrentMixer) -> GramKeyMap | None:
-    """The part of a mixer that holds its preconditioner, that of the keys where queries have one too."""
-    key_map = mixer.keys
+def _gram_map(mixer: RecurrentMixer) -> tuple[GramKeyMap | None, str]:
+    """The part of a mixer that holds its preconditioner, that of the keys where queries have one too.
+
+    With it comes the prefix of its columns of the input projection.
+    """
+    key_map, prefix = mixer.keys, ""
     if isinstance(key_map, ApplyToBothMap):
-        key_map = key_map.key_map if isinstance(key_map.key_map, GramKeyMap) else key_map.query_map
-    return key_map if isinstance(key_map, GramKeyMap) else None
+        of_keys = isinstance(key_map.key_map, GramKeyMap)
+        key_map, prefix = (key_map.key_map, "key_") if of_keys else (key_map.query_map, "query_")
+    return (key_map if isinstance(key_map, GramKeyMap) else None), prefix
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -191,10 +195,11 @@ def _layer_arrays(graphdef, state, x, segment_ids, positions):
         "write": ones if write is None else write,
         "log_decay": log_decay,
     }
-    key_map = _gram_map(mixer)
+    key_map, prefix = _gram_map(mixer)
     if key_map is None:
         return arrays, None
-    recurrence = key_map.gram(x, keys.key, signals.decay, mixer.gain(x, signals.decay))
+    columns = mixer.input_projection(x)
+    recurrence = key_map.gram(columns.under(prefix), keys.key, signals.decay, mixer.gain(columns, signals.decay))
     gram, _ = ops.diagonal_gram(**recurrence, segment_ids=segment_ids)
     applied = center = None
     if isinstance(key_map, ApplyToKeyMap):

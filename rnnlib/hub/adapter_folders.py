@@ -15,7 +15,7 @@ from rnnlib.hub.keys import read_json, write_json
 from rnnlib.hub.pretrained import CONFIG, family_for
 from rnnlib.hub.table import SAVED, match_rows
 from rnnlib.models.decoder import DecoderLM
-from rnnlib.models.variables import values_by_path
+from rnnlib.models.variables import values_by_column
 
 
 def save_adapter(
@@ -65,7 +65,7 @@ def save_adapter(
         if not all(name.endswith(".weight") for name in match.theirs):
             raise ValueError(f"save_adapter: {chosen[0]} is {match.theirs[0]} in a file, expected a matrix of a module")
         # The rows of B of each matrix stand for its inputs: the layout puts their outputs where those of the matrix go.
-        shapes = values_by_path(model, SAVED)
+        shapes = values_by_column(model, SAVED).shapes()
         total, before = rank * len(chosen), 0
         stand_ins = []
         for path in match.ours:

@@ -17,7 +17,7 @@ from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig
 
 # The input projection's rows in order: gate, value, key, query and step (z, x, B, C and dt in the paper).
-_INPUTS = ("readout.gate", "value.projection", "key.projection", "query.projection", "decay.projection")
+_INPUTS = tuple(f"input_projection.{name}" for name in ("output_gate", "value", "key", "query", "decay"))
 _FILTERED = ("value.convolution", "key.convolution", "query.convolution")
 
 

@@ -3,7 +3,7 @@
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -23,7 +23,7 @@ from rnnlib.models.config import DtypeName, ModelConfig
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.mixers import ATTENTION
 from rnnlib.models.summary import abstract_model
-from rnnlib.models.variables import assign_values, values_by_path
+from rnnlib.models.variables import assign_values, by_variable, values_by_column, values_by_path
 from rnnlib.models.weights import Held
 from rnnlib.tokenizers import FileTokenizer, Tokenizer
 
@@ -109,28 +109,31 @@ def load_pretrained(
     config = config.replace(dtype=dtype or config.dtype, param_dtype=param_dtype or config.param_dtype)
 
     model = abstract_model(config)
-    variables = values_by_path(model, SAVED)
+    variables = values_by_column(model, SAVED)
     try:
         matches = match_rows(family, model, files.shapes)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     _check(family, files, matches, variables, config.num_layers)
-    if len(variables) != len(jax.tree.leaves(nnx.state(model))):
+    if len(values_by_path(model, SAVED)) != len(jax.tree.leaves(nnx.state(model))):
         model = DecoderLM(config, rngs=nnx.Rngs(0))  # creates constants and random streams, which files lack
 
+    def converted() -> Iterator[tuple[str, jax.Array]]:
+        for match in matches:
+            if match.copy:
+                continue
+            arrays = [jnp.asarray(files.read(name)) for name in match.theirs]
+            for path, array in zip(match.ours, match.read(arrays, variables), strict=True):
+                target = jnp.dtype(variables[path].dtype)
+                if param_dtype is None:
+                    # Keep the file's dtype where the model's dtype would round the array.
+                    target = jnp.promote_types(target, array.dtype)
+                yield path, array.astype(target)
+
     read: dict[str, jax.Array] = {}
-    for match in matches:
-        if match.copy:
-            continue
-        arrays = [jnp.asarray(files.read(name)) for name in match.theirs]
-        for path, array in zip(match.ours, match.read(arrays, variables), strict=True):
-            target = jnp.dtype(variables[path].dtype)
-            if param_dtype is None:
-                # Keep the file's dtype where the model's dtype would round the array.
-                target = jnp.promote_types(target, array.dtype)
-            array = array.astype(target)
-            like = jax.ShapeDtypeStruct(array.shape, array.dtype)
-            read[path] = array if sharding is None else jax.device_put(array, sharding(like))
+    for path, array in by_variable(model, SAVED, converted()):
+        like = jax.ShapeDtypeStruct(array.shape, array.dtype)
+        read[path] = array if sharding is None else jax.device_put(array, sharding(like))
     assign_values(model, SAVED, read)
     used = [name for match in matches for name in match.theirs]
     source = Source(
@@ -284,7 +287,7 @@ def read_config(
 def _write_back(staged: pathlib.Path, model: DecoderLM, source: Source, family: Family) -> None:
     files = WeightFiles(source.folder)
     matches = match_rows(family, model, source.shapes)
-    variables = values_by_path(model, SAVED)
+    variables = values_by_column(model, SAVED)
 
     def arrays_of(names: list[str]) -> dict[str, np.ndarray]:
         found = _arrays(matches, variables, set(names))
@@ -300,7 +303,7 @@ def _write_back(staged: pathlib.Path, model: DecoderLM, source: Source, family: 
 def _write_new(
     staged: pathlib.Path, model: DecoderLM, family: Family, values: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> None:
-    variables = values_by_path(model, SAVED)
+    variables = values_by_column(model, SAVED)
     matches = match_rows(family, model)
     sizes = {
         name: int(np.prod(shape)) * variables[match.ours[0]].dtype.itemsize

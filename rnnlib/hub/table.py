@@ -16,9 +16,10 @@ from jax import Array
 
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.layouts import FILTER, SAME, TRANSPOSED, Layout
+from rnnlib.layers.mixer import RecurrentMixer
 from rnnlib.models.config import ModelConfig
 from rnnlib.models.decoder import Block, DecoderLM
-from rnnlib.models.variables import values_by_path
+from rnnlib.models.variables import values_by_column
 
 # The variables that files contain: all except the state of random streams.
 SAVED = nnx.Not(nnx.RngState)
@@ -30,7 +31,7 @@ class Row(NamedTuple):
     Attributes:
         theirs: names in the file. A name with `*` stands for a list of names, with 0, 1, 2, ... in place of `*`: one
             for each entry of the model's array along its first axis.
-        ours: paths of the model's variables.
+        ours: paths of the model's variables, and of the columns of its input projections (`values_by_column`).
         layout: the conversion between the file's arrays and the model's.
         copy: whether this is a second name under which the file may contain the array again. If the file has both,
             they must be equal. The copy is read only if the file lacks the first name. It is written back if the file
@@ -150,6 +151,19 @@ class Match(NamedTuple):
         return [array.shape for array in jax.eval_shape(lambda arrays: self.layout.write(arrays, self.part), like)]
 
 
+def by_mixer(
+    shared: Sequence[Row], recurrent: Sequence[Row], attention: Sequence[Row]
+) -> Callable[[Block], tuple[Row, ...]]:
+    """A family's `layer_rows` where recurrent layers and attention have columns of the same names.
+
+    Args:
+        shared: rows of every layer.
+        recurrent: rows of recurrent layers.
+        attention: rows of all others.
+    """
+    return lambda block: (*shared, *(recurrent if isinstance(block.mixer, RecurrentMixer) else attention))
+
+
 def match_rows(family: Family, model: DecoderLM, present: Mapping[str, tuple[int, ...]] | None = None) -> list[Match]:
     """The rows of a family's table that count for a model.
 
@@ -164,7 +178,7 @@ def match_rows(family: Family, model: DecoderLM, present: Mapping[str, tuple[int
     Raises:
         ValueError: a variable of the model is in no row, or the file lacks its array.
     """
-    variables = values_by_path(model, SAVED)
+    variables = values_by_column(model, SAVED).shapes()
     names = None if present is None else set(present)
     prefix = _prefix(family, names)
     matches: list[Match] = []
@@ -224,7 +238,7 @@ def stored_twice(
     Returns:
         For each, its path in the model, the name of its array, and the name of the copy.
     """
-    variables, names = values_by_path(model, SAVED), set(present)
+    variables, names = values_by_column(model, SAVED), set(present)
     first: dict[str, str] = {}
     found: list[tuple[str, str, str]] = []
     for candidate in _full_rows(family, model, variables, _prefix(family, names), names):

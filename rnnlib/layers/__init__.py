@@ -45,6 +45,7 @@ from rnnlib.layers.gain import (
     UnitGain,
 )
 from rnnlib.layers.initializers import Initializer
+from rnnlib.layers.input_projection import InputProjection, ProjectedInput
 from rnnlib.layers.keys import CorrectionBeforeNorms, KeyMap, Keys, KeysConfig, OutputCorrection, PlainKeys, RotatedKeys
 from rnnlib.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer, RecurrentMixerConfig
@@ -111,6 +112,7 @@ __all__ = [
     "HedgehogMap",
     "ImplicitWriteGain",
     "Initializer",
+    "InputProjection",
     "KaczmarzGain",
     "KeyDecay",
     "KeyEnergyGain",
@@ -140,6 +142,7 @@ __all__ = [
     "PlainKeys",
     "PreconditionedGain",
     "ProductMap",
+    "ProjectedInput",
     "RMSNorm",
     "RWKV7Cache",
     "RWKV7Config",

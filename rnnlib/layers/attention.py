@@ -16,8 +16,8 @@ from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
 from rnnlib.layers.attention_cache import AttentionCache, check_call_length, empty_ring, extend_ring
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
 from rnnlib.layers.initializers import Initializer
+from rnnlib.layers.input_projection import InputProjection
 from rnnlib.layers.normalization import RMSNorm
-from rnnlib.layers.products import joined_inputs
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids
 from rnnlib.ops.causal_attention import Ring, masked_attention, token_attention, token_attention_serves
@@ -121,14 +121,17 @@ class Attention(nnx.Module):
         size = shape.key_size
         bias = config.use_bias
         gate_bias = bias if config.gate_bias is None else config.gate_bias
-        self.query = shape.project(shape.value_heads * size, use_bias=bias, rngs=rngs)
-        self.key = shape.project(shape.key_heads * size, use_bias=bias, rngs=rngs)
-        self.value = shape.project(shape.key_heads * size, use_bias=bias, rngs=rngs)
+        maps = {
+            "query": shape.project(shape.value_heads * size, use_bias=bias, rngs=rngs),
+            "key": shape.project(shape.key_heads * size, use_bias=bias, rngs=rngs),
+            "value": shape.project(shape.key_heads * size, use_bias=bias, rngs=rngs),
+        }
         self.output = shape.output(shape.value_heads * size, use_bias=config.output_bias, rngs=rngs)
-        gated = shape.value_heads * size
-        self.gate = shape.project(gated, use_bias=gate_bias, rngs=rngs) if config.output_gate else None
-        forgets = config.forget_gate
-        self.forget_gate = shape.project(shape.value_heads, use_bias=True, rngs=rngs) if forgets else None
+        if config.output_gate:
+            maps["output_gate"] = shape.project(shape.value_heads * size, use_bias=gate_bias, rngs=rngs)
+        if config.forget_gate:
+            maps["forget_gate"] = shape.project(shape.value_heads, use_bias=True, rngs=rngs)
+        self.input_projection = InputProjection(shape, maps)
         self.rotary = None if config.rope_base is None else Rotary(config.rope_base, config.rope_channels)
         self.query_norm = self._norm(shape.value_heads, shape.shares)
         self.key_norm = self._norm(shape.key_heads, shape.shares_of_keys)
@@ -180,22 +183,36 @@ class Attention(nnx.Module):
             ValueError: `x` is not as wide as the layer or is empty, the cache is of another batch or layer, or a single
                 call is longer than a full-attention cache.
         """
+        out, cache = self.features(x, segment_ids=segment_ids, positions=positions, cache=cache)
+        return self.output(out), cache
+
+    def features(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        cache: AttentionCache | None = None,
+    ) -> tuple[Float[Array, "B T F"], AttentionCache | None]:
+        """The call without its output map: what `output` reads `[B, T, H * K]`, and the next cache.
+
+        Arguments and errors are those of the call.
+        """
         check_input("Attention", x, self.shape.width)
         batch, length = x.shape[:2]
         check_segment_ids("Attention", segment_ids, batch, length)
         if cache is not None:
             capacity = cache.key.shape[1] if isinstance(cache, AttentionCache) else 1
             check_cache("Attention", cache, jax.eval_shape(lambda: self.init_cache(batch, capacity)))
-        with joined_inputs(self, x):
-            query = self._heads(self.query(x), self.query_norm)
-            key = self._heads(self.key(x), self.key_norm)
-            value = self._heads(self.value(x))
-            if self.config.scale is not None:  # the operators multiply by K**-0.5
-                query = query * (self.config.scale * self.shape.key_size**0.5)
-            gate = None if self.gate is None else self.gate(x)
-            log_decay = None
-            if self.forget_gate is not None:
-                log_decay = jax.nn.log_sigmoid(self.forget_gate(x).astype(self.shape.gate_dtype))
+        inputs = self.input_projection(x)
+        query = self._heads(inputs["query"], self.query_norm)
+        key = self._heads(inputs["key"], self.key_norm)
+        value = self._heads(inputs["value"])
+        if self.config.scale is not None:  # the operators multiply by K**-0.5
+            query = query * (self.config.scale * self.shape.key_size**0.5)
+        log_decay = None
+        if self.config.forget_gate:
+            log_decay = jax.nn.log_sigmoid(inputs["forget_gate"].astype(self.shape.gate_dtype))
         if positions is None:
             positions = running_positions(None if cache is None else cache.position, batch, length)
         angle, ring = None, None if cache is None else Ring(cache.key, cache.value, cache.segment)
@@ -232,9 +249,9 @@ class Attention(nnx.Module):
                 out, cache = extend_ring(cache, query, {"key": key, "value": value}, self._attend, segment_ids)
             cache = cache._replace(position=positions[:, -1] + 1)
         out = out.reshape(batch, length, -1)
-        if gate is not None:
-            out = out * jax.nn.sigmoid(gate.astype(self.shape.gate_dtype)).astype(out.dtype)
-        return self.output(out), cache
+        if self.config.output_gate:
+            out = out * jax.nn.sigmoid(inputs["output_gate"].astype(self.shape.gate_dtype)).astype(out.dtype)
+        return out, cache
 
     def _attend(self, query: Array, seen: Mapping[str, Array], mask: Array) -> Array:
         """The output of queries that attend to a cache's keys under a mask."""

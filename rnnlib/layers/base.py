@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from rnnlib.fields import PositiveInteger, check_fields, check_value, in_words, matches
 from rnnlib.layers.initializers import Initializer
-from rnnlib.layers.products import InputLinear, LowRank
+from rnnlib.layers.linear import LowRank
 from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
 from rnnlib.ops.context_parallel import expect_whole_rows
 from rnnlib.ops.thin_products import linear_product
@@ -132,19 +132,6 @@ def check_cache_size(mixer: str, batch_size: int, max_length: int) -> None:
         check_value(f"{mixer}.init_cache", name, value, PositiveInteger)
 
 
-def product_and_bias(f: nnx.Module, x: Array) -> tuple[Array, Array | None]:
-    """`f(x)` for a projection: what it is without its bias, and the bias, None where `f(x)` is whole."""
-    last: Any = f.up if isinstance(f, LowRank) else f
-    if type(last) not in (nnx.Linear, InputLinear) or last.bias is None:
-        return f(x), None  # type: ignore[operator]
-    found = f.found(x) if isinstance(f, LowRank) else None
-    if found is not None:
-        return found, last.bias[...]
-    inputs = f.down(x) if isinstance(f, LowRank) else x
-    inputs, kernel = last.promote_dtype((inputs, last.kernel[...]), dtype=last.dtype)
-    return last.dot_general(inputs, kernel, (((inputs.ndim - 1,), (0,)), ((), ()))), last.bias[...]
-
-
 @dataclasses.dataclass(frozen=True)
 class MixerShape:
     """The sizes that a recurrent mixer's parts share, and how their projections are made.
@@ -253,15 +240,16 @@ class MixerShape:
         rngs: nnx.Rngs,
         use_bias: bool = False,
         module: type[nnx.Linear] = nnx.Linear,
+        kernel_init: nnx.Initializer | None = None,
     ) -> nnx.Linear:
-        """A linear map in this mixer's dtypes."""
+        """A linear map in this mixer's dtypes, with the initial values of this mixer's initializer or another."""
         return module(
             features_in,
             features,
             use_bias=use_bias,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
-            kernel_init=self.initializer.build(),
+            kernel_init=self.initializer.build() if kernel_init is None else kernel_init,
             dot_general=linear_product,
             rngs=rngs,
         )
@@ -273,11 +261,11 @@ class MixerShape:
         if not matches(Rank, rank):
             raise ValueError(f"MixerShape.project: rank is {rank!r}, expected {in_words(Rank)}")
         if rank is None:
-            return self.linear(self.width, features, rngs=rngs, use_bias=use_bias, module=InputLinear)
+            return self.linear(self.width, features, rngs=rngs, use_bias=use_bias)
         if rank == "value_size":
             rank = self.value_size
         return LowRank(
-            self.linear(self.width, rank, rngs=rngs, module=InputLinear),
+            self.linear(self.width, rank, rngs=rngs),
             self.linear(rank, features, rngs=rngs, use_bias=use_bias),
         )
 

@@ -11,6 +11,7 @@ from flax import nnx
 from rnnlib.layers.arrays import Gates
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay, DecayConfig
+from rnnlib.layers.input_projection import InputProjection, columns_of
 from rnnlib.layers.keys import Keys
 
 
@@ -68,7 +69,7 @@ def check_decay_is_no_growth(config: DecayConfig, shape: MixerShape) -> None:
     with jax.ensure_compile_time_eval():
         gate = config.build(shape, rngs=nnx.Rngs(0))
         x = jax.random.normal(jax.random.key(1), (2, 8, shape.width), shape.dtype)
-        decay = gate(x)
+        decay = gate(InputProjection(shape, columns_of(gate))(x))
         check_decay(config, decay, shape, (2, 8))
         highest = 0.0 if decay.log_decay is None else float(np.max(np.asarray(decay.log_decay, np.float32)))
     if highest > 0:

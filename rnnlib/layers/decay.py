@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float
 
 from rnnlib.fields import NaturalNumber, PositiveInteger, PositiveNumber, Range
+from rnnlib.layers.arrays import KeyHeads
 from rnnlib.layers.base import MixerShape, Rank
+from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.part import AxisConfig
-from rnnlib.layers.products import Finishing, finished_product
 from rnnlib.layers.tensor import first_of_share
 from rnnlib.ops.softplus_decay import softplus_decay, softplus_decay_serves
 from rnnlib.ops.thin_products import Finish, LogDecay
@@ -34,16 +34,20 @@ class Decay(NamedTuple):
     step: Array | None = None
 
 
-class DecayGate(nnx.Module, abc.ABC):
+class DecayGate(nnx.Module, ColumnReader, abc.ABC):
     """Module of the decay axis."""
 
     @abc.abstractmethod
-    def __call__(self, x: Float[Array, "B T D"]) -> Decay:
-        """The decay of each token of `x`."""
+    def __call__(self, inputs: ProjectedInput) -> Decay:
+        """The decay of each token.
 
-    def with_key(self, x: Float[Array, "B T D"], key: Float[Array, "B T H K"]) -> tuple[Decay, Float[Array, "B T H K"]]:
+        Args:
+            inputs: the module's columns of the input projection by name, and the mixer's input `inputs.x` `[B, T, D]`.
+        """
+
+    def with_key(self, inputs: ProjectedInput, key: KeyHeads) -> tuple[Decay, KeyHeads]:
         """The decay, and the key as the recurrence takes it, for decays that are tied to the key."""
-        return self(x), key
+        return self(inputs), key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +73,7 @@ class NoDecay(DecayConfig):
 class NoDecayGate(DecayGate):
     """Gives no decay."""
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Decay:
+    def __call__(self, inputs: ProjectedInput) -> Decay:
         """An empty decay."""
         return Decay()
 
@@ -96,12 +100,12 @@ class FixedDecayGate(DecayGate):
         self.shape = shape
         self.dtype = shape.gate_dtype
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Decay:
+    def __call__(self, inputs: ProjectedInput) -> Decay:
         """The constants, `[B, T, HV]`."""
         constants, own = jnp.asarray(self.log_decay, self.dtype), self.shape.value_heads
         if self.shape.shares > 1:
             constants = jax.lax.dynamic_slice(constants, (first_of_share(own, self.shape.shares),), (own,))
-        return Decay(log_decay=jnp.broadcast_to(constants, (*x.shape[:2], own)))
+        return Decay(log_decay=jnp.broadcast_to(constants, (*inputs.x.shape[:2], own)))
 
 
 _LOWEST_RATE = 1e-4  # Lower bound of a rate computed from the token, as in Mamba-3's code.
@@ -156,11 +160,12 @@ class StateSpaceDecayGate(DecayGate):
         self.channelwise = config.channelwise
         heads = shape.value_heads if config.heads == "value" else shape.key_heads
         features = heads * shape.key_size if config.channelwise else heads
-        self.projection = shape.project(features, rank=config.rank, use_bias=config.use_bias, rngs=rngs)
+        maps = {"decay": shape.project(features, rank=config.rank, use_bias=config.use_bias, rngs=rngs)}
         self.scale = config.scale
-
         self.A_log = None if config.rate is None else self._initial_rate(heads, config.rate, rngs)
-        self.rate_projection = shape.project(heads, rngs=rngs) if config.rate is None else None
+        if config.rate is None:
+            maps["decay_rate"] = shape.project(heads, rngs=rngs)
+        self.read_columns(**maps)
         log_step = jax.random.uniform(
             rngs.params(), (features,), jnp.float32, math.log(config.step[0]), math.log(config.step[1])
         )
@@ -174,30 +179,23 @@ class StateSpaceDecayGate(DecayGate):
         rate = low + (high - low) * (1.0 - jax.random.uniform(rngs.params(), (heads,), jnp.float32))
         return nnx.Param(jnp.log(rate))
 
-    def _rate(self, x: Array) -> Array:
+    def rate(self, inputs: ProjectedInput) -> Array:
         """`[heads]`, or `[B, T, heads]` if it is computed from the token; by channel, with an axis of size 1 behind."""
         dtype = self.shape.gate_dtype
         if self.A_log is not None:
             rate = jnp.exp(self.A_log[...].astype(dtype))
         else:
-            assert self.rate_projection is not None
-            rate = jnp.maximum(jax.nn.softplus(self.rate_projection(x).astype(dtype)), _LOWEST_RATE)
+            rate = jnp.maximum(jax.nn.softplus(inputs["decay_rate"].astype(dtype)), _LOWEST_RATE)
         return rate[..., None] if self.channelwise else rate
 
-    def rate_and_logits(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-        """The rate `[heads]` or `[B, T, heads]`, and `W x + dt_bias` `[B, T, heads]`, float32.
+    def projected(self, inputs: ProjectedInput) -> Array:
+        """`scale W x`, in the compute dtype."""
+        return inputs["decay"] if self.scale == 1 else inputs["decay"] * self.scale
 
-        With a decay per channel both have one more axis, of size 1 and of size K.
-        """
-        return self._rate(x), self._logits(self._projected(x), self.dt_bias[...])
-
-    def _projected(self, x: Array) -> Array:
-        projected = self.projection(x)
-        return projected if self.scale == 1 else projected * self.scale
-
-    def _logits(self, projected: Array, bias: Array) -> Array:
+    def logits(self, inputs: ProjectedInput) -> Array:
+        """`scale W x + dt_bias`, `[B, T, heads]` or `[B, T, heads, K]`, float32."""
         dtype = self.shape.gate_dtype
-        return self._by_head(projected.astype(dtype) + bias.astype(dtype))
+        return self._by_head(self.projected(inputs).astype(dtype) + self.dt_bias[...].astype(dtype))
 
     def _by_head(self, x: Array) -> Array:
         """What is by channel as `[B, T, heads, K]`; what is by head, as it is."""
@@ -251,46 +249,55 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
     return log_decay, -step * tangents[1] - rate * sigmoid * tangents[2]
 
 
-class SoftplusDecayGate(StateSpaceDecayGate, Finishing):
+class SoftplusDecayGate(StateSpaceDecayGate):
     """`-rate * softplus(W x + dt_bias)`."""
 
     def __init__(self, config: SoftplusDecay, shape: MixerShape, *, rngs: nnx.Rngs):
         super().__init__(config, shape, rngs=rngs)
         self.step_limits = config.step_limits
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Decay:
-        """Decay and step, `[B, T, HV]` or `[B, T, HV, K]`, float32."""
-        finished = finished_product(self.projection, x)
-        if finished is not None:
-            rate, log_decay = self._rate(x), self._by_head(finished)
-            step = -log_decay / jnp.maximum(rate, jnp.finfo(rate.dtype).tiny)  # XLA drops what no gate takes
-            return Decay(log_decay=self.per_value_head(log_decay), step=self.per_value_head(step))
-        projected = self._projected(x)
-        rate, logits = self._rate(x), self._logits(projected, self.dt_bias[...])
-        if self.channelwise and self.A_log is not None and self.step_limits is None:
-            of_channels = jnp.repeat(rate[:, 0], self.shape.key_size)
-            if softplus_decay_serves(projected, of_channels, self.dt_bias[...]):
-                log_decay = softplus_decay(projected, of_channels, self.dt_bias[...]).reshape(logits.shape)
-                step = jax.nn.softplus(logits)  # XLA drops what no gate takes
-                return Decay(log_decay=self.per_value_head(log_decay), step=self.per_value_head(step))
-        if self.channelwise and rate.ndim == 2 and x.shape[1] != 1:
-            # The barrier has the rate's gradient added up over tokens, then over channels. XLA would begin with the
-            # channels, which takes passes over all tokens of its own.
-            rate = jax.lax.optimization_barrier(jnp.broadcast_to(rate, (len(rate), self.shape.key_size)))
-        step = jax.nn.softplus(logits)
-        if self.step_limits is not None:
-            step = jnp.clip(step, *self.step_limits)
-            log_decay = -rate * step
-        else:  # the backward pass keeps the log decay, which the operator keeps as well, and neither step nor logits
-            log_decay = jax.checkpoint(_with_derivative)(-rate * step, rate, logits)
+    def epilogues(self) -> dict[str, Finish]:
+        """The log decay, of a rate that is no function of the token, without limits and without a scale."""
+        if self.A_log is None or self.step_limits is not None or self.scale != 1:
+            return {}
+        dtype = self.shape.gate_dtype
+        return {"decay": LogDecay(self.A_log[...].astype(dtype), self.dt_bias[...].astype(dtype))}
+
+    def __call__(self, inputs: ProjectedInput) -> Decay:
+        """Decay and step, `[B, T, HV]` or `[B, T, HV, K]`, float32. XLA drops the step where no gate takes it."""
+        rate, log_decay = self.rate(inputs), inputs.epilogue("decay")
+        if log_decay is not None:
+            log_decay = self._by_head(log_decay)
+            step = -log_decay / jnp.maximum(rate, jnp.finfo(rate.dtype).tiny)
+        else:
+            log_decay, step = self._log_decay_and_step(inputs, rate)
         return Decay(log_decay=self.per_value_head(log_decay), step=self.per_value_head(step))
 
-    def finishes(self) -> list[tuple[nnx.Module, Finish]]:
-        """The log decay, of a rate that is no function of the token and without limits."""
-        if self.A_log is None or self.step_limits is not None or self.scale != 1:
-            return []
-        dtype = self.shape.gate_dtype
-        return [(self.projection, LogDecay(self.A_log[...].astype(dtype), self.dt_bias[...].astype(dtype)))]
+    def _log_decay_and_step(self, inputs: ProjectedInput, rate: Array) -> tuple[Array, Array]:
+        """Both from the column."""
+        logits = self.logits(inputs)
+        if self.step_limits is not None:
+            step = jnp.clip(jax.nn.softplus(logits), *self.step_limits)
+            return -self._summed_by_channel(rate, inputs) * step, step
+        step = jax.nn.softplus(logits)
+        if self.channelwise and rate.ndim == 2:
+            of_channels, bias = jnp.repeat(rate[:, 0], self.shape.key_size), self.dt_bias[...]
+            projected = self.projected(inputs)
+            if softplus_decay_serves(projected, of_channels, bias):
+                return softplus_decay(projected, of_channels, bias).reshape(logits.shape), step
+        rate = self._summed_by_channel(rate, inputs)
+        # The backward pass keeps the log decay, which the operator keeps as well, and neither step nor logits.
+        return jax.checkpoint(_with_derivative)(-rate * step, rate, logits), step
+
+    def _summed_by_channel(self, rate: Array, inputs: ProjectedInput) -> Array:
+        """The rate; that of channels of many tokens behind a barrier.
+
+        The barrier has the rate's gradient added up over tokens, then over channels. XLA would begin with the channels,
+        which takes passes over all tokens of its own.
+        """
+        if not self.channelwise or rate.ndim != 2 or inputs.x.shape[1] == 1:
+            return rate
+        return jax.lax.optimization_barrier(jnp.broadcast_to(rate, (len(rate), self.shape.key_size)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,10 +330,10 @@ class BoundedDecayGate(StateSpaceDecayGate):
         super().__init__(config, shape, rngs=rngs)
         self.lower_bound = config.lower_bound
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Decay:
+    def __call__(self, inputs: ProjectedInput) -> Decay:
         """Decay `[B, T, HV]` or `[B, T, HV, K]`, float32."""
-        rate, logits = self.rate_and_logits(x)
-        return Decay(log_decay=self.per_value_head(self.lower_bound * jax.nn.sigmoid(rate * logits)))
+        log_decay = self.lower_bound * jax.nn.sigmoid(self.rate(inputs) * self.logits(inputs))
+        return Decay(log_decay=self.per_value_head(log_decay))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,11 +376,11 @@ class LogSigmoidDecayGate(DecayGate):
         if config.heads == "shared" and shape.shared_heads is not None:
             heads = shape.shared_heads
         features = heads * (shape.decay_channels if config.channelwise else 1)
-        self.projection = shape.project(features, rank=config.rank, use_bias=config.use_bias, rngs=rngs)
+        self.read_columns(decay=shape.project(features, rank=config.rank, use_bias=config.use_bias, rngs=rngs))
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Decay:
+    def __call__(self, inputs: ProjectedInput) -> Decay:
         """Decay `[B, T, HV]` or `[B, T, HV, K]`, float32."""
-        logits = self.projection(x).astype(self.shape.gate_dtype)
+        logits = inputs["decay"].astype(self.shape.gate_dtype)
         log_decay = jax.nn.log_sigmoid(logits) / self.config.divisor
         if self.config.lowest is not None:
             log_decay = jnp.maximum(log_decay, self.config.lowest)
@@ -430,11 +437,11 @@ class KeyDecayGate(DecayGate):
         channels = (config.num_layers or 0, shape.key_heads * shape.key_size)
         self.lower_bounds = nnx.Param(jnp.zeros(channels, shape.param_dtype)) if config.num_layers else None
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Decay:
+    def __call__(self, inputs: ProjectedInput) -> Decay:
         """TypeError: the decay is known with the key alone."""
         raise TypeError("KeyDecay: its decay depends on the key, expected a call of with_key")
 
-    def with_key(self, x: Float[Array, "B T D"], key: Float[Array, "B T H K"]) -> tuple[Decay, Float[Array, "B T H K"]]:
+    def with_key(self, inputs: ProjectedInput, key: KeyHeads) -> tuple[Decay, KeyHeads]:
         """The decay `[B, T, H, K]`, float32, and the key `1 - alpha`."""
         logits = key.astype(self.shape.gate_dtype)
         if self.lower_bounds is None or not self.config.layer:

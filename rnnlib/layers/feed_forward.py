@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from rnnlib.fields import PositiveInteger, PositiveNumber
 from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
+from rnnlib.layers.linear import gated_product
 from rnnlib.layers.part import PartConfig
-from rnnlib.layers.products import gated_product
 from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
 from rnnlib.ops.thin_products import linear_product
 
@@ -62,12 +62,19 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the block to `[B, T, D]` activations."""
-        if self.gate_scale == 1:
-            hidden = gated_product(x, self.gate, self.up)
-        else:
-            hidden = jax.nn.silu(self.gate(x) * self.gate_scale) * self.up(x)
-        out = self.down(hidden)
+        out = self.down(self.features(x))
         return out if self.output_scale == 1 else out * self.output_scale
+
+    @property
+    def output(self) -> nnx.Linear | None:
+        """The map from `features` to the call's result; None where that is scaled."""
+        return self.down if self.output_scale == 1 else None
+
+    def features(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        """`silu(gate_scale W_gate x) * W_up x`, what `output` reads."""
+        if self.gate_scale == 1:
+            return gated_product(x, self.gate, self.up)
+        return jax.nn.silu(self.gate(x) * self.gate_scale) * self.up(x)
 
 
 class MLP(nnx.Module):
@@ -101,7 +108,16 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the block to `[B, T, D]` activations."""
-        return self.down(ACTIVATIONS[self.activation](self.up(x)))
+        return self.down(self.features(x))
+
+    @property
+    def output(self) -> nnx.Linear:
+        """The map from `features` to the call's result."""
+        return self.down
+
+    def features(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        """`act(W_up x)`, what `output` reads."""
+        return ACTIVATIONS[self.activation](self.up(x))
 
 
 @dataclasses.dataclass(frozen=True)

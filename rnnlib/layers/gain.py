@@ -15,12 +15,12 @@ from rnnlib.fields import PositiveNumber, Range
 from rnnlib.layers.arrays import Gates
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
+from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.part import AxisConfig
-from rnnlib.layers.products import Finishing
 from rnnlib.ops.thin_products import BoundedSigmoid, Finish
 
 
-class Gain(nnx.Module, abc.ABC):
+class Gain(nnx.Module, ColumnReader, abc.ABC):
     """Module of the gain axis: a learned gate, then a normalisation of it by the keys that will be written.
 
     A gain depends on one token: it gets neither documents nor a state. A rule that remembers earlier tokens, such as an
@@ -28,8 +28,13 @@ class Gain(nnx.Module, abc.ABC):
     """
 
     @abc.abstractmethod
-    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
-        """The learned gates of each token of `x`."""
+    def __call__(self, inputs: ProjectedInput, decay: Decay) -> Gates:
+        """The learned gates of each token.
+
+        Args:
+            inputs: the module's columns of the input projection by name, and the mixer's input `inputs.x` `[B, T, D]`.
+            decay: the result of the decay axis.
+        """
 
     def normalize(
         self, gates: Gates, key: Float[Array, "B T H K"], write_key: Float[Array, "B T HX K"] | None = None
@@ -61,7 +66,7 @@ class UnitGain(GainConfig):
 class UnitGate(Gain):
     """Gives no gates."""
 
-    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+    def __call__(self, inputs: ProjectedInput, decay: Decay) -> Gates:
         """Empty gates, which stand for 1."""
         return Gates()
 
@@ -89,7 +94,7 @@ class SigmoidGain(GainConfig):
         return SigmoidGate(shape, bound=bound, use_bias=self.use_bias, heads=self.heads, rngs=rngs)
 
 
-class SigmoidGate(Gain, Finishing):
+class SigmoidGate(Gain):
     """`bound * sigmoid(W x (+ b))`."""
 
     def __init__(
@@ -104,16 +109,18 @@ class SigmoidGate(Gain, Finishing):
         self.shape = shape
         self.bound = bound
         gates = shape.value_heads if heads == "value" else shape.key_heads
-        self.projection = shape.project(gates, use_bias=use_bias, rngs=rngs)
+        self.read_columns(write_gate=shape.project(gates, use_bias=use_bias, rngs=rngs))
 
-    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+    def __call__(self, inputs: ProjectedInput, decay: Decay) -> Gates:
         """Beta `[B, T, HV]`."""
-        (beta,) = self.finished(x, self.shape.gate_dtype)
+        beta = inputs.epilogue("write_gate")
+        if beta is None:
+            beta = BoundedSigmoid(self.bound)(inputs["write_gate"].astype(self.shape.gate_dtype))
         return Gates(beta=self.shape.repeat_key_heads(beta))
 
-    def finishes(self) -> list[tuple[nnx.Module, Finish]]:
+    def epilogues(self) -> dict[str, Finish]:
         """Beta."""
-        return [(self.projection, BoundedSigmoid(self.bound))]
+        return {"write_gate": BoundedSigmoid(self.bound)}
 
 
 class KeyEnergyGain(GainConfig):
@@ -233,7 +240,7 @@ class NLMSGate(Gain):
         self.shape = shape
         self.eps = config.eps
 
-    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+    def __call__(self, inputs: ProjectedInput, decay: Decay) -> Gates:
         """Nothing learned."""
         return Gates()
 
@@ -264,28 +271,28 @@ class ChannelGain(GainConfig):
         return ChannelGates(self, shape, rngs=rngs)
 
 
-class ChannelGates(Gain, Finishing):
+class ChannelGates(Gain):
     """Erase and write gates per channel."""
 
     def __init__(self, config: ChannelGain, shape: MixerShape, *, rngs: nnx.Rngs):
         self.shape = shape
         self.erase_bound = 2.0 if config.negative_eigenvalues else 1.0
-        self.erase_projection = shape.project(shape.key_heads * shape.key_size, rngs=rngs)
-        self.write_projection = shape.project(shape.value_heads * shape.value_size, rngs=rngs)
+        erase = shape.project(shape.key_heads * shape.key_size, rngs=rngs)
+        self.read_columns(erase_gate=erase, write_gate=shape.project(shape.value_heads * shape.value_size, rngs=rngs))
 
-    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+    def __call__(self, inputs: ProjectedInput, decay: Decay) -> Gates:
         """Erase `[B, T, HV, K]` and write `[B, T, HV, V]`."""
-        erase, write = self.finished(x, self.shape.gate_dtype)
-        erase = erase.reshape(*x.shape[:2], self.shape.key_heads, self.shape.key_size)
-        write = write.reshape(*x.shape[:2], self.shape.value_heads, self.shape.value_size)
+        erase, write = (
+            epilogue(inputs[name].astype(self.shape.gate_dtype)) if (gate := inputs.epilogue(name)) is None else gate
+            for name, epilogue in self.epilogues().items()
+        )
+        erase = erase.reshape(*erase.shape[:2], self.shape.key_heads, self.shape.key_size)
+        write = write.reshape(*write.shape[:2], self.shape.value_heads, self.shape.value_size)
         return Gates(erase=self.shape.repeat_key_heads(erase), write=write)
 
-    def finishes(self) -> list[tuple[nnx.Module, Finish]]:
+    def epilogues(self) -> dict[str, Finish]:
         """Both gates."""
-        return [
-            (self.erase_projection, BoundedSigmoid(self.erase_bound)),
-            (self.write_projection, BoundedSigmoid()),
-        ]
+        return {"erase_gate": BoundedSigmoid(self.erase_bound), "write_gate": BoundedSigmoid()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +309,7 @@ class StepGain(GainConfig):
 class StepGate(Gain):
     """Writes with the decay's step."""
 
-    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+    def __call__(self, inputs: ProjectedInput, decay: Decay) -> Gates:
         """Write gate `[B, T, HV]`.
 
         Raises:
@@ -334,9 +341,9 @@ class TrapezoidalGates(Gain):
 
     def __init__(self, shape: MixerShape, *, rngs: nnx.Rngs):
         self.dtype = shape.gate_dtype
-        self.projection = shape.project(shape.value_heads, rngs=rngs)
+        self.read_columns(write_gate=shape.project(shape.value_heads, rngs=rngs))
 
-    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+    def __call__(self, inputs: ProjectedInput, decay: Decay) -> Gates:
         """Gates on the token's writing and on its predecessor's, `[B, T, HV]`.
 
         Raises:
@@ -346,7 +353,7 @@ class TrapezoidalGates(Gain):
             raise ValueError(
                 "TrapezoidalGain: the decay gives no step per head, expected a scalar SoftplusDecay beside it"
             )
-        share = jax.nn.sigmoid(self.projection(x).astype(self.dtype))
+        share = jax.nn.sigmoid(inputs["write_gate"].astype(self.dtype))
         return Gates(write=share * decay.step, previous=(1.0 - share) * decay.step * jnp.exp(decay.log_decay))
 
 
@@ -386,9 +393,9 @@ class CombaGates(SigmoidGate):
             nnx.Param(jnp.full((shape.value_heads,), config.initial, shape.param_dtype)) if config.feedback else None
         )
 
-    def __call__(self, x: Float[Array, "B T D"], decay: Decay) -> Gates:
+    def __call__(self, inputs: ProjectedInput, decay: Decay) -> Gates:
         """Erase and write `[B, T, HV]`, or erase `[B, T, HV, K]` under a channel-wise decay."""
-        beta = super().__call__(x, decay).beta
+        beta = super().__call__(inputs, decay).beta
         assert beta is not None
         erase = beta
         if self.feedback is not None:

@@ -11,9 +11,10 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from rnnlib.layers.arrays import Gates, Inputs, KeyHeads, SegmentIds
+from rnnlib.layers.arrays import Gates, KeyHeads, SegmentIds
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
+from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import AxisConfig
 from rnnlib.ops.arguments import segment_starts
@@ -44,13 +45,13 @@ class Keys(NamedTuple):
         return self.key if self.write_key is None else self.write_key.astype(self.key.dtype)
 
 
-class KeyMap(nnx.Module, abc.ABC):
+class KeyMap(nnx.Module, ColumnReader, abc.ABC):
     """Module of the keys axis."""
 
     @abc.abstractmethod
     def __call__(
         self,
-        x: Inputs,
+        inputs: ProjectedInput,
         query: KeyHeads,
         key: KeyHeads,
         *,
@@ -62,7 +63,7 @@ class KeyMap(nnx.Module, abc.ABC):
         """The keys that the recurrence takes, and the next state.
 
         Args:
-            x: the mixer's input.
+            inputs: the module's columns of the input projection by name, and the mixer's input `inputs.x` `[B, T, D]`.
             query: queries after convolution, activation and norm.
             key: keys likewise.
             decay: the result of the decay axis, for maps whose own gates are tied to it.
@@ -79,7 +80,7 @@ class KeyMap(nnx.Module, abc.ABC):
 class StatelessKeyMap(KeyMap):
     """A key map that depends on the token's query and key only."""
 
-    def __call__(self, x: Inputs, query: KeyHeads, key: KeyHeads, **others: Any) -> tuple[Keys, Any]:
+    def __call__(self, inputs: ProjectedInput, query: KeyHeads, key: KeyHeads, **others: Any) -> tuple[Keys, Any]:
         """Calls `keys` and ignores the other arguments; there is no state."""
         return self.keys(query, key), None
 
@@ -229,7 +230,7 @@ class RotatedKeyMap(KeyMap):
     def __init__(self, config: RotatedKeys, shape: MixerShape, *, rngs: nnx.Rngs):
         self.shape = shape
         self.turning = int(config.fraction * shape.key_size) // 2
-        self.angle = shape.project(self.turning, rngs=rngs)
+        self.read_columns(angle=shape.project(self.turning, rngs=rngs))
         # Vectors, so that no optimizer decays them.
         features = (shape.value_heads * shape.pairs * shape.key_size,)
         self.query_bias = nnx.Param(jnp.full(features, config.initial_bias, shape.param_dtype))
@@ -237,7 +238,7 @@ class RotatedKeyMap(KeyMap):
 
     def __call__(
         self,
-        x: Inputs,
+        inputs: ProjectedInput,
         query: KeyHeads,
         key: KeyHeads,
         *,
@@ -253,11 +254,11 @@ class RotatedKeyMap(KeyMap):
         """
         if decay.step is None or decay.step.ndim != 3:
             raise ValueError("RotatedKeys: the decay gives no step per head, expected a scalar SoftplusDecay beside it")
-        rate = 0.5 * jnp.tanh(self.angle(x).astype(self.shape.gate_dtype))
+        rate = 0.5 * jnp.tanh(inputs["angle"].astype(self.shape.gate_dtype))
         turn = rate[:, :, None] * decay.step[..., None]
         if state is not None:
             turn = turn.at[:, 0].add(state)
-        starts = jnp.zeros(x.shape[:2], bool) if segment_ids is None else segment_starts(segment_ids)
+        starts = jnp.zeros(query.shape[:2], bool) if segment_ids is None else segment_starts(segment_ids)
         _, angle = jax.lax.associative_scan(_accumulate, (starts[:, :, None, None], turn), axis=1)
         axis = current_axis()
         if axis is not None:  # continue from the angle at the end of the previous device's shard
@@ -267,7 +268,7 @@ class RotatedKeyMap(KeyMap):
         still = self.shape.key_size // 2 - self.turning
         radians = jnp.pad(2.0 * math.pi * angle, ((0, 0), (0, 0), (0, 0), (0, still)))[:, :, :, None]
         turned = (
-            rotate_pairs(self._per_value_head(y, bias[...]), radians).reshape(*x.shape[:2], -1, self.shape.key_size)
+            rotate_pairs(self._per_value_head(y, bias[...]), radians).reshape(*query.shape[:2], -1, self.shape.key_size)
             for y, bias in ((query, self.query_bias), (key, self.key_bias))
         )
         return Keys(*turned), angle[:, -1] - jnp.round(angle[:, -1])

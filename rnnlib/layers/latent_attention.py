@@ -204,6 +204,21 @@ class LatentAttention(nnx.Module):
             ValueError: `x` is not as wide as the layer or is empty, the cache is of another batch or layer, or a single
                 call is longer than the cache.
         """
+        out, cache = self.features(x, segment_ids=segment_ids, positions=positions, cache=cache)
+        return self.output(out), cache
+
+    def features(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        cache: LatentCache | None = None,
+    ) -> tuple[Float[Array, "B T F"], LatentCache | None]:
+        """The call without its output map: what `output` reads `[B, T, H * V]`, and the next cache.
+
+        Arguments and errors are those of the call.
+        """
         check_input("LatentAttention", x, self.shape.width)
         batch, length = x.shape[:2]
         check_segment_ids("LatentAttention", segment_ids, batch, length)
@@ -234,7 +249,7 @@ class LatentAttention(nnx.Module):
         if self.gate is not None:
             gate = jax.nn.sigmoid(self.gate(x).astype(self.shape.gate_dtype))
             out = out * gate.astype(out.dtype)[..., None]
-        return self.output(out.reshape(batch, length, -1)), cache
+        return out.reshape(batch, length, -1), cache
 
     def _up(self, projection: nnx.Linear) -> Array:
         """A projection from the latent, `[L, H, channels]`."""

@@ -29,14 +29,15 @@ from rnnlib.layers.delta_product import (
 from rnnlib.layers.feature_maps import Activation, FeatureMap, FeatureMapConfig
 from rnnlib.layers.gain import GainConfig, SigmoidGain, UnitGain
 from rnnlib.layers.initializers import Initializer
+from rnnlib.layers.input_projection import InputProjection, ProjectedInput, columns_of, epilogues_of, shared_columns
 from rnnlib.layers.keys import Keys, KeysConfig, PlainKeys
 from rnnlib.layers.part import PartConfig
-from rnnlib.layers.products import joined_inputs
-from rnnlib.layers.readout import ReadoutConfig
+from rnnlib.layers.readout import Readout, ReadoutConfig
 from rnnlib.layers.rotary import Rotary, running_positions
 from rnnlib.layers.solve import Online, OperatorOptions, Signals, SolveConfig
-from rnnlib.layers.stream import Stream, StreamNorm, run_streams
+from rnnlib.layers.stream import Stream, StreamNorm, columns_in_place, run_streams
 from rnnlib.ops.deferred_writes import DeferredState
+from rnnlib.ops.thin_products import Finish
 
 
 class MixerCache(NamedTuple):
@@ -240,7 +241,7 @@ class RecurrentMixer(nnx.Module):
             own = convolution if convolution is not None and getattr(convolution, kind) else None
             options: dict[str, Any] = {"norm": norm, "use_bias": config.use_bias, "borrows_map": borrows_map}
             options["scale"] = 1.0 if convolution is None else getattr(convolution, f"{kind}_scale")
-            return Stream(shape, heads, size, convolution=own, feature_map=feature_map, rngs=rngs, **options)
+            return Stream(kind, shape, heads, size, convolution=own, feature_map=feature_map, rngs=rngs, **options)
 
         heads, shared = shape.key_heads * shape.pairs, shape.shared_heads
         self.query = stream("query", heads, projected, config.feature_map, config.query_norm)
@@ -256,6 +257,9 @@ class RecurrentMixer(nnx.Module):
         options = OperatorOptions(config.scale, config.chunk_size, config.implementation)
         self.solve = config.solve.build(shape, options, rngs=rngs)
         self.readout = config.readout.build(shape, rngs=rngs)
+        streams = (self.query, self.key, self.value)
+        maps = columns_of(*streams, self.decay, self.gain, self.keys, self.solve, self.readout)
+        self.input_projection = InputProjection(shape, maps, shared=shared_columns(columns_in_place(streams), maps))
 
     def __call__(
         self,
@@ -280,19 +284,43 @@ class RecurrentMixer(nnx.Module):
         Raises:
             ValueError: `x` is not as wide as the mixer or empty, or the cache is of another batch or mixer.
         """
+        y, cache = self.features(x, segment_ids=segment_ids, positions=positions, cache=cache)
+        return (y if self.output is None else self.output(y)), cache
+
+    @property
+    def output(self) -> nnx.Module | None:
+        """The map from `features` to the call's result; None if a readout of your own gives the result itself."""
+        return self.readout.output if type(self.readout) is Readout else None
+
+    def features(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        cache: MixerCache | None = None,
+    ) -> tuple[Float[Array, "B T F"], MixerCache | None]:
+        """The call without its output map: what `output` reads `[B, T, HV * V]`, and the next cache.
+
+        Arguments and errors are those of the call.
+        """
         check_input("RecurrentMixer", x, self.shape.width)
         if cache is not None:
             check_cache("RecurrentMixer", _plain(cache), jax.eval_shape(lambda: self.init_cache(x.shape[0], 1)))
-        with joined_inputs(self, x):
-            signals, partial = self.signals(x, segment_ids=segment_ids, positions=positions, cache=cache)
-            state = None if cache is None else cache.state
-            steps = self.config.steps
-            documents = documents_of_steps(segment_ids, steps)
-            out, state = self.solve(for_each_step(x, steps), signals, segment_ids=documents, state=state)
-            out = of_last_steps(out, steps)
-            out = checkpoint_name(out, "recurrence")  # for checkpoint policies that keep it
-            y = self.readout(x, out, of_last_steps(signals.value, steps))
+        inputs = self.input_projection(x, self.epilogues())
+        signals, inputs, partial = self._signals(inputs, segment_ids, positions, cache)
+        state = None if cache is None else cache.state
+        steps = self.config.steps
+        out, state = self.solve(inputs, signals, segment_ids=documents_of_steps(segment_ids, steps), state=state)
+        out = of_last_steps(out, steps)
+        out = checkpoint_name(out, "recurrence")  # for checkpoint policies that keep it
+        read = self.readout.features if type(self.readout) is Readout else self.readout
+        y = read(inputs, out, of_last_steps(signals.value, steps))
         return y, (None if cache is None else partial._replace(state=state))
+
+    def epilogues(self) -> dict[str, Finish]:
+        """What the parts ask of a matmul of few rows, by the names of columns."""
+        return epilogues_of(self.decay, self.gain, self.keys, self.solve, self.readout)
 
     def signals(
         self,
@@ -315,41 +343,52 @@ class RecurrentMixer(nnx.Module):
             which is None.
         """
         check_input("RecurrentMixer", x, self.shape.width)
+        inputs = self.input_projection(x, self.epilogues())
+        signals, _, cache = self._signals(inputs, segment_ids, positions, cache)
+        return signals, cache
+
+    def _signals(
+        self, inputs: ProjectedInput, segment_ids: Array | None, positions: Array | None, cache: MixerCache | None
+    ) -> tuple[Signals, ProjectedInput, MixerCache]:
+        """The inputs of the recurrence, what the parts after it read, and the next cache without its `state`."""
+        batch = inputs.x.shape[:2]
         tails = (None, None, None) if cache is None else (cache.query_tail, cache.key_tail, cache.value_tail)
         borrowed = self.query.feature_map if self.tied_map else None
-        (query, query_tail), (key, key_tail), (value, value_tail) = run_streams(
+        streams, inputs = run_streams(
             (self.query, self.key, self.value),
-            x,
+            inputs,
             segment_ids=segment_ids,
             tails=tails,
             feature_maps=(None, borrowed, None),
         )
+        (query, query_tail), (key, key_tail), (value, value_tail) = streams
 
         position = None
         if self.config.rotary is not None:
             if positions is None:
-                positions = running_positions(None if cache is None else cache.position, *x.shape[:2])
+                positions = running_positions(None if cache is None else cache.position, *batch)
             query, key = self.config.rotary(query, positions), self.config.rotary(key, positions)
             position = positions[:, -1] + 1
         if self.shape.shared_heads is not None:
             key = jnp.repeat(key, self.shape.key_heads // key.shape[2], axis=2)
             value = self.shape.repeat_key_heads(value)
 
-        decay, key = self.decay.with_key(x, key)
-        check_decay(self.config.decay, decay, self.shape, x.shape[:2])
-        gates = self.gain(x, decay)
+        decay, key = self.decay.with_key(inputs, key)
+        check_decay(self.config.decay, decay, self.shape, batch)
+        gates = self.gain(inputs, decay)
         expect_type("gain", self.config.gain, gates, Gates)
         steps, state = self.config.steps, None if cache is None else cache.keys
         if steps > 1:
             keys, keys_state = Keys(for_each_step(query, steps), in_turn(key, steps)), state
             value, decay, gates = in_turn(value, steps), decay_in_turn(decay, steps), gates_in_turn(gates, steps)
         else:
-            keys, keys_state = self.keys(x, query, key, decay=decay, gates=gates, segment_ids=segment_ids, state=state)
+            options: dict[str, Any] = {"decay": decay, "gates": gates, "segment_ids": segment_ids, "state": state}
+            keys, keys_state = self.keys(inputs, query, key, **options)
         check_keys(self.config.keys, keys)
         gates = self.gain.normalize(gates, keys.key, keys.write_key)
         check_gates(self.config.gain, gates, self.shape, value.shape[:2])
         carried = MixerCache(query_tail, key_tail, value_tail, keys_state, None, position)
-        return Signals(keys, value, gates, decay), carried
+        return Signals(keys, value, gates, decay), inputs, carried
 
     def defer_writes(self, cache: MixerCache) -> MixerCache:
         """The cache as a loop over single tokens carries it: see `Solver.defer_writes`. Of several steps none waits."""

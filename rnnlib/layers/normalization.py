@@ -10,8 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from rnnlib.layers.tensor import sum_over_shares
-from rnnlib.ops.rms_norm import norm_kernel_serves, rms_norm, rms_norm_of_sum
-from rnnlib.ops.thin_products import SumInParts
+from rnnlib.ops.rms_norm import norm_kernel_serves, rms_norm
 
 
 def l2_normalize(x: Float[Array, "*axes K"], eps: float = 1e-6) -> Float[Array, "*axes K"]:
@@ -51,19 +50,15 @@ def sum_normalize(x: Float[Array, "*axes K"], eps: float = 1e-4) -> Float[Array,
 
 
 def norm_and_stream(
-    norm: nnx.Module, x: Float[Array, "*axes F"] | SumInParts
+    norm: nnx.Module, x: Float[Array, "*axes F"]
 ) -> tuple[Float[Array, "*axes F"], Float[Array, "*axes F"]]:
     """`norm(x)`, and `x` as the residual stream continues with it. The kernel adds the gradients of both.
 
     Args:
         norm: `nnx.RMSNorm`, `RMSNorm` or any other map.
-        x: the residual stream, which may be a sum that the norm's kernel computes.
+        x: the residual stream.
     """
-    found = _scale_and_eps(norm)
-    if isinstance(x, SumInParts):
-        if found is not None and norm_kernel_serves(x.added, found[0], between_kernels=True):
-            return rms_norm_of_sum(x.parts, x.added, found[0], eps=found[1], dtype=norm.dtype)  # type: ignore[attr-defined]
-        x = x.computed()
+    found = scale_and_eps(norm)
     if found is None or not norm_kernel_serves(x, found[0], between_kernels=x.shape[-2] == 1):
         return norm(x), x  # type: ignore[operator]
     options: dict[str, Any] = {"dtype": norm.dtype, "keeps": True, "implementation": "triton"}  # type: ignore[attr-defined]
@@ -72,7 +67,7 @@ def norm_and_stream(
     return y, kept
 
 
-def _scale_and_eps(norm: nnx.Module) -> tuple[Array, float] | None:
+def scale_and_eps(norm: nnx.Module) -> tuple[Array, float] | None:
     """The factor and the eps of an RMS norm over the last axis; None for any other module."""
     if type(norm) is RMSNorm and norm.groups == norm.shares == 1 and norm.scale is not None:
         scale = norm.scale[...]

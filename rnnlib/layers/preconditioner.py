@@ -16,10 +16,11 @@ from jaxtyping import Float
 
 from rnnlib import ops
 from rnnlib.fields import PositiveNumber, Range
-from rnnlib.layers.arrays import Gates, Inputs, KeyHeads, SegmentIds
+from rnnlib.layers.arrays import Gates, KeyHeads, SegmentIds
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay, DecayConfig, NoDecay, SoftplusDecay
 from rnnlib.layers.gain import Gain, GainConfig, SigmoidGain, SigmoidGate
+from rnnlib.layers.input_projection import ColumnReader, ProjectedInput, with_prefix
 from rnnlib.layers.keys import KeyMap, Keys, KeysConfig, StatelessKeyMap
 from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import PartConfig
@@ -51,7 +52,7 @@ class GramConfig(PartConfig):
         return shape if self.heads == "key" else dataclasses.replace(shape, key_heads=shape.value_heads)
 
 
-class GramGates(nnx.Module):
+class GramGates(nnx.Module, ColumnReader):
     """Computes the inputs of the diagonal Gram: keys, decay and gain."""
 
     def __init__(self, config: GramConfig, shape: MixerShape, *, rngs: nnx.Rngs):
@@ -68,7 +69,15 @@ class GramGates(nnx.Module):
         self.decay = (config.decay if own else NoDecay()).build(key_heads, rngs=rngs)
         self.gain = SigmoidGain().build(key_heads, rngs=rngs) if own else None
 
-    def __call__(self, x: Inputs, key: KeyHeads, decay: Decay, gates: Gates) -> dict[str, Any]:
+    def take_maps(self) -> dict[str, Any]:
+        """The maps of the Gram's own decay and gain, their names behind `"gram_"`."""
+        return with_prefix("gram_", super().take_maps())
+
+    def epilogues(self) -> dict[str, Any]:
+        """Those of the Gram's own decay and gain."""
+        return with_prefix("gram_", super().epilogues())
+
+    def __call__(self, inputs: ProjectedInput, key: KeyHeads, decay: Decay, gates: Gates) -> dict[str, Any]:
         """The arguments `k`, `log_decay` and `gain` of `rnnlib.ops.diagonal_gram`."""
         if self.config.unit_keys:
             key = l2_normalize(key.astype(self.shape.gate_dtype))
@@ -77,8 +86,9 @@ class GramGates(nnx.Module):
             if gain is not None and gain.ndim == 4:
                 gain = gates.erase  # A write gate per value channel cannot multiply a key; the erase gate can.
             return {"k": key, "log_decay": decay.log_decay, "gain": gain}
-        own_gain = None if self.gain is None else self.gain(x, decay).beta
-        return {"k": key, "log_decay": self.decay(x).log_decay, "gain": own_gain}
+        own = inputs.under("gram_")
+        own_gain = None if self.gain is None else self.gain(own, decay).beta
+        return {"k": key, "log_decay": self.decay(own).log_decay, "gain": own_gain}
 
 
 class GramKeyMap(KeyMap):
@@ -90,7 +100,7 @@ class GramKeyMap(KeyMap):
 
     def __call__(
         self,
-        x: Inputs,
+        inputs: ProjectedInput,
         query: KeyHeads,
         key: KeyHeads,
         *,
@@ -102,7 +112,7 @@ class GramKeyMap(KeyMap):
         """The preconditioned keys, and the diagonal Gram after the last token."""
         if self.gram.config.heads == "value":
             query, key = self.shape.repeat_key_heads(query), self.shape.repeat_key_heads(key)
-        recurrence = self.gram(x, key, decay, gates) | {"initial_state": state, "segment_ids": segment_ids}
+        recurrence = self.gram(inputs, key, decay, gates) | {"initial_state": state, "segment_ids": segment_ids}
         return self.precondition(query, key, recurrence, decay, gates)
 
     @abc.abstractmethod
@@ -337,13 +347,21 @@ class ApplyToBothMap(KeyMap):
         self.key_map = config.key.build(shape, rngs=rngs)
         self.query_map = config.query.build(shape, rngs=rngs)
 
+    def take_maps(self) -> dict[str, Any]:
+        """Those of both maps, their names behind `"key_"` and `"query_"`."""
+        return with_prefix("key_", self.key_map.take_maps()) | with_prefix("query_", self.query_map.take_maps())
+
+    def epilogues(self) -> dict[str, Any]:
+        """Those of both maps."""
+        return with_prefix("key_", self.key_map.epilogues()) | with_prefix("query_", self.query_map.epilogues())
+
     def __call__(
-        self, x: Inputs, query: KeyHeads, key: KeyHeads, *, state: Any = None, **others: Any
+        self, inputs: ProjectedInput, query: KeyHeads, key: KeyHeads, *, state: Any = None, **others: Any
     ) -> tuple[Keys, Any]:
         """Both maps of the same arguments."""
         key_state, query_state = (None, None) if state is None else state
-        written, key_state = self.key_map(x, query, key, state=key_state, **others)
-        read, query_state = self.query_map(x, query, key, state=query_state, **others)
+        written, key_state = self.key_map(inputs.under("key_"), query, key, state=key_state, **others)
+        read, query_state = self.query_map(inputs.under("query_"), query, key, state=query_state, **others)
         return Keys(read.query, written.key, written.write_key), (key_state, query_state)
 
     def init_state(self, batch_size: int) -> tuple[Any, Any]:
@@ -428,9 +446,9 @@ class PreconditionedGate(Gain):
         self.gain = gain
         self.scale = scale
 
-    def __call__(self, x: Inputs, decay: Decay) -> Gates:
-        """The gates of each token of `x`."""
-        gates = self.gain(x, decay)
+    def __call__(self, inputs: ProjectedInput, decay: Decay) -> Gates:
+        """The gates of each token."""
+        gates = self.gain(inputs, decay)
         scaled = {name: self.scale * gate for name in ("beta", "erase") if (gate := getattr(gates, name)) is not None}
         return gates._replace(**scaled)
 

@@ -10,8 +10,9 @@ from jax import Array
 from jaxtyping import Float
 
 from rnnlib.fields import PositiveNumber
-from rnnlib.layers.base import MixerShape, Rank, product_and_bias
+from rnnlib.layers.base import MixerShape, Rank
 from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
+from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.part import PartConfig
 from rnnlib.ops.rms_norm import norm_kernel_serves, rms_norm
@@ -54,7 +55,7 @@ class ReadoutConfig(PartConfig):
         return Readout(self, shape, rngs=rngs)
 
 
-class Readout(nnx.Module):
+class Readout(nnx.Module, ColumnReader):
     """Skip, gate, norm, output projection."""
 
     def __init__(self, config: ReadoutConfig, shape: MixerShape, *, rngs: nnx.Rngs):
@@ -63,11 +64,9 @@ class Readout(nnx.Module):
         features = shape.value_heads * shape.value_size
         skipped = features if config.skip == "channel" else shape.value_heads
         self.skip = nnx.Param(jnp.ones((skipped,), shape.param_dtype)) if config.skip else None
-        self.gate = (
-            None
-            if config.gate == "none"
-            else shape.project(features, rank=config.gate_rank, use_bias=config.gate_bias, rngs=rngs)
-        )
+        if config.gate != "none":
+            gate = shape.project(features, rank=config.gate_rank, use_bias=config.gate_bias, rngs=rngs)
+            self.read_columns(output_gate=gate)
         normalised = shape.value_size if config.norm == "head" else features
         # Over heads of several devices: of all, or of a group that is all.
         over_all = config.norm == "all" or (config.norm == "group" and shape.shares_of_keys == 1)
@@ -87,23 +86,35 @@ class Readout(nnx.Module):
         self.output = shape.output(features, use_bias=config.use_bias, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], out: Float[Array, "B T HV V"], value: Float[Array, "B T HV V"]
+        self, inputs: ProjectedInput, out: Float[Array, "B T HV V"], value: Float[Array, "B T HV V"]
     ) -> Float[Array, "B T D"]:
-        """Reads the recurrence's output `out`; `x` is the mixer's input, `value` what was written."""
+        """Reads the recurrence's output.
+
+        Args:
+            inputs: the module's columns of the input projection by name, and the mixer's input `inputs.x` `[B, T, D]`.
+            out: the recurrence's output.
+            value: what was written.
+        """
+        return self.output(self.features(inputs, out, value))
+
+    def features(
+        self, inputs: ProjectedInput, out: Float[Array, "B T HV V"], value: Float[Array, "B T HV V"]
+    ) -> Float[Array, "B T F"]:
+        """What the output projection reads, after skip, norm and gate; arguments as the call's."""
         scale = self._scale_of_heads()
         if scale is not None:
-            z, bias = self._gate_of_heads(x, out, scale)
+            z, bias = self._gate_of_heads(inputs, out, scale)
             if norm_kernel_serves(out, scale, z, bias, between_kernels=out.shape[1] == 1):
                 activation: Literal["silu", "sigmoid"] = "sigmoid" if self.config.gate == "sigmoid" else "silu"
                 options: dict[str, Any] = {"eps": self.config.eps, "dtype": self.shape.dtype}
                 y = rms_norm(out, scale, z=z, z_bias=bias, activation=activation, implementation="triton", **options)[0]
-                return self.output(y.reshape(*y.shape[:2], -1))
+                return y.reshape(*y.shape[:2], -1)
         y = out.astype(self.shape.gate_dtype)
         if self.skip is not None:
             skip = self.skip[...].astype(y.dtype).reshape(self.shape.value_heads, -1)
             y = y + skip * value.astype(y.dtype)
         y = ACTIVATIONS[self.config.activation](y)
-        gate = self._gate(x)
+        gate = self._gate(inputs)
         if gate is not None and self.config.gate_first:
             y = y * gate
         if self.norm is not None:
@@ -111,7 +122,7 @@ class Readout(nnx.Module):
             y = self.norm(flat).reshape(y.shape)
         if gate is not None and not self.config.gate_first:
             y = y * gate
-        return self.output(y.reshape(*y.shape[:2], -1).astype(self.shape.dtype))
+        return y.reshape(*y.shape[:2], -1).astype(self.shape.dtype)
 
     def _scale_of_heads(self) -> Array | None:
         """The scale of the norm, if it is per head, first in the readout, and followed by at most a gate; else None."""
@@ -125,11 +136,11 @@ class Readout(nnx.Module):
             return None
         return None if self.norm is None or self.norm.scale is None else self.norm.scale[...]
 
-    def _gate_of_heads(self, x: Array, out: Array, scale: Array) -> tuple[Array | None, Array | None]:
+    def _gate_of_heads(self, inputs: ProjectedInput, out: Array, scale: Array) -> tuple[Array | None, Array | None]:
         """The gate's argument `[B, T, HV, V]`, and a bias `[HV, V]` that the norm's kernel adds; None where none is."""
-        if self.gate is None:
+        if self.config.gate == "none":
             return None, None
-        z, bias = product_and_bias(self.gate, x)
+        z, bias = inputs.product_and_bias("output_gate")
         z = z.astype(out.dtype).reshape(out.shape)
         if bias is None:
             return z, None
@@ -138,9 +149,9 @@ class Readout(nnx.Module):
             return z, bias
         return z + bias.astype(z.dtype), None
 
-    def _gate(self, x: Array) -> Array | None:
-        if self.gate is None:
+    def _gate(self, inputs: ProjectedInput) -> Array | None:
+        if self.config.gate == "none":
             return None
         activation = jax.nn.silu if self.config.gate == "silu" else jax.nn.sigmoid
-        gate = activation(self.gate(x).astype(self.shape.gate_dtype) * self.config.gate_scale)
-        return gate.reshape(*x.shape[:2], self.shape.value_heads, self.shape.value_size)
+        gate = activation(inputs["output_gate"].astype(self.shape.gate_dtype) * self.config.gate_scale)
+        return gate.reshape(*gate.shape[:2], self.shape.value_heads, self.shape.value_size)

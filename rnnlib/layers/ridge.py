@@ -12,8 +12,9 @@ from jaxtyping import Float
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger, PositiveNumber
-from rnnlib.layers.arrays import Inputs, SegmentIds, ValueHeads
+from rnnlib.layers.arrays import SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
+from rnnlib.layers.input_projection import ProjectedInput
 from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver, expect_no_previous
 from rnnlib.ops.ridge_solve import Solver as RidgeMethod
 
@@ -120,7 +121,8 @@ class RidgeSolver(Solver):
         self.shape = shape
         self.options = options
         self.solved_size = shape.key_size if config.sketch_size is None else config.sketch_size
-        self.alpha = shape.project(shape.key_heads, use_bias=True, rngs=rngs) if config.alpha_connection else None
+        if config.alpha_connection:
+            self.read_columns(alpha=shape.project(shape.key_heads, use_bias=True, rngs=rngs))
         self.ridge = self._initial_ridge() if config.learned else None
         self.projection = None if config.sketch_size is None else self._initial_projection(rngs)
 
@@ -136,7 +138,7 @@ class RidgeSolver(Solver):
         return nnx.Param(orthonormal) if self.config.sketch == "trained" else FixedProjection(orthonormal)
 
     def __call__(
-        self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+        self, inputs: ProjectedInput, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
     ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
@@ -166,7 +168,7 @@ class RidgeSolver(Solver):
         }
         # A solution is linear in its query, so alpha multiplies the query. The solve's gradient then needs no alpha.
         reader, dtype = keys.query, self.shape.gate_dtype
-        alpha = None if self.alpha is None else jax.nn.sigmoid(self.alpha(x).astype(dtype))[..., None]
+        alpha = jax.nn.sigmoid(inputs["alpha"].astype(dtype))[..., None] if self.config.alpha_connection else None
         query = reader if alpha is None else (alpha * reader.astype(dtype)).astype(reader.dtype)
         solution, gram = self._solve(query, keys.key, weight, None if state is None else state.gram, shared)
         if alpha is not None:

@@ -9,8 +9,9 @@ from jax import Array
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger
-from rnnlib.layers.arrays import Inputs, SegmentIds, ValueHeads
+from rnnlib.layers.arrays import SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
+from rnnlib.layers.input_projection import ProjectedInput
 from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver, expect_no_previous
 
 
@@ -70,7 +71,12 @@ class GatedSlotsSolver(Solver):
         self.options = options
 
     def __call__(
-        self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: SlotState | None = None
+        self,
+        inputs: ProjectedInput,
+        signals: Signals,
+        *,
+        segment_ids: SegmentIds | None = None,
+        state: SlotState | None = None,
     ) -> tuple[ValueHeads, SlotState]:
         """Output and next state.
 

@@ -10,9 +10,10 @@ from jax import Array
 from jaxtyping import Float
 
 from rnnlib import ops
-from rnnlib.layers.arrays import Gates, Inputs, SegmentIds, ValueHeads
+from rnnlib.layers.arrays import Gates, SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
+from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.keys import Keys
 from rnnlib.layers.part import AxisConfig
 from rnnlib.ops.deferred_writes import DeferredState, defer_writes, deferred_token
@@ -61,17 +62,17 @@ def expect_no_previous(solver: str, gates: Gates) -> None:
         raise ValueError(f"{solver}: the gain gives a gate on the previous token, which only Trapezoidal takes")
 
 
-class Solver(nnx.Module, abc.ABC):
+class Solver(nnx.Module, ColumnReader, abc.ABC):
     """Module of the solve axis."""
 
     @abc.abstractmethod
     def __call__(
-        self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+        self, inputs: ProjectedInput, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
     ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
         Args:
-            x: the mixer's input, for solvers with projections of their own.
+            inputs: the module's columns of the input projection by name, and the mixer's input `inputs.x` `[B, T, D]`.
             signals: the results of the other axes.
             segment_ids: packed documents; the state restarts where the id changes.
             state: None (the state of `init_state`) or the state that the previous call returned.
@@ -150,7 +151,7 @@ class OnlineSolver(MatrixStateSolver):
     """Calls `rnnlib.ops.gated_delta_rule`."""
 
     def __call__(
-        self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+        self, inputs: ProjectedInput, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
     ) -> tuple[ValueHeads, Any]:
         """Output and next state."""
         expect_no_previous("Online", signals.gates)
@@ -212,7 +213,7 @@ class OfflineSolver(MatrixStateSolver):
     """Calls `rnnlib.ops.linear_attention`."""
 
     def __call__(
-        self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+        self, inputs: ProjectedInput, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
     ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
@@ -269,7 +270,7 @@ class NormalizedOfflineSolver(OfflineSolver):
     """Linear attention whose values have one more channel, equal to 1: its output is the denominator."""
 
     def __call__(
-        self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+        self, inputs: ProjectedInput, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
     ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
@@ -285,7 +286,7 @@ class NormalizedOfflineSolver(OfflineSolver):
         if state is not None:
             state = jnp.concatenate([state.memory, state.weight[..., None]], axis=-1)
         signals = signals._replace(keys=keys, value=value)
-        out, state = super().__call__(x, signals, segment_ids=segment_ids, state=state)
+        out, state = super().__call__(inputs, signals, segment_ids=segment_ids, state=state)
         state = NormalizedState(state[..., :-1], state[..., -1])
         return (out[..., :-1] / (out[..., -1:] + 1e-10)).astype(dtype), state
 

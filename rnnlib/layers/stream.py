@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
@@ -12,8 +11,8 @@ from jaxtyping import Float, Int
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.feature_maps import ACTIVATIONS, FeatureMap, FeatureMapConfig, HeadMap
+from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.normalization import RMSNorm, l1_normalize, l2_normalize, sum_normalize
-from rnnlib.layers.products import columns_can_join, joined_columns, joined_found
 from rnnlib.ops.short_convolution.inputs import Finish
 from rnnlib.ops.short_convolution.joined import JoinedStream, joined_convolutions, joined_convolutions_serve
 from rnnlib.ops.short_convolution.one_token import Call, one_launch_serves, one_token_convolutions
@@ -23,11 +22,12 @@ StreamNorm = Literal["none", "l2", "rms", "l1", "sum"]
 _NORMS = {"l1": l1_normalize, "l2": l2_normalize, "sum": sum_normalize}
 
 
-class Stream(nnx.Module):
-    """One of queries, keys and values: projection, convolution, feature map, heads, norm."""
+class Stream(nnx.Module, ColumnReader):
+    """One of queries, keys and values: convolution, feature map, heads, norm of its columns of the input projection."""
 
     def __init__(
         self,
+        name: str,
         shape: MixerShape,
         heads: int,
         size: int,
@@ -53,7 +53,8 @@ class Stream(nnx.Module):
         self.norm = (
             RMSNorm(features, eps=1e-5, dtype=shape.dtype, param_dtype=shape.param_dtype) if norm == "rms" else None
         )
-        self.projection = shape.project(heads * size, use_bias=use_bias, rngs=rngs)
+        self.name = name
+        self.read_columns(**{name: shape.project(heads * size, use_bias=use_bias, rngs=rngs)})
         self.convolution = (
             None if convolution is None else ShortConvolution(heads * size, convolution, shape, scale=scale, rngs=rngs)
         )
@@ -65,14 +66,14 @@ class Stream(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        inputs: ProjectedInput,
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         tail: Float[Array, "B S C"] | None = None,
         feature_map: HeadMap | str | None = None,
     ) -> tuple[Float[Array, "B T H X"], Float[Array, "B S C"] | None]:
         """The stream's heads, and the convolution's next tail; `feature_map` is another stream's map to use."""
-        y = self.projection(x)
+        y = inputs[self.name]
         chosen = self._chosen(feature_map)
         if self.convolution is not None:
             options: dict[str, Any] = {"activation": self.activation, "norm_size": self._norm_size(chosen)}
@@ -101,10 +102,10 @@ class Stream(nnx.Module):
         """The convolution's options."""
         return Finish(self.activation, self._norm_size(chosen), 1e-6)
 
-    def _call(self, x: Float[Array, "B T D"], tail: Array | None, chosen: HeadMap | str) -> Call:
+    def _call(self, inputs: ProjectedInput, tail: Array | None, chosen: HeadMap | str) -> Call:
         """The convolution's arrays and options."""
         assert self.convolution is not None
-        return self.convolution.inputs(self.projection(x), tail), self._finish(chosen)
+        return self.convolution.inputs(inputs[self.name], tail), self._finish(chosen)
 
     def _joined(self, tail: Array | None, chosen: HeadMap | str) -> JoinedStream:
         """The same, for inputs that lie beside other streams'."""
@@ -118,55 +119,67 @@ class Stream(nnx.Module):
 
 def run_streams(
     streams: Sequence[Stream],
-    x: Float[Array, "B T D"],
+    inputs: ProjectedInput,
     *,
     segment_ids: Int[Array, "B T"] | None,
     tails: Sequence[Array | None],
     feature_maps: Sequence[HeadMap | str | None],
-) -> list[tuple[Float[Array, "B T H X"], Array | None]]:
-    """Each stream's heads and next tail, where kernels serve with joint work.
+) -> tuple[list[tuple[Float[Array, "B T H X"], Array | None]], ProjectedInput]:
+    """Runs all streams, where kernels serve with joint work.
 
-    Of one token all convolutions are one launch. Of many tokens all maps are one product, whose columns the
-    convolutions read.
+    Of one token all convolutions are one launch. Of many tokens the convolutions read their columns in place in the
+    product of the input projection's shared kernel.
 
     Args:
-        streams: what `x` goes through.
-        x: a mixer's input.
+        streams: what reads queries, keys and values.
+        inputs: the columns of the input projection.
         segment_ids: as for a stream.
         tails: of each stream.
         feature_maps: that each borrows.
+
+    Returns:
+        Each stream's heads and next tail, and the inputs as the other parts are to read them.
     """
     chosen = [stream._chosen(borrowed) for stream, borrowed in zip(streams, feature_maps)]
-    if x.shape[1] == 1 and all(stream.convolution is not None for stream in streams):
-        calls = [stream._call(x, tail, one) for stream, tail, one in zip(streams, tails, chosen)]
-        if one_launch_serves(calls):
-            results = one_token_convolutions(calls)
-            return [(s._heads_of(y, one), tail) for s, (y, tail), one in zip(streams, results, chosen)]
-    joined = _by_one_product(streams, x, segment_ids, tails, chosen)
-    if joined is not None:
-        return [(s._heads_of(y, one), tail) for s, (y, tail), one in zip(streams, joined, chosen)]
+    results: Sequence[tuple[Array, Array | None]] | None = None
+    if inputs.x.shape[1] == 1 and all(stream.convolution is not None for stream in streams):
+        calls = [stream._call(inputs, tail, one) for stream, tail, one in zip(streams, tails, chosen)]
+        results = one_token_convolutions(calls) if one_launch_serves(calls) else None
+    if results is None and inputs.fused is not None:
+        results, inputs = _in_place(streams, inputs, segment_ids, tails, chosen)
+    if results is not None:
+        return [(s._heads_of(y, one), tail) for s, (y, tail), one in zip(streams, results, chosen)], inputs
     every = zip(streams, tails, feature_maps)
-    return [stream(x, segment_ids=segment_ids, tail=tail, feature_map=borrowed) for stream, tail, borrowed in every]
+    found = [s(inputs, segment_ids=segment_ids, tail=tail, feature_map=borrowed) for s, tail, borrowed in every]
+    return found, inputs
 
 
-def _by_one_product(
+def columns_in_place(streams: Sequence[Stream]) -> list[str]:
+    """The order of the streams' columns in a shared kernel, for convolutions that read them in place; empty without.
+
+    Wide streams come first: each begins at a multiple of its channels, if those of wider ones are multiples of them.
+    """
+    if any(stream.convolution is None for stream in streams):
+        return []
+    return [stream.name for stream in sorted(streams, key=lambda stream: -stream.heads * stream.size)]
+
+
+def _in_place(
     streams: Sequence[Stream],
-    x: Array,
+    inputs: ProjectedInput,
     segment_ids: Array | None,
     tails: Sequence[Array | None],
     chosen: Sequence[HeadMap | str],
-) -> list[tuple[Array, Array | None]] | None:
-    """Each stream's convolution and next tail, all maps of many tokens as one product; None where no kernel serves."""
-    # Wide streams first: each begins at a multiple of its channels, if those of wider ones are multiples of them.
-    order = sorted(range(len(streams)), key=lambda i: -streams[i].heads * streams[i].size)
-    maps: list[Any] = [streams[i].projection for i in order]
-    if any(stream.convolution is None for stream in streams) or not columns_can_join(x, maps):
-        return None
-    joined = [streams[i]._joined(tails[i], chosen[i]) for i in order]
-    columns = sum(stream.kernel.shape[1] for stream in joined)
-    if not joined_convolutions_serve(jax.ShapeDtypeStruct((*x.shape[:2], columns), x.dtype), joined):
-        return None
-    product, narrow = joined_columns(x, maps)
-    results, rest = joined_convolutions(product, joined, segment_ids=segment_ids)
-    joined_found(rest, narrow)
-    return [results[order.index(i)] for i in range(len(streams))]
+) -> tuple[list[tuple[Array, Array | None]] | None, ProjectedInput]:
+    """Each stream's convolution and next tail, and the inputs after it; None where no kernel serves."""
+    order = columns_in_place(streams)
+    if not order or inputs.fused is None or [name for name, _, _ in inputs.places[: len(order)]] != order:
+        return None, inputs
+    joined = {s.name: s._joined(tail, one) for s, tail, one in zip(streams, tails, chosen)}
+    in_order = [joined[name] for name in order]
+    if not joined_convolutions_serve(inputs.fused, in_order):
+        return None, inputs
+    results, rest = joined_convolutions(inputs.fused, in_order, segment_ids=segment_ids)
+    by_name = dict(zip(order, results))
+    columns = sum(stream.kernel.shape[1] for stream in in_order)
+    return [by_name[stream.name] for stream in streams], inputs.after(columns, rest)

@@ -9,8 +9,9 @@ from jax import Array
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger
-from rnnlib.layers.arrays import Inputs, SegmentIds, ValueHeads
+from rnnlib.layers.arrays import SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
+from rnnlib.layers.input_projection import ProjectedInput
 from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver
 from rnnlib.ops.arguments import matmul_precision
 from rnnlib.ops.context_parallel import current_axis, document_starts, token_before
@@ -84,7 +85,7 @@ class TrapezoidalSolver(Solver):
         self.read_scale = equal_weights() if several else None
 
     def __call__(
-        self, x: Inputs, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+        self, inputs: ProjectedInput, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
     ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
@@ -116,7 +117,7 @@ class TrapezoidalSolver(Solver):
             segment_ids=None if segment_ids is None else jnp.repeat(segment_ids, rank, axis=1),
             **self.options.arguments(),
         )
-        out = self._sum_reads(jnp.moveaxis(out.reshape(*x.shape[:2], rank, *value.shape[2:]), 2, 3))
+        out = self._sum_reads(jnp.moveaxis(out.reshape(*value.shape[:2], rank, *value.shape[2:]), 2, 3))
         out = out + self._read(query, key, value, gates.write, jnp.ones((rank, rank)))
         if rank > 1:
             # Query r stands at step r, but reads all R pairs.

@@ -11,21 +11,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rnnlib.layers import Attention, LatentAttention, ParallelMixer, TokenMixer
+from rnnlib.layers import Attention, LatentAttention, ParallelMixer, RecurrentMixer, TokenMixer
 from rnnlib.layers.base import CarryingMixer, check_cache_size
-from rnnlib.layers.feed_forward import FeedForwardConfig
+from rnnlib.layers.feed_forward import MLP, FeedForwardConfig
 from rnnlib.layers.feed_forward import SwiGLU as SwiGLU
 from rnnlib.layers.normalization import RMSNorm, norm_and_stream
+from rnnlib.layers.residual import residual_add
 from rnnlib.layers.tensor import current_shares, share_of, tensor_shares
 from rnnlib.models.config import NONE, FeedForwardName, ModelConfig, NormPosition
 from rnnlib.models.embedding import look_up_in_shares
 from rnnlib.models.mixers import build_mixer
 from rnnlib.models.variables import assign_values, values_by_path
 from rnnlib.ops.arguments import check_array, check_segment_ids, check_shape
-from rnnlib.ops.thin_products import SumInParts, added_to, computed, remembered_products
 
 # One entry a layer, each the cache of that layer's mixer: a pytree whose arrays keep their shapes from call to call.
 DecoderCache = tuple[Any, ...]
+
+# Mixers and feed-forwards that end in a map `output` of their `features`.
+_WITH_OUTPUT = (RecurrentMixer, Attention, LatentAttention, SwiGLU, MLP)
 
 # What a block's run may change: random streams, statistics.
 _MUTABLE = nnx.Not(nnx.Param)
@@ -42,9 +45,8 @@ def _residual_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | RMSNorm
     return nnx.RMSNorm(config.width, epsilon=config.norm_eps, rngs=rngs, **dtypes)
 
 
-def _scaled[Value: (Array, Array | SumInParts)](x: Value, scale: float) -> Value:
-    """`scale * x`; a sum that is still to be computed stays one where the scale is 1."""
-    return x if scale == 1 else computed(x) * scale
+def _scaled(x: Array, scale: float) -> Array:
+    return x if scale == 1 else x * scale
 
 
 class Block(nnx.Module):
@@ -116,30 +118,77 @@ class Block(nnx.Module):
         Returns:
             The residual stream `[B, T, D]` and the new cache (None without one).
         """
-        after, cache, _ = self._run(x, {"segment_ids": segment_ids, "positions": positions, "cache": cache}, None)
-        return computed(after), cache
+        normed, x = self.enter(x)
+        x, _, cache, _ = self.run(x, normed, segment_ids=segment_ids, positions=positions, cache=cache)
+        return x, cache
 
-    def _run(self, x: Array | SumInParts, options: dict[str, Any], carried: Any) -> tuple[Array | SumInParts, Any, Any]:
-        """`__call__` of a stream that may be a sum still to be computed, and so may be the result.
+    @property
+    def first_norm(self) -> nnx.Module | None:
+        """The norm with which the layer begins; None with the norms behind mixer and feed-forward."""
+        if self.norm_position == "output":
+            return None
+        return self.feed_forward_norm if self.mixer is None else self.mixer_norm
 
-        The last result is `carried` for the layers behind: what a `CarryingMixer` gives them.
+    def enter(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """What the layer's first half reads of a residual stream `[B, T, D]`, its first norm or itself; the stream."""
+        return (x, x) if self.first_norm is None else norm_and_stream(self.first_norm, x)
+
+    def run(
+        self,
+        x: Float[Array, "B T D"],
+        normed: Float[Array, "B T D"],
+        *,
+        carried: Any = None,
+        next_norm: nnx.Module | None = None,
+        **options: Any,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None, Any, Any]:
+        """The layer after its first norm, up to the norm that follows the layer.
+
+        Args:
+            x: residual stream `[B, T, D]`.
+            normed: what the mixer reads: `mixer_norm(x)`, or `x` itself with the norms behind mixer and feed-forward.
+            carried: what layers before give to this one, see `CarryingMixer`; None for nothing.
+            next_norm: that reads the layer's output; None for none.
+            **options: `segment_ids`, `positions` and `cache`, as for the call.
+
+        Returns:
+            The residual stream, `next_norm` of it (None without one), the new cache, and `carried` for later layers.
         """
-        before, cache = self.norm_position == "input", options["cache"]
-        if self.mixer is not None and self.mixer_norm is not None:
-            normed, x = norm_and_stream(self.mixer_norm, x) if before else (computed(x),) * 2
-            with remembered_products():
-                if isinstance(self.mixer, CarryingMixer):
-                    mixed, cache, carried = self.mixer.carry(normed, carried, **options)
-                else:
-                    mixed, cache = self.mixer(normed, **options)
-                x = added_to(x, _scaled(mixed if before else self.mixer_norm(mixed), self.residual_scale))
-        if self.feed_forward is not None and self.feed_forward_norm is not None:
-            norm = self.feed_forward_norm
-            normed, x = norm_and_stream(norm, x) if before else (computed(x),) * 2
-            with remembered_products():
-                changed = self.feed_forward(normed)
-                x = added_to(x, _scaled(changed if before else norm(changed), self.residual_scale))
-        return x, cache, carried
+        scale, cache = self.residual_scale, options["cache"]
+        mixer: Any = self.mixer
+        feed_forward: Any = self.feed_forward
+        inner_norm = self.feed_forward_norm
+        after: Any
+        if self.norm_position == "output":
+            if mixer is not None and self.mixer_norm is not None:
+                mixed, cache, carried = _mix(mixer, x, carried, options)
+                x = x + _scaled(self.mixer_norm(mixed), scale)
+            if feed_forward is not None and inner_norm is not None:
+                x = x + _scaled(inner_norm(feed_forward(x)), scale)
+            after, x = (None, x) if next_norm is None else norm_and_stream(next_norm, x)
+            return x, after, cache, carried
+        after = normed
+        if mixer is not None:
+            output = _output_of(mixer)
+            y, cache, carried = _mix(mixer if output is None else mixer.features, normed, carried, options)
+            x, after = residual_add(x, y, output, next_norm if feed_forward is None else inner_norm, scale=scale)
+        if feed_forward is not None:
+            output = _output_of(feed_forward)
+            y = (feed_forward if output is None else feed_forward.features)(after)
+            x, after = residual_add(x, y, output, next_norm, scale=scale)
+        return x, after, cache, carried
+
+
+def _mix(mixer: Any, x: Array, carried: Any, options: dict[str, Any]) -> tuple[Array, Any, Any]:
+    """A mixer's output, its next cache, and what it gives to later layers: `carried` itself by all but few."""
+    if isinstance(mixer, CarryingMixer):
+        return mixer.carry(x, carried, **options)
+    return *mixer(x, **options), carried
+
+
+def _output_of(module: Any) -> nnx.Module | None:
+    """The linear map with which a mixer or feed-forward ends, after its `features`; None for other modules."""
+    return module.output if type(module) in _WITH_OUTPUT else None
 
 
 def share_variables(blocks: Iterable[nnx.Module]) -> None:
@@ -322,14 +371,17 @@ class DecoderLM(nnx.Module):
         if not isinstance(cache, tuple) or len(cache) != layers:
             found = f"has {len(cache)} entries" if isinstance(cache, tuple) else f"is {reprlib.repr(cache)}"
             raise ValueError(f"DecoderLM: cache {found}, expected {layers}, one a layer, as init_cache gives")
-        x = self.embed(tokens, segment_ids, positions)
+        x, normed = self.embed(tokens, segment_ids, positions), None
+        following = [*(block.first_norm if type(block) is Block else None for block in self.blocks[1:]), self.norm]
+        options = {"segment_ids": segment_ids, "positions": positions}
         entries = []
         carried = None
-        for block, entry in zip(self.blocks, cache):
-            graphdef, state = nnx.split(block)
-            x, carried, entry = _extend_block(graphdef, state, x, carried, segment_ids, positions, entry)
+        for block, next_norm, entry in zip(self.blocks, following, cache):
+            graphdef, state = nnx.split((block, next_norm))
+            x, normed, entry, carried = _extend_block(graphdef, state, x, normed, carried, options | {"cache": entry})
             entries.append(entry)
-        return _scaled(norm_and_stream(self.norm, x)[0], self.config.logits_scale), tuple(entries)
+        hidden = norm_and_stream(self.norm, x)[0] if normed is None else normed
+        return _scaled(hidden, self.config.logits_scale), tuple(entries)
 
     def embed(
         self,
@@ -468,9 +520,9 @@ def _run_block(graphdef, state, x, carried, segment_ids, positions):
     block = nnx.merge(graphdef, state)
     before = {path: jax.tree.flatten(value) for path, value in values_by_path(block, _MUTABLE).items()}
     if type(block) is Block:
+        normed, x = block.enter(x)
         options = {"segment_ids": segment_ids, "positions": positions, "cache": None}
-        stream, _, carried = block._run(x, options, carried)
-        x = computed(stream)
+        x, _, _, carried = block.run(x, normed, carried=carried, **options)
     else:
         x, _ = block(x, segment_ids=segment_ids, positions=positions)
     after = values_by_path(block, _MUTABLE)
@@ -485,10 +537,15 @@ def _changed(before: tuple[list[Any], Any], value: Any) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _extend_block(graphdef, state, x, carried, segment_ids, positions, cache):
-    block, options = nnx.merge(graphdef, state), {"segment_ids": segment_ids, "positions": positions, "cache": cache}
-    if type(block) is Block:
-        x, cache, carried = block._run(x, options, carried)
-    else:
-        x, cache = block(computed(x), **options)
-    return x, carried, cache
+def _extend_block(graphdef, state, x, normed, carried, options):
+    """The stream after a block, the norm of it that is read next, the block's next cache, what it gives later ones.
+
+    A layer of your own takes and gives the stream alone. Then the norm is None, and what is next computes it.
+    """
+    block, next_norm = nnx.merge(graphdef, state)
+    if type(block) is not Block:
+        x, cache = block(x, **options)
+        return x, None, cache, carried
+    if block.first_norm is None or normed is None:
+        normed, x = block.enter(x)
+    return block.run(x, normed, carried=carried, next_norm=next_norm, **options)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from rnnlib.models.config import NONE, ModelConfig
 from rnnlib.models.decoder import DecoderLM
+from rnnlib.models.variables import count_values
 
 if TYPE_CHECKING:
     import rich.table
@@ -122,4 +123,4 @@ def summary(config: ModelConfig, *, max_length: int = 4096) -> "rich.table.Table
 
 
 def _size(module: Any) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
+    return count_values(nnx.state(module, nnx.Param))

@@ -20,7 +20,7 @@ from rnnlib.files import open_regular, parse_json
 from rnnlib.models.config import ModelConfig
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.summary import abstract_model
-from rnnlib.models.variables import assign_values, values_by_path
+from rnnlib.models.variables import assign_by_column, values_by_column, values_by_path
 
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32"}
 _NAMES = {code: name for name, code in _DTYPES.items()}
@@ -83,12 +83,12 @@ def save_weights(model: DecoderLM, path: str | os.PathLike[str]) -> None:
     with from_extra("hub", "save_weights"):
         import safetensors.numpy
     arrays: dict[str, np.ndarray] = {}
-    for name, array in sorted(values_by_path(model, _SAVED).items()):
+    for name, array in sorted(values_by_column(model, _SAVED).items()):
         arrays[name] = np.asarray(jax.device_get(array), order="C")
         dtype = arrays[name].dtype.name
         if dtype not in _DTYPES:
             raise TypeError(f"{name} has dtype {dtype}: expected one of {', '.join(_DTYPES)}")
-    wanted = values_by_path(abstract_model(model.config), _SAVED)
+    wanted = values_by_column(abstract_model(model.config), _SAVED)
     _check_arrays("save_weights: the model's arrays", _kinds(arrays), _kinds(wanted))
     target = pathlib.Path(path)
     unfinished = target.with_name(target.name + ".unfinished")
@@ -126,12 +126,12 @@ def load_weights(path: str | os.PathLike[str]) -> DecoderLM:
     except (safetensors.SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{name}: expected a whole safetensors file that save_weights wrote ({error})") from error
     model = abstract_model(config)
-    wanted = values_by_path(model, _SAVED)
+    wanted = values_by_column(model, _SAVED)
     found = {key: _kind(_NAMES.get(x.get_dtype(), x.get_dtype()), x.get_shape()) for key, x in slices.items()}
     _check_arrays(f"{name}: its arrays", found, _kinds(wanted))
-    if len(wanted) != len(jax.tree.leaves(nnx.state(model))):
+    if len(values_by_path(model, _SAVED)) != len(jax.tree.leaves(nnx.state(model))):
         model = DecoderLM(config, rngs=nnx.Rngs(0))  # what the file does not hold is built: streams, constants
-    assign_values(model, _SAVED, {key: jnp.asarray(file.get_tensor(key)) for key in wanted})
+    assign_by_column(model, _SAVED, {key: jnp.asarray(file.get_tensor(key)) for key in wanted})
     return model
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.common.platform import platform
 from rnnlib.ops.derivatives import with_derivatives_of, with_further_derivatives
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import is_split
-from rnnlib.ops.thin_products import SumInParts
+from rnnlib.ops.thin_products import sum_of_partials
 
 # Smallest number of elements for which a kernel is faster, despite its launch.
 _LEAST = 1 << 20
@@ -135,7 +135,7 @@ def rms_norm_of_sum(
         return y.reshape(added.shape), total.reshape(added.shape)
 
     def formula(parts: Array, added: Array, scale: Array) -> tuple[Array, Array]:
-        total = SumInParts(added, parts).computed()
+        total = sum_of_partials(parts, added)
         return rms_norm(total, scale, eps=eps, dtype=dtype, implementation="xla")[0], total
 
     return with_derivatives_of(formula, run)(parts, added, scale)

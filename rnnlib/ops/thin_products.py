@@ -1,13 +1,11 @@
 """Products of rows with a matrix. For few rows, as in decoding one token, XLA is slow and a kernel replaces it."""
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +13,18 @@ from jax import Array
 from jaxtyping import Float
 
 from pallas_kernels.common.platform import platform
+from pallas_kernels.skinny_gemm.columns import KernelColumns
 from rnnlib.ops.derivatives import with_derivatives_of
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import dot_general_over_mesh, is_split
 
 
-def thin_kernel_serves(x: Array, kernels: Sequence[Array]) -> bool:
+def thin_kernel_serves(x: Array, kernels: Sequence[Array | KernelColumns]) -> bool:
     """Whether `thin_products` of these arrays is faster by a kernel: few rows of bfloat16 on a GPU."""
     return (
         platform() == "gpu"
         and x.dtype == jnp.bfloat16
-        and not any(map(is_split, (x, *kernels)))
+        and not any(map(is_split, (x, *jax.tree.leaves(list(kernels)))))
         and unsupported_reason(lambda operators: operators.skinny_gemm.unsupported_reason(_flat(x), *kernels)) is None
     )
 
@@ -74,21 +73,21 @@ Finish = BoundedSigmoid | LogDecay
 
 def thin_products(
     x: Float[Array, "*rows K"] | Sequence[Float[Array, "*rows _"]],
-    kernels: Sequence[Float[Array, "_ _"]],
+    kernels: Sequence[Float[Array, "_ _"] | KernelColumns],
     *,
     is_gated: bool = False,
-    added: Float[Array, "*rows _"] | None = None,
+    residual: Float[Array, "*rows _"] | None = None,
     finishes: Sequence[Finish | None] | None = None,
 ) -> tuple[Float[Array, "*rows _"], ...]:
     """`x @ W` for each of `kernels` in one launch, accumulated in float32; derivatives are computed by XLA.
 
     Args:
         x: rows, at most 512 over all leading axes; or those of each kernel, which differ in their last axis at most.
-        kernels: matrices in `x`'s dtype. Their numbers of columns may differ.
+        kernels: matrices in `x`'s dtype, or columns of one. Their numbers of columns may differ.
         is_gated: `kernels` are two matrices of one shape, and the only result is `silu(x W_0) * (x W_1)`.
-        added: if given, in `x`'s dtype, `kernels` is one matrix and the result is `added + x @ W`.
+        residual: if given, in `x`'s dtype, `kernels` is one matrix and the result is `residual + x @ W`.
         finishes: of each product, a function of it that is the result, or None. It takes the product rounded to `x`'s
-            dtype, and computes in float32; not with `is_gated` or `added`.
+            dtype, and computes in float32; not with `is_gated` or `residual`.
 
     Returns:
         The results in `x`'s dtype, each rounded once; those with a finish in float32.
@@ -97,27 +96,28 @@ def thin_products(
         NotImplementedError: the kernel does not support the call.
         ValueError: arguments do not go together.
     """
-    xs = list(x) if isinstance(x, Sequence) else [x] * len(kernels)
-    distinct = {id(own): own for own in xs}  # each is one argument of the function with derivatives
-    which = [list(distinct).index(id(own)) for own in xs]
+    xs = list(x) if isinstance(x, Sequence) else [x]
+    which = range(len(kernels)) if isinstance(x, Sequence) else [0] * len(kernels)  # of the inputs
 
-    def run(xs: list[Array], kernels: tuple[Array, ...], added: Array | None, finishes: list[Finish | None]) -> Any:
-        other, flat = None if added is None else _flat(added), [_flat(own) for own in xs]
+    def run(xs: list[Array], kernels: list[Any], residual: Array | None, finishes: list[Finish | None]) -> Any:
+        flat, other = [_flat(own) for own in xs], None if residual is None else _flat(residual)
         options = {"is_gated": is_gated, "added": other, "finishes": [_of_kernel(finish) for finish in finishes]}
-        found = kernel_operators().skinny_gemm.thin_products([flat[n] for n in which], kernels, **options)
+        gemm = kernel_operators().skinny_gemm
+        found = gemm.thin_products(flat if isinstance(x, Sequence) else flat[0], kernels, **options)
         return tuple(y.reshape(*xs[0].shape[:-1], y.shape[-1]) for y in found)
 
-    def formula(xs: list[Array], kernels: tuple[Array, ...], added: Array | None, finishes: list[Finish | None]) -> Any:
-        results = [jnp.matmul(xs[n], w, preferred_element_type=jnp.float32) for n, w in zip(which, kernels)]
+    def formula(xs: list[Array], kernels: list[Any], residual: Array | None, finishes: list[Finish | None]) -> Any:
+        arrays = [w.array() if isinstance(w, KernelColumns) else w for w in kernels]
+        results = [jnp.matmul(xs[n], w, preferred_element_type=jnp.float32) for n, w in zip(which, arrays)]
         if is_gated:
             results = [jax.nn.silu(results[0]) * results[1]]
-        if added is not None:
-            results = [added + results[0]]
+        if residual is not None:
+            results = [residual + results[0]]
         rounded = [y.astype(xs[0].dtype) for y in results]
         return tuple(y if f is None else f(y.astype(jnp.float32)) for y, f in zip(rounded, finishes))
 
     given = [None] * len(kernels) if finishes is None else list(finishes)
-    return with_derivatives_of(formula, run)(list(distinct.values()), tuple(kernels), added, given)
+    return with_derivatives_of(formula, run)(xs, list(kernels), residual, given)
 
 
 def _of_kernel(finish: Finish | None) -> Any:
@@ -128,59 +128,28 @@ def _of_kernel(finish: Finish | None) -> Any:
     return kernel_operators().skinny_gemm.Finish(**fields)
 
 
-_MADE: contextvars.ContextVar[list[tuple[Array, Array, Array]] | None]
-_MADE = contextvars.ContextVar("products_of_few_rows", default=None)
+def residual_product(
+    x: Float[Array, "*rows K"], kernel: Float[Array, "K N"], residual: Float[Array, "*rows N"]
+) -> Float[Array, "*rows N"]:
+    """`residual + x @ kernel` of few rows, by a kernel that adds the residual itself or by one loop after it.
 
-
-@contextlib.contextmanager
-def remembered_products() -> Iterator[None]:
-    """Within this context, `added_to` knows which of its arguments are products by the kernel."""
-    token = _MADE.set([])
-    try:
-        yield
-    finally:
-        _MADE.reset(token)
-
-
-class SumInParts(NamedTuple):
-    """A sum that nothing has computed yet: a norm that reads it can do so in its own kernel.
-
-    Attributes:
-        added: one summand.
-        parts: the others.
+    Raises:
+        NotImplementedError: `thin_kernel_serves` says no.
     """
-
-    added: Float[Array, "*rows N"]
-    parts: Float[Array, "S *rows N"]
-
-    def computed(self) -> Float[Array, "*rows N"]:
-        """The sum, in float32, rounded once to the dtype of `added`."""
-        total = functools.reduce(operator.add, self.parts)  # one loop for XLA, in a fixed order
-        return (total + self.added.astype(jnp.float32)).astype(self.added.dtype)
+    return thin_products(x, (kernel,), residual=residual)[0]
 
 
-def added_to(x: Array, y: Array) -> Array | SumInParts:
-    """`x + y`, which may be a sum still to be computed: see `computed`.
+def split_k_partials(x: Float[Array, "*rows K"], kernel: Float[Array, "K N"]) -> Float[Array, "S *rows N"] | None:
+    """`x @ kernel` of few rows as the S sums over parts of K that its kernel makes, float32, for what adds them up.
 
-    If `y` is a product by the kernel, the kernel adds `x` itself, or gives the parts of the product that it makes. XLA
-    drops the product without `x`.
+    None where the kernel makes one sum.
+
+    Raises:
+        NotImplementedError: `thin_kernel_serves` says no.
     """
-    for made, lhs, rhs in _MADE.get() or ():
-        if made is y and x.dtype == y.dtype and x.shape == y.shape and not is_split(x):
-            rows = math.prod(lhs.shape[:-1])
-            if (splits := kernel_operators().skinny_gemm.thin_splits(rows, *rhs.shape)) > 1:
-                return SumInParts(x, _parts(lhs, rhs, splits))
-            return thin_products(lhs, (rhs,), added=x)[0]
-    return x + y
-
-
-def computed(x: Array | SumInParts) -> Array:
-    """An array, or the sum that is still to be computed."""
-    return x.computed() if isinstance(x, SumInParts) else x
-
-
-def _parts(x: Float[Array, "*rows K"], kernel: Float[Array, "K N"], splits: int) -> Float[Array, "S *rows N"]:
-    """`x @ kernel` as the sums that its kernel makes, float32."""
+    splits = kernel_operators().skinny_gemm.thin_splits(math.prod(x.shape[:-1]), *kernel.shape)
+    if splits == 1:
+        return None
 
     def run(x: Array, kernel: Array) -> Array:
         parts = kernel_operators().skinny_gemm.thin_product_parts(_flat(x), kernel)
@@ -192,6 +161,12 @@ def _parts(x: Float[Array, "*rows K"], kernel: Float[Array, "K N"], splits: int)
         return jnp.zeros((splits, *product.shape), product.dtype).at[0].set(product)
 
     return with_derivatives_of(formula, run)(x, kernel)
+
+
+def sum_of_partials(partials: Float[Array, "S *rows N"], residual: Float[Array, "*rows N"]) -> Float[Array, "*rows N"]:
+    """`residual` and all `partials` added up in float32, rounded once to the residual's dtype."""
+    total = functools.reduce(operator.add, partials)  # one loop for XLA, in a fixed order
+    return (total + residual.astype(jnp.float32)).astype(residual.dtype)
 
 
 def row_product(x: Float[Array, "*rows K"], kernel: Float[Array, "K N"], **options: Any) -> Float[Array, "*rows N"]:
@@ -221,11 +196,7 @@ def linear_product(lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, *
     plain = not args and all(value is None for value in options.values())
     is_map = dimension_numbers == (((lhs.ndim - 1,), (0,)), ((), ())) and rhs.ndim == 2
     if plain and is_map and lhs.size and lhs.dtype == rhs.dtype and thin_kernel_serves(lhs, (rhs,)):
-        y = thin_products(lhs, (rhs,))[0]
-        made = _MADE.get()
-        if made is not None:
-            made.append((y, lhs, rhs))
-        return y
+        return thin_products(lhs, (rhs,))[0]
     if is_map and not args:
         return row_product(lhs, rhs, **options)
     return dot_general_over_mesh(lhs, rhs, dimension_numbers, *args, **options)

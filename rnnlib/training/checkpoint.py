@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from rnnlib.files import parse_json
+from rnnlib.models.variables import fuse_columns, separate_columns
 from rnnlib.training.orbax_errors import quiet_background_threads, reason_in_one_line, reasons_of_damage
 from rnnlib.training.step import TrainState
 
@@ -118,6 +119,9 @@ def _split(state: TrainState) -> dict[str, Any]:
 class Checkpoints:
     """The checkpoints of a run, `<folder>/<step>/`.
 
+    Arrays have the names of the model's variables, and of the columns of its input projections: devices may store these
+    otherwise (tensor parallelism).
+
     A checkpoint appears under its name only when it is whole (orbax writes to a temporary folder and renames it), so a
     process that is killed while saving leaves the checkpoint before it as the latest.
     """
@@ -201,7 +205,9 @@ class Checkpoints:
         """
         self.wait()
         arrays = to_host if jax.process_count() == 1 else _on_devices
-        written: dict[str, dict[str, Any]] = {name: arrays(part) for name, part in _split(state).items()}
+        written: dict[str, dict[str, Any]] = {
+            name: arrays(part) for name, part in _split(separate_columns(state)).items()
+        }
         text = json.dumps(dataclasses.asdict(progress)).encode()
         written["progress"] = {"json": np.frombuffer(text, np.uint8)}
         with self._named_error(f"checkpoint {self.path(progress.step)} cannot be written"):
@@ -241,14 +247,15 @@ class Checkpoints:
         Raises:
             CheckpointError: if there is none, it cannot be read, or it is not of this model and optimizer.
         """
-        parts = _split(state)
+        parts = _split(separate_columns(state))
         targets: dict[str, Any] = {}
-        for part in () if shardings is None else _split(shardings).values():
+        for part in () if shardings is None else _split(separate_columns(shardings)).values():
             targets |= {_name(path): sharding for path, sharding in jax.tree_util.tree_leaves_with_path(part)}
         loaded = self._load(*parts, "progress", targets=targets, wanted=parts)
         restored = {name: from_host(part, loaded[name]) for name, part in parts.items()}
         progress = self._progress(loaded)
-        return (TrainState(**restored["model"], **restored["optimizer"]), progress)
+        found = fuse_columns(TrainState(**restored["model"], **restored["optimizer"]), state)
+        return (found if shardings is None else jax.device_put(found, shardings)), progress
 
     def restore_model(
         self, parameters: Any, other: Any, step: int | Literal["best"] | None = None
@@ -268,8 +275,9 @@ class Checkpoints:
             there = ", ".join(map(str, self.steps)) or "none"
             raise CheckpointError(f"{self.folder} holds no checkpoint of step {step}, expected one of: {there}")
         wanted = {"parameters": parameters, "other": other}
-        loaded = self._load("model", "progress", wanted={"model": wanted}, step=step)
-        model = from_host(wanted, loaded["model"])
+        separate = separate_columns(wanted)
+        loaded = self._load("model", "progress", wanted={"model": separate}, step=step)
+        model = fuse_columns(from_host(separate, loaded["model"]), wanted)
         return model["parameters"], model["other"], self._progress(loaded)
 
     def _progress(self, loaded: Mapping[str, Any]) -> Progress:

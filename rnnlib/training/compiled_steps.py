@@ -31,6 +31,7 @@ from rnnlib.training.step import (
     make_evaluation_step,
     make_train_step,
     put_state,
+    split_for_mesh,
     split_model,
     state_shardings,
 )
@@ -76,8 +77,8 @@ class CompiledSteps:
             self.template = jax.eval_shape(self._new_state)
         check_batch_size(config.data.batch_size, config.accumulation_steps, self.mesh)
         check_length(config.data.sequence_length, self.mesh)
-        self.train_step: Any = self._make_train_step(nnx.split(model)[0])
-        evaluation_graphdef = nnx.split(evaluation_view(model))[0]
+        self.train_step: Any = self._make_train_step(split_for_mesh(model, self.mesh)[0])
+        evaluation_graphdef = split_for_mesh(evaluation_view(model), self.mesh)[0]
         self.evaluation_step = make_evaluation_step(
             evaluation_graphdef, token_bytes, self.mesh, deterministic=config.deterministic
         )
@@ -221,7 +222,11 @@ class CompiledSteps:
         if self.config.model.remat == "auto":
             self._remat = choose_remat(
                 self.config.model,
-                lambda model: self._make_train_step(nnx.split(abstract_model(model))[0]).lower(state, batch).compile(),
+                lambda model: (
+                    self._make_train_step(split_for_mesh(abstract_model(model), self.mesh)[0])
+                    .lower(state, batch)
+                    .compile()
+                ),
                 bytes_of_each_device(),
                 broadcast=broadcast_from_primary,
             )

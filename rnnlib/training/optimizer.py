@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from flax import nnx
 
 from pallas_kernels.common.platform import platform
 from rnnlib.fields import Fraction, NaturalNumber, PositiveInteger, PositiveNumber, Range, check_fields
+from rnnlib.models.variables import fuse_columns, separate_columns
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 
@@ -207,34 +207,6 @@ def _clip(largest: float) -> optax.GradientTransformation:
     return optax.stateless(clipped)
 
 
-def _split_columns(tree: Any) -> Any:
-    """A pytree of parameters in which kernels with named columns (`InputProjection`) are a dictionary of matrices."""
-
-    def split(variable: Any) -> Any:
-        columns = variable.get_metadata().get("columns") if isinstance(variable, nnx.Variable) else None
-        kernel: Any = variable.get_raw_value() if columns else None
-        if not columns or not hasattr(kernel, "ndim"):
-            return variable
-        return {name: kernel[..., first : first + count] for name, (first, count) in columns.items()}
-
-    return jax.tree.map(split, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
-
-
-def _join_columns(split: Any, like: Any) -> Any:
-    """What `_split_columns` made of a tree of the structure `like`, put together again; 0 in columns without a name."""
-
-    def join(variable: Any, own: Any) -> Any:
-        columns = variable.get_metadata().get("columns") if isinstance(variable, nnx.Variable) else None
-        if not columns or not isinstance(own, dict):
-            return own
-        kernel = jnp.zeros_like(variable.get_raw_value())
-        for name, (first, count) in columns.items():
-            kernel = kernel.at[..., first : first + count].set(own[name])
-        return variable.replace(kernel)
-
-    return jax.tree.map(join, like, split, is_leaf=lambda x: isinstance(x, nnx.Variable))
-
-
 def _muon(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformation:
     """Muon of matrices; of a kernel with named columns each column's matrix is one of its own."""
 
@@ -250,10 +222,10 @@ def _muon(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransfor
     )
 
     def update(gradients: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:
-        changes, state = muon.update(_split_columns(gradients), state, _split_columns(parameters))
-        return _join_columns(changes, gradients), state
+        changes, state = muon.update(separate_columns(gradients), state, separate_columns(parameters))
+        return fuse_columns(changes, gradients), state
 
-    return optax.GradientTransformation(lambda parameters: muon.init(_split_columns(parameters)), update)
+    return optax.GradientTransformation(lambda parameters: muon.init(separate_columns(parameters)), update)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

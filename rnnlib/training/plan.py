@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from rnnlib.layers.tensor import TENSOR
 from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.models.variables import count_values
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.memory import planned_bytes
 from rnnlib.training.mesh import (
@@ -180,7 +181,7 @@ def plan_step(
         rows=batch_size // (mesh.shape["data"] * mesh.shape["fsdp"]),
         length=config.data.sequence_length,
         parts=parts,
-        num_parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.parameters)),
+        num_parameters=count_values(state.parameters),
         parameters=share,
         gradients=share * (2 if parts > 1 else 1),
         optimizer=_share_bytes(state.optimizer, mesh),

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rnnlib.layers import RouterLoss, with_router_losses
+from rnnlib.layers.input_projection import with_separate_columns
 from rnnlib.layers.tensor import TENSOR
 from rnnlib.models import DecoderLM
 from rnnlib.ops import context_axis
@@ -251,9 +252,10 @@ def tp_shard(model: nnx.Module, count: int) -> nnx.Module:
 
 def split_for_mesh(model: nnx.Module, mesh: Mesh | AbstractMesh | None) -> tuple[Any, Any, Any]:
     """`split_model`; on a mesh that shares layers out, parameters say along which axis."""
-    graphdef, parameters, other = split_model(model)
     if mesh is None or tp_size(mesh) == 1:
-        return graphdef, parameters, other
+        return split_model(model)
+    model = with_separate_columns(model)
+    graphdef, parameters, other = split_model(model)
     share = tp_shard(model, tp_size(mesh))
     for (path, whole_part), (own_path, part) in itertools.zip_longest(
         nnx.iter_modules(model), nnx.iter_modules(share), fillvalue=((), None)

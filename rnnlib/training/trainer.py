@@ -20,6 +20,7 @@ from rnnlib.configuration import from_plain, to_plain
 from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
 from rnnlib.data.chat import ChatEncoder, chat_encoder
 from rnnlib.models import DecoderLM
+from rnnlib.models.variables import count_values, fuse_columns
 from rnnlib.training.checkpoint import Checkpoints, Progress
 from rnnlib.training.compiled_steps import CompiledSteps
 from rnnlib.training.config import TrainConfig
@@ -206,12 +207,12 @@ class Trainer:
     @property
     def num_parameters(self) -> int:
         """Numbers in the model's parameters."""
-        return sum(leaf.size for leaf in jax.tree.leaves(split_model(self.abstract_model())[1]))
+        return count_values(split_model(self.abstract_model())[1])
 
     @property
     def num_trained(self) -> int:
         """Numbers that are trained: all of the model's, those that are not frozen, or those of its adapters."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self._steps.template.parameters))
+        return count_values(self._steps.template.parameters)
 
     @property
     def size_description(self) -> str:
@@ -526,13 +527,13 @@ class Trainer:
             RuntimeError: if no run was opened.
         """
         self._check_opened("trained_model")
-        graphdef = nnx.split(self.abstract_model())[0]
+        graphdef, parameters, _ = split_model(self.abstract_model())
         state = self._steps.model_parameters(self._state), self._state.other
         if jax.process_count() > 1:
             state = jax.jit(lambda x: x, out_shardings=replicated(self._steps.mesh))(state)
             state = jax.tree.map(lambda x: x.addressable_data(0), state)
         state = jax.device_put(state, jax.local_devices()[0])
-        return nnx.merge(graphdef, *state)
+        return nnx.merge(graphdef, fuse_columns(state[0], parameters), state[1])
 
 
 def train(

@@ -79,7 +79,8 @@ def test_averaged_gates_are_constant_over_channels():
     def gates(**averaged):
         gain = AveragedChannelGain(**averaged)
         mixer = mixer_preset("gated_deltanet2", gain=gain).build(8, 2, rngs=nnx.Rngs(0))
-        return mixer.gain(x, mixer.decay(x))
+        columns = mixer.input_projection(x)
+        return mixer.gain(columns, mixer.decay(columns))
 
     plain, erased, written = gates(), gates(erase=True), gates(write=True)
     assert jnp.ptp(plain.erase, axis=-1).min() > 0 and jnp.ptp(plain.write, axis=-1).min() > 0
@@ -99,8 +100,9 @@ def test_klas_learned_scalar_and_single_gate_are_kaczmarz_steps_of_another_eta()
         (SingleKaczmarzGain(), lambda decay: 1 - jnp.exp(decay.log_decay)),
     ):
         mixer = mixer_preset("kla", gain=gain).build(8, 2, rngs=nnx.Rngs(0))
-        decay = mixer.decay(x)
-        gates = mixer.gain.normalize(mixer.gain(x, decay), key)
+        columns = mixer.input_projection(x)
+        decay = mixer.decay(columns)
+        gates = mixer.gain.normalize(mixer.gain(columns, decay), key)
         np.testing.assert_allclose(gates.beta * energy, eta(decay), rtol=1e-5)
 
 

@@ -284,7 +284,7 @@ def test_parameters_go_where_they_are_told():
 def test_a_sharded_model_is_never_whole_on_the_host_or_on_a_device():
     """Of four devices each gets a quarter; beside that it holds an array of the file or two while they are read."""
     found = result_of("tests.hub.on_devices", str(GOLDEN / "qwen3_5/text"))
-    assert found["sharded"] == found["matrices"] > 40
+    assert found["sharded"] == found["matrices"] > 30
     assert found["share of a device"] < 0.3 * found["model"]
     allowed = 4 * found["largest array"]
     assert allowed < 0.4 * found["model"]  # so that a whole model would be more

@@ -17,7 +17,7 @@ from flax import nnx
 from rnnlib.hub import FAMILIES, load_pretrained, save_pretrained
 from rnnlib.hub.table import SAVED, match_rows
 from rnnlib.models import generate
-from rnnlib.models.variables import values_by_path
+from rnnlib.models.variables import values_by_column, values_by_path
 from tests.selection import mostly_slow
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -76,7 +76,7 @@ def test_logits_gradients_and_greedy_tokens_are_the_published_codes(name):
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4)
     np.testing.assert_allclose(loss, golden["loss"], rtol=1e-5)
 
-    given = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(gradients)}
+    given = values_by_column(gradients, nnx.Param)
     arrays = {}
     for match in match_rows(FAMILIES[pretrained.source.family], pretrained.model, pretrained.source.shapes):
         if not match.copy and all(path in given for path in match.ours):

@@ -54,7 +54,7 @@ def streams(p, x):
 
 
 def beta_gate(p, x):
-    return sigmoid(linear(p["gain"]["gain"]["projection"], x))[..., None]
+    return sigmoid(linear(p["gain"]["projection"], x))[..., None]
 
 
 def pdn(p, x):
@@ -126,9 +126,9 @@ def pgdn2(p, x):
     k = l2(k)
     b = apply_to_key(p["keys"], gram(k, *own_gates(p["keys"], x)))
     alpha, _ = state_space_decay(p["decay"], x, channels=True)
-    gates = p["gain"]["gain"]
+    gates = p["gain"]
     erase = sigmoid(linear(gates["erase_projection"], x)).reshape(k.shape)
-    write = sigmoid(linear(gates["write_projection"], x)).reshape(v.shape)
+    write = sigmoid(linear(gates["projection"], x)).reshape(v.shape)
     return read(p["readout"], x, delta(q, k, b * k, v, erase, write, alpha), silu, eps=1e-5)
 
 

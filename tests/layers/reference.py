@@ -205,7 +205,7 @@ def gated_deltanet2(p, x):
     q, k = l2(q), l2(k)
     alpha, _ = state_space_decay(p["decay"], x, channels=True)
     b = sigmoid(linear(p["gain"]["erase_projection"], x)).reshape(k.shape)
-    w = sigmoid(linear(p["gain"]["write_projection"], x)).reshape(v.shape)
+    w = sigmoid(linear(p["gain"]["projection"], x)).reshape(v.shape)
 
     def step(t, h, S):
         transition = np.eye(k.shape[-1]) - np.outer(k[t, h], b[t, h] * k[t, h])

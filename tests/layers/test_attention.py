@@ -254,7 +254,7 @@ def test_gate_biases_part_of_the_channels_turned_and_both_kinds_of_norm(qk_norm)
         for t in range(9):
             weights = np.exp(k[: t + 1, h // 2] @ q[t, h] / np.sqrt(6))
             out[t, h] = weights @ v[: t + 1, h // 2] / weights.sum()
-    gated = out.reshape(9, -1) / (1 + np.exp(-project("gate")))
+    gated = out.reshape(9, -1) / (1 + np.exp(-project("output_gate")))
     expected = linear(p["output"], gated)
     call = compiled(module)
     assert relative_error(call(x)[0][0], expected) < 1e-5

@@ -27,11 +27,12 @@ def test_steps_are_written_one_after_the_other():
     steps, mixer = 3, layer(3)
     x = inputs()
     signals, _ = mixer.signals(x)
-    out, _ = mixer.solve(jnp.repeat(x, steps, axis=1), signals)
+    columns = mixer.input_projection(x)
+    out, _ = mixer.solve(columns, signals)
     query, key, value = (np.asarray(a, np.float64) for a in (signals.keys.query, signals.keys.key, signals.value))
     beta, log_decay = np.asarray(signals.gates.beta, np.float64), np.asarray(signals.decay.log_decay, np.float64)
     batch, size = query.shape[0], query.shape[-1]
-    own = np.asarray(mixer.decay(x).log_decay)
+    own = np.asarray(mixer.decay(columns).log_decay)
     state = np.zeros((batch, HEADS, size, value.shape[-1]))
     for t in range(LENGTH):
         state = state * np.exp(own[:, t])[..., None, None]

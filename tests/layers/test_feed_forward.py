@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from rnnlib.layers.feed_forward import SwiGLU
-from rnnlib.layers.products import joined_products
+from rnnlib.layers.linear import joined_products
 from tests.jaxprs import equations
 
 

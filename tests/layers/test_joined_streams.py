@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 from rnnlib import ops
-from rnnlib.layers import mixer_preset
-from rnnlib.layers.products import InputLinear, joined_columns, joined_found, joined_inputs
+from rnnlib.layers import InputProjection, MixerShape, mixer_preset
+from rnnlib.layers.input_projection import shared_columns
+from rnnlib.models.variables import values_by_column
 from rnnlib.ops.short_convolution import joined
 from rnnlib.ops.short_convolution.inputs import Finish
 from rnnlib.ops.short_convolution.joined import JoinedStream, joined_convolutions, joined_unsupported
@@ -95,42 +96,41 @@ def test_unsupported_says_why():
     assert not joined.joined_convolutions_serve(x.astype(jnp.bfloat16), streams())  # not on a CPU
 
 
-class Maps(nnx.Module):
-    """A stream's map, and others of which one is too wide, one has a bias and one has another dtype."""
+def test_narrow_columns_share_a_kernel_whose_gradient_is_not_rounded(monkeypatch):
+    """Of the columns beside a stream's, one is too wide and one has a bias."""
+    shape, x = MixerShape(8, 1, 1, 8, 8, dtype=jnp.bfloat16), draw(1, 16, 8).astype(jnp.bfloat16)
+    sizes = {"stream": 8, "small": 3, "wide": 513, "biased": 4}
+    maps = {name: shape.project(n, use_bias=name == "biased", rngs=nnx.Rngs(n)) for name, n in sizes.items()}
+    projection = InputProjection(shape, maps, shared=shared_columns(["stream"], maps))
+    assert projection.columns == (("stream", 0, 8), ("small", 8, 3)) and projection.kernel.shape == (8, 64)
+    assert not np.any(projection.kernel[:, 11:])  # zeros fill the columns up
+    monkeypatch.setattr("rnnlib.layers.input_projection.platform", lambda: "gpu")
+    assert projection(x).fused.shape == (1, 16, 64)
 
-    def __init__(self, rngs):
-        options = {"use_bias": False, "dtype": jnp.bfloat16, "rngs": rngs}
-        self.stream, self.small, self.wide = (InputLinear(8, n, **options) for n in (8, 3, 513))
-        self.biased = InputLinear(8, 3, dtype=jnp.bfloat16, rngs=rngs)
-        self.exact = InputLinear(8, 3, use_bias=False, rngs=rngs)
+    def of_columns():
+        """The columns, and gradients by column."""
+        graph, state = nnx.split(projection)
 
+        def loss(state):
+            inputs = nnx.merge(graph, state)(x)
+            columns = [inputs[name] for name in sizes]
+            return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in columns), columns
 
-def test_narrow_maps_of_the_input_share_the_product_and_kernels_get_unrounded_gradients():
-    maps, x = Maps(nnx.Rngs(0)), draw(1, 16, 8).astype(jnp.bfloat16)
-    graph, state = nnx.split(maps)
+        (_, columns), gradients = jax.value_and_grad(loss, has_aux=True)(state)
+        return columns, values_by_column(gradients, nnx.Param)
 
-    def outputs(state, is_joined):
-        maps = nnx.merge(graph, state)
-        with joined_inputs(maps, x):
-            stream = None
-            if is_joined:
-                product, narrow = joined_columns(x, [maps.stream])
-                assert product.shape == (1, 16, 64) and len(narrow) == 1
-                assert not np.any(product[..., 11:])  # zeros fill the columns up
-                stream = product[..., :8]
-                joined_found(product[..., 8:], narrow)
-            return [stream if is_joined else maps.stream(x), maps.small(x), maps.wide(x), maps.small(2 * x)]
-
-    def gradients(state, is_joined):
-        return jax.grad(lambda s: sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in outputs(s, is_joined)))(state)
-
-    for found, expected in zip(outputs(state, True), outputs(state, False), strict=True):
-        np.testing.assert_array_equal(found, expected)
-    found, expected = gradients(state, True), gradients(state, False)
-    assert max(jax.tree.leaves(jax.tree.map(relative_error, found["wide"], expected["wide"]))) == 0
-    for name in ("stream", "small"):
-        assert relative_error(found[name]["kernel"][...], expected[name]["kernel"][...]) < 2**-8
-    kernel = found["stream"]["kernel"][...]
+    fused, found = of_columns()
+    projection.separate()
+    assert projection.kernel is None
+    separate, expected = of_columns()
+    for one, other in zip(fused, separate, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert found.keys() == expected.keys()
+    for path in found:
+        assert relative_error(found[path], expected[path]) < (
+            2**-8 if path in ("stream.kernel", "small.kernel") else 1e-9
+        )
+    kernel = found["stream.kernel"]
     assert kernel.dtype == jnp.float32 and np.any(kernel != kernel.astype(jnp.bfloat16))
 
 

@@ -20,7 +20,7 @@ from rnnlib.layers import (
 )
 
 from .reference import convolve, l2, rms, rotate
-from .tiny import inputs, parameters, randomize, relative_error
+from .tiny import Alone, inputs, parameters, randomize, relative_error
 
 SHAPE = MixerShape(width=16, key_heads=2, value_heads=4, key_size=4, value_size=6)
 
@@ -76,16 +76,16 @@ def test_short_convolution_with_bias_continues_its_state():
 
 
 def test_fixed_decay_is_retnets_for_every_value_head():
-    decay = FixedDecay().build(SHAPE, rngs=nnx.Rngs(0))(inputs(2, 3))
+    decay = Alone(FixedDecay().build(SHAPE, rngs=nnx.Rngs(0)), SHAPE)(inputs(2, 3))
     assert decay.log_decay.shape == (2, 3, 4)
     np.testing.assert_allclose(np.exp(decay.log_decay[1, 2]), 1 - 2.0 ** -np.arange(5, 9), rtol=1e-6)
 
 
 def test_log_sigmoid_decay_per_head_is_mesanets():
     config = LogSigmoidDecay(channelwise=False, rank=None, divisor=1.0, use_bias=False)
-    module = randomize(config.build(SHAPE, rngs=nnx.Rngs(0)))
+    module = randomize(Alone(config.build(SHAPE, rngs=nnx.Rngs(0)), SHAPE))
     x = inputs(2, 3)
-    logits = np.asarray(x, np.float64) @ parameters(module)["projection"]["kernel"]
+    logits = np.asarray(x, np.float64) @ parameters(module)["decay"]["kernel"]
     assert relative_error(module(x).log_decay, -np.log1p(np.exp(-logits))) < 1e-6
     with pytest.raises(ValueError, match="divisor is 0"):
         LogSigmoidDecay(divisor=0.0).build(SHAPE, rngs=nnx.Rngs(0))
@@ -94,8 +94,8 @@ def test_log_sigmoid_decay_per_head_is_mesanets():
 @pytest.mark.parametrize("channelwise", [False, True])
 def test_softplus_decay_has_the_derivatives_of_its_formula(channelwise):
     """In both directions, and a derivative of the derivative, also of logits of -1000 to 1000."""
-    module = randomize(SoftplusDecay(channelwise=channelwise).build(SHAPE, rngs=nnx.Rngs(0)))
-    module.dt_bias[...] *= jnp.logspace(0, 3, module.dt_bias.size)
+    module = randomize(Alone(SoftplusDecay(channelwise=channelwise).build(SHAPE, rngs=nnx.Rngs(0)), SHAPE))
+    module.part.dt_bias[...] *= jnp.logspace(0, 3, module.part.dt_bias.size)
     graph, state = nnx.split(module)
     x = inputs(2, 30)
     weights = jax.random.normal(jax.random.key(1), module(x).log_decay.shape)
@@ -104,8 +104,8 @@ def test_softplus_decay_has_the_derivatives_of_its_formula(channelwise):
         return jnp.sum(weights * nnx.merge(graph, state)(x).log_decay)
 
     def formula(state, x):
-        z = x @ state["projection"]["kernel"][...] + state["dt_bias"][...]
-        rate = jnp.repeat(jnp.exp(state["A_log"][...]), SHAPE.key_size if channelwise else 1)
+        z = x @ state["input_projection"]["decay"]["kernel"][...] + state["part"]["dt_bias"][...]
+        rate = jnp.repeat(jnp.exp(state["part"]["A_log"][...]), SHAPE.key_size if channelwise else 1)
         return jnp.sum(weights.reshape(z.shape) * -rate * jax.nn.softplus(z))
 
     found, expected = (jax.grad(f, argnums=(0, 1))(state, x) for f in (loss, formula))

@@ -128,7 +128,7 @@ def test_tied_gates_are_the_main_recurrences(channelwise):
 def test_gates_of_one_are_equation_7():
     module = build(gain=UnitGain(), keys=ApplyToQuery(gram=GramConfig(gates="none")))
     signals = signals_of(module, inputs(1, 12))
-    query, _ = module.query(inputs(1, 12))
+    query, _ = module.query(module.input_projection(inputs(1, 12)))
     gram = np.cumsum(np.square(np.asarray(signals.keys.key, np.float64)), axis=1)
     ridge = np.asarray(module.keys.ridge())
     np.testing.assert_allclose(signals.keys.query, query / (gram + ridge[:, None]), rtol=1e-5, atol=1e-6)

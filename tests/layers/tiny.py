@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rnnlib.layers import mixer_preset
+from rnnlib.layers import InputProjection, RecurrentMixer, mixer_preset
+from rnnlib.layers.input_projection import columns_of
+from rnnlib.models.variables import assign_by_column, values_by_column
 
 WIDTH, HEADS = 16, 2
 
@@ -22,21 +24,34 @@ SMALL["sliding_window_attention"] = {"window": 5}
 def randomize(module, seed=0):
     """Parameters of everyday size, so that no gate is flat and no bias, scale or skip is at a value that hides it."""
     rng = np.random.default_rng(seed)
-    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        shape, name = variable.shape, path[-1]
+    new_values = {}
+    for path, variable in values_by_column(module, nnx.Param).items():
+        shape, name = variable.shape, path.split(".")[-1]
         if len(shape) == 2:
             new = rng.standard_normal(shape) / np.sqrt(shape[0])
         elif name == "A_log":
             new = np.log(rng.uniform(0.2, 2.0, shape))
         else:
             new = (1.0 if name in ("scale", "skip") else 0.0) + 0.3 * rng.standard_normal(shape)
-        variable[...] = jnp.asarray(new, variable.dtype)
+        new_values[path] = jnp.asarray(new, variable.dtype)
+    assign_by_column(module, nnx.Param, new_values)
     return module
 
 
 def tiny(name, **options):
     overrides = SMALL.get(name, {}) | options
     return randomize(mixer_preset(name, **overrides).build(WIDTH, HEADS, rngs=nnx.Rngs(0)))
+
+
+class Alone(nnx.Module):
+    """A part of a mixer with an input projection for its own columns, called with the mixer's input."""
+
+    def __init__(self, part, shape):
+        self.part = part
+        self.input_projection = InputProjection(shape, columns_of(part))
+
+    def __call__(self, x, *others):
+        return self.part(self.input_projection(x), *others)
 
 
 def inputs(batch, length, seed=1):
@@ -54,10 +69,30 @@ def compiled(module):
     return call
 
 
+# Where the formulas look for columns of a recurrent mixer's input projection: with the part that reads them.
+READERS = {name: f"{name}.projection" for name in ("query", "key", "value", "decay")}
+READERS |= {"output_gate": "readout.gate", "decay_rate": "decay.rate_projection", "write_gate": "gain.projection"}
+READERS |= {"erase_gate": "gain.erase_projection", "angle": "keys.angle", "alpha": "solve.alpha"}
+READERS |= {"gram_decay": "keys.gram.decay.projection", "gram_write_gate": "keys.gram.gain.projection"}
+READERS |= {
+    f"key_{name}": READERS[name].replace("keys.", "keys.key_map.") for name in ("gram_decay", "gram_write_gate")
+}
+
+
 def parameters(module):
-    """Nested dicts of float64 arrays."""
-    pure = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    return jax.tree.map(lambda p: np.asarray(p, np.float64), pure)
+    """Nested dicts of float64 arrays, columns of the input projection with the parts that read them."""
+    nested = {}
+    for path, value in values_by_column(module, nnx.Param).items():
+        names = path.split(".")
+        if names[0] == "input_projection":
+            reader = READERS[names[1]] if isinstance(module, RecurrentMixer) else names[1]
+            names = [*reader.split("."), *names[2:]]
+        *owners, last = names
+        owner = nested
+        for name in owners:
+            owner = owner.setdefault(name, {})
+        owner[last] = np.asarray(value, np.float64)
+    return nested
 
 
 def relative_error(actual, expected):

@@ -29,8 +29,8 @@ class CountedGate(Gain):
         self.mean = nnx.BatchStat(jnp.zeros(()))
         self.bias = np.linspace(-1.0, 1.0, shape.value_heads)  # a constant: no variable
 
-    def __call__(self, x, decay):
-        gate = jax.nn.sigmoid(self.projection(x).astype(self.shape.gate_dtype) + self.bias)
+    def __call__(self, inputs, decay):
+        gate = jax.nn.sigmoid(self.projection(inputs.x).astype(self.shape.gate_dtype) + self.bias)
         if not self.dropout.deterministic:
             self.mean[...] = 0.5 * self.mean[...] + 0.5 * gate.mean()
         return Gates(beta=self.dropout(gate))
@@ -99,8 +99,8 @@ def test_weights_are_saved_with_statistics_and_without_streams_and_constants(tmp
 
 def test_a_readout_of_one_s_own_is_built():
     class Halved(Readout):
-        def __call__(self, x, out, value):
-            return 0.5 * super().__call__(x, out, value)
+        def __call__(self, inputs, out, value):
+            return 0.5 * super().__call__(inputs, out, value)
 
     @dataclasses.dataclass(frozen=True)
     class HalvedReadout(ReadoutConfig):

@@ -12,8 +12,9 @@ from pallas_kernels.skinny_gemm import api as cuts
 from pallas_kernels.skinny_gemm.api import Finish as ThinFinish
 from pallas_kernels.skinny_gemm.api import SkinnyGemmConfig, thin_product_parts, thin_splits
 from pallas_kernels.skinny_gemm.api import thin_products as kernel
-from rnnlib.layers import normalization
-from rnnlib.layers.products import InputLinear, gated_product, joined_inputs
+from rnnlib.layers import InputProjection, MixerShape, normalization, residual
+from rnnlib.layers.linear import gated_product
+from rnnlib.layers.residual import residual_add
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.ops import thin_products as operator
 from rnnlib.ops.short_convolution import one_token
@@ -21,13 +22,12 @@ from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
 from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
 from rnnlib.ops.thin_products import (
     BoundedSigmoid,
+    KernelColumns,
     LogDecay,
-    SumInParts,
-    added_to,
-    computed,
     linear_product,
-    remembered_products,
     row_product,
+    split_k_partials,
+    sum_of_partials,
     thin_products,
 )
 from tests.selection import mostly_slow
@@ -81,9 +81,9 @@ def test_a_gate_and_a_sum_are_part_of_the_kernel():
         kernel(x[:, 0], (gate, up), config=parts)
     (gated,) = thin_products(x, (gate, up), is_gated=True)
     assert_close(gated, jax.nn.silu(x @ gate) * (x @ up), rtol=1e-5, atol=1e-5)
-    (total,) = thin_products(x, (up,), added=added)
+    (total,) = thin_products(x, (up,), residual=added)
     assert_close(total, added + x @ up, rtol=1e-5, atol=1e-5)
-    derivatives = jax.grad(lambda added: jnp.sum(jnp.sin(thin_products(x, (up,), added=added)[0])))(added)
+    derivatives = jax.grad(lambda added: jnp.sum(jnp.sin(thin_products(x, (up,), residual=added)[0])))(added)
     assert_close(derivatives, jnp.cos(added + x @ up), rtol=1e-5, atol=1e-5)
 
 
@@ -286,13 +286,28 @@ def test_one_launch_convolves_a_token_of_several_streams():
     assert not one_token.one_launch_serves(calls)  # not on a CPU
 
 
-def test_products_are_added_to_what_only_they_are_added_to():
-    x, w, stream = normal((2, 1, 8), (8, 8), (2, 1, 8))
-    dimensions = (((2,), (0,)), ((), ()))
-    with remembered_products():
-        y = linear_product(x, w, dimensions)
-        assert_close(added_to(stream, y), stream + x @ w, rtol=1e-5, atol=1e-6)
-        assert_close(added_to(stream, 2 * y), stream + 2 * (x @ w), rtol=1e-5, atol=1e-6)
+def test_columns_of_a_matrix_are_read_where_they_are():
+    x, w, narrow = normal((2, 1, 8), (8, 40), (8, 3))
+    places = [(0, 24), (24, 5), (29, 2)]
+
+    def everything(products):
+        loss = lambda x, w: sum(jnp.sum(jnp.sin(y)) for y in products(x, w))  # noqa: E731
+        return products(x, w), jax.grad(loss, (0, 1))(x, w)
+
+    def by_kernel(x, w):
+        return thin_products(x, [*(KernelColumns(w, *place) for place in places), narrow])
+
+    def formula(x, w):
+        return (*(x @ w[:, first : first + size] for first, size in places), x @ narrow)
+
+    assert_close(everything(by_kernel), everything(formula), rtol=1e-5, atol=1e-5)
+
+
+def output_map(kernel):
+    inner, columns = kernel.shape
+    output = nnx.Linear(inner, columns, use_bias=False, dtype=kernel.dtype, rngs=nnx.Rngs(0))
+    output.kernel[...] = kernel
+    return output
 
 
 def sum_in_parts(monkeypatch):
@@ -306,44 +321,46 @@ def sum_in_parts(monkeypatch):
     monkeypatch.setattr(cuts, "choose_config", in_parts)
 
 
-def test_a_sum_may_be_left_to_what_reads_it(monkeypatch):
-    sum_in_parts(monkeypatch)
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_a_product_is_added_to_the_stream_and_normed(parts, has_norm, monkeypatch):
+    """By the matmul's kernel, or by the norm's from partial sums, or by XLA from these."""
+    if parts:
+        sum_in_parts(monkeypatch)
     x, w, stream = normal((2, 1, 40), (40, 24), (2, 1, 24))
-    dimensions = (((2,), (0,)), ((), ()))
+    norm = nnx.RMSNorm(24, rngs=nnx.Rngs(0)) if has_norm else None
 
-    def total(x, w, stream):
-        with remembered_products():
-            found = added_to(stream, linear_product(x, w, dimensions))
-        assert isinstance(found, SumInParts) and found.parts.shape == (2, 2, 1, 24)
-        return computed(found)
+    def everything():
+        def total(x, w, stream):
+            return residual_add(stream, x, output_map(w), norm)
 
-    def everything(total):
-        gradient = jax.grad(lambda *inputs: jnp.sum(jnp.sin(total(*inputs))), (0, 1, 2))
+        gradient = jax.grad(
+            lambda *inputs: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(total(*inputs))), (0, 1, 2)
+        )
         return total(x, w, stream), gradient(x, w, stream)
 
+    plain = everything()
+    assert_close(plain[0][0], stream + x @ w, rtol=1e-5, atol=1e-5)
+    assert (plain[0][1] is None) == (not has_norm)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator, "thin_kernel_serves", lambda x, kernels: True)
-        found = everything(total)
-    assert_close(found, everything(lambda x, w, stream: stream + x @ w), rtol=1e-5, atol=1e-5)
-    assert computed(x) is x
-    assert thin_splits(2, 40, 24) == 2
+        patch.setattr(residual, "thin_kernel_serves", lambda x, kernels: True)
+        for serves in (False, True):
+            patch.setattr(residual, "norm_kernel_serves", lambda *arrays, serves=serves, **options: serves)
+            assert_close(everything(), plain, rtol=1e-5, atol=1e-5)
+    partials = split_k_partials(x, w)
+    assert (partials is not None) == parts
+    if partials is not None:
+        assert partials.shape == (2, 2, 1, 24)
+        assert_close(sum_of_partials(partials, stream), stream + x @ w, rtol=1e-5, atol=1e-5)
+        assert thin_splits(2, 40, 24) == 2
     with pytest.raises(ValueError, match=r"schedule\.splits is 1, expected above 1"):
         thin_product_parts(x[:, 0], w, config=SkinnyGemmConfig(16, 16, 16))
     with pytest.raises(NotImplementedError, match=r"thin_products: .* matrices of another dtype"):
         thin_product_parts(x[:, 0], w.astype(jnp.bfloat16))
 
 
-class Twice(nnx.Module):
-    """A part that calls its map with the mixer's input, and with another."""
-
-    def __init__(self, rngs):
-        options = {"use_bias": False, "dtype": jnp.float32, "rngs": rngs}
-        self.own, self.other = (InputLinear(8, n, **options) for n in (8, 3))
-        self.biased = InputLinear(8, 4, rngs=rngs)
-
-    def __call__(self, x):
-        with joined_inputs(self, x):
-            return self.own(x), self.own(2 * x), self.other(x), self.biased(x)
+# Modules that ask whether the kernel serves few rows.
+SERVED = [f"rnnlib.layers.{name}" for name in ("input_projection", "linear", "residual")] + ["rnnlib.ops.thin_products"]
 
 
 def serve(monkeypatch):
@@ -360,30 +377,45 @@ def serve(monkeypatch):
         return answer
 
     few = serves("thin_products", lambda x, kernels: x.shape[-2] == 1)
-    for module in ("rnnlib.ops.thin_products", "rnnlib.layers.products"):
+    for module in SERVED:
         monkeypatch.setattr(f"{module}.thin_kernel_serves", few)
     one = serves("one_token", lambda calls: all(x.x.shape[1] == 1 and x.initial_state is not None for x, _ in calls))
     monkeypatch.setattr("rnnlib.layers.stream.one_launch_serves", one)
     norm = serves("rms_norm", lambda x, scale, z=None, z_bias=None: x.shape[1] == 1)
-    for module in ("rnnlib.layers.normalization", "rnnlib.layers.readout"):
+    for module in ("rnnlib.layers.normalization", "rnnlib.layers.readout", "rnnlib.layers.residual"):
         monkeypatch.setattr(f"{module}.norm_kernel_serves", norm)
     return names
 
 
 def test_maps_of_one_input_share_a_launch(monkeypatch):
-    module, (x,) = Twice(nnx.Rngs(0)), normal((3, 1, 8))
-    plain = module(x)
+    shape, (x,) = MixerShape(8, 1, 1, 8, 8), normal((3, 1, 8))
+    names = {"first": 8, "second": 3, "apart": 4, "biased": 5}
+    maps = {name: shape.project(n, use_bias=name == "biased", rngs=nnx.Rngs(n)) for name, n in names.items()}
+    projection = InputProjection(shape, maps, shared=["first", "second"])
+
+    def columns():
+        inputs = projection(x)
+        return [inputs[name] for name in names]
+
+    plain = columns()
     served = serve(monkeypatch)
     launches = []
-    monkeypatch.setattr(
-        "rnnlib.layers.products.thin_products",
-        lambda x, kernels, **options: launches.append(len(kernels)) or thin_products(x, kernels, **options),
-    )
-    assert_close(module(x), plain, rtol=1e-5, atol=1e-6)
-    assert launches == [2] and served
+    for module in ("input_projection", "linear"):
+        monkeypatch.setattr(
+            f"rnnlib.layers.{module}.thin_products",
+            lambda x, kernels, **options: launches.append(len(kernels)) or thin_products(x, kernels, **options),
+        )
+    assert_close(columns(), plain, rtol=1e-5, atol=1e-6)
+    assert launches == [3] and served  # the biased one by itself
+    projection.separate("second")
+    assert projection.columns == (("first", 0, 8),) and projection.second.kernel.shape == (8, 3)
+    assert_close(columns(), plain, rtol=1e-5, atol=1e-6)
+    projection.fuse()
+    assert projection.second is None and projection.kernel.shape == (8, 64)
+    assert_close(columns(), plain, rtol=1e-5, atol=1e-6)
     gate, up = (nnx.Linear(8, 6, use_bias=False, dtype=jnp.float32, rngs=nnx.Rngs(i)) for i in range(2))
     assert_close(gated_product(x, gate, up), nnx.silu(gate(x)) * up(x), rtol=1e-5, atol=1e-6)
-    assert launches == [2, 2]
+    assert launches == [3, 3, 3, 2]
 
 
 class OwnBlock(nnx.Module):
@@ -431,9 +463,9 @@ def test_a_model_decodes_the_same_by_kernels(mixers, parts, monkeypatch):
     # Another configuration of the same computation: what was traced of the first is not taken again.
     start = {config.mixers[0]: {"initializer.scale": 0.4 if parts else 0.3}}
     launches = []
-    of_sum = normalization.rms_norm_of_sum
+    of_sum = residual.rms_norm_of_sum
     monkeypatch.setattr(
-        normalization, "rms_norm_of_sum", lambda *arrays, **options: launches.append(1) or of_sum(*arrays, **options)
+        residual, "rms_norm_of_sum", lambda *arrays, **options: launches.append(1) or of_sum(*arrays, **options)
     )
     other = split(config.replace(mixer_overrides=start))[0]
     assert_close(logits(other), plain, rtol=1e-4, atol=1e-4)
@@ -470,17 +502,17 @@ def test_on_a_cpu_rows_are_one_axis_of_a_product(monkeypatch):
 )
 def test_on_a_gpu_a_sum_in_the_norm_has_the_bits_of_one_before_it(rows, inner, columns):
     x, w, added, scale = normal((rows, 1, inner), (inner, columns), (rows, 1, columns), (columns,), dtype=jnp.bfloat16)
-    dimensions = (((2,), (0,)), ((), ()))
     norm = nnx.RMSNorm(columns, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     norm.scale[...] = scale
+    output = nnx.Linear(inner, columns, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
     @jax.jit
     def run(x, w, added):
-        with remembered_products():
-            total = added_to(added, linear_product(x, w, dimensions))
-        assert isinstance(total, SumInParts) == (thin_splits(rows, inner, columns) > 1)
-        before = thin_products(x, (w,), added=added)[0]
-        return normalization.norm_and_stream(norm, total), normalization.norm_and_stream(norm, before)
+        output.kernel = nnx.Param(w)
+        assert (split_k_partials(x, w) is not None) == (thin_splits(rows, inner, columns) > 1)
+        total, normed = residual_add(added, x, output, norm)
+        before = thin_products(x, (w,), residual=added)[0]
+        return (normed, total), normalization.norm_and_stream(norm, before)
 
     for found, wanted in zip(*run(x, w, added)):
         np.testing.assert_array_equal(found, wanted)

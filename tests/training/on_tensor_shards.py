@@ -23,6 +23,7 @@ from rnnlib.data import DataConfig
 from rnnlib.layers import Experts
 from rnnlib.layers.presets import mixer_names
 from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.models.variables import separate_columns, values_by_column
 from rnnlib.training import (
     CheckpointConfig,
     Checkpoints,
@@ -39,6 +40,7 @@ from rnnlib.training import (
     read_csv,
     train,
 )
+from rnnlib.training.checkpoint import to_host
 from rnnlib.training.step import state_shardings
 from tests.training.packed import packed_batch
 
@@ -83,10 +85,8 @@ def step_of(config, mesh, parts=1, packed=None):
     step = make_train_step(graph, optimizer, lambda _: 1.0, np.ones(config.vocabulary_size, np.int32), mesh)
     program = step.lower(state, rows).compile()
     state, metrics = program(state, rows)
-    gradient = {
-        ".".join(map(str, path)): np.asarray(x.get_raw_value())
-        for path, x in nnx.to_flat_state(optax.tree.get(state.optimizer, "trace"))
-    }
+    trace = values_by_column(optax.tree.get(state.optimizer, "trace"), nnx.Param)
+    gradient = {path: np.asarray(x) for path, x in trace.items()}
     return [float(metrics.nats / metrics.tokens), float(metrics.gradient_norm)], gradient, state, (graph, program)
 
 
@@ -109,8 +109,13 @@ def differences(one, other):
 
 
 def bytes_of_a_device(state):
-    kept = jax.tree.leaves((state.parameters, state.optimizer))
+    kept = jax.tree.leaves(separate_columns((state.parameters, state.optimizer)))
     return sum(x.addressable_shards[0].data.nbytes for x in kept)
+
+
+def by_name(state):
+    """Parameters and the optimizer's arrays, on the host, with columns of input projections one by one."""
+    return to_host(separate_columns((state.parameters, state.optimizer)))
 
 
 def restored_elsewhere(state):
@@ -129,11 +134,11 @@ def restored_elsewhere(state):
         with tempfile.TemporaryDirectory() as folder:
             with Checkpoints(Path(folder)) as checkpoints:
                 checkpoints.save(state, Progress(2, 0, {}))
-            saved = list(map(np.asarray, jax.tree.leaves(jax.device_get((state.parameters, state.optimizer)))))
+            saved = by_name(state)
             with Checkpoints(Path(folder), writable=False) as checkpoints:
                 state = checkpoints.restore(template, state_shardings(template, mesh))[0]
-        own = jax.tree.leaves((state.parameters, state.optimizer))
-        same = [x.tobytes() == np.asarray(y).tobytes() for x, y in zip(saved, own, strict=True)]
+        own, read = jax.tree.leaves((state.parameters, state.optimizer)), by_name(state)
+        same = [saved[key].tobytes() == read[key].tobytes() for key in saved | read]
         found[name] = [all(same), len(same)]
         found[f"{name} over"] = sorted({axis for x in own for axis in getattr(x.sharding, "spec", ()) if axis})
     return found
@@ -142,7 +147,7 @@ def restored_elsewhere(state):
 def run(corpus):
     """Losses of a run that shares layers for its first half, and of one on one device."""
     config = TrainConfig(
-        model=ModelConfig(258, 16, 1, 2, ("attention",), mlp_width=16),
+        model=ModelConfig(258, 16, 1, 2, ("gated_deltanet",), mlp_width=16),
         data=DataConfig(source="text", paths=(f"{corpus}/*.txt",), split_by="tail", sequence_length=16, batch_size=2),
         checkpoint=CheckpointConfig(every=2, keep=3),
         mesh=MeshConfig(data=1, fsdp=1),
@@ -173,6 +178,7 @@ def main(corpus):
     found = {}
     mesh = make_mesh(4, MeshConfig(data=1, fsdp=1, tensor=4))
     found["loop"], whole, state, (graph, program) = compared(LOOP, mesh, parts=2)
+    plain = nnx.graphdef(DecoderLM(ModelConfig(**(SIZES | LOOP)), rngs=nnx.Rngs(0)))
     counts = collections.Counter()
     for one in collectives(program.as_text()):
         for shape in one.shapes:
@@ -180,10 +186,8 @@ def main(corpus):
     found["collectives"] = counts
     found["share"] = bytes_of_a_device(state) / bytes_of_a_device(whole)
     found["evaluation"] = [
-        evaluate(
-            nnx.merge(graph, one.parameters, one.other), [batch()], token_bytes=np.ones(VOCABULARY), mesh=over
-        ).loss
-        for one, over in ((whole, None), (state, mesh))
+        evaluate(nnx.merge(own, one.parameters, one.other), [batch()], token_bytes=np.ones(VOCABULARY), mesh=over).loss
+        for own, one, over in ((plain, whole, None), (graph, state, mesh))
     ]
     found["restored"] = restored_elsewhere(state)
     found["run"] = run(corpus)

@@ -16,6 +16,7 @@ from flax import nnx
 from rnnlib.cli.main import main
 from rnnlib.hub import load_pretrained, save_pretrained
 from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.models.variables import values_by_column
 from rnnlib.training import init_train_state, load_model, load_run, make_train_step
 from rnnlib.training.adaptation import Frozen, Lora, LoraConfig, make_adaptation, matching, parts_of
 from rnnlib.training.checkpoint import to_host
@@ -111,8 +112,8 @@ def test_the_gradient_of_an_adapter_is_that_of_the_matrix(whole):
     lora = LoraConfig(rank=3, alpha=6.0, targets=("query", "blocks.1.feed_forward.down"))
     adaptation = make_adaptation((), lora, split_model(model())[1])
     assert set(adaptation.targets) == {
-        "blocks.0.mixer.query.projection.kernel",
-        "blocks.1.mixer.query.projection.kernel",
+        "blocks.0.mixer.input_projection.query.kernel",
+        "blocks.1.mixer.input_projection.query.kernel",
         "blocks.1.feed_forward.down.kernel",
     }
     (_, before), (after, arrays) = step_with(adaptation)
@@ -149,10 +150,7 @@ PLAIN = ["--evaluation.batches", "1", "--logging.no-tensorboard", "--logging.no-
 
 
 def arrays_of(folder):
-    return {
-        ".".join(map(str, path)): np.asarray(leaf.get_value())
-        for path, leaf in nnx.to_flat_state(nnx.state(load_model(folder).model, nnx.Param))
-    }
+    return {name: np.asarray(value) for name, value in values_by_column(load_model(folder).model, nnx.Param).items()}
 
 
 @pytest.fixture
@@ -180,7 +178,7 @@ def test_a_run_of_adapters(base, tmp_path, capsys):
     assert main(["train", "--run", "again", "--resume", "--steps", "4", *PLAIN[2:]]) == 0
     before, after, resumed = (arrays_of(folder) for folder in ("base", "lora", "again"))
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
-    assert changed == {name for name in before if "query.projection" in name or "feed_forward." in name}
+    assert changed == {name for name in before if "projection.query" in name or "feed_forward." in name}
     for name in before:
         np.testing.assert_array_equal(after[name], resumed[name], err_msg=name)
     # Merged on export; or the adapter alone, which is added where it is read.
@@ -249,7 +247,7 @@ def test_factors_of_matrices_that_are_one_in_the_file(tmp_path):
     source = GOLDEN / "qwen3_next" / "moe"
     published = load_pretrained(source)
     parameters = nnx.state(published.model, nnx.Param)
-    targets = ("blocks.0.mixer.key", "blocks.0.mixer.query", "decay", "output")
+    targets = ("blocks.0.mixer.input_projection.key", "blocks.0.mixer.input_projection.query", "decay", "output")
     lora = Lora(LoraConfig(rank=2, alpha=3.0, targets=targets), parameters)
     factors = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), lora.split(parameters)[0])
     save_adapter(tmp_path / "adapter", published.model, lora.factors(factors), rank=2, alpha=3.0, base=str(source))

@@ -170,7 +170,7 @@ class Fused(nnx.Module):
 
     def __init__(self):
         keys = iter(jax.random.split(jax.random.key(0), 9))
-        self.fused = nnx.Param(jax.random.normal(next(keys), (8, 12)), columns={"query": (0, 4), "value": (4, 6)})
+        self.fused = nnx.Param(jax.random.normal(next(keys), (8, 12)), columns=(("query", 0, 4), ("value", 4, 6)))
         self.experts = nnx.Param(jax.random.normal(next(keys), (3, 8, 4)))
         self.plain = nnx.Param(jax.random.normal(next(keys), (8, 4)))
         self.convolution = nnx.Dict(kernel=nnx.Param(jnp.ones([4, 8])))

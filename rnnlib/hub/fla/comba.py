@@ -13,7 +13,7 @@ ROWS = (
     *STREAMS,
     *CONVOLUTIONS,
     *DECAY,
-    *linear("attn.b_proj", "mixer.gain.projection"),
+    *linear("attn.b_proj", "mixer.input_projection.write_gate"),
     row("attn.decay", "mixer.keys.feedback"),
     row("attn.D", "mixer.keys.correction"),
     *READOUT,

@@ -11,7 +11,7 @@ from typing import Any
 from rnnlib.hub.computation import sized_mixer
 from rnnlib.hub.keys import ConfigKeys, expansion
 from rnnlib.hub.layouts import TRANSPOSED, Joined
-from rnnlib.hub.table import Family, Row, linear, row
+from rnnlib.hub.table import Family, Row, by_mixer, linear, row
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig, swiglu_width
@@ -53,9 +53,9 @@ BLOCK = (
 )
 
 ATTENTION = (
-    *linear("attn.q_proj", "mixer.query"),
-    *linear("attn.k_proj", "mixer.key"),
-    *linear("attn.v_proj", "mixer.value"),
+    *linear("attn.q_proj", "mixer.input_projection.query"),
+    *linear("attn.k_proj", "mixer.input_projection.key"),
+    *linear("attn.v_proj", "mixer.input_projection.value"),
     *linear("attn.o_proj", "mixer.output"),
     row("attn.q_norm.weight", "mixer.query_norm.scale"),
     row("attn.k_norm.weight", "mixer.key_norm.scale"),
@@ -124,7 +124,7 @@ def fla_family(
         read=read_config,
         write=write_config,
         rows=ROWS,
-        layer_rows=lambda block: (*BLOCK, *(rows(block) if callable(rows) else rows), *ATTENTION),
+        layer_rows=lambda block: by_mixer(BLOCK, rows(block) if callable(rows) else rows, ATTENTION)(block),
         unused=unused,
     )
 

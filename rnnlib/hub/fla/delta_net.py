@@ -22,8 +22,8 @@ _NORMS = {"l2": "l2", "sum": "l1"}
 ROWS = (
     *STREAMS,
     *CONVOLUTIONS,
-    *linear("attn.b_proj", "mixer.gain.projection"),
-    *linear("attn.g_proj", "mixer.readout.gate"),
+    *linear("attn.b_proj", "mixer.input_projection.write_gate"),
+    *linear("attn.g_proj", "mixer.input_projection.output_gate"),
     row("attn.o_norm.weight", "mixer.readout.norm.scale"),
     *linear("attn.o_proj", "mixer.readout.output"),
 )

@@ -67,7 +67,7 @@ FORGETTING_TRANSFORMER = Family(
     layer_rows=(
         *BLOCK,
         *ATTENTION,
-        *linear("attn.f_proj", "mixer.forget_gate"),
-        *linear("attn.g_proj", "mixer.gate"),
+        *linear("attn.f_proj", "mixer.input_projection.forget_gate"),
+        *linear("attn.g_proj", "mixer.input_projection.output_gate"),
     ),
 )

@@ -8,7 +8,7 @@ from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.table import linear
 from rnnlib.layers.mixer import RecurrentMixerConfig
 
-ROWS = (*STREAMS, *CONVOLUTIONS, *DECAY, *linear("attn.b_proj", "mixer.gain.projection"), *READOUT)
+ROWS = (*STREAMS, *CONVOLUTIONS, *DECAY, *linear("attn.b_proj", "mixer.input_projection.write_gate"), *READOUT)
 
 
 def _read(keys: ConfigKeys, width: int) -> Options:

@@ -11,15 +11,15 @@ from rnnlib.layers.decay import NoDecay, SoftplusDecay
 from rnnlib.layers.mixer import RecurrentMixerConfig
 
 ROWS = (
-    *linear("attn.q_proj", "mixer.query.projection"),
+    *linear("attn.q_proj", "mixer.input_projection.query"),
     *filter_("attn.q_conv1d", "mixer.query.convolution"),
-    row("attn.k_proj.weight", "mixer.key.projection.kernel", StepsFirst(TRANSPOSED)),
+    row("attn.k_proj.weight", "mixer.input_projection.key.kernel", StepsFirst(TRANSPOSED)),
     row("attn.k_conv1d.weight", "mixer.key.convolution.kernel", StepsFirst(FILTER)),
     row("attn.k_conv1d.bias", "mixer.key.convolution.bias", StepsFirst(SAME)),
-    row("attn.v_proj.weight", "mixer.value.projection.kernel", StepsFirst(TRANSPOSED)),
+    row("attn.v_proj.weight", "mixer.input_projection.value.kernel", StepsFirst(TRANSPOSED)),
     row("attn.v_conv1d.weight", "mixer.value.convolution.kernel", StepsFirst(FILTER)),
     row("attn.v_conv1d.bias", "mixer.value.convolution.bias", StepsFirst(SAME)),
-    row("attn.b_proj.weight", "mixer.gain.projection.kernel", StepsFirst(TRANSPOSED)),
+    row("attn.b_proj.weight", "mixer.input_projection.write_gate.kernel", StepsFirst(TRANSPOSED)),
     *DECAY,
     *READOUT,
 )

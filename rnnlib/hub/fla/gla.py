@@ -21,7 +21,7 @@ def norm_and_gate(block: Block) -> tuple[Row, ...]:
     """The rows of a layer's gate, norm and output."""
     is_gated = isinstance(block.mixer, RecurrentMixer) and block.mixer.config.readout.gate != "none"
     return (
-        *linear("attn.g_proj", "mixer.readout.gate"),
+        *linear("attn.g_proj", "mixer.input_projection.output_gate"),
         *((_FUSED_NORM, _NORM) if is_gated else (_NORM, _FUSED_NORM)),
         *linear("attn.o_proj", "mixer.readout.output"),
     )
@@ -31,8 +31,8 @@ def _rows(block: Block) -> tuple[Row, ...]:
     return (
         *STREAMS,
         *CONVOLUTIONS,
-        *linear("attn.gk_proj.0", "mixer.decay.projection.down"),
-        *linear("attn.gk_proj.1", "mixer.decay.projection.up"),
+        *linear("attn.gk_proj.0", "mixer.input_projection.decay.down"),
+        *linear("attn.gk_proj.1", "mixer.input_projection.decay.up"),
         *norm_and_gate(block),
     )
 

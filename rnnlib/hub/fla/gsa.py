@@ -20,7 +20,7 @@ _FEATURE_MAPS = {"swish": "silu", "silu": "silu", "relu": "relu"}
 ROWS = (
     *STREAMS,
     *CONVOLUTIONS,
-    *linear("attn.f_proj", "mixer.decay.projection"),
+    *linear("attn.f_proj", "mixer.input_projection.decay"),
     row("attn.g_norm.weight", "mixer.readout.norm.scale"),
     *linear("attn.o_proj", "mixer.readout.output"),
 )

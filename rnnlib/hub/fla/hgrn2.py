@@ -16,9 +16,9 @@ from rnnlib.models.decoder import DecoderLM
 _EPS = 1e-5
 
 _LAYER_ROWS = (
-    *linear("attn.q_proj", "mixer.query.projection"),
-    *linear("attn.f_proj", "mixer.key.projection"),
-    *linear("attn.i_proj", "mixer.value.projection"),
+    *linear("attn.q_proj", "mixer.input_projection.query"),
+    *linear("attn.f_proj", "mixer.input_projection.key"),
+    *linear("attn.i_proj", "mixer.input_projection.value"),
     *filter_("attn.q_conv1d", "mixer.query.convolution"),
     *filter_("attn.f_conv1d", "mixer.key.convolution"),
     *filter_("attn.i_conv1d", "mixer.value.convolution"),

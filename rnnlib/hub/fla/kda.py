@@ -13,7 +13,7 @@ ROWS = (
     *STREAMS,
     *CONVOLUTIONS,
     *CHANNEL_DECAY,
-    *linear("attn.b_proj", "mixer.gain.projection"),
+    *linear("attn.b_proj", "mixer.input_projection.write_gate"),
     *LOW_RANK_READOUT,
 )
 

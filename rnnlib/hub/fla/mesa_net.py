@@ -13,7 +13,7 @@ ROWS = (
     *STREAMS,
     *CONVOLUTIONS,
     *DECAY,
-    *linear("attn.b_proj", "mixer.gain.projection"),
+    *linear("attn.b_proj", "mixer.input_projection.write_gate"),
     row("attn.lambda_params", "mixer.solve.ridge"),
     *READOUT,
 )

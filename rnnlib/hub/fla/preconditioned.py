@@ -12,9 +12,9 @@ from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.preconditioner import ApplyToKey
 
 _PRECONDITIONER = (
-    *linear("attn.b_proj", "mixer.gain.projection"),
-    *linear("attn.b_proj", "mixer.gain.gain.projection"),
-    *linear("attn.b_atk_proj", "mixer.keys.gram.gain.projection"),
+    *linear("attn.b_proj", "mixer.input_projection.write_gate"),
+    *linear("attn.b_proj", "mixer.input_projection.write_gate"),
+    *linear("attn.b_atk_proj", "mixer.input_projection.gram_write_gate"),
     row("attn.A_log_atk", "mixer.keys.gram.decay.A_log"),
     row("attn.dt_bias_atk", "mixer.keys.gram.decay.dt_bias"),
     row("attn.log_atk_scale", "mixer.keys.center"),
@@ -25,7 +25,7 @@ GATED_ROWS = (
     *CONVOLUTIONS,
     *DECAY,
     *_PRECONDITIONER,
-    *linear("attn.a_atk_proj", "mixer.keys.gram.decay.projection"),
+    *linear("attn.a_atk_proj", "mixer.input_projection.gram_decay"),
     *READOUT,
 )
 
@@ -34,7 +34,7 @@ KDA_ROWS = (
     *CONVOLUTIONS,
     *CHANNEL_DECAY,
     *_PRECONDITIONER,
-    *linear("attn.a_proj", "mixer.keys.gram.decay.projection"),
+    *linear("attn.a_proj", "mixer.input_projection.gram_decay"),
     *LOW_RANK_READOUT,
 )
 

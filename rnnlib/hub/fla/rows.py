@@ -3,9 +3,9 @@
 from rnnlib.hub.table import filter_, linear, row
 
 STREAMS = (
-    *linear("attn.q_proj", "mixer.query.projection"),
-    *linear("attn.k_proj", "mixer.key.projection"),
-    *linear("attn.v_proj", "mixer.value.projection"),
+    *linear("attn.q_proj", "mixer.input_projection.query"),
+    *linear("attn.k_proj", "mixer.input_projection.key"),
+    *linear("attn.v_proj", "mixer.input_projection.value"),
 )
 
 CONVOLUTIONS = (
@@ -16,28 +16,28 @@ CONVOLUTIONS = (
 
 # The decay per head, `-exp(A_log) softplus(W x + dt_bias)`.
 DECAY = (
-    *linear("attn.a_proj", "mixer.decay.projection"),
+    *linear("attn.a_proj", "mixer.input_projection.decay"),
     row("attn.A_log", "mixer.decay.A_log"),
     row("attn.dt_bias", "mixer.decay.dt_bias"),
 )
 
 # The decay per key channel of Kimi Delta Attention, from a low-rank projection.
 CHANNEL_DECAY = (
-    *linear("attn.f_proj.0", "mixer.decay.projection.down"),
-    *linear("attn.f_proj.1", "mixer.decay.projection.up"),
+    *linear("attn.f_proj.0", "mixer.input_projection.decay.down"),
+    *linear("attn.f_proj.1", "mixer.input_projection.decay.up"),
     row("attn.A_log", "mixer.decay.A_log"),
     row("attn.dt_bias", "mixer.decay.dt_bias"),
 )
 
 READOUT = (
-    *linear("attn.g_proj", "mixer.readout.gate"),
+    *linear("attn.g_proj", "mixer.input_projection.output_gate"),
     row("attn.o_norm.weight", "mixer.readout.norm.scale"),
     *linear("attn.o_proj", "mixer.readout.output"),
 )
 
 LOW_RANK_READOUT = (
-    *linear("attn.g_proj.0", "mixer.readout.gate.down"),
-    *linear("attn.g_proj.1", "mixer.readout.gate.up"),
+    *linear("attn.g_proj.0", "mixer.input_projection.output_gate.down"),
+    *linear("attn.g_proj.1", "mixer.input_projection.output_gate.up"),
     row("attn.o_norm.weight", "mixer.readout.norm.scale"),
     *linear("attn.o_proj", "mixer.readout.output"),
 )

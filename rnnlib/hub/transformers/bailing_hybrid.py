@@ -39,17 +39,17 @@ _BLOCK = (
 )
 
 _DELTA = (
-    *linear("attention.q_proj", "mixer.query.projection"),
-    *linear("attention.k_proj", "mixer.key.projection"),
-    *linear("attention.v_proj", "mixer.value.projection"),
+    *linear("attention.q_proj", "mixer.input_projection.query"),
+    *linear("attention.k_proj", "mixer.input_projection.key"),
+    *linear("attention.v_proj", "mixer.input_projection.value"),
     *filter_("attention.q_conv1d", "mixer.query.convolution"),
     *filter_("attention.k_conv1d", "mixer.key.convolution"),
     *filter_("attention.v_conv1d", "mixer.value.convolution"),
-    *linear("attention.f_proj", "mixer.decay.projection"),
+    *linear("attention.f_proj", "mixer.input_projection.decay"),
     row("attention.A_log", "mixer.decay.A_log"),
     row("attention.dt_bias", "mixer.decay.dt_bias"),
-    *linear("attention.b_proj", "mixer.gain.projection"),
-    *linear("attention.g_proj", "mixer.readout.gate"),
+    *linear("attention.b_proj", "mixer.input_projection.write_gate"),
+    *linear("attention.g_proj", "mixer.input_projection.output_gate"),
     row("attention.o_norm.weight", "mixer.readout.norm.scale"),
     *linear("attention.dense", "mixer.readout.output"),
 )

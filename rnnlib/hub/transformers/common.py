@@ -39,9 +39,9 @@ EXPERTS = (
 )
 
 ATTENTION = (
-    *linear("self_attn.q_proj", "mixer.query"),
-    *linear("self_attn.k_proj", "mixer.key"),
-    *linear("self_attn.v_proj", "mixer.value"),
+    *linear("self_attn.q_proj", "mixer.input_projection.query"),
+    *linear("self_attn.k_proj", "mixer.input_projection.key"),
+    *linear("self_attn.v_proj", "mixer.input_projection.value"),
     *linear("self_attn.o_proj", "mixer.output"),
     row("self_attn.q_norm.weight", "mixer.query_norm.scale"),
     row("self_attn.k_norm.weight", "mixer.key_norm.scale"),

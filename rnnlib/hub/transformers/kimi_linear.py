@@ -35,19 +35,19 @@ _BLOCK = (
 )
 
 _DELTA = (
-    *linear("self_attn.q_proj", "mixer.query.projection"),
-    *linear("self_attn.k_proj", "mixer.key.projection"),
-    *linear("self_attn.v_proj", "mixer.value.projection"),
+    *linear("self_attn.q_proj", "mixer.input_projection.query"),
+    *linear("self_attn.k_proj", "mixer.input_projection.key"),
+    *linear("self_attn.v_proj", "mixer.input_projection.value"),
     *filter_("self_attn.q_conv1d", "mixer.query.convolution"),
     *filter_("self_attn.k_conv1d", "mixer.key.convolution"),
     *filter_("self_attn.v_conv1d", "mixer.value.convolution"),
-    *linear("self_attn.f_a_proj", "mixer.decay.projection.down"),
-    *linear("self_attn.f_b_proj", "mixer.decay.projection.up"),
+    *linear("self_attn.f_a_proj", "mixer.input_projection.decay.down"),
+    *linear("self_attn.f_b_proj", "mixer.input_projection.decay.up"),
     row("self_attn.A_log", "mixer.decay.A_log", Reshaped((1, 1, -1, 1))),
     row("self_attn.dt_bias", "mixer.decay.dt_bias"),
-    *linear("self_attn.b_proj", "mixer.gain.projection"),
-    *linear("self_attn.g_a_proj", "mixer.readout.gate.down"),
-    *linear("self_attn.g_b_proj", "mixer.readout.gate.up"),
+    *linear("self_attn.b_proj", "mixer.input_projection.write_gate"),
+    *linear("self_attn.g_a_proj", "mixer.input_projection.output_gate.down"),
+    *linear("self_attn.g_b_proj", "mixer.input_projection.output_gate.up"),
     row("self_attn.o_norm.weight", "mixer.readout.norm.scale"),
     *linear("self_attn.o_proj", "mixer.readout.output"),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.layouts import FILTER, TRANSPOSED, Joined
-from rnnlib.hub.table import Family, linear, row
+from rnnlib.hub.table import Family, by_mixer, linear, row
 from rnnlib.hub.transformers.common import (
     ATTENTION,
     EXPERTS,
@@ -30,19 +30,17 @@ _MIXERS = {
 _PATTERN = ("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention")
 
 _STREAMS = ("mixer.query", "mixer.key", "mixer.value")
-_PROJECTIONS = (
-    *(f"{stream}.projection" for stream in _STREAMS),
-    "mixer.readout.gate",
-    "mixer.gain.projection",
-    "mixer.decay.projection",
-)
+_COLUMNS = ("query", "key", "value", "output_gate", "write_gate", "decay")
+_KERNELS = tuple(f"mixer.input_projection.{name}.kernel" for name in _COLUMNS)
 
-_LAYER = (
+_BLOCK = (
     row("input_layernorm.weight", "mixer_norm.scale"),
     row("post_attention_layernorm.weight", "feed_forward_norm.scale"),
     *EXPERTS,
-    *ATTENTION,
-    row("linear_attn.in_proj.weight", tuple(f"{path}.kernel" for path in _PROJECTIONS), Joined(TRANSPOSED)),
+)
+
+_DELTA = (
+    row("linear_attn.in_proj.weight", _KERNELS, Joined(TRANSPOSED)),
     row("linear_attn.conv1d.weight", tuple(f"{stream}.convolution.kernel" for stream in _STREAMS), Joined(FILTER)),
     row("linear_attn.A_log", "mixer.decay.A_log"),
     row("linear_attn.dt_bias", "mixer.decay.dt_bias"),
@@ -143,5 +141,5 @@ LARA_MINI = Family(
     read=_read,
     write=_write,
     rows=ROWS,
-    layer_rows=_LAYER,
+    layer_rows=by_mixer(_BLOCK, _DELTA, ATTENTION),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from rnnlib.hub.keys import ConfigKeys, expansion
 from rnnlib.hub.layouts import FILTER, SAME, TRANSPOSED, Interleaved, Joined
-from rnnlib.hub.table import Family, linear, row
+from rnnlib.hub.table import Family, by_mixer, linear, row
 from rnnlib.hub.transformers.common import (
     EXPERTS,
     FEED_FORWARD,
@@ -35,14 +35,19 @@ _BLOCK = (
     *EXPERTS,
 )
 
-_STREAMS = ("mixer.query", "mixer.key", "mixer.value")
+_STREAMS = ("query", "key", "value")
+_IN = "mixer.input_projection"
 
 # For each head, the query projection has the rows of its query, then those of its gate.
 _ATTENTION = (
-    row("self_attn.q_proj.weight", ("mixer.query.kernel", "mixer.gate.kernel"), Interleaved(TRANSPOSED, "value_heads")),
-    row("self_attn.q_proj.bias", ("mixer.query.bias", "mixer.gate.bias"), Interleaved(SAME, "value_heads")),
-    *linear("self_attn.k_proj", "mixer.key"),
-    *linear("self_attn.v_proj", "mixer.value"),
+    row(
+        "self_attn.q_proj.weight",
+        (f"{_IN}.query.kernel", f"{_IN}.output_gate.kernel"),
+        Interleaved(TRANSPOSED, "value_heads"),
+    ),
+    row("self_attn.q_proj.bias", (f"{_IN}.query.bias", f"{_IN}.output_gate.bias"), Interleaved(SAME, "value_heads")),
+    *linear("self_attn.k_proj", "mixer.input_projection.key"),
+    *linear("self_attn.v_proj", "mixer.input_projection.value"),
     *linear("self_attn.o_proj", "mixer.output"),
     row("self_attn.q_norm.weight", "mixer.query_norm.scale"),
     row("self_attn.k_norm.weight", "mixer.key_norm.scale"),
@@ -50,7 +55,9 @@ _ATTENTION = (
 
 # The filters of queries, keys and values are one array.
 _DELTA = (
-    row("linear_attn.conv1d.weight", tuple(f"{stream}.convolution.kernel" for stream in _STREAMS), Joined(FILTER)),
+    row(
+        "linear_attn.conv1d.weight", tuple(f"mixer.{stream}.convolution.kernel" for stream in _STREAMS), Joined(FILTER)
+    ),
     row("linear_attn.A_log", "mixer.decay.A_log"),
     row("linear_attn.dt_bias", "mixer.decay.dt_bias"),
     row("linear_attn.norm.weight", "mixer.readout.norm.scale"),
@@ -61,12 +68,12 @@ _DELTA = (
 _APART = (
     row(
         "linear_attn.in_proj_qkv.weight",
-        tuple(f"{stream}.projection.kernel" for stream in _STREAMS),
+        tuple(f"{_IN}.{stream}.kernel" for stream in _STREAMS),
         Joined(TRANSPOSED),
     ),
-    *linear("linear_attn.in_proj_z", "mixer.readout.gate"),
-    *linear("linear_attn.in_proj_b", "mixer.gain.projection"),
-    *linear("linear_attn.in_proj_a", "mixer.decay.projection"),
+    *linear("linear_attn.in_proj_z", "mixer.input_projection.output_gate"),
+    *linear("linear_attn.in_proj_b", "mixer.input_projection.write_gate"),
+    *linear("linear_attn.in_proj_a", "mixer.input_projection.decay"),
 )
 
 # Qwen3-Next: one projection, interleaved by key head: a head's query, its key, its group's values and their gates. The
@@ -74,12 +81,12 @@ _APART = (
 _FUSED = (
     row(
         "linear_attn.in_proj_qkvz.weight",
-        (*(f"{stream}.projection.kernel" for stream in _STREAMS), "mixer.readout.gate.kernel"),
+        (*(f"{_IN}.{stream}.kernel" for stream in _STREAMS), "mixer.input_projection.output_gate.kernel"),
         Interleaved(TRANSPOSED, "key_heads"),
     ),
     row(
         "linear_attn.in_proj_ba.weight",
-        ("mixer.gain.projection.kernel", "mixer.decay.projection.kernel"),
+        ("mixer.input_projection.write_gate.kernel", "mixer.input_projection.decay.kernel"),
         Interleaved(TRANSPOSED, "key_heads"),
     ),
 )
@@ -276,7 +283,7 @@ QWEN3_5 = Family(
     read=_read_dense,
     write=lambda config: _write(config, "qwen3_5_text") | {"intermediate_size": config.feed_forward_width},
     rows=ROWS,
-    layer_rows=(*_BLOCK, *_ATTENTION, *_APART, *_DELTA),
+    layer_rows=by_mixer(_BLOCK, (*_APART, *_DELTA), _ATTENTION),
     prefixes=("model.", "model.language_model."),
     unused=_UNUSED,
 )
@@ -298,6 +305,6 @@ QWEN3_NEXT = Family(
     read=_read_next,
     write=_write_next,
     rows=ROWS,
-    layer_rows=(*_BLOCK, *_ATTENTION, *_FUSED, *_DELTA),
+    layer_rows=by_mixer(_BLOCK, (*_FUSED, *_DELTA), _ATTENTION),
     unused=_UNUSED,
 )

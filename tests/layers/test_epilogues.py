@@ -1,4 +1,4 @@
-"""Gates that end in the kernel of their maps' products, and maps of low rank whose second parts share a launch."""
+"""Gates that a matmul of few rows computes in its own kernel, and second maps of low rank, which share a launch."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.layers import mixer_preset
-from rnnlib.layers.products import Finishing, InputLinear, LowRank, finished_product, joined_inputs
+from rnnlib.layers import InputProjection, MixerShape, mixer_preset
+from rnnlib.layers.input_projection import ColumnReader, columns_of, epilogues_of
+from rnnlib.layers.linear import LowRank
 from rnnlib.ops.thin_products import BoundedSigmoid, thin_products
 from tests.pallas_kernels.cases import relative_error
 
@@ -15,7 +16,7 @@ WIDTH = 16
 
 
 class Launches:
-    """Calls of the kernel for maps of an input: the columns of each product, with an "f" where it is finished."""
+    """Calls of the kernel for maps of an input: the columns of each product, with an "f" for one with an epilogue."""
 
     def __init__(self):
         self.found: list[list[str]] = []
@@ -33,9 +34,9 @@ class Launches:
 def launches(monkeypatch):
     """Kernels serve one token as they would on a GPU, interpreted."""
     launches = Launches()
-    for module in ("rnnlib.ops.thin_products", "rnnlib.layers.products"):
+    for module in ("rnnlib.ops.thin_products", "rnnlib.layers.input_projection"):
         monkeypatch.setattr(f"{module}.thin_kernel_serves", launches.few_rows)
-    monkeypatch.setattr("rnnlib.layers.products.thin_products", launches.products)
+    monkeypatch.setattr("rnnlib.layers.input_projection.thin_products", launches.products)
     return launches
 
 
@@ -89,7 +90,7 @@ FIRST = ["8", "8", "2f", "16", "16", "16"]
         ("kda", {"negative_eigenvalues": True}, [FIRST, ["16f", "16"]]),
         # A second map as wide as the mixer's input is no map of that input.
         ("kda", {"decay.rank": WIDTH, "readout.gate_rank": 4}, [["16", "4", "2f", "16", "16", "16"], ["16f", "16"]]),
-        # A bias is added to the product: the norm's kernel adds the preset's gate's, nothing finishes the decay's.
+        # A bias is added to the product: the norm's kernel adds the gate's, and the decay has no epilogue.
         ("kda", {"readout.gate_bias": False}, [FIRST, ["16f", "16"]]),
         ("kda", {"decay.use_bias": True}, [FIRST, ["16", "16"]]),
         ("kda", {"decay.step_limits": (0.1, 0.5)}, [FIRST, ["16", "16"]]),
@@ -108,14 +109,14 @@ FIRST = ["8", "8", "2f", "16", "16", "16"]
     ],
     ids=str,
 )
-def test_a_mixer_of_a_token_is_the_same_by_finished_products(preset, overrides, expected, launches):
+def test_a_mixer_of_a_token_is_the_same_by_epilogues(preset, overrides, expected, launches):
     mixer = built(preset, **overrides)
     if expected is None:
         of_a_token(mixer)
         expected = launches.found[: 1 + any(type(node) is LowRank for _, node in nnx.iter_graph(mixer))]
         launches.found = []
-        has_finish = preset not in ("mamba3", "gla")
-        assert any(name.endswith("f") for some in expected for name in some) == has_finish
+        has_epilogue = preset not in ("mamba3", "gla")
+        assert any(name.endswith("f") for some in expected for name in some) == has_epilogue
     assert_same_by_kernels(mixer, launches, expected)
 
 
@@ -140,59 +141,64 @@ class Adapter(nnx.Module):
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        (("decay", "projection", "up"), [FIRST]),
-        (("decay", "projection", "down"), [FIRST]),
-        (("decay", "projection"), [FIRST, ["16", "16"]]),
-        (("readout", "gate", "up"), [FIRST, ["16f"]]),
-        (("gain", "projection"), [["8", "8", "2", "16", "16", "16"], ["16f", "16"]]),
+        ("decay.up", [FIRST]),
+        ("decay.down", [["8", "2f", "16", "16", "16"]]),
+        ("decay", [["8", "2f", "16", "16", "16"]]),
+        ("output_gate.up", [FIRST, ["16f"]]),
+        ("write_gate", [["8", "8", "16", "16", "16"], ["16f", "16"]]),
+        ("query", [["8", "8", "2f", "16", "16"], ["16f", "16"]]),
     ],
-    ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
 )
 def test_an_adapter_in_place_of_a_map_is_called(place, expected, launches):
     mixer = built("kda")
-    owner = mixer
-    for name in place[:-1]:
-        owner = getattr(owner, name)
+    owner, _, name = place.rpartition(".")
+    mixer.input_projection.separate(owner or name)
+    owner = getattr(mixer.input_projection, owner) if owner else mixer.input_projection
     plain = of_a_token(mixer)[0][0]
     launches.found.clear()
-    setattr(owner, place[-1], Adapter(getattr(owner, place[-1])))
+    setattr(owner, name, Adapter(getattr(owner, name)))
     assert_same_by_kernels(mixer, launches, expected)
     assert relative_error(of_a_token(mixer)[0][0], plain) > 1e-3
 
 
-class Gate(nnx.Module, Finishing):
-    """A sigmoid of a map."""
+class Gate(nnx.Module, ColumnReader):
+    """A sigmoid of a column."""
 
-    def __init__(self, projection):
-        self.projection = projection
+    def __init__(self, name, projection):
+        self.name = name
+        self.read_columns(**{name: projection})
 
-    def finishes(self):
-        return [(self.projection, BoundedSigmoid(3.0))]
+    def epilogues(self):
+        return {self.name: BoundedSigmoid(3.0)}
 
-
-class Gates(nnx.Module):
-    """Two gates of one map, one of a map of low rank, and one of a map of its own."""
-
-    def __init__(self, rngs):
-        options = {"use_bias": False, "dtype": jnp.float32, "rngs": rngs}
-        shared, own = InputLinear(8, 3, **options), InputLinear(8, 4, **options)
-        raised = LowRank(InputLinear(8, 8, **options), nnx.Linear(8, 5, **options))
-        self.first, self.second, self.own, self.raised = Gate(shared), Gate(shared), Gate(own), Gate(raised)
+    def __call__(self, inputs):
+        found = inputs.epilogue(self.name)
+        return 3 * jax.nn.sigmoid(inputs[self.name]) if found is None else found
 
 
-def test_what_is_finished_is_of_one_part_and_one_input(launches):
-    gates, x = Gates(nnx.Rngs(0)), jnp.asarray(np.random.default_rng(0).standard_normal((2, 1, 8)), jnp.float32)
-    plain = {name: getattr(gates, name).projection(x) for name in ("first", "second", "own", "raised")}
-    assert finished_product(gates.own.projection, x) is None
-    with joined_inputs(gates, x):
-        for name, y in plain.items():
-            f = getattr(gates, name).projection
-            assert relative_error(f(x), y) < 1e-5  # also where the kernel has made something else of it
-            assert relative_error(f(2 * x), 2 * y) < 1e-5
-            assert finished_product(f, 2 * x) is None
-            found = finished_product(f, x)
-            assert (found is not None) == (name in ("own", "raised"))
-            if found is not None:
-                assert relative_error(found, 3 * jax.nn.sigmoid(y)) < 1e-5
+class Gates(nnx.Module, ColumnReader):
+    """Gates of a map and of one of low rank, and a column without an epilogue."""
+
+    def __init__(self, shape, rngs):
+        self.own, self.raised = (
+            Gate("own", shape.project(4, rngs=rngs)),
+            Gate("raised", shape.project(5, rank=8, rngs=rngs)),
+        )
+        self.read_columns(plain=shape.project(3, rngs=rngs))
+
+
+def test_parts_within_a_part_name_their_columns_and_epilogues(launches):
+    shape, rngs = MixerShape(8, 1, 1, 8, 8), nnx.Rngs(0)
+    gates, x = Gates(shape, rngs), jnp.asarray(np.random.default_rng(0).standard_normal((2, 2, 8)), jnp.float32)
+    projection = InputProjection(shape, columns_of(gates), shared=["plain", "own", "raised"])
+    assert [name for name, _, _ in projection.columns] == ["plain", "own", "raised.down"]
+    many, one = (projection(rows, epilogues_of(gates)) for rows in (x, x[:, :1]))
     assert [sorted(some) for some in launches.found] == [["3", "4f", "8"], ["5f"]]
-    assert finished_product(gates.own.projection, x) is None
+    assert many.epilogue("own") is None and one.epilogue("plain") is None
+    for name, gate in (("own", gates.own), ("raised", gates.raised)):
+        assert relative_error(one.epilogue(name), 3 * jax.nn.sigmoid(many[name][:, :1])) < 1e-5
+        assert relative_error(gate(one), gate(many)[:, :1]) < 1e-5
+        assert relative_error(one[name], many[name][:, :1]) < 1e-5  # though the kernel has made something else of it
+    assert relative_error(one["plain"], many["plain"][:, :1]) < 1e-5
+    with pytest.raises(ValueError, match="Gate: column 'own' is another part's, expected a name of its own"):
+        columns_of(*(Gate("own", shape.project(4, rngs=rngs)) for _ in range(2)))
