@@ -22,13 +22,13 @@ _MATRICES = 32
 
 
 def in_blocks(
-    evaluate: Callable[[Any, Array | None, Array], tuple[Any, Array]],
+    evaluate: Callable[[Any, Array | None, Any], tuple[Any, Any]],
     inputs: Any,
     starts: Array | None,
-    state: Array,
+    state: Any,
     *,
     chunk_size: int,
-) -> tuple[Any, Array]:
+) -> tuple[Any, Any]:
     """`evaluate(inputs, starts, state)`, on a TPU in a loop over blocks that passes the state on.
 
     Args:
@@ -36,10 +36,10 @@ def in_blocks(
             computes arrays like `inputs`, and the final state.
         inputs: any tree of arrays by token, `[B, T, n * H, ...]`.
         starts: None or `[B, T]`, true where a segment begins.
-        state: `[B, H, ...]`.
+        state: any tree of arrays `[B, H, ...]`, the first of which is whole; others may have 1 in place of B and H.
         chunk_size: tokens of a chunk. A block has a multiple of them; padding is zero and comes last.
     """
-    (batch, heads), length = state.shape[:2], jax.tree.leaves(inputs)[0].shape[1]
+    (batch, heads), length = jax.tree.leaves(state)[0].shape[:2], jax.tree.leaves(inputs)[0].shape[1]
     if platform() != "tpu" or is_symbolic(batch) or is_symbolic(length):
         return evaluate(inputs, starts, state)
     some_heads = _largest_divisor(heads, _MATRICES)
@@ -62,22 +62,31 @@ def in_blocks(
         x = x.transpose(0, 3, 2, 4, 1, 5, *range(6, x.ndim))
         return x.reshape(batch, blocks * tokens, -1, *x.shape[6:])[:, :length]
 
-    def run(part: Any) -> tuple[Array, Any]:
+    def split_state(x: Array) -> Array:
+        """`[B, H, ...]` to `[parts, rows, some_heads, ...]`."""
+        x = jnp.broadcast_to(x, (batch, heads, *x.shape[2:]))
+        x = x.reshape(parts[0], rows, parts[1], some_heads, *x.shape[2:]).swapaxes(1, 2)
+        return x.reshape(math.prod(parts), *x.shape[2:])
+
+    def join_state(x: Array) -> Array:
+        """The inverse of `split_state`."""
+        x = x.reshape(*parts, *x.shape[1:]).swapaxes(1, 2)
+        return x.reshape(batch, heads, *x.shape[4:])
+
+    def run(part: Any) -> tuple[Any, Any]:
         state, part = part
         return jax.lax.scan(step, state, part)
 
-    def step(state: Array, block: Any) -> tuple[Array, Any]:
+    def step(state: Any, block: Any) -> tuple[Any, Any]:
         inputs, starts = block
         out, state = evaluate(inputs, None if starts is None else starts[..., 0], state)
         return state, out
 
     if starts is not None:
         starts = jnp.broadcast_to(starts[:, :, None], (batch, length, heads))
-    state = state.reshape(parts[0], rows, parts[1], some_heads, *state.shape[2:])
-    state = state.swapaxes(1, 2).reshape(math.prod(parts), rows, some_heads, *state.shape[4:])
-    final, out = jax.lax.map(run, (state, jax.tree.map(split, (inputs, starts))))
-    final = final.reshape(*parts, *final.shape[1:]).swapaxes(1, 2)
-    return jax.tree.map(join, out), final.reshape(batch, heads, *final.shape[4:])
+    tokens_of_parts = jax.tree.map(split, (inputs, starts))
+    final, out = jax.lax.map(run, (jax.tree.map(split_state, state), tokens_of_parts))
+    return jax.tree.map(join, out), jax.tree.map(join_state, final)
 
 
 def _largest_divisor(of: int, limit: int) -> int:

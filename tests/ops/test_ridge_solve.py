@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, settings
 
 from rnnlib import ops
+from rnnlib.ops import chunk_blocks
 from rnnlib.ops.ridge_solve import Solver
 from tests.jaxprs import equations
 from tests.ops.ridge import Call, assert_close, given_cases, reference, relative_error, run
@@ -32,6 +33,17 @@ def test_chunks_are_the_scan(call, values, segments, seed):
     # A constant ridge under 150 equal keys has a condition number of 3000, which multiplies float32's epsilon.
     tolerance = 3000 * np.finfo(np.float32).eps if call == MESA and values == "repeated keys" else 1e-5
     assert_close(run(call, "chunked", arguments), reference(call, arguments), tolerance)
+
+
+@pytest.mark.parametrize(("call", "matrices"), [(GKA, 1), (MESA, 4)], ids=["kalmanet", "mesa"])
+def test_blocks_of_a_tpu_are_the_scan(monkeypatch, call, matrices):
+    """The loop over blocks of chunks, rows and heads that a TPU runs."""
+    monkeypatch.setattr(chunk_blocks, "platform", lambda: "tpu")
+    monkeypatch.setattr(chunk_blocks, "_MATRICES", matrices)
+    call = dataclasses.replace(call, shape=(2, *call.shape[1:]))
+    arguments = call.arguments(jnp.float32, seed=0, values="random", segments="random")
+    assert_close(run(call, "chunked", arguments), reference(call, arguments), 1e-5)
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from jax import Array
 from pallas_kernels.common.vma import batch_alike, vary_alike
 from rnnlib.ops import chunk
 from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
+from rnnlib.ops.chunk_blocks import in_blocks
 from rnnlib.ops.ridge_solve import gram as grams
 from rnnlib.ops.ridge_solve import solvers
 from rnnlib.ops.ridge_solve.inputs import (
@@ -29,7 +30,7 @@ class Chunks(NamedTuple):
     Attributes:
         q: `[N, B, H, C, K]`.
         k: `[N, B, H, C, K]`.
-        ridge: `[H, 1, 1 or K]` or `[1, 1, 1]`.
+        ridge: `[1 or B, 1 or H, 1, 1 or K]`.
         log_decay: `[N, B, H, C]`, or `[1, 1, 1, C]` where there is none; finite.
         initial: `[B, H, K, K]`, symmetric.
     """
@@ -39,6 +40,26 @@ class Chunks(NamedTuple):
     ridge: Array
     log_decay: Array
     initial: Array
+
+
+class _Tokens(NamedTuple):
+    """What blocks of chunks share out, `[B, T, H, ...]`."""
+
+    q: Array
+    k: Array
+    log_decay: Array | None
+
+
+class _State(NamedTuple):
+    """What blocks of chunks pass on.
+
+    Attributes:
+        gram: `[B, H, K, K]`, symmetric.
+        ridge: as it was given, `[1 or B, 1 or H, 1, 1 or K]`.
+    """
+
+    gram: Array
+    ridge: Array
 
 
 class _Prepared(NamedTuple):
@@ -130,9 +151,9 @@ def _backward(options, precision, saved, cotangents):
 
 def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
     """Sums `x` over leading axes that `shape` lacks and over axes of 1 in it."""
-    x = jnp.sum(x, axis=tuple(range(x.ndim - len(shape))))
-    axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
-    return jnp.sum(x, axis=axes, keepdims=True)
+    leading = x.ndim - len(shape)
+    ones = tuple(leading + axis for axis, size in enumerate(shape) if size == 1)
+    return jnp.sum(x, axis=(*range(leading), *ones)).reshape(shape)
 
 
 _with_backward.defvjp(_forward, _backward)
@@ -159,25 +180,32 @@ def ridge_solve_chunked(
     dtype = accumulation_dtype(*inputs, initial_gram)
     batch, length, heads, key_size = inputs.q.shape
     size = chunk.chunk_length(length, chunk_size)
+    precision = matmul_precision(*inputs)
+    run = _unrolled if options.solver.differentiation == "unrolled" else _with_backward
 
     def split(x: Array) -> Array:
         """`[B, T, H, X]` to `[N, B, H, C, X]`."""
-        return chunk.split_chunks(x[..., None, :], size)[:, :, :, 0]
+        return chunk.split_chunks(x[..., None, :].astype(dtype), size)[:, :, :, 0]
+
+    def evaluate(tokens: _Tokens, starts: Array | None, state: _State) -> tuple[Array, _State]:
+        shape = tokens.q.shape[:3]
+        log_decay = None if tokens.log_decay is None else tokens.log_decay.astype(dtype)[..., None, None]
+        log_decay = chunk.finite_log_decay(log_decay, starts)
+        if log_decay is None:
+            log_decay = jnp.zeros((1, 1, 1, size), dtype)
+        else:
+            log_decay = split(jnp.broadcast_to(log_decay[..., 0], (*shape, 1)))[..., 0]
+        chunks = Chunks(split(tokens.q), split(tokens.k), state.ridge, log_decay, state.gram)
+        x, final = run(options, precision, vary_alike(chunks))
+        out = chunk.join_chunks(x[:, :, :, None], shape[1])[:, :, :, 0].astype(inputs.q.dtype)
+        return out, _State(final, state.ridge)
 
     starts = None if segment_ids is None else segment_starts(segment_ids)
-    log_decay = None if inputs.log_decay is None else inputs.log_decay.astype(dtype)[..., None, None]
-    log_decay = chunk.finite_log_decay(log_decay, starts)
-    if log_decay is None:
-        log_decay = jnp.zeros((1, 1, 1, size), dtype)
-    else:
-        log_decay = jnp.broadcast_to(log_decay, (batch, length, heads, 1, 1)).astype(dtype)
-        log_decay = split(log_decay[..., 0])[..., 0]
     if initial_gram is None:
         initial = chunk.zero_state((batch, heads, key_size, key_size), dtype)
     else:
         initial = symmetric(initial_gram.astype(dtype))
-    ridge = inputs.ridge.astype(dtype)[:, None, :]
-    chunks = Chunks(split(inputs.q.astype(dtype)), split(inputs.k.astype(dtype)), ridge, log_decay, initial)
-    evaluate = _unrolled if options.solver.differentiation == "unrolled" else _with_backward
-    x, final = evaluate(options, matmul_precision(*inputs), vary_alike(chunks))
-    return chunk.join_chunks(x[:, :, :, None], length)[:, :, :, 0].astype(inputs.q.dtype), final
+    ridge = inputs.ridge.astype(dtype)[None, :, None, :]
+    arguments = _Tokens(inputs.q, inputs.k, inputs.log_decay), starts, _State(initial, ridge)
+    out, final = in_blocks(evaluate, *vary_alike(arguments), chunk_size=size)
+    return out, final.gram
