@@ -45,6 +45,7 @@ GROUPS = {
         "notebooks/your_own_mixer.md",
         "devices.md",
         "scale.md",
+        "tpu.md",
         "notebooks/pretrained.md",
         "notebooks/eigenvalues.md",
         "notebooks/preconditioner_distributions.md",
