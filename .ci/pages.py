@@ -51,7 +51,7 @@ GROUPS = {
         "notebooks/preconditioner_distributions.md",
         "notebooks/ridge_solvers.md",
     ],
-    "Reference": ["equations.md", "numerics.md", "kernels.md"],
+    "Reference": ["equations.md", "numerics.md", "kernels.md", "triton.md"],
     "Studies": ["studies/README.md"],
     "Project": ["contributing.md", "changelog.md", "security.md", "citing.md"],
 }

@@ -36,6 +36,7 @@ class KernelConfig:
         inner: width of the blocks that the kernel loops over, where it does.
         is_lean: whether a loop keeps one buffer less of the tiles that only products read (see `load_tile`).
         mosaic: how the stage's kernel in Mosaic GPU is compiled, which then runs in place of Triton's; None for Triton.
+        uses_mma: whether the stage's kernel by `mma.sync`, for cards without wgmma, runs in place of Triton's.
     """
 
     num_warps: int = 4
@@ -44,6 +45,7 @@ class KernelConfig:
     inner: int = 64
     is_lean: bool = False
     mosaic: MosaicConfig | None = None
+    uses_mma: bool = False
 
     def with_stages(self, most: int) -> "KernelConfig":
         """The same with at most so many stages."""

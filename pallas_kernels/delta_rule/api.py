@@ -69,6 +69,15 @@ def mosaic_unsupported_reason(q: Array, k: Array, v: Array, *, sizes: tuple[int,
     return None
 
 
+def _mma_reason(inputs: Inputs) -> str | None:
+    """Why a call that Triton serves can't have its forward by `mma.sync`."""
+    try:
+        from pallas_kernels.delta_rule.mosaic_mma.stages import unsupported_reason as reason
+    except ImportError as error:
+        return f"this jax: {error}"
+    return reason(inputs)
+
+
 def gated_delta_rule(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -117,22 +126,26 @@ def gated_delta_rule(
         config: how the call is cut into programs; None takes the device's tuned one.
         backend: `"mosaic"` runs most stages as Mosaic GPU kernels, where it has no `unsupported_reason`: nearly the
             same roundings in less time. Tied gates then count as 2^-32 where they are smaller, but for gradients that
-            are exactly 0 where a gate is. Read where `config` is None.
+            are exactly 0 where a gate is. `"mosaic_mma"` runs the forward by kernels that need no Triton and no wgmma
+            (`pallas_kernels.delta_rule.mosaic_mma`); no card has timed them. Read where `config` is None.
 
     Returns:
         The output in `v`'s dtype and the final state in float32.
 
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
-        ValueError: `backend` is neither, or `tied_gates` comes with `write` or without a gate of one number a token.
+        ValueError: `backend` is none of these, or `tied_gates` comes with `write` or without a gate of one number a
+            token.
     """
     if tied_gates and (write is not None or erase is None or erase.ndim != 3):
         raise ValueError("gated_delta_rule: tied_gates is True, expected erase [B, T, HV] and no write")
-    if backend not in ("triton", "mosaic"):
-        raise ValueError(f"gated_delta_rule: backend is {backend!r}, expected 'triton' or 'mosaic'")
-    needed = backend if config is None else "triton"
+    if backend not in ("triton", "mosaic", "mosaic_mma"):
+        raise ValueError(f"gated_delta_rule: backend is {backend!r}, expected 'triton', 'mosaic' or 'mosaic_mma'")
+    needed = "mosaic" if config is None and backend == "mosaic" else "triton"
     refuse_unsupported("gated_delta_rule", q, k, v, erase, log_decay, chunk_size=chunk_size, backend=needed)
     inputs = make_inputs(q, k, v, write_key, erase, write, log_decay, initial_state, segment_ids)
+    if backend == "mosaic_mma" and (why := _mma_reason(inputs)) is not None:
+        raise NotImplementedError(f"gated_delta_rule: the kernels by mma do not support {why}")
     options, inputs = call_options(inputs, scale=scale, config=config, tied_gates=tied_gates, backend=backend)
     if q.shape[1] == 1:
         out, state = one_token(chunked_pass, options, inputs)

@@ -154,6 +154,12 @@ def mosaic_config(
     )
 
 
+def mma_config(config: DeltaRuleConfig) -> DeltaRuleConfig:
+    """The same schedule with the forward by `mma.sync`, in one segment: maps of segments are Triton's alone."""
+    stages = {name: dataclasses.replace(getattr(config, name), uses_mma=True) for name in ("prepare", "output")}
+    return dataclasses.replace(config, num_splits=1, **stages)
+
+
 def splits(key_size: int) -> bool:
     """Whether sequences are split into segments where heads are few.
 

@@ -1,4 +1,4 @@
-"""Stages that exist in two backends, each by the one that its launch asks for: Triton, or Mosaic GPU on Hopper."""
+"""Stages that exist in several backends, each by the one that its launch asks for: Triton or Mosaic GPU."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,6 +45,10 @@ def choose_stages(config: DeltaRuleConfig) -> Stages:
     in_triton = Stages(*forward, states_pass, reverse_offsets, reverse_pass, _argument_gradients)
     pass_over = config.maps, config.output, config.states, config.offsets, config.reverse
     configs = config.prepare, *pass_over, config.gradients
+    if config.output.uses_mma:
+        from pallas_kernels.delta_rule.mosaic_mma import stages as mma
+
+        return in_triton._replace(prepare=mma.prepare, output_pass=mma.output_pass)
     if all(kernel.mosaic is None for kernel in configs):
         return in_triton
     # Imported where it runs: a jax without Mosaic GPU still has all that Triton serves.

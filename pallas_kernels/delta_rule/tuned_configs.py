@@ -16,6 +16,7 @@ from pallas_kernels.delta_rule.config import (
     choose_num_splits,
     choose_sum_num_splits,
     default_config,
+    mma_config,
     mosaic_config,
     splits,
     with_num_splits,
@@ -59,8 +60,10 @@ def choose_config(inputs: Inputs, online: bool, backend: str = "triton") -> Delt
     Args:
         inputs: arguments, without a write gate where the erase gate is that too.
         online: whether the call is a delta rule.
-        backend: `"mosaic"` for most stages in Mosaic GPU.
+        backend: `"mosaic"` for most stages in Mosaic GPU, `"mosaic_mma"` for a forward that needs no Hopper card.
     """
+    if backend == "mosaic_mma":
+        return mma_config(choose_config(inputs, online))
     batch, length, value_heads, value_size = inputs.v.shape
     facts = {
         "has_write_key": inputs.write_key is not None,

@@ -1,12 +1,18 @@
-"""What JAX's interpreter of Mosaic GPU kernels lacks for products whose left operand is in registers; for tests alone.
+"""What JAX's interpreter of Mosaic GPU kernels lacks for products of values and for copies by threads; for tests alone.
 
 The interpreter (jax 0.11) runs copies, barriers, loops and warpgroups, multiplies matrices in shared memory, and finds
-races. It has no product of a value with a matrix in shared memory, no accumulator that begins with a value, and no copy
-that adds to what is there. `install` adds them, and leaves out copies that took half of the interpreter's time. All of
-it leans on private names of jax: a new version of jax may ask for changes here, and nowhere else.
+races. It has no product of a value with a matrix in shared memory, no accumulator that begins with a value, no copy
+that adds to what is there, no product of two values (`mma`) and no copy by threads (`cp.async`). `install` adds them,
+and leaves out copies that took half of the interpreter's time. All of it leans on private names of jax: a new version
+of jax may ask for changes here, and nowhere else.
+
+A copy by threads is done as late as can be: when its thread waits for it. What is read before is what was there before,
+and what is overwritten in global memory meanwhile is copied as it is then.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -65,6 +71,32 @@ def _store_callback(*, token, mesh_location, thread, acc, value, source_info):
     return token
 
 
+_begun: dict[Any, list[Callable[[], None]]] = {}
+"""Copies by threads that a warpgroup has begun and not awaited, in their order, by warpgroup."""
+
+
+def _copy_by_threads_callback(*, token, mesh_location, thread, source, source_at, target, target_at, source_info):
+    def copy():
+        content, _ = _buffer(source, source_at, thread, mesh_location, source_info)
+        _buffer(target, target_at, thread, mesh_location, source_info)[1](np.array(content), thread)
+
+    _begun.setdefault(_place(thread), []).append(copy)
+    return token
+
+
+def _wait_callback(*, token, mesh_location, thread, running, source_info):
+    copies = _begun.setdefault(_place(thread), [])
+    ended = max(len(copies) - int(running), 0)
+    for copy in copies[:ended]:
+        copy()
+    del copies[:ended]
+    return token
+
+
+def _place(thread) -> str:
+    return str(thread)
+
+
 def _io(self, function, token, eqn, result=TOKEN, **arguments):
     bound = functools.partial(function, source_info=eqn.source_info)
     return callback.io_callback(
@@ -79,6 +111,25 @@ def _product(self, eqn, token, invals):
     b, b_transforms = jaxpr_interpret.resolve_ref(eqn.invars[2].aval, b, b_transforms)
     operands = dict(acc=acc, acc_transforms=acc_transforms, a=a, b=b, b_transforms=b_transforms)
     return _io(self, _product_callback, token, eqn, **operands), []
+
+
+def _mma(self, eqn, token, invals):
+    total, left, right = invals
+    return token, [total + jax.numpy.matmul(left.astype(total.dtype), right.astype(total.dtype))]
+
+
+def _copy_by_threads(self, eqn, token, invals):
+    source, target, *leaves = invals
+    trees = jax.tree_util.treedef_tuple((eqn.params["src_transforms_treedef"], eqn.params["dst_transforms_treedef"]))
+    source_at, target_at = jax.tree.unflatten(trees, leaves)
+    source, source_at = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, source, source_at)
+    target, target_at = jaxpr_interpret.resolve_ref(eqn.invars[1].aval, target, target_at)
+    places = dict(source=source, source_at=source_at, target=target, target_at=target_at)
+    return _io(self, _copy_by_threads_callback, token, eqn, **places), []
+
+
+def _wait(self, eqn, token, invals):
+    return _io(self, _wait_callback, token, eqn, running=eqn.params["n"]), []
 
 
 def _store(self, eqn, token, invals):
@@ -150,6 +201,12 @@ def install() -> None:
                 return _store
             if eqn.primitive is gpu_primitives.wgmma_ref_p and not isinstance(eqn.invars[1].aval, state.AbstractRef):
                 return _product
+            if eqn.primitive is gpu_primitives.mma_p:
+                return _mma
+            if eqn.primitive is gpu_primitives.copy_gmem_to_smem_p and not eqn.params["has_barrier"]:
+                return _copy_by_threads
+            if eqn.primitive is gpu_primitives.wait_gmem_to_smem_p:
+                return _wait
             return None
 
         if not any(special(eqn) for eqn in jaxpr.eqns):

@@ -18,7 +18,7 @@ from experiments.kernel_benchmarks.offline.compiling import (
     read_mosaic_report,
     read_report,
 )
-from experiments.kernel_benchmarks.offline.report import card_table, objections, short_card_table
+from experiments.kernel_benchmarks.offline.report import card_table, forward_table, objections, short_card_table
 from pallas_kernels import operators
 from pallas_kernels.common.triton.backend import shared_memory
 from pallas_kernels.delta_rule.config import DeltaRuleConfig, default_config
@@ -116,6 +116,7 @@ def test_what_was_compiled_for_all_cards_is_as_it_should_be():
         assert MOST_USED <= found <= set(cases(card, every=True)), "compile the cases again"
     assert card_table(results) in (ROOT / "docs" / "kernels.md").read_text()
     assert short_card_table(results) in (ROOT / "README.md").read_text()
+    assert forward_table(results) in (ROOT / "docs" / "triton.md").read_text()
 
 
 def test_reports_are_read():

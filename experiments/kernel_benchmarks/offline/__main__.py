@@ -20,13 +20,24 @@ from typing import Any
 from experiments.kernel_benchmarks.offline.cards import CARDS
 from experiments.kernel_benchmarks.offline.cases import cases
 from experiments.kernel_benchmarks.offline.compiling import Kernel, Refusal, compile_cases, missing_packages
-from experiments.kernel_benchmarks.offline.report import card_table, markdown, objections, short_card_table, with_table
+from experiments.kernel_benchmarks.offline.report import (
+    card_table,
+    forward_table,
+    markdown,
+    objections,
+    short_card_table,
+    with_table,
+)
 from experiments.kernel_benchmarks.records import commit, write_results
 from experiments.kernel_benchmarks.run import versions
 
 ROOT = pathlib.Path(__file__).parents[3]
 RESULTS = ROOT / "experiments" / "kernel_benchmarks" / "results"
-PAGES = {ROOT / "docs" / "kernels.md": card_table, ROOT / "README.md": short_card_table}
+PAGES = {
+    ROOT / "docs" / "kernels.md": card_table,
+    ROOT / "README.md": short_card_table,
+    ROOT / "docs" / "triton.md": forward_table,
+}
 """Pages that have a table of cards, and which one."""
 TOGETHER = 12
 """Calls that one process compiles."""

@@ -37,8 +37,13 @@ class Card:
 
     @property
     def is_hopper(self) -> bool:
-        """Whether Mosaic GPU kernels run there."""
+        """Whether the Mosaic GPU kernels with wgmma run there."""
         return self.capability == (9, 0)
+
+    @property
+    def takes_mma(self) -> bool:
+        """Whether those by `mma.sync` are compiled for it: for all but Blackwell cards of data centres."""
+        return self.capability[0] != 10
 
     def devices(self, count: int = 1, *, memory: int = 24 * KIB**3) -> list[Any]:
         """Devices that are such cards, to compile for.
@@ -65,7 +70,14 @@ class Card:
         import numpy as np
         from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-        device = AbstractDevice(device_kind=self.kind, num_cores=None, platform="gpu")
+        @dataclass(frozen=True)
+        class Described(AbstractDevice):
+            """Says for which card Mosaic GPU kernels are lowered: without it, for a Hopper card."""
+
+            compute_capability: str
+
+        capability = ".".join(str(number) for number in self.capability)
+        device = Described(device_kind=self.kind, num_cores=None, platform="gpu", compute_capability=capability)
         mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
         return NamedSharding(Mesh(np.array(self.devices()), ("x",)), PartitionSpec()), mesh
 
@@ -79,7 +91,7 @@ class Card:
             memory: bytes that the card has.
         """
         major, minor = self.capability
-        special = " feature_extension: ACCELERATED_FEATURES" if major in (9, 10) else ""  # sm_90a: with wgmma
+        special = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""  # sm_90a: with wgmma
         return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {self.threads}

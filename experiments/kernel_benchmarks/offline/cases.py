@@ -1,5 +1,6 @@
 """Calls whose kernels are compiled: every kernel of every operator, with the launches that the package chooses."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -87,7 +88,7 @@ def delta_rule(
         grouped: whether two value heads share a key head.
         one: whether a single token is decoded, which has no gradient.
         one_gate: whether the erase gate is the write gate, too.
-        backend: `"mosaic"` for the delta rule with stages in Mosaic GPU.
+        backend: `"mosaic"` for the delta rule with stages in Mosaic GPU, `"mosaic_mma"` with those for other cards.
     """
     solve, decay, sizes, dtype = variant.split("-")
     key_size, value_size = (int(x) for x in sizes.split("x"))
@@ -190,6 +191,16 @@ def mosaic() -> list[Case]:
         *(attention_backward(*case) for case in ((16, 16, None), (16, 4, None), (16, 16, 1000))),
         ring_attention(256, 640, 16),
         *(waiting(decay, "mosaic") for decay in ("scalar", "channel")),
+    ]
+
+
+def forwards() -> list[Case]:
+    """The delta rule's forward in one segment, by Triton and by the kernels that stand in where Triton goes."""
+    variants = [f"delta-{kind}-bfloat16" for kind in ("scalar-128x128", "none-128x128", "scalar-64x64")]
+    return [
+        dataclasses.replace(delta_rule(variant, MANY, "forward", backend=backend), differentiated=False)
+        for variant in variants
+        for backend in ("triton", "mosaic_mma")
     ]
 
 
@@ -437,6 +448,7 @@ USUAL = (
     r"^(preconditioner|short convolution|thin products|rms norm|softplus decay|log sum exp|waiting writes)",
     r"^(token attention|attention gradients)",
     r" mosaic$",
+    r" forward( mosaic_mma)?$",
 )
 """Patterns of the cases in bfloat16 that models take, a third of all."""
 
@@ -451,6 +463,7 @@ def cases(card: str, *, every: bool = False) -> dict[str, Case]:
     target = CARDS[card]
     found = [*(tuned() if load_table(target.kind) is not None else []), *defaults()]
     found += mosaic() if target.is_hopper else []
+    found += forwards() if target.takes_mma else []
     found += [*ridge_solves(), *preconditioners(), *convolutions(), *rows(), *decoding()]
     by_name = {case.name: case for case in found}
     return {name: case for name, case in by_name.items() if every or any(re.search(x, name) for x in USUAL)}

@@ -10,6 +10,7 @@ READOUT = "one warp holds all channels of its tokens; `GramSchedule` was chosen 
 OPERANDS = "three sums, a factor and a product's left operand of a chunk in registers at once; no wgmma waits"
 GATES = "gates by channel in float32, with launches that were chosen without them"
 COPIES = "places in arrays, stored before the loops, read mostly by the warpgroup that copies; no wgmma waits"
+MMA = "state, residuals and output of 64 rows in one warpgroup, all in registers; for cards without wgmma, untimed"
 
 KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("", "delta_prepare", 136, TUNED),
@@ -29,6 +30,7 @@ KNOWN: tuple[tuple[str, str, int, str], ...] = (
     ("channel gates", "delta_prepare", 224, GATES),
     ("channel gates", "delta_prepare_extreme", 1028, GATES),
     ("channel gates", "delta_gradients_extreme", 800, GATES),
+    ("forward mosaic_mma", "delta_mma_output_mosaic", 44, MMA),
     ("256x256", "delta_prepare", 580, WIDE),
     ("256x256", "delta_prepare_extreme", 1696, EXTREME),
     ("256x256", "delta_output", 392, WIDE),

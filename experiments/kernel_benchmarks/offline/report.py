@@ -71,6 +71,34 @@ def short_card_table(results: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
+def forward_table(results: Record) -> str:
+    """The delta rule's forward by Triton and by `mma.sync`: registers, bytes spilled, and KiB of shared memory."""
+    lines = [
+        "| card | decay, channels | first stage: Triton | by mma | pass over chunks: Triton | by mma |",
+        "|---|---|---|---|---|---|",
+    ]
+    found = {(record["card"], record["case"]): record for record in results["records"]}
+    for card in CARDS:
+        for case in (case for of, case in found if of == card and case.endswith(" forward")):
+            ours = f"{case} mosaic_mma"
+            if (card, ours) not in found:
+                continue
+            _, decay, sizes, _ = case.split(" ")[0].split("-")
+            cells = [
+                _numbers(found[card, name]["kernels"][f"delta_{kernel}"])
+                for triton, mma in (("prepare", "mma_factors_mosaic"), ("output", "mma_output_mosaic"))
+                for name, kernel in ((case, triton), (ours, mma))
+            ]
+            decay = "no" if decay == "none" else decay
+            lines.append(f"| {card} | {decay}, {sizes.partition('x')[0]} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _numbers(kernel: list[Any]) -> str:
+    registers, spills, memory, _ = kernel
+    return f"{registers}, {spills}, {memory / 1024:.0f}"
+
+
 def with_table(page: str, table: str) -> str:
     """The text of a page with its table of cards replaced."""
     return page[: page.index(_BEGIN) + len(_BEGIN)] + table + page[page.index(_END) :]
