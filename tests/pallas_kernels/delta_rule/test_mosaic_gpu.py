@@ -451,7 +451,7 @@ def test_other_devices_and_backends_are_refused():
     x = {name: jnp.zeros(a.shape, a.dtype) for name, a in arguments("scalar", False, jnp.bfloat16, length=64).items()}
     with pytest.raises(NotImplementedError, match="Hopper"):
         loss(x, "mosaic")
-    with pytest.raises(ValueError, match="backend is 'cutlass', expected 'triton' or 'mosaic'"):
+    with pytest.raises(ValueError, match="backend is 'cutlass', expected 'triton', 'mosaic' or 'mosaic_mma'"):
         gated_delta_rule(x["q"], x["k"], x["v"], backend="cutlass")
 
 
