@@ -42,7 +42,7 @@ class LoraConfig:
     rank_stabilized: bool = False
     """The scale is alpha / sqrt(rank) (arXiv 2312.03732)."""
     base: str | None = None
-    """The model that is adapted, by the name that a published adapter gives it; left out, that of --init."""
+    """Name of the adapted model in a published adapter; left out, that of the model that training began with."""
 
     def __post_init__(self):
         """Checks every value."""
