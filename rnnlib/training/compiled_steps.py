@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rnnlib.models import DecoderLM, abstract_model
-from rnnlib.training.adaptation import make_adaptation
+from rnnlib.training.adaptation import Adaptation, make_adaptation
 from rnnlib.training.auto_remat import RematChoice, choose_remat
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.distributed import broadcast_from_primary
@@ -32,7 +32,6 @@ from rnnlib.training.step import (
     make_train_step,
     put_state,
     split_for_mesh,
-    split_model,
     state_shardings,
 )
 
@@ -65,15 +64,15 @@ class CompiledSteps:
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         # Shapes alone: a model that does not fit its own sizes fails here, and in seconds.
         model = self.abstract_model()
-        parameters = split_model(model)[1]
-        self.adaptation = make_adaptation(config.freeze, config.lora, parameters, seed=config.seed)
         self.mesh: Mesh | None = None
+        self.adaptation = self._adaptation(model)
         self.template: TrainState = jax.eval_shape(self._new_state)
         self._initial = initial
         if initial is not None:
             _check_same_arrays(model, initial)
         self.mesh = self._fitting_mesh()
         if tp_size(self.mesh) > 1:  # parameters then say how they are shared out
+            self.adaptation = self._adaptation(model)
             self.template = jax.eval_shape(self._new_state)
         check_batch_size(config.data.batch_size, config.accumulation_steps, self.mesh)
         check_length(config.data.sequence_length, self.mesh)
@@ -166,6 +165,10 @@ class CompiledSteps:
             device_bytes=device_bytes(),
         )
         return make_mesh(config=sizes)
+
+    def _adaptation(self, model: DecoderLM) -> Adaptation | None:
+        config, parameters = self.config, split_for_mesh(model, self.mesh)[1]
+        return make_adaptation(config.freeze, config.lora, parameters, seed=config.seed)
 
     def _new_model(self) -> DecoderLM:
         return DecoderLM(self.config.model, rngs=nnx.Rngs(self.config.seed))

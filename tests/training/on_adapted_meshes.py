@@ -11,7 +11,7 @@ from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.training import MeshConfig, init_train_state, make_mesh, make_train_step, put_batch, put_state
 from rnnlib.training.adaptation import LoraConfig, make_adaptation
 from rnnlib.training.checkpoint import to_host
-from rnnlib.training.step import split_model
+from rnnlib.training.step import split_for_mesh
 
 CONFIG = ModelConfig(64, width=16, num_layers=1, num_heads=2, mixers=("gated_deltanet",), mlp_width=24)
 RANDOM = np.random.default_rng(0)
@@ -28,7 +28,7 @@ def trained(sizes: MeshConfig | None, freeze: tuple[str, ...], lora: LoraConfig)
     """What is trained, after three steps in two parts each."""
     mesh = None if sizes is None else make_mesh(config=sizes)
     model = DecoderLM(CONFIG, rngs=nnx.Rngs(0))
-    adaptation = make_adaptation(freeze, lora, split_model(model)[1])
+    adaptation = make_adaptation(freeze, lora, split_for_mesh(model, mesh)[1])
     optimizer = optax.chain(optax.trace(0.9), optax.scale(-0.5))
     graph, state = init_train_state(model, optimizer, mesh, adaptation)
     state = put_state(state, mesh)
