@@ -40,6 +40,7 @@ GROUPS = {
         "training.md",
         "decoding.md",
         "evaluation.md",
+        "published.md",
         "hub.md",
         "mixers.md",
         "notebooks/your_own_mixer.md",

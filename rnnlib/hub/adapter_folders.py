@@ -10,7 +10,7 @@ import numpy as np
 
 from rnnlib.hub.adapters import ADAPTER, ADAPTER_CONFIG, FACTOR_PREFIX
 from rnnlib.hub.families import family_of
-from rnnlib.hub.files import WeightFiles, replace_folder, write_arrays
+from rnnlib.hub.files import WeightFiles, replace_folder, write_file
 from rnnlib.hub.keys import read_json, write_json
 from rnnlib.hub.pretrained import CONFIG, family_for
 from rnnlib.hub.table import SAVED, match_rows
@@ -102,7 +102,7 @@ def save_adapter(
     }
 
     def write(staged: pathlib.Path) -> None:
-        write_arrays(staged, dict.fromkeys(arrays, ADAPTER), lambda _: arrays, index=staged / "none")
+        write_file(staged / ADAPTER, arrays)
         write_json(staged / ADAPTER_CONFIG, settings)
 
     replace_folder(pathlib.Path(folder), write)

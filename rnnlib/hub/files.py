@@ -127,6 +127,15 @@ def shard_names(sizes: Mapping[str, int]) -> dict[str, str]:
     return {name: file for file, names in zip(files, groups) for name in names}
 
 
+def write_file(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays into one file."""
+    contiguous = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
+    try:
+        safetensors.numpy.save_file(contiguous, path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:  # a full disk, among others
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
 def write_arrays(
     folder: pathlib.Path,
     shards: Mapping[str, str],
@@ -146,11 +155,7 @@ def write_arrays(
     for file in sorted(set(shards.values())):
         arrays = dict(arrays_of([name for name, shard in shards.items() if shard == file]))
         total += sum(array.nbytes for array in arrays.values())
-        contiguous = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
-        try:
-            safetensors.numpy.save_file(contiguous, folder / file, metadata={"format": "pt"})
-        except safetensors.SafetensorError as error:  # a full disk, among others
-            raise OSError(f"{folder / file} cannot be written: {error}") from error
+        write_file(folder / file, arrays)
     if index is not None and index.exists():
         shutil.copyfile(index, folder / INDEX)
     elif set(shards.values()) != {SINGLE}:
