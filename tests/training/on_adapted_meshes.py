@@ -8,6 +8,7 @@ import optax
 from flax import nnx
 
 from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.models.variables import separate_columns
 from rnnlib.training import MeshConfig, init_train_state, make_mesh, make_train_step, put_batch, put_state
 from rnnlib.training.adaptation import LoraConfig, make_adaptation
 from rnnlib.training.checkpoint import to_host
@@ -35,7 +36,7 @@ def trained(sizes: MeshConfig | None, freeze: tuple[str, ...], lora: LoraConfig)
     step = make_train_step(graph, optimizer, lambda _: 0.5, np.ones(64, np.int32), mesh, adaptation=adaptation)
     for _ in range(3):
         state, _ = step(state, put_batch(BATCH, mesh, 2))
-    return to_host(state.parameters)
+    return to_host(separate_columns(state.parameters))  # a mesh may store them apart
 
 
 if __name__ == "__main__":
