@@ -290,7 +290,8 @@ class Lora(Adaptation):
             }
         if not chosen:
             raise ValueError(f"lora.rank is {config.rank}, expected less than a side of some matrix of the blocks")
-        self.targets = {name: matrices[name] for name in matrices if name in chosen}
+        # In an order, and so with random factors, that does not depend on how columns are stored.
+        self.targets = {name: matrices[name] for name in sorted(chosen)}
         self.changed = frozenset(part.variable for part in self.targets.values())
 
     @staticmethod
