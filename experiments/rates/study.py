@@ -3,13 +3,16 @@
 import dataclasses
 from typing import Any, Literal
 
-from experiments.harness.study import pick
+from experiments.harness.study import Mixer, pick
 from experiments.language_modelling.study import LanguageStudy
 from experiments.language_modelling.study import study as language_study
+from rnnlib.layers import ConvolutionConfig
 
 RatesSetting = Literal["small", "real"]
 SETTINGS: tuple[RatesSetting, ...] = ("small", "real")
 LABELS = ("Transformer++", "DeltaNet", "Gated DeltaNet", "KLA", "KDA", "PGDN", "Gated DeltaNet-2")
+# What recurrences with a convolution are to be compared with.
+ATTENTION = Mixer.of("Transformer++, convolution", "attention", convolution=ConvolutionConfig())
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 
 
@@ -20,5 +23,10 @@ def study(setting: RatesSetting) -> LanguageStudy:
     shared["name"] = "rates"
     if setting == "small":
         return LanguageStudy(**shared)
-    shared |= {"mixers": pick(base.mixers, LABELS), "learning_rates": RATES, "seeds": (0, 1), "seconds": 120.0}
+    shared |= {
+        "mixers": (*pick(base.mixers, LABELS), ATTENTION),
+        "learning_rates": RATES,
+        "seeds": (0, 1),
+        "seconds": 120.0,
+    }
     return LanguageStudy(**shared)

@@ -15,8 +15,9 @@ from rnnlib import ops
 from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
 from rnnlib.layers.attention_cache import AttentionCache, check_call_length, empty_ring, extend_ring
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
+from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.initializers import Initializer
-from rnnlib.layers.input_projection import InputProjection
+from rnnlib.layers.input_projection import InputProjection, ProjectedInput
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids
@@ -47,6 +48,8 @@ class AttentionConfig(MixerConfig):
         gate_bias: whether the output gate's projection has a bias; None is as `use_bias`.
         forget_gate: weights decay with the distance, by `sigmoid(W x + b)` of each query head at each token in between
             (Forgetting Transformer, Lin et al., 2025, arXiv 2503.02130).
+        convolution: short convolutions of queries, keys and values, before norm and rotation, as the recurrent mixers
+            have them; None is none.
         use_bias: the projections of queries, keys and values have biases.
         output_bias: the output's projection has a bias.
         initializer: of the projections.
@@ -65,6 +68,7 @@ class AttentionConfig(MixerConfig):
     output_gate: bool = False
     forget_gate: bool = False
     gate_bias: bool | None = None
+    convolution: ConvolutionConfig | None = None
     use_bias: bool = False
     output_bias: bool = False
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
@@ -132,9 +136,42 @@ class Attention(nnx.Module):
         if config.forget_gate:
             maps["forget_gate"] = shape.project(shape.value_heads, use_bias=True, rngs=rngs)
         self.input_projection = InputProjection(shape, maps)
+        heads = {"query": shape.value_heads, "key": shape.key_heads, "value": shape.key_heads}
+        self.query_convolution, self.key_convolution, self.value_convolution = (
+            self._convolution(name, count * size, rngs) for name, count in heads.items()
+        )
         self.rotary = None if config.rope_base is None else Rotary(config.rope_base, config.rope_channels)
         self.query_norm = self._norm(shape.value_heads, shape.shares)
         self.key_norm = self._norm(shape.key_heads, shape.shares_of_keys)
+
+    def _convolution(self, name: str, channels: int, rngs: nnx.Rngs) -> ShortConvolution | None:
+        """The convolution of queries, keys or values."""
+        config = self.config.convolution
+        if config is None or not getattr(config, name):
+            return None
+        return ShortConvolution(channels, config, self.shape, scale=getattr(config, f"{name}_scale"), rngs=rngs)
+
+    def _filtered(
+        self, inputs: ProjectedInput, tails: Mapping[str, Array], segment_ids: Array | None
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Queries, keys and values behind their convolutions, and the inputs that the next call's continue from."""
+        found = {name: inputs[name] for name in ("query", "key", "value")}
+        after = {}
+        config = self.config.convolution
+        activation: Literal["silu"] | None = "silu" if config is not None and config.activation == "silu" else None
+        for name, convolution in self._convolutions().items():
+            tail = tails.get(name)
+            found[name], after[name] = convolution(
+                inputs[name], segment_ids=segment_ids, state=tail, activation=activation
+            )
+            if tail is not None:  # a cache keeps its dtype
+                after[name] = after[name].astype(tail.dtype)
+        return found, after
+
+    def _convolutions(self) -> dict[str, ShortConvolution]:
+        """The convolutions that there are, by the name of what they filter."""
+        named = {"query": self.query_convolution, "key": self.key_convolution, "value": self.value_convolution}
+        return {name: one for name, one in named.items() if one is not None}
 
     def _norm(self, heads: int, shares: int) -> RMSNorm | None:
         """The norm of queries or keys with `heads` heads on this device, out of `shares` devices."""
@@ -205,9 +242,10 @@ class Attention(nnx.Module):
             capacity = cache.key.shape[1] if isinstance(cache, AttentionCache) else 1
             check_cache("Attention", cache, jax.eval_shape(lambda: self.init_cache(batch, capacity)))
         inputs = self.input_projection(x)
-        query = self._heads(inputs["query"], self.query_norm)
-        key = self._heads(inputs["key"], self.key_norm)
-        value = self._heads(inputs["value"])
+        streams, tails = self._filtered(inputs, {} if cache is None else cache.tails, segment_ids)
+        query = self._heads(streams["query"], self.query_norm)
+        key = self._heads(streams["key"], self.key_norm)
+        value = self._heads(streams["value"])
         if self.config.scale is not None:  # the operators multiply by K**-0.5
             query = query * (self.config.scale * self.shape.key_size**0.5)
         log_decay = None
@@ -247,7 +285,7 @@ class Attention(nnx.Module):
                 cache = cache._replace(decay=cache.decay - sums[:, -1:])
             else:
                 out, cache = extend_ring(cache, query, {"key": key, "value": value}, self._attend, segment_ids)
-            cache = cache._replace(position=positions[:, -1] + 1)
+            cache = cache._replace(position=positions[:, -1] + 1, tails=tails)
         out = out.reshape(batch, length, -1)
         if self.config.output_gate:
             out = out * jax.nn.sigmoid(inputs["output_gate"].astype(self.shape.gate_dtype)).astype(out.dtype)
@@ -284,4 +322,5 @@ class Attention(nnx.Module):
         decay = None
         if self.config.forget_gate:
             decay = jnp.zeros((batch_size, capacity, self.shape.value_heads), self.shape.gate_dtype)
-        return AttentionCache(keys, jnp.zeros_like(keys), **empty_ring(batch_size, capacity), decay=decay)
+        tails = {name: one.init_state(batch_size, dtype) for name, one in self._convolutions().items()}
+        return AttentionCache(keys, jnp.zeros_like(keys), **empty_ring(batch_size, capacity), tails=tails, decay=decay)

@@ -29,6 +29,8 @@ class AttentionCache(NamedTuple):
             while the others continue.
         current: `[B]` int32, the number of segment changes so far.
         position: `[B]` int32, the next token's rotary position.
+        tails: the last inputs `[B, size - 1, H * K]` of the convolutions of queries, keys and values, by these names;
+            without convolutions an empty dictionary.
         decay: `[B, capacity, H]` float32, less the sum of the log decays since the token in each slot, of attention
             with forget gates; else None.
     """
@@ -39,6 +41,7 @@ class AttentionCache(NamedTuple):
     length: Array
     current: Array
     position: Array
+    tails: Mapping[str, Array]
     decay: Array | None = None
 
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from rnnlib import ops
-from rnnlib.layers import AttentionConfig, LatentAttentionConfig, attention_cache
+from rnnlib.layers import AttentionConfig, ConvolutionConfig, LatentAttentionConfig, attention_cache
 from rnnlib.ops import forgetting_attention
 from tests.selection import mostly_slow
 
@@ -90,6 +90,32 @@ def test_long_calls_are_read_in_blocks(window, monkeypatch):
     first, cache = compiled(module)(x[:, :13], ids[:, :13], module.init_cache(2, 14))
     last, _ = compiled(module)(x[:, 13:], None, cache)
     assert relative_error(np.concatenate([first, last], axis=1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("window", mostly_slow([None, 3], [3]))
+def test_short_convolutions_go_on_over_calls_and_stop_at_documents(window):
+    module = build(window=window, convolution=ConvolutionConfig(size=3, activation="silu", value=False))
+    assert module.value_convolution is None
+    x, ids = inputs(2, 9), jnp.asarray([[0] * 4 + [1] * 5] * 2)
+    expected, _ = compiled(module)(x, ids)
+    cache, pieces = module.init_cache(2, 9, jnp.bfloat16), []
+    assert {name: (tail.shape, tail.dtype) for name, tail in cache.tails.items()} == dict.fromkeys(
+        ("query", "key"), ((2, 2, WIDTH), jnp.bfloat16)
+    )
+    for start, end in ((0, 5), (5, 6), (6, 9)):
+        y, cache = compiled(module)(x[:, start:end], ids[:, start:end], cache)
+        pieces.append(y)
+    assert relative_error(np.concatenate(pieces, axis=1), expected) < 2e-2 and cache.tails["key"].dtype == jnp.bfloat16
+    for part in (slice(0, 4), slice(4, 9)):  # each document alone
+        alone, _ = compiled(module)(x[:, part])
+        assert relative_error(alone, expected[:, part]) < 1e-5
+    # A filter that passes its own token alone is none.
+    plain, same = build(window=window), build(window=window, convolution=ConvolutionConfig(size=3))
+    assert same.query_convolution is not None
+    for convolution in (same.query_convolution, same.key_convolution, same.value_convolution):
+        convolution.kernel[...] = jnp.zeros_like(convolution.kernel[...]).at[-1].set(1)
+    nnx.update(same, nnx.state(plain))
+    assert relative_error(compiled(same)(x)[0], compiled(plain)(x)[0]) < 1e-6
 
 
 @pytest.mark.parametrize("window", [None, 3])
