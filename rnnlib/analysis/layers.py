@@ -127,7 +127,7 @@ def iterate_layers(
                     "transition or False for decay alone"
                 )
             arrays, parts = _layer_arrays(graphdef, state, x, segment_ids, positions)
-            key_map = _gram_map(block.mixer)
+            key_map, _ = _gram_map(block.mixer)
             eps = key_map.config.eps if isinstance(key_map, ApplyToKeyMap) else Preconditioner.eps
             preconditioner = None if parts is None else Preconditioner(**parts, eps=eps)
             yield LayerSignals(
