@@ -55,7 +55,8 @@ HYBRIDS = {
     "rwkv7": SMALL.replace(
         num_layers=4,
         mixers=("rwkv7", "rwkv7_channel_mix", "rwkv7/later", "rwkv7_channel_mix"),
-        mixer_overrides={"*": STD, "rwkv7/later": {"value_rank": 3}},
+        head_dim=16,
+        mixer_overrides={"*": STD | {"chunk_size": 16}, "rwkv7/later": {"value_rank": 3}, "rwkv7_channel_mix": STD},
         mlp_width=None,
         mlp_ratio=0,
         norm="layer",
