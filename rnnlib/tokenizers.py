@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -154,13 +155,17 @@ class FileTokenizer:
 
     def encode_marked_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, list[tuple[int, int]]]]:
         """Of each text its token ids, as `encode_marked` gives them, and each token's place in it, in characters."""
+        with _one_error(_NOT_ENCODED):
+            encodings = self._marked.encode_batch(list(map(without_surrogates, texts)), add_special_tokens=False)
+        return [(np.asarray(encoding.ids, np.int32), encoding.offsets) for encoding in encodings]
+
+    @functools.cached_property
+    def _marked(self) -> Backend:
+        """The tokenizer with special tokens in texts, apart from the other, which threads may use meanwhile."""
         limited = isinstance(self._tokenizer, LimitedTokenizer)
-        # Threads may use the other meanwhile.
         marked = copy.copy(self._tokenizer) if limited else tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         marked.encode_special_tokens = False
-        with _one_error(_NOT_ENCODED):
-            encodings = marked.encode_batch(list(map(without_surrogates, texts)), add_special_tokens=False)
-        return [(np.asarray(encoding.ids, np.int32), encoding.offsets) for encoding in encodings]
+        return marked
 
     def decode_marked(self, ids: Iterable[SupportsInt]) -> str:
         """The text, in which special tokens stand by their names."""

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from rnnlib import ops
 from rnnlib.fields import NaturalNumber, PositiveInteger, PositiveNumber, Range
 from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
-from rnnlib.layers.feed_forward import MLP, FeedForwardConfig, SwiGLU
+from rnnlib.layers.feed_forward import MLP, FeedForwardConfig, SwiGLU, own_or_model_width
 from rnnlib.layers.part import PartConfig
 from rnnlib.layers.tensor import current_shares, share_of, sum_over_shares
 from rnnlib.ops.sharding import dot_general_over_mesh
@@ -144,9 +144,7 @@ class Experts(FeedForwardConfig):
         )
 
     def _width(self, hidden_width: int) -> int:
-        if self.width is None and not hidden_width:
-            raise ValueError("Experts: width is None in a model whose mlp_width is 0, expected the experts' width")
-        return hidden_width if self.width is None else self.width
+        return own_or_model_width(self, self.width, hidden_width, "the experts' width")
 
     def least_parameters(self, width: int, hidden_width: int) -> int:
         """Parameters of all experts."""

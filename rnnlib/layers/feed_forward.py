@@ -155,6 +155,20 @@ class FeedForwardConfig(PartConfig, abc.ABC):
         return type(self).__name__
 
 
+def own_or_model_width(
+    config: FeedForwardConfig, own: int | None, models: int, expected: str = "the hidden width"
+) -> int:
+    """A feed-forward's width, else that of the model's SwiGLUs (0 for none).
+
+    Raises:
+        ValueError: neither is given; it names the configuration and what is `expected`.
+    """
+    if own is None and not models:
+        name = type(config).__name__
+        raise ValueError(f"{name}: width is None in a model whose mlp_width is 0, expected {expected}")
+    return models if own is None else own
+
+
 @dataclasses.dataclass(frozen=True)
 class SwiGLUConfig(FeedForwardConfig):
     """A SwiGLU with options that the model's own (`"dense"`) does not have.
@@ -199,9 +213,7 @@ class SwiGLUConfig(FeedForwardConfig):
         )
 
     def _width(self, hidden_width: int) -> int:
-        if self.width is None and not hidden_width:
-            raise ValueError("SwiGLUConfig: width is None in a model whose mlp_width is 0, expected the hidden width")
-        return hidden_width if self.width is None else self.width
+        return own_or_model_width(self, self.width, hidden_width)
 
     def least_parameters(self, width: int, hidden_width: int) -> int:
         """Parameters of the three maps."""
@@ -253,9 +265,7 @@ class MLPConfig(FeedForwardConfig):
         )
 
     def _width(self, hidden_width: int) -> int:
-        if self.width is None and not hidden_width:
-            raise ValueError("MLPConfig: width is None in a model whose mlp_width is 0, expected the hidden width")
-        return hidden_width if self.width is None else self.width
+        return own_or_model_width(self, self.width, hidden_width)
 
     def least_parameters(self, width: int, hidden_width: int) -> int:
         """Parameters of the two maps."""

@@ -14,6 +14,7 @@ from rnnlib.hub.transformers.common import (
     read_layer_types,
     read_model,
     read_rotary,
+    write_experts,
     write_model,
 )
 from rnnlib.layers.decay import BoundedDecay, SoftplusDecay
@@ -221,21 +222,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
             "rope_parameters": {"rope_type": "default", "rope_theta": layer.rope_base},
         }
     for part in experts[:1]:
-        width = part.width or 0
-        if not width or not part.shared_width or part.shared_width % width:
-            raise ValueError(
-                f"the shared expert's width is {part.shared_width}, expected a multiple of the experts' {width}"
-            )
-        values |= {
-            "num_experts": part.num_experts,
-            "num_experts_per_token": part.experts_per_token,
-            "num_shared_experts": part.shared_width // width,
-            "moe_intermediate_size": width,
-            "moe_renormalize": part.router.renormalize,
-            "num_expert_group": part.router.groups,
-            "topk_group": part.router.groups_kept,
-            "routed_scaling_factor": part.router.scale,
-        }
+        values |= write_experts(part)
     return values
 
 

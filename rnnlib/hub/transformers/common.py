@@ -8,6 +8,7 @@ from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.layouts import TRANSPOSED, JoinedExperts, Stacked
 from rnnlib.hub.table import linear, row
 from rnnlib.layers.attention import AttentionConfig
+from rnnlib.layers.experts import Experts
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig
 
@@ -177,4 +178,27 @@ def write_delta_heads(mixers: Sequence[RecurrentMixerConfig]) -> dict[str, Any]:
         "linear_key_head_dim": mixer.key_head_dim,
         "linear_value_head_dim": mixer.value_head_dim,
         "linear_conv_kernel_dim": 4 if mixer.convolution is None else mixer.convolution.size,
+    }
+
+
+def write_experts(part: Experts) -> dict[str, Any]:
+    """The keys of a config.json that say of experts what Kimi Linear and Ling say.
+
+    Raises:
+        ValueError: the shared expert is no whole number of experts wide.
+    """
+    width = part.width or 0
+    if not width or not part.shared_width or part.shared_width % width:
+        raise ValueError(
+            f"the shared expert's width is {part.shared_width}, expected a multiple of the experts' {width}"
+        )
+    return {
+        "num_experts": part.num_experts,
+        "num_experts_per_token": part.experts_per_token,
+        "num_shared_experts": part.shared_width // width,
+        "moe_intermediate_size": width,
+        "moe_renormalize": part.router.renormalize,
+        "num_expert_group": part.router.groups,
+        "topk_group": part.router.groups_kept,
+        "routed_scaling_factor": part.router.scale,
     }

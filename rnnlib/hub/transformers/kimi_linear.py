@@ -7,7 +7,7 @@ from rnnlib.hub.computation import sized_mixer
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.layouts import TRANSPOSED, Interleaved, Reshaped, Stacked
 from rnnlib.hub.table import Family, filter_, linear, row
-from rnnlib.hub.transformers.common import FEED_FORWARD, ROWS, Options, read_model, write_model
+from rnnlib.hub.transformers.common import FEED_FORWARD, ROWS, Options, read_model, write_experts, write_model
 from rnnlib.layers.experts import Experts, RouterConfig
 from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
@@ -234,7 +234,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     if latent:
         values |= _write_attention(latent[0])
     if experts:
-        values |= _write_experts(experts[0])
+        values |= write_experts(experts[0])
     return values
 
 
@@ -248,24 +248,6 @@ def _write_attention(layer: LatentAttentionConfig) -> dict[str, Any]:
         "kv_lora_rank": layer.latent_size,
         "q_lora_rank": layer.query_latent_size,
         "attention_bias": layer.use_bias,
-    }
-
-
-def _write_experts(part: Experts) -> dict[str, Any]:
-    width = part.width or 0
-    if not width or not part.shared_width or part.shared_width % width:
-        raise ValueError(
-            f"the shared expert's width is {part.shared_width}, expected a multiple of the experts' {width}"
-        )
-    return {
-        "num_experts": part.num_experts,
-        "num_experts_per_token": part.experts_per_token,
-        "num_shared_experts": part.shared_width // width,
-        "moe_intermediate_size": width,
-        "moe_renormalize": part.router.renormalize,
-        "num_expert_group": part.router.groups,
-        "topk_group": part.router.groups_kept,
-        "routed_scaling_factor": part.router.scale,
     }
 
 
