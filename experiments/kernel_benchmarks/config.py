@@ -15,10 +15,12 @@ Sizes = tuple[int, int, int]
 
 TABLE_SHAPES = ((1, 2048, 8), (1, 8192, 8), (1, 32768, 8), (4, 4096, 8), (8, 4096, 16), (2, 16384, 16))
 Kind = Literal["time", "decode", "error"]
-Implementation = Literal["ours", "triton", "chunked", "scan", "fla", "flash_qla", "cudnn", "flashinfer"]
+Implementation = Literal[
+    "ours", "triton", "chunked", "scan", "fla", "fla_safe_gate", "flash_qla", "cudnn", "flashinfer", "jla"
+]
 OURS: tuple[Implementation, ...] = ("ours", "triton", "chunked", "scan")
 KERNELS: tuple[Implementation, ...] = ("ours", "triton")  # what a call takes by itself, and Triton's kernels alone
-PEERS: tuple[Implementation, ...] = ("fla", "flash_qla", "cudnn", "flashinfer")
+PEERS: tuple[Implementation, ...] = ("fla", "fla_safe_gate", "flash_qla", "cudnn", "flashinfer", "jla")
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ STYLES = {
     "flash_qla": (":", "D"),
     "cudnn": ("--", "v"),
     "flashinfer": ("-.", "P"),
+    "fla_safe_gate": ("--", "X"),
+    "jla": ("-", "*"),
     "chunked": ("-.", "^"),
 }
 WIDTH, DPI = 8.3, 200
@@ -49,6 +51,8 @@ PEER_COLORS = {
     "flash_qla": "#6a3d9a",
     "cudnn": "#17a2b8",
     "flashinfer": "#c2185b",
+    "fla_safe_gate": "#8c564b",
+    "jla": "#0072b2",
     "chunked": "#999999",
 }
 
@@ -136,6 +140,7 @@ def ratios(results: dict[str, Any], path: pathlib.Path) -> None:
         if any(view.time(peer, *point, run) is not None for peer in peers for run in PASSES)
     ]
     operators = list(dict.fromkeys(operator for operator, _ in points))
+    apart = min(0.22, 0.8 / max(1, len(peers)))
     height = 1.9 + 0.42 * max(1, len(operators))
     figure, panels = plt.subplots(1, 2, figsize=(WIDTH, height), sharey=True, layout="constrained")
     for axes, run in zip(panels, PASSES):
@@ -144,7 +149,7 @@ def ratios(results: dict[str, Any], path: pathlib.Path) -> None:
             for operator, shape in points:
                 ours, theirs = view.time(view.ours, operator, shape, run), view.time(peer, operator, shape, run)
                 if ours and theirs:  # peers a little apart in a row
-                    found.append((theirs / ours, operators.index(operator) + 0.22 * (n - (len(peers) - 1) / 2)))
+                    found.append((theirs / ours, operators.index(operator) + apart * (n - (len(peers) - 1) / 2)))
             if found:
                 axes.scatter(
                     *zip(*found),

@@ -1,7 +1,7 @@
-"""The process that measures our implementations. Its parent is `__main__`; records go to a file as they are made.
+"""The process that measures our implementations and the peers in JAX. Its parent is `__main__`.
 
-It compiles everything and computes the float64 references first, while peers compile too, and times only once its
-parent writes a line to its standard input: nothing else uses the GPU then.
+Records go to a file as they are made. It compiles everything and computes the float64 references first, while peers in
+torch compile too, and times only once its parent writes a line to its standard input: nothing else uses the GPU then.
 """
 
 import concurrent.futures
@@ -35,6 +35,7 @@ from experiments.kernel_benchmarks.inputs import (
     tile_shape,
 )
 from experiments.kernel_benchmarks.operators import OPERATORS, Operator
+from experiments.kernel_benchmarks.peers import PEERS, Call
 from experiments.kernel_benchmarks.records import Record, RecordWriter, describe
 from experiments.kernel_benchmarks.work import Work, calls_in_a_row, read_work, reference_path
 
@@ -54,26 +55,39 @@ def array_shape(name: str, shape: Shape) -> tuple[int, ...]:
     return (batch, heads, *sizes) if name == "d_state" else (batch, length, heads, *drawn[3:])
 
 
-def forward(operator: Operator, implementation: str, arrays: Results, ids: Any = None) -> Results:
-    """Output and final state."""
-    out, state = operator.run(arrays, implementation, segment_ids=ids)
+@functools.cache
+def _calls_of(peer: str) -> dict[str, Call]:
+    return PEERS[peer].calls()
+
+
+def run(operator: str, implementation: str, arrays: Results, ids: Any = None) -> tuple[jax.Array, jax.Array]:
+    """Output and final state of an operator, by one of our implementations or by a peer in JAX."""
+    if implementation in PEERS:
+        return _calls_of(implementation)[operator](arrays, segment_ids=ids)
+    return OPERATORS[operator].run(arrays, implementation, segment_ids=ids)
+
+
+def forward(operator: str, implementation: str, arrays: Results, ids: Any = None) -> Results:
+    """Output and final state, by name."""
+    out, state = run(operator, implementation, arrays, ids)
     return {"out": out, "final_state": state}
 
 
-def forward_backward(operator: Operator, implementation: str, arrays: Results, ids: Any = None) -> Results:
+def forward_backward(operator: str, implementation: str, arrays: Results, ids: Any = None) -> Results:
     """Output, final state and the gradient in every array, for cotangents `d_out` and `d_state` among `arrays`."""
-    inputs = {name: arrays[name] for name in operator.arrays}
-    (out, state), pull_back = jax.vjp(lambda x: operator.run(x, implementation, segment_ids=ids), inputs)
+    inputs = {name: arrays[name] for name in OPERATORS[operator].arrays}
+    (out, state), pull_back = jax.vjp(lambda x: run(operator, implementation, x, ids), inputs)
     (gradients,) = pull_back((arrays["d_out"], arrays["d_state"].astype(state.dtype)))
     return {"out": out, "final_state": state, **gradients}
 
 
-def reference(operator: Operator, arrays: Results, ids: Any = None) -> Results:
+def reference(name: str, arrays: Results, ids: Any = None) -> Results:
     """The same by the scan, in blocks whose states alone are kept; meant for float64 arrays."""
     if arrays["q"].shape[1] % REFERENCE_BLOCK:
-        return forward_backward(operator, "scan", arrays, ids)
+        return forward_backward(name, "scan", arrays, ids)
+    operator = OPERATORS[name]
 
-    def run(inputs: Results) -> tuple[jax.Array, jax.Array]:
+    def in_blocks(inputs: Results) -> tuple[jax.Array, jax.Array]:
         last = None if ids is None else jnp.pad(ids[:, :-1], ((0, 0), (1, 0)), mode="edge")
         blocks = jax.tree.map(
             lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, REFERENCE_BLOCK, *x.shape[2:]), 1, 0),
@@ -92,7 +106,7 @@ def reference(operator: Operator, arrays: Results, ids: Any = None) -> Results:
         return jnp.moveaxis(out, 0, 1).reshape(inputs["v"].shape), state
 
     inputs = {name: arrays[name] for name in operator.arrays}
-    (out, state), pull_back = jax.vjp(run, inputs)
+    (out, state), pull_back = jax.vjp(in_blocks, inputs)
     (gradients,) = pull_back((arrays["d_out"], arrays["d_state"]))
     return {"out": out, "final_state": state, **gradients}
 
@@ -115,7 +129,7 @@ def timing_inputs(names: tuple[str, ...], shape: Shape, dtype: str) -> Results:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _compiled_reference(operator: str, arrays: Results, ids: Any) -> Results:
-    return reference(OPERATORS[operator], arrays, ids)
+    return reference(operator, arrays, ids)
 
 
 def is_consistent(arrays: Results, results: Results) -> bool:
@@ -204,8 +218,10 @@ def compile_unit(unit: Unit, work: Work) -> Callable[..., Any]:
         return jax.jit(step, donate_argnums=1).lower(inputs, state).compile()
     ids = jnp.asarray(segment_ids(shape)) if unit.packed else None
     if unit.run == "forward":
-        return jax.jit(lambda arrays: forward(operator, implementation, arrays, ids)).lower(inputs).compile()
-    return jax.jit(lambda arrays: forward_backward(operator, implementation, arrays, ids)).lower(arguments).compile()
+        return jax.jit(lambda arrays: forward(unit.operator, implementation, arrays, ids)).lower(inputs).compile()
+    return (
+        jax.jit(lambda arrays: forward_backward(unit.operator, implementation, arrays, ids)).lower(arguments).compile()
+    )
 
 
 def wall_milliseconds(call: Callable[[], Any], repeats: int) -> float:
@@ -280,7 +296,7 @@ class Session:
             for m in each.values()
             for name in argument_names(OPERATORS[m.operator])
         )
-        mine = [m for m in self.work.measurements if m.implementation in self.work.ours]
+        mine = [m for m in self.work.measurements if m.implementation in self.work.in_jax]
         with (
             concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool,
             concurrent.futures.ThreadPoolExecutor(4) as few,  # references take gigabytes of the card each
@@ -389,7 +405,7 @@ def main(folder: pathlib.Path) -> None:
     if any(m.kind == "time" for m in work.measurements):
         write(ceilings(work.repeats))
     for m in work.measurements:
-        if m.implementation not in work.ours:
+        if m.implementation not in work.in_jax:
             continue
         what: Record = {"operator": m.operator, "implementation": m.implementation, "shape": m.shape}
         if m.beside:

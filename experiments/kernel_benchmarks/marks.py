@@ -65,6 +65,9 @@ def evaluate(view: View) -> list[Mark]:
     if view.has("flashinfer"):
         ratios = _ratios(view, "flashinfer", "device_ms", shapes, ["forward"], ["gated_deltanet"])
         marks.append(_worst("GDN, forward, over FlashInfer's", "<= 1", 1.0, ratios))
+    for run, name in PASSES.items() if view.has("jla") else ():
+        ratios = _ratios(view, "jla", "device_ms", shapes, [run], operators)
+        marks.append(_worst(f"Device time, {name}, over jla's", "<= 1", 1.0, ratios))
     for operator in operators:
         if OPERATORS[operator].baseline:
             marks += [_baseline_mark(view, operator, shapes, run) for run in PASSES]

@@ -1,13 +1,14 @@
 """The peers' calls for each operator; what they need is imported only when they are asked for.
 
-A call takes torch tensors named as `operators.ARGUMENTS` names them and returns the output and the final state (None
-unless `final` asks for it). `bounds` are the boundaries of packed documents.
+A call takes tensors named as `operators.ARGUMENTS` names them and returns the output and the final state. That of a
+peer in torch gives None for the state unless `final` asks for it, and takes the boundaries of packed documents as
+`bounds`; that of a peer in JAX always gives both, as ours do, and takes `segment_ids`.
 """
 
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from experiments.kernel_benchmarks.operators import CENTER
 
@@ -22,7 +23,9 @@ class Peer:
     Attributes:
         title: its name in tables.
         module: what must be importable.
-        packages: distributions whose versions are recorded.
+        packages: distributions whose versions are recorded, of those that are installed.
+        framework: a peer in JAX is measured in the process that measures ours, by the same code.
+        note: what a reader must know of how it was called.
         operators: what `calls` has.
         calls: gives the calls by operator.
         decoded: what `decode` has.
@@ -41,6 +44,8 @@ class Peer:
     packages: tuple[str, ...]
     operators: tuple[str, ...]
     calls: Callable[[], dict[str, Call]]
+    framework: Literal["torch", "jax"] = "torch"
+    note: str = ""
     decoded: tuple[str, ...] = ()
     decode: Callable[[], dict[str, Call]] = dict
     environment: tuple[tuple[str, str], ...] = ()
@@ -48,6 +53,19 @@ class Peer:
     not_same: tuple[tuple[str, tuple[str, ...]], ...] = ()
     forward_only: bool = False
     prepare: Callable[[Tensors], Tensors] = lambda x: x
+
+
+def _fla_call(function: Callable[..., Any], *names: str, **fixed: Any) -> Call:
+    def call(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
+        return function(*(x[name] for name in names), output_final_state=final, cu_seqlens=bounds, **fixed)[:2]
+
+    return call
+
+
+def _fla_safe_gate_calls() -> dict[str, Call]:
+    from fla.ops.kda import chunk_kda
+
+    return {"kda": _fla_call(chunk_kda, "q", "k", "v", "channel_decay", "beta", safe_gate=True)}
 
 
 def _fla_calls() -> dict[str, Call]:
@@ -106,20 +124,14 @@ def _fla_calls() -> dict[str, Call]:
             *options.values(),
         )[:2]
 
-    def of(function: Callable[..., Any], *names: str, **fixed: Any) -> Call:
-        def call(x: Tensors, *, final: bool, bounds: Any = None) -> tuple[Any, Any]:
-            return function(*(x[name] for name in names), output_final_state=final, cu_seqlens=bounds, **fixed)[:2]
-
-        return call
-
     return {
-        "linear_attention": of(chunk_linear_attn, "q", "k", "v", normalize=False),
-        "simple_gla": of(chunk_simple_gla, "q", "k", "v", "head_decay"),
-        "gla": of(chunk_gla, "q", "k", "v", "channel_decay"),
-        "deltanet": of(chunk_delta_rule, "q", "k", "v", "beta"),
-        "gated_deltanet": of(chunk_gated_delta_rule, "q", "k", "v", "head_decay", "beta"),
-        "kda": of(chunk_kda, "q", "k", "v", "channel_decay", "beta"),
-        "gated_deltanet2": of(chunk_gdn2, "q", "k", "v", "channel_decay", "erase", "write"),
+        "linear_attention": _fla_call(chunk_linear_attn, "q", "k", "v", normalize=False),
+        "simple_gla": _fla_call(chunk_simple_gla, "q", "k", "v", "head_decay"),
+        "gla": _fla_call(chunk_gla, "q", "k", "v", "channel_decay"),
+        "deltanet": _fla_call(chunk_delta_rule, "q", "k", "v", "beta"),
+        "gated_deltanet": _fla_call(chunk_gated_delta_rule, "q", "k", "v", "head_decay", "beta"),
+        "kda": _fla_call(chunk_kda, "q", "k", "v", "channel_decay", "beta"),
+        "gated_deltanet2": _fla_call(chunk_gdn2, "q", "k", "v", "channel_decay", "erase", "write"),
         "write_key": write_key,
         "pdn": pgdn,
         "pgdn": pgdn,
@@ -204,11 +216,38 @@ def _flashinfer_arguments(x: Tensors) -> Tensors:
     return {**x, "decay": x["head_decay"].exp(), "beta": x["beta"].float()}
 
 
+def _jla_calls() -> dict[str, Call]:
+    import jax.numpy as jnp
+    from jla.ops import linear_attention
+
+    def of(kind: str, **gates: str) -> Call:
+        def call(x: Tensors, *, segment_ids: Any = None) -> tuple[Any, Any]:
+            named = {name: x[ours] for name, ours in gates.items()}
+            if "beta" in named:
+                named["beta"] = named["beta"].astype(jnp.float32)  # which its kernels compute with
+            return linear_attention(
+                *(kind, x["q"], x["k"], x["v"]), **named, output_final_state=True, segment_ids=segment_ids
+            )
+
+        return call
+
+    return {
+        "simple_gla": of("simple_gla", g="head_decay"),
+        "gla": of("gla", g="channel_decay"),
+        "deltanet": of("deltanet", beta="beta"),
+        "gated_deltanet": of("gated_deltanet", g="head_decay", beta="beta"),
+        "kda": of("kda", g="channel_decay", beta="beta"),
+        "gated_deltanet2": of("gdn2", g="channel_decay", b="erase", w="write"),
+    }
+
+
 PEERS = {
     "fla": Peer(
         title="FLA",
         module="fla",
-        packages=("fla-core", "triton"),
+        packages=("fla-core", "triton", "tilelang"),
+        note="its check of Triton's version off, which refuses the gated backward passes on Hopper with 3.4 to 3.7.0; "
+        "TileLang in place of Triton where it is installed",
         operators=(
             *("linear_attention", "simple_gla", "gla", "deltanet", "gated_deltanet", "kda", "gated_deltanet2"),
             *("write_key", "pdn", "pgdn", "pkda"),
@@ -218,6 +257,17 @@ PEERS = {
         decode=_fla_decode,
         environment=(("FLA_FLASH_QLA", "0"),),  # where FlashQLA is installed, FLA would call it
         not_same=(("write_key", ("_atk_", "_forward_chunk_summary", "_forward_pass_chunks", "_forward_chunk_out")),),
+    ),
+    # KDA with decays above -5 a token, as Ling-3.0 and GLM-5.3 have it: the scores of a block are one product. The
+    # inputs that are timed are within the bound; those of the special cases are not, so that errors aren't compared.
+    "fla_safe_gate": Peer(
+        title="FLA, safe gate",
+        module="fla",
+        packages=("fla-core", "triton", "tilelang"),
+        operators=("kda",),
+        calls=_fla_safe_gate_calls,
+        not_same=(("kda", ()),),
+        note="`safe_gate=True`, for decays above -5 a token",
     ),
     "flash_qla": Peer(
         title="FlashQLA",
@@ -242,6 +292,15 @@ PEERS = {
         calls=_flashinfer_calls,
         forward_only=True,
         prepare=_flashinfer_arguments,
+    ),
+    "jla": Peer(
+        title="jla",
+        module="jla",
+        packages=("jax-linear-attention", "equinox"),
+        framework="jax",
+        operators=("simple_gla", "gla", "deltanet", "gated_deltanet", "kda", "gated_deltanet2"),
+        calls=_jla_calls,
+        note='`jla.ops.linear_attention` of jax-linear-attention, `impl="auto"`',
     ),
 }
 

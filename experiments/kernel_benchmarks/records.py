@@ -1,10 +1,11 @@
 """Records of a run: lines of JSON that workers append, and the one file that is made of them."""
 
+import importlib.metadata
 import json
 import pathlib
 import subprocess
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 Record = dict[str, Any]
@@ -49,6 +50,17 @@ def by_short_name(kernels: Mapping[str, float], length: int = 60) -> dict[str, f
 def describe(error: BaseException) -> str:
     """An error as a record keeps it."""
     return "".join(traceback.format_exception_only(error)).strip()[:400]
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions by distribution, of those that are installed."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def commit() -> str | None:

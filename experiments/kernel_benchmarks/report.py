@@ -250,6 +250,7 @@ def _preamble(results: dict[str, Any]) -> list[str]:
     commands = results["command"].split(" && ")
     lines.append("Made by " + ", and added to by ".join(f"`{command}`" for command in commands) + ".")
     lines += results.get("notes", [])
+    lines += [f"{peer.title}: {peer.note}." for name, peer in PEERS.items() if peer.note and view.has(name)]
     if copy:
         lines.append(f"This card copies {copy:.0f} GB/s and multiplies bfloat16 matrices at {product:.0f} TFLOP/s.")
     return lines

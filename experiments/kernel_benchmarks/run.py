@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -18,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.kernel_benchmarks.config import OURS, PEERS, BenchmarkConfig, plan, share_out
 from experiments.kernel_benchmarks.inputs import Shape
 from experiments.kernel_benchmarks.peers import PEERS as PEER_LIBRARIES
-from experiments.kernel_benchmarks.records import Record, read_records
+from experiments.kernel_benchmarks.records import Record, installed_versions, read_records
 from experiments.kernel_benchmarks.work import Work, write_work
 
 Process = subprocess.Popen[str]
@@ -50,14 +49,14 @@ def _processes() -> Iterator[list[Process]]:
 
 
 def installed_peers(config: BenchmarkConfig) -> list[str]:
-    """Peers that were asked for and can be imported, where there is an NVIDIA GPU's torch."""
-    return [
-        name
-        for name in PEERS
-        if name in config.implementations
-        and importlib.util.find_spec("torch")
-        and importlib.util.find_spec(PEER_LIBRARIES[name].module)
-    ]
+    """Peers that were asked for and can be imported, with torch where they need it."""
+
+    def is_installed(name: str) -> bool:
+        peer = PEER_LIBRARIES[name]
+        needed = (peer.module, "torch") if peer.framework == "torch" else (peer.module,)
+        return all(map(importlib.util.find_spec, needed))
+
+    return [name for name in PEERS if name in config.implementations and is_installed(name)]
 
 
 class Runner:
@@ -149,6 +148,8 @@ def measure(config: BenchmarkConfig, folder: pathlib.Path, console: Console) -> 
     peers = installed_peers(config)
     ours = tuple(name for name in OURS if name in config.implementations)
     measurements = tuple(m for m in plan(config) if m.implementation in (*ours, *peers))
+    in_jax = (*ours, *(name for name in peers if PEER_LIBRARIES[name].framework == "jax"))
+    in_torch = [name for name in peers if name not in in_jax]
     gpus: tuple[str | None, ...] = config.gpus or visible_gpus() or (None,)
     shares = share_out(measurements, len(gpus))
     cores = sorted(os.sched_getaffinity(0))
@@ -160,10 +161,10 @@ def measure(config: BenchmarkConfig, folder: pathlib.Path, console: Console) -> 
         os.sched_setaffinity(0, cores[n * len(cores) // len(shares) : (n + 1) * len(cores) // len(shares)] or cores)
         place = folder / f"gpu_{n}"
         place.mkdir()
-        work = Work(shares[n], ours, config.dtype, config.repeats, deadline, place)
+        work = Work(shares[n], in_jax, config.dtype, config.repeats, deadline, place)
         write_work(work)
         with _processes() as running:
-            return _measure_on_one(Runner(work, progress, running, gpus[n]), peers)
+            return _measure_on_one(Runner(work, progress, running, gpus[n]), in_torch)
 
     with (
         Progress(*columns, console=console) as progress,
@@ -186,8 +187,8 @@ def _measure_on_one(runner: Runner, peers: list[str]) -> list[Record]:
     with contextlib.suppress(BrokenPipeError):  # it may have ended, and its log says why
         jax_worker.stdin.write("measure\n")
         jax_worker.stdin.flush()
-    total = sum(m.implementation in work.ours for m in work.measurements)
-    records += runner.wait("measuring ours", {jax_worker: "jax.jsonl"}, total)
+    total = sum(m.implementation in work.in_jax for m in work.measurements)
+    records += runner.wait("measuring ours and peers in JAX", {jax_worker: "jax.jsonl"}, total)
     for peer in peers if not checking else ():
         total = sum(m.implementation == peer and m.kind != "error" for m in work.measurements)
         process = runner.start("torch_worker", peer, "time")
@@ -199,7 +200,7 @@ def _start_checks(runner: Runner) -> dict[Process, str]:
     """Starts a worker for each peer and operator whose errors are measured; gives the files of their records."""
     work = runner.work
     checked = {(m.implementation, m.operator) for m in work.measurements if m.kind == "error"}
-    jobs = sorted((peer, operator) for peer, operator in checked if peer not in work.ours)
+    jobs = sorted((peer, operator) for peer, operator in checked if peer not in work.in_jax)
     return {
         runner.start("torch_worker", peer, "errors", operator): f"{peer}_errors_{operator}.jsonl"
         for peer, operator in jobs
@@ -224,11 +225,5 @@ def _compile_jobs(work: Work, peers: list[str]) -> list[tuple[str, ...]]:
 
 def versions() -> dict[str, Any]:
     """Versions of what the results depend on, as far as it is installed."""
-    found = {}
     of_peers = (package for peer in PEER_LIBRARIES.values() for package in peer.packages)
-    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "torch", *of_peers):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return installed_versions(("jax", "jaxlib", "jax-cuda13-plugin", "torch", *of_peers))

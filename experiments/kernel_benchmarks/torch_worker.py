@@ -6,7 +6,6 @@ alone on the GPU. `FOLDER PEER errors OPERATOR` compares with the float64 refere
 """
 
 import contextlib
-import importlib.metadata
 import pathlib
 import statistics
 import sys
@@ -31,7 +30,7 @@ from experiments.kernel_benchmarks.inputs import (
 )
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS, Call
-from experiments.kernel_benchmarks.records import Record, RecordWriter, by_short_name, describe
+from experiments.kernel_benchmarks.records import Record, RecordWriter, by_short_name, describe, installed_versions
 from experiments.kernel_benchmarks.work import Work, calls_in_a_row, read_work, reference_path
 
 Tensors = dict[str, torch.Tensor]
@@ -279,7 +278,7 @@ def main(folder: pathlib.Path, peer: str, mode: str, *arguments: str) -> None:
         warm(session, operator, (batch, length, heads, key_size, value_size))
     elif mode == "time":
         write = RecordWriter(folder / f"{peer}.jsonl")
-        versions = {name: importlib.metadata.version(name) for name in ("torch", *PEERS[peer].packages)}
+        versions = installed_versions(("torch", *PEERS[peer].packages))
         write({"kind": "worker", "worker": peer, **versions, "device": torch.cuda.get_device_name()})
         short_trials(once=False)
         tune(session, [m for m in mine if m.kind == "time"])

@@ -14,7 +14,7 @@ class Work:
 
     Attributes:
         measurements: all of the run's; a worker does those of its implementations, in this order.
-        ours: implementations that the JAX worker measures.
+        in_jax: implementations that the JAX worker measures: ours and the peers in JAX.
         dtype: of q, k, v and the gates.
         repeats: timed calls of each.
         deadline: time (as `time.time()`) after which no measurement starts.
@@ -22,7 +22,7 @@ class Work:
     """
 
     measurements: tuple[Measurement, ...]
-    ours: tuple[str, ...]
+    in_jax: tuple[str, ...]
     dtype: str
     repeats: int
     deadline: float

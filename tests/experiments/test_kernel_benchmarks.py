@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import sys
 import time
 
@@ -161,21 +162,21 @@ def test_reference_is_the_scan_at_rows_compared(name, is_packed):
     operator, shape = OPERATORS[name], (2, 8, 3, 16, 16)
     ids = jnp.asarray([[0, 0, 1, 1, 2, 2, 2, 2]] * 4) if is_packed else None
     names = jax_worker.argument_names(operator)
-    whole = {name: jnp.asarray(draw(name, shape)) for name in names}
-    rows = {name: take_rows(name, x, shape) for name, x in whole.items()}
+    whole = {key: jnp.asarray(draw(key, shape)) for key in names}
+    rows = {key: take_rows(key, x, shape) for key, x in whole.items()}
     block, jax_worker.REFERENCE_BLOCK = jax_worker.REFERENCE_BLOCK, 4
     try:
-        found = jax.jit(lambda x: jax_worker.reference(operator, x, ids))(rows)
+        found = jax.jit(lambda x: jax_worker.reference(name, x, ids))(rows)
     finally:
         jax_worker.REFERENCE_BLOCK = block
     ids = None if ids is None else ids[:2]
-    wanted = jax.jit(lambda x: jax_worker.forward_backward(operator, "scan", x, ids))(whole)
-    errors = relative_errors((name, take_rows(name, x, shape), found[name]) for name, x in wanted.items())
+    wanted = jax.jit(lambda x: jax_worker.forward_backward(name, "scan", x, ids))(whole)
+    errors = relative_errors((key, take_rows(key, x, shape), found[key]) for key, x in wanted.items())
     assert set(errors) == {"out", "final_state", *operator.arrays}
     assert max(errors.values()) < 1e-5
     assert jax_worker.is_consistent(rows, found)
-    for name in ("q", "v", "out"):
-        assert not jax_worker.is_consistent(rows, {**found, name: found[name].at[2].multiply(-1.0)})
+    for key in ("q", "v", "out"):
+        assert not jax_worker.is_consistent(rows, {**found, key: found[key].at[2].multiply(-1.0)})
 
 
 def test_relative_error_of_what_is_not_finite():
@@ -315,6 +316,38 @@ def test_runs_are_joined_with_the_last_time_of_each(tmp_path, capsys):
 def test_every_peer_has_a_place_in_configuration_and_pictures():
     assert set(PEER_NAMES) == set(PEERS) == set(STYLES) - {"ours", "triton", "chunked"}
     assert set(PEERS) == set(PEER_COLORS) - {"chunked"}
+
+
+def test_a_peer_in_jax_is_measured_as_ours_are(tmp_path, monkeypatch):
+    """A stand-in for jla, which computes by our scan: its times, its errors and what it is called with."""
+    (tmp_path / "jla").mkdir()
+    (tmp_path / "jla" / "__init__.py").touch()
+    (tmp_path / "jla" / "ops.py").write_text(
+        """
+import jax.numpy as jnp
+from rnnlib import ops
+
+def linear_attention(kind, q, k, v, *, g=None, beta=None, b=None, w=None, output_final_state, segment_ids):
+    assert kind in ("gdn2", "gated_deltanet") and output_final_state and (beta is None or beta.dtype == jnp.float32)
+    gates = {"erase": b, "write": w} if kind == "gdn2" else {"beta": beta.astype(q.dtype)}
+    return ops.gated_delta_rule(q, k, v, log_decay=g, **gates, segment_ids=segment_ids, implementation="scan")
+"""
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    which = "--operators gated_deltanet gated_deltanet2 --implementations chunked jla --head-size 16 --seeds 1"
+    sizes = "--shapes 1 24 2 --chunked-shapes 1 24 2 --error-shapes 1 24 2 --case-shape 1 24 2 --cases packed"
+    arguments = [*which.split(), *sizes.split(), "--sweep-operators", "--decode-batch", "0", "--repeats", "1"]
+    assert main(["--output", str(tmp_path), "--name", "cpu", "--dtype", "float32", *arguments]) == 0
+    records = json.loads((tmp_path / "cpu.json").read_text())["records"]
+    found = [r for r in records if r.get("implementation") == "jla"]
+    assert {r["kind"] for r in records} == {"worker", "prepared", "ceiling", "time", "error"}
+    assert {(r["operator"], r["pass"]) for r in found if r["kind"] == "time"} == {
+        (operator, run) for operator in ("gated_deltanet", "gated_deltanet2") for run in ("forward", "forward_backward")
+    }
+    errors = [r for r in found if r["kind"] == "error"]
+    assert len(errors) == 4 and all(error < 1e-5 for r in errors for error in r["errors"].values())
+    assert "jla: `jla.ops.linear_attention`" in (tmp_path / "cpu.md").read_text()
 
 
 def test_what_is_timed_of_a_peer():
