@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.attention.triton import decode as triton
 from pallas_kernels.attention.triton.decode import TokenAttentionConfig
 from pallas_kernels.common.triton.backend import unsupported_arrays
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 
 _MOST_CHANNELS = 256
 _MOST_QUERIES = 64  # query heads of a key head
@@ -83,7 +83,7 @@ def token_attention(
     if backend not in ("triton", "mosaic"):
         raise ValueError(f"token_attention: backend is {backend!r}, expected 'triton' or 'mosaic'")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    q, k, v, ring, length, current, angle = vary_alike((q, k, v, (key, value, segment), length, current, angle))
+    q, k, v, ring, length, current, angle = pvary_together((q, k, v, (key, value, segment), length, current, angle))
     if backend == "mosaic":
         from pallas_kernels.attention.mosaic_gpu.decode import ring_attention
 

@@ -16,7 +16,7 @@ def varying_axes(arrays: Any) -> frozenset[str]:
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)))
 
 
-def vary_alike(arrays: Any) -> Any:
+def pvary_together(arrays: Any) -> Any:
     """The same arrays, each taken to differ along every mesh axis that any of them does.
 
     Two cases need this. The carry of a scan must have the same type before the first step as after it. An argument of a

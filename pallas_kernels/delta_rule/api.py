@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.common.kernel_shape import CHUNK, next_power_of_two
 from pallas_kernels.common.platform import is_hopper, platform
 from pallas_kernels.common.triton.backend import unsupported_arrays
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import Inputs, crop_results, make_inputs, pad_inputs
 from pallas_kernels.delta_rule.tuned_configs import choose_config
@@ -176,4 +176,4 @@ def call_options(
     config = config or choose_config(inputs, online, backend)
     write_key_dtype = None if inputs.write_key is None else inputs.write_key.dtype
     options = Options(online, scale, config, tied_gates, write_key_dtype, tokens=inputs.q.shape[1])
-    return options, vary_alike(inputs)
+    return options, pvary_together(inputs)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two
 from pallas_kernels.common.triton.backend import Operand, call, interpreted, unsupported_arrays, whole
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.norms.triton import Cut, norm_kernel, reverse_norm_kernel
 
 _MAX_FEATURES = 8192
@@ -189,7 +189,7 @@ def rms_norm(
     shape, name = x.shape, jnp.dtype(x.dtype if dtype is None else dtype).name
     flat = [None if a is None else a.reshape(-1, shape[-1]) for a in (x, z)]
     options = Options(eps, activation, name, keeps, config)
-    y, kept = _run(options, vary_alike(NormInputs(flat[0], scale, flat[1], z_bias)))  # type: ignore[arg-type]
+    y, kept = _run(options, pvary_together(NormInputs(flat[0], scale, flat[1], z_bias)))  # type: ignore[arg-type]
     return y.reshape(shape), None if kept is None else kept.reshape(shape)
 
 
@@ -226,7 +226,7 @@ def rms_norm_of_sum(
             f"least 1 and N, F = {added.shape}"
         )
     name = jnp.dtype(added.dtype if dtype is None else dtype).name
-    inputs, parts = vary_alike((NormInputs(added, scale, None, None), parts))
+    inputs, parts = pvary_together((NormInputs(added, scale, None, None), parts))
     cut, programs, launch = _cut(Options(eps, None, name, False, _schedule()), inputs, 1, len(parts))
     results = call(
         norm_kernel,

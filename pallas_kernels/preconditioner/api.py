@@ -22,7 +22,7 @@ from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two, segment_starts
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.triton.backend import Operand, call, interpreted
-from pallas_kernels.common.vma import batch_alike, vary_alike
+from pallas_kernels.common.vma import batch_alike, pvary_together
 from pallas_kernels.preconditioner.triton import Readout, apply_kernel, reverse_kernel, reverse_sums_kernel, sums_kernel
 
 _MAX_CHANNELS = 256
@@ -364,5 +364,5 @@ def diagonal_gram_readout(
         starts=None if starts is None else pad(starts),
     )
     options = Options(readout, jnp.dtype(dtype), jnp.dtype(stored or dtype), config, with_key)
-    out, final, *passed = _run(options, vary_alike(inputs))
+    out, final, *passed = _run(options, pvary_together(inputs))
     return (out[:, :length, :, :channels], final[..., :channels], *(y[:, :length, :, :channels] for y in passed))

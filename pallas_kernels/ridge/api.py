@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.common.kernel_shape import CHUNK, next_power_of_two, segment_starts
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.triton.backend import interpreted, shared_memory, unsupported_arrays
-from pallas_kernels.common.vma import batch_alike, vary_alike
+from pallas_kernels.common.vma import batch_alike, pvary_together
 from pallas_kernels.ridge.config import (
     METHODS,
     PRECISIONS,
@@ -124,7 +124,7 @@ def ridge_solve(
     reason = unsupported_reason(q, k, solver=solver, precision=precision, adaptive=adaptive, chunk_size=chunk_size)
     if reason is not None:
         raise NotImplementedError(f"ridge_solve: the Triton kernels do not support {reason}")
-    inputs = vary_alike(_padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids))
+    inputs = pvary_together(_padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids))
     if precision is None:
         precision = _default_precision(inputs.k, adaptive)
     method = Method(solver, iterations, adaptive, float(epsilon), precision)

@@ -25,7 +25,7 @@ from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two, segment_starts
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.triton.backend import Operand, call, interpreted, whole
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.short_convolution.triton import Cut, convolution_kernel, reverse_convolution_kernel
 
 _MAX_WIDTH = 8
@@ -436,4 +436,4 @@ def _convolutions(
     states = [None if stream.kernel.shape[0] == 1 else stream.initial_state for stream in streams]
     filters = tuple(Filter(stream.kernel, stream.bias, state) for stream, state in zip(streams, states))
     options = Options(tuple(stream.epilogue for stream in streams), config or choose_convolution_config())
-    return _run(options, vary_alike(ConvolutionInputs(x, filters, segment_starts(segment_ids))))
+    return _run(options, pvary_together(ConvolutionInputs(x, filters, segment_starts(segment_ids))))

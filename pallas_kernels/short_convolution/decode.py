@@ -23,7 +23,7 @@ from pallas_kernels.common.triton.backend import (
     store_masked,
     whole,
 )
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.short_convolution import api
 
 _COLUMNS = 256  # channels of a program where there is no norm
@@ -152,7 +152,7 @@ def one_token_convolutions(streams: Sequence[TokenStream]) -> list[tuple[Array, 
     if reason is not None:
         raise NotImplementedError(f"one_token_convolutions: the Triton kernels do not support {reason}")
     cuts = tuple(map(_cut, streams))
-    arrays = vary_alike([(s.x, s.kernel, s.bias, s.state) for s in streams])
+    arrays = pvary_together([(s.x, s.kernel, s.bias, s.state) for s in streams])
     inputs: dict[str, Operand | None] = {}
     outputs: dict[str, Operand | None] = {}
     updates: dict[str, Operand] = {}

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from pallas_kernels.common.config import AMPLE_MEMORY, NUM_SMS, KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv
 from pallas_kernels.common.triton.backend import call, interpreted, shared_memory, unsupported_arrays, whole
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.skinny_gemm.columns import KernelColumns
 from pallas_kernels.skinny_gemm.triton import Cut, thin_products_kernel
 
@@ -247,7 +247,7 @@ def _launch(
         thin_products_kernel,
         "thin_products",
         (cdiv(rows, s.block_rows), sum(cut.blocks), s.splits),
-        {name: whole(array) for name, array in vary_alike(arrays).items()},
+        {name: whole(array) for name, array in pvary_together(arrays).items()},
         {f"y_{i}": whole(y) for i, y in enumerate(results)},
         KernelConfig(num_warps=s.num_warps, num_stages=s.num_stages),
         cut=cut,

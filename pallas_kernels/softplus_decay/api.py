@@ -12,7 +12,7 @@ from jaxtyping import Float
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two
 from pallas_kernels.common.triton.backend import Operand, call, interpreted, unsupported_arrays, whole
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.softplus_decay.triton import Cut, decay_kernel, reverse_decay_kernel
 
 
@@ -125,4 +125,4 @@ def softplus_decay(
     if config is None:
         config = DecayConfig(columns=32, rows=2, reverse_rows=4) if interpreted() else DecayConfig()
     flat = p.reshape(-1, p.shape[-1])
-    return _run(config, vary_alike(DecayInputs(flat, rate, bias))).reshape(p.shape)
+    return _run(config, pvary_together(DecayInputs(flat, rate, bias))).reshape(p.shape)

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from pallas_kernels.common.platform import platform
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.linear import LowRank, can_join, is_plain
 from rnnlib.ops.sharding import is_split
@@ -164,7 +164,7 @@ class InputProjection(nnx.Module):
         if kernel is None:
             return ProjectedInput(x, self)
         if platform() == "gpu" and x.dtype == self.shape.dtype == jnp.bfloat16:
-            fused = _matmul_of_stored(*vary_alike((x, kernel)))
+            fused = _matmul_of_stored(*pvary_together((x, kernel)))
         else:
             fused = row_product(x.astype(self.shape.dtype), kernel.astype(self.shape.dtype))
         return ProjectedInput(x, self, _slices(fused, places), fused=fused, places=places)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from rnnlib.layers.tensor import first_of_share, sum_over_shares
 from rnnlib.ops.sharding import is_split, mesh_of
 
@@ -36,7 +36,7 @@ def look_up(
         specs = {"mesh": mesh, "in_specs": (P(), spec), "out_specs": P(*spec, None)}
         own_rows = jax.shard_map(lambda table, tokens: look_up(table, tokens, dtype), **specs)
         return own_rows(jax.sharding.reshard(table, NamedSharding(mesh, P())), tokens)
-    table, tokens = vary_alike((table, tokens))
+    table, tokens = pvary_together((table, tokens))
     if jax.default_backend() != "gpu" and table.dtype == accumulator(table):
         return _rows(table, tokens, dtype)  # the same gradient, and a derivative forwards
     return _look_up(table, tokens, dtype)

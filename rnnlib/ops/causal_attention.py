@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from pallas_kernels.common.platform import platform
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.ops.arguments import (
     accumulation_dtype,
@@ -258,7 +258,7 @@ def _attention(q: Array, k: Array, v: Array, number: int, **options) -> Array:
     if kernel is not None:
         window = options.get("local_window_size")
         gradients = functools.partial(kernel, scale=scale, window=None if window is None else window[0] + 1)
-        out = _with_gradients(functools.partial(attend, scale=scale), gradients)(*vary_alike(padded))
+        out = _with_gradients(functools.partial(attend, scale=scale), gradients)(*pvary_together(padded))
     elif number and dtype == jnp.bfloat16:
         # A different factor makes the call different; factors that are powers of two change no digit of the result.
         power = 2.0 ** (number % 64)

@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from pallas_kernels.common.platform import platform
-from pallas_kernels.common.vma import batch_alike, vary_alike
+from pallas_kernels.common.vma import batch_alike, pvary_together
 from rnnlib.ops.arguments import accumulation_dtype, is_symbolic, matmul_precision, segment_starts
 from rnnlib.ops.chunk_blocks import in_blocks
 from rnnlib.ops.heads import group_inputs, merge_heads
@@ -349,5 +349,5 @@ def evaluate_rule(
         out, final = evaluate_chunks(chunk_factors, precision, inputs, starts, state)
         return merge_heads(join_chunks(out, inputs.q.shape[1])).astype(out_dtype), final
 
-    out, final = in_blocks(evaluate, *vary_alike((inputs, starts, state)), chunk_size=size)
+    out, final = in_blocks(evaluate, *pvary_together((inputs, starts, state)), chunk_size=size)
     return out, final.reshape(batch, value_heads, key_size, value_size)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from rnnlib.ops.arguments import accumulation_dtype, segment_starts
 
 # A user context is part of the cache key of `jax.jit`.
@@ -172,7 +172,7 @@ def entering_state(
     def kept(x: Array) -> Array:
         return jnp.where(goes_on.reshape(batch, *(1,) * (x.ndim - 1)), x, 0)
 
-    transition, offset, initial_state = vary_alike((kept(transition), offset, initial_state.astype(offset.dtype)))
+    transition, offset, initial_state = pvary_together((kept(transition), offset, initial_state.astype(offset.dtype)))
     shards = lax.all_gather((transition, offset), axis)
 
     def step(state: Array, shard: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from rnnlib.ops.arguments import accumulation_dtype, segment_starts
 from rnnlib.ops.heads import group_inputs, merge_heads
 
@@ -47,7 +47,7 @@ def scan_rule(
     starts = None if segment_ids is None else jnp.moveaxis(segment_starts(segment_ids), 1, 0)
     state_shape = (batch, heads, value_heads // heads, key_size, value_size)
     state = jnp.zeros(state_shape, dtype) if initial_state is None else initial_state.astype(dtype).reshape(state_shape)
-    state, tokens, starts = vary_alike((state, tokens, starts))
+    state, tokens, starts = pvary_together((state, tokens, starts))
 
     def step(state: Array, token: tuple[Any, Array | None]) -> tuple[Array, Array]:
         arguments, start = token

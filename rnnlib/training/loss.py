@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from rnnlib.layers.tensor import TENSOR, first_of_share, sum_over_shares
 from rnnlib.ops.log_sum_exp import log_sum_exp
 
@@ -112,7 +112,7 @@ def head_loss_sums(
     targets = jnp.where(counted, targets, 0)
     tokens = jnp.where(counted[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
     block_size = max(1, block_logits // head.shape[0])
-    arguments = vary_alike((tokens, head, targets.reshape(-1), weights.reshape(-1)))
+    arguments = pvary_together((tokens, head, targets.reshape(-1), weights.reshape(-1)))
     nats = _head_nats((block_size, tp_size), *arguments)
     return _sums(nats.astype(jnp.float32), targets, weights, token_bytes)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from rnnlib.ops.arguments import accumulation_dtype, segment_starts
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs, with_channels
 
@@ -39,5 +39,5 @@ def diagonal_gram_scan(
         return state, state
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs.increments(dtype), decay, starts))
-    final, states = jax.lax.scan(step, *vary_alike((state, tokens)))
+    final, states = jax.lax.scan(step, *pvary_together((state, tokens)))
     return jnp.moveaxis(states, 0, 1), final

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from rnnlib.ops.arguments import accumulation_dtype, segment_starts
 
 
@@ -54,5 +54,5 @@ def exact_preconditioner_scan(
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q.astype(dtype), k.astype(dtype), gain, starts))
     with jax.default_matmul_precision("highest"):
-        final, (queries, keys) = jax.lax.scan(step, *vary_alike((inverse, tokens)))
+        final, (queries, keys) = jax.lax.scan(step, *pvary_together((inverse, tokens)))
     return jnp.moveaxis(queries, 0, 1), jnp.moveaxis(keys, 0, 1), final

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.vma import vary_alike
+from pallas_kernels.common.vma import pvary_together
 from rnnlib.ops.arguments import accumulation_dtype, segment_starts
 from rnnlib.ops.ridge_solve.inputs import (
     RidgeInputs,
@@ -112,7 +112,7 @@ def ridge_solve_scan(
         return gram, solve(solver, iterations, gram, solvable(q, norm, adaptive), diagonal, norm)
 
     tokens = (by_token(inputs.q), by_token(inputs.k), log_decays, starts)
-    gram, tokens, ridge = vary_alike((gram, tokens, ridge))
+    gram, tokens, ridge = pvary_together((gram, tokens, ridge))
     with jax.default_matmul_precision("highest"):
         gram, x = jax.lax.scan(step, gram, tokens)
     return jnp.moveaxis(x, 0, 1).astype(inputs.q.dtype), gram

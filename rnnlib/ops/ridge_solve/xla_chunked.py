@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.vma import batch_alike, vary_alike
+from pallas_kernels.common.vma import batch_alike, pvary_together
 from rnnlib.ops import chunk
 from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
 from rnnlib.ops.chunk_blocks import in_blocks
@@ -196,7 +196,7 @@ def ridge_solve_chunked(
         else:
             log_decay = split(jnp.broadcast_to(log_decay[..., 0], (*shape, 1)))[..., 0]
         chunks = Chunks(split(tokens.q), split(tokens.k), state.ridge, log_decay, state.gram)
-        x, final = run(options, precision, vary_alike(chunks))
+        x, final = run(options, precision, pvary_together(chunks))
         out = chunk.join_chunks(x[:, :, :, None], shape[1])[:, :, :, 0].astype(inputs.q.dtype)
         return out, _State(final, state.ridge)
 
@@ -207,5 +207,5 @@ def ridge_solve_chunked(
         initial = symmetric(initial_gram.astype(dtype))
     ridge = inputs.ridge.astype(dtype)[None, :, None, :]
     arguments = _Tokens(inputs.q, inputs.k, inputs.log_decay), starts, _State(initial, ridge)
-    out, final = in_blocks(evaluate, *vary_alike(arguments), chunk_size=size)
+    out, final = in_blocks(evaluate, *pvary_together(arguments), chunk_size=size)
     return out, final.gram
