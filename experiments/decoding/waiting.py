@@ -31,7 +31,7 @@ from pallas_kernels.delta_rule.api import gated_delta_rule
 from pallas_kernels.delta_rule.delayed_state import PERIOD, DelayedState, without_pending
 from pallas_kernels.delta_rule.delayed_update import delayed_token, flush
 from rnnlib.models import ModelConfig
-from rnnlib.ops import deferred_writes
+from rnnlib.ops import delayed_update
 
 Step = Callable[[Array, dict[str, Any], Any], tuple[Array, Any]]
 
@@ -103,7 +103,7 @@ def stored_each_time(token: dict[str, Any], tokens: int, states: list) -> tuple[
 
 
 def waiting(token: dict[str, Any], tokens: int, states: list, **how: Any) -> tuple[list, Array]:
-    """The same loop with writes that wait; the states are settled after it. `how` is passed to `deferred_token`."""
+    """The same loop with writes that wait; the states are settled after it. `how` is passed to `delayed_token`."""
 
     def step(t: Array, token: dict[str, Any], state: DelayedState) -> tuple[Array, Any]:
         return delayed_token(**token, delayed=state._replace(num_pending=t % PERIOD), **how)
@@ -164,14 +164,14 @@ def _seconds(run: Callable[[], Any]) -> float:
 def time_models(options: Options, models: dict[str, ModelConfig]) -> list[dict[str, Any]]:
     """Milliseconds of a token of whole models, the fastest of two blocks."""
     plan = dataclasses.replace(study(options.setting), blocks=3)
-    least = deferred_writes.LEAST_BYTES
+    least = delayed_update.LEAST_BYTES
     records = []
     try:
         for label, config in models.items():
             for texts in options.texts:
                 record: dict[str, Any] = {"model": label, "texts": texts}
                 for name, limit in (("stored_each_time", 2**60), ("waiting", least)):
-                    deferred_writes.LEAST_BYTES = limit
+                    delayed_update.LEAST_BYTES = limit
                     jax.clear_caches()
                     found = time_model(config, texts, plan)
                     seconds = min(found["token_seconds"])
@@ -181,7 +181,7 @@ def time_models(options: Options, models: dict[str, ModelConfig]) -> list[dict[s
                 records.append(record)
                 print(json.dumps(record), flush=True)
     finally:
-        deferred_writes.LEAST_BYTES = least
+        delayed_update.LEAST_BYTES = least
         jax.clear_caches()
     return records
 

@@ -33,8 +33,8 @@ each block of value channels, value head, and segment of each sequence, which go
 | | `delta_gradients_extreme` | the same | the same, of chunks with an extreme decay | chunk, key blocks |
 | `closed_gates` | `delta_zero_closed` | gates | zeros in dv, dk, dk~ where a gate is 0 | chunk |
 | `decode` | `delta_decode` | one token, the state | out, the state in its place | value blocks, heads, rows |
-| `decode_delayed` | `delta_decode_deferred` | a token, the state, waiting writes | out, a write, the state | the same |
-| | `delta_settle` | the state, waiting writes | the state in its place | the same |
+| `decode_delayed` | `delta_decode_delayed` | a token, the state, delayed updates | out, a write, the state | the same |
+| | `delta_flush` | the state, delayed updates | the state in its place | the same |
 
 The two kernels of `split_sequence` and `delta_reverse_offsets` run only where heads are too few to fill the card;
 kernels of extreme chunks only with a channel-wise decay. `channel_decay`, `bwd_dqkg_channel` and `triangular_inverse`

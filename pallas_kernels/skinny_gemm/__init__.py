@@ -5,7 +5,7 @@
 
 | kernel (in `triton`) | reads | writes | grid |
 |---|---|---|---|
-| `thin_products` | x_i, W_i, a, bias, added | all y_i, or y | rows, columns of all matrices, parts of the inner axis |
+| `skinny_matmuls` | x_i, W_i, a, bias, added | all y_i, or y | rows, columns of all matrices, parts of the inner axis |
 
 With few rows the time is that of reading the matrices once. A program has few columns, so that all processors read at
 once. A program waits for memory in every step of its loop, so a processor needs several programs. Where one result has

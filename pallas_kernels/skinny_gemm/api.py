@@ -16,9 +16,9 @@ from pallas_kernels.common.kernel_shape import cdiv
 from pallas_kernels.common.triton.backend import call, interpreted, shared_memory, unsupported_arrays, whole
 from pallas_kernels.common.vma import pvary_together
 from pallas_kernels.skinny_gemm.columns import KernelColumns
-from pallas_kernels.skinny_gemm.triton import Cut, thin_products_kernel
+from pallas_kernels.skinny_gemm.triton import Cut, skinny_matmuls_kernel
 
-MAX_THIN_ROWS = 512
+MAX_ROWS = 512
 _MAX_KERNELS = 8
 _PROGRAMS = 96  # enough to reach every processor of a large card, nearly
 
@@ -44,7 +44,7 @@ class SkinnyGemmConfig:
     splits: int = 1
 
 
-class Finish(NamedTuple):
+class Epilogue(NamedTuple):
     """What a result y is before it is stored, computed in float32 from y rounded to `x`'s dtype.
 
     `bound * sigmoid(y)`, or with the other two `-exp(log_rate) * softplus(y + bias)`.
@@ -124,14 +124,14 @@ def _splits(most: int, steps: int) -> int:
 
 
 def unsupported_reason(x: Array, *kernels: Array | KernelColumns) -> str | None:
-    """Why `thin_products` can't serve a call, as a noun phrase, or None if it can.
+    """Why `skinny_matmuls` can't serve a call, as a noun phrase, or None if it can.
 
     Args:
         x: rows `[M, K]`.
         *kernels: matrices `[K, N]`, or columns of matrices.
     """
-    if x.shape[0] > MAX_THIN_ROWS:
-        return f"{x.shape[0]} rows (at most {MAX_THIN_ROWS})"
+    if x.shape[0] > MAX_ROWS:
+        return f"{x.shape[0]} rows (at most {MAX_ROWS})"
     if len(kernels) > _MAX_KERNELS:
         return f"{len(kernels)} matrices (at most {_MAX_KERNELS})"
     if any(kernel.dtype != x.dtype for kernel in kernels):
@@ -139,13 +139,13 @@ def unsupported_reason(x: Array, *kernels: Array | KernelColumns) -> str | None:
     return unsupported_arrays(x=x)
 
 
-def thin_products(
+def skinny_matmuls(
     x: Float[Array, "M K"] | Sequence[Float[Array, "M _"]],
     kernels: Sequence[Float[Array, "_ _"] | KernelColumns],
     *,
     is_gated: bool = False,
     added: Float[Array, "M _"] | None = None,
-    finishes: Sequence[Finish | None] | None = None,
+    epilogues: Sequence[Epilogue | None] | None = None,
     config: SkinnyGemmConfig | None = None,
 ) -> tuple[Float[Array, "M _"], ...]:
     """`x @ W` for each of some matrices, accumulated in float32; it has no derivative.
@@ -155,11 +155,11 @@ def thin_products(
         kernels: matrices in `x`'s dtype, or columns of one, at most 8; each has its own N, and the K of its rows.
         is_gated: of two matrices of one shape, `silu(x W_0) * (x W_1)` is the only result.
         added: of one matrix, the result is `added + x @ W`; in `x`'s dtype.
-        finishes: of each result, what it ends as, or None for the product itself; neither gated nor added to.
+        epilogues: of each result, what it ends as, or None for the product itself; neither gated nor added to.
         config: how the call is cut into programs.
 
     Returns:
-        The results in `x`'s dtype, each rounded once; those with a finish in float32.
+        The results in `x`'s dtype, each rounded once; those with an epilogue in float32.
 
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
@@ -167,31 +167,31 @@ def thin_products(
     """
     xs = list(x) if isinstance(x, Sequence) else [x]
     which = tuple(range(len(xs))) if isinstance(x, Sequence) else (0,) * len(kernels)
-    finishes = [None] * len(kernels) if finishes is None else list(finishes)
-    _check([xs[n] for n in which], kernels, finishes, is_gated or added is not None)
+    epilogues = [None] * len(kernels) if epilogues is None else list(epilogues)
+    _check([xs[n] for n in which], kernels, epilogues, is_gated or added is not None)
     columns = tuple(kernel.shape[1] for kernel in kernels)
-    has_finish = any(finish is not None for finish in finishes)
+    has_epilogue = any(epilogue is not None for epilogue in epilogues)
     s = config or choose_config(len(xs[0]), max(kernel.shape[0] for kernel in kernels), columns, is_gated)
-    if has_finish and config is None:
+    if has_epilogue and config is None:
         s = dataclasses.replace(s, splits=1)
-    if s.splits > 1 and (has_finish or (len(kernels) > 1 and not is_gated)):
-        what = "a finish" if len(kernels) == 1 else f"{len(kernels)} results"
-        raise ValueError(f"thin_products: schedule.splits is {s.splits}, expected 1 with {what}")
+    if s.splits > 1 and (has_epilogue or (len(kernels) > 1 and not is_gated)):
+        what = "an epilogue" if len(kernels) == 1 else f"{len(kernels)} results"
+        raise ValueError(f"skinny_matmuls: schedule.splits is {s.splits}, expected 1 with {what}")
     if s.splits == 1:
-        return tuple(_launch(xs, which, kernels, finishes, added, is_gated, s))
-    parts = _launch(xs, which, kernels, finishes, None, is_gated, s)
+        return tuple(_launch(xs, which, kernels, epilogues, added, is_gated, s))
+    parts = _launch(xs, which, kernels, epilogues, None, is_gated, s)
     first, *second = (functools.reduce(operator.add, part) for part in parts)  # one loop for XLA, in a fixed order
     if second:
         first = jax.nn.silu(first) * second[0]
     return ((first if added is None else first + added.astype(jnp.float32)).astype(xs[0].dtype),)
 
 
-def thin_splits(rows: int, inner: int, columns: int) -> int:
-    """Parts of the inner axis that one product is summed in: with more than one, `thin_product_parts` gives these."""
+def num_partials(rows: int, inner: int, columns: int) -> int:
+    """Parts of the inner axis that one product is summed in: `skinny_matmul_partials` gives these, if more than one."""
     return choose_config(rows, inner, (columns,)).splits
 
 
-def thin_product_parts(
+def skinny_matmul_partials(
     x: Float[Array, "M K"], kernel: Float[Array, "K N"], *, config: SkinnyGemmConfig | None = None
 ) -> Float[Array, "S M N"]:
     """`x @ W` as sums over S parts of the inner axis, float32, for what adds them up; it has no derivative.
@@ -202,7 +202,7 @@ def thin_product_parts(
         config: how the call is cut into programs, with `splits` above 1.
 
     Returns:
-        The parts, `thin_splits` of them where no schedule is given.
+        The parts, `num_partials` of them where no schedule is given.
 
     Raises:
         NotImplementedError: there is an `unsupported_reason`.
@@ -211,7 +211,7 @@ def thin_product_parts(
     _check([x], [kernel], [None], False)
     s = config or choose_config(len(x), len(kernel), (kernel.shape[1],))
     if s.splits == 1:
-        raise ValueError("thin_product_parts: schedule.splits is 1, expected above 1: see thin_splits")
+        raise ValueError("skinny_matmul_partials: schedule.splits is 1, expected above 1: see num_partials")
     return _launch([x], (0,), [kernel], [None], None, False, s)[0]
 
 
@@ -219,7 +219,7 @@ def _launch(
     xs: Sequence[Array],
     which: tuple[int, ...],
     kernels: Sequence[Array | KernelColumns],
-    finishes: Sequence[Finish | None],
+    epilogues: Sequence[Epilogue | None],
     added: Array | None,
     is_gated: bool,
     s: SkinnyGemmConfig,
@@ -230,22 +230,24 @@ def _launch(
         kernel if isinstance(kernel, KernelColumns) else KernelColumns(kernel, 0, kernel.shape[1]) for kernel in kernels
     ]
     inner, columns = (tuple(kernel.shape[axis] for kernel in kernels) for axis in (0, 1))
-    bounds = tuple(finish.bound if finish is not None and finish.log_rate is None else None for finish in finishes)
+    bounds = tuple(
+        epilogue.bound if epilogue is not None and epilogue.log_rate is None else None for epilogue in epilogues
+    )
     blocks = (s.block_rows, s.block_columns, s.block_inner)
     firsts = tuple(part.first for part in parts)
     cut = Cut(rows, inner, columns, firsts, which, bounds, *blocks, is_gated=is_gated, splits=s.splits)
     arrays: dict[str, Array | None] = {"added": added, **{f"x_{n}": own for n, own in enumerate(xs)}}
-    for i, (part, finish) in enumerate(zip(parts, finishes)):
-        log_rate, bias = (None, None) if finish is None else (finish.log_rate, finish.bias)
+    for i, (part, epilogue) in enumerate(zip(parts, epilogues)):
+        log_rate, bias = (None, None) if epilogue is None else (epilogue.log_rate, epilogue.bias)
         arrays |= {f"kernel_{i}": part.whole, f"log_rate_{i}": log_rate, f"bias_{i}": bias}
     if s.splits == 1:
-        dtypes = [dtype if finish is None else jnp.float32 for finish in finishes]
+        dtypes = [dtype if epilogue is None else jnp.float32 for epilogue in epilogues]
         results = [jax.ShapeDtypeStruct((rows, n), d) for n, d in zip(columns[:1] if is_gated else columns, dtypes)]
     else:
         results = [jax.ShapeDtypeStruct((s.splits, rows, n), jnp.float32) for n in columns]
     found = call(
-        thin_products_kernel,
-        "thin_products",
+        skinny_matmuls_kernel,
+        "skinny_matmuls",
         (cdiv(rows, s.block_rows), sum(cut.blocks), s.splits),
         {name: whole(array) for name, array in pvary_together(arrays).items()},
         {f"y_{i}": whole(y) for i, y in enumerate(results)},
@@ -258,31 +260,35 @@ def _launch(
 def _check(
     xs: Sequence[Array],
     kernels: Sequence[Array | KernelColumns],
-    finishes: Sequence[Finish | None],
+    epilogues: Sequence[Epilogue | None],
     is_combined: bool,
 ) -> None:
-    """Raises what `thin_products` raises for wrong arrays."""
-    if not len(xs) == len(kernels) == len(finishes):
+    """Raises what `skinny_matmuls` raises for wrong arrays."""
+    if not len(xs) == len(kernels) == len(epilogues):
         raise ValueError(
-            f"thin_products: {len(xs)} inputs and {len(finishes)} finishes, expected {len(kernels)}, one of each kernel"
+            f"skinny_matmuls: {len(xs)} inputs and {len(epilogues)} epilogues, expected {len(kernels)}, one of each "
+            "kernel"
         )
-    for i, (x, kernel, finish) in enumerate(zip(xs, kernels, finishes)):
+    for i, (x, kernel, epilogue) in enumerate(zip(xs, kernels, epilogues)):
         reason = unsupported_reason(x, *kernels)
-        if finish is not None and reason is None:
-            reason = unsupported_arrays(log_rate=finish.log_rate, bias=finish.bias)
+        if epilogue is not None and reason is None:
+            reason = unsupported_arrays(log_rate=epilogue.log_rate, bias=epilogue.bias)
         if reason is not None:
-            raise NotImplementedError(f"thin_products: the Triton kernels do not support {reason}")
+            raise NotImplementedError(f"skinny_matmuls: the Triton kernels do not support {reason}")
         if x.shape != (len(xs[0]), kernel.shape[0]):
             raise ValueError(
-                f"thin_products: x of kernel {i} has shape {x.shape}, expected {(len(xs[0]), kernel.shape[0])}"
+                f"skinny_matmuls: x of kernel {i} has shape {x.shape}, expected {(len(xs[0]), kernel.shape[0])}"
             )
-        if finish is not None and is_combined:
-            raise ValueError("thin_products: finishes is given with is_gated or added, expected None")
-        if finish is None or (finish.log_rate is None and finish.bias is None):
+        if epilogue is not None and is_combined:
+            raise ValueError("skinny_matmuls: epilogues is given with is_gated or added, expected None")
+        if epilogue is None or (epilogue.log_rate is None and epilogue.bias is None):
             continue
-        n, rates, biases = kernel.shape[1], *(None if v is None else v.shape for v in (finish.log_rate, finish.bias))
+        n, rates, biases = (
+            kernel.shape[1],
+            *(None if v is None else v.shape for v in (epilogue.log_rate, epilogue.bias)),
+        )
         if biases != (n,) or rates is None or len(rates) != 1 or n % max(rates[0], 1):
             raise ValueError(
-                f"thin_products: finish {i} has log_rate of shape {rates} and bias of shape {biases}, expected [R], a "
-                f"divisor of {n}, and [{n}]"
+                f"skinny_matmuls: epilogue {i} has log_rate of shape {rates} and bias of shape {biases}, expected [R], "
+                f"a divisor of {n}, and [{n}]"
             )

@@ -61,7 +61,7 @@ class Tile:
     split: Array
 
 
-def thin_products_kernel(r, *, cut: Cut):
+def skinny_matmuls_kernel(r, *, cut: Cut):
     """One block of one of the results."""
     row, column, split = (pl.program_id(axis) for axis in range(3))
     if cut.is_gated:
@@ -79,7 +79,7 @@ def thin_products_kernel(r, *, cut: Cut):
 
         def own(i=i, tile=tile):
             (total,) = _sums(r, cut, (i,), tile)
-            _store(getattr(r, f"y_{i}"), _finished(r, cut, i, total, tile), cut, i, tile, r.added)
+            _store(getattr(r, f"y_{i}"), _with_epilogue(r, cut, i, total, tile), cut, i, tile, r.added)
 
         if len(cut.columns) == 1:
             own()
@@ -121,7 +121,7 @@ def _sums(r, cut: Cut, matrices: tuple[int, ...], tile: Tile) -> tuple[Array, ..
     return lax.fori_loop(0, cut.steps(i), step, zeros)
 
 
-def _finished(r, cut: Cut, i: int, total: Array, tile: Tile) -> Array:
+def _with_epilogue(r, cut: Cut, i: int, total: Array, tile: Tile) -> Array:
     """What is stored of a sum. A function of it is one of the sum as it would be stored, rounded."""
     bound, log_rate, bias = cut.bounds[i], getattr(r, f"log_rate_{i}"), getattr(r, f"bias_{i}")
     if bound is None and log_rate is None:

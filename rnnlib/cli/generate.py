@@ -99,13 +99,13 @@ def print_continuation(
     # Decoded together with the prompt: some tokenizers drop a space, or join words, only at a text's beginning.
     shown = len(tokenizer.decode(ids).rstrip("\ufffd"))
     try:
-        while text.finish is None:
+        while text.finish_reason is None:
             decoder.step()
-            new = text.tokens[:-1] if text.finish == "stop" else text.tokens
+            new = text.tokens[:-1] if text.finish_reason == "stop" else text.tokens
             with input_errors():  # the tokenizer is the folder's
                 whole = tokenizer.decode([*ids, *new])
             # The last character may be cut in the middle; it is shown when the rest of it is there.
-            if text.finish is None:
+            if text.finish_reason is None:
                 whole = whole.rstrip("\ufffd")
             sys.stdout.write(whole[shown:])
             sys.stdout.flush()

@@ -269,7 +269,7 @@ class HarnessModel(TemplateLM):
                 decoder.step()
                 for index, (text, continuation) in list(active.items()):
                     answer, stopped = self._until(text, continuation)
-                    if continuation.finish is None:
+                    if continuation.finish_reason is None:
                         if not stopped:
                             continue
                         decoder.remove(continuation)
@@ -314,7 +314,7 @@ class HarnessModel(TemplateLM):
 
         Stop strings may have names of special tokens, which the text itself does not have.
         """
-        tokens = continuation.tokens[:-1] if continuation.finish == "stop" else continuation.tokens
+        tokens = continuation.tokens[:-1] if continuation.finish_reason == "stop" else continuation.tokens
         new = self._new_text(text, tokens, self._tokenizer.decode)
         stops = [stop for stop in text.options["until"] if stop]
         ends = [place for stop in stops if (place := new.find(stop)) >= 0]

@@ -15,7 +15,7 @@ from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.linear import LowRank
 from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
 from rnnlib.ops.context_parallel import expect_whole_rows
-from rnnlib.ops.thin_products import linear_product
+from rnnlib.ops.skinny_gemm import linear_product
 
 # Of a projection: None is full rank, `"value_size"` is V.
 Rank = PositiveInteger | Literal["value_size"] | None

@@ -16,8 +16,8 @@ from rnnlib.layers.base import MixerShape, Rank
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.part import AxisConfig
 from rnnlib.layers.tensor import first_of_share
+from rnnlib.ops.skinny_gemm import Epilogue, LogDecay
 from rnnlib.ops.softplus_decay import softplus_decay, softplus_decay_serves
-from rnnlib.ops.thin_products import Finish, LogDecay
 
 NegativeNumber = Annotated[float, Range(below=0)]
 
@@ -256,7 +256,7 @@ class SoftplusDecayGate(StateSpaceDecayGate):
         super().__init__(config, shape, rngs=rngs)
         self.step_limits = config.step_limits
 
-    def epilogues(self) -> dict[str, Finish]:
+    def epilogues(self) -> dict[str, Epilogue]:
         """The log decay, of a rate that is no function of the token, without limits and without a scale."""
         if self.A_log is None or self.step_limits is not None or self.scale != 1:
             return {}

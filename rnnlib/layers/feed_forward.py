@@ -14,7 +14,7 @@ from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
 from rnnlib.layers.linear import gated_product
 from rnnlib.layers.part import PartConfig
 from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
-from rnnlib.ops.thin_products import linear_product
+from rnnlib.ops.skinny_gemm import linear_product
 
 
 class SwiGLU(nnx.Module):

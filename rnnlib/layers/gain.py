@@ -17,7 +17,7 @@ from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.part import AxisConfig
-from rnnlib.ops.thin_products import BoundedSigmoid, Finish
+from rnnlib.ops.skinny_gemm import BoundedSigmoid, Epilogue
 
 
 class Gain(nnx.Module, ColumnReader, abc.ABC):
@@ -118,7 +118,7 @@ class SigmoidGate(Gain):
             beta = BoundedSigmoid(self.bound)(inputs["write_gate"].astype(self.shape.gate_dtype))
         return Gates(beta=self.shape.repeat_key_heads(beta))
 
-    def epilogues(self) -> dict[str, Finish]:
+    def epilogues(self) -> dict[str, Epilogue]:
         """Beta."""
         return {"write_gate": BoundedSigmoid(self.bound)}
 
@@ -290,7 +290,7 @@ class ChannelGates(Gain):
         write = write.reshape(*write.shape[:2], self.shape.value_heads, self.shape.value_size)
         return Gates(erase=self.shape.repeat_key_heads(erase), write=write)
 
-    def epilogues(self) -> dict[str, Finish]:
+    def epilogues(self) -> dict[str, Epilogue]:
         """Both gates."""
         return {"erase_gate": BoundedSigmoid(self.erase_bound), "write_gate": BoundedSigmoid()}
 

@@ -15,13 +15,13 @@ from pallas_kernels.common.vma import pvary_together
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.linear import LowRank, can_join, is_plain
 from rnnlib.ops.sharding import is_split
-from rnnlib.ops.thin_products import (
-    Finish,
+from rnnlib.ops.skinny_gemm import (
+    Epilogue,
     KernelColumns,
     linear_product,
     row_product,
-    thin_kernel_serves,
-    thin_products,
+    skinny_kernel_serves,
+    skinny_matmuls,
 )
 
 _MATMULS_OF_A_LAUNCH = 8
@@ -47,7 +47,7 @@ class ColumnReader:
             del self.maps
         return columns_of(*self._parts_within()) | ({} if own is None else dict(own.items()))
 
-    def epilogues(self) -> Mapping[str, Finish]:
+    def epilogues(self) -> Mapping[str, Epilogue]:
         """Functions of columns, by name, that a matmul of few rows computes in its own kernel.
 
         The part finds the result as `inputs.epilogue(name)`. That is None for many rows: the part then computes it from
@@ -91,7 +91,7 @@ def shared_columns(first: Sequence[str], maps: Mapping[str, Any]) -> list[str]:
     return [*first, *(name for name, own in inner.items() if own.bias is None and own.out_features <= _NARROW)]
 
 
-def epilogues_of(*parts: Any) -> dict[str, Finish]:
+def epilogues_of(*parts: Any) -> dict[str, Epilogue]:
     """The epilogues of parts, by the names of their columns."""
     return {name: e for part in parts if isinstance(part, ColumnReader) for name, e in part.epilogues().items()}
 
@@ -151,14 +151,16 @@ class InputProjection(nnx.Module):
         """Of each column in `kernel`: its name, its first column, and how many there are."""
         return () if self.kernel is None else self.kernel.get_metadata()["columns"]
 
-    def __call__(self, x: Float[Array, "*batch D"], epilogues: Mapping[str, Finish] | None = None) -> "ProjectedInput":
+    def __call__(
+        self, x: Float[Array, "*batch D"], epilogues: Mapping[str, Epilogue] | None = None
+    ) -> "ProjectedInput":
         """Projects a mixer's input.
 
         Args:
             x: the input.
             epilogues: of columns by name, as the parts' `ColumnReader.epilogues`.
         """
-        if x.size and thin_kernel_serves(x, ()):
+        if x.size and skinny_kernel_serves(x, ()):
             return self._few_rows(x, {} if epilogues is None else epilogues)
         kernel, places = self._shared_kernel(x)
         if kernel is None:
@@ -177,7 +179,7 @@ class InputProjection(nnx.Module):
         x, kernel = nnx.nn.dtypes.promote_dtype((x, self._stored()[key]), dtype=self.shape.dtype)
         return linear_product(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
-    def _few_rows(self, x: Array, epilogues: Mapping[str, Finish]) -> "ProjectedInput":
+    def _few_rows(self, x: Array, epilogues: Mapping[str, Epilogue]) -> "ProjectedInput":
         """The projection of few rows: all first maps in one launch, and the second maps of low ranks in another."""
         first: list[_Matmul] = []
         if self.kernel is not None and x.dtype == self.shape.dtype:
@@ -317,7 +319,7 @@ class _Matmul:
 
 
 def _launch(
-    wanted: Sequence[_Matmul], epilogues: Mapping[str, Finish], *, x: Array | None = None
+    wanted: Sequence[_Matmul], epilogues: Mapping[str, Epilogue], *, x: Array | None = None
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Products and epilogues of columns, in as few launches as possible, where the kernel serves.
 
@@ -335,10 +337,10 @@ def _launch(
         is_left = len(some) == 1 and (own[0] is None or x is not None)
         if is_left and not isinstance(some[0].kernel, KernelColumns):
             continue
-        if not all(thin_kernel_serves(one.x, (one.kernel,)) for one in some):
+        if not all(skinny_kernel_serves(one.x, (one.kernel,)) for one in some):
             continue
         given = [one.x for one in some] if x is None else x
-        results = thin_products(given, [one.kernel for one in some], finishes=own)
+        results = skinny_matmuls(given, [one.kernel for one in some], epilogues=own)
         for one, epilogue, y in zip(some, own, results):
             (products if epilogue is None else found)[one.key] = y
     return products, found

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from rnnlib.ops.arguments import is_symbolic
 from rnnlib.ops.sharding import is_split
-from rnnlib.ops.thin_products import row_product, thin_kernel_serves, thin_products
+from rnnlib.ops.skinny_gemm import row_product, skinny_kernel_serves, skinny_matmuls
 
 
 class LowRank(nnx.Module):
@@ -65,8 +65,8 @@ def gated_product(x: Float[Array, "*batch D"], gate: nnx.Linear, up: nnx.Linear)
     """`silu(gate(x)) * up(x)`, by one kernel for few rows if the kernel supports the call."""
     if is_plain(gate) and is_plain(up) and gate.dtype == up.dtype and gate.out_features == up.out_features:
         rows, *kernels = gate.promote_dtype((x, gate.kernel[...], up.kernel[...]), dtype=gate.dtype)
-        if thin_kernel_serves(rows, kernels):
-            return thin_products(rows, kernels, is_gated=True)[0]
+        if skinny_kernel_serves(rows, kernels):
+            return skinny_matmuls(rows, kernels, is_gated=True)[0]
     opened, raised = joined_products(x, (gate, up))
     return nnx.silu(opened) * raised
 

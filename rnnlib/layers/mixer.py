@@ -36,8 +36,8 @@ from rnnlib.layers.readout import Readout, ReadoutConfig
 from rnnlib.layers.rotary import Rotary, running_positions
 from rnnlib.layers.solve import Online, OperatorOptions, Signals, SolveConfig
 from rnnlib.layers.stream import Stream, StreamNorm, columns_in_place, run_streams
-from rnnlib.ops.deferred_writes import DeferredState
-from rnnlib.ops.thin_products import Finish
+from rnnlib.ops.delayed_update import DelayedState
+from rnnlib.ops.skinny_gemm import Epilogue
 
 
 class MixerCache(NamedTuple):
@@ -220,9 +220,9 @@ class RecurrentMixerConfig(MixerConfig):
 
 
 def _plain(cache: MixerCache) -> MixerCache:
-    """The cache without writes that wait."""
-    is_deferred = isinstance(cache, MixerCache) and isinstance(cache.state, DeferredState)
-    return cache._replace(state=cache.state.state) if is_deferred else cache
+    """The cache without pending writes."""
+    is_delayed = isinstance(cache, MixerCache) and isinstance(cache.state, DelayedState)
+    return cache._replace(state=cache.state.state) if is_delayed else cache
 
 
 class RecurrentMixer(nnx.Module):
@@ -318,7 +318,7 @@ class RecurrentMixer(nnx.Module):
         y = read(inputs, out, of_last_steps(signals.value, steps))
         return y, (None if cache is None else partial._replace(state=state))
 
-    def epilogues(self) -> dict[str, Finish]:
+    def epilogues(self) -> dict[str, Epilogue]:
         """What the parts ask of a matmul of few rows, by the names of columns."""
         return epilogues_of(self.decay, self.gain, self.keys, self.solve, self.readout)
 
@@ -390,14 +390,14 @@ class RecurrentMixer(nnx.Module):
         carried = MixerCache(query_tail, key_tail, value_tail, keys_state, None, position)
         return Signals(keys, value, gates, decay), inputs, carried
 
-    def defer_writes(self, cache: MixerCache) -> MixerCache:
-        """The cache as a loop over single tokens carries it: see `Solver.defer_writes`. Of several steps none waits."""
+    def delay_updates(self, cache: MixerCache) -> MixerCache:
+        """The cache as a loop over single tokens carries it: see `Solver.delay_updates`. Not with several steps."""
         if self.config.steps > 1:
             return cache
         batch = jax.tree.leaves(cache)[0].shape[0]
         # Of a token's signals only shapes are read, so that a compiled loop computes none.
         signals, _ = self.signals(jnp.zeros((batch, 1, self.shape.width), self.shape.dtype), cache=cache)
-        return cache._replace(state=self.solve.defer_writes(cache.state, signals))
+        return cache._replace(state=self.solve.delay_updates(cache.state, signals))
 
     def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike | None = None) -> MixerCache:
         """The cache before the first token.

@@ -9,7 +9,7 @@ from rnnlib.layers.linear import is_plain
 from rnnlib.layers.normalization import norm_and_stream, scale_and_eps
 from rnnlib.ops.rms_norm import norm_kernel_serves, rms_norm_of_sum
 from rnnlib.ops.sharding import is_split
-from rnnlib.ops.thin_products import residual_product, split_k_partials, sum_of_partials, thin_kernel_serves
+from rnnlib.ops.skinny_gemm import residual_product, skinny_kernel_serves, split_k_partials, sum_of_partials
 
 
 def residual_add(
@@ -63,4 +63,4 @@ def _kernel_for_few_rows(stream: Array, features: Array, output: Any) -> Array |
     if output.dtype != features.dtype or stream.shape != (*features.shape[:-1], output.out_features):
         return None
     kernel = output.kernel[...].astype(features.dtype)
-    return kernel if thin_kernel_serves(features, (kernel,)) else None
+    return kernel if skinny_kernel_serves(features, (kernel,)) else None

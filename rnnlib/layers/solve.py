@@ -16,7 +16,7 @@ from rnnlib.layers.decay import Decay
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.keys import Keys
 from rnnlib.layers.part import AxisConfig
-from rnnlib.ops.deferred_writes import DeferredState, defer_writes, deferred_token
+from rnnlib.ops.delayed_update import DelayedState, delay_updates, delayed_token
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
 from rnnlib.ops.gates import resolve_gates
 
@@ -82,10 +82,10 @@ class Solver(nnx.Module, ColumnReader, abc.ABC):
     def init_state(self, batch_size: int) -> Any:
         """The state before the first token, a pytree of arrays."""
 
-    def defer_writes(self, state: Any, signals: Signals) -> Any:
+    def delay_updates(self, state: Any, signals: Signals) -> Any:
         """The state as a loop over single tokens carries it: one beside which writes wait, where that is faster.
 
-        `rnnlib.models.waiting` settles each `DeferredState` after the loop.
+        `rnnlib.models.delayed_updates` flushes each `DelayedState` after the loop.
 
         Args:
             state: as for a call.
@@ -155,9 +155,9 @@ class OnlineSolver(MatrixStateSolver):
     ) -> tuple[ValueHeads, Any]:
         """Output and next state."""
         expect_no_previous("Online", signals.gates)
-        if isinstance(state, DeferredState):
+        if isinstance(state, DelayedState):
             scale, implementation = self.options.scale, self.options.implementation
-            return deferred_token(self._token(signals), state, scale=scale, implementation=implementation)
+            return delayed_token(self._token(signals), state, scale=scale, implementation=implementation)
         return ops.gated_delta_rule(
             signals.keys.query,
             signals.keys.key,
@@ -172,9 +172,9 @@ class OnlineSolver(MatrixStateSolver):
             **self.options.arguments(),
         )
 
-    def defer_writes(self, state: Any, signals: Signals) -> Any:
+    def delay_updates(self, state: Any, signals: Signals) -> Any:
         """The state, beside which writes wait where that is faster."""
-        return defer_writes(state, self._token(signals), implementation=self.options.implementation)
+        return delay_updates(state, self._token(signals), implementation=self.options.implementation)
 
     def _token(self, signals: Signals) -> DeltaRuleInputs:
         keys, gates = signals.keys, signals.gates
@@ -229,9 +229,9 @@ class OfflineSolver(MatrixStateSolver):
                 "Offline: the gain gives an erase gate, expected beta or write: linear attention erases nothing"
             )
         token = self._token(signals)
-        if isinstance(state, DeferredState):
+        if isinstance(state, DelayedState):
             scale, implementation = self.options.scale, self.options.implementation
-            return deferred_token(token, state, scale=scale, online=False, implementation=implementation)
+            return delayed_token(token, state, scale=scale, online=False, implementation=implementation)
         return ops.linear_attention(
             token.q,
             token.k,
@@ -243,9 +243,9 @@ class OfflineSolver(MatrixStateSolver):
             **self.options.arguments(),
         )
 
-    def defer_writes(self, state: Any, signals: Signals) -> Any:
+    def delay_updates(self, state: Any, signals: Signals) -> Any:
         """The state, beside which writes wait where that is faster."""
-        return defer_writes(state, self._token(signals), implementation=self.options.implementation)
+        return delay_updates(state, self._token(signals), implementation=self.options.implementation)
 
     def _token(self, signals: Signals) -> DeltaRuleInputs:
         keys, gates = signals.keys, signals.gates
@@ -290,7 +290,7 @@ class NormalizedOfflineSolver(OfflineSolver):
         state = NormalizedState(state[..., :-1], state[..., -1])
         return (out[..., :-1] / (out[..., -1:] + 1e-10)).astype(dtype), state
 
-    def defer_writes(self, state: Any, signals: Signals) -> Any:
+    def delay_updates(self, state: Any, signals: Signals) -> Any:
         """The state as it is: its two parts become one array for each call."""
         return state
 

@@ -13,7 +13,7 @@ from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.feature_maps import ACTIVATIONS, FeatureMap, FeatureMapConfig, HeadMap
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.normalization import RMSNorm, l1_normalize, l2_normalize, sum_normalize
-from rnnlib.ops.short_convolution.inputs import Finish
+from rnnlib.ops.short_convolution.inputs import Epilogue
 from rnnlib.ops.short_convolution.joined import JoinedStream, joined_convolutions, joined_convolutions_serve
 from rnnlib.ops.short_convolution.one_token import Call, one_launch_serves, one_token_convolutions
 
@@ -98,19 +98,19 @@ class Stream(nnx.Module, ColumnReader):
         is_done = self.convolution is not None and self._norm_size(chosen) is not None
         return y if is_done or self.norm_kind not in _NORMS else _NORMS[self.norm_kind](y)
 
-    def _finish(self, chosen: HeadMap | str) -> Finish:
+    def _epilogue(self, chosen: HeadMap | str) -> Epilogue:
         """The convolution's options."""
-        return Finish(self.activation, self._norm_size(chosen), 1e-6)
+        return Epilogue(self.activation, self._norm_size(chosen), 1e-6)
 
     def _call(self, inputs: ProjectedInput, tail: Array | None, chosen: HeadMap | str) -> Call:
         """The convolution's arrays and options."""
         assert self.convolution is not None
-        return self.convolution.inputs(inputs[self.name], tail), self._finish(chosen)
+        return self.convolution.inputs(inputs[self.name], tail), self._epilogue(chosen)
 
     def _joined(self, tail: Array | None, chosen: HeadMap | str) -> JoinedStream:
         """The same, for inputs that lie beside other streams'."""
         assert self.convolution is not None
-        return JoinedStream(*self.convolution.filter(), tail, self._finish(chosen))
+        return JoinedStream(*self.convolution.filter(), tail, self._epilogue(chosen))
 
     def init_tail(self, batch_size: int, dtype: DTypeLike) -> Array | None:
         """The convolution's tail before the first token."""

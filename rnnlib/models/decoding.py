@@ -34,14 +34,14 @@ class Continuation:
         tokens: the new tokens so far, a stop token at the end among them.
         log_probabilities: of each new token under the model: the log-softmax of its logits, before `temperature`,
             `top_k` and `top_p`.
-        finish: why it has ended: "stop" (a stop token), "length" (`max_new_tokens`), "removed" (by
+        finish_reason: why it has ended: "stop" (a stop token), "length" (`max_new_tokens`), "removed" (by
             `Decoder.remove`), "nan" (its logits were NaN); None while it goes on.
     """
 
     prompt: tuple[int, ...]
     tokens: list[int] = dataclasses.field(default_factory=list)
     log_probabilities: list[float] = dataclasses.field(default_factory=list)
-    finish: Literal["stop", "length", "removed", "nan"] | None = None
+    finish_reason: Literal["stop", "length", "removed", "nan"] | None = None
 
 
 class _Asked(NamedTuple):
@@ -277,7 +277,7 @@ class Decoder:
                 self._release(slot, "stop" if is_stop else "length")
                 finished.append(text)
         if stuck_rows.any():
-            failed = [slot for slot, text in texts if stuck_rows[slot] and text.finish is None]
+            failed = [slot for slot, text in texts if stuck_rows[slot] and text.finish_reason is None]
             for slot in failed:
                 self._release(slot, "nan")
             raise NaNLogitsError(
@@ -292,10 +292,10 @@ class Decoder:
             raise ValueError("Decoder.remove: text has ended or is of another decoder, expected one that goes on")
         self._release(next(slot for slot, other in enumerate(self._texts) if other is text), "removed")
 
-    def _release(self, slot: int, finish: Literal["stop", "length", "removed", "nan"]) -> None:
+    def _release(self, slot: int, finish_reason: Literal["stop", "length", "removed", "nan"]) -> None:
         text = self._texts[slot]
         if text is not None:
-            text.finish = finish
+            text.finish_reason = finish_reason
         self._texts[slot] = None
         self._rows = self._rows._replace(ended=self._rows.ended.at[slot].set(True))
 
@@ -446,7 +446,7 @@ def _generate_rows(
         while decoder.active:
             decoder.step(max_new_tokens)
     except NaNLogitsError:
-        stuck = [row for row, text in enumerate(texts) if text.finish == "nan"]
+        stuck = [row for row, text in enumerate(texts) if text.finish_reason == "nan"]
         done = min(len(texts[row].tokens) for row in stuck)
         raise NaNLogitsError(
             f"generate: the model's logits are NaN for row(s) {stuck} after {done} new tokens, expected numbers: are "

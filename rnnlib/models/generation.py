@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rnnlib.fields import PositiveInteger, Range, check_fields, check_value
 from rnnlib.models.decoder import DecoderCache, DecoderLM
-from rnnlib.models.waiting import after_tokens, defer_writes, settled
+from rnnlib.models.delayed_updates import after_tokens, delay_updates, flushed
 
 # Prompts are padded on the left to a multiple of this, and room for new tokens is rounded up to one, so that all
 # lengths share a few compiled functions.
@@ -322,8 +322,8 @@ def _decode(
         return made + 1, tokens.at[:, made].set(token), carry
 
     model = nnx.merge(graphdef, state)
-    carry = carry._replace(cache=defer_writes(model, carry.cache))
+    carry = carry._replace(cache=delay_updates(model, carry.cache))
     made, tokens, carry = jax.lax.while_loop(
         unfinished, step, (jnp.int32(0), jnp.full([batch, size], filler, jnp.int32), carry)
     )
-    return tokens, made, stuck(carry) & (made < limit), carry._replace(cache=settled(model, carry.cache, made))
+    return tokens, made, stuck(carry) & (made < limit), carry._replace(cache=flushed(model, carry.cache, made))

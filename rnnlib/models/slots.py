@@ -11,8 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from rnnlib.models.decoder import DecoderCache
+from rnnlib.models.delayed_updates import after_tokens, delay_updates, flushed
 from rnnlib.models.generation import draw_filtered, have_nan, likeliest_token, prompt_positions
-from rnnlib.models.waiting import after_tokens, defer_writes, settled
 
 # Stop tokens that a text may have.
 MAX_STOP_TOKENS = 8
@@ -153,10 +153,10 @@ def advance(graphdef, size: int, draws: str, state, rows: Rows, limit: Array | i
 
     shape = (rows.ended.shape[0], size)
     model = nnx.merge(graphdef, state)
-    rows = rows._replace(cache=defer_writes(model, rows.cache))
+    rows = rows._replace(cache=delay_updates(model, rows.cache))
     start = (jnp.int32(0), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), rows)
     number, tokens, scores, rows = jax.lax.while_loop(unfinished, step, start)
-    return number, tokens, scores, stuck(rows), rows._replace(cache=settled(model, rows.cache, number))
+    return number, tokens, scores, stuck(rows), rows._replace(cache=flushed(model, rows.cache, number))
 
 
 def _log_sum(logits: Array, likeliest: Array) -> Array:

@@ -12,7 +12,7 @@ from pallas_kernels.common.platform import platform
 from rnnlib.ops.derivatives import with_derivatives_of, with_further_derivatives
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import is_split
-from rnnlib.ops.thin_products import sum_of_partials
+from rnnlib.ops.skinny_gemm import sum_of_partials
 
 # Smallest number of elements for which a kernel is faster, despite its launch.
 _LEAST = 1 << 20

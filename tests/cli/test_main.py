@@ -185,7 +185,7 @@ def test_a_continuation_keeps_its_space(capsys, monkeypatch):
     class Blocks(models.Continuation):
         def extend(self):
             self.tokens += [1, 2] if not self.tokens else [3]
-            self.finish = "length" if self.tokens[-1] == 3 else None
+            self.finish_reason = "length" if self.tokens[-1] == 3 else None
 
     text = Blocks((0,))
     monkeypatch.setattr("rnnlib.models.Decoder", lambda *_, **__: SimpleNamespace(add=add, step=text.extend))

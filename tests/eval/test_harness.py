@@ -230,4 +230,7 @@ def test_stop_strings_with_special_tokens(published, text, until, answer):
 
 def test_an_end_that_is_no_special_token_is_none_of_the_answer(published):
     found = HarnessModel(published)
-    assert found._until(_Text(0, [51], {"until": []}), Continuation((51,), [35, 36], finish="stop")) == ("A", False)
+    assert found._until(_Text(0, [51], {"until": []}), Continuation((51,), [35, 36], finish_reason="stop")) == (
+        "A",
+        False,
+    )

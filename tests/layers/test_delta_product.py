@@ -68,7 +68,7 @@ def test_documents_and_pieces_are_the_whole(steps):
         y, cache = mixer(piece, cache=cache)
         pieces.append(y)
     np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole, atol=1e-6)
-    assert mixer.defer_writes(cache) is cache or steps == 1
+    assert mixer.delay_updates(cache) is cache or steps == 1
 
 
 def test_one_step_is_gated_deltanet():

@@ -9,7 +9,7 @@ from flax import nnx
 from rnnlib.layers import InputProjection, MixerShape, mixer_preset
 from rnnlib.layers.input_projection import ColumnReader, columns_of, epilogues_of
 from rnnlib.layers.linear import LowRank
-from rnnlib.ops.thin_products import BoundedSigmoid, thin_products
+from rnnlib.ops.skinny_gemm import BoundedSigmoid, skinny_matmuls
 from tests.pallas_kernels.cases import relative_error
 
 WIDTH = 16
@@ -25,18 +25,18 @@ class Launches:
     def few_rows(self, x, kernels):
         return self.serves and x.shape[-2] == 1
 
-    def products(self, xs, kernels, finishes):
-        self.found.append([f"{w.shape[1]}{'' if f is None else 'f'}" for w, f in zip(kernels, finishes)])
-        return thin_products(xs, kernels, finishes=finishes)
+    def products(self, xs, kernels, epilogues):
+        self.found.append([f"{w.shape[1]}{'' if f is None else 'f'}" for w, f in zip(kernels, epilogues)])
+        return skinny_matmuls(xs, kernels, epilogues=epilogues)
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """Kernels serve one token as they would on a GPU, interpreted."""
     launches = Launches()
-    for module in ("rnnlib.ops.thin_products", "rnnlib.layers.input_projection"):
-        monkeypatch.setattr(f"{module}.thin_kernel_serves", launches.few_rows)
-    monkeypatch.setattr("rnnlib.layers.input_projection.thin_products", launches.products)
+    for module in ("rnnlib.ops.skinny_gemm", "rnnlib.layers.input_projection"):
+        monkeypatch.setattr(f"{module}.skinny_kernel_serves", launches.few_rows)
+    monkeypatch.setattr("rnnlib.layers.input_projection.skinny_matmuls", launches.products)
     return launches
 
 

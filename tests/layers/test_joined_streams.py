@@ -13,7 +13,7 @@ from rnnlib.layers import InputProjection, MixerShape, mixer_preset
 from rnnlib.layers.input_projection import shared_columns
 from rnnlib.models.variables import values_by_column
 from rnnlib.ops.short_convolution import joined
-from rnnlib.ops.short_convolution.inputs import Finish
+from rnnlib.ops.short_convolution.inputs import Epilogue
 from rnnlib.ops.short_convolution.joined import JoinedStream, joined_convolutions, joined_unsupported
 from tests.pallas_kernels.cases import relative_error
 from tests.selection import mostly_slow
@@ -29,17 +29,17 @@ def draw(*shape, seed=0):
 def streams():
     """Of 16, 16 and 32 columns, the widest first, with and without each option."""
     return [
-        JoinedStream(draw(4, 32), None, None, Finish("silu", None, 1e-6)),
-        JoinedStream(draw(3, 16), draw(16), draw(2, 2, 16), Finish("silu", 8, 1e-6)),
-        JoinedStream(draw(1, 16, seed=1), draw(16, seed=1), None, Finish(None, 16, 1e-6)),
+        JoinedStream(draw(4, 32), None, None, Epilogue("silu", None, 1e-6)),
+        JoinedStream(draw(3, 16), draw(16), draw(2, 2, 16), Epilogue("silu", 8, 1e-6)),
+        JoinedStream(draw(1, 16, seed=1), draw(16, seed=1), None, Epilogue(None, 16, 1e-6)),
     ]
 
 
 def one_by_one(x, given, segment_ids):
     results, first = [], 0
-    for kernel, bias, state, finish in given:
+    for kernel, bias, state, epilogue in given:
         own = x[..., first : first + kernel.shape[1]]
-        options = {"activation": finish.activation, "norm_size": finish.norm_size, "norm_eps": finish.norm_eps}
+        options = {"activation": epilogue.activation, "norm_size": epilogue.norm_size, "norm_eps": epilogue.norm_eps}
         arrays = {"bias": bias, "initial_state": state, "segment_ids": segment_ids}
         results.append(ops.short_convolution(own, kernel, **arrays, **options, implementation="chunked"))
         first += kernel.shape[1]
@@ -47,7 +47,7 @@ def one_by_one(x, given, segment_ids):
 
 
 def loss(run, x, arrays, segment_ids):
-    given = [JoinedStream(*a, stream.finish) for a, stream in zip(arrays, streams())]
+    given = [JoinedStream(*a, stream.epilogue) for a, stream in zip(arrays, streams())]
     results, rest = run(x, given, segment_ids)
     return sum(jnp.sum(jnp.sin(2 * y) + jnp.sum(tail)) for y, tail in results) + jnp.sum(jnp.cos(rest))
 
@@ -86,7 +86,7 @@ def test_joined_convolutions_have_second_derivatives_and_rows_of_a_vmap():
 
 def test_unsupported_says_why():
     x = jnp.zeros((1, 4, 64))
-    narrow_first = [JoinedStream(jnp.zeros((4, n)), None, None, Finish(None, None, 1e-6)) for n in (16, 32)]
+    narrow_first = [JoinedStream(jnp.zeros((4, n)), None, None, Epilogue(None, None, 1e-6)) for n in (16, 32)]
     assert joined_unsupported(x, streams()) is None
     assert "32 channels from column 16 on" in joined_unsupported(x, narrow_first)
     assert "48 columns for streams of 64" in joined_unsupported(x[..., :48], streams())

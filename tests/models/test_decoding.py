@@ -48,7 +48,7 @@ def test_texts_that_join_and_leave_get_what_they_would_get_alone():
         decoder.step(4)
         steps += 1
     assert [text.tokens for text in texts] == alone()
-    assert [text.finish for text in texts] == ["length"] * 4
+    assert [text.finish_reason for text in texts] == ["length"] * 4
     assert decoder.free == 2 and decoder.step() == []
     run = jax.jit(model().__call__)
     for text in texts:
@@ -75,7 +75,7 @@ def test_states_are_not_there_twice_while_texts_join_or_go_on():
 def test_on_a_gpu_texts_have_the_scores_of_one_pass_in_bfloat16(slots):
     """Kernels for few rows decode; the pass over whole texts has none of them. States are given to each block.
 
-    Those of 200 texts are large enough for writes that wait.
+    Those of 200 texts are large enough for pending writes.
     """
     mixers = ("gated_deltanet", "kda", "attention")
     config = tiny_config(*mixers, width=256, mlp_width=512, dtype="bfloat16", initializer_std=0.1)
@@ -111,10 +111,10 @@ def test_stop_tokens_and_removal_free_slots():
     text = decoder.add(PROMPTS[0], stop_tokens=(end, 0), **OPTIONS[0])
     other = decoder.add(PROMPTS[1], **OPTIONS[1])
     finished = decoder.step(14)
-    assert finished == [text] and text.finish == "stop" and text.tokens[-1] in (end, 0)
+    assert finished == [text] and text.finish_reason == "stop" and text.tokens[-1] in (end, 0)
     assert text.tokens == alone()[0][: len(text.tokens)] and len(text.tokens) <= kept
     decoder.remove(other)
-    assert other.finish == "removed" and other.tokens == alone()[1][: len(text.tokens)]
+    assert other.finish_reason == "removed" and other.tokens == alone()[1][: len(text.tokens)]
     assert decoder.free == 2
     with pytest.raises(ValueError, match="text has ended or is of another decoder"):
         decoder.remove(other)
@@ -128,7 +128,7 @@ def test_a_text_whose_logits_are_nan_leaves_and_others_go_on():
     text, bad = decoder.add(PROMPTS[0], **OPTIONS[0]), decoder.add([token], **OPTIONS[0])
     with pytest.raises(NaNLogitsError, match=r"NaN for the text\(s\) in slot\(s\) \[1\]"):
         decoder.step()
-    assert bad.finish == "nan"
+    assert bad.finish_reason == "nan"
     while decoder.active:
         decoder.step()
     assert text.tokens == alone()[0]

@@ -261,7 +261,7 @@ def test_a_token_s_gates_end_in_the_kernels_of_their_products(mixer, products):
     text = lowered_text(token, state, jax.ShapeDtypeStruct((256, 1, 1024), jnp.bfloat16))
     names = re.findall(r'name = "(\w+)", num_stages', text)
     assert sorted(names) == sorted(
-        ["thin_products"] * products + ["short_convolution_one_token", "delta_decode", "rms_norm"]
+        ["skinny_matmuls"] * products + ["short_convolution_one_token", "delta_decode", "rms_norm"]
     )
     assert not re.search("stablehlo.(logistic|exponential|log_plus_one)", text)  # of a gate
 

@@ -235,13 +235,13 @@ def waiting(decay: str, backend: str = "triton") -> Case:
     arrays |= jax.eval_shape(without_pending, state, arrays["k"], arrays["log_decay"])._asdict()
 
     def loss(x: Any) -> jax.Array:
-        deferred = DelayedState(**{name: x[name] for name in DelayedState._fields})
+        delayed = DelayedState(**{name: x[name] for name in DelayedState._fields})
         token = {name: x[name] for name in ("q", "k", "v", "log_decay")}
         gates = {"erase": x["gate"], "write": x["gate"]}
-        out, after = delayed_token(**token, **gates, delayed=deferred, backend=backend)
+        out, after = delayed_token(**token, **gates, delayed=delayed, backend=backend)
         return _total((out, flush(after)))
 
-    name = f"waiting writes {decay}-128x128-bfloat16" + (", mosaic" if backend == "mosaic" else "")
+    name = f"delayed updates {decay}-128x128-bfloat16" + (", mosaic" if backend == "mosaic" else "")
     return Case(name, loss, arrays, differentiated=False)
 
 
@@ -382,9 +382,11 @@ def decoding() -> list[Case]:
         arrays = {"x": jax.ShapeDtypeStruct((rows, inner), bf16)} | kernels
 
         def loss(x: Any) -> jax.Array:
-            return _total(operators.skinny_gemm.thin_products(x["x"], [x[name] for name in kernels], is_gated=is_gated))
+            return _total(
+                operators.skinny_gemm.skinny_matmuls(x["x"], [x[name] for name in kernels], is_gated=is_gated)
+            )
 
-        return Case(f"thin products {words}, {rows} rows", loss, arrays, differentiated=False)
+        return Case(f"skinny matmuls {words}, {rows} rows", loss, arrays, differentiated=False)
 
     def convolutions(x: Any) -> jax.Array:
         streams = [TokenStream(x["x"], x["kernel"], None, x["state"], "silu", norm, 1e-6) for norm in (128, 128, None)]
@@ -402,11 +404,11 @@ def decoding() -> list[Case]:
         arrays |= {name: jax.ShapeDtypeStruct((n,), jnp.float32) for name, n in (("rate", 8), ("bias", 1024))}
 
         def loss(x: Any) -> jax.Array:
-            finish = operators.skinny_gemm.Finish(log_rate=x["rate"], bias=x["bias"])
+            epilogue = operators.skinny_gemm.Epilogue(log_rate=x["rate"], bias=x["bias"])
             kernels = [x["first"], x["second"]]
-            return _total(operators.skinny_gemm.thin_products([x["x"], x["z"]], kernels, finishes=[finish, None]))
+            return _total(operators.skinny_gemm.skinny_matmuls([x["x"], x["z"]], kernels, epilogues=[epilogue, None]))
 
-        return Case(f"thin products of second maps, {rows} rows", loss, arrays, differentiated=False)
+        return Case(f"skinny matmuls of second maps, {rows} rows", loss, arrays, differentiated=False)
 
     def norm_of_sum(rows: int, parts: int) -> Case:
         arrays = {
@@ -445,7 +447,7 @@ USUAL = (
     r"^delta\+key-(scalar|channel)-128x128-bfloat16 few heads$",
     r"^linear-(none|scalar)-128x128-bfloat16 few heads$",
     r"^ridge solve 128 bfloat16 (chebyshev, bfloat16|conjugate gradient, split) products$",
-    r"^(preconditioner|short convolution|thin products|rms norm|softplus decay|log sum exp|waiting writes)",
+    r"^(preconditioner|short convolution|skinny matmuls|rms norm|softplus decay|log sum exp|delayed updates)",
     r"^(token attention|attention gradients)",
     r" mosaic$",
     r" forward( mosaic_mma)?$",

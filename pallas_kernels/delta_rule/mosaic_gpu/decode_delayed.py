@@ -58,7 +58,7 @@ from pallas_kernels.delta_rule.inputs import Inputs
 CHANNELS = 128
 """Of keys, and of a block of values: each has a thread."""
 _STAGES = 3  # states in shared memory
-_WAITING = PERIOD - 1  # writes that wait, at most
+_MOST_PENDING = PERIOD - 1  # pending writes, at most
 _DECAY = PERIOD  # the row of P, behind those of the keys that are written
 _BANDS = [pl.ds(start, BAND) for start in range(0, CHANNELS, BAND)]
 
@@ -109,14 +109,14 @@ def _load(ref: Any, *index: Any) -> Any:
     return (load_channels(found) if found.shape else found[...]).astype(jnp.float32)
 
 
-def _load_waiting(r: Any, ref: Any, row: Any, head: Any, *channels: Any) -> list[Any]:
+def _load_pending(r: Any, ref: Any, row: Any, head: Any, *channels: Any) -> list[Any]:
     """Each row of those that wait; where fewer do, the last of them again, which takes no time."""
     last = jnp.maximum(r.count[0] - 1, 0)
-    return [_load(ref, row, head, jnp.minimum(i, last), *channels) for i in range(_WAITING)]
+    return [_load(ref, row, head, jnp.minimum(i, last), *channels) for i in range(_MOST_PENDING)]
 
 
 def _those_that_wait(r: Any, rows: list[Any], other: float) -> list[Any]:
-    """The rows of writes that wait; in place of the others what changes no state."""
+    """The rows of pending writes; in place of the others what changes no state."""
     return [jnp.where(i < r.count[0], x, other) for i, x in enumerate(rows)]
 
 
@@ -141,9 +141,9 @@ def _load_keys(r: Any, at: _Place) -> dict[str, Any]:
     found = {
         name: _load(ref, row, 0, _shared(r, head, ref.shape[2])) for name, ref in by_head.items() if ref is not None
     }
-    found["keys"] = _load_waiting(r, r.keys, row, _shared(r, head, r.keys.shape[1]))
+    found["keys"] = _load_pending(r, r.keys, row, _shared(r, head, r.keys.shape[1]))
     if r.decays is not None:
-        found["decays"] = _load_waiting(r, r.decays, row, head)
+        found["decays"] = _load_pending(r, r.decays, row, head)
     return found
 
 
@@ -158,7 +158,7 @@ def _make_vectors(r: Any, m: Any, scheduler: _TileScheduler) -> None:
         if "log_decay" in x:
             kept = decay = jnp.exp(x["log_decay"])
             decays = _those_that_wait(r, x["decays"], 1.0)
-            for i in reversed(range(_WAITING)):
+            for i in reversed(range(_MOST_PENDING)):
                 keys[i], kept = kept * keys[i], kept * decays[i]
             r.decays[at.row, at.head, count] = decay
         pl.when(step >= _STAGES)(lambda: wait(m.used.at[stage]))
@@ -181,7 +181,7 @@ def _make_vectors(r: Any, m: Any, scheduler: _TileScheduler) -> None:
 
 def _multiply(r: Any, m: Any, scheduler: _TileScheduler) -> None:
     """Has the states copied and multiplies them; adds them up where they are stored."""
-    is_stored = r.count[0] == _WAITING
+    is_stored = r.count[0] == _MOST_PENDING
 
     def begin(step: Any) -> None:
         """Has a step's state copied, if there is such a step."""
@@ -235,7 +235,7 @@ def _load_values(r: Any, at: _Place) -> dict[str, Any]:
     value = _load(r.v, row, 0, head, values)
     if r.write is not None:
         value = value * _load(r.write, row, 0, head, *((values,) if len(r.write.shape) == 4 else ()))
-    return {"value": value, "wrote": _load_waiting(r, r.values, row, head, values)}
+    return {"value": value, "wrote": _load_pending(r, r.values, row, head, values)}
 
 
 def _finish(r: Any, m: Any, scheduler: _TileScheduler, scale: float) -> None:
@@ -247,7 +247,7 @@ def _finish(r: Any, m: Any, scheduler: _TileScheduler, scale: float) -> None:
         *keys, key = (load_channels(m.keys.at[stage, i]) for i in range(PERIOD))
         readers = [load_channels(m.readers.at[stage, n]) for n in scheduler.readers]
         dots = [[total(k * reader, m.parts.at[n, i]) for i, k in enumerate(keys)] for n, reader in enumerate(readers)]
-        own = total(key * readers[0], m.parts.at[0, _WAITING])
+        own = total(key * readers[0], m.parts.at[0, _MOST_PENDING])
         wait(m.multiplied.at[stage])
         products = [
             load_channels(m.products.at[stage, n]) + sum(dot * u for dot, u in zip(dots[n], wrote))
@@ -260,7 +260,7 @@ def _finish(r: Any, m: Any, scheduler: _TileScheduler, scale: float) -> None:
         for i, u in enumerate([*wrote, value]):
             m.values[stage, i] = u
         fence_smem()
-        pl.when(r.count[0] == _WAITING)(lambda: arrive(m.written.at[stage]))
+        pl.when(r.count[0] == _MOST_PENDING)(lambda: arrive(m.written.at[stage]))
         arrive(m.used.at[stage])
 
     _ahead(r, scheduler, _load_values, finish)
@@ -316,7 +316,7 @@ def _call(token: Inputs, delayed: DelayedState, *, scale: float, online: bool) -
 
     results = launch(
         program,
-        "delta_decode_deferred",
+        "delta_decode_delayed",
         {**token._asdict(), "count": delayed.num_pending[None]},
         {"out": jax.ShapeDtypeStruct(token.v.shape, token.v.dtype)},
         memory,

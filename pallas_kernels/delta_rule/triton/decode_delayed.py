@@ -20,8 +20,8 @@ from pallas_kernels.delta_rule.triton.decode import decayed, load_token, token_o
 from pallas_kernels.delta_rule.triton.wy import load_wide
 
 
-def _after_waiting(r) -> Array:
-    """The program's part `[K, block of V]` of the state, with all writes that wait."""
+def _after_pending(r) -> Array:
+    """The program's part `[K, block of V]` of the state, with all pending writes."""
 
     def rows(ref: Any) -> list[Any]:
         return [None if ref is None else load_wide(ref.at[i]) for i in range(PERIOD - 1)]
@@ -37,9 +37,9 @@ def _after_waiting(r) -> Array:
     return state
 
 
-def _deferred_kernel(r, *, kernel_shape: KernelShape):
+def _delayed_kernel(r, *, kernel_shape: KernelShape):
     token = load_token(r)
-    state, write = token_step(r, token, _after_waiting(r), kernel_shape)
+    state, write = token_step(r, token, _after_pending(r), kernel_shape)
     count = r.count[0]
     # Every program that shares a row of keys or decays stores the same numbers in it. Others may load that row
     # meanwhile, and do not use it.
@@ -56,7 +56,7 @@ def _deferred_kernel(r, *, kernel_shape: KernelShape):
 def _settle_kernel(r):
     @pl.when(r.count[0] > 0)
     def _():
-        r.state[...] = _after_waiting(r)
+        r.state[...] = _after_pending(r)
 
 
 def _operands(delayed: DelayedState, width: int) -> dict[str, Operand | None]:
@@ -93,8 +93,8 @@ def delayed_token(
     before = _operands(delayed, width)
     updates = {name: operand for name, operand in before.items() if operand is not None}
     results = call(
-        _deferred_kernel,
-        "delta_decode_deferred",
+        _delayed_kernel,
+        "delta_decode_delayed",
         (kernel_shape.value_size // width, kernel_shape.value_heads, kernel_shape.batch),
         {**arguments, "count": whole(delayed.num_pending[None]), "before_decays": before["decays"]},
         {"out": out, **before},
@@ -121,7 +121,7 @@ def flush(delayed: DelayedState, launch: KernelConfig) -> Array:
     assert state is not None
     results = call(
         _settle_kernel,
-        "delta_settle",
+        "delta_flush",
         (value_size // width, heads, batch),
         {"count": whole(delayed.num_pending[None]), **{f"before_{name}": x for name, x in operands.items()}},
         {"state": state},

@@ -16,7 +16,7 @@ from rnnlib.ops.arguments import (
     floating_arrays,
 )
 from rnnlib.ops.sharding import split_over_mesh
-from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs, Finish
+from rnnlib.ops.short_convolution.inputs import Activation, ConvolutionInputs, Epilogue
 from rnnlib.ops.short_convolution.pallas import convolution_unsupported_reason, short_convolution_triton
 from rnnlib.ops.short_convolution.taps import on_context_shard, short_convolution_taps
 
@@ -84,8 +84,8 @@ def short_convolution(
         norm_eps = float(norm_eps)
 
     inputs = ConvolutionInputs(x, kernel, bias, initial_state, segment_ids)
-    finish = Finish(activation, norm_size, norm_eps)
-    implementations: dict[str, Callable[[ConvolutionInputs, Finish], Array]] = {
+    epilogue = Epilogue(activation, norm_size, norm_eps)
+    implementations: dict[str, Callable[[ConvolutionInputs, Epilogue], Array]] = {
         "chunked": short_convolution_taps,
         "triton": short_convolution_triton,
     }
@@ -95,7 +95,7 @@ def short_convolution(
         implementations,
         length,
         kernel_for_one_token=False,
-        triton=lambda: convolution_unsupported_reason(inputs, finish),
+        triton=lambda: convolution_unsupported_reason(inputs, epilogue),
     )
     inputs, tail = on_context_shard(_NAME, inputs)
-    return run(inputs, finish), tail
+    return run(inputs, epilogue), tail

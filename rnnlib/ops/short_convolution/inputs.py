@@ -25,7 +25,7 @@ class ConvolutionInputs(NamedTuple):
     segment_ids: Array | None
 
 
-class Finish(NamedTuple):
+class Epilogue(NamedTuple):
     """The operations after the convolution's sums.
 
     Attributes:

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.common.platform import platform
 from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
-from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Epilogue
 from rnnlib.ops.short_convolution.taps import on_context_shard, short_convolution_taps
 
 
@@ -23,13 +23,13 @@ class JoinedStream(NamedTuple):
         kernel: `[W, D]`.
         bias: None or `[D]`.
         initial_state: None or the W - 1 inputs before the first, `[B, W - 1, D]`.
-        finish: activation and norm.
+        epilogue: activation and norm.
     """
 
     kernel: Array
     bias: Array | None
     initial_state: Array | None
-    finish: Finish
+    epilogue: Epilogue
 
 
 def joined_convolutions_serve(x: Array | jax.ShapeDtypeStruct, streams: Sequence[JoinedStream]) -> bool:
@@ -77,7 +77,7 @@ def joined_convolutions(
     Filters = list[tuple[Array, Array | None, Array | None]]
 
     def given(filters: Filters) -> list[JoinedStream]:
-        return [JoinedStream(*arrays, stream.finish) for arrays, stream in zip(filters, streams)]
+        return [JoinedStream(*arrays, stream.epilogue) for arrays, stream in zip(filters, streams)]
 
     def keywords(x: Array, filters: Filters, segment_ids: Array | None) -> dict:
         return {"x": x, "streams": _kernel_streams(given(filters)), "segment_ids": segment_ids}
@@ -85,7 +85,7 @@ def joined_convolutions(
     def reference(x: Array, filters: Filters, segment_ids: Array | None) -> tuple[tuple[Array, ...], Array]:
         parts = jnp.split(x, ends, axis=-1)
         results = [
-            short_convolution_taps(ConvolutionInputs(y, s.kernel, s.bias, s.initial_state, segment_ids), s.finish)
+            short_convolution_taps(ConvolutionInputs(y, s.kernel, s.bias, s.initial_state, segment_ids), s.epilogue)
             for y, s in zip(parts, given(filters))
         ]
         return tuple(results), parts[-1]
@@ -99,4 +99,6 @@ def joined_convolutions(
 def _kernel_streams(streams: Sequence[JoinedStream]) -> list:
     """The kernels' arguments."""
     kernels = kernel_operators().short_convolution
-    return [kernels.ConvolutionStream(s.kernel, s.bias, s.initial_state, kernels.Epilogue(*s.finish)) for s in streams]
+    return [
+        kernels.ConvolutionStream(s.kernel, s.bias, s.initial_state, kernels.Epilogue(*s.epilogue)) for s in streams
+    ]

@@ -11,10 +11,10 @@ from rnnlib.ops.context_parallel import current_axis
 from rnnlib.ops.derivatives import with_derivatives_of
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import is_split
-from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Epilogue
 from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
 
-Call = tuple[ConvolutionInputs, Finish]
+Call = tuple[ConvolutionInputs, Epilogue]
 
 
 def one_launch_serves(calls: Sequence[Call]) -> bool:
@@ -60,6 +60,6 @@ def one_token_convolutions(calls: Sequence[Call]) -> list[tuple[Array, Array]]:
         return [(y[:, None], state) for y, state in found]
 
     def formula(inputs: list[ConvolutionInputs]) -> list[tuple[Array, Array]]:
-        return [(short_convolution_taps(x, finish), last_inputs(x)) for x, (_, finish) in zip(inputs, calls)]
+        return [(short_convolution_taps(x, epilogue), last_inputs(x)) for x, (_, epilogue) in zip(inputs, calls)]
 
     return with_derivatives_of(formula, run)([x._replace(segment_ids=None) for x, _ in calls])

@@ -6,10 +6,10 @@ from jax import Array
 
 from rnnlib.ops.arguments import accumulation_dtype, is_symbolic, segment_index
 from rnnlib.ops.context_parallel import current_axis, of_last, tokens_before
-from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Epilogue
 
 
-def short_convolution_taps(inputs: ConvolutionInputs, finish: Finish) -> Array:
+def short_convolution_taps(inputs: ConvolutionInputs, epilogue: Epilogue) -> Array:
     """The result `[B, T, D]`, computed in float32 at least and rounded once, to x's dtype."""
     x, kernel, bias, initial_state, segment_ids = inputs
     batch, length, channels = x.shape
@@ -31,12 +31,12 @@ def short_convolution_taps(inputs: ConvolutionInputs, finish: Finish) -> Array:
         y = y + kernel[past - lag].astype(dtype) * tap
     if bias is not None:
         y = y + bias.astype(dtype)
-    if finish.activation == "silu":
+    if epilogue.activation == "silu":
         y = jax.nn.silu(y)
-    if finish.norm_size is not None:
-        heads = y.reshape(batch, length, -1, finish.norm_size)
+    if epilogue.norm_size is not None:
+        heads = y.reshape(batch, length, -1, epilogue.norm_size)
         square = jnp.sum(jnp.square(heads), axis=-1, keepdims=True)
-        y = (heads * jax.lax.rsqrt(square + finish.norm_eps)).reshape(y.shape)
+        y = (heads * jax.lax.rsqrt(square + epilogue.norm_eps)).reshape(y.shape)
     return y.astype(x.dtype)
 
 

@@ -42,24 +42,24 @@ def tokens_and_state(case: Case):
     return [{name: x[:, t : t + 1] for name, x in arguments.items()} for t in range(length)], state
 
 
-def first_deferred(case: Case, token, state):
+def first_delayed(case: Case, token, state):
     return without_pending(state, token.get("write_key", token["k"]).astype(case.dtype), token.get("log_decay"))
 
 
 def by_kernels(case: Case, tolerance: float) -> None:
     tokens, state = tokens_and_state(case)
-    deferred = first_deferred(case, tokens[0], state)
+    delayed = first_delayed(case, tokens[0], state)
     step = jax.jit(functools.partial(delayed_token, online=case.online))
     plain = jax.jit(kernel_of(case))
     for t, token in enumerate(tokens):
         out, state = plain(**token, initial_state=state)
-        found, deferred = step(**token, delayed=deferred)
-        assert found.dtype == out.dtype and int(deferred.num_pending) == (t + 1) % PERIOD
-        settled = flush(deferred)
-        np.testing.assert_array_equal(settled, state)
+        found, delayed = step(**token, delayed=delayed)
+        assert found.dtype == out.dtype and int(delayed.num_pending) == (t + 1) % PERIOD
+        flushed = flush(delayed)
+        np.testing.assert_array_equal(flushed, state)
         out, found = out.astype(jnp.float32), found.astype(jnp.float32)
         assert float(jnp.abs(found - out).max()) <= tolerance * max(1.0, float(jnp.abs(out).max()))
-    assert (np.asarray(deferred.state) != np.asarray(state)).any() == bool(deferred.num_pending), "seldom stored"
+    assert (np.asarray(delayed.state) != np.asarray(state)).any() == bool(delayed.num_pending), "seldom stored"
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -77,10 +77,10 @@ def test_on_a_gpu_outputs_and_states_have_the_same_bits(case):
 def test_a_settled_state_is_the_same_and_stays():
     case = CASES["channel_decay"]
     tokens, state = tokens_and_state(case)
-    deferred = first_deferred(case, tokens[0], state)
-    np.testing.assert_array_equal(flush(deferred), state)
+    delayed = first_delayed(case, tokens[0], state)
+    np.testing.assert_array_equal(flush(delayed), state)
     # What rows say that no longer wait has no effect.
-    stale = deferred._replace(keys=deferred.keys + jnp.nan, values=deferred.values + jnp.nan)
+    stale = delayed._replace(keys=delayed.keys + jnp.nan, values=delayed.values + jnp.nan)
     np.testing.assert_array_equal(flush(stale), state)
     out, _ = delayed_token(**tokens[0], delayed=stale)
     assert jnp.isfinite(out.astype(jnp.float32)).all()
@@ -88,9 +88,9 @@ def test_a_settled_state_is_the_same_and_stays():
 
 def test_what_does_not_serve_is_named(unchecked_shapes):
     tokens, state = tokens_and_state(CASES["delta_rule"])
-    deferred = first_deferred(CASES["delta_rule"], tokens[0], state)
+    delayed = first_delayed(CASES["delta_rule"], tokens[0], state)
     two = {name: jnp.repeat(x, 2, axis=1) for name, x in tokens[0].items()}
     with pytest.raises(NotImplementedError, match=r"delayed_token: .* do not support 2 tokens \(a single one\)"):
-        delayed_token(**two, delayed=deferred)
+        delayed_token(**two, delayed=delayed)
     q, k, v = (jnp.zeros((1, 1, 1, 24)),) * 3
     assert "key size 24 with value size 24" in str(operators.delayed_update.unsupported_reason(q, k, v))

@@ -17,16 +17,16 @@ from pallas_kernels.delta_rule.delayed_update import delayed_token, flush
 from pallas_kernels.delta_rule.mosaic_gpu import decode_delayed as kernel
 from rnnlib import ops
 from rnnlib.layers import mixer_preset
-from rnnlib.ops import deferred_writes
+from rnnlib.ops import delayed_update
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
 from rnnlib.ops.gates import Gates
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import CHANNEL, NO, SCALAR, SHARED, Case, kernel_of, relative_error
-from tests.pallas_kernels.delta_rule.test_decode_delayed import HALF, LARGE, first_deferred, tokens_and_state
+from tests.pallas_kernels.delta_rule.test_decode_delayed import HALF, LARGE, first_delayed, tokens_and_state
 from tests.pallas_kernels.test_lowering import H200, distinct_kernels, lowered_text
 from tests.selection import mostly_slow
 
-# Twice through all counts of writes that wait: the second time they are those of the tokens before.
+# Twice through all counts of pending writes: the second time they are those of the tokens before.
 CASES = {
     "scalar_decay": Case((3, 9, 2, 2, 128, 128), decay=SCALAR, erase=SHARED, write=SHARED, **HALF),
     "channel_decay": Case((3, 9, 1, 1, 128, 128), decay=CHANNEL, erase=SHARED, write=SHARED, extreme=True, **HALF),
@@ -42,18 +42,18 @@ CASES = {
 def by_kernels(case: Case) -> None:
     """Each token beside the kernel that stores the state each time."""
     tokens, state = tokens_and_state(case)
-    deferred = first_deferred(case, tokens[0], state)
+    delayed = first_delayed(case, tokens[0], state)
     step = jax.jit(functools.partial(delayed_token, online=case.online, backend="mosaic"))
     plain = jax.jit(kernel_of(case))
     for t, token in enumerate(tokens):
         out, state = plain(**token, initial_state=state)
-        found, deferred = step(**token, delayed=deferred)
-        assert found.dtype == out.dtype and int(deferred.num_pending) == (t + 1) % PERIOD
+        found, delayed = step(**token, delayed=delayed)
+        assert found.dtype == out.dtype and int(delayed.num_pending) == (t + 1) % PERIOD
         # Both are float32 sums that are rounded once.
         tolerance = 2**-8 if out.dtype == jnp.bfloat16 else 1e-5
         assert relative_error(np.asarray(found, np.float64), np.asarray(out, np.float64)) < tolerance
-        assert relative_error(np.asarray(flush(deferred)), np.asarray(state)) < 1e-5
-    assert (np.asarray(deferred.state) != np.asarray(state)).any() == bool(deferred.num_pending), "seldom stored"
+        assert relative_error(np.asarray(flush(delayed)), np.asarray(state)) < 1e-5
+    assert (np.asarray(delayed.state) != np.asarray(state)).any() == bool(delayed.num_pending), "seldom stored"
 
 
 @pytest.fixture
@@ -89,12 +89,12 @@ def test_outputs_and_the_last_state_are_those_of_the_scan_in_float64(name, backe
         definition = functools.partial(getattr(ops, case.operator), implementation="scan")
         expected = definition(**joined, initial_state=state.astype(jnp.float64))
         expected_out, expected_state = map(np.asarray, expected)
-    deferred, outputs = first_deferred(case, tokens[0], state), []
+    delayed, outputs = first_delayed(case, tokens[0], state), []
     for token in tokens:
-        out, deferred = delayed_token(**token, delayed=deferred, online=case.online, backend=backend)
+        out, delayed = delayed_token(**token, delayed=delayed, online=case.online, backend=backend)
         outputs.append(out)
     assert relative_error(jnp.concatenate(outputs, axis=1), expected_out) < 1e-5
-    assert relative_error(flush(deferred), expected_state) < 1e-5
+    assert relative_error(flush(delayed), expected_state) < 1e-5
 
 
 @pytest.mark.gpu
@@ -113,7 +113,7 @@ def test_rows_that_no_longer_wait_have_no_effect():
     mosaic_interpreter.install()
     case = CASES["scalar_decay"]
     tokens, state = tokens_and_state(case)
-    stale = first_deferred(case, tokens[0], state)
+    stale = first_delayed(case, tokens[0], state)
     stale = stale._replace(keys=stale.keys + jnp.nan, values=stale.values + jnp.nan, decays=stale.decays + jnp.nan)
     out, _ = delayed_token(**tokens[0], delayed=stale, backend="mosaic")
     assert jnp.isfinite(out.astype(jnp.float32)).all()
@@ -123,11 +123,11 @@ def test_calls_may_be_mapped_over(one_program):
     case = CASES["linear_attention"]
     tokens, state = tokens_and_state(case)
     run = functools.partial(delayed_token, online=False, backend="mosaic")
-    calls = [(token, first_deferred(case, token, state * n)) for n, token in enumerate(tokens[:2])]
-    token, deferred = jax.tree.map(lambda *x: jnp.stack(x), *calls)
-    found = jax.vmap(lambda token, deferred: run(**token, delayed=deferred))(token, deferred)
-    for n, (token, deferred) in enumerate(calls):
-        expected = run(**token, delayed=deferred)
+    calls = [(token, first_delayed(case, token, state * n)) for n, token in enumerate(tokens[:2])]
+    token, delayed = jax.tree.map(lambda *x: jnp.stack(x), *calls)
+    found = jax.vmap(lambda token, delayed: run(**token, delayed=delayed))(token, delayed)
+    for n, (token, delayed) in enumerate(calls):
+        expected = run(**token, delayed=delayed)
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[n], y), found, expected)
 
 
@@ -140,27 +140,27 @@ def test_layers_on_a_hopper_card_take_it_and_share_it(implementation, channels, 
     def tokens(state, x):
         layer = nnx.merge(graph, state)
         for _ in range(2):
-            x, cache = layer(x, cache=layer.defer_writes(layer.init_cache(256, 128)))
+            x, cache = layer(x, cache=layer.delay_updates(layer.init_cache(256, 128)))
         return x, cache.state
 
     text = lowered_text(tokens, state, jax.ShapeDtypeStruct((256, 1, 256), jnp.bfloat16))
     assert len(distinct_kernels(text)) == kernels
-    assert text.count('name = "delta_decode_deferred"') == (0 if kernels else 2)
+    assert text.count('name = "delta_decode_delayed"') == (0 if kernels else 2)
 
 
 @pytest.mark.parametrize("check_vma, kernels", [(True, 0), (False, 1)])
 def test_inside_shard_map_that_checks_what_varies_the_other_kernel_serves(check_vma, kernels):
     def tokens(state, q, gate):
         token = DeltaRuleInputs(q, q, q, Gates(gate, gate), None, -gate)
-        deferred = without_pending(state, q, gate)
-        out, deferred = deferred_writes.deferred_token(token, deferred, scale=None)
-        return out, deferred_writes.settle_writes(deferred)
+        delayed = without_pending(state, q, gate)
+        out, delayed = delayed_update.delayed_token(token, delayed, scale=None)
+        return out, delayed_update.flush(delayed)
 
     run = jax.shard_map(tokens, mesh=H200, in_specs=P("x"), out_specs=P("x"), check_vma=check_vma)
     shapes = {"state": (8, 2, 128, 128), "q": (8, 1, 2, 128), "gate": (8, 1, 2)}
     text = lowered_text(run, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values()))
     assert len(distinct_kernels(text)) == kernels
-    assert text.count('name = "delta_decode_deferred"') == 1 - kernels
+    assert text.count('name = "delta_decode_delayed"') == 1 - kernels
 
 
 def test_what_does_not_serve_is_named(unchecked_shapes):

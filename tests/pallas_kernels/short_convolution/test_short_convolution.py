@@ -16,7 +16,7 @@ from pallas_kernels.short_convolution.api import (
     short_convolution,
     unsupported_reason,
 )
-from pallas_kernels.short_convolution.api import Epilogue as ConvolutionFinish
+from pallas_kernels.short_convolution.api import Epilogue as ConvolutionEpilogue
 from rnnlib import ops
 from tests.pallas_kernels.cases import relative_error
 
@@ -169,19 +169,19 @@ def test_joined_on_a_gpu(dtype):
     """Bit by bit what each stream gives by itself, and columns behind the streams go through."""
     streams = [(512, 128, ""), (256, None, BOTH), (256, 64, "bias")]
     made = [make_arguments((2, 700, size), 4, optional, True, dtype) for size, _, optional in streams]
-    finishes = [ConvolutionFinish("silu", norm_size) for _, norm_size, _ in streams]
+    epilogues = [ConvolutionEpilogue("silu", norm_size) for _, norm_size, _ in streams]
     rest = jnp.ones((2, 700, 40), dtype)
     x = jnp.concatenate([arrays.pop("x") for arrays, _, _ in made] + [rest], axis=-1)
     filters, ids = [arrays for arrays, _, _ in made], made[0][2]
 
     def by_one_call(x, filters):
-        given = [ConvolutionStream(**arrays, epilogue=finish) for arrays, finish in zip(filters, finishes)]
+        given = [ConvolutionStream(**arrays, epilogue=epilogue) for arrays, epilogue in zip(filters, epilogues)]
         return joined_convolutions(x, given, segment_ids=ids)
 
     def one_by_one(x, filters):
         results, first = [], 0
-        for arrays, finish, (size, _, _) in zip(filters, finishes, streams):
-            options = {"activation": finish.activation, "norm_size": finish.norm_size, "segment_ids": ids}
+        for arrays, epilogue, (size, _, _) in zip(filters, epilogues, streams):
+            options = {"activation": epilogue.activation, "norm_size": epilogue.norm_size, "segment_ids": ids}
             results.append(short_convolution(x[..., first : first + size], **arrays, **options))
             first += size
         return tuple(results), x[..., first:]

@@ -9,26 +9,26 @@ import pytest
 from flax import nnx
 
 from pallas_kernels.skinny_gemm import api as cuts
-from pallas_kernels.skinny_gemm.api import Finish as ThinFinish
-from pallas_kernels.skinny_gemm.api import SkinnyGemmConfig, thin_product_parts, thin_splits
-from pallas_kernels.skinny_gemm.api import thin_products as kernel
+from pallas_kernels.skinny_gemm.api import Epilogue as KernelEpilogue
+from pallas_kernels.skinny_gemm.api import SkinnyGemmConfig, num_partials, skinny_matmul_partials
+from pallas_kernels.skinny_gemm.api import skinny_matmuls as kernel
 from rnnlib.layers import InputProjection, MixerShape, normalization, residual
 from rnnlib.layers.linear import gated_product
 from rnnlib.layers.residual import residual_add
 from rnnlib.models import DecoderLM, ModelConfig
-from rnnlib.ops import thin_products as operator
+from rnnlib.ops import skinny_gemm as operator
 from rnnlib.ops.short_convolution import one_token
-from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Finish
+from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Epilogue
 from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_taps
-from rnnlib.ops.thin_products import (
+from rnnlib.ops.skinny_gemm import (
     BoundedSigmoid,
     KernelColumns,
     LogDecay,
     linear_product,
     row_product,
+    skinny_matmuls,
     split_k_partials,
     sum_of_partials,
-    thin_products,
 )
 from tests.selection import mostly_slow
 
@@ -64,9 +64,9 @@ def test_kernels_give_the_products_and_all_derivatives(rows, inner, columns):
         tangents = jax.tree.map(jnp.cos, (x, kernels))
         return products(x, kernels), gradient(x, kernels), jax.jvp(gradient, (x, kernels), tangents)[1]
 
-    found = everything(lambda x, kernels: thin_products(x, kernels))
+    found = everything(lambda x, kernels: skinny_matmuls(x, kernels))
     assert_close(found, everything(lambda x, kernels: tuple(x @ w for w in kernels)), rtol=1e-5, atol=1e-4)
-    over_rows = jax.vmap(lambda x: thin_products(x, kernels))(x)
+    over_rows = jax.vmap(lambda x: skinny_matmuls(x, kernels))(x)
     assert_close(over_rows, found[0], rtol=1e-5, atol=1e-5)
 
 
@@ -79,11 +79,11 @@ def test_a_gate_and_a_sum_are_part_of_the_kernel():
     assert_close(total, added[:, 0] + x[:, 0] @ up, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="splits is 2, expected 1 with 2 results"):
         kernel(x[:, 0], (gate, up), config=parts)
-    (gated,) = thin_products(x, (gate, up), is_gated=True)
+    (gated,) = skinny_matmuls(x, (gate, up), is_gated=True)
     assert_close(gated, jax.nn.silu(x @ gate) * (x @ up), rtol=1e-5, atol=1e-5)
-    (total,) = thin_products(x, (up,), residual=added)
+    (total,) = skinny_matmuls(x, (up,), residual=added)
     assert_close(total, added + x @ up, rtol=1e-5, atol=1e-5)
-    derivatives = jax.grad(lambda added: jnp.sum(jnp.sin(thin_products(x, (up,), residual=added)[0])))(added)
+    derivatives = jax.grad(lambda added: jnp.sum(jnp.sin(skinny_matmuls(x, (up,), residual=added)[0])))(added)
     assert_close(derivatives, jnp.cos(added + x @ up), rtol=1e-5, atol=1e-5)
 
 
@@ -106,31 +106,34 @@ def several(rows=5, dtype=jnp.bfloat16):
     *xs, bias, by_head = normal((rows, 40), (rows, 24), (rows, 16), (37,), (6,))
     xs = [xs[n].astype(dtype) for n in (0, 1, 0, 2)]
     kernels = [w.astype(dtype) for w in normal((40, 6), (24, 37), (40, 19), (16, 6))]
-    finishes = [LogDecay(jnp.log(jnp.asarray([0.3, 7.0])), by_head), LogDecay(jnp.zeros(1), bias), None]
-    return xs, kernels, [*finishes, BoundedSigmoid(2.0)]
+    epilogues = [LogDecay(jnp.log(jnp.asarray([0.3, 7.0])), by_head), LogDecay(jnp.zeros(1), bias), None]
+    return xs, kernels, [*epilogues, BoundedSigmoid(2.0)]
 
 
-def of_kernel(finishes):
-    return [None if f is None else ThinFinish(**vars(f)) for f in finishes]
+def of_kernel(epilogues):
+    return [None if f is None else KernelEpilogue(**vars(f)) for f in epilogues]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_a_launch_of_several_inputs_finishes_its_rounded_products(dtype):
-    xs, kernels, finishes = several(dtype=dtype)
+    xs, kernels, epilogues = several(dtype=dtype)
     plain = kernel(xs, kernels)
     assert_close(plain, [(x @ w).astype(dtype) for x, w in zip(xs, kernels)], rtol=2**-7, atol=1e-4)
-    found = kernel(xs, kernels, finishes=of_kernel(finishes))
-    wanted = [y if f is None else f(y.astype(jnp.float32)) for y, f in zip(plain, finishes)]
+    found = kernel(xs, kernels, epilogues=of_kernel(epilogues))
+    wanted = [y if f is None else f(y.astype(jnp.float32)) for y, f in zip(plain, epilogues)]
     assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    alone = [kernel(x, [w], finishes=[f])[0] for x, w, f in zip(xs, kernels, of_kernel(finishes))]
+    alone = [kernel(x, [w], epilogues=[f])[0] for x, w, f in zip(xs, kernels, of_kernel(epilogues))]
     assert_close(alone, found, rtol=0, atol=0)
 
 
 def test_finishes_of_products_of_any_size_are_their_formulas():
     sizes = np.asarray([0, 1e-30, 1e-3, 0.5, 1, 5, 20, 80, 90, 150, 1e4, 3e38], np.float64)
     y = jnp.asarray(np.concatenate([sizes, -sizes]), jnp.bfloat16)
-    finishes = [ThinFinish(bound=2.0), ThinFinish(log_rate=jnp.log(jnp.asarray([0.25, 9.0])), bias=jnp.zeros(24))]
-    found = kernel(jnp.ones((3, 1), jnp.bfloat16), (y[None], y[None]), finishes=finishes)
+    epilogues = [
+        KernelEpilogue(bound=2.0),
+        KernelEpilogue(log_rate=jnp.log(jnp.asarray([0.25, 9.0])), bias=jnp.zeros(24)),
+    ]
+    found = kernel(jnp.ones((3, 1), jnp.bfloat16), (y[None], y[None]), epilogues=epilogues)
     exact = np.asarray(y, np.float64)
     # Beyond what float32 can tell from 0, both are 0.
     with np.errstate(over="ignore"):
@@ -143,25 +146,25 @@ def test_finishes_of_products_of_any_size_are_their_formulas():
 
 
 def test_finished_products_have_all_derivatives_of_the_formula():
-    xs, kernels, finishes = several(dtype=jnp.float32)
+    xs, kernels, epilogues = several(dtype=jnp.float32)
     rows, kernels = [x[:, None] for x in xs], [w / 8 for w in kernels]
     rows[2] = rows[0]
 
-    def formula(xs, kernels, finishes):
+    def formula(xs, kernels, epilogues):
         products = [x @ w for x, w in zip(xs, kernels)]
-        return tuple(y if f is None else f(y) for y, f in zip(products, finishes))
+        return tuple(y if f is None else f(y) for y, f in zip(products, epilogues))
 
     def everything(run):
-        def loss(rows, kernels, finishes):
-            return sum(jnp.sum(jnp.sin(y)) for y in run([rows[0], rows[1], rows[0], rows[3]], kernels, finishes))
+        def loss(rows, kernels, epilogues):
+            return sum(jnp.sum(jnp.sin(y)) for y in run([rows[0], rows[1], rows[0], rows[3]], kernels, epilogues))
 
-        given = rows, kernels, finishes
+        given = rows, kernels, epilogues
         gradient = jax.grad(loss, (0, 1, 2))
         tangents = jax.tree.map(jnp.cos, given)
-        over_rows = jax.vmap(lambda *rows: run(rows, kernels, finishes))(*rows)
+        over_rows = jax.vmap(lambda *rows: run(rows, kernels, epilogues))(*rows)
         return run(*given), gradient(*given), jax.jvp(gradient, given, tangents)[1], over_rows
 
-    found = everything(lambda xs, kernels, finishes: thin_products(xs, kernels, finishes=finishes))
+    found = everything(lambda xs, kernels, epilogues: skinny_matmuls(xs, kernels, epilogues=epilogues))
     assert_close(found, everything(formula), rtol=1e-5, atol=1e-4)
 
 
@@ -179,17 +182,19 @@ def test_on_a_gpu_a_launch_of_several_inputs_finishes_its_rounded_products(rows)
         kernels = [(4 * w / w.shape[0] ** 0.5).astype(jnp.bfloat16) for w in maps]
         vectors = jnp.linspace(-3, 3, 8), jnp.linspace(-9, 2, columns[-1])
 
-        def by_kernel(distinct, kernels, vectors, is_finished, which=which):
-            finishes = [None, BoundedSigmoid(2.0), LogDecay(*vectors)][-len(which) :]
-            plain, given = [distinct[n] for n in which], of_kernel(finishes) if is_finished else None
-            return kernel(plain, kernels, finishes=given), finishes
+        def by_kernel(distinct, kernels, vectors, has_epilogue, which=which):
+            epilogues = [None, BoundedSigmoid(2.0), LogDecay(*vectors)][-len(which) :]
+            plain, given = [distinct[n] for n in which], of_kernel(epilogues) if has_epilogue else None
+            return kernel(plain, kernels, epilogues=given), epilogues
 
         run = jax.jit(by_kernel, static_argnums=3)
-        (plain, finishes), (found, _) = (run(distinct, kernels, vectors, finished) for finished in (False, True))
+        (plain, epilogues), (found, _) = (
+            run(distinct, kernels, vectors, with_epilogue) for with_epilogue in (False, True)
+        )
         for n, w, y in zip(which, kernels, plain, strict=True):
             exact = jnp.matmul(distinct[n].astype(jnp.float32), w.astype(jnp.float32), precision="highest")
             np.testing.assert_allclose(np.asarray(y, np.float32), exact, rtol=2**-8, atol=1e-4)
-        wanted = [y if f is None else f(y.astype(jnp.float32)) for y, f in zip(plain, finishes)]
+        wanted = [y if f is None else f(y.astype(jnp.float32)) for y, f in zip(plain, epilogues)]
         assert_close(found, wanted, rtol=2e-5, atol=1e-6)
 
 
@@ -233,48 +238,51 @@ def test_calls_that_the_kernel_cannot_serve_are_refused():
         (lambda: kernel(x, (w.astype(jnp.bfloat16),)), "matrices of another dtype"),
         (lambda: kernel(x.astype(jnp.float16), (w.astype(jnp.float16),)), "float16"),
     ):
-        with pytest.raises(NotImplementedError, match=f"thin_products: .*{message}"):
+        with pytest.raises(NotImplementedError, match=f"skinny_matmuls: .*{message}"):
             call()
-    assert not operator.thin_kernel_serves(x.astype(jnp.bfloat16), [w.astype(jnp.bfloat16)])  # not on a CPU
-    decay, sigmoid = ThinFinish(log_rate=jnp.zeros(3), bias=jnp.zeros(4)), ThinFinish()
+    assert not operator.skinny_kernel_serves(x.astype(jnp.bfloat16), [w.astype(jnp.bfloat16)])  # not on a CPU
+    decay, sigmoid = KernelEpilogue(log_rate=jnp.zeros(3), bias=jnp.zeros(4)), KernelEpilogue()
     for call, message in (
-        (lambda: kernel([x], (w, w)), "1 inputs and 2 finishes, expected 2"),
+        (lambda: kernel([x], (w, w)), "1 inputs and 2 epilogues, expected 2"),
         (lambda: kernel([x, x[:, :5]], (w, w)), r"kernel 1 has shape \(1, 5\), expected \(1, 8\)"),
-        (lambda: kernel(x, (w,), finishes=[sigmoid], added=jnp.zeros((1, 4))), "with is_gated or added"),
-        (lambda: kernel(x, (w,), finishes=[decay]), r"log_rate of shape \(3,\) and bias of shape \(4,\)"),
-        (lambda: kernel(x, (w,), finishes=[sigmoid], config=SkinnyGemmConfig(16, 16, 16, splits=2)), "with a finish"),
+        (lambda: kernel(x, (w,), epilogues=[sigmoid], added=jnp.zeros((1, 4))), "with is_gated or added"),
+        (lambda: kernel(x, (w,), epilogues=[decay]), r"log_rate of shape \(3,\) and bias of shape \(4,\)"),
+        (
+            lambda: kernel(x, (w,), epilogues=[sigmoid], config=SkinnyGemmConfig(16, 16, 16, splits=2)),
+            "with an epilogue",
+        ),
     ):
-        with pytest.raises(ValueError, match=f"thin_products: .*{message}"):
+        with pytest.raises(ValueError, match=f"skinny_matmuls: .*{message}"):
             call()
 
 
 STREAMS = [
-    ((3, 1, 24), 4, True, Finish("silu", 12, 1e-6)),  # a head that is no power of two
-    ((3, 1, 40), 3, False, Finish("silu", None, 1e-6)),  # channels that do not fill a program
-    ((3, 1, 16), 2, True, Finish(None, 8, 1e-3)),
+    ((3, 1, 24), 4, True, Epilogue("silu", 12, 1e-6)),  # a head that is no power of two
+    ((3, 1, 40), 3, False, Epilogue("silu", None, 1e-6)),  # channels that do not fill a program
+    ((3, 1, 16), 2, True, Epilogue(None, 8, 1e-3)),
 ]
 
 
 def streams():
     calls = []
-    for shape, width, has_bias, finish in STREAMS:
+    for shape, width, has_bias, epilogue in STREAMS:
         rows, _, channels = shape
         x, w, bias, state = normal(shape, (width, channels), (channels,), (rows, width - 1, channels))
-        calls.append((ConvolutionInputs(x, w, bias if has_bias else None, state, None), finish))
+        calls.append((ConvolutionInputs(x, w, bias if has_bias else None, state, None), epilogue))
     return calls
 
 
 def test_one_launch_convolves_a_token_of_several_streams():
     calls = streams()
-    wanted = [(short_convolution_taps(x, finish), last_inputs(x)) for x, finish in calls]
+    wanted = [(short_convolution_taps(x, epilogue), last_inputs(x)) for x, epilogue in calls]
     assert_close(jax.jit(lambda: one_token.one_token_convolutions(calls))(), wanted, rtol=1e-5, atol=1e-6)
 
     def loss(convolve, inputs):
-        results = convolve([(x, finish) for x, (_, finish) in zip(inputs, calls)])
+        results = convolve([(x, epilogue) for x, (_, epilogue) in zip(inputs, calls)])
         return sum(jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(state)) for y, state in results)
 
     def by_taps(calls):
-        return [(short_convolution_taps(x, finish), last_inputs(x)) for x, finish in calls]
+        return [(short_convolution_taps(x, epilogue), last_inputs(x)) for x, epilogue in calls]
 
     inputs = [x for x, _ in calls]
     runs = one_token.one_token_convolutions, by_taps
@@ -295,7 +303,7 @@ def test_columns_of_a_matrix_are_read_where_they_are():
         return products(x, w), jax.grad(loss, (0, 1))(x, w)
 
     def by_kernel(x, w):
-        return thin_products(x, [*(KernelColumns(w, *place) for place in places), narrow])
+        return skinny_matmuls(x, [*(KernelColumns(w, *place) for place in places), narrow])
 
     def formula(x, w):
         return (*(x @ w[:, first : first + size] for first, size in places), x @ narrow)
@@ -343,7 +351,7 @@ def test_a_product_is_added_to_the_stream_and_normed(parts, has_norm, monkeypatc
     assert_close(plain[0][0], stream + x @ w, rtol=1e-5, atol=1e-5)
     assert (plain[0][1] is None) == (not has_norm)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residual, "thin_kernel_serves", lambda x, kernels: True)
+        patch.setattr(residual, "skinny_kernel_serves", lambda x, kernels: True)
         for serves in (False, True):
             patch.setattr(residual, "norm_kernel_serves", lambda *arrays, serves=serves, **options: serves)
             assert_close(everything(), plain, rtol=1e-5, atol=1e-5)
@@ -352,15 +360,15 @@ def test_a_product_is_added_to_the_stream_and_normed(parts, has_norm, monkeypatc
     if partials is not None:
         assert partials.shape == (2, 2, 1, 24)
         assert_close(sum_of_partials(partials, stream), stream + x @ w, rtol=1e-5, atol=1e-5)
-        assert thin_splits(2, 40, 24) == 2
+        assert num_partials(2, 40, 24) == 2
     with pytest.raises(ValueError, match=r"schedule\.splits is 1, expected above 1"):
-        thin_product_parts(x[:, 0], w, config=SkinnyGemmConfig(16, 16, 16))
-    with pytest.raises(NotImplementedError, match=r"thin_products: .* matrices of another dtype"):
-        thin_product_parts(x[:, 0], w.astype(jnp.bfloat16))
+        skinny_matmul_partials(x[:, 0], w, config=SkinnyGemmConfig(16, 16, 16))
+    with pytest.raises(NotImplementedError, match=r"skinny_matmuls: .* matrices of another dtype"):
+        skinny_matmul_partials(x[:, 0], w.astype(jnp.bfloat16))
 
 
 # Modules that ask whether the kernel serves few rows.
-SERVED = [f"rnnlib.layers.{name}" for name in ("input_projection", "linear", "residual")] + ["rnnlib.ops.thin_products"]
+SERVED = [f"rnnlib.layers.{name}" for name in ("input_projection", "linear", "residual")] + ["rnnlib.ops.skinny_gemm"]
 
 
 def serve(monkeypatch):
@@ -376,9 +384,9 @@ def serve(monkeypatch):
 
         return answer
 
-    few = serves("thin_products", lambda x, kernels: x.shape[-2] == 1)
+    few = serves("skinny_matmuls", lambda x, kernels: x.shape[-2] == 1)
     for module in SERVED:
-        monkeypatch.setattr(f"{module}.thin_kernel_serves", few)
+        monkeypatch.setattr(f"{module}.skinny_kernel_serves", few)
     one = serves("one_token", lambda calls: all(x.x.shape[1] == 1 and x.initial_state is not None for x, _ in calls))
     monkeypatch.setattr("rnnlib.layers.stream.one_launch_serves", one)
     norm = serves("rms_norm", lambda x, scale, z=None, z_bias=None: x.shape[1] == 1)
@@ -402,8 +410,8 @@ def test_maps_of_one_input_share_a_launch(monkeypatch):
     launches = []
     for module in ("input_projection", "linear"):
         monkeypatch.setattr(
-            f"rnnlib.layers.{module}.thin_products",
-            lambda x, kernels, **options: launches.append(len(kernels)) or thin_products(x, kernels, **options),
+            f"rnnlib.layers.{module}.skinny_matmuls",
+            lambda x, kernels, **options: launches.append(len(kernels)) or skinny_matmuls(x, kernels, **options),
         )
     assert_close(columns(), plain, rtol=1e-5, atol=1e-6)
     assert launches == [3] and served  # the biased one by itself
@@ -469,7 +477,7 @@ def test_a_model_decodes_the_same_by_kernels(mixers, parts, monkeypatch):
     )
     other = split(config.replace(mixer_overrides=start))[0]
     assert_close(logits(other), plain, rtol=1e-4, atol=1e-4)
-    assert {"thin_products", "one_token", "rms_norm"} <= set(served)
+    assert {"skinny_matmuls", "one_token", "rms_norm"} <= set(served)
     assert bool(launches) == parts
 
 
@@ -509,9 +517,9 @@ def test_on_a_gpu_a_sum_in_the_norm_has_the_bits_of_one_before_it(rows, inner, c
     @jax.jit
     def run(x, w, added):
         output.kernel = nnx.Param(w)
-        assert (split_k_partials(x, w) is not None) == (thin_splits(rows, inner, columns) > 1)
+        assert (split_k_partials(x, w) is not None) == (num_partials(rows, inner, columns) > 1)
         total, normed = residual_add(added, x, output, norm)
-        before = thin_products(x, (w,), residual=added)[0]
+        before = skinny_matmuls(x, (w,), residual=added)[0]
         return (normed, total), normalization.norm_and_stream(norm, before)
 
     for found, wanted in zip(*run(x, w, added)):

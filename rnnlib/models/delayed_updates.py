@@ -17,15 +17,15 @@ from rnnlib.layers.latent_attention import LatentAttention
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer
 from rnnlib.layers.parallel import ParallelMixer
 from rnnlib.models.decoder import DecoderCache, DecoderLM
-from rnnlib.ops.deferred_writes import PERIOD, DeferredState, settle_writes
+from rnnlib.ops.delayed_update import PERIOD, DelayedState, flush
 
 
-def defer_writes(model: DecoderLM, cache: DecoderCache) -> DecoderCache:
+def delay_updates(model: DecoderLM, cache: DecoderCache) -> DecoderCache:
     """The cache as a loop carries it: writes wait where a layer's kernel gains by that."""
     return _of_mixers(
         model,
         cache,
-        lambda mixer, entry: _deferred(*nnx.split(mixer), entry) if isinstance(mixer, RecurrentMixer) else entry,
+        lambda mixer, entry: _delayed(*nnx.split(mixer), entry) if isinstance(mixer, RecurrentMixer) else entry,
     )
 
 
@@ -42,8 +42,8 @@ def _of_mixers(model: DecoderLM, cache: DecoderCache, change: Callable[[Any, Any
 
 # Mixers of equal structure share one trace.
 @functools.partial(jax.jit, static_argnums=0)
-def _deferred(graphdef, state, entry: MixerCache) -> MixerCache:
-    return nnx.merge(graphdef, state).defer_writes(entry)
+def _delayed(graphdef, state, entry: MixerCache) -> MixerCache:
+    return nnx.merge(graphdef, state).delay_updates(entry)
 
 
 def after_tokens(model: DecoderLM, cache: DecoderCache, tokens: Array) -> DecoderCache:
@@ -72,13 +72,13 @@ def _counted_once(model: DecoderLM, cache: DecoderCache) -> DecoderCache:
     return _of_mixers(model, cache, counted)
 
 
-def settled(model: DecoderLM, cache: DecoderCache, tokens: Array) -> DecoderCache:
+def flushed(model: DecoderLM, cache: DecoderCache, tokens: Array) -> DecoderCache:
     """A cache that `DecoderLM.extend` gives, after so many tokens of the loop."""
-    return _changed(after_tokens(model, cache, tokens), settle_writes)
+    return _changed(after_tokens(model, cache, tokens), flush)
 
 
-def _changed(cache: DecoderCache, change: Callable[[DeferredState], object]) -> DecoderCache:
-    def is_deferred(x: object) -> bool:
-        return isinstance(x, DeferredState)
+def _changed(cache: DecoderCache, change: Callable[[DelayedState], object]) -> DecoderCache:
+    def is_delayed(x: object) -> bool:
+        return isinstance(x, DelayedState)
 
-    return jax.tree.map(lambda x: change(x) if is_deferred(x) else x, cache, is_leaf=is_deferred)
+    return jax.tree.map(lambda x: change(x) if is_delayed(x) else x, cache, is_leaf=is_delayed)

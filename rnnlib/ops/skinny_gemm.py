@@ -19,8 +19,8 @@ from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import dot_general_over_mesh, is_split
 
 
-def thin_kernel_serves(x: Array, kernels: Sequence[Array | KernelColumns]) -> bool:
-    """Whether `thin_products` of these arrays is faster by a kernel: few rows of bfloat16 on a GPU."""
+def skinny_kernel_serves(x: Array, kernels: Sequence[Array | KernelColumns]) -> bool:
+    """Whether `skinny_matmuls` of these arrays is faster by a kernel: few rows of bfloat16 on a GPU."""
     return (
         platform() == "gpu"
         and x.dtype == jnp.bfloat16
@@ -36,7 +36,7 @@ def _flat(x: Array) -> Array:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("bound",))
 @dataclasses.dataclass(frozen=True)
 class BoundedSigmoid:
-    """`bound * sigmoid(y)`, which `thin_products` can make of a product y.
+    """`bound * sigmoid(y)`, which `skinny_matmuls` can make of a product y.
 
     Attributes:
         bound: factor of the sigmoid.
@@ -52,7 +52,7 @@ class BoundedSigmoid:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("log_rate", "bias"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class LogDecay:
-    """`-exp(log_rate) * softplus(y + bias)`, which `thin_products` can make of a product y.
+    """`-exp(log_rate) * softplus(y + bias)`, which `skinny_matmuls` can make of a product y.
 
     Attributes:
         log_rate: `[R]`, each of `N / R` consecutive columns.
@@ -68,16 +68,16 @@ class LogDecay:
         return -rate * jax.nn.softplus(y + self.bias.astype(y.dtype))
 
 
-Finish = BoundedSigmoid | LogDecay
+Epilogue = BoundedSigmoid | LogDecay
 
 
-def thin_products(
+def skinny_matmuls(
     x: Float[Array, "*rows K"] | Sequence[Float[Array, "*rows _"]],
     kernels: Sequence[Float[Array, "_ _"] | KernelColumns],
     *,
     is_gated: bool = False,
     residual: Float[Array, "*rows _"] | None = None,
-    finishes: Sequence[Finish | None] | None = None,
+    epilogues: Sequence[Epilogue | None] | None = None,
 ) -> tuple[Float[Array, "*rows _"], ...]:
     """`x @ W` for each of `kernels` in one launch, accumulated in float32; derivatives are computed by XLA.
 
@@ -86,11 +86,11 @@ def thin_products(
         kernels: matrices in `x`'s dtype, or columns of one. Their numbers of columns may differ.
         is_gated: `kernels` are two matrices of one shape, and the only result is `silu(x W_0) * (x W_1)`.
         residual: if given, in `x`'s dtype, `kernels` is one matrix and the result is `residual + x @ W`.
-        finishes: of each product, a function of it that is the result, or None. It takes the product rounded to `x`'s
+        epilogues: of each product, a function of it that is the result, or None. It takes the product rounded to `x`'s
             dtype, and computes in float32; not with `is_gated` or `residual`.
 
     Returns:
-        The results in `x`'s dtype, each rounded once; those with a finish in float32.
+        The results in `x`'s dtype, each rounded once; those with an epilogue in float32.
 
     Raises:
         NotImplementedError: the kernel does not support the call.
@@ -99,14 +99,14 @@ def thin_products(
     xs = list(x) if isinstance(x, Sequence) else [x]
     which = range(len(kernels)) if isinstance(x, Sequence) else [0] * len(kernels)  # of the inputs
 
-    def run(xs: list[Array], kernels: list[Any], residual: Array | None, finishes: list[Finish | None]) -> Any:
+    def run(xs: list[Array], kernels: list[Any], residual: Array | None, epilogues: list[Epilogue | None]) -> Any:
         flat, other = [_flat(own) for own in xs], None if residual is None else _flat(residual)
-        options = {"is_gated": is_gated, "added": other, "finishes": [_of_kernel(finish) for finish in finishes]}
+        options = {"is_gated": is_gated, "added": other, "epilogues": [_of_kernel(epilogue) for epilogue in epilogues]}
         gemm = kernel_operators().skinny_gemm
-        found = gemm.thin_products(flat if isinstance(x, Sequence) else flat[0], kernels, **options)
+        found = gemm.skinny_matmuls(flat if isinstance(x, Sequence) else flat[0], kernels, **options)
         return tuple(y.reshape(*xs[0].shape[:-1], y.shape[-1]) for y in found)
 
-    def formula(xs: list[Array], kernels: list[Any], residual: Array | None, finishes: list[Finish | None]) -> Any:
+    def formula(xs: list[Array], kernels: list[Any], residual: Array | None, epilogues: list[Epilogue | None]) -> Any:
         arrays = [w.array() if isinstance(w, KernelColumns) else w for w in kernels]
         results = [jnp.matmul(xs[n], w, preferred_element_type=jnp.float32) for n, w in zip(which, arrays)]
         if is_gated:
@@ -114,18 +114,18 @@ def thin_products(
         if residual is not None:
             results = [residual + results[0]]
         rounded = [y.astype(xs[0].dtype) for y in results]
-        return tuple(y if f is None else f(y.astype(jnp.float32)) for y, f in zip(rounded, finishes))
+        return tuple(y if f is None else f(y.astype(jnp.float32)) for y, f in zip(rounded, epilogues))
 
-    given = [None] * len(kernels) if finishes is None else list(finishes)
+    given = [None] * len(kernels) if epilogues is None else list(epilogues)
     return with_derivatives_of(formula, run)(xs, list(kernels), residual, given)
 
 
-def _of_kernel(finish: Finish | None) -> Any:
-    """A finish as the kernel takes it."""
-    if finish is None:
+def _of_kernel(epilogue: Epilogue | None) -> Any:
+    """An epilogue as the kernel takes it."""
+    if epilogue is None:
         return None
-    fields = {field.name: getattr(finish, field.name) for field in dataclasses.fields(finish)}
-    return kernel_operators().skinny_gemm.Finish(**fields)
+    fields = {field.name: getattr(epilogue, field.name) for field in dataclasses.fields(epilogue)}
+    return kernel_operators().skinny_gemm.Epilogue(**fields)
 
 
 def residual_product(
@@ -134,9 +134,9 @@ def residual_product(
     """`residual + x @ kernel` of few rows, by a kernel that adds the residual itself or by one loop after it.
 
     Raises:
-        NotImplementedError: `thin_kernel_serves` says no.
+        NotImplementedError: `skinny_kernel_serves` says no.
     """
-    return thin_products(x, (kernel,), residual=residual)[0]
+    return skinny_matmuls(x, (kernel,), residual=residual)[0]
 
 
 def split_k_partials(x: Float[Array, "*rows K"], kernel: Float[Array, "K N"]) -> Float[Array, "S *rows N"] | None:
@@ -145,14 +145,14 @@ def split_k_partials(x: Float[Array, "*rows K"], kernel: Float[Array, "K N"]) ->
     None where the kernel makes one sum.
 
     Raises:
-        NotImplementedError: `thin_kernel_serves` says no.
+        NotImplementedError: `skinny_kernel_serves` says no.
     """
-    splits = kernel_operators().skinny_gemm.thin_splits(math.prod(x.shape[:-1]), *kernel.shape)
+    splits = kernel_operators().skinny_gemm.num_partials(math.prod(x.shape[:-1]), *kernel.shape)
     if splits == 1:
         return None
 
     def run(x: Array, kernel: Array) -> Array:
-        parts = kernel_operators().skinny_gemm.thin_product_parts(_flat(x), kernel)
+        parts = kernel_operators().skinny_gemm.skinny_matmul_partials(_flat(x), kernel)
         return parts.reshape(splits, *x.shape[:-1], kernel.shape[1])
 
     def formula(x: Array, kernel: Array) -> Array:
@@ -195,8 +195,8 @@ def linear_product(lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, *
     """`jax.lax.dot_general` for linear maps: by a kernel for few rows, else as `row_product`."""
     plain = not args and all(value is None for value in options.values())
     is_map = dimension_numbers == (((lhs.ndim - 1,), (0,)), ((), ())) and rhs.ndim == 2
-    if plain and is_map and lhs.size and lhs.dtype == rhs.dtype and thin_kernel_serves(lhs, (rhs,)):
-        return thin_products(lhs, (rhs,))[0]
+    if plain and is_map and lhs.size and lhs.dtype == rhs.dtype and skinny_kernel_serves(lhs, (rhs,)):
+        return skinny_matmuls(lhs, (rhs,))[0]
     if is_map and not args:
         return row_product(lhs, rhs, **options)
     return dot_general_over_mesh(lhs, rhs, dimension_numbers, *args, **options)

@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 from rnnlib.models import Decoder, DecoderLM, stream
-from rnnlib.models.waiting import after_tokens, defer_writes, settled
-from rnnlib.ops import deferred_writes
-from rnnlib.ops.deferred_writes import DeferredState
+from rnnlib.models.delayed_updates import after_tokens, delay_updates, flushed
+from rnnlib.ops import delayed_update
+from rnnlib.ops.delayed_update import DelayedState
 from tests.tiny_models import tiny_config
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [2]]
@@ -23,14 +23,14 @@ def model(implementation: str | None = "triton") -> DecoderLM:
     return DecoderLM(config, rngs=nnx.Rngs(5))
 
 
-def deferred_layers(cache) -> list[bool]:
-    return [isinstance(entry.state, DeferredState) if hasattr(entry, "state") else False for entry in cache]
+def delayed_layers(cache) -> list[bool]:
+    return [isinstance(entry.state, DelayedState) if hasattr(entry, "state") else False for entry in cache]
 
 
 @pytest.fixture
 def any_size(monkeypatch):
     """Writes wait however small the states are."""
-    monkeypatch.setattr(deferred_writes, "LEAST_BYTES", 0)
+    monkeypatch.setattr(delayed_update, "LEAST_BYTES", 0)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -44,7 +44,7 @@ def tokens_of_blocks(language_model, block_size: int) -> np.ndarray:
 def test_blocks_of_any_size_have_the_tokens_of_plain_states(monkeypatch):
     language_model = model()
     plain = tokens_of_blocks(language_model, 13)
-    monkeypatch.setattr(deferred_writes, "LEAST_BYTES", 0)
+    monkeypatch.setattr(delayed_update, "LEAST_BYTES", 0)
     jax.clear_caches()
     for block_size in (13, 6):
         np.testing.assert_array_equal(tokens_of_blocks(language_model, block_size), plain)
@@ -63,9 +63,9 @@ def test_on_a_gpu_many_texts_in_bfloat16_have_the_tokens_of_plain_states(monkeyp
         blocks = stream(language_model, prompts, max_new_tokens=40, block_size=7, temperature=0)
         return np.concatenate([np.asarray(block) for block in blocks], axis=1)
 
-    assert deferred_layers(defer_writes(language_model, language_model.init_cache(200, 64))) == [True, True, False]
+    assert delayed_layers(delay_updates(language_model, language_model.init_cache(200, 64))) == [True, True, False]
     found = tokens()
-    monkeypatch.setattr(deferred_writes, "LEAST_BYTES", 2**60)
+    monkeypatch.setattr(delayed_update, "LEAST_BYTES", 2**60)
     jax.clear_caches()
     np.testing.assert_array_equal(tokens(), found)
     jax.clear_caches()
@@ -84,7 +84,7 @@ def test_texts_that_join_and_leave_have_the_tokens_of_plain_states(monkeypatch):
         return [text.tokens for text in found]
 
     plain = texts()
-    monkeypatch.setattr(deferred_writes, "LEAST_BYTES", 0)
+    monkeypatch.setattr(delayed_update, "LEAST_BYTES", 0)
     jax.clear_caches()
     assert texts() == plain
     jax.clear_caches()
@@ -95,14 +95,14 @@ def test_a_cache_is_the_same_after_a_loop(any_size):
     tokens = jnp.asarray([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
     cache = language_model.init_cache(2, 16)
     _, cache = language_model.extend(tokens[:, :2], cache)
-    waiting = defer_writes(language_model, cache)
-    assert deferred_layers(waiting) == [True] * 5 + [False]
+    waiting = delay_updates(language_model, cache)
+    assert delayed_layers(waiting) == [True] * 5 + [False]
     extend = jax.jit(language_model.extend)
     for t in range(4):
         plain_logits, cache = extend(tokens[:, t + 2 : t + 3], cache)
         logits, waiting = extend(tokens[:, t + 2 : t + 3], after_tokens(language_model, waiting, jnp.int32(t)))
         np.testing.assert_allclose(logits, plain_logits, rtol=1e-4, atol=1e-4)
-    found = settled(language_model, waiting, jnp.int32(4))
+    found = flushed(language_model, waiting, jnp.int32(4))
     assert jax.tree.structure(found) == jax.tree.structure(cache)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(cache)):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
@@ -115,7 +115,7 @@ def test_layers_share_one_count_of_their_tokens():
     tokens, ids = jnp.asarray([[3, 1, 4, 1, 5], [2, 6, 5, 3, 5]]), jnp.asarray([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     cache = language_model.init_cache(2, 16)
     _, cache = language_model.extend(tokens, cache, segment_ids=ids, positions=jnp.cumsum(ids, axis=1) - 1)
-    for change in (after_tokens, settled):
+    for change in (after_tokens, flushed):
         changed = change(language_model, cache, jnp.int32(0))
         for name, layers in {"length": (0, 2, 3), "current": (0, 2, 3), "position": (0, 2, 3, 4)}.items():
             counts = [getattr(changed[layer], name) for layer in layers]
@@ -129,16 +129,16 @@ def test_states_stay_plain_where_no_kernel_serves(implementation, any_size):
     language_model = model(implementation)
     with jax.default_device(jax.devices("cpu")[0]):
         cache = language_model.init_cache(2, 16)
-        assert not any(deferred_layers(defer_writes(language_model, cache)))
+        assert not any(delayed_layers(delay_updates(language_model, cache)))
 
 
 def test_small_states_and_states_of_other_dtypes_stay_plain(monkeypatch):
     language_model = model()
     cache = language_model.init_cache(2, 16)
-    assert not any(deferred_layers(defer_writes(language_model, cache)))
-    monkeypatch.setattr(deferred_writes, "LEAST_BYTES", cache[0].state.nbytes)
+    assert not any(delayed_layers(delay_updates(language_model, cache)))
+    monkeypatch.setattr(delayed_update, "LEAST_BYTES", cache[0].state.nbytes)
     jax.clear_caches()
-    assert deferred_layers(defer_writes(language_model, cache))[0]
+    assert delayed_layers(delay_updates(language_model, cache))[0]
     wide = tuple(x._replace(state=x.state.astype(jnp.bfloat16)) if hasattr(x, "state") else x for x in cache)
-    assert not any(deferred_layers(defer_writes(language_model, wide)))
+    assert not any(delayed_layers(delay_updates(language_model, wide)))
     jax.clear_caches()

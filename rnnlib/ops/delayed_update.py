@@ -1,6 +1,6 @@
 """Loops over single tokens that seldom store the state: `pallas_kernels.delta_rule.delayed_state` says how.
 
-`defer_writes` before the loop, `deferred_token` for each token, `settle_writes` after it.
+`delay_updates` before the loop, `delayed_token` for each token, `flush` after it.
 """
 
 import jax.numpy as jnp
@@ -8,8 +8,8 @@ from jax import Array
 
 from pallas_kernels.common.platform import platform
 from pallas_kernels.delta_rule.delayed_state import PERIOD as PERIOD
-from pallas_kernels.delta_rule.delayed_state import DelayedState as DeferredState
-from pallas_kernels.delta_rule.delayed_state import without_pending as state_without_writes
+from pallas_kernels.delta_rule.delayed_state import DelayedState as DelayedState
+from pallas_kernels.delta_rule.delayed_state import without_pending as without_pending
 from rnnlib.ops.context_parallel import current_axis
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
@@ -19,7 +19,7 @@ LEAST_BYTES = 8 * 2**20
 """Of a layer's states where writes wait. Below, on an H100, a step takes as long as its loads take to arrive."""
 
 
-def defer_writes(state: Array, token: DeltaRuleInputs, *, implementation: str | None) -> Array | DeferredState:
+def delay_updates(state: Array, token: DeltaRuleInputs, *, implementation: str | None) -> Array | DelayedState:
     """The state as a loop carries it: one beside which writes wait, where a kernel serves and gains by that.
 
     Args:
@@ -38,25 +38,25 @@ def defer_writes(state: Array, token: DeltaRuleInputs, *, implementation: str | 
     if unsupported_reason(lambda kernels: kernels.delayed_update.unsupported_reason(*arrays)) is not None:
         return state
     key = x.k if x.write_key is None else x.write_key
-    return state_without_writes(state, key.astype(jnp.result_type(x.q, x.k, x.v)), x.log_decay)
+    return without_pending(state, key.astype(jnp.result_type(x.q, x.k, x.v)), x.log_decay)
 
 
-def deferred_token(
+def delayed_token(
     token: DeltaRuleInputs,
-    state: DeferredState,
+    state: DelayedState,
     *,
     scale: float | None,
     online: bool = True,
     implementation: str | None = None,
-) -> tuple[Array, DeferredState]:
+) -> tuple[Array, DelayedState]:
     """Output `[B, 1, HV, V]` and the state after one token.
 
     With `implementation="triton"` they have the bits of the operator's kernel for one token, which stores the state.
     Else a faster kernel in Mosaic GPU serves where it can, which differs by float32 rounding.
 
     Args:
-        token: as for `defer_writes`.
-        state: from `defer_writes` or an earlier token.
+        token: as for `delay_updates`.
+        state: from `delay_updates` or an earlier token.
         scale: factor on the output; None is `K ** -0.5`.
         online: the delta rule; False is linear attention.
         implementation: of the operator, as its argument.
@@ -81,6 +81,6 @@ def deferred_token(
     )
 
 
-def settle_writes(state: DeferredState) -> Array:
-    """The state `[B, HV, K, V]` with all writes that wait."""
+def flush(state: DelayedState) -> Array:
+    """The state `[B, HV, K, V]` with all pending writes."""
     return kernel_operators().delayed_update.flush(state)
