@@ -31,12 +31,12 @@ from pallas_kernels.common.triton.backend import shared_memory
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.config import DeltaRuleConfig, default_config, splits, with_num_splits
 from pallas_kernels.delta_rule.inputs import Inputs, crop_results, is_sum, kernel_shape_of, pad_inputs
-from pallas_kernels.delta_rule.triton.bwd_dh import reverse_offsets, reverse_pass
-from pallas_kernels.delta_rule.triton.bwd_dqkg import Saved, argument_gradients, gradients_of_pairs
+from pallas_kernels.delta_rule.triton.bwd_dh import bwd_dh, bwd_dh_offsets
+from pallas_kernels.delta_rule.triton.bwd_dqkg import Saved, bwd_dqkg, bwd_pairs
 from pallas_kernels.delta_rule.triton.decode import decode
-from pallas_kernels.delta_rule.triton.fwd import output_pass, states_pass
+from pallas_kernels.delta_rule.triton.fwd import fwd_h, fwd_o
 from pallas_kernels.delta_rule.triton.split_sequence import combine_splits, split_transitions
-from pallas_kernels.delta_rule.triton.wy import prepare
+from pallas_kernels.delta_rule.triton.wy import wy_factors
 from pallas_kernels.delta_rule.tuned_configs import table_name, variant_name
 from pallas_kernels.delta_rule.vjp import Options, chunked_pass
 from pallas_kernels.linear_attention.triton import Places, rows_of, segment_starts, sums
@@ -156,26 +156,26 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Kernel
         return sum_stages(options, inputs)
     x, config = inputs, options.config
     p = kernel_shape_of(KernelShape, x, online=options.online, scale=options.scale, num_splits=config.num_splits)
-    prepared = jax.jit(lambda x: prepare(p, x, config.prepare))(x)
+    prepared = jax.jit(lambda x: wy_factors(p, x, config.prepare))(x)
     ends = None
     maps = jax.jit(lambda x, y: split_transitions(p, x, y, config.maps))(x, prepared)
     starts = jax.jit(lambda m: combine_splits(p, m, x.initial_state, config.fold))(maps)
-    states, residuals = jax.jit(lambda x, y, z: states_pass(p, x, y, z, config.states))(x, prepared, starts)
+    states, residuals = jax.jit(lambda x, y, z: fwd_h(p, x, y, z, config.states))(x, prepared, starts)
     if maps is not None:
-        offset = jax.jit(lambda x, y, d: reverse_offsets(p, x, y, d, config.offsets))(x, prepared, x.v)
+        offset = jax.jit(lambda x, y, d: bwd_dh_offsets(p, x, y, d, config.offsets))(x, prepared, x.v)
         adjoint = maps._replace(offset=offset)
         ends = jax.jit(lambda m: combine_splits(p, m, None, config.fold, reverse=True))(adjoint)
-    back = jax.jit(lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, config.reverse))(x, prepared, ends)
+    back = jax.jit(lambda x, y, e: bwd_dh(p, x, y, x.v, None, e, config.reverse))(x, prepared, ends)
     saved = Saved(states, residuals, back)
-    pairs = jax.jit(lambda x, s: gradients_of_pairs(p, x, x.v, s, config.pair_gradients))(x, saved)
+    pairs = jax.jit(lambda x, s: bwd_pairs(p, x, x.v, s, config.pair_gradients))(x, saved)
     found: dict[str, tuple[Callable[[KernelConfig], Callable], Any]] = {
-        "prepare": (lambda l: lambda x: prepare(p, x, l), (x,)),
-        "output": (lambda l: lambda x, y, z: output_pass(p, x, y, z, l), (x, prepared, starts)),
-        "states": (lambda l: lambda x, y, z: states_pass(p, x, y, z, l), (x, prepared, starts)),
-        "reverse": (lambda l: lambda x, y, e: reverse_pass(p, x, y, x.v, None, e, l), (x, prepared, ends)),
-        "pair_gradients": (lambda l: lambda x, s: gradients_of_pairs(p, x, x.v, s, l), (x, saved)),
+        "prepare": (lambda l: lambda x: wy_factors(p, x, l), (x,)),
+        "output": (lambda l: lambda x, y, z: fwd_o(p, x, y, z, l), (x, prepared, starts)),
+        "states": (lambda l: lambda x, y, z: fwd_h(p, x, y, z, l), (x, prepared, starts)),
+        "reverse": (lambda l: lambda x, y, e: bwd_dh(p, x, y, x.v, None, e, l), (x, prepared, ends)),
+        "pair_gradients": (lambda l: lambda x, s: bwd_pairs(p, x, x.v, s, l), (x, saved)),
         "gradients": (
-            lambda l: lambda x, s, d: argument_gradients(p, x, x.v, s, d, prepared, l),
+            lambda l: lambda x, s, d: bwd_dqkg(p, x, x.v, s, d, prepared, l),
             (x, saved, pairs),
         ),
     }
@@ -183,7 +183,7 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Kernel
         found |= {
             "maps": (lambda l: lambda x, y: split_transitions(p, x, y, l), (x, prepared)),
             "fold": (lambda l: lambda m: combine_splits(p, m, None, l), (maps,)),
-            "offsets": (lambda l: lambda x, y, d: reverse_offsets(p, x, y, d, l), (x, prepared, x.v)),
+            "offsets": (lambda l: lambda x, y, d: bwd_dh_offsets(p, x, y, d, l), (x, prepared, x.v)),
         }
     return found
 

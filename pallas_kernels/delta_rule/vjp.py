@@ -70,10 +70,10 @@ def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     kernel_shape, config = _problem(options, inputs), options.config
     inputs = _operands(options, inputs)
     stages = choose_stages(config)
-    prepared = stages.prepare(kernel_shape, inputs, config.prepare)
+    prepared = stages.wy_factors(kernel_shape, inputs, config.prepare)
     maps = stages.split_transitions(kernel_shape, inputs, prepared, config.maps)
     starts = combine_splits(kernel_shape, maps, inputs.initial_state, config.fold)
-    return batch_alike(inputs, stages.output_pass(kernel_shape, inputs, prepared, starts, config.output))
+    return batch_alike(inputs, stages.fwd_o(kernel_shape, inputs, prepared, starts, config.output))
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
@@ -82,10 +82,10 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any
     gates = inputs.erase, inputs.erase if options.tied_gates else inputs.write
     inputs = _operands(options, inputs)
     stages = choose_stages(config)
-    prepared = stages.prepare(kernel_shape, inputs, config.prepare)
+    prepared = stages.wy_factors(kernel_shape, inputs, config.prepare)
     maps = stages.split_transitions(kernel_shape, inputs, prepared, config.maps)
     starts = combine_splits(kernel_shape, maps, inputs.initial_state, config.fold)
-    results = batch_alike(inputs, stages.output_pass(kernel_shape, inputs, prepared, starts, config.output))
+    results = batch_alike(inputs, stages.fwd_o(kernel_shape, inputs, prepared, starts, config.output))
     return results, (inputs, gates, prepared._replace(growth=None), maps, starts)
 
 
@@ -97,19 +97,19 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     is_found = options.sums_tied_gate
     # Triton's stage has no further digits of the residuals.
     wanted = {} if config.states.mosaic is None else {"with_digits": is_found}
-    states, residual, *digits = stages.states_pass(kernel_shape, inputs, prepared, starts, config.states, **wanted)
+    states, residual, *digits = stages.fwd_h(kernel_shape, inputs, prepared, starts, config.states, **wanted)
     ends = None
     if kernel_shape.num_splits > 1:
-        offsets = stages.reverse_offsets(kernel_shape, inputs, prepared, d_out, config.offsets)
+        offsets = stages.bwd_dh_offsets(kernel_shape, inputs, prepared, d_out, config.offsets)
         adjoint = maps._replace(offset=offsets)
         ends = combine_splits(kernel_shape, adjoint, d_final_state, config.fold, reverse=True)
     more = {"residuals": residual, "digits": digits[0] if digits else None} if is_found else {}
-    back = stages.reverse_pass(kernel_shape, inputs, prepared, d_out, d_final_state, ends, config.reverse, **more)
+    back = stages.bwd_dh(kernel_shape, inputs, prepared, d_out, d_final_state, ends, config.reverse, **more)
     gate, d_gate = inputs.erase, back.d_write
     if is_found:
         inputs, back = inputs._replace(erase=None, write=None), back._replace(d_write=None)
     saved = Saved(states, residual, back)
-    gradients = stages.argument_gradients(
+    gradients = stages.bwd_dqkg(
         kernel_shape,
         inputs,
         d_out,

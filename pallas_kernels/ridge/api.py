@@ -23,8 +23,8 @@ from pallas_kernels.ridge.config import (
     ridge_problem,
     ridge_rows,
 )
-from pallas_kernels.ridge.triton.bwd_dh import state_gradients
-from pallas_kernels.ridge.triton.bwd_dqkg import StateSums, argument_gradients
+from pallas_kernels.ridge.triton.bwd_dh import bwd_dh
+from pallas_kernels.ridge.triton.bwd_dqkg import StateSums, bwd_dqkg
 from pallas_kernels.ridge.triton.gram_states import gram_states
 from pallas_kernels.ridge.triton.iterations import solve_chunks
 
@@ -197,13 +197,11 @@ def _backward(
         rows, states, squares = kept
     d_q, _ = solve_chunks(kernel_shape, method, inputs, rows, states, config, b=d_x, norm=norm)
     d_final = d_final + jnp.swapaxes(d_final, -1, -2)
-    by_norm, d_ends, d_initial, products = state_gradients(
+    by_norm, d_ends, d_initial, products = bwd_dh(
         kernel_shape, method, inputs, rows, states, x, norm, d_q, d_final, config
     )
     sums = StateSums(squares, products)
-    d_k, d_log_decay = argument_gradients(
-        kernel_shape, method, inputs, rows, states, d_ends, sums, x, d_q, by_norm, config
-    )
+    d_k, d_log_decay = bwd_dqkg(kernel_shape, method, inputs, rows, states, d_ends, sums, x, d_q, by_norm, config)
     d_ridge = jnp.sum(by_norm.ridge, axis=(0, 2)).reshape(inputs.ridge.shape)
     return (RidgeInputs(d_q, d_k, d_ridge, d_log_decay, d_initial, None),)
 

@@ -213,7 +213,7 @@ def _call(
     )
 
 
-def reverse_offsets(
+def bwd_dh_offsets(
     kernel_shape: KernelShape, arrays: PassArrays, d_out: Array, *, num_compute_warpgroups: int, num_stages: int
 ) -> Array:
     """What a segment's outputs add to the gradient at its start, `[B, HV, P, V, K]` float32."""
@@ -236,7 +236,7 @@ def reverse_offsets(
     return results["offsets"]  # type: ignore[return-value]
 
 
-def reverse_pass(
+def bwd_dh(
     kernel_shape: KernelShape,
     arrays: PassArrays,
     d_out: Array,

@@ -217,7 +217,7 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
     wait_for_stores(only_read=False)
 
 
-def argument_gradients(
+def bwd_dqkg(
     kernel_shape: KernelShape, x: GradientArrays, wanted: Structs, *, num_key_stages: int, num_ctas: int
 ) -> dict[str, Array | None]:
     """Gradients of arguments, by value head.

@@ -152,7 +152,7 @@ def _states_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: 
     wait_for_stores(only_read=False)
 
 
-def output_pass(
+def fwd_o(
     kernel_shape: KernelShape,
     arrays: PassArrays,
     starts: Array | None,
@@ -190,7 +190,7 @@ def output_pass(
     return results["out"], results["final_state"]  # type: ignore[return-value]
 
 
-def states_pass(
+def fwd_h(
     kernel_shape: KernelShape,
     arrays: PassArrays,
     starts: Array | None,

@@ -12,14 +12,14 @@ from pallas_kernels.common.kernel_shape import is_channel_wise
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import Inputs
-from pallas_kernels.delta_rule.mosaic_gpu import bwd_dh as mosaic_gradients
-from pallas_kernels.delta_rule.mosaic_gpu import bwd_dqkg as mosaic_argument_gradients
-from pallas_kernels.delta_rule.mosaic_gpu import fwd as mosaic_states
-from pallas_kernels.delta_rule.mosaic_gpu import split_sequence as mosaic_segments
+from pallas_kernels.delta_rule.mosaic_gpu import bwd_dh as mosaic_bwd_dh
+from pallas_kernels.delta_rule.mosaic_gpu import bwd_dqkg as mosaic_bwd_dqkg
+from pallas_kernels.delta_rule.mosaic_gpu import fwd as mosaic_fwd
+from pallas_kernels.delta_rule.mosaic_gpu import split_sequence as mosaic_split_sequence
+from pallas_kernels.delta_rule.mosaic_gpu import wy as mosaic_wy
 from pallas_kernels.delta_rule.mosaic_gpu.bwd_dqkg_channel import channel_gradients
 from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import GradientArrays, gradient_structs
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import Keys, PassArrays
-from pallas_kernels.delta_rule.mosaic_gpu.wy import chunk_factors
 from pallas_kernels.delta_rule.mosaic_gpu.wy_channel import channel_factors
 from pallas_kernels.delta_rule.triton import bwd_dqkg as triton_gradients
 from pallas_kernels.delta_rule.triton.bwd_dh import Reversed
@@ -32,11 +32,11 @@ from pallas_kernels.delta_rule.triton.split_sequence import SplitTransitions
 from pallas_kernels.delta_rule.triton.wy import WYFactors, with_extreme
 
 
-def prepare(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) -> WYFactors:
+def wy_factors(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) -> WYFactors:
     """The first stage; under a channel-wise decay, extreme chunks are Triton's."""
     at = _launch(launch)
     if not is_channel_wise(inputs.log_decay):
-        results = chunk_factors(
+        results = mosaic_wy.wy_factors(
             kernel_shape, inputs, num_compute_warpgroups=at.num_compute_warpgroups, num_ctas=at.num_ctas
         )
         return WYFactors(**{**dict.fromkeys(WYFactors._fields), **results})  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def split_transitions(
         return None
     at = _launch(launch)
     arrays = _arrays(inputs, prepared)
-    results = mosaic_segments.split_transitions(
+    results = mosaic_split_sequence.split_transitions(
         kernel_shape,
         arrays,
         prepared.growth,
@@ -63,12 +63,12 @@ def split_transitions(
     return SplitTransitions(**results)  # type: ignore[arg-type]
 
 
-def output_pass(
+def fwd_o(
     kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, starts: Array | None, launch: KernelConfig
 ) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the segments' starts."""
     at = _launch(launch)
-    out, final = mosaic_states.output_pass(
+    out, final = mosaic_fwd.fwd_o(
         kernel_shape,
         _arrays(inputs, prepared),
         _starts(inputs.initial_state, starts),
@@ -79,7 +79,7 @@ def output_pass(
     return out, jnp.swapaxes(final, 2, 3)
 
 
-def states_pass(
+def fwd_h(
     kernel_shape: KernelShape,
     inputs: Inputs,
     prepared: WYFactors,
@@ -88,10 +88,10 @@ def states_pass(
     *,
     with_digits: bool,
 ) -> tuple[Array, Array, Array | None]:
-    """For the backward: states, residuals and, `with_digits`, further digits of these; see `fwd.states_pass`."""
+    """For the backward: states, residuals and, `with_digits`, further digits of these; see `fwd.fwd_h`."""
     at = _launch(launch)
     arrays, starts = _arrays(inputs, prepared), _starts(inputs.initial_state, starts)
-    return mosaic_states.states_pass(
+    return mosaic_fwd.fwd_h(
         kernel_shape,
         arrays,
         starts,
@@ -101,18 +101,18 @@ def states_pass(
     )
 
 
-def reverse_offsets(
+def bwd_dh_offsets(
     kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, d_out: Array, launch: KernelConfig
 ) -> Array:
     """What a segment's outputs add to the gradient at its start, `[B, HV, P, V, K]`."""
     at = _launch(launch)
     arrays = _arrays(inputs, prepared)
-    return mosaic_gradients.reverse_offsets(
+    return mosaic_bwd_dh.bwd_dh_offsets(
         kernel_shape, arrays, d_out, num_compute_warpgroups=at.num_compute_warpgroups, num_stages=at.num_stages
     )
 
 
-def reverse_pass(
+def bwd_dh(
     kernel_shape: KernelShape,
     inputs: Inputs,
     prepared: WYFactors,
@@ -124,12 +124,12 @@ def reverse_pass(
     residuals: Array | None = None,
     digits: Array | None = None,
 ) -> Reversed:
-    """Gradients of states, values, write gate and initial state; see `bwd_dh.reverse_pass`.
+    """Gradients of states, values, write gate and initial state; see `bwd_dh.bwd_dh`.
 
     With residuals, and further digits of these, `d_write` is of a gate that both erases and writes, and is not 0.
     """
     at = _launch(launch)
-    results = mosaic_gradients.reverse_pass(
+    results = mosaic_bwd_dh.bwd_dh(
         kernel_shape,
         _arrays(inputs, prepared),
         d_out,
@@ -159,7 +159,7 @@ def reverse_pass(
     )
 
 
-def argument_gradients(
+def bwd_dqkg(
     kernel_shape: KernelShape,
     inputs: Inputs,
     d_out: Array,
@@ -171,7 +171,7 @@ def argument_gradients(
     tied_gates: bool,
     write_key_dtype: Any,
 ) -> Inputs:
-    """Gradients of all token-wise arguments; see `bwd_dqkg.argument_gradients`."""
+    """Gradients of all token-wise arguments; see `bwd_dqkg.bwd_dqkg`."""
     at = _launch(config.gradients)
     x, has_channels = inputs, is_channel_wise(inputs.log_decay)
     wide = [name for name in ("log_decay", "erase") if is_channel_wise(getattr(x, name))]
@@ -198,7 +198,7 @@ def argument_gradients(
         tail=prepared.tail,
     )
     wanted = gradient_structs(kernel_shape, arrays, with_erase=erase is not None, write_key_dtype=write_key_dtype)
-    find = channel_gradients if has_channels else mosaic_argument_gradients.argument_gradients
+    find = channel_gradients if has_channels else mosaic_bwd_dqkg.bwd_dqkg
     found = find(kernel_shape, arrays, wanted, num_key_stages=at.num_stages, num_ctas=at.num_ctas)
 
     def summed(part: Array | None, like: Array | None, dtype: Any = None) -> Array | None:
@@ -216,12 +216,12 @@ def argument_gradients(
         if erase is not None:  # in the first part, as the stage below has them
             d_erase = jnp.pad(d_erase[None], ((0, max(1, kernel_shape.key_size // EXTREME_WIDTH) - 1), *[(0, 0)] * 3))
         of_extreme = config.pair_gradients, tied_gates, prepared.extreme
-        gradients = triton_gradients.argument_gradients(
+        gradients = triton_gradients.bwd_dqkg(
             kernel_shape,
             x,
             d_out,
             saved,
-            triton_gradients.gradients_of_pairs(kernel_shape, x, d_out, saved, *of_extreme),
+            triton_gradients.bwd_pairs(kernel_shape, x, d_out, saved, *of_extreme),
             prepared,
             dataclasses.replace(config.gradients, mosaic=None),
             gates=gates,

@@ -145,7 +145,7 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: WYTileScheduler) -> Non
     wait_for_stores(only_read=False)
 
 
-def chunk_factors(
+def wy_factors(
     kernel_shape: KernelShape, inputs: Inputs, *, num_compute_warpgroups: int, num_ctas: int
 ) -> dict[str, Array | None]:
     """The first stage's results of all chunks, by the names of `WYFactors`.

@@ -141,9 +141,7 @@ def _output_kernel(r: Any, memory: Any, *, kernel_shape: KernelShape, has: dict[
     r.final_state[tiles.batch, tiles.head, channels] = state
 
 
-def output_pass(
-    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, *, by_threads: bool
-) -> tuple[Array, Array]:
+def fwd_o(kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, *, by_threads: bool) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]`.
 
     Args:

@@ -12,17 +12,17 @@ from pallas_kernels.delta_rule.mosaic_mma import fwd, wy
 from pallas_kernels.delta_rule.triton.wy import WYFactors
 
 
-def prepare(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) -> WYFactors:
+def wy_factors(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) -> WYFactors:
     """The first stage."""
-    results = wy.chunk_factors(kernel_shape, inputs, by_threads=threads_copy())
+    results = wy.wy_factors(kernel_shape, inputs, by_threads=threads_copy())
     return WYFactors(**{**dict.fromkeys(WYFactors._fields), **results})  # type: ignore[arg-type]
 
 
-def output_pass(
+def fwd_o(
     kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, starts: Array | None, launch: KernelConfig
 ) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]`; `starts` is None, as there is one segment."""
-    return fwd.output_pass(kernel_shape, inputs, prepared, by_threads=threads_copy())
+    return fwd.fwd_o(kernel_shape, inputs, prepared, by_threads=threads_copy())
 
 
 def unsupported_reason(inputs: Inputs) -> str | None:

@@ -174,7 +174,7 @@ def _factors_kernel(
     store_rows(memory.pairs, r.inverse.at[batch, head, chunk])
 
 
-def chunk_factors(kernel_shape: KernelShape, inputs: Inputs, *, by_threads: bool) -> dict[str, Array | None]:
+def wy_factors(kernel_shape: KernelShape, inputs: Inputs, *, by_threads: bool) -> dict[str, Array | None]:
     """The first stage's results of all chunks, by the names of `WYFactors`.
 
     Args:

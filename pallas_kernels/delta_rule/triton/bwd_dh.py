@@ -140,7 +140,7 @@ _ONLY_IN_PASS = ("v", "write", "ends_of_splits", "d_final_state")
 _OUTPUTS = ("d_states", "d_v", "d_written", "d_write", "d_initial_state", "offsets")
 
 
-def reverse_offsets(
+def bwd_dh_offsets(
     kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, d_out: Array, launch: KernelConfig
 ) -> Array:
     """N' of each segment, transposed: the gradient at its start if that at its end is zero, `[B, HV, P, V, K]`."""
@@ -165,7 +165,7 @@ def reverse_offsets(
     return result["offsets"]  # type: ignore[return-value]
 
 
-def reverse_pass(
+def bwd_dh(
     kernel_shape: KernelShape,
     inputs: Inputs,
     prepared: WYFactors,

@@ -264,7 +264,7 @@ def _log_decay_gradient(
     return jnp.where(is_flat(log_decay, starts), 0.0, gradient)
 
 
-def gradients_of_pairs(
+def bwd_pairs(
     kernel_shape: KernelShape,
     inputs: Inputs,
     d_out: Array,
@@ -322,7 +322,7 @@ def of_argument(kernel_shape: KernelShape, part: Array, like: Any, dtype: Any = 
     return part.astype(dtype or like.dtype)
 
 
-def argument_gradients(
+def bwd_dqkg(
     kernel_shape: KernelShape,
     inputs: Inputs,
     d_out: Array,

@@ -216,7 +216,7 @@ def start_operands(
     return {"starts_of_segments": None, "initial_state": initial}
 
 
-def output_pass(
+def fwd_o(
     kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, starts: Array | None, launch: KernelConfig
 ) -> tuple[Array, Array]:
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the segments' starts."""
@@ -257,7 +257,7 @@ def stored_states(kernel_shape: KernelShape) -> jax.ShapeDtypeStruct:
     return p.per_head(p.chunks, p.value_size, p.key_size, dtype=None if p.online else jnp.float32)
 
 
-def states_pass(
+def fwd_h(
     kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, starts: Array | None, launch: KernelConfig
 ) -> tuple[Array, Array]:
     """For the backward: the state before each chunk `[B, HV, N, V, K]` and the residuals `[B, HV, N, V, C]`."""

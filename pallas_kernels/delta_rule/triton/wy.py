@@ -318,7 +318,7 @@ def _arguments(
     return operands, {"scale": p.scale, "block": min(launch.inner, p.key_size)}
 
 
-def prepare(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) -> WYFactors:
+def wy_factors(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) -> WYFactors:
     """Runs the first stage.
 
     Args:
@@ -352,7 +352,7 @@ def with_extreme(
         kernel_shape: static facts.
         inputs: arguments.
         prepared: results, with `extreme`.
-        launch: as in `prepare`.
+        launch: as in `wy_factors`.
         names: with those of all factors or without.
     """
     operands, static = _arguments(kernel_shape, inputs, launch)

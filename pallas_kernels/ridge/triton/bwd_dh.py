@@ -94,7 +94,7 @@ def _store_ridge(r, gradient: Array) -> None:
         r.d_ridge[...] = jnp.sum(jnp.sum(gradient, axis=1), axis=0)
 
 
-def state_gradients(
+def bwd_dh(
     kernel_shape: KernelShape,
     method: Method,
     inputs: RidgeInputs,

@@ -155,7 +155,7 @@ def _over_intervals(r, pairs: Array, from_start: Array, to_end: Array, precision
     return jnp.where(is_flat, 0.0, gradient)
 
 
-def argument_gradients(
+def bwd_dqkg(
     kernel_shape: KernelShape,
     method: Method,
     inputs: RidgeInputs,

@@ -22,7 +22,7 @@ from pallas_kernels.delta_rule.inputs import make_inputs as make_kernel_inputs
 from pallas_kernels.delta_rule.mosaic_gpu import stages as mosaic_stages
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import DIGIT_COLUMNS, refined, rounded_and_digits
 from pallas_kernels.delta_rule.triton.split_sequence import split_transitions
-from pallas_kernels.delta_rule.triton.wy import prepare
+from pallas_kernels.delta_rule.triton.wy import wy_factors
 from rnnlib import ops
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import (
@@ -149,10 +149,10 @@ def test_first_stage_equals_that_in_triton(decay, gate, packed, capsys):
     given = (arrays[name] for name in ("q", "k", "v"))
     x = make_kernel_inputs(*given, arrays.get("write_key"), erase, None, log_decay, None, ids)
     problem = kernel_shape_of(KernelShape, x, online=True, scale=0.1, num_splits=3)
-    expected = prepare(problem, x, KernelConfig())
+    expected = wy_factors(problem, x, KernelConfig())
     groups = 2 if decay == CHANNEL else 3
     launch = KernelConfig(mosaic=MosaicConfig(groups, num_stages=1 if gate == CHANNEL else 2, num_ctas=1))
-    found = mosaic_stages.prepare(problem, x, launch)
+    found = mosaic_stages.wy_factors(problem, x, launch)
     assert jnp.max(expected.growth) > 0.3
     if decay == CHANNEL:
         assert 0 < jnp.sum(expected.extreme) < expected.extreme.size
@@ -202,13 +202,13 @@ def test_a_shared_gates_gradient_is_as_exact_as_in_triton(decay, monkeypatch):
     schedule = schedule_of(case, 1)
     in_triton, found = (errors(case, seed, jit=eagerly, config=x)["d_erase"] for x in (DeltaRuleConfig(), schedule))
     assert found < 1.1 * in_triton
-    states_pass = mosaic_stages.states_pass
+    fwd_h = mosaic_stages.fwd_h
 
     def without_digits(*arguments, with_digits):
         assert with_digits
-        return states_pass(*arguments, with_digits=False)
+        return fwd_h(*arguments, with_digits=False)
 
-    monkeypatch.setattr(mosaic_stages, "states_pass", without_digits)
+    monkeypatch.setattr(mosaic_stages, "fwd_h", without_digits)
     assert errors(case, seed, jit=eagerly, config=schedule)["d_erase"] > 2 * found
 
 
@@ -256,7 +256,7 @@ def test_maps_of_segments_equal_those_in_triton(decay, groups, capsys):
         arrays["q"], arrays["k"], arrays["v"], None, erase, arrays["write"], log_decay, arrays["initial_state"], None
     )
     problem = kernel_shape_of(KernelShape, x, online=True, scale=1.0, num_splits=3)
-    prepared: Any = prepare(problem, x, KernelConfig())
+    prepared: Any = wy_factors(problem, x, KernelConfig())
     expected: Any = split_transitions(problem, x, prepared, KernelConfig())
     found: Any = mosaic_stages.split_transitions(
         problem, x, prepared, KernelConfig(mosaic=MosaicConfig(groups, num_stages=2))

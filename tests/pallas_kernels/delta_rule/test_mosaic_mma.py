@@ -84,9 +84,9 @@ def test_the_copy_engine_brings_the_same_as_threads(capsys):
     shape = kernel_shape_of(KernelShape, inputs, online=True, scale=0.1)
     results = []
     for by_threads in (True, False):
-        found = wy.chunk_factors(shape, inputs, by_threads=by_threads)
+        found = wy.wy_factors(shape, inputs, by_threads=by_threads)
         prepared = WYFactors(**{**dict.fromkeys(WYFactors._fields), **found})  # type: ignore[arg-type]
-        results.append((found["inverse"], *fwd.output_pass(shape, inputs, prepared, by_threads=by_threads)))
+        results.append((found["inverse"], *fwd.fwd_o(shape, inputs, prepared, by_threads=by_threads)))
     for x, y in zip(*results, strict=True):
         assert jnp.all(x == y)
     assert "RACE" not in "".join(capsys.readouterr())
