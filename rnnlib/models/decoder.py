@@ -475,16 +475,18 @@ class DecoderLM(nnx.Module):
 
     def _expect_streams_of_their_own(self, scanned: int) -> None:
         """ValueError where scanned blocks share a variable that runs change: each would begin with its first value."""
-        owners: dict[int, int] = {}
-        for i, block in enumerate(self.blocks[:scanned]):
-            for path, node in nnx.iter_graph(block) if values_by_path(block, _MUTABLE) else ():
-                shared = isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
-                if shared and owners.setdefault(id(node), i) != i:
-                    name = ".".join(map(str, path))
-                    raise ValueError(
-                        f"scan_layers: blocks {owners[id(node)]} and {i} share {name} ({type(node).__name__}), "
-                        "expected blocks with streams and statistics of their own"
-                    )
+        blocks = list(self.blocks[:scanned])
+        once = values_by_path(nnx.List(blocks), _MUTABLE)  # nnx names a shared variable where it comes first
+        for i, block in enumerate(blocks):
+            for path in values_by_path(block, _MUTABLE):
+                if f"{i}.{path}" in once:
+                    continue
+                pairs = (values_by_path(nnx.List([other, block]), _MUTABLE) for other in blocks[:i])
+                owner = next(j for j, pair in enumerate(pairs) if f"1.{path}" not in pair)
+                raise ValueError(
+                    f"scan_layers: blocks {owner} and {i} share {path}, expected blocks with streams and statistics of "
+                    "their own"
+                )
 
 
 def _await_to_gather(block: Block, x: Array) -> Array:
@@ -531,7 +533,11 @@ def _run_block(graphdef, state, x, carried, segment_ids, positions):
 
 
 def _changed(before: tuple[list[Any], Any], value: Any) -> bool:
-    """Whether a variable's value, an array or a tree of those (`nnx.capture`), is another than it was."""
+    """Whether a block has written a variable, whose value is an array or a tree of those (`nnx.capture`).
+
+    A variable that is not written keeps its very array. It must not be assigned anew: nnx refuses that in a function
+    that only reads the model, and equal values would not tell a block that writes from one that does not.
+    """
     leaves, structure = jax.tree.flatten(value)
     return structure != before[1] or any(new is not old for new, old in zip(leaves, before[0]))
 
