@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 
+from experiments.beside_fla.command import jobs as curve_jobs
 from experiments.harness.jobs import Job
 from experiments.language_modelling.command import jobs as language_jobs
 from experiments.sweep.command import jobs as sweep_jobs
@@ -37,6 +38,7 @@ ORDER = (
     Entry("long_context", "real", language_jobs, "do models use what is further back than they were trained to?"),
     Entry("recall", "real", sweep_jobs, "which rule learns recall, how often, at a rate that other seeds chose?"),
     Entry("axes", "real", language_jobs, "what do decay and solve each do, when nothing else in the layer differs?"),
+    Entry("beside_fla", "short", curve_jobs, "does a model follow flash-linear-attention's from the same weights?"),
     Entry("rates", "real", language_jobs, "where is each mixer's learning rate, and how far apart are two seeds?"),
 )
 """From first to last."""

@@ -8,7 +8,6 @@ FLA's first step times each of its kernels with many parameters, and compiling t
 `start_compiling` fills Triton's cache on disk beforehand, from many processes; the search is done alone on the card.
 """
 
-import importlib.metadata
 import itertools
 import json
 import os
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.harness.tables import add_row
+from experiments.harness.versions import package_versions
 from experiments.throughput.study import ThroughputStudy
 
 MODELS = ("gated_deltanet", "kda", "deltanet", "pgdn", "gla", "transformer")
@@ -113,7 +113,7 @@ def time_peer(
     for record in _time_by_turns(plan, models, torch_compile, seconds):
         failed += "error" in record
         name = f"{record['model']}{'--recomputed' * record['recomputed']}{'--compiled' * record['compiled']}"
-        content = record | {"versions": _versions(), "environment": dict(environment)}
+        content = record | {"versions": package_versions(_PACKAGES), "environment": dict(environment)}
         add_row(results.with_name(f"{results.stem}_peer.jsonl"), "throughput", name, content)
         print(f"FLA {name}: {record.get('step_seconds', record.get('error'))}", flush=True)
     return failed
@@ -137,16 +137,6 @@ def _time_by_turns(
 
 def _last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2][:200]
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _configurations() -> dict[str, Callable[[], Any]]:

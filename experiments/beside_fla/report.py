@@ -1,0 +1,149 @@
+"""Differences of two libraries' curves beside those of two runs of one, as a table and a picture."""
+
+import dataclasses
+import pathlib
+
+import numpy as np
+
+from experiments.beside_fla.study import FLOAT32, OURS, REORDERED, THEIRS, CurveStudy
+from experiments.harness.page import write_between_marks
+from experiments.harness.pictures import pyplot, save
+from experiments.harness.tables import Row, read_table
+from experiments.harness.verdicts import Verdict
+
+REFUTED_BY = 0.15
+"""Share of windows outside the band that refutes the hypothesis: three of twenty."""
+COLORS = {OURS: "#0072b2", REORDERED: "#56b4e9", FLOAT32: "#009e73", THEIRS: "#d55e00"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A run beside ours, in windows of steps.
+
+    Attributes:
+        losses: mean difference of losses in each window, nats.
+        norms: mean relative difference of gradient norms in each window.
+        held_out: difference of the held-out losses.
+    """
+
+    losses: np.ndarray
+    norms: np.ndarray
+    held_out: float
+
+
+def compare(run: Row, ours: Row, window: int) -> Comparison:
+    """The differences of a run from ours."""
+
+    def windows(values: np.ndarray) -> np.ndarray:
+        count = len(values) // window
+        return values[: count * window].reshape(count, window).mean(axis=1)
+
+    losses, norms = (np.asarray(run[name]) - np.asarray(ours[name]) for name in ("losses", "gradient_norms"))
+    return Comparison(windows(losses), windows(norms / ours["gradient_norms"]), run["held_out"] - ours["held_out"])
+
+
+def outside(theirs: Comparison, noise: Comparison) -> tuple[int, int, int]:
+    """How many windows of losses, of norms, and whether the held-out loss are outside the band of a reordered run.
+
+    The band reaches to the largest difference of the reordered run's windows, to either side; the held-out loss has
+    that of the losses.
+    """
+    losses, norms = np.abs(noise.losses).max(), np.abs(noise.norms).max()
+    held_out = abs(theirs.held_out) > max(losses, abs(noise.held_out))
+    return int(np.sum(np.abs(theirs.losses) > losses)), int(np.sum(np.abs(theirs.norms) > norms)), int(held_out)
+
+
+def verdict(theirs: Comparison, noise: Comparison) -> Verdict:
+    """By PLAN.md's rule: refuted by windows or a held-out loss outside the band, confirmed where all lies inside."""
+    losses, norms, held_out = outside(theirs, noise)
+    if max(losses, norms) >= REFUTED_BY * len(theirs.losses) or held_out:
+        return Verdict.DISAGREES
+    return Verdict.UNDECIDED if losses or norms else Verdict.AGREES
+
+
+def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
+    """Markdown: each run's last window and held-out loss, and how far from ours it is."""
+    if not rows:
+        return "No results yet.\n"
+    head = ["mixer", "run", "last window", "held out", "largest difference of a window", "of a norm, %", "verdict", "s"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for mixer in (mixer.label for mixer in plan.mixers):
+        runs = {arm: rows[mixer, arm] for arm in (OURS, REORDERED, FLOAT32, THEIRS) if (mixer, arm) in rows}
+        if OURS not in runs:
+            continue
+        found = {arm: compare(run, runs[OURS], plan.window) for arm, run in runs.items()}
+        for arm, run in runs.items():
+            last = np.mean(run["losses"][-plan.window :])
+            cells = [mixer, arm, f"{last:.4f}", f"{run['held_out']:.4f}"]
+            if arm == OURS:
+                cells += ["", "", ""]
+            else:
+                loss, norm = (np.abs(part).max() for part in (found[arm].losses, found[arm].norms))
+                cells += [f"{loss:.4f}", f"{100 * norm:.2f}", _judged(arm, found)]
+            lines.append("| " + " | ".join([*cells, f"{run['seconds']:.0f}"]) + " |")
+    first = next(iter(rows.values()))
+    versions = next((row["versions"] for row in rows.values() if "versions" in row), {})
+    peers = ", ".join(f"{name} {version}" for name, version in versions.items())
+    where = first["environment"]
+    return "\n".join(lines) + (
+        f"\n\nNats a byte. Windows of {plan.window} steps; differences from the run named {OURS!r}. "
+        f"{plan.steps} steps of {plan.batch_size * plan.sequence_length:,} bytes, width {plan.width}, "
+        f"{plan.num_layers} layers, one seed. {where['device']}, jax {where['packages']['jax']}"
+        f"{', ' * bool(peers)}{peers}; commit {where['commit'][:7]}; {where['date'][:10]}.\n"
+    )
+
+
+def _judged(arm: str, found: dict[str, Comparison]) -> str:
+    if arm != THEIRS or REORDERED not in found:
+        return ""
+    losses, norms, held_out = outside(found[THEIRS], found[REORDERED])
+    count = len(found[THEIRS].losses)
+    where = f"outside the band: {losses} and {norms} of {count} windows, held out {'yes' if held_out else 'no'}"
+    return f"{verdict(found[THEIRS], found[REORDERED]).value} ({where})"
+
+
+def figure(plan: CurveStudy, rows: dict[tuple[str, str], Row], path: pathlib.Path) -> None:
+    """A column a mixer: losses, gradient norms, and the windows' differences beside the reordered run's band."""
+    mixers = [mixer.label for mixer in plan.mixers if (mixer.label, OURS) in rows]
+    drawing, panels = pyplot().subplots(
+        3, len(mixers), figsize=(4.6 * len(mixers), 8.2), sharex=True, squeeze=False, layout="constrained"
+    )
+    for column, mixer in enumerate(mixers):
+        top, middle, bottom = panels[:, column]
+        ours = rows[mixer, OURS]
+        for arm, color in COLORS.items():
+            if (mixer, arm) not in rows:
+                continue
+            run = rows[mixer, arm]
+            line = "--" if arm == THEIRS else "-"
+            steps = np.arange(1, len(run["losses"]) + 1)
+            top.plot(steps, run["losses"], line, color=color, linewidth=0.9, label=arm)
+            middle.plot(steps, run["gradient_norms"], line, color=color, linewidth=0.9)
+            if arm != OURS:
+                found = compare(run, ours, plan.window).losses
+                places = plan.window * (np.arange(len(found)) + 0.5)
+                bottom.plot(places, found, line, marker="o", markersize=4, color=color)
+                if arm == REORDERED:
+                    band = np.abs(found).max()
+                    bottom.axhspan(-band, band, color="0.9", zorder=0)
+        top.set(title=mixer, ylim=(0.9 * min(ours["losses"]), None))
+        middle.set_yscale("log")
+        bottom.set_xlabel("step")
+        bottom.axhline(0, color="0.6", linewidth=1)
+    for panel, label in zip(
+        panels[:, 0], ("loss, nats a byte", "gradient norm", f"loss less ours, {plan.window} steps")
+    ):
+        panel.set_ylabel(label)
+    panels[0, 0].legend(frameon=False, fontsize=8)
+    save(drawing, path)
+
+
+def write(plan: CurveStudy, results: pathlib.Path, folder: pathlib.Path, *, page: bool) -> str:
+    """Writes the figure and, on the page, the table; returns it."""
+    rows = {(row["mixer"], row["arm"]): row for row in read_table(results)}
+    if any(arm == OURS for _, arm in rows):
+        figure(plan, rows, folder / "figures" / f"{results.stem}.png")
+    text = table(plan, rows)
+    if page:
+        write_between_marks(folder / "README.md", results.stem, text)
+    return text

@@ -1,0 +1,62 @@
+"""Curves beside flash-linear-attention: what both get, what rounding does, and what follows from differences."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from experiments.beside_fla import ours
+from experiments.beside_fla.command import jobs, main
+from experiments.beside_fla.material import prepare
+from experiments.beside_fla.report import compare, outside, verdict
+from experiments.beside_fla.study import ARMS, FLOAT32, OURS, REORDERED, THEIRS, study
+from experiments.harness.verdicts import Verdict
+from rnnlib.hub import load_pretrained
+
+
+def row(losses, held_out):
+    return {"losses": losses, "gradient_norms": [2.0 * loss for loss in losses], "held_out": held_out}
+
+
+def test_a_run_agrees_inside_the_band_of_a_reordered_one():
+    first = row(np.full(40, 1.0), 1.0)
+    noise = compare(row(np.full(40, 1.01), 1.002), first, 10)
+    assert len(noise.losses) == 4 and noise.losses == pytest.approx(0.01) and noise.norms == pytest.approx(0.01)
+    inside = compare(row(np.full(40, 0.995), 0.995), first, 10)
+    assert outside(inside, noise) == (0, 0, 0) and verdict(inside, noise) is Verdict.AGREES
+    later = compare(row(np.r_[np.full(30, 1.0), np.full(10, 1.03)], 1.0), first, 10)
+    assert outside(later, noise) == (1, 1, 0)
+    assert verdict(later, noise) is Verdict.DISAGREES, "one of four windows"
+    assert verdict(compare(row(np.full(40, 1.0), 1.02), first, 10), noise) is Verdict.DISAGREES, "held out"
+    many = compare(row(np.r_[np.full(39, 1.0), 1.03], 1.0), first, 1)
+    assert verdict(many, compare(row(np.full(40, 1.01), 1.0), first, 1)) is Verdict.UNDECIDED, "one of forty"
+
+
+def test_rates_rise_and_fall():
+    plan = study("real")
+    rates = [plan.rate(step) for step in range(plan.steps)]
+    assert rates[0] == pytest.approx(plan.learning_rate / plan.warmup_steps)
+    assert max(rates) == pytest.approx(plan.learning_rate, rel=0.01) and rates[-1] < 1e-4 * plan.learning_rate
+    assert np.argmax(rates) == plan.warmup_steps - 1
+
+
+def test_runs_start_from_the_same_files(tmp_path):
+    plan = dataclasses.replace(study("small"), width=16, num_layers=1, steps=3, warmup_steps=1, sequence_length=32)
+    material = prepare(plan, plan.mixers[0], tmp_path)
+    before = material.weights.stat().st_mtime_ns
+    assert prepare(plan, plan.mixers[0], tmp_path) == material and material.weights.stat().st_mtime_ns == before
+    assert np.load(material.rows).shape == (3, plan.batch_size, 33) and len(np.load(material.rates)) == 3
+    assert load_pretrained(material.weights).source.family == "delta_net"
+    first, turned = (ours.train(material, arm) for arm in (OURS, REORDERED))
+    assert len(first["losses"]) == 3 and all(np.isfinite(first["gradient_norms"]))
+    assert first["losses"] == pytest.approx(turned["losses"], rel=1e-3)
+    assert first["losses"][0] == pytest.approx(np.log(257), rel=0.1)
+
+
+def test_what_is_left_is_asked_for_by_the_run(tmp_path, capsys):
+    found = jobs("beside_fla", "short", [tmp_path])
+    assert len(found) == 3 * len(ARMS) and found[1].name == f"DeltaNet, {THEIRS}"
+    assert found[3].arguments[-1] == FLOAT32
+    with pytest.raises(SystemExit):
+        main(["--arms", "nobody", "--report-only"])
+    assert "arms has ['nobody'], expected some of ours" in capsys.readouterr().err
