@@ -19,8 +19,9 @@ def train(material: Material, arm: str) -> dict[str, Any]:
 
     With rows reordered, each batch's rows are turned around, which changes sums over them by their rounding alone.
     """
-    dtype = "float32" if arm == FLOAT32 else "bfloat16"
-    pretrained = load_pretrained(material.weights, dtype=dtype, param_dtype="float32")
+    pretrained = load_pretrained(
+        material.weights, dtype="float32" if arm == FLOAT32 else "bfloat16", param_dtype="float32"
+    )
     graph, params = nnx.split(pretrained.model)
     rates = jnp.asarray(np.load(material.rates), jnp.float32)
     adamw = optax.adamw(lambda step: rates[step], b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)

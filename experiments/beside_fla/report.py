@@ -82,7 +82,7 @@ def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
                 cells += [f"{loss:.4f}", f"{100 * norm:.2f}", _judged(arm, found)]
             lines.append("| " + " | ".join([*cells, f"{run['seconds']:.0f}"]) + " |")
     first = next(iter(rows.values()))
-    versions = next((row["versions"] for row in rows.values() if "versions" in row), {})
+    versions: dict[str, str] = next((row["versions"] for row in rows.values() if "versions" in row), {})
     peers = ", ".join(f"{name} {version}" for name, version in versions.items())
     where = first["environment"]
     return "\n".join(lines) + (
