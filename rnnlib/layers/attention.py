@@ -11,7 +11,6 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from rnnlib import ops
 from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
 from rnnlib.layers.attention_cache import AttentionCache, check_call_length, empty_ring, extend_ring
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
@@ -21,7 +20,13 @@ from rnnlib.layers.input_projection import InputProjection, ProjectedInput
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids
-from rnnlib.ops.causal_attention import Ring, masked_attention, token_attention, token_attention_serves
+from rnnlib.ops.causal_attention import (
+    Ring,
+    attention_of_layer,
+    masked_attention,
+    token_attention,
+    token_attention_serves,
+)
 from rnnlib.ops.forgetting_attention import decayed_attention
 
 
@@ -115,7 +120,7 @@ class Attention(nnx.Module):
     """Causal softmax attention, full or over a sliding window.
 
     Attributes:
-        number: distinguishes this layer from others of a program, see `rnnlib.ops.causal_attention`.
+        number: among the attention layers of a program, see `rnnlib.ops.causal_attention.attention_of_layer`.
     """
 
     def __init__(self, config: AttentionConfig, shape: MixerShape, *, rngs: nnx.Rngs):
@@ -262,7 +267,7 @@ class Attention(nnx.Module):
             query, key = self.rotary(query, positions), self.rotary(key, positions)
 
         if cache is None:
-            out = ops.causal_attention(
+            out = attention_of_layer(
                 query,
                 key,
                 value,

@@ -10,7 +10,6 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from rnnlib import ops
 from rnnlib.fields import NaturalNumber, PositiveInteger, PositiveNumber, check_fields
 from rnnlib.layers.attention_cache import LatentCache, check_call_length, empty_ring, extend_ring
 from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
@@ -18,7 +17,7 @@ from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
 from rnnlib.ops.arguments import check_segment_ids
-from rnnlib.ops.causal_attention import masked_attention
+from rnnlib.ops.causal_attention import attention_of_layer, masked_attention
 from rnnlib.ops.sharding import broadcast_like
 
 
@@ -143,7 +142,7 @@ class LatentAttention(nnx.Module):
     of the latents in place of the values (section 2.1.2): no key and no value of an earlier token is computed again.
 
     Attributes:
-        number: distinguishes this layer from others of a program, see `rnnlib.ops.causal_attention`.
+        number: among the attention layers of a program, see `rnnlib.ops.causal_attention.attention_of_layer`.
         query: to H (N + R) channels, head by head the own part, then the rotated one.
         latent: to L + R channels, the latent and the shared key part.
         latent_norm: of the latent.
@@ -238,7 +237,7 @@ class LatentAttention(nnx.Module):
             shared = broadcast_like(shared, (*key.shape[:-1], self.shared_size), key)
             value = self.value(latent).reshape(batch, length, -1, self.shape.value_size)
             query, key = (jnp.concatenate(parts, axis=-1) for parts in ((own, turned), (key, shared)))
-            out = ops.causal_attention(query, key, value, segment_ids=segment_ids, number=self.number)
+            out = attention_of_layer(query, key, value, segment_ids=segment_ids, number=self.number)
         else:
             check_call_length("LatentAttention", cache, length)
             query = jnp.concatenate([jnp.einsum("bthn,lhn->bthl", own, self._up(self.key)), turned], axis=-1)

@@ -44,7 +44,6 @@ def causal_attention(
     log_decay: Float[Array, "B T H"] | None = None,
     window: int | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    number: int = 0,
 ) -> Float[Array, "B T H V"]:
     """Causal softmax attention, `softmax(q k^T / sqrt(K)) v` over the tokens that each token may see.
 
@@ -65,10 +64,6 @@ def causal_attention(
         log_decay: natural logarithm of each query head's decay, `<= 0`; less than -100 counts as -100. None is none.
         window: how many tokens each token sees, itself included; None is itself and all tokens before it.
         segment_ids: ids of documents packed into a row. A token sees no token before the last change of id.
-        number: a label that makes this call differ from other calls in the same program; the result does not depend
-            on it. It works around a fault of XLA (jax 0.11.2): a deterministic program on a GPU that contains two
-            equal calls of cuDNN's attention fails with `IndexError: raw_hash_map<>::at`, because only the first of
-            equal backward passes is marked as deterministic. Give each layer of a bfloat16 model its own number.
 
     Returns:
         The output in `v`'s dtype. The softmax is in float32 or narrower, in float64 for float64 arguments; in float32
@@ -78,6 +73,51 @@ def causal_attention(
         ValueError: a shape or `window` is none of those above.
         TypeError: an array is not floating, or `segment_ids` is not of integers.
     """
+    return _checked(q, k, v, log_decay, window, segment_ids, 0)
+
+
+@split_over_mesh
+def attention_of_layer(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T HK K"],
+    v: Float[Array, "B T HK V"],
+    *,
+    number: int,
+    log_decay: Float[Array, "B T H"] | None = None,
+    window: int | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T H V"]:
+    """`causal_attention` in a layer of a model: a call that differs from those of other layers, with the same result.
+
+    It works around a fault of XLA (jax 0.11.2): a deterministic program on a GPU that contains two equal calls of
+    cuDNN's attention fails with `IndexError: raw_hash_map<>::at`, because only the first of equal backward passes is
+    marked as deterministic.
+
+    Args:
+        q: as for `causal_attention`, like `k`, `v`, and the options.
+        k: keys.
+        v: values.
+        number: of the layer among those of a program, 0 or more. In bfloat16 the program differs by it.
+        log_decay: natural logarithm of each query head's decay.
+        window: how many tokens each token sees.
+        segment_ids: ids of documents packed into a row.
+
+    Returns:
+        The output of `causal_attention`, which raises what this function does.
+    """
+    return _checked(q, k, v, log_decay, window, segment_ids, number)
+
+
+def _checked(
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array | None,
+    window: int | None,
+    segment_ids: Array | None,
+    number: int,
+) -> Array:
+    """Attention of arguments that are checked here."""
     q, k, v, log_decay = floating_arrays(_NAME, q=q, k=k, v=v, log_decay=log_decay)
     check_rank(_NAME, "q", q, 4, axes="[B, T, H, K]")
     check_rank(_NAME, "k", k, 4, axes="[B, T, HK, K]")
@@ -89,8 +129,6 @@ def causal_attention(
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"{_NAME}: v has shape {v.shape}, expected [B, T, HK] = {k.shape[:3]} as in k")
     check_value(_NAME, "window", window, PositiveInteger | None)
-    if number < 0:
-        raise ValueError(f"{_NAME}: number is {number}, expected 0 or more")
     batch, length = q.shape[:2]
     check_segment_ids(_NAME, segment_ids, batch, length)
     axis = current_axis()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rnnlib.ops import causal_attention
+from rnnlib.ops.causal_attention import attention_of_layer
 
 
 def _module():
@@ -55,7 +56,7 @@ def test_deterministic_programs_may_attend_more_than_once(window, packed):
 
     def loss(x, numbers):
         for number in numbers:
-            x = causal_attention(x, x, x, window=window, segment_ids=segment_ids, number=number)
+            x = attention_of_layer(x, x, x, window=window, segment_ids=segment_ids, number=number)
         return jnp.sum(x.astype(jnp.float32) ** 2)
 
     def gradient(numbers):

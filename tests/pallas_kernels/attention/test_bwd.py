@@ -152,7 +152,7 @@ def cudnn_of_shapes(q, k, v, *, scale, implementation, is_causal, local_window_s
 
 def gradient_of_attention(arrays):
     def loss(arrays):
-        return jnp.sum(causal_attention(**arrays, window=200, number=3).astype(jnp.float32))
+        return jnp.sum(causal_attention(**arrays, window=200).astype(jnp.float32))
 
     return jax.grad(loss)(arrays)
 
