@@ -30,7 +30,7 @@ PARTS = {
     "delta rule": ("ops/gated_delta_rule/", "ops/chunk.py", "ops/triangular.py"),
     "short convolutions": ("ops/short_convolution/",),
     "SwiGLU": ("layers/feed_forward.py",),
-    "output norm and gate": ("layers/readout.py",),
+    "output norm and gate": ("layers/output_projection.py",),
     "projections of the mixer, decay, gain": ("layers/mixer.py",),
     "head and loss": ("training/loss.py",),
     "embedding": ("models/embedding.py",),

@@ -99,7 +99,7 @@ def model_config(config: SolverConvergenceConfig, solver: Solver, iterations: in
         "convolution": None,
         "feature_map": "identity",
         "value_map": "identity",
-        "readout.gate": "none",
+        "output_projection.gate": "none",
         "solve": RidgeRegression(
             ridge=config.ridge,
             solver=solver.method,

@@ -43,9 +43,9 @@ def mamba_rows(prefix: str) -> tuple[Row, ...]:
         row(f"{prefix}.conv1d.bias", _paths(_FILTERED, "bias"), Joined(SAME)),
         row(f"{prefix}.A_log", "mixer.decay.A_log"),
         row(f"{prefix}.dt_bias", "mixer.decay.dt_bias"),
-        row(f"{prefix}.D", "mixer.readout.skip"),
-        row(f"{prefix}.norm.weight", "mixer.readout.norm.scale"),
-        *linear(f"{prefix}.out_proj", "mixer.readout.output"),
+        row(f"{prefix}.D", "mixer.output_projection.skip"),
+        row(f"{prefix}.norm.weight", "mixer.output_projection.norm.scale"),
+        *linear(f"{prefix}.out_proj", "mixer.output_projection.output"),
     )
 
 
@@ -161,10 +161,10 @@ def mamba_options(
         "decay.step_limits": limits,
         "convolution.size": taps,
         "convolution.use_bias": conv_bias,
-        "readout.norm": "all" if groups == 1 else "group",
-        "readout.eps": eps,
-        "readout.gate_bias": bias,
-        "readout.use_bias": bias,
+        "output_projection.norm": "all" if groups == 1 else "group",
+        "output_projection.eps": eps,
+        "output_projection.gate_bias": bias,
+        "output_projection.use_bias": bias,
     }
 
 
@@ -227,11 +227,11 @@ def _write_transformers(config: ModelConfig) -> dict[str, Any]:
 def _read_fla(keys: ConfigKeys) -> ModelConfig:
     keys.ignore("A_init_range", "conv_init", "dt_min", "dt_max", "dt_init_floor")
     keys.ignore("fuse_norm", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp")
-    options: dict[str, Any] = {"readout.gate_first": not keys.flag("norm_before_gate", False)}
+    options: dict[str, Any] = {"output_projection.gate_first": not keys.flag("norm_before_gate", False)}
     if not keys.flag("rmsnorm", True):
-        options |= {"readout.norm": "none", "readout.gate_first": True}
+        options |= {"output_projection.norm": "none", "output_projection.gate_first": True}
     if keys.flag("D_has_hdim", False):
-        options["readout.skip"] = "channel"
+        options["output_projection.skip"] = "channel"
     return _read(keys, eps="norm_eps", limits="dt_limit", heads=None, groups=1, mixer=options)
 
 
@@ -240,9 +240,9 @@ def _write_fla(config: ModelConfig) -> dict[str, Any]:
     return keys | {
         "norm_eps": config.norm_eps,
         "dt_limit": limits,
-        "rmsnorm": mixer.readout.norm != "none",
-        "norm_before_gate": not mixer.readout.gate_first,
-        "D_has_hdim": mixer.readout.skip == "channel",
+        "rmsnorm": mixer.output_projection.norm != "none",
+        "norm_before_gate": not mixer.output_projection.gate_first,
+        "D_has_hdim": mixer.output_projection.skip == "channel",
     }
 
 

@@ -50,6 +50,7 @@ from rnnlib.layers.keys import CorrectionBeforeNorms, KeyMap, Keys, KeysConfig, 
 from rnnlib.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer, RecurrentMixerConfig
 from rnnlib.layers.normalization import RMSNorm, l2_normalize
+from rnnlib.layers.output_projection import OutputProjection, OutputProjectionConfig
 from rnnlib.layers.parallel import ParallelConfig, ParallelMixer
 from rnnlib.layers.part import PartConfig
 from rnnlib.layers.preconditioner import (
@@ -64,7 +65,6 @@ from rnnlib.layers.preconditioner import (
     PreconditionedGain,
 )
 from rnnlib.layers.presets import MixerPreset, mixer_names, mixer_preset, preset_details, register_preset
-from rnnlib.layers.readout import Readout, ReadoutConfig
 from rnnlib.layers.ridge import FixedProjection, RidgeRegression, RidgeState
 from rnnlib.layers.rotary import Rotary
 from rnnlib.layers.rwkv7 import RWKV7, ChannelMix, ChannelMixCache, ChannelMixConfig, RWKV7Cache, RWKV7Config
@@ -136,6 +136,8 @@ __all__ = [
     "Online",
     "OperatorOptions",
     "OutputCorrection",
+    "OutputProjection",
+    "OutputProjectionConfig",
     "ParallelConfig",
     "ParallelMixer",
     "PartConfig",
@@ -146,8 +148,6 @@ __all__ = [
     "RMSNorm",
     "RWKV7Cache",
     "RWKV7Config",
-    "Readout",
-    "ReadoutConfig",
     "RecurrentMixer",
     "RecurrentMixerConfig",
     "ReluMap",

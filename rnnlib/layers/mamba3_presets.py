@@ -10,8 +10,8 @@ from rnnlib.layers.decay import SoftplusDecay
 from rnnlib.layers.gain import TrapezoidalGain
 from rnnlib.layers.keys import RotatedKeys
 from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.layers.output_projection import OutputProjectionConfig
 from rnnlib.layers.presets import mixer_preset, register_preset
-from rnnlib.layers.readout import ReadoutConfig
 from rnnlib.layers.trapezoidal import Trapezoidal
 
 _PAPER = "Lahoti et al. 2026, arXiv 2603.15569"
@@ -33,7 +33,7 @@ def mamba3() -> MixerConfig:
         gain=TrapezoidalGain(),
         keys=RotatedKeys(),
         solve=Trapezoidal(),
-        readout=ReadoutConfig(gate="silu", norm="none", skip=True),
+        output_projection=OutputProjectionConfig(gate="silu", norm="none", skip=True),
         convolution=None,
         feature_map="identity",
         value_map="identity",

@@ -1,4 +1,4 @@
-"""The token mixer of every recurrent model here: projections, the four axes, and the readout."""
+"""The token mixer of every recurrent model here: projections, the four axes, and the output projection."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -31,8 +31,8 @@ from rnnlib.layers.gain import GainConfig, SigmoidGain, UnitGain
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.input_projection import InputProjection, ProjectedInput, columns_of, epilogues_of, shared_columns
 from rnnlib.layers.keys import Keys, KeysConfig, PlainKeys
+from rnnlib.layers.output_projection import OutputProjection, OutputProjectionConfig
 from rnnlib.layers.part import PartConfig
-from rnnlib.layers.readout import Readout, ReadoutConfig
 from rnnlib.layers.rotary import Rotary, running_positions
 from rnnlib.layers.solve import Online, OperatorOptions, Signals, SolveConfig
 from rnnlib.layers.stream import Stream, StreamNorm, columns_in_place, run_streams
@@ -69,7 +69,7 @@ class RecurrentMixerConfig(MixerConfig):
         gain: how strongly tokens erase and write.
         keys: which key is written and which query reads.
         solve: which recurrence.
-        readout: skip, gate and norm of the output.
+        output_projection: skip, gate and norm of the output.
         convolution: the short convolution of queries, keys and values; None is none.
         feature_map: activation of queries and keys after the convolution; or a learned map of each head, with separate
             parameters for queries and keys.
@@ -105,7 +105,7 @@ class RecurrentMixerConfig(MixerConfig):
     gain: GainConfig = dataclasses.field(default_factory=SigmoidGain)
     keys: KeysConfig = dataclasses.field(default_factory=PlainKeys)
     solve: SolveConfig = dataclasses.field(default_factory=Online)
-    readout: ReadoutConfig = dataclasses.field(default_factory=ReadoutConfig)
+    output_projection: OutputProjectionConfig = dataclasses.field(default_factory=OutputProjectionConfig)
     convolution: ConvolutionConfig | None = dataclasses.field(default_factory=ConvolutionConfig)
     feature_map: FeatureMap = "silu"
     key_feature_map: Activation | None = None
@@ -256,9 +256,9 @@ class RecurrentMixer(nnx.Module):
         self.keys = config.keys.build(shape, rngs=rngs)
         options = OperatorOptions(config.scale, config.chunk_size, config.implementation)
         self.solve = config.solve.build(shape, options, rngs=rngs)
-        self.readout = config.readout.build(shape, rngs=rngs)
+        self.output_projection = config.output_projection.build(shape, rngs=rngs)
         streams = (self.query, self.key, self.value)
-        maps = columns_of(*streams, self.decay, self.gain, self.keys, self.solve, self.readout)
+        maps = columns_of(*streams, self.decay, self.gain, self.keys, self.solve, self.output_projection)
         self.input_projection = InputProjection(shape, maps, shared=shared_columns(columns_in_place(streams), maps))
 
     def __call__(
@@ -289,8 +289,8 @@ class RecurrentMixer(nnx.Module):
 
     @property
     def output(self) -> nnx.Module | None:
-        """The map from `features` to the call's result; None if a readout of your own gives the result itself."""
-        return self.readout.output if type(self.readout) is Readout else None
+        """The map from `features` to the result; None if an output projection of your own gives the result itself."""
+        return self.output_projection.output if type(self.output_projection) is OutputProjection else None
 
     def features(
         self,
@@ -314,13 +314,17 @@ class RecurrentMixer(nnx.Module):
         out, state = self.solve(inputs, signals, segment_ids=documents_of_steps(segment_ids, steps), state=state)
         out = of_last_steps(out, steps)
         out = checkpoint_name(out, "recurrence")  # for checkpoint policies that keep it
-        read = self.readout.features if type(self.readout) is Readout else self.readout
+        read = (
+            self.output_projection.features
+            if type(self.output_projection) is OutputProjection
+            else self.output_projection
+        )
         y = read(inputs, out, of_last_steps(signals.value, steps))
         return y, (None if cache is None else partial._replace(state=state))
 
     def epilogues(self) -> dict[str, Epilogue]:
         """What the parts ask of a matmul of few rows, by the names of columns."""
-        return epilogues_of(self.decay, self.gain, self.keys, self.solve, self.readout)
+        return epilogues_of(self.decay, self.gain, self.keys, self.solve, self.output_projection)
 
     def signals(
         self,

@@ -36,7 +36,7 @@ from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.keys import OutputCorrection
 from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
-from rnnlib.layers.readout import ReadoutConfig
+from rnnlib.layers.output_projection import OutputProjectionConfig
 from rnnlib.layers.rotary import Rotary
 from rnnlib.layers.rwkv7 import ChannelMixConfig, RWKV7Config
 from rnnlib.layers.slots import GatedSlots
@@ -118,8 +118,10 @@ _STREAMS_AS_PROJECTED: dict[str, Any] = {
 
 def _deltanet_of_long_keys(gain: GainConfig) -> MixerConfig:
     """DeltaNet's layer with another gain, and keys that keep their length."""
-    readout = ReadoutConfig(gate="none")
-    return RecurrentMixerConfig(gain=gain, readout=readout, convolution=_LENGTH_PRESERVING, key_norm="none")
+    output_projection = OutputProjectionConfig(gate="none")
+    return RecurrentMixerConfig(
+        gain=gain, output_projection=output_projection, convolution=_LENGTH_PRESERVING, key_norm="none"
+    )
 
 
 @register_preset("Linear attention", "Katharopoulos et al. 2020, arXiv 2006.16236")
@@ -129,7 +131,7 @@ def linear_attention() -> MixerConfig:
     Identity feature map and no denominator, as in the later papers; `feature_map="elu_plus_one"` is the original map.
     """
     return RecurrentMixerConfig(
-        gain=UnitGain(), solve=Offline(), readout=ReadoutConfig(gate="none"), **_STREAMS_AS_PROJECTED
+        gain=UnitGain(), solve=Offline(), output_projection=OutputProjectionConfig(gate="none"), **_STREAMS_AS_PROJECTED
     )
 
 
@@ -143,7 +145,7 @@ def retnet() -> MixerConfig:
         decay=FixedDecay(),
         gain=UnitGain(),
         solve=Offline(),
-        readout=ReadoutConfig(gate="silu"),
+        output_projection=OutputProjectionConfig(gate="silu"),
         **_STREAMS_AS_PROJECTED,
         rotary=Rotary(),
         value_expansion=2.0,
@@ -162,7 +164,7 @@ def mamba2() -> MixerConfig:
         decay=SoftplusDecay(rate=(1.0, 16.0)),
         gain=StepGain(),
         solve=Offline(),
-        readout=ReadoutConfig(gate="silu", gate_first=True, norm="all", eps=1e-5, skip=True),
+        output_projection=OutputProjectionConfig(gate="silu", gate_first=True, norm="all", eps=1e-5, skip=True),
         convolution=ConvolutionConfig(use_bias=True, initializer=Initializer("fan_in_uniform", 1.0)),
         query_norm="none",
         key_norm="none",
@@ -184,7 +186,7 @@ def gla() -> MixerConfig:
         decay=LogSigmoidDecay(channelwise=True, rank=16, divisor=16.0),
         gain=UnitGain(),
         solve=Offline(),
-        readout=ReadoutConfig(gate="silu"),
+        output_projection=OutputProjectionConfig(gate="silu"),
         **_STREAMS_AS_PROJECTED,
         key_expansion=0.5,
     )
@@ -201,7 +203,7 @@ def hgrn2() -> MixerConfig:
         decay=KeyDecay(),
         gain=UnitGain(),
         solve=Offline(),
-        readout=ReadoutConfig(gate="none", norm="all", eps=1e-5),
+        output_projection=OutputProjectionConfig(gate="none", norm="all", eps=1e-5),
         **_STREAMS_AS_PROJECTED | {"feature_map": "silu", "key_feature_map": "identity"},
     )
 
@@ -217,7 +219,7 @@ def gsa() -> MixerConfig:
         decay=LogSigmoidDecay(channelwise=True, rank=None, divisor=8.0, use_bias=False, heads="shared"),
         gain=UnitGain(),
         solve=GatedSlots(),
-        readout=ReadoutConfig(activation="silu", gate="none", norm="all", eps=1e-5),
+        output_projection=OutputProjectionConfig(activation="silu", gate="none", norm="all", eps=1e-5),
         **_STREAMS_AS_PROJECTED | {"feature_map": "silu", "value_map": "silu"},
     )
 
@@ -228,7 +230,7 @@ def deltanet() -> MixerConfig:
 
     q and k: convolution, SiLU, L2 norm (section 3.3). Norm per head, no output gate.
     """
-    return RecurrentMixerConfig(readout=ReadoutConfig(gate="none"))
+    return RecurrentMixerConfig(output_projection=OutputProjectionConfig(gate="none"))
 
 
 @register_preset("Gated DeltaNet", "Yang et al. 2024, arXiv 2412.06464")
@@ -238,7 +240,7 @@ def gated_deltanet() -> MixerConfig:
     `alpha_t = exp(-exp(A_log) softplus(W x + dt_bias))` per head, SiLU gate. The authors' code also offers
     `key_expansion=0.75, value_expansion=1.5`; Preconditioned DeltaNet compares with `output_gate=False`.
     """
-    return RecurrentMixerConfig(decay=SoftplusDecay(), readout=ReadoutConfig(gate="silu"))
+    return RecurrentMixerConfig(decay=SoftplusDecay(), output_projection=OutputProjectionConfig(gate="silu"))
 
 
 @register_preset("DeltaProduct", "Siems et al. 2025, arXiv 2502.10297")
@@ -249,7 +251,7 @@ def deltaproduct() -> MixerConfig:
     steps, beta up to 2 (equation 6; products of reflections rotate), SiLU gate as in the authors' code.
     """
     return RecurrentMixerConfig(
-        gain=SigmoidGain(negative_eigenvalues=True), readout=ReadoutConfig(gate="silu"), steps=2
+        gain=SigmoidGain(negative_eigenvalues=True), output_projection=OutputProjectionConfig(gate="silu"), steps=2
     )
 
 
@@ -262,7 +264,7 @@ def gated_deltaproduct() -> MixerConfig:
     return RecurrentMixerConfig(
         decay=SoftplusDecay(),
         gain=SigmoidGain(negative_eigenvalues=True),
-        readout=ReadoutConfig(gate="silu"),
+        output_projection=OutputProjectionConfig(gate="silu"),
         steps=2,
     )
 
@@ -275,7 +277,7 @@ def kda() -> MixerConfig:
     """
     return RecurrentMixerConfig(
         decay=SoftplusDecay(channelwise=True, rank="value_size", rate=(1.0, 16.0)),
-        readout=ReadoutConfig(gate="sigmoid", gate_rank="value_size", gate_bias=True),
+        output_projection=OutputProjectionConfig(gate="sigmoid", gate_rank="value_size", gate_bias=True),
     )
 
 
@@ -290,7 +292,7 @@ def gated_deltanet2() -> MixerConfig:
     return RecurrentMixerConfig(
         decay=SoftplusDecay(channelwise=True, heads="key", rate=(1.0, 16.0)),
         gain=ChannelGain(),
-        readout=ReadoutConfig(gate="silu", gate_rank="value_size", gate_bias=True, eps=1e-5),
+        output_projection=OutputProjectionConfig(gate="silu", gate_rank="value_size", gate_bias=True, eps=1e-5),
         convolution=_LENGTH_PRESERVING,
         initializer=Initializer("xavier_uniform", 2.0**-2.5),
     )
@@ -303,7 +305,10 @@ def kla() -> MixerConfig:
     `eta_t = sigmoid(W x)`, `eps = 1e-6`; keys keep their length, queries are L2-normalised (section 3.3).
     """
     return RecurrentMixerConfig(
-        decay=SoftplusDecay(), gain=KaczmarzGain(), readout=ReadoutConfig(gate="silu"), key_norm="none"
+        decay=SoftplusDecay(),
+        gain=KaczmarzGain(),
+        output_projection=OutputProjectionConfig(gate="silu"),
+        key_norm="none",
     )
 
 
@@ -344,7 +349,10 @@ def comba() -> MixerConfig:
     equation holds. `CorrectionBeforeNorms` gives theirs.
     """
     return RecurrentMixerConfig(
-        decay=SoftplusDecay(), gain=CombaGain(), keys=OutputCorrection(), readout=ReadoutConfig(gate="sigmoid")
+        decay=SoftplusDecay(),
+        gain=CombaGain(),
+        keys=OutputCorrection(),
+        output_projection=OutputProjectionConfig(gate="sigmoid"),
     )
 
 
@@ -448,12 +456,12 @@ def mixer_preset(name: str, **overrides: Any) -> MixerConfig:
     return config
 
 
-_SHORT_NAMES = {"negative_eigenvalues": "gain.negative_eigenvalues", "output_gate": "readout.gate"}
+_SHORT_NAMES = {"negative_eigenvalues": "gain.negative_eigenvalues", "output_gate": "output_projection.gate"}
 
 
 def _gate(config: Any) -> str:
     """The activation of a mixer's output gate, or of the one that it gets where it has none."""
-    gate = config.readout.gate if isinstance(config, RecurrentMixerConfig) else "none"
+    gate = config.output_projection.gate if isinstance(config, RecurrentMixerConfig) else "none"
     return "silu" if gate == "none" else gate
 
 

@@ -9,8 +9,8 @@ from rnnlib.layers.decay import LogSigmoidDecay, SoftplusDecay
 from rnnlib.layers.gain import SigmoidGain, UnitGain
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.layers.output_projection import OutputProjectionConfig
 from rnnlib.layers.presets import register_preset
-from rnnlib.layers.readout import ReadoutConfig
 from rnnlib.layers.ridge import RidgeRegression
 
 
@@ -24,7 +24,10 @@ def gated_kalmanet() -> MixerConfig:
     `{"solve.squared_gain": True}`. `{"solve.sketch_size": 32}` is appendix H.
     """
     return RecurrentMixerConfig(
-        decay=SoftplusDecay(), gain=UnitGain(), solve=RidgeRegression(), readout=ReadoutConfig(gate="silu")
+        decay=SoftplusDecay(),
+        gain=UnitGain(),
+        solve=RidgeRegression(),
+        output_projection=OutputProjectionConfig(gate="silu"),
     )
 
 
@@ -50,7 +53,7 @@ def mesanet() -> MixerConfig:
             solver="conjugate_gradient",
             alpha_connection=False,
         ),
-        readout=ReadoutConfig(gate="none", eps=1e-5),
+        output_projection=OutputProjectionConfig(gate="none", eps=1e-5),
         convolution=ConvolutionConfig(value=False, initializer=Initializer("fan_in_uniform", 1.0)),
         value_map="identity",
         scale=1.0,

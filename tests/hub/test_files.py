@@ -158,8 +158,11 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
         {"mixers": ("kda", "kda", "sliding_window_attention"), "num_layers": 3, "window": 4},
         slow({"mixers": ("gla",)}),
         slow({"mixers": ("retnet",)}),
-        slow({"mixers": ("retnet",), "mixer_overrides": {"retnet": {"readout.gate": "none"}}}),
-        {"mixers": ("mesanet",), "mixer_overrides": {"mesanet": {"solve.epsilon": 1e-5, "readout.eps": 1e-6}}},
+        slow({"mixers": ("retnet",), "mixer_overrides": {"retnet": {"output_projection.gate": "none"}}}),
+        {
+            "mixers": ("mesanet",),
+            "mixer_overrides": {"mesanet": {"solve.epsilon": 1e-5, "output_projection.eps": 1e-6}},
+        },
         slow({"mixers": ("attention",), "attention_heads": 4}),
     ],
 )
@@ -336,7 +339,7 @@ def test_filters_of_unequal_streams_are_cut_as_transformers_cuts_them():
 def test_norms_without_a_gate_have_the_name_that_their_reader_expects(tmp_path):
     """Flash-linear-attention: `g_norm_swish_gate` where norm and gate are one kernel, else `g_norm`."""
     for gate, name in (("silu", "g_norm_swish_gate"), ("none", "g_norm")):
-        config = SMALL.replace(mixers=("gla",), mixer_overrides={"gla": {"readout.gate": gate}})
+        config = SMALL.replace(mixers=("gla",), mixer_overrides={"gla": {"output_projection.gate": gate}})
         save_pretrained(DecoderLM(config, rngs=nnx.Rngs(0)), tmp_path / gate)
         assert f"model.layers.0.attn.{name}.weight" in safetensors.numpy.load_file(
             tmp_path / gate / "model.safetensors"

@@ -38,7 +38,7 @@ def mamba3(p, x, rank=1):
             if t > 0:
                 S = S + (1 - lam[t, h]) * dt[t, h] * alpha * k[t - 1, h].T @ v[t - 1, h]
             o[t, h] = np.sum(c[h] * (q[t, h] @ S), axis=0)
-    r = p["readout"]
+    r = p["output_projection"]
     y = (o + r["skip"][:, None] * value).reshape(len(x), -1) * silu(linear(r["gate"], x))
     return linear(r["output"], y)
 

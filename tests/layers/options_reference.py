@@ -33,7 +33,7 @@ def mamba2(p, x, *, groups=1, limits=(0.0, np.inf), norm=True, gate_first=True):
     def step(t, h, S):
         return alpha[t, h] * S + dt[t, h] * np.outer(b[t, h * groups // 4], v[t, h])
 
-    r = p["readout"]
+    r = p["output_projection"]
     y = run(step, c, v, 1.0) + r["skip"].reshape(4, -1) * v
     gate = silu(linear(r["gate"], x)).reshape(y.shape)
     y = y * gate if gate_first else y
@@ -49,7 +49,7 @@ def bounded_kda(p, x, *, bound):
     logits = (linear(p["decay"]["projection"], x) + p["decay"]["dt_bias"]).reshape(k.shape)
     alpha = np.exp(bound * sigmoid(np.exp(p["decay"]["A_log"])[:, None] * logits))
     beta = sigmoid(linear(p["gain"]["projection"], x))
-    return read(p["readout"], x, delta(l2(q), l2(k), v, beta, alpha), sigmoid)
+    return read(p["output_projection"], x, delta(l2(q), l2(k), v, beta, alpha), sigmoid)
 
 
 def shared(x, heads=4):
@@ -63,7 +63,7 @@ def shared_gla(p, x):
     k, v = (shared(stream(p[n], x)) for n in ("key", "value"))
     alpha = sigmoid(linear(p["decay"]["projection"], x)) ** (1 / 16)
     o = attend(q, k, v, shared(alpha.reshape(len(x), 2, -1)))
-    return read({**p["readout"], "norm": {"scale": 1.0}}, x, o, silu)
+    return read({**p["output_projection"], "norm": {"scale": 1.0}}, x, o, silu)
 
 
 def shared_retnet(p, x):
@@ -72,7 +72,7 @@ def shared_retnet(p, x):
     k, v = (stream(p[n], x, heads=1, conv=False, act=identity) for n in ("key", "value"))
     gamma = np.broadcast_to(1 - 2.0 ** (-5 - np.arange(4)), (len(x), 4))
     o = attend(rotate(q), shared(rotate(k)), shared(v), gamma)
-    return read(p["readout"], x, o, silu)
+    return read(p["output_projection"], x, o, silu)
 
 
 def comba(p, x):
@@ -87,7 +87,7 @@ def comba(p, x):
     def step(t, h, S):
         return alpha[t, h] * S + beta[t, h] * np.outer(k[t, h // 2], v[t, h] - S.T @ e[t, h // 2])
 
-    return read(p["readout"], x, run(step, q, v, q.shape[-1] ** -0.5), sigmoid)
+    return read(p["output_projection"], x, run(step, q, v, q.shape[-1] ** -0.5), sigmoid)
 
 
 def grouped_pkda(p, x):
@@ -111,7 +111,7 @@ def grouped_pkda(p, x):
         kept, b, key = alpha[t, h][:, None] * S, beta[t, h // 2], k[t, h // 2]
         return kept + b * np.outer(written[t, h], v[t, h] - kept.T @ key)
 
-    return read(p["readout"], x, run(step, q, v, q.shape[-1] ** -0.5), sigmoid)
+    return read(p["output_projection"], x, run(step, q, v, q.shape[-1] ** -0.5), sigmoid)
 
 
 def clamped_gla(p, x, *, lowest):
@@ -120,7 +120,7 @@ def clamped_gla(p, x, *, lowest):
     q, k = (np.maximum(y, 0) ** 2 for y in (q, k))
     log_decay = np.maximum(np.log(sigmoid(linear(p["decay"]["projection"], x))) / 16, lowest).reshape(k.shape)
     o = attend(q, k, v, alpha=np.exp(log_decay))
-    return read(p["readout"], x, o, silu)
+    return read(p["output_projection"], x, o, silu)
 
 
 def attend(q, k, v, alpha=None):
@@ -170,7 +170,7 @@ def mapped_attention(p, x, *, feature_map, norm=identity, tied=False, normalize=
     o = attend(q, k, v)
     if normalize:
         o = o / (attend(q, k, np.ones_like(v[..., :1])) + 1e-10)
-    return read(p["readout"], x, o)
+    return read(p["output_projection"], x, o)
 
 
 def sum_normalised_deltanet(p, x):
@@ -178,4 +178,4 @@ def sum_normalised_deltanet(p, x):
     q, k = (stream(p[n], x, act=lambda y: np.where(y > 0, y + 1, np.exp(y))) for n in ("query", "key"))
     v = stream(p["value"], x)
     beta = sigmoid(linear(p["gain"]["projection"], x))
-    return read(p["readout"], x, delta(over_size(q), over_size(k), v, beta))
+    return read(p["output_projection"], x, delta(over_size(q), over_size(k), v, beta))

@@ -61,7 +61,7 @@ def pdn(p, x):
     q, k, v = streams(p, x)
     k, beta = l2(k), beta_gate(p, x)
     b = apply_to_key(p["keys"], gram(k, *own_gates(p["keys"], x)))
-    return read(p["readout"], x, delta(q, k, b * k, v, beta, beta))
+    return read(p["output_projection"], x, delta(q, k, b * k, v, beta, beta))
 
 
 def pgdn(p, x):
@@ -69,7 +69,7 @@ def pgdn(p, x):
     k, beta = l2(k), beta_gate(p, x)
     b = apply_to_key(p["keys"], gram(k, *own_gates(p["keys"], x)))
     alpha, _ = state_space_decay(p["decay"], x)
-    return read(p["readout"], x, delta(q, k, b * k, v, beta, beta, alpha))
+    return read(p["output_projection"], x, delta(q, k, b * k, v, beta, beta, alpha))
 
 
 def pkda(p, x):
@@ -77,7 +77,7 @@ def pkda(p, x):
     k, beta = l2(k), beta_gate(p, x)
     b = apply_to_key(p["keys"], gram(k, *own_gates(p["keys"], x)))
     alpha, _ = state_space_decay(p["decay"], x, channels=True)
-    return read(p["readout"], x, delta(q, k, b * k, v, beta, beta, alpha), sigmoid)
+    return read(p["output_projection"], x, delta(q, k, b * k, v, beta, beta, alpha), sigmoid)
 
 
 def pla(p, x):
@@ -85,7 +85,7 @@ def pla(p, x):
     k = l2(k)
     one = np.ones((len(x), k.shape[1], 1))
     q = apply_to_query(p["keys"], q, gram(k, one, one))
-    return read(p["readout"], x, offline(q, k, v, one, one))
+    return read(p["output_projection"], x, offline(q, k, v, one, one))
 
 
 def pmamba2(p, x):
@@ -93,14 +93,14 @@ def pmamba2(p, x):
     k, beta = l2(k), sigmoid(linear(p["gain"]["projection"], x))[..., None]
     alpha = state_space_decay(p["decay"], x)[0][..., None]
     q = apply_to_query(p["keys"], q, gram(k, alpha, beta))
-    return read(p["readout"], x, offline(q, k, v, alpha, beta))
+    return read(p["output_projection"], x, offline(q, k, v, alpha, beta))
 
 
 def mamba2_atk(p, x):
     q, k, v = streams(p, x)
     k, beta = l2(k), sigmoid(linear(p["gain"]["projection"], x))[..., None]
     b = apply_to_key(p["keys"], gram(k, *own_gates(p["keys"], x)))
-    return read(p["readout"], x, offline(q, b * k, v, state_space_decay(p["decay"], x)[0][..., None], beta))
+    return read(p["output_projection"], x, offline(q, b * k, v, state_space_decay(p["decay"], x)[0][..., None], beta))
 
 
 def pgla(p, x):
@@ -108,7 +108,7 @@ def pgla(p, x):
     k, one = l2(k), np.ones((len(x), k.shape[1], 1))
     alpha = (sigmoid(linear(p["decay"]["projection"], x)) ** (1 / 16)).reshape(k.shape)
     q = apply_to_query(p["keys"], q, gram(k, alpha, one))
-    return read(p["readout"], x, offline(q, k, v, alpha, one))
+    return read(p["output_projection"], x, offline(q, k, v, alpha, one))
 
 
 def pgdn_atq(p, x):
@@ -118,7 +118,7 @@ def pgdn_atq(p, x):
     b = apply_to_key(key_map, gram(k, *own_gates(key_map, x)))
     alpha = state_space_decay(p["decay"], x)[0][..., None]
     q = apply_to_query(query_map, q, gram(k, alpha, beta))
-    return read(p["readout"], x, delta(q, k, b * k, v, beta, beta, alpha))
+    return read(p["output_projection"], x, delta(q, k, b * k, v, beta, beta, alpha))
 
 
 def pgdn2(p, x):
@@ -129,7 +129,7 @@ def pgdn2(p, x):
     gates = p["gain"]
     erase = sigmoid(linear(gates["erase_projection"], x)).reshape(k.shape)
     write = sigmoid(linear(gates["projection"], x)).reshape(v.shape)
-    return read(p["readout"], x, delta(q, k, b * k, v, erase, write, alpha), silu, eps=1e-5)
+    return read(p["output_projection"], x, delta(q, k, b * k, v, erase, write, alpha), silu, eps=1e-5)
 
 
 def pkla(p, x):
@@ -137,7 +137,7 @@ def pkla(p, x):
     beta = beta_gate(p, x) / (np.sum(k * k, axis=-1, keepdims=True) + 1e-6)
     b = apply_to_key(p["keys"], gram(l2(k), *own_gates(p["keys"], x)))
     alpha, _ = state_space_decay(p["decay"], x)
-    return read(p["readout"], x, delta(q, k, b * k, v, beta, beta, alpha), silu)
+    return read(p["output_projection"], x, delta(q, k, b * k, v, beta, beta, alpha), silu)
 
 
 def plonghorn(p, x):
@@ -145,7 +145,7 @@ def plonghorn(p, x):
     b = apply_to_key(p["keys"], gram(l2(k), *own_gates(p["keys"], x)))
     step = sigmoid(linear(p["gain"]["projection"], x))[..., None]
     beta = step / (1 + step * np.sum(k * b * k, axis=-1, keepdims=True))
-    return read(p["readout"], x, delta(q, k, b * k, v, beta, beta))
+    return read(p["output_projection"], x, delta(q, k, b * k, v, beta, beta))
 
 
 def kla_atq(p, x):
@@ -154,7 +154,7 @@ def kla_atq(p, x):
     beta = eta / (np.sum(k * k, axis=-1, keepdims=True) + 1e-6)
     alpha = state_space_decay(p["decay"], x)[0][..., None]
     q = apply_to_query(p["keys"], q, gram(l2(k), alpha, eta))
-    return read(p["readout"], x, delta(q, k, k, v, beta, beta, alpha), silu)
+    return read(p["output_projection"], x, delta(q, k, k, v, beta, beta, alpha), silu)
 
 
 _LAYERS = (pdn, pgdn, pkda, pla, pmamba2, mamba2_atk, pgla, pgdn_atq, pgdn2, pkla, plonghorn, kla_atq)

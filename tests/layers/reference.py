@@ -92,7 +92,7 @@ def identity(x):
 def linear_attention(p, x):
     q, k, v = (stream(p[n], x, conv=False, act=identity) for n in ("query", "key", "value"))
     o = run(lambda t, h, S: S + np.outer(k[t, h], v[t, h]), q, v, q.shape[-1] ** -0.5)
-    return read(p["readout"], x, o)
+    return read(p["output_projection"], x, o)
 
 
 def retnet(p, x):
@@ -100,7 +100,7 @@ def retnet(p, x):
     q, k = rotate(q), rotate(k)
     gamma = [1 - 2.0 ** (-5 - h) for h in range(HEADS)]
     o = run(lambda t, h, S: gamma[h] * S + np.outer(k[t, h], v[t, h]), q, v, q.shape[-1] ** -0.5)
-    return read(p["readout"], x, o, silu)
+    return read(p["output_projection"], x, o, silu)
 
 
 def mamba2(p, x):
@@ -108,7 +108,7 @@ def mamba2(p, x):
     v = stream(p["value"], x)
     alpha, dt = state_space_decay(p["decay"], x)
     o = run(lambda t, h, S: alpha[t, h] * S + dt[t, h] * np.outer(b[t, 0], v[t, h]), c, v, 1.0)
-    r = p["readout"]
+    r = p["output_projection"]
     y = (o + r["skip"][:, None] * v).reshape(len(x), -1) * silu(linear(r["gate"], x))
     return linear(r["output"], rms(y, r["norm"]["scale"], 1e-5))
 
@@ -117,7 +117,7 @@ def gla(p, x):
     q, k, v = (stream(p[n], x, conv=False, act=identity) for n in ("query", "key", "value"))
     alpha = (sigmoid(linear(p["decay"]["projection"], x)) ** (1 / 16)).reshape(k.shape)
     o = run(lambda t, h, S: alpha[t, h][:, None] * S + np.outer(k[t, h], v[t, h]), q, v, q.shape[-1] ** -0.5)
-    return read(p["readout"], x, o, silu)
+    return read(p["output_projection"], x, o, silu)
 
 
 def delta(q, k, v, beta, alpha=None):
@@ -136,7 +136,10 @@ def hgrn2(p, x):
     q, f, v = (linear(p[n]["projection"], x).reshape(len(x), HEADS, -1) for n in ("query", "key", "value"))
     alpha, q = sigmoid(f), silu(q)
     out = run(lambda t, h, S: alpha[t, h, :, None] * S + np.outer(1 - alpha[t, h], v[t, h]), q, v, q.shape[-1] ** -0.5)
-    return linear(p["readout"]["output"], rms(out.reshape(len(x), -1), p["readout"]["norm"]["scale"], eps=1e-5))
+    return linear(
+        p["output_projection"]["output"],
+        rms(out.reshape(len(x), -1), p["output_projection"]["norm"]["scale"], eps=1e-5),
+    )
 
 
 def gsa(p, x):
@@ -150,7 +153,10 @@ def gsa(p, x):
             keys, values = kept * keys + (1 - kept) * k[t, h], kept * values + (1 - kept) * v[t, h]
             weights = np.exp(keys @ q[t, h])
             out[t, h] = weights @ values / weights.sum()
-    return linear(p["readout"]["output"], rms(silu(out.reshape(len(x), -1)), p["readout"]["norm"]["scale"], eps=1e-5))
+    return linear(
+        p["output_projection"]["output"],
+        rms(silu(out.reshape(len(x), -1)), p["output_projection"]["norm"]["scale"], eps=1e-5),
+    )
 
 
 def deltanet(p, x, gain=None):
@@ -160,7 +166,7 @@ def deltanet(p, x, gain=None):
         beta = sigmoid(linear(p["gain"]["projection"], x))
     else:
         beta = gain(p.get("gain"), x, np.sum(k * k, axis=-1))
-    return read(p["readout"], x, delta(l2(q), k, v, beta))
+    return read(p["output_projection"], x, delta(l2(q), k, v, beta))
 
 
 def longhorn(p, x):
@@ -183,21 +189,21 @@ def gated_deltanet(p, x):
     q, k, v = (stream(p[n], x) for n in ("query", "key", "value"))
     alpha, _ = state_space_decay(p["decay"], x)
     beta = sigmoid(linear(p["gain"]["projection"], x))
-    return read(p["readout"], x, delta(l2(q), l2(k), v, beta, alpha), silu)
+    return read(p["output_projection"], x, delta(l2(q), l2(k), v, beta, alpha), silu)
 
 
 def kla(p, x):
     q, k, v = (stream(p[n], x) for n in ("query", "key", "value"))
     alpha, _ = state_space_decay(p["decay"], x)
     beta = sigmoid(linear(p["gain"]["projection"], x)) / (np.sum(k * k, axis=-1) + 1e-6)
-    return read(p["readout"], x, delta(l2(q), k, v, beta, alpha), silu)
+    return read(p["output_projection"], x, delta(l2(q), k, v, beta, alpha), silu)
 
 
 def kda(p, x):
     q, k, v = (stream(p[n], x) for n in ("query", "key", "value"))
     alpha, _ = state_space_decay(p["decay"], x, channels=True)
     beta = sigmoid(linear(p["gain"]["projection"], x))
-    return read(p["readout"], x, delta(l2(q), l2(k), v, beta, alpha), sigmoid)
+    return read(p["output_projection"], x, delta(l2(q), l2(k), v, beta, alpha), sigmoid)
 
 
 def gated_deltanet2(p, x):
@@ -211,7 +217,7 @@ def gated_deltanet2(p, x):
         transition = np.eye(k.shape[-1]) - np.outer(k[t, h], b[t, h] * k[t, h])
         return transition @ np.diag(alpha[t, h]) @ S + np.outer(k[t, h], w[t, h] * v[t, h])
 
-    return read(p["readout"], x, run(step, q, v, q.shape[-1] ** -0.5), silu, eps=1e-5)
+    return read(p["output_projection"], x, run(step, q, v, q.shape[-1] ** -0.5), silu, eps=1e-5)
 
 
 def comba(p, x):
@@ -226,7 +232,7 @@ def comba(p, x):
         return transition @ S + beta[t, h] * np.outer(k[t, h], v[t, h])
 
     query = q - p["keys"]["correction"][:, None] * k
-    return read(p["readout"], x, run(step, query, v, q.shape[-1] ** -0.5), sigmoid)
+    return read(p["output_projection"], x, run(step, query, v, q.shape[-1] ** -0.5), sigmoid)
 
 
 def token_before(x):

@@ -45,7 +45,7 @@ def gated_kalmanet(p, x, sketch=False, key_gain=False, alpha=True):
         A = H + 0.02 * norm * np.eye(len(H))
         return q + share[t, h] * (P @ chebyshev(A, P.T @ q, 0.02 * norm, 1.02 * norm, 30) - q)
 
-    return read(p["readout"], x, regress(solve, q, k, v, decay, weight, q.shape[-1] ** -0.5), silu)
+    return read(p["output_projection"], x, regress(solve, q, k, v, decay, weight, q.shape[-1] ** -0.5), silu)
 
 
 def mesanet(p, x):
@@ -58,7 +58,7 @@ def mesanet(p, x):
     def solve(t, h, H, q):
         return np.linalg.solve(H + np.diag(ridge[h]), q)
 
-    return read(p["readout"], x, regress(solve, q, k, v, decay, beta, 1.0), eps=1e-5)
+    return read(p["output_projection"], x, regress(solve, q, k, v, decay, beta, 1.0), eps=1e-5)
 
 
 RIDGE_LAYERS = {layer.__name__: layer for layer in (gated_kalmanet, mesanet)}

@@ -89,15 +89,19 @@ FIRST = ["8", "8", "2f", "16", "16", "16"]
     [
         ("kda", {"negative_eigenvalues": True}, [FIRST, ["16f", "16"]]),
         # A second map as wide as the mixer's input is no map of that input.
-        ("kda", {"decay.rank": WIDTH, "readout.gate_rank": 4}, [["16", "4", "2f", "16", "16", "16"], ["16f", "16"]]),
+        (
+            "kda",
+            {"decay.rank": WIDTH, "output_projection.gate_rank": 4},
+            [["16", "4", "2f", "16", "16", "16"], ["16f", "16"]],
+        ),
         # A bias is added to the product: the norm's kernel adds the gate's, and the decay has no epilogue.
-        ("kda", {"readout.gate_bias": False}, [FIRST, ["16f", "16"]]),
+        ("kda", {"output_projection.gate_bias": False}, [FIRST, ["16f", "16"]]),
         ("kda", {"decay.use_bias": True}, [FIRST, ["16", "16"]]),
         ("kda", {"decay.step_limits": (0.1, 0.5)}, [FIRST, ["16", "16"]]),
         ("kda", {"gain.use_bias": True}, [["8", "8", "16", "16", "16"], ["16f", "16"]]),
         (
             "kda",
-            {"readout.gate_rank": None, "readout.gate_bias": False},
+            {"output_projection.gate_rank": None, "output_projection.gate_bias": False},
             [["8", "16", "2f", "16", "16", "16"], ["16f"]],
         ),
         ("gated_deltanet", {}, [["2f", "2f", "16", "16", "16", "16"]]),

@@ -22,8 +22,8 @@ from rnnlib.layers import (
     NLMSGain,
     Offline,
     Online,
+    OutputProjectionConfig,
     PlainKeys,
-    ReadoutConfig,
     RecurrentMixerConfig,
     RidgeRegression,
     RotatedKeys,
@@ -64,7 +64,9 @@ def set_column(module, name, kernel):
 
 
 def build(**options):
-    config = RecurrentMixerConfig(implementation="scan", readout=ReadoutConfig(gate="none"), **options)
+    config = RecurrentMixerConfig(
+        implementation="scan", output_projection=OutputProjectionConfig(gate="none"), **options
+    )
     return randomize(config.build(WIDTH, HEADS, rngs=nnx.Rngs(0)))
 
 
@@ -352,8 +354,8 @@ def test_sizes_that_do_not_come_out_are_named(options, width, heads, message):
         (lambda: RecurrentMixerConfig(key_expansion=0.0), "key_expansion is 0.0, expected a number above 0"),
         (lambda: RecurrentMixerConfig(head_dim=0), "head_dim is 0, expected an integer of at least 1 or None"),
         (lambda: build(initializer=Initializer("ones")), "kind is 'ones', expected 'normal'"),
-        (lambda: ReadoutConfig(gate="tanh"), "gate is 'tanh', expected 'none', 'silu' or 'sigmoid'"),
-        (lambda: ReadoutConfig(norm="batch"), "norm is 'batch', expected 'head', 'all', 'group' or 'none'"),
+        (lambda: OutputProjectionConfig(gate="tanh"), "gate is 'tanh', expected 'none', 'silu' or 'sigmoid'"),
+        (lambda: OutputProjectionConfig(norm="batch"), "norm is 'batch', expected 'head', 'all', 'group' or 'none'"),
         (lambda: mixer_preset("deltanet", **{"convolution.size": 0}), "size is 0, expected an integer of at least 1"),
         (lambda: build(decay=SoftplusDecay(rate=(2.0, 1.0))), r"rate is \(2.0, 1.0\), expected 0 <= low <= high"),
         (lambda: build(decay=SoftplusDecay(step=(0.0, 1.0))), r"step is \(0.0, 1.0\), expected 0 < low <= high"),
@@ -424,7 +426,7 @@ def test_signals_are_what_the_operator_gets():
         implementation="scan",
     )
     np.testing.assert_allclose(
-        module.readout(module.input_projection(x), out, signals.value), module(x)[0], rtol=1e-5, atol=1e-6
+        module.output_projection(module.input_projection(x), out, signals.value), module(x)[0], rtol=1e-5, atol=1e-6
     )
     assert isinstance(gates, Gates)
 

@@ -13,8 +13,8 @@ from rnnlib.layers import (
     CorrectionBeforeNorms,
     DPFPMap,
     HedgehogMap,
+    OutputProjectionConfig,
     ProductMap,
-    ReadoutConfig,
     ReluMap,
     RMSNorm,
     SigmoidGain,
@@ -35,20 +35,21 @@ CASES = {
             "use_bias": True,
             "decay.use_bias": True,
             "decay.step_limits": (0.4, 1.0),
-            "readout.norm": "group",
-            "readout.gate_bias": True,
-            "readout.use_bias": True,
+            "output_projection.norm": "group",
+            "output_projection.gate_bias": True,
+            "output_projection.use_bias": True,
         },
         functools.partial(reference.mamba2, groups=2, limits=(0.4, 1.0)),
     ),
     "mamba2 with the norm before the gate": (
         "mamba2",
-        MAMBA2 | {"key_heads": 2, "readout.norm": "group", "readout.gate_first": False},
+        MAMBA2 | {"key_heads": 2, "output_projection.norm": "group", "output_projection.gate_first": False},
         functools.partial(reference.mamba2, groups=2, gate_first=False),
     ),
     "mamba2 without a norm, skip per channel": (
         "mamba2",
-        MAMBA2 | {"readout.norm": "none", "readout.skip": "channel", "decay.step_limits": (0.0, np.inf)},
+        MAMBA2
+        | {"output_projection.norm": "none", "output_projection.skip": "channel", "decay.step_limits": (0.0, np.inf)},
         functools.partial(reference.mamba2, norm=False),
     ),
     "kda with a bounded decay": (
@@ -103,7 +104,7 @@ CASES = {
             "shared_heads": 2,
             "decay.heads": "shared",
             "convolution": ConvolutionConfig(activation="silu"),
-            "readout.norm_scale": False,
+            "output_projection.norm_scale": False,
         },
         reference.shared_gla,
     ),
@@ -188,7 +189,10 @@ def test_norm_in_groups_normalises_each_part():
         (lambda: BoundedDecay(lower_bound=0.0), "BoundedDecay: lower_bound is 0.0, expected a number below 0"),
         (lambda: tiny("gla", **{"decay.lowest": 0.1}), "LogSigmoidDecay: lowest is 0.1, expected a number below 0"),
         (lambda: tiny("retnet", shared_heads=3), "shared_heads is 3, expected a divisor of key_heads = 2"),
-        (lambda: ReadoutConfig(skip="head"), "ReadoutConfig: skip is 'head', expected a boolean or 'channel'"),
+        (
+            lambda: OutputProjectionConfig(skip="head"),
+            "OutputProjectionConfig: skip is 'head', expected a boolean or 'channel'",
+        ),
     ],
 )
 def test_bad_values_are_named(make, message):

@@ -18,8 +18,8 @@ from rnnlib.layers import (
     GramConfig,
     ImplicitWriteGain,
     LonghornGain,
+    OutputProjectionConfig,
     PreconditionedGain,
-    ReadoutConfig,
     RecurrentMixerConfig,
     SigmoidGain,
     SoftplusDecay,
@@ -34,7 +34,9 @@ SCAN = {"implementation": "scan"}
 
 
 def build(**options):
-    config = RecurrentMixerConfig(implementation="scan", readout=ReadoutConfig(gate="none"), **options)
+    config = RecurrentMixerConfig(
+        implementation="scan", output_projection=OutputProjectionConfig(gate="none"), **options
+    )
     return randomize(config.build(WIDTH, HEADS, rngs=nnx.Rngs(0)))
 
 

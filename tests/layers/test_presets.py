@@ -147,8 +147,8 @@ def test_overrides_reach_fields_axes_and_short_names():
     assert mixer_preset("kda", negative_eigenvalues=True).gain.negative_eigenvalues
     assert mixer_preset("gated_deltanet2", negative_eigenvalues=True).gain.negative_eigenvalues
     gates = {True: "sigmoid", False: "none", "silu": "silu"}
-    assert {given: mixer_preset("kda", output_gate=given).readout.gate for given in gates} == gates
-    assert mixer_preset("deltanet", output_gate=True).readout.gate == "silu"  # it has none of its own
+    assert {given: mixer_preset("kda", output_gate=given).output_projection.gate for given in gates} == gates
+    assert mixer_preset("deltanet", output_gate=True).output_projection.gate == "silu"  # it has none of its own
     # An axis is set before what is in it, in whatever order they are named.
     fields = {"decay.rank": 3, "negative_eigenvalues": True}
     ranked = mixer_preset("kda", **fields, decay=SoftplusDecay(), gain=ChannelGain())

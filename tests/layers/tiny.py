@@ -71,7 +71,11 @@ def compiled(module):
 
 # Where the formulas look for columns of a recurrent mixer's input projection: with the part that reads them.
 READERS = {name: f"{name}.projection" for name in ("query", "key", "value", "decay")}
-READERS |= {"output_gate": "readout.gate", "decay_rate": "decay.rate_projection", "write_gate": "gain.projection"}
+READERS |= {
+    "output_gate": "output_projection.gate",
+    "decay_rate": "decay.rate_projection",
+    "write_gate": "gain.projection",
+}
 READERS |= {"erase_gate": "gain.erase_projection", "angle": "keys.angle", "alpha": "solve.alpha"}
 READERS |= {"gram_decay": "keys.gram.decay.projection", "gram_write_gate": "keys.gram.gain.projection"}
 READERS |= {

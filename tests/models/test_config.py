@@ -54,7 +54,7 @@ def test_config_is_hashable_and_round_trips_through_plain_values():
         num_layers=4,
         mixers=("kda", "attention"),
         mixer_overrides={
-            "kda": {"readout.gate": "none", "decay": SoftplusDecay(step=(0.01, 0.1))},
+            "kda": {"output_projection.gate": "none", "decay": SoftplusDecay(step=(0.01, 0.1))},
             "*": {"convolution": None, "value_expansion": 2.0, "keys": {"ApplyToKey": {"bound": 1.2}}},
         },
         window=16,

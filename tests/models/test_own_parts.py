@@ -11,7 +11,7 @@ from flax import nnx
 
 from rnnlib import layers
 from rnnlib.analysis import iterate_layers, write_eigenvalues
-from rnnlib.layers import Gain, GainConfig, Gates, Readout, ReadoutConfig, SolveConfig, mixer_preset
+from rnnlib.layers import Gain, GainConfig, Gates, OutputProjection, OutputProjectionConfig, SolveConfig, mixer_preset
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.models.weights import load_weights, save_weights
 
@@ -97,20 +97,20 @@ def test_weights_are_saved_with_statistics_and_without_streams_and_constants(tmp
     assert np.isfinite(loaded(TOKENS)).all(), "streams of its own"
 
 
-def test_a_readout_of_one_s_own_is_built():
-    class Halved(Readout):
+def test_an_output_projection_of_one_s_own_is_built():
+    class Halved(OutputProjection):
         def __call__(self, inputs, out, value):
             return 0.5 * super().__call__(inputs, out, value)
 
     @dataclasses.dataclass(frozen=True)
-    class HalvedReadout(ReadoutConfig):
+    class HalvedOutput(OutputProjectionConfig):
         def build(self, shape, *, rngs):
             return Halved(self, shape, rngs=rngs)
 
     x = jax.random.normal(jax.random.key(0), (1, 8, 32))
     whole, half = (
-        mixer_preset("deltanet", readout=config).build(32, 2, rngs=nnx.Rngs(0))
-        for config in (ReadoutConfig(gate="none"), HalvedReadout(gate="none"))
+        mixer_preset("deltanet", output_projection=config).build(32, 2, rngs=nnx.Rngs(0))
+        for config in (OutputProjectionConfig(gate="none"), HalvedOutput(gate="none"))
     )
     np.testing.assert_allclose(half(x)[0], 0.5 * whole(x)[0], rtol=1e-6)
 

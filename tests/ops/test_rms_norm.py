@@ -181,7 +181,7 @@ def test_a_model_is_the_same_with_kernels(options, monkeypatch):
         calls.append((x.shape, z_bias is not None))
         return True
 
-    for module in ("rnnlib.layers.normalization", "rnnlib.layers.readout", "rnnlib.ops.rms_norm"):
+    for module in ("rnnlib.layers.normalization", "rnnlib.layers.output_projection", "rnnlib.ops.rms_norm"):
         monkeypatch.setattr(f"{module}.norm_kernel_serves", serves)
     # Another configuration of the same computation: what was traced of the first is not taken again.
     start = {config.mixers[0]: {"initializer.scale": 0.3}}

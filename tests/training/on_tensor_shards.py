@@ -53,7 +53,7 @@ GROUPED = {"key_heads": 2, "qk_norm": "all", "output_gate": True, "output_bias":
 # What is summed, kept whole or counted over heads: fixed decays, one key head and a norm over all heads; grouped keys;
 # latents. Rows and tokens are shared out too.
 MIXERS = ("retnet", "attention", "latent_attention")
-ONE_KEY = {"key_heads": 1, "readout.norm": "all"}
+ONE_KEY = {"key_heads": 1, "output_projection.norm": "all"}
 EVERY = WIDE | {
     "num_layers": len(MIXERS),
     "mixers": MIXERS,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rnnlib.hub.fla.common import Options, fla_family, read_streams, write_streams
-from rnnlib.hub.fla.rows import CONVOLUTIONS, DECAY, READOUT, STREAMS
+from rnnlib.hub.fla.rows import CONVOLUTIONS, DECAY, OUTPUT, STREAMS
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.table import linear, row
 from rnnlib.layers.keys import CorrectionBeforeNorms
@@ -16,7 +16,7 @@ ROWS = (
     *linear("attn.b_proj", "mixer.input_projection.write_gate"),
     row("attn.decay", "mixer.keys.feedback"),
     row("attn.D", "mixer.keys.correction"),
-    *READOUT,
+    *OUTPUT,
 )
 
 
@@ -28,15 +28,15 @@ def _read(keys: ConfigKeys, width: int) -> Options:
         "key_norm": "none",
         "keys": CorrectionBeforeNorms(),
         "gain.feedback": False,
-        "readout.gate": "sigmoid" if keys.flag("use_output_gate", True) else "none",
-        "readout.eps": keys.number("norm_eps", 1e-6),
+        "output_projection.gate": "sigmoid" if keys.flag("use_output_gate", True) else "none",
+        "output_projection.eps": keys.number("norm_eps", 1e-6),
     }
 
 
 def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     return {
         **write_streams(mixer),
-        "use_output_gate": mixer.readout.gate != "none",
+        "use_output_gate": mixer.output_projection.gate != "none",
     }
 
 

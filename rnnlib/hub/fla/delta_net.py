@@ -24,8 +24,8 @@ ROWS = (
     *CONVOLUTIONS,
     *linear("attn.b_proj", "mixer.input_projection.write_gate"),
     *linear("attn.g_proj", "mixer.input_projection.output_gate"),
-    row("attn.o_norm.weight", "mixer.readout.norm.scale"),
-    *linear("attn.o_proj", "mixer.readout.output"),
+    row("attn.o_norm.weight", "mixer.output_projection.norm.scale"),
+    *linear("attn.o_proj", "mixer.output_projection.output"),
 )
 
 
@@ -44,8 +44,8 @@ def _read(keys: ConfigKeys, width: int) -> Options:
         "feature_map": keys.one_of("qk_activation", _FEATURE_MAPS, "silu"),
         "query_norm": norm,
         "key_norm": norm,
-        "readout.gate": "silu" if keys.flag("use_gate", False) else "none",
-        "readout.eps": keys.number("norm_eps", 1e-6),
+        "output_projection.gate": "silu" if keys.flag("use_gate", False) else "none",
+        "output_projection.eps": keys.number("norm_eps", 1e-6),
         **read_convolution(keys),
     }
 
@@ -61,7 +61,7 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
         "allow_neg_eigval": getattr(mixer.gain, "negative_eigenvalues", False),
         "qk_norm": "sum" if mixer.query_norm == "l1" else "l2",
         "qk_activation": names.get(mixer.feature_map, "silu"),
-        "use_gate": mixer.readout.gate != "none",
+        "use_gate": mixer.output_projection.gate != "none",
         **write_convolution(mixer),
     }
 

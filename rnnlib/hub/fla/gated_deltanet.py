@@ -3,12 +3,12 @@
 from typing import Any
 
 from rnnlib.hub.fla.common import GATES, Options, fla_family, read_streams, write_streams
-from rnnlib.hub.fla.rows import CONVOLUTIONS, DECAY, READOUT, STREAMS
+from rnnlib.hub.fla.rows import CONVOLUTIONS, DECAY, OUTPUT, STREAMS
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.table import linear
 from rnnlib.layers.mixer import RecurrentMixerConfig
 
-ROWS = (*STREAMS, *CONVOLUTIONS, *DECAY, *linear("attn.b_proj", "mixer.input_projection.write_gate"), *READOUT)
+ROWS = (*STREAMS, *CONVOLUTIONS, *DECAY, *linear("attn.b_proj", "mixer.input_projection.write_gate"), *OUTPUT)
 
 
 def _read(keys: ConfigKeys, width: int) -> Options:
@@ -16,13 +16,13 @@ def _read(keys: ConfigKeys, width: int) -> Options:
     return {
         **read_streams(keys, 2.0),
         "gain.negative_eigenvalues": keys.flag("allow_neg_eigval", False),
-        "readout.gate": activation if keys.flag("use_gate", True) else "none",
-        "readout.eps": keys.number("norm_eps", 1e-6),
+        "output_projection.gate": activation if keys.flag("use_gate", True) else "none",
+        "output_projection.eps": keys.number("norm_eps", 1e-6),
     }
 
 
 def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
-    gate = mixer.readout.gate
+    gate = mixer.output_projection.gate
     return {
         **write_streams(mixer),
         "allow_neg_eigval": getattr(mixer.gain, "negative_eigenvalues", False),

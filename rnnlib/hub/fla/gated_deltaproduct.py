@@ -3,7 +3,7 @@
 from typing import Any
 
 from rnnlib.hub.fla.common import Options, fla_family, read_streams, write_streams
-from rnnlib.hub.fla.rows import DECAY, READOUT
+from rnnlib.hub.fla.rows import DECAY, OUTPUT
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.layouts import FILTER, SAME, TRANSPOSED, StepsFirst
 from rnnlib.hub.table import filter_, linear, row
@@ -21,7 +21,7 @@ ROWS = (
     row("attn.v_conv1d.bias", "mixer.value.convolution.bias", StepsFirst(SAME)),
     row("attn.b_proj.weight", "mixer.input_projection.write_gate.kernel", StepsFirst(TRANSPOSED)),
     *DECAY,
-    *READOUT,
+    *OUTPUT,
 )
 
 
@@ -31,8 +31,8 @@ def _read(keys: ConfigKeys, width: int) -> Options:
         "steps": keys.size("num_householder", 1),
         "decay": SoftplusDecay() if keys.flag("use_forget_gate", False) else NoDecay(),
         "gain.negative_eigenvalues": keys.flag("allow_neg_eigval", False),
-        "readout.gate": "silu" if keys.flag("use_output_gate", True) else "none",
-        "readout.eps": keys.number("norm_eps", 1e-6),
+        "output_projection.gate": "silu" if keys.flag("use_output_gate", True) else "none",
+        "output_projection.eps": keys.number("norm_eps", 1e-6),
     }
 
 
@@ -45,7 +45,7 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
         "num_householder": mixer.steps,
         "use_forget_gate": isinstance(mixer.decay, SoftplusDecay),
         "allow_neg_eigval": getattr(mixer.gain, "negative_eigenvalues", False),
-        "use_output_gate": mixer.readout.gate != "none",
+        "use_output_gate": mixer.output_projection.gate != "none",
     }
 
 

@@ -13,17 +13,17 @@ from rnnlib.models.decoder import Block
 
 # The norm is named `g_norm_swish_gate` in files whose model fuses it with the gate, and `g_norm` in others. New files
 # use the fused name for gated layers.
-_FUSED_NORM = row("attn.g_norm_swish_gate.weight", "mixer.readout.norm.scale")
-_NORM = row("attn.g_norm.weight", "mixer.readout.norm.scale")
+_FUSED_NORM = row("attn.g_norm_swish_gate.weight", "mixer.output_projection.norm.scale")
+_NORM = row("attn.g_norm.weight", "mixer.output_projection.norm.scale")
 
 
 def norm_and_gate(block: Block) -> tuple[Row, ...]:
     """The rows of a layer's gate, norm and output."""
-    is_gated = isinstance(block.mixer, RecurrentMixer) and block.mixer.config.readout.gate != "none"
+    is_gated = isinstance(block.mixer, RecurrentMixer) and block.mixer.config.output_projection.gate != "none"
     return (
         *linear("attn.g_proj", "mixer.input_projection.output_gate"),
         *((_FUSED_NORM, _NORM) if is_gated else (_NORM, _FUSED_NORM)),
-        *linear("attn.o_proj", "mixer.readout.output"),
+        *linear("attn.o_proj", "mixer.output_projection.output"),
     )
 
 
@@ -75,23 +75,23 @@ def write_sizes(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     }
 
 
-def read_readout(keys: ConfigKeys) -> Options:
+def read_output_projection(keys: ConfigKeys) -> Options:
     """The output gate and the norm per head, with or without a scale."""
-    return {"readout.gate": "silu" if keys.flag("use_output_gate", True) else "none", **read_norm(keys)}
+    return {"output_projection.gate": "silu" if keys.flag("use_output_gate", True) else "none", **read_norm(keys)}
 
 
 def read_norm(keys: ConfigKeys) -> Options:
     """The norm per head. It has no scale if `elementwise_affine` is false or null."""
     return {
-        "readout.norm_scale": bool(keys.take("elementwise_affine", bool | None, True)),
-        "readout.eps": keys.number("norm_eps", 1e-6),
+        "output_projection.norm_scale": bool(keys.take("elementwise_affine", bool | None, True)),
+        "output_projection.eps": keys.number("norm_eps", 1e-6),
     }
 
 
-def write_readout(mixer: RecurrentMixerConfig) -> dict[str, Any]:
-    """The keys that `read_readout` reads."""
-    gated = mixer.readout.gate != "none"
-    return {"use_output_gate": gated, "fuse_norm": gated, "elementwise_affine": mixer.readout.norm_scale}
+def write_output_projection(mixer: RecurrentMixerConfig) -> dict[str, Any]:
+    """The keys that `read_output_projection` reads."""
+    gated = mixer.output_projection.gate != "none"
+    return {"use_output_gate": gated, "fuse_norm": gated, "elementwise_affine": mixer.output_projection.norm_scale}
 
 
 def read_feature_map(keys: ConfigKeys) -> Options:
@@ -115,7 +115,7 @@ def _read(keys: ConfigKeys, width: int) -> Options:
     return {
         **sizes,
         **read_feature_map(keys),
-        **read_readout(keys),
+        **read_output_projection(keys),
         "convolution": ConvolutionConfig(size, activation="silu") if filtered else None,
         "decay.lowest": None if lowest is None else float(lowest),
         "decay.heads": "value" if sizes["shared_heads"] is None else "shared",
@@ -129,7 +129,7 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     return {
         **write_sizes(mixer, width),
         **write_feature_map(mixer),
-        **write_readout(mixer),
+        **write_output_projection(mixer),
         "use_short_conv": filters is not None,
         "conv_size": 4 if filters is None else filters.size,
         "clamp_min": mixer.decay.lowest,

@@ -21,8 +21,8 @@ ROWS = (
     *STREAMS,
     *CONVOLUTIONS,
     *linear("attn.f_proj", "mixer.input_projection.decay"),
-    row("attn.g_norm.weight", "mixer.readout.norm.scale"),
-    *linear("attn.o_proj", "mixer.readout.output"),
+    row("attn.g_norm.weight", "mixer.output_projection.norm.scale"),
+    *linear("attn.o_proj", "mixer.output_projection.output"),
 )
 
 
@@ -40,7 +40,7 @@ def _read(keys: ConfigKeys, width: int) -> Options:
         "feature_map": keys.one_of("feature_map", _FEATURE_MAPS, "swish"),
         "solve.num_slots": keys.size("num_slots", sizes["key_head_dim"]),
         "decay.divisor": float(keys.number("gate_logit_normalizer", 8)),
-        "readout.eps": _EPS,
+        "output_projection.eps": _EPS,
     }
 
 

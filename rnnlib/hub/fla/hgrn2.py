@@ -22,8 +22,8 @@ _LAYER_ROWS = (
     *filter_("attn.q_conv1d", "mixer.query.convolution"),
     *filter_("attn.f_conv1d", "mixer.key.convolution"),
     *filter_("attn.i_conv1d", "mixer.value.convolution"),
-    row("attn.g_norm.weight", "mixer.readout.norm.scale"),
-    *linear("attn.o_proj", "mixer.readout.output"),
+    row("attn.g_norm.weight", "mixer.output_projection.norm.scale"),
+    *linear("attn.o_proj", "mixer.output_projection.output"),
 )
 
 
@@ -54,7 +54,7 @@ def _read(keys: ConfigKeys, width: int) -> Options:
         "key_head_dim": width // heads,
         "value_head_dim": width // heads,
         "decay": KeyDecay(num_layers=layers if keys.flag("use_lower_bound", True) else None),
-        "readout.eps": _EPS,
+        "output_projection.eps": _EPS,
         **filters,
     }
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rnnlib.hub.fla.common import Options, fla_family, read_streams, write_streams
-from rnnlib.hub.fla.rows import CHANNEL_DECAY, CONVOLUTIONS, LOW_RANK_READOUT, STREAMS
+from rnnlib.hub.fla.rows import CHANNEL_DECAY, CONVOLUTIONS, LOW_RANK_OUTPUT, STREAMS
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.table import linear
 from rnnlib.layers.decay import BoundedDecay
@@ -14,7 +14,7 @@ ROWS = (
     *CONVOLUTIONS,
     *CHANNEL_DECAY,
     *linear("attn.b_proj", "mixer.input_projection.write_gate"),
-    *LOW_RANK_READOUT,
+    *LOW_RANK_OUTPUT,
 )
 
 
@@ -36,7 +36,7 @@ def _read(keys: ConfigKeys, width: int) -> Options:
         **read_streams(keys, 1.0),
         **read_lower_bound(keys),
         "gain.negative_eigenvalues": keys.flag("allow_neg_eigval", False),
-        "readout.eps": keys.number("norm_eps", 1e-6),
+        "output_projection.eps": keys.number("norm_eps", 1e-6),
     }
 
 

@@ -38,8 +38,8 @@ ROWS = (
     *_feature_map("feature_map_k", "key"),
     # A map that queries and keys share: files may hold its arrays under both names.
     *(given._replace(copy=True) for given in _feature_map("feature_map_k", "query")),
-    row("attn.norm.weight", "mixer.readout.norm.scale"),
-    *linear("attn.o_proj", "mixer.readout.output"),
+    row("attn.norm.weight", "mixer.output_projection.norm.scale"),
+    *linear("attn.o_proj", "mixer.output_projection.output"),
 )
 
 
@@ -70,7 +70,7 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
         "norm_q": mixer.query_norm == "sum",
         "norm_k": mixer.key_norm == "sum",
         "norm_feature_map": isinstance(mixer.solve, Offline) and mixer.solve.normalize,
-        "elementwise_affine": mixer.readout.norm_scale,
+        "elementwise_affine": mixer.output_projection.norm_scale,
     }
 
 

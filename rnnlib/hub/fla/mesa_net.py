@@ -3,7 +3,7 @@
 from typing import Any
 
 from rnnlib.hub.fla.common import Options, fla_family, sizes_of
-from rnnlib.hub.fla.rows import CONVOLUTIONS, DECAY, READOUT, STREAMS
+from rnnlib.hub.fla.rows import CONVOLUTIONS, DECAY, OUTPUT, STREAMS
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.table import linear, row
 from rnnlib.layers.mixer import RecurrentMixerConfig
@@ -15,7 +15,7 @@ ROWS = (
     *DECAY,
     *linear("attn.b_proj", "mixer.input_projection.write_gate"),
     row("attn.lambda_params", "mixer.solve.ridge"),
-    *READOUT,
+    *OUTPUT,
 )
 
 
@@ -37,8 +37,8 @@ def _read(keys: ConfigKeys, width: int) -> Options:
         "solve.iterations": keys.size("max_cg_step_training", 30),
         "solve.lower_bound": bound,
         "solve.ridge": max(1.0, 2 * bound),
-        "readout.gate": "silu" if keys.flag("use_output_gate", False) else "none",
-        "readout.eps": keys.number("norm_eps", 1e-6),
+        "output_projection.gate": "silu" if keys.flag("use_output_gate", False) else "none",
+        "output_projection.eps": keys.number("norm_eps", 1e-6),
     }
 
 
@@ -55,7 +55,7 @@ def _write(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
         "max_cg_step_training": solve.iterations,
         "max_cg_step_decoding": solve.iterations,
         "lambda_lower_bound": solve.lower_bound,
-        "use_output_gate": mixer.readout.gate != "none",
+        "use_output_gate": mixer.output_projection.gate != "none",
     }
 
 

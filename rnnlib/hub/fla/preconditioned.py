@@ -4,7 +4,7 @@ from typing import Any
 
 from rnnlib.hub.fla.common import Options, fla_family, read_streams, write_streams
 from rnnlib.hub.fla.kda import read_lower_bound, write_lower_bound
-from rnnlib.hub.fla.rows import CHANNEL_DECAY, CONVOLUTIONS, DECAY, LOW_RANK_READOUT, READOUT, STREAMS
+from rnnlib.hub.fla.rows import CHANNEL_DECAY, CONVOLUTIONS, DECAY, LOW_RANK_OUTPUT, OUTPUT, STREAMS
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.table import linear, row
 from rnnlib.layers.gain import SigmoidGain
@@ -26,7 +26,7 @@ GATED_ROWS = (
     *DECAY,
     *_PRECONDITIONER,
     *linear("attn.a_atk_proj", "mixer.input_projection.gram_decay"),
-    *READOUT,
+    *OUTPUT,
 )
 
 KDA_ROWS = (
@@ -35,7 +35,7 @@ KDA_ROWS = (
     *CHANNEL_DECAY,
     *_PRECONDITIONER,
     *linear("attn.a_proj", "mixer.input_projection.gram_decay"),
-    *LOW_RANK_READOUT,
+    *LOW_RANK_OUTPUT,
 )
 
 
@@ -64,8 +64,8 @@ def _read_gated(keys: ConfigKeys, width: int) -> Options:
     return {
         **read_streams(keys, 2.0),
         **_read_preconditioner(keys),
-        "readout.gate": "silu" if keys.flag("use_gate", True) else "none",
-        "readout.eps": keys.number("norm_eps", 1e-6),
+        "output_projection.gate": "silu" if keys.flag("use_gate", True) else "none",
+        "output_projection.eps": keys.number("norm_eps", 1e-6),
     }
 
 
@@ -73,7 +73,7 @@ def _write_gated(mixer: RecurrentMixerConfig, width: int) -> dict[str, Any]:
     return {
         **write_streams(mixer),
         **_write_preconditioner(mixer),
-        "use_gate": mixer.readout.gate != "none",
+        "use_gate": mixer.output_projection.gate != "none",
     }
 
 
@@ -86,7 +86,7 @@ def _read_kda(keys: ConfigKeys, width: int) -> Options:
         **sizes,
         **read_lower_bound(keys),
         **options,
-        "readout.eps": keys.number("norm_eps", 1e-6),
+        "output_projection.eps": keys.number("norm_eps", 1e-6),
     }
 
 

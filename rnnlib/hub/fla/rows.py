@@ -29,15 +29,15 @@ CHANNEL_DECAY = (
     row("attn.dt_bias", "mixer.decay.dt_bias"),
 )
 
-READOUT = (
+OUTPUT = (
     *linear("attn.g_proj", "mixer.input_projection.output_gate"),
-    row("attn.o_norm.weight", "mixer.readout.norm.scale"),
-    *linear("attn.o_proj", "mixer.readout.output"),
+    row("attn.o_norm.weight", "mixer.output_projection.norm.scale"),
+    *linear("attn.o_proj", "mixer.output_projection.output"),
 )
 
-LOW_RANK_READOUT = (
+LOW_RANK_OUTPUT = (
     *linear("attn.g_proj.0", "mixer.input_projection.output_gate.down"),
     *linear("attn.g_proj.1", "mixer.input_projection.output_gate.up"),
-    row("attn.o_norm.weight", "mixer.readout.norm.scale"),
-    *linear("attn.o_proj", "mixer.readout.output"),
+    row("attn.o_norm.weight", "mixer.output_projection.norm.scale"),
+    *linear("attn.o_proj", "mixer.output_projection.output"),
 )

@@ -51,8 +51,8 @@ _DELTA = (
     row("attention.dt_bias", "mixer.decay.dt_bias"),
     *linear("attention.b_proj", "mixer.input_projection.write_gate"),
     *linear("attention.g_proj", "mixer.input_projection.output_gate"),
-    row("attention.o_norm.weight", "mixer.readout.norm.scale"),
-    *linear("attention.dense", "mixer.readout.output"),
+    row("attention.o_norm.weight", "mixer.output_projection.norm.scale"),
+    *linear("attention.dense", "mixer.output_projection.output"),
 )
 
 _LATENT = (
@@ -119,9 +119,9 @@ def _read(keys: ConfigKeys) -> ModelConfig:
         "value_head_dim": size,
         "convolution.size": keys.size("linear_conv_kernel_dim", taps),
         "decay": decay,
-        "readout.gate_rank": None,
-        "readout.gate_bias": False,
-        "readout.eps": model["norm_eps"],
+        "output_projection.gate_rank": None,
+        "output_projection.gate_bias": False,
+        "output_projection.eps": model["norm_eps"],
     }
     first = keys.take("first_k_dense_replace", NaturalNumber, 2)
     kinds = keys.take("mlp_layer_types", list | None, None)

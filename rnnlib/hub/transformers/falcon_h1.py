@@ -19,7 +19,7 @@ from rnnlib.models.config import ModelConfig
 _MIXER = "mamba2+attention"
 # Multipliers of the rows z, x, B, C and dt of Mamba-2's input projection, as options.
 _ROWS = (
-    "readout.gate_scale",
+    "output_projection.gate_scale",
     "convolution.value_scale",
     "convolution.key_scale",
     "convolution.query_scale",
@@ -88,12 +88,12 @@ def _read_mamba(keys: ConfigKeys, width: int, eps: float) -> Options:
         eps=eps,
         limits=read_limits(keys, "time_step_limit"),
     )
-    options["readout.use_bias"] = keys.flag("projectors_bias", False)
+    options["output_projection.use_bias"] = keys.flag("projectors_bias", False)
     norm_first = keys.flag("mamba_norm_before_gate", True)
     if keys.flag("mamba_rms_norm", False):
-        options["readout.gate_first"] = not norm_first
+        options["output_projection.gate_first"] = not norm_first
     else:
-        options["readout.norm"] = "none"
+        options["output_projection.norm"] = "none"
     return options | dict(zip(_ROWS, _factors(keys, "ssm_multipliers", len(_ROWS))))
 
 
@@ -127,7 +127,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         raise ValueError("its first mixer is not Mamba-2's, expected SoftplusDecay and a convolution")
     feed_forward = config.layer_feed_forwards[0]
     mlp = feed_forward if isinstance(feed_forward, SwiGLUConfig) else SwiGLUConfig()
-    filters, readout, size = mamba.convolution, mamba.readout, attention.head_dim
+    filters, output_projection, size = mamba.convolution, mamba.output_projection, attention.head_dim
     return {
         "model_type": "falcon_h1",
         **write_model(config),
@@ -142,12 +142,12 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "mamba_d_conv": filters.size,
         "mamba_conv_bias": filters.use_bias,
         "mamba_proj_bias": mamba.use_bias,
-        "projectors_bias": readout.use_bias,
-        "mamba_rms_norm": readout.norm != "none",
-        "mamba_norm_before_gate": readout.norm == "none" or not readout.gate_first,
+        "projectors_bias": output_projection.use_bias,
+        "mamba_rms_norm": output_projection.norm != "none",
+        "mamba_norm_before_gate": output_projection.norm == "none" or not output_projection.gate_first,
         "time_step_limit": written_limits(mamba.decay),
         "ssm_multipliers": [
-            readout.gate_scale,
+            output_projection.gate_scale,
             filters.value_scale,
             filters.key_scale,
             filters.query_scale,

@@ -48,8 +48,8 @@ _DELTA = (
     *linear("self_attn.b_proj", "mixer.input_projection.write_gate"),
     *linear("self_attn.g_a_proj", "mixer.input_projection.output_gate.down"),
     *linear("self_attn.g_b_proj", "mixer.input_projection.output_gate.up"),
-    row("self_attn.o_norm.weight", "mixer.readout.norm.scale"),
-    *linear("self_attn.o_proj", "mixer.readout.output"),
+    row("self_attn.o_norm.weight", "mixer.output_projection.norm.scale"),
+    *linear("self_attn.o_proj", "mixer.output_projection.output"),
 )
 
 _LATENT = (
@@ -101,8 +101,8 @@ def _read(keys: ConfigKeys) -> ModelConfig:
         "key_head_dim": size,
         "value_head_dim": size,
         "convolution.size": taps,
-        "readout.gate_bias": False,
-        "readout.eps": model["norm_eps"],
+        "output_projection.gate_bias": False,
+        "output_projection.eps": model["norm_eps"],
     }
     dense = [kind == "dense" for kind in _feed_forward_types(keys, layers)]
     experts: Any = "dense" if all(dense) else _read_experts(keys)

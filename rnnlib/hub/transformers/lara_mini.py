@@ -44,8 +44,8 @@ _DELTA = (
     row("linear_attn.conv1d.weight", tuple(f"{stream}.convolution.kernel" for stream in _STREAMS), Joined(FILTER)),
     row("linear_attn.A_log", "mixer.decay.A_log"),
     row("linear_attn.dt_bias", "mixer.decay.dt_bias"),
-    row("linear_attn.out_norm.weight", "mixer.readout.norm.scale"),
-    *linear("linear_attn.out_proj", "mixer.readout.output"),
+    row("linear_attn.out_norm.weight", "mixer.output_projection.norm.scale"),
+    *linear("linear_attn.out_proj", "mixer.output_projection.output"),
 )
 
 _DEFAULTS = {
@@ -71,7 +71,7 @@ def _read(keys: ConfigKeys) -> ModelConfig:
         "output_bias": biases,
     }
     sliding = {"window": keys.size("sliding_window", 512), "rope_base": base, "rope_channels": int(size * factor)}
-    delta = {**read_delta_heads(keys, _DEFAULTS), "readout.eps": model["norm_eps"]}
+    delta = {**read_delta_heads(keys, _DEFAULTS), "output_projection.eps": model["norm_eps"]}
     mixers = read_layer_types(keys, _MIXERS, pattern=_PATTERN)
     return ModelConfig(
         **model,

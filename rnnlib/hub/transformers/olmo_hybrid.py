@@ -61,8 +61,8 @@ _DELTA = (
     row("linear_attn.dt_bias", "mixer.decay.dt_bias"),
     *linear("linear_attn.b_proj", "mixer.input_projection.write_gate"),
     *linear("linear_attn.g_proj", "mixer.input_projection.output_gate"),
-    row("linear_attn.o_norm.weight", "mixer.readout.norm.scale"),
-    *linear("linear_attn.o_proj", "mixer.readout.output"),
+    row("linear_attn.o_norm.weight", "mixer.output_projection.norm.scale"),
+    *linear("linear_attn.o_proj", "mixer.output_projection.output"),
 )
 
 
@@ -102,7 +102,7 @@ def _read(keys: ConfigKeys) -> ModelConfig:
     delta = {
         **read_delta_heads(keys, defaults),
         "gain.negative_eigenvalues": keys.flag("linear_allow_neg_eigval", True),
-        "readout.eps": _EPS,
+        "output_projection.eps": _EPS,
     }
     mixers = read_layer_types(keys, LAYER_TYPES, interval=4)
     return ModelConfig(

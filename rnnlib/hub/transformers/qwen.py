@@ -60,8 +60,8 @@ _DELTA = (
     ),
     row("linear_attn.A_log", "mixer.decay.A_log"),
     row("linear_attn.dt_bias", "mixer.decay.dt_bias"),
-    row("linear_attn.norm.weight", "mixer.readout.norm.scale"),
-    *linear("linear_attn.out_proj", "mixer.readout.output"),
+    row("linear_attn.norm.weight", "mixer.output_projection.norm.scale"),
+    *linear("linear_attn.out_proj", "mixer.output_projection.output"),
 )
 
 # Qwen3.5: one projection for queries, keys and values, concatenated; a projection for each gate.
@@ -141,7 +141,7 @@ def _read(keys: ConfigKeys, feed_forwards: tuple[Any, ...], mlp_width: int | Non
         "use_bias": biases,
         "output_bias": biases,
     }
-    delta = {**read_delta_heads(keys, _DEFAULTS), "readout.eps": model["norm_eps"]}
+    delta = {**read_delta_heads(keys, _DEFAULTS), "output_projection.eps": model["norm_eps"]}
     return ModelConfig(
         **model,
         mixers=(mixers := read_layer_types(keys, LAYER_TYPES, interval=4)),

@@ -1,4 +1,4 @@
-"""The readout: from a recurrence's output to the mixer's, through skip, gate, norm and projection."""
+"""The output projection: from a recurrence's output to the mixer's, through skip, gate and norm."""
 
 import dataclasses
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from rnnlib.ops.rms_norm import norm_kernel_serves, rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadoutConfig(PartConfig):
+class OutputProjectionConfig(PartConfig):
     """How the recurrence's output is read.
 
     Attributes:
@@ -50,15 +50,15 @@ class ReadoutConfig(PartConfig):
     use_bias: bool = False
     norm_scale: bool = True
 
-    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "Readout":
-        """Builds the module. Your own class may build another module with the call signature of `Readout`."""
-        return Readout(self, shape, rngs=rngs)
+    def build(self, shape: MixerShape, *, rngs: nnx.Rngs) -> "OutputProjection":
+        """Builds the module. Your own class may build another module with the call signature of `OutputProjection`."""
+        return OutputProjection(self, shape, rngs=rngs)
 
 
-class Readout(nnx.Module, ColumnReader):
+class OutputProjection(nnx.Module, ColumnReader):
     """Skip, gate, norm, output projection."""
 
-    def __init__(self, config: ReadoutConfig, shape: MixerShape, *, rngs: nnx.Rngs):
+    def __init__(self, config: OutputProjectionConfig, shape: MixerShape, *, rngs: nnx.Rngs):
         self.config = config
         self.shape = shape
         features = shape.value_heads * shape.value_size
@@ -125,7 +125,7 @@ class Readout(nnx.Module, ColumnReader):
         return y.reshape(*y.shape[:2], -1).astype(self.shape.dtype)
 
     def _scale_of_heads(self) -> Array | None:
-        """The scale of the norm, if it is per head, first in the readout, and followed by at most a gate; else None."""
+        """The scale of the norm, if it is per head, first of all, and followed by at most a gate; else None."""
         config = self.config
         if (
             config.norm != "head"
