@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import rnnlib.training
 from rnnlib.data import load_tokenizer, make_dataset
 from rnnlib.training import TrainConfig
+from rnnlib.training.batches import put_batch
 from rnnlib.training.compiled_steps import CompiledSteps
-from rnnlib.training.step import put_batch
 
 TRACED = 8
 

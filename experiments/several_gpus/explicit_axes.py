@@ -85,8 +85,9 @@ def _compiled(asked: dict[str, Any]) -> Any:
         make_optimizer,
         make_train_step,
     )
+    from rnnlib.training.batches import BATCH_FIELDS, abstract_batch
     from rnnlib.training.optimizer import gradient_norm
-    from rnnlib.training.step import BATCH_FIELDS, abstract_batch, abstract_state, split_model
+    from rnnlib.training.step import abstract_state, split_model
 
     shape, rows, length = tuple(asked["mesh"]), asked["rows"], asked["length"]
     sizes, count = dict(zip(_AXES, shape, strict=True)), math.prod(shape)

@@ -90,8 +90,9 @@ def _compile(asked: dict[str, Any]) -> int:
         make_optimizer,
         make_train_step,
     )
+    from rnnlib.training.batches import abstract_batch
     from rnnlib.training.mesh import abstract_mesh
-    from rnnlib.training.step import abstract_batch, abstract_state
+    from rnnlib.training.step import abstract_state
 
     # One device is a mesh of one: inside it kernels are traced for its card.
     sizes = abstract_mesh(MeshConfig(*(asked["mesh"] or (1, 1, 1, 1)))).shape

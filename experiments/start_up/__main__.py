@@ -56,7 +56,8 @@ def stages(argv: list[str]) -> dict[str, float]:
     from rnnlib.cli import train
     from rnnlib.cli.compilation_cache import keep_compiled_programs
     from rnnlib.training import Trainer
-    from rnnlib.training.step import abstract_state, put_batch
+    from rnnlib.training.batches import put_batch
+    from rnnlib.training.step import abstract_state
 
     marks.append(time.time())
     arguments = train.parse_settings(train.TrainArguments, argv, command="train")

@@ -17,8 +17,9 @@ from jax import Array
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.layouts import FILTER, SAME, TRANSPOSED, Layout
 from rnnlib.layers.mixer import RecurrentMixer
+from rnnlib.models.block import Block
 from rnnlib.models.config import ModelConfig
-from rnnlib.models.decoder import Block, DecoderLM
+from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.variables import values_by_column
 
 # The variables that files contain: all except the state of random streams.

@@ -428,7 +428,7 @@ class KeyDecayGate(DecayGate):
         lower_bounds: `[layers, H * K]`, or None.
     """
 
-    # Names of variables that all layers of a model share (`rnnlib.models.decoder.share_variables`).
+    # Names of variables that all layers of a model share (`rnnlib.models.block.share_variables`).
     shared_variables = ("lower_bounds",)
 
     def __init__(self, config: KeyDecay, shape: MixerShape):

@@ -1,5 +1,7 @@
 """Decoder language models over any token mixer, their presets, caches and generation."""
 
+from rnnlib.layers.feed_forward import SwiGLU
+from rnnlib.models.block import Block
 from rnnlib.models.config import (
     ModelConfig,
     attention_at,
@@ -8,7 +10,7 @@ from rnnlib.models.config import (
     swiglu_width,
     two_global_attention_layers,
 )
-from rnnlib.models.decoder import Block, DecoderCache, DecoderLM, SwiGLU
+from rnnlib.models.decoder import DecoderCache, DecoderLM
 from rnnlib.models.decoding import Continuation, Decoder, Generated, generate
 from rnnlib.models.generation import NaNLogitsError, Sampling, sample, stream
 from rnnlib.models.presets import ModelPreset, model_preset, preset_details, preset_names

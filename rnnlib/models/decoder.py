@@ -3,7 +3,6 @@
 import functools
 import itertools
 import reprlib
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,197 +10,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rnnlib.layers import Attention, LatentAttention, ParallelMixer, RecurrentMixer, TokenMixer
-from rnnlib.layers.base import CarryingMixer, check_cache_size
-from rnnlib.layers.feed_forward import MLP, FeedForwardConfig
-from rnnlib.layers.feed_forward import SwiGLU as SwiGLU
-from rnnlib.layers.normalization import RMSNorm, norm_and_stream
-from rnnlib.layers.residual import residual_add
+from rnnlib.layers import Attention, LatentAttention
+from rnnlib.layers.base import check_cache_size
+from rnnlib.layers.normalization import norm_and_stream
 from rnnlib.layers.tensor import current_shares, share_of, tensor_shares
-from rnnlib.models.config import NONE, FeedForwardName, ModelConfig, NormPosition
+from rnnlib.models.block import Block, residual_norm, scaled, share_variables
+from rnnlib.models.config import ModelConfig
 from rnnlib.models.embedding import look_up_in_shares
-from rnnlib.models.mixers import build_mixer
 from rnnlib.models.variables import assign_values, values_by_path
 from rnnlib.ops.arguments import check_array, check_segment_ids, check_shape
 
 # One entry a layer, each the cache of that layer's mixer: a pytree whose arrays keep their shapes from call to call.
 DecoderCache = tuple[Any, ...]
 
-# Mixers and feed-forwards that end in a map `output` of their `features`.
-_WITH_OUTPUT = (RecurrentMixer, Attention, LatentAttention, SwiGLU, MLP)
-
 # What a block's run may change: random streams, statistics.
 _MUTABLE = nnx.Not(nnx.Param)
-
-
-def _residual_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | RMSNorm | nnx.LayerNorm:
-    """A norm of the residual stream."""
-    dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.storage_dtype}
-    if config.norm == "layer":
-        options: dict[str, Any] = {"use_bias": config.norm_bias, "use_fast_variance": False, "rngs": rngs, **dtypes}
-        return nnx.LayerNorm(config.width, epsilon=config.norm_eps, **options)
-    if config.zero_centred_norms:
-        return RMSNorm(config.width, eps=config.norm_eps, zero_centred=True, **dtypes)
-    return nnx.RMSNorm(config.width, epsilon=config.norm_eps, rngs=rngs, **dtypes)
-
-
-def _scaled(x: Array, scale: float) -> Array:
-    return x if scale == 1 else x * scale
-
-
-class Block(nnx.Module):
-    """`x + mixer(norm(x))`, then `x + feed_forward(norm(x))`; or with the norms behind mixer and feed-forward.
-
-    Attributes:
-        mixer: mixes tokens; None in a layer that is a feed-forward alone.
-        mixer_norm: its norm, None where it is.
-        feed_forward: maps each token; None in a layer that is a mixer alone.
-        feed_forward_norm: its norm, None where it is.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        mixer: str,
-        *,
-        norm_position: NormPosition = "input",
-        feed_forward: FeedForwardName = "dense",
-        rngs: nnx.Rngs,
-    ):
-        """Builds one layer.
-
-        Args:
-            config: the model's configuration.
-            mixer: name of this layer's mixer, or `"none"`.
-            norm_position: whether the norms stand before mixer and feed-forward or behind them.
-            feed_forward: the model's SwiGLU, another feed-forward's configuration, or `"none"`.
-            rngs: source of the initial weights.
-        """
-        self.norm_position = norm_position
-        self.residual_scale = config.residual_scale
-        dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.storage_dtype}
-        self.mixer_norm = None if mixer == NONE else _residual_norm(config, rngs)
-        self.mixer = None if mixer == NONE else build_mixer(config, mixer, rngs=rngs)
-        hidden_width = config.feed_forward_width
-        has_feed_forward = bool(hidden_width) if feed_forward == "dense" else feed_forward != NONE
-        self.feed_forward_norm = _residual_norm(config, rngs) if has_feed_forward else None
-        make = feed_forward.build if isinstance(feed_forward, FeedForwardConfig) else SwiGLU
-        self.feed_forward = (
-            make(config.width, hidden_width, initializer_std=config.initializer_std, rngs=rngs, **dtypes)
-            if has_feed_forward
-            else None
-        )
-
-    @property
-    def mixers(self) -> tuple[TokenMixer, ...]:
-        """Its mixers: those that stand side by side, one, or none."""
-        if isinstance(self.mixer, ParallelMixer):
-            return tuple(self.mixer.mixers)
-        return () if self.mixer is None else (self.mixer,)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        cache: Any = None,
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """Runs the layer over a sequence, from a cache when one is given.
-
-        Args:
-            x: residual stream `[B, T, D]`.
-            segment_ids: documents of a packed sequence, see `DecoderLM.__call__`.
-            positions: position of each token in its document.
-            cache: what `mixer.init_cache` or an earlier call returned, None in training.
-
-        Returns:
-            The residual stream `[B, T, D]` and the new cache (None without one).
-        """
-        normed, x = self.enter(x)
-        x, _, cache, _ = self.run(x, normed, segment_ids=segment_ids, positions=positions, cache=cache)
-        return x, cache
-
-    @property
-    def first_norm(self) -> nnx.Module | None:
-        """The norm with which the layer begins; None with the norms behind mixer and feed-forward."""
-        if self.norm_position == "output":
-            return None
-        return self.feed_forward_norm if self.mixer is None else self.mixer_norm
-
-    def enter(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        """What the layer's first half reads of a residual stream `[B, T, D]`, its first norm or itself; the stream."""
-        return (x, x) if self.first_norm is None else norm_and_stream(self.first_norm, x)
-
-    def run(
-        self,
-        x: Float[Array, "B T D"],
-        normed: Float[Array, "B T D"],
-        *,
-        carried: Any = None,
-        next_norm: nnx.Module | None = None,
-        **options: Any,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None, Any, Any]:
-        """The layer after its first norm, up to the norm that follows the layer.
-
-        Args:
-            x: residual stream `[B, T, D]`.
-            normed: what the mixer reads: `mixer_norm(x)`, or `x` itself with the norms behind mixer and feed-forward.
-            carried: what layers before give to this one, see `CarryingMixer`; None for nothing.
-            next_norm: that reads the layer's output; None for none.
-            **options: `segment_ids`, `positions` and `cache`, as for the call.
-
-        Returns:
-            The residual stream, `next_norm` of it (None without one), the new cache, and `carried` for later layers.
-        """
-        scale, cache = self.residual_scale, options["cache"]
-        mixer: Any = self.mixer
-        feed_forward: Any = self.feed_forward
-        inner_norm = self.feed_forward_norm
-        after: Any
-        if self.norm_position == "output":
-            if mixer is not None and self.mixer_norm is not None:
-                mixed, cache, carried = _mix(mixer, x, carried, options)
-                x = x + _scaled(self.mixer_norm(mixed), scale)
-            if feed_forward is not None and inner_norm is not None:
-                x = x + _scaled(inner_norm(feed_forward(x)), scale)
-            after, x = (None, x) if next_norm is None else norm_and_stream(next_norm, x)
-            return x, after, cache, carried
-        after = normed
-        if mixer is not None:
-            output = _output_of(mixer)
-            y, cache, carried = _mix(mixer if output is None else mixer.features, normed, carried, options)
-            x, after = residual_add(x, y, output, next_norm if feed_forward is None else inner_norm, scale=scale)
-        if feed_forward is not None:
-            output = _output_of(feed_forward)
-            y = (feed_forward if output is None else feed_forward.features)(after)
-            x, after = residual_add(x, y, output, next_norm, scale=scale)
-        return x, after, cache, carried
-
-
-def _mix(mixer: Any, x: Array, carried: Any, options: dict[str, Any]) -> tuple[Array, Any, Any]:
-    """A mixer's output, its next cache, and what it gives to later layers: `carried` itself by all but few."""
-    if isinstance(mixer, CarryingMixer):
-        return mixer.carry(x, carried, **options)
-    return *mixer(x, **options), carried
-
-
-def _output_of(module: Any) -> nnx.Module | None:
-    """The linear map with which a mixer or feed-forward ends, after its `features`; None for other modules."""
-    return module.output if type(module) in _WITH_OUTPUT else None
-
-
-def share_variables(blocks: Iterable[nnx.Module]) -> None:
-    """Gives variables that layers share to all of them: those of the first part that names one.
-
-    A part names such variables in `shared_variables`, as `rnnlib.layers.decay.KeyDecayGate` does.
-    """
-    first: dict[tuple[type, str], Any] = {}
-    for block in blocks:
-        for _, part in list(nnx.iter_modules(block)):
-            for name in getattr(part, "shared_variables", ()):
-                if getattr(part, name) is not None:
-                    setattr(part, name, first.setdefault((type(part), name), getattr(part, name)))
 
 
 class DecoderLM(nnx.Module):
@@ -242,8 +65,8 @@ class DecoderLM(nnx.Module):
         if config.compute_dtype == jnp.bfloat16:  # what cuDNN serves: see `rnnlib.ops.causal_attention`
             for number, mixer in enumerate(self._attention_of_a_program()):
                 mixer.number = number
-        self.embedding_norm = _residual_norm(config, rngs) if config.embedding_norm else None
-        self.norm = _residual_norm(config, rngs)
+        self.embedding_norm = residual_norm(config, rngs) if config.embedding_norm else None
+        self.norm = residual_norm(config, rngs)
         self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), shape, config.storage_dtype))
 
     def __call__(
@@ -290,7 +113,7 @@ class DecoderLM(nnx.Module):
             x, carried, changes = self._training_block()(graphdef, state, x, carried, segment_ids, positions)
             if changes:
                 assign_values(block, _MUTABLE, changes)
-        return _scaled(self.norm(x), self.config.logits_scale)
+        return scaled(self.norm(x), self.config.logits_scale)
 
     @property
     def output_embedding(self) -> Float[Array, "vocabulary D"]:
@@ -381,7 +204,7 @@ class DecoderLM(nnx.Module):
             x, normed, entry, carried = _extend_block(graphdef, state, x, normed, carried, options | {"cache": entry})
             entries.append(entry)
         hidden = norm_and_stream(self.norm, x)[0] if normed is None else normed
-        return _scaled(hidden, self.config.logits_scale), tuple(entries)
+        return scaled(hidden, self.config.logits_scale), tuple(entries)
 
     def embed(
         self,
@@ -409,7 +232,7 @@ class DecoderLM(nnx.Module):
             check_array("DecoderLM", "positions", positions)
             check_shape("DecoderLM", "positions", positions, tokens.shape, axes="[B, T]")
         x = look_up_in_shares(self.embedding[...], tokens, self.config.compute_dtype, self.shares)
-        x = _scaled(x, self.config.embedding_scale)
+        x = scaled(x, self.config.embedding_scale)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def share(self, count: int) -> "DecoderLM":

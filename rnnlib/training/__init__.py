@@ -6,6 +6,7 @@ from rnnlib.extras import from_extra
 with from_extra("train", "rnnlib.training"):
     from rnnlib.training.accuracy import TaskEvaluation, evaluate_lengths, evaluate_task
     from rnnlib.training.auto_remat import RematChoice, choose_remat
+    from rnnlib.training.batches import put_batch
     from rnnlib.training.checkpoint import CheckpointError, Checkpoints, Progress
     from rnnlib.training.config import CheckpointConfig, EvaluationConfig, LoggingConfig, TrainConfig
     from rnnlib.training.config_file import load_config, save_config
@@ -50,7 +51,6 @@ with from_extra("train", "rnnlib.training"):
         init_train_state,
         make_evaluation_step,
         make_train_step,
-        put_batch,
         put_state,
     )
     from rnnlib.training.trainer import Trainer, TrainResult, train

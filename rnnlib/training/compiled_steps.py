@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from rnnlib.models import DecoderLM, abstract_model
 from rnnlib.training.adaptation import Adaptation, make_adaptation
 from rnnlib.training.auto_remat import RematChoice, choose_remat
+from rnnlib.training.batches import abstract_batch, check_batch_size, check_length
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.distributed import broadcast_from_primary
 from rnnlib.training.evaluation import evaluation_view
@@ -23,10 +24,7 @@ from rnnlib.training.mesh import make_mesh, mesh_sizes, param_shardings, tp_size
 from rnnlib.training.optimizer import learning_rate_schedule, make_optimizer
 from rnnlib.training.step import (
     TrainState,
-    abstract_batch,
     abstract_state,
-    check_batch_size,
-    check_length,
     init_train_state,
     make_evaluation_step,
     make_train_step,

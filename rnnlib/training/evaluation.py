@@ -11,9 +11,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rnnlib.data import BatchDataset
+from rnnlib.training.batches import Batch, put_batch
 from rnnlib.training.loss import LossSums, bits_per_byte
 from rnnlib.training.mesh import param_shardings, replicated
-from rnnlib.training.step import Batch, make_evaluation_step, put_batch, split_for_mesh
+from rnnlib.training.step import make_evaluation_step, split_for_mesh
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from rnnlib.layers.tensor import TENSOR
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.models.variables import count_values
+from rnnlib.training.batches import abstract_batch, check_batch_size, check_length
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.memory import planned_bytes
 from rnnlib.training.mesh import (
@@ -25,15 +26,7 @@ from rnnlib.training.mesh import (
     parameter_specs,
 )
 from rnnlib.training.optimizer import alike, learning_rate_schedule, make_optimizer
-from rnnlib.training.step import (
-    TrainState,
-    abstract_batch,
-    abstract_state,
-    check_batch_size,
-    check_length,
-    init_train_state,
-    make_train_step,
-)
+from rnnlib.training.step import TrainState, abstract_state, init_train_state, make_train_step
 
 # Collectives by the names of JAX's primitives.
 _KINDS = {

@@ -21,6 +21,7 @@ from rnnlib.data import BatchDataset, Tokenizer, load_tokenizer, make_dataset
 from rnnlib.data.chat import ChatEncoder, chat_encoder
 from rnnlib.models import DecoderLM
 from rnnlib.models.variables import count_values, fuse_columns
+from rnnlib.training.batches import put_batch
 from rnnlib.training.checkpoint import Checkpoints, Progress
 from rnnlib.training.compiled_steps import CompiledSteps
 from rnnlib.training.config import TrainConfig
@@ -57,7 +58,7 @@ from rnnlib.training.run import (
     save_base,
 )
 from rnnlib.training.signals import StopSignals
-from rnnlib.training.step import StepMetrics, TrainState, put_batch, put_state, split_model, state_shardings
+from rnnlib.training.step import StepMetrics, TrainState, put_state, split_model, state_shardings
 
 
 class _Interrupted(Exception):

@@ -28,7 +28,8 @@ from rnnlib.training import (
     make_train_step,
     plan_step,
 )
-from rnnlib.training.step import abstract_batch, abstract_state
+from rnnlib.training.batches import abstract_batch
+from rnnlib.training.step import abstract_state
 
 MIXERS = ("gated_deltanet", "attention", "gated_kalmanet", "pgdn")
 MESHES = {

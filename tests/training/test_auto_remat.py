@@ -20,7 +20,7 @@ from rnnlib.training import (
     read_csv,
     train,
 )
-from rnnlib.training.step import abstract_batch
+from rnnlib.training.batches import abstract_batch
 
 pytestmark = pytest.mark.usefixtures("compilation_cache")
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.ops import context_axis
 from rnnlib.training import MeshConfig
+from rnnlib.training.batches import check_batch_size, check_length
 from rnnlib.training.mesh import mesh_sizes
-from rnnlib.training.step import check_batch_size, check_length
 from tests.processes import result_of
 
 from .on_context_shards import ALWAYS, MIXERS

@@ -12,8 +12,9 @@ from rnnlib.layers import Experts, SigmoidGain
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.models import ModelConfig, abstract_model
 from rnnlib.training import MeshConfig
+from rnnlib.training.batches import check_batch_size
 from rnnlib.training.mesh import mesh_sizes, parameter_specs
-from rnnlib.training.step import check_batch_size, split_for_mesh, split_model
+from rnnlib.training.step import split_for_mesh, split_model
 from tests.processes import result_of
 
 

@@ -14,8 +14,8 @@ from rnnlib.hub.layouts import TRANSPOSED, Joined
 from rnnlib.hub.table import Family, Row, by_mixer, linear, row
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
+from rnnlib.models.block import Block
 from rnnlib.models.config import ModelConfig, swiglu_width
-from rnnlib.models.decoder import Block
 
 # Keys that choose kernels or set options of training. None changes a logit.
 _WITHOUT_EFFECT = (

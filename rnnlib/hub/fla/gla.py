@@ -9,7 +9,7 @@ from rnnlib.hub.table import Row, linear, row
 from rnnlib.layers.convolution import ConvolutionConfig
 from rnnlib.layers.decay import LogSigmoidDecay
 from rnnlib.layers.mixer import RecurrentMixer, RecurrentMixerConfig
-from rnnlib.models.decoder import Block
+from rnnlib.models.block import Block
 
 # The norm is named `g_norm_swish_gate` in files whose model fuses it with the gate, and `g_norm` in others. New files
 # use the fused name for gated layers.

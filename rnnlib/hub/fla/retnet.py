@@ -16,7 +16,7 @@ from rnnlib.hub.fla.rows import STREAMS
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.table import Row
 from rnnlib.layers.mixer import RecurrentMixerConfig
-from rnnlib.models.decoder import Block
+from rnnlib.models.block import Block
 
 
 def _rows(block: Block) -> tuple[Row, ...]:

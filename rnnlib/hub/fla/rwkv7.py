@@ -7,8 +7,8 @@ from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.layouts import Reshaped, SplitRows
 from rnnlib.hub.table import Family, Row, linear, row
 from rnnlib.layers.rwkv7 import RWKV7, ChannelMixConfig, RWKV7Config
+from rnnlib.models.block import Block
 from rnnlib.models.config import ModelConfig
-from rnnlib.models.decoder import Block
 
 _FIRST, _TIME, _CHANNEL = "rwkv7/first", "rwkv7", "rwkv7_channel_mix"
 _ACTIVATIONS = {"sqrelu": "squared_relu", "relu": "relu", "silu": "silu", "swish": "silu"}

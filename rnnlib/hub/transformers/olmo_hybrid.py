@@ -18,8 +18,8 @@ from rnnlib.hub.transformers.common import (
     write_layer_types,
     write_model,
 )
+from rnnlib.models.block import Block
 from rnnlib.models.config import ModelConfig
-from rnnlib.models.decoder import Block
 
 # Epsilon of the output norm in Gated DeltaNet layers. It does not depend on `rms_norm_eps`.
 _EPS = 1e-5
