@@ -32,7 +32,7 @@ with from_extra("train", "rnnlib.training"):
     from rnnlib.training.plan import Exchange, StepPlan, abstract_train_state, plan_step
     from rnnlib.training.plots import plot_losses
     from rnnlib.training.progress import ProgressReporter
-    from rnnlib.training.reports import EvaluationReport, NonFiniteLossError, StepReport
+    from rnnlib.training.reports import EvaluationReport, NonFiniteLossError, StepReport, TrainResult
     from rnnlib.training.run import (
         LoadedRun,
         RunError,
@@ -53,7 +53,7 @@ with from_extra("train", "rnnlib.training"):
         make_train_step,
         put_state,
     )
-    from rnnlib.training.trainer import Trainer, TrainResult, train
+    from rnnlib.training.trainer import Trainer, train
 
 __all__ = [
     "CheckpointConfig",

@@ -6,6 +6,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rnnlib.training.config import TrainConfig
+from rnnlib.training.distributed import is_primary
 from rnnlib.training.plots import plot_losses
 from rnnlib.training.reports import EvaluationReport, NonFiniteLossError, StepReport
 
@@ -157,3 +159,15 @@ class PlotLosses(Hook):
         """Draws `loss.png`."""
         if trainer.step > 0:
             plot_losses(trainer.folder, title=trainer.title)
+
+
+def configured_hooks(config: TrainConfig) -> list[Hook]:
+    """The hooks that a config names, without its loggers, in the order in which they are called."""
+    checkpoint = config.checkpoint
+    return [
+        EvaluatePeriodically(config.evaluation.every),
+        ShowProgress(),
+        SaveCheckpoints(checkpoint.every, keep_every=checkpoint.keep_every, keep_best=checkpoint.keep_best > 0),
+        StopAtNonFiniteLoss(config.max_skipped_steps),
+        *([PlotLosses()] if config.logging.picture and is_primary() else []),
+    ]

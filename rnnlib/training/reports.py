@@ -1,11 +1,13 @@
-"""What a run tells of its steps and evaluations."""
+"""What a run tells of its steps, its evaluations and its end."""
 
 import collections
 import contextlib
 import dataclasses
 import math
+import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rnnlib.training.evaluation import Evaluation
@@ -106,3 +108,24 @@ class Speed:
         if end <= start:
             return float("nan"), None
         return (last - first) / (end - start), (end - start) / (len(self._marks) - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """How a call of `train` ended.
+
+    Attributes:
+        folder: the run's folder.
+        step: steps done, saved in the latest checkpoint.
+        tokens: tokens trained on.
+        evaluation: the last evaluation on held-out text; None when stopped before any in this call.
+        stopped_by: the signal that stopped training early; None when all steps and the last evaluation are done.
+        seconds: time that this call took.
+    """
+
+    folder: Path
+    step: int
+    tokens: int
+    evaluation: Evaluation | None
+    stopped_by: signal.Signals | None
+    seconds: float

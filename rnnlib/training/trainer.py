@@ -28,19 +28,12 @@ from rnnlib.training.config import TrainConfig
 from rnnlib.training.config_file import save_config
 from rnnlib.training.distributed import await_shared, broadcast_from_primary, is_primary
 from rnnlib.training.evaluation import Evaluation, evaluate_with, spread_batches
-from rnnlib.training.hooks import (
-    EvaluatePeriodically,
-    Hook,
-    Periodically,
-    PlotLosses,
-    SaveCheckpoints,
-    ShowProgress,
-    StopAtNonFiniteLoss,
-)
+from rnnlib.training.hooks import Hook, Periodically, configured_hooks
 from rnnlib.training.loggers import CsvLogger, check_loggers, open_loggers
 from rnnlib.training.mesh import process_rows, replicated
 from rnnlib.training.progress import ProgressReporter
-from rnnlib.training.reports import EvaluationReport, Speed, StepReport
+from rnnlib.training.reports import EvaluationReport, Speed, StepReport, TrainResult
+from rnnlib.training.resume import checkpointed, starting_point
 from rnnlib.training.run import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -50,40 +43,17 @@ from rnnlib.training.run import (
     check_new_folder,
     check_own_files,
     create_run,
-    load_base,
     load_run_chat,
     load_run_config,
     load_run_tokenizer,
     lock_run,
-    save_base,
 )
 from rnnlib.training.signals import StopSignals
-from rnnlib.training.step import StepMetrics, TrainState, put_state, split_model, state_shardings
+from rnnlib.training.step import StepMetrics, split_model
 
 
 class _Interrupted(Exception):
     """A signal asked to stop in the middle of an evaluation."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainResult:
-    """How a call of `train` ended.
-
-    Attributes:
-        folder: the run's folder.
-        step: steps done, saved in the latest checkpoint.
-        tokens: tokens trained on.
-        evaluation: the last evaluation on held-out text; None when stopped before any in this call.
-        stopped_by: the signal that stopped training early; None when all steps and the last evaluation are done.
-        seconds: time that this call took.
-    """
-
-    folder: Path
-    step: int
-    tokens: int
-    evaluation: Evaluation | None
-    stopped_by: signal.Signals | None
-    seconds: float
 
 
 class Trainer:
@@ -285,7 +255,15 @@ class Trainer:
             )
             self._batches = iter(train_data)
             stack.callback(self._batches.close)
-            self._restore(resume)
+            self._state, self._step, self.tokens = starting_point(
+                folder,
+                self.config,
+                self._steps,
+                self.checkpoints,
+                self._batches,
+                resume=resume,
+                validation_fingerprint=self._validation_data.fingerprint,
+            )
             if is_primary() and saved != self.config:
                 save_config(self.config, folder / CONFIG_FILE)
             self._hooks = self._open_hooks(stack)
@@ -302,42 +280,6 @@ class Trainer:
 
         broadcast_from_primary(lock)
 
-    def _restore(self, resume: bool) -> None:
-        """Sets state, step, tokens and the position in the data to those of the latest checkpoint, or of the start."""
-        several = jax.process_count() > 1
-        template, adaptation = self._steps.template, self._steps.adaptation
-        shardings = state_shardings(template, self._steps.mesh) if several else None
-        frozen = None
-        if self.config.lora.rank is not None and resume:
-            frozen = load_base(self.folder, template.frozen, template.other)[0]
-        if broadcast_from_primary(lambda: self.checkpoints.latest_step) is None:
-            self._state = self._steps.first_state()
-            self._step = self.tokens = 0
-            if frozen is not None:
-                self._state = put_state(dataclasses.replace(self._state, frozen=frozen), self._steps.mesh)
-            elif self.config.lora.rank is not None:
-                save_base(self.folder, self._state)
-            return
-        if adaptation is None:
-            state, progress = self.checkpoints.restore(template, shardings)
-        else:
-            # Whole arrays: they are divided before they are put on the devices.
-            held = jax.eval_shape(adaptation.saved, template.parameters, template.frozen)
-            state, progress = self.checkpoints.restore(dataclasses.replace(template, parameters=held, frozen=None))
-            trained, frozen = adaptation.restored(state.parameters, frozen)
-            state = dataclasses.replace(state, parameters=trained, frozen=frozen)
-        if progress.step > self.config.steps:
-            raise RunError(f"run {self.folder} is at step {progress.step}, beyond the {self.config.steps} asked for")
-        self._batches.set_state(progress.data_state)
-        found, wanted = self._validation_data.fingerprint, progress.data_state.get("validation")
-        if wanted not in (None, found):
-            raise RunError(
-                f"the validation data is not that of run {self.folder}: its files have changed "
-                f"(fingerprint {found}, saved {wanted})"
-            )
-        self._state = put_state(state, self._steps.mesh)
-        self._step, self.tokens = progress.step, progress.tokens
-
     def _open_hooks(self, stack: contextlib.ExitStack) -> list[Hook]:
         """The run's hooks, in the order in which they are called."""
         config = self.config
@@ -353,16 +295,7 @@ class Trainer:
             )
             loggers = [csv, *others]
         self.evaluated_steps = set(broadcast_from_primary(lambda: evaluated))
-        checkpoint = config.checkpoint
-        hooks = [
-            *loggers,
-            EvaluatePeriodically(config.evaluation.every),
-            ShowProgress(),
-            SaveCheckpoints(checkpoint.every, keep_every=checkpoint.keep_every, keep_best=checkpoint.keep_best > 0),
-            StopAtNonFiniteLoss(config.max_skipped_steps),
-            *([PlotLosses()] if config.logging.picture and is_primary() else []),
-            *self._added_hooks,
-        ]
+        hooks = [*loggers, *configured_hooks(config), *self._added_hooks]
         for hook in hooks:
             stack.callback(hook.close)
         return hooks
@@ -501,15 +434,8 @@ class Trainer:
             progress = Progress(self._step, self.tokens, data)
             evaluated = self._evaluated
             loss = None if evaluated is None or evaluated.step != self._step else evaluated.loss
-            self.checkpoints.save(self._saved_state(), progress, validation_loss=loss)
+            self.checkpoints.save(checkpointed(self._steps, self._state), progress, validation_loss=loss)
         self.saved_step = self._step
-
-    def _saved_state(self) -> TrainState:
-        adaptation, state = self._steps.adaptation, self._state
-        if adaptation is None:
-            return state
-        held = jax.jit(adaptation.saved)(state.parameters, state.frozen)
-        return dataclasses.replace(state, parameters=held, frozen=None)
 
     def close(self) -> None:
         """Closes an open run without training it; what is saved stays."""
