@@ -77,7 +77,7 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
         ValueError: the file is of no known family.
     """
     for family in FAMILIES.values():
-        if family.matches(values):
+        if family.is_of(values):
             return family
     kind = json.dumps(values.get("model_type"))
     raise ValueError(f"{where}: model_type is {kind}, expected one of {', '.join(sorted(FAMILIES))}")

@@ -78,7 +78,6 @@ class Family:
 
     Attributes:
         name: the family's name, for `save_pretrained`.
-        matches: whether a config.json is of this family.
         mixers: presets of the models that `save_pretrained` writes as this family if none is named.
         architecture: the class named in published files.
         read: from the keys of config.json to the model's configuration.
@@ -95,10 +94,10 @@ class Family:
             copies these arrays.
         has_more_layers: whether files may have layers behind the model's last, which predict further tokens and are
             unused, too.
+        matches: whether the values of a config.json are of this family; None is by their `model_type`, the name.
     """
 
     name: str
-    matches: Callable[[Mapping[str, Any]], bool]
     mixers: tuple[str, ...]
     architecture: str
     read: Callable[[ConfigKeys], ModelConfig]
@@ -110,6 +109,11 @@ class Family:
     prefixes: tuple[str, ...] = ("model.",)
     unused: tuple[str, ...] = ()
     has_more_layers: bool = False
+    matches: Callable[[Mapping[str, Any]], bool] | None = None
+
+    def is_of(self, values: Mapping[str, Any]) -> bool:
+        """Whether the values of a config.json are of this family."""
+        return values.get("model_type") == self.name if self.matches is None else self.matches(values)
 
     def leaves_out(self, name: str, num_layers: int) -> bool:
         """Whether a language model of so many layers has no use for the array of this name."""

@@ -11,8 +11,6 @@ from rnnlib.layers.presets import mixer_preset
 from rnnlib.models.config import ModelConfig, preset_of
 
 ATTENTION = ("attention", "sliding_window_attention", "forgetting_attention", "latent_attention")
-# Feed-forwards that stand in a layer as mixers, since they see the token before: without heads and a recurrence.
-CHANNEL_MIXERS = ("rwkv7_channel_mix",)
 
 
 def mixer_config(config: ModelConfig, mixer: str) -> MixerConfig:
@@ -32,14 +30,16 @@ def mixer_config(config: ModelConfig, mixer: str) -> MixerConfig:
         parts = tuple(mixer_config(config, name) for name in mixer.split(SIDE_BY_SIDE))
         return _with_options(ParallelConfig(parts), mixer, dict(dict(config.mixer_overrides).get(mixer, ())))
     preset = preset_of(mixer)
-    options: dict[str, Any] = {} if preset in CHANNEL_MIXERS else {"head_dim": config.head_dim}
+    # A feed-forward that stands in a layer as mixer, as it sees the token before, has neither heads nor a recurrence.
+    has_heads = any(field.name == "head_dim" for field in dataclasses.fields(mixer_preset(preset)))
+    options: dict[str, Any] = {"head_dim": config.head_dim} if has_heads else {}
     if preset in ATTENTION:
         options["rope_base"] = None if preset == "forgetting_attention" else config.rope_base
         if preset == "sliding_window_attention":
             options["window"] = config.window
     options = {name: value for name, value in options.items() if value is not None}
     overrides = {name: dict(values) for name, values in config.mixer_overrides}
-    if preset not in (*ATTENTION, *CHANNEL_MIXERS):
+    if has_heads and preset not in ATTENTION:
         options |= overrides.get("*", {})
     for name in dict.fromkeys((preset, mixer)):
         options |= overrides.get(name, {})

@@ -118,7 +118,6 @@ def fla_family(
 
     return Family(
         name=name,
-        matches=lambda values: values.get("model_type") == name,
         mixers=(preset, *mixers),
         architecture=architecture,
         read=read_config,

@@ -58,7 +58,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 FORGETTING_TRANSFORMER = Family(
     name="forgetting_transformer",
-    matches=lambda values: values.get("model_type") == "forgetting_transformer",
     mixers=("forgetting_attention",),
     architecture="ForgettingTransformerForCausalLM",
     read=_read,

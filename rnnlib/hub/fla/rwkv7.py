@@ -142,7 +142,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 RWKV7_FAMILY = Family(
     name="rwkv7",
-    matches=lambda values: values.get("model_type") == "rwkv7",
     mixers=(_TIME, _CHANNEL),
     architecture="RWKV7ForCausalLM",
     read=_read,

@@ -44,7 +44,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 TRANSFORMER = Family(
     name="transformer",
-    matches=lambda values: values.get("model_type") == "transformer",
     mixers=("attention", "sliding_window_attention"),
     architecture="TransformerForCausalLM",
     read=_read,

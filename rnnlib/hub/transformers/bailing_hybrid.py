@@ -11,10 +11,12 @@ from rnnlib.hub.transformers.common import (
     EXPERTS,
     FEED_FORWARD,
     Options,
+    read_latent_attention,
     read_layer_types,
     read_model,
     read_rotary,
     write_experts,
+    write_latent_attention,
     write_model,
 )
 from rnnlib.layers.decay import BoundedDecay, SoftplusDecay
@@ -145,20 +147,8 @@ def _read_attention(keys: ConfigKeys, heads: int) -> Options:
     base, factor = read_rotary(keys, base=6e6)
     if factor != 1:
         raise ValueError(f"{keys.where}: partial_rotary_factor is {factor}, expected 1")
-    bias = keys.flag("attention_bias", False)
-    return {
-        "num_heads": heads,
-        "head_dim": keys.size("qk_nope_head_dim", 128),
-        "shared_key_dim": keys.size("qk_rope_head_dim", 64),
-        "value_head_dim": keys.size("v_head_dim", 128),
-        "latent_size": keys.size("kv_lora_rank", 512),
-        "query_latent_size": keys.size("q_lora_rank", None),
-        "rope_base": base,
-        "head_gate": True,
-        "eps": _EPS,
-        "use_bias": bias,
-        "output_bias": bias,
-    }
+    given = read_latent_attention(keys, num_heads=heads, rope_base=base, eps=_EPS)
+    return given | {"head_gate": True}
 
 
 def _read_experts(keys: ConfigKeys) -> Experts:
@@ -212,15 +202,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "topk_group": 1,
     }
     for layer in latent[:1]:
-        values |= {
-            "qk_nope_head_dim": layer.head_dim,
-            "qk_rope_head_dim": layer.shared_key_dim,
-            "v_head_dim": layer.value_head_dim,
-            "kv_lora_rank": layer.latent_size,
-            "q_lora_rank": layer.query_latent_size,
-            "attention_bias": layer.use_bias,
-            "rope_parameters": {"rope_type": "default", "rope_theta": layer.rope_base},
-        }
+        values |= write_latent_attention(layer)
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": layer.rope_base}
     for part in experts[:1]:
         values |= write_experts(part)
     return values
@@ -228,7 +211,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 BAILING_HYBRID = Family(
     name="bailing_hybrid",
-    matches=lambda values: values.get("model_type") == "bailing_hybrid",
     mixers=("kda",),
     architecture="BailingHybridForCausalLM",
     read=_read,

@@ -1,14 +1,16 @@
-"""Code shared by transformers' families: embedding, SwiGLU, experts, rotary positions and types of layers."""
+"""Code shared by transformers' families: rows, experts, rotary positions, latent attention, types of layers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rnnlib.fields import PositiveNumber
 from rnnlib.hub.computation import sized_mixer
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.layouts import TRANSPOSED, JoinedExperts, Stacked
 from rnnlib.hub.table import linear, row
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.experts import Experts
+from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig
 
@@ -17,6 +19,20 @@ ROWS = (
     row("model.norm.weight", "norm.scale"),
     row("lm_head.weight", "head"),
     row("lm_head.weight", "embedding", copy=True),
+)
+
+# Of models with Mamba-2, whose last norm has a name of its own.
+MAMBA_ROWS = (
+    *(entry for entry in ROWS if entry.ours != ("norm.scale",)),
+    row("model.final_layernorm.weight", "norm.scale"),
+)
+
+MAMBA_BLOCK = (
+    row("input_layernorm.weight", "mixer_norm.scale"),
+    row("pre_ff_layernorm.weight", "feed_forward_norm.scale"),
+    *linear("feed_forward.gate_proj", "feed_forward.gate"),
+    *linear("feed_forward.up_proj", "feed_forward.up"),
+    *linear("feed_forward.down_proj", "feed_forward.down"),
 )
 
 FEED_FORWARD = (
@@ -201,4 +217,39 @@ def write_experts(part: Experts) -> dict[str, Any]:
         "num_expert_group": part.router.groups,
         "topk_group": part.router.groups_kept,
         "routed_scaling_factor": part.router.scale,
+    }
+
+
+def read_factor(keys: ConfigKeys, name: str) -> float:
+    """A positive factor; null is 1."""
+    value = keys.take(name, PositiveNumber | None, 1.0)
+    return 1.0 if value is None else float(value)
+
+
+def read_latent_attention(keys: ConfigKeys, *, num_heads: int, rope_base: float | None, eps: float) -> Options:
+    """Options of latent attention, with DeepSeek's keys of its sizes."""
+    bias = keys.flag("attention_bias", False)
+    return {
+        "num_heads": num_heads,
+        "head_dim": keys.size("qk_nope_head_dim", 128),
+        "shared_key_dim": keys.size("qk_rope_head_dim", 64),
+        "value_head_dim": keys.size("v_head_dim", 128),
+        "latent_size": keys.size("kv_lora_rank", 512),
+        "query_latent_size": keys.size("q_lora_rank", None),
+        "rope_base": rope_base,
+        "eps": eps,
+        "use_bias": bias,
+        "output_bias": bias,
+    }
+
+
+def write_latent_attention(layer: LatentAttentionConfig) -> dict[str, Any]:
+    """The keys that `read_latent_attention` reads."""
+    return {
+        "qk_nope_head_dim": layer.head_dim,
+        "qk_rope_head_dim": layer.shared_key_dim,
+        "v_head_dim": layer.value_head_dim,
+        "kv_lora_rank": layer.latent_size,
+        "q_lora_rank": layer.query_latent_size,
+        "attention_bias": layer.use_bias,
     }

@@ -3,12 +3,20 @@
 import math
 from typing import Any
 
-from rnnlib.fields import PositiveNumber
 from rnnlib.hub.computation import sized_mixer
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.mamba2 import MAMBA_KEYS, mamba_options, mamba_rows, read_limits, written_limits
-from rnnlib.hub.table import Family, Row, linear, row
-from rnnlib.hub.transformers.common import ATTENTION, ROWS, Options, read_model, read_rotary, write_model
+from rnnlib.hub.table import Family, Row
+from rnnlib.hub.transformers.common import (
+    ATTENTION,
+    MAMBA_BLOCK,
+    MAMBA_ROWS,
+    Options,
+    read_factor,
+    read_model,
+    read_rotary,
+    write_model,
+)
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.decay import SoftplusDecay
 from rnnlib.layers.feed_forward import SwiGLUConfig
@@ -25,12 +33,6 @@ _ROWS = (
     "convolution.query_scale",
     "decay.scale",
 )
-
-
-def _factor(keys: ConfigKeys, name: str) -> float:
-    """A positive factor; null is 1."""
-    value = keys.take(name, PositiveNumber | None, 1.0)
-    return 1.0 if value is None else float(value)
 
 
 def _factors(keys: ConfigKeys, name: str, count: int) -> tuple[float, ...]:
@@ -51,8 +53,8 @@ def _read(keys: ConfigKeys) -> ModelConfig:
     gate, down = _factors(keys, "mlp_multipliers", 2)
     feed_forward = SwiGLUConfig(use_bias=keys.flag("mlp_bias", False), gate_scale=gate, output_scale=down)
     scales = {
-        "input_scales": (_factor(keys, "ssm_in_multiplier"), _factor(keys, "attention_in_multiplier")),
-        "output_scales": (_factor(keys, "ssm_out_multiplier"), _factor(keys, "attention_out_multiplier")),
+        "input_scales": (read_factor(keys, "ssm_in_multiplier"), read_factor(keys, "attention_in_multiplier")),
+        "output_scales": (read_factor(keys, "ssm_out_multiplier"), read_factor(keys, "attention_out_multiplier")),
     }
     return ModelConfig(
         **model,
@@ -62,8 +64,8 @@ def _read(keys: ConfigKeys) -> ModelConfig:
         mixer_overrides={"mamba2": mamba, "attention": _read_attention(keys, width), _MIXER: scales},
         mlp_width=keys.size("intermediate_size", 14336),
         feed_forwards=(feed_forward,),
-        embedding_scale=_factor(keys, "embedding_multiplier"),
-        logits_scale=_factor(keys, "lm_head_multiplier"),
+        embedding_scale=read_factor(keys, "embedding_multiplier"),
+        logits_scale=read_factor(keys, "lm_head_multiplier"),
     )
 
 
@@ -112,7 +114,7 @@ def _read_attention(keys: ConfigKeys, width: int) -> Options:
         "rope_base": base,
         "rope_channels": int(size * factor),
         # Keys are multiplied before they turn, which is the same as multiplying the scores.
-        "scale": size**-0.5 * _factor(keys, "key_multiplier"),
+        "scale": size**-0.5 * read_factor(keys, "key_multiplier"),
     }
 
 
@@ -188,22 +190,10 @@ def _beside(rows: tuple[Row, ...], number: int) -> tuple[Row, ...]:
 
 FALCON_H1 = Family(
     name="falcon_h1",
-    matches=lambda values: values.get("model_type") == "falcon_h1",
     mixers=(_MIXER,),
     architecture="FalconH1ForCausalLM",
     read=_read,
     write=_write,
-    rows=(
-        *(entry for entry in ROWS if entry.ours != ("norm.scale",)),
-        row("model.final_layernorm.weight", "norm.scale"),
-    ),
-    layer_rows=(
-        row("input_layernorm.weight", "mixer_norm.scale"),
-        row("pre_ff_layernorm.weight", "feed_forward_norm.scale"),
-        *linear("feed_forward.gate_proj", "feed_forward.gate"),
-        *linear("feed_forward.up_proj", "feed_forward.up"),
-        *linear("feed_forward.down_proj", "feed_forward.down"),
-        *_beside(mamba_rows("mamba"), 0),
-        *_beside(ATTENTION, 1),
-    ),
+    rows=MAMBA_ROWS,
+    layer_rows=(*MAMBA_BLOCK, *_beside(mamba_rows("mamba"), 0), *_beside(ATTENTION, 1)),
 )

@@ -7,7 +7,16 @@ from rnnlib.hub.computation import sized_mixer
 from rnnlib.hub.keys import ConfigKeys
 from rnnlib.hub.layouts import TRANSPOSED, Interleaved, Reshaped, Stacked
 from rnnlib.hub.table import Family, filter_, linear, row
-from rnnlib.hub.transformers.common import FEED_FORWARD, ROWS, Options, read_model, write_experts, write_model
+from rnnlib.hub.transformers.common import (
+    FEED_FORWARD,
+    ROWS,
+    Options,
+    read_latent_attention,
+    read_model,
+    write_experts,
+    write_latent_attention,
+    write_model,
+)
 from rnnlib.layers.experts import Experts, RouterConfig
 from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
@@ -156,22 +165,11 @@ def _checked(keys: ConfigKeys, name: str, given: list[Any], kinds: tuple[str, ..
 
 
 def _read_attention(keys: ConfigKeys) -> Options:
-    heads, bias = keys.size("num_attention_heads", 32), keys.flag("attention_bias", False)
+    heads = keys.size("num_attention_heads", 32)
     if keys.size("num_key_value_heads", heads) != heads:
         found = keys.values["num_key_value_heads"]
         raise ValueError(f"{keys.where}: num_key_value_heads is {found}, expected num_attention_heads = {heads}")
-    return {
-        "num_heads": heads,
-        "head_dim": keys.size("qk_nope_head_dim", 128),
-        "shared_key_dim": keys.size("qk_rope_head_dim", 64),
-        "value_head_dim": keys.size("v_head_dim", 128),
-        "latent_size": keys.size("kv_lora_rank", 512),
-        "query_latent_size": keys.size("q_lora_rank", None),
-        "rope_base": None,
-        "eps": _EPS,
-        "use_bias": bias,
-        "output_bias": bias,
-    }
+    return read_latent_attention(keys, num_heads=heads, rope_base=None, eps=_EPS)
 
 
 _EXPERT_KEYS = (
@@ -231,29 +229,16 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "linear_head_dim": delta[0].key_head_dim,
         "linear_conv_kernel_dim": 4 if delta[0].convolution is None else delta[0].convolution.size,
     }
-    if latent:
-        values |= _write_attention(latent[0])
+    for layer in latent[:1]:
+        values |= {"num_attention_heads": layer.num_heads, "num_key_value_heads": layer.num_heads}
+        values |= write_latent_attention(layer)
     if experts:
         values |= write_experts(experts[0])
     return values
 
 
-def _write_attention(layer: LatentAttentionConfig) -> dict[str, Any]:
-    return {
-        "num_attention_heads": layer.num_heads,
-        "num_key_value_heads": layer.num_heads,
-        "qk_nope_head_dim": layer.head_dim,
-        "qk_rope_head_dim": layer.shared_key_dim,
-        "v_head_dim": layer.value_head_dim,
-        "kv_lora_rank": layer.latent_size,
-        "q_lora_rank": layer.query_latent_size,
-        "attention_bias": layer.use_bias,
-    }
-
-
 KIMI_LINEAR = Family(
     name="kimi_linear",
-    matches=lambda values: values.get("model_type") == "kimi_linear",
     mixers=("kda",),
     architecture="KimiLinearForCausalLM",
     read=_read,

@@ -135,7 +135,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 LARA_MINI = Family(
     name="lara_mini",
-    matches=lambda values: values.get("model_type") == "lara_mini",
     mixers=("gated_deltanet",),
     architecture="LaraMiniForCausalLM",
     read=_read,

@@ -2,16 +2,19 @@
 
 from typing import Any
 
-from rnnlib.fields import NaturalNumber, PositiveNumber
+from rnnlib.fields import NaturalNumber
 from rnnlib.hub.keys import ConfigKeys, expansion
 from rnnlib.hub.layouts import TRANSPOSED, Joined, JoinedExperts
 from rnnlib.hub.mamba2 import mamba_options, mamba_rows, read_limits, written_limits
-from rnnlib.hub.table import Family, linear, row
+from rnnlib.hub.table import Family, row
 from rnnlib.hub.transformers.common import (
     ATTENTION,
+    MAMBA_BLOCK,
+    MAMBA_ROWS,
     ROWS,
     Options,
     mixers_by_kind,
+    read_factor,
     read_layer_types,
     read_model,
     read_rotary,
@@ -158,31 +161,13 @@ def _write_bamba(config: ModelConfig) -> dict[str, Any]:
 
 BAMBA = Family(
     name="bamba",
-    matches=lambda values: values.get("model_type") == "bamba",
     mixers=("mamba2",),
     architecture="BambaForCausalLM",
     read=_read_bamba,
     write=_write_bamba,
-    rows=(
-        *(entry for entry in ROWS if entry.ours != ("norm.scale",)),
-        row("model.final_layernorm.weight", "norm.scale"),
-    ),
-    layer_rows=(
-        row("input_layernorm.weight", "mixer_norm.scale"),
-        row("pre_ff_layernorm.weight", "feed_forward_norm.scale"),
-        *linear("feed_forward.gate_proj", "feed_forward.gate"),
-        *linear("feed_forward.up_proj", "feed_forward.up"),
-        *linear("feed_forward.down_proj", "feed_forward.down"),
-        *mamba_rows("mamba"),
-        *ATTENTION,
-    ),
+    rows=MAMBA_ROWS,
+    layer_rows=(*MAMBA_BLOCK, *mamba_rows("mamba"), *ATTENTION),
 )
-
-
-def _factor(keys: ConfigKeys, name: str) -> float:
-    """A positive factor; null is 1."""
-    value = keys.take(name, PositiveNumber | None, 1.0)
-    return 1.0 if value is None else float(value)
 
 
 def _read_granite(keys: ConfigKeys) -> ModelConfig:
@@ -215,13 +200,13 @@ def _read_granite(keys: ConfigKeys) -> ModelConfig:
         mixers=mixers,
         mixer_overrides={
             "mamba2": mamba,
-            "attention": attention | rotary | {"scale": _factor(keys, "attention_multiplier")},
+            "attention": attention | rotary | {"scale": read_factor(keys, "attention_multiplier")},
         },
         mlp_width=shared,
         feed_forwards=(feed_forward,),
-        embedding_scale=_factor(keys, "embedding_multiplier"),
-        residual_scale=_factor(keys, "residual_multiplier"),
-        logits_scale=1 / _factor(keys, "logits_scaling"),
+        embedding_scale=read_factor(keys, "embedding_multiplier"),
+        residual_scale=read_factor(keys, "residual_multiplier"),
+        logits_scale=1 / read_factor(keys, "logits_scaling"),
     )
 
 
@@ -260,7 +245,6 @@ _GATE_AND_UP = ("gate.kernel", "up.kernel")
 
 GRANITE = Family(
     name="granitemoehybrid",
-    matches=lambda values: values.get("model_type") == "granitemoehybrid",
     mixers=("mamba2",),
     architecture="GraniteMoeHybridForCausalLM",
     read=_read_granite,

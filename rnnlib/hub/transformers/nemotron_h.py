@@ -215,7 +215,6 @@ def _write_experts(part: Experts) -> dict[str, Any]:
 
 NEMOTRON_H = Family(
     name="nemotron_h",
-    matches=lambda values: values.get("model_type") == "nemotron_h",
     mixers=("mamba2",),
     architecture="NemotronHForCausalLM",
     read=_read,

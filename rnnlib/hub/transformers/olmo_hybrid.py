@@ -135,7 +135,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 OLMO_HYBRID = Family(
     name="olmo_hybrid",
-    matches=lambda values: values.get("model_type") == "olmo_hybrid",
     mixers=("gated_deltanet",),
     architecture="OlmoHybridForCausalLM",
     read=_read,
