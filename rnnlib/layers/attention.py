@@ -13,7 +13,15 @@ from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
 from rnnlib.layers.attention_cache import AttentionCache, check_call_length, empty_ring, extend_ring
-from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
+from rnnlib.layers.base import (
+    MixerConfig,
+    MixerShape,
+    MixerWithOutput,
+    check_cache,
+    check_cache_size,
+    check_input,
+    exact_quotient,
+)
 from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.input_projection import InputProjection, ProjectedInput
@@ -116,7 +124,7 @@ class AttentionConfig(MixerConfig):
         return Attention(self, shape.own_share(), rngs=rngs)
 
 
-class Attention(nnx.Module):
+class Attention(MixerWithOutput):
     """Causal softmax attention, full or over a sliding window.
 
     Attributes:
@@ -200,34 +208,6 @@ class Attention(nnx.Module):
             return y.reshape(heads)
         return norm(y.reshape(heads)) if self.config.qk_norm is True else norm(y).reshape(heads)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        cache: AttentionCache | None = None,
-    ) -> tuple[Float[Array, "B T D"], AttentionCache | None]:
-        """Mixes the tokens of `x`.
-
-        Args:
-            x: input `[B, T, D]`, T >= 1.
-            segment_ids: ids of packed documents. A token sees no token before the last change of id. The first token of
-                a call continues the cache's last segment, regardless of its id.
-            positions: of each token, for the rotation; None continues from the cache, or from 0.
-            cache: None for the parallel pass; else the cache of `init_cache` or of the previous call. `init_cache`
-                documents which tokens are visible beyond its `max_length`.
-
-        Returns:
-            Output `[B, T, D]`, and the next cache (None if `cache` is None).
-
-        Raises:
-            ValueError: `x` is not as wide as the layer or is empty, the cache is of another batch or layer, or a single
-                call is longer than a full-attention cache.
-        """
-        out, cache = self.features(x, segment_ids=segment_ids, positions=positions, cache=cache)
-        return self.output(out), cache
-
     def features(
         self,
         x: Float[Array, "B T D"],
@@ -236,10 +216,7 @@ class Attention(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         cache: AttentionCache | None = None,
     ) -> tuple[Float[Array, "B T F"], AttentionCache | None]:
-        """The call without its output map: what `output` reads `[B, T, H * K]`, and the next cache.
-
-        Arguments and errors are those of the call.
-        """
+        """What `output` reads `[B, T, H * K]`, and the next cache; see `MixerWithOutput`."""
         check_input("Attention", x, self.shape.width)
         batch, length = x.shape[:2]
         check_segment_ids("Attention", segment_ids, batch, length)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveInteger, check_fields, check_value, in_words, matches
 from rnnlib.layers.initializers import Initializer
@@ -34,6 +35,59 @@ class TokenMixer(Protocol):
     def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike) -> Any:
         """A cache of constant size for `batch_size` sequences of up to `max_length` tokens."""
         ...
+
+
+class MixerWithOutput(nnx.Module, abc.ABC):
+    """A mixer that ends in a map, `output`, of its `features`: a block can add what follows to that map's matmul.
+
+    Attributes:
+        output: the map; None where `features` gives the result itself.
+    """
+
+    output: Any
+
+    @abc.abstractmethod
+    def features(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        cache: Any = None,
+    ) -> tuple[Float[Array, "B T F"], Any]:
+        """The call without its output map: what `output` reads `[B, T, F]`, and the next cache.
+
+        Arguments and errors are those of the call.
+        """
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        cache: Any = None,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Mixes the tokens of `x`.
+
+        Args:
+            x: input `[B, T, D]`, T >= 1.
+            segment_ids: ids of packed documents. Convolutions and states restart where the id changes, and attention
+                sees no token before the last change. The first token of a call continues the cache, regardless of its
+                id.
+            positions: of each token, for rotary positions; None continues from the cache, or from 0.
+            cache: None for the parallel pass; otherwise the cache of `init_cache` or of the previous call.
+                `init_cache` documents which tokens attention sees beyond its `max_length`.
+
+        Returns:
+            Output `[B, T, D]`, and the next cache (None where none was given).
+
+        Raises:
+            ValueError: `x` is not as wide as the mixer or is empty, the cache is of another batch or mixer, or a single
+                call is longer than a full-attention cache.
+        """
+        y, cache = self.features(x, segment_ids=segment_ids, positions=positions, cache=cache)
+        return (y if self.output is None else self.output(y)), cache
 
 
 @runtime_checkable

@@ -12,7 +12,15 @@ from jaxtyping import Float, Int
 
 from rnnlib.fields import NaturalNumber, PositiveInteger, PositiveNumber, check_fields
 from rnnlib.layers.attention_cache import LatentCache, check_call_length, empty_ring, extend_ring
-from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
+from rnnlib.layers.base import (
+    MixerConfig,
+    MixerShape,
+    MixerWithOutput,
+    check_cache,
+    check_cache_size,
+    check_input,
+    exact_quotient,
+)
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.rotary import Rotary, RotaryBase, running_positions
@@ -135,7 +143,7 @@ class LatentQuery(nnx.Module):
         return self.up(self.norm(self.down(x)))
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(MixerWithOutput):
     """Causal softmax attention whose keys and values are read from latents; see `LatentAttentionConfig`.
 
     A cache keeps the latents. `W_UK` is then applied to the query in place of the keys, and `W_UV` to the weighted mean
@@ -180,32 +188,6 @@ class LatentAttention(nnx.Module):
         turns = config.rope_base is not None and self.shared_size > 0
         self.rotary = Rotary(config.rope_base) if turns and config.rope_base else None
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        cache: LatentCache | None = None,
-    ) -> tuple[Float[Array, "B T D"], LatentCache | None]:
-        """Mixes the tokens of `x`; arguments, results and errors as `Attention.__call__`.
-
-        Args:
-            x: input `[B, T, D]`, T >= 1.
-            segment_ids: ids of packed documents: tokens see nothing from before the last change of id.
-            positions: of each token, for the rotation; None counts on from the cache, or from 0.
-            cache: None for the parallel pass; else what `init_cache` or the previous call gave, to continue from.
-
-        Returns:
-            Output `[B, T, D]`, and the next cache (None where none was given).
-
-        Raises:
-            ValueError: `x` is not as wide as the layer or is empty, the cache is of another batch or layer, or a single
-                call is longer than the cache.
-        """
-        out, cache = self.features(x, segment_ids=segment_ids, positions=positions, cache=cache)
-        return self.output(out), cache
-
     def features(
         self,
         x: Float[Array, "B T D"],
@@ -214,10 +196,7 @@ class LatentAttention(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         cache: LatentCache | None = None,
     ) -> tuple[Float[Array, "B T F"], LatentCache | None]:
-        """The call without its output map: what `output` reads `[B, T, H * V]`, and the next cache.
-
-        Arguments and errors are those of the call.
-        """
+        """What `output` reads `[B, T, H * V]`, and the next cache; see `MixerWithOutput`."""
         check_input("LatentAttention", x, self.shape.width)
         batch, length = x.shape[:2]
         check_segment_ids("LatentAttention", segment_ids, batch, length)

@@ -13,7 +13,15 @@ from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
 from rnnlib.layers.arrays import Gates
-from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
+from rnnlib.layers.base import (
+    MixerConfig,
+    MixerShape,
+    MixerWithOutput,
+    check_cache,
+    check_cache_size,
+    check_input,
+    exact_quotient,
+)
 from rnnlib.layers.check_parts import check_decay, check_decay_is_no_growth, check_gates, check_keys, expect_type
 from rnnlib.layers.convolution import ConvolutionConfig
 from rnnlib.layers.decay import DecayConfig, NoDecay
@@ -225,7 +233,7 @@ def _plain(cache: MixerCache) -> MixerCache:
     return cache._replace(state=cache.state.state) if is_delayed else cache
 
 
-class RecurrentMixer(nnx.Module):
+class RecurrentMixer(MixerWithOutput):
     """A token mixer over the axes: decay, gain, keys, solve."""
 
     def __init__(self, config: RecurrentMixerConfig, shape: MixerShape, *, rngs: nnx.Rngs):
@@ -261,32 +269,6 @@ class RecurrentMixer(nnx.Module):
         maps = columns_of(*streams, self.decay, self.gain, self.keys, self.solve, self.output_projection)
         self.input_projection = InputProjection(shape, maps, shared=shared_columns(columns_in_place(streams), maps))
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        cache: MixerCache | None = None,
-    ) -> tuple[Float[Array, "B T D"], MixerCache | None]:
-        """Mixes the tokens of `x`.
-
-        Args:
-            x: input `[B, T, D]`, T >= 1.
-            segment_ids: ids of packed documents; convolution and state restart where the id changes. The first token
-                of a call continues the cache, regardless of its id.
-            positions: of each token, for mixers with rotary positions; None continues from the cache, or from 0.
-            cache: None for the parallel pass; otherwise the cache of `init_cache` or of the previous call.
-
-        Returns:
-            Output `[B, T, D]`, and the next cache (None where none was given).
-
-        Raises:
-            ValueError: `x` is not as wide as the mixer or empty, or the cache is of another batch or mixer.
-        """
-        y, cache = self.features(x, segment_ids=segment_ids, positions=positions, cache=cache)
-        return (y if self.output is None else self.output(y)), cache
-
     @property
     def output(self) -> nnx.Module | None:
         """The map from `features` to the result; None if an output projection of your own gives the result itself."""
@@ -300,10 +282,7 @@ class RecurrentMixer(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         cache: MixerCache | None = None,
     ) -> tuple[Float[Array, "B T F"], MixerCache | None]:
-        """The call without its output map: what `output` reads `[B, T, HV * V]`, and the next cache.
-
-        Arguments and errors are those of the call.
-        """
+        """What `output` reads `[B, T, HV * V]`, and the next cache; see `MixerWithOutput`."""
         check_input("RecurrentMixer", x, self.shape.width)
         if cache is not None:
             check_cache("RecurrentMixer", _plain(cache), jax.eval_shape(lambda: self.init_cache(x.shape[0], 1)))
