@@ -8,6 +8,9 @@ beside this file, after each model.
 
 With `--gpus` the devices are this machine's GPUs, the models larger, and operators run by their kernels, in float32 and
 in bfloat16 (`on_gpus`). Writes gpu_meshes.json.
+
+Figures in both files are of the commits and dates that they name. Names of parameters ("worst") are of today: they
+were renamed in the files when the parameters were.
 """
 
 import concurrent.futures
