@@ -21,6 +21,8 @@ class Inputs(NamedTuple):
         log_decay: None, `[B, T, HV]` or `[B, T, HV, K]`.
         initial_state: None (zero) or `[B, HV, K, V]` float32.
         starts: None, or `[B, T]` int32, 1 at each token that starts a segment.
+        value_key: None, or `[B, T, H, K]` or `[B, T, HV, K]`, the key that values are written along where that is not
+            the key that takes away what is erased (`dplr`).
     """
 
     q: Array
@@ -32,6 +34,7 @@ class Inputs(NamedTuple):
     log_decay: Array | None = None
     initial_state: Array | None = None
     starts: Array | None = None
+    value_key: Array | None = None
 
 
 def make_inputs(
@@ -89,6 +92,7 @@ def pad_inputs(inputs: Inputs, whole_chunks: bool = True) -> Inputs:
         log_decay=pad(inputs.log_decay, keys),
         initial_state=None if state is None else jnp.pad(state, [(0, 0), (0, 0), (0, keys), (0, values)]),
         starts=pad(inputs.starts, 0),
+        value_key=pad(inputs.value_key, keys),
     )
 
 

@@ -29,6 +29,7 @@ def variant_name(inputs: Inputs, online: bool) -> str:
     kinds = {0: "none", 3: "scalar", 4: "channel"}
     decay = kinds[0 if inputs.log_decay is None else inputs.log_decay.ndim]
     solve = "linear" if not online else "delta" if inputs.write_key is None else "delta+key"
+    solve = solve if inputs.value_key is None else "dplr"
     key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
     return f"{solve}-{decay}-{key_size}x{value_size}-{inputs.v.dtype.name}"
 

@@ -60,10 +60,10 @@ def to_arrays(arguments, dtype=jnp.float32):
     return {name: jnp.asarray(x, jnp.int32 if name == "segment_ids" else dtype) for name, x in arguments.items()}
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
-def value_and_grad(floats, segment_ids, implementation):
+@functools.partial(jax.jit, static_argnames=("implementation", "least"))
+def value_and_grad(floats, segment_ids, implementation, least=None):
     # The kernels have one size of chunks, and take decays with a lower bound.
-    options = {"chunk_size": 64, "least_log_decay": -1.0} if implementation == "triton" else {"chunk_size": 16}
+    options = {"chunk_size": 64, "least_log_decay": least} if implementation == "triton" else {"chunk_size": 16}
 
     def loss(floats):
         out, final = ops.dplr(**floats, **options, segment_ids=segment_ids, scale=1.0, implementation=implementation)
@@ -73,9 +73,9 @@ def value_and_grad(floats, segment_ids, implementation):
     return outputs, grads
 
 
-def evaluate(arguments, dtype, implementation):
+def evaluate(arguments, dtype, implementation, least=None):
     arrays = to_arrays(arguments, dtype)
-    return jax.tree.map(np.asarray, value_and_grad(arrays, arrays.pop("segment_ids"), implementation))
+    return jax.tree.map(np.asarray, value_and_grad(arrays, arrays.pop("segment_ids"), implementation, least))
 
 
 def relative_error(x, expected):
@@ -99,14 +99,23 @@ def test_chunks_match_the_recurrence_in_float64(seed, case):
         assert relative_error(grad, exact[name]) < 1e-5, name
 
 
-@pytest.mark.parametrize("case", [(37, 4, False, True), (37, 2, True, False), (5, 2, True, True)])
-def test_kernels_over_two_steps_a_token_match_the_recurrence(case):
+@pytest.mark.parametrize(
+    ("case", "least"),
+    [
+        ((150, 4, False, True), -1.5),
+        ((150, 2, True, False), -1.5),
+        ((5, 2, True, True), -1.5),
+        ((37, 4, False, True), -5.0),  # decays as strong as these take the delta rule's kernels, over two steps a token
+        ((37, 2, True, False), -5.0),
+    ],
+)
+def test_kernels_match_the_recurrence(case, least):
     *case, shared = case
     arguments = draw(3, *case, shared=shared)
-    arguments["log_decay"] = np.maximum(arguments["log_decay"], -1.0)
+    arguments["log_decay"] = np.maximum(arguments["log_decay"], max(least, -2.0))
     with jax.enable_x64(True):
         expected, exact = evaluate(arguments, jnp.float64, "scan")
-    outputs, grads = evaluate(arguments, jnp.float32, "triton")
+    outputs, grads = evaluate(arguments, jnp.float32, "triton", least)
     for out, right in zip(outputs, expected):
         assert relative_error(out, right) < 1e-5
     for name, grad in grads.items():

@@ -19,6 +19,7 @@ from pallas_kernels.attention.mosaic_gpu.bwd import attention_gradients
 from pallas_kernels.delta_rule.api import gated_delta_rule
 from pallas_kernels.delta_rule.delayed_state import DelayedState, without_pending
 from pallas_kernels.delta_rule.delayed_update import delayed_token, flush
+from pallas_kernels.delta_rule.dplr import dplr
 from pallas_kernels.delta_rule.tuned_configs import load_table
 from pallas_kernels.linear_attention.api import linear_attention
 from pallas_kernels.ridge.api import ridge_solve
@@ -125,6 +126,17 @@ def delta_rule(
     return Case(" ".join(words), loss, x, differentiated=not one)
 
 
+def diagonal_plus_low_rank(size: int, dtype: Any, shape: Shape, place: str, packed: bool = False) -> Case:
+    """A call of RWKV-7's rule."""
+    keys = jax.ShapeDtypeStruct((*shape, size), dtype)
+    x = dict.fromkeys(("q", "k", "v", "a", "b"), keys)
+    x["log_decay"] = jax.ShapeDtypeStruct(keys.shape, jnp.float32)
+    if packed:
+        x["segment_ids"] = jax.ShapeDtypeStruct(shape[:2], jnp.int32)
+    name = f"dplr-channel-{size}x{size}-{jnp.dtype(dtype).name} {place}{' packed' if packed else ''}"
+    return Case(name, lambda x: _total(dplr(**x)), x)
+
+
 def tuned() -> list[Case]:
     """Every variant of the H200's table, where heads abound, where they are few, and in between where that differs."""
     table = json.loads((resources.files("pallas_kernels.delta_rule") / "tuned" / "nvidia_h200.json").read_text())
@@ -164,6 +176,11 @@ def defaults() -> list[Case]:
         *(delta_rule(variant, FEW, "few heads", channel_gates=True, packed=True) for variant in gates),
         delta_rule("delta-channel-128x128-float32", FEW, "few heads", channel_gates=True, packed=True),
         delta_rule("linear-scalar-64x64-bfloat16", (2, 7, 4), "seven tokens"),
+        *(diagonal_plus_low_rank(size, jnp.bfloat16, FEW, "few heads") for size in (64, 128)),
+        diagonal_plus_low_rank(64, jnp.bfloat16, MANY, "many heads", packed=True),
+        diagonal_plus_low_rank(64, jnp.float32, FEW, "few heads"),
+        diagonal_plus_low_rank(128, jnp.float32, FEW, "few heads"),
+        diagonal_plus_low_rank(256, jnp.bfloat16, FEW, "few heads"),
         *(delta_rule(variant, (64, 1, 8), "one token", one=True) for variant in variants if "linear" not in variant),
     ]
 
@@ -446,6 +463,7 @@ USUAL = (
     r"^delta-channel-(128x128|256x256)-bfloat16 few heads channel gates packed$",
     r"^delta\+key-(scalar|channel)-128x128-bfloat16 few heads$",
     r"^linear-(none|scalar)-128x128-bfloat16 few heads$",
+    r"^dplr-channel-(64x64|128x128)-bfloat16 few heads$",
     r"^ridge solve 128 bfloat16 (chebyshev, bfloat16|conjugate gradient, split) products$",
     r"^(preconditioner|short convolution|skinny matmuls|rms norm|softplus decay|log sum exp|delayed updates)",
     r"^(token attention|attention gradients)",

@@ -181,6 +181,11 @@ def dot_tn(a: Array, b: Array, precise: bool | None = None) -> Array:
     return _dot(a, b, (0, 0), precise)
 
 
+def dot_tt(a: Array, b: Array, precise: bool | None = None) -> Array:
+    """`a.T @ b.T`, accumulated in float32."""
+    return _dot(a, b, (0, 1), precise)
+
+
 def rounded(x: Array, dtype: Any) -> Array:
     """Float32 `x` in `dtype`, rounded to it even if it is cast back."""
     # XLA takes a cast there and back, which is what remains when interpreted, for no change of the value.

@@ -54,6 +54,16 @@ def _reverse_step(r, n, d_state: Array, kernel_shape: KernelShape, is_exact: boo
     return before - dot(scale_tokens(d_value, load_row(r.erased_rows, rows)).astype(dtype), erased), d_value
 
 
+def _store_added_side(r, n, d_state: Array, d_written: Array):
+    """With a value key, gradients of a chunk's values and of what it erases of them, from `dS_C` and `dW`."""
+    rows, dtype = pl.ds(n * CHUNK, CHUNK), r.d_v.dtype
+    d_out, added, scores = (load_tile(x, i, r.is_lean) for x, i in ((r.d_out, rows), (r.added, rows), (r.added_scores, n)))
+    d_v = dot_nt(d_state.astype(dtype), added) + dot_tn(d_out, scores)
+    d_v = d_v - dot(d_written.astype(dtype), load_tile(r.added_pairs, n, r.is_lean))
+    r.d_v[rows, :] = d_v.astype(dtype).T
+    r.d_written[rows, :] = d_written.astype(dtype).T
+
+
 def _store_value_side(r, rows, values: Array | None, d_written: Array):
     """Gradients of a chunk's values and write gate from `dW`, transposed `[V, C]` float32."""
     if r.write is None:
@@ -90,7 +100,9 @@ def _reverse_kernel(r, *, kernel_shape: KernelShape, block: int):
         if r.d_states is not None:
             r.d_states[n, :, :] = d_state.astype(r.d_states.dtype)
         before, d_written = _reverse_step(r, n, d_state, kernel_shape, is_exact=r.d_v is not None and has_decay(r))
-        if r.d_v is not None:
+        if r.added is not None:
+            _store_added_side(r, n, d_state, d_written)
+        elif r.d_v is not None:
             _store_value_side(r, rows, values, d_written)
         return before
 
@@ -119,7 +131,8 @@ class Reversed(NamedTuple):
     Attributes:
         d_states: gradient of the state after each chunk, `[B, HV, N, V, K]`.
         d_v: gradient of the values, `[B, T, HV, V]`: `dW` times the write gate (see `divisible`).
-        d_written: `dW`, `[B, T, HV, V]`, where the write gate is one number a channel, else None.
+        d_written: `dW`, `[B, T, HV, V]`, where the write gate is one number a channel or values have a key of their own,
+            else None.
         d_write: gradient of the write gate in its shape, float32 if that is one number a token; None without a gate.
         d_initial_state: `[B, HV, K, V]` float32; None without an initial state.
     """
@@ -136,7 +149,7 @@ class Reversed(NamedTuple):
         return self.d_v if self.d_written is None else self.d_written
 
 
-_ONLY_IN_PASS = ("v", "write", "ends_of_splits", "d_final_state")
+_ONLY_IN_PASS = ("v", "write", "ends_of_splits", "d_final_state", "added", "added_pairs", "added_scores")
 _OUTPUTS = ("d_states", "d_v", "d_written", "d_write", "d_initial_state", "offsets")
 
 
@@ -227,7 +240,7 @@ def bwd_dh(
             **dict.fromkeys(_OUTPUTS),
             "d_states": p.of_head(stored_states(p), (p.chunks, block, p.key_size), place),
             "d_v": of_values(like_values),
-            "d_written": of_values(like_values if is_wide else None),
+            "d_written": of_values(like_values if is_wide or inputs.value_key is not None else None),
             "d_write": d_write,
             "d_initial_state": of_boundary(None if inputs.initial_state is None else boundary),
         },

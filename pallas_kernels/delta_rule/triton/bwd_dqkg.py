@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.decay import divisible
 from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise
-from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_tn, iota, load_again
+from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_nt, dot_tn, iota, load_again
 from pallas_kernels.common.triton.chunks import product
 from pallas_kernels.common.triton.decay import ChunkDecay, decay_from_start, decay_of_chunk, decay_to_end, load_starts
 from pallas_kernels.common.triton.kernel_shape import KernelShape
@@ -67,11 +67,17 @@ class PairGradients(NamedTuple):
         d_own: the diagonal of dP, `[B, HV, N, C]` float32, if there is a decay, and it is zero in `d_scores`. A token's
             score with itself has no decay: in the decay's gradient `q dq` and `k~ dk~` of it cancel. Their rounding
             would be left, and where a token forgets nearly all that is all there is.
+        d_added_scores: with a value key, that of its scores, as `d_scores`; else None.
+        d_added_pairs: with a value key, that of its products with what erases, as `d_erased`; else None.
+        d_added_own: with a value key, the diagonal of its scores' gradient, as `d_own`; else None.
     """
 
     d_scores: Array
     d_erased: Array | None
     d_own: Array | None
+    d_added_scores: Array | None = None
+    d_added_pairs: Array | None = None
+    d_added_own: Array | None = None
 
 
 def _is_row(gate: Any) -> bool:
@@ -136,6 +142,23 @@ def _store_pairs(r, kernel_shape: KernelShape, block: int, tied_gates: bool):
     for d_erased in rest:
         d_erased = _scale_rows(-d_erased, _reader_ratio(r, tied_gates))
         r.d_erased[...] = weigh_pairs(d_erased, decay, strict=True).astype(r.d_erased.dtype)
+    if r.v is not None:
+        _store_added_pairs(r, kernel_shape, block, decay)
+
+
+def _store_added_pairs(r, kernel_shape: KernelShape, block: int, decay: ChunkDecay):
+    """With a value key, the gradients of its scores with queries and of its products with what erases."""
+
+    def terms(part):
+        values = r.v[:, part]
+        return dot_nt(r.d_out[:, part], values), dot_nt(r.d_values[:, part], values)
+
+    zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    d_scores, d_pairs = sum_of_parts(kernel_shape.value_size, block, terms, (zero, zero))
+    d_scores = kernel_shape.scale * d_scores
+    r.d_added_own[...] = diagonal(d_scores, axis=1)
+    r.d_added_scores[...] = weigh_pairs(d_scores, decay, strict=True).astype(r.d_added_scores.dtype)
+    r.d_added_pairs[...] = weigh_pairs(-d_pairs, decay, strict=True).astype(r.d_added_pairs.dtype)
 
 
 def _state_products(r, kernel_shape: KernelShape, block: int, tied_gates: bool) -> StateProducts:
@@ -146,6 +169,7 @@ def _state_products(r, kernel_shape: KernelShape, block: int, tied_gates: bool) 
             erased=dot(r.d_values[:, part], state) if kernel_shape.online else None,
             written=dot_halves(r.residuals[part, :], d_state, (0, 0)),
             kept=None if r.log_decay is None else keep(state, d_state),
+            added=None if r.v is None else dot(r.v[:, part], d_state),
         )
 
     def keep(state, d_state):
@@ -157,6 +181,7 @@ def _state_products(r, kernel_shape: KernelShape, block: int, tied_gates: bool) 
     zero = jnp.zeros((CHUNK, width), jnp.float32)
     pairs = jnp.zeros((width, width) if are_operands else (width,), jnp.float32)
     start = StateProducts(zero, zero if kernel_shape.online else None, zero, None if r.log_decay is None else pairs)
+    start = start if r.v is None else start._replace(added=zero)
     result = sum_of_parts(kernel_shape.value_size, block, terms, start)
     if result.kept is not None and are_operands:
         result = result._replace(kept=diagonal(result.kept, axis=0))
@@ -175,7 +200,9 @@ def _keys_kernel(r, *, kernel_shape: KernelShape, block: int, tied_gates: bool, 
         d_erased, d_key = find(r, kernel_shape, last_token, lambda: _state_products(r, kernel_shape, block, tied_gates))
         _store_key_gradients(r, load_again(r.k), load_wide(r.erase), d_erased, d_key)
 
-    if of_extreme:
+    if r.extreme is None:
+        store(channel_gradients)
+    elif of_extreme:
         pl.when(r.extreme[...] != 0)(lambda: store(extreme_channel_gradients))
     else:
         pl.when(r.extreme[...] == 0)(lambda: store(channel_gradients))
@@ -301,11 +328,15 @@ def bwd_pairs(
             "residuals": of_matrix(saved.residuals, p.value_size),
             "d_values": token(saved.back.d_values) if p.online else None,
             "extreme": p.of_head(extreme, (None,), lambda h, n, b: (b, h, n)),
+            "v": None if x.value_key is None else token(x.v),
         },
         {
             "d_scores": pairs,
             "d_erased": pairs if p.online else None,
             "d_own": own if has_decay else None,
+            "d_added_scores": None if x.value_key is None else pairs,
+            "d_added_pairs": None if x.value_key is None else pairs,
+            "d_added_own": None if x.value_key is None else own,
         },
         launch,
         kernel_shape=p,
@@ -417,6 +448,7 @@ def bwd_dqkg(
             "d_write_key": gradient(write_key),
             "d_erase": gradient(x.erase),
             "d_log_decay": gradient(x.log_decay),
+            "d_value_key": gradient(x.value_key),
         }
         given = {
             "q": token(x.q),
@@ -434,6 +466,11 @@ def bwd_dqkg(
             "d_scores": of_matrix(pairs.d_scores, CHUNK),
             "d_erased": of_matrix(pairs.d_erased, CHUNK),
             "d_own": p.of_head(pairs.d_own, (None, CHUNK), at_matrix),
+            "value_key": token(x.value_key),
+            "v": None if x.value_key is None else token(x.v, at_value, p.value_size),
+            "d_added_scores": of_matrix(pairs.d_added_scores, CHUNK),
+            "d_added_pairs": of_matrix(pairs.d_added_pairs, CHUNK),
+            "d_added_own": p.of_head(pairs.d_added_own, (None, CHUNK), at_matrix),
         }
         if is_channel_side:
             given |= {name: of_chunk(getattr(prepared, name), width) for name in ("front", "tail", "kept")}
@@ -443,7 +480,7 @@ def bwd_dqkg(
     static: dict[str, Any] = {"kernel_shape": p, "block": min(launch.inner, p.value_size), "tied_gates": tied_gates}
     operands, outputs, grid = arrays(width)
     results = others or call(_keys_kernel, "delta_gradients", grid, operands, outputs, launch, **static)
-    if is_channel_side:
+    if is_channel_side and prepared.extreme is not None:
         operands, outputs, grid = arrays(finest)
         updates = {
             name: dataclasses.replace(operand, array=results[name])  # type: ignore[arg-type]
@@ -470,6 +507,6 @@ def bwd_dqkg(
                 part = jnp.add(part, d_write)  # type: ignore[arg-type]
         return of_argument(p, part, like)
 
-    names = ("q", "k", "write_key", "erase", "write", "log_decay")
+    names = ("q", "k", "write_key", "erase", "write", "log_decay", "value_key")
     given = x._replace(write_key=write_key)
     return Inputs(v=d_v, **{name: summed(name, getattr(given, name)) for name in names})  # type: ignore[arg-type]

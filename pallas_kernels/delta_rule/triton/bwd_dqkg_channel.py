@@ -18,6 +18,7 @@ from pallas_kernels.common.triton.decay import load_starts
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.triton.channel_decay import (
     add_up_to_end,
+    before_decay,
     clamped_steps,
     end_factor,
     end_masks,
@@ -51,12 +52,14 @@ class StateProducts(NamedTuple):
         erased: `dW S_0^T`, `[C, K]`; None for linear attention.
         written: `R dS_C^T`, `[C, K]`.
         kept: `dS_C * S_0`, `[K]`; None without decay.
+        added: `V dS_C^T`, `[C, K]`, with a value key, else None.
     """
 
     read: Array
     erased: Any
     written: Array
     kept: Any
+    added: Any = None
 
 
 def _but_last(x: Array, last_token: Any) -> Array:
@@ -68,9 +71,14 @@ def _but_last(x: Array, last_token: Any) -> Array:
     return keep_rows(x, iota((CHUNK,), 0) < last_token)
 
 
-def _store_decay_gradient(r, d_total: Array, d_end: Array, kernel_shape: KernelShape):
-    """Stores it, from the gradients of the cumulative log decay `[C, K]` and of the whole chunk's log decay `[K]`."""
+def _store_decay_gradient(r, d_total: Array, d_end: Array, kernel_shape: KernelShape, d_before: Array | None = None):
+    """Stores it, from the gradients of the cumulative log decay `[C, K]` and of the whole chunk's log decay `[K]`.
+
+    `d_before` `[C, K]` is what `d_total` has of tokens that read the state before their own decay.
+    """
     d_step = add_up_to_end(d_total, kernel_shape.dtype) + d_end[None]
+    if d_before is not None:
+        d_step = d_step - d_before
     r.d_log_decay[...] = jnp.where(is_flat(load_again(r.log_decay), load_starts(r)), 0.0, d_step).astype(
         r.d_log_decay.dtype
     )
@@ -94,31 +102,57 @@ def channel_gradients(
     sees_start, reaches_end = end_masks(r)
     # These are under way while the loop over value channels waits for its own.
     q, k, key, front, tail = r.q[...], r.k[...], _written_key(r)[...], r.front[...], r.tail[...]
-    exponent = mild_exponent(clamped_steps(r.log_decay[...], load_starts(r)), kernel_shape.dtype)
+    step = clamped_steps(r.log_decay[...], load_starts(r))
+    exponent = mild_exponent(step, kernel_shape.dtype)
     sums = find_sums()
     reads, writes = exp2(exponent), exp2(-exponent)
+    erase_reads = reads if r.value_key is None else reads * before_decay(step)
     written = key * writes
     d_written = keep_rows(tail * sums.written, reaches_end)
     d_end = r.kept[...] * sums.kept + jnp.sum(_but_last(written * d_written, last_token), axis=0)
     d_written = d_written + dot_tn(r.d_scores[...], q * reads, precise=is_precise)
     if kernel_shape.online:
-        d_written = d_written + dot_tn(r.d_erased[...], _erase_key(r, k) * reads, precise=is_precise)
+        d_written = d_written + dot_tn(r.d_erased[...], _erase_key(r, k) * erase_reads, precise=is_precise)
     d_key = writes * d_written
     d_total = -_but_last(key * d_key, last_token)
 
+    added = None
+    if r.value_key is not None:
+        value_key = r.value_key[...]
+        added = value_key * writes
+        d_added = keep_rows(tail * sums.added, reaches_end)
+        d_end = d_end + jnp.sum(_but_last(added * d_added, last_token), axis=0)
+        d_added = d_added + dot_tn(r.d_added_scores[...], q * reads, precise=is_precise)
+        d_added = d_added + dot_tn(r.d_added_pairs[...], _erase_key(r, k) * erase_reads, precise=is_precise)
+        d_value_key = writes * d_added
+        d_total = d_total - _but_last(value_key * d_value_key, last_token)
+        r.d_value_key[...] = (d_value_key + r.d_added_own[...][:, None] * q).astype(r.d_value_key.dtype)
+
     d_read = keep_rows((kernel_shape.scale * front) * sums.read, sees_start)
-    d_q = reads * (d_read + dot(load_again(r.d_scores), written, precise=is_precise))
+    d_read = d_read + dot(load_again(r.d_scores), written, precise=is_precise)
+    if added is not None:
+        d_read = d_read + dot(load_again(r.d_added_scores), added, precise=is_precise)
+    d_q = reads * d_read
     d_total = d_total + q * d_q
     d_own = r.d_own[...][:, None]
-    r.d_q[...] = (d_q + d_own * load_again(_written_key(r))).astype(r.d_q.dtype)
+    own = d_own * load_again(_written_key(r))
+    if r.value_key is not None:
+        own = own + r.d_added_own[...][:, None] * load_again(r.value_key)
+    r.d_q[...] = (d_q + own).astype(r.d_q.dtype)
     d_key = d_key + d_own * q
 
     d_erased: Any = None
+    d_before = None
     if kernel_shape.online:
         d_erased = keep_rows(-front * sums.erased, sees_start)
-        d_erased = reads * (d_erased + dot(load_again(r.d_erased), written, precise=is_precise))
-        d_total = d_total + _erase_key(r, k) * d_erased
-    _store_decay_gradient(r, d_total, d_end, kernel_shape)
+        d_erased = d_erased + dot(load_again(r.d_erased), written, precise=is_precise)
+        if added is not None:
+            d_erased = d_erased + dot(load_again(r.d_added_pairs), added, precise=is_precise)
+        d_erased = erase_reads * d_erased
+        d_here = _erase_key(r, k) * d_erased
+        d_total = d_total + d_here
+        d_before = None if r.value_key is None else d_here
+    _store_decay_gradient(r, d_total, d_end, kernel_shape, d_before)
     return d_erased, d_key
 
 

@@ -145,6 +145,11 @@ def mild_exponent(step: Array, dtype: Any) -> Array:
     return functools.reduce(jnp.add, [sum_rows(signs, part, dtype) for part in _bits(step, dtype)])
 
 
+def before_decay(step: Array) -> Array:
+    """The factor on a key `[C, K]` that reads the decayed state, by which it reads the state before its own decay."""
+    return exp2(-LOG2_E * step)
+
+
 def extreme_groups(dtype: Any) -> int:
     """Number of groups of an extreme chunk's pairs: one for each size of block, as the module's page lists them."""
     return 5 if dtype == jnp.float32 else 4

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise, split_range
-from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_nt, load_tile
+from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_nt, dot_tn, dot_tt, load_tile
 from pallas_kernels.common.triton.chunks import keep_factor, load_row, loop, sequence_grid
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.inputs import Inputs
@@ -70,17 +70,20 @@ def has_decay(r) -> bool:
 
 
 def chunk_step(
-    r, n, state: Array, kernel_shape: KernelShape, is_value=None, is_exact: bool = False
+    r, n, state: Array, kernel_shape: KernelShape, is_value=None, is_exact: bool = False, values: Array | None = None
 ) -> tuple[Array, Array]:
     """One chunk from the state `[V, K]` before it: the residuals, transposed `[V, C]`, and the state after it.
 
     With `is_exact`, the difference of values and what is recalled, small beside both where keys repeat, is not rounded
-    before it goes through the inverse.
+    before it goes through the inverse. `values` are the chunk's where they are loaded already.
+
+    With a value key the rule itself writes nothing: values are added along that key, and in their place is what a token
+    erases of those that the chunk's earlier tokens added.
     """
     # The compiler copies ahead only what a product takes as stored. All else is loaded here, before the first wait.
     rows = pl.ds(n * CHUNK, CHUNK)
     written = load_tile(r.written, rows, r.is_lean)
-    values = r.v[rows, :]
+    values = r.v[rows, :] if values is None else values
     write = None if r.write is None else r.write[rows] if len(r.write.shape) == 1 else r.write[rows, :]
     erased_row, written_row = load_row(r.erased_rows, rows), load_row(r.written_rows, rows)
     kept = keep_factor(r.kept, n)
@@ -92,6 +95,8 @@ def chunk_step(
     if write is not None:
         residual = residual * (write[:, None] if write.ndim == 1 else write)
     residual = residual.T.astype(jnp.float32)
+    if r.added is not None:
+        residual = -dot_tt(values, load_tile(r.added_pairs, n, r.is_lean))
     if is_value is not None:
         residual = jnp.where(is_value, residual, 0.0)
     if recalled is not None:
@@ -101,6 +106,9 @@ def chunk_step(
         else:
             residual = dot_nt(residual.astype(kernel_shape.dtype), inverse)
     update = dot(scale_tokens(residual, written_row).astype(kernel_shape.dtype), written)
+    if r.added is not None:
+        added = dot_tn(values, load_tile(r.added, rows, r.is_lean))
+        update = update + (added if is_value is None else jnp.where(is_value, added, 0.0))
     return residual, kept * state + update
 
 
@@ -120,10 +128,13 @@ def _output_kernel(r, *, kernel_shape: KernelShape, block: int):
     def step(n, state):
         rows = pl.ds(n * CHUNK, CHUNK)
         read_row = load_row(r.read_rows, rows)
-        residual, after = chunk_step(r, n, state, kernel_shape, is_exact=has_decay(r))
+        values = None if r.added is None else load_tile(r.v, rows, r.is_lean)
+        residual, after = chunk_step(r, n, state, kernel_shape, is_exact=has_decay(r), values=values)
         out = scale_tokens(dot_nt(state.astype(kernel_shape.dtype), load_tile(r.read, rows, r.is_lean)), read_row)
         if r.read_rows is None:
             out = kernel_shape.scale * out
+        if values is not None:
+            out = out + dot_tt(values, load_tile(r.added_scores, n, r.is_lean))
         residual = residual.astype(r.scores.dtype)
         return after, out + dot_nt(
             residual, load_tile(r.scores, n, r.is_lean), precise=kernel_shape.dtype == jnp.float32
@@ -194,6 +205,9 @@ def pass_operands(
         "read": key_like(prepared.read, x.q) if with_reads else None,
         "read_rows": head(prepared.read_rows, (p.length,)) if with_reads else None,
         "scores": head(prepared.scores, pairs) if with_reads else None,
+        "added": key_like(prepared.added, x.value_key) if prepared.added is not None else None,
+        "added_pairs": head(prepared.added_pairs, pairs),
+        "added_scores": head(prepared.added_scores, pairs) if with_reads else None,
     }
     return operands
 

@@ -31,6 +31,7 @@ from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.triton.pairs import pair_products, weigh_pairs
 from pallas_kernels.delta_rule.inputs import Inputs
 from pallas_kernels.delta_rule.triton.channel_decay import (
+    before_decay,
     chunk_ends,
     clamped_steps,
     end_factor,
@@ -64,6 +65,9 @@ class WYFactors(NamedTuple):
         front: what completes the factors of a chunk that is not extreme to those at its start (see `channel_decay`),
             `[B, HV, N, K]` float32, if the decay is channel-wise, else None.
         tail: likewise at its end.
+        added: with a value key, `value_key * exp(G_C - G)`, `[B, HV, T, K]`, else None.
+        added_scores: with a value key, queries' scores with it, as `scores`, else None.
+        added_pairs: with a value key, erase keys' products with it, `[B, HV, N, C, C]`, else None.
     """
 
     inverse: Array | None
@@ -79,6 +83,9 @@ class WYFactors(NamedTuple):
     extreme: Array | None
     front: Array | None
     tail: Array | None
+    added: Array | None = None
+    added_scores: Array | None = None
+    added_pairs: Array | None = None
 
 
 def load_wide(ref) -> Any:
@@ -144,6 +151,9 @@ def _prepare_channels(r, scale: float, block: int):
     is_extreme = functools.reduce(jnp.logical_or, [end.is_extreme for end in ends])
     for part, end in zip(parts, ends):
         r.front[part], r.tail[part], r.kept[part] = end.front, end.tail, end.kept
+    if r.extreme is None:
+        _store_mild(r, parts, [(end.front, end.tail) for end in ends], runs, starts, scale)
+        return
     r.extreme[...] = is_extreme.astype(jnp.int32)
     sides = [(end.front, end.tail) for end in ends]
     pl.when(jnp.logical_not(is_extreme))(lambda: _store_mild(r, parts, sides, runs, starts, scale))
@@ -153,22 +163,37 @@ def _prepare_channels(r, scale: float, block: int):
 def _store_mild(r, parts, sides, runs, starts, scale: float):
     dtype = r.read.dtype
     sees_start, reaches_end = end_masks(r)
-    scores = erased_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    scores = erased_pairs = added_scores = added_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     for part, (front, tail) in zip(parts, sides):
-        exponent = mild_exponent(clamped_steps(load_again(r.log_decay.at[:, part]), starts), dtype)
+        step = clamped_steps(load_again(r.log_decay.at[:, part]), starts)
+        exponent = mild_exponent(step, dtype)
         reads, writes = exp2(exponent), exp2(-exponent)
         written = load_part(r.k if r.write_key is None else r.write_key, part) * writes
         r.written[:, part] = keep_rows(written * tail, reaches_end).astype(dtype)
+        added = None
+        if r.added is not None:
+            added = load_part(r.value_key, part) * writes
+            r.added[:, part] = keep_rows(added * tail, reaches_end).astype(dtype)
         if r.erased is not None:
             erased = load_part(r.k, part) * reads
             if r.erase is not None:
                 erased = load_part(r.erase, part) * erased
+            if added is not None:
+                erased = erased * before_decay(step)
+                added_pairs = added_pairs + dot_nt(erased.astype(dtype), added.astype(dtype))
             r.erased[:, part] = keep_rows(erased * front, sees_start).astype(dtype)
             erased_pairs = erased_pairs + dot_nt(erased.astype(dtype), written.astype(dtype))
         read = load_part(r.q, part) * reads
         r.read[:, part] = keep_rows(read * front, sees_start).astype(dtype)
         # Both scaled matrices stay in float32: rounding them would double the error of the output.
         scores = scores + dot_nt(read, written, precise=dtype == jnp.float32)
+        if added is not None:
+            added_scores = added_scores + dot_nt(read, added, precise=dtype == jnp.float32)
+    if r.added is not None:
+        causal = ChunkDecay(None, None, runs)
+        added_scores = scale * weigh_pairs(added_scores, causal, strict=False)
+        r.added_scores[...] = added_scores.astype(r.added_scores.dtype)
+        r.added_pairs[...] = weigh_pairs(added_pairs, causal, strict=True).astype(r.added_pairs.dtype)
     _store_channel_pairs(r, scores, erased_pairs, runs, scale)
 
 
@@ -294,7 +319,12 @@ def _outputs(kernel_shape: KernelShape, inputs: Inputs) -> dict[str, Operand | N
         "growth": of_flag(
             p.per_head(p.chunks, dtype=jnp.float32) if p.online and decay_ndim and p.num_splits > 1 else None
         ),
-        "extreme": of_flag(p.per_head(p.chunks, dtype=jnp.int32) if decay_ndim == 4 else None),
+        "extreme": of_flag(
+            p.per_head(p.chunks, dtype=jnp.int32) if decay_ndim == 4 and x.value_key is None else None
+        ),
+        "added": of_channels(x.value_key is not None),
+        "added_scores": of_pairs(None if x.value_key is None else scores),
+        "added_pairs": of_pairs(None if x.value_key is None else matrix),
     }
 
 
@@ -313,6 +343,7 @@ def _arguments(
         return b, n, h, 0
 
     names = {"q": x.q, "k": x.k, "write_key": x.write_key, "erase": x.erase, "log_decay": x.log_decay}
+    names |= {"value_key": x.value_key}
     operands = {name: p.of_token(array, CHUNK, at) for name, array in names.items()}
     operands["starts"] = p.of_position(x.starts, at)
     return operands, {"scale": p.scale, "block": min(launch.inner, p.key_size)}

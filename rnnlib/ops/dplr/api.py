@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from rnnlib.ops.arguments import check_rule, choose_implementation, floating_arrays, scaled_queries
 from rnnlib.ops.context_parallel import current_axis, evaluate_erasing_rule
-from rnnlib.ops.dplr.pallas import LEAST_LOG_DECAY, dplr_pallas
+from rnnlib.ops.dplr.pallas import LEAST_LOG_DECAY, dplr_triton, dplr_two_steps, has_own_kernels
 from rnnlib.ops.dplr.reference import DPLRInputs, dplr_scan
 from rnnlib.ops.dplr.xla_chunked import dplr_chunked
 from rnnlib.ops.kernels import kernel_operators, unsupported_reason
@@ -56,16 +56,17 @@ def dplr(
         log_decay: natural logarithm of the decay, `<= 0`, one per head or per key channel; None is no decay. With -inf
             the state is forgotten, but the reading by `a` of the previous state is still subtracted.
         least_log_decay: a lower bound that `log_decay` is known to have, such as RWKV-7's -0.61; None is none. Kernels
-            need one of at least -5. It is not checked.
+            need one of at least -5, the fast ones of at least -1.5625. It is not checked.
         initial_state: the state before the first token; None is zero.
         segment_ids: documents packed into a row: the state restarts where the id changes. The first token continues
             `initial_state`.
         scale: factor on the output; None is `K ** -0.5`. A traced one multiplies the queries, in their dtype.
-        chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` implementation; half tokens of the
-            kernels, which take two steps a token.
+        chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` implementation; kernels take 64.
         implementation: `"scan"` (token by token: the reference, and the one that `jax.jvp` goes through), `"chunked"`
-            (XLA, any device), `"triton"` and `"mosaic"` (`gated_delta_rule`'s kernels on NVIDIA GPUs, over two steps a
-            token), or None for the fastest that supports the case. Gradients can be differentiated again.
+            (XLA, any device), `"triton"` (kernels on NVIDIA GPUs: one pass where the decay's bound is at least -1.5625
+            and heads have at most 128 channels, else `gated_delta_rule`'s over two steps a token), `"mosaic"`
+            (`gated_delta_rule`'s over two steps a token), or None for the fastest that supports the case. Gradients can
+            be differentiated again.
 
     Returns:
         The output in `v`'s dtype, and the final state (of the last segment) in float32, or float64 for float64 inputs.
@@ -92,12 +93,16 @@ def dplr(
             lambda kernels: kernels.delta_rule.unsupported_reason(*arrays, chunk_size=chunk_size, backend=backend)
         )
 
+    def run_triton(inputs: DPLRInputs, *arguments: Any) -> tuple[Array, Array]:
+        run = dplr_triton if has_own_kernels(inputs, least_log_decay) else dplr_two_steps
+        return run(inputs, *arguments, **options)
+
     options: dict[str, Any] = {"scale": scale, "chunk_size": chunk_size}
     implementations: dict[str, Callable[..., tuple[Array, Array]]] = {
         "scan": functools.partial(dplr_scan, scale=scale),
         "chunked": functools.partial(dplr_chunked, **options),
-        "triton": functools.partial(dplr_pallas, **options),
-        "mosaic": functools.partial(dplr_pallas, backend="mosaic", **options),
+        "triton": run_triton,
+        "mosaic": functools.partial(dplr_two_steps, backend="mosaic", **options),
     }
     run = choose_implementation(
         _NAME,
@@ -105,6 +110,7 @@ def dplr(
         implementations,
         q.shape[1],
         kernel_for_one_token=False,
+        slower={"mosaic": lambda: has_own_kernels(inputs, least_log_decay)},
         triton=lambda: reason("triton"),
         mosaic=lambda: reason("mosaic"),
     )

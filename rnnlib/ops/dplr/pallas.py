@@ -1,6 +1,8 @@
-"""The diagonal-plus-low-rank recurrence on NVIDIA GPUs: the delta rule's kernels over two steps a token.
+"""The diagonal-plus-low-rank recurrence on NVIDIA GPUs.
 
-The delta rule removes and adds along one key, this recurrence along two. So a token is two of the delta rule's steps:
+`dplr_triton` runs kernels of its own, for decays as weak as RWKV-7's. For stronger ones, and for more channels,
+`dplr_two_steps` runs the delta rule's kernels. The delta rule removes and adds along one key, this recurrence along
+two. So a token is two of the delta rule's steps:
 
     S' = D S - b (S^T a)^T        decays; reads along `a`, writes nothing along `b`
     S'' = S' + k v^T              no decay; reads nothing, writes `v` along `k`; the query reads
@@ -9,14 +11,21 @@ The delta rule reads the state after it has decayed. The erase gate `1 / D` take
 decay needs a lower bound.
 """
 
+import functools
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from rnnlib.ops.arguments import accumulation_dtype
+from rnnlib.ops.derivatives import with_further_derivatives
 from rnnlib.ops.dplr.reference import DPLRInputs
+from rnnlib.ops.dplr.xla_chunked import dplr_chunked
 from rnnlib.ops.gated_delta_rule.pallas import gated_delta_rule_triton
 from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
 from rnnlib.ops.gates import Gates
+from rnnlib.ops.kernels import kernel_operators
 
 # The least log decay whose inverse is taken: the erase gate is at most e^5.
 LEAST_LOG_DECAY = -5.0
@@ -57,7 +66,43 @@ def _in_turn(first: Array, second: Array) -> Array:
     return jnp.stack([first, second], axis=2).reshape(first.shape[0], -1, *first.shape[2:])
 
 
-def dplr_pallas(
+def channel_decay(log_decay: Array | None, key: Array, values: Array) -> Array:
+    """A log decay for each key channel of each value head, from one that may be absent or a number a token."""
+    shape = *values.shape[:3], key.shape[3]
+    if log_decay is None:
+        return jnp.zeros(shape, accumulation_dtype(key, values))
+    return log_decay if log_decay.ndim == 4 else jnp.broadcast_to(log_decay[..., None], shape)
+
+
+def has_own_kernels(inputs: DPLRInputs, least_log_decay: float | None) -> bool:
+    """Whether `dplr_triton` takes a call that the delta rule's kernels do."""
+    operators = kernel_operators()
+    if inputs.log_decay is not None and (
+        least_log_decay is None or least_log_decay < operators.diagonal_plus_low_rank.LEAST_LOG_DECAY
+    ):
+        return False
+    return max(inputs.q.shape[3], inputs.v.shape[3]) <= operators.diagonal_plus_low_rank.MAX_CHANNELS
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "chunk_size"), inline=True)
+def dplr_triton(
+    inputs: DPLRInputs, initial_state: Array | None, segment_ids: Array | None, *, scale: float, chunk_size: int
+) -> tuple[Array, Array]:
+    """Evaluates the recurrence by kernels of its own; arguments and results as `dplr_two_steps`.
+
+    `chunk_size` is tokens in a chunk.
+    """
+
+    def keywords(inputs: DPLRInputs, initial_state, segment_ids) -> dict[str, Any]:
+        arrays = inputs._asdict() | {"log_decay": channel_decay(inputs.log_decay, inputs.q, inputs.v)}
+        return arrays | {"initial_state": initial_state, "segment_ids": segment_ids, "scale": scale}
+
+    reference = functools.partial(dplr_chunked, scale=scale, chunk_size=chunk_size)
+    run = with_further_derivatives(kernel_operators().diagonal_plus_low_rank.dplr, keywords, reference)
+    return run(inputs, initial_state, segment_ids)
+
+
+def dplr_two_steps(
     inputs: DPLRInputs,
     initial_state: Array | None,
     segment_ids: Array | None,
