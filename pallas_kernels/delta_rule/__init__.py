@@ -41,6 +41,9 @@ kernels of extreme chunks only with a channel-wise decay. `channel_decay`, `bwd_
 are parts of kernels; `vjp` puts the stages together; `api` has the public function. The table is of Triton's kernels;
 `mosaic_gpu` has those that replace some of them on Hopper cards.
 
+`dplr` is the recurrence of RWKV-7 by the same stages: with a second key, along which values are written (`value_key`),
+they take two more `[64, 64]` matrices a chunk, and K_tail of that key.
+
 Saved for the backward: the arguments, A and P (two `[64, 64]` matrices a chunk), factors of one number a token, and the
 segments' maps and starting states. States, residuals and factors as large as the inputs are computed again.
 

@@ -24,8 +24,8 @@ from pallas_kernels.delta_rule.vjp import chunked_pass
 LEAST_LOG_DECAY = -MAX_EXPONENT / (CHUNK // 2)
 """Log decays have to be at least this, so that one product of pairs has the range of a chunk (`channel_decay`)."""
 
-MAX_CHANNELS = 128
-"""Key or value channels of a head."""
+MAX_CHANNELS = {"bfloat16": 128, "float32": 64}
+"""Key or value channels of a head by the matrices' dtype. With more, kernels spill tens of kilobytes a thread."""
 
 __all__ = ["LEAST_LOG_DECAY", "MAX_CHANNELS", "dplr", "unsupported_reason"]
 

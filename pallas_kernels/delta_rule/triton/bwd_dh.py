@@ -8,6 +8,10 @@ and `dW` is the gradient of `Z = write * V`, from which those of the values and 
 
     dV = write * dW      d_write = V * dW, for a gate of one number a token summed over the value channels
 
+With a value key `-L V` is in the place of Z (`dplr`), so that values get the gradient of their other uses beside it:
+
+    dV = P_k^T dO + K_tail dS_C - L^T dW
+
 As in `fwd`, all matrices are transposed, and a program owns a block of value channels. Segments of the sequence run
 side by side: the gradient goes back through one by `dS -> M^T dS + N'`.
 """
@@ -57,7 +61,9 @@ def _reverse_step(r, n, d_state: Array, kernel_shape: KernelShape, is_exact: boo
 def _store_added_side(r, n, d_state: Array, d_written: Array):
     """With a value key, gradients of a chunk's values and of what it erases of them, from `dS_C` and `dW`."""
     rows, dtype = pl.ds(n * CHUNK, CHUNK), r.d_v.dtype
-    d_out, added, scores = (load_tile(x, i, r.is_lean) for x, i in ((r.d_out, rows), (r.added, rows), (r.added_scores, n)))
+    d_out, added, scores = (
+        load_tile(x, i, r.is_lean) for x, i in ((r.d_out, rows), (r.added, rows), (r.added_scores, n))
+    )
     d_v = dot_nt(d_state.astype(dtype), added) + dot_tn(d_out, scores)
     d_v = d_v - dot(d_written.astype(dtype), load_tile(r.added_pairs, n, r.is_lean))
     r.d_v[rows, :] = d_v.astype(dtype).T
@@ -131,8 +137,8 @@ class Reversed(NamedTuple):
     Attributes:
         d_states: gradient of the state after each chunk, `[B, HV, N, V, K]`.
         d_v: gradient of the values, `[B, T, HV, V]`: `dW` times the write gate (see `divisible`).
-        d_written: `dW`, `[B, T, HV, V]`, where the write gate is one number a channel or values have a key of their own,
-            else None.
+        d_written: `dW`, `[B, T, HV, V]`, where the write gate is one number a channel or there is a value key, else
+            None.
         d_write: gradient of the write gate in its shape, float32 if that is one number a token; None without a gate.
         d_initial_state: `[B, HV, K, V]` float32; None without an initial state.
     """

@@ -161,15 +161,20 @@ def _store_added_pairs(r, kernel_shape: KernelShape, block: int, decay: ChunkDec
     r.d_added_pairs[...] = weigh_pairs(-d_pairs, decay, strict=True).astype(r.d_added_pairs.dtype)
 
 
-def _state_products(r, kernel_shape: KernelShape, block: int, tied_gates: bool) -> StateProducts:
+def _state_products(
+    r, kernel_shape: KernelShape, block: int, tied_gates: bool, side: str | None = None
+) -> StateProducts:
+    """The sums over value channels; with `side` only those of what reads or of what is written, None for the others."""
+    of_readers, of_written = side != "written", side != "readers"
+
     def terms(part):
         state, d_state, d_out = r.states[part, :], r.d_states[part, :], r.d_out[:, part]
         return StateProducts(
-            read=dot_halves(d_out, state),
-            erased=dot(r.d_values[:, part], state) if kernel_shape.online else None,
-            written=dot_halves(r.residuals[part, :], d_state, (0, 0)),
-            kept=None if r.log_decay is None else keep(state, d_state),
-            added=None if r.v is None else dot(r.v[:, part], d_state),
+            read=dot_halves(d_out, state) if of_readers else None,
+            erased=dot(r.d_values[:, part], state) if of_readers and kernel_shape.online else None,
+            written=dot_halves(r.residuals[part, :], d_state, (0, 0)) if of_written else None,
+            kept=keep(state, d_state) if of_written and r.log_decay is not None else None,
+            added=dot(r.v[:, part], d_state) if of_written and r.v is not None else None,
         )
 
     def keep(state, d_state):
@@ -180,12 +185,17 @@ def _state_products(r, kernel_shape: KernelShape, block: int, tied_gates: bool) 
     width, are_operands = r.states.shape[1], r.states.dtype == r.d_out.dtype
     zero = jnp.zeros((CHUNK, width), jnp.float32)
     pairs = jnp.zeros((width, width) if are_operands else (width,), jnp.float32)
-    start = StateProducts(zero, zero if kernel_shape.online else None, zero, None if r.log_decay is None else pairs)
-    start = start if r.v is None else start._replace(added=zero)
+    start = StateProducts(
+        read=zero if of_readers else None,
+        erased=zero if of_readers and kernel_shape.online else None,
+        written=zero if of_written else None,
+        kept=pairs if of_written and r.log_decay is not None else None,
+        added=zero if of_written and r.v is not None else None,
+    )
     result = sum_of_parts(kernel_shape.value_size, block, terms, start)
     if result.kept is not None and are_operands:
         result = result._replace(kept=diagonal(result.kept, axis=0))
-    if kernel_shape.online:
+    if result.erased is not None:
         result = result._replace(erased=_scale_rows(result.erased, _reader_ratio(r, tied_gates)))
     return result
 
@@ -197,7 +207,10 @@ def _keys_kernel(r, *, kernel_shape: KernelShape, block: int, tied_gates: bool, 
     last_token = kernel_shape.last_token(pl.program_id(1))
 
     def store(find):
-        d_erased, d_key = find(r, kernel_shape, last_token, lambda: _state_products(r, kernel_shape, block, tied_gates))
+        def find_sums(side: str | None = None) -> StateProducts:
+            return _state_products(r, kernel_shape, block, tied_gates, side)
+
+        d_erased, d_key = find(r, kernel_shape, last_token, find_sums)
         _store_key_gradients(r, load_again(r.k), load_wide(r.erase), d_erased, d_key)
 
     if r.extreme is None:

@@ -48,16 +48,16 @@ class StateProducts(NamedTuple):
     """Sums over the value channels of one chunk.
 
     Attributes:
-        read: `dO S_0^T`, `[C, K]`.
+        read: `dO S_0^T`, `[C, K]`; None, like the others, where only one side is asked for.
         erased: `dW S_0^T`, `[C, K]`; None for linear attention.
         written: `R dS_C^T`, `[C, K]`.
         kept: `dS_C * S_0`, `[K]`; None without decay.
         added: `V dS_C^T`, `[C, K]`, with a value key, else None.
     """
 
-    read: Array
+    read: Any
     erased: Any
-    written: Array
+    written: Any
     kept: Any
     added: Any = None
 
@@ -85,7 +85,7 @@ def _store_decay_gradient(r, d_total: Array, d_end: Array, kernel_shape: KernelS
 
 
 def channel_gradients(
-    r, kernel_shape: KernelShape, last_token: Any, find_sums: Callable[[], StateProducts]
+    r, kernel_shape: KernelShape, last_token: Any, find_sums: Callable[..., StateProducts]
 ) -> tuple[Array | None, Array]:
     """Stores the gradients of queries and decay of a chunk that is not extreme.
 
@@ -93,7 +93,8 @@ def channel_gradients(
         r: references.
         kernel_shape: static facts.
         last_token: row of the chunk's last token.
-        find_sums: finds what the state contributes, in a loop that waits for memory.
+        find_sums: finds what the state contributes, in a loop that waits for memory. With a value key, whose sum is one
+            more, there are too many for the registers: it is then asked for one side after the other.
 
     Returns:
         Gradients `[C, K]` float32 of what is erased and of what is written.
@@ -104,7 +105,7 @@ def channel_gradients(
     q, k, key, front, tail = r.q[...], r.k[...], _written_key(r)[...], r.front[...], r.tail[...]
     step = clamped_steps(r.log_decay[...], load_starts(r))
     exponent = mild_exponent(step, kernel_shape.dtype)
-    sums = find_sums()
+    sums = find_sums() if r.value_key is None else find_sums("written")
     reads, writes = exp2(exponent), exp2(-exponent)
     erase_reads = reads if r.value_key is None else reads * before_decay(step)
     written = key * writes
@@ -127,6 +128,9 @@ def channel_gradients(
         d_value_key = writes * d_added
         d_total = d_total - _but_last(value_key * d_value_key, last_token)
         r.d_value_key[...] = (d_value_key + r.d_added_own[...][:, None] * q).astype(r.d_value_key.dtype)
+        # Loaded again, so that nothing of this side stays in registers beside the other's sums.
+        sums, q, k = find_sums("readers"), load_again(r.q), load_again(r.k)
+        written, added = load_again(_written_key(r)) * writes, load_again(r.value_key) * writes
 
     d_read = keep_rows((kernel_shape.scale * front) * sums.read, sees_start)
     d_read = d_read + dot(load_again(r.d_scores), written, precise=is_precise)

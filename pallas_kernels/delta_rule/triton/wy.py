@@ -319,9 +319,7 @@ def _outputs(kernel_shape: KernelShape, inputs: Inputs) -> dict[str, Operand | N
         "growth": of_flag(
             p.per_head(p.chunks, dtype=jnp.float32) if p.online and decay_ndim and p.num_splits > 1 else None
         ),
-        "extreme": of_flag(
-            p.per_head(p.chunks, dtype=jnp.int32) if decay_ndim == 4 and x.value_key is None else None
-        ),
+        "extreme": of_flag(p.per_head(p.chunks, dtype=jnp.int32) if decay_ndim == 4 and x.value_key is None else None),
         "added": of_channels(x.value_key is not None),
         "added_scores": of_pairs(None if x.value_key is None else scores),
         "added_pairs": of_pairs(None if x.value_key is None else matrix),

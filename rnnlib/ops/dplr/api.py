@@ -64,9 +64,9 @@ def dplr(
         chunk_size: tokens in a chunk (16, 32, 64, 128 or 256) of the `"chunked"` implementation; kernels take 64.
         implementation: `"scan"` (token by token: the reference, and the one that `jax.jvp` goes through), `"chunked"`
             (XLA, any device), `"triton"` (kernels on NVIDIA GPUs: one pass where the decay's bound is at least -1.5625
-            and heads have at most 128 channels, else `gated_delta_rule`'s over two steps a token), `"mosaic"`
-            (`gated_delta_rule`'s over two steps a token), or None for the fastest that supports the case. Gradients can
-            be differentiated again.
+            and heads have at most 128 channels, in float32 64; else `gated_delta_rule`'s over two steps a token),
+            `"mosaic"` (`gated_delta_rule`'s over two steps a token), or None for the fastest that supports the case.
+            Gradients can be differentiated again.
 
     Returns:
         The output in `v`'s dtype, and the final state (of the last segment) in float32, or float64 for float64 inputs.

@@ -81,7 +81,8 @@ def has_own_kernels(inputs: DPLRInputs, least_log_decay: float | None) -> bool:
         least_log_decay is None or least_log_decay < operators.diagonal_plus_low_rank.LEAST_LOG_DECAY
     ):
         return False
-    return max(inputs.q.shape[3], inputs.v.shape[3]) <= operators.diagonal_plus_low_rank.MAX_CHANNELS
+    most = operators.diagonal_plus_low_rank.MAX_CHANNELS[jnp.result_type(inputs.q, inputs.a, inputs.v).name]
+    return max(inputs.q.shape[3], inputs.v.shape[3]) <= most
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "chunk_size"), inline=True)
