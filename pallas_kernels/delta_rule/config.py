@@ -81,6 +81,23 @@ def default_config(key_size: int, dtype: str, num_splits: int = 1, shared_memory
     return _wide_config(num_splits, KernelConfig(num_warps=4, num_stages=1), fold_block=32)
 
 
+def value_key_config(config: DeltaRuleConfig, key_size: int, shared_memory: int = _HOPPER) -> DeltaRuleConfig:
+    """The same schedule for calls with a value key, whose kernels hold more tiles.
+
+    Args:
+        config: as `default_config` gives it.
+        key_size: K, a power of two.
+        shared_memory: bytes of it that one program can have.
+    """
+    config = dataclasses.replace(config, gradients=KernelConfig(num_warps=4, num_stages=1, block=32, inner=64))
+    if key_size > 64 or shared_memory < _HOPPER:
+        config = dataclasses.replace(config, prepare=dataclasses.replace(config.prepare, inner=32))
+    if key_size > 64 and shared_memory < AMPLE_MEMORY:
+        loop = KernelConfig(num_warps=4, num_stages=1, block=32)
+        config = dataclasses.replace(config, maps=loop, output=loop, states=loop, offsets=loop, reverse=loop)
+    return config
+
+
 def _wide_config(num_splits: int, loop: KernelConfig, fold_block: int) -> DeltaRuleConfig:
     """A schedule for wide float32 keys; `loop` compiles all kernels that loop over chunks."""
     return DeltaRuleConfig(

@@ -19,6 +19,7 @@ from pallas_kernels.delta_rule.config import (
     mma_config,
     mosaic_config,
     splits,
+    value_key_config,
     with_num_splits,
 )
 from pallas_kernels.delta_rule.inputs import Inputs, is_sum
@@ -79,6 +80,8 @@ def choose_config(inputs: Inputs, online: bool, backend: str = "triton") -> Delt
     table = load_table(device_kind()) or {}
     key_size = next_power_of_two(inputs.q.shape[3])
     default = default_config(key_size, inputs.v.dtype.name, shared_memory=shared_memory())
+    if inputs.value_key is not None:
+        default = value_key_config(default, key_size, shared_memory())
     programs = batch * value_heads * max(1, value_size // 64)
     processors = table.get("processors", NUM_SMS)
     if is_sum(inputs, online):

@@ -1,5 +1,7 @@
 """The public function of linear attention, and which calls its kernels can serve."""
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -34,12 +36,43 @@ def unsupported_reason(
         return reason
     if is_channel_wise(log_decay):
         return "a decay of one number a channel (its kernels are the delta rule's)"
+    if v.shape[3] % _MOSAIC_SIZES[-1] == 0:
+        narrow = jax.ShapeDtypeStruct((*v.shape[:3], _MOSAIC_SIZES[-1]), v.dtype)  # `_narrow_heads`
+        return delta_rule.mosaic_unsupported_reason(q, k, narrow, sizes=_MOSAIC_SIZES)
     return delta_rule.mosaic_unsupported_reason(q, k, v, sizes=_MOSAIC_SIZES)
+
+
+def _narrow_heads(
+    v: Array, gates: tuple[Array | None, Array | None], initial_state: Array | None
+) -> tuple[Array, tuple[Array | None, Array | None], Array | None]:
+    """Values of heads of at most 128 channels, and gates of one number a token and states to match.
+
+    What one value channel of a state becomes does not depend on the others: parts of a head are heads that share a key.
+    """
+    parts = max(1, v.shape[3] // _MOSAIC_SIZES[-1])
+    if parts == 1:
+        return v, gates, initial_state
+    decay, write = (x if x is None or x.ndim == 4 else jnp.repeat(x, parts, axis=2) for x in gates)
+    if write is not None and write.ndim == 4:
+        write = write.reshape(*v.shape[:2], -1, _MOSAIC_SIZES[-1])
+    if initial_state is not None:
+        batch, heads, keys, _ = initial_state.shape
+        initial_state = jnp.swapaxes(initial_state.reshape(batch, heads, keys, parts, -1), 2, 3)
+        initial_state = initial_state.reshape(batch, heads * parts, keys, -1)
+    return v.reshape(*v.shape[:2], -1, _MOSAIC_SIZES[-1]), (decay, write), initial_state
+
+
+def _wide_heads(out: Array, state: Array, like: Array) -> tuple[Array, Array]:
+    """Outputs and states of `_narrow_heads` in the shapes of the values `like`."""
+    batch, _, keys, size = state.shape
+    state = jnp.swapaxes(state.reshape(batch, like.shape[2], -1, keys, size), 2, 3)
+    return out.reshape(like.shape), state.reshape(batch, like.shape[2], keys, -1)
 
 
 def is_mosaic_faster(v: Array) -> bool:
     """Whether the Mosaic GPU kernels are the faster ones for a call with these values that both backends serve."""
-    batch, length, heads, _ = v.shape
+    batch, length, heads, size = v.shape
+    heads *= max(1, size // _MOSAIC_SIZES[-1])
     return batch * heads * (length // CHUNK) >= _FEWEST_CHUNKS
 
 
@@ -89,6 +122,9 @@ def linear_attention(
     if reason is not None:
         name = {"triton": "Triton", "mosaic": "Mosaic GPU"}[backend]
         raise NotImplementedError(f"linear_attention: the {name} kernels do not support {reason}")
+    values = v
+    if backend == "mosaic":
+        v, (log_decay, write), initial_state = _narrow_heads(v, (log_decay, write), initial_state)
     inputs = make_inputs(q, k, v, None, None, write, log_decay, initial_state, segment_ids)
     options, inputs = call_options(inputs, scale=scale, config=config, online=False)
     if is_sum(inputs, online=False):
@@ -103,6 +139,7 @@ def linear_attention(
 
         padded = pad_inputs(inputs)
         out, state = crop_results(inputs, vjp.linear_pass(vjp.choose_options(padded, options.scale), padded))
+        out, state = _wide_heads(out, state, values)
     else:
         out, state = crop_results(inputs, run(options, pad_inputs(inputs)))
     return out.astype(v.dtype), state

@@ -1,6 +1,7 @@
 """Linear attention in Mosaic GPU, interpreted with races looked for, against the scan in float64."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.delta_rule.inputs import crop_results, make_inputs, pad_inputs
+from pallas_kernels.linear_attention import api
 from pallas_kernels.linear_attention.mosaic_gpu import vjp
+from rnnlib import ops
 from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import NO, Case, relative_error, scan, value_and_gradients
 from tests.pallas_kernels.cases import make_inputs as make_arrays
@@ -79,6 +82,23 @@ def test_what_crosses_chunks_between_stored_states_is_found_from_reads_and_write
     arrays = (jnp.asarray(x, jnp.float32)[None, None] for x in (reads, writes, crossed[:: vjp.STATES_EVERY]))
     found = vjp._crossed(*arrays, jnp.asarray(kept, jnp.float32))
     np.testing.assert_allclose(found[0, 0], crossed, atol=2e-5)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_parts_of_a_wide_head_are_heads_that_share_a_key(by_channel):
+    random = np.random.default_rng(0)
+    q, k = jnp.asarray(random.standard_normal((2, 2, 7, 2, 8)), jnp.float32)
+    v, write = jnp.asarray(random.standard_normal((2, 2, 7, 4, 256)), jnp.float32)
+    write = write if by_channel else write[..., 0]
+    log_decay = -jnp.asarray(random.random((2, 7, 4)), jnp.float32)
+    state = jnp.asarray(random.standard_normal((2, 4, 8, 256)), jnp.float32)
+    run = functools.partial(ops.linear_attention, q, k, implementation="scan")
+    expected = run(v, log_decay=log_decay, write=write, initial_state=state)
+    values, (decay, gate), first = api._narrow_heads(v, (log_decay, write), state)
+    assert values.shape == (2, 7, 8, 128)
+    found = api._wide_heads(*run(values, log_decay=decay, write=gate, initial_state=first), v)
+    for x, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, right, rtol=1e-5, atol=1e-5)
 
 
 def test_programs_share_tiles_where_there_are_more_than_processors():
