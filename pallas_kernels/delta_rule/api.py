@@ -1,5 +1,6 @@
 """The public function of the gated delta rule, and which calls its kernels can serve."""
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
@@ -44,7 +45,9 @@ def unsupported_reason(
     return mosaic_unsupported_reason(q, k, v, sizes=(MAX_CHANNELS["mosaic"],)) if backend == "mosaic" else None
 
 
-def mosaic_unsupported_reason(q: Array, k: Array, v: Array, *, sizes: tuple[int, ...]) -> str | None:
+def mosaic_unsupported_reason(
+    q: Array, k: Array, v: Array | jax.ShapeDtypeStruct, *, sizes: tuple[int, ...]
+) -> str | None:
     """Why a call that Triton serves can't be in Mosaic GPU, as far as its device and matrices go, or None if it can.
 
     Args:
