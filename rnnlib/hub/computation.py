@@ -12,6 +12,7 @@ from rnnlib.layers.latent_attention import LatentAttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.parallel import SIDE_BY_SIDE, ParallelConfig
 from rnnlib.layers.rwkv7 import ChannelMixConfig, RWKV7Config
+from rnnlib.layers.shared_transformer import SharedInputMixerConfig
 from rnnlib.models.config import NONE, ModelConfig
 from rnnlib.models.mixers import heads_of, mixer_config
 
@@ -81,6 +82,8 @@ def sized_mixer(config: ModelConfig, mixer: str) -> Any:
         return ParallelConfig(sized, *scales)
     if isinstance(given, RecurrentMixerConfig):
         shape = given.shape(config.width, heads)
+        if isinstance(given, SharedInputMixerConfig):
+            given = dataclasses.replace(given, transformer=given.transformer.sized(config.width, heads))
         return dataclasses.replace(
             given,
             key_heads=shape.key_heads,

@@ -29,6 +29,7 @@ from rnnlib.hub.transformers.mamba_hybrids import BAMBA, GRANITE
 from rnnlib.hub.transformers.nemotron_h import NEMOTRON_H
 from rnnlib.hub.transformers.olmo_hybrid import OLMO_HYBRID
 from rnnlib.hub.transformers.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from rnnlib.hub.transformers.zamba2 import ZAMBA2
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -62,6 +63,7 @@ FAMILIES: dict[str, Family] = {
         NEMOTRON_H,
         FALCON_H1,
         GRANITE,
+        ZAMBA2,
     )
 }
 

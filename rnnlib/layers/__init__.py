@@ -68,6 +68,7 @@ from rnnlib.layers.presets import MixerPreset, mixer_names, mixer_preset, preset
 from rnnlib.layers.ridge import FixedProjection, RidgeRegression, RidgeState
 from rnnlib.layers.rotary import Rotary
 from rnnlib.layers.rwkv7 import RWKV7, ChannelMix, ChannelMixCache, ChannelMixConfig, RWKV7Cache, RWKV7Config
+from rnnlib.layers.shared_transformer import SharedInputMixer, SharedInputMixerConfig, SharedTransformer
 from rnnlib.layers.slots import GatedSlots, SlotState
 from rnnlib.layers.solve import MatrixStateSolver, Offline, Online, OperatorOptions, Signals, SolveConfig, Solver
 from rnnlib.layers.table import mixer_rows, mixer_table
@@ -157,6 +158,9 @@ __all__ = [
     "RotatedKeys",
     "RouterConfig",
     "RouterLoss",
+    "SharedInputMixer",
+    "SharedInputMixerConfig",
+    "SharedTransformer",
     "ShortConvolution",
     "SigmoidGain",
     "Signals",

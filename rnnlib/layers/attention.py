@@ -65,6 +65,7 @@ class AttentionConfig(MixerConfig):
             have them; None is none.
         use_bias: the projections of queries, keys and values have biases.
         output_bias: the output's projection has a bias.
+        output_width: channels of the output; None is the input's.
         initializer: of the projections.
     """
 
@@ -84,6 +85,7 @@ class AttentionConfig(MixerConfig):
     convolution: ConvolutionConfig | None = None
     use_bias: bool = False
     output_bias: bool = False
+    output_width: PositiveInteger | None = None
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
 
     def __post_init__(self) -> None:
@@ -143,7 +145,9 @@ class Attention(MixerWithOutput):
             "key": shape.project(shape.key_heads * size, use_bias=bias, rngs=rngs),
             "value": shape.project(shape.key_heads * size, use_bias=bias, rngs=rngs),
         }
-        self.output = shape.output(shape.value_heads * size, use_bias=config.output_bias, rngs=rngs)
+        self.output = shape.output(
+            shape.value_heads * size, use_bias=config.output_bias, features=config.output_width, rngs=rngs
+        )
         if config.output_gate:
             maps["output_gate"] = shape.project(shape.value_heads * size, use_bias=gate_bias, rngs=rngs)
         if config.forget_gate:
@@ -165,17 +169,22 @@ class Attention(MixerWithOutput):
         return ShortConvolution(channels, config, self.shape, scale=getattr(config, f"{name}_scale"), rngs=rngs)
 
     def _filtered(
-        self, inputs: ProjectedInput, tails: Mapping[str, Array], segment_ids: Array | None
+        self,
+        inputs: ProjectedInput,
+        tails: Mapping[str, Array],
+        segment_ids: Array | None,
+        added: Mapping[str, Array] | None,
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Queries, keys and values behind their convolutions, and the inputs that the next call's continue from."""
         found = {name: inputs[name] for name in ("query", "key", "value")}
+        found |= {name: found[name] + more for name, more in (added or {}).items()}
         after = {}
         config = self.config.convolution
         activation: Literal["silu"] | None = "silu" if config is not None and config.activation == "silu" else None
         for name, convolution in self._convolutions().items():
             tail = tails.get(name)
             found[name], after[name] = convolution(
-                inputs[name], segment_ids=segment_ids, state=tail, activation=activation
+                found[name], segment_ids=segment_ids, state=tail, activation=activation
             )
             if tail is not None:  # a cache keeps its dtype
                 after[name] = after[name].astype(tail.dtype)
@@ -215,8 +224,12 @@ class Attention(MixerWithOutput):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         cache: AttentionCache | None = None,
+        added: Mapping[str, Array] | None = None,
     ) -> tuple[Float[Array, "B T F"], AttentionCache | None]:
-        """What `output` reads `[B, T, H * K]`, and the next cache; see `MixerWithOutput`."""
+        """What `output` reads `[B, T, H * K]`, and the next cache; see `MixerWithOutput`.
+
+        `added` is added to the projections of its names, such as "query".
+        """
         check_input("Attention", x, self.shape.width)
         batch, length = x.shape[:2]
         check_segment_ids("Attention", segment_ids, batch, length)
@@ -224,7 +237,7 @@ class Attention(MixerWithOutput):
             capacity = cache.key.shape[1] if isinstance(cache, AttentionCache) else 1
             check_cache("Attention", cache, jax.eval_shape(lambda: self.init_cache(batch, capacity)))
         inputs = self.input_projection(x)
-        streams, tails = self._filtered(inputs, {} if cache is None else cache.tails, segment_ids)
+        streams, tails = self._filtered(inputs, {} if cache is None else cache.tails, segment_ids, added)
         query = self._heads(streams["query"], self.query_norm)
         key = self._heads(streams["key"], self.key_norm)
         value = self._heads(streams["value"])

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
@@ -90,6 +91,10 @@ class MixerWithOutput(nnx.Module, abc.ABC):
         return (y if self.output is None else self.output(y)), cache
 
 
+# What layers give to later ones, by name; the model gives the first layer its embeddings where one reads them.
+Carried = Mapping[str, Array]
+
+
 @runtime_checkable
 class CarryingMixer(TokenMixer, Protocol):
     """A mixer that layers behind it are given something of, such as RWKV-7's values of the first layer."""
@@ -97,13 +102,13 @@ class CarryingMixer(TokenMixer, Protocol):
     def carry(
         self,
         x: Array,
-        carried: Any,
+        carried: Carried,
         *,
         segment_ids: Array | None = None,
         positions: Array | None = None,
         cache: Any = None,
-    ) -> tuple[Array, Any, Any]:
-        """The call, given what earlier layers carry (None for nothing); the last result is the same for later ones."""
+    ) -> tuple[Array, Any, Carried]:
+        """The call, given what earlier layers carry; the last result is that for later ones."""
         ...
 
 
@@ -282,9 +287,12 @@ class MixerShape:
         """The dtype of decays, gates and states: float32, or float64 if the mixer computes in float64."""
         return jnp.promote_types(self.dtype, jnp.float32)
 
-    def output(self, features_in: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> nnx.Linear:
-        """A linear map from the channels of all heads to the model's width: a sum over the devices that share them."""
-        return self.linear(features_in, self.width, rngs=rngs, use_bias=use_bias, module=linear_of_shares(self.shares))
+    def output(
+        self, features_in: int, *, rngs: nnx.Rngs, use_bias: bool = False, features: int | None = None
+    ) -> nnx.Linear:
+        """A linear map from all heads' channels to the width or `features`: a sum over the devices that share them."""
+        features = self.width if features is None else features
+        return self.linear(features_in, features, rngs=rngs, use_bias=use_bias, module=linear_of_shares(self.shares))
 
     def linear(
         self,

@@ -14,7 +14,7 @@ from rnnlib.fields import PositiveInteger
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.part import PartConfig
 
-Activation = Literal["identity", "silu", "relu", "elu_plus_one", "sigmoid", "squared_relu", "gelu"]
+Activation = Literal["identity", "silu", "relu", "elu_plus_one", "sigmoid", "squared_relu", "gelu", "gelu_exact"]
 
 ACTIVATIONS = {
     "identity": lambda x: x,
@@ -24,6 +24,7 @@ ACTIVATIONS = {
     "sigmoid": jax.nn.sigmoid,
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
 }
 
 

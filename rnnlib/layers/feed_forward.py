@@ -4,7 +4,6 @@ import abc
 import dataclasses
 from typing import Any
 
-import jax
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -18,7 +17,7 @@ from rnnlib.ops.skinny_gemm import linear_product
 
 
 class SwiGLU(nnx.Module):
-    """Gated feed-forward `output_scale W_down (silu(gate_scale W_gate x) * W_up x)`."""
+    """Gated feed-forward `output_scale W_down (silu(gate_scale W_gate x) * W_up x)`, or with another activation."""
 
     def __init__(
         self,
@@ -31,6 +30,7 @@ class SwiGLU(nnx.Module):
         use_bias: bool = False,
         gate_scale: float = 1.0,
         output_scale: float = 1.0,
+        activation: Activation = "silu",
         rngs: nnx.Rngs,
     ):
         """Builds the three maps.
@@ -44,6 +44,7 @@ class SwiGLU(nnx.Module):
             use_bias: whether the three maps have biases.
             gate_scale: factor on the gate's product and bias.
             output_scale: factor on the output.
+            activation: of the gate.
             rngs: source of the initial weights.
         """
         hidden_width = share_of(hidden_width, "the width of a feed-forward (--model.mlp-width)")
@@ -55,7 +56,7 @@ class SwiGLU(nnx.Module):
             dot_general=linear_product,
             rngs=rngs,
         )
-        self.gate_scale, self.output_scale = gate_scale, output_scale
+        self.gate_scale, self.output_scale, self.activation = gate_scale, output_scale, activation
         self.gate = nnx.Linear(width, hidden_width, **options)
         self.up = nnx.Linear(width, hidden_width, **options)
         self.down = linear_of_shares(current_shares())(hidden_width, width, **options)
@@ -70,11 +71,16 @@ class SwiGLU(nnx.Module):
         """The map from `features` to the call's result; None where that is scaled."""
         return self.down if self.output_scale == 1 else None
 
-    def features(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        """`silu(gate_scale W_gate x) * W_up x`, what `output` reads."""
-        if self.gate_scale == 1:
+    def features(
+        self, x: Float[Array, "B T D"], *, added: tuple[Float[Array, "B T F"], Float[Array, "B T F"]] | None = None
+    ) -> Float[Array, "B T F"]:
+        """`silu(gate_scale W_gate x) * W_up x`, what `output` reads; `added` to the products of gate and up before."""
+        if self.gate_scale == 1 and self.activation == "silu" and added is None:
             return gated_product(x, self.gate, self.up)
-        return jax.nn.silu(self.gate(x) * self.gate_scale) * self.up(x)
+        gate, up = self.gate(x), self.up(x)
+        if added is not None:
+            gate, up = gate + added[0], up + added[1]
+        return ACTIVATIONS[self.activation](gate if self.gate_scale == 1 else gate * self.gate_scale) * up
 
 
 class MLP(nnx.Module):

@@ -39,6 +39,7 @@ from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.output_projection import OutputProjectionConfig
 from rnnlib.layers.rotary import Rotary
 from rnnlib.layers.rwkv7 import ChannelMixConfig, RWKV7Config
+from rnnlib.layers.shared_transformer import SharedInputMixerConfig
 from rnnlib.layers.slots import GatedSlots
 from rnnlib.layers.solve import Offline
 
@@ -373,6 +374,17 @@ def rwkv7_channel_mix() -> MixerConfig:
     A model of RWKV-7 is `mixers=("rwkv7", "rwkv7_channel_mix"), mlp_ratio=0`.
     """
     return ChannelMixConfig()
+
+
+@register_preset("Zamba2", "Glorioso et al. 2024, arXiv 2411.15242")
+def zamba2() -> MixerConfig:
+    """Zamba2's hybrid layer, Glorioso et al. 2024; `mamba2(norm(x + W f([x, x_0])))` with the embeddings `x_0`.
+
+    The transformer layer `f` (attention, then a feed-forward, of `[x, x_0]`) is shared by all such layers of a model,
+    each with adapters of its own. A model is `mixers=("mamba2",) * 5 + ("zamba2",), mlp_ratio=0`.
+    """
+    base = mamba2()
+    return SharedInputMixerConfig(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
 
 
 @register_preset("Attention", "Vaswani et al. 2017, arXiv 1706.03762")

@@ -14,7 +14,15 @@ from jaxtyping import Float, Int
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
-from rnnlib.layers.base import MixerConfig, MixerShape, check_cache, check_cache_size, check_input, exact_quotient
+from rnnlib.layers.base import (
+    Carried,
+    MixerConfig,
+    MixerShape,
+    check_cache,
+    check_cache_size,
+    check_input,
+    exact_quotient,
+)
 from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import l2_normalize
@@ -22,6 +30,8 @@ from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
 
 # The log decay is this times a sigmoid.
 _LEAST_LOG_DECAY = -math.exp(-0.5)
+# The name under which later layers are given the values of the first.
+_VALUES = "rwkv7_values"
 _Between = Literal["identity", "tanh", "sigmoid"]
 # What each projection reads has a mixture of its own of the token and the one before.
 _READERS = ("query", "decay", "key", "value", "gain", "gate")
@@ -195,23 +205,23 @@ class RWKV7(nnx.Module):
             ValueError: `x` is not as wide as the mixer or empty, the cache is of another batch or mixer, or the layer
                 mixes its values with those of an earlier one.
         """
-        y, cache, _ = self.carry(x, None, segment_ids=segment_ids, positions=positions, cache=cache)
+        y, cache, _ = self.carry(x, {}, segment_ids=segment_ids, positions=positions, cache=cache)
         return y, cache
 
     def carry(
         self,
         x: Float[Array, "B T D"],
-        carried: Float[Array, "B T HV"] | None,
+        carried: Carried,
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         cache: RWKV7Cache | None = None,
-    ) -> tuple[Float[Array, "B T D"], RWKV7Cache | None, Float[Array, "B T HV"]]:
+    ) -> tuple[Float[Array, "B T D"], RWKV7Cache | None, Carried]:
         """The call of a layer of a model; errors as for the call.
 
         Args:
             x: input.
-            carried: the values of the model's first layer of this kind; None in that layer.
+            carried: has the values of the model's first layer of this kind behind that layer.
             segment_ids: as for the call.
             positions: as for the call.
             cache: as for the call.
@@ -222,7 +232,7 @@ class RWKV7(nnx.Module):
         check_input("RWKV7", x, self.shape.width)
         if cache is not None:
             check_cache("RWKV7", cache, jax.eval_shape(lambda: self.init_cache(x.shape[0], 1)))
-        if self.value_gate is not None and carried is None:
+        if self.value_gate is not None and _VALUES not in carried:
             raise ValueError(
                 "RWKV7: value_rank is set in the first layer of this kind, expected None: no values before"
             )
@@ -236,7 +246,7 @@ class RWKV7(nnx.Module):
         query, key, value = self.query(read["query"]), self.key(read["key"]), self.value(read["value"])
         log_decay = _LEAST_LOG_DECAY * jax.nn.sigmoid(self.decay(read["decay"]).astype(wide))
         rate = jax.nn.sigmoid(self.gain(read["gain"]).astype(wide))
-        first = value if carried is None else carried
+        first = carried.get(_VALUES, value)
         if self.value_gate is not None:
             opened = jax.nn.sigmoid(self.value_gate(read["value"]).astype(wide)).astype(value.dtype)
             value = value + (first - value) * opened
@@ -262,7 +272,7 @@ class RWKV7(nnx.Module):
         own = jnp.sum((query * key).astype(wide) * self.bonus[...].astype(wide), axis=-1, keepdims=True)
         y = (y + own * value.astype(wide)).reshape(*x.shape[:2], -1).astype(self.shape.dtype)
         y = self.output(y * self.gate(read["gate"]))
-        return y, None if cache is None else RWKV7Cache(tail, state), first
+        return y, None if cache is None else RWKV7Cache(tail, state), {**carried, _VALUES: first}
 
     def _heads(self, x: Array) -> Array:
         """`[B, T, H * K]` as `[B, T, H, K]`."""

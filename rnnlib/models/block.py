@@ -6,8 +6,8 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rnnlib.layers import Attention, LatentAttention, ParallelMixer, RecurrentMixer, TokenMixer
-from rnnlib.layers.base import CarryingMixer
+from rnnlib.layers import Attention, LatentAttention, RecurrentMixer, TokenMixer
+from rnnlib.layers.base import Carried, CarryingMixer
 from rnnlib.layers.feed_forward import MLP, FeedForwardConfig, SwiGLU
 from rnnlib.layers.normalization import RMSNorm, norm_and_stream
 from rnnlib.layers.residual import residual_add
@@ -39,7 +39,7 @@ class Block(nnx.Module):
 
     Attributes:
         mixer: mixes tokens; None in a layer that is a feed-forward alone.
-        mixer_norm: its norm, None where it is.
+        mixer_norm: its norm; None where it is, or has a norm of its own.
         feed_forward: maps each token; None in a layer that is a mixer alone.
         feed_forward_norm: its norm, None where it is.
     """
@@ -67,6 +67,10 @@ class Block(nnx.Module):
         dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.storage_dtype}
         self.mixer_norm = None if mixer == NONE else residual_norm(config, rngs)
         self.mixer = None if mixer == NONE else build_mixer(config, mixer, rngs=rngs)
+        if getattr(self.mixer, "reads_stream", False):  # it has a norm of its own
+            self.mixer_norm = None
+            if norm_position != "input":
+                raise ValueError(f"norm_positions: {norm_position!r} with the mixer {mixer}, expected 'input'")
         hidden_width = config.feed_forward_width
         has_feed_forward = bool(hidden_width) if feed_forward == "dense" else feed_forward != NONE
         self.feed_forward_norm = residual_norm(config, rngs) if has_feed_forward else None
@@ -79,10 +83,8 @@ class Block(nnx.Module):
 
     @property
     def mixers(self) -> tuple[TokenMixer, ...]:
-        """Its mixers: those that stand side by side, one, or none."""
-        if isinstance(self.mixer, ParallelMixer):
-            return tuple(self.mixer.mixers)
-        return () if self.mixer is None else (self.mixer,)
+        """Its mixers: those that stand side by side or within another, one, or none."""
+        return () if self.mixer is None else tuple(getattr(self.mixer, "mixers", (self.mixer,)))
 
     def __call__(
         self,
@@ -123,10 +125,10 @@ class Block(nnx.Module):
         x: Float[Array, "B T D"],
         normed: Float[Array, "B T D"],
         *,
-        carried: Any = None,
+        carried: Carried | None = None,
         next_norm: nnx.Module | None = None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None, Any, Any]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None, Any, Carried]:
         """The layer after its first norm, up to the norm that follows the layer.
 
         Args:
@@ -140,6 +142,7 @@ class Block(nnx.Module):
             The residual stream, `next_norm` of it (None without one), the new cache, and `carried` for later layers.
         """
         scale, cache = self.residual_scale, options["cache"]
+        carried = {} if carried is None else carried
         mixer: Any = self.mixer
         feed_forward: Any = self.feed_forward
         inner_norm = self.feed_forward_norm
@@ -164,7 +167,7 @@ class Block(nnx.Module):
         return x, after, cache, carried
 
 
-def _mix(mixer: Any, x: Array, carried: Any, options: dict[str, Any]) -> tuple[Array, Any, Any]:
+def _mix(mixer: Any, x: Array, carried: Carried, options: dict[str, Any]) -> tuple[Array, Any, Carried]:
     """A mixer's output, its next cache, and what it gives to later layers: `carried` itself by all but few."""
     if isinstance(mixer, CarryingMixer):
         return mixer.carry(x, carried, **options)
@@ -179,11 +182,38 @@ def _output_of(module: Any) -> nnx.Module | None:
 def share_variables(blocks: Iterable[nnx.Module]) -> None:
     """Gives variables that layers share to all of them: those of the first part that names one.
 
-    A part names such variables in `shared_variables`, as `rnnlib.layers.decay.KeyDecayGate` does.
+    A part names such variables in `shared_variables`, as `rnnlib.layers.decay.KeyDecayGate` does, or modules whose
+    variables these are. Parts with different numbers `shared_group` share nothing.
+
+    Raises:
+        ValueError: variables that are to be one have different shapes.
     """
-    first: dict[tuple[type, str], Any] = {}
+    first: dict[tuple[Any, ...], nnx.Variable] = {}
     for block in blocks:
         for _, part in list(nnx.iter_modules(block)):
             for name in getattr(part, "shared_variables", ()):
-                if getattr(part, name) is not None:
-                    setattr(part, name, first.setdefault((type(part), name), getattr(part, name)))
+                group = (type(part), getattr(part, "shared_group", 0))
+                for path, variable in _variables_within(part, name):
+                    shared = first.setdefault((*group, *path), variable)
+                    if shared.shape != variable.shape:
+                        raise ValueError(
+                            f"{type(part).__name__}: {'.'.join(map(str, path))} has shape {variable.shape}, expected "
+                            f"{shared.shape} as in the layer before that shares it"
+                        )
+                    _assign(part, path, shared)
+
+
+def _variables_within(part: nnx.Module, name: str) -> list[tuple[tuple[Any, ...], nnx.Variable]]:
+    """A part's variable of a name, or those of its module of this name, with their paths from the part on."""
+    found = getattr(part, name)
+    if found is None or isinstance(found, nnx.Variable):
+        return [] if found is None else [((name,), found)]
+    return [((name, *path), node) for path, node in nnx.iter_graph(found) if isinstance(node, nnx.Variable)]
+
+
+def _assign(part: Any, path: tuple[Any, ...], variable: nnx.Variable) -> None:
+    """Gives a part's variable at a path another in its place."""
+    *owners, name = path
+    for owner in owners:
+        part = getattr(part, owner)
+    setattr(part, name, variable)

@@ -11,8 +11,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rnnlib.layers import Attention, LatentAttention
-from rnnlib.layers.base import check_cache_size
+from rnnlib.layers.base import Carried, check_cache_size
 from rnnlib.layers.normalization import norm_and_stream
+from rnnlib.layers.shared_transformer import EMBEDDING
 from rnnlib.layers.tensor import current_shares, share_of, tensor_shares
 from rnnlib.models.block import Block, residual_norm, scaled, share_variables
 from rnnlib.models.config import ModelConfig
@@ -100,12 +101,13 @@ class DecoderLM(nnx.Module):
         With `output_embedding` it lets a loss over a large vocabulary be taken a part of the sequence at a time.
         """
         x = self.embed(tokens, segment_ids, positions)
+        carried = self._first_carried(x)
         repeats = self._repeats() if self.config.scan_layers else 1
         done = 0
         if repeats > 1:
             done = repeats * len(self.config.mixers)
-            x = self._scan_blocks(x, segment_ids, positions, repeats)
-        blocks, carried = self.blocks[done:], None
+            x = self._scan_blocks(x, carried, segment_ids, positions, repeats)
+        blocks = self.blocks[done:]
         for block, following in itertools.zip_longest(blocks, blocks[1:]):
             if following is not None:
                 x = _await_to_gather(following, x)
@@ -198,7 +200,7 @@ class DecoderLM(nnx.Module):
         following = [*(block.first_norm if type(block) is Block else None for block in self.blocks[1:]), self.norm]
         options = {"segment_ids": segment_ids, "positions": positions}
         entries = []
-        carried = None
+        carried = self._first_carried(x)
         for block, next_norm, entry in zip(self.blocks, following, cache):
             graphdef, state = nnx.split((block, next_norm))
             x, normed, entry, carried = _extend_block(graphdef, state, x, normed, carried, options | {"cache": entry})
@@ -244,6 +246,11 @@ class DecoderLM(nnx.Module):
         with tensor_shares(count):
             return nnx.eval_shape(lambda: DecoderLM(self.config, rngs=nnx.Rngs(0)))
 
+    def _first_carried(self, x: Float[Array, "B T D"]) -> Carried:
+        """What the first layer is given beside the stream: the embeddings, where a layer reads them."""
+        is_read = any(getattr(block.mixer, "reads_embedding", False) for block in self.blocks if type(block) is Block)
+        return {EMBEDDING: x} if is_read else {}
+
     def _repeats(self) -> int:
         return self.config.num_layers // len(self.config.mixers)
 
@@ -265,7 +272,9 @@ class DecoderLM(nnx.Module):
         policy = products if self.config.remat_keeps == "products" else None
         return jax.checkpoint(_run_block, static_argnums=0, policy=policy)
 
-    def _scan_blocks(self, x: Array, segment_ids: Array | None, positions: Array | None, repeats: int) -> Array:
+    def _scan_blocks(
+        self, x: Array, carried: Carried, segment_ids: Array | None, positions: Array | None, repeats: int
+    ) -> Array:
         period = len(self.config.mixers)
         self._expect_streams_of_their_own(repeats * period)
         graphdefs, stacked = [], []
@@ -285,7 +294,7 @@ class DecoderLM(nnx.Module):
         def cell(x, states):
             changes = []
             for graphdef, state in zip(graphdefs, states):
-                x, _, changed = run(graphdef, state, x, None, segment_ids, positions)
+                x, _, changed = run(graphdef, state, x, carried, segment_ids, positions)
                 changes.append(changed)
             return x, changes
 

@@ -15,7 +15,6 @@ from jax import Array
 from rnnlib.layers.attention import Attention
 from rnnlib.layers.latent_attention import LatentAttention
 from rnnlib.layers.mixer import MixerCache, RecurrentMixer
-from rnnlib.layers.parallel import ParallelMixer
 from rnnlib.models.decoder import DecoderCache, DecoderLM
 from rnnlib.ops.delayed_update import PERIOD, DelayedState, flush
 
@@ -33,7 +32,7 @@ def _of_mixers(model: DecoderLM, cache: DecoderCache, change: Callable[[Any, Any
     """The cache with each mixer's entry changed, in the order of the layers."""
     entries = []
     for block, entry in zip(model.blocks, cache):
-        if isinstance(block.mixer, ParallelMixer):
+        if hasattr(block.mixer, "mixers"):
             entries.append(tuple(change(mixer, own) for mixer, own in zip(block.mixers, entry)))
         else:
             entries.append(change(block.mixer, entry))

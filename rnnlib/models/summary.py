@@ -45,14 +45,20 @@ class ParameterCount:
         return self.total - self.embedding
 
 
-def count_parameters(model: DecoderLM | ModelConfig) -> ParameterCount:
-    """Counts parameters; of a configuration too, by shapes alone."""
+def count_parameters(model: DecoderLM | ModelConfig, *, each_use: bool = False) -> ParameterCount:
+    """Counts parameters; of a configuration too, by shapes alone.
+
+    Args:
+        model: the model.
+        each_use: whether what several layers share counts in each of them, not in the first alone.
+    """
     if isinstance(model, ModelConfig):
         model = abstract_model(model)
     mixers: dict[str, int] = collections.defaultdict(int)
+    counted: set[int] | None = None if each_use else set()
     for name, block in zip(model.config.layer_mixers, model.blocks):
         if block.mixer is not None:
-            mixers[name] += _size(block.mixer)
+            mixers[name] += _size(block.mixer, counted)
     of_blocks = [norm for block in model.blocks for norm in (block.mixer_norm, block.feed_forward_norm)]
     norms = [model.norm] + ([] if model.embedding_norm is None else [model.embedding_norm])
     norms += [norm for norm in of_blocks if norm is not None]
@@ -122,5 +128,11 @@ def summary(config: ModelConfig, *, max_length: int = 4096) -> "rich.table.Table
     return table
 
 
-def _size(module: Any) -> int:
-    return count_values(nnx.state(module, nnx.Param))
+def _size(module: Any, counted: set[int] | None = None) -> int:
+    """Parameters of a module, without those that are `counted` already, to which they are added."""
+    if counted is None:
+        return count_values(nnx.state(module, nnx.Param))
+    found = {id(node): node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
+    new = [((key, "kernel"), node) for key, node in found.items() if key not in counted]
+    counted.update(found)
+    return count_values(nnx.from_flat_state(new))

@@ -56,7 +56,7 @@ def step_flops(config: ModelConfig, length: int) -> StepFlops:
     much for each of its R pairs; the delta rule `6 K V` (the erased value is read too); a ridge solve by n iterations
     `4 K V + 2 K^2 + 2 n K^2`. The recurrences are counted token by token, which is the least that the mathematics asks
     for: chunked kernels do several times more, so that their products show up as a lower utilisation. Convolutions,
-    norms and gates are left out. RWKV-7: `8 K V`. Gated slots: `4 M (K + V)`.
+    norms and gates are left out. What layers share counts in each. RWKV-7: `8 K V`. Gated slots: `4 M (K + V)`.
 
     Args:
         config: the model.
@@ -65,7 +65,7 @@ def step_flops(config: ModelConfig, length: int) -> StepFlops:
     Raises:
         TypeError: a mixer of unknown kind.
     """
-    count = count_parameters(config)
+    count = count_parameters(config, each_use=True)
     weights = count.total if config.tie_embeddings else count.without_embedding
     mixing = 0.0
     mixers: list[Any] = [mixer for block in abstract_model(config).blocks for mixer in block.mixers]

@@ -52,6 +52,7 @@ FOLDERS = [
     "retnet/plain",
     "rwkv7/plain",
     "transformer/plain",
+    "zamba2/plain",
 ]
 
 

@@ -42,6 +42,11 @@ VARIANTS = {
         {"norm_first": False, "norm_bias": False, "fuse_norm": False, "head_dim": 16, "value_dim": 32},
         {"intermediate_size": 50, "hidden_act": "relu", "tie_word_embeddings": True, "v_low_rank_dim": 3},
     ],
+    "zamba2/plain": [
+        {"num_mem_blocks": 1, "use_shared_attention_adapter": True, "use_mem_rope": True, "mamba_ngroups": 2},
+        {"tie_word_embeddings": False, "add_bias_linear": True, "hidden_act": "silu", "time_step_min": 0.0},
+        {"num_key_value_heads": 2, "intermediate_size": None, "layers_block_type": ["hybrid", "mamba"] * 2},
+    ],
     "hgrn2/plain": [
         {"use_lower_bound": False, "use_short_conv": True, "conv_size": 3, "expand_ratio": 16, "num_heads": 2},
         {"attn": {"layers": [0], "num_heads": 2}, "tie_word_embeddings": True},
@@ -88,6 +93,17 @@ def test_what_is_written_anew_is_read_as_it_was(name, keys, tmp_path):
         ("nemotron_h/plain", {"layers_block_type": ["mlp", "x"]}, "layers_block_type is .*, expected words of"),
         ("falcon_h1/plain", {"ssm_multipliers": [1.0]}, "ssm_multipliers is .*, expected 5 numbers above 0"),
         ("rwkv7/plain", {"value_dim": [64, 64]}, "value_dim is .*, expected hidden_size = 32 in each layer"),
+        ("zamba2/plain", {"n_mamba_heads": 5}, "n_mamba_heads is 5, expected a divisor of 48 channels"),
+        (
+            "zamba2/plain",
+            {"num_key_value_heads": 2, "use_shared_attention_adapter": True},
+            "num_key_value_heads is 2, expected num_attention_heads = 4",
+        ),
+        (
+            "zamba2/plain",
+            {"layers_block_type": ["full"] * 4},
+            "layers_block_type has 'full', expected linear_attention",
+        ),
         ("nemotron_h/plain", {"mlp_hidden_act": "gelu"}, 'mlp_hidden_act is "gelu", expected "relu2"'),
         ("nemotron_h/plain", {"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor"),
         ("lara_mini/plain", {"layer_types": ["mamba"] * 3}, "layer_types has 'mamba', expected"),

@@ -4,6 +4,8 @@ Each takes a module's parameters (nested dicts of arrays) and one document `x [T
 Heads: 2 of every kind (one key head in Mamba-2), channels follow from the parameters' shapes.
 """
 
+import math
+
 import numpy as np
 
 HEADS = 2
@@ -111,6 +113,23 @@ def mamba2(p, x):
     r = p["output_projection"]
     y = (o + r["skip"][:, None] * v).reshape(len(x), -1) * silu(linear(r["gate"], x))
     return linear(r["output"], rms(y, r["norm"]["scale"], 1e-5))
+
+
+def zamba2(p, x):
+    """The layer of figure 2 in arXiv 2411.15242, as a model's first: the stream is the embeddings."""
+    f, own = p["transformer"], p["adapters"]
+    z = rms(np.concatenate([x, x], axis=-1), f["norm"]["scale"], 1e-5)
+    q, k, v = (
+        (linear(f["attention"][n], z) + linear(own[n], z)).reshape(len(x), HEADS, -1) for n in ("query", "key", "value")
+    )
+    scores = np.exp(np.einsum("thk,shk->hts", q, k) / np.sqrt(q.shape[-1] / 2)) * np.tri(len(x))
+    mixed = np.einsum("hts,shk->thk", scores / scores.sum(-1, keepdims=True), v).reshape(len(x), -1)
+    z = rms(linear(f["attention"]["output"], mixed), f["feed_forward_norm"]["scale"], 1e-5)
+    inner = z @ own["down"]["kernel"]
+    gate, up = (linear(f["feed_forward"][n], z) + linear(own[n], inner) for n in ("gate", "up"))
+    gelu = gate * (1 + np.vectorize(math.erf)(gate / np.sqrt(2))) / 2
+    t = linear(p["projection"], linear(f["feed_forward"]["down"], gelu * up))
+    return mamba2(p["mixer"], rms(x + t, p["norm"]["scale"], 1e-5))
 
 
 def gla(p, x):
@@ -324,6 +343,7 @@ LAYERS = {
         linear_attention,
         retnet,
         mamba2,
+        zamba2,
         gla,
         hgrn2,
         gsa,

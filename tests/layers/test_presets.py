@@ -55,6 +55,7 @@ def test_mixer_is_the_papers_layer(name):
 
 # A mixer of each kind of cache.
 CACHES = ("gated_deltanet2", "linear_attention", "gsa", "rwkv7", "rwkv7_channel_mix", "mamba2", "mamba3_mimo", "pkda")
+CACHES += ("zamba2",)
 CACHES += ("gated_kalmanet", "mesanet", "sliding_window_attention", "forgetting_attention", "latent_attention")
 
 
@@ -92,6 +93,9 @@ COUNTS = {
     # Values 2 d wide, one query and key head of 8 channels, convolution with bias, gate, skip, norm over all heads.
     "mamba2": 2 * D * 8 + 3 * 2 * D * D + 5 * (2 * 8 + 2 * D) + (PER_HEAD + 2 * HEADS) + HEADS + 2 * D,
 }
+# Norms of 2 d, d and d; attention from 2 d to d, a feed-forward 4 d wide, the map to the stream; adapters of rank 3.
+COUNTS["zamba2"] = COUNTS["mamba2"] + 4 * D + 3 * 4 * D * D + 2 * D * D + 3 * 4 * D * D + D * D
+COUNTS["zamba2"] += 3 * 3 * (2 * D + 2 * D) + 3 * (D + 2 * 4 * D)
 # No convolution, rate and share of a token, norms of q and k, two angles, biases per head, skip, no norm of the output.
 COUNTS["mamba3"] = 2 * (D * 8 + 8) + 3 * 2 * D * D + (3 * PER_HEAD + HEADS) + 2 * D + 2 * HEADS * 8 + HEADS
 # Three more of each query, key and bias; two scales per pair and value channel.

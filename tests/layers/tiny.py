@@ -1,5 +1,7 @@
 """Small mixers with parameters far from their initial values, and how to call them compiled."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ DOCUMENTS = (31, 1, 38)
 
 # Sizes of the presets whose own do not fit a tiny model.
 SMALL = {name: {"key_head_dim": 8} for name in ("mamba2", "mamba3", "mamba3_mimo")}
+SMALL["zamba2"] = {"key_head_dim": 8, "transformer.adapter_rank": 3, "transformer.adapts_attention": True}
 SMALL["gsa"] = {"solve.num_slots": 6}
 SMALL["sliding_window_attention"] = {"window": 5}
 
@@ -88,9 +91,11 @@ def parameters(module):
     nested = {}
     for path, value in values_by_column(module, nnx.Param).items():
         names = path.split(".")
-        if names[0] == "input_projection":
-            reader = READERS[names[1]] if isinstance(module, RecurrentMixer) else names[1]
-            names = [*reader.split("."), *names[2:]]
+        if "input_projection" in names:
+            at = names.index("input_projection")
+            mixer = functools.reduce(getattr, names[:at], module)
+            reader = READERS[names[at + 1]] if isinstance(mixer, RecurrentMixer) else names[at + 1]
+            names = [*names[:at], *reader.split("."), *names[at + 2 :]]
         *owners, last = names
         owner = nested
         for name in owners:

@@ -63,6 +63,21 @@ HYBRIDS = {
         norm_bias=True,
         embedding_norm=True,
     ),
+    "shared transformers": SMALL.replace(
+        num_layers=4,
+        mixers=("mamba2", "zamba2", "zamba2/second", "zamba2"),
+        mixer_overrides={
+            "*": STD | {"key_head_dim": 8},
+            "zamba2": {
+                "transformer.hidden_width": 32,
+                "transformer.initializer_std": 0.3,
+                "transformer.adapter_rank": 3,
+            },
+            "zamba2/second": {"transformer.group": 1, "transformer.rope_base": 100.0},
+        },
+        mlp_width=None,
+        mlp_ratio=0,
+    ),
     "one part a layer": SMALL.replace(
         num_layers=3, mixers=("none", "deltanet", "none"), feed_forwards=(MLPConfig(), "none", "dense")
     ),

@@ -55,6 +55,10 @@ def test_parts_add_up_to_the_state():
     # A head's own maps: queries, keys, values, output; SwiGLU has three maps of width 256.
     assert count.feed_forward == 3 * 3 * 32 * 256
     assert count.norms == (2 * 3 + 1) * 32
+    sharing = config.replace(num_layers=4, mixers=("mamba2", "zamba2"))  # what two layers share counts once
+    count = count_parameters(sharing)
+    assert count.total == count_values(nnx.state(abstract_model(sharing), nnx.Param))
+    assert count.total < count_parameters(sharing, each_use=True).total
 
 
 def _state(config):
