@@ -34,7 +34,8 @@ class DataConfig:
             `role` and `content`; also `tools`, `documents` and `chat_template_kwargs`, where the row has them) go
             through the tokenizer's chat template, and only what the assistant says is learned.
         text_field: the field (JSON lines) or column (Parquet) that holds the text.
-        messages_field: the field or column that holds the messages of format "chat".
+        messages_field: the field or column that holds the messages of format "chat"; rows without it may have
+            ShareGPT's `conversations`.
         chat_template: a file with the template (Jinja) of format "chat"; None for that beside the tokenizer.
         chat_options: further variables of the template, KEY=VALUE, such as enable_thinking=false.
         encoding: of text and JSON lines files; in the latter a line feed is one byte, so that UTF-16 is for text only.

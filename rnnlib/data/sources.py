@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from rnnlib.data.config import DataConfig, Split, SplitBy, check_split
-from rnnlib.data.conversation import ROW_KEYS, conversation
+from rnnlib.data.conversation import ROW_KEYS, conversation, field_of_messages
 from rnnlib.files import open_regular, read_bytes
 from rnnlib.tokenizers import without_surrogates
 
@@ -270,6 +270,8 @@ def _json_text(config: DataConfig, path: str, number: int, line: str) -> str:
         raise ValueError(f"{path}, line {number}: not JSON ({reason})") from error
     setting = "messages_field" if config.format == "chat" else "text_field"
     field = getattr(config, setting)
+    if config.format == "chat" and isinstance(record, dict):
+        field = field_of_messages(record, field) or field
     if not isinstance(record, dict) or field not in record:
         has = f"has the fields {sorted(record)}" if isinstance(record, dict) else f"is a {type(record).__name__}"
         raise ValueError(f"{path}, line {number}: no field {field!r} ({setting}); it {has}")
@@ -302,11 +304,12 @@ def _read_parquet(config: DataConfig, path: str) -> Iterator[str | _Undecodable]
 
 def _conversations(config: DataConfig, path: str, file: pyarrow.parquet.ParquetFile) -> Iterator[str]:
     names = file.schema_arrow.names
-    if config.messages_field not in names:
+    field = field_of_messages(names, config.messages_field)
+    if field is None:
         raise ValueError(f"{path}: no column {config.messages_field!r} (messages_field); it has the columns {names}")
-    wanted = [name for name in dict.fromkeys((config.messages_field, *ROW_KEYS)) if name in names]
+    wanted = [name for name in dict.fromkeys((field, "system", *ROW_KEYS)) if name in names]
     number = 0
     for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
         for record in batch.to_pylist():
             number += 1
-            yield conversation(record, config.messages_field, f"{path}, row {number}")
+            yield conversation(record, field, f"{path}, row {number}")

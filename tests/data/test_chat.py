@@ -11,6 +11,7 @@ import pytest
 from rnnlib.data import DataConfig, FileTokenizer, load_corpus, make_dataset, train_tokenizer
 from rnnlib.data.chat import ChatEncoder, ChatTemplate, chat_encoder
 from rnnlib.data.conversation import Conversation
+from rnnlib.data.sources import iterate_documents
 
 HEAD = "<|im_start|>{{ message.role }}\n"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -146,6 +147,32 @@ def test_packed_rows_weigh_targets(folder, tmp_path, tokenizer, name):
     assert 0 < streamed.read(0)["loss_weights"].sum() < 48
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+def test_rows_as_sharegpt_has_them_are_the_same_conversations(folder, tmp_path, name):
+    said = rows(tmp_path / name)
+    words = {"user": "human", "assistant": "gpt"}
+    other = [
+        {
+            "system": "Be brief.",
+            "conversations": [{"from": words[x["role"]], "value": x["content"]} for x in row["messages"]],
+        }
+        for row in said
+    ]
+    path = tmp_path / f"other_{name}"
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(other), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, other)))
+    rendered = []
+    for paths in (tmp_path / name, path):
+        options = {"format": "chat", "tokenizer": str(folder / "tokenizer.json"), "validation_fraction": 0.3}
+        config = DataConfig(paths=(str(paths),), **options)
+        texts = [text for split in ("train", "validation") for text in iterate_documents(config, split)]
+        rendered.append(sorted((json.loads(text)["messages"] for text in texts), key=lambda said: said[-2]["content"]))
+    system = {"role": "system", "content": "Be brief."}
+    assert rendered[1] == [[system, *messages] for messages in rendered[0]] and len(rendered[0]) == 39
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -155,7 +182,12 @@ def test_packed_rows_weigh_targets(folder, tmp_path, tokenizer, name):
         ('{"messages": ["x"]}', 'messages[0] is "x", expected an object with role and content'),
         (
             '{"messages": [{"from": "human"}]}',
-            "messages[0].role is missing, expected a text such as 'user'",
+            "messages[0].content is missing, expected a text",
+        ),
+        ('{"conversations": [{"from": "me"}]}', 'conversations[0].from is "me", expected one of human, user, gpt'),
+        (
+            '{"conversations": [{"from": "gpt", "value": "x"}], "system": 3}',
+            "system is 3, expected a text",
         ),
         ('{"messages": [{"role": 3}]}', "messages[0].role is 3, expected a text"),
         ('{"messages": [{"role": "user", "content": 3}]}', "messages[0].content is 3, expected a text"),
