@@ -14,8 +14,10 @@ from jaxtyping import Bool, Int
 
 from rnnlib import ops
 from rnnlib.layers import RecurrentMixer
+from rnnlib.layers.parallel import SIDE_BY_SIDE
 from rnnlib.layers.preconditioner import ApplyToBothMap, ApplyToKeyMap, GramKeyMap
 from rnnlib.models import DecoderLM
+from rnnlib.models.block import Block
 from rnnlib.ops.arguments import check_shape, segment_starts
 
 
@@ -47,7 +49,7 @@ class LayerSignals:
     """What a layer's recurrence is given, for every token and head.
 
     Attributes:
-        layer: number of the block, from 0.
+        layer: number of the block, from 0. Of mixers side by side each recurrent one has signals of its own.
         mixer: the mixer's name in the model's configuration.
         query: `[B, T, H, K]`, preconditioned where the layer does so.
         key: the read key, `[B, T, H, K]`.
@@ -82,7 +84,9 @@ def iterate_layers(
     valid: Bool[Array, "B T"] | None = None,
     layers: Collection[int] | None = None,
 ) -> Iterator[LayerSignals]:
-    """Runs a model block by block and gives what each recurrence gets. Attention layers are passed over.
+    """Runs a model block by block and gives what each recurrence gets.
+
+    Attention is passed over, and so are RWKV-7's mixers, whose transition has two keys.
 
     One layer's activations are held at a time, and no logits are formed. A trained model and its tokenizer come from
     `rnnlib.training.load_run(folder)`.
@@ -117,23 +121,28 @@ def iterate_layers(
     if positions is None and segment_ids is not None:
         index = jnp.arange(tokens.shape[1])
         positions = index - jax.lax.cummax(jnp.where(segment_starts(segment_ids), index, 0), axis=1)
+    carried = model.first_carried(x)
     for layer, block in enumerate(model.blocks[: max(wanted, default=-1) + 1]):
         graphdef, state = nnx.split(block)
-        if layer in wanted and isinstance(block.mixer, RecurrentMixer):
-            solve = block.mixer.config.solve
+        own = names[layer].split(SIDE_BY_SIDE)
+        mixers = block.mixers if isinstance(block, Block) else ()
+        recurrent = [(i, mixer) for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)]
+        for i, mixer in recurrent if layer in wanted else ():
+            solve = mixer.config.solve
             if solve.erases() is None:
                 raise ValueError(
                     f"layer {layer}: {type(solve).__name__}.erases gives None, expected True for the delta rule's "
                     "transition or False for decay alone"
                 )
-            arrays, parts = _layer_arrays(graphdef, state, x, segment_ids, positions)
-            key_map, _ = _gram_map(block.mixer)
+            arrays, parts = _layer_arrays(graphdef, i, state, x, carried, segment_ids, positions)
+            key_map, _ = _gram_map(mixer)
             eps = key_map.config.eps if isinstance(key_map, ApplyToKeyMap) else Preconditioner.eps
             preconditioner = None if parts is None else Preconditioner(**parts, eps=eps)
+            name = own[i] if len(own) > 1 else names[layer]
             yield LayerSignals(
-                layer, names[layer], **arrays, preconditioner=preconditioner, segment_ids=segment_ids, valid=valid
+                layer, name, **arrays, preconditioner=preconditioner, segment_ids=segment_ids, valid=valid
             )
-        x = _run_block(graphdef, state, x, segment_ids, positions)
+        x, carried = _run_block(graphdef, state, x, carried, segment_ids, positions)
 
 
 def _block_numbers(layers: Any) -> list[int]:
@@ -171,15 +180,23 @@ def _gram_map(mixer: RecurrentMixer) -> tuple[GramKeyMap | None, str]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_block(graphdef, state, x, segment_ids, positions):
-    return nnx.merge(graphdef, state)(x, segment_ids=segment_ids, positions=positions)[0]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _layer_arrays(graphdef, state, x, segment_ids, positions):
+def _run_block(graphdef, state, x, carried, segment_ids, positions):
+    """The stream after a block, and what it gives to later ones."""
     block = nnx.merge(graphdef, state)
-    mixer = block.mixer
-    x = block.mixer_norm(x)
+    options = {"segment_ids": segment_ids, "positions": positions}
+    if type(block) is not Block:
+        return block(x, **options)[0], carried
+    normed, x = block.enter(x)
+    x, _, _, carried = block.run(x, normed, carried=carried, cache=None, **options)
+    return x, carried
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _layer_arrays(graphdef, number, state, x, carried, segment_ids, positions):
+    """The signals of a block's mixer of a number, and what its preconditioner is of."""
+    block = nnx.merge(graphdef, state)
+    mixer = block.mixers[number]
+    x = block.inputs_of_mixers(x, carried=carried, segment_ids=segment_ids, positions=positions)[number]
     signals, _ = mixer.signals(x, segment_ids=segment_ids, positions=positions)
     keys, gates, log_decay = signals.keys, signals.gates, signals.decay.log_decay
     erase = gates.beta if gates.erase is None else gates.erase

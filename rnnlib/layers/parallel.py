@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveNumber, check_fields
-from rnnlib.layers.base import MixerConfig, TokenMixer, check_cache_size, check_input
+from rnnlib.layers.base import Carried, MixerConfig, TokenMixer, check_cache_size, check_input
 
 # Between the names of mixers that stand side by side, as in "mamba2+attention".
 SIDE_BY_SIDE = "+"
@@ -86,6 +86,17 @@ class ParallelMixer(nnx.Module):
             outputs.append(_scaled(y, output_scale))
             caches.append(entry)
         return sum(outputs[1:], outputs[0]), None if cache is None else tuple(caches)
+
+    def inputs_of_mixers(
+        self,
+        x: Float[Array, "B T D"],
+        carried: Carried,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], ...]:
+        """What each of `mixers` reads; arguments as for the call."""
+        return tuple(_scaled(x, input_scale) for input_scale, _ in self.scales)
 
     def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike | None = None) -> tuple[Any, ...]:
         """The caches of the mixers before the first token; arguments and errors are theirs."""

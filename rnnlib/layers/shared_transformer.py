@@ -311,6 +311,20 @@ class SharedInputMixer(nnx.Module):
             return y, None, carried
         return y, (of_attention, of_mixer), carried
 
+    def inputs_of_mixers(
+        self,
+        x: Float[Array, "B T D"],
+        carried: Carried,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T E"], Float[Array, "B T D"]]:
+        """What each of `mixers` reads; arguments as for `carry`, without a cache."""
+        both = jnp.concatenate([x, carried.get(EMBEDDING, x)], axis=-1)
+        options: dict[str, Any] = {"segment_ids": segment_ids, "positions": positions, "cache": None}
+        z, _ = self.transformer(both, self.adapters, **options)
+        return self.transformer.norm(both), self.norm(x + self.projection(z))
+
     def init_cache(
         self, batch_size: int, max_length: int, dtype: DTypeLike | None = None
     ) -> tuple[AttentionCache, MixerCache]:

@@ -120,6 +120,21 @@ class Block(nnx.Module):
         """What the layer's first half reads of a residual stream `[B, T, D]`, its first norm or itself; the stream."""
         return (x, x) if self.first_norm is None else norm_and_stream(self.first_norm, x)
 
+    def inputs_of_mixers(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        carried: Carried,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T ..."], ...]:
+        """What each of `mixers` reads of a residual stream; arguments as for `run`, without a cache."""
+        normed, _ = self.enter(x)
+        if not hasattr(self.mixer, "mixers"):
+            return () if self.mixer is None else (normed,)
+        within: Any = self.mixer
+        return within.inputs_of_mixers(normed, carried, segment_ids=segment_ids, positions=positions)
+
     def run(
         self,
         x: Float[Array, "B T D"],

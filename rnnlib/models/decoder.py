@@ -101,7 +101,7 @@ class DecoderLM(nnx.Module):
         With `output_embedding` it lets a loss over a large vocabulary be taken a part of the sequence at a time.
         """
         x = self.embed(tokens, segment_ids, positions)
-        carried = self._first_carried(x)
+        carried = self.first_carried(x)
         repeats = self._repeats() if self.config.scan_layers else 1
         done = 0
         if repeats > 1:
@@ -200,7 +200,7 @@ class DecoderLM(nnx.Module):
         following = [*(block.first_norm if type(block) is Block else None for block in self.blocks[1:]), self.norm]
         options = {"segment_ids": segment_ids, "positions": positions}
         entries = []
-        carried = self._first_carried(x)
+        carried = self.first_carried(x)
         for block, next_norm, entry in zip(self.blocks, following, cache):
             graphdef, state = nnx.split((block, next_norm))
             x, normed, entry, carried = _extend_block(graphdef, state, x, normed, carried, options | {"cache": entry})
@@ -246,7 +246,7 @@ class DecoderLM(nnx.Module):
         with tensor_shares(count):
             return nnx.eval_shape(lambda: DecoderLM(self.config, rngs=nnx.Rngs(0)))
 
-    def _first_carried(self, x: Float[Array, "B T D"]) -> Carried:
+    def first_carried(self, x: Float[Array, "B T D"]) -> Carried:
         """What the first layer is given beside the stream: the embeddings, where a layer reads them."""
         is_read = any(getattr(block.mixer, "reads_embedding", False) for block in self.blocks if type(block) is Block)
         return {EMBEDDING: x} if is_read else {}

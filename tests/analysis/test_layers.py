@@ -15,6 +15,7 @@ from rnnlib.analysis import (
     iterate_reports,
     report,
 )
+from rnnlib.layers import RecurrentMixer
 from rnnlib.models import DecoderLM, ModelConfig
 
 MIXERS = ("pgdn", "attention", "pmamba2", "pgdn_atq", "gated_deltanet")
@@ -200,3 +201,34 @@ def test_wrong_texts_are_named(model):
     (signals,) = iterate_layers(model, jnp.zeros((1, 3), jnp.int32), layers=[0])
     with pytest.raises(ValueError, match="every is 0, expected at least 1"):
         report(signals, times=[3], every=0)
+
+
+def test_layers_that_carry_share_or_stand_side_by_side(monkeypatch):
+    """Each recurrence is given what it gets in the model's own pass."""
+    mixers = ("gated_deltanet+attention", "rwkv7", "zamba2", "rwkv7/later", "kda", "zamba2")
+    options = {"rwkv7/later": {"value_rank": 3}, "zamba2": {"transformer.initializer_std": 0.5}}
+    options |= {"*": {"implementation": "scan"}, "gated_deltanet+attention": {"input_scales": (0.5, 2.0)}}
+    config = ModelConfig(11, 16, len(mixers), 2, mixers, options, mlp_width=16, norm_positions=("input",))
+    model, tokens, read = DecoderLM(config, rngs=nnx.Rngs(0)), jnp.arange(8).reshape(2, 4), []
+    own = RecurrentMixer._signals
+
+    def recorded(mixer, inputs, *rest):
+        read.append((mixer, inputs.x))
+        return own(mixer, inputs, *rest)
+
+    with jax.disable_jit():
+        monkeypatch.setattr(RecurrentMixer, "_signals", recorded)
+        model(tokens)
+        monkeypatch.setattr(RecurrentMixer, "_signals", own)
+        expected = [mixer.signals(x)[0] for mixer, x in read]
+    found = list(iterate_layers(model, tokens))
+    assert [(signals.layer, signals.mixer) for signals in found] == [
+        (0, "gated_deltanet"),
+        (2, "zamba2"),
+        (4, "kda"),
+        (5, "zamba2"),
+    ]
+    for signals, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(signals.query, wanted.keys.query, atol=1e-5, err_msg=signals.mixer)
+        np.testing.assert_allclose(signals.key, wanted.keys.key, atol=1e-5)
+    assert len(list(iterate_reports(model, tokens))) == 4
