@@ -82,6 +82,7 @@ def _export_adapter(folder: Path, arguments: ExportArguments) -> None:
         rank=rank,
         alpha=lora.scale * (rank**0.5 if lora.rank_stabilized else rank),
         rank_stabilized=lora.rank_stabilized,
+        dropout=lora.dropout,
         base=lora.base,
         family=arguments.family,
     )

@@ -84,6 +84,7 @@ def _print(plan: StepPlan, devices: int, device_bytes: float) -> None:
     memory.add_column("GB", justify="right")
     rows = {
         "parameters": plan.parameters,
+        **({"matrices with their adapters": plan.merged} if plan.merged else {}),
         "gradients": plan.gradients,
         "optimizer state": plan.optimizer,
     }
@@ -104,7 +105,8 @@ def _print(plan: StepPlan, devices: int, device_bytes: float) -> None:
     console = Console(markup=False, highlight=False, width=110)
     console.print(
         f"{mixers}, {model.num_layers} layers, width {model.width}, vocabulary {model.vocabulary_size}: "
-        f"{plan.num_parameters:,} parameters"
+        f"{plan.num_parameters + plan.num_frozen:,} parameters"
+        + (f", {plan.num_parameters:,} numbers trained" if plan.num_frozen else "")
     )
     console.print(
         f"{devices} devices, {plan.mesh}: on each {plan.rows} rows of {plan.length} tokens a step in {plan.parts} "

@@ -13,9 +13,42 @@ from rnnlib.hub.families import family_of
 from rnnlib.hub.files import WeightFiles, replace_folder, write_file
 from rnnlib.hub.keys import read_json, write_json
 from rnnlib.hub.pretrained import CONFIG, family_for
-from rnnlib.hub.table import SAVED, match_rows
+from rnnlib.hub.table import SAVED, Family, match_rows
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.variables import values_by_column
+
+
+def published_modules(model: DecoderLM, base: str | None = None) -> dict[str, list[str]]:
+    """The modules of a model's published files, with the paths of the matrices here that are in each.
+
+    Args:
+        model: the model, with or without values.
+        base: the folder of the published model, whose family counts; None, or another name, for the family of the
+            model's mixers.
+
+    Returns:
+        Paths by the names of modules, such as "model.layers.0.self_attn.q_proj"; empty for a model of no family.
+    """
+    found: dict[str, list[str]] = {}
+    try:
+        known, present = _family_and_shapes(model, base, None)
+        matches = match_rows(known, model, present)
+    except ValueError:
+        return found
+    for match in matches:
+        for name in match.theirs:
+            found.setdefault(name.removesuffix(".weight"), []).extend(match.ours)
+    return found
+
+
+def _family_and_shapes(
+    model: DecoderLM, base: str | None, family: str | None
+) -> tuple[Family, Mapping[str, tuple[int, ...]] | None]:
+    """The family whose names count, and the shapes of the arrays of the folder `base` where it is one."""
+    if base is not None and (pathlib.Path(base) / CONFIG).is_file() and family is None:
+        where = pathlib.Path(base)
+        return family_of(read_json(where / CONFIG), str(where / CONFIG)), WeightFiles(where).shapes
+    return family_for(model.config, family)[0], None
 
 
 def save_adapter(
@@ -26,6 +59,7 @@ def save_adapter(
     rank: int,
     alpha: float,
     rank_stabilized: bool = False,
+    dropout: float = 0.0,
     base: str | None = None,
     family: str | None = None,
 ) -> None:
@@ -37,10 +71,12 @@ def save_adapter(
     Args:
         folder: the folder to write.
         model: the model that is adapted, of which shapes are read.
-        factors: `A` `[in, rank]` and `B` `[rank, out]` by the paths of the model's matrices.
+        factors: `A` `[in, rank]` and `B` `[rank, out]` by the paths of the model's matrices; of experts `[E, in, rank]`
+            and `[E, rank, out]`, where each expert's matrix is a module of its own in the file.
         rank: rank of each.
         alpha: the scale is `alpha / rank`.
         rank_stabilized: the scale is `alpha / sqrt(rank)`.
+        dropout: of the adapters' inputs in training.
         base: the name or folder of the published model that is adapted. If it is a folder, the names of its arrays
             count; else those of a new folder of the family.
         family: the family to take the names of; None for that of `base`, or that of the model's mixers.
@@ -48,13 +84,7 @@ def save_adapter(
     Raises:
         ValueError: the model is of no family, or one of the matrices cannot be changed in its files.
     """
-    present = None
-    if base is not None and (pathlib.Path(base) / CONFIG).is_file() and family is None:
-        where = pathlib.Path(base)
-        known = family_of(read_json(where / CONFIG), str(where / CONFIG))
-        present = WeightFiles(where).shapes
-    else:
-        known = family_for(model.config, family)[0]
+    known, present = _family_and_shapes(model, base, family)
     arrays: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     left = dict(factors)
@@ -62,22 +92,28 @@ def save_adapter(
         chosen = [path for path in match.ours if path in factors]
         if match.copy or not chosen:
             continue
-        if not all(name.endswith(".weight") for name in match.theirs):
-            raise ValueError(f"save_adapter: {chosen[0]} is {match.theirs[0]} in a file, expected a matrix of a module")
-        # The rows of B of each matrix stand for its inputs: the layout puts their outputs where those of the matrix go.
         shapes = values_by_column(model, SAVED).shapes()
+        are_matrices = all(len(shape) == 2 for shape in match.shapes(shapes))
+        if not are_matrices or not all(name.endswith(".weight") for name in match.theirs):
+            raise ValueError(
+                f"save_adapter: {chosen[0]} is {match.theirs[0]} in a file, expected a matrix of a module: write the "
+                "merged model in place of the adapter"
+            )
+        # The rows of B of each matrix stand for its inputs: the layout puts their outputs where those of the matrix go.
         total, before = rank * len(chosen), 0
         stand_ins = []
         for path in match.ours:
-            columns = jnp.zeros((total, shapes[path].shape[1]), jnp.float32)
+            *several, _, outputs = shapes[path].shape
+            columns = jnp.zeros((*several, total, outputs), jnp.float32)
             if path in factors:
-                columns = columns.at[before : before + rank].set(factors[path][1])
+                columns = columns.at[..., before : before + rank, :].set(factors[path][1])
                 before += rank
             stand_ins.append(columns)
-        down = np.concatenate([np.asarray(factors[path][0], np.float32).T for path in chosen])
-        for name, up in zip(match.theirs, match.layout.write(stand_ins, match.part), strict=True):
+        down = np.concatenate([np.swapaxes(np.asarray(factors[path][0], np.float32), -1, -2) for path in chosen], -2)
+        downs = list(down) if down.ndim == 3 else [down] * len(match.theirs)  # of experts, or of all modules
+        for name, own, up in zip(match.theirs, downs, match.layout.write(stand_ins, match.part), strict=True):
             module = name.removesuffix(".weight")
-            arrays[f"{FACTOR_PREFIX}{module}.lora_A.weight"] = down
+            arrays[f"{FACTOR_PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(own)
             arrays[f"{FACTOR_PREFIX}{module}.lora_B.weight"] = np.asarray(up)
             ranks[module] = total
         for path in chosen:
@@ -95,7 +131,7 @@ def save_adapter(
         "r": rank,
         "lora_alpha": alpha,
         "use_rslora": rank_stabilized,
-        "lora_dropout": 0.0,
+        "lora_dropout": dropout,
         "target_modules": sorted(ranks),
         "rank_pattern": several,
         "alpha_pattern": {module: alpha * (own / rank) ** root for module, own in several.items()},

@@ -14,18 +14,24 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
-from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
+from rnnlib.fields import PositiveInteger, PositiveNumber, Range, check_fields
+from rnnlib.hub.adapter_folders import published_modules
 from rnnlib.hub.adapters import with_low_rank
+from rnnlib.models.decoder import DecoderLM
 from rnnlib.training.mesh import SHARED_AXIS
 from rnnlib.training.optimizer import muon_mask
 
 Path = tuple[Any, ...]
+
+# What tells keys of dropout from those of the first factors.
+_DROPOUT = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +43,11 @@ class LoraConfig:
     alpha: PositiveNumber | None = None
     """The scale is alpha / rank; left out, 1."""
     targets: tuple[str, ...] = ()
-    """Matrices that are changed: parts of their paths such as query, or patterns such as 'blocks.*.mixer'. Left out,
-    all matrices of the blocks that are larger than the rank."""
+    """Matrices that are changed: parts of their paths such as query, or patterns such as 'blocks.*.mixer', or else the
+    names that they have in published files, such as q_proj. Left out, all matrices of the blocks that are larger than
+    the rank, but those of experts."""
+    dropout: Annotated[float, Range(at_least=0, below=1)] = 0.0
+    """Part of the inputs that each adapter is given as 0, drawn in each step for all its tokens."""
     rank_stabilized: bool = False
     """The scale is alpha / sqrt(rank) (arXiv 2312.03732)."""
     base: str | None = None
@@ -47,7 +56,7 @@ class LoraConfig:
     def __post_init__(self):
         """Checks every value."""
         check_fields(self)
-        if self.rank is None and (self.alpha is not None or self.targets or self.rank_stabilized):
+        if self.rank is None and (self.alpha is not None or self.targets or self.rank_stabilized or self.dropout):
             raise ValueError("lora.rank is left out, expected the rank of what the other settings of lora are for")
 
     @property
@@ -149,8 +158,14 @@ class Adaptation(abc.ABC):
         """What is trained and what stays, of a model before its training."""
 
     @abc.abstractmethod
-    def changed_variables(self, trained: Any, frozen: Any) -> Any:
-        """The model's variables in `changed`, as a function of what is trained."""
+    def changed_variables(self, trained: Any, frozen: Any, step: Array | None = None) -> Any:
+        """The model's variables in `changed`, as a function of what is trained.
+
+        Args:
+            trained: what is trained.
+            frozen: what stays.
+            step: number of the training step, which decides what is dropped; None drops nothing.
+        """
 
     def parameters(self, trained: Any, frozen: Any) -> Any:
         """All parameters of the model."""
@@ -223,7 +238,7 @@ class Frozen(Adaptation):
             sides[True].append((path, variable))
         return nnx.from_flat_state(sides[False]), nnx.from_flat_state(sides[True])
 
-    def changed_variables(self, trained: Any, frozen: Any) -> Any:
+    def changed_variables(self, trained: Any, frozen: Any, step: Array | None = None) -> Any:
         """The variables that are trained, and kernels some of whose columns are."""
         own, rest = dict(nnx.to_flat_state(trained)), dict(nnx.to_flat_state(frozen))
         found = []
@@ -260,13 +275,14 @@ class Lora(Adaptation):
         targets: the matrices that are changed.
     """
 
-    def __init__(self, config: LoraConfig, parameters: Any, *, seed: int = 0):
+    def __init__(self, config: LoraConfig, parameters: Any, *, seed: int = 0, model: DecoderLM | None = None):
         """Chooses the matrices.
 
         Args:
             config: rank, scale and targets.
             parameters: the model's, or their shapes.
             seed: of the factors.
+            model: the model, with or without values, for the names that its matrices have in published files.
 
         Raises:
             ValueError: a target matches no matrix.
@@ -278,15 +294,17 @@ class Lora(Adaptation):
         matrices = {
             part.name: part
             for part in parts_of(parameters)
-            if len(variables[part.variable].shape) == 2 and masks[part.variable].get_raw_value()
+            if len(variables[part.variable].shape) in (2, 3) and masks[part.variable].get_raw_value()
         }
         if config.targets:
-            chosen = matching(config.targets, matrices, "lora.targets")
+            chosen = self._named(matrices, model)
         else:
             chosen = {
                 name
                 for name, part in matrices.items()
-                if min(self._shape(variables, part)) > config.rank and "router" not in part.own
+                if len(variables[part.variable].shape) == 2
+                and min(self._shape(variables, part)) > config.rank
+                and "router" not in part.own
             }
         if not chosen:
             raise ValueError(f"lora.rank is {config.rank}, expected less than a side of some matrix of the blocks")
@@ -294,10 +312,35 @@ class Lora(Adaptation):
         self.targets = {name: matrices[name] for name in sorted(chosen)}
         self.changed = frozenset(part.variable for part in self.targets.values())
 
+    def _named(self, matrices: Collection[str], model: DecoderLM | None) -> set[str]:
+        """The matrices that the targets name, by their paths or else by their names in published files.
+
+        Raises:
+            ValueError: a target names none.
+        """
+        chosen: set[str] = set()
+        published: Mapping[str, list[str]] | None = None
+        for pattern in self.config.targets:
+            own = {name for name in matrices if _matches(pattern, name)}
+            if not own:
+                if published is None:
+                    published = {} if model is None else published_modules(model, self.config.base)
+                found = [paths for module, paths in published.items() if _matches(pattern, module)]
+                own = {path for paths in found for path in paths}.intersection(matrices)
+            # Without any, this raises the error with near names.
+            chosen |= own or matching((pattern,), [*matrices, *(published or ())], "lora.targets")
+        return chosen
+
     @staticmethod
     def _shape(variables: Mapping[Path, Any], part: Part) -> tuple[int, int]:
-        rows, columns = variables[part.variable].shape
+        """Rows and columns of a matrix, or of each of an array of them."""
+        rows, columns = variables[part.variable].shape[-2:]
         return rows, columns if part.columns is None else part.columns[1]
+
+    @staticmethod
+    def _place(part: Part) -> Path:
+        """Where a matrix's factors stand: beside a kernel, or under the variable's name."""
+        return part.own[:-1] if part.own[-1] == "kernel" else part.own
 
     def split(self, parameters: Any) -> tuple[Any, Any]:
         """New factors, whose product is 0, and the model's parameters."""
@@ -307,17 +350,25 @@ class Lora(Adaptation):
         for number, part in enumerate(self.targets.values()):
             rows, columns = self._shape(variables, part)
             dtype = jnp.promote_types(variables[part.variable].dtype, jnp.float32)
-            bound = 1 / math.sqrt(rows)
-            a = jax.random.uniform(jax.random.fold_in(key, number), (rows, rank), dtype, -bound, bound)
+            bound, several = 1 / math.sqrt(rows), variables[part.variable].shape[:-2]
+            a = jax.random.uniform(jax.random.fold_in(key, number), (*several, rows, rank), dtype, -bound, bound)
             # Whole on devices that share layers: see `rnnlib.training.mesh.parameter_specs`.
             whole = {SHARED_AXIS: None} if SHARED_AXIS in variables[part.variable].get_metadata() else {}
-            for name, value in (("lora_a", a), ("lora_b", jnp.zeros((rank, columns), dtype))):
-                factors.append(((*part.own[:-1], name), nnx.LoRAParam(value, **whole)))
+            for name, value in (("lora_a", a), ("lora_b", jnp.zeros((*several, rank, columns), dtype))):
+                factors.append(((*self._place(part), name), nnx.LoRAParam(value, **whole)))
         return nnx.from_flat_state(factors), parameters
 
-    def changed_variables(self, trained: Any, frozen: Any) -> Any:
-        """The matrices with their changes."""
+    def changed_variables(self, trained: Any, frozen: Any, step: Array | None = None) -> Any:
+        """The matrices with their changes.
+
+        Dropped is a row of A, the adapter's reading of an input channel, and the others are larger for it. Where
+        adapters are layers of their own, as in PEFT, each token drops channels of its own; the mean is the same.
+        """
         factors, variables = self.factors(trained), dict(nnx.to_flat_state(frozen))
+        if self.config.dropout and step is not None:
+            factors = {
+                name: (self._without_some(a, number, step), b) for number, (name, (a, b)) in enumerate(factors.items())
+            }
         found: dict[Path, Any] = {path: variables[path].get_raw_value() for path in self.changed}
         for name, part in self.targets.items():
             a, b = factors[name]
@@ -329,6 +380,14 @@ class Lora(Adaptation):
                 found[part.variable] = found[part.variable].at[..., first : first + size].set(changed)
         return join(nnx.from_flat_state([(path, variables[path].replace(value)) for path, value in found.items()]))
 
+    def _without_some(self, a: Array, number: int, step: Array) -> Array:
+        """`A` of a matrix of this number, with some rows 0 in this step."""
+        # Apart from the keys of the first factors, which have only a number.
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), _DROPOUT), step)
+        kept = 1 - self.config.dropout
+        mask = jax.random.bernoulli(jax.random.fold_in(key, number), kept, (*a.shape[:-1], 1))
+        return jnp.where(mask, a / kept, 0)
+
     def saved(self, trained: Any, frozen: Any) -> Any:
         """The factors alone."""
         return trained
@@ -338,15 +397,17 @@ class Lora(Adaptation):
         return saved, frozen
 
     def factors(self, trained: Any) -> dict[str, tuple[Any, Any]]:
-        """`A` `[in, rank]` and `B` `[rank, out]` of each matrix by its name."""
+        """`A` `[in, rank]` and `B` `[rank, out]` of each matrix by its name; of experts `[E, in, rank]` and so on."""
         own = {path: leaf.get_raw_value() for path, leaf in nnx.to_flat_state(trained)}
         return {
-            name: (own[(*part.own[:-1], "lora_a")], own[(*part.own[:-1], "lora_b")])
+            name: (own[(*self._place(part), "lora_a")], own[(*self._place(part), "lora_b")])
             for name, part in self.targets.items()
         }
 
 
-def make_adaptation(freeze: tuple[str, ...], lora: LoraConfig, parameters: Any, *, seed: int = 0) -> Adaptation | None:
+def make_adaptation(
+    freeze: tuple[str, ...], lora: LoraConfig, parameters: Any, *, seed: int = 0, model: DecoderLM | None = None
+) -> Adaptation | None:
     """What of a model is trained; None for all of it.
 
     Args:
@@ -354,10 +415,11 @@ def make_adaptation(freeze: tuple[str, ...], lora: LoraConfig, parameters: Any, 
         lora: low-rank changes in place of the model.
         parameters: the model's, or their shapes.
         seed: of what is new.
+        model: the model, with or without values, for the published names of matrices.
 
     Raises:
         ValueError: a pattern matches nothing.
     """
     if lora.rank is not None:
-        return Lora(lora, parameters, seed=seed)
+        return Lora(lora, parameters, seed=seed, model=model)
     return Frozen(freeze, parameters) if freeze else None

@@ -166,7 +166,7 @@ class CompiledSteps:
 
     def _adaptation(self, model: DecoderLM) -> Adaptation | None:
         config, parameters = self.config, split_for_mesh(model, self.mesh)[1]
-        return make_adaptation(config.freeze, config.lora, parameters, seed=config.seed)
+        return make_adaptation(config.freeze, config.lora, parameters, seed=config.seed, model=model)
 
     def _new_model(self) -> DecoderLM:
         return DecoderLM(self.config.model, rngs=nnx.Rngs(self.config.seed))

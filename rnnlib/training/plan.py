@@ -13,8 +13,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from rnnlib.layers.tensor import TENSOR
-from rnnlib.models import DecoderLM, ModelConfig
+from rnnlib.models import DecoderLM, ModelConfig, abstract_model
 from rnnlib.models.variables import count_values
+from rnnlib.training.adaptation import Adaptation, Lora, make_adaptation
 from rnnlib.training.batches import abstract_batch, check_batch_size, check_length
 from rnnlib.training.config import TrainConfig
 from rnnlib.training.memory import planned_bytes
@@ -26,7 +27,7 @@ from rnnlib.training.mesh import (
     parameter_specs,
 )
 from rnnlib.training.optimizer import alike, learning_rate_schedule, make_optimizer
-from rnnlib.training.step import TrainState, abstract_state, init_train_state, make_train_step
+from rnnlib.training.step import TrainState, abstract_state, init_train_state, make_train_step, split_for_mesh
 
 # Collectives by the names of JAX's primitives.
 _KINDS = {
@@ -78,12 +79,15 @@ class StepPlan:
         length: tokens a row.
         parts: parts that the rows are computed in, in turn.
         num_parameters: trained numbers of the model.
-        parameters: bytes of a device's share of the parameters, as they are stored.
-        gradients: bytes of its share of their gradients, with several parts of the sum and of one part.
+        num_frozen: numbers that stay.
+        parameters: bytes of a device's share of the parameters, those that stay too, as they are stored.
+        merged: bytes of its share of the matrices with their adapters, which a step makes; 0 without adapters.
+        gradients: bytes of its share of the gradients, with several parts of the sum and of one part; with adapters,
+            those of the matrices too.
         optimizer: bytes of its share of the optimizer's state.
         compiled: bytes that a device needs while the step runs, by XLA's plan of the compiled step: state, batch,
             activations, gathered matrices and all else. None where it was not compiled.
-        exchanges: all collectives of a step.
+        exchanges: all collectives of a step, but those that put adapters and matrices together: of the factors.
     """
 
     mesh: MeshConfig
@@ -92,7 +96,9 @@ class StepPlan:
     length: int
     parts: int
     num_parameters: int
+    num_frozen: int
     parameters: int
+    merged: int
     gradients: int
     optimizer: int
     compiled: int | None
@@ -125,9 +131,6 @@ def plan_step(
     Raises:
         ValueError: the mesh does not fit the devices, or batch, rows or layers do not split over it.
     """
-    if config.freeze or config.lora.rank is not None:
-        name = "freeze" if config.freeze else "lora.rank"
-        raise ValueError(f"plan_step: {name} is given, expected none: plans are of training the whole model")
     fixed = [getattr(config.mesh, entry.name) or 1 for entry in dataclasses.fields(config.mesh)]
     if devices % math.prod(size for size in fixed if size != -1):
         raise ValueError(f"{config.mesh}: does not fit devices={devices}")
@@ -135,14 +138,19 @@ def plan_step(
         raise ValueError(f"plan_step: compile_for has {len(compile_for)} devices, expected devices={devices}")
     model = config.model.replace(remat=True) if config.model.remat == "auto" else config.model
     optimizer = make_optimizer(config.optimizer, config.steps)
-    state = abstract_train_state(model, optimizer, None)[1]
+    adaptation = _adaptation(config, model, None)
+    state = abstract_train_state(model, optimizer, None, adaptation)[1]
+    kept: list[Any] = [state.parameters, state.optimizer, state.parameters]
+    if adaptation is not None:  # what the model computes with, and its gradients
+        changed = jax.eval_shape(adaptation.changed_variables, state.parameters, state.frozen)
+        kept += [state.frozen, changed, changed]
     batch_size, parts = config.data.batch_size, config.accumulation_steps
     sizes = mesh_sizes(
         config.mesh,
         devices,
         devices=devices,
         rows=batch_size // parts,
-        state_bytes=_bytes((state.parameters, state.optimizer, state.parameters)),
+        state_bytes=_bytes(kept),
         device_bytes=device_bytes,
     )
     mesh = abstract_mesh(sizes)
@@ -150,10 +158,12 @@ def plan_step(
     check_length(config.data.sequence_length, mesh)
 
     def step_on(mesh: Mesh | AbstractMesh) -> tuple[Any, TrainState, Any]:
-        graph, state = abstract_train_state(model, optimizer, mesh)
+        adaptation = _adaptation(config, model, mesh)
+        graph, state = abstract_train_state(model, optimizer, mesh, adaptation)
         schedule = learning_rate_schedule(config.optimizer, config.steps)
         token_bytes = np.ones(model.vocabulary_size, np.int32)
-        step = make_train_step(graph, optimizer, schedule, token_bytes, mesh, deterministic=config.deterministic)
+        options: dict[str, Any] = {"deterministic": config.deterministic, "adaptation": adaptation}
+        step = make_train_step(graph, optimizer, schedule, token_bytes, mesh, **options)
         return step, state, abstract_batch(batch_size, config.data.sequence_length, mesh, parts)
 
     step, state, batch = step_on(mesh)
@@ -165,7 +175,12 @@ def plan_step(
         platform = {"gpu": "cuda"}.get(compile_for[0].platform, compile_for[0].platform)
         traced = real_step.trace(abstract_state(real_state, real), real_batch)
         compiled = planned_bytes(traced.lower(lowering_platforms=(platform,)).compile())
-    share = _share_bytes(state.parameters, mesh)
+    trained = _share_bytes(state.parameters, mesh)
+    adaptation, differentiated, merged = _adaptation(config, model, mesh), trained, 0
+    if adaptation is not None:
+        changed = jax.eval_shape(adaptation.changed_variables, state.parameters, state.frozen)
+        differentiated = _share_bytes(changed, mesh)
+        merged = differentiated if isinstance(adaptation, Lora) else 0
     # The reported norm of the gradient, and the clipped one.
     norms = 1 if config.optimizer.clip_norm is None else 2
     return StepPlan(
@@ -175,8 +190,10 @@ def plan_step(
         length=config.data.sequence_length,
         parts=parts,
         num_parameters=count_values(state.parameters),
-        parameters=share,
-        gradients=share * (2 if parts > 1 else 1),
+        num_frozen=0 if state.frozen is None else count_values(state.frozen),
+        parameters=trained + (0 if state.frozen is None else _share_bytes(state.frozen, mesh)),
+        merged=merged,
+        gradients=differentiated * (2 if parts > 1 else 1) + (trained if merged else 0),
         optimizer=_share_bytes(state.optimizer, mesh),
         compiled=compiled,
         exchanges=_exchanges(jax.make_jaxpr(step)(state, batch), state.parameters, mesh, norms),
@@ -184,7 +201,10 @@ def plan_step(
 
 
 def abstract_train_state(
-    model: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh | None = None
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh | None = None,
+    adaptation: Adaptation | None = None,
 ) -> tuple[nnx.GraphDef, TrainState]:
     """`init_train_state` of a model that is not made: shapes and dtypes in place of arrays.
 
@@ -192,16 +212,24 @@ def abstract_train_state(
         model: the model's configuration.
         optimizer: the optax transformation.
         mesh: from `make_mesh`, or one without devices.
+        adaptation: what of the model is trained; None for all of it.
     """
     graphs: list[nnx.GraphDef] = []
 
     def new() -> Any:
-        graph, state = init_train_state(DecoderLM(model, rngs=nnx.Rngs(0)), optimizer, mesh)
+        graph, state = init_train_state(DecoderLM(model, rngs=nnx.Rngs(0)), optimizer, mesh, adaptation)
         graphs.append(graph)
         return state
 
     state = jax.eval_shape(new)
     return graphs[0], state
+
+
+def _adaptation(config: TrainConfig, model: ModelConfig, mesh: Mesh | AbstractMesh | None) -> Adaptation | None:
+    """What of a config's model is trained, on a mesh; None for all of it."""
+    whole = abstract_model(model)
+    parameters = split_for_mesh(whole, mesh)[1]
+    return make_adaptation(config.freeze, config.lora, parameters, seed=config.seed, model=whole)
 
 
 def _bytes(tree: Any) -> int:

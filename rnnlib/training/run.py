@@ -291,7 +291,7 @@ def load_run(folder: str | os.PathLike, *, dtype: str | None = None) -> LoadedRu
     graphdef, parameters, other = split_model(model)
     adapter = None
     if config.lora.rank is not None:
-        adapter = Lora(config.lora, parameters, seed=config.seed)
+        adapter = Lora(config.lora, parameters, seed=config.seed, model=model)
         base = load_base(folder, parameters, other)[0]
         parameters = jax.eval_shape(adapter.split, parameters)[0]
     with Checkpoints(folder / CHECKPOINTS, writable=False) as checkpoints:

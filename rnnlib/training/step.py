@@ -364,7 +364,8 @@ def make_train_step(
         computed_with, to_trained = state.parameters, None
         if adaptation is not None:
             computed_with, to_trained = jax.vjp(
-                lambda trained: adaptation.changed_variables(trained, state.frozen), state.parameters
+                lambda trained: adaptation.changed_variables(trained, state.frozen, state.updates + state.skipped),
+                state.parameters,
             )
             unchanged = adaptation.unchanged_variables(state.frozen)
         parameters = computed_with if adaptation is None else join(computed_with, unchanged)

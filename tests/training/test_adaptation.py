@@ -15,12 +15,14 @@ from flax import nnx
 
 from rnnlib.cli.main import main
 from rnnlib.hub import load_pretrained, save_pretrained
+from rnnlib.hub.adapter_folders import save_adapter
 from rnnlib.models import DecoderLM, ModelConfig
 from rnnlib.models.variables import values_by_column
 from rnnlib.training import init_train_state, load_model, load_run, make_train_step
 from rnnlib.training.adaptation import Frozen, Lora, LoraConfig, make_adaptation, matching, parts_of
 from rnnlib.training.checkpoint import to_host
 from rnnlib.training.step import split_model
+from tests.hub.test_golden import GOLDEN
 
 pytestmark = pytest.mark.usefixtures("compilation_cache")
 
@@ -125,6 +127,54 @@ def test_the_gradient_of_an_adapter_is_that_of_the_matrix(whole):
     np.testing.assert_allclose(arrays[f"parameters/{name}/lora_b"], expected, rtol=1e-3, atol=1e-7)
     np.testing.assert_array_equal(arrays[f"parameters/{name}/lora_a"], before[f"parameters/{name}/lora_a"])
     np.testing.assert_array_equal(arrays[f"frozen/{name}/kernel"], before[f"frozen/{name}/kernel"])
+
+
+def test_matrices_are_named_as_in_published_files():
+    parameters = split_model(model())[1]
+
+    def chosen(*targets):
+        return set(Lora(LoraConfig(rank=2, targets=targets), parameters, model=model()).targets)
+
+    assert chosen("q_proj", "model.layers.1.mlp") == chosen("query", "blocks.1.feed_forward")
+    assert chosen("o_proj") == {f"blocks.{i}.mixer.output_projection.output.kernel" for i in range(2)}
+    with pytest.raises(ValueError, match=r"lora.targets has 'x_proj', .*; near ones are .*_proj"):
+        chosen("x_proj")
+
+
+def test_dropout_leaves_inputs_of_adapters_out_for_a_step():
+    state = nnx.from_flat_state([(("mixer", "query", "kernel"), nnx.Param(jnp.zeros((40, 5))))])
+    lora = Lora(LoraConfig(rank=2, targets=("query",), dropout=0.25), state)
+    factors = jax.tree.map(lambda x: x + 1, lora.split(state)[0])
+    [(a, b)] = lora.factors(factors).values()
+
+    def change(step):
+        return np.asarray(jax.tree.leaves(lora.changed_variables(factors, state, step))[0])
+
+    np.testing.assert_allclose(change(None), a @ b, rtol=1e-6)
+    first, second = change(jnp.int32(0)), change(jnp.int32(1))
+    for found in (first, second):
+        kept = np.any(found != 0, axis=1)
+        assert 0 < kept.sum() < 40
+        np.testing.assert_allclose(found, np.where(kept[:, None], a @ b / 0.75, 0), rtol=1e-6)
+    assert np.any((first == 0) != (second == 0))
+    np.testing.assert_array_equal(first, change(jnp.int32(0)))
+
+
+def test_adapters_of_experts_are_written_as_modules_of_each(tmp_path):
+    base = str(GOLDEN / "kimi_linear/moe")
+    loaded = load_pretrained(base).model
+    graph, parameters, other = split_model(loaded)
+    config = LoraConfig(rank=2, alpha=3.0, targets=("experts", "q_proj"), base=base)
+    lora = Lora(config, parameters, model=loaded)
+    assert any("feed_forward.gate" in name for name in lora.targets)
+    factors = jax.tree.map(lambda x: x + 0.1, lora.split(parameters)[0])
+    changed = nnx.merge(graph, lora.parameters(factors, parameters), other)
+    save_adapter(tmp_path / "adapter", loaded, lora.factors(factors), rank=2, alpha=3.0, dropout=0.1, base=base)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["lora_dropout"] == 0.1
+    again = load_pretrained(tmp_path / "adapter").model
+    wanted = values_by_column(changed, nnx.Param)
+    for path, value in values_by_column(again, nnx.Param).items():
+        np.testing.assert_allclose(value, wanted[path], rtol=1e-5, atol=1e-6, err_msg=path)
 
 
 NAMES = [f"blocks.{i}.{part}" for i in range(2) for part in ("mixer.query.kernel", "feed_forward.down.kernel")]

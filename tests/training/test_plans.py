@@ -1,5 +1,6 @@
 """Plans of meshes that share layers or rows: the collectives and the state of the compiled step."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -9,7 +10,8 @@ import pytest
 
 from rnnlib.data import DataConfig
 from rnnlib.models import ModelConfig
-from rnnlib.training import TrainConfig, plan_step
+from rnnlib.training import MeshConfig, TrainConfig, plan_step
+from rnnlib.training.adaptation import LoraConfig
 
 from .on_plans import ALWAYS, DRAWN
 
@@ -52,3 +54,20 @@ def test_a_step_is_planned_on_a_machine_with_gpus(monkeypatch):
     wanted = plan_step(config, 8)
     monkeypatch.setattr("rnnlib.training.step.jax.default_backend", lambda: "gpu")
     assert plan_step(config, 8) == wanted
+
+
+def test_adapted_runs_are_planned():
+    config = TrainConfig(
+        model=ModelConfig(64, 32, 1, 2, ("gated_deltanet",), mlp_width=64),
+        data=DataConfig(batch_size=8),
+        mesh=MeshConfig(data=1, fsdp=2, tensor=2),
+    )
+    whole = plan_step(config, 4)
+    lora = plan_step(dataclasses.replace(config, lora=LoraConfig(rank=2, targets=("q_proj", "down"))), 4)
+    assert (whole.num_frozen, whole.merged, lora.num_frozen) == (0, 0, whole.num_parameters)
+    assert lora.num_parameters == 2 * (32 + 32) + 2 * (64 + 32)
+    assert lora.merged == 4 * (32 * 32 + 64 * 32) // 4 and lora.optimizer < whole.optimizer / 10
+    frozen = plan_step(dataclasses.replace(config, freeze=("feed_forward",)), 4)
+    assert frozen.num_parameters + frozen.num_frozen == whole.num_parameters and frozen.merged == 0
+    assert frozen.parameters == whole.parameters and frozen.gradients < whole.gradients
+    assert frozen.num_frozen == 3 * 32 * 64
