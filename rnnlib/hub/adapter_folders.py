@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from rnnlib.hub.adapters import ADAPTER, ADAPTER_CONFIG, FACTOR_PREFIX
 from rnnlib.hub.families import family_of
@@ -39,6 +40,15 @@ def published_modules(model: DecoderLM, base: str | None = None) -> dict[str, li
         for name in match.theirs:
             found.setdefault(name.removesuffix(".weight"), []).extend(match.ours)
     return found
+
+
+def _shared_by_layers(model: DecoderLM) -> set[str]:
+    """Paths of parameters that several layers share; each stands under the first of these layers."""
+    once = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    of_blocks = [[path for path, _ in nnx.to_flat_state(nnx.state(block, nnx.Param))] for block in model.blocks]
+    elsewhere = {path for i, paths in enumerate(of_blocks) for path in paths if ("blocks", i, *path) not in once}
+    found = [("blocks", i, *path) for i, paths in enumerate(of_blocks) for path in paths if path in elsewhere]
+    return {".".join(map(str, path)) for path in found if path in once}
 
 
 def _family_and_shapes(
@@ -82,9 +92,15 @@ def save_adapter(
         family: the family to take the names of; None for that of `base`, or that of the model's mixers.
 
     Raises:
-        ValueError: the model is of no family, or one of the matrices cannot be changed in its files.
+        ValueError: the model is of no family, or PEFT's format cannot say how one of the matrices is changed.
     """
     known, present = _family_and_shapes(model, base, family)
+    shared = _shared_by_layers(model).intersection(factors)
+    if shared:
+        raise ValueError(
+            f"save_adapter: {min(shared)} is shared by several layers, of which PEFT would change the first alone: "
+            "write the merged model in place of the adapter"
+        )
     arrays: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     left = dict(factors)

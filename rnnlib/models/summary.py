@@ -55,10 +55,12 @@ def count_parameters(model: DecoderLM | ModelConfig, *, each_use: bool = False) 
     if isinstance(model, ModelConfig):
         model = abstract_model(model)
     mixers: dict[str, int] = collections.defaultdict(int)
-    counted: set[int] | None = None if each_use else set()
-    for name, block in zip(model.config.layer_mixers, model.blocks):
-        if block.mixer is not None:
-            mixers[name] += _size(block.mixer, counted)
+    once: Any = nnx.state(model, nnx.Param)["blocks"]  # what layers share stands in the first of them
+    for i, (name, block) in enumerate(zip(model.config.layer_mixers, model.blocks)):
+        if block.mixer is not None and each_use:
+            mixers[name] += _size(block.mixer)
+        elif block.mixer is not None:
+            mixers[name] += count_values(once[i]["mixer"]) if "mixer" in once[i] else 0
     of_blocks = [norm for block in model.blocks for norm in (block.mixer_norm, block.feed_forward_norm)]
     norms = [model.norm] + ([] if model.embedding_norm is None else [model.embedding_norm])
     norms += [norm for norm in of_blocks if norm is not None]
@@ -128,11 +130,5 @@ def summary(config: ModelConfig, *, max_length: int = 4096) -> "rich.table.Table
     return table
 
 
-def _size(module: Any, counted: set[int] | None = None) -> int:
-    """Parameters of a module, without those that are `counted` already, to which they are added."""
-    if counted is None:
-        return count_values(nnx.state(module, nnx.Param))
-    found = {id(node): node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
-    new = [((key, "kernel"), node) for key, node in found.items() if key not in counted]
-    counted.update(found)
-    return count_values(nnx.from_flat_state(new))
+def _size(module: Any) -> int:
+    return count_values(nnx.state(module, nnx.Param))

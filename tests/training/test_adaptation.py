@@ -160,6 +160,21 @@ def test_dropout_leaves_inputs_of_adapters_out_for_a_step():
     np.testing.assert_array_equal(first, change(jnp.int32(0)))
 
 
+def test_an_adapter_of_what_layers_share_is_not_written_as_one_of_the_first(tmp_path):
+    base = str(GOLDEN / "zamba2/plain")
+    loaded = load_pretrained(base).model
+    parameters = split_model(loaded)[1]
+    for target, is_shared in (("q_proj", True), ("in_proj", False)):
+        lora = Lora(LoraConfig(rank=2, targets=(target,), base=base), parameters, model=loaded)
+        factors = lora.factors(lora.split(parameters)[0])
+        if is_shared:
+            with pytest.raises(ValueError, match=r"save_adapter: .*query.kernel is shared by several layers"):
+                save_adapter(tmp_path / target, loaded, factors, rank=2, alpha=2.0, base=base)
+        else:
+            save_adapter(tmp_path / target, loaded, factors, rank=2, alpha=2.0, base=base)
+    assert [path.name for path in tmp_path.iterdir()] == ["in_proj"]
+
+
 def test_adapters_of_experts_are_written_as_modules_of_each(tmp_path):
     base = str(GOLDEN / "kimi_linear/moe")
     loaded = load_pretrained(base).model
