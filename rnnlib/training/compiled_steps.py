@@ -64,14 +64,14 @@ class CompiledSteps:
         model = self.abstract_model()
         self.mesh: Mesh | None = None
         self.adaptation = self._adaptation(model)
-        self.template: TrainState = jax.eval_shape(self._new_state)
+        self.template: TrainState = self._abstract_state_of(model)
         self._initial = initial
         if initial is not None:
             _check_same_arrays(model, initial)
         self.mesh = self._fitting_mesh()
         if tp_size(self.mesh) > 1:  # parameters then say how they are shared out
             self.adaptation = self._adaptation(model)
-            self.template = jax.eval_shape(self._new_state)
+            self.template = self._abstract_state_of(model)
         check_batch_size(config.data.batch_size, config.accumulation_steps, self.mesh)
         check_length(config.data.sequence_length, self.mesh)
         self.train_step: Any = self._make_train_step(split_for_mesh(model, self.mesh)[0])
@@ -170,6 +170,15 @@ class CompiledSteps:
 
     def _new_model(self) -> DecoderLM:
         return DecoderLM(self.config.model, rngs=nnx.Rngs(self.config.seed))
+
+    def _abstract_state_of(self, model: DecoderLM) -> TrainState:
+        """Shapes of `_new_state`, of the model's own: building a deep one again would take seconds."""
+        graphdef, variables = nnx.split(model)
+
+        def state(variables: Any) -> TrainState:
+            return init_train_state(nnx.merge(graphdef, variables), self._optimizer, self.mesh, self.adaptation)[1]
+
+        return jax.eval_shape(state, variables)
 
     def _new_state(self) -> TrainState:
         return init_train_state(self._new_model(), self._optimizer, self.mesh, self.adaptation)[1]
