@@ -2,11 +2,12 @@
 
 Claims: Gated DeltaNet-2's channel-wise erase gate matters more than its channel-wise write gate, and an erase range of
 [0, 2] gives nothing (its table 5); preconditioning the key beats preconditioning the query and the unstable form,
-untied gates beat tied ones, no normalisation beats any (Preconditioned DeltaNet, tables 6 and 7); without the key's
-norm KLA does not learn recall, with the norm alone or a learned scalar it does, with one gate for decay and writing it
-does not, and wider values keep more beyond the trained length (KLA paper, table 5); Gated KalmaNet's ridge relative to
-the Gram's norm beats a constant one, weighting by decay beats none, the alpha connection helps (its appendix F), and a
-weaker ridge memorises more until it slows convergence (appendix G).
+untied gates beat tied ones, no normalisation beats any (Preconditioned DeltaNet, tables 6 and 7), and Longhorn gains
+from a preconditioner, too (its appendix G); SiLU and unit length are the best map and norm of keys (DeltaNet, table 3);
+without the key's norm KLA does not learn recall, with the norm alone or a learned scalar it does, with one gate for
+decay and writing it does not, and wider values keep more beyond the trained length (KLA paper, table 5); Gated
+KalmaNet's ridge relative to the Gram's norm beats a constant one, weighting by decay beats none, the alpha connection
+helps (its appendix F), and a weaker ridge memorises more until it slows convergence (appendix G).
 
 The small setting also asks what keeps MesaNet from recalling (`mqar_sizes`): its decay begins at one half a token.
 """
@@ -49,6 +50,17 @@ MIXERS = (
     Mixer.of(
         "Gated KalmaNet, no alpha, no decay", "gated_kalmanet", **{"solve.alpha_connection": False}, decay=NoDecay()
     ),
+    Mixer.of("Gated KalmaNet, ridge 0.05", "gated_kalmanet", **{"solve.ridge": 0.05}),
+    Mixer.of("PGDN, norm 1 / (1 + a k.Bk)", "pgdn", **{"keys.normalization": "decayed_implicit"}),
+    Mixer.of("PGDN, range [1, x]", "pgdn", **{"keys.interval": "amplify"}),
+    Mixer.of("PGDN, range [1 / x, 1]", "pgdn", **{"keys.interval": "dampen"}),
+    Mixer.of("PGDN, tanh", "pgdn", **{"keys.squash": "tanh"}),
+    Mixer.of("DeltaNet", "deltanet"),
+    Mixer.of("DeltaNet, ReLU", "deltanet", feature_map="relu"),
+    Mixer.of("DeltaNet, 1 + ELU", "deltanet", feature_map="elu_plus_one"),
+    Mixer.of("DeltaNet, 1 + ELU, L1 norm", "deltanet", feature_map="elu_plus_one", query_norm="l1", key_norm="l1"),
+    Mixer.of("Longhorn", "longhorn"),
+    Mixer.of("P-Longhorn", "plonghorn"),
 )
 
 # GLA's temperature in place of one, which begins at 0.96 a token.
@@ -70,4 +82,5 @@ def study(setting: Setting) -> Study:
         (1e-3, 1e-2) if small else (1e-3, 3e-3, 1e-2),
         (0, 1, 2),
         figure="bars",
+        seconds_of_a_run=5.0,
     )
