@@ -2,13 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import ipywidgets
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from explore import slider
 from small_model import held_out_tokens
 
 from rnnlib import analysis, ops
@@ -82,27 +80,33 @@ class Models:
         times = [time for time in (8, 16, 32, 64, 128, 256) if time <= length]
         return [analysis.report(signals, times=times) for signals in rows]
 
-    def _follow(self, name: str) -> None:
+    def squash_without_effect(self, squash: str, *names: str) -> list[str]:
+        """Those of `squash_controls` that change no picture of these models.
+
+        A bound stays as trained with the function; a model without preconditioner has neither.
+        """
+        rows = [signals for name in names for signals in self._readable(name)]
+        if not any(
+            signals.preconditioner is not None and signals.preconditioner.applied is not None for signals in rows
+        ):
+            return ["squash", "x"]
+        return ["x"] if squash == "as trained" else []
+
+    def _readable(self, name: str) -> list[analysis.LayerSignals]:
         try:
-            rows = self.signals(name)
+            return self.signals(name)
         except ValueError:  # the picture says it
+            return []
+
+    def _follow(self, name: str) -> None:
+        rows = self._readable(name)
+        if not rows:
             return
         # First back to what every model has: a picture is redrawn at each of these changes.
         self.layer.value = self.head.value = 0
         self.head.options = range(min(signals.key.shape[2] for signals in rows))
         self.layer.options = [(f"{signals.layer}: {signals.mixer}", i) for i, signals in enumerate(rows)]
         self.layer.value = self.head.value = 0
-
-
-def grid(count: int, *, height: float = 2.7) -> tuple[Figure, Sequence[Axes]]:
-    """A figure of so many axes that share their y axis, at most four a row."""
-    columns = min(4, count)
-    rows = -(-count // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(max(3.0 * columns, 4.5), height * rows), sharey=True, squeeze=False)
-    flat = list(axes.ravel())
-    for ax in flat[count:]:
-        ax.set_axis_off()
-    return figure, flat[:count]
 
 
 def with_other_preconditioner(signals: analysis.LayerSignals, bound: float, squash: str) -> analysis.LayerSignals:
@@ -120,3 +124,19 @@ def with_other_preconditioner(signals: analysis.LayerSignals, bound: float, squa
     return dataclasses.replace(
         signals, write_key=part.key * applied, preconditioner=dataclasses.replace(part, applied=applied)
     )
+
+
+SQUASHES = ("as trained", "rational", "tanh")
+
+
+def squash_controls() -> dict[str, ipywidgets.Widget]:
+    """Controls of another squash function and bound, the arguments of `with_other_preconditioner`."""
+    return {
+        "squash": ipywidgets.Dropdown(options=SQUASHES, description="squash"),
+        "x": slider("x", 1.5, 1.0, 2.0, 0.05),
+    }
+
+
+def squash_label(squash: str, x: float) -> str:
+    """What a picture says of them."""
+    return f"squash {squash}" + (f", x = {x:.2f}" if squash != "as trained" else "")
