@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 
 from experiments.beside_fla.study import FLOAT32, OURS, REORDERED, THEIRS, CurveStudy
-from experiments.harness.page import write_between_marks
+from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.tables import Row, read_table
 from experiments.harness.verdicts import Verdict
@@ -66,7 +66,7 @@ def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
     if not rows:
         return "No results yet.\n"
     head = ["mixer", "run", "last window", "held out", "largest difference of a window", "of a norm, %", "verdict", "s"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines = []
     for mixer in (mixer.label for mixer in plan.mixers):
         runs = {arm: rows[mixer, arm] for arm in (OURS, REORDERED, FLOAT32, THEIRS) if (mixer, arm) in rows}
         if OURS not in runs:
@@ -80,12 +80,12 @@ def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
             else:
                 loss, norm = (np.abs(part).max() for part in (found[arm].losses, found[arm].norms))
                 cells += [f"{loss:.4f}", f"{100 * norm:.2f}", _judged(arm, found)]
-            lines.append("| " + " | ".join([*cells, f"{run['seconds']:.0f}"]) + " |")
+            lines.append([*cells, f"{run['seconds']:.0f}"])
     first = next(iter(rows.values()))
     versions: dict[str, str] = next((row["versions"] for row in rows.values() if "versions" in row), {})
     peers = ", ".join(f"{name} {version}" for name, version in versions.items())
     where = first["environment"]
-    return "\n".join(lines) + (
+    return "\n".join(markdown_table(head, lines)) + (
         f"\n\nNats a byte. Windows of {plan.window} steps; differences from the run named {OURS!r}. "
         f"{plan.steps} steps of {plan.batch_size * plan.sequence_length:,} bytes, width {plan.width}, "
         f"{plan.num_layers} layers, one seed. {where['device']}, jax {where['packages']['jax']}"

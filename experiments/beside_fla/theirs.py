@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness.versions import package_versions
+from experiments.harness.records import installed_versions
 
 PACKAGES = ("torch", "triton", "transformers", "fla-core", "flash-linear-attention")
 
@@ -57,7 +57,7 @@ def train(weights: str, rows: str, held_out: str, rates: str) -> dict[str, Any]:
         "gradient_norms": [round(norm.item(), 6) for norm in norms],
         "held_out": sum(tested) / len(tested),
         "seconds": round(time.monotonic() - begin, 1),
-        "versions": package_versions(PACKAGES),
+        "versions": installed_versions(PACKAGES),
     }
 
 

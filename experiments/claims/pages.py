@@ -9,7 +9,7 @@ from experiments.claims.claim import Claim, Part
 from experiments.claims.language import CLAIMS as LANGUAGE
 from experiments.claims.recall import CLAIMS as RECALL
 from experiments.claims.speed import CLAIMS as SPEED
-from experiments.harness.page import write_between_marks
+from experiments.harness.page import markdown_table, replaced, write_between_marks
 from experiments.harness.tables import EXPERIMENTS, write_text
 from experiments.harness.verdicts import Region, Verdict
 
@@ -40,12 +40,8 @@ def verdict_text(claim: Claim) -> str:
     """What stands on a claim's page, between the marks."""
     lines = [f"**Verdict: {claim.verdict().value}.**" + (f" Not tested: {claim.untested}." if claim.untested else "")]
     if claim.parts:
-        lines += [
-            "",
-            "| the claim | says, % | ours, % (95 %) | |",
-            "| --- | --- | --- | --- |",
-            *map(_row, claim.parts),
-        ]
+        header = "| the claim | says, % | ours, % (95 %) | |"
+        lines += ["", header, "| --- | --- | --- | --- |", *map(_row, claim.parts)]
     return "\n".join(lines)
 
 
@@ -75,21 +71,20 @@ def write_summary(page: str, study: str) -> str:
     Raises:
         ValueError: the page has no such marks.
     """
-    before, begin, rest = page.partition(SUMMARY_BEGIN)
-    _, end, after = rest.partition(SUMMARY_END)
-    if not begin or not end:
-        raise ValueError(f"{study}: expected {SUMMARY_BEGIN!r} and {SUMMARY_END!r}")
-    return f"{before}{begin}\n{summary(study)}\n{end}{after}"
+    try:
+        return replaced(page, f"{SUMMARY_BEGIN}\n", SUMMARY_END, f"{summary(study)}\n")
+    except ValueError as error:
+        raise ValueError(f"{study}: {error}") from None
 
 
 def index() -> str:
     """The table of all claims, Markdown."""
-    lines = ["| claim | paper | paper's number | ours | verdict | detail |", "|" + " --- |" * 6]
+    rows = []
     for claim in CLAIMS:
         link = f"[{claim.study}]({claim.study}/README.md#{claim.anchor})"
-        cells = (claim.title, claim.source, claim.theirs, claim.ours, claim.verdict().value, link)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append((claim.title, claim.source, claim.theirs, claim.ours, claim.verdict().value, link))
+    header = ("claim", "paper", "paper's number", "ours", "verdict", "detail")
+    return "\n".join(markdown_table(header, rows)) + "\n"
 
 
 def write_pages(experiments: pathlib.Path = EXPERIMENTS) -> None:

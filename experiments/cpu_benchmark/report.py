@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments.cpu_benchmark.parts import IDLE, PARTS, UNNAMED
+from experiments.harness.page import markdown_table, replaced
 from experiments.harness.tables import write_text
 
 FOLDER = pathlib.Path(__file__).parent
@@ -42,8 +43,7 @@ def medians(runs: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]
 
 def _rows(first: str, runs: list[dict[str, Any]], rows: list[list[str]]) -> str:
     head = [first, *(VERSIONS[name] for name in measured(runs))]
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "\n".join([*markdown_table(head, rows), ""])
 
 
 def parts_table(runs: list[dict[str, Any]]) -> str:
@@ -88,7 +88,7 @@ def differences_table(runs: list[dict[str, Any]]) -> str:
     found = {shown: loss_differences(runs, name) for name, shown in names.items()}
     head = ["largest difference from before", *(f"first {steps} steps" for steps in found["now"])]
     rows = [[name, *(f"{value:.1e}" for value in values.values())] for name, values in found.items()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *rows])
+    return "\n".join([*markdown_table(head, rows), ""])
 
 
 def tables() -> dict[str, str]:
@@ -102,8 +102,7 @@ def main() -> None:
     page = FOLDER / "README.md"
     text = page.read_text()
     for marker, table in tables().items():
-        begin, end = f"<!-- {marker} -->\n", f"<!-- /{marker} -->"
-        text = text[: text.index(begin) + len(begin)] + table + text[text.index(end) :]
+        text = replaced(text, f"<!-- {marker} -->\n", f"<!-- /{marker} -->", table)
     write_text(page, text)
 
 

@@ -5,7 +5,7 @@ import statistics
 from typing import Any
 
 from experiments.decoding.study import DecodingStudy
-from experiments.harness.page import write_between_marks
+from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.tables import read_table
 
@@ -39,17 +39,18 @@ def table(plan: DecodingStudy, records: list[Record]) -> str:
         return "No results yet.\n"
     header = ["model", "batch", "ms a token", "tokens/s", "weights + caches, GB a token", "of the bandwidth"]
     header += ["peer's tokens/s", "times the peer's"]
-    lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
+    rows = []
     for label, _ in plan.models:
         for batch in plan.batches:
             ours, theirs = (_find(records, label, batch, peer) for peer in (False, True))
             if ours is not None:
-                lines.append(f"| {label} | {batch} | {' | '.join(_cells(ours, theirs))} |")
+                rows.append([label, str(batch), *_cells(ours, theirs)])
     environment = records[0]["environment"]
     commits = ", ".join(sorted({r["environment"]["commit"][:7] for r in records}))
     versions: dict[str, str] = next((r["versions"] for r in records if "peer" in r), {})
     beside = "".join(f", {name} {version}" for name, version in versions.items())
-    lines += [
+    lines = [
+        *markdown_table(header, rows),
         "",
         f"{environment['device']}, jax {environment['packages']['jax']}{beside}, commit {commits}; prompts of "
         f"{plan.prompt} tokens, {plan.block * plan.blocks} new ones.",

@@ -1,15 +1,13 @@
 """Where and with what results are being measured, for the record."""
 
-import datetime
-import importlib.metadata
-import pathlib
 import platform
 import shlex
-import subprocess
 import sys
 from typing import Any
 
 import jax
+
+from experiments.harness.records import checked_out_commit, installed_versions, now
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -21,20 +19,11 @@ def environment(command: str, commit: str | None = None) -> dict[str, Any]:
         "device": device.device_kind,
         "platform": device.platform,
         "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "commit": commit or _commit(),
+        "packages": installed_versions(_PACKAGES),
+        "commit": commit or checked_out_commit() or "unknown",
         "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
     }
-
-
-def _commit() -> str:
-    folder = pathlib.Path(__file__).parent
-    try:
-        run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return run.stdout.strip()
 
 
 def command_line(module: str) -> str:

@@ -1,8 +1,19 @@
-"""Tables in a page that a report writes, between marks."""
+"""Tables in Markdown, and in a page that a report writes, between marks."""
 
 import pathlib
+from collections.abc import Iterable, Sequence
 
 from experiments.harness.tables import write_text
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, rule: str = " --- ") -> list[str]:
+    """Lines of a table, each row's cells as they are."""
+    lines = [_row(header), "|" + f"{rule}|" * len(header)]
+    return [*lines, *map(_row, rows)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def marks(setting: str) -> tuple[str, str]:
@@ -17,5 +28,17 @@ def write_between_marks(page: pathlib.Path, setting: str, text: str) -> None:
     content = page.read_text()
     begin, end = marks(setting)
     if begin in content and end in content:
-        before, rest = content.split(begin, 1)
-        write_text(page, f"{before}{begin}\n{text}{end}{rest.split(end, 1)[1]}")
+        write_text(page, replaced(content, f"{begin}\n", end, text))
+
+
+def replaced(page: str, begin: str, end: str, text: str) -> str:
+    """A page with what stands between two marks replaced.
+
+    Raises:
+        ValueError: it has not both of them.
+    """
+    before, first, rest = page.partition(begin)
+    _, last, after = rest.partition(end)
+    if not first or not last:
+        raise ValueError(f"expected {begin!r} and {end!r} in the page")
+    return f"{before}{begin}{text}{end}{after}"

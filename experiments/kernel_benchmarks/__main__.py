@@ -5,10 +5,8 @@ and pictures again from committed results.
 """
 
 import dataclasses
-import datetime
 import json
 import pathlib
-import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,9 +15,9 @@ from typing import Any
 import tyro
 from rich.console import Console
 
+from experiments.harness.records import results_of, write_results
 from experiments.kernel_benchmarks.config import KERNELS, PEERS, BenchmarkConfig
 from experiments.kernel_benchmarks.figures import write_figures
-from experiments.kernel_benchmarks.records import commit, write_results
 from experiments.kernel_benchmarks.report import markdown, show
 from experiments.kernel_benchmarks.run import measure, versions
 
@@ -110,15 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, value in dataclasses.asdict(config).items()
             if name not in ("output", "from_json", "add", "commit", "keep")
         }
-        results = {
-            "device": next((record["device"] for record in records if record["kind"] == "worker"), None),
-            "versions": versions(),
-            "commit": config.commit or commit(),
-            "command": shlex.join(["python", "-m", "experiments.kernel_benchmarks", *arguments]),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "config": settings,
-            "records": records,
-        }
+        results = results_of(
+            records,
+            versions=versions(),
+            module="experiments.kernel_benchmarks",
+            arguments=arguments,
+            commit=config.commit,
+            config=settings,
+        )
         if config.add and path.exists():
             results = add(results, json.loads(path.read_text()))
         write_results(path, results)

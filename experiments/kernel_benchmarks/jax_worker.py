@@ -6,12 +6,9 @@ torch compile too, and times only once its parent writes a line to its standard 
 
 import concurrent.futures
 import functools
-import glob
 import os
 import pathlib
-import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.harness.records import Record, RecordWriter, describe
+from experiments.harness.timing import timed_record
 from experiments.kernel_benchmarks.config import Measurement
 from experiments.kernel_benchmarks.inputs import (
     FLOAT32_ARRAYS,
@@ -36,8 +35,7 @@ from experiments.kernel_benchmarks.inputs import (
 )
 from experiments.kernel_benchmarks.operators import OPERATORS, Operator
 from experiments.kernel_benchmarks.peers import PEERS, Call
-from experiments.kernel_benchmarks.records import Record, RecordWriter, describe
-from experiments.kernel_benchmarks.work import Work, calls_in_a_row, read_work, reference_path
+from experiments.kernel_benchmarks.work import Work, read_work, reference_path
 
 Results = dict[str, Any]
 REFERENCE_BLOCK = 64
@@ -222,56 +220,6 @@ def compile_unit(unit: Unit, work: Work) -> Callable[..., Any]:
     return (
         jax.jit(lambda arrays: forward_backward(unit.operator, implementation, arrays, ids)).lower(arguments).compile()
     )
-
-
-def wall_milliseconds(call: Callable[[], Any], repeats: int) -> float:
-    """Median time of a call among calls that follow one another, as the steps of a training loop do."""
-    jax.block_until_ready(call())
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    once = time.perf_counter() - start
-    calls, times = calls_in_a_row(once), []
-    for _ in range(max(2, min(repeats, int(1 / (once * calls))))):
-        start = time.perf_counter()
-        for _ in range(calls):
-            results = call()
-        jax.block_until_ready(results)
-        times.append((time.perf_counter() - start) / calls)
-    return statistics.median(times) * 1e3
-
-
-def kernel_milliseconds(call: Callable[[], Any], calls: int = 5) -> dict[str, float] | None:
-    """Mean device time a call of each GPU kernel, by name, from a trace; None where no GPU was seen."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    options.host_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(calls):
-                results = call()
-            jax.block_until_ready(results)
-        kernels: dict[str, float] = {}
-        for path in glob.glob(f"{folder}/**/*.xplane.pb", recursive=True):
-            for plane in jax.profiler.ProfileData.from_file(path).planes:
-                if "GPU" not in plane.name:
-                    continue
-                for line in plane.lines:
-                    if line.name.startswith("Stream"):
-                        for event in line.events:
-                            kernels[event.name] = kernels.get(event.name, 0.0) + event.duration_ns / 1e6 / calls
-    return kernels or None
-
-
-def timed_record(call: Callable[[], Any], repeats: int, *, with_kernels: bool) -> Record:
-    """Wall time, device time and the kernels' shares of it."""
-    wall = wall_milliseconds(call, repeats)
-    kernels = kernel_milliseconds(call) if with_kernels else None
-    ordered = dict(sorted((kernels or {}).items(), key=lambda item: -item[1]))
-    return {
-        "wall_ms": round(wall, 4),
-        "device_ms": round(sum(kernels.values()), 4) if kernels else None,
-        "kernels": {name: round(ms, 4) for name, ms in ordered.items()},
-    }
 
 
 class Session:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from experiments.harness.page import markdown_table
 from experiments.kernel_benchmarks.marks import evaluate
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS
@@ -260,9 +261,8 @@ def markdown(results: dict[str, Any]) -> str:
     """The report as markdown."""
     lines = ["# Kernel benchmarks", "", "\n\n".join(_preamble(results))]
     for section in sections(results):
-        lines += ["", f"## {section.title}", "", section.note, "", "| " + " | ".join(section.header) + " |"]
-        lines.append("|" + "---|" * len(section.header))
-        lines += ["| " + " | ".join(row) + " |" for row in section.rows]
+        table = markdown_table(section.header, section.rows, rule="---")
+        lines += ["", f"## {section.title}", "", section.note, "", *table]
     return "\n".join(lines) + "\n"
 
 
@@ -282,12 +282,11 @@ def readme_table(results: dict[str, Any], sizes: tuple[int, int, int] = (1, 8192
     ]
     short = {"forward": "fwd", "forward_backward": "fwd + bwd"}
     header = ["operator", "B, T, H", *(f"{short[run]}: {title_of(view, name)}" for name, run in columns)]
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    rows = []
     for operator, shape in points:
         times = [number(view.time(name, operator, shape, run)) for name, run in columns]
-        cells = [OPERATORS[operator].title, ", ".join(map(str, shape[:3])), *times]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append([OPERATORS[operator].title, ", ".join(map(str, shape[:3])), *times])
+    return "\n".join(markdown_table(header, rows, rule="---")) + "\n"
 
 
 def show(results: dict[str, Any], console: Console) -> None:

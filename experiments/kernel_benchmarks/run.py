@@ -14,10 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from experiments.harness.records import Record, installed_versions, read_records
 from experiments.kernel_benchmarks.config import OURS, PEERS, BenchmarkConfig, plan, share_out
 from experiments.kernel_benchmarks.inputs import Shape
 from experiments.kernel_benchmarks.peers import PEERS as PEER_LIBRARIES
-from experiments.kernel_benchmarks.records import Record, installed_versions, read_records
 from experiments.kernel_benchmarks.work import Work, write_work
 
 Process = subprocess.Popen[str]

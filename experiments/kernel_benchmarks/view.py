@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.harness.records import Record
 from experiments.kernel_benchmarks.inputs import Shape
-from experiments.kernel_benchmarks.records import Record
 
 PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
 

@@ -45,11 +45,6 @@ def read_work(folder: pathlib.Path) -> Work:
     return Work(**content, folder=folder)
 
 
-def calls_in_a_row(seconds: float) -> int:
-    """How many calls of about `seconds` follow one another before the device is waited for."""
-    return max(1, min(20, int(0.05 / seconds)))
-
-
 def reference_path(work: Work, measurement: Measurement) -> pathlib.Path:
     """Where the float64 reference of an error measurement is kept."""
     key = f"{measurement.operator} {measurement.shape} {measurement.case}"

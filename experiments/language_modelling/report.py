@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Collection
 from typing import Any
 
-from experiments.harness.page import write_between_marks
+from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.language_modelling.runs import best_rate, read_run, read_runs
 from experiments.language_modelling.study import WIDTHS, LanguageStudy, study
@@ -94,7 +94,7 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]], lacking: 
         "tokens/s",
         "memory, GB",
     ]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    rows = []
     for label, runs in sorted(found.items(), key=lambda entry: _bits(entry[1], plan.train.data.sequence_length)):
         first = runs[0]
         row = [label, f"{first['num_parameters'] / 1e6:.1f}M", f"{first['train_tokens'] / first['num_parameters']:.1f}"]
@@ -103,7 +103,7 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]], lacking: 
         row.append(f"{statistics.fmean(_last_loss(run) for run in runs):.3f}")
         speed, peak = first["median_tokens_per_second"], first.get("peak_bytes")
         row += ["" if speed is None else f"{speed:,}", "" if peak is None else f"{peak / 1e9:.1f}"]
-        lines.append("| " + " | ".join(row) + " |")
+        rows.append(row)
     every = [run for runs in found.values() for run in runs]
     where = every[0]["environment"]
     texts = {(run["corpus"]["fingerprint"], run["corpus"]["tokens"], run["corpus"]["bytes"]) for run in every}
@@ -112,7 +112,7 @@ def table(plan: LanguageStudy, found: dict[str, list[dict[str, Any]]], lacking: 
     commits = ", ".join(sorted({run["environment"]["commit"][:7] for run in every}))
     count = len(plan.report_seeds or plan.seeds)
     note = " * Not run at every rate that others were." if lacking else ""
-    return "\n".join(lines) + (
+    return "\n".join(markdown_table(head, rows)) + (
         f"\n\nBits per byte of held-out text by tokens a row (trained at {plan.train.data.sequence_length}), mean over "
         f"{count} seed(s), best first, after {every[0]['train_tokens']:,} tokens; training loss in nats a "
         f"token, mean of the last tenth.{note} Text: {text}. {where['device']}, jax {where['packages']['jax']}; commit "
@@ -127,18 +127,18 @@ def rates_table(plan: LanguageStudy, results: pathlib.Path) -> str:
     tried = [rate for rate in plan.learning_rates if any(rate in rates for rates in bits.values())]
     if len(tried) < 2:
         return ""
-    lines = ["| mixer, validation half | " + " | ".join(f"rate {rate:g}" for rate in tried) + " |"]
-    lines.append("|" + " --- |" * (len(tried) + 1))
-    for label, rates in sorted(bits.items(), key=lambda entry: min(entry[1].values())):
-        cells = [f"{rates[rate]:.4f}" if rate in rates else "not run" for rate in tried]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n" + "\n".join(lines) + "\n"
+    rows = [
+        [label, *(f"{rates[rate]:.4f}" if rate in rates else "not run" for rate in tried)]
+        for label, rates in sorted(bits.items(), key=lambda entry: min(entry[1].values()))
+    ]
+    head = ["mixer, validation half", *(f"rate {rate:g}" for rate in tried)]
+    return "\n" + "\n".join(markdown_table(head, rows)) + "\n"
 
 
 def more_runs(plan: LanguageStudy, results: pathlib.Path) -> str:
     """All runs of mixers that were trained at other rates or seeds than the study's too, Markdown."""
     length = plan.train.data.sequence_length
-    lines = []
+    rows = []
     for mixer in plan.mixers:
         runs = read_runs(plan, results, mixer)
         if any(run["learning_rate"] not in plan.learning_rates or run["seed"] not in plan.seeds for run in runs):
@@ -148,12 +148,12 @@ def more_runs(plan: LanguageStudy, results: pathlib.Path) -> str:
                     *(run["test"][str(n)]["bits_per_byte"] for n in plan.lengths),
                 ]
                 row = [mixer.label, f"{run['learning_rate']:g}", str(run["seed"]), *(f"{b:.4f}" for b in bits)]
-                lines.append("| " + " | ".join([*row, f"{_last_loss(run):.3f}"]) + " |")
-    if not lines:
+                rows.append([*row, f"{_last_loss(run):.3f}"])
+    if not rows:
         return ""
     head = ["mixer, every run", "rate", "seed", f"validation half, T={length}", *(f"T={n}" for n in plan.lengths)]
     head.append("training loss")
-    return "\n" + "\n".join(["| " + " | ".join(head) + " |", "|" + " --- |" * len(head), *lines]) + "\n"
+    return "\n" + "\n".join(markdown_table(head, rows)) + "\n"
 
 
 def _bits(runs: list[dict[str, Any]], length: int) -> float:

@@ -17,7 +17,7 @@ from experiments.harness.config_fingerprint import config_text
 from experiments.harness.device import turn
 from experiments.harness.study import Mixer, slug
 from experiments.harness.tables import Row, add_rows, read_table
-from experiments.language_modelling.study import LanguageStudy, model_config
+from experiments.language_modelling.study import LanguageStudy
 from rnnlib.data import (
     DataConfig,
     TokenCorpus,
@@ -63,7 +63,7 @@ def run_config(study: LanguageStudy, mixer: Mixer, rate: float, seed: int, token
     train = study.train
     return dataclasses.replace(
         train,
-        model=model_config(train.model, mixer),
+        model=study.model(mixer),
         data=dataclasses.replace(train.data, tokenizer=tokenizer),
         optimizer=dataclasses.replace(train.optimizer, learning_rate=rate),
         seed=seed,

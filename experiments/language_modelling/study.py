@@ -96,6 +96,10 @@ class LanguageStudy:
         """Mixer, learning rate and seed of every run, the most wanted first: all mixers at one rate, then the next."""
         return [(m, rate, seed) for rate in self.learning_rates for seed in self.seeds for m in self.mixers]
 
+    def model(self, mixer: Mixer) -> ModelConfig:
+        """The model of a mixer."""
+        return model_config(self.train.model, mixer)
+
     @property
     def identity(self) -> tuple[Any, ...]:
         """What a run depends on beside its training configuration."""
@@ -112,8 +116,9 @@ class LanguageStudy:
 
 
 def model_config(base: ModelConfig, mixer: Mixer) -> ModelConfig:
-    """The model of a mixer at a size."""
-    overrides = {"*": dict(mixer.overrides)} if mixer.overrides else {}
+    """The model of a mixer at a size. Overrides are of its recurrent mixers or, where it has none, of its attention."""
+    where = "attention" if set(mixer.preset) == {"attention"} else "*"
+    overrides = {where: dict(mixer.overrides)} if mixer.overrides else {}
     return base.replace(mixers=mixer.preset, mixer_overrides=overrides)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness.page import write_between_marks
+from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.tables import Row
 from experiments.harness.verdicts import Interval, Region, Verdict, above, below, bootstrap
@@ -70,16 +70,17 @@ def table(plan: LongContextStudy, rows: dict[str, Row]) -> str:
     if not rows:
         return "No results yet.\n"
     head = ["mixer", "parameters", "rate", *(f"{c} before" for c in plan.contexts), "foreign beyond the trained length"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    cells = []
     for label, row in rows.items():
         bits = [bits_per_byte(row["blocks"], name) for name in (*map(str, plan.contexts), FOREIGN)]
-        cells = [label, f"{row['num_parameters'] / 1e6:.0f}M", f"{row['learning_rate']:g}", *(f"{b:.4f}" for b in bits)]
-        lines.append("| " + " | ".join(cells) + " |")
+        size, rate = f"{row['num_parameters'] / 1e6:.0f}M", f"{row['learning_rate']:g}"
+        cells.append([label, size, rate, *(f"{b:.4f}" for b in bits)])
     names = [name for name, *_ in questions(plan)]
-    lines += ["", "| mixer | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1)]
-    for label, row in rows.items():
-        answers = [f"{interval}: {verdict.value}" for interval, verdict in verdicts(plan, row).values()]
-        lines.append("| " + " | ".join([label, *answers]) + " |")
+    answers = [
+        [label, *(f"{interval}: {verdict.value}" for interval, verdict in verdicts(plan, row).values())]
+        for label, row in rows.items()
+    ]
+    lines = [*markdown_table(head, cells), "", *markdown_table(["mixer", *names], answers)]
     first = next(iter(rows.values()))
     blocks, where = first["blocks"], first["environment"]
     count, documents = len(blocks["document"]), len(set(blocks["document"]))

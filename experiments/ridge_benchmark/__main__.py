@@ -4,16 +4,13 @@
 again from committed results.
 """
 
-import datetime
 import json
-import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import tyro
 
-from experiments.kernel_benchmarks.records import Record, commit, write_results
+from experiments.harness.records import Record, results_of, write_results
 from experiments.kernel_benchmarks.run import versions
 from experiments.ridge_benchmark.config import RidgeBenchmarkConfig
 from experiments.ridge_benchmark.measure import measure
@@ -36,20 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if not config.from_json:
         records: list[Record] = []
-        results: dict[str, Any] = {
-            "device": None,
-            "versions": versions(),
-            "commit": config.commit or commit(),
-            "command": shlex.join(["python", "-m", "experiments.ridge_benchmark", *arguments]),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "config": config.settings(),
-            "records": records,
-        }
 
         def keep(record: Record) -> None:
             records.append(record)
-            results["device"] = results["device"] or record.get("device")
-            write_results(path, results)  # whole after every record: what is cut off keeps what it has
+            found = results_of(
+                records,
+                versions=versions(),
+                module="experiments.ridge_benchmark",
+                arguments=arguments,
+                commit=config.commit,
+                config=config.settings(),
+            )
+            write_results(path, found)  # whole after every record: what is cut off keeps what it has
             shown = {key: value for key, value in record.items() if key != "kernels"}
             print(json.dumps(shown), flush=True)
 

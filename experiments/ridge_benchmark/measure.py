@@ -20,8 +20,8 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from experiments.kernel_benchmarks.jax_worker import timed_record
-from experiments.kernel_benchmarks.records import Record, describe, read_records
+from experiments.harness.records import Record, describe, read_records
+from experiments.harness.timing import timed_record
 from experiments.ridge_benchmark.config import METHODS, PRECISIONS, RIDGES, RidgeBenchmarkConfig
 from experiments.ridge_benchmark.inputs import draw
 from rnnlib import ops

@@ -4,7 +4,6 @@
 `FOLDER time` lets the library choose, then waits for a line on its standard input and times.
 """
 
-import importlib.metadata
 import json
 import pathlib
 import sys
@@ -15,8 +14,8 @@ import torch
 import torch.nn.functional as functional
 from fla.ops.mesa_net import chunk_mesa_net
 
-from experiments.kernel_benchmarks.records import RecordWriter, describe
-from experiments.kernel_benchmarks.torch_worker import short_trials, timed_record
+from experiments.harness.records import RecordWriter, describe, installed_versions
+from experiments.harness.torch_timing import short_trials, timed_record
 
 
 def passes(shape: tuple[int, ...], iterations: int) -> dict[str, Callable[[], Any]]:
@@ -72,7 +71,7 @@ def main(folder: pathlib.Path, mode: str, *arguments: str) -> None:
         compile_share(config, *map(int, arguments))
         return
     write = RecordWriter(folder / "peer.jsonl")
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "fla-core")}
+    versions = installed_versions(("torch", "triton", "fla-core"))
     write({"kind": "worker", "worker": "fla", **versions, "device": torch.cuda.get_device_name()})
     short_trials(once=False)
     shapes = [(*sizes, config["head_size"]) for sizes in config["shapes"]]

@@ -1,7 +1,6 @@
 """The table and the picture of a run."""
 
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -10,6 +9,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+
+from experiments.harness.page import markdown_table
 
 Record = dict[str, Any]
 PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
@@ -38,10 +39,6 @@ def _sizes(shape: list[int]) -> str:
 
 def _milliseconds(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
-
-
-def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    return [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}", *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def _solve_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -83,7 +80,7 @@ def readme_table(results: dict[str, Any]) -> str:
                 cells.append(times.get((operator, "bfloat16", shape, "fla", name)))  # it has no other precision
             rows.append((title, _sizes(sizes), *(_milliseconds(ms) or "-" for ms in cells)))
     header = ("operator", "B, T, H", "fwd: ours", "fwd: FLA", "fwd + bwd: ours", "fwd + bwd: FLA")
-    return "\n".join(_table(header, rows))
+    return "\n".join([*markdown_table(header, rows), ""])
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -102,10 +99,11 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         "Wall: median of calls in a row. Device: the kernels' own time. Memory: beside the arguments, in MiB.",
         "",
-        *_table(
+        *markdown_table(
             ("operator", "", "B, T, H, K", "forward wall", "device", "forward + backward wall", "device", "MiB"),
             _solve_rows(results),
         ),
+        "",
     ]
     layers: dict[str, dict[str, Record]] = {}
     for r in _kind(results, "layer"):
@@ -123,7 +121,8 @@ def markdown(results: dict[str, Any]) -> str:
         lines += [
             f"## Layers, ms (input [{_sizes(list(shape))}], {results['config']['layer_heads']} heads; wall)",
             "",
-            *_table(("layer", "forward", "forward + backward", "device", "to Gated DeltaNet"), rows),
+            *markdown_table(("layer", "forward", "forward + backward", "device", "to Gated DeltaNet"), rows),
+            "",
         ]
     lines += _error_lines(results)
     gradients = _kind(results, "gradient_error")
@@ -138,7 +137,8 @@ def markdown(results: dict[str, Any]) -> str:
             "",
             "By the kernels' default products, relative to the scan in float64 with as many iterations.",
             "",
-            *_table(("method", "inputs", *titles), rows),
+            *markdown_table(("method", "inputs", *titles), rows),
+            "",
         ]
     failures = _kind(results, "failure")
     if failures:
@@ -179,7 +179,8 @@ def _error_lines(results: dict[str, Any]) -> list[str]:
         "Relative to the same iterate in float64 (over all tokens, and of the worst token), and to the exact solution",
         "in float64, beside which the float64 iterate's own error stands. Solutions are stored in float32 here.",
         "",
-        *_table(header, rows),
+        *markdown_table(header, rows),
+        "",
     ]
 
 

@@ -16,6 +16,7 @@ import tyro
 from rich.progress import track
 
 from experiments.harness.environment import command_line, environment
+from experiments.harness.page import markdown_table
 from experiments.harness.tables import write_text
 from rnnlib.data import DataConfig
 from rnnlib.models import ModelConfig, model_preset
@@ -149,12 +150,9 @@ def predictions(options: Options) -> Iterator[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Predictions as Markdown."""
-    lines = [
-        "| model | GPUs | mesh | rows x tokens | state, GB a GPU | sent by NVLink, GB | "
-        "by InfiniBand, GB | compute, ms | communication, ms | efficiency: none hidden | all hidden | "
-        "latency, ms, at most |",
-        "|" + " --- |" * 12,
-    ]
+    header = ["model", "GPUs", "mesh", "rows x tokens", "state, GB a GPU", "sent by NVLink, GB", "by InfiniBand, GB"]
+    header += ["compute, ms", "communication, ms", "efficiency: none hidden", "all hidden", "latency, ms, at most"]
+    lines = []
     for row in rows:
         cells = [
             row["model"],
@@ -166,8 +164,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             *(f"{row[key]:.0%}" for key in ("efficiency_none_hidden", "efficiency_all_hidden")),
             f"{row['latency_ms']:.0f}",
         ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        lines.append([str(cell) for cell in cells])
+    return "\n".join(markdown_table(header, lines))
 
 
 def main() -> int:

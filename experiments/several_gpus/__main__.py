@@ -16,7 +16,7 @@ import tyro
 
 from experiments.harness.command import errors_as_lines, interrupts_as_lines
 from experiments.harness.environment import command_line, environment
-from experiments.harness.page import write_between_marks
+from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.study import pick_named
 from experiments.harness.tables import write_text
@@ -213,12 +213,12 @@ def table(runs: list[dict[str, Any]]) -> str:
         "memory a GPU, GB",
         "of it state, GB",
     ]
-    lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
+    rows = []
     for number, record, alone in _pairs(runs):
         mesh = "one GPU" if record["axis"] is None else f"{record['axis']} {record['devices']}"
         cells = [record["model"], record["mixer"], mesh, "yes" if record["latency_hiding"] else "", str(number)]
         if "error" in record:
-            lines.append(f"| {' | '.join([*cells, '', 'failed', *[''] * (len(header) - 7)])} |")
+            rows.append([*cells, "", "failed", *[""] * (len(header) - 7)])
             continue
         plan, milliseconds = record["plan"], _milliseconds(record) or math.nan
         cells += [f"{record['rows'] * record['length']:,}", f"{milliseconds:.1f}"]
@@ -231,14 +231,14 @@ def table(runs: list[dict[str, Any]]) -> str:
         memory = record["memory"]
         cells.append("" if memory is None else f"{memory['peak_bytes'] / 1e9:.1f}")
         cells.append(f"{plan['state_bytes'] / 1e9:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     notes = []
     for number, run in enumerate(runs, 1):
         where = run["environment"]
         version, commit, date = where["packages"]["jax"], where["commit"][:7], where["date"][:10]
         notes.append(f"Run {number}: {run['devices']} x {where['device']}, jax {version}, commit {commit}, {date}.")
     note = f"{' '.join(notes)} Median of {runs[0]['steps']} steps, each asked for while the one before it runs."
-    return "\n".join([*lines, "", note]) + "\n"
+    return "\n".join([*markdown_table(header, rows), "", note]) + "\n"
 
 
 def figure(runs: list[dict[str, Any]], path: pathlib.Path) -> None:

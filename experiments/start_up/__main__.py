@@ -19,7 +19,7 @@ import tyro
 
 from experiments.harness.command import errors_as_lines
 from experiments.harness.environment import command_line, environment
-from experiments.harness.page import write_between_marks
+from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.tables import write_text
 
 FOLDER = pathlib.Path(__file__).parent
@@ -99,10 +99,9 @@ def measured(preset: str, flags: list[str], cache: str) -> dict[str, float]:
 def table(records: list[dict[str, Any]]) -> str:
     """Markdown of all records."""
     header = ["seconds", *(f"{r['preset']}, {'warm' if r['warm'] else 'cold'}, {r['device']}" for r in records)]
-    rows = [header, ["---"] * len(header)]
-    rows += [[stage, *(f"{r['seconds'][stage]:.1f}" for r in records)] for stage in STAGES]
+    rows = [[stage, *(f"{r['seconds'][stage]:.1f}" for r in records)] for stage in STAGES]
     rows.append(["all", *(f"{sum(r['seconds'].values()):.1f}" for r in records)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    return "\n".join(markdown_table(header, rows)) + "\n"
 
 
 def main() -> int:

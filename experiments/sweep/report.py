@@ -2,7 +2,7 @@
 
 import pathlib
 
-from experiments.harness.page import write_between_marks
+from experiments.harness.page import markdown_table, write_between_marks
 from experiments.sweep.outcomes import BIMODAL, MOST_TOLD, SOLVED, Outcome, Panel, outcomes, panels
 from experiments.sweep.pictures import figure
 from experiments.sweep.study import Cell, Study
@@ -32,7 +32,7 @@ def _part(study: Study, found: dict[tuple[str, str], Outcome], groups: list[Pane
         several = len(group.tests) > 1
         head += [f"{group.title}, T={length}" if several else group.title for length in group.tests]
         head += ["solved; at all rates"] * group.last
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    rows = []
     for mixer in study.mixers:
         row = [mixer.label]
         for group in groups:
@@ -41,16 +41,16 @@ def _part(study: Study, found: dict[tuple[str, str], Outcome], groups: list[Pane
             if group.last:
                 row.append("" if outcome is None else "{}/{}; {}/{}".format(*outcome.solved, *outcome.tried))
         if any(row[1:]):
-            lines.append("| " + " | ".join(row) + " |")
-    for name in dict.fromkeys(row[0] for row in study.paper):
+            rows.append(row)
+    for name in dict.fromkeys(told[0] for told in study.paper):
         given = {(cell, length): value for row, cell, length, value in study.paper if row == name}
         values = []
         for group in groups:
             values += [given.get((group.paper, length)) for length in group.tests]
             values += [None] * group.last
         if any(value is not None for value in values):
-            lines.append(f"| *{name}* | " + " | ".join("" if v is None else f"*{v:g}*" for v in values) + " |")
-    return "\n".join(lines)
+            rows.append([f"*{name}*", *("" if v is None else f"*{v:g}*" for v in values)])
+    return "\n".join(markdown_table(head, rows))
 
 
 def _foundation(study: Study, cells: list[Cell], found: dict[tuple[str, str], Outcome]) -> str:

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from experiments.harness.records import installed_versions
 from experiments.harness.tables import add_row
-from experiments.harness.versions import package_versions
 from experiments.throughput.study import ThroughputStudy
 
 MODELS = ("gated_deltanet", "kda", "deltanet", "pgdn", "gla", "transformer")
@@ -113,7 +113,7 @@ def time_peer(
     for record in _time_by_turns(plan, models, torch_compile, seconds):
         failed += "error" in record
         name = f"{record['model']}{'--recomputed' * record['recomputed']}{'--compiled' * record['compiled']}"
-        content = record | {"versions": package_versions(_PACKAGES), "environment": dict(environment)}
+        content = record | {"versions": installed_versions(_PACKAGES), "environment": dict(environment)}
         add_row(results.with_name(f"{results.stem}_peer.jsonl"), "throughput", name, content)
         print(f"FLA {name}: {record.get('step_seconds', record.get('error'))}", flush=True)
     return failed

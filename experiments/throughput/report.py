@@ -4,7 +4,7 @@ import pathlib
 import statistics
 from typing import Any
 
-from experiments.harness.page import write_between_marks
+from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.tables import read_table
 from experiments.throughput.study import ThroughputStudy
@@ -51,26 +51,25 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
         return "No results yet.\n"
     main, lengths = plan.main_length, plan.lengths
     header = ["mixer", "parameters", f"thousand tokens/s, T={main}", "ms a step", "model FLOP/s of peak", "memory, GB"]
-    lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
+    rows = []
     for mixer in plan.mixers:
         record = _find(records, mixer.label, main)
         if record is None:
             continue
         if "error" in record:
-            lines.append(f"| {mixer.label} | | failed |" + " |" * (len(header) - 3))
+            rows.append([mixer.label, "", "failed", *[""] * (len(header) - 3)])
             continue
         seconds = statistics.median(record["step_seconds"])
         share = "" if record["utilization"] is None else f"{record['utilization']:.1%}"
         row = [mixer.label, f"{record['num_parameters'] / 1e6:.0f}M", _cell(record), f"{1000 * seconds:.1f}", share]
         row.append(_memory(record))
-        lines.append(f"| {' | '.join(row)} |")
-    if len(lines) == 2:  # none at the setting that all mixers are timed at
-        lines = []
+        rows.append(row)
+    lines = markdown_table(header, rows) if rows else []  # none at the setting that all mixers are timed at
     swept = [m.label for m in plan.mixers if sum(_find(records, m.label, n) is not None for n in lengths) > 1]
     if swept:
         lines += ["", f"Thousand tokens a second by length, {plan.tokens} tokens a step:", ""]
-        lines += ["| mixer | " + " | ".join(f"T={n}" for n in lengths) + " |", "|" + " --- |" * (len(lengths) + 1)]
-        lines += [f"| {m} | " + " | ".join(_cell(_find(records, m, n)) for n in lengths) + " |" for m in swept]
+        of_lengths = [[m, *(_cell(_find(records, m, n)) for n in lengths)] for m in swept]
+        lines += markdown_table(["mixer", *(f"T={n}" for n in lengths)], of_lengths)
     lines += _options_table(plan, records)
     lines += _kept_table(plan, records)
     lines = lines[1:] if lines and not lines[0] else lines
@@ -101,9 +100,9 @@ def _options_table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> list
                 continue
             plain = _cell(_find(records, label, plan.main_length, **what))
             same = {True: "yes", False: "no", None: ""}[record.get("same_bits_twice")]
-            rows.append(f"| {label} | {option}{name} | {_cell(record)} | {plain} | {same} |")
-    header = ["", "| mixer | option | thousand tokens/s | without it | same bits twice |", "|" + " --- |" * 5]
-    return [*header, *rows] if rows else []
+            rows.append([label, f"{option}{name}", _cell(record), plain, same])
+    header = ["mixer", "option", "thousand tokens/s", "without it", "same bits twice"]
+    return ["", *markdown_table(header, rows)] if rows else []
 
 
 def _ahead(record: dict[str, Any] | None) -> list[str]:
@@ -141,7 +140,7 @@ def _kept_table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> list[st
         return []
     header = ["mixer", "layers", "kept", "thousand tokens/s", "ms a step", "model FLOP/s of peak"]
     header += ["one ahead: ms a step", "of peak", "memory, GB"]
-    return ["", *(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))]
+    return ["", *markdown_table(header, rows)]
 
 
 # The peer's names of our mixers.
@@ -175,7 +174,7 @@ def _peer_title(peer: dict[str, Any]) -> str:
 def _peer_table(plan: ThroughputStudy, records: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
     header = ["model", "recomputed", "parameters", "FLA: thousand tokens/s", "ms a step", "GB"]
     header += ["here: thousand tokens/s", "ms a step", "GB", "ratio"]
-    rows = [header, ["---"] * len(header)]
+    rows = []
     for peer in peers:
         start = [_peer_title(peer), "blocks" if peer["recomputed"] else "nothing"]
         if "error" in peer:
@@ -193,7 +192,7 @@ def _peer_table(plan: ThroughputStudy, records: list[dict[str, Any]], peers: lis
         rows.append([*row, _cell(ours), milliseconds, _memory(ours), f"{ours['tokens_per_second'] / _speed(peer):.2f}"])
     note = ", ".join(f"{name} {version}" for name, version in peers[0]["versions"].items())
     where = peers[0]["environment"]
-    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    text = "\n".join(markdown_table(header, rows))
     return (
         f"{text}\n\nMedian step, in brackets the fastest; ours with layers one after another. {where['device']}, "
         f"{note}; {where['date'][:10]}. Memory: what torch's allocator held at most, and XLA's plan.\n"

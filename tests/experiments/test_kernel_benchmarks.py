@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.progress import Progress
 
+from experiments.harness.records import by_short_name
 from experiments.kernel_benchmarks import jax_worker, marks
 from experiments.kernel_benchmarks.__main__ import add, main
 from experiments.kernel_benchmarks.config import PEERS as PEER_NAMES
@@ -26,7 +27,6 @@ from experiments.kernel_benchmarks.inputs import (
 )
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS
-from experiments.kernel_benchmarks.records import by_short_name
 from experiments.kernel_benchmarks.report import sections
 from experiments.kernel_benchmarks.roofline import floor_milliseconds, operations
 from experiments.kernel_benchmarks.run import Runner

@@ -7,16 +7,14 @@ uv run --group offline python -m experiments.kernel_benchmarks.offline --only "m
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import pathlib
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from experiments.harness.records import installed_versions, results_of, write_results
 from experiments.kernel_benchmarks.offline.cards import CARDS
 from experiments.kernel_benchmarks.offline.cases import cases
 from experiments.kernel_benchmarks.offline.compiling import Kernel, Refusal, compile_cases, missing_packages
@@ -28,7 +26,6 @@ from experiments.kernel_benchmarks.offline.report import (
     short_card_table,
     with_table,
 )
-from experiments.kernel_benchmarks.records import commit, write_results
 from experiments.kernel_benchmarks.run import versions
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -52,17 +49,20 @@ def record_of(card: str, case: str, found: Sequence[Kernel | Refusal]) -> dict[s
     return {"card": card, "case": case, "kernels": kernels}
 
 
-def write(path: pathlib.Path, command: str, records: list[dict[str, object]]) -> None:
-    """Writes the results and their pages."""
-    wheels = ("jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm")
-    results = {
-        "device": "none: compiled for " + ", ".join(f"{card.kind} ({name})" for name, card in CARDS.items()),
-        "versions": versions() | {name: importlib.metadata.version(name) for name in wheels},
-        "commit": commit(),
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "records": records,
-    }
+def write(
+    path: pathlib.Path, arguments: Sequence[str], earlier: Sequence[str], records: list[dict[str, object]]
+) -> None:
+    """Writes the results and their pages; `earlier` are the commands that made some of the records before."""
+    results = results_of(
+        records,
+        versions=versions() | installed_versions(("jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm")),
+        module="experiments.kernel_benchmarks.offline",
+        arguments=arguments,
+        commit=None,
+        device="none: compiled for " + ", ".join(f"{card.kind} ({name})" for name, card in CARDS.items()),
+    )
+    commands = [line for line in earlier if line != results["command"]]
+    results["command"] = " && ".join([*commands, results["command"]])
     write_results(path, results)
     write_pages(path, results)
 
@@ -100,10 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     before = json.loads(path.read_text()) if path.exists() else {"records": []}
     records = {(record["card"], record["case"]): record for record in before["records"]}
-    command = shlex.join(["python", "-m", "experiments.kernel_benchmarks.offline", *arguments])
-    if before["records"] and arguments:
-        earlier = [line for line in before["command"].split(" && ") if line != command]
-        command = " && ".join([*earlier, command])
+    earlier = before["command"].split(" && ") if before["records"] and arguments else []
     for card in chosen.cards:
         known = cases(card, every=chosen.every)
         names = [name for name in known if re.search(chosen.only, name)]
@@ -114,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = compile_cases(card, part)
             for name in part:
                 records[card, name] = record_of(card, name, [result for result in found if result.case == name])
-            write(path, command, list(records.values()))  # what is compiled is kept, whatever comes
+            write(path, arguments, earlier, list(records.values()))  # what is compiled is kept, whatever comes
             print(f"{card}: {first + len(part)} of {len(names)} calls", flush=True)
     wrong = [line for record in records.values() for line in objections(record)]
     print(*wrong, f"wrote {path} and {path.with_suffix('.md').name}", sep="\n")

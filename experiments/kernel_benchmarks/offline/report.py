@@ -3,13 +3,13 @@
 import re
 from typing import Any
 
+from experiments.harness.page import replaced
 from experiments.kernel_benchmarks.offline.cards import CARDS
 from experiments.kernel_benchmarks.offline.exceptions import allowed_spills
 
 Record = dict[str, Any]
 MEASURED = {"sm_90": "H200, H100"}
 """Cards on which these kernels were timed."""
-_BEGIN, _END = "<!-- cards -->\n", "<!-- /cards -->"
 
 
 def objections(record: Record) -> list[str]:
@@ -101,7 +101,7 @@ def _numbers(kernel: list[Any]) -> str:
 
 def with_table(page: str, table: str) -> str:
     """The text of a page with its table of cards replaced."""
-    return page[: page.index(_BEGIN) + len(_BEGIN)] + table + page[page.index(_END) :]
+    return replaced(page, "<!-- cards -->\n", "<!-- /cards -->", table)
 
 
 def markdown(results: Record) -> str:

@@ -1,11 +1,16 @@
-"""Records of a run: lines of JSON that workers append, and the one file that is made of them."""
+"""A run of many records: lines of JSON that processes append, and the one file that is made of them.
 
+It imports no framework: processes of PyTorch use it, too.
+"""
+
+import datetime
 import importlib.metadata
 import json
 import pathlib
+import shlex
 import subprocess
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Record = dict[str, Any]
@@ -63,16 +68,49 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def commit() -> str | None:
-    """The checked-out commit, if this is a checkout."""
+def checked_out_commit() -> str | None:
+    """The commit of this checkout; None where it is none."""
+    command = ["git", "rev-parse", "HEAD"]
     try:
-        result = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"],
-            cwd=pathlib.Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        run = subprocess.run(command, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return result.stdout.strip()
+    return run.stdout.strip()
+
+
+def now() -> str:
+    """The date and time, as records have it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def results_of(
+    records: Sequence[Record],
+    *,
+    versions: Mapping[str, str],
+    module: str,
+    arguments: Sequence[str],
+    commit: str | None,
+    device: str | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """A run's one file: where, with what and by which command it was measured, and its records.
+
+    Args:
+        records: of the run.
+        versions: of packages.
+        module: whose command line it is.
+        arguments: of the command line.
+        commit: of the source; None is the checked-out one.
+        device: what was measured on; None is the first that a record names.
+        **more: what else the file has.
+    """
+    found = checked_out_commit()
+    return {
+        "device": device or next((record["device"] for record in records if record.get("device")), None),
+        "versions": dict(versions),
+        "commit": commit or (found and found[:12]),
+        "command": shlex.join(["python", "-m", module, *arguments]),
+        "date": now(),
+        **more,
+        "records": list(records),
+    }

@@ -1,0 +1,78 @@
+"""Times of PyTorch's calls on a GPU, and what keeps Triton's search for kernels short. Imports torch, and no JAX."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.harness.records import Record, by_short_name
+from experiments.harness.wall import wall_milliseconds
+
+
+def kernel_milliseconds(call: Callable[[], Any], calls: int = 5) -> dict[str, float]:
+    """Mean device time a call of each GPU kernel, by name."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    kernels: dict[str, float] = {}
+    for event in trace.key_averages():
+        if event.device_time_total > 0:
+            kernels[event.key] = kernels.get(event.key, 0.0) + event.device_time_total / calls / 1e3
+    return kernels
+
+
+def timed_record(call: Callable[[], Any], repeats: int, left_out: tuple[str, ...] = ()) -> Record:
+    """Wall time, device time and the kernels' shares of it, without kernels with `left_out` in their names."""
+    wall = wall_milliseconds(call, lambda _: torch.cuda.synchronize(), repeats)
+    kernels = kernel_milliseconds(call)
+    counted = [ms for name, ms in kernels.items() if not any(part in name for part in left_out)]
+    return {
+        "wall_ms": None if left_out else round(wall, 4),
+        "device_ms": round(sum(counted), 4),
+        "kernels": by_short_name(kernels),
+    }
+
+
+def short_trials(*, once: bool) -> None:
+    """Makes Triton's search spend 25 ms a candidate, or (`once`) just compile each candidate and keep no choice."""
+    import triton.runtime.cache
+    import triton.testing
+
+    search, cache = triton.testing.do_bench, triton.runtime.cache.FileCacheManager
+    put = cache.put
+
+    def do_bench(call: Callable[[], Any], warmup: int = 0, rep: int = 0, quantiles: Any = None, **others: Any) -> Any:
+        if once:
+            call()
+            return [0.0] * len(quantiles) if quantiles else 0.0
+        return search(call, warmup=5, rep=20, quantiles=quantiles, **others)
+
+    def put_code(self: Any, data: Any, filename: str, binary: bool = True) -> str:
+        return "" if filename.endswith(".autotune.json") else put(self, data, filename, binary)
+
+    triton.testing.do_bench = do_bench
+    if once:
+        cache.put = put_code
+
+
+def take_first() -> None:
+    """Makes Triton's search take the first candidate that runs, and compile no others."""
+    from triton.runtime.autotuner import Autotuner
+
+    prune, bench = Autotuner.prune_configs, Autotuner._bench
+
+    def prune_configs(self: Any, *arguments: Any, **named: Any) -> Any:
+        self.has_candidate = False
+        return prune(self, *arguments, **named)
+
+    def _bench(self: Any, *arguments: Any, **named: Any) -> Any:
+        if self.has_candidate:
+            return [float("inf")] * 3
+        found = bench(self, *arguments, **named)
+        self.has_candidate = np.isfinite(np.max(found))
+        return found
+
+    Autotuner.prune_configs, Autotuner._bench = prune_configs, _bench
