@@ -195,6 +195,8 @@ def train_and_test(
         "num_parameters": trainer.num_parameters,
         "train_tokens": outcome.tokens,
         "steps": outcome.step,
+        "skipped": int(rows[-1]["skipped"]) if rows else 0,
+        "first_skipped": next((int(row["step"]) for row in rows if row["skipped"]), None),
         "seconds": round(outcome.seconds, 1),
         "median_tokens_per_second": round(float(np.median(rates))) if rates else None,
         "peak_bytes": None if not memory else memory.get("peak_bytes_in_use"),

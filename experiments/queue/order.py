@@ -40,5 +40,11 @@ ORDER = (
     Entry("axes", "real", language_jobs, "what do decay and solve each do, when nothing else in the layer differs?"),
     Entry("beside_fla", "short", curve_jobs, "does a model follow flash-linear-attention's from the same weights?"),
     Entry("rates", "real", language_jobs, "where is each mixer's learning rate, and how far apart are two seeds?"),
+    Entry("ablations", "real", sweep_jobs, "what do maps and norms of keys, ranges and norms of preconditioners do?"),
+    Entry("kla_pretraining", "rates", language_jobs, "which rates do 0.4B models take? Then kla_pretraining/real"),
+    Entry("scaling", "25m", language_jobs, "do mixers of equal parameters, and of equal state, differ?"),
+    Entry("scaling", "60m", language_jobs, "the same at twice the size"),
+    Entry("scaling", "135m", language_jobs, "the same at five times the size"),
+    Entry("mesanet_stability", "real", language_jobs, "does MesaNet's training break off?"),
 )
 """From first to last."""

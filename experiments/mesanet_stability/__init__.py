@@ -1,0 +1,1 @@
+"""Whether the training of MesaNet breaks off."""

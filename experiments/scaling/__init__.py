@@ -1,0 +1,1 @@
+"""Differences between mixers at three sizes, with parameters matched."""

@@ -1,0 +1,55 @@
+"""Models of as many parameters, or of as large a state, whatever their mixer."""
+
+import jax
+
+from rnnlib.models import ModelConfig, abstract_model, count_parameters
+
+MULTIPLE = 8
+"""Of which a feed-forward's hidden width is a multiple: tensor cores want it, and it is far finer than 1 %."""
+
+
+def match_parameters(config: ModelConfig, parameters: int) -> ModelConfig:
+    """The model with the hidden width of its feed-forwards at which it comes closest to so many parameters.
+
+    Raises:
+        ValueError: the rest of the model has more than them already.
+    """
+    least, next_one = (count_parameters(config.replace(mlp_width=n * MULTIPLE)).total for n in (1, 2))
+    steps = round((parameters - least) / (next_one - least))
+    if steps < 0:
+        raise ValueError(f"{parameters:,} parameters are too few: {least:,} with the narrowest feed-forwards")
+    return config.replace(mlp_width=MULTIPLE * (1 + steps))
+
+
+def state_numbers(config: ModelConfig, length: int) -> int:
+    """Numbers that a model keeps of a text of so many tokens: states, filters' windows, attention's keys and values."""
+    model = abstract_model(config)
+    return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(1, length))))
+
+
+def match_state(config: ModelConfig, mixer: str, numbers: int) -> ModelConfig:
+    """The model with the channels of its heads at which its state comes closest to so many numbers.
+
+    Keys and values have as many channels, a multiple of `MULTIPLE` up to those that the model has.
+
+    Args:
+        config: of one recurrent mixer, whose state grows with its heads' channels.
+        mixer: its name.
+        numbers: of the state, for one text.
+
+    Raises:
+        ValueError: the state is larger with the fewest channels.
+    """
+    sizes = range(MULTIPLE, config.width // config.num_heads + 1, MULTIPLE)
+    overrides = {name: dict(options) for name, options in config.mixer_overrides}
+    of_mixer = overrides.get(mixer, {})
+    layer, of_layer = config.replace(num_layers=1), numbers / config.num_layers  # all layers are alike
+
+    def with_size(model: ModelConfig, size: int) -> ModelConfig:
+        return model.replace(mixer_overrides={**overrides, mixer: {**of_mixer, "head_dim": size}})
+
+    found = {size: state_numbers(with_size(layer, size), 1) for size in sizes}
+    best = min(found, key=lambda size: abs(found[size] - of_layer))
+    if found[best] > 1.1 * of_layer:
+        raise ValueError(f"{mixer}: a state of {numbers:,} numbers is less than that of {MULTIPLE} channels a head")
+    return with_size(config, best)

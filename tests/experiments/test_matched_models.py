@@ -1,0 +1,59 @@
+"""Controls of the language models: as many parameters, as large a state, attention with a convolution."""
+
+import dataclasses
+
+import pytest
+
+from experiments.harness.study import Mixer
+from experiments.harness.verdicts import Interval, Verdict
+from experiments.language_modelling.study import model_config
+from experiments.mesanet_stability.report import verdicts as stability
+from experiments.mesanet_stability.study import ONE, TWO
+from experiments.scaling.matching import match_parameters, state_numbers
+from experiments.scaling.report import shrinking, verdicts
+from experiments.scaling.study import BASELINE, GATED_DELTANET, MIXERS, SMALLER_STATE, study
+from rnnlib.models import count_parameters
+
+
+def test_models_have_as_many_parameters_and_the_smaller_state_is_gated_deltanet_s():
+    plan = study("25m")
+    plan = dataclasses.replace(
+        plan, train=dataclasses.replace(plan.train, model=plan.train.model.replace(num_layers=2))
+    )
+    models = {mixer.label: plan.model(mixer) for mixer in MIXERS}
+    counts = {label: count_parameters(config).total for label, config in models.items()}
+    assert all(count == pytest.approx(counts[BASELINE.label], rel=0.003) for count in counts.values())
+    states = {
+        label: state_numbers(models[label], 1) for label in (GATED_DELTANET.label, "Gated KalmaNet", SMALLER_STATE)
+    }
+    assert states[SMALLER_STATE] == pytest.approx(states[GATED_DELTANET.label], rel=0.1)
+    assert states["Gated KalmaNet"] > 1.8 * states[GATED_DELTANET.label]
+    with pytest.raises(ValueError, match="1,000 parameters are too few"):
+        match_parameters(models["KDA"], 1000)
+
+
+def test_attention_takes_its_convolution():
+    base = study("small").train.model
+    plain = model_config(base, Mixer.of("attention", "attention"))
+    assert (
+        count_parameters(model_config(base, BASELINE)).mixers["attention"] > count_parameters(plain).mixers["attention"]
+    )
+
+
+def test_verdicts_follow_from_sizes():
+    of_size = {mixer.label: [0.97, 0.971, 0.969] for mixer in MIXERS} | {BASELINE.label: [1.0, 1.001, 0.999]}
+    found = verdicts({"25m": of_size, "60m": {}, "135m": {}})
+    assert len(found) == len(MIXERS) and {verdict for *_, verdict in found} == {Verdict.AGREES}
+    lost = shrinking(Interval(-0.05, -0.06, -0.04), Interval(-0.02, -0.03, -0.01))
+    assert (lost.estimate, lost.low, lost.high) == pytest.approx((0.03, 0.01, 0.05))
+
+
+def test_a_run_that_breaks_off_decides():
+    runs = {
+        (ONE, 1e-3): {"first_skipped": None},
+        (ONE, 2e-3): {"first_skipped": 5100},
+        (TWO, 1e-3): {"first_skipped": None},
+    }
+    assert [verdict for _, verdict in stability(runs)] == [Verdict.AGREES, Verdict.AGREES]
+    runs[TWO, 2e-3] = {"first_skipped": 7}
+    assert stability(runs)[1][1] is Verdict.DISAGREES
