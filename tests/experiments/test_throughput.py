@@ -87,7 +87,7 @@ def test_one_command_times_and_reports(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "Measurement", fail)
     assert command.main([*arguments, "--again"]) == 1
     assert read_table(path)[0]["error"] == "too large"
-    assert "| Transformer++ | | failed |" in table(study("small"), read_results(path))
+    assert "| Transformer++ |  | failed |" in table(study("small"), read_results(path))
     capsys.readouterr()
 
 
