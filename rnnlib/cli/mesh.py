@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 
@@ -12,8 +12,10 @@ from rnnlib.cli.train import Settings, parse_settings
 from rnnlib.fields import Range
 from rnnlib.models import model_preset
 from rnnlib.training import StepPlan, TrainConfig, plan_step
+from rnnlib.training.tpu import TPUS, described_tpus, missing_compiler
 
 _LENGTH = 4096
+_H200_BYTES = 141e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +23,17 @@ class MeshArguments(Settings):
     """Plans a training step on --devices of a kind: memory of each, and what it sends. None of them has to be there.
 
     Where this machine has so many GPUs, the step is compiled for them, and XLA's plan says what a device needs in all.
+    With --tpu it is compiled for TPUs that need not be there, if libtpu is installed (`rnnlib[tpu]`).
 
     Takes the settings of `rnnlib train`. Left out, the batch has one row for each device and part (devices that share
     rows or layers have one together), and rows of 4096 tokens. No tokenizer is read: --model.vocabulary-size says how
     many tokens there are, or the preset.
     """
 
-    memory: Annotated[float, Range(above=0)] = 141.0
-    """Gigabytes (1e9 bytes) of a device; --mesh.fsdp left out is as large as it takes."""
+    tpu: Literal["v4", "v5e", "v5p", "v6e", "tpu7x"] | None = None
+    """The devices are TPUs of this kind. A tpu7x chip is two devices."""
+    memory: Annotated[float, Range(above=0)] | None = None
+    """Gigabytes (1e9 bytes) of a device, left out 141 or the TPU's; --mesh.fsdp left out is as large as it takes."""
 
 
 def _given(argv: Sequence[str], *names: str) -> bool:
@@ -63,17 +68,34 @@ def run(argv: Sequence[str]) -> int:
     devices = arguments.train.devices
     if devices is None:
         raise CommandError("--devices is left out, expected how many there are, such as --devices 64")
-    if not arguments.memory > 0:
+    if arguments.memory is not None and not arguments.memory > 0:
         raise CommandError(f"--memory {arguments.memory}: expected gigabytes above 0")
+    device_bytes = _H200_BYTES if arguments.tpu is None else float(TPUS[arguments.tpu].memory)
+    if arguments.memory is not None:
+        device_bytes = arguments.memory * 1e9
     with input_errors():
         config = _with_a_batch(arguments.train, argv, devices)
-        here = jax.devices()[:devices] if jax.default_backend() == "gpu" and jax.device_count() >= devices else None
-        plan = plan_step(config, devices, device_bytes=round(arguments.memory * 1e9), compile_for=here)
-    _print(plan, devices, arguments.memory * 1e9)
+        described = _described(arguments.tpu, devices)
+        plan = plan_step(config, devices, device_bytes=round(device_bytes), compile_for=described)
+    _print(plan, devices, device_bytes, arguments.tpu)
     return 0
 
 
-def _print(plan: StepPlan, devices: int, device_bytes: float) -> None:
+def _described(tpu: str | None, devices: int) -> list[jax.Device] | None:
+    """The devices that the step is compiled for; None where it cannot be compiled."""
+    if tpu is None:
+        is_here = jax.default_backend() == "gpu" and jax.device_count() >= devices
+        return jax.devices()[:devices] if is_here else None
+    if devices not in TPUS[tpu].sizes():
+        sizes = ", ".join(str(size) for size in TPUS[tpu].sizes())
+        raise CommandError(f"--tpu {tpu} --devices {devices}: expected the devices of a slice, one of {sizes}")
+    if missing_compiler() is not None:
+        return None
+    print(f"compiling for {devices} x {TPUS[tpu].device_kind}; this takes a minute or more", flush=True)
+    return described_tpus(tpu, devices)
+
+
+def _print(plan: StepPlan, devices: int, device_bytes: float, tpu: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -93,7 +115,7 @@ def _print(plan: StepPlan, devices: int, device_bytes: float) -> None:
     if plan.compiled is not None:
         memory.add_section()
         fits = "" if plan.compiled <= device_bytes else ", more than there is"
-        memory.add_row(f"the compiled step, of {device_bytes / 1e9:g}{fits}", f"{plan.compiled / 1e9:.3f}")
+        memory.add_row(f"the compiled step, of {device_bytes / 1e9:.4g}{fits}", f"{plan.compiled / 1e9:.3f}")
     traffic = Table("collective", "of", "over", title_justify="left", title="communication in a step")
     for name in ("devices", "arrays", "GB", "GB sent"):
         traffic.add_column(name, justify="right")
@@ -116,7 +138,13 @@ def _print(plan: StepPlan, devices: int, device_bytes: float) -> None:
     console.print(traffic)
     console.print("GB: of whole arrays. GB sent: by each device, round a ring.")
     if plan.compiled is None:
+        how = missing_compiler() if tpu is not None else None
         console.print(
-            "Activations are left out: only a compiled step tells what they take. Run this on a machine with the GPUs, "
-            "or compile for described ones (rnnlib.training.plan_step, compile_for=)."
+            "Activations are left out: only a compiled step tells what they take. "
+            + (
+                f"For {tpu}, {how}."
+                if how is not None
+                else "Run this on a machine with the GPUs, "
+                "or compile for described ones (rnnlib.training.plan_step, compile_for=)."
+            )
         )

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.common.platform import platform
 from pallas_kernels.common.vma import pvary_together
 from rnnlib.layers.tensor import first_of_share, sum_over_shares
 from rnnlib.ops.sharding import is_split, mesh_of
@@ -37,7 +38,7 @@ def look_up(
         own_rows = jax.shard_map(lambda table, tokens: look_up(table, tokens, dtype), **specs)
         return own_rows(jax.sharding.reshard(table, NamedSharding(mesh, P())), tokens)
     table, tokens = pvary_together((table, tokens))
-    if jax.default_backend() != "gpu" and table.dtype == accumulator(table):
+    if platform() != "gpu" and table.dtype == accumulator(table):
         return _rows(table, tokens, dtype)  # the same gradient, and a derivative forwards
     return _look_up(table, tokens, dtype)
 
@@ -75,7 +76,7 @@ def _backward(dtype: DTypeLike, residuals: tuple[Array, Array], gradient: Array)
     tokens, shape = residuals
     size = shape.shape[0]
     flat, rows = tokens.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
-    if jax.default_backend() == "gpu":
+    if platform() == "gpu":
         table = sum_rows_by_products(flat, rows, size)
     else:
         known = jnp.where((flat >= 0) & (flat < size), flat, size)

@@ -25,6 +25,7 @@ from rnnlib.ops.heads import group_inputs, merge_heads
 
 _SMALLEST_CHUNK = 16
 _SMALLEST_PRODUCT = 4
+_TPU_CHUNK = 128
 # Replaces a log decay of -inf: exp(LOG_ZERO) is 0 in float32 and float64, and sums of LOG_ZERO stay finite.
 LOG_ZERO = -1e4
 
@@ -325,11 +326,15 @@ def evaluate_rule(
         initial_state: None (zero) or `[B, HV, K, V]`.
         segment_ids: None or `[B, T]`.
         scale: factor on the output.
-        chunk_size: tokens in a chunk; shorter sequences use a smaller one.
+        chunk_size: tokens in a chunk; shorter sequences use a smaller one. On a TPU at least 128 where there is no
+            decay by channel: a smaller one leaves its matrix unit partly idle.
 
     Returns:
         Output `[B, T, HV, V]` in `v`'s dtype and final state `[B, HV, K, V]`.
     """
+    by_channel = inputs.log_decay is not None and inputs.log_decay.ndim == 4
+    if platform() == "tpu" and not by_channel:
+        chunk_size = max(chunk_size, _TPU_CHUNK)
     size = chunk_length(inputs.q.shape[1], chunk_size)
     chunk_factors = functools.partial(rule_factors, scale=scale, size=size)
     dtype = accumulation_dtype(*jax.tree.leaves(inputs), initial_state)

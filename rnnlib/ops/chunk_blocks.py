@@ -17,8 +17,14 @@ from jax import Array
 from pallas_kernels.common.platform import platform
 from rnnlib.ops.arguments import is_symbolic
 
+_TOKENS = 2048
+"""Tokens in a block over all its rows and heads, at most: more compile for longer, and run a little faster.
+
+docs/tpu.md has a table. Blocks of 32 chunks of 64 tokens, or of 16 of 128.
+"""
+
 _MATRICES = 32
-"""Chunks in a block, one for each row and head, at most: where compiling is quick and vector units are busy."""
+"""Chunks in a block at most."""
 
 
 def in_blocks(
@@ -42,9 +48,10 @@ def in_blocks(
     (batch, heads), length = jax.tree.leaves(state)[0].shape[:2], jax.tree.leaves(inputs)[0].shape[1]
     if platform() != "tpu" or is_symbolic(batch) or is_symbolic(length):
         return evaluate(inputs, starts, state)
-    some_heads = _largest_divisor(heads, _MATRICES)
-    rows = _largest_divisor(batch, _MATRICES // some_heads)
-    chunks = min(max(1, _MATRICES // (rows * some_heads)), -(-length // chunk_size))
+    most = min(_MATRICES, max(1, _TOKENS // chunk_size))
+    some_heads = _largest_divisor(heads, most)
+    rows = _largest_divisor(batch, most // some_heads)
+    chunks = min(max(1, most // (rows * some_heads)), -(-length // chunk_size))
     tokens = chunks * chunk_size
     blocks = -(-length // tokens)
     parts = (batch // rows, heads // some_heads)

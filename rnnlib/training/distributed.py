@@ -108,6 +108,12 @@ def launch_arguments(config: DistributedConfig, environment: Mapping[str, str]) 
         return None
     if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return _with_own_devices(environment, alone=environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1")
+    hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES") or ""
+    if "," in hosts or environment.get("MEGASCALE_NUM_SLICES", "1") not in (
+        "",
+        "1",
+    ):  # of one slice of TPUs, or several
+        return {}
     if indexed is not None and _has_kubernetes():
         return {}
     return None

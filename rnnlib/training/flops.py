@@ -15,6 +15,7 @@ from rnnlib.layers import (
     Trapezoidal,
 )
 from rnnlib.models import ModelConfig, abstract_model, count_parameters
+from rnnlib.training.tpu import TPUS
 
 PEAK = {
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -23,8 +24,9 @@ PEAK = {
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H200": 989.4e12,
     "NVIDIA B200": 2250e12,
+    **{tpu.device_kind: tpu.flops for tpu in TPUS.values()},
 }
-"""Dense bfloat16 operations a second of a GPU, by JAX's name for it; NVIDIA's data sheets."""
+"""Dense bfloat16 operations a second of a device, by JAX's name for it; NVIDIA's data sheets, Google's pages."""
 
 # Of their memory, bytes a second, the same data sheets.
 BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -129,7 +130,8 @@ def plan_step(
             (`jax.experimental.topologies`). None compiles nothing, and takes seconds.
 
     Raises:
-        ValueError: the mesh does not fit the devices, or batch, rows or layers do not split over it.
+        ValueError: the mesh does not fit the devices, batch, rows or layers do not split over it, or a step that is
+            compiled for TPUs does not fit into their memory.
     """
     fixed = [getattr(config.mesh, entry.name) or 1 for entry in dataclasses.fields(config.mesh)]
     if devices % math.prod(size for size in fixed if size != -1):
@@ -173,8 +175,14 @@ def plan_step(
         real = Mesh(np.array(compile_for).reshape(shape), tuple(mesh.shape), axis_types=(AxisType.Auto,) * len(shape))
         real_step, real_state, real_batch = step_on(real)
         platform = {"gpu": "cuda"}.get(compile_for[0].platform, compile_for[0].platform)
-        traced = real_step.trace(abstract_state(real_state, real), real_batch)
-        compiled = planned_bytes(traced.lower(lowering_platforms=(platform,)).compile())
+        with jax.sharding.use_abstract_mesh(real.abstract_mesh):  # the devices that the step is traced for
+            traced = real_step.trace(abstract_state(real_state, real), real_batch)
+        try:
+            compiled = planned_bytes(traced.lower(lowering_platforms=(platform,)).compile())
+        except jax.errors.JaxRuntimeError as error:  # XLA for TPUs plans no step that does not fit
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise ValueError(_does_not_fit(devices, compile_for[0].device_kind, str(error))) from error
     trained = _share_bytes(state.parameters, mesh)
     adaptation, differentiated, merged = _adaptation(config, model, mesh), trained, 0
     if adaptation is not None:
@@ -230,6 +238,13 @@ def _adaptation(config: TrainConfig, model: ModelConfig, mesh: Mesh | AbstractMe
     whole = abstract_model(model)
     parameters = split_for_mesh(whole, mesh)[1]
     return make_adaptation(config.freeze, config.lora, parameters, seed=config.seed, model=whole)
+
+
+def _does_not_fit(devices: int, kind: str, message: str) -> str:
+    used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm|\(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)", message)
+    sizes = [size for size in used.groups() if size] if used else []
+    needs = "it takes {} of {} of memory".format(*sizes) if sizes else message.splitlines()[0]
+    return f"the step does not fit on {devices} x {kind}: {needs}; recompute more, or raise parts or mesh.fsdp"
 
 
 def _bytes(tree: Any) -> int:

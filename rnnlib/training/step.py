@@ -113,9 +113,12 @@ def _compiler_options(deterministic: bool, mesh: Mesh | AbstractMesh | None) -> 
     gradients until then, and all activations that recomputation had saved are there at once
     (`experiments/several_gpus`).
 
-    A mesh without devices is for tracing: a step that is traced inside another function has no options of its own.
+    A mesh without devices is for tracing: a step that is traced inside another function has no options of its own. A
+    mesh may be of TPUs that are described on a machine with GPUs (`plan_step`).
     """
     if jax.default_backend() != "gpu" or isinstance(mesh, AbstractMesh):
+        return None
+    if mesh is not None and mesh.devices.flat[0].platform == "tpu":
         return None
     options = {"xla_gpu_deterministic_ops": True} if deterministic else {}
     only_copies = mesh is not None and mesh.shape["data"] == math.prod(mesh.shape.values())

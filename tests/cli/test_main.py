@@ -294,6 +294,15 @@ def test_mesh_plans_shared_layers_and_rows(capsys):
         assert line in shown
 
 
+def test_mesh_plans_for_tpus(capsys, monkeypatch):
+    """Without libtpu from shapes alone; `pytest -m tpu` compiles."""
+    monkeypatch.setattr("rnnlib.cli.mesh.missing_compiler", lambda: "libtpu is not installed")
+    assert main(["mesh", "--tpu", "v5e", "--devices", "8", "--preset", "1.3b"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "mesh.data=4 x mesh.fsdp=2" in shown  # one chip's 16 GiB hold no copy
+    assert "For v5e, libtpu is not installed." in shown
+
+
 def test_tokenizer(tmp_path, corpus, capsys):
     command = ["tokenizer", str(tmp_path / "t.json"), "--data.source", "text", "--data.paths", f"{corpus}/*.txt"]
     assert main([*command, "--vocabulary-size", "280"]) == 0
@@ -376,6 +385,10 @@ def test_tokenizer(tmp_path, corpus, capsys):
         (["mesh", "--devices", "8", "--data.batch-size", "12"], "data.batch_size=12 does not split evenly"),
         (["mesh", "--devices", "8", "--memory", "0"], "--memory 0.0: expected gigabytes above 0"),
         (["mesh", "--devices", "8", "--preset", "nosuch"], "nosuch"),
+        (
+            ["mesh", "--devices", "12", "--tpu", "v6e"],
+            "--tpu v6e --devices 12: expected the devices of a slice, one of 1,",
+        ),
         (["mixers", "--nosuch"], "Unrecognized options: --nosuch"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -158,8 +158,9 @@ def test_interval_and_squash_reach_the_operator():
     x, plain = inputs(1, 12), build(keys=ApplyToKey())
     changed = build(keys=ApplyToKey(interval="amplify", squash="tanh", bound=2.0, eps=1e-3))
     signals = signals_of(changed, x)
-    ratio = np.asarray(signals.keys.write_key / signals.keys.key)
-    assert ratio.min() >= 1 - 1e-5 and ratio.max() <= 2 + 1e-5
+    key, write_key = np.abs(signals.keys.key), np.abs(signals.keys.write_key)
+    # Small keys are what the convolution's sum leaves, whose rounding is XLA's to choose.
+    assert (write_key >= key - 1e-6).all() and (write_key <= 2 * key + 1e-6).all()
     assert np.abs(signals_of(plain, x).keys.write_key - signals.keys.write_key).max() > 0.1
 
 

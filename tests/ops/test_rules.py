@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from rnnlib import ops
-from rnnlib.ops import chunk_blocks
+from rnnlib.ops import chunk, chunk_blocks
 from rnnlib.ops.triangular import unit_lower_inverse
 from tests.ops.rules import (
     Case,
@@ -87,6 +87,7 @@ def test_float64_chunks_are_exact(x64, rule):
 @pytest.mark.parametrize("case", [HARDEST[0], PLAIN], ids=["channels", "heads"])
 def test_blocks_of_a_tpu_are_the_scan(monkeypatch, case, matrices):
     """The loop over blocks of chunks, rows and heads that a TPU runs: one chunk in a block, and all sizes above 1."""
+    monkeypatch.setattr(chunk, "platform", lambda: "tpu")  # whose chunks have 128 tokens
     monkeypatch.setattr(chunk_blocks, "platform", lambda: "tpu")
     monkeypatch.setattr(chunk_blocks, "_MATRICES", matrices)
     jax.clear_caches()

@@ -9,14 +9,15 @@ import sys
 
 import jax
 
-from tests.tpu.compiling import CHIPS, compile_case, line, missing_package, names
+from rnnlib.training.tpu import missing_compiler
+from tests.tpu.compiling import CHIPS, compile_case, line, names
 
 RESULTS = pathlib.Path(__file__).parent / "results.jsonl"
 
 
 def main(chips: list[str]) -> None:
     """Compiles what is missing."""
-    if reason := missing_package():
+    if reason := missing_compiler():
         sys.exit(reason)
     known = [json.loads(text) for text in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     done = {(entry["case"], entry["chip"]) for entry in known}

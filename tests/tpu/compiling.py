@@ -5,9 +5,7 @@ Needs libtpu: `uv run --group tpu`. XLA's TPU compiler says what a program takes
 
 import dataclasses
 import functools
-import importlib.util
 import json
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,17 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from rnnlib import ops
+from rnnlib.layers.presets import mixer_names
 from rnnlib.models import DecoderLM
 from rnnlib.training import MeshConfig, TrainConfig
 from rnnlib.training.plan import plan_step
+from rnnlib.training.tpu import TPUS, described_tpus
 from tests.tiny_models import tiny_config
+from tests.tpu.traffic import Program
 
-CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-"""Topologies by the name of their chip."""
+CHIPS = ("v5e", "v6e", "tpu7x")
+"""Of each, a host of four chips is described."""
 
 _B, _T, _H, _K = 1, 256, 2, 64
 _TOKEN = ((_B, _T, _H, _K), jnp.bfloat16)
@@ -40,22 +40,19 @@ class Compiled:
 
     Attributes:
         case: its name.
-        chip: a key of `CHIPS`.
+        chip: one of `CHIPS`.
         seconds: that compiling took, of processors' time.
         temporary: bytes of memory beside arguments and results, on a chip.
-        accessed: bytes that instructions read and write by XLA's count. It counts the body of a loop once.
+        moved: bytes that it reads from and writes to main memory (`tests.tpu.traffic`); 0 for a training step.
+        cycles: that the compiler estimates; 0 for a training step.
     """
 
     case: str
     chip: str
     seconds: float
     temporary: int
-    accessed: int
-
-
-def missing_package() -> str | None:
-    """Why nothing can be compiled here, or None."""
-    return None if importlib.util.find_spec("libtpu") else "libtpu is not installed: `uv sync --group tpu`, on Linux"
+    moved: int
+    cycles: int
 
 
 def _delta(q, k, v, decay, beta):
@@ -99,27 +96,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 """An operator's outputs as a function of the arrays that it is differentiated by."""
 
-LAYERS = (
-    "gated_deltanet",
-    "kda",
-    "gated_deltanet2",
-    "gated_kalmanet",
-    "mesanet",
-    "pgdn",
-    "kla",
-    "mamba2",
-    "mamba3",
-    "gla",
-    "deltaproduct",
-    "attention",
-    "sliding_window_attention",
-    "latent_attention",
-    "forgetting_attention",
-)
-"""Presets: a model of one layer is compiled with its gradient."""
-
-DECODING = ("gated_deltanet", "gated_kalmanet", "attention")
-"""Presets: a model of one layer extends its cache by a token."""
+PRESETS = mixer_names()
+"""A model of one layer of each is compiled with its gradient, and extends its cache by a token."""
 
 MESHES = {
     "data": MeshConfig(data=4),
@@ -134,17 +112,15 @@ def names() -> list[str]:
     """All cases."""
     return [
         *(f"operator: {name}" for name in OPERATORS),
-        *(f"layer: {name}" for name in LAYERS),
-        *(f"decoding: {name}" for name in DECODING),
+        *(f"layer: {name}" for name in PRESETS),
+        *(f"decoding: {name}" for name in PRESETS),
         *(f"training step: {name}" for name in MESHES),
     ]
 
 
 def devices(chip: str) -> list[Any]:
     """Four described devices; a tpu7x chip has two."""
-    for name, value in {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}.items():
-        os.environ.setdefault(name, value)  # nothing asks the network what machine this is
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices)[:4]
+    return described_tpus(chip, 4 * TPUS[chip].cores)[:4]
 
 
 def compile_case(case: str, chip: str) -> Compiled:
@@ -157,7 +133,7 @@ def compile_case(case: str, chip: str) -> Compiled:
         data = dataclasses.replace(config.data, sequence_length=128, batch_size=4)
         plan = plan_step(dataclasses.replace(config, data=data), 4, compile_for=devices(chip))
         assert plan.compiled is not None
-        return Compiled(case, chip, round(time.process_time() - started, 1), plan.compiled, 0)
+        return Compiled(case, chip, round(time.process_time() - started, 1), plan.compiled, 0, 0)
     if kind == "operator":
         function, kinds = OPERATORS[name]
         compiled = _compile(_with_gradient(function), [jax.ShapeDtypeStruct(*of) for of in kinds], chip)
@@ -179,10 +155,9 @@ def compile_case(case: str, chip: str) -> Compiled:
                 return nnx.merge(graph, parameters).extend(token, cache)
 
             compiled = _compile(extend, [parameters, token, cache], chip)
-    cost = compiled.cost_analysis()
-    memory = compiled.memory_analysis()
     seconds = round(time.process_time() - started, 1)
-    return Compiled(case, chip, seconds, memory.temp_size_in_bytes, round(cost["bytes accessed"]))
+    traffic = Program(compiled.as_text()).traffic()
+    return Compiled(case, chip, seconds, compiled.memory_analysis().temp_size_in_bytes, traffic.main, traffic.cycles)
 
 
 def _zeros(tree: Any) -> Any:

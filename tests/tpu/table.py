@@ -19,7 +19,7 @@ def table(results: list[dict[str, Any]]) -> str:
         entry = found.get((case, chip))
         if entry is None:
             return "not compiled yet"
-        moved = f"{entry['accessed'] / 2**20:.1f}" if entry["accessed"] else "-"
+        moved = f"{entry['moved'] / 2**20:.1f}" if entry["moved"] else "-"
         return f"{entry['temporary'] / 2**20:.1f} / {moved} / {entry['seconds']:.0f}"
 
     rows = [[case, *(cell(case, chip) for chip in CHIPS)] for case in names() if any((case, c) in found for c in CHIPS)]

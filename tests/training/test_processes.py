@@ -178,6 +178,9 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "
             },
             {"coordinator_address": "train-workers-0-0.train:8476", "num_processes": 4, "process_id": 1},
         ),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, {}),
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, {}),
     ],
 )
 def test_launchers_are_found(environment, expected, monkeypatch):

@@ -1,8 +1,11 @@
 """The forward by `mma.sync` and `cp.async`: interpreted, against Triton's and the scan; compiled for cards."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments.kernel_benchmarks.offline.cards import CARDS
@@ -19,12 +22,14 @@ from tests.pallas_kernels import mosaic_interpreter
 from tests.pallas_kernels.cases import (
     CHANNEL,
     NO,
+    SCALAR,
     SHARED,
     Case,
     call_operator,
     errors,
     make_inputs,
     relative_error,
+    scan,
 )
 from tests.selection import mostly_slow
 
@@ -133,3 +138,24 @@ def test_forward_compiles_for_cards_without_wgmma(card):
     for kernel in found:
         assert isinstance(kernel, Kernel)
         assert kernel.spills <= 96 and kernel.shared_memory <= CARDS[card].shared_memory, kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 1100, 3, 6, 128, 128), (1, 4096, 2, 2, 64, 64), (4, 200, 40, 40, 128, 64)])
+@pytest.mark.parametrize("decay, packed", [(NO, False), (SCALAR, True)], ids=["no_decay", "decay_packed"])
+def test_on_a_gpu(shape, decay, packed):
+    """Near the scan in float64 and Triton's kernels, and twenty times the same bits: a race of warps shows that way."""
+    case = Case(shape, decay=decay, packed=packed, dtype=jnp.bfloat16)
+    arrays, ids = make_inputs(case)
+    run = jax.jit(functools.partial(call_operator, operators, case, segment_ids=ids, backend="mosaic_mma"))
+    found = jax.block_until_ready(run(arrays))
+    with jax.enable_x64(True):
+        doubles = {name: x.astype(jnp.float64) for name, x in arrays.items()}
+        expected = jax.tree.map(np.asarray, jax.jit(lambda x: scan(case, x, ids))(doubles))
+    triton = jax.jit(functools.partial(call_operator, operators, case, segment_ids=ids, backend="triton"))(arrays)
+    for x, near, y in zip(found, triton, expected, strict=True):
+        assert relative_error(x, y) < 1e-2
+        assert relative_error(x, near) < 5e-3
+    for _ in range(20):
+        for x, y in zip(run(arrays), found, strict=True):
+            assert (x == y).all()
