@@ -19,6 +19,7 @@ from experiments.harness.device import turn
 from experiments.harness.environment import command_line, environment
 from experiments.harness.study import pick_named, slug
 from experiments.harness.tables import add_row, read_table, write_text
+from experiments.throughput import peer_jla
 from experiments.throughput.measure import CompiledCase, Measurement, bytes_of_case, compile_case, in_groups
 from experiments.throughput.peer import check_models, start_compiling, time_peer
 from experiments.throughput.profiling import write_program
@@ -34,7 +35,8 @@ class Options:
     """Times the cases that have no result yet, then writes table and figure."""
 
     setting: Scale = "small"
-    """"small" runs on a CPU in a minute and measures nothing of interest, "real" and "large" (1.3B) on one GPU."""
+    """"small" runs on a CPU in a minute and measures nothing of interest, "real" (340M), "large" and "published" (1.3B)
+    on one GPU."""
     mixers: tuple[str, ...] = ()
     """Only mixers of these labels, or whose label contains one of these."""
     lengths: tuple[int, ...] = ()
@@ -51,6 +53,16 @@ class Options:
     """What the blocks keep for the backward pass. Under a scan over layers, keeping everything takes most of a card."""
     layers: tuple[Literal["scan", "unrolled"], ...] = ("scan", "unrolled")
     """The layers as one scan, or one after another."""
+    float8: bool = False
+    """Time the cases with matmuls in float8, too."""
+    accumulation: int | None = None
+    """Parts of a step, whose gradients are added up; left out, the setting's."""
+    jla: tuple[str, ...] = ()
+    """Models of jax-linear-attention to time besides, by its own trainer: names of `peer_jla.MODELS`."""
+    jla_float8: bool = False
+    """Time each of these models with matmuls in float8, too."""
+    jla_seconds: float | None = None
+    """End a process of such a model after this time."""
     peer: tuple[str, ...] = ()
     """Models of flash-linear-attention to time besides, before ours: names of `peer.MODELS`. Needs its packages."""
     peer_processes: int = 0
@@ -83,7 +95,7 @@ class Options:
 def case_name(case: Case) -> str:
     """The name of a case's result."""
     marks = "--deterministic" * case.deterministic + "--packed" * case.packed
-    marks += f"--{case.keeps}" * (case.keeps != "input") + "--unrolled" * case.unrolled
+    marks += f"--{case.keeps}" * (case.keeps != "input") + "--unrolled" * case.unrolled + "--float8" * case.float8
     return f"{slug(case.mixer.label)}--{case.length}{marks}"
 
 
@@ -165,6 +177,7 @@ def _explanation(case: Case, error: Exception) -> dict[str, Any]:
         "packed": case.packed,
         "keeps": case.keeps,
         "unrolled": case.unrolled,
+        "float8": case.float8,
         "error": str(error).partition("\n")[0][:200],
     }
 
@@ -174,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the study; returns the exit code."""
     options = tyro.cli(Options, args=argv, prog="python -m experiments.throughput")
     plan = study(options.setting)
+    if options.accumulation is not None:
+        plan = dataclasses.replace(plan, accumulation=options.accumulation)
     name = f"{options.setting}_{options.card}" if options.card else options.setting
     results = options.output / "results" / f"{name}.jsonl"
     with errors_as_lines():
@@ -182,8 +197,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = [
         c for c in wanted if c.keeps in options.keeps and ("unrolled" if c.unrolled else "scan") in options.layers
     ]
+    wanted = [c for c in wanted if options.float8 or not c.float8]
     with errors_as_lines():
         check_models(options.peer)
+        peer_jla.check_models(options.jla)
+        if options.jla and options.setting != "published":
+            raise ValueError(f"jla: its models are those of --setting published, not of {options.setting!r}")
     if not wanted:
         sys.exit(f"error: mixers are {', '.join(mixer.label for mixer in plan.mixers)} and lengths {plan.lengths}")
     begin = time.monotonic()
@@ -191,8 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     profiles = options.output / "profiles" / name, options.profile
     done = set() if options.again else {row["id"] for row in read_table(results)}
     missing = [case for case in wanted if case_name(case) not in done]
-    if not options.report_only and (missing or options.peer):
-        if options.peer:
+    if not options.report_only and (missing or options.peer or options.jla):
+        if options.peer or options.jla:
             # JAX keeps the memory that it has taken, and must leave the peer the card.
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         where = environment(command_line("experiments.throughput"), options.commit)
@@ -216,6 +235,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 torch_compile=options.peer_torch_compile,
                 seconds=options.peer_seconds,
             )
+        if options.jla:
+            if options.quiet and queue:  # nothing compiles while the peer is timed
+                futures |= {pool.submit(compile_case, plan, case): case for case in queue}
+                queue = []
+                concurrent.futures.wait(futures)
+            how = {"fp8": options.jla_float8, "seconds": options.jla_seconds}
+            failed += peer_jla.time_jla(plan, options.jla, results, where, **how)
         # In the order in which they are done. What others are still compiling tries out kernels now and then: the
         # median of the steps passes over that.
         while queue or futures:

@@ -76,6 +76,7 @@ def _batch(plan: ThroughputStudy, case: Case, mesh: Mesh | None) -> dict[str, ja
             "loss_weights": np.ones(shape, np.float32),
         },
         mesh,
+        plan.accumulation,
     )
     if not case.packed:
         del batch["segment_ids"]  # rows of one document: nothing to tell apart
@@ -248,6 +249,8 @@ class Measurement:
             "packed": case.packed,
             "keeps": case.keeps,
             "unrolled": case.unrolled,
+            "float8": case.float8,
+            "accumulation": plan.accumulation,
             "num_parameters": compiled.num_parameters,
             "step_seconds": [round(s, 6) for s in self.seconds],
             "tokens_per_second": round(tokens / median, 1),

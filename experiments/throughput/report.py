@@ -1,5 +1,6 @@
 """Table and figure from the timed steps."""
 
+import itertools
 import pathlib
 import statistics
 from typing import Any
@@ -12,7 +13,9 @@ from experiments.throughput.study import ThroughputStudy
 
 def read_results(path: pathlib.Path) -> list[dict[str, Any]]:
     """All records of a table, in the order of their names, those with options first."""
-    return [{"unrolled": False} | row for row in sorted(read_table(path), key=lambda row: row["id"] + ".")]
+    return [
+        {"unrolled": False, "float8": False} | row for row in sorted(read_table(path), key=lambda row: row["id"] + ".")
+    ]
 
 
 def _find(
@@ -24,9 +27,10 @@ def _find(
     packed: bool = False,
     keeps: str = "input",
     unrolled: bool = False,
+    float8: bool = False,
 ) -> dict[str, Any] | None:
-    key = (label, length, deterministic, packed, keeps, unrolled)
-    names = ("mixer", "length", "deterministic", "packed", "keeps", "unrolled")
+    key = (label, length, deterministic, packed, keeps, unrolled, float8)
+    names = ("mixer", "length", "deterministic", "packed", "keeps", "unrolled", "float8")
     return next((record for record in records if tuple(record[name] for name in names) == key), None)
 
 
@@ -86,12 +90,13 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
 
 
 def _options_table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> list[str]:
-    """Lines of the table of deterministic and packed steps, beside the same steps without that; none without any."""
+    """Lines of the table of steps with options, beside the same steps without them; none without any."""
     kept: dict[str, dict[str, Any]] = {"": {}, ", nothing recomputed": {"keeps": "everything", "unrolled": True}}
     options: list[tuple[str, str, dict[str, Any]]] = [
         (label, "deterministic", {"deterministic": True}) for label in plan.deterministic
     ]
     options += [(label, "packed", {"packed": True}) for label in plan.packed]
+    options += [(label, "matmuls in float8", {"float8": True}) for label in plan.float8]
     rows = []
     for label, option, changed in options:
         for name, what in kept.items():
@@ -199,6 +204,92 @@ def _peer_table(plan: ThroughputStudy, records: list[dict[str, Any]], peers: lis
     )
 
 
+# jax-linear-attention's names of our mixers.
+_JLA_LABELS = {"gated_deltanet": "Gated DeltaNet", "kda": "KDA", "mamba2": "Mamba-2", "transformer": "Transformer++"}
+
+
+def _fastest(plan: ThroughputStudy, records: list[dict[str, Any]], label: str, float8: bool) -> dict[str, Any] | None:
+    """Our fastest timed step of a model, whatever its blocks keep; None where none was timed."""
+    ways: Any = itertools.product(("input", "products", "everything"), (False, True))
+    found = (_find(records, label, plan.main_length, keeps=k, unrolled=u, float8=float8) for k, u in ways)
+    timed = [record for record in found if record is not None and "error" not in record]
+    return max(timed, key=_speed_ahead, default=None)
+
+
+def _speed_ahead(record: dict[str, Any]) -> float:
+    """Tokens a second of our steps, the next always asked for: as a trainer takes them."""
+    return record["tokens_per_second_ahead"]
+
+
+def _jla_pairs(
+    plan: ThroughputStudy, records: list[dict[str, Any]], peers: list[dict[str, Any]]
+) -> list[tuple[str, dict[str, Any] | None, dict[str, Any] | None]]:
+    """Of each model and dtype of its matmuls: a title, our fastest step and the peer's, None for what was not timed."""
+    pairs = []
+    for (model, label), float8 in itertools.product(_JLA_LABELS.items(), (False, True)):
+        theirs = next((r for r in peers if (r["model"], r["fp8"]) == (model, float8)), None)
+        ours = _fastest(plan, records, label, float8)
+        if theirs is not None or ours is not None:
+            pairs.append((f"{label}{', float8' * float8}", ours, theirs))
+    return pairs
+
+
+def _jla_table(plan: ThroughputStudy, records: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
+    header = ["model", "jla: parameters", "rows at once", "thousand tokens/s", "GB"]
+    header += ["here: parameters", "rows at once", "kept", "thousand tokens/s", "GB", "of peak", "ratio"]
+    rows = [header, ["---"] * len(header)]
+    for title, ours, theirs in _jla_pairs(plan, records, peers):
+        row = [title, "", "", "", ""]
+        if theirs is not None:
+            row[2] = str(theirs["rows_at_once"])
+            if "error" in theirs:
+                row[3] = f"failed: {theirs['error']}"
+            else:
+                row[1] = f"{theirs['num_parameters'] / 1e6:.0f}M"
+                row[3:] = [f"{_speed(theirs) / 1000:.1f}", f"{theirs['peak_bytes'] / 1e9:.1f}"]
+        if ours is not None:
+            share = "" if ours["utilization_ahead"] is None else f"{ours['utilization_ahead']:.1%}"
+            row += [f"{ours['num_parameters'] / 1e6:.0f}M", str(ours["rows"] // ours["accumulation"]), ours["keeps"]]
+            row += [f"{_speed_ahead(ours) / 1000:.1f}", _memory(ours), share]
+            both = theirs is not None and "error" not in theirs
+            row.append(f"{_speed_ahead(ours) / _speed(theirs):.2f}" if both else "")
+        rows.append([*row, *[""] * (len(header) - len(row))])
+    note = ", ".join(f"{name} {version}" for name, version in peers[0]["versions"].items())
+    where = peers[0]["environment"]
+    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return (
+        f"{text}\n\n{plan.tokens:,} tokens a step, in parts of as many rows at once as stand there. The median step "
+        f"of those whose next is asked for already, as both trainers ask. {where['device']}, {note}; commit "
+        f"{where['commit'][:7]}; {where['date'][:10]}. Memory: XLA's plans. Peak: of bfloat16, 989 TFLOP/s.\n"
+    )
+
+
+def jla_figure(
+    plan: ThroughputStudy, records: list[dict[str, Any]], peers: list[dict[str, Any]], path: pathlib.Path
+) -> bool:
+    """Bars of our speed and jax-linear-attention's; False where there are none of both."""
+    pairs = [
+        (title, _speed_ahead(ours) / 1000, _speed(theirs) / 1000)
+        for title, ours, theirs in _jla_pairs(plan, records, peers)
+        if ours is not None and theirs is not None and "error" not in theirs
+    ]
+    if not pairs:
+        return False
+    drawing, axes = pyplot().subplots(figsize=(8, 1.2 + 0.5 * len(pairs)), layout="constrained")
+    for i, (_, *values) in enumerate(pairs):
+        for offset, value, color, name in zip((-0.2, 0.2), values, ("tab:blue", "tab:gray"), ("rnnlib", "jla")):
+            axes.barh(i + offset, value, height=0.38, color=color, alpha=0.8, label=None if i else name)
+        axes.text(values[0], i - 0.2, f" speed-up {values[0] / values[1]:.2f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(pairs)), [title for title, *_ in pairs], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel(f"thousand tokens a second, {plan.tokens} tokens a step, T={plan.main_length}", fontsize=8)
+    drawing.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
+    axes.set_title(f"Training step, published 1.3B models, {peers[0]['environment']['device']}", fontsize=10)
+    save(drawing, path)
+    return True
+
+
 def peer_figure(
     plan: ThroughputStudy, records: list[dict[str, Any]], peers: list[dict[str, Any]], path: pathlib.Path
 ) -> bool:
@@ -227,7 +318,8 @@ def peer_figure(
 
 def figure(plan: ThroughputStudy, records: list[dict[str, Any]], path: pathlib.Path) -> bool:
     """Bars of speed at the main length, and lines over length; False where there is nothing to draw."""
-    plain = [r for r in records if not (r["deterministic"] or r["packed"] or r["unrolled"]) and r["keeps"] == "input"]
+    options = ("deterministic", "packed", "unrolled", "float8")
+    plain = [r for r in records if not any(r[name] for name in options) and r["keeps"] == "input"]
     done = [r for r in plain if "error" not in r]
     main = {r["mixer"]: r for r in done if r["length"] == plan.main_length}
     if not main:
@@ -306,4 +398,9 @@ def write_report(plan: ThroughputStudy, records: list[dict[str, Any]], folder: p
         peer_figure(plan, records, peers, folder / "figures" / f"{name}_peer.png")
         write_between_marks(folder / "README.md", f"{name} peer", peer_text)
         text += "\n" + peer_text
+    if peers := list(read_table(folder / "results" / f"{name}_jla.jsonl")):
+        jla_text = _jla_table(plan, records, peers)
+        jla_figure(plan, records, peers, folder / "figures" / f"{name}_jla.png")
+        write_between_marks(folder / "README.md", f"{name} jla", jla_text)
+        text += "\n" + jla_text
     return text

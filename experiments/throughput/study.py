@@ -1,7 +1,7 @@
 """Which models are timed, at which lengths."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from experiments.harness.study import Mixer, Setting, pick
 from rnnlib.layers import FixedPreconditioner
@@ -49,7 +49,7 @@ AT_EVERY_LENGTH = (
 
 
 Keeps = Literal["input", "products", "everything"]
-Scale = Setting | Literal["large"]
+Scale = Setting | Literal["large", "published"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,9 @@ class ThroughputStudy:
         steps: timed, each for itself.
         deterministic: labels of the mixers that are also timed with `TrainConfig.deterministic`.
         packed: labels of the mixers that are also timed with rows of several documents (`segment_ids`).
+        float8: labels of the mixers that are also timed with matmuls in float8.
+        accumulation: parts of a step, one after another, whose gradients are added up.
+        models: by the label of a mixer, fields of its model that are not those of `model`.
     """
 
     model: ModelConfig
@@ -79,6 +82,9 @@ class ThroughputStudy:
     steps: int = 10
     deterministic: tuple[str, ...] = ("Gated DeltaNet", "Transformer++")
     packed: tuple[str, ...] = ("Gated DeltaNet", "Transformer++")
+    float8: tuple[str, ...] = ()
+    accumulation: int = 1
+    models: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +99,7 @@ class Case:
         keeps: what is kept of each block for the backward pass, in which the rest is computed again (`remat`): its
             input alone, also the results of its products with weights, or everything.
         unrolled: the layers stand one after another in the program, in place of one scan over stacked parameters.
+        float8: matmuls with weights take and give float8 (`ModelConfig.matmul_dtype`).
     """
 
     mixer: Mixer
@@ -101,13 +108,36 @@ class Case:
     packed: bool = False
     keeps: Keeps = "input"
     unrolled: bool = False
+    float8: bool = False
 
 
 def study(setting: Scale) -> ThroughputStudy:
     """The study at a setting: "real" is Preconditioned DeltaNet's 340M model (its figure 3) and 32K tokens a step.
 
-    "large" is the 1.3B model.
+    "large" is the 1.3B model. "published" are the 1.3B models that flash-linear-attention publishes, as the presets of
+    jax-linear-attention have them: an output gate, an untied head, Llama 3's vocabulary, and 65,536 tokens a step.
     """
+    if setting == "published":
+        labels = ("Gated DeltaNet", "KDA", "Mamba-2", "Transformer++")
+        return ThroughputStudy(
+            model=ModelConfig(128_256, 2048, 24, 16, dtype="bfloat16", scan_layers=True),
+            mixers=(Mixer.of("Gated DeltaNet", "gated_deltanet"), *pick(MIXERS, labels[1:])),
+            at_every_length=labels,
+            tokens=65_536,
+            main_length=4096,
+            lengths=(4096,),
+            warmup=2,
+            steps=6,
+            deterministic=(),
+            packed=(),
+            float8=labels,
+            accumulation=4,
+            models=(
+                # 48 blocks of a mixer alone, 64 heads of 64 channels.
+                ("Mamba-2", (("num_layers", 48), ("mlp_ratio", 0), ("num_heads", 64), ("norm_eps", 1e-5))),
+                ("Transformer++", (("mixer_overrides", {"attention": {"key_heads": 8}}),)),
+            ),
+        )
     if setting == "large":
         mixers = ("Gated DeltaNet", "Transformer++")
         return ThroughputStudy(
@@ -119,6 +149,7 @@ def study(setting: Scale) -> ThroughputStudy:
             lengths=(4096,),
             deterministic=(),
             packed=(),
+            float8=mixers,
         )
     if setting == "small":
         return ThroughputStudy(
@@ -132,6 +163,7 @@ def study(setting: Scale) -> ThroughputStudy:
             steps=2,
             deterministic=("Gated DeltaNet",),
             packed=("Gated DeltaNet",),
+            float8=("Gated DeltaNet",),
         )
     return ThroughputStudy(
         model=model_preset("340m").replace(mixer_overrides=(), scan_layers=True),
@@ -140,6 +172,7 @@ def study(setting: Scale) -> ThroughputStudy:
         tokens=32_768,
         main_length=4096,
         lengths=(2048, 4096, 8192, 16_384, 32_768),
+        float8=("Gated DeltaNet", "KDA", "Transformer++"),
     )
 
 
@@ -160,6 +193,11 @@ def cases(plan: ThroughputStudy) -> list[Case]:
         for m in swept
         if m.label in plan.deterministic
     ]
+    kept += [
+        Case(m, plan.main_length, keeps="everything", unrolled=True, float8=True)
+        for m in plan.mixers
+        if m.label in plan.float8
+    ]
     ends = sorted(plan.lengths, key=lambda n: -abs(n - plan.main_length))
     return main + special + kept + [Case(m, n) for n in ends if n != plan.main_length for m in swept]
 
@@ -167,11 +205,13 @@ def cases(plan: ThroughputStudy) -> list[Case]:
 def model_config(plan: ThroughputStudy, case: Case) -> ModelConfig:
     """The model of a case; attention has 64 channels a head, as the papers' Transformer++ at this size."""
     overrides = {"*": dict(case.mixer.overrides)} if case.mixer.overrides else {}
-    return plan.model.replace(
-        mixers=case.mixer.preset,
-        mixer_overrides=overrides,
-        attention_heads=plan.model.width // 64 if plan.model.width >= 1024 else None,
-        remat=case.keeps != "everything",
-        remat_keeps="products" if case.keeps == "products" else "input",
-        scan_layers=not case.unrolled,
-    )
+    fields: dict[str, Any] = {
+        "mixers": case.mixer.preset,
+        "mixer_overrides": overrides,
+        "attention_heads": plan.model.width // 64 if plan.model.width >= 1024 else None,
+        "remat": case.keeps != "everything",
+        "remat_keeps": "products" if case.keeps == "products" else "input",
+        "scan_layers": not case.unrolled,
+        "matmul_dtype": "float8" if case.float8 else None,
+    }
+    return plan.model.replace(**fields | dict(dict(plan.models).get(case.mixer.label, ())))

@@ -139,7 +139,7 @@ def _initial(arguments: TrainArguments) -> LoadedModel | None:
     if arguments.init is None:
         return None
     asked = arguments.train.model
-    computed = {name: getattr(asked, name) for name in ("dtype", "remat", "remat_keeps", "scan_layers")}
+    computed = {name: getattr(asked, name) for name in ("dtype", "matmul_dtype", "remat", "remat_keeps", "scan_layers")}
     wanted = dataclasses.replace(_trained_config(arguments.init), **computed)
     for entry in dataclasses.fields(asked):
         if getattr(wanted, entry.name) != getattr(asked, entry.name):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.vma import pvary_together
 from rnnlib.layers.base import MixerShape
-from rnnlib.layers.linear import LowRank, can_join, is_plain
+from rnnlib.layers.linear import LowRank, can_join, is_plain, rows_by_matrix
 from rnnlib.ops.sharding import is_split
 from rnnlib.ops.skinny_gemm import (
     Epilogue,
@@ -109,6 +109,7 @@ class InputProjection(nnx.Module):
         names: of all columns.
         shared: names of the columns that share a kernel, in its order. `name.down` is the first map of a low rank.
         kernel: of the columns that are not separate; None without any.
+        dot_general: what multiplies by the kernel, as that of `nnx.Linear`.
     """
 
     def __init__(self, shape: MixerShape, maps: Mapping[str, nnx.Linear | LowRank], *, shared: Sequence[str] = ()):
@@ -125,6 +126,7 @@ class InputProjection(nnx.Module):
             setattr(self, name, own)
         self.shared = tuple(f"{name}.down" if isinstance(maps[name], LowRank) else name for name in shared)
         self.kernel: nnx.Param | None = nnx.data(None)
+        self.dot_general: Any = linear_product
         if shape.shares == 1:  # a device's part of a shared kernel would be no set of heads
             self.fuse()
 
@@ -143,6 +145,7 @@ class InputProjection(nnx.Module):
         for key in [key for key in kernels if not names or key.removesuffix(".down") in names]:
             kernel = kernels.pop(key)
             own = self.shape.linear(*kernel.shape, rngs=nnx.Rngs(0), kernel_init=lambda *_, kernel=kernel: kernel)
+            own.dot_general = self.dot_general
             self._set_map(key, own)
         self._store(kernels)
 
@@ -165,7 +168,9 @@ class InputProjection(nnx.Module):
         kernel, places = self._shared_kernel(x)
         if kernel is None:
             return ProjectedInput(x, self)
-        if platform() == "gpu" and x.dtype == self.shape.dtype == jnp.bfloat16:
+        if self.dot_general is not linear_product:
+            fused = self.dot_general(x.astype(self.shape.dtype), kernel.astype(self.shape.dtype), rows_by_matrix(x))
+        elif platform() == "gpu" and x.dtype == self.shape.dtype == jnp.bfloat16:
             fused = _matmul_of_stored(*pvary_together((x, kernel)))
         else:
             fused = row_product(x.astype(self.shape.dtype), kernel.astype(self.shape.dtype))
@@ -177,7 +182,7 @@ class InputProjection(nnx.Module):
         if own is not None:
             return own(x)
         x, kernel = nnx.nn.dtypes.promote_dtype((x, self._stored()[key]), dtype=self.shape.dtype)
-        return linear_product(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+        return self.dot_general(x, kernel, rows_by_matrix(x))
 
     def _few_rows(self, x: Array, epilogues: Mapping[str, Epilogue]) -> "ProjectedInput":
         """The projection of few rows: all first maps in one launch, and the second maps of low ranks in another."""
@@ -292,7 +297,7 @@ class ProjectedInput:
         if type(last) is not nnx.Linear or last.bias is None:
             return last(given), None
         given, kernel = last.promote_dtype((given, last.kernel[...]), dtype=last.dtype)
-        return last.dot_general(given, kernel, (((given.ndim - 1,), (0,)), ((), ()))), last.bias[...]
+        return last.dot_general(given, kernel, rows_by_matrix(given)), last.bias[...]
 
     def epilogue(self, name: str) -> Float[Array, "B T F"] | None:
         """The function of a column that the part asked for, float32; None where no kernel has computed it."""

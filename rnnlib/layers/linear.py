@@ -11,8 +11,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rnnlib.ops.arguments import is_symbolic
+from rnnlib.ops.float8 import float8_product
 from rnnlib.ops.sharding import is_split
-from rnnlib.ops.skinny_gemm import row_product, skinny_kernel_serves, skinny_matmuls
+from rnnlib.ops.skinny_gemm import linear_product, skinny_kernel_serves, skinny_matmuls
 
 
 class LowRank(nnx.Module):
@@ -36,6 +37,21 @@ class LowRank(nnx.Module):
         return self.up(self.down(x))
 
 
+def rows_by_matrix(x: Array) -> Any:
+    """Dimension numbers of `x @ kernel`."""
+    return ((x.ndim - 1,), (0,)), ((), ())
+
+
+def multiply_in_float8(model: nnx.Module) -> None:
+    """Makes every linear map and input projection of a model multiply by `float8_product`.
+
+    Those with a product of their own stay as they are: a router in float32, a head.
+    """
+    for _, module in nnx.iter_modules(model):
+        if getattr(module, "dot_general", None) is linear_product:
+            module.dot_general = float8_product
+
+
 def is_plain(f: Any) -> bool:
     """Whether a module is a matmul with a kernel, and nothing else."""
     return type(f) is nnx.Linear and f.bias is None
@@ -50,14 +66,17 @@ def joined_products(x: Float[Array, "*batch D"], maps: Sequence[nnx.Linear]) -> 
 
     Args:
         x: the input of all maps.
-        maps: `nnx.Linear` of the same dtype. Other modules, such as your own adapters, are called one by one.
+        maps: `nnx.Linear` of the same dtype, multiplied in the same way. Other modules, such as your own adapters, are
+            called one by one.
     """
     dtype = maps[0].dtype
     if not can_join(x, maps):
         return [f(x) for f in maps]
     x, *kernels = maps[0].promote_dtype((x, *(f.kernel[...] for f in maps)), dtype=dtype)
     # The barrier is one in the backward pass too: without it XLA writes each map's gradient, and then joins them.
-    y = jax.lax.optimization_barrier(row_product(x, jnp.concatenate(kernels, axis=-1), preferred_element_type=x.dtype))
+    y = jax.lax.optimization_barrier(
+        maps[0].dot_general(x, jnp.concatenate(kernels, axis=-1), rows_by_matrix(x), preferred_element_type=x.dtype)
+    )
     return jnp.split(y, list(itertools.accumulate(f.out_features for f in maps[:-1])), axis=-1)
 
 
@@ -78,4 +97,6 @@ def can_join(x: Array, maps: Sequence[nnx.Module]) -> bool:
         return False
     plain: Any = maps
     # A joined axis would not be spread over devices as its parts are.
-    return len({f.dtype for f in plain}) == 1 and not any(map(is_split, (x, *(f.kernel[...] for f in plain))))
+    return len({(f.dtype, f.dot_general) for f in plain}) == 1 and not any(
+        map(is_split, (x, *(f.kernel[...] for f in plain)))
+    )

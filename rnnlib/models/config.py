@@ -96,6 +96,10 @@ class ModelConfig:
         initializer_std: standard deviation of the normal distribution that embedding, head and feed-forward start
             from. (Mixers initialise themselves.)
         dtype: dtype of activations and matrix products. Logits, decay and states are float32 at least in any case.
+        matmul_dtype: `"float8"` multiplies rows by the layers' weights in float8 in training and prefill, forward and
+            backward (`rnnlib.ops.float8`); what goes in and comes out has `dtype`. Narrow maps, routers, experts'
+            matrices, the embedding and the head, and single tokens on a GPU are multiplied in `dtype`, as all is with
+            None.
         param_dtype: dtype in which parameters are stored.
         remat: recompute each block in the backward pass (gradient checkpointing). With `"auto"` `rnnlib.training`
             chooses this and `remat_keeps` by what fits into a device's memory: nothing recomputed, then what
@@ -131,6 +135,7 @@ class ModelConfig:
     zero_centred_norms: bool = False
     initializer_std: PositiveNumber = 0.02
     dtype: DtypeName = "float32"
+    matmul_dtype: Literal["float8"] | None = None
     param_dtype: DtypeName = "float32"
     remat: bool | Literal["auto"] = False
     remat_keeps: Literal["input", "products"] = "input"

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from rnnlib.layers import Attention, LatentAttention
 from rnnlib.layers.base import Carried, check_cache_size
+from rnnlib.layers.linear import multiply_in_float8
 from rnnlib.layers.normalization import norm_and_stream
 from rnnlib.layers.shared_transformer import EMBEDDING
 from rnnlib.layers.tensor import current_shares, share_of, tensor_shares
@@ -69,6 +70,8 @@ class DecoderLM(nnx.Module):
         self.embedding_norm = residual_norm(config, rngs) if config.embedding_norm else None
         self.norm = residual_norm(config, rngs)
         self.head = None if config.tie_embeddings else nnx.Param(init(rngs.params(), shape, config.storage_dtype))
+        if config.matmul_dtype == "float8":
+            multiply_in_float8(self.blocks)
 
     def __call__(
         self,

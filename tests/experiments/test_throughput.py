@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 import types
 
@@ -10,10 +11,10 @@ import pytest
 
 from experiments.harness.tables import read_table
 from experiments.throughput import __main__ as command
-from experiments.throughput import attention, peer
+from experiments.throughput import attention, peer, peer_jla
 from experiments.throughput.measure import in_groups
 from experiments.throughput.peer import time_peer
-from experiments.throughput.report import read_results, table
+from experiments.throughput.report import read_results, table, write_report
 from experiments.throughput.study import cases, model_config, study
 from rnnlib.models import ModelConfig, count_parameters
 from rnnlib.models.mixers import mixer_config
@@ -206,6 +207,62 @@ def test_attention_is_timed_and_drawn(tmp_path, monkeypatch):
     assert drawn.exists() and json.loads(path.read_text()) == content
     with pytest.raises(SystemExit, match=r"no problem has \[7\] tokens a row, expected some of \[64, 128\]"):
         attention.main(["--output", str(path), "--lengths", "7"])
+
+
+def test_published_models_have_the_parameters_that_their_peer_states():
+    """Counts of jax-linear-attention 0.1.0 at its presets."""
+    wanted = {"Gated DeltaNet": 1861392128, "KDA": 1785206144, "Mamba-2": 1766104064, "Transformer++": 1607567360}
+    plan = study("published")
+    assert {c.mixer.label: count_parameters(model_config(plan, c)).total for c in cases(plan)} == wanted
+
+
+def test_jla_is_timed_by_its_own_trainer(tmp_path, monkeypatch):
+    """A stand-in for its command line, which has memory for two rows at once and fails to train KDA."""
+    (tmp_path / "jla").mkdir()
+    (tmp_path / "jla" / "__init__.py").touch()
+    (tmp_path / "jla" / "cli.py").write_text(
+        """
+import json, pathlib, sys
+config = json.loads(pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+train = config["train"]
+assert train["grad_accum"] * train["micro_batch_per_replica"] * train["seq_len"] == 65536
+if config["name"] == "kda":
+    sys.exit("no such layer")
+if train["micro_batch_per_replica"] > 2:
+    sys.exit("RESOURCE_EXHAUSTED: out of memory")
+folder = pathlib.Path(train["output_dir"])
+folder.mkdir()
+steps = [4.0, 2.0, 1.0]
+lines = [{"event": "train", "metrics": {"step_time": s, "loss": 11.7}} for s in steps] + [{"event": "end"}]
+(folder / "metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
+(folder / "run.json").write_text(json.dumps({"parameters": 5}))
+compiled = {"compile_seconds": 3.0, "memory": {"total_size_gib": 2.0}}
+(folder / "compile_preflight.json").write_text(json.dumps(compiled))
+"""
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    plan = study("published")
+    path = tmp_path / "results" / "published.jsonl"
+    where = {"device": "card", "commit": "abcdefgh", "date": "2026-11-28"}
+    assert peer_jla.time_jla(plan, ("gated_deltanet", "kda"), path, where, fp8=True) == 2
+    table_path = path.with_name("published_jla.jsonl")
+    found = {record["id"]: record for record in read_table(table_path)}
+    assert found.keys() == {"gated_deltanet", "gated_deltanet--fp8", "kda", "kda--fp8"}
+    timed = found["gated_deltanet--fp8"]
+    assert (timed["rows_at_once"], timed["step_seconds"], timed["num_parameters"]) == (2, [2.0, 1.0], 5)
+    assert timed["settings"]["fp8"] == "delayed" and "fp8" not in found["gated_deltanet"]["settings"]
+    assert found["kda"]["error"] == "no such layer"
+
+    ours = {"mixer": "Gated DeltaNet", "length": 4096, "deterministic": False, "packed": False, "keeps": "everything"}
+    ours |= {"unrolled": True, "float8": False, "accumulation": 4, "rows": 16, "num_parameters": 7, "memory": None}
+    ours |= {"utilization": None, "utilization_ahead": 0.5, "step_seconds": [1.0], "tokens_per_second": 65536.0}
+    ours |= {"tokens_per_second_ahead": 131072.0, "environment": {**where, "packages": {"jax": "0"}}, "id": "ours"}
+    text = write_report(plan, [ours], tmp_path, "published")
+    assert "| Gated DeltaNet | 0M | 2 | 43.7 | 2.1 | 0M | 4 | everything | 131.1 |  | 50.0% | 3.00 |" in text
+    assert "| KDA |  | 4 | failed: no such layer |" in text
+    assert (tmp_path / "figures" / "published_jla.png").stat().st_size > 0
+    with pytest.raises(SystemExit, match="jla: its models are those of --setting published, not of 'small'"):
+        command.main(["--jla", "gated_deltanet", "--output", str(tmp_path)])
 
 
 @pytest.mark.parametrize(("window", "pairs"), [(None, 36), (3, 21), (100, 36)])
