@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = {
             name: value
             for name, value in dataclasses.asdict(config).items()
-            if name not in ("output", "from_json", "add", "commit", "keep")
+            if name not in ("output", "from_json", "add", "commit", "keep", "exclusive")
         }
         results = results_of(
             records,

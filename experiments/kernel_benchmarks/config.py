@@ -93,6 +93,8 @@ class BenchmarkConfig:
     """Timed calls of each; medians are reported."""
     time_limit: float = 1800.0
     """Seconds after which no further measurement starts; those left out are listed in the results."""
+    exclusive: tuple[pathlib.Path, ...] = ()
+    """Lock files, for several commands on one GPU: all compile side by side and measure one after another."""
     gpus: tuple[str, ...] = ()
     """GPUs to share the operators out to, as CUDA_VISIBLE_DEVICES names them; left out, all that there are."""
 

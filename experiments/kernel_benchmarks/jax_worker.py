@@ -9,8 +9,9 @@ import functools
 import os
 import pathlib
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,8 +233,13 @@ class Session:
         self._key: Any = None
         self._drawn: Drawn = {}
 
-    def prepare(self) -> None:
-        """Compiles all passes and computes all references, side by side."""
+    def prepare(self, until: float) -> None:
+        """Compiles all passes and computes all references, side by side, in the order of the measurements.
+
+        Args:
+            until: time (as `time.time()`) after which nothing more is begun. What has begun is waited for, since it
+                would disturb what is timed.
+        """
         references: dict[Any, dict[int, Measurement]] = {}
         for m in self.work.measurements:
             if m.kind == "error":
@@ -255,8 +261,12 @@ class Session:
             for each in references.values():
                 measurements = list(each.values())
                 jobs[few.submit(compute_references, measurements, self.work, self._drawn)] = measurements[0]
+            end = threading.Timer(max(0.0, until - time.time()), _cancel, [list(jobs)])
+            end.daemon = True
+            end.start()
             for job in concurrent.futures.as_completed(jobs):
-                what, error = jobs[job], job.exception()
+                what = jobs[job]
+                error = TimeoutError("not compiled in time") if job.cancelled() else job.exception()
                 if isinstance(what, Unit):
                     # A failure is recorded where its measurement's turn comes, and doesn't stop the others.
                     self.compiled[what] = job.result() if error is None else describe(error)
@@ -321,6 +331,11 @@ class Session:
         return {"kind": "decode", **timing, "bytes": moved}
 
 
+def _cancel(jobs: Sequence[concurrent.futures.Future[Any]]) -> None:
+    for job in jobs:
+        job.cancel()
+
+
 def ceilings(repeats: int) -> Record:
     """What the card reaches: a large copy (bytes read and written) and a large bfloat16 product."""
     size = (2**30, 8192) if jax.default_backend() == "gpu" else (2**16, 128)
@@ -347,7 +362,8 @@ def main(folder: pathlib.Path) -> None:
     write({"kind": "worker", "worker": "jax", "jax": jax.__version__, "device": device.device_kind})
     session = Session(work)
     start = time.time()
-    session.prepare()
+    # What takes longer than half of the time to prepare would leave none for measuring what is ready.
+    session.prepare((start + work.deadline) / 2)
     write({"kind": "prepared", "worker": "jax", "seconds": round(time.time() - start, 1)})
     sys.stdin.readline()
     if any(m.kind == "time" for m in work.measurements):

@@ -8,12 +8,13 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from experiments.harness.device import turn
 from experiments.harness.records import Record, installed_versions, read_records
 from experiments.kernel_benchmarks.config import OURS, PEERS, BenchmarkConfig, plan, share_out
 from experiments.kernel_benchmarks.inputs import Shape
@@ -121,6 +122,13 @@ class Runner:
                 records.append({"kind": "failure", "of": "worker", "reason": reason})
         return records
 
+    def wait_for_prepared(self, process: Process, file: str) -> None:
+        """Waits until a worker's file says that it has compiled all that it will, or the worker has ended."""
+        while process.poll() is None and time.time() < self.work.deadline:
+            if any(record["kind"] == "prepared" for record in read_records(self._folder / file)):
+                break
+            time.sleep(0.2)
+
 
 def visible_gpus() -> tuple[str, ...]:
     """The GPUs of this machine, or those of them that CUDA_VISIBLE_DEVICES leaves; empty where there is none."""
@@ -164,7 +172,7 @@ def measure(config: BenchmarkConfig, folder: pathlib.Path, console: Console) -> 
         work = Work(shares[n], in_jax, config.dtype, config.repeats, deadline, place)
         write_work(work)
         with _processes() as running:
-            return _measure_on_one(Runner(work, progress, running, gpus[n]), in_torch)
+            return _measure_on_one(Runner(work, progress, running, gpus[n]), in_torch, config.exclusive)
 
     with (
         Progress(*columns, console=console) as progress,
@@ -174,8 +182,8 @@ def measure(config: BenchmarkConfig, folder: pathlib.Path, console: Console) -> 
         return [{**record, "gpu": gpus[n]} for n, job in enumerate(jobs) for record in job.result()]
 
 
-def _measure_on_one(runner: Runner, peers: list[str]) -> list[Record]:
-    """One GPU's share."""
+def _measure_on_one(runner: Runner, peers: list[str], exclusive: Sequence[pathlib.Path]) -> list[Record]:
+    """One GPU's share; what is measured alone waits for the lock files of `exclusive`."""
     work = runner.work
     peers = [name for name in peers if any(m.implementation == name for m in work.measurements)]
     jax_worker = runner.start("jax_worker", stdin=subprocess.PIPE)
@@ -183,16 +191,18 @@ def _measure_on_one(runner: Runner, peers: list[str]) -> list[Record]:
     compiling = {runner.start("torch_worker", *job): "" for job in _compile_jobs(work, peers)}
     # A peer that compiles for longer than half of the time takes it from its own measurements, not from ours.
     records = runner.wait("compiling peers", compiling, until=(time.time() + work.deadline) / 2)
-    assert jax_worker.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it may have ended, and its log says why
-        jax_worker.stdin.write("measure\n")
-        jax_worker.stdin.flush()
-    total = sum(m.implementation in work.in_jax for m in work.measurements)
-    records += runner.wait("measuring ours and peers in JAX", {jax_worker: "jax.jsonl"}, total)
-    for peer in peers if not checking else ():
-        total = sum(m.implementation == peer and m.kind != "error" for m in work.measurements)
-        process = runner.start("torch_worker", peer, "time")
-        records += runner.wait(f"timing {PEER_LIBRARIES[peer].title}", {process: f"{peer}.jsonl"}, total)
+    runner.wait_for_prepared(jax_worker, "jax.jsonl")
+    with turn(exclusive):
+        assert jax_worker.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it may have ended, and its log says why
+            jax_worker.stdin.write("measure\n")
+            jax_worker.stdin.flush()
+        total = sum(m.implementation in work.in_jax for m in work.measurements)
+        records += runner.wait("measuring ours and peers in JAX", {jax_worker: "jax.jsonl"}, total)
+        for peer in peers if not checking else ():
+            total = sum(m.implementation == peer and m.kind != "error" for m in work.measurements)
+            process = runner.start("torch_worker", peer, "time")
+            records += runner.wait(f"timing {PEER_LIBRARIES[peer].title}", {process: f"{peer}.jsonl"}, total)
     return records + runner.wait("checking peers", checking or _start_checks(runner))
 
 

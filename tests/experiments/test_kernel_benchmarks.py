@@ -416,6 +416,27 @@ def test_a_peer_that_compiles_for_too_long_is_ended_and_said_to_be(tmp_path, mon
     assert record["kind"] == "failure" and "torch_worker_fla_warm: stopped, out of time" in record["reason"]
 
 
+def test_what_is_not_compiled_in_half_of_the_time_is_said_and_the_rest_is_measured(tmp_path, monkeypatch):
+    """Of two programs the second waits for the first, which takes all of the time that there is for preparing."""
+    shape = (1, 2, 1, 16, 16)
+    measurements = tuple(Measurement("time", name, "chunked", shape) for name in ("deltanet", "kda"))
+    session = jax_worker.Session(Work(measurements, ("chunked",), "float32", 1, time.time() + 60, tmp_path))
+
+    def compile_unit(unit, work):
+        time.sleep(0.5)
+        return f"compiled {unit.operator} {unit.run}"
+
+    monkeypatch.setattr(jax_worker, "compile_unit", compile_unit)
+    monkeypatch.setattr(jax_worker.os, "cpu_count", lambda: 2)
+    session.prepare(until=time.time() + 0.1)
+    found = {(unit.operator, unit.run): text for unit, text in session.compiled.items()}
+    assert found["deltanet", "forward"] == "compiled deltanet forward"
+    assert found["deltanet", "forward_backward"] == "compiled deltanet forward_backward"
+    assert found["kda", "forward"] == "TimeoutError: not compiled in time"
+    (record,) = session.measure(measurements[1])
+    assert record["kind"] == "failure" and record["reason"] == "TimeoutError: not compiled in time"
+
+
 def test_kernels_whose_short_names_are_the_same_add_up():
     assert by_short_name({"gemm_a": 0.1, "norm": 0.25, "gemm_b": 0.2}, length=4) == {"gemm": 0.3, "norm": 0.25}
     assert list(by_short_name({"a": 1.0, "b": 2.0})) == ["b", "a"]
