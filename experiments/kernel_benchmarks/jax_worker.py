@@ -366,6 +366,7 @@ def main(folder: pathlib.Path) -> None:
     session.prepare((start + work.deadline) / 2)
     write({"kind": "prepared", "worker": "jax", "seconds": round(time.time() - start, 1)})
     sys.stdin.readline()
+    session.work = work = read_work(folder)  # the deadline may have been put off
     if any(m.kind == "time" for m in work.measurements):
         write(ceilings(work.repeats))
     for m in work.measurements:

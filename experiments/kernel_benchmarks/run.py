@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -122,6 +123,11 @@ class Runner:
                 records.append({"kind": "failure", "of": "worker", "reason": reason})
         return records
 
+    def later(self, seconds: float) -> None:
+        """Puts the deadline off, for workers that read their work from now on, too."""
+        self.work = dataclasses.replace(self.work, deadline=self.work.deadline + seconds)
+        write_work(self.work)
+
     def wait_for_prepared(self, process: Process, file: str) -> None:
         """Waits until a worker's file says that it has compiled all that it will, or the worker has ended."""
         while process.poll() is None and time.time() < self.work.deadline:
@@ -192,7 +198,10 @@ def _measure_on_one(runner: Runner, peers: list[str], exclusive: Sequence[pathli
     # A peer that compiles for longer than half of the time takes it from its own measurements, not from ours.
     records = runner.wait("compiling peers", compiling, until=(time.time() + work.deadline) / 2)
     runner.wait_for_prepared(jax_worker, "jax.jsonl")
+    asked = time.time()
     with turn(exclusive):
+        runner.later(time.time() - asked)  # waiting for others takes no time from what is measured
+        work = runner.work
         assert jax_worker.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it may have ended, and its log says why
             jax_worker.stdin.write("measure\n")

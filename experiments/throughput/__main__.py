@@ -240,8 +240,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 futures |= {pool.submit(compile_case, plan, case): case for case in queue}
                 queue = []
                 concurrent.futures.wait(futures)
-            how = {"fp8": options.jla_float8, "seconds": options.jla_seconds}
-            failed += peer_jla.time_jla(plan, options.jla, results, where, **how)
+            failed += peer_jla.time_jla(
+                plan, options.jla, results, where, fp8=options.jla_float8, seconds=options.jla_seconds
+            )
         # In the order in which they are done. What others are still compiling tries out kernels now and then: the
         # median of the steps passes over that.
         while queue or futures:

@@ -126,8 +126,8 @@ def _time(plan: ThroughputStudy, model: str, fp8: bool, seconds: float | None) -
             config = folder / "config.json"
             content = configuration(plan, model, rows, folder / "run", fp8=fp8)
             config.write_text(json.dumps(content))
-            what = {"model": model, "fp8": fp8, "rows_at_once": rows, "settings": content["model"] | content["train"]}
-            del what["settings"]["output_dir"]
+            settings = {k: v for k, v in (content["model"] | content["train"]).items() if k != "output_dir"}
+            what: dict[str, Any] = {"model": model, "fp8": fp8, "rows_at_once": rows, "settings": settings}
             command = [sys.executable, "-m", "jla.cli", "train", "--config", str(config)]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)

@@ -251,8 +251,8 @@ def _jla_table(plan: ThroughputStudy, records: list[dict[str, Any]], peers: list
             share = "" if ours["utilization_ahead"] is None else f"{ours['utilization_ahead']:.1%}"
             row += [f"{ours['num_parameters'] / 1e6:.0f}M", str(ours["rows"] // ours["accumulation"]), ours["keeps"]]
             row += [f"{_speed_ahead(ours) / 1000:.1f}", _memory(ours), share]
-            both = theirs is not None and "error" not in theirs
-            row.append(f"{_speed_ahead(ours) / _speed(theirs):.2f}" if both else "")
+            if theirs is not None and "error" not in theirs:
+                row.append(f"{_speed_ahead(ours) / _speed(theirs):.2f}")
         rows.append([*row, *[""] * (len(header) - len(row))])
     note = ", ".join(f"{name} {version}" for name, version in peers[0]["versions"].items())
     where = peers[0]["environment"]

@@ -47,7 +47,8 @@ def multiply_in_float8(model: nnx.Module) -> None:
 
     Those with a product of their own stay as they are: a router in float32, a head.
     """
-    for _, module in nnx.iter_modules(model):
+    modules: Any = (module for _, module in nnx.iter_modules(model))
+    for module in modules:
         if getattr(module, "dot_general", None) is linear_product:
             module.dot_general = float8_product
 
