@@ -32,7 +32,8 @@ from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.config import DeltaRuleConfig, default_config, splits, with_num_splits
 from pallas_kernels.delta_rule.inputs import Inputs, crop_results, is_sum, kernel_shape_of, pad_inputs
 from pallas_kernels.delta_rule.triton.bwd_dh import bwd_dh, bwd_dh_offsets
-from pallas_kernels.delta_rule.triton.bwd_dqkg import Saved, bwd_dqkg, bwd_pairs
+from pallas_kernels.delta_rule.triton.bwd_dqkg import bwd_dqkg
+from pallas_kernels.delta_rule.triton.bwd_pairs import Saved, bwd_pairs
 from pallas_kernels.delta_rule.triton.decode import decode
 from pallas_kernels.delta_rule.triton.fwd import fwd_h, fwd_o
 from pallas_kernels.delta_rule.triton.split_sequence import combine_splits, split_transitions

@@ -28,8 +28,8 @@ each block of value channels, value head, and segment of each sequence, which go
 | `bwd_dh` | `delta_reverse_offsets` | dO, A, P, factors, q, k | each segment's map of the gradient | pass |
 | `split_sequence` | `delta_fold_segments` | maps, dS | the gradient at each segment's end | as above |
 | `bwd_dh` | `delta_reverse` | dO, A, P, factors, v, write | `dS_C` of chunks, dv, d write | pass, reversed |
-| `bwd_dqkg` | `delta_pair_gradients` | dO, R, dW | gradients of P and of A's matrix | chunk |
-| | `delta_gradients` | all of the above | dq, dk, dk~, d erase, d decay | chunk, key blocks |
+| `bwd_pairs` | `delta_pair_gradients` | dO, R, dW | gradients of P and of A's matrix | chunk |
+| `bwd_dqkg` | `delta_gradients` | all of the above | dq, dk, dk~, d erase, d decay | chunk, key blocks |
 | | `delta_gradients_extreme` | the same | the same, of chunks with an extreme decay | chunk, key blocks |
 | `closed_gates` | `delta_zero_closed` | gates | zeros in dv, dk, dk~ where a gate is 0 | chunk |
 | `decode` | `delta_decode` | one token, the state | out, the state in its place | value blocks, heads, rows |

@@ -8,8 +8,9 @@ from jax import Array
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import Inputs
-from pallas_kernels.delta_rule.triton import bwd_dqkg as gradients
 from pallas_kernels.delta_rule.triton.bwd_dh import bwd_dh, bwd_dh_offsets
+from pallas_kernels.delta_rule.triton.bwd_dqkg import bwd_dqkg
+from pallas_kernels.delta_rule.triton.bwd_pairs import Saved, bwd_pairs
 from pallas_kernels.delta_rule.triton.fwd import fwd_h, fwd_o
 from pallas_kernels.delta_rule.triton.split_sequence import split_transitions
 from pallas_kernels.delta_rule.triton.wy import WYFactors, wy_factors
@@ -64,7 +65,7 @@ def _bwd_dqkg(
     kernel_shape: KernelShape,
     inputs: Inputs,
     d_out: Array,
-    saved: gradients.Saved,
+    saved: Saved,
     prepared: WYFactors,
     config: DeltaRuleConfig,
     *,
@@ -73,6 +74,6 @@ def _bwd_dqkg(
     write_key_dtype: Any,
 ) -> Inputs:
     """Gradients of the pairs' matrices, then those of the arguments."""
-    pairs = gradients.bwd_pairs(kernel_shape, inputs, d_out, saved, config.pair_gradients, tied_gates)
+    pairs = bwd_pairs(kernel_shape, inputs, d_out, saved, config.pair_gradients, tied_gates)
     options: dict[str, Any] = {"gates": gates, "tied_gates": tied_gates, "write_key_dtype": write_key_dtype}
-    return gradients.bwd_dqkg(kernel_shape, inputs, d_out, saved, pairs, prepared, config.gradients, **options)
+    return bwd_dqkg(kernel_shape, inputs, d_out, saved, pairs, prepared, config.gradients, **options)

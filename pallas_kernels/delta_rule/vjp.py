@@ -14,7 +14,8 @@ from pallas_kernels.common.vma import batch_alike
 from pallas_kernels.delta_rule.config import DeltaRuleConfig
 from pallas_kernels.delta_rule.inputs import Inputs, crop_results, kernel_shape_of, pad_inputs
 from pallas_kernels.delta_rule.stages import choose_stages
-from pallas_kernels.delta_rule.triton.bwd_dqkg import Saved, of_argument
+from pallas_kernels.delta_rule.triton.bwd_dqkg import of_argument
+from pallas_kernels.delta_rule.triton.bwd_pairs import Saved
 from pallas_kernels.delta_rule.triton.decode import decode
 from pallas_kernels.delta_rule.triton.split_sequence import combine_splits
 

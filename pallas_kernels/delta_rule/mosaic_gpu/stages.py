@@ -23,8 +23,9 @@ from pallas_kernels.delta_rule.mosaic_gpu.pipeline import Keys, PassArrays
 from pallas_kernels.delta_rule.mosaic_gpu.wy_channel import channel_factors
 from pallas_kernels.delta_rule.triton import bwd_dqkg as triton_gradients
 from pallas_kernels.delta_rule.triton.bwd_dh import Reversed
-from pallas_kernels.delta_rule.triton.bwd_dqkg import Saved, of_argument, reader_ratio
+from pallas_kernels.delta_rule.triton.bwd_dqkg import of_argument
 from pallas_kernels.delta_rule.triton.bwd_dqkg_channel import EXTREME_WIDTH
+from pallas_kernels.delta_rule.triton.bwd_pairs import Saved, bwd_pairs, reader_ratio
 from pallas_kernels.delta_rule.triton.channel_decay import is_flat
 from pallas_kernels.delta_rule.triton.closed_gates import zero_closed
 from pallas_kernels.delta_rule.triton.fwd import has_decay
@@ -221,7 +222,7 @@ def bwd_dqkg(
             x,
             d_out,
             saved,
-            triton_gradients.bwd_pairs(kernel_shape, x, d_out, saved, *of_extreme),
+            bwd_pairs(kernel_shape, x, d_out, saved, *of_extreme),
             prepared,
             dataclasses.replace(config.gradients, mosaic=None),
             gates=gates,

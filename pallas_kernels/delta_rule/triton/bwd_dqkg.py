@@ -10,13 +10,13 @@ and `dW = A^T dR`; both gates are inside these products. Cumulative log decay: `
 channel, and on the chunk's last row what the decay of the state and of the writes adds (equations 60 and 72). A token's
 score with itself is left out of these products, see `PairGradients`.
 
-Two kernels: the first finds dP and dT, the second takes a block of key channels. Both sum over blocks of value channels
-in a loop, which is what makes the compiler copy ahead and leave products in flight; one kernel for both holds too many
-registers.
+Two kernels: that of `bwd_pairs` finds dP and dT, the one here takes a block of key channels. Both sum over blocks of
+value channels in a loop, which is what makes the compiler copy ahead and leave products in flight; one kernel for both
+holds too many registers.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,139 +26,28 @@ from jax.experimental import pallas as pl
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.common.decay import divisible
 from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise
-from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_nt, dot_tn, iota, load_again
+from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_tn, iota, load_again
 from pallas_kernels.common.triton.chunks import product
 from pallas_kernels.common.triton.decay import ChunkDecay, decay_from_start, decay_of_chunk, decay_to_end, load_starts
 from pallas_kernels.common.triton.kernel_shape import KernelShape
-from pallas_kernels.common.triton.pairs import diagonal, pair_gradients, sum_of, sum_of_parts, weigh_pairs
+from pallas_kernels.common.triton.pairs import diagonal, pair_gradients, sum_of, sum_of_parts
 from pallas_kernels.delta_rule.inputs import Inputs
-from pallas_kernels.delta_rule.triton.bwd_dh import Reversed
 from pallas_kernels.delta_rule.triton.bwd_dqkg_channel import (
     EXTREME_WIDTH,
     StateProducts,
     channel_gradients,
     extreme_channel_gradients,
 )
+from pallas_kernels.delta_rule.triton.bwd_pairs import (
+    PairGradients,
+    Saved,
+    is_row,
+    loaded_reader_ratio,
+    scale_rows,
+)
 from pallas_kernels.delta_rule.triton.channel_decay import is_flat
 from pallas_kernels.delta_rule.triton.closed_gates import zero_closed
 from pallas_kernels.delta_rule.triton.wy import WYFactors, erase_key, load_chunk_decay, load_wide
-
-
-class Saved(NamedTuple):
-    """What the passes over chunks left for this stage.
-
-    Attributes:
-        states: before each chunk, transposed, `[B, HV, N, V, K]`.
-        residuals: R, transposed, `[B, HV, N, V, C]`.
-        back: gradients that the reverse pass found.
-    """
-
-    states: Array
-    residuals: Array
-    back: Reversed
-
-
-class PairGradients(NamedTuple):
-    """Gradients of the pairs' matrices.
-
-    Attributes:
-        d_scores: dP, weighted by a scalar decay, `[B, HV, N, C, C]`; float32 if the decay is channel-wise.
-        d_erased: dT, likewise, times an erase gate of one number a token; None for linear attention.
-        d_own: the diagonal of dP, `[B, HV, N, C]` float32, if there is a decay, and it is zero in `d_scores`. A token's
-            score with itself has no decay: in the decay's gradient `q dq` and `k~ dk~` of it cancel. Their rounding
-            would be left, and where a token forgets nearly all that is all there is.
-        d_added_scores: with a value key, that of its scores, as `d_scores`; else None.
-        d_added_pairs: with a value key, that of its products with what erases, as `d_erased`; else None.
-        d_added_own: with a value key, the diagonal of its scores' gradient, as `d_own`; else None.
-    """
-
-    d_scores: Array
-    d_erased: Array | None
-    d_own: Array | None
-    d_added_scores: Array | None = None
-    d_added_pairs: Array | None = None
-    d_added_own: Array | None = None
-
-
-def _is_row(gate: Any) -> bool:
-    """Whether a gate, as a reference or a value, is one number a token."""
-    return gate is not None and len(gate.shape) == 1
-
-
-def _reader_ratio(r, tied_gates: bool) -> Any:
-    """`reader_ratio` of a chunk's gates; None where nothing is left to do since both gates are one."""
-    if tied_gates:
-        return None
-    return reader_ratio(load_wide(r.erase) if _is_row(r.erase) else None, load_wide(r.gate))
-
-
-def reader_ratio(erase: Array | None, gate: Array | None) -> Any:
-    """What turns rows of `dW`, as they are stored, to the gradient of what reads; None for 1.
-
-    What reads is the key where the erase gate is one number a token, which the gradient then includes, and `erase * k`
-    where it is one a channel.
-
-    Args:
-        erase: the erase gate, one number a token in float32; None for 1, and where it is one a channel.
-        gate: the write gate by which the stored `dW` is multiplied, likewise.
-    """
-    ratio = None if erase is None else divisible(erase)
-    if gate is None:
-        return ratio
-    inverse = 1.0 / divisible(gate)
-    return inverse if ratio is None else ratio * inverse
-
-
-def _scale_rows(x: Any, rows: Any) -> Any:
-    return x if rows is None else rows[:, None] * x
-
-
-def _pairs_kernel(r, *, kernel_shape: KernelShape, block: int, tied_gates: bool):
-    def store():
-        _store_pairs(r, kernel_shape, block, tied_gates)
-
-    if r.extreme is None:
-        store()
-    else:
-        pl.when(r.extreme[...] != 0)(store)
-
-
-def _store_pairs(r, kernel_shape: KernelShape, block: int, tied_gates: bool):
-    def terms(part):
-        residual = r.residuals[part, :]
-        d_scores = dot(r.d_out[:, part], residual)
-        return (d_scores, dot(r.d_values[:, part], residual)) if kernel_shape.online else (d_scores,)
-
-    zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    d_scores, *rest = sum_of_parts(
-        kernel_shape.value_size, block, terms, (zero, zero) if kernel_shape.online else (zero,)
-    )
-    # Of a channel-wise decay only the restarts concern the pairs' mask.
-    decay = load_chunk_decay(r)
-    d_scores = kernel_shape.scale * d_scores
-    if r.d_own is not None:
-        r.d_own[...] = diagonal(d_scores, axis=1)
-    r.d_scores[...] = weigh_pairs(d_scores, decay, strict=r.d_own is not None).astype(r.d_scores.dtype)
-    for d_erased in rest:
-        d_erased = _scale_rows(-d_erased, _reader_ratio(r, tied_gates))
-        r.d_erased[...] = weigh_pairs(d_erased, decay, strict=True).astype(r.d_erased.dtype)
-    if r.v is not None:
-        _store_added_pairs(r, kernel_shape, block, decay)
-
-
-def _store_added_pairs(r, kernel_shape: KernelShape, block: int, decay: ChunkDecay):
-    """With a value key, the gradients of its scores with queries and of its products with what erases."""
-
-    def terms(part):
-        values = r.v[:, part]
-        return dot_nt(r.d_out[:, part], values), dot_nt(r.d_values[:, part], values)
-
-    zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    d_scores, d_pairs = sum_of_parts(kernel_shape.value_size, block, terms, (zero, zero))
-    d_scores = kernel_shape.scale * d_scores
-    r.d_added_own[...] = diagonal(d_scores, axis=1)
-    r.d_added_scores[...] = weigh_pairs(d_scores, decay, strict=True).astype(r.d_added_scores.dtype)
-    r.d_added_pairs[...] = weigh_pairs(-d_pairs, decay, strict=True).astype(r.d_added_pairs.dtype)
 
 
 def _state_products(
@@ -196,7 +85,7 @@ def _state_products(
     if result.kept is not None and are_operands:
         result = result._replace(kept=diagonal(result.kept, axis=0))
     if result.erased is not None:
-        result = result._replace(erased=_scale_rows(result.erased, _reader_ratio(r, tied_gates)))
+        result = result._replace(erased=scale_rows(result.erased, loaded_reader_ratio(r, tied_gates)))
     return result
 
 
@@ -229,7 +118,7 @@ def _store_key_side(r, kernel_shape: KernelShape, block: int, tied_gates: bool):
     sums = _state_products(r, kernel_shape, block, tied_gates)
     readers, scores = [q], [r.d_scores[...]]
     if kernel_shape.online:
-        readers.append(k if _is_row(erase) else erase_key(k, erase))
+        readers.append(k if is_row(erase) else erase_key(k, erase))
         scores.append(r.d_erased[...])
     d_near, d_key_near = pair_gradients(scores, readers, key)
 
@@ -262,8 +151,8 @@ def _store_key_gradients(r, k: Array, erase: Any, d_erased: Any, d_key: Array):
     if d_erased is None:
         r.d_k[...] = d_key.astype(r.d_k.dtype)
         return
-    is_row = _is_row(erase)
-    d_k = product(None if is_row else erase, d_erased)
+    has_row = is_row(erase)
+    d_k = product(None if has_row else erase, d_erased)
     if r.d_write_key is None:
         d_k = d_k + d_key
     else:
@@ -272,7 +161,7 @@ def _store_key_gradients(r, k: Array, erase: Any, d_erased: Any, d_key: Array):
     if r.d_erase is None:
         return
     d_erase = d_erased * k.astype(jnp.float32)
-    if not is_row:
+    if not has_row:
         r.d_erase[...] = d_erase.astype(r.d_erase.dtype)
         return
     r.d_erase[0, :] = (jnp.sum(d_erase, axis=1) / divisible(erase)).astype(r.d_erase.dtype)
@@ -302,61 +191,6 @@ def _log_decay_gradient(
     parts = jnp.where(is_later, d_total[:, None], d_end[:, None])
     gradient = jnp.sum(parts, axis=0) + jnp.sum(factor * kept)[None]
     return jnp.where(is_flat(log_decay, starts), 0.0, gradient)
-
-
-def bwd_pairs(
-    kernel_shape: KernelShape,
-    inputs: Inputs,
-    d_out: Array,
-    saved: Saved,
-    launch: KernelConfig,
-    tied_gates: bool = False,
-    extreme: Array | None = None,
-) -> PairGradients:
-    """DP and dT of each chunk, `[B, HV, N, C, C]`; with `extreme` only where it is not zero."""
-    p, x = kernel_shape, inputs
-
-    def at(h, n, b):
-        return b, n, h, 0
-
-    def of_matrix(array, rows):
-        return p.of_head(array, (None, rows, CHUNK), lambda h, n, b: (b, h, n, 0, 0))
-
-    def token(array):
-        return p.of_token(array, CHUNK, at)
-
-    is_scaled, has_decay = is_channel_wise(x.log_decay), x.log_decay is not None
-    pairs = of_matrix(p.per_head(p.chunks, CHUNK, CHUNK, dtype=jnp.float32 if is_scaled else None), CHUNK)
-    own = p.of_head(p.per_head(p.chunks, CHUNK, dtype=jnp.float32), (None, CHUNK), lambda h, n, b: (b, h, n, 0))
-    results = call(
-        _pairs_kernel,
-        "delta_pair_gradients",
-        p.chunk_grid,
-        {
-            "erase": None if is_channel_wise(x.erase) or tied_gates else token(x.erase),
-            "gate": None if is_channel_wise(x.write) or tied_gates else token(x.write),
-            "log_decay": token(x.log_decay) if x.log_decay is not None and x.log_decay.ndim == 3 else None,
-            "starts": p.of_position(x.starts, at),
-            "d_out": token(d_out),
-            "residuals": of_matrix(saved.residuals, p.value_size),
-            "d_values": token(saved.back.d_values) if p.online else None,
-            "extreme": p.of_head(extreme, (None,), lambda h, n, b: (b, h, n)),
-            "v": None if x.value_key is None else token(x.v),
-        },
-        {
-            "d_scores": pairs,
-            "d_erased": pairs if p.online else None,
-            "d_own": own if has_decay else None,
-            "d_added_scores": None if x.value_key is None else pairs,
-            "d_added_pairs": None if x.value_key is None else pairs,
-            "d_added_own": None if x.value_key is None else own,
-        },
-        launch,
-        kernel_shape=p,
-        block=min(launch.inner, p.value_size),
-        tied_gates=tied_gates,
-    )
-    return PairGradients(**results)  # type: ignore[arg-type]
 
 
 def of_argument(kernel_shape: KernelShape, part: Array, like: Any, dtype: Any = None) -> Array:
