@@ -130,7 +130,7 @@ def gated_delta_rule(
         backend: `"mosaic"` runs most stages as Mosaic GPU kernels, where it has no `unsupported_reason`: nearly the
             same roundings in less time. Tied gates then count as 2^-32 where they are smaller, but for gradients that
             are exactly 0 where a gate is. `"mosaic_mma"` runs the forward by kernels that need no Triton and no wgmma
-            (`pallas_kernels.delta_rule.mosaic_mma`); on an H100 they are slower than Triton's. Read where `config` is None.
+            (`pallas_kernels.delta_rule.mosaic_mma`), slower than Triton's on an H100. Read where `config` is None.
 
     Returns:
         The output in `v`'s dtype and the final state in float32.
