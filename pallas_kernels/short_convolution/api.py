@@ -6,7 +6,7 @@ Inputs are read once and results written once, forward; the backward reads input
 and writes the gradient of the inputs. Nothing else is kept for it. The filter's and the bias's gradient are sums by
 program, added up in a fixed order.
 
-Several streams may lie side by side in one array, as one matrix product gives them (`joined_convolutions`). Each has
+Several streams may lie side by side in one array, as one matrix product gives them (`fused_convolutions`). Each has
 its own launch, which reads its columns there and writes their gradient into the gradient of the whole array.
 """
 
@@ -364,13 +364,13 @@ def short_convolution(
     reason = unsupported_reason(x, kernel, bias, initial_state, activation=activation, norm_size=norm_size)
     if reason is not None:
         raise NotImplementedError(f"short_convolution: the Triton kernels do not support {reason}")
-    stream = ConvolutionStream(kernel, bias, initial_state, Epilogue(activation, norm_size, eps))
+    stream = ConvolutionBranch(kernel, bias, initial_state, Epilogue(activation, norm_size, eps))
     return _convolutions(x, (stream,), segment_ids, config)[0][0]
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvolutionStream:
-    """One stream of `joined_convolutions`; see `short_convolution`.
+class ConvolutionBranch:
+    """One stream of `fused_convolutions`; see `short_convolution`.
 
     Attributes:
         kernel: `[W, D]`.
@@ -385,8 +385,8 @@ class ConvolutionStream:
     epilogue: Epilogue = Epilogue()
 
 
-def fused_unsupported_reason(x: Array | jax.ShapeDtypeStruct, streams: Sequence[ConvolutionStream]) -> str | None:
-    """Why `joined_convolutions` can't serve a call, as a noun phrase, or None if it can."""
+def fused_unsupported_reason(x: Array | jax.ShapeDtypeStruct, streams: Sequence[ConvolutionBranch]) -> str | None:
+    """Why `fused_convolutions` can't serve a call, as a noun phrase, or None if it can."""
     first = 0
     for stream in streams:
         channels, epilogue = stream.kernel.shape[1], stream.epilogue
@@ -400,9 +400,9 @@ def fused_unsupported_reason(x: Array | jax.ShapeDtypeStruct, streams: Sequence[
     return f"{x.shape[-1]} columns for streams of {first} channels" if first > x.shape[-1] else None
 
 
-def joined_convolutions(
+def fused_convolutions(
     x: Float[Array, "B T N"],
-    streams: Sequence[ConvolutionStream],
+    streams: Sequence[ConvolutionBranch],
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     config: ConvolutionConfig | None = None,
@@ -425,12 +425,12 @@ def joined_convolutions(
     """
     reason = fused_unsupported_reason(x, streams)
     if reason is not None:
-        raise NotImplementedError(f"joined_convolutions: the Triton kernels do not support {reason}")
+        raise NotImplementedError(f"fused_convolutions: the Triton kernels do not support {reason}")
     return _convolutions(x, streams, segment_ids, config)
 
 
 def _convolutions(
-    x: Array, streams: Sequence[ConvolutionStream], segment_ids: Array | None, config: ConvolutionConfig | None
+    x: Array, streams: Sequence[ConvolutionBranch], segment_ids: Array | None, config: ConvolutionConfig | None
 ) -> tuple[tuple[Array, ...], Array]:
     # The state of a filter of one tap has no tokens.
     states = [None if stream.kernel.shape[0] == 1 else stream.initial_state for stream in streams]

@@ -197,7 +197,7 @@ def _layer_arrays(graphdef, number, state, x, carried, segment_ids, positions):
     block = nnx.merge(graphdef, state)
     mixer = block.mixers[number]
     x = block.inputs_of_mixers(x, carried=carried, segment_ids=segment_ids, positions=positions)[number]
-    signals, _ = mixer.signals(x, segment_ids=segment_ids, positions=positions)
+    signals, _ = mixer.recurrence_inputs(x, segment_ids=segment_ids, positions=positions)
     keys, gates, log_decay = signals.keys, signals.gates, signals.decay.log_decay
     erase = gates.beta if gates.erase is None else gates.erase
     write = gates.beta if gates.write is None else gates.write

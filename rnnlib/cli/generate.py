@@ -64,7 +64,7 @@ def print_continuation(
     seed: int = 0,
     stop_tokens: Sequence[int] = (),
 ) -> None:
-    """Prints a prompt and its continuation while it is made; options as in `rnnlib.models.Decoder.add`.
+    """Prints a prompt and its continuation while it is made; options as in `rnnlib.models.Engine.add`.
 
     Args:
         model: The model.
@@ -79,14 +79,14 @@ def print_continuation(
         stop_tokens: The text ends before any of them.
     """
     from rnnlib.fields import PositiveInteger, check_value
-    from rnnlib.models import Decoder, NaNLogitsError
+    from rnnlib.models import Engine, NaNLogitsError
     from rnnlib.models.variables import array_that_is_not_finite
 
     ids = list(tokenizer.encode(prompt)) if prompt_tokens is None else list(prompt_tokens)
     with input_errors():
         check_value("generate", "max_new_tokens", max_new_tokens, PositiveInteger)
-        decoder = Decoder(model, slots=1, max_length=len(ids) + max_new_tokens)
-        text = decoder.add(
+        engine = Engine(model, slots=1, max_length=len(ids) + max_new_tokens)
+        text = engine.add(
             ids,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -100,7 +100,7 @@ def print_continuation(
     shown = len(tokenizer.decode(ids).rstrip("\ufffd"))
     try:
         while text.finish_reason is None:
-            decoder.step()
+            engine.step()
             new = text.tokens[:-1] if text.finish_reason == "stop" else text.tokens
             with input_errors():  # the tokenizer is the folder's
                 whole = tokenizer.decode([*ids, *new])

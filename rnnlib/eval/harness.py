@@ -14,7 +14,7 @@ from tqdm import tqdm
 from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.hub.chat import chat_template as template_of
 from rnnlib.hub.chat import render_chat
-from rnnlib.models import Continuation, Decoder, DecoderLM, score
+from rnnlib.models import Continuation, DecoderLM, Engine, score
 from rnnlib.tokenizers import FileTokenizer, Tokenizer
 from rnnlib.training import LoadedModel, load_model
 
@@ -39,7 +39,7 @@ class HarnessModel(TemplateLM):
     """A `DecoderLM` in lm-evaluation-harness, registered there as "rnnlib".
 
     Log-likelihoods come from `rnnlib.models.score`: what requests share is read once, and lengths are padded to few
-    sizes. Texts come from a `rnnlib.models.Decoder`: a row that has ended makes room for the next.
+    sizes. Texts come from an `rnnlib.models.Engine`: a row that has ended makes room for the next.
 
     Examples:
         >>> model = HarnessModel("runs/001")
@@ -256,23 +256,23 @@ class HarnessModel(TemplateLM):
         texts.sort(key=lambda text: -len(text.prompt))
         length = max(len(text.prompt) + text.options["max_gen_toks"] for text in texts)
         slots = min(len(texts), self._batch_size or min(_SLOTS, self._max_batch_size or _SLOTS))
-        decoder = Decoder(self._model, slots=slots, max_length=length)
+        engine = Engine(self._model, slots=slots, max_length=length)
         answers = [""] * len(requests)
         active: dict[int, tuple[_Text, Continuation]] = {}
         waiting = iter(texts)
         with tqdm(total=len(texts), desc="texts", disable=disable_tqdm) as bar:
             while True:
-                while decoder.free and (text := next(waiting, None)) is not None:
-                    active[text.number] = (text, self._begin(decoder, text))
+                while engine.free and (text := next(waiting, None)) is not None:
+                    active[text.number] = (text, self._begin(engine, text))
                 if not active:
                     return answers
-                decoder.step()
+                engine.step()
                 for index, (text, continuation) in list(active.items()):
                     answer, stopped = self._until(text, continuation)
                     if continuation.finish_reason is None:
                         if not stopped:
                             continue
-                        decoder.remove(continuation)
+                        engine.remove(continuation)
                     answers[index] = answer
                     self.cache_hook.add_partial("generate_until", requests[index].args, answer)
                     del active[index]
@@ -297,9 +297,9 @@ class HarnessModel(TemplateLM):
             prompt = prompt[-room:]
         return _Text(index, prompt, checked)
 
-    def _begin(self, decoder: Decoder, text: _Text) -> Continuation:
+    def _begin(self, engine: Engine, text: _Text) -> Continuation:
         options = text.options
-        return decoder.add(
+        return engine.add(
             text.prompt,
             max_new_tokens=options["max_gen_toks"],
             temperature=options.get("temperature", 0) if options["do_sample"] else 0,

@@ -10,7 +10,7 @@ preconditioner's `strength` per channel (float32), and Mamba-3's biases and scal
 import rnnlib.layers.mamba3_presets
 import rnnlib.layers.preconditioned_presets
 import rnnlib.layers.ridge_presets  # noqa: F401  (registers its presets)
-from rnnlib.layers.arrays import Gates
+from rnnlib.layers.array_types import Gates
 from rnnlib.layers.attention import Attention, AttentionConfig
 from rnnlib.layers.attention_cache import AttentionCache, LatentCache
 from rnnlib.layers.base import MixerConfig, MixerShape, TokenMixer
@@ -70,7 +70,15 @@ from rnnlib.layers.rotary import Rotary
 from rnnlib.layers.rwkv7 import RWKV7, ChannelMix, ChannelMixCache, ChannelMixConfig, RWKV7Cache, RWKV7Config
 from rnnlib.layers.shared_transformer import SharedInputMixer, SharedInputMixerConfig, SharedTransformer
 from rnnlib.layers.slots import GatedSlots, SlotState
-from rnnlib.layers.solve import MatrixStateSolver, Offline, Online, OperatorOptions, Signals, SolveConfig, Solver
+from rnnlib.layers.solve import (
+    MatrixStateSolver,
+    Offline,
+    Online,
+    OperatorOptions,
+    RecurrenceInputs,
+    SolveConfig,
+    Solver,
+)
 from rnnlib.layers.table import mixer_rows, mixer_table
 from rnnlib.layers.trapezoidal import Trapezoidal, TrapezoidalState
 
@@ -149,6 +157,7 @@ __all__ = [
     "RMSNorm",
     "RWKV7Cache",
     "RWKV7Config",
+    "RecurrenceInputs",
     "RecurrentMixer",
     "RecurrentMixerConfig",
     "ReluMap",
@@ -163,7 +172,6 @@ __all__ = [
     "SharedTransformer",
     "ShortConvolution",
     "SigmoidGain",
-    "Signals",
     "SlotState",
     "SoftplusDecay",
     "SolveConfig",

@@ -204,8 +204,8 @@ class MixerShape:
         dtype: compute dtype of the projections.
         param_dtype: dtype of their stored parameters.
         initializer: of their kernels.
-        pairs: the number of key-value pairs that a token writes into each head's state, and of queries that read it.
-            The streams of queries and keys have H * pairs heads, ordered by key head.
+        mimo_rank: number of key-value pairs that a token writes into each head's state, and of queries that read it.
+            The streams of queries and keys have H * mimo_rank heads, ordered by key head.
         projected_key_size: channels of a query or key head before a feature map that changes their number; None is K.
         shared_heads: number of projected key and value heads, each used by several consecutive heads; None is one
             projected head for each head.
@@ -222,7 +222,7 @@ class MixerShape:
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
     initializer: Initializer = dataclasses.field(default_factory=Initializer)
-    pairs: PositiveInteger = 1
+    mimo_rank: PositiveInteger = 1
     projected_key_size: PositiveInteger | None = None
     shared_heads: PositiveInteger | None = None
     decay_size: PositiveInteger | None = None
@@ -236,10 +236,10 @@ class MixerShape:
                 f"MixerShape: value_heads is {self.value_heads}, expected a multiple of key_heads = {self.key_heads}"
             )
 
-        if self.shared_heads is not None and (self.key_heads % self.shared_heads != 0 or self.pairs != 1):
+        if self.shared_heads is not None and (self.key_heads % self.shared_heads != 0 or self.mimo_rank != 1):
             raise ValueError(
                 f"MixerShape: shared_heads is {self.shared_heads}, expected a divisor of key_heads = {self.key_heads}, "
-                f"and a solve axis that takes one key a token and head, not {self.pairs}"
+                f"and a solve axis that takes one key a token and head, not {self.mimo_rank}"
             )
 
     def own_share(self) -> "MixerShape":
@@ -333,8 +333,8 @@ class MixerShape:
 
     def expect_one_pair(self, part: str) -> None:
         """Raises a ValueError that names `part` if a token writes several keys into a head's state."""
-        if self.pairs != 1:
-            raise ValueError(f"{part}: the solve axis takes {self.pairs} keys a token and head, expected 1")
+        if self.mimo_rank != 1:
+            raise ValueError(f"{part}: the solve axis takes {self.mimo_rank} keys a token and head, expected 1")
 
     def repeat_key_heads(self, x: Array) -> Array:
         """Repeats a signal of key heads for each value head: `[B, T, H, ...]` to `[B, T, HV, ...]`."""

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 
 from rnnlib.fields import NaturalNumber, PositiveInteger, PositiveNumber, Range
-from rnnlib.layers.arrays import KeyHeads
+from rnnlib.layers.array_types import KeyHeads
 from rnnlib.layers.base import MixerShape, Rank
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.part import AxisConfig

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from rnnlib.layers.arrays import Gates
+from rnnlib.layers.array_types import Gates
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 

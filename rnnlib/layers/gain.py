@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from rnnlib import ops
 from rnnlib.fields import PositiveNumber, Range
-from rnnlib.layers.arrays import Gates
+from rnnlib.layers.array_types import Gates
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput

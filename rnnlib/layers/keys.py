@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from rnnlib.layers.arrays import Gates, KeyHeads, SegmentIds
+from rnnlib.layers.array_types import Gates, KeyHeads, SegmentIds
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
@@ -25,8 +25,8 @@ from rnnlib.ops.heads import rotate_pairs
 class Keys(NamedTuple):
     """The result of the keys axis.
 
-    The heads are those of the input streams: H, or H * pairs if a token writes several keys. A key map may also return
-    value heads in place of key heads: HV, or HV * pairs.
+    The heads are those of the input streams: H, or H * mimo_rank if a token writes several keys. A key map may also
+    return value heads in place of key heads: HV, or HV * mimo_rank.
 
     Attributes:
         query: `[B, T, H, K]`, reads the state.
@@ -232,7 +232,7 @@ class RotatedKeyMap(KeyMap):
         self.turning = int(config.fraction * shape.key_size) // 2
         self.read_columns(angle=shape.project(self.turning, rngs=rngs))
         # Vectors, so that no optimizer decays them.
-        features = (shape.value_heads * shape.pairs * shape.key_size,)
+        features = (shape.value_heads * shape.mimo_rank * shape.key_size,)
         self.query_bias = nnx.Param(jnp.full(features, config.initial_bias, shape.param_dtype))
         self.key_bias = nnx.Param(jnp.full(features, config.initial_bias, shape.param_dtype))
 
@@ -247,7 +247,7 @@ class RotatedKeyMap(KeyMap):
         segment_ids: SegmentIds | None = None,
         state: Any = None,
     ) -> tuple[Keys, Any]:
-        """Queries and keys `[B, T, HV * pairs, K]`, and the angle after the last token.
+        """Queries and keys `[B, T, HV * mimo_rank, K]`, and the angle after the last token.
 
         Raises:
             ValueError: the decay has no step per head.
@@ -274,10 +274,10 @@ class RotatedKeyMap(KeyMap):
         return Keys(*turned), angle[:, -1] - jnp.round(angle[:, -1])
 
     def _per_value_head(self, y: Array, bias: Array) -> Array:
-        """`[B, T, HV, pairs, K]`, with the bias added."""
+        """`[B, T, HV, mimo_rank, K]`, with the bias added."""
         shape = self.shape
-        split = y.reshape(*y.shape[:2], shape.key_heads, shape.pairs, shape.key_size)
-        return shape.repeat_key_heads(split) + bias.astype(y.dtype).reshape(-1, shape.pairs, shape.key_size)
+        split = y.reshape(*y.shape[:2], shape.key_heads, shape.mimo_rank, shape.key_size)
+        return shape.repeat_key_heads(split) + bias.astype(y.dtype).reshape(-1, shape.mimo_rank, shape.key_size)
 
     def init_state(self, batch_size: int) -> Float[Array, "B HV P"]:
         """The angle before the first token: zero."""

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from rnnlib.fields import PositiveInteger, PositiveNumber, check_fields
-from rnnlib.layers.arrays import Gates
+from rnnlib.layers.array_types import Gates
 from rnnlib.layers.base import (
     MixerConfig,
     MixerShape,
@@ -22,7 +22,6 @@ from rnnlib.layers.base import (
     check_input,
     exact_quotient,
 )
-from rnnlib.layers.check_parts import check_decay, check_decay_is_no_growth, check_gates, check_keys, expect_type
 from rnnlib.layers.convolution import ConvolutionConfig
 from rnnlib.layers.decay import DecayConfig, NoDecay
 from rnnlib.layers.delta_product import (
@@ -41,9 +40,10 @@ from rnnlib.layers.input_projection import InputProjection, ProjectedInput, colu
 from rnnlib.layers.keys import Keys, KeysConfig, PlainKeys
 from rnnlib.layers.output_projection import OutputProjection, OutputProjectionConfig
 from rnnlib.layers.part import PartConfig
+from rnnlib.layers.qkv_branch import BranchNorm, QKVBranch, columns_in_place, run_branches
 from rnnlib.layers.rotary import Rotary, running_positions
-from rnnlib.layers.solve import Online, OperatorOptions, Signals, SolveConfig
-from rnnlib.layers.stream import Stream, StreamNorm, columns_in_place, run_streams
+from rnnlib.layers.solve import Online, OperatorOptions, RecurrenceInputs, SolveConfig
+from rnnlib.layers.validation import check_decay, check_decay_is_no_growth, check_gates, check_keys, expect_type
 from rnnlib.ops.delayed_update import DelayedState
 from rnnlib.ops.skinny_gemm import Epilogue
 
@@ -118,8 +118,8 @@ class RecurrentMixerConfig(MixerConfig):
     feature_map: FeatureMap = "silu"
     key_feature_map: Activation | None = None
     value_map: Activation = "silu"
-    query_norm: StreamNorm = "l2"
-    key_norm: StreamNorm = "l2"
+    query_norm: BranchNorm = "l2"
+    key_norm: BranchNorm = "l2"
     rotary: Rotary | None = None
     key_expansion: PositiveNumber = 1.0
     value_expansion: PositiveNumber = 1.0
@@ -196,7 +196,7 @@ class RecurrentMixerConfig(MixerConfig):
             dtype=dtype,
             param_dtype=param_dtype,
             initializer=self.initializer,
-            pairs=self.solve.pairs(),
+            mimo_rank=self.solve.mimo_rank(),
             projected_key_size=key_size,
             shared_heads=self.shared_heads,
             decay_size=self.solve.decay_size(),
@@ -244,14 +244,14 @@ class RecurrentMixer(MixerWithOutput):
         self.tied_map = config.tie_feature_maps and isinstance(config.feature_map, FeatureMapConfig)
 
         def stream(
-            kind: str, heads: int, size: int, feature_map: FeatureMap, norm: StreamNorm, borrows_map: bool = False
-        ) -> Stream:
+            kind: str, heads: int, size: int, feature_map: FeatureMap, norm: BranchNorm, borrows_map: bool = False
+        ) -> QKVBranch:
             own = convolution if convolution is not None and getattr(convolution, kind) else None
             options: dict[str, Any] = {"norm": norm, "use_bias": config.use_bias, "borrows_map": borrows_map}
             options["scale"] = 1.0 if convolution is None else getattr(convolution, f"{kind}_scale")
-            return Stream(kind, shape, heads, size, convolution=own, feature_map=feature_map, rngs=rngs, **options)
+            return QKVBranch(kind, shape, heads, size, convolution=own, feature_map=feature_map, rngs=rngs, **options)
 
-        heads, shared = shape.key_heads * shape.pairs, shape.shared_heads
+        heads, shared = shape.key_heads * shape.mimo_rank, shape.shared_heads
         self.query = stream("query", heads, projected, config.feature_map, config.query_norm)
         per_step = shape_of_steps(shape, config.steps)
         keys, values = shared or heads * config.steps, shared or per_step.value_heads
@@ -305,14 +305,14 @@ class RecurrentMixer(MixerWithOutput):
         """What the parts ask of a matmul of few rows, by the names of columns."""
         return epilogues_of(self.decay, self.gain, self.keys, self.solve, self.output_projection)
 
-    def signals(
+    def recurrence_inputs(
         self,
         x: Float[Array, "B T D"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         cache: MixerCache | None = None,
-    ) -> tuple[Signals, MixerCache]:
+    ) -> tuple[RecurrenceInputs, MixerCache]:
         """The inputs of the recurrence: keys, values, gates and decay.
 
         Args:
@@ -332,12 +332,12 @@ class RecurrentMixer(MixerWithOutput):
 
     def _signals(
         self, inputs: ProjectedInput, segment_ids: Array | None, positions: Array | None, cache: MixerCache | None
-    ) -> tuple[Signals, ProjectedInput, MixerCache]:
+    ) -> tuple[RecurrenceInputs, ProjectedInput, MixerCache]:
         """The inputs of the recurrence, what the parts after it read, and the next cache without its `state`."""
         batch = inputs.x.shape[:2]
         tails = (None, None, None) if cache is None else (cache.query_tail, cache.key_tail, cache.value_tail)
         borrowed = self.query.feature_map if self.tied_map else None
-        streams, inputs = run_streams(
+        streams, inputs = run_branches(
             (self.query, self.key, self.value),
             inputs,
             segment_ids=segment_ids,
@@ -371,7 +371,7 @@ class RecurrentMixer(MixerWithOutput):
         gates = self.gain.normalize(gates, keys.key, keys.write_key)
         check_gates(self.config.gain, gates, self.shape, value.shape[:2])
         carried = MixerCache(query_tail, key_tail, value_tail, keys_state, None, position)
-        return Signals(keys, value, gates, decay), inputs, carried
+        return RecurrenceInputs(keys, value, gates, decay), inputs, carried
 
     def delay_updates(self, cache: MixerCache) -> MixerCache:
         """The cache as a loop over single tokens carries it: see `Solver.delay_updates`. Not with several steps."""
@@ -379,7 +379,7 @@ class RecurrentMixer(MixerWithOutput):
             return cache
         batch = jax.tree.leaves(cache)[0].shape[0]
         # Of a token's signals only shapes are read, so that a compiled loop computes none.
-        signals, _ = self.signals(jnp.zeros((batch, 1, self.shape.width), self.shape.dtype), cache=cache)
+        signals, _ = self.recurrence_inputs(jnp.zeros((batch, 1, self.shape.width), self.shape.dtype), cache=cache)
         return cache._replace(state=self.solve.delay_updates(cache.state, signals))
 
     def init_cache(self, batch_size: int, max_length: int, dtype: DTypeLike | None = None) -> MixerCache:

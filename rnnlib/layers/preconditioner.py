@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from rnnlib import ops
 from rnnlib.fields import PositiveNumber, Range
-from rnnlib.layers.arrays import Gates, KeyHeads, SegmentIds
+from rnnlib.layers.array_types import Gates, KeyHeads, SegmentIds
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay, DecayConfig, NoDecay, SoftplusDecay
 from rnnlib.layers.gain import Gain, GainConfig, SigmoidGain, SigmoidGate

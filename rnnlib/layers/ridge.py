@@ -12,10 +12,10 @@ from jaxtyping import Float
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger, PositiveNumber
-from rnnlib.layers.arrays import SegmentIds, ValueHeads
+from rnnlib.layers.array_types import SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.input_projection import ProjectedInput
-from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver, expect_no_previous
+from rnnlib.layers.solve import OperatorOptions, RecurrenceInputs, SolveConfig, Solver, expect_no_previous
 from rnnlib.ops.ridge_solve import Solver as RidgeMethod
 
 
@@ -138,7 +138,12 @@ class RidgeSolver(Solver):
         return nnx.Param(orthonormal) if self.config.sketch == "trained" else FixedProjection(orthonormal)
 
     def __call__(
-        self, inputs: ProjectedInput, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+        self,
+        inputs: ProjectedInput,
+        signals: RecurrenceInputs,
+        *,
+        segment_ids: SegmentIds | None = None,
+        state: Any = None,
     ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 

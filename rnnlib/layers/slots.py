@@ -9,10 +9,10 @@ from jax import Array
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger
-from rnnlib.layers.arrays import SegmentIds, ValueHeads
+from rnnlib.layers.array_types import SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.input_projection import ProjectedInput
-from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver, expect_no_previous
+from rnnlib.layers.solve import OperatorOptions, RecurrenceInputs, SolveConfig, Solver, expect_no_previous
 
 
 class SlotState(NamedTuple):
@@ -73,7 +73,7 @@ class GatedSlotsSolver(Solver):
     def __call__(
         self,
         inputs: ProjectedInput,
-        signals: Signals,
+        signals: RecurrenceInputs,
         *,
         segment_ids: SegmentIds | None = None,
         state: SlotState | None = None,

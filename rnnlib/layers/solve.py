@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float
 
 from rnnlib import ops
-from rnnlib.layers.arrays import Gates, SegmentIds, ValueHeads
+from rnnlib.layers.array_types import Gates, SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
@@ -21,7 +21,7 @@ from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
 from rnnlib.ops.gates import resolve_gates
 
 
-class Signals(NamedTuple):
+class RecurrenceInputs(NamedTuple):
     """The inputs of a recurrence: the results of the other axes.
 
     Attributes:
@@ -67,7 +67,12 @@ class Solver(nnx.Module, ColumnReader, abc.ABC):
 
     @abc.abstractmethod
     def __call__(
-        self, inputs: ProjectedInput, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+        self,
+        inputs: ProjectedInput,
+        signals: RecurrenceInputs,
+        *,
+        segment_ids: SegmentIds | None = None,
+        state: Any = None,
     ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
@@ -82,7 +87,7 @@ class Solver(nnx.Module, ColumnReader, abc.ABC):
     def init_state(self, batch_size: int) -> Any:
         """The state before the first token, a pytree of arrays."""
 
-    def delay_updates(self, state: Any, signals: Signals) -> Any:
+    def delay_updates(self, state: Any, signals: RecurrenceInputs) -> Any:
         """The state as a loop over single tokens carries it: one beside which writes wait, where that is faster.
 
         `rnnlib.models.delayed_updates` flushes each `DelayedState` after the loop.
@@ -102,7 +107,7 @@ class SolveConfig(AxisConfig):
     def build(self, shape: MixerShape, options: OperatorOptions, *, rngs: nnx.Rngs) -> Solver:
         """Builds the module."""
 
-    def pairs(self) -> int:
+    def mimo_rank(self) -> int:
         """Keys and values that a token writes into each head's state, and queries that read it."""
         return 1
 
@@ -151,7 +156,12 @@ class OnlineSolver(MatrixStateSolver):
     """Calls `rnnlib.ops.gated_delta_rule`."""
 
     def __call__(
-        self, inputs: ProjectedInput, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+        self,
+        inputs: ProjectedInput,
+        signals: RecurrenceInputs,
+        *,
+        segment_ids: SegmentIds | None = None,
+        state: Any = None,
     ) -> tuple[ValueHeads, Any]:
         """Output and next state."""
         expect_no_previous("Online", signals.gates)
@@ -172,11 +182,11 @@ class OnlineSolver(MatrixStateSolver):
             **self.options.arguments(),
         )
 
-    def delay_updates(self, state: Any, signals: Signals) -> Any:
+    def delay_updates(self, state: Any, signals: RecurrenceInputs) -> Any:
         """The state, beside which writes wait where that is faster."""
         return delay_updates(state, self._token(signals), implementation=self.options.implementation)
 
-    def _token(self, signals: Signals) -> DeltaRuleInputs:
+    def _token(self, signals: RecurrenceInputs) -> DeltaRuleInputs:
         keys, gates = signals.keys, signals.gates
         both = resolve_gates("Online", gates.beta, gates.erase, gates.write, signals.value.shape[:3])
         log_decay = signals.decay.log_decay
@@ -213,7 +223,12 @@ class OfflineSolver(MatrixStateSolver):
     """Calls `rnnlib.ops.linear_attention`."""
 
     def __call__(
-        self, inputs: ProjectedInput, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+        self,
+        inputs: ProjectedInput,
+        signals: RecurrenceInputs,
+        *,
+        segment_ids: SegmentIds | None = None,
+        state: Any = None,
     ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
@@ -243,11 +258,11 @@ class OfflineSolver(MatrixStateSolver):
             **self.options.arguments(),
         )
 
-    def delay_updates(self, state: Any, signals: Signals) -> Any:
+    def delay_updates(self, state: Any, signals: RecurrenceInputs) -> Any:
         """The state, beside which writes wait where that is faster."""
         return delay_updates(state, self._token(signals), implementation=self.options.implementation)
 
-    def _token(self, signals: Signals) -> DeltaRuleInputs:
+    def _token(self, signals: RecurrenceInputs) -> DeltaRuleInputs:
         keys, gates = signals.keys, signals.gates
         write = gates.beta if gates.write is None else gates.write
         own = resolve_gates("Offline", None, None, write, signals.value.shape[:3])
@@ -270,7 +285,12 @@ class NormalizedOfflineSolver(OfflineSolver):
     """Linear attention whose values have one more channel, equal to 1: its output is the denominator."""
 
     def __call__(
-        self, inputs: ProjectedInput, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+        self,
+        inputs: ProjectedInput,
+        signals: RecurrenceInputs,
+        *,
+        segment_ids: SegmentIds | None = None,
+        state: Any = None,
     ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
@@ -290,7 +310,7 @@ class NormalizedOfflineSolver(OfflineSolver):
         state = NormalizedState(state[..., :-1], state[..., -1])
         return (out[..., :-1] / (out[..., -1:] + 1e-10)).astype(dtype), state
 
-    def delay_updates(self, state: Any, signals: Signals) -> Any:
+    def delay_updates(self, state: Any, signals: RecurrenceInputs) -> Any:
         """The state as it is: its two parts become one array for each call."""
         return state
 

@@ -9,10 +9,10 @@ from jax import Array
 
 from rnnlib import ops
 from rnnlib.fields import PositiveInteger
-from rnnlib.layers.arrays import SegmentIds, ValueHeads
+from rnnlib.layers.array_types import SegmentIds, ValueHeads
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.input_projection import ProjectedInput
-from rnnlib.layers.solve import OperatorOptions, Signals, SolveConfig, Solver
+from rnnlib.layers.solve import OperatorOptions, RecurrenceInputs, SolveConfig, Solver
 from rnnlib.ops.arguments import matmul_precision
 from rnnlib.ops.context_parallel import current_axis, document_starts, token_before
 
@@ -55,7 +55,7 @@ class Trapezoidal(SolveConfig):
         """The axis in a few words, for the table of mixers."""
         return "additive, trapezoidal" + ("" if self.rank == 1 else f", {self.rank} pairs a token")
 
-    def pairs(self) -> int:
+    def mimo_rank(self) -> int:
         """The rank."""
         return self.rank
 
@@ -75,7 +75,7 @@ class TrapezoidalSolver(Solver):
     def __init__(self, shape: MixerShape, options: OperatorOptions):
         self.shape = shape
         self.options = options
-        rank, several = shape.pairs, shape.pairs > 1
+        rank, several = shape.mimo_rank, shape.mimo_rank > 1
 
         def equal_weights() -> nnx.Param:
             # A vector, so that no optimizer decays it; an array of its own, so that a training step may be given both.
@@ -85,7 +85,12 @@ class TrapezoidalSolver(Solver):
         self.read_scale = equal_weights() if several else None
 
     def __call__(
-        self, inputs: ProjectedInput, signals: Signals, *, segment_ids: SegmentIds | None = None, state: Any = None
+        self,
+        inputs: ProjectedInput,
+        signals: RecurrenceInputs,
+        *,
+        segment_ids: SegmentIds | None = None,
+        state: Any = None,
     ) -> tuple[ValueHeads, Any]:
         """Output and next state.
 
@@ -106,7 +111,7 @@ class TrapezoidalSolver(Solver):
         if segment_ids is not None:
             write_before = jnp.where(document_starts(segment_ids)[..., None], 0.0, write_before)
 
-        rank = self.shape.pairs
+        rank = self.shape.mimo_rank
         out, memory = ops.linear_attention(
             _steps(query),
             _steps(key_before),
@@ -132,7 +137,7 @@ class TrapezoidalSolver(Solver):
 
     def _per_value_head(self, y: Array) -> Array:
         """Keys or queries of any heads, `[B, T, HV, R, K]`."""
-        return self.shape.repeat_key_heads(y.reshape(*y.shape[:2], -1, self.shape.pairs, self.shape.key_size))
+        return self.shape.repeat_key_heads(y.reshape(*y.shape[:2], -1, self.shape.mimo_rank, self.shape.key_size))
 
     def _values(self, value: Array) -> Array:
         """The R values `[..., HV, R, V]` of each value `[..., HV, V]`."""
@@ -146,14 +151,14 @@ class TrapezoidalSolver(Solver):
 
     def _per_head(self, scale: nnx.Param) -> Array:
         shape = self.shape
-        return scale[...].astype(shape.gate_dtype).reshape(shape.value_heads, shape.pairs, shape.value_size)
+        return scale[...].astype(shape.gate_dtype).reshape(shape.value_heads, shape.mimo_rank, shape.value_size)
 
     def _read(self, query: Array, key: Array, value: Array, write: Array, seen: Array) -> Array:
         """What each token's queries read of R pairs, summed: pair j by query r where `seen[r, j]` is 1.
 
         `sum_rj c_r * (w_rj u_j * v) = v * sum_rj w_rj (c_r * u_j)`, with `w_rj = q_r . k_j`: nothing has R values.
         """
-        rank, dtype = self.shape.pairs, self.shape.gate_dtype
+        rank, dtype = self.shape.mimo_rank, self.shape.gate_dtype
         query, key = query.astype(dtype), key.astype(dtype)
         # Pair by pair, sums of products, since R is 1 or 4: as fast on a GPU as a batch of matrix products, and faster
         # on a CPU. [B, T, HV, R, R]
@@ -170,7 +175,7 @@ class TrapezoidalSolver(Solver):
     def init_state(self, batch_size: int) -> TrapezoidalState:
         """The state before the first token: zeros."""
         shape = self.shape
-        heads, rank, keys, values = shape.value_heads, shape.pairs, shape.key_size, shape.value_size
+        heads, rank, keys, values = shape.value_heads, shape.mimo_rank, shape.key_size, shape.value_size
         sizes = (heads, keys, values), (heads, rank, keys), (heads, values)
         return TrapezoidalState(*(jnp.zeros((batch_size, *size), shape.gate_dtype) for size in sizes))
 

@@ -10,21 +10,21 @@ from rnnlib.models.config import (
     swiglu_width,
     two_global_attention_layers,
 )
+from rnnlib.models.decode_state import gather_rows, insert_rows
 from rnnlib.models.decoder import DecoderCache, DecoderLM
-from rnnlib.models.decoding import Continuation, Decoder, Generated, generate
+from rnnlib.models.engine import Continuation, Engine, Generated, generate
 from rnnlib.models.generation import NaNLogitsError, Sampling, sample, stream
 from rnnlib.models.presets import ModelPreset, model_preset, preset_details, preset_names
 from rnnlib.models.scoring import Scores, score
-from rnnlib.models.slots import put_rows, take_rows
 from rnnlib.models.summary import ParameterCount, abstract_model, cache_bytes, count_parameters, summary
 from rnnlib.models.weights import load_weights, save_weights
 
 __all__ = [
     "Block",
     "Continuation",
-    "Decoder",
     "DecoderCache",
     "DecoderLM",
+    "Engine",
     "Generated",
     "ModelConfig",
     "ModelPreset",
@@ -39,18 +39,18 @@ __all__ = [
     "count_parameters",
     "every_other_sliding_window",
     "gated_deltanet2_cell",
+    "gather_rows",
     "generate",
+    "insert_rows",
     "load_weights",
     "model_preset",
     "preset_details",
     "preset_names",
-    "put_rows",
     "sample",
     "save_weights",
     "score",
     "stream",
     "summary",
     "swiglu_width",
-    "take_rows",
     "two_global_attention_layers",
 ]

@@ -12,9 +12,9 @@ from flax import nnx
 from jax import Array
 
 from rnnlib.fields import PositiveInteger, check_value
+from rnnlib.models.decode_state import gather_rows
 from rnnlib.models.decoder import DecoderCache, DecoderLM
 from rnnlib.models.generation import NaNLogitsError, pad_prompts
-from rnnlib.models.slots import take_rows
 
 # Most logits that are held at once: a quarter of a gigabyte in float32.
 _BLOCK_LOGITS = 1 << 26
@@ -184,7 +184,7 @@ def _score_batch(
     if sizes[0]:
         cache = _read_prefixes(model, parts, batch, size, sizes[0], capacity, piece_size)
         # Rows that fill up the batch go on from any state.
-        cache = take_rows(cache, [number for number, _, _ in rows] + [0] * (size - len(rows)))
+        cache = gather_rows(cache, [number for number, _, _ in rows] + [0] * (size - len(rows)))
     tokens, targets = np.zeros([2, size, sizes[1]], np.int32)
     for i, (_, prefix, row) in enumerate(rows):
         own = row.tokens[prefix:]

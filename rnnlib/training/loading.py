@@ -14,7 +14,7 @@ from rnnlib.hub.names import local_folder
 from rnnlib.hub.pretrained import tokenizer_folder
 from rnnlib.hub.special_tokens import end_tokens, special_tokens
 from rnnlib.models import DecoderLM, ModelConfig
-from rnnlib.models.slots import MAX_STOP_TOKENS
+from rnnlib.models.decode_state import MAX_STOP_TOKENS
 from rnnlib.training.run import (
     CONFIG_FILE,
     TOKENIZER_FILE,

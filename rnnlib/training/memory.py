@@ -28,7 +28,7 @@ def least_parameters(config: ModelConfig) -> int:
         mixer = mixer_config(config, name)
         if isinstance(mixer, RecurrentMixerConfig):
             shape = mixer.shape(width, config.num_heads)
-            channels = 2 * shape.key_heads * shape.pairs * shape.key_size + shape.value_heads * shape.value_size
+            channels = 2 * shape.key_heads * shape.mimo_rank * shape.key_size + shape.value_heads * shape.value_size
             count += width * channels
     return count
 

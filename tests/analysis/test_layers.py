@@ -47,8 +47,8 @@ def reference_signals(model, tokens, segment_ids):
     signals = []
     for block in model.blocks:
         normalised = block.mixer_norm(x)
-        has_signals = hasattr(block.mixer, "signals")
-        signals.append(block.mixer.signals(normalised, segment_ids=segment_ids)[0] if has_signals else None)
+        has_signals = hasattr(block.mixer, "recurrence_inputs")
+        signals.append(block.mixer.recurrence_inputs(normalised, segment_ids=segment_ids)[0] if has_signals else None)
         x = x + block.mixer(normalised, segment_ids=segment_ids)[0]
         x = x + block.feed_forward(block.feed_forward_norm(x))
     return signals
@@ -114,13 +114,13 @@ def test_diagonal_of_the_gram_over_time_is_the_diagonal_gram(model, tokens, laye
 
 def test_layers_can_be_chosen_and_are_run_no_further(model, tokens, monkeypatch):
     calls = []
-    real = type(model.blocks[0].mixer).signals
+    real = type(model.blocks[0].mixer).recurrence_inputs
 
     def counted(self, *args, **options):
         calls.append(self)
         return real(self, *args, **options)
 
-    monkeypatch.setattr(type(model.blocks[0].mixer), "signals", counted)
+    monkeypatch.setattr(type(model.blocks[0].mixer), "recurrence_inputs", counted)
     jax.clear_caches()
     assert [signals.layer for signals in iterate_layers(model, tokens, layers=[0])] == [0]
     ran = len(calls)  # traced once for the signals and once in the block
@@ -220,7 +220,7 @@ def test_layers_that_carry_share_or_stand_side_by_side(monkeypatch):
         monkeypatch.setattr(RecurrentMixer, "_signals", recorded)
         model(tokens)
         monkeypatch.setattr(RecurrentMixer, "_signals", own)
-        expected = [mixer.signals(x)[0] for mixer, x in read]
+        expected = [mixer.recurrence_inputs(x)[0] for mixer, x in read]
     found = list(iterate_layers(model, tokens))
     assert [(signals.layer, signals.mixer) for signals in found] == [
         (0, "gated_deltanet"),

@@ -180,7 +180,7 @@ def test_a_continuation_keeps_its_space(capsys, monkeypatch):
     vocabulary = {"▁3": 0, "▁plus": 1, "▁4": 2, "▁is": 3}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    words.decoder = tokenizers.decoders.Metaspace()  # drops the space of a text's first word
+    words.engine = tokenizers.decoders.Metaspace()  # drops the space of a text's first word
 
     class Blocks(models.Continuation):
         def extend(self):
@@ -188,7 +188,7 @@ def test_a_continuation_keeps_its_space(capsys, monkeypatch):
             self.finish_reason = "length" if self.tokens[-1] == 3 else None
 
     text = Blocks((0,))
-    monkeypatch.setattr("rnnlib.models.Decoder", lambda *_, **__: SimpleNamespace(add=add, step=text.extend))
+    monkeypatch.setattr("rnnlib.models.Engine", lambda *_, **__: SimpleNamespace(add=add, step=text.extend))
 
     def add(prompt, **options):
         return text
@@ -201,10 +201,10 @@ def test_a_continuation_keeps_its_space(capsys, monkeypatch):
 def test_a_model_of_nan_is_one_line(trained, capsys, monkeypatch):
     def broken(model, **options):
         model.embedding[...] *= jnp.nan
-        return decoder(model, **options)
+        return engine(model, **options)
 
-    decoder = models.Decoder
-    monkeypatch.setattr("rnnlib.models.Decoder", broken)
+    engine = models.Engine
+    monkeypatch.setattr("rnnlib.models.Engine", broken)
     assert main(["generate", str(trained[0]), "--prompt", "3"]) == 1
     errors = capsys.readouterr().err
     assert "the model's logits are NaN" in errors and errors.count("\n") == 1

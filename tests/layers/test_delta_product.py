@@ -26,7 +26,7 @@ def test_steps_are_written_one_after_the_other():
     """The operator's result is that of a loop over tokens and their steps, in float64."""
     steps, mixer = 3, layer(3)
     x = inputs()
-    signals, _ = mixer.signals(x)
+    signals, _ = mixer.recurrence_inputs(x)
     columns = mixer.input_projection(x)
     out, _ = mixer.solve(columns, signals)
     query, key, value = (np.asarray(a, np.float64) for a in (signals.keys.query, signals.keys.key, signals.value))

@@ -163,7 +163,7 @@ def test_grouped_value_heads_share_their_key_head(name):
 )
 def test_eigenvalues_of_transitions(gain, lowest):
     module = build(gain=gain, key_norm="none" if isinstance(gain, KaczmarzGain) else "l2")
-    signals, _ = module.signals(20 * inputs(1, 50))
+    signals, _ = module.recurrence_inputs(20 * inputs(1, 50))
     gates, k = signals.gates, signals.keys.key[0]
     erase = (gates.erase if gates.beta is None else gates.beta)[0]
     erase = erase if erase.ndim == 3 else erase[..., None]
@@ -205,7 +205,7 @@ def test_half_precision_keeps_states_gates_and_decay_parameters_wide(name):
         assert variable.dtype == (jnp.float32 if path[-1] in kept else jnp.bfloat16), path
     x = inputs(1, 5).astype(jnp.bfloat16)
     cache = module.init_cache(1, 8)
-    signals, _ = module.signals(x)
+    signals, _ = module.recurrence_inputs(x)
     assert signals.decay.log_decay.dtype == jnp.float32
     assert all(gate.dtype == jnp.float32 for gate in signals.gates if gate is not None)
     assert signals.keys.key.dtype == signals.value.dtype == jnp.bfloat16
@@ -269,7 +269,7 @@ def test_angles_of_long_documents_stay_precise():
 
     @jax.jit
     def revolutions(x):
-        _, carried = module.signals(x)
+        _, carried = module.recurrence_inputs(x)
         columns = module.input_projection(x)
         return jnp.tanh(columns["angle"])[:, :, None] / 2 * module.decay(columns).step[..., None], carried.keys
 
@@ -413,7 +413,7 @@ def test_signals_are_what_the_operator_gets():
     """The axes can be looked into: running the operator on the signals and reading out is the call."""
     module = tiny("comba", **SCAN)
     x = jnp.asarray(inputs(1, 6))
-    signals, carried = module.signals(x)
+    signals, carried = module.recurrence_inputs(x)
     assert carried.state is None
     gates = signals.gates
     out, _ = ops.gated_delta_rule(
@@ -434,7 +434,7 @@ def test_signals_are_what_the_operator_gets():
 def test_unit_gain_online_overwrites_a_repeated_key():
     """The delta rule with gain 1 and unit keys: reading with the key just written gives its value."""
     module = build(gain=UnitGain(), keys=PlainKeys())
-    signals, _ = module.signals(jnp.asarray(inputs(1, 12)))
+    signals, _ = module.recurrence_inputs(jnp.asarray(inputs(1, 12)))
     columns = module.input_projection(inputs(1, 12))
     out, _ = module.solve(columns, signals._replace(keys=signals.keys._replace(query=signals.keys.key)))
     np.testing.assert_allclose(out * SIZE**0.5, signals.value, rtol=1e-4, atol=1e-4)

@@ -42,7 +42,7 @@ def build(**options):
 
 @nnx.jit
 def signals_of(module, x):
-    return module.signals(x)[0]
+    return module.recurrence_inputs(x)[0]
 
 
 def transitions(signals):
@@ -225,11 +225,13 @@ def test_value_heads_of_a_group_share_the_preconditioner():
             "gates are tied, expected as many value heads as the 2 key heads",
         ),
         (
-            lambda: build(gain=ChannelGain(), keys=ApplyToKey(normalization="decayed_implicit")).signals(inputs(1, 3)),
+            lambda: build(gain=ChannelGain(), keys=ApplyToKey(normalization="decayed_implicit")).recurrence_inputs(
+                inputs(1, 3)
+            ),
             "normalization is 'decayed_implicit', expected a gain that gives beta",
         ),
         (
-            lambda: build(value_heads=2 * HEADS, keys=ApplyToKey(normalization="decayed_implicit")).signals(
+            lambda: build(value_heads=2 * HEADS, keys=ApplyToKey(normalization="decayed_implicit")).recurrence_inputs(
                 inputs(1, 3)
             ),
             "expected as many value heads as the 2 key heads, not 4",

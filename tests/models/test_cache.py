@@ -15,8 +15,8 @@ from rnnlib.models import (
     ModelConfig,
     every_other_sliding_window,
     gated_deltanet2_cell,
-    put_rows,
-    take_rows,
+    gather_rows,
+    insert_rows,
     two_global_attention_layers,
 )
 from tests.selection import mostly_slow
@@ -151,7 +151,7 @@ def test_a_row_joins_while_another_goes_on(name):
     for t in range(PREFIX, PREFIX + late):
         _, cache = extend(TOKENS[jnp.asarray([0, 0]), t : t + 1], cache, None)
     _, joining = extend(prompt, empty, segments)
-    cache = put_rows(cache, [1], take_rows(joining, [1]))
+    cache = insert_rows(cache, [1], gather_rows(joining, [1]))
     for t in range(PREFIX, LENGTH - late):
         logits, cache = extend(jnp.stack([TOKENS[0, t + late : t + late + 1], TOKENS[1, t : t + 1]]), cache, None)
         np.testing.assert_allclose(logits[0, 0], expected[0, t + late], atol=1e-4)
@@ -187,9 +187,9 @@ def test_rows_of_a_cache_go_on_as_others():
     model = nnx.merge(graphdef, state)
     _, cache = model.extend(TOKENS[:, :PREFIX], model.init_cache(2, LENGTH))
     rows, last = jnp.asarray([1, 1, 0]), jnp.asarray([[3], [4], [5]])
-    logits, _ = model.extend(last, take_rows(cache, rows))
+    logits, _ = model.extend(last, gather_rows(cache, rows))
     for form in (np.asarray(rows, np.int64), rows.tolist()):
-        jax.tree.map(np.testing.assert_array_equal, take_rows(cache, form), take_rows(cache, rows))
+        jax.tree.map(np.testing.assert_array_equal, gather_rows(cache, form), gather_rows(cache, rows))
     whole = parallel(graphdef, state, jnp.concatenate([TOKENS[rows, :PREFIX], last], axis=1), None)
     np.testing.assert_allclose(logits[:, 0], whole[:, -1], atol=1e-4)
     assert not np.allclose(logits[0], logits[1], atol=1e-2)
@@ -200,12 +200,12 @@ def test_a_row_that_a_cache_does_not_have_shows(unchecked_shapes):
     model = nnx.merge(graphdef, state)
     _, cache = model.extend(TOKENS[:, :2], model.init_cache(2, LENGTH))
     for outside in (2, -1):
-        with pytest.raises(ValueError, match=r"take_rows: rows are .* to .*, expected them in \[0, 2\)"):
-            take_rows(cache, [0, outside])
+        with pytest.raises(ValueError, match=r"gather_rows: rows are .* to .*, expected them in \[0, 2\)"):
+            gather_rows(cache, [0, outside])
 
         @jax.jit
         def go_on(rows):
-            return model.extend(jnp.asarray([[1], [1]]), take_rows(cache, rows))[0]
+            return model.extend(jnp.asarray([[1], [1]]), gather_rows(cache, rows))[0]
 
         logits = go_on(jnp.asarray([1, outside]))
         assert jnp.isfinite(logits[0]).all() and jnp.isnan(logits[1]).all()
@@ -217,7 +217,7 @@ def test_a_row_that_a_cache_does_not_have_shows(unchecked_shapes):
         ([True], TypeError, "rows has dtype bool, expected an integer dtype"),
     ):
         with pytest.raises(error, match=message):
-            take_rows(cache, rows)
+            gather_rows(cache, rows)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -225,11 +225,11 @@ def test_rows_that_cannot_be_put_are_named():
     model = DecoderLM(SMALL.replace(num_layers=2, mixers=("gated_deltanet", "attention")), rngs=nnx.Rngs(5))
     cache, one = model.init_cache(2, LENGTH), model.init_cache(1, LENGTH)
     for rows, others, message in (
-        ([2], one, r"put_rows: rows are 2 to 2, expected them in \[0, 2\)"),
-        ([0, 0], cache, r"put_rows: rows are \[0, 0\], expected each once"),
-        ([0, 1], one, r"put_rows: others has an array of shape \(1, .*\), expected \(2, "),
+        ([2], one, r"insert_rows: rows are 2 to 2, expected them in \[0, 2\)"),
+        ([0, 0], cache, r"insert_rows: rows are \[0, 0\], expected each once"),
+        ([0, 1], one, r"insert_rows: others has an array of shape \(1, .*\), expected \(2, "),
         ([0], model.init_cache(1, 9), "one row for each of rows, of the same model and max_length"),
-        ([0], one[:1], "put_rows: others is not of the model that cache is of"),
+        ([0], one[:1], "insert_rows: others is not of the model that cache is of"),
     ):
         with pytest.raises(ValueError, match=message):
-            put_rows(cache, rows, others)
+            insert_rows(cache, rows, others)

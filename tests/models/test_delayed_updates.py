@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.models import Decoder, DecoderLM, stream
+from rnnlib.models import DecoderLM, Engine, stream
 from rnnlib.models.delayed_updates import after_tokens, delay_updates, flushed
 from rnnlib.ops import delayed_update
 from rnnlib.ops.delayed_update import DelayedState
@@ -75,12 +75,12 @@ def test_texts_that_join_and_leave_have_the_tokens_of_plain_states(monkeypatch):
     language_model = model()
 
     def texts():
-        decoder = Decoder(language_model, slots=2, max_length=40)
-        found = [decoder.add(PROMPTS[0], max_new_tokens=9, temperature=0)]
-        decoder.step(3)
-        found.append(decoder.add(PROMPTS[1], max_new_tokens=3, temperature=0))
-        while decoder.active:
-            decoder.step(5)
+        engine = Engine(language_model, slots=2, max_length=40)
+        found = [engine.add(PROMPTS[0], max_new_tokens=9, temperature=0)]
+        engine.step(3)
+        found.append(engine.add(PROMPTS[1], max_new_tokens=3, temperature=0))
+        while engine.active:
+            engine.step(5)
         return [text.tokens for text in found]
 
     plain = texts()

@@ -388,7 +388,7 @@ def serve(monkeypatch):
     for module in SERVED:
         monkeypatch.setattr(f"{module}.skinny_kernel_serves", few)
     one = serves("one_token", lambda calls: all(x.x.shape[1] == 1 and x.initial_state is not None for x, _ in calls))
-    monkeypatch.setattr("rnnlib.layers.stream.one_launch_serves", one)
+    monkeypatch.setattr("rnnlib.layers.qkv_branch.one_launch_serves", one)
     norm = serves("rms_norm", lambda x, scale, z=None, z_bias=None: x.shape[1] == 1)
     for module in ("rnnlib.layers.normalization", "rnnlib.layers.output_projection", "rnnlib.layers.residual"):
         monkeypatch.setattr(f"{module}.norm_kernel_serves", norm)

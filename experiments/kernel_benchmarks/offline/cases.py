@@ -23,7 +23,7 @@ from pallas_kernels.delta_rule.dplr import dplr
 from pallas_kernels.delta_rule.tuned_configs import load_table
 from pallas_kernels.linear_attention.api import linear_attention
 from pallas_kernels.ridge.api import ridge_solve
-from pallas_kernels.short_convolution.api import ConvolutionStream, Epilogue, joined_convolutions
+from pallas_kernels.short_convolution.api import ConvolutionBranch, Epilogue, fused_convolutions
 from pallas_kernels.short_convolution.decode import TokenStream, one_token_convolutions
 from rnnlib import ops
 
@@ -349,8 +349,8 @@ def convolutions() -> list[Case]:
         return Case(f"short convolution {jnp.dtype(dtype).name}{', norm' if norm_size else ''}", loss, x)
 
     def joined(x: Any) -> jax.Array:
-        streams = [ConvolutionStream(x["kernel"], None, None, Epilogue("silu", norm)) for norm in (128, None)]
-        return _total(joined_convolutions(x["x"], streams))
+        streams = [ConvolutionBranch(x["kernel"], None, None, Epilogue("silu", norm)) for norm in (128, None)]
+        return _total(fused_convolutions(x["x"], streams))
 
     columns = {
         "x": jax.ShapeDtypeStruct((4, 4096, 2112), jnp.bfloat16),

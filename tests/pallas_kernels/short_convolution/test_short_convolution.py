@@ -9,10 +9,10 @@ import pytest
 
 from pallas_kernels.common.config import KernelConfig
 from pallas_kernels.short_convolution.api import (
+    ConvolutionBranch,
     ConvolutionConfig,
     ConvolutionPrograms,
-    ConvolutionStream,
-    joined_convolutions,
+    fused_convolutions,
     short_convolution,
     unsupported_reason,
 )
@@ -175,8 +175,8 @@ def test_joined_on_a_gpu(dtype):
     filters, ids = [arrays for arrays, _, _ in made], made[0][2]
 
     def by_one_call(x, filters):
-        given = [ConvolutionStream(**arrays, epilogue=epilogue) for arrays, epilogue in zip(filters, epilogues)]
-        return joined_convolutions(x, given, segment_ids=ids)
+        given = [ConvolutionBranch(**arrays, epilogue=epilogue) for arrays, epilogue in zip(filters, epilogues)]
+        return fused_convolutions(x, given, segment_ids=ids)
 
     def one_by_one(x, filters):
         results, first = [], 0

@@ -12,9 +12,9 @@ from rnnlib import ops
 from rnnlib.layers import InputProjection, MixerShape, mixer_preset
 from rnnlib.layers.input_projection import shared_columns
 from rnnlib.models.variables import values_by_column
-from rnnlib.ops.short_convolution import joined
+from rnnlib.ops.short_convolution import fused
+from rnnlib.ops.short_convolution.fused import FusedBranch, fused_convolutions, fused_unsupported
 from rnnlib.ops.short_convolution.inputs import Epilogue
-from rnnlib.ops.short_convolution.joined import JoinedStream, joined_convolutions, joined_unsupported
 from tests.pallas_kernels.cases import relative_error
 from tests.selection import mostly_slow
 
@@ -29,9 +29,9 @@ def draw(*shape, seed=0):
 def streams():
     """Of 16, 16 and 32 columns, the widest first, with and without each option."""
     return [
-        JoinedStream(draw(4, 32), None, None, Epilogue("silu", None, 1e-6)),
-        JoinedStream(draw(3, 16), draw(16), draw(2, 2, 16), Epilogue("silu", 8, 1e-6)),
-        JoinedStream(draw(1, 16, seed=1), draw(16, seed=1), None, Epilogue(None, 16, 1e-6)),
+        FusedBranch(draw(4, 32), None, None, Epilogue("silu", None, 1e-6)),
+        FusedBranch(draw(3, 16), draw(16), draw(2, 2, 16), Epilogue("silu", 8, 1e-6)),
+        FusedBranch(draw(1, 16, seed=1), draw(16, seed=1), None, Epilogue(None, 16, 1e-6)),
     ]
 
 
@@ -47,18 +47,18 @@ def one_by_one(x, given, segment_ids):
 
 
 def loss(run, x, arrays, segment_ids):
-    given = [JoinedStream(*a, stream.epilogue) for a, stream in zip(arrays, streams())]
+    given = [FusedBranch(*a, stream.epilogue) for a, stream in zip(arrays, streams())]
     results, rest = run(x, given, segment_ids)
     return sum(jnp.sum(jnp.sin(2 * y) + jnp.sum(tail)) for y, tail in results) + jnp.sum(jnp.cos(rest))
 
 
 def by_kernels(x, given, segment_ids):
-    return joined_convolutions(x, given, segment_ids=segment_ids)
+    return fused_convolutions(x, given, segment_ids=segment_ids)
 
 
 @pytest.mark.parametrize("rest", mostly_slow([0, 5], [5]))
 @pytest.mark.parametrize("segment_ids", [pytest.param(None, marks=pytest.mark.slow), IDS], ids=["whole", "packed"])
-def test_joined_convolutions_are_each_stream_of_its_columns(rest, segment_ids):
+def test_fused_convolutions_are_each_stream_of_its_columns(rest, segment_ids):
     x, arrays = draw(2, LENGTH, 64 + rest), [stream[:3] for stream in streams()]
     found, expected = (
         jax.jit(jax.value_and_grad(lambda x, arrays, run=run: loss(run, x, arrays, segment_ids), (0, 1)))(x, arrays)
@@ -68,7 +68,7 @@ def test_joined_convolutions_are_each_stream_of_its_columns(rest, segment_ids):
     assert max(errors) < 2e-6, errors
 
 
-def test_joined_convolutions_have_second_derivatives_and_rows_of_a_vmap():
+def test_fused_convolutions_have_second_derivatives_and_rows_of_a_vmap():
     x, arrays = draw(2, LENGTH, 70), [stream[:3] for stream in streams()]
 
     def of_gradient(run):
@@ -86,14 +86,14 @@ def test_joined_convolutions_have_second_derivatives_and_rows_of_a_vmap():
 
 def test_unsupported_says_why():
     x = jnp.zeros((1, 4, 64))
-    narrow_first = [JoinedStream(jnp.zeros((4, n)), None, None, Epilogue(None, None, 1e-6)) for n in (16, 32)]
-    assert joined_unsupported(x, streams()) is None
-    assert "32 channels from column 16 on" in joined_unsupported(x, narrow_first)
-    assert "48 columns for streams of 64" in joined_unsupported(x[..., :48], streams())
-    assert "float16" in joined_unsupported(x.astype(jnp.float16), streams())
+    narrow_first = [FusedBranch(jnp.zeros((4, n)), None, None, Epilogue(None, None, 1e-6)) for n in (16, 32)]
+    assert fused_unsupported(x, streams()) is None
+    assert "32 channels from column 16 on" in fused_unsupported(x, narrow_first)
+    assert "48 columns for streams of 64" in fused_unsupported(x[..., :48], streams())
+    assert "float16" in fused_unsupported(x.astype(jnp.float16), streams())
     with pytest.raises(NotImplementedError, match="column 16"):
-        joined_convolutions(x, narrow_first)
-    assert not joined.joined_convolutions_serve(x.astype(jnp.bfloat16), streams())  # not on a CPU
+        fused_convolutions(x, narrow_first)
+    assert not fused.fused_convolutions_serve(x.astype(jnp.bfloat16), streams())  # not on a CPU
 
 
 def test_narrow_columns_share_a_kernel_whose_gradient_is_not_rounded(monkeypatch):
@@ -142,7 +142,7 @@ def test_narrow_columns_share_a_kernel_whose_gradient_is_not_rounded(monkeypatch
         pytest.param("pgdn", False, marks=pytest.mark.slow),
     ],
 )
-def test_a_mixer_is_the_same_by_joined_streams(preset, grouped, monkeypatch):
+def test_a_mixer_is_the_same_by_fused_branches(preset, grouped, monkeypatch):
     """Outputs, the next cache, and all gradients; with a cache and packed rows too. Wider values come first."""
     overrides = {"value_expansion": 2.0} if grouped else {}
     graph, state = nnx.split(mixer_preset(preset, **overrides).build(16, 2, rngs=nnx.Rngs(0)))
@@ -166,17 +166,19 @@ def test_a_mixer_is_the_same_by_joined_streams(preset, grouped, monkeypatch):
 
     def serves(x, streams):
         calls.append([stream.kernel.shape[1] for stream in streams])
-        return joined_unsupported(x, streams) is None
+        return fused_unsupported(x, streams) is None
 
-    monkeypatch.setattr("rnnlib.layers.stream.joined_convolutions_serve", serves)
+    monkeypatch.setattr("rnnlib.layers.qkv_branch.fused_convolutions_serve", serves)
     found = evaluate()
     assert calls and calls[0] == ([32, 16, 16] if grouped else [16, 16, 16])
     errors = jax.tree.leaves(jax.tree.map(relative_error, found, expected))
     assert max(errors) < 2e-5, errors
 
 
-def test_recomputation_that_keeps_products_keeps_the_joined_one(monkeypatch, capsys):
-    monkeypatch.setattr("rnnlib.layers.stream.joined_convolutions_serve", lambda x, s: joined_unsupported(x, s) is None)
+def test_recomputation_that_keeps_products_keeps_the_fused_one(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "rnnlib.layers.qkv_branch.fused_convolutions_serve", lambda x, s: fused_unsupported(x, s) is None
+    )
     graph, state = nnx.split(mixer_preset("kda").build(32, 2, rngs=nnx.Rngs(0)))
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)

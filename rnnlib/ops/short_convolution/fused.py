@@ -16,8 +16,8 @@ from rnnlib.ops.short_convolution.inputs import ConvolutionInputs, Epilogue
 from rnnlib.ops.short_convolution.taps import on_context_shard, short_convolution_taps
 
 
-class JoinedStream(NamedTuple):
-    """One stream of `joined_convolutions`.
+class FusedBranch(NamedTuple):
+    """One stream of `fused_convolutions`.
 
     Attributes:
         kernel: `[W, D]`.
@@ -32,25 +32,25 @@ class JoinedStream(NamedTuple):
     epilogue: Epilogue
 
 
-def joined_convolutions_serve(x: Array | jax.ShapeDtypeStruct, streams: Sequence[JoinedStream]) -> bool:
-    """Whether `joined_convolutions` is faster than one convolution at a time: bfloat16 on a GPU.
+def fused_convolutions_serve(x: Array | jax.ShapeDtypeStruct, streams: Sequence[FusedBranch]) -> bool:
+    """Whether `fused_convolutions` is faster than one convolution at a time: bfloat16 on a GPU.
 
     Args:
         x: the array, or its shape and dtype.
-        streams: as `joined_convolutions` takes them.
+        streams: as `fused_convolutions` takes them.
     """
-    return platform() == "gpu" and x.dtype == jnp.bfloat16 and joined_unsupported(x, streams) is None
+    return platform() == "gpu" and x.dtype == jnp.bfloat16 and fused_unsupported(x, streams) is None
 
 
-def joined_unsupported(x: Array | jax.ShapeDtypeStruct, streams: Sequence[JoinedStream]) -> str | None:
+def fused_unsupported(x: Array | jax.ShapeDtypeStruct, streams: Sequence[FusedBranch]) -> str | None:
     """Why the kernels can't serve a call, as a noun phrase, or None if they can."""
     return unsupported_reason(
         lambda kernels: kernels.short_convolution.fused_unsupported_reason(x, _kernel_streams(streams))
     )
 
 
-def joined_convolutions(
-    x: Float[Array, "B T N"], streams: Sequence[JoinedStream], *, segment_ids: Int[Array, "B T"] | None = None
+def fused_convolutions(
+    x: Float[Array, "B T N"], streams: Sequence[FusedBranch], *, segment_ids: Int[Array, "B T"] | None = None
 ) -> tuple[list[tuple[Float[Array, "B T _"], Float[Array, "B tail _"]]], Float[Array, "B T rest"]]:
     """`short_convolution` of each stream's columns of `x`, by kernels that read them where they are.
 
@@ -72,12 +72,12 @@ def joined_convolutions(
     ends = list(itertools.accumulate(stream.kernel.shape[1] for stream in streams))
     columns = [x[..., end - stream.kernel.shape[1] : end] for end, stream in zip(ends, streams)]
     calls = [ConvolutionInputs(y, s.kernel, s.bias, s.initial_state, segment_ids) for y, s in zip(columns, streams)]
-    entered = [on_context_shard("joined_convolutions", inputs) for inputs in calls]
+    entered = [on_context_shard("fused_convolutions", inputs) for inputs in calls]
 
     Filters = list[tuple[Array, Array | None, Array | None]]
 
-    def given(filters: Filters) -> list[JoinedStream]:
-        return [JoinedStream(*arrays, stream.epilogue) for arrays, stream in zip(filters, streams)]
+    def given(filters: Filters) -> list[FusedBranch]:
+        return [FusedBranch(*arrays, stream.epilogue) for arrays, stream in zip(filters, streams)]
 
     def keywords(x: Array, filters: Filters, segment_ids: Array | None) -> dict:
         return {"x": x, "streams": _kernel_streams(given(filters)), "segment_ids": segment_ids}
@@ -91,14 +91,14 @@ def joined_convolutions(
         return tuple(results), parts[-1]
 
     filters = [(inputs.kernel, inputs.bias, inputs.initial_state) for inputs, _ in entered]
-    run = with_further_derivatives(kernel_operators().short_convolution.joined_convolutions, keywords, reference)
+    run = with_further_derivatives(kernel_operators().short_convolution.fused_convolutions, keywords, reference)
     results, rest = run(x, filters, segment_ids)
     return [(y, tail) for y, (_, tail) in zip(results, entered)], rest
 
 
-def _kernel_streams(streams: Sequence[JoinedStream]) -> list:
+def _kernel_streams(streams: Sequence[FusedBranch]) -> list:
     """The kernels' arguments."""
     kernels = kernel_operators().short_convolution
     return [
-        kernels.ConvolutionStream(s.kernel, s.bias, s.initial_state, kernels.Epilogue(*s.epilogue)) for s in streams
+        kernels.ConvolutionBranch(s.kernel, s.bias, s.initial_state, kernels.Epilogue(*s.epilogue)) for s in streams
     ]

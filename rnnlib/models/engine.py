@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rnnlib.fields import PositiveInteger, Range, check_value
+from rnnlib.models.decode_state import MAX_STOP_TOKENS, DecodeState, decode_steps, insert_prefill
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.generation import (
     PROMPT_BUCKET,
@@ -22,12 +23,11 @@ from rnnlib.models.generation import (
     seed_key,
     stream,
 )
-from rnnlib.models.slots import MAX_STOP_TOKENS, Rows, advance, join
 
 
 @dataclasses.dataclass(eq=False)
 class Continuation:
-    """A text that a `Decoder` continues; it grows with `Decoder.step`.
+    """A text that an `Engine` continues; it grows with `Engine.step`.
 
     Attributes:
         prompt: the tokens that it began with.
@@ -35,7 +35,7 @@ class Continuation:
         log_probabilities: of each new token under the model: the log-softmax of its logits, before `temperature`,
             `top_k` and `top_p`.
         finish_reason: why it has ended: "stop" (a stop token), "length" (`max_new_tokens`), "removed" (by
-            `Decoder.remove`), "nan" (its logits were NaN); None while it goes on.
+            `Engine.remove`), "nan" (its logits were NaN); None while it goes on.
     """
 
     prompt: tuple[int, ...]
@@ -45,14 +45,14 @@ class Continuation:
 
 
 class _Asked(NamedTuple):
-    """A text that is to join: its prompt, how it is drawn, and its entries in `Rows`."""
+    """A text that is to join: its prompt, how it is drawn, and its entries in `DecodeState`."""
 
     prompt: list[int]
     sampling: Sampling
     values: dict[str, Any]
 
 
-class Decoder:
+class Engine:
     """Continues texts in a fixed number of slots: each joins when it is added and leaves when it ends.
 
     What a text gets depends on its prompt and options, not on the slot or the other texts (up to rounding): it is what
@@ -60,11 +60,11 @@ class Decoder:
     decoding compiles once for greedy texts, once for draws and once for draws by `top_k` or `top_p`.
 
     Examples:
-        >>> decoder = Decoder(model, slots=2, max_length=256)
-        >>> first = decoder.add([3, 1, 4], max_new_tokens=20, temperature=0)
-        >>> second = decoder.add([1, 5], max_new_tokens=50, seed=7, stop_tokens=(0,))
-        >>> while decoder.active:
-        ...     finished = decoder.step()
+        >>> engine = Engine(model, slots=2, max_length=256)
+        >>> first = engine.add([3, 1, 4], max_new_tokens=20, temperature=0)
+        >>> second = engine.add([1, 5], max_new_tokens=50, seed=7, stop_tokens=(0,))
+        >>> while engine.active:
+        ...     finished = engine.step()
         >>> len(first.tokens)
         20
     """
@@ -82,7 +82,7 @@ class Decoder:
             ValueError: `slots` or `max_length` is no integer of at least 1.
         """
         for name, value in (("slots", slots), ("max_length", max_length)):
-            check_value("Decoder", name, value, PositiveInteger)
+            check_value("Engine", name, value, PositiveInteger)
         self._graphdef, self._state = nnx.split(model)
         self._model = model
         self.slots = slots
@@ -93,7 +93,7 @@ class Decoder:
         self._texts: list[Continuation | None] = [None] * slots
         self._sampling: list[Sampling] = [Sampling(temperature=0)] * slots
         logits_dtype = jnp.promote_types(jnp.float32, model.config.compute_dtype)
-        self._rows = Rows(
+        self._rows = DecodeState(
             logits=jnp.zeros([slots, self._vocabulary_size], logits_dtype),
             likeliest=jnp.zeros(slots, jnp.int32),
             cache=model.init_cache(slots, self._capacity),
@@ -155,10 +155,10 @@ class Decoder:
             stop_tokens=stop_tokens,
         )
         if not self.free:
-            raise ValueError(f"Decoder.add: all {self.slots} slots are taken, expected a free one: step until one is")
+            raise ValueError(f"Engine.add: all {self.slots} slots are taken, expected a free one: step until one is")
         return self._join([self._texts.index(None)], [asked])[0]
 
-    def add_all(self, texts: Sequence[dict[str, Any]], *, owner: str = "Decoder.add_all") -> list[Continuation]:
+    def add_all(self, texts: Sequence[dict[str, Any]], *, owner: str = "Engine.add_all") -> list[Continuation]:
         """Reads several prompts into free slots at once.
 
         Args:
@@ -194,7 +194,7 @@ class Decoder:
         seed: int,
         stop_tokens: Sequence[int],
         place: int = 0,
-        owner: str = "Decoder.add",
+        owner: str = "Engine.add",
     ) -> "_Asked":
         """What a text asks for, checked."""
         check_value(owner, "max_new_tokens", max_new_tokens, PositiveInteger)
@@ -235,7 +235,7 @@ class Decoder:
         values = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(text.values for text in asked))
         empty = self._model.init_cache(len(slots), self._capacity)
         rows = jnp.asarray(slots)
-        self._rows = join(self._graphdef, self._state, self._rows, rows, tokens, segment_ids, empty, values)
+        self._rows = insert_prefill(self._graphdef, self._state, self._rows, rows, tokens, segment_ids, empty, values)
         texts = [Continuation(tuple(prompt)) for prompt in prompts]
         for slot, text, of in zip(slots, texts, asked, strict=True):
             self._texts[slot], self._sampling[slot] = text, of.sampling
@@ -254,7 +254,7 @@ class Decoder:
             ValueError: `max_tokens` is no integer of at least 1.
             NaNLogitsError: a text's logits are NaN. It has left ("nan"); the others go on with the next call.
         """
-        check_value("Decoder.step", "max_tokens", max_tokens, PositiveInteger)
+        check_value("Engine.step", "max_tokens", max_tokens, PositiveInteger)
         texts = [(slot, text) for slot, text in enumerate(self._texts) if text is not None]
         if not texts:
             return []
@@ -262,7 +262,7 @@ class Decoder:
         used = [self._sampling[slot] for slot, _ in texts]
         filtered = any(s.top_k is not None or s.top_p is not None for s in used if not s.greedy)
         draws = "filter" if filtered else "greedy" if all(s.greedy for s in used) else "draw"
-        number, tokens, scores, stuck, self._rows = advance(
+        number, tokens, scores, stuck, self._rows = decode_steps(
             self._graphdef, size, draws, self._state, self._rows, max_tokens
         )
         count, stuck_rows = int(number), np.asarray(stuck)
@@ -281,7 +281,7 @@ class Decoder:
             for slot in failed:
                 self._release(slot, "nan")
             raise NaNLogitsError(
-                f"Decoder.step: the model's logits are NaN for the text(s) in slot(s) {failed}, expected numbers: are "
+                f"Engine.step: the model's logits are NaN for the text(s) in slot(s) {failed}, expected numbers: are "
                 "its weights finite?"
             )
         return finished
@@ -289,7 +289,7 @@ class Decoder:
     def remove(self, text: Continuation) -> None:
         """Ends a text and frees its slot; ValueError where it is none of those that go on."""
         if not any(text is other for other in self._texts):
-            raise ValueError("Decoder.remove: text has ended or is of another decoder, expected one that goes on")
+            raise ValueError("Engine.remove: text has ended or is of another engine, expected one that goes on")
         self._release(next(slot for slot, other in enumerate(self._texts) if other is text), "removed")
 
     def _release(self, slot: int, finish_reason: Literal["stop", "length", "removed", "nan"]) -> None:
@@ -415,7 +415,7 @@ def _generate_rows(
     end_token: int | None,
     stop_tokens: Any,
 ) -> Generated:
-    """`generate` with options of each row, through a `Decoder` of as many slots."""
+    """`generate` with options of each row, through an `Engine` of as many slots."""
     expect_no_tracing(prompt_tokens, nnx.state(model))
     check_value("generate", "max_new_tokens", max_new_tokens, PositiveInteger)
     vocabulary = Annotated[int, Range(at_least=0, below=model.config.vocabulary_size)]
@@ -428,8 +428,8 @@ def _generate_rows(
     nested = any(isinstance(entry, Sequence | np.ndarray) for entry in stop_tokens)
     stops = _of_rows("stop_tokens", stop_tokens, batch) if nested else [stop_tokens] * batch
     ends = () if end_token is None else (end_token,)
-    decoder = Decoder(model, slots=batch, max_length=max(map(len, prompts)) + max_new_tokens)
-    texts = decoder.add_all(
+    engine = Engine(model, slots=batch, max_length=max(map(len, prompts)) + max_new_tokens)
+    texts = engine.add_all(
         [
             {
                 "prompt_tokens": prompts[row],
@@ -443,8 +443,8 @@ def _generate_rows(
         owner="generate",
     )
     try:
-        while decoder.active:
-            decoder.step(max_new_tokens)
+        while engine.active:
+            engine.step(max_new_tokens)
     except NaNLogitsError:
         stuck = [row for row, text in enumerate(texts) if text.finish_reason == "nan"]
         done = min(len(texts[row].tokens) for row in stuck)

@@ -13,16 +13,16 @@ from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.feature_maps import ACTIVATIONS, FeatureMap, FeatureMapConfig, HeadMap
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.normalization import RMSNorm, l1_normalize, l2_normalize, sum_normalize
+from rnnlib.ops.short_convolution.fused import FusedBranch, fused_convolutions, fused_convolutions_serve
 from rnnlib.ops.short_convolution.inputs import Epilogue
-from rnnlib.ops.short_convolution.joined import JoinedStream, joined_convolutions, joined_convolutions_serve
 from rnnlib.ops.short_convolution.one_token import Call, one_launch_serves, one_token_convolutions
 
-StreamNorm = Literal["none", "l2", "rms", "l1", "sum"]
+BranchNorm = Literal["none", "l2", "rms", "l1", "sum"]
 
 _NORMS = {"l1": l1_normalize, "l2": l2_normalize, "sum": sum_normalize}
 
 
-class Stream(nnx.Module, ColumnReader):
+class QKVBranch(nnx.Module, ColumnReader):
     """One of queries, keys and values: convolution, feature map, heads, norm of its columns of the input projection."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Stream(nnx.Module, ColumnReader):
         *,
         convolution: ConvolutionConfig | None,
         feature_map: FeatureMap,
-        norm: StreamNorm,
+        norm: BranchNorm,
         use_bias: bool = False,
         borrows_map: bool = False,
         scale: float = 1.0,
@@ -107,18 +107,18 @@ class Stream(nnx.Module, ColumnReader):
         assert self.convolution is not None
         return self.convolution.inputs(inputs[self.name], tail), self._epilogue(chosen)
 
-    def _joined(self, tail: Array | None, chosen: HeadMap | str) -> JoinedStream:
+    def _fused(self, tail: Array | None, chosen: HeadMap | str) -> FusedBranch:
         """The same, for inputs that lie beside other streams'."""
         assert self.convolution is not None
-        return JoinedStream(*self.convolution.filter(), tail, self._epilogue(chosen))
+        return FusedBranch(*self.convolution.filter(), tail, self._epilogue(chosen))
 
     def init_tail(self, batch_size: int, dtype: DTypeLike) -> Array | None:
         """The convolution's tail before the first token."""
         return None if self.convolution is None else self.convolution.init_state(batch_size, dtype)
 
 
-def run_streams(
-    streams: Sequence[Stream],
+def run_branches(
+    streams: Sequence[QKVBranch],
     inputs: ProjectedInput,
     *,
     segment_ids: Int[Array, "B T"] | None,
@@ -154,7 +154,7 @@ def run_streams(
     return found, inputs
 
 
-def columns_in_place(streams: Sequence[Stream]) -> list[str]:
+def columns_in_place(streams: Sequence[QKVBranch]) -> list[str]:
     """The order of the streams' columns in a shared kernel, for convolutions that read them in place; empty without.
 
     Wide streams come first: each begins at a multiple of its channels, if those of wider ones are multiples of them.
@@ -165,7 +165,7 @@ def columns_in_place(streams: Sequence[Stream]) -> list[str]:
 
 
 def _in_place(
-    streams: Sequence[Stream],
+    streams: Sequence[QKVBranch],
     inputs: ProjectedInput,
     segment_ids: Array | None,
     tails: Sequence[Array | None],
@@ -175,11 +175,11 @@ def _in_place(
     order = columns_in_place(streams)
     if not order or inputs.fused is None or [name for name, _, _ in inputs.places[: len(order)]] != order:
         return None, inputs
-    joined = {s.name: s._joined(tail, one) for s, tail, one in zip(streams, tails, chosen)}
+    joined = {s.name: s._fused(tail, one) for s, tail, one in zip(streams, tails, chosen)}
     in_order = [joined[name] for name in order]
-    if not joined_convolutions_serve(inputs.fused, in_order):
+    if not fused_convolutions_serve(inputs.fused, in_order):
         return None, inputs
-    results, rest = joined_convolutions(inputs.fused, in_order, segment_ids=segment_ids)
+    results, rest = fused_convolutions(inputs.fused, in_order, segment_ids=segment_ids)
     by_name = dict(zip(order, results))
     columns = sum(stream.kernel.shape[1] for stream in in_order)
     return [by_name[stream.name] for stream in streams], inputs.after(columns, rest)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rnnlib.layers.arrays import Gates
+from rnnlib.layers.array_types import Gates
 from rnnlib.layers.base import MixerShape
 from rnnlib.layers.decay import Decay, DecayConfig
 from rnnlib.layers.input_projection import InputProjection, columns_of

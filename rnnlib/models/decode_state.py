@@ -1,4 +1,4 @@
-"""Slots of a `Decoder`: rows of caches, and the compiled programs by which prompts join and every slot advances."""
+"""Slots of an `Engine`: rows of caches, and the compiled programs by which prompts join and every slot advances."""
 
 import functools
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from rnnlib.models.generation import draw_filtered, have_nan, likeliest_token, p
 MAX_STOP_TOKENS = 8
 
 
-def take_rows(cache: DecoderCache, rows: Int[Array | np.ndarray, " N"] | Sequence[int]) -> DecoderCache:
+def gather_rows(cache: DecoderCache, rows: Int[Array | np.ndarray, " N"] | Sequence[int]) -> DecoderCache:
     """A cache whose row `i` is row `rows[i]` of another: beams that go on, or one prompt read for several samples.
 
-    `put_rows` is the other way: rows of one cache go into another.
+    `insert_rows` is the other way: rows of one cache go into another.
 
     Args:
         cache: from `init_cache` or `extend`.
@@ -35,12 +35,12 @@ def take_rows(cache: DecoderCache, rows: Int[Array | np.ndarray, " N"] | Sequenc
             the function that calls this, such a row is NaN instead, and so are its logits.
         TypeError: `rows` is not of integers.
     """
-    numbers = _row_numbers("take_rows", rows, cache)
+    numbers = _row_numbers("gather_rows", rows, cache)
     # Filled with NaN, and integers with the lowest.
     return jax.tree.map(lambda x: x.at[numbers].get(mode="fill", wrap_negative_indices=False) if x.ndim else x, cache)
 
 
-def put_rows(
+def insert_rows(
     cache: DecoderCache, rows: Int[Array | np.ndarray, " N"] | Sequence[int], others: DecoderCache
 ) -> DecoderCache:
     """A cache whose row `rows[i]` is row `i` of another: a new text takes the place of one that has ended.
@@ -61,16 +61,16 @@ def put_rows(
             that calls this, rows outside are left out and of one named twice either may stay.
         TypeError: `rows` is not of integers.
     """
-    numbers = _row_numbers("put_rows", rows, cache)
+    numbers = _row_numbers("insert_rows", rows, cache)
     if isinstance(numbers, np.ndarray) and np.unique(numbers).size != numbers.size:
-        raise ValueError(f"put_rows: rows are {numbers.tolist()}, expected each once")
+        raise ValueError(f"insert_rows: rows are {numbers.tolist()}, expected each once")
     if str(jax.tree.structure(cache)) != str(jax.tree.structure(others)):
-        raise ValueError("put_rows: others is not of the model that cache is of")
+        raise ValueError("insert_rows: others is not of the model that cache is of")
     for x, y in zip(jax.tree.leaves(cache), jax.tree.leaves(others)):
         if x.ndim and y.shape != (numbers.size, *x.shape[1:]):
             raise ValueError(
-                f"put_rows: others has an array of shape {y.shape}, expected {(numbers.size, *x.shape[1:])}: one row "
-                "for each of rows, of the same model and max_length"
+                f"insert_rows: others has an array of shape {y.shape}, expected {(numbers.size, *x.shape[1:])}: one "
+                "row for each of rows, of the same model and max_length"
             )
 
     def put(x: Array, y: Array) -> Array:
@@ -92,7 +92,7 @@ def _row_numbers(function: str, rows: Any, cache: DecoderCache) -> Any:
     return numbers
 
 
-class Rows(NamedTuple):
+class DecodeState(NamedTuple):
     """What every slot goes on from; arrays of one entry a slot."""
 
     logits: Array
@@ -110,7 +110,9 @@ class Rows(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def join(graphdef, state, rows: Rows, slots: Array, tokens: Array, segment_ids: Array, empty, values: dict[str, Any]):
+def insert_prefill(
+    graphdef, state, rows: DecodeState, slots: Array, tokens: Array, segment_ids: Array, empty, values: dict[str, Any]
+):
     """The rows, which are donated, with prompts read into some of them."""
     model = nnx.merge(graphdef, state)
     positions = prompt_positions(segment_ids)
@@ -118,11 +120,11 @@ def join(graphdef, state, rows: Rows, slots: Array, tokens: Array, segment_ids: 
     logits = model.logits(hidden[:, -1:])[:, 0]
     values = values | {"logits": logits, "likeliest": likeliest_token(logits)}
     changed = {name: getattr(rows, name).at[slots].set(value) for name, value in values.items()}
-    return rows._replace(cache=put_rows(rows.cache, slots, cache), **changed)
+    return rows._replace(cache=insert_rows(rows.cache, slots, cache), **changed)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
-def advance(graphdef, size: int, draws: str, state, rows: Rows, limit: Array | int):
+def decode_steps(graphdef, size: int, draws: str, state, rows: DecodeState, limit: Array | int):
     """At most `limit <= size` tokens a row, until one ends or has NaN for logits; the rows are donated.
 
     Returns:
@@ -166,7 +168,7 @@ def _log_sum(logits: Array, likeliest: Array) -> Array:
     return jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1)) + largest[:, 0]
 
 
-def _next_tokens(rows: Rows, draws: str) -> Array:
+def _next_tokens(rows: DecodeState, draws: str) -> Array:
     """One token a row; what a row gets does not depend on what others ask for."""
     if draws == "greedy":
         return rows.likeliest

@@ -1,4 +1,4 @@
-"""Texts that join and leave a decoder's slots get what they would get alone."""
+"""Texts that join and leave a engine's slots get what they would get alone."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.models import Decoder, DecoderLM, NaNLogitsError, generate, stream
+from rnnlib.models import DecoderLM, Engine, NaNLogitsError, generate, stream
 from tests.tiny_models import tiny_config
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [2], [7, 7, 1, 2, 3]]
@@ -38,18 +38,18 @@ def alone() -> list[list[int]]:
 
 
 def test_texts_that_join_and_leave_get_what_they_would_get_alone():
-    decoder = Decoder(model(), slots=2, max_length=40)
+    engine = Engine(model(), slots=2, max_length=40)
     waiting = list(zip(PROMPTS, OPTIONS, strict=True))
     texts, steps = [], 0
-    while waiting or decoder.active:
-        while waiting and decoder.free:
+    while waiting or engine.active:
+        while waiting and engine.free:
             prompt, options = waiting.pop(0)
-            texts.append(decoder.add(prompt, **options))
-        decoder.step(4)
+            texts.append(engine.add(prompt, **options))
+        engine.step(4)
         steps += 1
     assert [text.tokens for text in texts] == alone()
     assert [text.finish_reason for text in texts] == ["length"] * 4
-    assert decoder.free == 2 and decoder.step() == []
+    assert engine.free == 2 and engine.step() == []
     run = jax.jit(model().__call__)
     for text in texts:
         whole = jnp.asarray([[*text.prompt, *text.tokens]])
@@ -63,8 +63,8 @@ def test_texts_that_join_and_leave_get_what_they_would_get_alone():
 def test_states_are_not_there_twice_while_texts_join_or_go_on():
     model()
     others = jax.live_arrays()
-    decoder = Decoder(model(), slots=2, max_length=40)
-    for go_on in (lambda: decoder.add([3, 1, 4], max_new_tokens=9, temperature=0), lambda: decoder.step(4)):
+    engine = Engine(model(), slots=2, max_length=40)
+    for go_on in (lambda: engine.add([3, 1, 4], max_new_tokens=9, temperature=0), lambda: engine.step(4)):
         states = [x for x in jax.live_arrays() if x.ndim >= 3 and all(x is not other for other in others)]
         go_on()
         assert states and all(x.is_deleted() for x in states)
@@ -81,10 +81,10 @@ def test_on_a_gpu_texts_have_the_scores_of_one_pass_in_bfloat16(slots):
     config = tiny_config(*mixers, width=256, mlp_width=512, dtype="bfloat16", initializer_std=0.1)
     model, draw = DecoderLM(config, rngs=nnx.Rngs(5)), np.random.default_rng(slots)
     prompts = draw.integers(0, 29, (slots, 9)).tolist()
-    decoder = Decoder(model, slots=slots, max_length=64)
-    texts = [decoder.add(prompt, max_new_tokens=40, temperature=0) for prompt in prompts]
-    while decoder.active:
-        decoder.step(7)
+    engine = Engine(model, slots=slots, max_length=64)
+    texts = [engine.add(prompt, max_new_tokens=40, temperature=0) for prompt in prompts]
+    while engine.active:
+        engine.step(7)
     streamed = np.concatenate([np.asarray(b) for b in stream(model, prompts, max_new_tokens=40, temperature=0)], axis=1)
     exact = DecoderLM(config.replace(dtype="float32"), rngs=nnx.Rngs(5))
 
@@ -105,32 +105,32 @@ def test_on_a_gpu_texts_have_the_scores_of_one_pass_in_bfloat16(slots):
 
 
 def test_stop_tokens_and_removal_free_slots():
-    decoder = Decoder(model(), slots=2, max_length=40)
+    engine = Engine(model(), slots=2, max_length=40)
     end = alone()[0][4]
     kept = alone()[0].index(end) + 1
-    text = decoder.add(PROMPTS[0], stop_tokens=(end, 0), **OPTIONS[0])
-    other = decoder.add(PROMPTS[1], **OPTIONS[1])
-    finished = decoder.step(14)
+    text = engine.add(PROMPTS[0], stop_tokens=(end, 0), **OPTIONS[0])
+    other = engine.add(PROMPTS[1], **OPTIONS[1])
+    finished = engine.step(14)
     assert finished == [text] and text.finish_reason == "stop" and text.tokens[-1] in (end, 0)
     assert text.tokens == alone()[0][: len(text.tokens)] and len(text.tokens) <= kept
-    decoder.remove(other)
+    engine.remove(other)
     assert other.finish_reason == "removed" and other.tokens == alone()[1][: len(text.tokens)]
-    assert decoder.free == 2
-    with pytest.raises(ValueError, match="text has ended or is of another decoder"):
-        decoder.remove(other)
+    assert engine.free == 2
+    with pytest.raises(ValueError, match="text has ended or is of another engine"):
+        engine.remove(other)
 
 
 def test_a_text_whose_logits_are_nan_leaves_and_others_go_on():
     token = next(t for t in range(1, 29) if t not in alone()[0] and t not in PROMPTS[0])
     broken = nnx.clone(model())
     broken.embedding[...] = broken.embedding[...].at[token].set(jnp.nan)
-    decoder = Decoder(broken, slots=2, max_length=40)
-    text, bad = decoder.add(PROMPTS[0], **OPTIONS[0]), decoder.add([token], **OPTIONS[0])
+    engine = Engine(broken, slots=2, max_length=40)
+    text, bad = engine.add(PROMPTS[0], **OPTIONS[0]), engine.add([token], **OPTIONS[0])
     with pytest.raises(NaNLogitsError, match=r"NaN for the text\(s\) in slot\(s\) \[1\]"):
-        decoder.step()
+        engine.step()
     assert bad.finish_reason == "nan"
-    while decoder.active:
-        decoder.step()
+    while engine.active:
+        engine.step()
     assert text.tokens == alone()[0]
 
 
@@ -148,7 +148,7 @@ def test_a_text_whose_logits_are_nan_leaves_and_others_go_on():
     ],
 )
 def test_bad_texts_are_named(prompt, options, message):
-    decoder = Decoder(model(), slots=1, max_length=40)
+    engine = Engine(model(), slots=1, max_length=40)
     with pytest.raises(ValueError, match=message):
-        decoder.add(prompt, **(OPTIONS[0] | options))
-    assert decoder.free == 1
+        engine.add(prompt, **(OPTIONS[0] | options))
+    assert engine.free == 1
