@@ -180,7 +180,7 @@ def test_a_continuation_keeps_its_space(capsys, monkeypatch):
     vocabulary = {"▁3": 0, "▁plus": 1, "▁4": 2, "▁is": 3}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    words.engine = tokenizers.decoders.Metaspace()  # drops the space of a text's first word
+    words.decoder = tokenizers.decoders.Metaspace()  # drops the space of a text's first word
 
     class Blocks(models.Continuation):
         def extend(self):
