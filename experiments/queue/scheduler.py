@@ -178,9 +178,19 @@ def _start(
     with log.open("a") as out:
         # A session of its own: Ctrl-C reaches it through `_interrupt`, once.
         process = subprocess.Popen(
-            command(job, devices), env=os.environ | own, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command(job, devices),
+            env=os.environ | own,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_take_interrupts,
         )
     return _Command(job, devices, process, log, time.monotonic())
+
+
+def _take_interrupts() -> None:
+    """A queue that a shell began with `&` ignores interrupts, and so would its commands: they could not save."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _interrupt(running: Sequence[_Command]) -> None:

@@ -12,7 +12,8 @@ import safetensors.numpy
 from flax import nnx
 
 from rnnlib.data import train_tokenizer
-from rnnlib.hub import FAMILIES, Pretrained, load_pretrained, pretrained_config, save_pretrained
+from rnnlib.hub import Pretrained, load_pretrained, pretrained_config, save_pretrained
+from rnnlib.hub.families import family_of
 from rnnlib.hub.layouts import FILTER, EqualParts
 from rnnlib.hub.pretrained import read_config
 from rnnlib.models import DecoderLM, ModelConfig
@@ -350,7 +351,7 @@ def config_of(folder, **changes):
     """The model that a golden file's config.json gives with some keys changed, those of None left out."""
     values = json.loads((GOLDEN / folder / "config.json").read_text()) | changes
     values = {name: value for name, value in values.items() if value is not None}
-    family = next(family for family in FAMILIES.values() if family.matches(values))
+    family = family_of(values, "config.json")
     return read_config(family, values, "config.json")
 
 

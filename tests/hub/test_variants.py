@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.hub import FAMILIES, load_pretrained, save_pretrained
+from rnnlib.hub import load_pretrained, save_pretrained
 from rnnlib.hub.computation import difference
+from rnnlib.hub.families import family_of
 from rnnlib.hub.keys import read_json
 from rnnlib.hub.pretrained import read_config
 from rnnlib.models import DecoderLM
@@ -71,7 +72,7 @@ VARIANTS = {
 def test_what_is_written_anew_is_read_as_it_was(name, keys, tmp_path):
     values = read_json(GOLDEN / name / "config.json") | keys
     values = {key: value for key, value in values.items() if key not in keys or value is not None}
-    family = next(family for family in FAMILIES.values() if family.matches(values))
+    family = family_of(values, "config.json")
     model = DecoderLM(read_config(family, values, "config.json"), rngs=nnx.Rngs(0))
     save_pretrained(model, tmp_path / "model", family=family.name)
     again = load_pretrained(tmp_path / "model").model
@@ -112,7 +113,7 @@ def test_what_is_written_anew_is_read_as_it_was(name, keys, tmp_path):
 )
 def test_what_is_not_served_is_named(name, keys, message):
     values = read_json(GOLDEN / name / "config.json") | keys
-    family = next(family for family in FAMILIES.values() if family.matches(values))
+    family = family_of(values, "config.json")
     with pytest.raises(ValueError, match=message) as error:
         read_config(family, values, "config.json")
     assert str(error.value).startswith("config.json: ") and "\n" not in str(error.value)
