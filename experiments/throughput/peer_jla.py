@@ -8,7 +8,6 @@ Its package holds no configuration files. Those of its published numbers are not
 what the comments of its presets and options say is fastest on an H100.
 """
 
-import importlib.metadata
 import json
 import pathlib
 import subprocess
@@ -17,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from experiments.harness.records import installed_versions
 from experiments.harness.tables import add_row
 from experiments.throughput.study import ThroughputStudy
 
@@ -111,7 +111,7 @@ def time_jla(
         for in_fp8 in (False, True)[: 1 + fp8]:
             record = _time(plan, model, in_fp8, seconds)
             failed += "error" in record
-            content = record | {"versions": _versions(), "environment": dict(environment)}
+            content = record | {"versions": installed_versions(_PACKAGES), "environment": dict(environment)}
             name = f"{model}{'--fp8' * in_fp8}"
             add_row(results.with_name(f"{results.stem}_jla.jsonl"), "throughput", name, content)
             print(f"jla {name}: {record.get('step_seconds', record.get('error'))}", flush=True)
@@ -159,13 +159,3 @@ def read_run(folder: pathlib.Path, plan: ThroughputStudy) -> dict[str, Any]:
 
 def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     return map(json.loads, path.read_text().splitlines())
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
