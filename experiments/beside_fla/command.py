@@ -59,7 +59,8 @@ def jobs(name: str, setting: str, outputs: Sequence[pathlib.Path]) -> list[Job]:
     found = []
     for mixer, arm in missing(plan, [table_path(name, setting, output) for output in outputs], ARMS):
         arguments = ("--setting", setting, "--mixers", mixer.label, "--arms", arm)
-        found.append(Job(name, setting, f"{mixer.label}, {arm}", arguments, dict(plan.seconds).get(arm, 0.0)))
+        seconds = dict(plan.seconds).get(arm, 0.0)
+        found.append(Job(name, setting, f"{mixer.label}, {arm}", arguments, seconds, alone=setting == "real"))
     return found
 
 
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print(error, flush=True)
                     failed += 1
                     continue
-            content = {"mixer": mixer.label, "arm": arm, **run}
+            content = {"mixer": mixer.label, "arm": arm, **run, "material": material.digest()}
             content["environment"] = environment(command_line(module), options.commit)
             add_row(results, NAME, row_name(mixer, arm), content)
         if not options.train_only:

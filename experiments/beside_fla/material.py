@@ -1,6 +1,7 @@
 """What both libraries get: rows of bytes and initial weights, as files."""
 
 import dataclasses
+import hashlib
 import pathlib
 from typing import Literal
 
@@ -30,6 +31,13 @@ class Material:
     rows: pathlib.Path
     held_out: pathlib.Path
     rates: pathlib.Path
+
+    def digest(self) -> str:
+        """Of all that a run reads: runs of different digests, on machines with other texts, are not compared."""
+        found = hashlib.blake2b(digest_size=8)
+        for path in (*sorted(self.weights.glob("*.safetensors")), self.rows, self.held_out, self.rates):
+            found.update(path.read_bytes())
+        return found.hexdigest()
 
 
 def prepare(plan: CurveStudy, mixer: Mixer, work: pathlib.Path) -> Material:

@@ -61,6 +61,13 @@ def verdict(theirs: Comparison, noise: Comparison) -> Verdict:
     return Verdict.UNDECIDED if losses or norms else Verdict.AGREES
 
 
+def runs_of(mixer: str, rows: dict[tuple[str, str], Row]) -> dict[str, Row]:
+    """A model's runs by arm, of those that read the same files as ours; none without ours."""
+    runs = {arm: rows[mixer, arm] for arm in (OURS, REORDERED, FLOAT32, THEIRS) if (mixer, arm) in rows}
+    read = runs[OURS].get("material") if OURS in runs else None
+    return {arm: run for arm, run in runs.items() if OURS in runs and run.get("material") == read}
+
+
 def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
     """Markdown: each run's last window and held-out loss, and how far from ours it is."""
     if not rows:
@@ -68,9 +75,7 @@ def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
     head = ["mixer", "run", "last window", "held out", "largest difference of a window", "of a norm, %", "verdict", "s"]
     lines = []
     for mixer in (mixer.label for mixer in plan.mixers):
-        runs = {arm: rows[mixer, arm] for arm in (OURS, REORDERED, FLOAT32, THEIRS) if (mixer, arm) in rows}
-        if OURS not in runs:
-            continue
+        runs = runs_of(mixer, rows)
         found = {arm: compare(run, runs[OURS], plan.window) for arm, run in runs.items()}
         for arm, run in runs.items():
             last = np.mean(run["losses"][-plan.window :])
@@ -85,11 +90,13 @@ def table(plan: CurveStudy, rows: dict[tuple[str, str], Row]) -> str:
     versions: dict[str, str] = next((row["versions"] for row in rows.values() if "versions" in row), {})
     peers = ", ".join(f"{name} {version}" for name, version in versions.items())
     where = first["environment"]
+    made = [row["environment"] for row in rows.values()]
+    commits, dates = (sorted({own[name][:size] for own in made}) for name, size in (("commit", 7), ("date", 10)))
     return "\n".join(markdown_table(head, lines)) + (
         f"\n\nNats a byte. Windows of {plan.window} steps; differences from the run named {OURS!r}. "
         f"{plan.steps} steps of {plan.batch_size * plan.sequence_length:,} bytes, width {plan.width}, "
         f"{plan.num_layers} layers, one seed. {where['device']}, jax {where['packages']['jax']}"
-        f"{', ' * bool(peers)}{peers}; commit {where['commit'][:7]}; {where['date'][:10]}.\n"
+        f"{', ' * bool(peers)}{peers}; commit {', '.join(commits)}; {', '.join(dates)}.\n"
     )
 
 
@@ -110,11 +117,10 @@ def figure(plan: CurveStudy, rows: dict[tuple[str, str], Row], path: pathlib.Pat
     )
     for column, mixer in enumerate(mixers):
         top, middle, bottom = panels[:, column]
-        ours = rows[mixer, OURS]
-        for arm, color in COLORS.items():
-            if (mixer, arm) not in rows:
-                continue
-            run = rows[mixer, arm]
+        runs = runs_of(mixer, rows)
+        ours = runs[OURS]
+        for arm, run in runs.items():
+            color = COLORS[arm]
             line = "--" if arm == THEIRS else "-"
             steps = np.arange(1, len(run["losses"]) + 1)
             top.plot(steps, run["losses"], line, color=color, linewidth=0.9, label=arm)

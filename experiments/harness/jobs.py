@@ -14,6 +14,7 @@ class Job:
         arguments: of the command, without where it runs and where its results go.
         seconds: that it is expected to have its devices for on an H100, compiling left out; 0 where nothing tells.
         devices: how many it needs.
+        alone: whether it has its devices by turns with others; a small one trains beside them.
     """
 
     study: str
@@ -22,6 +23,7 @@ class Job:
     arguments: tuple[str, ...]
     seconds: float = 0.0
     devices: int = 1
+    alone: bool = True
 
     def __str__(self) -> str:
         return f"{self.study} ({self.setting}): {self.name}"

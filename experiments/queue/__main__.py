@@ -11,6 +11,7 @@ import tyro
 
 from experiments.harness.command import errors_as_lines
 from experiments.harness.jobs import Job
+from experiments.harness.study import unmatched
 from experiments.harness.tables import EXPERIMENTS, add_rows, read_table, table_path
 from experiments.queue.bundle import fold, tail, unpack, write_bundle
 from experiments.queue.order import ORDER, Entry
@@ -29,6 +30,10 @@ class Options:
     """Folder for checkpoints, tokens, logs and tables."""
     studies: tuple[str, ...] = ()
     """Only these, as study/setting or study, in this order; left out, all of `experiments/queue/order.py`."""
+    jobs: tuple[str, ...] = ()
+    """Only jobs of these names, or whose name contains one of these, as `--list` shows them."""
+    commands: int = 2
+    """Commands a GPU at a time: one trains while the others compile."""
     devices: tuple[int, ...] = ()
     """GPUs, by the numbers of CUDA_VISIBLE_DEVICES; left out, all that there are. 0 is the CPU where there is none."""
     commit: str | None = None
@@ -37,6 +42,10 @@ class Options:
     """Only show what is left, in order."""
     fold: tuple[pathlib.Path, ...] = ()
     """Only add what was brought back in these folders to the studies' tables, and write their pages and figures."""
+
+    def __post_init__(self) -> None:
+        if self.commands < 1:
+            raise ValueError(f"commands must be at least 1, got {self.commands}")
 
 
 def entries(names: Sequence[str]) -> list[Entry]:
@@ -56,6 +65,22 @@ def entries(names: Sequence[str]) -> list[Entry]:
         named = [entry for entry in own if entry.setting == setting] if setting else own
         found += named or [dataclasses.replace(own[0], setting=setting)]
     return found or list(ORDER)
+
+
+def left(asked: Sequence[Entry], tables: Sequence[pathlib.Path], names: Sequence[str]) -> dict[Entry, list[Job]]:
+    """What the tables lack of each study, of jobs that the names pick; all without any.
+
+    Raises:
+        ValueError: a name is of no job that is left.
+    """
+    found = {entry: entry.jobs(entry.study, entry.setting, tables) for entry in asked}
+    every = [job.name for jobs in found.values() for job in jobs]
+    if unknown := unmatched(names, every):
+        raise ValueError(f"jobs: {', '.join(map(repr, unknown))} match nothing that is left; see --list")
+    return {
+        entry: [j for j in jobs if not names or any(n == j.name if n in every else n in j.name for n in names)]
+        for entry, jobs in found.items()
+    }
 
 
 def known() -> list[str]:
@@ -88,7 +113,7 @@ def work_through(options: Options) -> int:
     asked = entries(options.studies)
     for entry in asked:  # the commands look there for what is done
         add_rows(table_path(entry.study, entry.setting, tables), read_table(table_path(entry.study, entry.setting)))
-    jobs = [job for entry in asked for job in entry.jobs(entry.study, entry.setting, [tables])]
+    jobs = [job for own in left(asked, [tables], options.jobs).values() for job in own]
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "log.txt"
     begin = time.time()
@@ -109,7 +134,7 @@ def work_through(options: Options) -> int:
 
     devices = options.devices or gpus()
     tell(f"{len(jobs)} jobs on {len(devices)} devices")
-    left = run_jobs(
+    waiting = run_jobs(
         jobs,
         devices,
         lambda job, where: command_of(options, job, where),
@@ -117,8 +142,9 @@ def work_through(options: Options) -> int:
         tell=tell,
         ended=ended,
         until=until,
+        commands=options.commands,
     )
-    tell(f"{len(left)} jobs were not begun, {len(failed)} failed; results are in {options.out}")
+    tell(f"{len(waiting)} jobs were not begun, {len(failed)} failed; results are in {options.out}")
     return len(failed)
 
 
@@ -135,11 +161,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             subprocess.run([sys.executable, "-m", "experiments.claims"], check=True)
             return 0
         if options.list:
-            for entry in entries(options.studies):
-                left = entry.jobs(entry.study, entry.setting, [EXPERIMENTS, options.work / "tables"])
-                hours = sum(job.seconds * job.devices for job in left) / 3600
-                print(f"{entry.name}: {len(left)} jobs, {hours:.1f} GPU-hours; {entry.why}")
-                for job in left:
+            found = left(entries(options.studies), [EXPERIMENTS, options.work / "tables"], options.jobs)
+            for entry, jobs in found.items():
+                hours = sum(job.seconds * job.devices for job in jobs) / 3600
+                print(f"{entry.name}: {len(jobs)} jobs, {hours:.1f} GPU-hours; {entry.why}")
+                for job in jobs:
                     print(f"  {job.seconds:6.0f} s  {job.name}")
             return 0
         return 1 if work_through(options) else 0

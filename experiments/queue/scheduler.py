@@ -1,4 +1,4 @@
-"""Running jobs on the GPUs of one machine: two commands a GPU, of which one compiles while the other trains."""
+"""Running jobs on the GPUs of one machine: some commands a GPU, of which one trains while the others compile."""
 
 import dataclasses
 import os
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from experiments.harness.jobs import Job
 from experiments.harness.study import slug
 
-COMMANDS_PER_DEVICE = 2
 COMPILING = 75.0
 """Seconds from a command's start until it wants its devices."""
 STOPPING = 30.0
@@ -22,17 +21,19 @@ POLL = 0.5
 class Timetable:
     """Which job begins next, and on which devices; it runs nothing."""
 
-    def __init__(self, jobs: Sequence[Job], devices: Sequence[int], until: float | None):
+    def __init__(self, jobs: Sequence[Job], devices: Sequence[int], until: float | None, commands: int = 2):
         """Makes a plan.
 
         Args:
             jobs: the most wanted first.
             devices: by their numbers.
             until: time, as `now` is below, by which all must be done; None is no limit.
+            commands: of a device at a time.
         """
         self._waiting = [job for job in jobs if job.devices <= len(devices)]
         self.too_large = [job for job in jobs if job.devices > len(devices)]
         self._until = until
+        self._commands = commands
         self._running: dict[int, list[Job]] = {device: [] for device in devices}
         self._free = dict.fromkeys(devices, 0.0)  # when each device is expected to be
 
@@ -50,10 +51,11 @@ class Timetable:
             if len(devices) < job.devices:
                 return None  # a job that needs many devices is not overtaken for ever
             self._waiting.remove(job)
-            begin = max(self._begin(devices), now + COMPILING)
+            begin = self._begin(job, devices, now)
             for device in devices:
                 self._running[device].append(job)
-                self._free[device] = begin + job.seconds
+                if job.alone:
+                    self._free[device] = begin + job.seconds
             return job, devices
         return None
 
@@ -61,7 +63,7 @@ class Timetable:
         """A job has ended: what its devices still have to do begins now."""
         for device in devices:
             self._running[device].remove(job)
-            self._free[device] = now + sum(other.seconds for other in self._running[device])
+            self._free[device] = now + sum(other.seconds for other in self._running[device] if other.alone)
 
     @property
     def left(self) -> list[Job]:
@@ -70,14 +72,18 @@ class Timetable:
 
     def _devices(self, job: Job) -> tuple[int, ...]:
         """The devices that would be free first, of those that take another command."""
-        able = [device for device, running in self._running.items() if len(running) < COMMANDS_PER_DEVICE]
-        return tuple(sorted(sorted(able, key=lambda device: self._free[device])[: job.devices]))
+        able = [device for device, running in self._running.items() if len(running) < self._commands]
+        return tuple(sorted(sorted(able, key=self._load)[: job.devices]))
 
-    def _begin(self, devices: Sequence[int]) -> float:
-        return max((self._free[device] for device in devices), default=0.0)
+    def _load(self, device: int) -> tuple[float, int]:
+        return self._free[device], len(self._running[device])
+
+    def _begin(self, job: Job, devices: Sequence[int], now: float) -> float:
+        free = (self._free[device] for device in devices if job.alone)
+        return max((now + COMPILING, *free))
 
     def _fits(self, job: Job, now: float) -> bool:
-        begin = max(self._begin(self._devices(job)), now + COMPILING)
+        begin = self._begin(job, self._devices(job), now)
         return self._until is None or begin + job.seconds + STOPPING <= self._until
 
 
@@ -116,6 +122,7 @@ def run_jobs(
     tell: Callable[[str], None],
     ended: Callable[[Ended], None],
     until: float | None = None,
+    commands: int = 2,
 ) -> list[Job]:
     """Runs a command for each job; one that fails stops no other.
 
@@ -129,12 +136,13 @@ def run_jobs(
         tell: shows a line of progress.
         ended: called when a command has ended.
         until: time (since the epoch) at which no command runs any more.
+        commands: of a device at a time.
 
     Returns:
         Jobs that were not begun.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    table = Timetable(jobs, devices, until)
+    table = Timetable(jobs, devices, until, commands)
     running: list[_Command] = []
     stopped = False
     try:

@@ -8,7 +8,7 @@ import pytest
 from experiments.beside_fla import ours
 from experiments.beside_fla.command import jobs, main
 from experiments.beside_fla.material import prepare
-from experiments.beside_fla.report import compare, outside, verdict
+from experiments.beside_fla.report import compare, outside, runs_of, verdict
 from experiments.beside_fla.study import ARMS, FLOAT32, OURS, REORDERED, THEIRS, study
 from experiments.harness.verdicts import Verdict
 from rnnlib.hub import load_pretrained
@@ -32,6 +32,13 @@ def test_a_run_agrees_inside_the_band_of_a_reordered_one():
     assert verdict(many, compare(row(np.full(40, 1.01), 1.0), first, 1)) is Verdict.UNDECIDED, "one of forty"
 
 
+def test_runs_that_read_other_files_are_not_compared():
+    rows = {("KDA", arm): row(np.ones(4), 1.0) | {"material": name} for arm, name in ((OURS, "a"), (THEIRS, "b"))}
+    assert list(runs_of("KDA", rows)) == [OURS] and not runs_of("DeltaNet", rows)
+    rows["KDA", REORDERED] = row(np.ones(4), 1.0) | {"material": "a"}
+    assert list(runs_of("KDA", rows)) == [OURS, REORDERED]
+
+
 def test_rates_rise_and_fall():
     plan = study("real")
     rates = [plan.rate(step) for step in range(plan.steps)]
@@ -43,7 +50,7 @@ def test_rates_rise_and_fall():
 def test_runs_start_from_the_same_files(tmp_path):
     plan = dataclasses.replace(study("small"), width=16, num_layers=1, steps=3, warmup_steps=1, sequence_length=32)
     material = prepare(plan, plan.mixers[0], tmp_path)
-    before = material.weights.stat().st_mtime_ns
+    before, digest = material.weights.stat().st_mtime_ns, material.digest()
     assert prepare(plan, plan.mixers[0], tmp_path) == material and material.weights.stat().st_mtime_ns == before
     assert np.load(material.rows).shape == (3, plan.batch_size, 33) and len(np.load(material.rates)) == 3
     assert load_pretrained(material.weights).source.family == "delta_net"
@@ -51,6 +58,8 @@ def test_runs_start_from_the_same_files(tmp_path):
     assert len(first["losses"]) == 3 and all(np.isfinite(first["gradient_norms"]))
     assert first["losses"] == pytest.approx(turned["losses"], rel=1e-3)
     assert first["losses"][0] == pytest.approx(np.log(257), rel=0.1)
+    np.save(material.rates, 2 * np.load(material.rates))
+    assert len(digest) == 16 and material.digest() != digest
 
 
 def test_what_is_left_is_asked_for_by_the_run(tmp_path, capsys):

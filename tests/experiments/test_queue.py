@@ -12,14 +12,14 @@ from experiments.harness.tables import EXPERIMENTS, add_rows, read_table, table_
 from experiments.language_modelling.command import COMPILING_AND_TESTING
 from experiments.language_modelling.command import jobs as language_jobs
 from experiments.queue import bundle
-from experiments.queue.__main__ import Options, command_of, entries, main
+from experiments.queue.__main__ import Options, command_of, entries, left, main
 from experiments.queue.order import ORDER
 from experiments.queue.scheduler import COMPILING, STOPPING, Timetable, run_jobs
 from experiments.sweep.command import jobs as sweep_jobs
 
 
-def job(name: str, seconds: float, devices: int = 1) -> Job:
-    return Job("study", "real", name, (), seconds, devices)
+def job(name: str, seconds: float, devices: int = 1, alone: bool = True) -> Job:
+    return Job("study", "real", name, (), seconds, devices, alone)
 
 
 def row(study: str, setting: str, name: str, **values):
@@ -39,6 +39,16 @@ def test_jobs_go_in_their_order_but_the_first_that_would_be_done_in_time():
     assert late.take(700.0) is None, "no time to begin anything"
     table.end(short, (0,), 740.0)
     assert table.take(740.0) == (long, (0,))
+
+
+def test_jobs_that_train_beside_others_keep_no_device_waiting():
+    beside = [job("x", 400.0, alone=False), job("y", 400.0, alone=False)]
+    alone = [job("a", 300.0), job("b", 300.0)]
+    table = Timetable([*beside, *alone], (0, 1), until=600.0, commands=3)
+    assert [table.take(0.0)[1] for _ in range(4)] == [(0,), (1,), (0,), (1,)]
+    first, *rest = [job("a", 300.0), *beside, job("b", 300.0)]
+    table = Timetable([first, *rest], (0, 1), until=600.0, commands=2)
+    assert [table.take(0.0)[1] for _ in range(4)] == [(0,), (1,), (1,), (0,)], "b goes where there is a place, last"
 
 
 def test_a_job_of_several_devices_waits_for_them_and_is_not_overtaken():
@@ -168,7 +178,7 @@ def test_a_damaged_table_names_its_line(tmp_path):
         read_table(path)
 
 
-def test_names_pick_studies_and_settings(capsys):
+def test_names_pick_studies_settings_and_jobs(tmp_path, capsys):
     first = ORDER[0]
     assert entries(()) == list(ORDER) and entries((first.study,)) == [first]
     assert entries((f"{first.study}/small",)) == [dataclasses.replace(first, setting="small")]
@@ -176,3 +186,10 @@ def test_names_pick_studies_and_settings(capsys):
         main(["--studies", "foo"])
     assert main(["--list", "--studies", first.name]) == 0
     assert f"{first.name}: " in capsys.readouterr().out
+    found = left(
+        entries(("beside_fla/short", "recall")), [tmp_path], ("KDA, ours", "KDA, flash", "64 pairs, T=256, KDA")
+    )
+    named = [[one.name for one in jobs] for jobs in found.values()]
+    assert named == [["KDA, ours", "KDA, flash-linear-attention"], ["64 pairs, T=256, KDA"]]
+    with pytest.raises(SystemExit, match="error: jobs: 'foo' match nothing that is left"):
+        main(["--list", "--jobs", "foo"])
