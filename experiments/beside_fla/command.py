@@ -1,19 +1,16 @@
 """The command line, and what is left to run."""
 
 import dataclasses
-import json
 import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 import tyro
 
 from experiments.beside_fla import ours, report
-from experiments.beside_fla.material import Material, prepare
+from experiments.beside_fla.material import prepare
 from experiments.beside_fla.study import ARMS, THEIRS, CurveSetting, CurveStudy, study
+from experiments.harness.child import Child, answer
 from experiments.harness.command import RunOptions, errors_as_lines
 from experiments.harness.device import turn
 from experiments.harness.environment import command_line, environment
@@ -22,6 +19,7 @@ from experiments.harness.study import Mixer, pick_named
 from experiments.harness.tables import add_row, read_table, table_path
 
 NAME = "beside_fla"
+PEER = "experiments.beside_fla.theirs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,20 +62,6 @@ def jobs(name: str, setting: str, outputs: Sequence[pathlib.Path]) -> list[Job]:
     return found
 
 
-def run_theirs(material: Material) -> dict[str, Any]:
-    """flash-linear-attention's run, in a process of its own.
-
-    Raises:
-        RuntimeError: it failed; the message has what it said last.
-    """
-    files = [str(path) for path in dataclasses.astuple(material)]
-    command = [sys.executable, "-m", "experiments.beside_fla.theirs", *files]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"flash-linear-attention's run failed: {done.stderr.strip()[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m experiments.beside_fla`; returns the exit code."""
     module = f"experiments.{NAME}"
@@ -94,9 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             material = prepare(plan, mixer, options.work / NAME / options.setting)
             with turn(options.exclusive if options.setting == "real" else ()):  # small models fit side by side
                 try:
-                    run = run_theirs(material) if arm == THEIRS else ours.train(material, arm)
+                    files = dataclasses.astuple(material)
+                    is_theirs = arm == THEIRS  # in a process of its own
+                    run = answer(Child(PEER, *files)) if is_theirs else ours.train(material, arm)
                 except RuntimeError as error:  # a library that fails must not cost the others their runs
-                    print(error, flush=True)
+                    print(f"{arm} failed: {error}", flush=True)
                     failed += 1
                     continue
             content = {"mixer": mixer.label, "arm": arm, **run, "material": material.digest()}

@@ -16,7 +16,7 @@ from experiments.language_modelling.report import chosen
 from experiments.long_context.report import finished, rise_of_perplexity
 from experiments.sweep.command import whole_study
 from experiments.sweep.outcomes import Outcome, choose
-from experiments.throughput.report import read_results
+from experiments.throughput.report import find, read_results
 
 Measure = Callable[[], Interval | None]
 
@@ -131,19 +131,17 @@ def steps(table: str, ours: tuple[str, int], theirs: tuple[str, int], **options:
         table: of the throughput study.
         ours: label and tokens a row.
         theirs: likewise.
-        **options: what else a record must have.
+        **options: of the case, where they are not as `Case` has them.
     """
 
     def measure() -> Interval | None:
-        wanted = {"deterministic": False, "packed": False, "keeps": "input", "unrolled": False} | options
         rows = read_results(EXPERIMENTS / "throughput" / "results" / f"{table}.jsonl")
         found = []
         for label, length in (ours, theirs):
-            named = wanted | {"mixer": label, "length": length}
-            own = [row for row in rows if all(row[key] == value for key, value in named.items())]
-            if not own or "error" in own[0]:
+            own = find(rows, label, length, **options)
+            if own is None or "error" in own:
                 return None
-            found.append(np.asarray(own[0]["step_seconds"]) / (own[0]["rows"] * length))
+            found.append(np.asarray(own["step_seconds"]) / (own["rows"] * length))
         (a_low, a_high), (b_low, b_high) = (np.quantile(seconds, [0.05, 0.95]) for seconds in found)
         middle = float(np.median(found[1]) / np.median(found[0]) - 1)
         return Interval(middle, min(middle, float(b_low / a_high - 1)), max(middle, float(b_high / a_low - 1)))

@@ -18,8 +18,7 @@ from typing import Any
 
 import tyro
 
-from experiments.cpu_benchmark.machine import machine, revision
-from experiments.harness.tables import write_text
+from experiments.cpu_benchmark.machine import add_run, machine, read_runs, revision
 
 FOLDER = pathlib.Path(__file__).parent
 PROGRAM = "import sys; from rnnlib.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -134,14 +133,11 @@ def main(options: Options) -> None:
     """Adds one run to the results."""
     command = f"python -m experiments.cpu_benchmark.job --name {options.name} --tree FOLDER --steps {options.steps}"
     record = {"name": options.name, **revision(options.tree), **machine(), "command": command} | run(options)
-    runs = json.loads(options.output.read_text()) if options.output.exists() else []
-    first = next((one for one in runs if one["name"] == options.name), None)
+    first = next((one for one in read_runs(options.output) if one["name"] == options.name), None)
     record["same_losses"] = first is not None and first["losses"] == record["losses"]
     if record["same_losses"]:
         del record["losses"]
-    # One run a line: the losses are many.
-    text = ",\n".join(json.dumps(one) for one in [*runs, record])
-    write_text(options.output, f"[\n{text}\n]\n")
+    add_run(options.output, record)
     print(json.dumps({name: value for name, value in record.items() if name != "losses"}, indent=1))
 
 

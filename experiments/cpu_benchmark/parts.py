@@ -20,8 +20,7 @@ from typing import Any
 
 import tyro
 
-from experiments.cpu_benchmark.machine import machine, revision
-from experiments.harness.tables import write_text
+from experiments.cpu_benchmark.machine import add_run, machine, revision
 
 FOLDER = pathlib.Path(__file__).parent
 IDLE, UNNAMED = "between operations", "copies and zeros without a source line"
@@ -145,9 +144,7 @@ def main(options: Options) -> None:
     command = f"python -m experiments.cpu_benchmark.parts --name {options.name} --tree FOLDER"
     record = {"name": options.name, **revision(options.tree), **machine(), "command": command}
     record |= times | {"parts": step_parts(text, trace, times["traced_steps"])}
-    runs = json.loads(options.output.read_text()) if options.output.exists() else []
-    lines = ",\n".join(json.dumps(one) for one in [*runs, record])
-    write_text(options.output, f"[\n{lines}\n]\n")
+    add_run(options.output, record)
     total = sum(sum(part.values()) for part in record["parts"].values())
     print(f"{options.name}: {times['milliseconds']:.1f} ms a step, {total:.1f} ms traced")
 

@@ -1,11 +1,11 @@
 """`python -m experiments.cpu_benchmark.report`: writes the tables of `README.md` from `parts.json` and `job.json`."""
 
-import json
 import pathlib
 import statistics
 from collections.abc import Callable
 from typing import Any
 
+from experiments.cpu_benchmark.machine import read_runs
 from experiments.cpu_benchmark.parts import IDLE, PARTS, UNNAMED
 from experiments.harness.page import markdown_table, replaced
 from experiments.harness.tables import write_text
@@ -23,12 +23,6 @@ JOB_PARTS = (
     "end",
     "total",
 )
-
-
-def read(name: str) -> list[dict[str, Any]]:
-    """All measurements of a file."""
-    found: list[dict[str, Any]] = json.loads((FOLDER / name).read_text())
-    return found
 
 
 def measured(runs: list[dict[str, Any]]) -> list[str]:
@@ -93,8 +87,12 @@ def differences_table(runs: list[dict[str, Any]]) -> str:
 
 def tables() -> dict[str, str]:
     """All tables of the page, by their markers."""
-    runs = read("job.json")
-    return {"parts": parts_table(read("parts.json")), "job": job_table(runs), "losses": differences_table(runs)}
+    runs = read_runs(FOLDER / "job.json")
+    return {
+        "parts": parts_table(read_runs(FOLDER / "parts.json")),
+        "job": job_table(runs),
+        "losses": differences_table(runs),
+    }
 
 
 def main() -> None:

@@ -4,13 +4,14 @@ Each is timed in a process of its own, so that torch and JAX do not share memory
 flash-linear-attention are no dependencies: `--peer-python` names an interpreter that has them.
 """
 
-import importlib.metadata
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from experiments.harness.child import Child, answer, last_line
+from experiments.harness.records import installed_versions
 
 if TYPE_CHECKING:  # the peer's interpreter need not have jax
     from experiments.decoding.study import DecodingStudy
@@ -61,19 +62,10 @@ def time_peer(
         RuntimeError: its process failed; the message is its last line.
     """
     numbers = (batch, plan.prompt, plan.block, plan.block * plan.peer_blocks)
-    command = [python, "-m", "experiments.decoding.peer", label, *map(str, numbers)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{label}: no result after {seconds} s") from None
-    if done.returncode:
-        raise RuntimeError(f"{label}: {done.stderr.strip().rpartition(chr(10))[2][:200]}")
-    return json.loads(done.stdout.strip().rpartition("\n")[2])
-
-
-def _versions() -> dict[str, str]:
-    installed = {entry.name: entry.version for entry in importlib.metadata.distributions()}
-    return {name: installed[name] for name in _PACKAGES if name in installed}
+        return answer(Child("experiments.decoding.peer", label, *numbers, python=python), seconds=seconds)
+    except RuntimeError as error:
+        raise RuntimeError(f"{label}: {last_line(str(error))}") from None
 
 
 _CALLS = 2  # of each length; the fastest counts
@@ -121,7 +113,7 @@ def main(label: str, batch: int, prompt: int, few: int, many: int) -> None:
         "parameters": sum(p.numel() for p in model.parameters()),
         "token_seconds": [round(token, 8)],
         "tokens_per_second": round(batch / token, 1),
-        "versions": _versions(),
+        "versions": installed_versions(_PACKAGES),
         "threads": torch.get_num_threads(),
     }
     print(json.dumps(record))

@@ -1,14 +1,11 @@
 """What is measured, each part giving records."""
 
 import concurrent.futures
-import contextlib
 import functools
 import importlib.util
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from experiments.harness.child import Child
 from experiments.harness.records import Record, describe, read_records
 from experiments.harness.timing import timed_record
 from experiments.ridge_benchmark.config import METHODS, PRECISIONS, RIDGES, RidgeBenchmarkConfig
@@ -287,44 +285,35 @@ class PeerProcesses:
     def __init__(self, config: RidgeBenchmarkConfig, folder: pathlib.Path) -> None:
         self._folder = folder
         (folder / "peer.json").write_text(json.dumps(config.settings()))
-        self._compiling = [self._start("compile", str(n), str(COMPILERS)) for n in range(COMPILERS)]
-        self._timing: subprocess.Popen[str] | None = None
+        self._compiling = [self._start("compile", n, COMPILERS) for n in range(COMPILERS)]
+        self._timing: Child | None = None
 
-    def _start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "experiments.ridge_benchmark.peer", str(self._folder), *arguments],
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            stdin=subprocess.PIPE,
-            stdout=(self._folder / f"{'_'.join(arguments)}.log").open("w"),
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def _start(self, *arguments: object) -> Child:
+        module = "experiments.ridge_benchmark.peer"
+        return Child(module, self._folder, *arguments, variables={"JAX_PLATFORMS": "cpu"})
 
     def prepare(self, deadline: float) -> None:
         """Waits until all is compiled and the peer has chosen its kernels: nothing else runs while ours are timed."""
-        while any(process.poll() is None for process in self._compiling) and time.time() < deadline:
+        while any(child.is_running for child in self._compiling) and time.time() < deadline:
             time.sleep(0.2)
         self._timing = self._start("time")
-        while self._timing.poll() is None and time.time() < deadline and not (self._folder / "prepared").exists():
+        while self._timing.is_running and time.time() < deadline and not (self._folder / "prepared").exists():
             time.sleep(0.2)
 
     def time(self, deadline: float) -> list[Record]:
         """The peer's times."""
-        if self._timing is not None and self._timing.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._timing.communicate("measure\n", timeout=max(20.0, deadline - time.time()))
+        failure = "not started"
+        if self._timing is not None:
+            _, failure = self._timing.finish("measure\n", max(20.0, deadline - time.time()))
         records = read_records(self._folder / "peer.jsonl")
         if not any(record["kind"] == "time" for record in records):
-            log = self._folder / "time.log"
-            reason = log.read_text()[-1500:] if log.exists() else "not started"
-            records.append({"kind": "failure", "of": "peer", "reason": reason or "time limit"})
+            records.append({"kind": "failure", "of": "peer", "reason": failure[-1500:]})
         return records
 
     def end(self) -> None:
         """Ends what still runs."""
-        for process in (*self._compiling, self._timing):
-            if process is not None and process.poll() is None:
-                process.terminate()
+        for child in (*self._compiling, *([self._timing] if self._timing else [])):
+            child.end()
 
 
 def measure(config: RidgeBenchmarkConfig, write: Callable[[Record], None]) -> None:

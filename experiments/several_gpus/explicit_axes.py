@@ -14,12 +14,12 @@ import dataclasses
 import json
 import math
 import os
-import subprocess
 import sys
 from typing import Any, Literal
 
 import tyro
 
+from experiments.harness.child import Child
 from experiments.harness.command import errors_as_lines
 from experiments.kernel_benchmarks.offline.compiling import environment as offline_environment
 from experiments.kernel_benchmarks.offline.compiling import missing_packages
@@ -207,16 +207,10 @@ def main() -> int:
     for mesh in options.meshes:
         for form in FORMS:
             asked = dataclasses.asdict(options) | {"mesh": [int(n) for n in mesh.split(",")], "form": form}
-            process = subprocess.run(
-                [sys.executable, "-m", "experiments.several_gpus.explicit_axes", "compile"],
-                env=os.environ | variables,
-                input=json.dumps(asked),
-                capture_output=True,
-                text=True,
-                timeout=3600,
-            )
-            failed |= process.returncode != 0
-            print(mesh, form, process.stdout.strip() or process.stderr[-2000:], flush=True)
+            child = Child("experiments.several_gpus.explicit_axes", "compile", variables=variables)
+            lines, failure = child.finish(json.dumps(asked), 3600)
+            failed |= bool(failure)
+            print(mesh, form, failure[-2000:] or lines[-1], flush=True)
     return int(failed)
 
 

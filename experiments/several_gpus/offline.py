@@ -6,9 +6,7 @@ what each device needs. Needs the dependency group `offline`.
 
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +14,10 @@ from typing import Any
 import tyro
 from rich.progress import track
 
+from experiments.harness.child import Child, answer
 from experiments.harness.command import errors_as_lines
 from experiments.harness.environment import command_line, environment
-from experiments.harness.page import write_between_marks
+from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.tables import write_text
 from experiments.kernel_benchmarks.offline.compiling import environment as offline_environment
 from experiments.kernel_benchmarks.offline.compiling import missing_packages
@@ -60,17 +59,8 @@ def step_memory(mesh: Sequence[int] | None, layers: int, *, latency_hiding: bool
         RuntimeError: the process failed.
     """
     asked = {"mesh": mesh, "layers": layers, "latency_hiding": latency_hiding, "preset": preset}
-    process = subprocess.run(
-        [sys.executable, "-m", "experiments.several_gpus.offline", "compile"],
-        env=os.environ | offline_environment(),
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    if process.returncode:
-        raise RuntimeError(f"{asked} did not compile:\n{process.stderr[-3000:]}")
-    return int(process.stdout.splitlines()[-1])
+    child = Child("experiments.several_gpus.offline", "compile", variables=offline_environment())
+    return answer(child, asked, seconds=3600)
 
 
 def _compile(asked: dict[str, Any]) -> int:
@@ -123,13 +113,13 @@ def table(result: dict[str, Any]) -> str:
     """Markdown of all steps."""
     layers = result["layers"]
     header = ["mesh", *(f"{n} blocks{kind}, GB" for n in layers for kind in ("", ", latency hiding"))]
-    rows = [header, ["---"] * len(header)]
+    rows = []
     for mesh in dict.fromkeys(record["mesh"] for record in result["records"]):
         found = {(r["layers"], r["latency_hiding"]): r["bytes"] for r in result["records"] if r["mesh"] == mesh}
         cells = [found.get((n, hidden)) for n in layers for hidden in (False, True)]
         rows.append([mesh, *("" if cell is None else f"{cell / 1e9:.1f}" for cell in cells)])
     where = result["environment"]
-    lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    lines = "\n".join(markdown_table(header, rows))
     return (
         f"{lines}\n\nTemporary memory of each device by XLA's plan, compiled for H100s of 80 GB without a card; "
         f"jax {where['packages']['jax']}, commit {where['commit'][:7]}, {where['date'][:10]}.\n"

@@ -24,22 +24,15 @@ PARTS = {
 }
 
 
-def finite(value: Any) -> Any:
-    """A copy in which numbers that JSON lacks are null."""
+def plain(value: Any) -> Any:
+    """A copy with five digits of each number, since people read the results too; those that JSON lacks are null."""
     if isinstance(value, dict):
-        return {key: finite(entry) for key, entry in value.items()}
+        return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def rounded(value: Any) -> Any:
-    """A copy with five digits of each number: the results are read by people too."""
-    if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [rounded(entry) for entry in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+        return [plain(entry) for entry in value]
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def measure(config: SolverConvergenceConfig, console: Console) -> dict[str, Any]:
@@ -57,7 +50,7 @@ def measure(config: SolverConvergenceConfig, console: Console) -> dict[str, Any]
     }
     for name, part in PARTS.items():
         start = time.perf_counter()
-        results[name] = rounded(finite(part(config)))
+        results[name] = plain(part(config))
         results["seconds"][name] = round(time.perf_counter() - start, 1)
         console.print(f"{name}: {results['seconds'][name]} s")
     return results

@@ -9,7 +9,8 @@ import pathlib
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import tyro
@@ -17,11 +18,11 @@ import tyro
 from experiments.harness.command import errors_as_lines, interrupts_as_lines
 from experiments.harness.device import turn
 from experiments.harness.environment import command_line, environment
+from experiments.harness.records import installed_versions
 from experiments.harness.study import pick_named, slug
 from experiments.harness.tables import add_row, read_table, write_text
-from experiments.throughput import peer_jla
+from experiments.throughput import peer_fla, peer_jla
 from experiments.throughput.measure import CompiledCase, Measurement, bytes_of_case, compile_case, in_groups
-from experiments.throughput.peer import check_models, start_compiling, time_peer
 from experiments.throughput.profiling import write_program
 from experiments.throughput.report import read_results, write_report
 from experiments.throughput.study import Case, Keeps, Scale, ThroughputStudy, cases, study
@@ -57,14 +58,14 @@ class Options:
     """Time the cases with matmuls in float8, too."""
     accumulation: int | None = None
     """Parts of a step, whose gradients are added up; left out, the setting's."""
-    jla: tuple[str, ...] = ()
-    """Models of jax-linear-attention to time besides, by its own trainer: names of `peer_jla.MODELS`."""
+    jla: tuple[peer_jla.Model, ...] = ()
+    """Models of jax-linear-attention to time besides, by its own trainer."""
     jla_float8: bool = False
     """Time each of these models with matmuls in float8, too."""
     jla_seconds: float | None = None
     """End a process of such a model after this time."""
-    peer: tuple[str, ...] = ()
-    """Models of flash-linear-attention to time besides, before ours: names of `peer.MODELS`. Needs its packages."""
+    peer: tuple[peer_fla.Model, ...] = ()
+    """Models of flash-linear-attention to time besides, before ours. Needs its packages."""
     peer_processes: int = 0
     """Processes that compile each of these models' kernels beforehand, while our cases compile; 0 for none."""
     peer_torch_compile: bool = False
@@ -74,12 +75,10 @@ class Options:
     profile: tuple[Keeps, ...] = ()
     """Also profile one step of each case that keeps this: device time by operation, in `profiles/` beside results."""
     compile_workers: int = 0
-    """Threads that compile while others are timed, which disturbs the timing; 0 compiles and times by turns.
+    """Threads that compile all cases before the first is timed; they are then timed by turns, as many at once as the
+    device's memory takes. 0 compiles and times one case after another.
 
     To compile side by side, run several of these commands with different mixers and the same `exclusive`."""
-    quiet: bool = False
-    """Compile all cases, with `compile_workers` threads, before the first is timed, and time them by turns: as many
-    at once as the device's memory takes."""
     seconds: float | None = None
     """Time no case after this time."""
     exclusive: tuple[pathlib.Path, ...] = ()
@@ -90,6 +89,16 @@ class Options:
     def __post_init__(self) -> None:
         if self.compile_workers < 0:
             raise ValueError(f"compile_workers must not be negative, got {self.compile_workers}")
+
+    @property
+    def name(self) -> str:
+        """Of results and figures."""
+        return f"{self.setting}_{self.card}" if self.card else self.setting
+
+    @property
+    def results(self) -> pathlib.Path:
+        """The table of our steps."""
+        return self.output / "results" / f"{self.name}.jsonl"
 
 
 def case_name(case: Case) -> str:
@@ -107,7 +116,7 @@ _USABLE = 0.9
 
 def time_cases(
     plan: ThroughputStudy,
-    compiled: dict[Case, concurrent.futures.Future[CompiledCase]],
+    compiled: dict[Case, Future[CompiledCase]],
     profiles: tuple[pathlib.Path, Sequence[Keeps]] | None = None,
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     """The record of each case, timed by turns, or one that says why there is none.
@@ -126,7 +135,7 @@ def time_cases(
 
 def _time_group(
     plan: ThroughputStudy,
-    compiled: dict[Case, concurrent.futures.Future[CompiledCase]],
+    compiled: dict[Case, Future[CompiledCase]],
     profiles: tuple[pathlib.Path, Sequence[Keeps]] | None,
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     running: dict[Case, Measurement] = {}
@@ -158,7 +167,7 @@ def _time_group(
         if profiles is not None and case.keeps in profiles[1]:
             attempt(case, functools.partial(_profile, case, running.get(case), profiles[0]))
         record = attempt(case, lambda: running.pop(case).finish())
-        yield case, record or _explanation(case, failed[case])
+        yield case, record or case.fields() | {"error": str(failed[case]).partition("\n")[0][:200]}
 
 
 def _profile(case: Case, measurement: Measurement | None, folder: pathlib.Path) -> None:
@@ -169,17 +178,65 @@ def _profile(case: Case, measurement: Measurement | None, folder: pathlib.Path) 
         write_program(text, folder / f"{case_name(case)}.program.gz")
 
 
-def _explanation(case: Case, error: Exception) -> dict[str, Any]:
-    return {
-        "mixer": case.mixer.label,
-        "length": case.length,
-        "deterministic": case.deterministic,
-        "packed": case.packed,
-        "keeps": case.keeps,
-        "unrolled": case.unrolled,
-        "float8": case.float8,
-        "error": str(error).partition("\n")[0][:200],
-    }
+def time_peers(
+    options: Options, plan: ThroughputStudy, where: dict[str, Any], ours: Sequence[Future[CompiledCase]]
+) -> int:
+    """Times the peers' models and writes their records into tables beside ours; gives how many failed.
+
+    Nothing compiles while a peer is timed: what is being compiled of ours is waited for.
+    """
+    compiling = peer_fla.start_compiling(plan, options.peer, options.peer_processes, options.peer_seconds)
+    concurrent.futures.wait(ours)
+    for model, reason in compiling().items():
+        print(f"FLA {model}: not all compiled beforehand: {reason}", flush=True)
+    of_fla = peer_fla.time_models(
+        plan, options.peer, torch_compile=options.peer_torch_compile, seconds=options.peer_seconds
+    )
+    of_jla = peer_jla.time_models(plan, options.jla, fp8=options.jla_float8, seconds=options.jla_seconds)
+    failed = 0
+    for table, packages, records in (("peer", peer_fla.PACKAGES, of_fla), ("jla", peer_jla.PACKAGES, of_jla)):
+        for name, record in records:
+            failed += "error" in record
+            content = record | {"versions": installed_versions(packages), "environment": where}
+            add_row(options.results.with_name(f"{options.name}_{table}.jsonl"), "throughput", name, content)
+            print(f"{table} {name}: {record.get('step_seconds', record.get('error'))}", flush=True)
+    return failed
+
+
+def time_all(options: Options, plan: ThroughputStudy, missing: Sequence[Case]) -> int:
+    """Times the peers, then the cases that have no result; gives how many failed or are left."""
+    begin = time.monotonic()
+    if has_peers := bool(options.peer or options.jla):
+        # JAX keeps the memory that it has taken, and must leave the peer the card.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    where = environment(command_line("experiments.throughput"), options.commit)
+    failed, left = 0, len(missing)
+    with concurrent.futures.ThreadPoolExecutor(max(1, options.compile_workers)) as pool:
+        parts = [missing] if options.compile_workers else [[case] for case in missing]
+        groups: Iterable[dict[Case, Future[CompiledCase]]]
+        groups = ({case: pool.submit(compile_case, plan, case) for case in part} for part in parts)
+        if options.compile_workers:
+            groups = list(groups)  # all compile from now on
+        if has_peers:
+            ours = [future for group in groups for future in group.values()] if options.compile_workers else []
+            failed += time_peers(options, plan, where, ours)
+        for group in groups:
+            concurrent.futures.wait(group.values())
+            if options.seconds is not None and time.monotonic() - begin > options.seconds:
+                print(f"out of time: {left} cases are left", flush=True)
+                return failed + left
+            with turn(options.exclusive):
+                for case, record in time_cases(
+                    plan, group, (options.output / "profiles" / options.name, options.profile)
+                ):
+                    failed, left = failed + ("error" in record), left - 1
+                    add_row(options.results, "throughput", case_name(case), record | {"environment": where})
+                    print(
+                        f"{time.monotonic() - begin:6.1f} s  {case_name(case)}  {record.get('tokens_per_second')} "
+                        f"tokens/s, compiled in {record.get('compile_seconds')} s",
+                        flush=True,
+                    )
+    return failed
 
 
 @interrupts_as_lines()
@@ -189,89 +246,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = study(options.setting)
     if options.accumulation is not None:
         plan = dataclasses.replace(plan, accumulation=options.accumulation)
-    name = f"{options.setting}_{options.card}" if options.card else options.setting
-    results = options.output / "results" / f"{name}.jsonl"
     with errors_as_lines():
         picked = pick_named(plan.mixers, options.mixers)
-    wanted = [c for c in cases(plan) if c.mixer in picked and (not options.lengths or c.length in options.lengths)]
-    wanted = [
-        c for c in wanted if c.keeps in options.keeps and ("unrolled" if c.unrolled else "scan") in options.layers
-    ]
-    wanted = [c for c in wanted if options.float8 or not c.float8]
-    with errors_as_lines():
-        check_models(options.peer)
-        peer_jla.check_models(options.jla)
         if options.jla and options.setting != "published":
             raise ValueError(f"jla: its models are those of --setting published, not of {options.setting!r}")
+    wanted = [
+        case
+        for case in cases(plan)
+        if case.mixer in picked
+        and (not options.lengths or case.length in options.lengths)
+        and case.keeps in options.keeps
+        and ("unrolled" if case.unrolled else "scan") in options.layers
+        and (options.float8 or not case.float8)
+    ]
     if not wanted:
         sys.exit(f"error: mixers are {', '.join(mixer.label for mixer in plan.mixers)} and lengths {plan.lengths}")
-    begin = time.monotonic()
-    failed = 0
-    profiles = options.output / "profiles" / name, options.profile
-    done = set() if options.again else {row["id"] for row in read_table(results)}
+    done = set() if options.again else {row["id"] for row in read_table(options.results)}
     missing = [case for case in wanted if case_name(case) not in done]
+    failed = 0
     if not options.report_only and (missing or options.peer or options.jla):
-        if options.peer or options.jla:
-            # JAX keeps the memory that it has taken, and must leave the peer the card.
-            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        where = environment(command_line("experiments.throughput"), options.commit)
-        pool = concurrent.futures.ThreadPoolExecutor(max(1, options.compile_workers))
-        queue = list(missing)
-        futures: dict[concurrent.futures.Future[CompiledCase], Case] = {}
-        if options.peer:
-            compiled = start_compiling(plan, options.peer, options.peer_processes, options.peer_seconds)
-            if options.quiet:  # nothing compiles while the peer is timed
-                futures = {pool.submit(compile_case, plan, case): case for case in queue}
-                queue = []
-                concurrent.futures.wait(futures)
-            for model, reason in compiled().items():
-                print(f"FLA {model}: not all compiled beforehand: {reason}", flush=True)
-            print(f"{time.monotonic() - begin:6.1f} s  compiled", flush=True)
-            failed += time_peer(
-                plan,
-                options.peer,
-                results,
-                where,
-                torch_compile=options.peer_torch_compile,
-                seconds=options.peer_seconds,
-            )
-        if options.jla:
-            if options.quiet and queue:  # nothing compiles while the peer is timed
-                futures |= {pool.submit(compile_case, plan, case): case for case in queue}
-                queue = []
-                concurrent.futures.wait(futures)
-            failed += peer_jla.time_jla(
-                plan, options.jla, results, where, fp8=options.jla_float8, seconds=options.jla_seconds
-            )
-        # In the order in which they are done. What others are still compiling tries out kernels now and then: the
-        # median of the steps passes over that.
-        while queue or futures:
-            while queue and (options.quiet or len(futures) < max(1, options.compile_workers)):
-                case = queue.pop(0)
-                futures[pool.submit(compile_case, plan, case)] = case
-            wait_for = concurrent.futures.ALL_COMPLETED if options.quiet else concurrent.futures.FIRST_COMPLETED
-            concurrent.futures.wait(futures, return_when=wait_for)
-            if options.seconds is not None and time.monotonic() - begin > options.seconds:
-                print(f"out of time: {len(futures) + len(queue)} cases are left", flush=True)
-                pool.shutdown(wait=False, cancel_futures=True)
-                failed += len(futures) + len(queue)
-                break
-            with turn(options.exclusive):
-                while ready := [future for future in futures if future.done()]:
-                    together = ready if options.quiet else ready[:1]
-                    for case, record in time_cases(
-                        plan, {futures.pop(future): future for future in together}, profiles
-                    ):
-                        failed += "error" in record
-                        record["environment"] = where
-                        add_row(results, "throughput", case_name(case), record)
-                        print(
-                            f"{time.monotonic() - begin:6.1f} s  {case_name(case)}  {record.get('tokens_per_second')} "
-                            f"tokens/s, compiled in {record.get('compile_seconds')} s",
-                            flush=True,
-                        )
-                    del ready, together
-    print(write_report(plan, read_results(results), options.output, name))
+        failed = time_all(options, plan, missing)
+    print(write_report(plan, read_results(options.results), options.output, options.name))
     return 1 if failed else 0
 
 

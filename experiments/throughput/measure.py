@@ -241,15 +241,9 @@ class Measurement:
                 "utilization_ahead": None if peak is None else round(flops.total * tokens / ahead / peak, 5),
             }
         return record | {
-            "mixer": case.mixer.label,
+            **case.fields(),
             "preset": list(case.mixer.preset),
-            "length": case.length,
             "rows": tokens // case.length,
-            "deterministic": case.deterministic,
-            "packed": case.packed,
-            "keeps": case.keeps,
-            "unrolled": case.unrolled,
-            "float8": case.float8,
             "accumulation": plan.accumulation,
             "num_parameters": compiled.num_parameters,
             "step_seconds": [round(s, 6) for s in self.seconds],

@@ -10,44 +10,34 @@ what the comments of its presets and options say is fastest on an H100.
 
 import json
 import pathlib
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
-from experiments.harness.records import installed_versions
-from experiments.harness.tables import add_row
+from experiments.harness.child import Child, last_line
 from experiments.throughput.study import ThroughputStudy
 
+Model = Literal["gated_deltanet", "kda", "mamba2", "transformer"]
 # Its presets of flash-linear-attention's published 1.3B shapes, by our names of the mixers.
-PRESETS = {
+PRESETS: dict[Model, str] = {
     "gated_deltanet": "gdn-hd128-1p3b",
     "kda": "kda-1p3b",
     "mamba2": "mamba2-1p3b",
     "transformer": "transformer-1p3b",
 }
-MODELS = tuple(PRESETS)
-_PACKAGES = ("jax", "jax-linear-attention", "equinox", "optax")
+PACKAGES = ("jax", "jax-linear-attention", "equinox", "optax")
 # Steps of a window of its log, whose first step waits for the window before; the first window is left out.
 _WINDOW, _WINDOWS = 5, 3
 
 
-def check_models(models: Sequence[str]) -> None:
-    """Raises ValueError where a name is none of `MODELS`."""
-    unknown = [name for name in models if name not in MODELS]
-    if unknown:
-        raise ValueError(f"jla: {unknown[0]!r} is no model, expected one of {', '.join(MODELS)}")
-
-
 def configuration(
-    plan: ThroughputStudy, model: str, rows: int, folder: pathlib.Path, *, fp8: bool = False
+    plan: ThroughputStudy, model: Model, rows: int, folder: pathlib.Path, *, fp8: bool = False
 ) -> dict[str, Any]:
     """Its configuration of a model.
 
     Args:
         plan: gives the tokens a step and a row.
-        model: one of `MODELS`.
+        model: which.
         rows: of each part of a step; the parts' gradients are added up.
         folder: of its run.
         fp8: matmuls in float8 with delayed scaling.
@@ -79,46 +69,24 @@ def configuration(
     }
 
 
-def time_jla(
-    plan: ThroughputStudy,
-    models: Sequence[str],
-    results: pathlib.Path,
-    environment: Mapping[str, Any],
-    *,
-    fp8: bool = False,
-    seconds: float | None = None,
-) -> int:
-    """Times models, one after another, and writes their records.
+def time_models(
+    plan: ThroughputStudy, models: Sequence[Model], *, fp8: bool = False, seconds: float | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name and the record of each model, one after another; of what failed the record says why.
 
     Args:
         plan: gives the tokens a step and a row, and in how many parts a step is taken. Where the parts do not fit, they
             are halved.
-        models: names of `MODELS`.
-        results: our table; the peer's stands beside it with `_jla` behind its name.
-        environment: kept in each record.
+        models: which.
         fp8: also with matmuls in float8.
         seconds: after which a process is ended.
-
-    Returns:
-        How many models failed; their records say why.
-
-    Raises:
-        ValueError: a name is none of `MODELS`.
     """
-    check_models(models)
-    failed = 0
     for model in models:
         for in_fp8 in (False, True)[: 1 + fp8]:
-            record = _time(plan, model, in_fp8, seconds)
-            failed += "error" in record
-            content = record | {"versions": installed_versions(_PACKAGES), "environment": dict(environment)}
-            name = f"{model}{'--fp8' * in_fp8}"
-            add_row(results.with_name(f"{results.stem}_jla.jsonl"), "throughput", name, content)
-            print(f"jla {name}: {record.get('step_seconds', record.get('error'))}", flush=True)
-    return failed
+            yield f"{model}{'--fp8' * in_fp8}", _time(plan, model, in_fp8, seconds)
 
 
-def _time(plan: ThroughputStudy, model: str, fp8: bool, seconds: float | None) -> dict[str, Any]:
+def _time(plan: ThroughputStudy, model: Model, fp8: bool, seconds: float | None) -> dict[str, Any]:
     rows = plan.tokens // plan.main_length // plan.accumulation
     while True:
         with tempfile.TemporaryDirectory() as temporary:
@@ -128,17 +96,12 @@ def _time(plan: ThroughputStudy, model: str, fp8: bool, seconds: float | None) -
             config.write_text(json.dumps(content))
             settings = {k: v for k, v in (content["model"] | content["train"]).items() if k != "output_dir"}
             what: dict[str, Any] = {"model": model, "fp8": fp8, "rows_at_once": rows, "settings": settings}
-            command = [sys.executable, "-m", "jla.cli", "train", "--config", str(config)]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-            except subprocess.TimeoutExpired:
-                return what | {"error": f"not done in {seconds} s"}
-            if done.returncode == 0:
+            _, failure = Child("jla.cli", "train", "--config", config).finish("", seconds)
+            if not failure:
                 return what | read_run(folder / "run", plan)
-        reason = next((line for line in reversed(done.stderr.splitlines()) if "RESOURCE_EXHAUSTED" in line), None)
+        reason = next((line for line in reversed(failure.splitlines()) if "RESOURCE_EXHAUSTED" in line), None)
         if reason is None or rows == 1:
-            last = done.stderr.strip().rpartition("\n")[2]
-            return what | {"error": (reason or last)[:300]}
+            return what | {"error": reason[:300] if reason else last_line(failure)}
         rows //= 2
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
+from experiments.harness.study import Mixer
 from experiments.harness.tables import read_table
-from experiments.throughput.study import ThroughputStudy
+from experiments.throughput.study import Case, ThroughputStudy
 
 
 def read_results(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -18,20 +19,10 @@ def read_results(path: pathlib.Path) -> list[dict[str, Any]]:
     ]
 
 
-def _find(
-    records: list[dict[str, Any]],
-    label: str,
-    length: int,
-    *,
-    deterministic: bool = False,
-    packed: bool = False,
-    keeps: str = "input",
-    unrolled: bool = False,
-    float8: bool = False,
-) -> dict[str, Any] | None:
-    key = (label, length, deterministic, packed, keeps, unrolled, float8)
-    names = ("mixer", "length", "deterministic", "packed", "keeps", "unrolled", "float8")
-    return next((record for record in records if tuple(record[name] for name in names) == key), None)
+def find(records: list[dict[str, Any]], label: str, length: int, **options: Any) -> dict[str, Any] | None:
+    """The record of a mixer's step at a length, with options of `Case`; None where there is none."""
+    wanted = Case(Mixer(label, ()), length, **options).fields().items()
+    return next((record for record in records if all(record[name] == value for name, value in wanted)), None)
 
 
 def _cell(record: dict[str, Any] | None) -> str:
@@ -57,7 +48,7 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
     header = ["mixer", "parameters", f"thousand tokens/s, T={main}", "ms a step", "model FLOP/s of peak", "memory, GB"]
     rows = []
     for mixer in plan.mixers:
-        record = _find(records, mixer.label, main)
+        record = find(records, mixer.label, main)
         if record is None:
             continue
         if "error" in record:
@@ -69,10 +60,10 @@ def table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> str:
         row.append(_memory(record))
         rows.append(row)
     lines = markdown_table(header, rows) if rows else []  # none at the setting that all mixers are timed at
-    swept = [m.label for m in plan.mixers if sum(_find(records, m.label, n) is not None for n in lengths) > 1]
+    swept = [m.label for m in plan.mixers if sum(find(records, m.label, n) is not None for n in lengths) > 1]
     if swept:
         lines += ["", f"Thousand tokens a second by length, {plan.tokens} tokens a step:", ""]
-        of_lengths = [[m, *(_cell(_find(records, m, n)) for n in lengths)] for m in swept]
+        of_lengths = [[m, *(_cell(find(records, m, n)) for n in lengths)] for m in swept]
         lines += markdown_table(["mixer", *(f"T={n}" for n in lengths)], of_lengths)
     lines += _options_table(plan, records)
     lines += _kept_table(plan, records)
@@ -100,10 +91,10 @@ def _options_table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> list
     rows = []
     for label, option, changed in options:
         for name, what in kept.items():
-            record = _find(records, label, plan.main_length, **changed, **what)
+            record = find(records, label, plan.main_length, **changed, **what)
             if record is None:
                 continue
-            plain = _cell(_find(records, label, plan.main_length, **what))
+            plain = _cell(find(records, label, plan.main_length, **what))
             same = {True: "yes", False: "no", None: ""}[record.get("same_bits_twice")]
             rows.append([label, f"{option}{name}", _cell(record), plain, same])
     header = ["mixer", "option", "thousand tokens/s", "without it", "same bits twice"]
@@ -131,7 +122,7 @@ def _kept_table(plan: ThroughputStudy, records: list[dict[str, Any]]) -> list[st
     ]
     rows = []
     for mixer in plan.mixers:
-        found = [_find(records, mixer.label, plan.main_length, keeps=keeps, unrolled=way) for keeps, way in ways]
+        found = [find(records, mixer.label, plan.main_length, keeps=keeps, unrolled=way) for keeps, way in ways]
         for (keeps, unrolled), record in zip(ways, found):
             if record is None or not any(found[1:]):
                 continue
@@ -162,7 +153,7 @@ _PEER_LABELS = {
 def _our_record(plan: ThroughputStudy, records: list[dict[str, Any]], peer: dict[str, Any]) -> dict[str, Any] | None:
     """Our timed step that does the work of one of the peer's: its blocks are recomputed, or nothing is."""
     keeps = "input" if peer["recomputed"] else "everything"
-    found = _find(records, _PEER_LABELS[peer["model"]], plan.main_length, keeps=keeps, unrolled=True)
+    found = find(records, _PEER_LABELS[peer["model"]], plan.main_length, keeps=keeps, unrolled=True)
     return None if found is None or "error" in found else found
 
 
@@ -211,7 +202,7 @@ _JLA_LABELS = {"gated_deltanet": "Gated DeltaNet", "kda": "KDA", "mamba2": "Mamb
 def _fastest(plan: ThroughputStudy, records: list[dict[str, Any]], label: str, float8: bool) -> dict[str, Any] | None:
     """Our fastest timed step of a model, whatever its blocks keep; None where none was timed."""
     ways: Any = itertools.product(("input", "products", "everything"), (False, True))
-    found = (_find(records, label, plan.main_length, keeps=k, unrolled=u, float8=float8) for k, u in ways)
+    found = (find(records, label, plan.main_length, keeps=k, unrolled=u, float8=float8) for k, u in ways)
     timed = [record for record in found if record is not None and "error" not in record]
     return max(timed, key=_speed_ahead, default=None)
 
@@ -237,7 +228,7 @@ def _jla_pairs(
 def _jla_table(plan: ThroughputStudy, records: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
     header = ["model", "jla: parameters", "rows at once", "thousand tokens/s", "GB"]
     header += ["here: parameters", "rows at once", "kept", "thousand tokens/s", "GB", "of peak", "ratio"]
-    rows = [header, ["---"] * len(header)]
+    rows = []
     for title, ours, theirs in _jla_pairs(plan, records, peers):
         row = [title, "", "", "", ""]
         if theirs is not None:
@@ -256,7 +247,7 @@ def _jla_table(plan: ThroughputStudy, records: list[dict[str, Any]], peers: list
         rows.append([*row, *[""] * (len(header) - len(row))])
     note = ", ".join(f"{name} {version}" for name, version in peers[0]["versions"].items())
     where = peers[0]["environment"]
-    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    text = "\n".join(markdown_table(header, rows))
     return (
         f"{text}\n\n{plan.tokens:,} tokens a step, in parts of as many rows at once as stand there. The median step "
         f"of those whose next is asked for already, as both trainers ask. {where['device']}, {note}; commit "
@@ -269,25 +260,12 @@ def jla_figure(
 ) -> bool:
     """Bars of our speed and jax-linear-attention's; False where there are none of both."""
     pairs = [
-        (title, _speed_ahead(ours) / 1000, _speed(theirs) / 1000)
+        (title, _speed_ahead(ours), _speed(theirs))
         for title, ours, theirs in _jla_pairs(plan, records, peers)
         if ours is not None and theirs is not None and "error" not in theirs
     ]
-    if not pairs:
-        return False
-    drawing, axes = pyplot().subplots(figsize=(8, 1.2 + 0.5 * len(pairs)), layout="constrained")
-    for i, (_, *values) in enumerate(pairs):
-        for offset, value, color, name in zip((-0.2, 0.2), values, ("tab:blue", "tab:gray"), ("rnnlib", "jla")):
-            axes.barh(i + offset, value, height=0.38, color=color, alpha=0.8, label=None if i else name)
-        axes.text(values[0], i - 0.2, f" speed-up {values[0] / values[1]:.2f}", va="center", fontsize=8)
-    axes.set_yticks(range(len(pairs)), [title for title, *_ in pairs], fontsize=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set_xlabel(f"thousand tokens a second, {plan.tokens} tokens a step, T={plan.main_length}", fontsize=8)
-    drawing.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
-    axes.set_title(f"Training step, published 1.3B models, {peers[0]['environment']['device']}", fontsize=10)
-    save(drawing, path)
-    return True
+    title = f"Training step, published 1.3B models, {peers[0]['environment']['device']}"
+    return _pairs_figure(plan, pairs, "jla", " speed-up {:.2f}", title, path, margin=0.15)
 
 
 def peer_figure(
@@ -295,23 +273,41 @@ def peer_figure(
 ) -> bool:
     """Bars of our speed and the peer's, of each model with and without recomputation; False where there are none."""
     found = [(peer, _our_record(plan, records, peer)) for peer in peers if "error" not in peer]
-    pairs = [(peer, ours) for peer, ours in found if ours is not None]
+    pairs = [
+        (f"{_peer_title(peer)}{', recomputed' * peer['recomputed']}", ours["tokens_per_second"], _speed(peer))
+        for peer, ours in found
+        if ours is not None
+    ]
+    devices = [ours["environment"]["device"] for _, ours in found if ours is not None]
+    title = f"Training step, width {plan.model.width}, {plan.model.num_layers} layers, {''.join(devices[:1])}"
+    return _pairs_figure(plan, pairs, "FLA", " {:.2f} x", title, path, margin=0.12)
+
+
+def _pairs_figure(
+    plan: ThroughputStudy,
+    pairs: list[tuple[str, float, float]],
+    peer: str,
+    ratio: str,
+    title: str,
+    path: pathlib.Path,
+    *,
+    margin: float,
+) -> bool:
+    """Bars of our tokens a second and a peer's for each label, `ratio` telling how they compare."""
     if not pairs:
         return False
     drawing, axes = pyplot().subplots(figsize=(8, 1.2 + 0.5 * len(pairs)), layout="constrained")
-    for i, (peer, ours) in enumerate(pairs):
-        values = ours["tokens_per_second"] / 1000, _speed(peer) / 1000
-        for offset, value, color, name in zip((-0.2, 0.2), values, ("tab:blue", "tab:gray"), ("rnnlib", "FLA")):
+    for i, (_, *speeds) in enumerate(pairs):
+        values = [speed / 1000 for speed in speeds]
+        for offset, value, color, name in zip((-0.2, 0.2), values, ("tab:blue", "tab:gray"), ("rnnlib", peer)):
             axes.barh(i + offset, value, height=0.38, color=color, alpha=0.8, label=None if i else name)
-        axes.text(values[0], i - 0.2, f" {values[0] / values[1]:.2f} x", va="center", fontsize=8)
-    labels = [f"{_peer_title(peer)}{', recomputed' if peer['recomputed'] else ''}" for peer, _ in pairs]
-    axes.set_yticks(range(len(pairs)), labels, fontsize=8)
+        axes.text(values[0], i - 0.2, ratio.format(values[0] / values[1]), va="center", fontsize=8)
+    axes.set_yticks(range(len(pairs)), [label for label, *_ in pairs], fontsize=8)
     axes.invert_yaxis()
-    axes.margins(x=0.12)
+    axes.margins(x=margin)
     axes.set_xlabel(f"thousand tokens a second, {plan.tokens} tokens a step, T={plan.main_length}", fontsize=8)
     drawing.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
-    device = pairs[0][0]["environment"]["device"]
-    axes.set_title(f"Training step, width {plan.model.width}, {plan.model.num_layers} layers, {device}", fontsize=10)
+    axes.set_title(title, fontsize=10)
     save(drawing, path)
     return True
 

@@ -110,6 +110,10 @@ class Case:
     unrolled: bool = False
     float8: bool = False
 
+    def fields(self) -> dict[str, Any]:
+        """What a record says of the case: the mixer's label, and all else."""
+        return {**vars(self), "mixer": self.mixer.label}
+
 
 def study(setting: Scale) -> ThroughputStudy:
     """The study at a setting: "real" is Preconditioned DeltaNet's 340M model (its figure 3) and 32K tokens a step.

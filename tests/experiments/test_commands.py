@@ -1,12 +1,14 @@
 """What the studies' commands share: picking mixers, taking turns on a device, comparing runs."""
 
 import math
+import os
 import sys
 import threading
 import time
 
 import pytest
 
+from experiments.harness.child import Child, answer, last_line
 from experiments.harness.device import Turn, turn
 from experiments.harness.study import Mixer, pick
 from experiments.kill_check.__main__ import faults
@@ -143,3 +145,22 @@ def test_predicted_bytes_go_by_the_links_that_a_group_has():
     assert sent(("tensor",), data=8, fsdp=8, tensor=8) == (7 * 1024, 0)
     assert sent(("fsdp",), data=8, fsdp=8, tensor=8) == (0, 7 * 1024)
     assert sent(("fsdp", "tensor"), data=8, fsdp=8, tensor=8) == (63 * 1024, 63 * 1024 / 8)
+
+
+def test_a_child_answers_fails_or_is_ended(tmp_path, monkeypatch):
+    (tmp_path / "asked.py").write_text(
+        "import json, os, sys, time\n"
+        "print('a line of its own')\n"
+        "given = sys.stdin.read()\n"
+        "time.sleep(60 if given == 'sleep' else 0)\n"
+        "if not given:\n"
+        "    sys.exit('the reason\\nno such thing')\n"
+        "print(json.dumps([json.loads(given), sys.argv[1:]]))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert answer(Child("asked", 1, "two"), {"x": 3}) == [{"x": 3}, ["1", "two"]]
+    lines, failure = Child("asked").finish()
+    assert lines == ["a line of its own"] and last_line(failure) == "no such thing"
+    with pytest.raises(RuntimeError, match="the reason"):
+        answer(Child("asked"))
+    assert Child("asked").finish("sleep", 1)[1] == "not done in 1 s"

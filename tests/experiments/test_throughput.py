@@ -9,11 +9,10 @@ import types
 import jax
 import pytest
 
-from experiments.harness.tables import read_table
+from experiments.harness.tables import add_rows, read_table
 from experiments.throughput import __main__ as command
-from experiments.throughput import attention, peer, peer_jla
+from experiments.throughput import attention, peer_fla, peer_jla
 from experiments.throughput.measure import in_groups
-from experiments.throughput.peer import time_peer
 from experiments.throughput.report import read_results, table, write_report
 from experiments.throughput.study import cases, model_config, study
 from rnnlib.models import ModelConfig, count_parameters
@@ -92,8 +91,10 @@ def test_one_command_times_and_reports(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
 
 
-@pytest.mark.parametrize(("workers", "quiet"), [(0, False), (3, False), (3, True)])
-def test_every_record_is_of_its_own_case(workers, quiet, tmp_path, monkeypatch):
+@pytest.mark.parametrize("workers", [0, 3])
+def test_every_record_is_of_its_own_case(workers, tmp_path, monkeypatch):
+    by_turns = workers > 0
+
     def name(case):
         return {"mixer": case.mixer.label, "length": case.length, "deterministic": case.deterministic}
 
@@ -107,7 +108,7 @@ def test_every_record_is_of_its_own_case(workers, quiet, tmp_path, monkeypatch):
 
         def time(self, steps):
             timed.extend([self.case] * steps)
-            if quiet and self.case.packed and len(timed) > 5:
+            if by_turns and self.case.packed and len(timed) > 5:
                 raise MemoryError("no room")
 
         def time_ahead(self, steps):
@@ -118,26 +119,34 @@ def test_every_record_is_of_its_own_case(workers, quiet, tmp_path, monkeypatch):
 
     monkeypatch.setattr(command, "Measurement", Measured)
     monkeypatch.setattr(command, "write_report", lambda *_: "")
-    arguments = ["--output", str(tmp_path), "--compile-workers", str(workers), *["--quiet"] * quiet]
+    arguments = ["--output", str(tmp_path), "--compile-workers", str(workers)]
     expected = {command.case_name(case): name(case) for case in cases(study("small")) if case.keeps == "input"}
-    assert command.main(arguments) == int(quiet)
+    assert command.main(arguments) == int(by_turns)
     records = {row["id"]: row for row in read_table(tmp_path / "results" / "small.jsonl")}
     assert {file: {key: record[key] for key in expected[file]} for file, record in records.items()} == expected
     assert [file for file, record in records.items() if "error" in record] == [
         f for f in records if "packed" in f
-    ] * quiet
+    ] * by_turns
     for case in set(timed):
         first, last = timed.index(case), len(timed) - 1 - timed[::-1].index(case)
-        assert quiet == (len(set(timed[first : last + 1])) > 1) or case.packed, "one after another, or by turns"
+        assert by_turns == (len(set(timed[first : last + 1])) > 1) or case.packed, "one after another, or by turns"
 
 
-def test_the_peer_is_named_and_its_failures_are_recorded(tmp_path):
-    with pytest.raises(ValueError, match="'mamba9' is no model, expected one of gated_deltanet"):
-        time_peer(study("small"), ("mamba9",), tmp_path / "small.jsonl", {})
-    # Without the peer's packages or a GPU its process fails, and the record says with what.
-    assert time_peer(study("small"), ("gla",), tmp_path / "small.jsonl", {"device": "none"}) >= 1
-    record = next(row for row in read_table(tmp_path / "small_peer.jsonl") if row["id"] == "gla")
-    assert record["model"] == "gla" and record["error"] and record["environment"] == {"device": "none"}
+@pytest.mark.parametrize("option", ["--peer", "--jla"])
+def test_peers_are_named(option, capsys):
+    with pytest.raises(SystemExit):
+        command.main([option, "mamba9"])
+    shown = capsys.readouterr().err
+    assert "mamba9" in shown and "gated_deltanet" in shown
+
+
+def test_failures_of_the_peer_are_recorded(tmp_path, monkeypatch):
+    """Without the peer's packages or a GPU its process fails, and the record says with what."""
+    monkeypatch.setattr(command, "write_report", lambda *_: "")
+    arguments = ["--mixers", "Transformer++", "--lengths", "64", "--output", str(tmp_path), "--seconds", "0"]
+    assert command.main([*arguments, "--peer", "gla"]) == 1
+    record = next(row for row in read_table(tmp_path / "results" / "small_peer.jsonl") if row["id"] == "gla")
+    assert record["model"] == "gla" and record["error"] and record["environment"]["device"]
     assert not record["recomputed"] and not record["compiled"]
 
 
@@ -150,19 +159,19 @@ def test_the_peer_is_timed_with_and_without_torch_compile(monkeypatch, capsys):
         return {"model": name, "recomputed": recomputed, "compiled": compiled, "length": length, "tokens": tokens}
 
     shares = []
-    monkeypatch.setattr(peer, "time_model", time_model)
-    monkeypatch.setattr(peer, "compile_kernels", lambda *given: shares.append(given))
+    monkeypatch.setattr(peer_fla, "time_model", time_model)
+    monkeypatch.setattr(peer_fla, "compile_kernels", lambda *given: shares.append(given))
     monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
     for more in ((), ("torch.compile",)):
         monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
-        peer.main("gla", 64, 128, *more)
+        peer_fla.main("gla", 64, 128, *more)
     plain, compiled = {"recomputed": False, "compiled": False}, {"recomputed": False, "compiled": True}
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [r["compiled"] for r in records] == [False, False, False, True, False, True]
     assert [r["recomputed"] for r in records] == [False, True, False, False, True, True]
     assert records[2] == {"model": "gla", **plain, "length": 64, "tokens": 128}
     assert records[3] == {"model": "gla", **compiled, "error": "RuntimeError: no compiler"}
-    peer.main("gla", 64, 128, "2", "10")
+    peer_fla.main("gla", 64, 128, "2", "10")
     assert shares == [("gla", 64, 128, 2, 10)]
 
 
@@ -242,12 +251,12 @@ compiled = {"compile_seconds": 3.0, "memory": {"total_size_gib": 2.0}}
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     plan = study("published")
-    path = tmp_path / "results" / "published.jsonl"
     where = {"device": "card", "commit": "abcdefgh", "date": "2026-11-28"}
-    assert peer_jla.time_jla(plan, ("gated_deltanet", "kda"), path, where, fp8=True) == 2
-    table_path = path.with_name("published_jla.jsonl")
-    found = {record["id"]: record for record in read_table(table_path)}
+    found = dict(peer_jla.time_models(plan, ("gated_deltanet", "kda"), fp8=True))
     assert found.keys() == {"gated_deltanet", "gated_deltanet--fp8", "kda", "kda--fp8"}
+    rows = [{"study": "throughput", "setting": "published", "id": name, **record} for name, record in found.items()]
+    rows = [row | {"versions": {"jax": "0"}, "environment": where} for row in rows]
+    add_rows(tmp_path / "results" / "published_jla.jsonl", rows)
     timed = found["gated_deltanet--fp8"]
     assert (timed["rows_at_once"], timed["step_seconds"], timed["num_parameters"]) == (2, [2.0, 1.0], 5)
     assert timed["settings"]["fp8"] == "delayed" and "fp8" not in found["gated_deltanet"]["settings"]

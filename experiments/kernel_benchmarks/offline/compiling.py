@@ -11,11 +11,12 @@ import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+
+from experiments.harness.child import Child
 
 PACKAGES = ("jax_plugins.xla_cuda13", "nvidia.cu13")
 _BARRIER = 8
@@ -100,18 +101,10 @@ def compile_cases(card: str, names: Sequence[str], timeout: float = 7200) -> lis
         variables["XLA_FLAGS"] += f" --xla_dump_to={dump} --xla_dump_hlo_as_text=true"
         variables |= {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "subprocess_compilation=2"}
         variables |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": folder}
-        command = [sys.executable, "-m", __name__, card, folder]
-        process = subprocess.run(
-            command,
-            env=os.environ | variables,
-            input=json.dumps(list(names)),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-        if process.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{process.stderr[-4000:]}")
-        lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+        printed, failure = Child(__name__, card, folder, variables=variables).finish(json.dumps(list(names)), timeout)
+    if failure:
+        raise RuntimeError(f"{card}: {', '.join(names)}: {failure[-4000:]}")
+    lines = [json.loads(line) for line in printed if line.startswith("{")]
     return [Refusal(**line) if "reason" in line else Kernel(**line) for line in lines]
 
 

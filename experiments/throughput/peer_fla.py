@@ -10,34 +10,22 @@ FLA's first step times each of its kernels with many parameters, and compiling t
 
 import itertools
 import json
-import os
-import pathlib
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
-from experiments.harness.records import installed_versions
-from experiments.harness.tables import add_row
+from experiments.harness.child import Child, last_line
 from experiments.throughput.study import ThroughputStudy
 
-MODELS = ("gated_deltanet", "kda", "deltanet", "pgdn", "gla", "transformer")
-_PACKAGES = ("torch", "triton", "transformers", "fla-core", "flash-linear-attention")
+Model = Literal["gated_deltanet", "kda", "deltanet", "pgdn", "gla", "transformer"]
+PACKAGES = ("torch", "triton", "transformers", "fla-core", "flash-linear-attention")
 _WARMUP, _STEPS = 4, 10
 _TORCH_COMPILE = "torch.compile"
 
 
-def check_models(models: Sequence[str]) -> None:
-    """Raises ValueError where a name is none of `MODELS`."""
-    unknown = [name for name in models if name not in MODELS]
-    if unknown:
-        raise ValueError(f"peer: {unknown[0]!r} is no model, expected one of {', '.join(MODELS)}")
-
-
-def _command(plan: ThroughputStudy, model: str, *more: str) -> list[str]:
-    return [sys.executable, "-m", "experiments.throughput.peer", model, str(plan.main_length), str(plan.tokens), *more]
+def _start(plan: ThroughputStudy, model: str, *more: object, **how: Any) -> Child:
+    return Child("experiments.throughput.peer_fla", model, plan.main_length, plan.tokens, *more, **how)
 
 
 def start_compiling(
@@ -47,7 +35,7 @@ def start_compiling(
 
     Args:
         plan: gives the tokens a step and a row.
-        models: names of `MODELS`.
+        models: which.
         processes: of each model, each of which compiles its share.
         seconds: after which a process is ended; what it has not compiled is compiled in the search.
 
@@ -55,88 +43,39 @@ def start_compiling(
         A function that waits for them and gives what the processes that failed said last, by model.
     """
     # A search of such a process would be taken over by the process that times.
-    environment = os.environ | {"FLA_CACHE_RESULTS": "0"}
+    variables = {"FLA_CACHE_RESULTS": "0"}
     end = None if seconds is None else time.monotonic() + seconds
-    started = []
-    for model, share in itertools.product(models, range(processes)):
-        log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `wait` closes it
-        command = _command(plan, model, str(share), str(processes))
-        started.append((model, log, subprocess.Popen(command, stdout=log, stderr=log, env=environment)))
+    started = [
+        (model, _start(plan, model, share, processes, variables=variables))
+        for model, share in itertools.product(models, range(processes))
+    ]
 
     def wait() -> dict[str, str]:
-        failed = {}
-        for model, log, process in started:
-            try:
-                process.wait(None if end is None else max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                print(f"not done in {seconds} s", file=log)
-            if process.returncode:
-                log.seek(0)
-                failed[model] = _last_line(log.read())
-            log.close()
-        return failed
+        ended = [(model, child.finish("", None if end is None else end - time.monotonic())) for model, child in started]
+        return {model: last_line(failure) for model, (_, failure) in ended if failure}
 
     return wait
 
 
-def time_peer(
-    plan: ThroughputStudy,
-    models: Sequence[str],
-    results: pathlib.Path,
-    environment: Mapping[str, Any],
-    *,
-    torch_compile: bool = False,
-    seconds: float | None = None,
-) -> int:
-    """Times models with and without recomputed blocks, each in a process of its own, and writes their records.
+def time_models(
+    plan: ThroughputStudy, models: Sequence[str], *, torch_compile: bool = False, seconds: float | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name and the record of each model with and without recomputed blocks; of what failed the record says why.
 
-    The processes import what they need side by side and use the card one after another.
+    Each model has a process of its own. They import what they need side by side and use the card one after another.
 
     Args:
         plan: gives the tokens a step and a row.
-        models: names of `MODELS`.
-        results: our table; the peer's stands beside it with `_peer` behind its name.
-        environment: kept in each record.
+        models: which.
         torch_compile: whether both are timed under `torch.compile`, too.
         seconds: after which a process is ended, counted from its turn.
-
-    Returns:
-        How many models failed; their records say why.
-
-    Raises:
-        ValueError: a name is none of `MODELS`.
     """
-    check_models(models)
-    failed = 0
-    for record in _time_by_turns(plan, models, torch_compile, seconds):
-        failed += "error" in record
-        name = f"{record['model']}{'--recomputed' * record['recomputed']}{'--compiled' * record['compiled']}"
-        content = record | {"versions": installed_versions(_PACKAGES), "environment": dict(environment)}
-        add_row(results.with_name(f"{results.stem}_peer.jsonl"), "throughput", name, content)
-        print(f"FLA {name}: {record.get('step_seconds', record.get('error'))}", flush=True)
-    return failed
-
-
-def _time_by_turns(
-    plan: ThroughputStudy, models: Sequence[str], torch_compile: bool, seconds: float | None
-) -> Iterator[dict[str, Any]]:
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    more = [_TORCH_COMPILE] if torch_compile else []
-    started = [(model, subprocess.Popen(_command(plan, model, *more), text=True, **pipes)) for model in models]
-    for model, process in started:
-        try:
-            out, err = process.communicate("go\n", timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = process.communicate()[0], f"not done in {seconds} s"
-        found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        yield from found or [{"model": model, "recomputed": False, "compiled": False, "error": _last_line(err)}]
-
-
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2][:200]
+    started = [(model, _start(plan, model, *[_TORCH_COMPILE] * torch_compile)) for model in models]
+    for model, child in started:
+        lines, failure = child.finish("go\n", seconds)
+        found = [json.loads(line) for line in lines if line.startswith("{")]
+        for record in found or [{"model": model, "recomputed": False, "compiled": False, "error": last_line(failure)}]:
+            yield f"{model}{'--recomputed' * record['recomputed']}{'--compiled' * record['compiled']}", record
 
 
 def _configurations() -> dict[str, Callable[[], Any]]:
@@ -213,7 +152,7 @@ def time_model(name: str, length: int, tokens: int, *, recomputed: bool, compile
     """Times the training step of one model on the GPU of this process.
 
     Args:
-        name: one of `MODELS`.
+        name: one of `Model`.
         length: tokens a row.
         tokens: tokens a step.
         recomputed: whether blocks are computed again in the backward pass (gradient checkpointing).
