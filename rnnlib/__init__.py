@@ -1,8 +1,8 @@
 """Delta-rule recurrent sequence models in JAX: one recurrence, four axes, papers as presets.
 
-The parts are `rnnlib.ops`, `layers`, `models`, `analysis`, `hub`, `tokenizers`, `data`, `training`, `eval` and `cli`.
-Each is imported when it is first used, as is `rnnlib.check_numerics`. Operators, layers and models need jax and flax
-only. A part that needs more names the extra that has it.
+The parts are `rnnlib.ops`, `layers`, `models`, `inference`, `analysis`, `hub`, `tokenizers`, `data`, `training`, `eval`
+and `cli`. Each is imported when it is first used, as is `rnnlib.check_numerics`. Operators, layers, models and
+inference need jax and flax only. A part that needs more names the extra that has it.
 """
 
 import importlib
@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 # Functions that belong to no part alone, by the module that has them.
 _FROM = {"check_numerics": "rnnlib.ops.checking"}
-_PARTS = ("analysis", "cli", "data", "eval", "hub", "layers", "models", "ops", "tokenizers", "training")
+_PARTS = ("analysis", "cli", "data", "eval", "hub", "inference", "layers", "models", "ops", "tokenizers", "training")
 
 
 def __getattr__(name: str) -> Any:

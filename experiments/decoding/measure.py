@@ -9,8 +9,9 @@ import numpy as np
 from flax import nnx
 
 from experiments.decoding.study import DecodingStudy
+from rnnlib.inference import stream
 from rnnlib.layers import AttentionCache, LatentCache
-from rnnlib.models import DecoderLM, ModelConfig, abstract_model, stream
+from rnnlib.models import DecoderLM, ModelConfig, abstract_model
 from rnnlib.training.flops import BANDWIDTH
 
 

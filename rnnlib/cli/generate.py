@@ -64,7 +64,7 @@ def print_continuation(
     seed: int = 0,
     stop_tokens: Sequence[int] = (),
 ) -> None:
-    """Prints a prompt and its continuation while it is made; options as in `rnnlib.models.Engine.add`.
+    """Prints a prompt and its continuation while it is made; options as in `rnnlib.inference.Engine.add`.
 
     Args:
         model: The model.
@@ -79,7 +79,7 @@ def print_continuation(
         stop_tokens: The text ends before any of them.
     """
     from rnnlib.fields import PositiveInteger, check_value
-    from rnnlib.models import Engine, NaNLogitsError
+    from rnnlib.inference import Engine, NaNLogitsError
     from rnnlib.models.variables import array_that_is_not_finite
 
     ids = list(tokenizer.encode(prompt)) if prompt_tokens is None else list(prompt_tokens)

@@ -14,7 +14,8 @@ from tqdm import tqdm
 from rnnlib.fields import PositiveInteger, check_value
 from rnnlib.hub.chat import chat_template as template_of
 from rnnlib.hub.chat import render_chat
-from rnnlib.models import Continuation, DecoderLM, Engine, score
+from rnnlib.inference import Continuation, Engine, score
+from rnnlib.models import DecoderLM
 from rnnlib.tokenizers import FileTokenizer, Tokenizer
 from rnnlib.training import LoadedModel, load_model
 
@@ -38,8 +39,8 @@ class _Text(NamedTuple):
 class HarnessModel(TemplateLM):
     """A `DecoderLM` in lm-evaluation-harness, registered there as "rnnlib".
 
-    Log-likelihoods come from `rnnlib.models.score`: what requests share is read once, and lengths are padded to few
-    sizes. Texts come from an `rnnlib.models.Engine`: a row that has ended makes room for the next.
+    Log-likelihoods come from `rnnlib.inference.score`: what requests share is read once, and lengths are padded to few
+    sizes. Texts come from an `rnnlib.inference.Engine`: a row that has ended makes room for the next.
 
     Examples:
         >>> model = HarnessModel("runs/001")

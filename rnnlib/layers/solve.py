@@ -90,7 +90,7 @@ class Solver(nnx.Module, ColumnReader, abc.ABC):
     def delay_updates(self, state: Any, signals: RecurrenceInputs) -> Any:
         """The state as a loop over single tokens carries it: one beside which writes wait, where that is faster.
 
-        `rnnlib.models.delayed_updates` flushes each `DelayedState` after the loop.
+        `rnnlib.inference.delayed_updates` flushes each `DelayedState` after the loop.
 
         Args:
             state: as for a call.

@@ -13,8 +13,8 @@ from rnnlib.hub.chat import chat_template, render_chat
 from rnnlib.hub.names import local_folder
 from rnnlib.hub.pretrained import tokenizer_folder
 from rnnlib.hub.special_tokens import end_tokens, special_tokens
+from rnnlib.inference.decode_state import MAX_STOP_TOKENS
 from rnnlib.models import DecoderLM, ModelConfig
-from rnnlib.models.decode_state import MAX_STOP_TOKENS
 from rnnlib.training.run import (
     CONFIG_FILE,
     TOKENIZER_FILE,

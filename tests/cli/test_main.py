@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import pytest
 import tokenizers
 
-from rnnlib import models
+from rnnlib import inference
 from rnnlib.cli.generate import print_continuation
 from rnnlib.cli.main import COMMANDS, main
 from rnnlib.cli.program import command_line
@@ -125,7 +125,7 @@ def test_standard_tasks(trained, capsys, tmp_path):
     numbers = json.loads(capsys.readouterr().out)["sums"]
     run = load_run(trained[0])
     pairs = [(list(f"1 plus {n} is".encode()), list(f" {n + 1};".encode())) for n in (1, 2)]
-    nats = [scores.log_probabilities.sum() for scores in models.score(run.model, pairs)]
+    nats = [scores.log_probabilities.sum() for scores in inference.score(run.model, pairs)]
     assert numbers["perplexity,none"] == pytest.approx(math.exp(-sum(nats) / 2), rel=1e-6)
     saved = json.loads((tmp_path / "results.json").read_text())
     assert saved["results"]["sums"]["perplexity,none"] == numbers["perplexity,none"]
@@ -182,13 +182,13 @@ def test_a_continuation_keeps_its_space(capsys, monkeypatch):
     words.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     words.decoder = tokenizers.decoders.Metaspace()  # drops the space of a text's first word
 
-    class Blocks(models.Continuation):
+    class Blocks(inference.Continuation):
         def extend(self):
             self.tokens += [1, 2] if not self.tokens else [3]
             self.finish_reason = "length" if self.tokens[-1] == 3 else None
 
     text = Blocks((0,))
-    monkeypatch.setattr("rnnlib.models.Engine", lambda *_, **__: SimpleNamespace(add=add, step=text.extend))
+    monkeypatch.setattr("rnnlib.inference.Engine", lambda *_, **__: SimpleNamespace(add=add, step=text.extend))
 
     def add(prompt, **options):
         return text
@@ -203,8 +203,8 @@ def test_a_model_of_nan_is_one_line(trained, capsys, monkeypatch):
         model.embedding[...] *= jnp.nan
         return engine(model, **options)
 
-    engine = models.Engine
-    monkeypatch.setattr("rnnlib.models.Engine", broken)
+    engine = inference.Engine
+    monkeypatch.setattr("rnnlib.inference.Engine", broken)
     assert main(["generate", str(trained[0]), "--prompt", "3"]) == 1
     errors = capsys.readouterr().err
     assert "the model's logits are NaN" in errors and errors.count("\n") == 1

@@ -15,7 +15,8 @@ import yaml
 
 from rnnlib.cli.main import main
 from rnnlib.hub import load_pretrained
-from rnnlib.models import DecoderLM, generate, score
+from rnnlib.inference import generate, score
+from rnnlib.models import DecoderLM
 from rnnlib.training import load_model, read_csv
 
 pytestmark = pytest.mark.usefixtures("compilation_cache")

@@ -15,7 +15,8 @@ from lm_eval.api.registry import get_model
 from rnnlib.data import ByteTokenizer
 from rnnlib.eval import TASK_LISTS, HarnessModel, evaluate_tasks, task_names
 from rnnlib.eval.harness import _Text
-from rnnlib.models import Continuation, DecoderLM, generate
+from rnnlib.inference import Continuation, generate
+from rnnlib.models import DecoderLM
 from tests.hub.test_special_tokens import model_folder
 from tests.tiny_models import tiny_config
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from rnnlib.hub import FAMILIES, load_pretrained, save_pretrained
 from rnnlib.hub.table import SAVED, match_rows
-from rnnlib.models import generate
+from rnnlib.inference import generate
 from rnnlib.models.variables import values_by_column, values_by_path
 from tests.selection import mostly_slow
 

@@ -8,7 +8,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from rnnlib.models import DecoderLM, ModelConfig, attention_at, generate
+from rnnlib.inference import generate
+from rnnlib.models import DecoderLM, ModelConfig, attention_at
 from rnnlib.models.weights import load_weights, save_weights
 
 CONFIG = ModelConfig(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.models import DecoderLM, NaNLogitsError, score, scoring
+from rnnlib.inference import NaNLogitsError, score, scoring
+from rnnlib.models import DecoderLM
 from tests.selection import mostly_slow
 from tests.tiny_models import tiny_config
 

@@ -12,9 +12,9 @@ from flax import nnx
 from jax import Array
 
 from rnnlib.fields import PositiveInteger, check_value
-from rnnlib.models.decode_state import gather_rows
+from rnnlib.inference.decode_state import gather_rows
+from rnnlib.inference.generation import NaNLogitsError, pad_prompts
 from rnnlib.models.decoder import DecoderCache, DecoderLM
-from rnnlib.models.generation import NaNLogitsError, pad_prompts
 
 # Most logits that are held at once: a quarter of a gigabyte in float32.
 _BLOCK_LOGITS = 1 << 26

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.models import DecoderLM, Engine, stream
-from rnnlib.models.delayed_updates import after_tokens, delay_updates, flushed
+from rnnlib.inference import Engine, stream
+from rnnlib.inference.delayed_updates import after_tokens, delay_updates, flushed
+from rnnlib.models import DecoderLM
 from rnnlib.ops import delayed_update
 from rnnlib.ops.delayed_update import DelayedState
 from tests.tiny_models import tiny_config

@@ -14,8 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from rnnlib.fields import PositiveInteger, Range, check_fields, check_value
+from rnnlib.inference.delayed_updates import after_tokens, delay_updates, flushed
 from rnnlib.models.decoder import DecoderCache, DecoderLM
-from rnnlib.models.delayed_updates import after_tokens, delay_updates, flushed
 
 # Prompts are padded on the left to a multiple of this, and room for new tokens is rounded up to one, so that all
 # lengths share a few compiled functions.

@@ -12,9 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rnnlib.fields import PositiveInteger, Range, check_value
-from rnnlib.models.decode_state import MAX_STOP_TOKENS, DecodeState, decode_steps, insert_prefill
-from rnnlib.models.decoder import DecoderLM
-from rnnlib.models.generation import (
+from rnnlib.inference.decode_state import MAX_STOP_TOKENS, DecodeState, decode_steps, insert_prefill
+from rnnlib.inference.generation import (
     PROMPT_BUCKET,
     NaNLogitsError,
     Sampling,
@@ -23,6 +22,7 @@ from rnnlib.models.generation import (
     seed_key,
     stream,
 )
+from rnnlib.models.decoder import DecoderLM
 
 
 @dataclasses.dataclass(eq=False)

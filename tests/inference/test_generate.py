@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.models import DecoderLM, NaNLogitsError, Sampling, generate, sample, stream
-from rnnlib.models.generation import pad_prompts
+from rnnlib.inference import NaNLogitsError, Sampling, generate, sample, stream
+from rnnlib.inference.generation import pad_prompts
+from rnnlib.models import DecoderLM
 from tests.tiny_models import tiny_config
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [2]]

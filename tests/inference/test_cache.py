@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rnnlib.inference import gather_rows, insert_rows
 from rnnlib.layers import MLPConfig
 from rnnlib.layers.presets import mixer_names
 from rnnlib.models import (
@@ -15,8 +16,6 @@ from rnnlib.models import (
     ModelConfig,
     every_other_sliding_window,
     gated_deltanet2_cell,
-    gather_rows,
-    insert_rows,
     two_global_attention_layers,
 )
 from tests.selection import mostly_slow

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rnnlib.models import DecoderLM, Engine, NaNLogitsError, generate, stream
+from rnnlib.inference import Engine, NaNLogitsError, generate, stream
+from rnnlib.models import DecoderLM
 from tests.tiny_models import tiny_config
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [2], [7, 7, 1, 2, 3]]

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rnnlib.inference import Generated, NaNLogitsError, generate
 from rnnlib.layers.presets import mixer_names
-from rnnlib.models import DecoderLM, Generated, NaNLogitsError, generate
-from tests.models.test_cache import HYBRIDS, SMALL
+from rnnlib.models import DecoderLM
+from tests.inference.test_cache import HYBRIDS, SMALL
 from tests.selection import mostly_slow
 
 NEW = 4

@@ -10,9 +10,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
+from rnnlib.inference.delayed_updates import after_tokens, delay_updates, flushed
+from rnnlib.inference.generation import draw_filtered, have_nan, likeliest_token, prompt_positions
 from rnnlib.models.decoder import DecoderCache
-from rnnlib.models.delayed_updates import after_tokens, delay_updates, flushed
-from rnnlib.models.generation import draw_filtered, have_nan, likeliest_token, prompt_positions
 
 # Stop tokens that a text may have.
 MAX_STOP_TOKENS = 8
