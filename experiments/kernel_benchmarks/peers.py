@@ -218,7 +218,11 @@ def _flashinfer_arguments(x: Tensors) -> Tensors:
 
 def _jla_calls() -> dict[str, Call]:
     import jax.numpy as jnp
+    import jla.ops.mosaic_gpu  # noqa: F401
     from jla.ops import linear_attention
+
+    # Its kernels are imported here, in full: left to its first call, they are said to be loaded before they are, and
+    # whatever another thread compiles meanwhile is its XLA form.
 
     def of(kind: str, **gates: str) -> Call:
         def call(x: Tensors, *, segment_ids: Any = None) -> tuple[Any, Any]:

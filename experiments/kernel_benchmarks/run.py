@@ -6,10 +6,11 @@ import dataclasses
 import importlib.util
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +26,8 @@ from experiments.kernel_benchmarks.work import Work, write_work
 Process = subprocess.Popen[str]
 GRACE = 25.0
 """Seconds after the deadline in which what has begun may end."""
+STOPPING = 5.0
+"""Seconds that a process has to end in, once it is told to."""
 
 
 def _environment(peer: str, gpu: str | None) -> dict[str, str]:
@@ -38,16 +41,55 @@ def _environment(peer: str, gpu: str | None) -> dict[str, str]:
     return environment
 
 
-@contextlib.contextmanager
-def _processes() -> Iterator[list[Process]]:
-    """Processes that end with this block."""
-    running: list[Process] = []
+class Processes(contextlib.AbstractContextManager):
+    """Processes of a run, each of a session of its own: all end with this context, and none starts after it."""
+
+    def __init__(self) -> None:
+        self._started: list[Process] = []
+        self._over = False
+
+    def start(self, command: Sequence[str], **options: Any) -> Process:
+        """`subprocess.Popen`.
+
+        Raises:
+            RuntimeError: the run is over.
+        """
+        if self._over:
+            raise RuntimeError("the run is over")
+        process = subprocess.Popen(command, text=True, start_new_session=True, **options)
+        self._started.append(process)
+        return process
+
+    def __exit__(self, *_: object) -> None:
+        """Ends them."""
+        self._over = True
+        end(self._started)
+
+
+def end(processes: Iterable[Process]) -> None:
+    """Ends processes and all that they have started, and waits for it: nothing of them is on a GPU any more.
+
+    Args:
+        processes: each the first of a process group, which may have ended already and have left others.
+    """
+    processes = list(processes)
+    for number, wait in ((signal.SIGTERM, STOPPING), (signal.SIGKILL, STOPPING)):
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        until = time.monotonic() + wait
+        while any(map(_is_running, processes)) and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+def _is_running(process: Process) -> bool:
+    """Whether a process or any of its group is there."""
+    process.poll()  # what has ended leaves the group once it is waited for
     try:
-        yield running
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.terminate()
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def installed_peers(config: BenchmarkConfig) -> list[str]:
@@ -64,8 +106,8 @@ def installed_peers(config: BenchmarkConfig) -> list[str]:
 class Runner:
     """Starts a run's processes, shows their progress and reads their records."""
 
-    def __init__(self, work: Work, progress: Progress, running: list[Process], gpu: str | None) -> None:
-        self.work, self._progress, self._running, self._gpu = work, progress, running, gpu
+    def __init__(self, work: Work, progress: Progress, processes: Processes, gpu: str | None) -> None:
+        self.work, self._progress, self._processes, self._gpu = work, progress, processes, gpu
         self._folder = work.folder
         self._logs: dict[Process, pathlib.Path] = {}
 
@@ -74,16 +116,14 @@ class Runner:
         log = self._folder / f"{'_'.join((module, *arguments))}.log"
         peer = arguments[0] if arguments else ""
         with log.open("w") as output:
-            process = subprocess.Popen(
+            process = self._processes.start(
                 [sys.executable, "-m", f"experiments.kernel_benchmarks.{module}", str(self._folder), *arguments],
                 env=_environment(peer, self._gpu),
                 stdin=stdin,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                text=True,
             )
         self._logs[process] = log
-        self._running.append(process)
         return process
 
     def wait(
@@ -101,10 +141,8 @@ class Runner:
         late: set[Process] = set()
         while any(process.poll() is None for process in processes):
             if time.time() > until:
-                for process in processes:
-                    if process.poll() is None:
-                        late.add(process)
-                        process.terminate()
+                late |= {process for process in processes if process.poll() is None}
+                end(late)
             if total is None:
                 done = sum(process.poll() is not None for process in processes)
             else:
@@ -114,6 +152,7 @@ class Runner:
             self._progress.update(task, completed=done)
             time.sleep(0.2)
         self._progress.update(task, total=1, completed=1)
+        end(processes)  # compilers and tuners that they started, too
         records = [record for file in files for record in read_records(file)]
         for process in processes:
             if process.returncode != 0:
@@ -170,21 +209,21 @@ def measure(config: BenchmarkConfig, folder: pathlib.Path, console: Console) -> 
     deadline = time.time() + config.time_limit
     columns = (TextColumn("{task.description:<30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
-    def measure_share(n: int, progress: Progress) -> list[Record]:
+    def measure_share(n: int, progress: Progress, processes: Processes) -> list[Record]:
         # Threads have cores of their own, and hand them on to the processes that they start.
         os.sched_setaffinity(0, cores[n * len(cores) // len(shares) : (n + 1) * len(cores) // len(shares)] or cores)
         place = folder / f"gpu_{n}"
         place.mkdir()
         work = Work(shares[n], in_jax, config.dtype, config.repeats, deadline, place)
         write_work(work)
-        with _processes() as running:
-            return _measure_on_one(Runner(work, progress, running, gpus[n]), in_torch, config.exclusive)
+        return _measure_on_one(Runner(work, progress, processes, gpus[n]), in_torch, config.exclusive)
 
     with (
         Progress(*columns, console=console) as progress,
         concurrent.futures.ThreadPoolExecutor(len(shares)) as pool,
+        Processes() as processes,
     ):
-        jobs = [pool.submit(measure_share, n, progress) for n in range(len(shares))]
+        jobs = [pool.submit(measure_share, n, progress, processes) for n in range(len(shares))]
         return [{**record, "gpu": gpus[n]} for n, job in enumerate(jobs) for record in job.result()]
 
 

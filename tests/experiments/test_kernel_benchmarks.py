@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import sys
 import time
 
@@ -29,7 +30,7 @@ from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS
 from experiments.kernel_benchmarks.report import sections
 from experiments.kernel_benchmarks.roofline import floor_milliseconds, operations
-from experiments.kernel_benchmarks.run import Runner
+from experiments.kernel_benchmarks.run import Processes, Runner
 from experiments.kernel_benchmarks.view import View
 from experiments.kernel_benchmarks.work import Work
 
@@ -320,15 +321,21 @@ def test_every_peer_has_a_place_in_configuration_and_pictures():
 
 def test_a_peer_in_jax_is_measured_as_ours_are(tmp_path, monkeypatch):
     """A stand-in for jla, which computes by our scan: its times, its errors and what it is called with."""
-    (tmp_path / "jla").mkdir()
+    (tmp_path / "jla" / "ops").mkdir(parents=True)
     (tmp_path / "jla" / "__init__.py").touch()
-    (tmp_path / "jla" / "ops.py").write_text(
+    (tmp_path / "jla" / "ops" / "mosaic_gpu.py").write_text(
+        "import time\nimport jla.ops\ntime.sleep(0.5)\njla.ops.KERNELS.append('all')\n"
+    )
+    (tmp_path / "jla" / "ops" / "__init__.py").write_text(
         """
 import jax.numpy as jnp
 from rnnlib import ops
 
+KERNELS = []
+
 def linear_attention(kind, q, k, v, *, g=None, beta=None, b=None, w=None, output_final_state, segment_ids):
-    assert kind in ("gdn2", "gated_deltanet") and output_final_state and (beta is None or beta.dtype == jnp.float32)
+    assert KERNELS and kind in ("gdn2", "gated_deltanet") and output_final_state
+    assert beta is None or beta.dtype == jnp.float32
     gates = {"erase": b, "write": w} if kind == "gdn2" else {"beta": beta.astype(q.dtype)}
     return ops.gated_delta_rule(q, k, v, log_decay=g, **gates, segment_ids=segment_ids, implementation="scan")
 """
@@ -405,15 +412,19 @@ def test_errors_alone_with_several_seeds(tmp_path):
 
 
 def test_a_peer_that_compiles_for_too_long_is_ended_and_said_to_be(tmp_path, monkeypatch):
-    script = tmp_path / "python"
-    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    """So are the processes that it started, before anything is timed."""
+    script, started = tmp_path / "python", tmp_path / "started"
+    script.write_text(f"#!/bin/sh\ntrap '' TERM\nsleep 60 &\necho $! > {started}\nwait\nsleep 60\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr("experiments.kernel_benchmarks.run.STOPPING", 0.5)
     with Progress(disable=True) as progress:
-        runner = Runner(Work((), (), "bfloat16", 1, time.time() + 60, tmp_path), progress, [], None)
+        runner = Runner(Work((), (), "bfloat16", 1, time.time() + 60, tmp_path), progress, Processes(), None)
         process = runner.start("torch_worker", "fla", "warm")
-        (record,) = runner.wait("compiling peers", {process: ""}, until=time.time())
+        (record,) = runner.wait("compiling peers", {process: ""}, until=time.time() + 0.5)
     assert record["kind"] == "failure" and "torch_worker_fla_warm: stopped, out of time" in record["reason"]
+    stat = pathlib.Path("/proc", started.read_text().strip(), "stat")
+    assert not stat.exists() or " Z " in stat.read_text()
 
 
 def test_what_is_not_compiled_in_half_of_the_time_is_said_and_the_rest_is_measured(tmp_path, monkeypatch):
