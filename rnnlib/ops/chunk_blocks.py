@@ -34,6 +34,7 @@ def in_blocks(
     state: Any,
     *,
     chunk_size: int,
+    chunks: int | None = None,
 ) -> tuple[Any, Any]:
     """`evaluate(inputs, starts, state)`, on a TPU in a loop over blocks that passes the state on.
 
@@ -44,15 +45,16 @@ def in_blocks(
         starts: None or `[B, T]`, true where a segment begins.
         state: any tree of arrays `[B, H, ...]`, the first of which is whole; others may have 1 in place of B and H.
         chunk_size: tokens of a chunk. A block has a multiple of them; padding is zero and comes last.
+        chunks: in a block at most, over its rows and heads; None is as many as compile in reasonable time where each
+            takes matrix products.
     """
     (batch, heads), length = jax.tree.leaves(state)[0].shape[:2], jax.tree.leaves(inputs)[0].shape[1]
     if platform() != "tpu" or is_symbolic(batch) or is_symbolic(length):
         return evaluate(inputs, starts, state)
-    most = min(_MATRICES, max(1, _TOKENS // chunk_size))
+    most = chunks or min(_MATRICES, max(1, _TOKENS // chunk_size))
     some_heads = _largest_divisor(heads, most)
     rows = _largest_divisor(batch, most // some_heads)
-    chunks = min(max(1, most // (rows * some_heads)), -(-length // chunk_size))
-    tokens = chunks * chunk_size
+    tokens = chunk_size * min(max(1, most // (rows * some_heads)), -(-length // chunk_size))
     blocks = -(-length // tokens)
     parts = (batch // rows, heads // some_heads)
 

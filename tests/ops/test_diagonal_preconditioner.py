@@ -9,6 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rnnlib import ops
+from rnnlib.ops import chunk, chunk_blocks
+from rnnlib.ops.diagonal_preconditioner import evaluate as evaluate_module
+from rnnlib.ops.diagonal_preconditioner import read_gram
 from tests.selection import mostly_slow
 
 IMPLEMENTATIONS = ("scan", "chunked", "triton")
@@ -380,6 +383,33 @@ def test_kernels_of_every_variant_equal_the_scan(name):
 
     for found, expected in zip(jax.tree.leaves(run("triton")), jax.tree.leaves(run("scan")), strict=True):
         assert relative_error(found, expected) < 5e-5
+
+
+@pytest.mark.parametrize(("per_channel", "chunks"), [(False, 8), (True, 2)])
+def test_blocks_of_a_tpu_are_the_scan(monkeypatch, per_channel, chunks):
+    """The loop over blocks of tokens, rows and heads that a TPU runs; some blocks begin with a document."""
+    arrays = to_arrays(draw_arguments(12, 70, per_channel), jnp.float32)
+    del arrays["segment_ids"], arrays["center"]
+    segment_ids = jnp.searchsorted(jnp.array([3, 16, 48, 49]), jnp.arange(70), side="right") * jnp.ones((2, 1), int)
+
+    def run(implementation, readout, **options):
+        def scalar(arrays):
+            results = readout(**arrays, **options, segment_ids=segment_ids, implementation=implementation)
+            return sum(jnp.sum(jnp.sin(x + 0.3)) for x in results), results
+
+        return jax.tree.leaves(jax.grad(scalar, has_aux=True)(arrays))
+
+    readouts = [(ops.sherman_morrison_key, {"ridge": jnp.array([0.5, 2.0])}), (ops.diagonal_gram, {})]
+    expected = [run("scan", readout, **options) for readout, options in readouts]
+    for module in (evaluate_module, chunk, chunk_blocks):
+        monkeypatch.setattr(module, "platform", lambda: "tpu")
+    monkeypatch.setattr(read_gram, "_CHUNK_SIZE", 16)
+    monkeypatch.setattr(read_gram, "_CHUNKS", chunks)  # over two heads, and over one row or both
+    jax.clear_caches()
+    for wanted, (readout, options) in zip(expected, readouts):
+        for found, each in zip(run("chunked", readout, **options), wanted, strict=True):
+            assert relative_error(found, each) < 1e-5
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize(

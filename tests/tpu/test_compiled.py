@@ -2,7 +2,9 @@
 
 import json
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from rnnlib.cli.main import main
 from rnnlib.training import flops
@@ -18,7 +20,18 @@ def test_the_page_has_the_results():
     assert table.table(results) in table.PAGE.read_text(), "run `python -m tests.tpu.table`"
 
 
+@pytest.fixture
+def uncached():
+    """Compiled programs are not kept: a TPU's cannot be read back where no TPU is."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
 @pytest.mark.tpu
+@pytest.mark.usefixtures("uncached")
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("case", names())
 def test_compiles(case, chip):

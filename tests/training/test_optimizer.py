@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -215,11 +216,12 @@ def test_muon_takes_named_columns_and_experts_for_matrices_of_their_own():
         cut |= {f"expert {i}": whole["experts"][i] for i in range(3)}
         apart, own = optimizer.update(cut, own, pieces)
     changes = nnx.to_pure_dict(changes)
-    np.testing.assert_allclose(changes["fused"][:, :4], apart["query"], rtol=1e-5)
-    np.testing.assert_allclose(changes["fused"][:, 4:10], apart["value"], rtol=1e-5)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=5e-9)  # of changes of up to 6e-4
+    close(changes["fused"][:, :4], apart["query"])
+    close(changes["fused"][:, 4:10], apart["value"])
     assert not np.any(changes["fused"][:, 10:])  # nothing reads these
     for i in range(3):
-        np.testing.assert_allclose(changes["experts"][i], apart[f"expert {i}"], rtol=1e-5)
+        close(changes["experts"][i], apart[f"expert {i}"])
 
 
 def test_the_schedules_length_is_a_setting_of_its_own():

@@ -5,11 +5,12 @@ from typing import Any
 
 from jax import Array
 
+from pallas_kernels.common.platform import platform
 from rnnlib.ops.arguments import check_segment_ids, check_shape, choose_implementation, floating_arrays, is_symbolic
 from rnnlib.ops.context_parallel import context_axis, current_axis, enter_gram, of_last
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
 from rnnlib.ops.diagonal_preconditioner.pallas import diagonal_gram_triton
-from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram
+from rnnlib.ops.diagonal_preconditioner.read_gram import read_gram, read_gram_in_blocks
 from rnnlib.ops.diagonal_preconditioner.readouts import Gram
 from rnnlib.ops.diagonal_preconditioner.reference import diagonal_gram_scan
 from rnnlib.ops.diagonal_preconditioner.xla_chunked import diagonal_gram_chunked
@@ -81,7 +82,8 @@ def evaluate(
         out, final, key = diagonal_gram_triton(inputs, x, parameter, initial_state, segment_ids, **options)
     else:
         dtype = like.dtype if dtype is None and like is not None else dtype
-        out, final = read_gram(run, inputs, x, parameter, initial_state, segment_ids, readout=readout, dtype=dtype)
+        read = read_gram_in_blocks if run is diagonal_gram_chunked and platform() == "tpu" else read_gram
+        out, final = read(run, inputs, x, parameter, initial_state, segment_ids, readout=readout, dtype=dtype)
         key = k
     return out, (final if axis is None else of_last(final, axis)), key
 
