@@ -37,10 +37,12 @@ class Entry:
 ORDER = (
     Entry("long_context", "real", language_jobs, "do models use what is further back than they were trained to?"),
     Entry("recall", "real", sweep_jobs, "which rule learns recall, how often, at a rate that other seeds chose?"),
+    Entry("float8", "short", language_jobs, "do float8 matmuls cost loss, beside what seeds differ by?"),
     Entry("axes", "real", language_jobs, "what do decay and solve each do, when nothing else in the layer differs?"),
     Entry("beside_fla", "short", curve_jobs, "does a model follow flash-linear-attention's from the same weights?"),
     Entry("rates", "real", language_jobs, "where is each mixer's learning rate, and how far apart are two seeds?"),
     Entry("ablations", "real", sweep_jobs, "what do maps and norms of keys, ranges and norms of preconditioners do?"),
+    Entry("float8", "real", language_jobs, "the same with four times the tokens, and for attention"),
     Entry("kla_pretraining", "rates", language_jobs, "which rates do 0.4B models take? Then kla_pretraining/real"),
     Entry("scaling", "25m", language_jobs, "do mixers of equal parameters, and of equal state, differ?"),
     Entry("scaling", "60m", language_jobs, "the same at twice the size"),

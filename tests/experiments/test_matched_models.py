@@ -1,9 +1,12 @@
-"""Controls of the language models: as many parameters, as large a state, attention with a convolution."""
+"""Controls of the language models: parameters, states, attention with a convolution; verdicts by their plans' rules."""
 
 import dataclasses
 
 import pytest
 
+from experiments.float8.report import answers
+from experiments.float8.study import MIXERS as FLOAT8_MIXERS
+from experiments.float8.study import study as float8
 from experiments.harness.study import Mixer
 from experiments.harness.verdicts import Interval, Verdict
 from experiments.language_modelling.study import model_config
@@ -57,3 +60,23 @@ def test_a_run_that_breaks_off_decides():
     assert [verdict for _, verdict in stability(runs)] == [Verdict.AGREES, Verdict.AGREES]
     runs[TWO, 2e-3] = {"first_skipped": 7}
     assert stability(runs)[1][1] is Verdict.DISAGREES
+
+
+def test_float8_is_judged_by_the_spread_of_seeds_in_bfloat16():
+    def runs(plain, lower, skipped=0):
+        label, other = (mixer.label for mixer in FLOAT8_MIXERS[:2])
+        made = {label: plain, other: lower}
+        return {
+            name: {seed: {"test": {"4096": {"bits_per_byte": x}}, "skipped": skipped} for seed, x in enumerate(values)}
+            for name, values in made.items()
+        }
+
+    (found,) = answers(runs([1.00, 1.02], [1.015, 1.03]))
+    assert found.differences == pytest.approx((0.015, 0.01)) and found.spread == pytest.approx(0.02)
+    assert found.verdict is Verdict.AGREES
+    for refuted in (runs([1.00, 1.01], [1.02]), runs([1.0, 1.1], [float("nan")]), runs([1.0, 1.1], [1.0], skipped=1)):
+        assert answers(refuted)[0].verdict is Verdict.DISAGREES
+    assert not answers(runs([1.0], [1.0])), "one seed has no spread"
+    plan = float8("short")
+    assert [plan.model(mixer).matmul_dtype for mixer in plan.mixers] == [None, "float8"]
+    assert [plan.model(mixer).width for mixer in plan.mixers] == [768, 768] and plan.train.steps == 2000
