@@ -1,7 +1,8 @@
 """`python -m experiments.start_up`: seconds from `rnnlib train` to the first step, by stage, cold and warm.
 
-Each measurement is a process of its own. The first has an empty compilation cache, the second the one that the first
-left behind. Results go to `results.json`, one record for each device, preset and state of the cache.
+Each measurement is a process of its own, which does what the command does, in its order. The first has neither Python's
+bytecode nor compiled programs, the second the bytecode, the third what both have left behind. Results go to
+`results.json`, one record for each device, preset and state of the caches.
 """
 
 import dataclasses
@@ -24,20 +25,27 @@ from experiments.harness.tables import write_text
 
 FOLDER = pathlib.Path(__file__).parent
 STAGES = (
-    "imports",
+    "imports, GPU opened beside them",
     "settings",
-    "model's shapes, step traced",
-    "text read and tokenized",
-    "step lowered",
-    "step compiled by XLA",
-    "first parameters",
-    "first step",
+    "GPU awaited",
+    "text read, step traced",
+    "step lowered, first parameters",
+    "XLA awaited, first step",
 )
+"""One after the other, from the start of the process."""
+SPANS = {
+    "GPU opened": None,
+    "step traced": "jaxpr_trace_duration",
+    "step lowered": "jaxpr_to_mlir_module_duration",
+    "step compiled by XLA": "backend_compile_duration",
+}
+"""Parts of the stages, and the event of `jax.monitoring` that has their seconds."""
+STATES = ("first", "cold", "warm")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Measures the start of training, cold and warm."""
+    """Measures the start of training: the very first one, cold and warm."""
 
     presets: tuple[str, ...] = ("default",)
     """Presets of `rnnlib train --preset`; "default" is none."""
@@ -49,58 +57,88 @@ class Options:
     """Commit to record where there is no git repository."""
 
 
-def stages(argv: list[str]) -> dict[str, float]:
-    """Runs the stages in this process, whose start is `RNNLIB_START` in seconds since the epoch."""
-    begin = float(os.environ["RNNLIB_START"])
+def stages(begin: float, recorded: dict[str, Any], argv: list[str]) -> None:
+    """Runs `rnnlib train` in this process up to its first step, prints a record, and ends the process.
+
+    Args:
+        begin: when the process was started, in seconds since the epoch.
+        recorded: arguments of `environment`.
+        argv: of `rnnlib train`.
+    """
     marks: list[float] = [begin]
+    from rnnlib.cli.early_devices import open_early
+
+    opening = open_early(argv)
     from rnnlib.cli import train
     from rnnlib.cli.compilation_cache import keep_compiled_programs
-    from rnnlib.training import Trainer
-    from rnnlib.training.batches import put_batch
-    from rnnlib.training.step import abstract_state
+    from rnnlib.training import Trainer, keep_freed_memory
+    from rnnlib.training.hooks import Hook
 
     marks.append(time.time())
+    import jax
+
+    spans = dict.fromkeys(SPANS, 0.0)
+
+    def listen(event: str, duration_secs: float, **about: str | int) -> None:
+        if str(about.get("fun_name")).rpartition(".")[2] in ("step", "jit_step"):
+            for span, name in SPANS.items():
+                if name is not None and event.endswith(name):
+                    spans[span] = max(spans[span], duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     arguments = train.parse_settings(train.TrainArguments, argv, command="train")
+    keep_freed_memory()
     keep_compiled_programs(arguments.compilation_cache)
     marks.append(time.time())
-    trainer = Trainer(arguments.train, read_data=False)
+    jax.devices()
     marks.append(time.time())
-    batches, _ = trainer.read_data()
+    if opening is not None:
+        spans["GPU opened"] = opening.seconds
+
+    class End(Hook):
+        """Ends the process: what follows the first step is not measured."""
+
+        def on_report(self, trainer: Trainer, report: Any) -> None:
+            marks.append(time.time())
+            pairs = itertools.pairwise(marks)
+            seconds = dict(zip(STAGES, (after - before for before, after in pairs), strict=True))
+            record = {"seconds": seconds, "spans": spans, "environment": environment(**recorded)}
+            print("\n" + json.dumps(record), flush=True)
+            os._exit(0)
+
+    trainer = Trainer(arguments.train)
     marks.append(time.time())
-    steps = trainer._steps
-    batch = put_batch(next(iter(batches)), steps.mesh, trainer.config.accumulation_steps)
-    lowered = steps.train_step.lower(abstract_state(steps.template, steps.mesh), batch)
-    marks.append(time.time())
-    compiled = lowered.compile()
-    marks.append(time.time())
-    state = steps.first_state()
-    marks.append(time.time())
-    _, metrics = compiled(state, batch)
-    float(metrics.nats)
-    marks.append(time.time())
-    return dict(zip(STAGES, (after - before for before, after in itertools.pairwise(marks)), strict=True))
+    trainer.add_hook(End())
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.open(pathlib.Path(folder) / "run")
+        marks.append(time.time())
+        trainer.run()
 
 
-def measured(preset: str, flags: list[str], cache: str) -> dict[str, float]:
-    """The stages in a process of its own, with the cache's folder."""
-    argv = [*([] if preset == "default" else ["--preset", preset]), "--compilation-cache", cache, *flags]
+def measured(
+    argv: list[str], recorded: dict[str, Any], programs: pathlib.Path, bytecode: pathlib.Path
+) -> dict[str, Any]:
+    """What `stages` records in a process of its own, with folders of compiled programs and of Python's bytecode."""
+    given = [str(time.time()), json.dumps(recorded), *argv, "--compilation-cache", str(programs)]
+    variables = {"PYTHONPYCACHEPREFIX": str(bytecode), "PYTHONDONTWRITEBYTECODE": ""}
     process = subprocess.run(
-        [sys.executable, "-m", "experiments.start_up", "stages", *argv],
-        env={**os.environ, "RNNLIB_START": str(time.time())},
+        [sys.executable, "-m", "experiments.start_up", "stages", *given],
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         timeout=3600,
     )
     if process.returncode:
-        raise RuntimeError(f"{preset}: the run failed:\n{process.stderr[-3000:]}")
+        raise RuntimeError(f"{' '.join(argv)}: the run failed:\n{process.stderr[-3000:]}")
     return json.loads(process.stdout.splitlines()[-1])
 
 
 def table(records: list[dict[str, Any]]) -> str:
     """Markdown of all records."""
-    header = ["seconds", *(f"{r['preset']}, {'warm' if r['warm'] else 'cold'}, {r['device']}" for r in records)]
+    header = ["seconds", *(f"{r['preset']}, {r['state']}, {r['device']}" for r in records)]
     rows = [[stage, *(f"{r['seconds'][stage]:.1f}" for r in records)] for stage in STAGES]
-    rows.append(["all", *(f"{sum(r['seconds'].values()):.1f}" for r in records)])
+    rows.append(["**all**", *(f"**{sum(r['seconds'].values()):.1f}**" for r in records)])
+    rows += [[f"*within: {span}*", *(f"*{r['spans'][span]:.1f}*" for r in records)] for span in SPANS]
     return "\n".join(markdown_table(header, rows)) + "\n"
 
 
@@ -109,17 +147,19 @@ def main() -> int:
     options = tyro.cli(Options, prog="python -m experiments.start_up")
     path = options.output / "results.json"
     records = json.loads(path.read_text()) if path.exists() else []
+    recorded = {"command": command_line("experiments.start_up"), "commit": options.commit}
     with errors_as_lines():
-        found = environment(command_line("experiments.start_up"), options.commit)
         for preset in options.presets:
-            with tempfile.TemporaryDirectory() as cache:
-                for warm in (False, True):
-                    seconds = measured(preset, options.flags.split(), cache)
-                    key = {"preset": preset, "warm": warm, "device": found["device"]}
+            argv = [*([] if preset == "default" else ["--preset", preset]), *options.flags.split()]
+            with tempfile.TemporaryDirectory() as caches:
+                for state in STATES:
+                    programs = pathlib.Path(caches) / ("cold" if state == "cold" else "programs")
+                    result = measured(argv, recorded, programs, pathlib.Path(caches) / "bytecode")
+                    key = {"preset": preset, "state": state, "device": result["environment"]["device"]}
                     records = [r for r in records if {name: r[name] for name in key} != key]
-                    records.append({**key, "seconds": seconds, "environment": found})
-                    print(preset, "warm" if warm else "cold", {k: round(v, 2) for k, v in seconds.items()}, flush=True)
-    write_text(path, json.dumps(records, indent=1) + "\n")
+                    records.append({**key, **result})
+                    print(preset, state, {k: round(v, 2) for k, v in result["seconds"].items()}, flush=True)
+                    write_text(path, json.dumps(records, indent=1) + "\n")
     write_between_marks(options.output / "README.md", "start", table(records))
     print(table(records))
     return 0
@@ -127,6 +167,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["stages"]:
-        print(json.dumps(stages(sys.argv[2:])))
+        stages(float(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4:])
     else:
         sys.exit(main())

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import rnnlib
+from rnnlib.cli.early_devices import open_early
 from rnnlib.cli.errors import CommandError
 from rnnlib.extras import MissingExtraError, from_extra
 
@@ -21,6 +22,9 @@ COMMANDS = {
     "mixers": ("rnnlib.cli.mixers", "list the token mixers and where each stands on the axes"),
     "tokenizer": ("rnnlib.cli.tokenizer", "train a byte-pair tokenizer on text"),
 }
+
+_ON_DEVICES = ("train", "eval", "lm-eval", "generate")
+"""Commands that compute."""
 
 
 def help_text() -> str:
@@ -69,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         with from_extra("train", f"rnnlib {command}"):
+            if command in _ON_DEVICES:
+                open_early(arguments[1:])
             module = importlib.import_module(COMMANDS[command][0])
         code = module.run(arguments[1:])
     except MissingExtraError as error:

@@ -3,6 +3,8 @@
 import concurrent.futures
 import functools
 import math
+import threading
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -41,7 +43,7 @@ class CompiledSteps:
         mesh: the devices that train; None for one device.
         template: shapes, dtypes and shardings of the state.
         adaptation: what of the model is trained; None for all of it.
-        train_step: `(state, batch) -> (state, metrics)`.
+        train_step: `(state, batch) -> (state, metrics)`; compiled after `finish_compiling`.
         evaluation_step: the step of `evaluate_with`.
     """
 
@@ -80,6 +82,8 @@ class CompiledSteps:
             evaluation_graphdef, token_bytes, self.mesh, deterministic=config.deterministic
         )
         self._remat: RematChoice | None = None  # what `remat="auto"` came to
+        self._compiling: concurrent.futures.Future[Any] | None = None
+        self._lock = threading.Lock()  # one thread may compile while another opens the run
 
     @property
     def has_initial(self) -> bool:
@@ -97,8 +101,18 @@ class CompiledSteps:
     def remat_choice(self) -> RematChoice:
         """What `remat="auto"` chose; compiles the training step where that has not been done."""
         if self._remat is None:
-            self._compile_train_step()
-        assert self._remat is not None
+            state, batch = abstract_state(self.template, self.mesh), self._abstract_batch()
+            self._remat = choose_remat(
+                self.config.model,
+                lambda model: (
+                    self._make_train_step(split_for_mesh(abstract_model(model), self.mesh)[0])
+                    .lower(state, batch)
+                    .compile()
+                ),
+                bytes_of_each_device(),
+                broadcast=broadcast_from_primary,
+            )
+            self.train_step = self._remat.step
         return self._remat
 
     def utilization(self, tokens_per_second: float) -> float:
@@ -212,37 +226,47 @@ class CompiledSteps:
         data = self.config.data
         return abstract_batch(data.batch_size, data.sequence_length, self.mesh, self.config.accumulation_steps)
 
+    def begin_compiling(self) -> None:
+        """Lowers the training step and has it compiled in a thread of its own: XLA leaves Python to others meanwhile.
+
+        With `remat="auto"` nothing is begun, since which step it is takes several to find out; nor in several
+        processes, where compilers wait for each other.
+        """
+        with self._lock:
+            if self._compiling is None and self.config.model.remat != "auto" and jax.process_count() == 1:
+                lowered = self.train_step.lower(abstract_state(self.template, self.mesh), self._abstract_batch())
+                self._compiling = _in_thread(lowered.compile)
+
+    def finish_compiling(self) -> None:
+        """Waits for what `begin_compiling` has begun; from then on `train_step` is the compiled one."""
+        if self._compiling is not None:
+            self.train_step = self._compiling.result()
+
     def compile(self) -> None:
         """Compiles both steps now and not when each is first used; on several devices it does nothing."""
         if self.mesh is not None:
             return
         data = self.config.data
+        self.begin_compiling()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            compiling = pool.submit(self._compile_train_step)
+            choosing = pool.submit(self.remat_choice) if self.config.model.remat == "auto" else None
             evaluation = cast(Any, self.evaluation_step).lower(
                 self._abstract_parameters(),
                 self.template.other,
                 abstract_batch(data.batch_size, data.sequence_length, None),
             )
             self.evaluation_step = evaluation.compile()
-            compiling.result()
+            if choosing is not None:
+                choosing.result()
+        self.finish_compiling()
 
-    def _compile_train_step(self) -> None:
-        state, batch = abstract_state(self.template, self.mesh), self._abstract_batch()
-        if self.config.model.remat == "auto":
-            self._remat = choose_remat(
-                self.config.model,
-                lambda model: (
-                    self._make_train_step(split_for_mesh(abstract_model(model), self.mesh)[0])
-                    .lower(state, batch)
-                    .compile()
-                ),
-                bytes_of_each_device(),
-                broadcast=broadcast_from_primary,
-            )
-            self.train_step = self._remat.step
-        else:
-            self.train_step = self.train_step.lower(state, batch).compile()
+
+def _in_thread[Result](function: Callable[[], Result]) -> "concurrent.futures.Future[Result]":
+    """The function's result, computed in a thread that ends with it."""
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    future = pool.submit(function)
+    pool.shutdown(wait=False)
+    return future
 
 
 def _check_same_arrays(expected: DecoderLM, found: DecoderLM) -> None:

@@ -255,6 +255,7 @@ class Trainer:
             )
             self._batches = iter(train_data)
             stack.callback(self._batches.close)
+            self._steps.begin_compiling()  # while the first state is made or read
             self._state, self._step, self.tokens = starting_point(
                 folder,
                 self.config,
@@ -335,6 +336,7 @@ class Trainer:
             self.reporter = reporter
             if config.model.remat == "auto":
                 reporter.message(self._steps.remat_choice().line)
+            self._steps.finish_compiling()
             for hook in self._hooks:
                 hook.on_start(self)
             while self._step < config.steps and self.stop_signal is None:

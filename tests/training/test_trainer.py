@@ -103,6 +103,8 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path, tiny_
     def no_memory(*arguments):
         raise MemoryError
 
+    trainer._steps.finish_compiling()
+    monkeypatch.setattr(trainer._steps, "finish_compiling", lambda: None)
     monkeypatch.setattr(trainer._steps, "train_step", no_memory)
     with pytest.raises(MemoryError):
         trainer.run()

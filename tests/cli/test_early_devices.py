@@ -1,0 +1,58 @@
+"""The command line opens a GPU while it imports, where nothing else must come before."""
+
+import contextlib
+
+import jax
+import pytest
+
+from rnnlib.cli import early_devices
+from rnnlib.training import DistributedConfig
+from rnnlib.training.distributed import DistributedError, launch_arguments
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """A machine with NVIDIA's driver."""
+    monkeypatch.setattr(early_devices, "_DRIVER", tmp_path)
+
+
+def test_one_process_with_a_gpu_opens_it(driver):
+    assert early_devices.should_open(["--preset", "340m"], {})
+    assert early_devices.should_open([], {"JAX_PLATFORMS": "cuda,cpu"})
+    assert not early_devices.should_open([], {"JAX_PLATFORMS": "cpu"})
+    assert not early_devices.should_open(["--help"], {})
+    assert not early_devices.should_open(["--distributed.coordinator", "a:1"], {})
+
+
+def test_without_the_driver_nothing_is_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(early_devices, "_DRIVER", tmp_path / "none")
+    assert not early_devices.should_open([], {})
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+        {"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "a:1"},
+        {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"},
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        {"TPU_PROCESS_ADDRESSES": "a:1,b:1"},
+        {"TPU_WORKER_HOSTNAMES": "a,b"},
+    ],
+)
+def test_processes_that_meet_first_open_nothing(driver, environment):
+    with contextlib.suppress(DistributedError):  # what says too little asks for several, too
+        assert launch_arguments(DistributedConfig(), environment) is not None
+    assert not early_devices.should_open([], environment)
+
+
+def test_the_thread_opens_the_devices(driver, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    asked = []
+    monkeypatch.setattr(jax, "devices", lambda: asked.append(True))
+    opening = early_devices.open_early([])
+    assert opening is not None
+    opening.join()
+    assert asked and opening.seconds > 0
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert early_devices.open_early([]) is None
