@@ -58,12 +58,19 @@ class Group:
         return Case(mixer, self.study.main_length, keeps=self.keeps, unrolled=True)
 
 
-def groups(setting: Literal["small", "real"]) -> tuple[Group, ...]:
-    """What is timed at a setting."""
+def groups(setting: Literal["small", "real", "long"]) -> tuple[Group, ...]:
+    """What is timed at a setting; "long" has what sharing rows and layers is for: rows and models that are large."""
     if setting == "small":
         small = study("small")
         return (Group("tiny", small, "Gated DeltaNet", "everything", AXES, ("data",)),)
     middle, large = study("real"), study("large")
+    if setting == "long":
+        row: dict[str, Any] = {"tokens": 131_072, "main_length": 131_072, "lengths": (131_072,)}
+        middle, large = (dataclasses.replace(each, warmup=2, steps=4) for each in (middle, large))
+        return (
+            Group("340M", dataclasses.replace(middle, **row), "Gated DeltaNet", "input", ("context",)),
+            Group("1.3B", large, "Gated DeltaNet", "input", ("tensor",)),
+        )
     return (
         Group("340M", middle, "Gated DeltaNet", "everything", AXES, ("data", "fsdp")),
         Group("340M", middle, "KDA", "everything", ("context",)),
@@ -75,8 +82,9 @@ def groups(setting: Literal["small", "real"]) -> tuple[Group, ...]:
 class Options:
     """Times training steps on one GPU and on all of them, each with the same number of tokens."""
 
-    setting: Literal["small", "real"] = "small"
-    """"small" needs two devices of any kind and measures nothing of interest, "real" GPUs."""
+    setting: Literal["small", "real", "long"] = "small"
+    """"small" needs two devices of any kind and measures nothing of interest, "real" GPUs; "long" has rows of 131,072
+    tokens that devices share, and layers of the 1.3B model."""
     models: tuple[str, ...] = ()
     """Only these sizes of model."""
     axes: tuple[Axis, ...] = ()
