@@ -40,7 +40,7 @@ from pallas_kernels.delta_rule.triton.split_sequence import combine_splits, spli
 from pallas_kernels.delta_rule.triton.wy import wy_factors
 from pallas_kernels.delta_rule.tuned_configs import table_name, variant_name
 from pallas_kernels.delta_rule.vjp import Options, chunked_pass
-from pallas_kernels.linear_attention.triton import Places, rows_of, segment_starts, sums
+from pallas_kernels.linear_attention.triton import Places, rows_of, states_of_splits, sums
 from pallas_kernels.linear_attention.vjp import linear_pass
 
 _LOOPS = [
@@ -138,12 +138,12 @@ def sum_stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Ke
     places, rows = Places(x.q, x.k, x.v), jax.jit(lambda x: rows_of(p, x))(x)
 
     def starts_of(l: KernelConfig, other: KernelConfig):
-        return lambda x: segment_starts(p, x, rows, x.k, x.v, x.initial_state, (l, other))
+        return lambda x: states_of_splits(p, x, rows, x.k, x.v, x.initial_state, (l, other))
 
-    starts = jax.jit(starts_of(config.increments, config.scan))(x)
+    split_states = jax.jit(starts_of(config.increments, config.scan))(x)
     found: dict[str, tuple[Callable[[KernelConfig], Callable], Any]] = {
-        "sums": (lambda l: lambda x, s, y: sums(p, x, rows, y, s, l), (x, starts, places)),
-        "gradient_sums": (lambda l: lambda x, s, y: sums(p, x, rows, y, s, l, reverse=True), (x, starts, places)),
+        "sums": (lambda l: lambda x, s, y: sums(p, x, rows, y, s, l), (x, split_states, places)),
+        "gradient_sums": (lambda l: lambda x, s, y: sums(p, x, rows, y, s, l, reverse=True), (x, split_states, places)),
     }
     if p.num_splits > 1:
         found["increments"] = lambda l: starts_of(l, config.scan), (x,)
@@ -160,8 +160,8 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Kernel
     prepared = jax.jit(lambda x: wy_factors(p, x, config.prepare))(x)
     ends = None
     maps = jax.jit(lambda x, y: split_transitions(p, x, y, config.maps))(x, prepared)
-    starts = jax.jit(lambda m: combine_splits(p, m, x.initial_state, config.fold))(maps)
-    states, residuals = jax.jit(lambda x, y, z: fwd_h(p, x, y, z, config.states))(x, prepared, starts)
+    split_states = jax.jit(lambda m: combine_splits(p, m, x.initial_state, config.fold))(maps)
+    states, residuals = jax.jit(lambda x, y, z: fwd_h(p, x, y, z, config.states))(x, prepared, split_states)
     if maps is not None:
         offset = jax.jit(lambda x, y, d: bwd_dh_offsets(p, x, y, d, config.offsets))(x, prepared, x.v)
         adjoint = maps._replace(offset=offset)
@@ -171,8 +171,8 @@ def stages(options: Options, inputs: Inputs) -> dict[str, tuple[Callable[[Kernel
     pairs = jax.jit(lambda x, s: bwd_pairs(p, x, x.v, s, config.pair_gradients))(x, saved)
     found: dict[str, tuple[Callable[[KernelConfig], Callable], Any]] = {
         "prepare": (lambda l: lambda x: wy_factors(p, x, l), (x,)),
-        "output": (lambda l: lambda x, y, z: fwd_o(p, x, y, z, l), (x, prepared, starts)),
-        "states": (lambda l: lambda x, y, z: fwd_h(p, x, y, z, l), (x, prepared, starts)),
+        "output": (lambda l: lambda x, y, z: fwd_o(p, x, y, z, l), (x, prepared, split_states)),
+        "states": (lambda l: lambda x, y, z: fwd_h(p, x, y, z, l), (x, prepared, split_states)),
         "reverse": (lambda l: lambda x, y, e: bwd_dh(p, x, y, x.v, None, e, l), (x, prepared, ends)),
         "pair_gradients": (lambda l: lambda x, s: bwd_pairs(p, x, x.v, s, l), (x, saved)),
         "gradients": (

@@ -20,8 +20,8 @@ def next_power_of_two(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def segment_starts(segment_ids: Array | None) -> Array | None:
-    """1 at each token whose id differs from the one before it, `[B, T]` int32; None where no segment can start."""
+def resets_of(segment_ids: Array | None) -> Array | None:
+    """1 at each token whose id differs from the one before it, `[B, T]` int32; None where no document can start."""
     if segment_ids is None or segment_ids.shape[1] == 1:
         return None
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -70,7 +70,7 @@ class KernelShape:
 
     @property
     def chunks_per_split(self) -> int:
-        """Number of chunks in a segment (the last may have fewer)."""
+        """Number of chunks in a split (the last may have fewer)."""
         return cdiv(self.chunks, self.num_splits)
 
     def last_token(self, chunk: Any) -> Any:
@@ -82,10 +82,10 @@ class KernelShape:
         return jax.ShapeDtypeStruct((self.batch, self.value_heads, *shape), dtype or self.dtype)
 
 
-def split_range(kernel_shape: KernelShape, segment) -> tuple[Any, Any]:
-    """First chunk of a segment and its number of chunks, which is static where all segments are alike."""
+def split_range(kernel_shape: KernelShape, split) -> tuple[Any, Any]:
+    """First chunk of a split and its number of chunks, which is static where all splits are alike."""
     size = kernel_shape.chunks_per_split
-    first = segment * size
+    first = split * size
     if kernel_shape.chunks == size * kernel_shape.num_splits:
         return first, size
     return first, jnp.clip(kernel_shape.chunks - first, 0, size)

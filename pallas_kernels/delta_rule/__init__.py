@@ -15,18 +15,18 @@ Let `G_r` be the log decay added up in the chunk to token r, `Ebar_r = exp(G_r) 
 `triton.channel_decay`.
 
 Stages in the order in which they run. Grids: *chunk* is a program for each chunk of each value head; *pass* is one for
-each block of value channels, value head, and segment of each sequence, which goes over the segment's chunks in order.
+each block of value channels, value head, and split of each sequence, which goes over the split's chunks in order.
 
 | module | kernel | reads | writes | grid |
 |---|---|---|---|---|
 | `wy` | `delta_prepare` | q, k, k~, erase, decay | A, P, decay factors | chunk |
 | | `delta_prepare_extreme` | the same | A, P of chunks with an extreme channel-wise decay | chunk |
-| `split_sequence` | `delta_segment_maps` | A, factors, k, v, write | each segment's affine map of the state | pass |
-| | `delta_fold_segments` | maps, first state | the state at each segment's start | value blocks, heads, rows |
-| `fwd` | `delta_output` | A, P, factors, q, k, v, write, starts | out, final state | pass |
+| `split_sequence` | `delta_segment_maps` | A, factors, k, v, write | each split's affine map of the state | pass |
+| | `delta_fold_segments` | maps, first state | the state at each split's start | value blocks, heads, rows |
+| `fwd` | `delta_output` | A, P, factors, q, k, v, write, split states | out, final state | pass |
 | backward: `fwd` | `delta_states` | as `delta_output`, without q and P | `S_0` and R of each chunk | pass |
-| `bwd_dh` | `delta_reverse_offsets` | dO, A, P, factors, q, k | each segment's map of the gradient | pass |
-| `split_sequence` | `delta_fold_segments` | maps, dS | the gradient at each segment's end | as above |
+| `bwd_dh` | `delta_reverse_offsets` | dO, A, P, factors, q, k | each split's map of the gradient | pass |
+| `split_sequence` | `delta_fold_segments` | maps, dS | the gradient at each split's end | as above |
 | `bwd_dh` | `delta_reverse` | dO, A, P, factors, v, write | `dS_C` of chunks, dv, d write | pass, reversed |
 | `bwd_pairs` | `delta_pair_gradients` | dO, R, dW | gradients of P and of A's matrix | chunk |
 | `bwd_dqkg` | `delta_gradients` | all of the above | dq, dk, dk~, d erase, d decay | chunk, key blocks |
@@ -45,7 +45,7 @@ are parts of kernels; `vjp` puts the stages together; `api` has the public funct
 they take two more `[64, 64]` matrices a chunk, and K_tail of that key.
 
 Saved for the backward: the arguments, A and P (two `[64, 64]` matrices a chunk), factors of one number a token, and the
-segments' maps and starting states. States, residuals and factors as large as the inputs are computed again.
+splits' maps and starting states. States, residuals and factors as large as the inputs are computed again.
 
 Where the time goes (H200, bfloat16, K = V = 128, `[8, 4096, 16]`; `experiments/kernel_benchmarks/BOUNDS.md`): a quarter
 of forward and backward is the forward. Half of the backward is gradients of the arguments, for which registers are the

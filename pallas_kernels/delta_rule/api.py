@@ -105,9 +105,9 @@ def gated_delta_rule(
         S_t = D_t S_{t-1} + k~_t (w_t * v_t - (D_t S_{t-1})^T (b_t * k_t))^T        o_t = scale * S_t^T q_t
 
     evaluated in chunks of 64 tokens (equations 21 to 24 of Gated DeltaNet-2, arXiv 2605.22791, with `k~` and `k` told
-    apart). The backward keeps the segments' starting states, two `[64, 64]` matrices a chunk and, where gates are one
+    apart). The backward keeps the splits' starting states, two `[64, 64]` matrices a chunk and, where gates are one
     number a channel, the keys and queries as they scale them; it recomputes the rest. Runs are bit-identical. Few heads
-    are spread over the card in segments of the sequence; there, what is left of a state counts as zero where it is less
+    are spread over the card in splits of the sequence; there, what is left of a state counts as zero where it is less
     than 1e-15 of it. A single token takes a kernel of its own that moves the state once; a state that is donated is
     updated in place.
 

@@ -1,4 +1,4 @@
-"""How a call is cut into programs: segments of the sequence, block widths, warps and pipeline depth of each kernel."""
+"""How a call is cut into programs: splits of the sequence, block widths, warps and pipeline depth of each kernel."""
 
 import dataclasses
 import math
@@ -10,12 +10,12 @@ from pallas_kernels.common.kernel_shape import CHUNK, cdiv
 
 @dataclass(frozen=True)
 class DeltaRuleConfig:
-    """Compilation of each kernel and the number of segments. The defaults are safe on any card since Ampere.
+    """Compilation of each kernel and the number of splits. The defaults are safe on any card since Ampere.
 
     Attributes:
         num_splits: parts of the sequence that run side by side; 1 for one pass from end to end.
         prepare: first stage.
-        maps: affine maps of segments.
+        maps: affine maps of splits.
         fold: their composition.
         output: outputs and final state.
         states: recomputed states, in the backward.
@@ -24,8 +24,8 @@ class DeltaRuleConfig:
         pair_gradients: gradients of the pairs' matrices; `inner` is a block of value channels.
         gradients: gradients of the rest; `block` is a block of key channels, `inner` one of value channels.
         decode: the step of a single token.
-        increments: linear attention: what each segment adds.
-        scan: their sums; `block` is a number of rows, `inner` the number of segments whose loads are begun together.
+        increments: linear attention: what each split adds.
+        scan: their sums; `block` is a number of rows, `inner` the number of splits whose loads are begun together.
         sums: output and final state.
         gradient_sums: gradients.
     """
@@ -58,7 +58,7 @@ def default_config(key_size: int, dtype: str, num_splits: int = 1, shared_memory
     Args:
         key_size: K, a power of two.
         dtype: name of the matrices' dtype.
-        num_splits: number of segments.
+        num_splits: number of splits.
         shared_memory: bytes of it that one program can have; less than 200 KiB tell a card before Hopper, too.
     """
     is_wide = key_size * (4 if dtype == "float32" else 2) > 256
@@ -132,7 +132,7 @@ def mosaic_config(
 
     Args:
         config: for the other stages.
-        programs: programs of one pass in blocks of 64 value channels: batch * value heads * segments * blocks.
+        programs: programs of one pass in blocks of 64 value channels: batch * value heads * splits * blocks.
         processors: multiprocessors of the card.
         has_write_key: whether the key that is written is another than the one that is erased.
         has_channel_decay: whether the decay is one number a key channel.
@@ -172,15 +172,15 @@ def mosaic_config(
 
 
 def mma_config(config: DeltaRuleConfig) -> DeltaRuleConfig:
-    """The same schedule with the forward by `mma.sync`, in one segment: maps of segments are Triton's alone."""
+    """The same schedule with the forward by `mma.sync`, in one split: maps of splits are Triton's alone."""
     stages = {name: dataclasses.replace(getattr(config, name), uses_mma=True) for name in ("prepare", "output")}
     return dataclasses.replace(config, num_splits=1, **stages)
 
 
 def splits(key_size: int) -> bool:
-    """Whether sequences are split into segments where heads are few.
+    """Whether sequences are split where heads are few.
 
-    Not beyond 128 key channels: folding multiplies by a segment's `[K, K]` transition, which for K = 256 alone takes
+    Not beyond 128 key channels: folding multiplies by a split's `[K, K]` transition, which for K = 256 alone takes
     more shared memory (128 KiB in bfloat16, twice that in float32) than is left beside what it is multiplied with; held
     in registers it spills 18 KiB a thread.
     """
@@ -188,14 +188,14 @@ def splits(key_size: int) -> bool:
 
 
 def choose_num_splits(programs: int, length: int, processors: int) -> int:
-    """Number of segments that should take the least time.
+    """Number of splits that should take the least time.
 
-    A split sequence is passed over twice (once for the maps), and its segments are folded one after another; in
+    A split sequence is passed over twice (once for the maps), and its splits are folded one after another; in
     return it fills a card that few heads leave idle. The model of a step's time was measured on an H200: a chunk takes
-    3.3 us on a processor with one program and 4.4 us on one with two; folding a segment takes 2.5 us.
+    3.3 us on a processor with one program and 4.4 us on one with two; folding a split takes 2.5 us.
 
     Args:
-        programs: programs of one pass without segments: batch * value heads * value blocks.
+        programs: programs of one pass without splits: batch * value heads * value blocks.
         length: tokens of a sequence.
         processors: multiprocessors of the card.
     """
@@ -212,11 +212,11 @@ def choose_num_splits(programs: int, length: int, processors: int) -> int:
 
 
 def choose_sum_num_splits(programs: int, length: int, processors: int, has_decay: bool) -> int:
-    """The same for linear attention, whose segments only add up.
+    """The same for linear attention, whose splits only add up.
 
     Measured on an H200: without decay a chunk takes 1.6 us of a processor, which runs one program; with decay 3.1 us
-    with one program on it, 3.75 us with two. Finding what segments add takes 0.65 us a chunk, the scan over them 2 us
-    and 0.15 us a segment.
+    with one program on it, 3.75 us with two. Finding what splits add takes 0.65 us a chunk, the scan over them 2 us
+    and 0.15 us a split.
     """
     chunks = cdiv(length, CHUNK)
 
@@ -236,5 +236,5 @@ def choose_sum_num_splits(programs: int, length: int, processors: int, has_decay
 
 
 def with_num_splits(config: DeltaRuleConfig, num_splits: int) -> DeltaRuleConfig:
-    """The same schedule for another number of segments."""
+    """The same schedule for another number of splits."""
     return dataclasses.replace(config, num_splits=num_splits)

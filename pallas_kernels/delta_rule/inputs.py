@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common.kernel_shape import CHUNK, KernelShape, is_channel_wise, next_power_of_two, segment_starts
+from pallas_kernels.common.kernel_shape import CHUNK, KernelShape, is_channel_wise, next_power_of_two, resets_of
 
 
 class Inputs(NamedTuple):
@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
         write: None (1), `[B, T, HV]` or `[B, T, HV, V]`.
         log_decay: None, `[B, T, HV]` or `[B, T, HV, K]`.
         initial_state: None (zero) or `[B, HV, K, V]` float32.
-        starts: None, or `[B, T]` int32, 1 at each token that starts a segment.
+        resets: None, or `[B, T]` int32, 1 at each token that starts a document.
         value_key: None, or `[B, T, H, K]` or `[B, T, HV, K]`, the key that values are written along where that is not
             the key that takes away what is erased (`dplr`).
     """
@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
     write: Array | None = None
     log_decay: Array | None = None
     initial_state: Array | None = None
-    starts: Array | None = None
+    resets: Array | None = None
     value_key: Array | None = None
 
 
@@ -48,10 +48,10 @@ def make_inputs(
     initial_state: Array | None,
     segment_ids: Array | None,
 ) -> Inputs:
-    """Brings the matrices to one dtype and the gates to one that kernels load, and marks the segments' first tokens."""
+    """Brings the matrices to one dtype and the gates to one that kernels load, and marks documents' first tokens."""
     dtype = jnp.result_type(q, k, v)
-    starts = segment_starts(segment_ids)
-    if starts is not None and log_decay is None:
+    resets = resets_of(segment_ids)
+    if resets is not None and log_decay is None:
         log_decay = jnp.zeros(v.shape[:3], jnp.float32)
 
     def widened(x):
@@ -66,7 +66,7 @@ def make_inputs(
         write=widened(write),
         log_decay=widened(log_decay),
         initial_state=widened(initial_state),
-        starts=starts,
+        resets=resets,
     )
 
 
@@ -91,7 +91,7 @@ def pad_inputs(inputs: Inputs, whole_chunks: bool = True) -> Inputs:
         write=pad(inputs.write, values),
         log_decay=pad(inputs.log_decay, keys),
         initial_state=None if state is None else jnp.pad(state, [(0, 0), (0, 0), (0, keys), (0, values)]),
-        starts=pad(inputs.starts, 0),
+        resets=pad(inputs.resets, 0),
         value_key=pad(inputs.value_key, keys),
     )
 

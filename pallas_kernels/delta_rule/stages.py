@@ -23,10 +23,10 @@ class Stages(NamedTuple):
 
     Attributes:
         wy_factors: everything of a chunk that does not need the state.
-        split_transitions: affine map of each segment.
+        split_transitions: affine map of each split.
         fwd_o: output and final state.
         fwd_h: states and residuals for the backward.
-        bwd_dh_offsets: what a segment's outputs add to the gradient at its start.
+        bwd_dh_offsets: what a split's outputs add to the gradient at its start.
         bwd_dh: gradients of states, values, write gate and initial state.
         bwd_dqkg: gradients of the other arguments, those of the pairs' matrices included.
     """

@@ -74,7 +74,7 @@ def choose_config(inputs: Inputs, online: bool, backend: str = "triton") -> Delt
         "has_channel_write": is_channel_wise(inputs.write),
         "has_values": inputs.write is not None and not is_channel_wise(inputs.write),
     }
-    if interpreted():  # blocks and warps mean nothing there; two segments keep that path exercised
+    if interpreted():  # blocks and warps mean nothing there; two splits keep that path exercised
         config = DeltaRuleConfig(num_splits=1 if length <= 128 else 2)
         return config if backend == "triton" else mosaic_config(config, 1, NUM_SMS, **facts)
     table = load_table(device_kind()) or {}

@@ -73,8 +73,8 @@ def chunked_pass(options: Options, inputs: Inputs) -> tuple[Array, Array]:
     stages = choose_stages(config)
     prepared = stages.wy_factors(kernel_shape, inputs, config.prepare)
     maps = stages.split_transitions(kernel_shape, inputs, prepared, config.maps)
-    starts = combine_splits(kernel_shape, maps, inputs.initial_state, config.fold)
-    return batch_alike(inputs, stages.fwd_o(kernel_shape, inputs, prepared, starts, config.output))
+    split_states = combine_splits(kernel_shape, maps, inputs.initial_state, config.fold)
+    return batch_alike(inputs, stages.fwd_o(kernel_shape, inputs, prepared, split_states, config.output))
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
@@ -85,20 +85,20 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any
     stages = choose_stages(config)
     prepared = stages.wy_factors(kernel_shape, inputs, config.prepare)
     maps = stages.split_transitions(kernel_shape, inputs, prepared, config.maps)
-    starts = combine_splits(kernel_shape, maps, inputs.initial_state, config.fold)
-    results = batch_alike(inputs, stages.fwd_o(kernel_shape, inputs, prepared, starts, config.output))
-    return results, (inputs, gates, prepared._replace(growth=None), maps, starts)
+    split_states = combine_splits(kernel_shape, maps, inputs.initial_state, config.fold)
+    results = batch_alike(inputs, stages.fwd_o(kernel_shape, inputs, prepared, split_states, config.output))
+    return results, (inputs, gates, prepared._replace(growth=None), maps, split_states)
 
 
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
-    inputs, gates, prepared, maps, starts = residuals
+    inputs, gates, prepared, maps, split_states = residuals
     d_out, d_final_state = cotangents
     kernel_shape, config = _problem(options, inputs), options.config
     stages = choose_stages(config)
     is_found = options.sums_tied_gate
     # Triton's stage has no further digits of the residuals.
     wanted = {} if config.states.mosaic is None else {"with_digits": is_found}
-    states, residual, *digits = stages.fwd_h(kernel_shape, inputs, prepared, starts, config.states, **wanted)
+    states, residual, *digits = stages.fwd_h(kernel_shape, inputs, prepared, split_states, config.states, **wanted)
     ends = None
     if kernel_shape.num_splits > 1:
         offsets = stages.bwd_dh_offsets(kernel_shape, inputs, prepared, d_out, config.offsets)
@@ -149,7 +149,7 @@ def _one_token_forward(run: Pass, options: Options, inputs: Inputs) -> tuple[tup
 
 def _one_token_backward(run: Pass, options: Options, transposed: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
     (gradients,) = transposed(cotangents)
-    return (gradients._replace(starts=None),)
+    return (gradients._replace(resets=None),)
 
 
 one_token.defvjp(_one_token_forward, _one_token_backward)

@@ -12,13 +12,13 @@ With `G_r` the log decay added up to token r, output and gradients are one kind 
 | kernel (all in `triton`) | reads | writes | grid |
 |---|---|---|---|
 | `linear_rows` | decay | the decay added up inside chunks (`common.triton.decay_rows`) | chunks, value heads, rows |
-| `linear_increments` | keys, values, gate | what each segment adds to the state | value blocks, heads, segments |
-| `linear_scan` | what segments add, first state | the state at each segment's start | state rows, heads, rows |
-| `linear_sums` | readers, keys, values, starts | out and final state; or one gradient | value blocks, heads, segments |
+| `linear_increments` | keys, values, gate | what each split adds to the state | value blocks, heads, splits |
+| `linear_scan` | what splits add, first state | the state at each split's start | state rows, heads, rows |
+| `linear_sums` | readers, keys, values, split states | out and state; or one gradient | value blocks, heads, splits |
 
 The backward runs `linear_sums` three times: for dq, for dk and dv from the last token to the first. Saved for it: the
-arguments, the decay's sums and the segments' starting states. The gradient of the decay is a difference of products
-that the same kernels leave (`vjp`). With one segment there is nothing to add up before, and the two kernels
+arguments, the decay's sums and the splits' starting states. The gradient of the decay is a difference of products
+that the same kernels leave (`vjp`). With one split there is nothing to add up before, and the two kernels
 in the middle do not run. A channel-wise decay weighs channels and not pairs: such calls take the kernels of
 `delta_rule` without the inverse. The time goes to the products, at 60 to 75 % of the bound
 (`experiments/kernel_benchmarks/BOUNDS.md`).

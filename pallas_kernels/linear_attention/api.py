@@ -92,7 +92,7 @@ def linear_attention(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
     """Linear attention with decay: `S_t = D_t S_{t-1} + k_t (w_t * v_t)^T`, `o_t = scale * S_t^T q_t`.
 
-    What a token writes does not depend on the state, so segments of the sequence only add up, and output and gradients
+    What a token writes does not depend on the state, so splits of the sequence only add up, and output and gradients
     are sums over pairs of tokens (see `sums`). A channel-wise decay takes the delta rule's kernels without the inverse.
 
     Args:

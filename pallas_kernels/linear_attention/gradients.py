@@ -27,6 +27,6 @@ def without_flat(gradient: Array, inputs: Inputs) -> Array:
     x = inputs.log_decay
     assert x is not None
     is_flat = x <= MIN_LOG_DECAY
-    if inputs.starts is not None:
-        is_flat = is_flat | (inputs.starts > 0)[:, :, None]
+    if inputs.resets is not None:
+        is_flat = is_flat | (inputs.resets > 0)[:, :, None]
     return jnp.where(is_flat, 0.0, gradient).astype(x.dtype)

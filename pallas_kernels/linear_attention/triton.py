@@ -8,8 +8,8 @@ With `G_r` the inclusive cumulative log decay, one number a token,
     dv_s = scale * sum_{r >= s} exp(G_r - G_s) (k_s . q_r)  w_s do_r
 
 are one sum, `out_r = sum_s weight_rs (reader_r . key_s) value_s`, with other arrays in the three places. A program goes
-over the chunks of a segment and keeps the state, `sum key value^T` over the chunks before, in registers. No chunk's
-state goes to memory. The states at the segments' starts come from an elementwise scan over what each segment adds.
+over the chunks of a split and keeps the state, `sum key value^T` over the chunks before, in registers. No chunk's
+state goes to memory. The states at the splits' starts come from an elementwise scan over what each split adds.
 """
 
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ class Sums(NamedTuple):
 
 def rows_of(kernel_shape: KernelShape, inputs: Inputs) -> Rows:
     """The numbers of a call's decay."""
-    return decay_rows(kernel_shape, inputs.log_decay, inputs.starts, name="linear_rows", num_warps=2)
+    return decay_rows(kernel_shape, inputs.log_decay, inputs.resets, name="linear_rows", num_warps=2)
 
 
 def _addition(key: Array, value: Array, factor: Array | None) -> Array:
@@ -79,10 +79,10 @@ def _addition(key: Array, value: Array, factor: Array | None) -> Array:
 
 
 def _increments_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool):
-    """The sum that one segment adds to the state, and the factor by which the state decays over it."""
+    """The sum that one split adds to the state, and the factor by which the state decays over it."""
     parts = kernel_shape.num_splits - 1
-    segment = lax.rem(pl.program_id(2), parts) + (1 if reverse else 0)
-    first, count = split_range(kernel_shape, segment)
+    split = lax.rem(pl.program_id(2), parts) + (1 if reverse else 0)
+    first, count = split_range(kernel_shape, split)
 
     def body(m, carry):
         added, kept = carry
@@ -96,13 +96,13 @@ def _increments_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: boo
     zero = jnp.zeros((kernel_shape.key_size, block), jnp.float32)
     added, kept = loop(count, body, (zero, jnp.ones((), jnp.float32)))
     r.added[...] = added
-    if r.kept_of_segment is not None:
-        r.kept_of_segment[...] = kept
+    if r.kept_of_split is not None:
+        r.kept_of_split[...] = kept
 
 
 def _scan_kernel(r, *, num_splits: int, ahead: int, reverse: bool):
-    """What the segments before each one (`reverse`: after it) add up to."""
-    state = jnp.zeros(r.starts_of_segments.shape[1:], jnp.float32)
+    """What the splits before each one (`reverse`: after it) add up to."""
+    state = jnp.zeros(r.split_states.shape[1:], jnp.float32)
     if r.boundary is not None:
         state = r.boundary[...].astype(jnp.float32)
     for start in range(0, num_splits, ahead):
@@ -110,15 +110,15 @@ def _scan_kernel(r, *, num_splits: int, ahead: int, reverse: bool):
         added = [r.added[num_splits - 2 - n if reverse else n, :, :] for n in steps if n < num_splits - 1]
         for n in steps:  # all loads before what waits for them
             place = num_splits - 1 - n if reverse else n
-            r.starts_of_segments[place, :, :] = state
+            r.split_states[place, :, :] = state
             if n < num_splits - 1:
                 keeps = 1.0 if r.kept is None else r.kept[num_splits - 2 - n if reverse else n]
                 state = keeps * state + added[n - start]
 
 
 def _sums_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool, transposed: bool, keeps_own_apart: bool):
-    segment = lax.rem(pl.program_id(2), kernel_shape.num_splits)
-    first, count = split_range(kernel_shape, segment)
+    split = lax.rem(pl.program_id(2), kernel_shape.num_splits)
+    first, count = split_range(kernel_shape, split)
     state = jnp.zeros((kernel_shape.key_size, block), jnp.float32)
     if r.boundary is not None:
         state = r.boundary[...].astype(jnp.float32)
@@ -164,7 +164,7 @@ def _sums_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool, tra
 
     state = loop(count, body, state)
 
-    @pl.when(segment == (0 if reverse else kernel_shape.num_splits - 1))
+    @pl.when(split == (0 if reverse else kernel_shape.num_splits - 1))
     def _():
         r.end[...] = state
 
@@ -187,7 +187,7 @@ def _gates(kernel_shape: KernelShape, inputs: Inputs, rows: Rows, at, reverse: b
     }
 
 
-def segment_starts(
+def states_of_splits(
     kernel_shape: KernelShape,
     inputs: Inputs,
     rows: Rows,
@@ -197,7 +197,7 @@ def segment_starts(
     launches: tuple[KernelConfig, KernelConfig],
     reverse: bool = False,
 ) -> Array:
-    """What the tokens before each segment (`reverse`: after it) add up to: `sum key value^T` under the decay.
+    """What the tokens before each split (`reverse`: after it) add up to: `sum key value^T` under the decay.
 
     Args:
         kernel_shape: static facts; `key_size` and `value_size` are those of `key` and `value`.
@@ -206,8 +206,8 @@ def segment_starts(
         key: `[B, T, heads, A]`.
         value: `[B, T, heads, D]`.
         boundary: `[B, HV, A, D]`, what is there before the first token (`reverse`: after the last); None for zero.
-        launches: of the two kernels: what segments add, and the scan over them.
-        reverse: from the last segment to the first.
+        launches: of the two kernels: what splits add, and the scan over them.
+        reverse: from the last split to the first.
 
     Returns:
         `[B, HV, P, A, D]` float32.
@@ -240,7 +240,7 @@ def segment_starts(
         },
         {
             "added": p.of_head(added, (None, p.key_size, block), lambda c, h, z: (*place(c, h, z), 0, c)),
-            "kept_of_segment": p.of_head(kept, (None,), place),
+            "kept_of_split": p.of_head(kept, (None,), place),
         },
         increments,
         kernel_shape=p,
@@ -258,11 +258,11 @@ def segment_starts(
         (p.key_size // height, p.value_heads, p.batch),
         {
             "added": of_states(results["added"], parts),
-            "kept": p.of_head(results["kept_of_segment"], (parts,), lambda c, h, b: (b, h, 0)),
+            "kept": p.of_head(results["kept_of_split"], (parts,), lambda c, h, b: (b, h, 0)),
             "boundary": p.of_head(boundary, (height, p.value_size), lambda c, h, b: (b, h, c, 0)),
         },
         {
-            "starts_of_segments": of_states(
+            "split_states": of_states(
                 p.per_head(p.num_splits, p.key_size, p.value_size, dtype=jnp.float32), p.num_splits
             )
         },
@@ -271,7 +271,7 @@ def segment_starts(
         ahead=scan.inner,
         reverse=reverse,
     )
-    return found["starts_of_segments"]  # type: ignore[return-value]
+    return found["split_states"]  # type: ignore[return-value]
 
 
 def sums(
@@ -297,7 +297,7 @@ def sums(
         inputs: arguments of the call, of which the gate is taken.
         rows: its decay.
         places: the arrays.
-        boundary: where each segment starts, `[B, HV, P, A, D]`.
+        boundary: the state at each split's start, `[B, HV, P, A, D]`.
         launch: compilation; `block` is a block of value channels.
         reverse: over later tokens, the gate on what comes out; else over earlier ones, the gate on what goes in.
         transposed: whether `boundary` is `[B, HV, P, D, A]`.

@@ -16,7 +16,7 @@ from pallas_kernels.common.vma import batch_alike
 from pallas_kernels.delta_rule.inputs import Inputs, kernel_shape_of
 from pallas_kernels.delta_rule.vjp import Options
 from pallas_kernels.linear_attention.gradients import dtype_of_parts, of_key_heads, without_flat
-from pallas_kernels.linear_attention.triton import Places, rows_of, segment_starts, sums
+from pallas_kernels.linear_attention.triton import Places, rows_of, states_of_splits, sums
 
 
 def _problem(options: Options, inputs: Inputs) -> KernelShape:
@@ -36,13 +36,13 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any
     kernel_shape, config, x = _problem(options, inputs), options.config, inputs
     launches = config.increments, config.scan
     rows = rows_of(kernel_shape, x)
-    starts = segment_starts(kernel_shape, x, rows, x.k, x.v, x.initial_state, launches)
-    found = sums(kernel_shape, x, rows, Places(x.q, x.k, x.v), starts, config.sums)
-    return batch_alike(inputs, (found.out, found.end)), (inputs, rows, starts)
+    split_states = states_of_splits(kernel_shape, x, rows, x.k, x.v, x.initial_state, launches)
+    found = sums(kernel_shape, x, rows, Places(x.q, x.k, x.v), split_states, config.sums)
+    return batch_alike(inputs, (found.out, found.end)), (inputs, rows, split_states)
 
 
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
-    x, rows, starts = residuals
+    x, rows, split_states = residuals
     d_out, d_final_state = cotangents
     kernel_shape, launch = _problem(options, x), options.config.gradient_sums
     swapped = dataclasses.replace(kernel_shape, key_size=kernel_shape.value_size, value_size=kernel_shape.key_size)
@@ -52,13 +52,15 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
     is_exact = has_decay and x.q.dtype == jnp.float32
     # The kernel multiplies its sums by the scale at the end, the first state included: hence the division.
     launches = options.config.increments, options.config.scan
-    ends = segment_starts(kernel_shape, x, rows, x.q, d_out, d_final_state / kernel_shape.scale, launches, reverse=True)
+    ends = states_of_splits(
+        kernel_shape, x, rows, x.q, d_out, d_final_state / kernel_shape.scale, launches, reverse=True
+    )
     d_q = sums(
         swapped,
         x,
         rows,
         Places(d_out, x.v, x.k),
-        starts,
+        split_states,
         launch,
         transposed=True,
         dtype=dtype_of_parts(x.q, x),
@@ -128,7 +130,7 @@ def _sum_parts(x: Array | None) -> Array:
 
 
 def _log_decay_gradient(inputs: Inputs, d_total: Array, d_ends: Array, crossed: Array) -> Array:
-    """The decay's gradient; zero where it is clamped or a segment starts.
+    """The decay's gradient; zero where it is clamped or a document starts.
 
     A token's decay scales everything that the token and later ones read of earlier tokens. Within the chunk this
     contributes the sum of `q dq - k dk` from the token to the chunk's end. Beyond the chunk it contributes what later

@@ -19,7 +19,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels.common.config import KernelConfig
-from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two, segment_starts
+from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two, resets_of
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.triton.backend import Operand, call, interpreted
 from pallas_kernels.common.vma import batch_alike, pvary_together
@@ -85,7 +85,7 @@ class GramInputs(NamedTuple):
         log_decay: None, `[B, T, H]` or `[B, T, H, K]`.
         gain: None, `[B, T, H]` or `[B, T, H, K]`.
         initial_state: None or `[B, H, K]` float32.
-        starts: None, or `[B, T]` int32, 1 at each token that starts a segment.
+        resets: None, or `[B, T]` int32, 1 at each token that starts a document.
     """
 
     k: Array
@@ -94,7 +94,7 @@ class GramInputs(NamedTuple):
     log_decay: Array | None
     gain: Array | None
     initial_state: Array | None
-    starts: Array | None
+    resets: Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,13 +149,13 @@ class _Cut:
 
     def inputs(self, x: GramInputs) -> dict[str, Operand | None]:
         """All arguments."""
-        starts = None if x.starts is None else Operand(x.starts, (None, self.length), lambda h, n, b: (self.row(b), 0))
+        resets = None if x.resets is None else Operand(x.resets, (None, self.length), lambda h, n, b: (self.row(b), 0))
         return {
             "k": self.of_tokens(x.k),
             "x": self.of_tokens(x.x),
             "log_decay": self.of_tokens(x.log_decay),
             "gain": self.of_tokens(x.gain),
-            "starts": starts,
+            "resets": resets,
             "parameter": None if x.parameter is None else Operand(x.parameter, (None,), lambda h, n, b: (h,)),
             "initial_state": self.of_head(x.initial_state),
         }
@@ -274,7 +274,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
             log_decay=results["d_log_decay"],
             gain=results["d_gain"],
             initial_state=None if x.initial_state is None else results["d_initial_state"],
-            starts=None,
+            resets=None,
         ),
     )
 
@@ -343,7 +343,7 @@ def diagonal_gram_readout(
         raise NotImplementedError(f"diagonal_gram_readout: the Triton kernels do not support {reason}")
     config = config or choose_gram_config()
     length, channels = k.shape[1], k.shape[3]
-    starts = segment_starts(segment_ids)
+    resets = resets_of(segment_ids)
     tokens, width = -length % config.block, next_power_of_two(channels) - channels
 
     def pad(array):
@@ -361,7 +361,7 @@ def diagonal_gram_readout(
         log_decay=pad(log_decay),
         gain=pad(gain),
         initial_state=initial_state,
-        starts=None if starts is None else pad(starts),
+        resets=None if resets is None else pad(resets),
     )
     options = Options(readout, jnp.dtype(dtype), jnp.dtype(stored or dtype), config, with_key)
     out, final, *passed = _run(options, pvary_together(inputs))

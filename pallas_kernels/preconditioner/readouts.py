@@ -1,6 +1,6 @@
 """What becomes of the diagonal Gram, row by row inside a kernel: values, and gradients by hand.
 
-A row is `[K]` float32. `before` and `after` are A before a token (zero where a segment starts) and after it, `x` the
+A row is `[K]` float32. `before` and `after` are A before a token (zero where a document starts) and after it, `x` the
 token's row besides, `parameter` a number a head as a row.
 """
 

@@ -28,7 +28,7 @@ class Readout(Protocol):
 
 
 class Token(NamedTuple):
-    """One token's values in float32, `[K]` or one number; `keep` is 0 where a segment starts, None if none does."""
+    """One token's values in float32, `[K]` or one number; `keep` is 0 where a document starts, None if none does."""
 
     k: Any
     x: Any
@@ -42,7 +42,7 @@ def _load(ref, t) -> Any:
 
 
 def _inputs(r) -> tuple[Any, ...]:
-    return r.k, r.x, r.log_decay, r.gain, r.starts
+    return r.k, r.x, r.log_decay, r.gain, r.resets
 
 
 def _token(k, x, log_decay, gain, start) -> Token:

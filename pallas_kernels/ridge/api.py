@@ -9,7 +9,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
-from pallas_kernels.common.kernel_shape import CHUNK, next_power_of_two, segment_starts
+from pallas_kernels.common.kernel_shape import CHUNK, next_power_of_two, resets_of
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.triton.backend import interpreted, shared_memory, unsupported_arrays
 from pallas_kernels.common.vma import batch_alike, pvary_together
@@ -143,8 +143,8 @@ def _padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids) -> RidgeIn
     """Brings arguments to dtypes that kernels load, and pads tokens to chunks and channels to a power of two."""
     dtype = jnp.result_type(q, k)
     length, size = q.shape[1], q.shape[3]
-    starts = segment_starts(segment_ids)
-    if starts is not None and log_decay is None:
+    resets = resets_of(segment_ids)
+    if resets is not None and log_decay is None:
         log_decay = jnp.zeros(q.shape[:3], jnp.float32)
     tokens, channels = -length % CHUNK, next_power_of_two(size) - size
 
@@ -163,7 +163,7 @@ def _padded_inputs(q, k, ridge, log_decay, initial_gram, segment_ids) -> RidgeIn
         ridge=ridge.astype(jnp.float32),
         log_decay=None if log_decay is None else pad(log_decay.astype(jnp.float32), 0, tokens, 0),
         initial_gram=gram,
-        starts=None if starts is None else pad(starts, 0, tokens),
+        resets=None if resets is None else pad(resets, 0, tokens),
     )
 
 

@@ -25,7 +25,7 @@ class RidgeInputs(NamedTuple):
         ridge: `[H, 1 or K]` float32.
         log_decay: None or `[B, T, H]` float32.
         initial_gram: None or `[B, H, K, K]` float32, symmetric.
-        starts: None, or `[B, T]` int32, 1 at each token that starts a segment; then there is a `log_decay`.
+        resets: None, or `[B, T]` int32, 1 at each token that starts a document; then there is a `log_decay`.
     """
 
     q: Array
@@ -33,7 +33,7 @@ class RidgeInputs(NamedTuple):
     ridge: Array
     log_decay: Array | None = None
     initial_gram: Array | None = None
-    starts: Array | None = None
+    resets: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def ridge_problem(inputs: RidgeInputs) -> KernelShape:
 
 def ridge_rows(kernel_shape: KernelShape, inputs: RidgeInputs) -> Rows:
     """The numbers of a solve's decay."""
-    return decay_rows(kernel_shape, inputs.log_decay, inputs.starts, name="ridge_decay", num_warps=1)
+    return decay_rows(kernel_shape, inputs.log_decay, inputs.resets, name="ridge_decay", num_warps=1)
 
 
 def choose_config(kernel_shape: KernelShape, precision: str = "bfloat16") -> RidgeConfig:

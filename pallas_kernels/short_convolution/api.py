@@ -22,7 +22,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels.common.config import KernelConfig
-from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two, segment_starts
+from pallas_kernels.common.kernel_shape import cdiv, next_power_of_two, resets_of
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.triton.backend import Operand, call, interpreted, whole
 from pallas_kernels.common.vma import pvary_together
@@ -104,12 +104,12 @@ class ConvolutionInputs(NamedTuple):
     Attributes:
         x: `[B, T, N]`, N at least the sum of the streams' channels D: the first has the first columns, and so on.
         filters: of each stream.
-        starts: None, or `[B, T]` int32, 1 at each token that starts a segment.
+        resets: None, or `[B, T]` int32, 1 at each token that starts a document.
     """
 
     x: Array
     filters: tuple[Filter, ...]
-    starts: Array | None
+    resets: Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ class _Stream(NamedTuple):
 
     x: Array
     filter: Filter
-    starts: Array | None
+    resets: Array | None
     block: int
 
     @property
@@ -207,7 +207,7 @@ class _Stream(NamedTuple):
             "kernel": whole(self.filter.kernel),
             "bias": whole(self.filter.bias),
             "initial_state": _of_row(self.filter.initial_state),
-            "starts": _of_row(self.starts),
+            "resets": _of_row(self.resets),
         }
 
 
@@ -215,7 +215,7 @@ def _streams(inputs: ConvolutionInputs) -> list[_Stream]:
     sizes = [filter.kernel.shape[1] for filter in inputs.filters]
     firsts = itertools.accumulate(sizes[:-1], initial=0)
     blocks = [first // size for first, size in zip(firsts, sizes)]  # whole: `fused_unsupported_reason`
-    return [_Stream(inputs.x, filter, inputs.starts, block) for filter, block in zip(inputs.filters, blocks)]
+    return [_Stream(inputs.x, filter, inputs.resets, block) for filter, block in zip(inputs.filters, blocks)]
 
 
 def _like(x: Array | None) -> jax.ShapeDtypeStruct | None:
@@ -436,4 +436,4 @@ def _convolutions(
     states = [None if stream.kernel.shape[0] == 1 else stream.initial_state for stream in streams]
     filters = tuple(Filter(stream.kernel, stream.bias, state) for stream, state in zip(streams, states))
     options = Options(tuple(stream.epilogue for stream in streams), config or choose_convolution_config())
-    return _run(options, pvary_together(ConvolutionInputs(x, filters, segment_starts(segment_ids))))
+    return _run(options, pvary_together(ConvolutionInputs(x, filters, resets_of(segment_ids))))

@@ -99,10 +99,10 @@ def _filter(r, cut: Cut, place: Place) -> tuple[list[Array], Array | None]:
 
 
 def _start(r, t: Any, condition: Any) -> Any:
-    """Whether a segment starts at `t`; None where none ever does."""
-    if r.starts is None:
+    """Whether a document starts at `t`; None where none ever does."""
+    if r.resets is None:
         return None
-    return load_masked(r.starts, (t,), condition) > 0
+    return load_masked(r.resets, (t,), condition) > 0
 
 
 def _of_segment(window: tuple[Array, ...], start: Any) -> tuple[Array, ...]:
@@ -263,7 +263,7 @@ def reverse_convolution_kernel(r, *, cut: Cut):
         place.store(r.d_x, jnp.clip(source, 0, cut.length - 1), known[-1], is_in)
         return _Carry((x, *window)[:past], tuple(known[:past]), run, d_taps, d_bias)
 
-    run = None if r.starts is None else _run_before(r, cut, place)
+    run = None if r.resets is None else _run_before(r, cut, place)
     carry = _Carry(_past(r, cut, place), (zeros,) * past, run, (zeros,) * cut.width, None if bias is None else zeros)
     carry = _blocks(cut, place, load_own, body, carry)
     for i in range(cut.width):

@@ -18,7 +18,7 @@ from rnnlib.layers.parallel import SIDE_BY_SIDE
 from rnnlib.layers.preconditioner import ApplyToBothMap, ApplyToKeyMap, GramKeyMap
 from rnnlib.models import DecoderLM
 from rnnlib.models.block import Block
-from rnnlib.ops.arguments import check_shape, segment_starts
+from rnnlib.ops.arguments import check_shape, resets_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ def iterate_layers(
     _check_values(model, tokens, segment_ids, valid)
     if positions is None and segment_ids is not None:
         index = jnp.arange(tokens.shape[1])
-        positions = index - jax.lax.cummax(jnp.where(segment_starts(segment_ids), index, 0), axis=1)
+        positions = index - jax.lax.cummax(jnp.where(resets_of(segment_ids), index, 0), axis=1)
     carried = model.first_carried(x)
     for layer, block in enumerate(model.blocks[: max(wanted, default=-1) + 1]):
         graphdef, state = nnx.split(block)

@@ -32,7 +32,7 @@ class RidgeSystems(NamedTuple):
         q: right-hand sides `[N, B, H, C, K]`, by chunk.
         k: keys, likewise.
         decay: decays in each chunk.
-        starts: Gram matrices at the chunks' starts `[N, B, H, K, K]`.
+        states: Gram matrices at the chunks' starts `[N, B, H, K, K]`.
         norm: `||H_t||_F`, `[N, B, H, C, 1]`.
         ridge: `lambda_t`, likewise.
     """
@@ -40,13 +40,13 @@ class RidgeSystems(NamedTuple):
     q: Array
     k: Array
     decay: grams.Decays
-    starts: Array
+    states: Array
     norm: Array
     ridge: Array
 
     def product(self, solver: Solver) -> Product:
         """The function `x -> H_t x_t` in the solver's precision."""
-        return grams.gram_product(solver, self.k, self.decay, self.starts)
+        return grams.gram_product(solver, self.k, self.decay, self.states)
 
     def cast(self, dtype: Any) -> "RidgeSystems":
         """The same systems in another dtype."""
@@ -85,9 +85,9 @@ def random_systems(
 def _assemble(q: Array, k: Array, log_decay: Array, ridge: Array) -> RidgeSystems:
     decay = grams.decays(jnp.maximum(log_decay, chunk.LOG_ZERO))
     initial = chunk.zero_state((*q.shape[1:3], q.shape[-1], q.shape[-1]), q.dtype)
-    starts, _ = grams.chunk_starts(k, decay, initial)
-    norm = norm_from_square(grams.square_norms(k, decay, starts))[..., None]
-    return RidgeSystems(q, k, decay, starts, norm, ridge * norm)
+    states, _ = grams.chunk_states(k, decay, initial)
+    norm = norm_from_square(grams.square_norms(k, decay, states))[..., None]
+    return RidgeSystems(q, k, decay, states, norm, ridge * norm)
 
 
 class ResidualHistory(NamedTuple):

@@ -17,7 +17,7 @@ from rnnlib.layers.decay import Decay
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.normalization import l2_normalize
 from rnnlib.layers.part import AxisConfig
-from rnnlib.ops.arguments import segment_starts
+from rnnlib.ops.arguments import resets_of
 from rnnlib.ops.context_parallel import current_axis, enter_gram
 from rnnlib.ops.heads import rotate_pairs
 
@@ -258,12 +258,12 @@ class RotatedKeyMap(KeyMap):
         turn = rate[:, :, None] * decay.step[..., None]
         if state is not None:
             turn = turn.at[:, 0].add(state)
-        starts = jnp.zeros(query.shape[:2], bool) if segment_ids is None else segment_starts(segment_ids)
-        _, angle = jax.lax.associative_scan(_accumulate, (starts[:, :, None, None], turn), axis=1)
+        resets = jnp.zeros(query.shape[:2], bool) if segment_ids is None else resets_of(segment_ids)
+        _, angle = jax.lax.associative_scan(_accumulate, (resets[:, :, None, None], turn), axis=1)
         axis = current_axis()
         if axis is not None:  # continue from the angle at the end of the previous device's shard
             entering = enter_gram(angle[:, -1], None, None, segment_ids, axis)
-            own = jnp.cumsum(starts, axis=1)[:, :, None, None] == 0
+            own = jnp.cumsum(resets, axis=1)[:, :, None, None] == 0
             angle = angle + jnp.where(own, (entering - jnp.round(entering))[:, None], 0)
         still = self.shape.key_size // 2 - self.turning
         radians = jnp.pad(2.0 * math.pi * angle, ((0, 0), (0, 0), (0, 0), (0, still)))[:, :, :, None]

@@ -237,7 +237,7 @@ def matmul_precision(*arrays: Array | None) -> str:
     return "tensorfloat32" if is_half else "highest"
 
 
-def segment_starts(segment_ids: Array) -> Array:
+def resets_of(segment_ids: Array) -> Array:
     """Whether each token begins a new segment, `[B, T]` bool.
 
     The first token never does: it continues the segment of `initial_state`.
@@ -248,7 +248,7 @@ def segment_starts(segment_ids: Array) -> Array:
 
 def segment_index(segment_ids: Array) -> Array:
     """The number of changes of id up to and at each token, `[B, T]`: distinct for documents that share an id."""
-    return jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
+    return jnp.cumsum(resets_of(segment_ids), axis=1, dtype=jnp.int32)
 
 
 def choose_implementation[Implementation](

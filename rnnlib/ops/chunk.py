@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.vma import batch_alike, pvary_together
-from rnnlib.ops.arguments import accumulation_dtype, is_symbolic, matmul_precision, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, is_symbolic, matmul_precision, resets_of
 from rnnlib.ops.chunk_blocks import in_blocks
 from rnnlib.ops.heads import group_inputs, merge_heads
 
@@ -171,35 +171,35 @@ def _block_products(x: Array, y: Array) -> Array:
     return x @ jnp.swapaxes(y, -1, -2)
 
 
-def finite_log_decay(log_decay: Array | None, starts: Array | None) -> Array | None:
-    """Log decays with a finite number, whose exponential is zero, in place of -inf and at starts of segments.
+def finite_log_decay(log_decay: Array | None, resets: Array | None) -> Array | None:
+    """Log decays with a finite number, whose exponential is zero, in place of -inf and where documents start.
 
     Args:
         log_decay: None or `[B, T, H, R, X]`.
-        starts: None or `[B, T]`, true where a segment begins: the state is reset there, as by a log decay of -inf.
+        resets: None or `[B, T]`, true where a document begins: the state is reset there, as by a log decay of -inf.
 
     Returns:
-        None if both are None, otherwise `[B, T, H, R, X]` (X = 1 for starts alone).
+        None if both are None, otherwise `[B, T, H, R, X]` (X = 1 for resets alone).
     """
     if log_decay is not None:
         log_decay = jnp.maximum(log_decay, LOG_ZERO)
-    if starts is None:
+    if resets is None:
         return log_decay
-    starts = starts[:, :, None, None, None]
-    return jnp.where(starts, LOG_ZERO, 0.0 if log_decay is None else log_decay)
+    resets = resets[:, :, None, None, None]
+    return jnp.where(resets, LOG_ZERO, 0.0 if log_decay is None else log_decay)
 
 
-def group_tokens(inputs: Any, starts: Array | None) -> Any:
+def group_tokens(inputs: Any, resets: Array | None) -> Any:
     """A rule's arguments with heads grouped and the log decay as `finite_log_decay` gives it.
 
     Args:
         inputs: a named tuple with at least `q [B, T, H, K]` and `log_decay`.
-        starts: None or `[B, T]`, true where a segment begins.
+        resets: None or `[B, T]`, true where a document begins.
     """
     grouped = group_inputs(inputs)
     dtype = accumulation_dtype(*jax.tree.leaves(inputs))
     decay = None if grouped.log_decay is None else grouped.log_decay.astype(dtype)
-    return grouped._replace(log_decay=finite_log_decay(decay, starts))
+    return grouped._replace(log_decay=finite_log_decay(decay, resets))
 
 
 def split_tokens(grouped: Any, size: int) -> Any:
@@ -236,45 +236,45 @@ def evaluate_chunks(
     chunk_factors: Callable[[Any, Array | None], ChunkFactors],
     precision: str,
     inputs: Any,
-    starts: Array | None,
+    resets: Array | None,
     state: Array,
 ) -> tuple[Array, Array]:
     """Runs a rule given by its chunk factors; differentiable forwards and backwards, any number of times.
 
     Args:
-        chunk_factors: from `(inputs, starts)` to the factors of all chunks at once.
+        chunk_factors: from `(inputs, resets)` to the factors of all chunks at once.
         precision: jax matmul precision.
         inputs: the rule's arguments, any pytree of float arrays.
-        starts: None or `[B, T]`, true where a segment begins.
+        resets: None or `[B, T]`, true where a document begins.
         state: the initial state `[B, H, R, K, V]`.
 
     Returns:
         Outputs in chunks `[N, B, H, R, C, V]` and the final state `[B, H, R, K, V]`.
     """
-    return _evaluate(chunk_factors, precision, inputs, starts, state)[:2]
+    return _evaluate(chunk_factors, precision, inputs, resets, state)[:2]
 
 
-def _evaluate(chunk_factors, precision, inputs, starts, state):
+def _evaluate(chunk_factors, precision, inputs, resets, state):
     """Outputs, final state, and the states that enter the chunks."""
     with jax.default_matmul_precision(precision):
-        factors = chunk_factors(inputs, starts)
+        factors = chunk_factors(inputs, resets)
         states, final = _states(factors, state)
         out = factors.read @ states + factors.scores @ _residual(factors, states)
-    return *batch_alike((inputs, starts, state), (out, final)), states
+    return *batch_alike((inputs, resets, state), (out, final)), states
 
 
 @functools.partial(evaluate_chunks.defjvp, symbolic_zeros=True)
 def _evaluate_tangents(chunk_factors, precision, primals, tangents):
-    inputs, starts, state = primals
+    inputs, resets, state = primals
     # What has no tangent is None here. Its zeros are made where they are used, so that no backward pass keeps them.
     d_inputs, _, d_state = jax.tree.map(lambda d: None if isinstance(d, SymbolicZero) else d, tangents)
-    out, final, states = _evaluate(chunk_factors, precision, inputs, starts, state)
+    out, final, states = _evaluate(chunk_factors, precision, inputs, resets, state)
     # The gradient is this function's transpose: of the chunks it keeps the inputs and the states that enter.
     tangents_of = jax.checkpoint(functools.partial(_tangents, chunk_factors, precision), prevent_cse=False)
-    return (out, final), tangents_of(inputs, starts, states, d_inputs, d_state)
+    return (out, final), tangents_of(inputs, resets, states, d_inputs, d_state)
 
 
-def _tangents(chunk_factors, precision, inputs, starts, states, d_inputs, d_state):
+def _tangents(chunk_factors, precision, inputs, resets, states, d_inputs, d_state):
     """Tangents of the outputs and the final state; linear in `d_inputs` and `d_state`, in which None is zero.
 
     All that needs no state's tangent is computed for all chunks at once, before and after the scan.
@@ -282,7 +282,7 @@ def _tangents(chunk_factors, precision, inputs, starts, states, d_inputs, d_stat
     with jax.default_matmul_precision(precision):
         d_inputs = jax.tree.map(lambda x, d: jnp.zeros_like(x) if d is None else d, inputs, d_inputs)
         d_state = jnp.zeros_like(states[0]) if d_state is None else d_state
-        factors, d_factors = jax.jvp(lambda x: chunk_factors(x, starts), (inputs,), (d_inputs,))
+        factors, d_factors = jax.jvp(lambda x: chunk_factors(x, resets), (inputs,), (d_inputs,))
         residual = _residual(factors, states)
         d_residual = _residual(d_factors, states)
         d_added = jnp.swapaxes(d_factors.write, -1, -2) @ residual
@@ -321,7 +321,7 @@ def evaluate_rule(
     """Runs a rule given by its chunk factors on arguments in the public layout.
 
     Args:
-        rule_factors: from `(inputs, starts, scale=, size=)` to the factors of all chunks of `size` tokens at once.
+        rule_factors: from `(inputs, resets, scale=, size=)` to the factors of all chunks of `size` tokens at once.
         inputs: the rule's token-wise arguments, a named tuple with at least `q [B, T, H, K]` and `v [B, T, HV, V]`.
         initial_state: None (zero) or `[B, HV, K, V]`.
         segment_ids: None or `[B, T]`.
@@ -345,14 +345,14 @@ def evaluate_rule(
         state = zero_state(state_shape, dtype)
     else:
         state = initial_state.astype(dtype).reshape(state_shape)
-    starts = None if segment_ids is None else segment_starts(segment_ids)
+    resets = None if segment_ids is None else resets_of(segment_ids)
     precision, out_dtype = matmul_precision(*jax.tree.leaves(inputs)), inputs.v.dtype
     if dtype == jnp.float64:  # perhaps only the state is float64
         inputs = jax.tree.map(lambda x: x.astype(dtype), inputs)
 
-    def evaluate(inputs: Any, starts: Array | None, state: Array) -> tuple[Array, Array]:
-        out, final = evaluate_chunks(chunk_factors, precision, inputs, starts, state)
+    def evaluate(inputs: Any, resets: Array | None, state: Array) -> tuple[Array, Array]:
+        out, final = evaluate_chunks(chunk_factors, precision, inputs, resets, state)
         return merge_heads(join_chunks(out, inputs.q.shape[1])).astype(out_dtype), final
 
-    out, final = in_blocks(evaluate, *pvary_together((inputs, starts, state)), chunk_size=size)
+    out, final = in_blocks(evaluate, *pvary_together((inputs, resets, state)), chunk_size=size)
     return out, final.reshape(batch, value_heads, key_size, value_size)

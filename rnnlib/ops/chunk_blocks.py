@@ -30,19 +30,19 @@ _MATRICES = 32
 def in_blocks(
     evaluate: Callable[[Any, Array | None, Any], tuple[Any, Any]],
     inputs: Any,
-    starts: Array | None,
+    resets: Array | None,
     state: Any,
     *,
     chunk_size: int,
     chunks: int | None = None,
 ) -> tuple[Any, Any]:
-    """`evaluate(inputs, starts, state)`, on a TPU in a loop over blocks that passes the state on.
+    """`evaluate(inputs, resets, state)`, on a TPU in a loop over blocks that passes the state on.
 
     Args:
         evaluate: a rule that reads tokens in order and mixes neither rows nor heads. From the arguments below it
             computes arrays like `inputs`, and the final state.
         inputs: any tree of arrays by token, `[B, T, n * H, ...]`.
-        starts: None or `[B, T]`, true where a segment begins.
+        resets: None or `[B, T]`, true where a document begins.
         state: any tree of arrays `[B, H, ...]`, the first of which is whole; others may have 1 in place of B and H.
         chunk_size: tokens of a chunk. A block has a multiple of them; padding is zero and comes last.
         chunks: in a block at most, over its rows and heads; None is as many as compile in reasonable time where each
@@ -50,7 +50,7 @@ def in_blocks(
     """
     (batch, heads), length = jax.tree.leaves(state)[0].shape[:2], jax.tree.leaves(inputs)[0].shape[1]
     if platform() != "tpu" or is_symbolic(batch) or is_symbolic(length):
-        return evaluate(inputs, starts, state)
+        return evaluate(inputs, resets, state)
     most = chunks or min(_MATRICES, max(1, _TOKENS // chunk_size))
     some_heads = _largest_divisor(heads, most)
     rows = _largest_divisor(batch, most // some_heads)
@@ -87,13 +87,13 @@ def in_blocks(
         return jax.lax.scan(step, state, part)
 
     def step(state: Any, block: Any) -> tuple[Any, Any]:
-        inputs, starts = block
-        out, state = evaluate(inputs, None if starts is None else starts[..., 0], state)
+        inputs, resets = block
+        out, state = evaluate(inputs, None if resets is None else resets[..., 0], state)
         return state, out
 
-    if starts is not None:
-        starts = jnp.broadcast_to(starts[:, :, None], (batch, length, heads))
-    tokens_of_parts = jax.tree.map(split, (inputs, starts))
+    if resets is not None:
+        resets = jnp.broadcast_to(resets[:, :, None], (batch, length, heads))
+    tokens_of_parts = jax.tree.map(split, (inputs, resets))
     final, out = jax.lax.map(run, (jax.tree.map(split_state, state), tokens_of_parts))
     return jax.tree.map(join, out), jax.tree.map(join_state, final)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.common.vma import pvary_together
-from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, resets_of
 
 # A user context is part of the cache key of `jax.jit`.
 _AXIS = jax.make_user_context(default_value=None)
@@ -143,8 +143,8 @@ def token_before(x: Array, axis: str) -> Array:
 
 def document_starts(segment_ids: Array) -> Array:
     """Whether each token begins a new document of its row, `[B, T]` bool; tokens may be split over devices."""
-    starts, axis = segment_starts(segment_ids), current_axis()
-    return starts if axis is None else starts.at[:, 0].set(~continues(segment_ids, len(starts), axis))
+    resets, axis = resets_of(segment_ids), current_axis()
+    return resets if axis is None else resets.at[:, 0].set(~continues(segment_ids, len(resets), axis))
 
 
 def first_position(length: int) -> Array | int:
@@ -203,8 +203,8 @@ def total_decay(log_decay: Array | None, segment_ids: Array | None, like: Array)
         decay = decay.reshape(*decay.shape, *(1,) * (like.ndim - decay.ndim))
     if segment_ids is None:
         return decay
-    starts = jnp.any(segment_starts(segment_ids), axis=1)
-    return jnp.where(starts.reshape(batch, *(1,) * (like.ndim - 1)), 0, decay)
+    resets = jnp.any(resets_of(segment_ids), axis=1)
+    return jnp.where(resets.reshape(batch, *(1,) * (like.ndim - 1)), 0, decay)
 
 
 def enter_gram(

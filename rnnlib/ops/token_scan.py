@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common.vma import pvary_together
-from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, resets_of
 from rnnlib.ops.heads import group_inputs, merge_heads
 
 
@@ -44,10 +44,10 @@ def scan_rule(
     batch, _, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), group_inputs(inputs))
-    starts = None if segment_ids is None else jnp.moveaxis(segment_starts(segment_ids), 1, 0)
+    resets = None if segment_ids is None else jnp.moveaxis(resets_of(segment_ids), 1, 0)
     state_shape = (batch, heads, value_heads // heads, key_size, value_size)
     state = jnp.zeros(state_shape, dtype) if initial_state is None else initial_state.astype(dtype).reshape(state_shape)
-    state, tokens, starts = pvary_together((state, tokens, starts))
+    state, tokens, resets = pvary_together((state, tokens, resets))
 
     def step(state: Array, token: tuple[Any, Array | None]) -> tuple[Array, Array]:
         arguments, start = token
@@ -57,6 +57,6 @@ def scan_rule(
         return state, scale * out
 
     with jax.default_matmul_precision("highest"):
-        state, out = jax.lax.scan(step, state, (tokens, starts))
+        state, out = jax.lax.scan(step, state, (tokens, resets))
     out = merge_heads(jnp.moveaxis(out, 0, 1)).astype(inputs.v.dtype)
     return out, state.reshape(batch, value_heads, key_size, value_size)

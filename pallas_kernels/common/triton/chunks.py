@@ -9,7 +9,7 @@ from pallas_kernels.common.triton.kernel_shape import KernelShape
 
 
 def sequence_grid(kernel_shape: KernelShape, columns: int, block: int) -> tuple[tuple[int, int, int], Any]:
-    """A program for each block of columns, value head, and segment of each sequence; and where each finds its part."""
+    """A program for each block of columns, value head, and split of each sequence; and where each finds its part."""
     grid = (columns // block, kernel_shape.value_heads, kernel_shape.batch * kernel_shape.num_splits)
 
     def at(c, h, z):

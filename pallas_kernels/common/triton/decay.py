@@ -1,6 +1,6 @@
 """Decay and restarts inside one chunk, as values inside a kernel.
 
-A token that starts a segment begins a new *run*. A token reads only tokens of its own run. Only the first run reads the
+A document's first token begins a new *run*. A token reads only tokens of its own run. Only the first run reads the
 state before the chunk, and only the last run writes to the state after it.
 """
 
@@ -21,7 +21,7 @@ class ChunkDecay(NamedTuple):
         total: inclusive cumulative log decay, `[C]` float32; None without one, and where it is channel-wise.
         fine: the small rest of the same sum, which float32 would lose in `total`. It is added after the difference of
             two totals is taken. None where `total` is None.
-        runs: number of segment starts up to and including each token, `[C]` int32; None without restarts.
+        runs: number of document starts up to and including each token, `[C]` int32; None without restarts.
     """
 
     total: Array | None
@@ -29,18 +29,18 @@ class ChunkDecay(NamedTuple):
     runs: Array | None
 
 
-def load_starts(r) -> Array | None:
-    """A chunk's marks of segment starts `[C]`; None without restarts."""
-    return None if r.starts is None else r.starts[...]
+def load_resets(r) -> Array | None:
+    """A chunk's marks of document starts `[C]`; None without restarts."""
+    return None if r.resets is None else r.resets[...]
 
 
-def chunk_decay(log_decay: Array | None, starts: Array | None) -> ChunkDecay:
-    """Adds up one chunk's log decay, `[C]` float32, and counts its segment starts `[C]`."""
+def chunk_decay(log_decay: Array | None, resets: Array | None) -> ChunkDecay:
+    """Adds up one chunk's log decay, `[C]` float32, and counts its document starts `[C]`."""
     total = fine = runs = None
     if log_decay is not None:
         total, fine = (jnp.cumsum(part, axis=0) for part in split_steps(log_decay))
-    if starts is not None:
-        runs = jnp.cumsum(starts, axis=0)
+    if resets is not None:
+        runs = jnp.cumsum(resets, axis=0)
     return ChunkDecay(total, fine, runs)
 
 

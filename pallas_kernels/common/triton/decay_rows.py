@@ -14,7 +14,7 @@ from pallas_kernels.common.triton.decay import (
     decay_from_start,
     decay_of_chunk,
     decay_to_end,
-    load_starts,
+    load_resets,
 )
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     Attributes:
         total: cumulative log decay in its chunk, `[B, HV, T]` float32; see `ChunkDecay`.
         fine: the rest of its digits.
-        runs: segment starts in its chunk up to it, int32; None without restarts.
+        runs: document starts in its chunk up to it, int32; None without restarts.
         from_start: what is left at a token of the state before its chunk.
         to_end: what is left of a token's write after its chunk.
         kept: what a chunk leaves of the state, `[B, HV, N]` float32.
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 
 def _rows_kernel(r):
-    decay = chunk_decay(r.log_decay[...].astype(jnp.float32), load_starts(r))
+    decay = chunk_decay(r.log_decay[...].astype(jnp.float32), load_resets(r))
     r.total[...], r.fine[...] = decay.total, decay.fine
     if r.runs is not None:
         r.runs[...] = decay.runs
@@ -49,14 +49,14 @@ def _rows_kernel(r):
 
 
 def decay_rows(
-    kernel_shape: KernelShape, log_decay: Array | None, starts: Array | None, *, name: str, num_warps: int
+    kernel_shape: KernelShape, log_decay: Array | None, resets: Array | None, *, name: str, num_warps: int
 ) -> Rows:
     """The numbers of a call's decay.
 
     Args:
         kernel_shape: static facts.
         log_decay: `[B, T, HV]`, or None.
-        starts: `[B, T]` int32, 1 at each token that starts a segment, or None.
+        resets: `[B, T]` int32, 1 at each token that starts a document, or None.
         name: of the kernel in profiles.
         num_warps: of its programs, one for each chunk of each value head.
     """
@@ -74,11 +74,11 @@ def decay_rows(
         _rows_kernel,
         name,
         p.chunk_grid,
-        {"log_decay": p.of_token(log_decay, CHUNK, at), "starts": p.of_position(starts, at)},
+        {"log_decay": p.of_token(log_decay, CHUNK, at), "resets": p.of_position(resets, at)},
         {
             "total": row(),
             "fine": row(),
-            "runs": None if starts is None else row(jnp.int32),
+            "runs": None if resets is None else row(jnp.int32),
             "from_start": row(),
             "to_end": row(),
             "kept": p.of_head(p.per_head(p.chunks, dtype=jnp.float32), (None,), lambda h, n, b: (b, h, n)),

@@ -24,7 +24,7 @@ class KernelShape(kernel_shape.KernelShape):
         return self.value_heads, self.chunks, self.batch
 
     def split_at(self, h: Any, z: Any) -> tuple[Any, Any, Any]:
-        """Batch, head and segment of a program on a grid whose last axis goes over all segments of all sequences."""
+        """Batch, head and split of a program on a grid whose last axis goes over all splits of all sequences."""
         return lax.div(z, self.num_splits), h, lax.rem(z, self.num_splits)
 
     def of_token(self, x: Array | jax.ShapeDtypeStruct | None, rows: int, at: At, width: int = 0) -> Operand | None:

@@ -1,7 +1,7 @@
 """Stages of the gated delta rule: the first one, the passes over chunks, and the gradients of arguments.
 
 The equations are in `pallas_kernels.delta_rule`, the other stages in its `triton`. A pass has one program for each
-block of 64 or 128 value channels, value head, and segment of each sequence. Each warpgroup that computes keeps 64 rows
+block of 64 or 128 value channels, value head, and split of each sequence. Each warpgroup that computes keeps 64 rows
 of the transposed state, `[64, K]`: the left operand of the products with a chunk's keys and queries, straight from
 registers.
 

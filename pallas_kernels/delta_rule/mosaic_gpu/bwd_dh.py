@@ -158,10 +158,10 @@ def _reverse_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape:
 
     d_state = lax.fori_loop(0, count, step, start_state(r.ends, place, kernel_shape.key_size))
     if r.offsets is not None:
-        r.offsets[place.batch, place.head, place.segment, place.channels] = d_state
+        r.offsets[place.batch, place.head, place.split, place.channels] = d_state
     if r.d_initial_state is not None:
 
-        @pl.when(place.segment == 0)
+        @pl.when(place.split == 0)
         def _():
             r.d_initial_state[place.batch, place.head, place.channels] = d_state
 
@@ -216,7 +216,7 @@ def _call(
 def bwd_dh_offsets(
     kernel_shape: KernelShape, arrays: PassArrays, d_out: Array, *, num_compute_warpgroups: int, num_stages: int
 ) -> Array:
-    """What a segment's outputs add to the gradient at its start, `[B, HV, P, V, K]` float32."""
+    """What a split's outputs add to the gradient at its start, `[B, HV, P, V, K]` float32."""
     p = kernel_shape
     offsets = p.per_head(p.num_splits, p.value_size, p.key_size, dtype=jnp.float32)
     arrays = arrays._replace(v=None, write=None, write_rows=None)
@@ -255,7 +255,7 @@ def bwd_dh(
         kernel_shape: static facts.
         arrays: what a pass reads.
         d_out: `[B, T, HV, V]`.
-        ends: gradients at the segments' ends, transposed, `[B, HV, P, V, K]` float32; None for zero.
+        ends: gradients at the splits' ends, transposed, `[B, HV, P, V, K]` float32; None for zero.
         residuals: R, `[B, HV, N, V, C]`, if the write gate is the erase gate too, not 0 and one number a token; else
             None.
         digits: further digits of R, `[B, HV, N, V, 8]`, or None.

@@ -57,7 +57,7 @@ from pallas_kernels.delta_rule.mosaic_gpu.bwd_tile_scheduler import (
 )
 from pallas_kernels.delta_rule.mosaic_gpu.pipeline import tokens
 
-_RESTART = 256.0  # nats that a start of a segment adds: pairs across it weigh nothing, and sums stay exact
+_RESTART = 256.0  # nats that a start of a document adds: pairs across it weigh nothing, and sums stay exact
 _LINES = 4  # of numbers a token that a warpgroup hands on inside itself; a third set has the diagonal of dP
 
 
@@ -75,8 +75,8 @@ def _token_rows(kernel_shape: KernelShape, x: GradientArrays) -> dict[str, Array
         return rows if ratio is None else {**rows, "erased": -ratio}
     coarse, fine = split_steps(x.log_decay.astype(jnp.float32))
     rows["fine"] = jnp.swapaxes(fine, 1, 2)
-    if x.starts is not None:
-        coarse = coarse - _RESTART * x.starts.astype(jnp.float32)[:, :, None]
+    if x.resets is not None:
+        coarse = coarse - _RESTART * x.resets.astype(jnp.float32)[:, :, None]
     rows["coarse"] = jnp.swapaxes(coarse, 1, 2)
     rows["read"], rows["written"] = x.read_rows, x.written_rows
     erased = x.read_rows * (-1 / kernel_shape.scale)

@@ -79,14 +79,14 @@ _SMALLEST = 2.0**-126
 def _token_rows(kernel_shape: KernelShape, x: GradientArrays) -> dict[str, Array]:
     """Numbers a token, `[B, HV, T]` float32; one that is absent is 1."""
     rows = {} if x.ratio is None else {"ratio": jnp.swapaxes(x.ratio, 1, 2)}
-    return rows | run_rows(kernel_shape, x.starts)
+    return rows | run_rows(kernel_shape, x.resets)
 
 
 def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
     """One warpgroup's half of the key channels of all chunks of a program."""
     p, half = scheduler.kernel_shape, lax.axis_index("warpgroup")
     channels = pl.ds(half * SIDE, SIDE)
-    count, has_starts = scheduler.count, "run" in scheduler.rows
+    count, has_resets = scheduler.count, "run" in scheduler.rows
     has_gate = r.erase is not None
     keys = KeyTiles(r, tiles, scheduler, half, is_across=True)
 
@@ -129,7 +129,7 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
             memory.own[...] = diagonal(pairs, m)
 
         pairs = jnp.where(spread_rows(rows) > spread_columns(columns), pairs, 0.0)
-        if has_starts:
+        if has_resets:
             is_near = spread_rows(row("run", m, load_column)) == spread_columns(row("run", m))
             pairs = jnp.where(is_near, pairs, 0.0)
         for part, x in enumerate(split(pairs)):
@@ -210,8 +210,8 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
             scheduler.release(name, m)
         return results
 
-    def near_products(m, starts, factor, pairs, *, transposed):
-        """Adds products of a scaled factor with the pairs' gradients to each of `starts`."""
+    def near_products(m, resets, factor, pairs, *, transposed):
+        """Adds products of a scaled factor with the pairs' gradients to each of `resets`."""
         parts = split(factor)
 
         def body(*totals):
@@ -220,7 +220,7 @@ def _compute(r: Any, tiles: Any, memory: Any, scheduler: TileScheduler) -> None:
                     matrix = pairs_of(m, which, j)
                     multiply(total, parts[i], matrix.T if transposed else matrix)
 
-        return added(body, *starts)
+        return added(body, *resets)
 
     def inverse(x):
         """`1 / x` of a positive number; the card has no fast division."""
@@ -317,7 +317,7 @@ def channel_gradients(
     }
     if x.erase is None and wanted["d_erase"] is not None:  # of a gate of one number a token
         buffers["column_sums"] = sum_buffer(2, is_small=True)
-    if x.erase is None and x.write_key is None and x.starts is None:  # else there is no room, or the gate's tile
+    if x.erase is None and x.write_key is None and x.resets is None:  # else there is no room, or the gate's tile
         buffers["wide"] = wide_buffer(2, CHUNK, CHUNK)
     return call(
         _compute,

@@ -66,7 +66,7 @@ class GradientArrays(NamedTuple):
         ratio: what turns `dW` as stored to the gradient of what reads, `[B, T, HV]` float32; None for 1.
         erase: the erase gate if it is one number a key channel, `[B, T, HV, K]` float32, else None.
         log_decay: `[B, T, HV]`, `[B, T, HV, K]`, or None.
-        starts: 1 at each token that starts a segment, `[B, T]`; None without.
+        resets: 1 at each token that starts a document, `[B, T]`; None without.
         read_rows: `scale * exp(G)`, `[B, HV, T]` float32; None without decay, and where it is channel-wise.
         written_rows: `exp(G_C - G)` likewise.
         kept: `exp(G_C)`, `[B, HV, N]` likewise, or `[B, HV, N, K]`.
@@ -85,7 +85,7 @@ class GradientArrays(NamedTuple):
     ratio: Array | None
     erase: Array | None
     log_decay: Array | None
-    starts: Array | None
+    resets: Array | None
     read_rows: Array | None
     written_rows: Array | None
     kept: Array | None

@@ -277,7 +277,7 @@ def delayed_token(token: Inputs, delayed: DelayedState, *, scale: float, online:
     """The output `[B, 1, HV, V]` of a token, and the state after it.
 
     Args:
-        token: one token without an initial state and segments; `unsupported_sizes` has no objection to K and V.
+        token: one token without an initial state and documents; `unsupported_sizes` has no objection to K and V.
         delayed: the state before.
         scale: factor on the output.
         online: whether the token erases.

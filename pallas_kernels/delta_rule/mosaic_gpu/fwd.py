@@ -111,9 +111,9 @@ def _output_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: 
         store(buffers.out.at[place.group], r.out.at[place.batch, tokens(n), place.head, place.channels])
         return state
 
-    state = lax.fori_loop(0, count, step, start_state(r.starts, place, kernel_shape.key_size))
+    state = lax.fori_loop(0, count, step, start_state(r.split_states, place, kernel_shape.key_size))
 
-    @pl.when(place.segment == kernel_shape.num_splits - 1)
+    @pl.when(place.split == kernel_shape.num_splits - 1)
     def _():
         r.final_state[place.batch, place.head, place.channels] = state
 
@@ -148,14 +148,14 @@ def _states_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: 
         pipeline.release(slot)
         return state
 
-    lax.fori_loop(0, count, step, start_state(r.starts, place, kernel_shape.key_size))
+    lax.fori_loop(0, count, step, start_state(r.split_states, place, kernel_shape.key_size))
     wait_for_stores(only_read=False)
 
 
 def fwd_o(
     kernel_shape: KernelShape,
     arrays: PassArrays,
-    starts: Array | None,
+    split_states: Array | None,
     *,
     is_exact: bool,
     num_compute_warpgroups: int,
@@ -166,7 +166,7 @@ def fwd_o(
     Args:
         kernel_shape: static facts.
         arrays: what a pass reads.
-        starts: states at the segments' starts, transposed, `[B, HV, P, V, K]` float32; None for zero.
+        split_states: states at the splits' starts, transposed, `[B, HV, P, V, K]` float32; None for zero.
         is_exact: whether what goes through the inverse is not rounded before.
         num_compute_warpgroups: blocks of 64 value channels of a program.
         num_stages: chunks whose tiles are in shared memory.
@@ -176,7 +176,7 @@ def fwd_o(
         _output_kernel,
         "delta_output",
         p,
-        {**arrays.by_name(), "starts": starts},
+        {**arrays.by_name(), "split_states": split_states},
         {
             "out": jax.ShapeDtypeStruct((p.batch, p.length, p.value_heads, p.value_size), p.dtype),
             "final_state": p.per_head(p.value_size, p.key_size, dtype=jnp.float32),
@@ -193,7 +193,7 @@ def fwd_o(
 def fwd_h(
     kernel_shape: KernelShape,
     arrays: PassArrays,
-    starts: Array | None,
+    split_states: Array | None,
     *,
     with_digits: bool,
     num_compute_warpgroups: int,
@@ -209,7 +209,7 @@ def fwd_h(
         _states_kernel,
         "delta_states",
         p,
-        {**arrays.by_name(), "starts": starts},
+        {**arrays.by_name(), "split_states": split_states},
         {
             "states": p.per_head(p.chunks, p.value_size, p.key_size),
             "residuals": p.per_head(p.chunks, p.value_size, CHUNK),

@@ -80,7 +80,7 @@ class Place:
         block: the program's block of value channels, or of what else the grid's first axis goes over.
         head: value head.
         batch: row of the batch.
-        segment: segment of the row.
+        split: split of the row.
         group: the warpgroup among those that compute.
         num_compute_warpgroups: number of those.
     """
@@ -88,7 +88,7 @@ class Place:
     block: Any
     head: Any
     batch: Any
-    segment: Any
+    split: Any
     group: Any
     num_compute_warpgroups: int
 
@@ -191,18 +191,18 @@ def tokens(chunk: Any) -> Any:
     return pl.ds(chunk * CHUNK, CHUNK)
 
 
-def run_rows(kernel_shape: KernelShape, starts: Array | None) -> dict[str, Array]:
-    """Numbers a token of rows in which segments start, `[B, HV, T]` float32; none without.
+def run_rows(kernel_shape: KernelShape, resets: Array | None) -> dict[str, Array]:
+    """Numbers a token of rows in which documents start, `[B, HV, T]` float32; none without.
 
     `goes_on` is 0 at a start, `run` counts starts in the chunk, `sees` is 1 where the state before the chunk is read,
     `reaches` where a write is left at the chunk's end.
     """
     p = kernel_shape
-    if starts is None:
+    if resets is None:
         return {}
-    starts = starts.reshape(p.batch, p.chunks, CHUNK)
-    run = jnp.cumsum(starts, axis=2)
-    by_token = {"goes_on": starts == 0, "run": run, "sees": run == 0, "reaches": run == run[:, :, -1:]}
+    resets = resets.reshape(p.batch, p.chunks, CHUNK)
+    run = jnp.cumsum(resets, axis=2)
+    by_token = {"goes_on": resets == 0, "run": run, "sees": run == 0, "reaches": run == run[:, :, -1:]}
     shape = (p.batch, p.value_heads, p.length)
     by_token = {name: row.reshape(p.batch, 1, p.length).astype(jnp.float32) for name, row in by_token.items()}
     return {name: jnp.broadcast_to(row, shape) for name, row in by_token.items()}
@@ -312,7 +312,7 @@ def start_state(states: Any, place: Place, key_size: int) -> Array:
     """The state, or its gradient, that a program's loop starts from: its part of `[B, HV, P, V, K]`; zero for None."""
     if states is None:
         return zeros(SIDE, key_size)
-    return load_state(states.at[place.batch, place.head, place.segment, place.channels])
+    return load_state(states.at[place.batch, place.head, place.split, place.channels])
 
 
 def call(
@@ -332,7 +332,7 @@ def call(
     span: Callable[..., tuple[Any, ...]] | None = None,
     **static: Any,
 ) -> dict[str, Array | None]:
-    """Runs `kernel` for each block of value channels, value head, and segment of each row.
+    """Runs `kernel` for each block of value channels, value head, and split of each row.
 
     A computing warpgroup runs `kernel(refs, tiles, buffers, pipeline, place, chunks, **options)`, options being static.
     The first three are namespaces of what `inputs` and `outputs`, `tiles` and `buffers` name, None for an absent array.
@@ -365,10 +365,10 @@ def call(
         there = SimpleNamespace(**dict(zip([*tiles, *single_stage], memory.tiles)))
         own = SimpleNamespace(**dict(zip(buffers, memory.buffers)))
         row, group = lax.axis_index("row"), lax.axis_index("warpgroup")
-        segment = remainder(row, kernel_shape.num_splits)
+        split = remainder(row, kernel_shape.num_splits)
         batch = quotient(row, kernel_shape.num_splits)
-        place = Place(lax.axis_index("block"), lax.axis_index("head"), batch, segment, group, num_compute_warpgroups)
-        chunks = split_span(kernel_shape, segment) if span is None else span(refs, own, place, kernel_shape)
+        place = Place(lax.axis_index("block"), lax.axis_index("head"), batch, split, group, num_compute_warpgroups)
+        chunks = split_span(kernel_shape, split) if span is None else span(refs, own, place, kernel_shape)
         first, count = chunks[:2]
         pipelines = [SmemPipeline(full, free, n) for full, free, (_, n) in zip(memory.full, memory.free, sets)]
         pipeline = replace(pipelines[0], single_stage=pipelines[1] if single_stage else None)
@@ -408,9 +408,9 @@ def call(
     return launch(program, name, inputs, outputs, memory, grid=grid, warpgroups=num_compute_warpgroups + 1)
 
 
-def split_span(kernel_shape: KernelShape, segment: Any) -> tuple[Any, Any]:
+def split_span(kernel_shape: KernelShape, split: Any) -> tuple[Any, Any]:
     """`split_range` in 32 bits, whatever the program around the kernel counts in."""
-    first, count = split_range(kernel_shape, segment)
+    first, count = split_range(kernel_shape, split)
     return first, jnp.asarray(count, jnp.int32)
 
 

@@ -1,8 +1,8 @@
-"""The affine maps `S -> M S + N` of segments, which run side by side.
+"""The affine maps `S -> M S + N` of splits, which run side by side.
 
 A program has value channels or key channels. With value channels it starts from zero and ends with rows of N,
 transposed. With key channels it starts from rows of the unit matrix, writes no values, and ends with rows of M,
-transposed. Where almost nothing of a state survives a segment, M counts as zero, and its programs have nothing to do.
+transposed. Where almost nothing of a state survives a split, M counts as zero, and its programs have nothing to do.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ _AHEAD = 16  # loads that are begun together
 
 
 def _survival(r: Any, buffers: Any, place: Place, kernel_shape: KernelShape, first: Any, count: Any) -> Array:
-    """Log of what a segment leaves of a state: of its slowest channel's decay, and of writes."""
+    """Log of what a split leaves of a state: of its slowest channel's decay, and of writes."""
     width = min(_AHEAD, kernel_shape.chunks_per_split)
     has_channels = len(r.kept.shape) == 4
 
@@ -75,8 +75,8 @@ def _of_values(place: Place, kernel_shape: KernelShape) -> tuple[Any, Place]:
 
 
 def _span(r: Any, buffers: Any, place: Place, kernel_shape: KernelShape) -> tuple[Any, Any, Any]:
-    """A segment's first chunk, its number of chunks, and whether the program has nothing to do; stores `survival`."""
-    first, count = split_span(kernel_shape, place.segment)
+    """A split's first chunk, its number of chunks, and whether the program has nothing to do; stores `survival`."""
+    first, count = split_span(kernel_shape, place.split)
     if r.survival is None:
         return first, count, None
     is_value, own = _of_values(place, kernel_shape)
@@ -86,7 +86,7 @@ def _span(r: Any, buffers: Any, place: Place, kernel_shape: KernelShape) -> tupl
 
         @pl.when((own.block == 0) & (place.group == 0))
         def _():
-            r.survival[place.batch, place.head, place.segment] = survival
+            r.survival[place.batch, place.head, place.split] = survival
 
         return survival <= FORGOTTEN
 
@@ -118,13 +118,13 @@ def _maps_kernel(r, tiles, buffers, pipeline, place, chunks, *, kernel_shape: Ke
 
     @pl.when(is_value)
     def _():
-        r.offset[own.batch, own.head, own.segment, own.channels] = state
+        r.offset[own.batch, own.head, own.split, own.channels] = state
 
     @pl.when(jnp.logical_not(is_value))
     def _():
         high, rest = split(state)
-        put(r.transition.at[own.batch, own.head, own.segment, own.channels], high)
-        put(r.transition_rest.at[own.batch, own.head, own.segment, own.channels], rest)
+        put(r.transition.at[own.batch, own.head, own.split, own.channels], high)
+        put(r.transition_rest.at[own.batch, own.head, own.split, own.channels], rest)
 
 
 def _value_tile(kernel_shape: KernelShape, tile: Tile) -> Tile:
@@ -135,7 +135,7 @@ def _value_tile(kernel_shape: KernelShape, tile: Tile) -> Tile:
 def split_transitions(
     kernel_shape: KernelShape, arrays: PassArrays, growth: Array | None, *, num_compute_warpgroups: int, num_stages: int
 ) -> dict[str, Array | None]:
-    """M and N of each segment, transposed. P is the number of segments.
+    """M and N of each split, transposed. P is the number of splits.
 
     Args:
         kernel_shape: static facts.
@@ -146,7 +146,7 @@ def split_transitions(
 
     Returns:
         `offset` `[B, HV, P, V, K]` float32, N; `transition` and `transition_rest` `[B, HV, P, K, K]`, bfloat16 parts of
-        M; `survival` `[B, HV, P]` float32, log of the most that a segment leaves of a state, None without decay.
+        M; `survival` `[B, HV, P]` float32, log of the most that a split leaves of a state, None without decay.
     """
     p = kernel_shape
     arrays = arrays._replace(read=None, scores=None, read_rows=None)

@@ -49,7 +49,7 @@ def wy_factors(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) 
 def split_transitions(
     kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, launch: KernelConfig
 ) -> SplitTransitions | None:
-    """Affine map of each segment; None where there is one segment."""
+    """Affine map of each split; None where there is one split."""
     if kernel_shape.num_splits == 1:
         return None
     at = _launch(launch)
@@ -65,14 +65,14 @@ def split_transitions(
 
 
 def fwd_o(
-    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, starts: Array | None, launch: KernelConfig
+    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, split_states: Array | None, launch: KernelConfig
 ) -> tuple[Array, Array]:
-    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the segments' starts."""
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the splits' starts."""
     at = _launch(launch)
     out, final = mosaic_fwd.fwd_o(
         kernel_shape,
         _arrays(inputs, prepared),
-        _starts(inputs.initial_state, starts),
+        _split_states(inputs.initial_state, split_states),
         is_exact=has_decay(prepared),
         num_compute_warpgroups=at.num_compute_warpgroups,
         num_stages=at.num_stages,
@@ -84,18 +84,18 @@ def fwd_h(
     kernel_shape: KernelShape,
     inputs: Inputs,
     prepared: WYFactors,
-    starts: Array | None,
+    split_states: Array | None,
     launch: KernelConfig,
     *,
     with_digits: bool,
 ) -> tuple[Array, Array, Array | None]:
     """For the backward: states, residuals and, `with_digits`, further digits of these; see `fwd.fwd_h`."""
     at = _launch(launch)
-    arrays, starts = _arrays(inputs, prepared), _starts(inputs.initial_state, starts)
+    arrays, split_states = _arrays(inputs, prepared), _split_states(inputs.initial_state, split_states)
     return mosaic_fwd.fwd_h(
         kernel_shape,
         arrays,
-        starts,
+        split_states,
         with_digits=with_digits,
         num_compute_warpgroups=at.num_compute_warpgroups,
         num_stages=at.num_stages,
@@ -105,7 +105,7 @@ def fwd_h(
 def bwd_dh_offsets(
     kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, d_out: Array, launch: KernelConfig
 ) -> Array:
-    """What a segment's outputs add to the gradient at its start, `[B, HV, P, V, K]`."""
+    """What a split's outputs add to the gradient at its start, `[B, HV, P, V, K]`."""
     at = _launch(launch)
     arrays = _arrays(inputs, prepared)
     return mosaic_bwd_dh.bwd_dh_offsets(
@@ -134,7 +134,7 @@ def bwd_dh(
         kernel_shape,
         _arrays(inputs, prepared),
         d_out,
-        _starts(d_final_state, ends),
+        _split_states(d_final_state, ends),
         residuals,
         digits,
         is_exact=has_decay(prepared),
@@ -191,7 +191,7 @@ def bwd_dqkg(
         ratio=None if tied_gates else reader_ratio(erase, write),
         erase=x.erase if is_channel_wise(x.erase) else None,
         log_decay=x.log_decay,
-        starts=x.starts,
+        resets=x.resets,
         read_rows=prepared.read_rows,
         written_rows=prepared.written_rows,
         kept=prepared.kept,
@@ -246,7 +246,7 @@ def bwd_dqkg(
     d_log_decay = by_token("d_log_decay")
     if d_log_decay is not None:
         flat = is_flat(x.log_decay, None)  # type: ignore[arg-type]
-        flat = flat if x.starts is None else flat | (x.starts > 0)[:, :, None]
+        flat = flat if x.resets is None else flat | (x.resets > 0)[:, :, None]
         d_log_decay = jnp.where(flat, 0.0, d_log_decay)
     return Inputs(
         q=summed(found["d_q"], x.q),  # type: ignore[arg-type]
@@ -269,10 +269,10 @@ def _launch(launch: KernelConfig) -> MosaicConfig:
     return launch.mosaic
 
 
-def _starts(boundary: Array | None, starts: Array | None) -> Array | None:
-    """States, or their gradients, where programs start, `[B, HV, P, V, K]`: the segments', or the sequence's."""
-    if starts is not None or boundary is None:
-        return starts
+def _split_states(boundary: Array | None, split_states: Array | None) -> Array | None:
+    """States, or their gradients, where programs start, `[B, HV, P, V, K]`: the splits', or the sequence's."""
+    if split_states is not None or boundary is None:
+        return split_states
     return jnp.swapaxes(boundary.astype(jnp.float32), 2, 3)[:, :, None]
 
 

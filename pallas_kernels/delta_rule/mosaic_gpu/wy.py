@@ -157,7 +157,7 @@ def wy_factors(
         num_ctas: at most; the number of processors.
     """
     p, x = kernel_shape, inputs
-    rows = {name: row for name, row in run_rows(p, x.starts).items() if name != "goes_on"}
+    rows = {name: row for name, row in run_rows(p, x.resets).items() if name != "goes_on"}
     matrix, by_token = p.per_head(p.chunks, CHUNK, CHUNK), p.per_head(p.length, dtype=jnp.float32)
     by_chunk = p.per_head(p.chunks, dtype=jnp.float32)
     has_decay = x.log_decay is not None

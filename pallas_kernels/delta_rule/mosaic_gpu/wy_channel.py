@@ -216,7 +216,7 @@ def channel_factors(
         num_ctas: at most; the number of processors.
     """
     p, x = kernel_shape, inputs
-    rows = run_rows(p, x.starts)
+    rows = run_rows(p, x.resets)
     if x.erase is not None and not is_channel_wise(x.erase):
         # By the copy engine: what the warpgroup that copies loads itself holds up the many tiles.
         rows["erase"] = jnp.swapaxes(x.erase.astype(jnp.float32), 1, 2)

@@ -106,7 +106,7 @@ class WYTileScheduler(NamedTuple):
         return load(tiles.rows.at[self.own(m), self.rows.index(name)]) if name in self.rows else None
 
     def passes(self, tiles: Any, m: Any) -> Any:
-        """1 where no segment starts in a chunk, else 0; as one number."""
+        """1 where no document starts in a chunk, else 0; as one number."""
         if "run" not in self.rows:
             return 1.0
         return jnp.where(tiles.rows[self.own(m), self.rows.index("run"), CHUNK - 1] == 0.0, 1.0, 0.0)

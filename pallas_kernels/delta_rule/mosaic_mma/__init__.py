@@ -10,5 +10,5 @@ calls that name `backend="mosaic_mma"`.
 | `fwd` | `delta_mma_output` | `delta_output` |
 
 They serve bfloat16 with 64 or 128 key and value channels, decay and gates of one number a token or none, documents and
-an initial state, in one segment. The backward is Triton's.
+an initial state, in one split. The backward is Triton's.
 """

@@ -145,7 +145,7 @@ def fwd_o(kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, *, by_
     """Output `[B, T, HV, V]` and final state `[B, HV, K, V]`.
 
     Args:
-        kernel_shape: static facts, of one segment.
+        kernel_shape: static facts, of one split.
         inputs: arguments; decay and gates are one number a token, or absent.
         prepared: the first stage's results.
         by_threads: whether threads copy to shared memory, or the copy engine does.

@@ -19,9 +19,9 @@ def wy_factors(kernel_shape: KernelShape, inputs: Inputs, launch: KernelConfig) 
 
 
 def fwd_o(
-    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, starts: Array | None, launch: KernelConfig
+    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, split_states: Array | None, launch: KernelConfig
 ) -> tuple[Array, Array]:
-    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]`; `starts` is None, as there is one segment."""
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]`; `split_states` is None, as there is one split."""
     return fwd.fwd_o(kernel_shape, inputs, prepared, by_threads=threads_copy())
 
 

@@ -81,8 +81,8 @@ def token_rows(kernel_shape: KernelShape, inputs: Inputs) -> dict[str, Array | N
     total, fine = (jnp.cumsum(part, axis=3) for part in split_steps(steps))
     from_start = jnp.exp(total + fine)
     to_end = jnp.exp((total[..., -1:] - total) + (fine[..., -1:] - fine))
-    if x.starts is not None:
-        run = jnp.cumsum(x.starts.reshape(p.batch, 1, p.chunks, CHUNK), axis=3)
+    if x.resets is not None:
+        run = jnp.cumsum(x.resets.reshape(p.batch, 1, p.chunks, CHUNK), axis=3)
         rows["run"] = of_tokens(jnp.broadcast_to(run, chunked))
         from_start, to_end = jnp.where(run == 0, from_start, 0.0), jnp.where(run == run[..., -1:], to_end, 0.0)
     kept, from_start = from_start[..., -1], of_tokens(from_start)
@@ -178,7 +178,7 @@ def wy_factors(kernel_shape: KernelShape, inputs: Inputs, *, by_threads: bool) -
     """The first stage's results of all chunks, by the names of `WYFactors`.
 
     Args:
-        kernel_shape: static facts, of one segment.
+        kernel_shape: static facts, of one split.
         inputs: arguments; the decay and the erase gate are one number a token, or absent.
         by_threads: whether threads copy to shared memory, or the copy engine does.
     """
@@ -186,7 +186,7 @@ def wy_factors(kernel_shape: KernelShape, inputs: Inputs, *, by_threads: bool) -
     rows = token_rows(p, x)
     matrix = p.per_head(p.chunks, CHUNK, CHUNK)
     stacked = by_chunk(p, rows, _LINES)
-    facts = {"has_decay": x.log_decay is not None, "has_erase": x.erase is not None, "has_runs": x.starts is not None}
+    facts = {"has_decay": x.log_decay is not None, "has_erase": x.erase is not None, "has_runs": x.resets is not None}
 
     def program(r, memory):
         _factors_kernel(r, memory, kernel_shape=p, **facts)

@@ -90,8 +90,8 @@ def _store_value_side(r, rows, values: Array | None, d_written: Array):
 
 
 def _reverse_kernel(r, *, kernel_shape: KernelShape, block: int):
-    segment = lax.rem(pl.program_id(2), kernel_shape.num_splits)
-    first, count = split_range(kernel_shape, segment)
+    split = lax.rem(pl.program_id(2), kernel_shape.num_splits)
+    first, count = split_range(kernel_shape, split)
     if r.ends_of_splits is not None:
         d_state = r.ends_of_splits[...]
     elif r.d_final_state is not None:
@@ -117,7 +117,7 @@ def _reverse_kernel(r, *, kernel_shape: KernelShape, block: int):
         r.offsets[...] = d_state
     if r.d_initial_state is not None:
 
-        @pl.when(segment == 0)
+        @pl.when(split == 0)
         def _():
             r.d_initial_state[...] = d_state.T
 
@@ -162,7 +162,7 @@ _OUTPUTS = ("d_states", "d_v", "d_written", "d_write", "d_initial_state", "offse
 def bwd_dh_offsets(
     kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, d_out: Array, launch: KernelConfig
 ) -> Array:
-    """N' of each segment, transposed: the gradient at its start if that at its end is zero, `[B, HV, P, V, K]`."""
+    """N' of each split, transposed: the gradient at its start if that at its end is zero, `[B, HV, P, V, K]`."""
     p = kernel_shape
     block = min(launch.block, p.value_size)
     grid, at = sequence_grid(p, p.value_size, block)
@@ -200,8 +200,8 @@ def bwd_dh(
         inputs: arguments.
         prepared: the first stage's results.
         d_out: `[B, T, HV, V]`.
-        d_final_state: `[B, HV, K, V]`, where there is one segment.
-        ends: `[B, HV, P, V, K]`, the gradients at the segments' ends, where there are several.
+        d_final_state: `[B, HV, K, V]`, where there is one split.
+        ends: `[B, HV, P, V, K]`, the gradients at the splits' ends, where there are several.
         launch: compilation.
     """
     p, write = kernel_shape, inputs.write

@@ -28,7 +28,7 @@ from pallas_kernels.common.decay import divisible
 from pallas_kernels.common.kernel_shape import CHUNK, is_channel_wise
 from pallas_kernels.common.triton.backend import Operand, call, dot, dot_halves, dot_tn, iota, load_again
 from pallas_kernels.common.triton.chunks import product
-from pallas_kernels.common.triton.decay import ChunkDecay, decay_from_start, decay_of_chunk, decay_to_end, load_starts
+from pallas_kernels.common.triton.decay import ChunkDecay, decay_from_start, decay_of_chunk, decay_to_end, load_resets
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.triton.pairs import diagonal, pair_gradients, sum_of, sum_of_parts
 from pallas_kernels.delta_rule.inputs import Inputs
@@ -141,8 +141,8 @@ def _store_key_side(r, kernel_shape: KernelShape, block: int, tied_gates: bool):
         d_end = jnp.sum(key.astype(jnp.float32) * d_key_far, axis=1)
         both = [x.astype(jnp.float32) * dx for x, dx in zip(readers, d_readers)]
         d_total = jnp.sum(sum_of(both) - key.astype(jnp.float32) * d_key_near, axis=1)
-        starts = load_starts(r)
-        d_log_decay = _log_decay_gradient(decay, load_wide(r.log_decay), starts, d_total, d_end, sums.kept)
+        resets = load_resets(r)
+        d_log_decay = _log_decay_gradient(decay, load_wide(r.log_decay), resets, d_total, d_end, sums.kept)
         r.d_log_decay[0, :] = d_log_decay.astype(r.d_log_decay.dtype)
 
 
@@ -170,9 +170,9 @@ def _store_key_gradients(r, k: Array, erase: Any, d_erased: Any, d_key: Array):
 
 
 def _log_decay_gradient(
-    decay: ChunkDecay, log_decay: Array, starts: Array | None, d_total: Array, d_end: Array, kept: Array
+    decay: ChunkDecay, log_decay: Array, resets: Array | None, d_total: Array, d_end: Array, kept: Array
 ) -> Array:
-    """The gradient of each token's log decay; zero where the decay was clamped or a segment starts.
+    """The gradient of each token's log decay; zero where the decay was clamped or a document starts.
 
     A token's decay weakens what it and later tokens read of earlier ones and of the state, and what earlier tokens
     leave at the chunk's end. What a token itself leaves there is not weakened by it, and can be far larger than that:
@@ -181,7 +181,7 @@ def _log_decay_gradient(
     Args:
         decay: the chunk's decay.
         log_decay: `[C]`.
-        starts: `[C]` or None.
+        resets: `[C]` or None.
         d_total: `dG` by reading and by being read in this chunk, `[C]`.
         d_end: what each token's write leaves at the chunk's end, times the gradient there, `[C]`.
         kept: `dS_C * S_0` summed over the values, `[K]`.
@@ -190,7 +190,7 @@ def _log_decay_gradient(
     is_later = iota((CHUNK, CHUNK), 0) >= iota((CHUNK, CHUNK), 1)
     parts = jnp.where(is_later, d_total[:, None], d_end[:, None])
     gradient = jnp.sum(parts, axis=0) + jnp.sum(factor * kept)[None]
-    return jnp.where(is_flat(log_decay, starts), 0.0, gradient)
+    return jnp.where(is_flat(log_decay, resets), 0.0, gradient)
 
 
 def of_argument(kernel_shape: KernelShape, part: Array, like: Any, dtype: Any = None) -> Array:
@@ -304,7 +304,7 @@ def bwd_dqkg(
             "erase": token(x.erase),
             "gate": None if is_channel_wise(x.write) or tied_gates else token(x.write),
             "log_decay": token(x.log_decay),
-            "starts": p.of_position(x.starts, at_key),
+            "resets": p.of_position(x.resets, at_key),
             "d_out": token(d_out, at_value, p.value_size),
             "states": of_state(saved.states),
             "d_states": of_state(saved.back.d_states),

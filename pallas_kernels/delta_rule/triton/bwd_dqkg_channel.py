@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.triton.backend import dot, dot_tn, exp2, iota, load_again
-from pallas_kernels.common.triton.decay import load_starts
+from pallas_kernels.common.triton.decay import load_resets
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.delta_rule.triton.channel_decay import (
     add_up_to_end,
@@ -79,7 +79,7 @@ def _store_decay_gradient(r, d_total: Array, d_end: Array, kernel_shape: KernelS
     d_step = add_up_to_end(d_total, kernel_shape.dtype) + d_end[None]
     if d_before is not None:
         d_step = d_step - d_before
-    r.d_log_decay[...] = jnp.where(is_flat(load_again(r.log_decay), load_starts(r)), 0.0, d_step).astype(
+    r.d_log_decay[...] = jnp.where(is_flat(load_again(r.log_decay), load_resets(r)), 0.0, d_step).astype(
         r.d_log_decay.dtype
     )
 
@@ -103,7 +103,7 @@ def channel_gradients(
     sees_start, reaches_end = end_masks(r)
     # These are under way while the loop over value channels waits for its own.
     q, k, key, front, tail = r.q[...], r.k[...], _written_key(r)[...], r.front[...], r.tail[...]
-    step = clamped_steps(r.log_decay[...], load_starts(r))
+    step = clamped_steps(r.log_decay[...], load_resets(r))
     exponent = mild_exponent(step, kernel_shape.dtype)
     sums = find_sums() if r.value_key is None else find_sums("written")
     reads, writes = exp2(exponent), exp2(-exponent)
@@ -166,7 +166,7 @@ def extreme_channel_gradients(
     """The same for an extreme chunk, whose pairs go in groups."""
     is_precise, sums = kernel_shape.dtype == jnp.float32, find_sums()
     sees_start, reaches_end = end_masks(r)
-    step = clamped_steps(r.log_decay[...], load_starts(r))
+    step = clamped_steps(r.log_decay[...], load_resets(r))
     d_key = keep_rows(end_factor(step, kernel_shape.dtype) * sums.written, reaches_end)
     d_end = r.kept[...] * sums.kept + jnp.sum(_but_last(load_again(_written_key(r)) * d_key, last_token), axis=0)
     from_start = start_factor(step, kernel_shape.dtype)
@@ -179,7 +179,7 @@ def extreme_channel_gradients(
     erase = None if r.erase is None or len(r.erase.shape) == 1 else r.erase[...]
     d_scores: Array = r.d_scores[...]
     d_pairs: Any = r.d_erased[...] if kernel_shape.online else None
-    step = clamped_steps(load_again(r.log_decay), load_starts(r))
+    step = clamped_steps(load_again(r.log_decay), load_resets(r))
 
     def add_group(group, sums):
         d_q, d_erased, d_key = sums

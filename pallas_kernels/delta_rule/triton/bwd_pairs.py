@@ -173,7 +173,7 @@ def bwd_pairs(
             "erase": None if is_channel_wise(x.erase) or tied_gates else token(x.erase),
             "gate": None if is_channel_wise(x.write) or tied_gates else token(x.write),
             "log_decay": token(x.log_decay) if x.log_decay is not None and x.log_decay.ndim == 3 else None,
-            "starts": p.of_position(x.starts, at),
+            "resets": p.of_position(x.resets, at),
             "d_out": token(d_out),
             "residuals": of_matrix(saved.residuals, p.value_size),
             "d_values": token(saved.back.d_values) if p.online else None,

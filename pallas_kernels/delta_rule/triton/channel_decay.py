@@ -24,7 +24,7 @@ from jax import Array, lax
 from pallas_kernels.common.decay import LOG2_E, MAX_EXPONENT, MIN_LOG_DECAY
 from pallas_kernels.common.kernel_shape import CHUNK
 from pallas_kernels.common.triton.backend import dot, exp2, iota
-from pallas_kernels.common.triton.decay import load_starts
+from pallas_kernels.common.triton.decay import load_resets
 
 _MIDDLE = CHUNK // 2
 
@@ -46,18 +46,18 @@ class ChunkEnds(NamedTuple):
     is_extreme: Array
 
 
-def clamped_steps(log_decay: Array, starts: Array | None) -> Array:
-    """Log decay `[C, K]` of a chunk (or of one token) as it is added up, float32: 0 where a segment starts, `[C]`."""
+def clamped_steps(log_decay: Array, resets: Array | None) -> Array:
+    """Log decay `[C, K]` of a chunk (or of one token) as it is added up, float32: 0 where a document starts, `[C]`."""
     step = jnp.maximum(log_decay.astype(jnp.float32), MIN_LOG_DECAY)
-    if starts is None:
+    if resets is None:
         return step
-    return jnp.where(starts[:, None] > 0 if step.ndim > 1 else starts > 0, 0.0, step)
+    return jnp.where(resets[:, None] > 0 if step.ndim > 1 else resets > 0, 0.0, step)
 
 
 def runs_of(r) -> Array | None:
-    """Number of segment starts up to and including each token, `[C]` int32; None without restarts."""
-    starts = load_starts(r)
-    return None if starts is None else jnp.cumsum(starts, axis=0)
+    """Number of document starts up to and including each token, `[C]` int32; None without restarts."""
+    resets = load_resets(r)
+    return None if resets is None else jnp.cumsum(resets, axis=0)
 
 
 def end_masks(r) -> tuple[Array | None, Array | None]:
@@ -71,12 +71,12 @@ def keep_rows(x: Array, mask: Array | None) -> Array:
     return x if mask is None else jnp.where(mask[:, None], x, 0.0)
 
 
-def is_flat(log_decay: Array, starts: Array | None) -> Array:
-    """Where the gradient of the log decay, `[C, K]` or `[C]`, is zero: where it was clamped or a segment starts."""
+def is_flat(log_decay: Array, resets: Array | None) -> Array:
+    """Where the gradient of the log decay, `[C, K]` or `[C]`, is zero: where it was clamped or a document starts."""
     flat = log_decay.astype(jnp.float32) <= MIN_LOG_DECAY
-    if starts is None:
+    if resets is None:
         return flat
-    return flat | ((starts > 0)[:, None] if flat.ndim > 1 else starts > 0)
+    return flat | ((resets > 0)[:, None] if flat.ndim > 1 else resets > 0)
 
 
 def _bits(step: Array, dtype: Any) -> tuple[Array, ...]:
@@ -95,7 +95,7 @@ def _bits(step: Array, dtype: Any) -> tuple[Array, ...]:
 def chunk_ends(step: Array, first: Array, runs: Array | None, dtype: Any) -> ChunkEnds:
     """`ChunkEnds` of steps `[C, K]`, for operands of `dtype`.
 
-    `first` is their first row `[K]` once more, `runs` counts segment starts `[C]`.
+    `first` is their first row `[K]` once more, `runs` counts document starts `[C]`.
     """
     row = iota(step.shape, 0)
 

@@ -5,7 +5,7 @@
 A program owns one head and a block of value channels. It keeps the state transposed, `[value block, K]`: every link of
 the chain from one chunk to the next is then a product whose left side is the last one's result, in registers already.
 
-A sequence may be split into segments that run side by side; `split_sequence` finds the state at each one's start.
+A sequence may be cut into splits that run side by side; `split_sequence` finds the state at each one's start.
 """
 
 import jax
@@ -114,16 +114,16 @@ def chunk_step(
 
 def _start_state(r, kernel_shape: KernelShape, block: int) -> Array:
     """The state `[block, K]` that a program starts from."""
-    if r.starts_of_segments is not None:
-        return r.starts_of_segments[...]
+    if r.split_states is not None:
+        return r.split_states[...]
     if r.initial_state is not None:
         return r.initial_state[...].astype(jnp.float32).T
     return jnp.zeros((block, kernel_shape.key_size), jnp.float32)
 
 
 def _output_kernel(r, *, kernel_shape: KernelShape, block: int):
-    segment = lax.rem(pl.program_id(2), kernel_shape.num_splits)
-    first, count = split_range(kernel_shape, segment)
+    split = lax.rem(pl.program_id(2), kernel_shape.num_splits)
+    first, count = split_range(kernel_shape, split)
 
     def step(n, state):
         rows = pl.ds(n * CHUNK, CHUNK)
@@ -146,7 +146,7 @@ def _output_kernel(r, *, kernel_shape: KernelShape, block: int):
     nothing = jnp.zeros((block, CHUNK), jnp.float32)
     state = loop_with_late_stores(first, count, step, store, _start_state(r, kernel_shape, block), nothing)
 
-    @pl.when(segment == kernel_shape.num_splits - 1)
+    @pl.when(split == kernel_shape.num_splits - 1)
     def _():
         r.final_state[...] = state.T
 
@@ -212,28 +212,28 @@ def pass_operands(
     return operands
 
 
-def start_operands(
-    kernel_shape: KernelShape, inputs: Inputs, starts: Array | None, block: int
+def split_state_operands(
+    kernel_shape: KernelShape, inputs: Inputs, split_states: Array | None, block: int
 ) -> dict[str, Operand | None]:
-    """The states that programs start from: the segments' if there are several, or the initial one."""
+    """The states that programs start from: the splits' if there are several, or the initial one."""
     p = kernel_shape
-    if starts is not None:
+    if split_states is not None:
 
         def place(c, h, z):
             return *p.split_at(h, z), c, 0
 
         return {
-            "starts_of_segments": p.of_head(starts, (None, block, p.key_size), place),
+            "split_states": p.of_head(split_states, (None, block, p.key_size), place),
             "initial_state": None,
         }
     initial = p.of_head(inputs.initial_state, (p.key_size, block), lambda c, h, z: (z, h, 0, c))
-    return {"starts_of_segments": None, "initial_state": initial}
+    return {"split_states": None, "initial_state": initial}
 
 
 def fwd_o(
-    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, starts: Array | None, launch: KernelConfig
+    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, split_states: Array | None, launch: KernelConfig
 ) -> tuple[Array, Array]:
-    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the segments' starts."""
+    """Output `[B, T, HV, V]` and final state `[B, HV, K, V]` from the states at the splits' starts."""
     p, write = kernel_shape, inputs.write
     block = min(launch.block, p.value_size)
     grid, at = sequence_grid(p, p.value_size, block)
@@ -247,7 +247,7 @@ def fwd_o(
         grid,
         {
             **pass_operands(p, inputs, prepared, at, block, with_reads=True),
-            **start_operands(p, inputs, starts, block),
+            **split_state_operands(p, inputs, split_states, block),
         },
         {
             "out": p.of_token(out, p.length, at, block),
@@ -272,7 +272,7 @@ def stored_states(kernel_shape: KernelShape) -> jax.ShapeDtypeStruct:
 
 
 def fwd_h(
-    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, starts: Array | None, launch: KernelConfig
+    kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, split_states: Array | None, launch: KernelConfig
 ) -> tuple[Array, Array]:
     """For the backward: the state before each chunk `[B, HV, N, V, K]` and the residuals `[B, HV, N, V, C]`."""
     p = kernel_shape
@@ -288,7 +288,7 @@ def fwd_h(
         grid,
         {
             **pass_operands(p, inputs, prepared, at, block, with_reads=False),
-            **start_operands(p, inputs, starts, block),
+            **split_state_operands(p, inputs, split_states, block),
         },
         {
             "states": p.of_head(stored_states(p), (p.chunks, block, p.key_size), place),

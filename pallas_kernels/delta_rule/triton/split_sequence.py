@@ -5,7 +5,7 @@ M and N of all splits side by side. `combine_splits` applies them in order, whic
 where the output pass begins. The gradient goes back through a split by `dS -> M^T dS + N'`, with the same M.
 
 One thing is dropped: where less than 1e-15 of a state survives a split, it counts as zero. M is not computed for such
-a split. Where a state survives only a few splits, all starts are folded side by side.
+a split. Where a state survives only a few splits, the states at all splits are found side by side.
 """
 
 from typing import NamedTuple
@@ -26,14 +26,14 @@ from pallas_kernels.delta_rule.triton.wy import WYFactors
 
 
 class SplitTransitions(NamedTuple):
-    """Affine maps of the segments, transposed. P is the number of segments.
+    """Affine maps of the splits, transposed. P is the number of splits.
 
     Attributes:
         offset: N, `[B, HV, P, V, K]` float32.
         transition: M in the dtype of matrix operands, `[B, HV, P, K, K]`; for linear attention, which erases nothing,
             its diagonal alone, `[B, HV, P, K]` float32.
         transition_rest: what rounding to that dtype left of M; None for float32.
-        survival: log of the most that a segment leaves of a state, `[B, HV, P]` float32; None without decay.
+        survival: log of the most that a split leaves of a state, `[B, HV, P]` float32; None without decay.
     """
 
     offset: Array
@@ -42,7 +42,7 @@ class SplitTransitions(NamedTuple):
     survival: Array | None
 
 
-# With more segments than this to go through, one program for all of them takes less time than one for each.
+# With more splits than this to go through, one program for all of them takes less time than one for each.
 _SHORT_REACH = 4
 
 
@@ -66,12 +66,12 @@ def _survival(r, kernel_shape: KernelShape, first, count) -> Array:
 
 
 def _reach(survival, kernel_shape: KernelShape, reverse: bool) -> Array:
-    """How many of the segments before each one (`reverse`: after it) still reach it, `[P]`, zero beyond P."""
+    """How many of the splits before each one (`reverse`: after it) still reach it, `[P]`, zero beyond P."""
     size = next_power_of_two(kernel_shape.num_splits)
     shape = (size, size)
     until = jnp.cumsum(load_rows(survival, 0, size, kernel_shape.num_splits, 0.0), axis=0)
     here, there = iota(shape, 0), iota(shape, 1)
-    # What decays strictly between two segments: `until` the one before the last, less `until` the first.
+    # What decays strictly between two splits: `until` the one before the last, less `until` the first.
     first, last = (here, there) if reverse else (there, here)
     before_last = jnp.min(jnp.where(iota(shape, 0) < iota(shape, 1), until[:, None], 0.0), axis=0)
     upper = before_last[None, :] if reverse else before_last[:, None]
@@ -81,7 +81,7 @@ def _reach(survival, kernel_shape: KernelShape, reverse: bool) -> Array:
 
 
 def _linear_maps_kernel(r, *, kernel_shape: KernelShape, block: int):
-    """For linear attention: the sum that a segment adds, and the factor by which each channel decays in it."""
+    """For linear attention: the sum that a split adds, and the factor by which each channel decays in it."""
     first, count = split_range(kernel_shape, lax.rem(pl.program_id(2), kernel_shape.num_splits))
 
     def body(m, carry):
@@ -125,10 +125,10 @@ def _maps_kernel(r, *, kernel_shape: KernelShape, block: int):
 
 
 def _fold_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool):
-    """The state at the start of each segment, which are numbered here in the order of the fold.
+    """The state at the start of each split, which are numbered here in the order of the fold.
 
-    Without decay, or where it is weak, one program goes through all segments. Where it is strong there is a program for
-    each segment, which goes through the few that reach it.
+    Without decay, or where it is weak, one program goes through all splits. Where it is strong there is a program for
+    each split, which goes through the few that reach it.
     """
     product = dot_nt if reverse else dot  # M is stored transposed; gradients go back through M itself
     boundary = jnp.zeros((block, kernel_shape.key_size), jnp.float32)
@@ -159,7 +159,7 @@ def _fold_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool):
         loop(kernel_shape.num_splits, body, boundary)
 
     def side_by_side(own, reach):
-        # What reaches the segment begins with the state that another one leaves, or with the boundary.
+        # What reaches the split begins with the state that another one leaves, or with the boundary.
         from_boundary = reach == own
         begin = jnp.where(from_boundary, 0, own - reach + 1)
         state = jnp.where(from_boundary, boundary, r.offset[place(jnp.maximum(begin - 1, 0)), :, :])
@@ -179,7 +179,7 @@ def _fold_kernel(r, *, kernel_shape: KernelShape, block: int, reverse: bool):
 def split_transitions(
     kernel_shape: KernelShape, inputs: Inputs, prepared: WYFactors, launch: KernelConfig
 ) -> SplitTransitions | None:
-    """M and N of each segment; None where there is one segment."""
+    """M and N of each split; None where there is one split."""
     p = kernel_shape
     if p.num_splits == 1:
         return None
@@ -233,17 +233,17 @@ def combine_splits(
     launch: KernelConfig,
     reverse: bool = False,
 ) -> Array | None:
-    """The state at each segment's start or, in `reverse`, its gradient at each segment's end.
+    """The state at each split's start or, in `reverse`, its gradient at each split's end.
 
     Args:
         kernel_shape: static facts.
-        maps: of the segments; in `reverse` the offset is that of the gradient.
+        maps: of the splits; in `reverse` the offset is that of the gradient.
         boundary: `[B, HV, K, V]`, the state before the sequence or the gradient after it; None for zero.
         launch: compilation.
-        reverse: from the last segment to the first.
+        reverse: from the last split to the first.
 
     Returns:
-        `[B, HV, P, V, K]` float32; None where there is one segment.
+        `[B, HV, P, V, K]` float32; None where there is one split.
     """
     p = kernel_shape
     if maps is None:

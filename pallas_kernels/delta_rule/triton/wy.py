@@ -25,7 +25,7 @@ from pallas_kernels.common.triton.decay import (
     decay_from_start,
     decay_of_chunk,
     decay_to_end,
-    load_starts,
+    load_resets,
 )
 from pallas_kernels.common.triton.kernel_shape import KernelShape
 from pallas_kernels.common.triton.pairs import pair_products, weigh_pairs
@@ -107,7 +107,7 @@ def load_part(ref, part) -> Array:
 
 def load_chunk_decay(r) -> ChunkDecay:
     """A chunk's scalar decay and restarts."""
-    return chunk_decay(load_wide(r.log_decay), load_starts(r))
+    return chunk_decay(load_wide(r.log_decay), load_resets(r))
 
 
 def erase_key(k: Array, erase: Array | None) -> Array:
@@ -143,29 +143,29 @@ def _prepare_channels(r, scale: float, block: int):
     """
     parts = key_parts(r.read.shape[1], block)
     runs = runs_of(r)
-    starts = load_starts(r)
+    resets = load_resets(r)
     ends = []
     for part in parts:
-        first = clamped_steps(r.log_decay[0, part], None if starts is None else r.starts[0])
-        ends.append(chunk_ends(clamped_steps(r.log_decay[:, part], starts), first, runs, r.read.dtype))
+        first = clamped_steps(r.log_decay[0, part], None if resets is None else r.resets[0])
+        ends.append(chunk_ends(clamped_steps(r.log_decay[:, part], resets), first, runs, r.read.dtype))
     is_extreme = functools.reduce(jnp.logical_or, [end.is_extreme for end in ends])
     for part, end in zip(parts, ends):
         r.front[part], r.tail[part], r.kept[part] = end.front, end.tail, end.kept
     if r.extreme is None:
-        _store_mild(r, parts, [(end.front, end.tail) for end in ends], runs, starts, scale)
+        _store_mild(r, parts, [(end.front, end.tail) for end in ends], runs, resets, scale)
         return
     r.extreme[...] = is_extreme.astype(jnp.int32)
     sides = [(end.front, end.tail) for end in ends]
-    pl.when(jnp.logical_not(is_extreme))(lambda: _store_mild(r, parts, sides, runs, starts, scale))
-    pl.when(is_extreme)(lambda: _store_extreme_factors(r, parts, starts))
+    pl.when(jnp.logical_not(is_extreme))(lambda: _store_mild(r, parts, sides, runs, resets, scale))
+    pl.when(is_extreme)(lambda: _store_extreme_factors(r, parts, resets))
 
 
-def _store_mild(r, parts, sides, runs, starts, scale: float):
+def _store_mild(r, parts, sides, runs, resets, scale: float):
     dtype = r.read.dtype
     sees_start, reaches_end = end_masks(r)
     scores = erased_pairs = added_scores = added_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     for part, (front, tail) in zip(parts, sides):
-        step = clamped_steps(load_again(r.log_decay.at[:, part]), starts)
+        step = clamped_steps(load_again(r.log_decay.at[:, part]), resets)
         exponent = mild_exponent(step, dtype)
         reads, writes = exp2(exponent), exp2(-exponent)
         written = load_part(r.k if r.write_key is None else r.write_key, part) * writes
@@ -197,11 +197,11 @@ def _store_mild(r, parts, sides, runs, starts, scale: float):
     _store_channel_pairs(r, scores, erased_pairs, runs, scale)
 
 
-def _store_extreme_factors(r, parts, starts):
+def _store_extreme_factors(r, parts, resets):
     dtype = r.read.dtype
     sees_start, reaches_end = end_masks(r)
     for part in parts:
-        step = clamped_steps(load_again(r.log_decay.at[:, part]), starts)
+        step = clamped_steps(load_again(r.log_decay.at[:, part]), resets)
         written = load_part(r.k if r.write_key is None else r.write_key, part) * end_factor(step, dtype)
         r.written[:, part] = keep_rows(written, reaches_end).astype(dtype)
         from_start = start_factor(step, dtype)
@@ -225,15 +225,15 @@ def _extreme_kernel(r, *, scale: float, block: int):
     def _():
         _store_extreme_pairs(r, scale, block)
         if r.read is not None:
-            _store_extreme_factors(r, key_parts(r.q.shape[1], block), load_starts(r))
+            _store_extreme_factors(r, key_parts(r.q.shape[1], block), load_resets(r))
 
 
 def _store_extreme_pairs(r, scale: float, block: int):
     dtype = r.q.dtype
-    starts = load_starts(r)
+    resets = load_resets(r)
     scores = erased_pairs = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     for part in key_parts(r.q.shape[1], block):
-        step = clamped_steps(r.log_decay[:, part], starts)
+        step = clamped_steps(r.log_decay[:, part], resets)
         q, k, key = r.q[:, part], r.k[:, part], (r.k if r.write_key is None else r.write_key)[:, part]
         erase = None if r.erase is None else load_part(r.erase, part)
 
@@ -343,7 +343,7 @@ def _arguments(
     names = {"q": x.q, "k": x.k, "write_key": x.write_key, "erase": x.erase, "log_decay": x.log_decay}
     names |= {"value_key": x.value_key}
     operands = {name: p.of_token(array, CHUNK, at) for name, array in names.items()}
-    operands["starts"] = p.of_position(x.starts, at)
+    operands["resets"] = p.of_position(x.resets, at)
     return operands, {"scale": p.scale, "block": min(launch.inner, p.key_size)}
 
 

@@ -68,12 +68,12 @@ def _running_sum(x: Array) -> Array:
     return jnp.einsum("bnsh,rs->bhnr", x, jnp.tri(CHUNK, dtype=x.dtype), precision=lax.Precision.HIGHEST)
 
 
-def decay_of(log_decay: Array | None, starts: Array | None) -> Decay:
+def decay_of(log_decay: Array | None, resets: Array | None) -> Decay:
     """The numbers of a call's decay.
 
     Args:
         log_decay: `[B, T, HV]`, or None.
-        starts: `[B, T]`, 1 at each token that starts a document, or None; with it comes a log decay.
+        resets: `[B, T]`, 1 at each token that starts a document, or None; with it comes a log decay.
     """
     if log_decay is None:
         return Decay()
@@ -81,8 +81,8 @@ def decay_of(log_decay: Array | None, starts: Array | None) -> Decay:
     last_coarse, last_fine = coarse[..., -1:], fine[..., -1:]
     from_start, to_end = jnp.exp(coarse + fine), jnp.exp((last_coarse - coarse) + (last_fine - fine))
     kept, run = jnp.exp(last_coarse + last_fine)[..., 0], None
-    if starts is not None:
-        run = _running_sum(starts[:, :, None].astype(jnp.float32))
+    if resets is not None:
+        run = _running_sum(resets[:, :, None].astype(jnp.float32))
         last = run[..., -1:]
         from_start, to_end = jnp.where(run == 0, from_start, 0.0), jnp.where(run == last, to_end, 0.0)
         kept = jnp.where(last[..., 0] == 0, kept, 0.0)
@@ -151,11 +151,11 @@ def fold_parts(
         from_boundary = jnp.where(reaches, jnp.exp(to_boundary(logs[0]) + to_boundary(logs[1])), 0.0)
     flat = added.reshape(*added.shape[:3], -1)
     equation = "pj,bhjx->bhpx" if weights.ndim == 2 else "bhpj,bhjx->bhpx"
-    starts = jnp.einsum(equation, weights, flat, precision=lax.Precision.HIGHEST).reshape(added.shape)
+    resets = jnp.einsum(equation, weights, flat, precision=lax.Precision.HIGHEST).reshape(added.shape)
     if boundary is None:
-        return starts
+        return resets
     start = boundary.astype(jnp.float32)[:, :, None]
-    return starts + (start if from_boundary is None else from_boundary[..., None, None] * start)
+    return resets + (start if from_boundary is None else from_boundary[..., None, None] * start)
 
 
 def _of_parts(kernel_shape: KernelShape, x: Array) -> Array:

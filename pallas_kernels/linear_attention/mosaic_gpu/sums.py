@@ -252,9 +252,9 @@ def _sums_kernel(
                 products = jnp.sum(state * load_state(r.states_before.at[at]), axis=1)
                 put(r.crossed.at[place.part, place.batch, place.head, fourth], products)
 
-    state = lax.fori_loop(0, count, step, start_state(r.starts, place, kernel_shape.key_size))
+    state = lax.fori_loop(0, count, step, start_state(r.split_states, place, kernel_shape.key_size))
 
-    @pl.when(place.segment == (0 if is_reverse else kernel_shape.num_splits - 1))
+    @pl.when(place.split == (0 if is_reverse else kernel_shape.num_splits - 1))
     def _():
         r.end[place.batch, place.head, place.channels] = state
 
@@ -280,7 +280,7 @@ def _increments_kernel(
         return state
 
     state = lax.fori_loop(0, count, step, zeros(SIDE, kernel_shape.key_size))
-    r.added[place.batch, place.head, place.segment, place.channels] = state
+    r.added[place.batch, place.head, place.split, place.channels] = state
 
 
 def _tiles(kernel_shape: KernelShape, places: Places, lines: int, num_compute_warpgroups: int) -> dict[str, Tile]:
@@ -360,7 +360,7 @@ def sums(
     places: Places,
     decay: Decay,
     factors: Factors,
-    starts: Array | None,
+    split_states: Array | None,
     *,
     reverse: bool = False,
     dtype: Any = jnp.bfloat16,
@@ -377,7 +377,8 @@ def sums(
         places: the arrays.
         decay: the call's decay.
         factors: what reads and writes are multiplied by in this direction.
-        starts: states at the parts' starts (`reverse`: ends), transposed, `[B, HV, P, D, A]` float32; None for zero.
+        split_states: states at the splits' starts (`reverse`: ends), transposed, `[B, HV, P, D, A]` float32; None for
+            zero.
         reverse: over later tokens; else over earlier ones.
         dtype: of the result: bfloat16 or, where those of several heads are still to be added up, float32.
         wanted: what is left beside it.
@@ -419,7 +420,7 @@ def sums(
             **places._asdict(),
             "lines": jnp.stack(list(by_token.values()), axis=3) if by_token else None,
             "kept": decay.kept,
-            "starts": starts,
+            "split_states": split_states,
             "other": other,
             "states_before": states,
         },

@@ -37,7 +37,7 @@ class Options:
 
     Attributes:
         scale: factor on the output.
-        num_splits: parts of a sequence that run side by side.
+        num_splits: splits of a sequence, which run side by side.
         processors: multiprocessors of the card.
     """
 
@@ -47,9 +47,9 @@ class Options:
 
 
 def choose_options(inputs: Inputs, scale: float) -> Options:
-    """Options of a call on padded inputs: as many parts of a sequence as leave no processor two programs.
+    """Options of a call on padded inputs: as many splits of a sequence as leave no processor two programs.
 
-    More parts would be passed over twice for programs that wait for one another; measured on an H100 at 8 heads of
+    More splits would be passed over twice for programs that wait for one another; measured on an H100 at 8 heads of
     8,192 and 32,768 tokens.
     """
     processors = (load_table(device_kind()) or {}).get("processors", NUM_SMS)
@@ -96,7 +96,7 @@ def _folded(
     *,
     reverse: bool,
 ) -> Array | None:
-    """States at the parts' starts (`reverse`: ends), transposed, `[B, HV, P, D, A]`; None for zero."""
+    """States at the splits' starts (`reverse`: ends), transposed, `[B, HV, P, D, A]`; None for zero."""
     if kernel_shape.num_splits == 1:
         return None if boundary is None else boundary.astype(jnp.float32)[:, :, None]
     num_compute_warpgroups = _groups(kernel_shape, options)
@@ -121,15 +121,15 @@ def _transposed(x: Array | None) -> Array | None:
 
 def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, Array], Any]:
     kernel_shape, x = _kernel_shape(options, inputs), inputs
-    decay = decay_of(x.log_decay, x.starts)
+    decay = decay_of(x.log_decay, x.resets)
     factors = factors_of(kernel_shape, decay, x, reverse=False)
-    starts = _folded(kernel_shape, options, decay, factors, x.k, x.v, _transposed(x.initial_state), reverse=False)
-    found = sums(kernel_shape, Places(x.q, x.k, x.v), decay, factors, starts, **_launch(kernel_shape, options))
-    return batch_alike(inputs, (found.out, jnp.swapaxes(found.end, 2, 3))), (inputs, decay, starts)
+    split_states = _folded(kernel_shape, options, decay, factors, x.k, x.v, _transposed(x.initial_state), reverse=False)
+    found = sums(kernel_shape, Places(x.q, x.k, x.v), decay, factors, split_states, **_launch(kernel_shape, options))
+    return batch_alike(inputs, (found.out, jnp.swapaxes(found.end, 2, 3))), (inputs, decay, split_states)
 
 
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Inputs]:
-    x, decay, starts = residuals
+    x, decay, split_states = residuals
     d_out, d_final_state = cotangents
     kernel_shape = _kernel_shape(options, x)
     swapped, has_decay = _swapped(kernel_shape), x.log_decay is not None
@@ -143,7 +143,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, Array])
         Places(d_out, x.v, x.k),
         decay,
         ahead,
-        _transposed(starts),
+        _transposed(split_states),
         dtype=dtype_of_parts(x.q, x),
         wanted=Wanted(pairs=has_decay, far=has_decay, states=has_decay),
         other=x.q if has_decay else None,

@@ -150,8 +150,8 @@ def _over_intervals(r, pairs: Array, from_start: Array, to_end: Array, precision
     crossing = jnp.sum(jnp.where(i >= j, begun + from_start[:, None], 0.0), axis=0)
     gradient = crossing + jnp.sum(jnp.where(i < j, to_end[:, None], 0.0), axis=0)
     is_flat = r.log_decay[...] <= MIN_LOG_DECAY
-    if r.starts is not None:
-        is_flat = is_flat | (r.starts[...] > 0)
+    if r.resets is not None:
+        is_flat = is_flat | (r.resets[...] > 0)
     return jnp.where(is_flat, 0.0, gradient)
 
 
@@ -236,7 +236,7 @@ def bwd_dqkg(
             "squares": of_rows_of_state(sums.squares if adaptive else None),
             "kept_products": of_rows_of_state(sums.kept),
             "log_decay": log_decay,
-            "starts": p.of_position(inputs.starts, at),
+            "resets": p.of_position(inputs.resets, at),
             **{name: of_row(array) for name, array in boundary.items()},
             **rows_of_chunk(p, rows, ("total", "fine", "runs", "from_start", "to_end")),
         },

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common.vma import pvary_together
-from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, resets_of
 from rnnlib.ops.chunk_blocks import in_blocks
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
 
@@ -44,7 +44,7 @@ def read_gram(
     first = jnp.zeros_like(final) if initial_state is None else initial_state.astype(grams.dtype)
     previous = jnp.concatenate([first[:, None], grams[:, :-1]], axis=1)
     if segment_ids is not None:
-        previous = jnp.where(segment_starts(segment_ids)[:, :, None, None], 0.0, previous)
+        previous = jnp.where(resets_of(segment_ids)[:, :, None, None], 0.0, previous)
     row = (inputs.k if x is None else x).astype(grams.dtype)
     out = readout(previous, grams, row, None if parameter is None else parameter.astype(grams.dtype)[:, None])
     return out.astype(dtype or out.dtype), final
@@ -70,19 +70,19 @@ def read_gram_in_blocks(
     zero = jnp.zeros((batch, heads, channels), state_dtype)
     state = zero if initial_state is None else initial_state.astype(state_dtype)
 
-    def evaluate(arrays: Any, starts: Array | None, state: Any) -> tuple[Array, Any]:
+    def evaluate(arrays: Any, resets: Array | None, state: Any) -> tuple[Array, Any]:
         inputs, x = arrays
         gram, parameter = state
         segment_ids = None
-        if starts is not None:  # the block's first token may be one
-            gram = jnp.where(starts[:, 0, None, None], 0.0, gram)
-            segment_ids = jnp.cumsum(starts, axis=1)
+        if resets is not None:  # the block's first token may be one
+            gram = jnp.where(resets[:, 0, None, None], 0.0, gram)
+            segment_ids = jnp.cumsum(resets, axis=1)
         number = None if parameter is None else parameter[0]
         out, final = read_gram(recurrence, inputs, x, number, gram, segment_ids, readout=readout, dtype=dtype)
         return out, (final, parameter)
 
-    starts = None if segment_ids is None else segment_starts(segment_ids)
-    arguments = (inputs, x), starts, (state, None if parameter is None else parameter[None])
+    resets = None if segment_ids is None else resets_of(segment_ids)
+    arguments = (inputs, x), resets, (state, None if parameter is None else parameter[None])
     block = jax.checkpoint(evaluate, prevent_cse=False)
     out, (final, _) = in_blocks(block, *pvary_together(arguments), chunk_size=_CHUNK_SIZE, chunks=_CHUNKS)
     return out, final

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common.vma import pvary_together
-from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, resets_of
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs, with_channels
 
 
@@ -29,7 +29,7 @@ def diagonal_gram_scan(
     batch, _, heads, channels = inputs.k.shape
     state = jnp.zeros((batch, heads, channels), dtype) if initial_state is None else initial_state.astype(dtype)
     decay = None if inputs.log_decay is None else jnp.exp(with_channels(inputs.log_decay).astype(dtype))
-    starts = None if segment_ids is None else segment_starts(segment_ids)
+    resets = None if segment_ids is None else resets_of(segment_ids)
 
     def step(state: Array, token: tuple[Array, Array | None, Array | None]) -> tuple[Array, Array]:
         increment, decay, start = token
@@ -38,6 +38,6 @@ def diagonal_gram_scan(
         state = increment + (state if decay is None else decay * state)
         return state, state
 
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs.increments(dtype), decay, starts))
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs.increments(dtype), decay, resets))
     final, states = jax.lax.scan(step, *pvary_together((state, tokens)))
     return jnp.moveaxis(states, 0, 1), final

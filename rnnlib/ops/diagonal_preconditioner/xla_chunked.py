@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, resets_of
 from rnnlib.ops.diagonal_preconditioner.inputs import DiagonalGramInputs
 from rnnlib.ops.linear_attention.reference import LinearAttentionInputs
 from rnnlib.ops.linear_attention.xla_chunked import linear_attention_chunked
@@ -45,7 +45,7 @@ def _prefix_scan(
 ) -> tuple[Array, Array]:
     decay = jnp.exp(log_decay)
     if segment_ids is not None:
-        decay = jnp.where(segment_starts(segment_ids)[:, :, None, None], 0.0, decay)
+        decay = jnp.where(resets_of(segment_ids)[:, :, None, None], 0.0, decay)
 
     def compose(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
         return first[0] * second[0], second[0] * first[1] + second[1]

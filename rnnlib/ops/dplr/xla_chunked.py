@@ -10,7 +10,7 @@ from rnnlib.ops.dplr.reference import DPLRInputs
 from rnnlib.ops.triangular import unit_lower_inverse
 
 
-def dplr_factors(inputs: DPLRInputs, starts: Array | None, *, scale: float, size: int) -> chunk.ChunkFactors:
+def dplr_factors(inputs: DPLRInputs, resets: Array | None, *, scale: float, size: int) -> chunk.ChunkFactors:
     """The chunk form, with two rows for each token: the reading that is removed and the value that is added.
 
     Token r removes the reading `e_r = S_{r-1}^T a_r`, which depends on the chunk's earlier removals and additions. With
@@ -23,14 +23,14 @@ def dplr_factors(inputs: DPLRInputs, starts: Array | None, *, scale: float, size
 
     Args:
         inputs: the rule's arguments in their own dtypes.
-        starts: None or `[B, T]`, true where a segment begins.
+        resets: None or `[B, T]`, true where a document begins.
         scale: factor on the queries.
         size: chunk size C.
     """
-    grouped = chunk.group_tokens(inputs, starts)
-    if starts is not None:
+    grouped = chunk.group_tokens(inputs, resets)
+    if resets is not None:
         # The first token of a segment must read zero. Its own `a` would read the state before the reset.
-        grouped = grouped._replace(a=jnp.where(starts[:, :, None, None, None], 0.0, grouped.a))
+        grouped = grouped._replace(a=jnp.where(resets[:, :, None, None, None], 0.0, grouped.a))
     c = chunk.split_tokens(grouped, size)
 
     q = scale * c.q

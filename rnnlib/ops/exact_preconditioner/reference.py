@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common.vma import pvary_together
-from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, resets_of
 
 
 @functools.partial(jax.jit, inline=True)
@@ -38,7 +38,7 @@ def exact_preconditioner_scan(
     empty = jnp.broadcast_to(empty, (batch, heads, channels, channels))
     inverse = empty if initial_inverse is None else initial_inverse.astype(dtype)
     gain = jnp.ones(k.shape[:3], dtype) if gain is None else gain.astype(dtype)
-    starts = None if segment_ids is None else segment_starts(segment_ids)
+    resets = None if segment_ids is None else resets_of(segment_ids)
 
     def step(inverse: Array, token: tuple[Array, Array, Array, Array | None]) -> tuple[Array, tuple[Array, Array]]:
         q, k, gain, start = token
@@ -52,7 +52,7 @@ def exact_preconditioner_scan(
         inverse = (inverse + jnp.swapaxes(inverse, -1, -2)) / 2
         return inverse, (jnp.einsum("bhij,bhj->bhi", inverse, q), write_key)
 
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q.astype(dtype), k.astype(dtype), gain, starts))
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q.astype(dtype), k.astype(dtype), gain, resets))
     with jax.default_matmul_precision("highest"):
         final, (queries, keys) = jax.lax.scan(step, *pvary_together((inverse, tokens)))
     return jnp.moveaxis(queries, 0, 1), jnp.moveaxis(keys, 0, 1), final

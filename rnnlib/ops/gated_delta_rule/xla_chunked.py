@@ -10,7 +10,7 @@ from rnnlib.ops.gated_delta_rule.reference import DeltaRuleInputs
 from rnnlib.ops.triangular import unit_lower_inverse
 
 
-def delta_rule_factors(inputs: DeltaRuleInputs, starts: Array | None, *, scale: float, size: int) -> chunk.ChunkFactors:
+def delta_rule_factors(inputs: DeltaRuleInputs, resets: Array | None, *, scale: float, size: int) -> chunk.ChunkFactors:
     """The chunk form of the gated delta rule: the WY representation of a product of Householder-like transitions.
 
     With `G_r` the log decay summed over the chunk up to and with token r, `E_bar_r = exp(G_r) * e_r` and
@@ -23,11 +23,11 @@ def delta_rule_factors(inputs: DeltaRuleInputs, starts: Array | None, *, scale: 
 
     Args:
         inputs: the rule's arguments in their own dtypes.
-        starts: None or `[B, T]`, true where a segment begins.
+        resets: None or `[B, T]`, true where a document begins.
         scale: factor on the queries.
         size: chunk size C.
     """
-    c = chunk.split_tokens(chunk.group_tokens(inputs, starts), size)
+    c = chunk.split_tokens(chunk.group_tokens(inputs, resets), size)
 
     # Rows are tokens of a chunk: [N, B, H, R, C, K or V].
     e = c.k if c.gates.erase is None else c.gates.erase * c.k

@@ -10,17 +10,17 @@ from rnnlib.ops.linear_attention.reference import LinearAttentionInputs
 
 
 def linear_attention_factors(
-    inputs: LinearAttentionInputs, starts: Array | None, *, scale: float, size: int
+    inputs: LinearAttentionInputs, resets: Array | None, *, scale: float, size: int
 ) -> chunk.ChunkFactors:
     """The chunk form of linear attention: that of the delta rule with no correction, `R = Z`.
 
     Args:
         inputs: the rule's arguments in their own dtypes.
-        starts: None or `[B, T]`, true where a segment begins.
+        resets: None or `[B, T]`, true where a document begins.
         scale: factor on the queries.
         size: chunk size C.
     """
-    c = chunk.split_tokens(chunk.group_tokens(inputs, starts), size)
+    c = chunk.split_tokens(chunk.group_tokens(inputs, resets), size)
 
     z = c.v if c.write is None else c.write * c.v
     q = scale * c.q

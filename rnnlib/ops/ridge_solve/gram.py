@@ -51,7 +51,7 @@ def transposed(x: Array) -> Array:
     return jnp.swapaxes(x, -1, -2)
 
 
-def chunk_starts(k: Array, decay: Decays, initial: Array) -> tuple[Array, Array]:
+def chunk_states(k: Array, decay: Decays, initial: Array) -> tuple[Array, Array]:
     """Gram matrices at the chunks' starts `[N, ..., K, K]`, and the one after the last chunk.
 
     Args:
@@ -65,27 +65,27 @@ def chunk_starts(k: Array, decay: Decays, initial: Array) -> tuple[Array, Array]
     def step(gram: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         return chunk[0] * gram + chunk[1], gram
 
-    final, starts = jax.lax.scan(step, initial, (total, written))
-    return starts, final
+    final, states = jax.lax.scan(step, initial, (total, written))
+    return states, final
 
 
-def gram_product(solver: Solver, k: Array, decay: Decays, starts: Array) -> Product:
+def gram_product(solver: Solver, k: Array, decay: Decays, states: Array) -> Product:
     """The function `x -> H_t x_t` on `[..., C, K]`, in the solver's precision."""
 
     def product(x: Array) -> Array:
         scores = decay.pairs * solver.product(x, transposed(k))
-        return decay.since_start[..., None] * solver.product(x, starts) + solver.product(scores, k)
+        return decay.since_start[..., None] * solver.product(x, states) + solver.product(scores, k)
 
     return product
 
 
-def square_norms(k: Array, decay: Decays, starts: Array) -> Array:
+def square_norms(k: Array, decay: Decays, states: Array) -> Array:
     """`||H_t||_F^2`, `[..., C]`, by three terms (Gated KalmaNet, section 4.2.1 and equation 5).
 
     None of the terms is negative, so nothing cancels.
     """
-    first = jnp.square(decay.since_start) * jnp.sum(jnp.square(starts), axis=(-1, -2))[..., None]
-    second = 2 * decay.since_start * _row_products(decay.pairs, _quadratic_forms(k, starts))
+    first = jnp.square(decay.since_start) * jnp.sum(jnp.square(states), axis=(-1, -2))[..., None]
+    second = 2 * decay.since_start * _row_products(decay.pairs, _quadratic_forms(k, states))
     third = jnp.sum((decay.pairs @ jnp.square(k @ transposed(k))) * decay.pairs, axis=-1)
     return first + second + third
 
@@ -115,13 +115,13 @@ class GramGradients(NamedTuple):
     start: Array
 
 
-def outer_gradients(k: Array, decay: Decays, starts: Array, left: Array, right: Array) -> GramGradients:
+def outer_gradients(k: Array, decay: Decays, states: Array, left: Array, right: Array) -> GramGradients:
     """Gradients for `dL/dH_t = left_t right_t^T`: the recurrence `A_i` of Gated KalmaNet, equations 7 and 8.
 
     Args:
         k: `[..., C, K]`.
         decay: of the chunk.
-        starts: `[..., K, K]`.
+        states: `[..., K, K]`.
         left: `[..., C, K]`.
         right: `[..., C, K]`.
     """
@@ -129,13 +129,13 @@ def outer_gradients(k: Array, decay: Decays, starts: Array, left: Array, right: 
     start = transposed(decay.since_start[..., None] * left) @ right
     return GramGradients(
         k=transposed(decay.pairs * right_keys) @ left + transposed(decay.pairs * left_keys) @ right,
-        since_start=jnp.sum((left @ starts) * right, axis=-1),
+        since_start=jnp.sum((left @ states) * right, axis=-1),
         pairs=left_keys * right_keys,
         start=start + transposed(start),
     )
 
 
-def norm_gradients(k: Array, decay: Decays, starts: Array, weight: Array) -> GramGradients:
+def norm_gradients(k: Array, decay: Decays, states: Array, weight: Array) -> GramGradients:
     """Gradients for `dL/dH_t = weight_t H_t / 2`: the recurrence `B_i` of Gated KalmaNet, equations 9, 10 and 34.
 
     It is nested: `H_t` has a recurrence of its own. With `w_t = -weight_t` in the paper's sign,
@@ -145,44 +145,44 @@ def norm_gradients(k: Array, decay: Decays, starts: Array, weight: Array) -> Gra
     Args:
         k: `[..., C, K]`.
         decay: of the chunk.
-        starts: `[..., K, K]`.
+        states: `[..., K, K]`.
         weight: `[..., C]`.
     """
     products = k @ transposed(k)
-    forms = _quadratic_forms(k, starts)
+    forms = _quadratic_forms(k, states)
     from_start = _row_products(transposed(decay.pairs), weight * decay.since_start)  # b_i
     mask = transposed(decay.pairs) @ (weight[..., None] * decay.pairs)  # M_w, full and symmetric
     keys_in_gram = decay.since_start[..., None] * forms[..., None, :] + decay.pairs @ jnp.square(
         products
     )  # k_s^T H_t k_s
-    start_in_gram = decay.since_start * jnp.sum(jnp.square(starts), axis=(-1, -2))[..., None] + _row_products(
+    start_in_gram = decay.since_start * jnp.sum(jnp.square(states), axis=(-1, -2))[..., None] + _row_products(
         decay.pairs, forms
     )  # <H_t, S>
     total = jnp.sum(weight * jnp.square(decay.since_start), axis=-1)
     return GramGradients(
-        k=from_start[..., None] * (k @ starts) + (products * mask) @ k,
+        k=from_start[..., None] * (k @ states) + (products * mask) @ k,
         since_start=weight * start_in_gram / 2,
         pairs=weight[..., None] * keys_in_gram / 2,
-        start=total[..., None, None] * starts + transposed(from_start[..., None] * k) @ k,
+        start=total[..., None, None] * states + transposed(from_start[..., None] * k) @ k,
     )
 
 
 def finish_gradients(
-    k: Array, decay: Decays, starts: Array, inside: GramGradients, d_final: Array
+    k: Array, decay: Decays, states: Array, inside: GramGradients, d_final: Array
 ) -> tuple[Array, Decays, Array]:
     """Passes gradients back from chunk to chunk (Gated KalmaNet, section 4.2.2, cross-chunk computation).
 
     Args:
         k: `[N, ..., C, K]`.
         decay: of every chunk.
-        starts: `[N, ..., K, K]`.
+        states: `[N, ..., K, K]`.
         inside: gradients from the tokens of each chunk.
         d_final: gradient of the final Gram matrix `[..., K, K]`.
 
     Returns:
         Gradients of `k`, of the decays, and of the initial Gram matrix (symmetric).
     """
-    total = jnp.broadcast_to(decay.total, (*starts.shape[:-2], 1, 1))
+    total = jnp.broadcast_to(decay.total, (*states.shape[:-2], 1, 1))
 
     def step(d_end: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         return chunk[0] * d_end + chunk[1], d_end
@@ -190,7 +190,7 @@ def finish_gradients(
     # As in `GramGradients.start`, these are sums of the gradient and its transpose.
     d_initial, d_ends = jax.lax.scan(step, d_final + transposed(d_final), (total, inside.start), reverse=True)
     d_written = k @ d_ends
-    d_total = jnp.sum(d_ends * starts, axis=(-1, -2)) / 2
+    d_total = jnp.sum(d_ends * states, axis=(-1, -2)) / 2
     return (
         inside.k + decay.until_end[..., None] * d_written,
         Decays(

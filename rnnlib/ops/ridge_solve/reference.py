@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common.vma import pvary_together
-from rnnlib.ops.arguments import accumulation_dtype, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, resets_of
 from rnnlib.ops.ridge_solve.inputs import (
     RidgeInputs,
     SolveOptions,
@@ -92,7 +92,7 @@ def ridge_solve_scan(
         return jnp.moveaxis(x.astype(dtype), 1, 0)
 
     log_decays = None if inputs.log_decay is None else by_token(inputs.log_decay)
-    starts = None if segment_ids is None else jnp.moveaxis(segment_starts(segment_ids), 1, 0)
+    resets = None if segment_ids is None else jnp.moveaxis(resets_of(segment_ids), 1, 0)
     ridge = inputs.ridge.astype(dtype)
     if initial_gram is None:
         gram = jnp.zeros((batch, heads, size, size), dtype)
@@ -111,7 +111,7 @@ def ridge_solve_scan(
         diagonal = effective_ridge(ridge, norm, adaptive)
         return gram, solve(solver, iterations, gram, solvable(q, norm, adaptive), diagonal, norm)
 
-    tokens = (by_token(inputs.q), by_token(inputs.k), log_decays, starts)
+    tokens = (by_token(inputs.q), by_token(inputs.k), log_decays, resets)
     gram, tokens, ridge = pvary_together((gram, tokens, ridge))
     with jax.default_matmul_precision("highest"):
         gram, x = jax.lax.scan(step, gram, tokens)

@@ -9,7 +9,7 @@ from jax import Array
 
 from pallas_kernels.common.vma import batch_alike, pvary_together
 from rnnlib.ops import chunk
-from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, segment_starts
+from rnnlib.ops.arguments import accumulation_dtype, matmul_precision, resets_of
 from rnnlib.ops.chunk_blocks import in_blocks
 from rnnlib.ops.ridge_solve import gram as grams
 from rnnlib.ops.ridge_solve import solvers
@@ -66,7 +66,7 @@ class _Prepared(NamedTuple):
     """Quantities that the solve and its gradient share; they do not depend on `q`."""
 
     decay: grams.Decays
-    starts: Array  # [N, B, H, K, K]
+    states: Array  # [N, B, H, K, K]
     final: Array  # [B, H, K, K]
     norm: Array  # [N, B, H, C, 1]
     ridge: Array  # lambda, the term added to the diagonal, [N, B, H, C, 1 or K]
@@ -74,14 +74,14 @@ class _Prepared(NamedTuple):
 
 def _prepare(options: SolveOptions, chunks: Chunks) -> _Prepared:
     decay = grams.decays(chunks.log_decay)
-    starts, final = grams.chunk_starts(chunks.k, decay, chunks.initial)
-    norm = norm_from_square(grams.square_norms(chunks.k, decay, starts))[..., None]
-    return _Prepared(decay, starts, final, norm, effective_ridge(chunks.ridge, norm, options.adaptive))
+    states, final = grams.chunk_states(chunks.k, decay, chunks.initial)
+    norm = norm_from_square(grams.square_norms(chunks.k, decay, states))[..., None]
+    return _Prepared(decay, states, final, norm, effective_ridge(chunks.ridge, norm, options.adaptive))
 
 
 def _solve(options: SolveOptions, k: Array, p: _Prepared, b: Array) -> Any:
     """The last carry for right-hand sides `b` `[N, B, H, C, K]`; the carry's first entry is the solution."""
-    product = grams.gram_product(options.solver, k, p.decay, p.starts)
+    product = grams.gram_product(options.solver, k, p.decay, p.states)
     b = solvable(b, p.norm, options.adaptive)
     return solvers.iterate(options.solver, product, b, p.ridge, p.norm, options.iterations)
 
@@ -114,11 +114,11 @@ def _backward(options, precision, saved, cotangents):
     with jax.default_matmul_precision(precision):
         p = _prepare(options, chunks)
         if options.solver.differentiation == "reversed":
-            product = grams.gram_product(options.solver, chunks.k, p.decay, p.starts)
+            product = grams.gram_product(options.solver, chunks.k, p.decay, p.states)
             q, *iterates = kept
             result = reverse_chebyshev(
                 product,
-                functools.partial(grams.outer_gradients, chunks.k, p.decay, p.starts),
+                functools.partial(grams.outer_gradients, chunks.k, p.decay, p.states),
                 solvable(q, p.norm, options.adaptive),
                 p.ridge,
                 p.norm,
@@ -131,7 +131,7 @@ def _backward(options, precision, saved, cotangents):
         else:
             (x,) = kept
             d_q = _solve(options, chunks.k, p, d_x)[0]
-            inside = grams.outer_gradients(chunks.k, p.decay, p.starts, -d_q, x)
+            inside = grams.outer_gradients(chunks.k, p.decay, p.states, -d_q, x)
             d_ridge, d_norm = -d_q * x, jnp.zeros_like(p.norm)
 
         # From the gradient of lambda to those of the ridge and the norm: lambda is ridge * norm, or ridge.
@@ -141,8 +141,8 @@ def _backward(options, precision, saved, cotangents):
         else:
             d_given = d_ridge
         weight = jnp.where(p.norm > 0, 2 * d_norm / jnp.where(p.norm > 0, p.norm, 1), 0)[..., 0]
-        inside = jax.tree.map(jnp.add, inside, grams.norm_gradients(chunks.k, p.decay, p.starts, weight))
-        d_k, d_decay, d_initial = grams.finish_gradients(chunks.k, p.decay, p.starts, inside, d_final)
+        inside = jax.tree.map(jnp.add, inside, grams.norm_gradients(chunks.k, p.decay, p.states, weight))
+        d_k, d_decay, d_initial = grams.finish_gradients(chunks.k, p.decay, p.states, inside, d_final)
         d_log_decay = jnp.zeros_like(chunks.log_decay)
         if chunks.log_decay.shape[:3] == chunks.k.shape[:3]:
             (d_log_decay,) = jax.vjp(grams.decays, chunks.log_decay)[1](d_decay)
@@ -187,10 +187,10 @@ def ridge_solve_chunked(
         """`[B, T, H, X]` to `[N, B, H, C, X]`."""
         return chunk.split_chunks(x[..., None, :].astype(dtype), size)[:, :, :, 0]
 
-    def evaluate(tokens: _Tokens, starts: Array | None, state: _State) -> tuple[Array, _State]:
+    def evaluate(tokens: _Tokens, resets: Array | None, state: _State) -> tuple[Array, _State]:
         shape = tokens.q.shape[:3]
         log_decay = None if tokens.log_decay is None else tokens.log_decay.astype(dtype)[..., None, None]
-        log_decay = chunk.finite_log_decay(log_decay, starts)
+        log_decay = chunk.finite_log_decay(log_decay, resets)
         if log_decay is None:
             log_decay = jnp.zeros((1, 1, 1, size), dtype)
         else:
@@ -200,12 +200,12 @@ def ridge_solve_chunked(
         out = chunk.join_chunks(x[:, :, :, None], shape[1])[:, :, :, 0].astype(inputs.q.dtype)
         return out, _State(final, state.ridge)
 
-    starts = None if segment_ids is None else segment_starts(segment_ids)
+    resets = None if segment_ids is None else resets_of(segment_ids)
     if initial_gram is None:
         initial = chunk.zero_state((batch, heads, key_size, key_size), dtype)
     else:
         initial = symmetric(initial_gram.astype(dtype))
     ridge = inputs.ridge.astype(dtype)[None, :, None, :]
-    arguments = _Tokens(inputs.q, inputs.k, inputs.log_decay), starts, _State(initial, ridge)
+    arguments = _Tokens(inputs.q, inputs.k, inputs.log_decay), resets, _State(initial, ridge)
     out, final = in_blocks(evaluate, *pvary_together(arguments), chunk_size=size)
     return out, final.gram
