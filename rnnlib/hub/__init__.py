@@ -6,7 +6,7 @@
 
 A family's table maps the names in its files to variables of the model, and serves both reading and writing. The
 tables of flash-linear-attention are in `rnnlib.hub.fla`, those of transformers in `rnnlib.hub.transformers`, and the
-two of Mamba-2 in `rnnlib.hub.mamba2`. `rnnlib.hub.table` documents the format of a table.
+two of Mamba-2 in `rnnlib.hub.mamba2`. `rnnlib.hub.weight_mapping` documents the format of a table.
 """
 
 from rnnlib.hub.families import FAMILIES

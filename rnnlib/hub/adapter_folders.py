@@ -10,11 +10,11 @@ import numpy as np
 from flax import nnx
 
 from rnnlib.hub.adapters import ADAPTER, ADAPTER_CONFIG, FACTOR_PREFIX
+from rnnlib.hub.config_reader import read_json, write_json
 from rnnlib.hub.families import family_of
 from rnnlib.hub.files import WeightFiles, replace_folder, write_file
-from rnnlib.hub.keys import read_json, write_json
 from rnnlib.hub.pretrained import CONFIG, family_for
-from rnnlib.hub.table import SAVED, Family, match_rows
+from rnnlib.hub.weight_mapping import SAVED, Family, match_rows
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.variables import values_by_column
 

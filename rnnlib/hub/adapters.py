@@ -17,7 +17,7 @@ import numpy as np
 
 from rnnlib.fields import PositiveInteger
 from rnnlib.hub.arrays import open_safetensors
-from rnnlib.hub.keys import ConfigKeys, read_json
+from rnnlib.hub.config_reader import ConfigKeys, read_json
 from rnnlib.hub.names import local_folder
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rnnlib.files import expect_within, read_text
-from rnnlib.hub.keys import read_json
+from rnnlib.hub.config_reader import read_json
 from rnnlib.hub.special_tokens import TEMPLATES, special_tokens
 from rnnlib.hub.template_sandbox import TemplateError, render_template
 

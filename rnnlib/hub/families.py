@@ -20,7 +20,6 @@ from rnnlib.hub.fla.retnet import RETNET
 from rnnlib.hub.fla.rwkv7 import RWKV7_FAMILY
 from rnnlib.hub.fla.transformer import TRANSFORMER
 from rnnlib.hub.mamba2 import MAMBA2, MAMBA2_FLA
-from rnnlib.hub.table import Family
 from rnnlib.hub.transformers.bailing_hybrid import BAILING_HYBRID
 from rnnlib.hub.transformers.falcon_h1 import FALCON_H1
 from rnnlib.hub.transformers.kimi_linear import KIMI_LINEAR
@@ -30,6 +29,7 @@ from rnnlib.hub.transformers.nemotron_h import NEMOTRON_H
 from rnnlib.hub.transformers.olmo_hybrid import OLMO_HYBRID
 from rnnlib.hub.transformers.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from rnnlib.hub.transformers.zamba2 import ZAMBA2
+from rnnlib.hub.weight_mapping import Family
 
 FAMILIES: dict[str, Family] = {
     family.name: family

@@ -13,7 +13,7 @@ from rnnlib.extras import from_extra
 from rnnlib.files import expect_within, file_within
 from rnnlib.hub.adapters import ADAPTER_CONFIG, folder_adapter
 from rnnlib.hub.arrays import open_safetensors
-from rnnlib.hub.keys import read_json, write_json
+from rnnlib.hub.config_reader import read_json, write_json
 
 with from_extra("hub", "rnnlib.hub"):
     import safetensors.numpy

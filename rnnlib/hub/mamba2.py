@@ -8,10 +8,10 @@ import dataclasses
 import math
 from typing import Any
 
-from rnnlib.hub.computation import sized_mixer
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.layouts import FILTER, SAME, TRANSPOSED, Joined
-from rnnlib.hub.table import Family, Row, linear, row
+from rnnlib.hub.config_equivalence import sized_mixer
+from rnnlib.hub.config_reader import ConfigKeys
+from rnnlib.hub.weight_layouts import FILTER, SAME, TRANSPOSED, Joined
+from rnnlib.hub.weight_mapping import Family, Row, linear, row
 from rnnlib.layers.decay import SoftplusDecay
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.config import ModelConfig

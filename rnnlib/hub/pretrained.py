@@ -12,13 +12,13 @@ import numpy as np
 from flax import nnx
 
 from rnnlib.hub.adapters import base_folder
-from rnnlib.hub.computation import difference
+from rnnlib.hub.config_equivalence import difference
+from rnnlib.hub.config_reader import ConfigKeys, read_json, write_json
 from rnnlib.hub.families import FAMILIES, family_of
 from rnnlib.hub.files import INDEX, WeightFiles, other_files, replace_folder, shard_names, write_arrays
-from rnnlib.hub.keys import ConfigKeys, read_json, write_json
 from rnnlib.hub.names import local_folder
 from rnnlib.hub.special_tokens import TOKENIZER, TOKENIZER_CONFIG, copy_templates, folder_tokenizer
-from rnnlib.hub.table import SAVED, Family, Match, match_rows, stored_twice
+from rnnlib.hub.weight_mapping import SAVED, Family, Match, match_rows, stored_twice
 from rnnlib.models.config import DtypeName, ModelConfig
 from rnnlib.models.decoder import DecoderLM
 from rnnlib.models.mixers import ATTENTION

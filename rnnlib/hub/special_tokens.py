@@ -11,7 +11,7 @@ from typing import Any
 
 from rnnlib.extras import from_extra
 from rnnlib.files import MAX_JSON_BYTES, expect_within, read_bytes, write_atomically
-from rnnlib.hub.keys import read_json, write_json
+from rnnlib.hub.config_reader import read_json, write_json
 from rnnlib.tokenizer_bounds import MAX_TOKENS
 from rnnlib.tokenizers import Backend, FileTokenizer, read_backend
 

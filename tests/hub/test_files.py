@@ -14,8 +14,8 @@ from flax import nnx
 from rnnlib.data import train_tokenizer
 from rnnlib.hub import Pretrained, load_pretrained, pretrained_config, save_pretrained
 from rnnlib.hub.families import family_of
-from rnnlib.hub.layouts import FILTER, EqualParts
 from rnnlib.hub.pretrained import read_config
+from rnnlib.hub.weight_layouts import FILTER, EqualParts
 from rnnlib.models import DecoderLM, ModelConfig
 from tests.hub.test_golden import GOLDEN
 from tests.processes import result_of

@@ -15,7 +15,7 @@ import safetensors.numpy
 from flax import nnx
 
 from rnnlib.hub import FAMILIES, load_pretrained, save_pretrained
-from rnnlib.hub.table import SAVED, match_rows
+from rnnlib.hub.weight_mapping import SAVED, match_rows
 from rnnlib.inference import generate
 from rnnlib.models.variables import values_by_column, values_by_path
 from tests.selection import mostly_slow

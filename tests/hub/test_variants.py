@@ -6,9 +6,9 @@ import pytest
 from flax import nnx
 
 from rnnlib.hub import load_pretrained, save_pretrained
-from rnnlib.hub.computation import difference
+from rnnlib.hub.config_equivalence import difference
+from rnnlib.hub.config_reader import read_json
 from rnnlib.hub.families import family_of
-from rnnlib.hub.keys import read_json
 from rnnlib.hub.pretrained import read_config
 from rnnlib.models import DecoderLM
 from tests.hub.test_golden import GOLDEN

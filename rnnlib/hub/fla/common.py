@@ -8,10 +8,10 @@ objects, gives the layers with softmax attention.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rnnlib.hub.computation import sized_mixer
-from rnnlib.hub.keys import ConfigKeys, expansion
-from rnnlib.hub.layouts import TRANSPOSED, Joined
-from rnnlib.hub.table import Family, Row, by_mixer, linear, row
+from rnnlib.hub.config_equivalence import sized_mixer
+from rnnlib.hub.config_reader import ConfigKeys, expansion
+from rnnlib.hub.weight_layouts import TRANSPOSED, Joined
+from rnnlib.hub.weight_mapping import Family, Row, by_mixer, linear, row
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.block import Block

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rnnlib.hub.config_reader import ConfigKeys, expansion
 from rnnlib.hub.fla.common import (
     Options,
     expanded,
@@ -11,8 +12,7 @@ from rnnlib.hub.fla.common import (
     write_convolution,
 )
 from rnnlib.hub.fla.rows import CONVOLUTIONS, STREAMS
-from rnnlib.hub.keys import ConfigKeys, expansion
-from rnnlib.hub.table import linear, row
+from rnnlib.hub.weight_mapping import linear, row
 from rnnlib.layers.gain import SigmoidGain, UnitGain
 from rnnlib.layers.mixer import RecurrentMixerConfig
 

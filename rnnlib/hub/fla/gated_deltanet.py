@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.fla.common import GATES, Options, fla_family, read_streams, write_streams
 from rnnlib.hub.fla.rows import CONVOLUTIONS, DECAY, OUTPUT, STREAMS
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.table import linear
+from rnnlib.hub.weight_mapping import linear
 from rnnlib.layers.mixer import RecurrentMixerConfig
 
 ROWS = (*STREAMS, *CONVOLUTIONS, *DECAY, *linear("attn.b_proj", "mixer.input_projection.write_gate"), *OUTPUT)

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.fla.common import Options, fla_family, read_streams, write_streams
 from rnnlib.hub.fla.rows import DECAY, OUTPUT
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.layouts import FILTER, SAME, TRANSPOSED, StepsFirst
-from rnnlib.hub.table import filter_, linear, row
+from rnnlib.hub.weight_layouts import FILTER, SAME, TRANSPOSED, StepsFirst
+from rnnlib.hub.weight_mapping import filter_, linear, row
 from rnnlib.layers.decay import NoDecay, SoftplusDecay
 from rnnlib.layers.mixer import RecurrentMixerConfig
 

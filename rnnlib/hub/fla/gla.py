@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from rnnlib.hub.config_reader import ConfigKeys, expansion
 from rnnlib.hub.fla.common import Options, expanded, fla_family, sizes_of
 from rnnlib.hub.fla.rows import CONVOLUTIONS, STREAMS
-from rnnlib.hub.keys import ConfigKeys, expansion
-from rnnlib.hub.table import Row, linear, row
+from rnnlib.hub.weight_mapping import Row, linear, row
 from rnnlib.layers.convolution import ConvolutionConfig
 from rnnlib.layers.decay import LogSigmoidDecay
 from rnnlib.layers.mixer import RecurrentMixer, RecurrentMixerConfig

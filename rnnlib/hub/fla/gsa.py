@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.fla.common import Options, fla_family, read_convolution, write_convolution
 from rnnlib.hub.fla.gla import read_sizes, write_sizes
 from rnnlib.hub.fla.rows import CONVOLUTIONS, STREAMS
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.table import linear, row
+from rnnlib.hub.weight_mapping import linear, row
 from rnnlib.layers.convolution import ConvolutionConfig
 from rnnlib.layers.decay import LogSigmoidDecay
 from rnnlib.layers.mixer import RecurrentMixerConfig

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.fla.common import ROWS, Options, fla_family, read_convolution, write_convolution
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.table import Row, filter_, linear, row
+from rnnlib.hub.weight_mapping import Row, filter_, linear, row
 from rnnlib.layers.convolution import ConvolutionConfig
 from rnnlib.layers.decay import KeyDecay, KeyDecayGate
 from rnnlib.layers.mixer import RecurrentMixer, RecurrentMixerConfig

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.fla.common import Options, fla_family
 from rnnlib.hub.fla.gla import read_norm, read_sizes, write_sizes
 from rnnlib.hub.fla.rows import STREAMS
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.table import Row, linear, row
+from rnnlib.hub.weight_mapping import Row, linear, row
 from rnnlib.layers.feature_maps import DPFPMap, FeatureMapConfig, HedgehogMap, ProductMap, ReluMap
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.solve import Offline

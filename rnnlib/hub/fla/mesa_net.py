@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.fla.common import Options, fla_family, sizes_of
 from rnnlib.hub.fla.rows import CONVOLUTIONS, DECAY, OUTPUT, STREAMS
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.table import linear, row
+from rnnlib.hub.weight_mapping import linear, row
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.ridge import RidgeRegression
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.fla.common import Options, fla_family, read_streams, write_streams
 from rnnlib.hub.fla.kda import read_lower_bound, write_lower_bound
 from rnnlib.hub.fla.rows import CHANNEL_DECAY, CONVOLUTIONS, DECAY, LOW_RANK_OUTPUT, OUTPUT, STREAMS
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.table import linear, row
+from rnnlib.hub.weight_mapping import linear, row
 from rnnlib.layers.gain import SigmoidGain
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.preconditioner import ApplyToKey

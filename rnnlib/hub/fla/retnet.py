@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.fla.common import Options, fla_family
 from rnnlib.hub.fla.gla import (
     norm_and_gate,
@@ -13,8 +14,7 @@ from rnnlib.hub.fla.gla import (
     write_sizes,
 )
 from rnnlib.hub.fla.rows import STREAMS
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.table import Row
+from rnnlib.hub.weight_mapping import Row
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.models.block import Block
 

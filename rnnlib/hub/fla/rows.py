@@ -1,6 +1,6 @@
 """Rows shared by the tables of several mixers of flash-linear-attention."""
 
-from rnnlib.hub.table import filter_, linear, row
+from rnnlib.hub.weight_mapping import filter_, linear, row
 
 STREAMS = (
     *linear("attn.q_proj", "mixer.input_projection.query"),

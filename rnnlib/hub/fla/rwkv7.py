@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from rnnlib.hub.computation import sized_mixer
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.layouts import Reshaped, SplitRows
-from rnnlib.hub.table import Family, Row, linear, row
+from rnnlib.hub.config_equivalence import sized_mixer
+from rnnlib.hub.config_reader import ConfigKeys
+from rnnlib.hub.weight_layouts import Reshaped, SplitRows
+from rnnlib.hub.weight_mapping import Family, Row, linear, row
 from rnnlib.layers.rwkv7 import RWKV7, ChannelMixConfig, RWKV7Config
 from rnnlib.models.block import Block
 from rnnlib.models.config import ModelConfig

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from rnnlib.hub.computation import sized_mixer
+from rnnlib.hub.config_equivalence import sized_mixer
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.fla.common import ATTENTION, BLOCK, ROWS, attention_keys, attention_options, read_block, write_block
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.table import Family
+from rnnlib.hub.weight_mapping import Family
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.models.config import ModelConfig
 

@@ -3,10 +3,8 @@
 from typing import Any
 
 from rnnlib.fields import NaturalNumber, PositiveNumber
-from rnnlib.hub.computation import sized_mixer
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.layouts import SAME, TRANSPOSED, Interleaved, PairsApart
-from rnnlib.hub.table import Family, filter_, linear, row
+from rnnlib.hub.config_equivalence import sized_mixer
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.transformers.common import (
     EXPERTS,
     FEED_FORWARD,
@@ -19,6 +17,8 @@ from rnnlib.hub.transformers.common import (
     write_latent_attention,
     write_model,
 )
+from rnnlib.hub.weight_layouts import SAME, TRANSPOSED, Interleaved, PairsApart
+from rnnlib.hub.weight_mapping import Family, filter_, linear, row
 from rnnlib.layers.decay import BoundedDecay, SoftplusDecay
 from rnnlib.layers.experts import Experts, RouterConfig
 from rnnlib.layers.latent_attention import LatentAttentionConfig

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rnnlib.fields import PositiveNumber
-from rnnlib.hub.computation import sized_mixer
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.layouts import TRANSPOSED, JoinedExperts, Stacked
-from rnnlib.hub.table import linear, row
+from rnnlib.hub.config_equivalence import sized_mixer
+from rnnlib.hub.config_reader import ConfigKeys
+from rnnlib.hub.weight_layouts import TRANSPOSED, JoinedExperts, Stacked
+from rnnlib.hub.weight_mapping import linear, row
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.experts import Experts
 from rnnlib.layers.latent_attention import LatentAttentionConfig

@@ -3,10 +3,9 @@
 import math
 from typing import Any
 
-from rnnlib.hub.computation import sized_mixer
-from rnnlib.hub.keys import ConfigKeys
+from rnnlib.hub.config_equivalence import sized_mixer
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.mamba2 import MAMBA_KEYS, mamba_options, mamba_rows, read_limits, written_limits
-from rnnlib.hub.table import Family, Row
 from rnnlib.hub.transformers.common import (
     ATTENTION,
     MAMBA_BLOCK,
@@ -17,6 +16,7 @@ from rnnlib.hub.transformers.common import (
     read_rotary,
     write_model,
 )
+from rnnlib.hub.weight_mapping import Family, Row
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.decay import SoftplusDecay
 from rnnlib.layers.feed_forward import SwiGLUConfig

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.layouts import FILTER, TRANSPOSED, Joined
-from rnnlib.hub.table import Family, by_mixer, linear, row
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.transformers.common import (
     ATTENTION,
     EXPERTS,
@@ -17,6 +15,8 @@ from rnnlib.hub.transformers.common import (
     write_delta_heads,
     write_model,
 )
+from rnnlib.hub.weight_layouts import FILTER, TRANSPOSED, Joined
+from rnnlib.hub.weight_mapping import Family, by_mixer, linear, row
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.experts import Experts, RouterConfig
 from rnnlib.models.config import ModelConfig

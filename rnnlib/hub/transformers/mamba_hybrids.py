@@ -3,10 +3,8 @@
 from typing import Any
 
 from rnnlib.fields import NaturalNumber
-from rnnlib.hub.keys import ConfigKeys, expansion
-from rnnlib.hub.layouts import TRANSPOSED, Joined, JoinedExperts
+from rnnlib.hub.config_reader import ConfigKeys, expansion
 from rnnlib.hub.mamba2 import mamba_options, mamba_rows, read_limits, written_limits
-from rnnlib.hub.table import Family, row
 from rnnlib.hub.transformers.common import (
     ATTENTION,
     MAMBA_BLOCK,
@@ -21,6 +19,8 @@ from rnnlib.hub.transformers.common import (
     write_layer_types,
     write_model,
 )
+from rnnlib.hub.weight_layouts import TRANSPOSED, Joined, JoinedExperts
+from rnnlib.hub.weight_mapping import Family, row
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.decay import SoftplusDecay
 from rnnlib.layers.experts import Experts, RouterConfig

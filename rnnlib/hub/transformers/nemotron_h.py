@@ -4,11 +4,11 @@ import math
 from typing import Any
 
 from rnnlib.fields import PositiveNumber
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.layouts import TRANSPOSED, Stacked
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.mamba2 import MAMBA_KEYS, mamba_options, mamba_rows
-from rnnlib.hub.table import Family, linear, row
 from rnnlib.hub.transformers.common import Options, mixers_by_kind
+from rnnlib.hub.weight_layouts import TRANSPOSED, Stacked
+from rnnlib.hub.weight_mapping import Family, linear, row
 from rnnlib.layers.attention import AttentionConfig
 from rnnlib.layers.decay import SoftplusDecay
 from rnnlib.layers.experts import Experts, RouterConfig

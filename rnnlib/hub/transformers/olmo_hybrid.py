@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.layouts import FILTER, EqualParts
-from rnnlib.hub.table import Family, Row, filter_, linear, row
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.transformers.common import (
     FEED_FORWARD,
     LAYER_TYPES,
@@ -18,6 +16,8 @@ from rnnlib.hub.transformers.common import (
     write_layer_types,
     write_model,
 )
+from rnnlib.hub.weight_layouts import FILTER, EqualParts
+from rnnlib.hub.weight_mapping import Family, Row, filter_, linear, row
 from rnnlib.models.block import Block
 from rnnlib.models.config import ModelConfig
 

@@ -7,9 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from rnnlib.hub.keys import ConfigKeys, expansion
-from rnnlib.hub.layouts import FILTER, SAME, TRANSPOSED, Interleaved, Joined
-from rnnlib.hub.table import Family, by_mixer, linear, row
+from rnnlib.hub.config_reader import ConfigKeys, expansion
 from rnnlib.hub.transformers.common import (
     EXPERTS,
     FEED_FORWARD,
@@ -24,6 +22,8 @@ from rnnlib.hub.transformers.common import (
     write_layer_types,
     write_model,
 )
+from rnnlib.hub.weight_layouts import FILTER, SAME, TRANSPOSED, Interleaved, Joined
+from rnnlib.hub.weight_mapping import Family, by_mixer, linear, row
 from rnnlib.layers.experts import Experts, RouterConfig
 from rnnlib.layers.feed_forward import FeedForwardConfig
 from rnnlib.models.config import ModelConfig

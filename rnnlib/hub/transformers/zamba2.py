@@ -5,12 +5,12 @@ The file has a shared layer's arrays under the first layer that uses it, and the
 
 from typing import Any
 
-from rnnlib.hub.computation import sized_mixer
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.layouts import SAME, TRANSPOSED, Joined
+from rnnlib.hub.config_equivalence import sized_mixer
+from rnnlib.hub.config_reader import ConfigKeys
 from rnnlib.hub.mamba2 import MAMBA_KEYS, mamba_options, mamba_rows
-from rnnlib.hub.table import Family, Row, linear, row
 from rnnlib.hub.transformers.common import ROWS, read_rotary, write_model
+from rnnlib.hub.weight_layouts import SAME, TRANSPOSED, Joined
+from rnnlib.hub.weight_mapping import Family, Row, linear, row
 from rnnlib.layers.decay import SoftplusDecay
 from rnnlib.layers.mixer import RecurrentMixerConfig
 from rnnlib.layers.shared_transformer import SharedInputMixer, SharedInputMixerConfig, SharedTransformer

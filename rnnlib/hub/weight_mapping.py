@@ -14,8 +14,8 @@ import jax
 from flax import nnx
 from jax import Array
 
-from rnnlib.hub.keys import ConfigKeys
-from rnnlib.hub.layouts import FILTER, SAME, TRANSPOSED, Layout
+from rnnlib.hub.config_reader import ConfigKeys
+from rnnlib.hub.weight_layouts import FILTER, SAME, TRANSPOSED, Layout
 from rnnlib.layers.mixer import RecurrentMixer
 from rnnlib.models.block import Block
 from rnnlib.models.config import ModelConfig
