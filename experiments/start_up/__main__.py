@@ -80,7 +80,7 @@ def stages(begin: float, recorded: dict[str, Any], argv: list[str]) -> None:
     spans = dict.fromkeys(SPANS, 0.0)
 
     def listen(event: str, duration_secs: float, **about: str | int) -> None:
-        if str(about.get("fun_name")).rpartition(".")[2] in ("step", "jit_step"):
+        if str(about.get("fun_name")).rpartition(".")[2] in ("step", "jit(step)", "jit_step"):
             for span, name in SPANS.items():
                 if name is not None and event.endswith(name):
                     spans[span] = max(spans[span], duration_secs)
