@@ -66,13 +66,14 @@ def stages(begin: float, recorded: dict[str, Any], argv: list[str]) -> None:
         argv: of `rnnlib train`.
     """
     marks: list[float] = [begin]
-    from rnnlib.cli.early_devices import open_early
+    from rnnlib.cli.start import open_early, rare_collections
 
-    opening = open_early(argv)
-    from rnnlib.cli import train
-    from rnnlib.cli.compilation_cache import keep_compiled_programs
-    from rnnlib.training import Trainer, keep_freed_memory
-    from rnnlib.training.hooks import Hook
+    with rare_collections():
+        opening = open_early(argv)
+        from rnnlib.cli import train
+        from rnnlib.cli.compilation_cache import keep_compiled_programs
+        from rnnlib.training import Trainer, keep_freed_memory
+        from rnnlib.training.hooks import Hook
 
     marks.append(time.time())
     import jax
@@ -106,11 +107,12 @@ def stages(begin: float, recorded: dict[str, Any], argv: list[str]) -> None:
             print("\n" + json.dumps(record), flush=True)
             os._exit(0)
 
-    trainer = Trainer(arguments.train)
-    marks.append(time.time())
-    trainer.add_hook(End())
     with tempfile.TemporaryDirectory() as folder:
-        trainer.open(pathlib.Path(folder) / "run")
+        with rare_collections():
+            trainer = Trainer(arguments.train)
+            marks.append(time.time())
+            trainer.add_hook(End())
+            trainer.open(pathlib.Path(folder) / "run")
         marks.append(time.time())
         trainer.run()
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 import rnnlib
-from rnnlib.cli.early_devices import open_early
 from rnnlib.cli.errors import CommandError
+from rnnlib.cli.start import open_early, rare_collections
 from rnnlib.extras import MissingExtraError, from_extra
 
 # Name: (module with `run(argv) -> exit code`, summary).
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
     try:
-        with from_extra("train", f"rnnlib {command}"):
+        with from_extra("train", f"rnnlib {command}"), rare_collections():
             if command in _ON_DEVICES:
                 open_early(arguments[1:])
             module = importlib.import_module(COMMANDS[command][0])

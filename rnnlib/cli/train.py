@@ -19,6 +19,7 @@ from rnnlib.cli.arguments import parse, take_option
 from rnnlib.cli.compilation_cache import CompilationCache, keep_compiled_programs
 from rnnlib.cli.errors import CommandError, input_errors
 from rnnlib.cli.program import command_line
+from rnnlib.cli.start import rare_collections
 from rnnlib.data import DamagedTokensError
 from rnnlib.hub.names import local_folder
 from rnnlib.models import ModelConfig, model_preset
@@ -247,7 +248,7 @@ def _next_folder() -> Path:
 
 def _train(arguments: TrainArguments) -> int:
     folder = arguments.run if arguments.run is not None else _next_folder()
-    with input_errors():
+    with input_errors(), rare_collections():
         tokenizer, chat, saved = None, None, arguments.train
         lora = arguments.train.lora
         if lora.rank is not None and arguments.init is None and not arguments.resume:

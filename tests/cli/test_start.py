@@ -1,11 +1,12 @@
-"""The command line opens a GPU while it imports, where nothing else must come before."""
+"""The command line opens a GPU while it imports, where nothing else must come before, and collects garbage seldom."""
 
 import contextlib
+import gc
 
 import jax
 import pytest
 
-from rnnlib.cli import early_devices
+from rnnlib.cli import start
 from rnnlib.training import DistributedConfig
 from rnnlib.training.distributed import DistributedError, launch_arguments
 
@@ -13,20 +14,20 @@ from rnnlib.training.distributed import DistributedError, launch_arguments
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
     """A machine with NVIDIA's driver."""
-    monkeypatch.setattr(early_devices, "_DRIVER", tmp_path)
+    monkeypatch.setattr(start, "_DRIVER", tmp_path)
 
 
 def test_one_process_with_a_gpu_opens_it(driver):
-    assert early_devices.should_open(["--preset", "340m"], {})
-    assert early_devices.should_open([], {"JAX_PLATFORMS": "cuda,cpu"})
-    assert not early_devices.should_open([], {"JAX_PLATFORMS": "cpu"})
-    assert not early_devices.should_open(["--help"], {})
-    assert not early_devices.should_open(["--distributed.coordinator", "a:1"], {})
+    assert start.should_open(["--preset", "340m"], {})
+    assert start.should_open([], {"JAX_PLATFORMS": "cuda,cpu"})
+    assert not start.should_open([], {"JAX_PLATFORMS": "cpu"})
+    assert not start.should_open(["--help"], {})
+    assert not start.should_open(["--distributed.coordinator", "a:1"], {})
 
 
 def test_without_the_driver_nothing_is_opened(tmp_path, monkeypatch):
-    monkeypatch.setattr(early_devices, "_DRIVER", tmp_path / "none")
-    assert not early_devices.should_open([], {})
+    monkeypatch.setattr(start, "_DRIVER", tmp_path / "none")
+    assert not start.should_open([], {})
 
 
 @pytest.mark.parametrize(
@@ -43,16 +44,24 @@ def test_without_the_driver_nothing_is_opened(tmp_path, monkeypatch):
 def test_processes_that_meet_first_open_nothing(driver, environment):
     with contextlib.suppress(DistributedError):  # what says too little asks for several, too
         assert launch_arguments(DistributedConfig(), environment) is not None
-    assert not early_devices.should_open([], environment)
+    assert not start.should_open([], environment)
 
 
 def test_the_thread_opens_the_devices(driver, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     asked = []
     monkeypatch.setattr(jax, "devices", lambda: asked.append(True))
-    opening = early_devices.open_early([])
+    opening = start.open_early([])
     assert opening is not None
     opening.join()
     assert asked and opening.seconds > 0
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert early_devices.open_early([]) is None
+    assert start.open_early([]) is None
+
+
+def test_garbage_is_collected_as_before_afterwards():
+    before = gc.get_threshold()
+    with pytest.raises(KeyError), start.rare_collections():
+        assert gc.get_threshold()[0] > before[0]
+        raise KeyError
+    assert gc.get_threshold() == before
