@@ -73,7 +73,7 @@ def rare_collections() -> Iterator[None]:
     hold a device's arrays.
     """
     before = gc.get_threshold()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(*map(max, before, (50_000, 20, 20)))
     try:
         yield
     finally:
