@@ -90,6 +90,9 @@ def value_key_config(config: DeltaRuleConfig, key_size: int, shared_memory: int 
         shared_memory: bytes of it that one program can have.
     """
     config = dataclasses.replace(config, gradients=KernelConfig(num_warps=4, num_stages=1, block=32, inner=64))
+    if key_size <= 64 and shared_memory >= _HOPPER:  # H200: 0.94 of the forward's time, 0.99 of both's
+        loop = KernelConfig(num_warps=4, num_stages=3)
+        config = dataclasses.replace(config, output=loop, states=loop, reverse=loop)
     if key_size > 64 or shared_memory < _HOPPER:
         config = dataclasses.replace(config, prepare=dataclasses.replace(config.prepare, inner=32))
     if key_size > 64 and shared_memory < AMPLE_MEMORY:
