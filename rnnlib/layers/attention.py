@@ -33,7 +33,7 @@ from rnnlib.ops.causal_attention import (
     attention_of_layer,
     masked_attention,
     token_attention,
-    token_attention_serves,
+    token_attention_supports,
 )
 from rnnlib.ops.forgetting_attention import decayed_attention
 
@@ -123,7 +123,7 @@ class AttentionConfig(MixerConfig):
             raise ValueError(f"AttentionConfig: {name} is {turned}, expected an even one{limit} for rotary positions")
         # Unlike in recurrent mixers, query heads share key heads: `value_heads` of the shape are the query heads.
         shape = MixerShape(width, key_heads, num_heads, head_dim, head_dim, dtype, param_dtype, self.initializer)
-        return Attention(self, shape.own_share(), rngs=rngs)
+        return Attention(self, shape.own_shard(), rngs=rngs)
 
 
 class Attention(MixerWithOutput):
@@ -158,8 +158,8 @@ class Attention(MixerWithOutput):
             self._convolution(name, count * size, rngs) for name, count in heads.items()
         )
         self.rotary = None if config.rope_base is None else Rotary(config.rope_base, config.rope_channels)
-        self.query_norm = self._norm(shape.value_heads, shape.shares)
-        self.key_norm = self._norm(shape.key_heads, shape.shares_of_keys)
+        self.query_norm = self._norm(shape.value_heads, shape.tp_size)
+        self.key_norm = self._norm(shape.key_heads, shape.tp_size_of_keys)
 
     def _convolution(self, name: str, channels: int, rngs: nnx.Rngs) -> ShortConvolution | None:
         """The convolution of queries, keys or values."""
@@ -195,8 +195,8 @@ class Attention(MixerWithOutput):
         named = {"query": self.query_convolution, "key": self.key_convolution, "value": self.value_convolution}
         return {name: one for name, one in named.items() if one is not None}
 
-    def _norm(self, heads: int, shares: int) -> RMSNorm | None:
-        """The norm of queries or keys with `heads` heads on this device, out of `shares` devices."""
+    def _norm(self, heads: int, tp_size: int) -> RMSNorm | None:
+        """The norm of queries or keys with `heads` heads on this device, out of `tp_size` devices."""
         config, shape = self.config, self.shape
         if not config.qk_norm:
             return None
@@ -205,7 +205,7 @@ class Attention(MixerWithOutput):
             eps=config.eps,
             groups=heads if config.qk_norm == "each" else 1,
             zero_centred=config.zero_centred,
-            shares=shares if config.qk_norm == "all" else 1,
+            tp_size=tp_size if config.qk_norm == "all" else 1,
             dtype=shape.dtype,
             param_dtype=shape.param_dtype,
         )
@@ -249,7 +249,7 @@ class Attention(MixerWithOutput):
         if positions is None:
             positions = running_positions(None if cache is None else cache.position, batch, length)
         angle, ring = None, None if cache is None else Ring(cache.key, cache.value, cache.segment)
-        if ring is not None and (log_decay is not None or not token_attention_serves(query, key, value, ring)):
+        if ring is not None and (log_decay is not None or not token_attention_supports(query, key, value, ring)):
             ring = None  # it is for the kernel alone
         if self.rotary is not None and ring is not None and self.rotary.channels in (None, self.shape.key_size):
             angle = self.rotary.angle(query, positions)  # the kernel turns queries and keys

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from rnnlib.fields import PositiveInteger, check_fields, check_value, in_words, matches
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.linear import LowRank
-from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
+from rnnlib.layers.tensor import current_tp_size, row_parallel_linear, shard_size
 from rnnlib.ops.context_parallel import expect_whole_rows
 from rnnlib.ops.skinny_gemm import linear_product
 
@@ -210,7 +210,8 @@ class MixerShape:
         shared_heads: number of projected key and value heads, each used by several consecutive heads; None is one
             projected head for each head.
         decay_size: channels of a decay per channel; None is K.
-        shares: number of devices that the heads are divided over. The heads above are those of one device.
+        tp_size: number of devices that the heads are sharded over (tensor parallel). The heads above are those of
+            one device.
         one_key_head: whether the layer has a single key head, which is whole on each of these devices.
     """
 
@@ -226,7 +227,7 @@ class MixerShape:
     projected_key_size: PositiveInteger | None = None
     shared_heads: PositiveInteger | None = None
     decay_size: PositiveInteger | None = None
-    shares: PositiveInteger = 1
+    tp_size: PositiveInteger = 1
     one_key_head: bool = False
 
     def __post_init__(self) -> None:
@@ -242,8 +243,8 @@ class MixerShape:
                 f"and a solve axis that takes one key a token and head, not {self.mimo_rank}"
             )
 
-    def own_share(self) -> "MixerShape":
-        """The sizes of a device's share, within `tensor_shares`: its part of the heads.
+    def own_shard(self) -> "MixerShape":
+        """The sizes of a device's shard, within `tensor_shards`: its part of the heads.
 
         A single key head is whole on each device. Several key heads are divided, so that each device has the key heads
         of its value heads.
@@ -251,26 +252,26 @@ class MixerShape:
         Raises:
             ValueError: the heads do not divide evenly over the devices.
         """
-        shares = current_shares()
-        if shares == 1:
+        tp_size = current_tp_size()
+        if tp_size == 1:
             return self
 
         def own(heads: int, what: str) -> int:
-            return 1 if heads == 1 else share_of(heads, f"the {what} heads of a mixer (--model.num-heads)")
+            return 1 if heads == 1 else shard_size(heads, f"the {what} heads of a mixer (--model.num-heads)")
 
         return dataclasses.replace(
             self,
-            value_heads=share_of(self.value_heads, "the value heads of a mixer (--model.num-heads)"),
+            value_heads=shard_size(self.value_heads, "the value heads of a mixer (--model.num-heads)"),
             key_heads=own(self.key_heads, "key"),
             shared_heads=None if self.shared_heads is None else own(self.shared_heads, "shared key"),
-            shares=shares,
+            tp_size=tp_size,
             one_key_head=self.key_heads == 1,
         )
 
     @property
-    def shares_of_keys(self) -> int:
+    def tp_size_of_keys(self) -> int:
         """The number of devices that the key heads are divided over: 1 if there is a single key head."""
-        return 1 if self.one_key_head else self.shares
+        return 1 if self.one_key_head else self.tp_size
 
     @property
     def decay_channels(self) -> int:
@@ -290,9 +291,11 @@ class MixerShape:
     def output(
         self, features_in: int, *, rngs: nnx.Rngs, use_bias: bool = False, features: int | None = None
     ) -> nnx.Linear:
-        """A linear map from all heads' channels to the width or `features`: a sum over the devices that share them."""
+        """A linear map from all heads' channels to the width or `features`: a sum over the devices that hold them."""
         features = self.width if features is None else features
-        return self.linear(features_in, features, rngs=rngs, use_bias=use_bias, module=linear_of_shares(self.shares))
+        return self.linear(
+            features_in, features, rngs=rngs, use_bias=use_bias, module=row_parallel_linear(self.tp_size)
+        )
 
     def linear(
         self,

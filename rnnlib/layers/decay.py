@@ -15,9 +15,9 @@ from rnnlib.layers.array_types import KeyHeads
 from rnnlib.layers.base import MixerShape, Rank
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.part import AxisConfig
-from rnnlib.layers.tensor import first_of_share
+from rnnlib.layers.tensor import first_of_shard
 from rnnlib.ops.skinny_gemm import Epilogue, LogDecay
-from rnnlib.ops.softplus_decay import softplus_decay, softplus_decay_serves
+from rnnlib.ops.softplus_decay import softplus_decay, softplus_decay_supports
 
 NegativeNumber = Annotated[float, Range(below=0)]
 
@@ -95,7 +95,7 @@ class FixedDecayGate(DecayGate):
     """The same decay at every token."""
 
     def __init__(self, config: FixedDecay, shape: MixerShape):
-        heads = range(shape.value_heads * shape.shares)
+        heads = range(shape.value_heads * shape.tp_size)
         self.log_decay = tuple(math.log1p(-(2.0 ** -(config.first_exponent + head))) for head in heads)
         self.shape = shape
         self.dtype = shape.gate_dtype
@@ -103,8 +103,8 @@ class FixedDecayGate(DecayGate):
     def __call__(self, inputs: ProjectedInput) -> Decay:
         """The constants, `[B, T, HV]`."""
         constants, own = jnp.asarray(self.log_decay, self.dtype), self.shape.value_heads
-        if self.shape.shares > 1:
-            constants = jax.lax.dynamic_slice(constants, (first_of_share(own, self.shape.shares),), (own,))
+        if self.shape.tp_size > 1:
+            constants = jax.lax.dynamic_slice(constants, (first_of_shard(own, self.shape.tp_size),), (own,))
         return Decay(log_decay=jnp.broadcast_to(constants, (*inputs.x.shape[:2], own)))
 
 
@@ -283,7 +283,7 @@ class SoftplusDecayGate(StateSpaceDecayGate):
         if self.channelwise and rate.ndim == 2:
             of_channels, bias = jnp.repeat(rate[:, 0], self.shape.key_size), self.dt_bias[...]
             projected = self.projected(inputs)
-            if softplus_decay_serves(projected, of_channels, bias):
+            if softplus_decay_supports(projected, of_channels, bias):
                 return softplus_decay(projected, of_channels, bias).reshape(logits.shape), step
         rate = self._summed_by_channel(rate, inputs)
         # The backward pass keeps the log decay, which the operator keeps as well, and neither step nor logits.

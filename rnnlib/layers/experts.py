@@ -17,7 +17,7 @@ from rnnlib.fields import NaturalNumber, PositiveInteger, PositiveNumber, Range
 from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
 from rnnlib.layers.feed_forward import MLP, FeedForwardConfig, SwiGLU, own_or_model_width
 from rnnlib.layers.part import PartConfig
-from rnnlib.layers.tensor import current_shares, share_of, sum_over_shares
+from rnnlib.layers.tensor import current_tp_size, shard_size, sum_over_shards
 from rnnlib.ops.sharding import dot_general_over_mesh
 
 Coefficient = Annotated[float | int, Range(at_least=0)]
@@ -238,8 +238,8 @@ class ExpertMixture(nnx.Module):
         """Builds router and experts of `hidden_width`; other arguments as `FeedForwardConfig.build`."""
         self.config = config
         self.dtype = dtype
-        self.shares = current_shares()
-        hidden_width = share_of(hidden_width, "the width of an expert (Experts.width)")
+        self.tp_size = current_tp_size()
+        hidden_width = shard_size(hidden_width, "the width of an expert (Experts.width)")
         init = nnx.initializers.normal(initializer_std)
         inner = config.latent_size or width
         wide, narrow = (config.num_experts, inner, hidden_width), (config.num_experts, hidden_width, inner)
@@ -273,7 +273,7 @@ class ExpertMixture(nnx.Module):
         seen = x if self.latent_in is None else self.latent_in(x)
         activation = ACTIVATIONS[self.config.activation]
         out = ops.expert_mixture(seen, choices, weights, gate, self.up[...], self.down[...], activation=activation)
-        out = sum_over_shares(out, self.shares)
+        out = sum_over_shards(out, self.tp_size)
         if self.latent_out is not None:
             out = self.latent_out(out)
         if self.has_losses and hasattr(self, "__captures__"):  # Read by `nnx.capture`.

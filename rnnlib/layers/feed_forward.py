@@ -12,7 +12,7 @@ from rnnlib.fields import PositiveInteger, PositiveNumber
 from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
 from rnnlib.layers.linear import gated_product
 from rnnlib.layers.part import PartConfig
-from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
+from rnnlib.layers.tensor import current_tp_size, row_parallel_linear, shard_size
 from rnnlib.ops.skinny_gemm import linear_product
 
 
@@ -47,7 +47,7 @@ class SwiGLU(nnx.Module):
             activation: of the gate.
             rngs: source of the initial weights.
         """
-        hidden_width = share_of(hidden_width, "the width of a feed-forward (--model.mlp-width)")
+        hidden_width = shard_size(hidden_width, "the width of a feed-forward (--model.mlp-width)")
         options: dict[str, Any] = dict(
             use_bias=use_bias,
             kernel_init=nnx.initializers.normal(initializer_std),
@@ -59,7 +59,7 @@ class SwiGLU(nnx.Module):
         self.gate_scale, self.output_scale, self.activation = gate_scale, output_scale, activation
         self.gate = nnx.Linear(width, hidden_width, **options)
         self.up = nnx.Linear(width, hidden_width, **options)
-        self.down = linear_of_shares(current_shares())(hidden_width, width, **options)
+        self.down = row_parallel_linear(current_tp_size())(hidden_width, width, **options)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the block to `[B, T, D]` activations."""
@@ -99,7 +99,7 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """Builds the two maps; `activation` is what stands between them, other arguments are as `SwiGLU`'s."""
-        hidden_width = share_of(hidden_width, "the width of a feed-forward (--model.mlp-width)")
+        hidden_width = shard_size(hidden_width, "the width of a feed-forward (--model.mlp-width)")
         options: dict[str, Any] = dict(
             use_bias=use_bias,
             kernel_init=nnx.initializers.normal(initializer_std),
@@ -110,7 +110,7 @@ class MLP(nnx.Module):
         )
         self.activation = activation
         self.up = nnx.Linear(width, hidden_width, **options)
-        self.down = linear_of_shares(current_shares())(hidden_width, width, **options)
+        self.down = row_parallel_linear(current_tp_size())(hidden_width, width, **options)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the block to `[B, T, D]` activations."""

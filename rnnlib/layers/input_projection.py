@@ -20,7 +20,7 @@ from rnnlib.ops.skinny_gemm import (
     KernelColumns,
     linear_product,
     row_product,
-    skinny_kernel_serves,
+    skinny_kernel_supports,
     skinny_matmuls,
 )
 
@@ -127,7 +127,7 @@ class InputProjection(nnx.Module):
         self.shared = tuple(f"{name}.down" if isinstance(maps[name], LowRank) else name for name in shared)
         self.kernel: nnx.Param | None = nnx.data(None)
         self.dot_general: Any = linear_product
-        if shape.shares == 1:  # a device's part of a shared kernel would be no set of heads
+        if shape.tp_size == 1:  # a device's part of a shared kernel would be no set of heads
             self.fuse()
 
     def fuse(self) -> None:
@@ -163,7 +163,7 @@ class InputProjection(nnx.Module):
             x: the input.
             epilogues: of columns by name, as the parts' `ColumnReader.epilogues`.
         """
-        if x.size and skinny_kernel_serves(x, ()):
+        if x.size and skinny_kernel_supports(x, ()):
             return self._few_rows(x, {} if epilogues is None else epilogues)
         kernel, places = self._shared_kernel(x)
         if kernel is None:
@@ -342,7 +342,7 @@ def _launch(
         is_left = len(some) == 1 and (own[0] is None or x is not None)
         if is_left and not isinstance(some[0].kernel, KernelColumns):
             continue
-        if not all(skinny_kernel_serves(one.x, (one.kernel,)) for one in some):
+        if not all(skinny_kernel_supports(one.x, (one.kernel,)) for one in some):
             continue
         given = [one.x for one in some] if x is None else x
         results = skinny_matmuls(given, [one.kernel for one in some], epilogues=own)

@@ -121,7 +121,7 @@ class LatentAttentionConfig(MixerConfig):
                 f"LatentAttentionConfig: shared_key_dim is {shared}, expected an even one for rotary positions"
             )
         shape = MixerShape(width, heads, heads, own + shared, value, dtype, param_dtype, self.initializer)
-        return LatentAttention(sized, shape.own_share(), rngs=rngs)
+        return LatentAttention(sized, shape.own_shard(), rngs=rngs)
 
 
 class LatentQuery(nnx.Module):

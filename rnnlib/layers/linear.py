@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from rnnlib.ops.arguments import is_symbolic
 from rnnlib.ops.float8 import float8_product
 from rnnlib.ops.sharding import is_split
-from rnnlib.ops.skinny_gemm import linear_product, skinny_kernel_serves, skinny_matmuls
+from rnnlib.ops.skinny_gemm import linear_product, skinny_kernel_supports, skinny_matmuls
 
 
 class LowRank(nnx.Module):
@@ -58,7 +58,7 @@ def is_plain(f: Any) -> bool:
     return type(f) is nnx.Linear and f.bias is None
 
 
-def joined_products(x: Float[Array, "*batch D"], maps: Sequence[nnx.Linear]) -> Sequence[Float[Array, "*batch F"]]:
+def fused_matmuls(x: Float[Array, "*batch D"], maps: Sequence[nnx.Linear]) -> Sequence[Float[Array, "*batch F"]]:
     """`[f(x) for f in maps]`, as one product with the concatenated kernels if there are many rows.
 
     The gradient of `x` is then one product too, in place of a sum of rounded products, and the gradients of the maps'
@@ -85,9 +85,9 @@ def gated_product(x: Float[Array, "*batch D"], gate: nnx.Linear, up: nnx.Linear)
     """`silu(gate(x)) * up(x)`, by one kernel for few rows if the kernel supports the call."""
     if is_plain(gate) and is_plain(up) and gate.dtype == up.dtype and gate.out_features == up.out_features:
         rows, *kernels = gate.promote_dtype((x, gate.kernel[...], up.kernel[...]), dtype=gate.dtype)
-        if skinny_kernel_serves(rows, kernels):
+        if skinny_kernel_supports(rows, kernels):
             return skinny_matmuls(rows, kernels, is_gated=True)[0]
-    opened, raised = joined_products(x, (gate, up))
+    opened, raised = fused_matmuls(x, (gate, up))
     return nnx.silu(opened) * raised
 
 

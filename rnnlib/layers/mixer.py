@@ -213,16 +213,16 @@ class RecurrentMixerConfig(MixerConfig):
     ) -> "RecurrentMixer":
         """Builds the module; arguments as `MixerConfig.build`."""
         shape = self.shape(width, num_heads, dtype=dtype, param_dtype=param_dtype)
-        self._check_shares(shape.own_share().shares)
-        return RecurrentMixer(self, shape.own_share(), rngs=rngs)
+        self._check_tp_size(shape.own_shard().tp_size)
+        return RecurrentMixer(self, shape.own_shard(), rngs=rngs)
 
-    def _check_shares(self, shares: int) -> None:
+    def _check_tp_size(self, tp_size: int) -> None:
         """Raises ValueError if heads are to be divided over devices and a part may mix heads."""
-        for field in dataclasses.fields(self) if shares > 1 else ():
+        for field in dataclasses.fields(self) if tp_size > 1 else ():
             part = getattr(self, field.name)
             if isinstance(part, PartConfig) and not (part.heads_apart or type(part).__module__.startswith("rnnlib.")):
                 raise ValueError(
-                    f"mesh.tensor={shares}: {field.name} is {type(part).__name__}, a part of your own; expected "
+                    f"mesh.tensor={tp_size}: {field.name} is {type(part).__name__}, a part of your own; expected "
                     "heads_apart = True in its class, if its module mixes no heads and reads out by MixerShape.output"
                 )
 

@@ -9,8 +9,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from rnnlib.layers.tensor import sum_over_shares
-from rnnlib.ops.rms_norm import norm_kernel_serves, rms_norm
+from rnnlib.layers.tensor import sum_over_shards
+from rnnlib.ops.rms_norm import norm_kernel_supports, rms_norm
 
 
 def l2_normalize(x: Float[Array, "*axes K"], eps: float = 1e-6) -> Float[Array, "*axes K"]:
@@ -59,7 +59,7 @@ def norm_and_stream(
         x: the residual stream.
     """
     found = scale_and_eps(norm)
-    if found is None or not norm_kernel_serves(x, found[0], between_kernels=x.shape[-2] == 1):
+    if found is None or not norm_kernel_supports(x, found[0], between_kernels=x.shape[-2] == 1):
         return norm(x), x  # type: ignore[operator]
     options: dict[str, Any] = {"dtype": norm.dtype, "keeps": True, "implementation": "triton"}  # type: ignore[attr-defined]
     y, kept = rms_norm(x, found[0], eps=found[1], **options)
@@ -69,7 +69,7 @@ def norm_and_stream(
 
 def scale_and_eps(norm: nnx.Module) -> tuple[Array, float] | None:
     """The factor and the eps of an RMS norm over the last axis; None for any other module."""
-    if type(norm) is RMSNorm and norm.groups == norm.shares == 1 and norm.scale is not None:
+    if type(norm) is RMSNorm and norm.groups == norm.tp_size == 1 and norm.scale is not None:
         scale = norm.scale[...]
         return (1 + scale if norm.zero_centred else scale), norm.eps
     if type(norm) is nnx.RMSNorm and norm.scale is not None and norm.feature_axes == -1 and norm.reduction_axes == -1:
@@ -83,7 +83,7 @@ class RMSNorm(nnx.Module):
     Zhang and Sennrich, 2019 (arXiv 1910.07467). `scale` `[F]` starts at 1. With `zero_centred` the factor is
     `1 + scale`, and `scale` starts at 0 (Gemma, Qwen3-Next): bfloat16 then represents small differences from 1. With
     `groups`, the axis is divided into that many equal parts, each with its own mean (Mamba-2); `scale` stays `[F]`.
-    Without `use_scale` there is no scale. With `shares`, the axis is divided over that many devices
+    Without `use_scale` there is no scale. With `tp_size`, the axis is divided over that many devices
     (`rnnlib.layers.tensor`).
 
     Raises:
@@ -98,7 +98,7 @@ class RMSNorm(nnx.Module):
         groups: int = 1,
         use_scale: bool = True,
         zero_centred: bool = False,
-        shares: int = 1,
+        tp_size: int = 1,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
     ):
@@ -112,14 +112,14 @@ class RMSNorm(nnx.Module):
         self.groups = groups
         self.dtype = dtype
         self.zero_centred = zero_centred
-        self.shares = shares
+        self.tp_size = tp_size
         self.scale = nnx.Param(jnp.full((features,), 0 if zero_centred else 1, param_dtype)) if use_scale else None
 
     def __call__(self, x: Float[Array, "*axes F"]) -> Float[Array, "*axes F"]:
         """Normalises the last axis; the result has the module's `dtype`."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         parts = wide if self.groups == 1 else wide.reshape(*wide.shape[:-1], self.groups, -1)
-        mean = sum_over_shares(jnp.mean(jnp.square(parts), axis=-1, keepdims=True), self.shares) / self.shares
+        mean = sum_over_shards(jnp.mean(jnp.square(parts), axis=-1, keepdims=True), self.tp_size) / self.tp_size
         normalised = parts * jax.lax.rsqrt(mean + self.eps)
         normalised = normalised.reshape(wide.shape)
         if self.scale is None:

@@ -15,7 +15,7 @@ from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.part import PartConfig
-from rnnlib.ops.rms_norm import norm_kernel_serves, rms_norm
+from rnnlib.ops.rms_norm import norm_kernel_supports, rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class OutputProjection(nnx.Module, ColumnReader):
             self.read_columns(output_gate=gate)
         normalised = shape.value_size if config.norm == "head" else features
         # Over heads of several devices: of all, or of a group that is all.
-        over_all = config.norm == "all" or (config.norm == "group" and shape.shares_of_keys == 1)
+        over_all = config.norm == "all" or (config.norm == "group" and shape.tp_size_of_keys == 1)
         self.norm = (
             None
             if config.norm == "none"
@@ -78,7 +78,7 @@ class OutputProjection(nnx.Module, ColumnReader):
                 eps=config.eps,
                 groups=shape.key_heads if config.norm == "group" else 1,
                 use_scale=config.norm_scale,
-                shares=shape.shares if over_all else 1,
+                tp_size=shape.tp_size if over_all else 1,
                 dtype=shape.gate_dtype,
                 param_dtype=shape.param_dtype,
             )
@@ -104,7 +104,7 @@ class OutputProjection(nnx.Module, ColumnReader):
         scale = self._scale_of_heads()
         if scale is not None:
             z, bias = self._gate_of_heads(inputs, out, scale)
-            if norm_kernel_serves(out, scale, z, bias, between_kernels=out.shape[1] == 1):
+            if norm_kernel_supports(out, scale, z, bias, between_kernels=out.shape[1] == 1):
                 activation: Literal["silu", "sigmoid"] = "sigmoid" if self.config.gate == "sigmoid" else "silu"
                 options: dict[str, Any] = {"eps": self.config.eps, "dtype": self.shape.dtype}
                 y = rms_norm(out, scale, z=z, z_bias=bias, activation=activation, implementation="triton", **options)[0]
@@ -145,7 +145,7 @@ class OutputProjection(nnx.Module, ColumnReader):
         if bias is None:
             return z, None
         bias = bias.reshape(out.shape[2:])
-        if norm_kernel_serves(out, scale, z, bias, between_kernels=out.shape[1] == 1):
+        if norm_kernel_supports(out, scale, z, bias, between_kernels=out.shape[1] == 1):
             return z, bias
         return z + bias.astype(z.dtype), None
 

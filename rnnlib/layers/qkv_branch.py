@@ -13,9 +13,9 @@ from rnnlib.layers.convolution import ConvolutionConfig, ShortConvolution
 from rnnlib.layers.feature_maps import ACTIVATIONS, FeatureMap, FeatureMapConfig, HeadMap
 from rnnlib.layers.input_projection import ColumnReader, ProjectedInput
 from rnnlib.layers.normalization import RMSNorm, l1_normalize, l2_normalize, sum_normalize
-from rnnlib.ops.short_convolution.fused import FusedBranch, fused_convolutions, fused_convolutions_serve
+from rnnlib.ops.short_convolution.fused import FusedBranch, fused_convolutions, fused_convolutions_support
 from rnnlib.ops.short_convolution.inputs import Epilogue
-from rnnlib.ops.short_convolution.one_token import Call, one_launch_serves, one_token_convolutions
+from rnnlib.ops.short_convolution.one_token import Call, one_launch_supports, one_token_convolutions
 
 BranchNorm = Literal["none", "l2", "rms", "l1", "sum"]
 
@@ -144,7 +144,7 @@ def run_branches(
     results: Sequence[tuple[Array, Array | None]] | None = None
     if inputs.x.shape[1] == 1 and all(stream.convolution is not None for stream in streams):
         calls = [stream._call(inputs, tail, one) for stream, tail, one in zip(streams, tails, chosen)]
-        results = one_token_convolutions(calls) if one_launch_serves(calls) else None
+        results = one_token_convolutions(calls) if one_launch_supports(calls) else None
     if results is None and inputs.fused is not None:
         results, inputs = _in_place(streams, inputs, segment_ids, tails, chosen)
     if results is not None:
@@ -177,7 +177,7 @@ def _in_place(
         return None, inputs
     joined = {s.name: s._fused(tail, one) for s, tail, one in zip(streams, tails, chosen)}
     in_order = [joined[name] for name in order]
-    if not fused_convolutions_serve(inputs.fused, in_order):
+    if not fused_convolutions_support(inputs.fused, in_order):
         return None, inputs
     results, rest = fused_convolutions(inputs.fused, in_order, segment_ids=segment_ids)
     by_name = dict(zip(order, results))

@@ -7,9 +7,9 @@ from jaxtyping import Array, Float
 
 from rnnlib.layers.linear import is_plain
 from rnnlib.layers.normalization import norm_and_stream, scale_and_eps
-from rnnlib.ops.rms_norm import norm_kernel_serves, rms_norm_of_sum
+from rnnlib.ops.rms_norm import norm_kernel_supports, rms_norm_of_sum
 from rnnlib.ops.sharding import is_split
-from rnnlib.ops.skinny_gemm import residual_product, skinny_kernel_serves, split_k_partials, sum_of_partials
+from rnnlib.ops.skinny_gemm import residual_product, skinny_kernel_supports, split_k_partials, sum_of_partials
 
 
 def residual_add(
@@ -44,7 +44,7 @@ def residual_add(
         found = None if norm is None else scale_and_eps(norm)
         if partials is None:
             total = residual_product(features, kernel, stream)
-        elif found is not None and norm_kernel_serves(stream, found[0], between_kernels=True):
+        elif found is not None and norm_kernel_supports(stream, found[0], between_kernels=True):
             options: dict[str, Any] = {"eps": found[1], "dtype": norm.dtype}  # type: ignore[union-attr]
             normed, total = rms_norm_of_sum(partials, stream, found[0], **options)
             return total, normed
@@ -63,4 +63,4 @@ def _kernel_for_few_rows(stream: Array, features: Array, output: Any) -> Array |
     if output.dtype != features.dtype or stream.shape != (*features.shape[:-1], output.out_features):
         return None
     kernel = output.kernel[...].astype(features.dtype)
-    return kernel if skinny_kernel_serves(features, (kernel,)) else None
+    return kernel if skinny_kernel_supports(features, (kernel,)) else None

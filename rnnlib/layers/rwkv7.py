@@ -26,7 +26,7 @@ from rnnlib.layers.base import (
 from rnnlib.layers.feature_maps import ACTIVATIONS, Activation
 from rnnlib.layers.initializers import Initializer
 from rnnlib.layers.normalization import l2_normalize
-from rnnlib.layers.tensor import current_shares, linear_of_shares, share_of
+from rnnlib.layers.tensor import current_tp_size, row_parallel_linear, shard_size
 
 # The log decay is this times a sigmoid.
 _LEAST_LOG_DECAY = -math.exp(-0.5)
@@ -118,7 +118,7 @@ class RWKV7Config(MixerConfig):
         heads = num_heads if self.num_heads is None else self.num_heads
         size = exact_quotient(width, heads, "key channels") if self.head_dim is None else self.head_dim
         shape = MixerShape(width, heads, heads, size, size, dtype, param_dtype, self.initializer)
-        return RWKV7(self, shape.own_share(), rngs=rngs)
+        return RWKV7(self, shape.own_shard(), rngs=rngs)
 
 
 class LowRankMap(nnx.Module):
@@ -364,10 +364,10 @@ class ChannelMix(nnx.Module):
     def __init__(self, config: ChannelMixConfig, shape: MixerShape, *, rngs: nnx.Rngs):
         self.config = config
         self.shape = shape
-        hidden = share_of(shape.key_size, "the width of RWKV's channel mixing (ChannelMixConfig.hidden_width)")
+        hidden = shard_size(shape.key_size, "the width of RWKV's channel mixing (ChannelMixConfig.hidden_width)")
         self.mixture = nnx.Param(jnp.full((shape.width,), 0.5, shape.param_dtype))
         self.up = shape.linear(shape.width, hidden, rngs=rngs)
-        self.down = shape.linear(hidden, shape.width, rngs=rngs, module=linear_of_shares(current_shares()))
+        self.down = shape.linear(hidden, shape.width, rngs=rngs, module=row_parallel_linear(current_tp_size()))
 
     def __call__(
         self,

@@ -20,7 +20,7 @@ from rnnlib.layers.mixer import MixerCache, RecurrentMixer, RecurrentMixerConfig
 from rnnlib.layers.normalization import RMSNorm
 from rnnlib.layers.part import PartConfig
 from rnnlib.layers.rotary import RotaryBase
-from rnnlib.layers.tensor import share_of
+from rnnlib.layers.tensor import shard_size
 
 # What layers behind the embedding are given of it, by this name (`Carried`).
 EMBEDDING = "embedding"
@@ -197,7 +197,7 @@ class TransformerAdapters(nnx.Module):
         self.query, self.key, self.value = (
             adapter(heads) for heads in (wide.value_heads, wide.key_heads, wide.key_heads)
         )
-        hidden = share_of(config.hidden_width or 4 * shape.width, "the width of a shared transformer's feed-forward")
+        hidden = shard_size(config.hidden_width or 4 * shape.width, "the width of a shared transformer's feed-forward")
         assert rank is not None
         self.down = shape.linear(shape.width, rank, rngs=rngs)
         self.gate = shape.linear(rank, hidden, rngs=rngs)

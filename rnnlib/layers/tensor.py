@@ -1,6 +1,6 @@
-"""Layers shared out over devices: each has some of the heads, channels or rows of a table, and sums go over all.
+"""Tensor parallelism: each device has some of the heads, channels or rows of a table, and sums go over all devices.
 
-A layer that is built within `tensor_shares(n)` is one of n equal shares. Its parameters have the whole layer's names.
+A layer that is built within `tensor_shards(n)` is one of n equal shards. Its parameters have the whole layer's names.
 Some of them are split into n parts along one axis, and the i-th device has the i-th part. Inputs and outputs are whole.
 
 All devices compute the same loss. Within `jax.shard_map(check_vma=False)` each device differentiates its own copy, and
@@ -17,27 +17,27 @@ from flax import nnx
 from jax import Array, lax
 
 TENSOR = "tensor"
-"""The mesh axis over which layers are shared out."""
+"""The mesh axis over which layers are sharded."""
 
-_SHARES: contextvars.ContextVar[int] = contextvars.ContextVar("tensor_shares", default=1)
+_TP_SIZE: contextvars.ContextVar[int] = contextvars.ContextVar("tensor_shards", default=1)
 
 
 @contextlib.contextmanager
-def tensor_shares(count: int) -> Iterator[None]:
-    """Layers that are built within are one of `count` shares, for use within `shard_map` over the axis "tensor"."""
-    token = _SHARES.set(count)
+def tensor_shards(count: int) -> Iterator[None]:
+    """Layers that are built within are one of `count` shards, for use within `shard_map` over the axis "tensor"."""
+    token = _TP_SIZE.set(count)
     try:
         yield
     finally:
-        _SHARES.reset(token)
+        _TP_SIZE.reset(token)
 
 
-def current_shares() -> int:
-    """How many devices share a layer that is built now; 1 outside of `tensor_shares`."""
-    return _SHARES.get()
+def current_tp_size() -> int:
+    """The number of devices that a layer is sharded over if it is built now; 1 outside of `tensor_shards`."""
+    return _TP_SIZE.get()
 
 
-def share_of(size: int, what: str) -> int:
+def shard_size(size: int, what: str) -> int:
     """A device's part of `size`.
 
     Args:
@@ -47,24 +47,24 @@ def share_of(size: int, what: str) -> int:
     Raises:
         ValueError: the size does not divide evenly.
     """
-    count = current_shares()
+    count = current_tp_size()
     if size % count:
         raise ValueError(f"mesh.tensor={count}: does not divide {what}, {size}; expected a divisor of it")
     return size // count
 
 
-def sum_over_shares(x: Array, shares: int) -> Array:
-    """The sum of all shares' `x`, on each device."""
-    return x if shares == 1 else lax.psum(x, TENSOR)
+def sum_over_shards(x: Array, tp_size: int) -> Array:
+    """The sum of all shards' `x`, on each device."""
+    return x if tp_size == 1 else lax.psum(x, TENSOR)
 
 
-def first_of_share(size: int, shares: int) -> Array | int:
+def first_of_shard(size: int, tp_size: int) -> Array | int:
     """The number of the first of this device's `size` heads, channels or rows."""
-    return 0 if shares == 1 else lax.axis_index(TENSOR) * size
+    return 0 if tp_size == 1 else lax.axis_index(TENSOR) * size
 
 
-class SummedLinear(nnx.Linear):
-    """A linear map whose inputs are shared out over devices: each multiplies its own, and the products are summed."""
+class RowParallelLinear(nnx.Linear):
+    """A linear map whose input channels are sharded: each device multiplies its own, and the products are summed."""
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Maps this device's `[..., F / n]` to the whole `[..., D]`."""
@@ -75,22 +75,22 @@ class SummedLinear(nnx.Linear):
         return y if bias is None else y + bias
 
 
-def linear_of_shares(shares: int) -> type[nnx.Linear]:
-    """The class of a linear map whose input channels `shares` devices share out: it sums over them."""
-    return nnx.Linear if shares == 1 else SummedLinear
+def row_parallel_linear(tp_size: int) -> type[nnx.Linear]:
+    """The class of a linear map whose input channels are sharded over `tp_size` devices."""
+    return nnx.Linear if tp_size == 1 else RowParallelLinear
 
 
-def shared_axis(whole: tuple[int, ...], share: tuple[int, ...], count: int) -> int | None:
-    """The axis along which one of `count` devices has a share of an array, by their shapes; None where it has all.
+def sharded_axis(whole: tuple[int, ...], shard: tuple[int, ...], count: int) -> int | None:
+    """The axis along which an array is sharded over `count` devices, by the shapes; None if it is replicated.
 
     Raises:
         ValueError: They are of different arrays.
     """
-    if whole == share:
+    if whole == shard:
         return None
-    differing = [i for i, (n, m) in enumerate(zip(whole, share)) if n != m]
+    differing = [i for i, (n, m) in enumerate(zip(whole, shard)) if n != m]
     axis = differing[0] if differing else 0
     expected = (*whole[:axis], whole[axis] // count, *whole[axis + 1 :]) if whole else ()
-    if share != expected:
-        raise ValueError(f"a share has shape {share}, expected an axis of {whole} over {count}")
+    if shard != expected:
+        raise ValueError(f"a shard has shape {shard}, expected an axis of {whole} over {count}")
     return axis

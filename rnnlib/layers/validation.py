@@ -64,7 +64,7 @@ def check_decay_is_no_growth(config: DecayConfig, shape: MixerShape) -> None:
     The check runs when a mixer is built, with initial weights and random inputs, because values are not known while a
     model is traced. It skips this library's own decays, whose formulas cannot be positive.
     """
-    if type(config).__module__.startswith("rnnlib.") or shape.shares > 1:  # for shares, the whole layer was checked
+    if type(config).__module__.startswith("rnnlib.") or shape.tp_size > 1:  # of shards, the whole layer was checked
         return
     with jax.ensure_compile_time_eval():
         gate = config.build(shape, rngs=nnx.Rngs(0))

@@ -15,10 +15,10 @@ from rnnlib.layers.base import Carried, check_cache_size
 from rnnlib.layers.linear import multiply_in_float8
 from rnnlib.layers.normalization import norm_and_stream
 from rnnlib.layers.shared_transformer import EMBEDDING
-from rnnlib.layers.tensor import current_shares, share_of, tensor_shares
+from rnnlib.layers.tensor import current_tp_size, shard_size, tensor_shards
 from rnnlib.models.block import Block, residual_norm, scaled, share_variables
 from rnnlib.models.config import ModelConfig
-from rnnlib.models.embedding import look_up_in_shares
+from rnnlib.models.embedding import look_up_in_shards
 from rnnlib.models.variables import assign_values, values_by_path
 from rnnlib.ops.arguments import check_array, check_segment_ids, check_shape
 
@@ -54,8 +54,8 @@ class DecoderLM(nnx.Module):
                 raise ValueError(f"{name}='float64': expected jax_enable_x64 to be set, without which it is float32")
         self.config = config
         init = nnx.initializers.normal(config.initializer_std)
-        self.shares = current_shares()
-        rows = share_of(config.vocabulary_size, "the vocabulary (--model.vocabulary-size)")
+        self.tp_size = current_tp_size()
+        rows = shard_size(config.vocabulary_size, "the vocabulary (--model.vocabulary-size)")
         shape = (rows, config.width)
         self.embedding = nnx.Param(init(rngs.params(), shape, config.storage_dtype))
         layers = zip(config.layer_mixers, config.layer_norm_positions, config.layer_feed_forwards)
@@ -236,17 +236,17 @@ class DecoderLM(nnx.Module):
         if positions is not None:
             check_array("DecoderLM", "positions", positions)
             check_shape("DecoderLM", "positions", positions, tokens.shape, axes="[B, T]")
-        x = look_up_in_shares(self.embedding[...], tokens, self.config.compute_dtype, self.shares)
+        x = look_up_in_shards(self.embedding[...], tokens, self.config.compute_dtype, self.tp_size)
         x = scaled(x, self.config.embedding_scale)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
-    def share(self, count: int) -> "DecoderLM":
+    def tp_shard(self, count: int) -> "DecoderLM":
         """The model that each of `count` devices has of this one, with shapes in place of arrays.
 
-        Heads, feed-forwards and vocabulary are shared out (`rnnlib.layers.tensor`): `logits` are those of the device's
+        Heads, feed-forwards and vocabulary are sharded (`rnnlib.layers.tensor`): `logits` are those of the device's
         part of it. ValueError where one does not come out even.
         """
-        with tensor_shares(count):
+        with tensor_shards(count):
             return nnx.eval_shape(lambda: DecoderLM(self.config, rngs=nnx.Rngs(0)))
 
     def first_carried(self, x: Float[Array, "B T D"]) -> Carried:

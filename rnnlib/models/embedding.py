@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.platform import platform
 from pallas_kernels.common.vma import pvary_together
-from rnnlib.layers.tensor import first_of_share, sum_over_shares
+from rnnlib.layers.tensor import first_of_shard, sum_over_shards
 from rnnlib.ops.sharding import is_split, mesh_of
 
 # Sorted tokens whose gradients are summed in one product. A product does as many operations for each of its rows.
@@ -43,17 +43,17 @@ def look_up(
     return _look_up(table, tokens, dtype)
 
 
-def look_up_in_shares(
-    table: Float[Array, "vocabulary D"], tokens: Int[Array, "*batch"], dtype: DTypeLike, shares: int
+def look_up_in_shards(
+    table: Float[Array, "vocabulary D"], tokens: Int[Array, "*batch"], dtype: DTypeLike, tp_size: int
 ) -> Float[Array, "*batch D"]:
-    """`look_up` in a table that devices share out by rows; `table` is this device's share (`rnnlib.layers.tensor`)."""
-    if shares == 1:
+    """`look_up` in a table that is sharded by rows; `table` is this device's shard (`rnnlib.layers.tensor`)."""
+    if tp_size == 1:
         return look_up(table, tokens, dtype)
     size = len(table)
-    own = tokens - first_of_share(size, shares)
+    own = tokens - first_of_shard(size, tp_size)
     rows = jnp.where(((own >= 0) & (own < size))[..., None], look_up(table, own, dtype), 0)
-    is_known = (tokens >= 0) & (tokens < size * shares)
-    return jnp.where(is_known[..., None], sum_over_shares(rows, shares), jnp.nan)
+    is_known = (tokens >= 0) & (tokens < size * tp_size)
+    return jnp.where(is_known[..., None], sum_over_shards(rows, tp_size), jnp.nan)
 
 
 def _rows(table: Array, tokens: Array, dtype: DTypeLike) -> Array:

@@ -378,7 +378,7 @@ class Ring(NamedTuple):
     segment: Array
 
 
-def token_attention_serves(q: Array, k: Array, v: Array, ring: Ring) -> bool:
+def token_attention_supports(q: Array, k: Array, v: Array, ring: Ring) -> bool:
     """Whether `token_attention` is faster than XLA's products: one token of bfloat16 on a GPU."""
     arrays = (q[:, 0], k[:, 0], v[:, 0], ring.key, ring.value) if q.shape[1] == 1 else None
     return (

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.common.vma import pvary_together
 from rnnlib.ops.sharding import is_split
-from rnnlib.ops.skinny_gemm import linear_product, skinny_kernel_serves
+from rnnlib.ops.skinny_gemm import linear_product, skinny_kernel_supports
 
 _FORWARD, _BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 _MULTIPLE, _LEAST = 16, 128
@@ -30,7 +30,7 @@ Rounded = tuple[Array, Array]
 """An array in float8, and by what to multiply it."""
 
 
-def float8_serves(features_in: int, features_out: int) -> bool:
+def float8_supports(features_in: int, features_out: int) -> bool:
     """Whether a map of these sizes is multiplied in float8.
 
     Matrix units take multiples of 16. Rounding a narrow map's arrays costs more than its product saves.
@@ -39,7 +39,7 @@ def float8_serves(features_in: int, features_out: int) -> bool:
 
 
 def float8_product(lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, **options: Any) -> Array:
-    """`jax.lax.dot_general` for linear maps, in float8 where `float8_serves` the map.
+    """`jax.lax.dot_general` for linear maps, in float8 where `float8_supports` the map.
 
     What it does not serve is multiplied by `linear_product`: few rows on a GPU, as in decoding one token, arrays that
     are sharded over Explicit mesh axes, and other products than rows by a matrix.
@@ -56,8 +56,8 @@ def float8_product(lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, *
     """
     is_map = dimension_numbers == (((lhs.ndim - 1,), (0,)), ((), ())) and rhs.ndim == 2
     if (
-        not (is_map and lhs.size and lhs.dtype == rhs.dtype and float8_serves(*rhs.shape))
-        or skinny_kernel_serves(lhs, (rhs,))
+        not (is_map and lhs.size and lhs.dtype == rhs.dtype and float8_supports(*rhs.shape))
+        or skinny_kernel_supports(lhs, (rhs,))
         or is_split(lhs)
         or is_split(rhs)
     ):

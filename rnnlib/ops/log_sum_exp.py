@@ -15,7 +15,7 @@ from rnnlib.ops.sharding import is_split
 _LEAST = 1 << 20
 
 
-def log_sum_exp_kernel_serves(x: Array) -> bool:
+def log_sum_exp_kernel_supports(x: Array) -> bool:
     """Whether the kernel is faster for an array: a large one on a GPU."""
     return (
         platform() == "gpu"
@@ -34,7 +34,7 @@ def log_sum_exp(
 
     Args:
         x: rows, at least one number each. -inf is a number that is left out.
-        implementation: `"xla"`, `"triton"`, or None for the kernel where `log_sum_exp_kernel_serves`.
+        implementation: `"xla"`, `"triton"`, or None for the kernel where `log_sum_exp_kernel_supports`.
 
     Returns:
         The result, in float32 at least.
@@ -43,7 +43,7 @@ def log_sum_exp(
         NotImplementedError: the kernel is asked for and does not support the call.
     """
     if implementation is None:
-        implementation = "triton" if log_sum_exp_kernel_serves(x) else "xla"
+        implementation = "triton" if log_sum_exp_kernel_supports(x) else "xla"
 
     def formula(x: Array) -> Array:
         return jax.nn.logsumexp(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=-1)

@@ -18,7 +18,7 @@ from rnnlib.ops.skinny_gemm import sum_of_partials
 _LEAST = 1 << 20
 
 
-def norm_kernel_serves(
+def norm_kernel_supports(
     x: Array, scale: Array, z: Array | None = None, z_bias: Array | None = None, *, between_kernels: bool = False
 ) -> bool:
     """Whether `rms_norm` of these arrays is faster by a kernel: large ones of bfloat16 on a GPU.
@@ -61,7 +61,7 @@ def rms_norm(
         dtype: of the result; None is `x`'s.
         keeps: whether to return `x` too, for a residual stream that continues with it. The gradient's kernel then adds
             the gradient of the returned `x`, which saves a pass over memory.
-        implementation: `"xla"`, `"triton"`, or None for the kernel where `norm_kernel_serves`.
+        implementation: `"xla"`, `"triton"`, or None for the kernel where `norm_kernel_supports`.
 
     Returns:
         The result, rounded once, and `x` or None.
@@ -77,7 +77,7 @@ def rms_norm(
         )
     dtype = x.dtype if dtype is None else dtype
     if implementation is None:
-        implementation = "triton" if norm_kernel_serves(x, scale, z, z_bias) else "xla"
+        implementation = "triton" if norm_kernel_supports(x, scale, z, z_bias) else "xla"
 
     def reference(
         x: Array, scale: Array, z: Array | None, z_bias: Array | None, unused: None

@@ -2,7 +2,7 @@
 
 Under such a mesh an array's type contains its sharding, and every operation needs a rule for the sharding of its
 result. Chunks and kernels have no such rule. But an operator never mixes rows or heads, so it can run on each device's
-share unchanged. The axes of rows and heads come from the arguments' annotations: in `"B T H K"` the first axis is rows
+shard unchanged. The axes of rows and heads come from the arguments' annotations: in `"B T H K"` the first axis is rows
 and the third is heads.
 """
 
@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 from rnnlib.ops.checking import are_checked, call_with_checks
 
-# Axes that devices may share, by their name in annotations. Key and value heads are split together; channels are split
+# Axes that may be sharded, by their name in annotations. Key and value heads are split together; channels are split
 # only in operators that do not mix them (short convolutions).
-_SHARES = {"B": "rows", "H": "heads", "HV": "heads", "HK": "heads", "D": "channels"}
+_SHARDED = {"B": "rows", "H": "heads", "HV": "heads", "HK": "heads", "D": "channels"}
 
 Axes = tuple[str, ...]
 
@@ -67,13 +67,13 @@ def split_over_mesh[**Arguments, Result](operator: Callable[Arguments, Result]) 
         if any(np.ndim(x) not in layouts[name] for name, x in arrays.items()):  # The operator itself raises the error.
             return operator(*args, **kwargs)
         axes = {name: layouts[name][np.ndim(x)] for name, x in arrays.items()}
-        shares = _mesh_axes(operator.__name__, arrays, axes)
+        mesh_axes = _mesh_axes(operator.__name__, arrays, axes)
         mesh = mesh_of(next(filter(is_split, arrays.values())))
 
         def spec(of: Axes) -> P:
-            return P(*map(shares.get, of))
+            return P(*map(mesh_axes.get, of))
 
-        _check_divisible(operator.__name__, arrays, axes, shares, mesh)
+        _check_divisible(operator.__name__, arrays, axes, mesh_axes, mesh)
         specs = tuple(spec(of) for of in axes.values())
         out_specs = tuple(map(spec, results))
         how = (
@@ -83,7 +83,7 @@ def split_over_mesh[**Arguments, Result](operator: Callable[Arguments, Result]) 
             mesh,
             specs,
             out_specs if len(results) > 1 else out_specs[0],
-            frozenset(axis for over in shares.values() for axis in _mesh_axes_of(over)),
+            frozenset(axis for over in mesh_axes.values() for axis in _mesh_axes_of(over)),
         )
         try:
             mapped = _mapped(*how)
@@ -105,7 +105,7 @@ def _mapped(
     out_specs: Any,
     axis_names: frozenset[str],
 ) -> Callable[..., Any]:
-    """An operator on each device's share of the arguments `names`; kept, so that calls outside of jit compile once."""
+    """An operator on each device's shard of the arguments `names`; kept, so that calls outside of jit compile once."""
 
     def run(*own: Array) -> Any:
         return operator(**dict(options), **dict(zip(names, own)))
@@ -133,7 +133,7 @@ def mesh_of(array: Any) -> Any:
 
 def _mesh_axes(operator: str, arrays: Mapping[str, Any], axes: Mapping[str, Axes]) -> dict[str, Any]:
     """The mesh axes of each kind of axis that is sharded, by its name."""
-    shares: dict[str, Any] = {}
+    mesh_axes: dict[str, Any] = {}
     for name, array in arrays.items():
         if not is_split(array):
             continue
@@ -141,19 +141,19 @@ def _mesh_axes(operator: str, arrays: Mapping[str, Any], axes: Mapping[str, Axes
         for axis, over in zip(axes[name], spec):
             if over is None:
                 continue
-            share = _SHARES.get(axis)
-            if share is None:
-                able = " and ".join(a for a in axes[name] if a in _SHARES) or "none"
+            kind = _SHARDED.get(axis)
+            if kind is None:
+                able = " and ".join(a for a in axes[name] if a in _SHARDED) or "none"
                 raise ValueError(
                     f"{operator}: {name} of shape {array.shape} is sharded over Explicit mesh axes as {spec}, expected "
                     f"at most {able} of its axes [{', '.join(axes[name])}] to be"
                 )
-            if shares.setdefault(share, over) != over:
+            if mesh_axes.setdefault(kind, over) != over:
                 raise ValueError(
-                    f"{operator}: {name} of shape {array.shape} has its {share} sharded over {over!r}, expected "
-                    f"{shares[share]!r} as in other arguments"
+                    f"{operator}: {name} of shape {array.shape} has its {kind} sharded over {over!r}, expected "
+                    f"{mesh_axes[kind]!r} as in other arguments"
                 )
-    return {axis: shares[share] for axis, share in _SHARES.items() if share in shares}
+    return {axis: mesh_axes[kind] for axis, kind in _SHARDED.items() if kind in mesh_axes}
 
 
 def _mesh_axes_of(entry: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -162,16 +162,16 @@ def _mesh_axes_of(entry: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_divisible(
-    operator: str, arrays: Mapping[str, Any], axes: Mapping[str, Axes], shares: Mapping[str, Any], mesh: Any
+    operator: str, arrays: Mapping[str, Any], axes: Mapping[str, Axes], mesh_axes: Mapping[str, Any], mesh: Any
 ) -> None:
     for name, array in arrays.items():
         for size, axis in zip(array.shape, axes[name]):
-            over = shares.get(axis, ())
+            over = mesh_axes.get(axis, ())
             devices = math.prod(mesh.shape[mesh_axis] for mesh_axis in _mesh_axes_of(over))
             if size % devices:
                 raise ValueError(
-                    f"{operator}: {name} of shape {array.shape} has {size} {_SHARES[axis]}, expected a multiple of the "
-                    f"{devices} devices of mesh axis {over!r} that share them"
+                    f"{operator}: {name} of shape {array.shape} has {size} {_SHARDED[axis]}, expected a multiple of "
+                    f"the {devices} devices of mesh axis {over!r} that share them"
                 )
 
 

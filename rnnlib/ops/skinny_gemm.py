@@ -19,7 +19,7 @@ from rnnlib.ops.kernels import kernel_operators, unsupported_reason
 from rnnlib.ops.sharding import dot_general_over_mesh, is_split
 
 
-def skinny_kernel_serves(x: Array, kernels: Sequence[Array | KernelColumns]) -> bool:
+def skinny_kernel_supports(x: Array, kernels: Sequence[Array | KernelColumns]) -> bool:
     """Whether `skinny_matmuls` of these arrays is faster by a kernel: few rows of bfloat16 on a GPU."""
     return (
         platform() == "gpu"
@@ -134,7 +134,7 @@ def residual_product(
     """`residual + x @ kernel` of few rows, by a kernel that adds the residual itself or by one loop after it.
 
     Raises:
-        NotImplementedError: `skinny_kernel_serves` says no.
+        NotImplementedError: `skinny_kernel_supports` says no.
     """
     return skinny_matmuls(x, (kernel,), residual=residual)[0]
 
@@ -145,7 +145,7 @@ def split_k_partials(x: Float[Array, "*rows K"], kernel: Float[Array, "K N"]) ->
     None where the kernel makes one sum.
 
     Raises:
-        NotImplementedError: `skinny_kernel_serves` says no.
+        NotImplementedError: `skinny_kernel_supports` says no.
     """
     splits = kernel_operators().skinny_gemm.num_partials(math.prod(x.shape[:-1]), *kernel.shape)
     if splits == 1:
@@ -195,7 +195,7 @@ def linear_product(lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, *
     """`jax.lax.dot_general` for linear maps: by a kernel for few rows, else as `row_product`."""
     plain = not args and all(value is None for value in options.values())
     is_map = dimension_numbers == (((lhs.ndim - 1,), (0,)), ((), ())) and rhs.ndim == 2
-    if plain and is_map and lhs.size and lhs.dtype == rhs.dtype and skinny_kernel_serves(lhs, (rhs,)):
+    if plain and is_map and lhs.size and lhs.dtype == rhs.dtype and skinny_kernel_supports(lhs, (rhs,)):
         return skinny_matmuls(lhs, (rhs,))[0]
     if is_map and not args:
         return row_product(lhs, rhs, **options)

@@ -14,7 +14,7 @@ from rnnlib.ops.sharding import is_split
 _LEAST = 1 << 20
 
 
-def softplus_decay_serves(p: Array, rate: Array, bias: Array) -> bool:
+def softplus_decay_supports(p: Array, rate: Array, bias: Array) -> bool:
     """Whether `softplus_decay` of these arrays is faster than XLA: large ones of bfloat16 on a GPU."""
     return (
         platform() == "gpu"

@@ -25,7 +25,7 @@ from rnnlib.fields import PositiveInteger, PositiveNumber, Range, check_fields
 from rnnlib.hub.adapter_folders import published_modules
 from rnnlib.hub.adapters import with_low_rank
 from rnnlib.models.decoder import DecoderLM
-from rnnlib.training.mesh import SHARED_AXIS
+from rnnlib.training.mesh import SHARDED_AXIS
 from rnnlib.training.optimizer import muon_mask
 
 Path = tuple[Any, ...]
@@ -352,8 +352,8 @@ class Lora(Adaptation):
             dtype = jnp.promote_types(variables[part.variable].dtype, jnp.float32)
             bound, several = 1 / math.sqrt(rows), variables[part.variable].shape[:-2]
             a = jax.random.uniform(jax.random.fold_in(key, number), (*several, rows, rank), dtype, -bound, bound)
-            # Whole on devices that share layers: see `rnnlib.training.mesh.parameter_specs`.
-            whole = {SHARED_AXIS: None} if SHARED_AXIS in variables[part.variable].get_metadata() else {}
+            # Replicated over "tensor": see `rnnlib.training.mesh.parameter_specs`.
+            whole = {SHARDED_AXIS: None} if SHARDED_AXIS in variables[part.variable].get_metadata() else {}
             for name, value in (("lora_a", a), ("lora_b", jnp.zeros((*several, rank, columns), dtype))):
                 factors.append(((*self._place(part), name), nnx.LoRAParam(value, **whole)))
         return nnx.from_flat_state(factors), parameters

@@ -88,7 +88,7 @@ def check_batch_size(batch_size: int, accumulation_steps: int, mesh: Mesh | Abst
 
 
 def check_length(length: int, mesh: Mesh | AbstractMesh | None) -> None:
-    """Raises ValueError unless a row's tokens split evenly over the devices that share them."""
+    """Raises ValueError unless a row's tokens split evenly over the devices that they are sharded over."""
     if length % cp_size(mesh):
         raise ValueError(
             f"data.sequence_length={length} does not split evenly over the devices of mesh.context={cp_size(mesh)}"

@@ -75,7 +75,7 @@ def to_host(tree: Any) -> dict[str, np.ndarray]:
 
 
 def _on_devices(tree: Any) -> dict[str, jax.Array]:
-    """As `to_host`, but left where they are: several processes write their own shares, and copy them before."""
+    """As `to_host`, but left where they are: several processes write their own shards, and copy them before."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {_name(path): jax.random.key_data(value) if _is_key(value) else value for path, value in leaves}
 
@@ -195,7 +195,7 @@ class Checkpoints:
     def save(self, state: TrainState, progress: Progress, *, validation_loss: float | None = None) -> None:
         """Copies the state to the host and starts to write it in the background; a save under way is awaited first.
 
-        All processes of a run call it. Each writes its own shares, and process 0 gives the checkpoint its name when
+        All processes of a run call it. Each writes its own shards, and process 0 gives the checkpoint its name when
         all of them are written.
 
         Args:
@@ -239,7 +239,7 @@ class Checkpoints:
 
         Args:
             state: A state of the run's structure (arrays or `jax.ShapeDtypeStruct`s).
-            shardings: where each array is to lie, from `state_shardings`; each process reads its own shares.
+            shardings: where each array is to lie, from `state_shardings`; each process reads its own shards.
 
         Returns:
             The saved state as NumPy arrays, or with `shardings` as arrays that lie there, and its progress.

@@ -71,7 +71,7 @@ class CompiledSteps:
         if initial is not None:
             _check_same_arrays(model, initial)
         self.mesh = self._fitting_mesh()
-        if tp_size(self.mesh) > 1:  # parameters then say how they are shared out
+        if tp_size(self.mesh) > 1:  # parameters then say how they are sharded
             self.adaptation = self._adaptation(model)
             self.template = self._abstract_state_of(model)
         check_batch_size(config.data.batch_size, config.accumulation_steps, self.mesh)
@@ -144,9 +144,9 @@ class CompiledSteps:
             return "CPU" if jax.process_count() == 1 else f"CPUs of {jax.process_count()} processes"
         count, available = 1 if self.mesh is None else self.mesh.size, len(jax.devices())
         sizes = {} if self.mesh is None else self.mesh.shape
-        shares = "".join(f", {axis} {sizes[axis]}" for axis in ("fsdp", "context", "tensor") if sizes.get(axis, 1) > 1)
+        axes = "".join(f", {axis} {sizes[axis]}" for axis in ("fsdp", "context", "tensor") if sizes.get(axis, 1) > 1)
         over = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-        return f"{count}{f' of {available}' if count < available else ''} x {device.device_kind}{over}{shares}"
+        return f"{count}{f' of {available}' if count < available else ''} x {device.device_kind}{over}{axes}"
 
     def _make_train_step(self, graphdef: Any) -> Any:
         config = self.config
@@ -205,7 +205,7 @@ class CompiledSteps:
             return put_state(state, self.mesh)
         if self.mesh is None or self.mesh.shape["fsdp"] * tp_size(self.mesh) == 1:
             return put_state(self._new_state(), self.mesh)
-        # Born in shares: no device ever holds the whole. A compiled start differs from the other in the last bits.
+        # Made in shards: no device ever holds the whole. A compiled start differs from the other in the last bits.
         return jax.jit(self._new_state, out_shardings=state_shardings(self.template, self.mesh))()
 
     def model_parameters(self, state: TrainState) -> Any:

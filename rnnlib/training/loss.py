@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.vma import pvary_together
-from rnnlib.layers.tensor import TENSOR, first_of_share, sum_over_shares
+from rnnlib.layers.tensor import TENSOR, first_of_shard, sum_over_shards
 from rnnlib.ops.log_sum_exp import log_sum_exp
 
 
@@ -57,15 +57,15 @@ def loss_sums(
 
 def _cross_entropy(logits: Array, targets: Array, tp_size: int = 1) -> tuple[Array, Array, Array]:
     """Nats `[...]` of logits `[..., vocabulary]`, their normalizer `[...]`, and where the target is."""
-    first, size = first_of_share(logits.shape[-1], tp_size), logits.shape[-1] * tp_size
+    first, size = first_of_shard(logits.shape[-1], tp_size), logits.shape[-1] * tp_size
     # The target's logit is picked by a comparison and not by its index: the gradient of indexing is a scatter, which on
     # a GPU is either not deterministic or not fast.
     is_target = first + jnp.arange(logits.shape[-1]) == targets[..., None]
     normalizer = log_sum_exp(logits)
     if tp_size > 1:  # of this device's part until here
         highest = jax.lax.pmax(normalizer, TENSOR)
-        normalizer = highest + jnp.log(sum_over_shares(jnp.exp(normalizer - highest), tp_size))
-    nats = normalizer - sum_over_shares(jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1), tp_size)
+        normalizer = highest + jnp.log(sum_over_shards(jnp.exp(normalizer - highest), tp_size))
+    nats = normalizer - sum_over_shards(jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1), tp_size)
     # No target at all would pass for one of logit 0.
     is_token = (targets >= 0) & (targets < size)
     return jnp.where(is_token, nats, jnp.nan), normalizer, is_target
@@ -102,7 +102,7 @@ def head_loss_sums(
         weights: loss weights, 0 for tokens that are not to be predicted.
         token_bytes: bytes that each token of the vocabulary stands for, such as a tokenizer's `token_bytes`.
         block_logits: most logits of a block. The default takes half a gigabyte, and its products fill a GPU.
-        tp_size: devices that share the vocabulary out, within `shard_map`: `head` is this device's part of it. They
+        tp_size: devices that the vocabulary is sharded over, within `shard_map`: `head` is this device's shard. They
             exchange the largest logit, the sum of exponentials and the target's logit of each token.
 
     Returns:
@@ -140,7 +140,7 @@ def _over_blocks(step, block_size: int, carry, *arrays: Array):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _head_nats(how: tuple[int, int], hidden: Array, head: Array, targets: Array, weights: Array) -> Array:
-    """Weighted sum of the nats of `[N]` tokens; `how` is a block's size and the devices that share the head."""
+    """Weighted sum of the nats of `[N]` tokens; `how` is a block's size, and the devices of the head."""
     block_size, tp_size = how
     matrix = head.astype(hidden.dtype)
 
@@ -173,7 +173,7 @@ def _head_nats_forward(how: tuple[int, int], hidden: Array, head: Array, targets
 
 def _head_nats_backward(how: tuple[int, int], residuals, gradient: Array):
     d_hidden, d_head, nats = residuals
-    own, gradient = gradient, sum_over_shares(gradient, how[1])  # this device's logits are in the loss of all
+    own, gradient = gradient, sum_over_shards(gradient, how[1])  # this device's logits are in the loss of all
     no_gradient = np.zeros(nats.shape, jax.dtypes.float0)
     scaled = [(scale * x).astype(x.dtype) for scale, x in ((gradient, d_hidden), (gradient, d_head), (own, nats))]
     return scaled[0], scaled[1], no_gradient, scaled[2]

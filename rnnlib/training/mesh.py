@@ -1,4 +1,4 @@
-"""Meshes of devices: rows of a batch over them, tokens of a row if asked, parameters whole on each or in shares (FSDP).
+"""Meshes of devices: rows of a batch over them, tokens of a row if asked, parameters replicated or sharded (FSDP).
 
 The devices may belong to several processes. Each then reads the rows that its own devices compute.
 """
@@ -12,23 +12,23 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from rnnlib.fields import PositiveInteger, Range, check_fields
-from rnnlib.layers.tensor import TENSOR, shared_axis
+from rnnlib.layers.tensor import TENSOR, sharded_axis
 
-# Axes that share out a batch's rows, and the one that shares out a row's tokens, which only some meshes have; so is
-# `TENSOR`, which shares out layers.
+# Axes over which a batch's rows are sharded. Only some meshes have the next, over which a row's tokens are sharded, and
+# `TENSOR`, over which layers are.
 AXES = ("data", "fsdp")
 CONTEXT = "context"
-# Of a parameter's variable, the axis that is in shares over "tensor".
-SHARED_AXIS = "tensor_axis"
+# Of a parameter's variable, the axis that is sharded over "tensor".
+SHARDED_AXIS = "tensor_axis"
 
-# Of a device's memory, what parameters, gradients and optimizer state may take before they are shared: activations and
+# Of a device's memory, what parameters, gradients and optimizer state may take before they are sharded: activations and
 # the compiler's buffers need the rest.
 _FOR_STATE = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How devices share the work: `data x fsdp` groups of `context x tensor` devices.
+    """How the work is sharded: `data x fsdp` groups of `context x tensor` devices.
 
     Each group has its own rows of every batch.
 
@@ -36,9 +36,9 @@ class MeshConfig:
     gathered where a layer reads it, and its gradient is summed and dealt out again.
     With `context` above 1, the devices of a group have the same rows, and each computes one shard of every row
     (`rnnlib.ops.context_axis`); each holds what one device with whole rows would.
-    With `tensor` above 1, so many devices share each layer of a `DecoderLM`: its heads, the width of its feed-forward
-    and the vocabulary, with their parameters, gradients and optimizer state (`rnnlib.layers.tensor`). They have the
-    same tokens.
+    With `tensor` above 1, each layer of a `DecoderLM` is sharded over that many devices: its heads, the width of its
+    feed-forward and the vocabulary, with their parameters, gradients and optimizer state (`rnnlib.layers.tensor`).
+    They have the same tokens.
     """
 
     data: Annotated[int, Range(at_least=-1)] = -1
@@ -76,7 +76,7 @@ def mesh_sizes(
     """The sizes of a mesh, with what a config leaves open decided.
 
     The mesh has as many devices as the rows divide evenly over. Of these meshes it is the one with the smallest `fsdp`
-    for which a device's share of the training state fits into the device.
+    for which a device's shard of the training state fits into the device.
 
     Args:
         config: sizes, or some of them.
@@ -167,17 +167,17 @@ def batch_spec(mesh: Mesh | AbstractMesh, rank: int = 3) -> PartitionSpec:
 
 
 def cp_size(mesh: Mesh | AbstractMesh | None) -> int:
-    """How many devices share the tokens of a row."""
+    """The number of devices that a row's tokens are sharded over."""
     return 1 if mesh is None else mesh.shape.get(CONTEXT, 1)
 
 
 def tp_size(mesh: Mesh | AbstractMesh | None) -> int:
-    """How many devices share each layer."""
+    """The number of devices that each layer is sharded over."""
     return 1 if mesh is None else mesh.shape.get(TENSOR, 1)
 
 
 def row_shards(mesh: Mesh | None) -> tuple[tuple[int, ...], int]:
-    """A batch's rows lie in equal shares: the numbers of those on this process's devices, and how many there are."""
+    """A batch's rows lie in equal shards: the numbers of those on this process's devices, and how many there are."""
     if mesh is None:
         return (0,), 1
     total = math.prod(mesh.shape[axis] for axis in AXES)
@@ -215,24 +215,24 @@ def parameter_spec(shape: tuple[int, ...], mesh: Mesh | AbstractMesh, tensor_axi
 
 
 def with_tp_axes(parameters: Any, own: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Parameters that say along which axis they are shared out over "tensor".
+    """Parameters that say along which axis they are sharded over "tensor".
 
     Args:
         parameters: of the whole model, as `nnx.split(model, nnx.Param, ...)` has them.
-        own: likewise those of a device's share.
+        own: likewise those of a device's shard.
         mesh: has the axis "tensor".
 
     Raises:
-        ValueError: the share is of another model.
+        ValueError: the shard is of another model.
     """
-    shares, found = dict(nnx.to_flat_state(own)), []
+    shards, found = dict(nnx.to_flat_state(own)), []
     for path, variable in nnx.to_flat_state(parameters):
         name = ".".join(map(str, path))
-        if path not in shares:
+        if path not in shards:
             raise ValueError(f"mesh.tensor={tp_size(mesh)}: {name} is not in the model that its config gives")
-        axis = shared_axis(variable.shape, shares[path].shape, tp_size(mesh))
+        axis = sharded_axis(variable.shape, shards[path].shape, tp_size(mesh))
         variable = variable.copy()
-        variable.set_metadata(**{SHARED_AXIS: axis})
+        variable.set_metadata(**{SHARDED_AXIS: axis})
         found.append((path, variable))
     return nnx.from_flat_state(found)
 
@@ -241,18 +241,18 @@ def parameter_specs(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """`parameter_spec` of each parameter in a pytree of them, or of each array that an optimizer keeps for one.
 
     Raises:
-        ValueError: layers are shared out, and the parameters were not made for that.
+        ValueError: layers are sharded, and the parameters were not made for that.
     """
 
     def spec(x: Any) -> Any:
         if isinstance(x, nnx.Variable):
             metadata = x.get_metadata()
-            if tp_size(mesh) > 1 and SHARED_AXIS not in metadata:
+            if tp_size(mesh) > 1 and SHARDED_AXIS not in metadata:
                 raise ValueError(
-                    f"mesh.tensor={tp_size(mesh)}: parameters do not say how they are shared out, expected those "
+                    f"mesh.tensor={tp_size(mesh)}: parameters do not say how they are sharded, expected those "
                     "of init_train_state(model, optimizer, mesh)"
                 )
-            axis = metadata.get(SHARED_AXIS)
+            axis = metadata.get(SHARDED_AXIS)
             return jax.tree.map(lambda value: parameter_spec(value.shape, mesh, axis), x)
         return parameter_spec(x.shape, mesh)
 
@@ -289,7 +289,7 @@ def gather_where_read(model: nnx.Module, specs: Any) -> None:
     devices and scattered.
 
     Args:
-        model: the model with this device's shares in its parameters.
+        model: the model with this device's shards in its parameters.
         specs: `parameter_spec` of each, as `nnx.split(model, nnx.Param, ...)` has the parameters.
     """
     by_path = dict(nnx.to_flat_state(specs))

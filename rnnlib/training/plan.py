@@ -82,11 +82,11 @@ class StepPlan:
         parts: parts that the rows are computed in, in turn.
         num_parameters: trained numbers of the model.
         num_frozen: numbers that stay.
-        parameters: bytes of a device's share of the parameters, those that stay too, as they are stored.
-        merged: bytes of its share of the matrices with their adapters, which a step makes; 0 without adapters.
-        gradients: bytes of its share of the gradients, with several parts of the sum and of one part; with adapters,
+        parameters: bytes of a device's shard of the parameters, those that stay too, as they are stored.
+        merged: bytes of its shard of the matrices with their adapters, which a step makes; 0 without adapters.
+        gradients: bytes of its shard of the gradients, with several parts of the sum and of one part; with adapters,
             those of the matrices too.
-        optimizer: bytes of its share of the optimizer's state.
+        optimizer: bytes of its shard of the optimizer's state.
         compiled: bytes that a device needs while the step runs, by XLA's plan of the compiled step: state, batch,
             activations, gathered matrices and all else. None where it was not compiled.
         exchanges: all collectives of a step, but those that put adapters and matrices together: of the factors.
@@ -186,11 +186,11 @@ def plan_step(
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise ValueError(_does_not_fit(devices, compile_for[0].device_kind, str(error))) from error
-    trained = _share_bytes(state.parameters, mesh)
+    trained = _shard_bytes(state.parameters, mesh)
     adaptation, differentiated, merged = _adaptation(config, model, mesh), trained, 0
     if adaptation is not None:
         changed = jax.eval_shape(adaptation.changed_variables, state.parameters, state.frozen)
-        differentiated = _share_bytes(changed, mesh)
+        differentiated = _shard_bytes(changed, mesh)
         merged = differentiated if isinstance(adaptation, Lora) else 0
     # The reported norm of the gradient, and the clipped one.
     norms = 1 if config.optimizer.clip_norm is None else 2
@@ -202,10 +202,10 @@ def plan_step(
         parts=parts,
         num_parameters=count_values(state.parameters),
         num_frozen=0 if state.frozen is None else count_values(state.frozen),
-        parameters=trained + (0 if state.frozen is None else _share_bytes(state.frozen, mesh)),
+        parameters=trained + (0 if state.frozen is None else _shard_bytes(state.frozen, mesh)),
         merged=merged,
         gradients=differentiated * (2 if parts > 1 else 1) + (trained if merged else 0),
-        optimizer=_share_bytes(state.optimizer, mesh),
+        optimizer=_shard_bytes(state.optimizer, mesh),
         compiled=compiled,
         exchanges=_exchanges(jax.make_jaxpr(step)(state, batch), state.parameters, mesh, norms),
     )
@@ -255,13 +255,13 @@ def _bytes(tree: Any) -> int:
 
 
 def _with_axes(tree: Any, mesh: AbstractMesh) -> list[tuple[Any, tuple[str, ...]]]:
-    """Arrays of parameters, or of what the optimizer keeps for them, with the axes that each is shared out over."""
+    """Arrays of parameters, or of what the optimizer keeps for them, with the axes that each is sharded over."""
     specs = jax.tree.leaves(parameter_specs(tree, mesh), is_leaf=lambda x: isinstance(x, PartitionSpec))
     axes = [tuple(axis for axis in spec if axis is not None) for spec in specs]
     return list(zip(jax.tree.leaves(tree), axes, strict=True))
 
 
-def _share_bytes(tree: Any, mesh: AbstractMesh) -> int:
+def _shard_bytes(tree: Any, mesh: AbstractMesh) -> int:
     return sum(_bytes(x) // math.prod(mesh.shape[axis] for axis in axes) for x, axes in _with_axes(tree, mesh))
 
 
@@ -321,4 +321,4 @@ def _what(kind: str, over: tuple[str, ...], mesh: AbstractMesh) -> str:
         return "activations, loss"
     if over == (CONTEXT,) and kind != "all-reduce":
         return "states, tokens, keys"
-    return "gradients, loss" if math.prod(mesh.shape[axis] for axis in over) == mesh.size else "gradients of shares"
+    return "gradients, loss" if math.prod(mesh.shape[axis] for axis in over) == mesh.size else "gradients of shards"

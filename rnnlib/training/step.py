@@ -135,7 +135,7 @@ def state_shardings(state: TrainState, mesh: Mesh | AbstractMesh | None) -> Trai
 def put_state(state: Any, mesh: Mesh | None) -> Any:
     """Puts a pytree of arrays on the device, or on those of the mesh.
 
-    Each device gets a copy, but of a `TrainState` with a mesh axis "fsdp" its share of parameters and optimizer state.
+    Each device gets a copy, but of a `TrainState` with a mesh axis "fsdp" its shard of parameters and optimizer state.
     """
     return jax.device_put(state, state_shardings(state, mesh) if isinstance(state, TrainState) else replicated(mesh))
 
@@ -161,33 +161,35 @@ def tp_shard(model: nnx.Module, count: int) -> nnx.Module:
     """What each of `count` devices has of a model, with shapes in place of arrays.
 
     Raises:
-        ValueError: the model cannot be shared out, or does not come out even.
+        ValueError: the model cannot be sharded, or does not come out even.
     """
     if type(model) is not DecoderLM:
-        raise ValueError(f"mesh.tensor={count}: the model is {type(model).__name__}, expected a DecoderLM to share out")
-    return model.share(count)
+        raise ValueError(
+            f"mesh.tensor={count}: the model is {type(model).__name__}, expected a DecoderLM, which can be sharded"
+        )
+    return model.tp_shard(count)
 
 
 def split_for_mesh(model: nnx.Module, mesh: Mesh | AbstractMesh | None) -> tuple[Any, Any, Any]:
-    """`split_model`; on a mesh that shares layers out, parameters say along which axis."""
+    """`split_model`; on a mesh that shards layers, parameters say along which axis."""
     if mesh is None or tp_size(mesh) == 1:
         return split_model(model)
     model = with_separate_columns(model)
     graphdef, parameters, other = split_model(model)
-    share = tp_shard(model, tp_size(mesh))
+    shard = tp_shard(model, tp_size(mesh))
     for (path, whole_part), (own_path, part) in itertools.zip_longest(
-        nnx.iter_modules(model), nnx.iter_modules(share), fillvalue=((), None)
+        nnx.iter_modules(model), nnx.iter_modules(shard), fillvalue=((), None)
     ):
         if path != own_path or not isinstance(part, type(whole_part)):
             raise ValueError(
                 f"mesh.tensor={tp_size(mesh)}: the model's {'.'.join(map(str, path or own_path))} is "
                 f"{_full_name(whole_part)}, expected {_full_name(part)} as its config gives"
             )
-    _, own, own_other = split_model(share)
+    _, own, own_other = split_model(shard)
     for (path, x), (_, y) in zip(nnx.to_flat_state(other), nnx.to_flat_state(own_other), strict=True):
         if jax.tree.map(jnp.shape, x.get_raw_value()) != jax.tree.map(jnp.shape, y.get_raw_value()):
             name = ".".join(map(str, path))
-            raise ValueError(f"mesh.tensor={tp_size(mesh)}: {name} is not trained, and only parameters are shared")
+            raise ValueError(f"mesh.tensor={tp_size(mesh)}: {name} is not trained, and only parameters are sharded")
     return graphdef, with_tp_axes(parameters, own, mesh), other
 
 
@@ -206,7 +208,7 @@ def init_train_state(
     Args:
         model: the module to train.
         optimizer: the optax transformation.
-        mesh: from `make_mesh`, if it is to be trained on one that shares layers out ("tensor").
+        mesh: from `make_mesh`, if it is to be trained on one that shards layers ("tensor").
         adaptation: what of the model is trained; None for all of it.
 
     Returns:
@@ -255,7 +257,7 @@ def _over_devices(
 ) -> Callable[..., Any]:
     """Runs `function(parameters, other, batch, specs)` on each device's rows or shard of them; sums over devices.
 
-    Summed are the gradients (with `gradients`, the first output) and the loss. `specs` says how parameters are shared,
+    Summed are the gradients (with `gradients`, the first output) and the loss. `specs` says how parameters are sharded,
     and `of` picks those of which there are gradients.
     shard_map and not the automatic partitioner: each device runs the single-device program, custom kernels included.
     """
@@ -263,7 +265,7 @@ def _over_devices(
         return functools.partial(function, specs=None)
 
     split, every = (CONTEXT if cp_size(mesh) > 1 else None), mesh.axis_names
-    apart = tuple(axis for axis in every if axis != TENSOR)  # devices that share layers have the same sums
+    apart = tuple(axis for axis in every if axis != TENSOR)  # devices that hold shards of one layer have the same sums
 
     def call(parameters, other, batch):
         specs = parameter_specs(parameters, mesh)
@@ -334,7 +336,7 @@ def make_train_step(
         def loss(parameters, other, part):
             parameters = parameters if rest is None else join(parameters, rest)
             sums, router_loss, other = _forward(graphdef, parameters, other, byte_counts, part, specs, shards)
-            # Of devices that share layers each takes a part of the loss: see `rnnlib.layers.tensor`.
+            # Of devices that hold shards of one layer each takes a part of the loss: see `rnnlib.layers.tensor`.
             return (sums.nats + router_loss * sums.tokens) / shards, (sums, other)
 
         def add_part(carry, part):

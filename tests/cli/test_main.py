@@ -281,7 +281,7 @@ def test_mesh_plans_a_step_without_the_devices(capsys):
     assert main(["mesh", "--devices", "8", "--accumulation-steps", "2", *flags]) == 0
     shown = capsys.readouterr().out
     assert "8 devices, mesh.data=2 x mesh.fsdp=4: on each 2 rows of 4096 tokens a step in 2 part(s)" in shown
-    for line in ("optimizer state", "gradients of matrices", "gradients of shares", "Activations are left out"):
+    for line in ("optimizer state", "gradients of matrices", "gradients of shards", "Activations are left out"):
         assert line in shown
 
 

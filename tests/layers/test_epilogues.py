@@ -35,7 +35,7 @@ def launches(monkeypatch):
     """Kernels serve one token as they would on a GPU, interpreted."""
     launches = Launches()
     for module in ("rnnlib.ops.skinny_gemm", "rnnlib.layers.input_projection"):
-        monkeypatch.setattr(f"{module}.skinny_kernel_serves", launches.few_rows)
+        monkeypatch.setattr(f"{module}.skinny_kernel_supports", launches.few_rows)
     monkeypatch.setattr("rnnlib.layers.input_projection.skinny_matmuls", launches.products)
     return launches
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from rnnlib.layers.feed_forward import SwiGLU
-from rnnlib.layers.linear import joined_products
+from rnnlib.layers.linear import fused_matmuls
 from tests.jaxprs import equations
 
 
@@ -85,5 +85,5 @@ def test_maps_that_are_not_plain_are_called(kind):
     options = {"use_bias": kind is nnx.Linear, "rngs": nnx.Rngs(0)}
     maps = (nnx.Linear(4, 3, use_bias=False, rngs=nnx.Rngs(1)), kind(4, 3, **options))
     x = jnp.arange(32.0).reshape(8, 4)
-    for found, f in zip(joined_products(x, maps), maps, strict=True):
+    for found, f in zip(fused_matmuls(x, maps), maps, strict=True):
         np.testing.assert_allclose(found, f(x), rtol=1e-6)

@@ -93,7 +93,7 @@ def test_unsupported_says_why():
     assert "float16" in fused_unsupported(x.astype(jnp.float16), streams())
     with pytest.raises(NotImplementedError, match="column 16"):
         fused_convolutions(x, narrow_first)
-    assert not fused.fused_convolutions_serve(x.astype(jnp.bfloat16), streams())  # not on a CPU
+    assert not fused.fused_convolutions_support(x.astype(jnp.bfloat16), streams())  # not on a CPU
 
 
 def test_narrow_columns_share_a_kernel_whose_gradient_is_not_rounded(monkeypatch):
@@ -168,7 +168,7 @@ def test_a_mixer_is_the_same_by_fused_branches(preset, grouped, monkeypatch):
         calls.append([stream.kernel.shape[1] for stream in streams])
         return fused_unsupported(x, streams) is None
 
-    monkeypatch.setattr("rnnlib.layers.qkv_branch.fused_convolutions_serve", serves)
+    monkeypatch.setattr("rnnlib.layers.qkv_branch.fused_convolutions_support", serves)
     found = evaluate()
     assert calls and calls[0] == ([32, 16, 16] if grouped else [16, 16, 16])
     errors = jax.tree.leaves(jax.tree.map(relative_error, found, expected))
@@ -177,7 +177,7 @@ def test_a_mixer_is_the_same_by_fused_branches(preset, grouped, monkeypatch):
 
 def test_recomputation_that_keeps_products_keeps_the_fused_one(monkeypatch, capsys):
     monkeypatch.setattr(
-        "rnnlib.layers.qkv_branch.fused_convolutions_serve", lambda x, s: fused_unsupported(x, s) is None
+        "rnnlib.layers.qkv_branch.fused_convolutions_support", lambda x, s: fused_unsupported(x, s) is None
     )
     graph, state = nnx.split(mixer_preset("kda").build(32, 2, rngs=nnx.Rngs(0)))
 

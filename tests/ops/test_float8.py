@@ -8,7 +8,7 @@ from flax import nnx
 
 from rnnlib.layers import InputProjection
 from rnnlib.models import DecoderLM, ModelConfig
-from rnnlib.ops.float8 import float8_product, float8_serves
+from rnnlib.ops.float8 import float8_product, float8_supports
 from rnnlib.ops.skinny_gemm import linear_product
 
 DIMENSIONS = (((2,), (0,)), ((), ()))
@@ -62,7 +62,7 @@ def test_largest_zero_and_not_finite():
 def test_narrow_and_odd_maps_are_multiplied_as_they_are(sizes, serves):
     x, kernel = _draw(0, (2, 8, sizes[0]), 1.0, jnp.float32), _draw(1, sizes, 1.0, jnp.float32)
     same = jnp.array_equal(float8_product(x, kernel, DIMENSIONS), linear_product(x, kernel, DIMENSIONS))
-    assert float8_serves(*sizes) is serves and bool(same) is not serves
+    assert float8_supports(*sizes) is serves and bool(same) is not serves
 
 
 CONFIG = ModelConfig(

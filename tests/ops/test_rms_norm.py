@@ -182,7 +182,7 @@ def test_a_model_is_the_same_with_kernels(options, monkeypatch):
         return True
 
     for module in ("rnnlib.layers.normalization", "rnnlib.layers.output_projection", "rnnlib.ops.rms_norm"):
-        monkeypatch.setattr(f"{module}.norm_kernel_serves", serves)
+        monkeypatch.setattr(f"{module}.norm_kernel_supports", serves)
     # Another configuration of the same computation: what was traced of the first is not taken again.
     start = {config.mixers[0]: {"initializer.scale": 0.3}}
     other = nnx.split(nnx.eval_shape(lambda: DecoderLM(config.replace(mixer_overrides=start), rngs=nnx.Rngs(0))))[0]
@@ -194,7 +194,7 @@ def test_a_model_is_the_same_with_kernels(options, monkeypatch):
 
 def test_small_and_wide_arrays_are_left_to_xla():
     x, scale, _ = arguments((4, 8), gated=False)
-    assert not operator.norm_kernel_serves(x, scale)
+    assert not operator.norm_kernel_supports(x, scale)
     with pytest.raises(NotImplementedError, match=r"rms_norm: .* rows of 8193 features \(at most 8192\)"):
         rms_norm(jnp.ones((1, 8193)), jnp.ones(8193), implementation="triton")
     layer_norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0))

@@ -240,7 +240,7 @@ def test_calls_that_the_kernel_cannot_serve_are_refused():
     ):
         with pytest.raises(NotImplementedError, match=f"skinny_matmuls: .*{message}"):
             call()
-    assert not operator.skinny_kernel_serves(x.astype(jnp.bfloat16), [w.astype(jnp.bfloat16)])  # not on a CPU
+    assert not operator.skinny_kernel_supports(x.astype(jnp.bfloat16), [w.astype(jnp.bfloat16)])  # not on a CPU
     decay, sigmoid = KernelEpilogue(log_rate=jnp.zeros(3), bias=jnp.zeros(4)), KernelEpilogue()
     for call, message in (
         (lambda: kernel([x], (w, w)), "1 inputs and 2 epilogues, expected 2"),
@@ -291,7 +291,7 @@ def test_one_launch_convolves_a_token_of_several_streams():
     x = calls[0][0]._replace(kernel=calls[0][0].kernel[:1], initial_state=jnp.zeros((3, 0, 24)))
     with pytest.raises(NotImplementedError, match="a filter of one token"):
         one_token.one_token_convolutions([(x, calls[0][1])])
-    assert not one_token.one_launch_serves(calls)  # not on a CPU
+    assert not one_token.one_launch_supports(calls)  # not on a CPU
 
 
 def test_columns_of_a_matrix_are_read_where_they_are():
@@ -351,9 +351,9 @@ def test_a_product_is_added_to_the_stream_and_normed(parts, has_norm, monkeypatc
     assert_close(plain[0][0], stream + x @ w, rtol=1e-5, atol=1e-5)
     assert (plain[0][1] is None) == (not has_norm)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residual, "skinny_kernel_serves", lambda x, kernels: True)
+        patch.setattr(residual, "skinny_kernel_supports", lambda x, kernels: True)
         for serves in (False, True):
-            patch.setattr(residual, "norm_kernel_serves", lambda *arrays, serves=serves, **options: serves)
+            patch.setattr(residual, "norm_kernel_supports", lambda *arrays, serves=serves, **options: serves)
             assert_close(everything(), plain, rtol=1e-5, atol=1e-5)
     partials = split_k_partials(x, w)
     assert (partials is not None) == parts
@@ -386,12 +386,12 @@ def serve(monkeypatch):
 
     few = serves("skinny_matmuls", lambda x, kernels: x.shape[-2] == 1)
     for module in SERVED:
-        monkeypatch.setattr(f"{module}.skinny_kernel_serves", few)
+        monkeypatch.setattr(f"{module}.skinny_kernel_supports", few)
     one = serves("one_token", lambda calls: all(x.x.shape[1] == 1 and x.initial_state is not None for x, _ in calls))
-    monkeypatch.setattr("rnnlib.layers.qkv_branch.one_launch_serves", one)
+    monkeypatch.setattr("rnnlib.layers.qkv_branch.one_launch_supports", one)
     norm = serves("rms_norm", lambda x, scale, z=None, z_bias=None: x.shape[1] == 1)
     for module in ("rnnlib.layers.normalization", "rnnlib.layers.output_projection", "rnnlib.layers.residual"):
-        monkeypatch.setattr(f"{module}.norm_kernel_serves", norm)
+        monkeypatch.setattr(f"{module}.norm_kernel_supports", norm)
     return names
 
 

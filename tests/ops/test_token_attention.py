@@ -153,7 +153,9 @@ def test_calls_that_the_kernel_does_not_support_are_named():
 def test_a_layer_by_the_kernel_gives_the_parallel_pass(window, monkeypatch):
     """A prompt, then single tokens round the ring, with documents that end within the prompt."""
     used = []
-    monkeypatch.setattr(attention, "token_attention_serves", lambda *given: used.append(given) or len(given[0][0]) == 1)
+    monkeypatch.setattr(
+        attention, "token_attention_supports", lambda *given: used.append(given) or len(given[0][0]) == 1
+    )
     layer = AttentionConfig(window=window, key_heads=1).build(32, 2, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 20, 32)), jnp.float32)
     ids = jnp.asarray([[0] * 4 + [1] * 16, [0] * 9 + [2] * 11])

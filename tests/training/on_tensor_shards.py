@@ -51,7 +51,7 @@ WIDE = {"dtype": "float64", "param_dtype": "float64"}  # so that rounding hides 
 SCAN = {"*": {"implementation": "scan"}}
 GROUPED = {"key_heads": 2, "qk_norm": "all", "output_gate": True, "output_bias": True}
 # What is summed, kept whole or counted over heads: fixed decays, one key head and a norm over all heads; grouped keys;
-# latents. Rows and tokens are shared out too.
+# latents. Rows and tokens are sharded, too.
 MIXERS = ("retnet", "attention", "latent_attention")
 ONE_KEY = {"key_heads": 1, "output_projection.norm": "all"}
 EVERY = WIDE | {
@@ -145,7 +145,7 @@ def restored_elsewhere(state):
 
 
 def run(corpus):
-    """Losses of a run that shares layers for its first half, and of one on one device."""
+    """Losses of a run that shards layers for its first half, and of one on one device."""
     config = TrainConfig(
         model=ModelConfig(258, 16, 1, 2, ("gated_deltanet",), mlp_width=16),
         data=DataConfig(source="text", paths=(f"{corpus}/*.txt",), split_by="tail", sequence_length=16, batch_size=2),

@@ -76,7 +76,7 @@ def test_a_step_has_these_collectives_and_no_other(on_meshes, name, data, fsdp):
     found = on_meshes[f"{name} {data} {fsdp}"]
     assert found["collectives"] == found["wanted"]
     assert found["groups"] == ([fsdp] if fsdp > 1 else [])
-    # Over all devices: three sums of the loss and the gradients of vectors. Over "data": gradients of shares. Over
+    # Over all devices: three sums of the loss and the gradients of vectors. Over "data": gradients of shards. Over
     # "fsdp": squares of these, a sum for each name, for the norm that is reported and the one that is clipped.
     over_all, over_data, over_fsdp = found["vectors"] + 3 * 4, found["shares"], 2 * 4 * found["sums"]
     assert found["all-reduced"] == {

@@ -1,4 +1,4 @@
-"""Layers shared out over devices in training: the numbers of one device, what is sent, and errors before compiling."""
+"""Sharded layers in training: the numbers of one device, what is sent, and errors before compiling."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from rnnlib.training.step import split_for_mesh, split_model
 from tests.processes import result_of
 
 
-def of_shares(count):
+def of_shards(count):
     return AbstractMesh((1, 1, count), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
@@ -78,7 +78,7 @@ def test_sizes_leave_room_for_the_devices_that_share_layers():
         mesh_sizes(MeshConfig(data=2, tensor=8), 8)
     with pytest.raises(ValueError, match=r"^mesh.tensor=3: does not fit devices=8$"):
         mesh_sizes(MeshConfig(tensor=3), 8, devices=8)
-    check_batch_size(1, 1, of_shares(4))
+    check_batch_size(1, 1, of_shards(4))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_sizes_leave_room_for_the_devices_that_share_layers():
 def test_what_does_not_come_out_even_is_refused(options, message):
     sizes = {"vocabulary_size": 8, "width": 16, "num_layers": 1, "num_heads": 4, "mlp_width": 8}
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda: split_for_mesh(abstract_model(ModelConfig(**(sizes | options))), of_shares(4))[1])
+        jax.eval_shape(lambda: split_for_mesh(abstract_model(ModelConfig(**(sizes | options))), of_shards(4))[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ def test_parts_of_ones_own_say_that_they_mix_no_heads():
     def shared(gain):
         overrides = {"*": {"gain": gain}}
         model = abstract_model(ModelConfig(8, 16, 1, 4, ("deltanet",), mixer_overrides=overrides, mlp_width=8))
-        return split_for_mesh(model, of_shares(2))[1]
+        return split_for_mesh(model, of_shards(2))[1]
 
     assert jax.tree.leaves(shared(OwnGainOfHeads()))
     with pytest.raises(ValueError, match=r"^mesh.tensor=2: gain is OwnGain, a part of your own; expected heads_apart"):
@@ -134,15 +134,15 @@ def test_a_model_that_is_not_its_configs_is_refused():
     model = abstract_model(ModelConfig(8, 16, 1, 4, mlp_width=8))
     model.blocks[0].mixer_norm = RMSNorm(16)
     with pytest.raises(ValueError, match=r"mixer_norm is rnnlib.*.RMSNorm, expected flax.*.RMSNorm as its"):
-        split_for_mesh(model, of_shares(2))
+        split_for_mesh(model, of_shards(2))
 
 
 def test_only_models_that_say_how_are_shared():
     with pytest.raises(ValueError, match=r"mesh.tensor=2: the model is Linear, expected a DecoderLM"):
-        split_for_mesh(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), of_shares(2))
+        split_for_mesh(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), of_shards(2))
     parameters = split_model(abstract_model(ModelConfig(8, 16, 1, 4, mlp_width=8)))[1]
-    with pytest.raises(ValueError, match=r"mesh.tensor=2: parameters do not say how they are shared out"):
-        parameter_specs(parameters, of_shares(2))
+    with pytest.raises(ValueError, match=r"mesh.tensor=2: parameters do not say how they are sharded"):
+        parameter_specs(parameters, of_shards(2))
 
 
 def test_a_run_goes_on_with_layers_shared_out_and_back(trained):

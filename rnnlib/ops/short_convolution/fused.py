@@ -32,7 +32,7 @@ class FusedBranch(NamedTuple):
     epilogue: Epilogue
 
 
-def fused_convolutions_serve(x: Array | jax.ShapeDtypeStruct, streams: Sequence[FusedBranch]) -> bool:
+def fused_convolutions_support(x: Array | jax.ShapeDtypeStruct, streams: Sequence[FusedBranch]) -> bool:
     """Whether `fused_convolutions` is faster than one convolution at a time: bfloat16 on a GPU.
 
     Args:

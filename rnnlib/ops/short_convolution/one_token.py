@@ -17,7 +17,7 @@ from rnnlib.ops.short_convolution.taps import last_inputs, short_convolution_tap
 Call = tuple[ConvolutionInputs, Epilogue]
 
 
-def one_launch_serves(calls: Sequence[Call]) -> bool:
+def one_launch_supports(calls: Sequence[Call]) -> bool:
     """Whether `one_token_convolutions` is faster than each call by itself: one token of bfloat16 on a GPU."""
     return (
         platform() == "gpu"

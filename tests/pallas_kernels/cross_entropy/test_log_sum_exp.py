@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels.cross_entropy.log_sum_exp import log_sum_exp as kernel
 from pallas_kernels.cross_entropy.log_sum_exp import unsupported_reason
-from rnnlib.ops.log_sum_exp import log_sum_exp, log_sum_exp_kernel_serves
+from rnnlib.ops.log_sum_exp import log_sum_exp, log_sum_exp_kernel_supports
 
 
 def exact(x):
@@ -59,12 +59,12 @@ def test_what_is_not_supported():
     assert "(2, 0)" in str(unsupported_reason(jnp.zeros((2, 0))))
     with pytest.raises(NotImplementedError, match="float16"):
         kernel(jnp.zeros((2, 3), jnp.float16))
-    assert not log_sum_exp_kernel_serves(jnp.zeros((1024, 1024)))  # not on a CPU
+    assert not log_sum_exp_kernel_supports(jnp.zeros((1024, 1024)))  # not on a CPU
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(512, 32000), (77, 50257), (4, 151936)])
 def test_kernel_on_a_gpu(shape):
     x = jnp.asarray(20 * np.random.default_rng(0).standard_normal(shape), jnp.float32)
-    assert log_sum_exp_kernel_serves(x) == (x.size >= 1 << 20)
+    assert log_sum_exp_kernel_supports(x) == (x.size >= 1 << 20)
     np.testing.assert_allclose(log_sum_exp(x, implementation="triton"), exact(x), rtol=1e-6)

@@ -9,7 +9,7 @@ from flax import nnx
 from pallas_kernels.softplus_decay.api import softplus_decay, unsupported_reason
 from rnnlib.layers import mixer_preset
 from rnnlib.ops.softplus_decay import softplus_decay as operator
-from rnnlib.ops.softplus_decay import softplus_decay_serves
+from rnnlib.ops.softplus_decay import softplus_decay_supports
 from tests.pallas_kernels.cases import relative_error
 
 
@@ -88,7 +88,7 @@ def test_what_is_not_supported():
     assert unsupported_reason(p, rate, bias) is None
     with pytest.raises(NotImplementedError, match="p of dtype float16"):
         softplus_decay(p.astype(jnp.float16), rate, bias)
-    assert not softplus_decay_serves(p.astype(jnp.bfloat16), rate, bias)  # not on a CPU
+    assert not softplus_decay_supports(p.astype(jnp.bfloat16), rate, bias)  # not on a CPU
 
 
 @pytest.mark.parametrize("preset", ["kda", pytest.param("gated_deltanet2", marks=pytest.mark.slow)])
@@ -101,7 +101,7 @@ def test_a_mixer_is_the_same_by_kernels(preset, monkeypatch):
 
     expected = run(state)
     serves = lambda *arguments: asked.append(arguments) or True  # noqa: E731
-    monkeypatch.setattr("rnnlib.layers.decay.softplus_decay_serves", serves)
+    monkeypatch.setattr("rnnlib.layers.decay.softplus_decay_supports", serves)
     found = run(state)
     assert asked
     assert max(jax.tree.leaves(jax.tree.map(relative_error, found, expected))) < 1e-5
