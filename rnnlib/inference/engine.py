@@ -1,27 +1,19 @@
-"""Generation row by row: `generate`, and continuous batching, where texts join and leave while others go on."""
+"""Continuous batching: texts join an `Engine` and leave it while others go on."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, overload
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from rnnlib.fields import PositiveInteger, Range, check_value
 from rnnlib.inference.decode_state import MAX_STOP_TOKENS, DecodeState, decode_steps, insert_prefill
-from rnnlib.inference.generation import (
-    PROMPT_BUCKET,
-    NaNLogitsError,
-    Sampling,
-    expect_no_tracing,
-    pad_prompts,
-    seed_key,
-    stream,
-)
+from rnnlib.inference.prompts import PROMPT_BUCKET, pad_prompts
+from rnnlib.inference.sampling import NaNLogitsError, Sampling, seed_key
 from rnnlib.models.decoder import DecoderLM
 
 
@@ -298,174 +290,3 @@ class Engine:
             text.finish_reason = finish_reason
         self._texts[slot] = None
         self._rows = self._rows._replace(ended=self._rows.ended.at[slot].set(True))
-
-
-class Generated(NamedTuple):
-    """What `generate` gives with log-probabilities.
-
-    Attributes:
-        tokens: `[B, max_new_tokens]` int32, the new tokens alone; what follows a row's stop token is that token again.
-        log_probabilities: `[B, max_new_tokens]` float32 of each new token under the model: the log-softmax of its
-            logits, before temperature, `top_k` and `top_p`; 0 for what follows a row's stop token.
-        lengths: `[B]` int32, new tokens of each row, its stop token among them.
-    """
-
-    tokens: Int[Array, "B max_new_tokens"]
-    log_probabilities: Float[Array, "B max_new_tokens"]
-    lengths: Int[Array, " B"]
-
-
-@overload
-def generate(
-    model: DecoderLM,
-    prompt_tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float | int | Sequence[float | int] = 1.0,
-    top_k: int | Sequence[int | None] | None = None,
-    top_p: float | int | Sequence[float | int | None] | None = None,
-    seed: int | Sequence[int] = 0,
-    end_token: int | None = None,
-    stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
-    log_probabilities: Literal[False] = False,
-) -> Int[Array, "B max_new_tokens"]: ...
-
-
-@overload
-def generate(
-    model: DecoderLM,
-    prompt_tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float | int | Sequence[float | int] = 1.0,
-    top_k: int | Sequence[int | None] | None = None,
-    top_p: float | int | Sequence[float | int | None] | None = None,
-    seed: int | Sequence[int] = 0,
-    end_token: int | None = None,
-    stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
-    log_probabilities: Literal[True],
-) -> Generated: ...
-
-
-def generate(
-    model: DecoderLM,
-    prompt_tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: Any = 1.0,
-    top_k: Any = None,
-    top_p: Any = None,
-    seed: Any = 0,
-    end_token: int | None = None,
-    stop_tokens: Any = (),
-    log_probabilities: bool = False,
-) -> Any:
-    """Continues prompts.
-
-    What a row gets depends on its prompt, its place in the batch, the seed and the options, not on the other rows
-    (up to rounding). With a seed of its own a row's place does not matter either: it gets what it would get alone. It
-    compiles what it runs by itself and is not called under `jax.jit` or `jax.vmap`; inside of a function of your own,
-    `jax.lax.scan` over `model.extend` decodes.
-
-    Args:
-        model: the language model.
-        prompt_tokens: one prompt a row, of one length (an array `[B, T]`) or several (lists of token numbers); each
-            of at least one token. Shorter ones are padded on the left, which changes no logit but for rounding.
-        max_new_tokens: tokens to add to each.
-        temperature: see `Sampling`; 0 is greedy. One number, or one a row.
-        top_k: see `Sampling`; one, or one a row.
-        top_p: see `Sampling`; one, or one a row.
-        seed: of the draws, in [0, 2**63); one, or one a row.
-        end_token: a row stops after this token, and decoding once all have; None never stops.
-        stop_tokens: a row stops after any of these too; token numbers, or those of each row, at most eight.
-        log_probabilities: give log-probabilities and lengths beside the tokens.
-
-    Returns:
-        The new tokens alone, `[B, max_new_tokens]` int32; with `log_probabilities` a `Generated`. What follows the
-        token that a row stopped after is that token again.
-
-    Raises:
-        ValueError: for an empty prompt, a token outside the vocabulary, or an option out of range or not one a row.
-        NaNLogitsError: the model's logits are NaN; a ValueError.
-        TypeError: under `jax.jit` or `jax.vmap`.
-    """
-    each_row = any(isinstance(value, Sequence | np.ndarray) for value in (temperature, top_k, top_p, seed))
-    if not each_row and not len(stop_tokens) and not log_probabilities:
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "end_token": end_token}
-        blocks = stream(model, prompt_tokens, max_new_tokens=max_new_tokens, block_size=max_new_tokens, **options)
-        tokens = next(blocks)
-        missing = max_new_tokens - tokens.shape[1]
-        return jnp.pad(tokens, ((0, 0), (0, missing)), constant_values=0 if end_token is None else end_token)
-    generated = _generate_rows(
-        model,
-        prompt_tokens,
-        max_new_tokens,
-        {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed},
-        end_token,
-        stop_tokens,
-    )
-    return generated if log_probabilities else generated.tokens
-
-
-def _generate_rows(
-    model: DecoderLM,
-    prompt_tokens: Any,
-    max_new_tokens: int,
-    options: dict[str, Any],
-    end_token: int | None,
-    stop_tokens: Any,
-) -> Generated:
-    """`generate` with options of each row, through an `Engine` of as many slots."""
-    expect_no_tracing(prompt_tokens, nnx.state(model))
-    check_value("generate", "max_new_tokens", max_new_tokens, PositiveInteger)
-    vocabulary = Annotated[int, Range(at_least=0, below=model.config.vocabulary_size)]
-    check_value("generate", "end_token", end_token, vocabulary | None)
-    pad_prompts(prompt_tokens, model.config.vocabulary_size)  # checks them
-    prompts = [np.asarray(row).tolist() for row in prompt_tokens]
-    batch = len(prompts)
-    own_seeds = isinstance(options["seed"], Sequence | np.ndarray)
-    columns = {name: _of_rows(name, value, batch) for name, value in options.items()}
-    nested = any(isinstance(entry, Sequence | np.ndarray) for entry in stop_tokens)
-    stops = _of_rows("stop_tokens", stop_tokens, batch) if nested else [stop_tokens] * batch
-    ends = () if end_token is None else (end_token,)
-    engine = Engine(model, slots=batch, max_length=max(map(len, prompts)) + max_new_tokens)
-    texts = engine.add_all(
-        [
-            {
-                "prompt_tokens": prompts[row],
-                "max_new_tokens": max_new_tokens,
-                **{name: column[row] for name, column in columns.items()},
-                "stop_tokens": tuple(dict.fromkeys((*ends, *stops[row]))),
-                "place": 0 if own_seeds else row,
-            }
-            for row in range(batch)
-        ],
-        owner="generate",
-    )
-    try:
-        while engine.active:
-            engine.step(max_new_tokens)
-    except NaNLogitsError:
-        stuck = [row for row, text in enumerate(texts) if text.finish_reason == "nan"]
-        done = min(len(texts[row].tokens) for row in stuck)
-        raise NaNLogitsError(
-            f"generate: the model's logits are NaN for row(s) {stuck} after {done} new tokens, expected numbers: are "
-            "its weights finite?"
-        ) from None
-    tokens = np.zeros([batch, max_new_tokens], np.int32)
-    scores = np.zeros([batch, max_new_tokens], np.float32)
-    for row, text in enumerate(texts):
-        made = len(text.tokens)
-        tokens[row, :made], scores[row, :made] = text.tokens, text.log_probabilities
-        tokens[row, made:] = text.tokens[-1]
-    lengths = np.asarray([len(text.tokens) for text in texts], np.int32)
-    return Generated(jnp.asarray(tokens), jnp.asarray(scores), jnp.asarray(lengths))
-
-
-def _of_rows(name: str, value: Any, batch: int) -> list[Any]:
-    """An option of each row, from one for all or one a row."""
-    if not isinstance(value, Sequence | np.ndarray):
-        return [value] * batch
-    if len(value) != batch:
-        raise ValueError(f"generate: {name} has {len(value)} entries, expected one, or one for each of {batch} rows")
-    return [entry.item() if isinstance(entry, np.generic) else entry for entry in value]

@@ -1,11 +1,9 @@
-"""Generation: parallel prefill of ragged prompts, then decoding with a constant-size cache in one compiled loop."""
+"""`generate` and `stream`: prompts of any lengths are read in parallel, then one compiled loop continues them all."""
 
-import dataclasses
 import functools
-import math
 import reprlib
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,127 +11,183 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from rnnlib.fields import PositiveInteger, Range, check_fields, check_value
+from rnnlib.fields import PositiveInteger, Range, check_value
 from rnnlib.inference.delayed_updates import after_tokens, delay_updates, flushed
+from rnnlib.inference.engine import Engine
+from rnnlib.inference.prompts import PROMPT_BUCKET, expect_no_tracing, pad_prompts, prompt_positions, rounded_up
+from rnnlib.inference.sampling import NaNLogitsError, Sampling, draw, have_nan, likeliest_token, seed_key
 from rnnlib.models.decoder import DecoderCache, DecoderLM
 
-# Prompts are padded on the left to a multiple of this, and room for new tokens is rounded up to one, so that all
-# lengths share a few compiled functions.
-PROMPT_BUCKET = 64
 
-
-# Temperatures are raised to this, at which sampling is greedy but for exact ties. Float32 cannot hold the reciprocal of
-# much lower ones.
-_LOWEST_TEMPERATURE = 1e-30
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn from the logits.
+class Generated(NamedTuple):
+    """What `generate` gives with log-probabilities.
 
     Attributes:
-        temperature: divides the logits; 0 takes the largest (greedy), and ignores the rest.
-        top_k: draw among the `top_k` likeliest tokens only; None for all.
-        top_p: draw among the fewest likeliest tokens whose probabilities, after `temperature` and `top_k`, sum to at
-            least `top_p` (nucleus sampling); None for all.
+        tokens: `[B, max_new_tokens]` int32, the new tokens alone; what follows a row's stop token is that token again.
+        log_probabilities: `[B, max_new_tokens]` float32 of each new token under the model: the log-softmax of its
+            logits, before temperature, `top_k` and `top_p`; 0 for what follows a row's stop token.
+        lengths: `[B]` int32, new tokens of each row, its stop token among them.
     """
 
-    temperature: Annotated[float | int, Range(at_least=0, below=math.inf)] = 1.0
-    top_k: PositiveInteger | None = None
-    top_p: Annotated[float | int, Range(above=0, at_most=1)] | None = None
-
-    def __post_init__(self):
-        check_fields(self)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is taken, with no draw."""
-        return self.temperature == 0
-
-    @property
-    def divisor(self) -> float | None:
-        """What divides the logits; None where the likeliest token is taken."""
-        return None if self.greedy else max(self.temperature, _LOWEST_TEMPERATURE)
+    tokens: Int[Array, "B max_new_tokens"]
+    log_probabilities: Float[Array, "B max_new_tokens"]
+    lengths: Int[Array, " B"]
 
 
-class NaNLogitsError(ValueError):
-    """There is no token to draw: a model's logits are NaN, for which its weights or its arithmetic are the reason."""
+@overload
+def generate(
+    model: DecoderLM,
+    prompt_tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float | int | Sequence[float | int] = 1.0,
+    top_k: int | Sequence[int | None] | None = None,
+    top_p: float | int | Sequence[float | int | None] | None = None,
+    seed: int | Sequence[int] = 0,
+    end_token: int | None = None,
+    stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+    log_probabilities: Literal[False] = False,
+) -> Int[Array, "B max_new_tokens"]: ...
 
 
-class _Carry(NamedTuple):
-    """What decoding goes on from: the logits of the next token, and the cache that they came with.
+@overload
+def generate(
+    model: DecoderLM,
+    prompt_tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float | int | Sequence[float | int] = 1.0,
+    top_k: int | Sequence[int | None] | None = None,
+    top_p: float | int | Sequence[float | int | None] | None = None,
+    seed: int | Sequence[int] = 0,
+    end_token: int | None = None,
+    stop_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+    log_probabilities: Literal[True],
+) -> Generated: ...
 
-    The likeliest token is the first whose logit is NaN, if there is one: logits are read once for both.
-    """
 
-    step: Int[Array, ""]
-    logits: Float[Array, "B vocabulary"]
-    likeliest: Int[Array, " B"]
-    finished: Bool[Array, " B"]
-    cache: DecoderCache
+def generate(
+    model: DecoderLM,
+    prompt_tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: Any = 1.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    seed: Any = 0,
+    end_token: int | None = None,
+    stop_tokens: Any = (),
+    log_probabilities: bool = False,
+) -> Any:
+    """Continues prompts.
 
-
-def sample(logits: Float[Array, "B vocabulary"], keys: Any, sampling: Sampling) -> Int[Array, " B"]:
-    """Draws one token a row.
+    What a row gets depends on its prompt, its place in the batch, the seed and the options, not on the other rows
+    (up to rounding). With a seed of its own a row's place does not matter either: it gets what it would get alone. It
+    compiles what it runs by itself and is not called under `jax.jit` or `jax.vmap`; inside of a function of your own,
+    `jax.lax.scan` over `model.extend` decodes.
 
     Args:
-        logits: `[B, vocabulary]`.
-        keys: one random key a row, as from `jax.random.split(key, B)`; not used when greedy.
-        sampling: how to draw.
+        model: the language model.
+        prompt_tokens: one prompt a row, of one length (an array `[B, T]`) or several (lists of token numbers); each
+            of at least one token. Shorter ones are padded on the left, which changes no logit but for rounding.
+        max_new_tokens: tokens to add to each.
+        temperature: see `Sampling`; 0 is greedy. One number, or one a row.
+        top_k: see `Sampling`; one, or one a row.
+        top_p: see `Sampling`; one, or one a row.
+        seed: of the draws, in [0, 2**63); one, or one a row.
+        end_token: a row stops after this token, and decoding once all have; None never stops.
+        stop_tokens: a row stops after any of these too; token numbers, or those of each row, at most eight.
+        log_probabilities: give log-probabilities and lengths beside the tokens.
 
     Returns:
-        Token numbers `[B]`, int32.
+        The new tokens alone, `[B, max_new_tokens]` int32; with `log_probabilities` a `Generated`. What follows the
+        token that a row stopped after is that token again.
+
+    Raises:
+        ValueError: for an empty prompt, a token outside the vocabulary, or an option out of range or not one a row.
+        NaNLogitsError: the model's logits are NaN; a ValueError.
+        TypeError: under `jax.jit` or `jax.vmap`.
     """
-    return _draw(logits, keys, sampling.divisor, sampling.top_k, sampling.top_p)
+    each_row = any(isinstance(value, Sequence | np.ndarray) for value in (temperature, top_k, top_p, seed))
+    if not each_row and not len(stop_tokens) and not log_probabilities:
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "end_token": end_token}
+        blocks = stream(model, prompt_tokens, max_new_tokens=max_new_tokens, block_size=max_new_tokens, **options)
+        tokens = next(blocks)
+        missing = max_new_tokens - tokens.shape[1]
+        return jnp.pad(tokens, ((0, 0), (0, missing)), constant_values=0 if end_token is None else end_token)
+    generated = _generate_rows(
+        model,
+        prompt_tokens,
+        max_new_tokens,
+        {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed},
+        end_token,
+        stop_tokens,
+    )
+    return generated if log_probabilities else generated.tokens
 
 
-def _draw(
-    logits: Array, keys: Any, divisor: Array | float | None, top_k: Array | int | None, top_p: Array | float | None
-) -> Array:
-    """`sample` with the options as numbers or arrays: calls that differ only in arrays' values share a compilation."""
-    if divisor is None:
-        return likeliest_token(logits)
-    # The largest logit becomes 0, so that division by a small temperature does not make it infinite.
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor
-    if top_k is None and top_p is None:
-        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-    return draw_filtered(keys, logits, top_k, top_p)
+def _generate_rows(
+    model: DecoderLM,
+    prompt_tokens: Any,
+    max_new_tokens: int,
+    options: dict[str, Any],
+    end_token: int | None,
+    stop_tokens: Any,
+) -> Generated:
+    """`generate` with options of each row, through an `Engine` of as many slots."""
+    expect_no_tracing(prompt_tokens, nnx.state(model))
+    check_value("generate", "max_new_tokens", max_new_tokens, PositiveInteger)
+    vocabulary = Annotated[int, Range(at_least=0, below=model.config.vocabulary_size)]
+    check_value("generate", "end_token", end_token, vocabulary | None)
+    pad_prompts(prompt_tokens, model.config.vocabulary_size)  # checks them
+    prompts = [np.asarray(row).tolist() for row in prompt_tokens]
+    batch = len(prompts)
+    own_seeds = isinstance(options["seed"], Sequence | np.ndarray)
+    columns = {name: _of_rows(name, value, batch) for name, value in options.items()}
+    nested = any(isinstance(entry, Sequence | np.ndarray) for entry in stop_tokens)
+    stops = _of_rows("stop_tokens", stop_tokens, batch) if nested else [stop_tokens] * batch
+    ends = () if end_token is None else (end_token,)
+    engine = Engine(model, slots=batch, max_length=max(map(len, prompts)) + max_new_tokens)
+    texts = engine.add_all(
+        [
+            {
+                "prompt_tokens": prompts[row],
+                "max_new_tokens": max_new_tokens,
+                **{name: column[row] for name, column in columns.items()},
+                "stop_tokens": tuple(dict.fromkeys((*ends, *stops[row]))),
+                "place": 0 if own_seeds else row,
+            }
+            for row in range(batch)
+        ],
+        owner="generate",
+    )
+    try:
+        while engine.active:
+            engine.step(max_new_tokens)
+    except NaNLogitsError:
+        stuck = [row for row, text in enumerate(texts) if text.finish_reason == "nan"]
+        done = min(len(texts[row].tokens) for row in stuck)
+        raise NaNLogitsError(
+            f"generate: the model's logits are NaN for row(s) {stuck} after {done} new tokens, expected numbers: are "
+            "its weights finite?"
+        ) from None
+    tokens = np.zeros([batch, max_new_tokens], np.int32)
+    scores = np.zeros([batch, max_new_tokens], np.float32)
+    for row, text in enumerate(texts):
+        made = len(text.tokens)
+        tokens[row, :made], scores[row, :made] = text.tokens, text.log_probabilities
+        tokens[row, made:] = text.tokens[-1]
+    lengths = np.asarray([len(text.tokens) for text in texts], np.int32)
+    return Generated(jnp.asarray(tokens), jnp.asarray(scores), jnp.asarray(lengths))
 
 
-def likeliest_token(logits: Float[Array, "B vocabulary"]) -> Int[Array, " B"]:
-    """The likeliest token of each row, `[B]` int32; the first whose logit is NaN, if there is one."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def have_nan(logits: Float[Array, "B vocabulary"], likeliest: Int[Array, " B"]) -> Bool[Array, " B"]:
-    """Rows with a NaN among their logits, which is then their `likeliest_token`'s: nothing else is read."""
-    return jnp.isnan(jnp.take_along_axis(logits, likeliest[:, None], axis=-1)[:, 0])
-
-
-def draw_filtered(keys: Any, logits: Array, top_k: Array | int | None, top_p: Array | float | None) -> Array:
-    """Draws one token a row among the `top_k` likeliest, and of those the fewest that reach `top_p`.
-
-    Args:
-        keys: one random key a row.
-        logits: `[B, vocabulary]`, divided by the temperature.
-        top_k: one number, or `[B, 1]`; None for all.
-        top_p: one number, or `[B, 1]`; None for all, as is any above 1.
-
-    Returns:
-        Token numbers `[B]`, int32.
-    """
-    # Draws by rank and not by a threshold on the logits, which would let ties through.
-    by_rank = jnp.argsort(logits, axis=-1, descending=True, stable=True)
-    ranked = jnp.take_along_axis(logits, by_rank, axis=-1)
-    if top_k is not None:
-        ranked = jnp.where(jnp.arange(ranked.shape[-1]) < top_k, ranked, -jnp.inf)
-    if top_p is not None:
-        probabilities = jax.nn.softmax(ranked, axis=-1)
-        likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
-        # The likeliest token stays whatever rounding does.
-        ranked = jnp.where((likelier < top_p).at[:, 0].set(True), ranked, -jnp.inf)
-    ranks = jax.vmap(jax.random.categorical)(keys, ranked)
-    return jnp.take_along_axis(by_rank, ranks[:, None], axis=-1)[:, 0].astype(jnp.int32)
+def _of_rows(name: str, value: Any, batch: int) -> list[Any]:
+    """An option of each row, from one for all or one a row."""
+    if not isinstance(value, Sequence | np.ndarray):
+        return [value] * batch
+    if len(value) != batch:
+        raise ValueError(f"generate: {name} has {len(value)} entries, expected one, or one for each of {batch} rows")
+    return [entry.item() if isinstance(entry, np.generic) else entry for entry in value]
 
 
 def stream(
@@ -179,7 +233,7 @@ def stream(
     token = Annotated[int, Range(at_least=0, below=vocabulary_size)]
     check_value("generate", "end_token", end_token, token | None)
     tokens, segment_ids = pad_prompts(prompt_tokens, vocabulary_size, multiple=PROMPT_BUCKET)
-    cache = model.init_cache(tokens.shape[0], tokens.shape[1] + _rounded_up(max_new_tokens, PROMPT_BUCKET))
+    cache = model.init_cache(tokens.shape[0], tokens.shape[1] + rounded_up(max_new_tokens, PROMPT_BUCKET))
     carry = _prefill(graphdef, state, tokens, segment_ids, cache)
     is_filtered = top_k is not None or top_p is not None
     values = {
@@ -188,34 +242,22 @@ def stream(
         "top_p": None if top_p is None else jnp.float32(top_p),
         "end_token": None if end_token is None else jnp.int32(end_token),
     }
-    size = _rounded_up(min(block_size, max_new_tokens), PROMPT_BUCKET)
+    size = rounded_up(min(block_size, max_new_tokens), PROMPT_BUCKET)
     decode = functools.partial(_decode, graphdef, size, state, values)
     return _blocks(decode, carry, seed_key(int(seed)), max_new_tokens, block_size)
 
 
-def expect_no_tracing(prompt_tokens: Any, state: Any) -> None:
-    """TypeError within a function that JAX traces."""
-    # What is made here is traced under jit, but not under vmap, which shows in what is given.
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((jnp.zeros([]), prompt_tokens, state))):
-        raise TypeError(
-            "generate: called while jax traces a function, expected no jit or vmap around it: it compiles what it "
-            "runs, for many prompts at once; jax.lax.scan over model.extend decodes inside of a function"
-        )
+class _Carry(NamedTuple):
+    """What decoding goes on from: the logits of the next token, and the cache that they came with.
 
+    The likeliest token is the first whose logit is NaN, if there is one: logits are read once for both.
+    """
 
-def prompt_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Positions of prompts padded on the left: they count from the first token, not from the padding before it."""
-    return jnp.maximum(jnp.cumsum(segment_ids, axis=1, dtype=jnp.int32) - 1, 0)
-
-
-def seed_key(seed: int) -> Array:
-    """The key of a seed below `2**63`, which `jax.random.key` cuts to 32 bits unless 64-bit types are enabled."""
-    key = jax.random.key(seed % 2**32)
-    return jax.random.fold_in(key, seed >> 32) if seed >> 32 else key
-
-
-def _rounded_up(tokens: int, multiple: int) -> int:
-    return -(-tokens // multiple) * multiple
+    step: Int[Array, ""]
+    logits: Float[Array, "B vocabulary"]
+    likeliest: Int[Array, " B"]
+    finished: Bool[Array, " B"]
+    cache: DecoderCache
 
 
 def _blocks(decode, carry: _Carry, key: Array, max_new_tokens: int, block_size: int) -> Iterator[Array]:
@@ -233,41 +275,6 @@ def _blocks(decode, carry: _Carry, key: Array, max_new_tokens: int, block_size: 
         yield block
         if bool(carry.finished.all()):
             return
-
-
-def pad_prompts(
-    prompts: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]], vocabulary_size: int, *, multiple: int = 1
-) -> tuple[Int[Array, "B length"], Int[Array, "B length"]]:
-    """Prompts as one array, padded on the left, with the padding a segment of its own.
-
-    Args:
-        prompts: token numbers, one row or sequence each.
-        vocabulary_size: tokens are checked against it.
-        multiple: the common length is rounded up to a multiple of this.
-
-    Returns:
-        Tokens `[B, length]` int32 and segment ids `[B, length]` int32: 0 for padding, 1 for the prompt.
-    """
-    rows = [np.asarray(row) for row in prompts]
-    if not rows:
-        raise ValueError("prompt_tokens is empty: expected at least one prompt")
-    for index, row in enumerate(rows):
-        if row.ndim != 1 or row.size == 0:
-            raise ValueError(f"prompt_tokens[{index}] has shape {row.shape}: expected a row of at least one token")
-        if not np.issubdtype(row.dtype, np.integer):
-            raise TypeError(f"prompt_tokens[{index}] has dtype {row.dtype}: expected integers")
-        if row.min() < 0 or row.max() >= vocabulary_size:
-            raise ValueError(
-                f"prompt_tokens[{index}] has tokens from {row.min()} to {row.max()}: "
-                f"expected them in [0, {vocabulary_size})"
-            )
-    length = _rounded_up(max(row.size for row in rows), multiple)
-    tokens = np.zeros([len(rows), length], np.int32)
-    segment_ids = np.zeros([len(rows), length], np.int32)
-    for index, row in enumerate(rows):
-        tokens[index, length - row.size :] = row
-        segment_ids[index, length - row.size :] = 1
-    return jnp.asarray(tokens), jnp.asarray(segment_ids)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
@@ -313,7 +320,7 @@ def _decode(
         keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, carry.step)))(rows)
         token = carry.likeliest
         if values["divisor"] is not None:
-            token = _draw(carry.logits, keys, values["divisor"], values["top_k"], values["top_p"])
+            token = draw(carry.logits, keys, values["divisor"], values["top_k"], values["top_p"])
         token = jnp.where(carry.finished, filler, token)
         finished = carry.finished if end_token is None else carry.finished | (token == end_token)
         model = nnx.merge(graphdef, state)

@@ -12,8 +12,9 @@ from flax import nnx
 from jax import Array
 
 from rnnlib.fields import PositiveInteger, check_value
-from rnnlib.inference.decode_state import gather_rows
-from rnnlib.inference.generation import NaNLogitsError, pad_prompts
+from rnnlib.inference.cache_rows import gather_rows
+from rnnlib.inference.prompts import pad_prompts
+from rnnlib.inference.sampling import NaNLogitsError
 from rnnlib.models.decoder import DecoderCache, DecoderLM
 
 # Most logits that are held at once: a quarter of a gigabyte in float32.

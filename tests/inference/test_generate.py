@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from rnnlib.inference import NaNLogitsError, Sampling, generate, sample, stream
-from rnnlib.inference.generation import pad_prompts
+from rnnlib.inference.prompts import pad_prompts
 from rnnlib.models import DecoderLM
 from tests.tiny_models import tiny_config
 
