@@ -1,6 +1,6 @@
 """`python -m experiments.kill_check`: kills processes of a training run at random moments, and starts it again.
 
-Two processes of two devices train one model, whose parameters lie in four shares. Again and again one of them, or both,
+Two processes of two devices train one model, whose parameters lie in four shards. Again and again one of them, or both,
 is killed (SIGKILL): while they start, between steps, or while a checkpoint is being written. The run is started again
 with `resume` until it is done, then another is begun. Its losses are compared with those of a run left alone.
 """
