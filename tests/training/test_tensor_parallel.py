@@ -97,7 +97,7 @@ def test_sizes_leave_room_for_the_devices_that_share_layers():
                 "mixers": ("gated_kalmanet",),
                 "mixer_overrides": {"*": {"solve.sketch_size": 2, "solve.sketch": "random"}},
             },
-            r"mesh.tensor=4: blocks.0.mixer.solve.projection is not trained, and only parameters are shared",
+            r"mesh.tensor=4: blocks.0.mixer.solve.projection is not trained, and only parameters are sharded",
         ),
     ],
 )
