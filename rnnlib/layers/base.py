@@ -340,6 +340,6 @@ class MixerShape:
             raise ValueError(f"{part}: the solve axis takes {self.mimo_rank} keys a token and head, expected 1")
 
     def repeat_key_heads(self, x: Array) -> Array:
-        """Repeats a signal of key heads for each value head: `[B, T, H, ...]` to `[B, T, HV, ...]`."""
+        """Repeats an array of key heads for each value head: `[B, T, H, ...]` to `[B, T, HV, ...]`."""
         group = self.value_heads // x.shape[2]
         return x if group == 1 else jnp.repeat(x, group, axis=2)

@@ -202,7 +202,7 @@ class StateSpaceDecayGate(DecayGate):
         return x.reshape(*x.shape[:2], -1, self.shape.key_size) if self.channelwise else x
 
     def per_value_head(self, x: Array) -> Array:
-        """A signal of the decay's heads, for each value head."""
+        """An array of the decay's heads, repeated for each value head."""
         return self.shape.repeat_key_heads(x) if self.heads == "key" else x
 
 

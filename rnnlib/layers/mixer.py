@@ -322,7 +322,7 @@ class RecurrentMixer(MixerWithOutput):
             cache: as for the call.
 
         Returns:
-            The signals, of `steps` tokens for each where the mixer has several, and the next cache without its `state`,
+            The inputs, of `steps` tokens for each where the mixer has several, and the next cache without its `state`,
             which is None.
         """
         check_input("RecurrentMixer", x, self.shape.width)
@@ -378,7 +378,7 @@ class RecurrentMixer(MixerWithOutput):
         if self.config.steps > 1:
             return cache
         batch = jax.tree.leaves(cache)[0].shape[0]
-        # Of a token's signals only shapes are read, so that a compiled loop computes none.
+        # Of a token's arrays only shapes are read, so that a compiled loop computes none.
         signals, _ = self.recurrence_inputs(jnp.zeros((batch, 1, self.shape.width), self.shape.dtype), cache=cache)
         return cache._replace(state=self.solve.delay_updates(cache.state, signals))
 
