@@ -92,7 +92,7 @@ def _wall_and_memory(view: View) -> Section:
         header += [f"{what} {title_of(view, name)}" for name in names]
     note = (
         "Wall time, ms a call, of calls that follow one another. MiB: peak memory of forward + backward beyond the "
-        "arguments (ours: the compiler's buffers and results; peers: torch's peak)."
+        "arguments (ours and peers in JAX: the compiler's buffers and results; others: torch's peak)."
     )
     return Section("Wall time and memory", note, tuple(header), tuple(rows))
 
