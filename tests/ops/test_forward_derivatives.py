@@ -8,6 +8,7 @@ from flax import nnx
 
 from rnnlib import ops
 from rnnlib.models import DecoderLM
+from rnnlib.ops.ridge_solve import Solver
 from tests.ops.test_further_derivatives import LENGTH, linear, preconditioner, rule, rule_arguments
 from tests.selection import mostly_slow
 from tests.tiny_models import tiny_config
@@ -51,6 +52,25 @@ def test_a_linearized_rule_over_several_chunks_has_its_gradient_as_transpose():
     forwards = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, tangent_of(vector), cotangents)))
     gradients = jax.jit(lambda x: jax.vjp(run, x)[1](cotangents)[0])(x)
     np.testing.assert_allclose(forwards, sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradients, vector))), rtol=1e-4)
+
+
+@pytest.mark.parametrize("solver", [Solver(), Solver("exact")], ids=lambda solver: solver.method)
+def test_tangents_of_the_solve_by_scan_are_its_gradients(solver):
+    """Also far from convergence: a tangent is solved for by the iterations that a gradient is."""
+    x = {name: 3 * array for name, array in rule_arguments().items() if name in ("q", "k", "log_decay")}
+
+    def run(x):
+        ids = jnp.arange(LENGTH)[None] // 30
+        return ops.ridge_solve(**x, segment_ids=ids, iterations=5, solver=solver, implementation="scan")
+
+    vector = directions(x)
+    results, tangents = jax.jit(lambda x: jax.jvp(run, (x,), (vector,)))(x)
+    cotangents = jax.tree.map(jnp.sin, results)
+    gradients = jax.jit(lambda x: jax.vjp(run, x)[1](cotangents)[0])(x)
+    forwards, backwards = (
+        sum(jax.tree.leaves(jax.tree.map(jnp.vdot, *pair))) for pair in ((tangents, cotangents), (gradients, vector))
+    )
+    np.testing.assert_allclose(forwards, backwards, rtol=1e-4)
 
 
 @pytest.mark.parametrize("mixer", mostly_slow(["kda", "gated_deltanet", "pkda", "attention"], ["kda"]))

@@ -1,6 +1,7 @@
 """The ridge solve token by token: the reference implementation, which every other is tested against."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,29 +40,19 @@ def solve_gram(solver: Solver, iterations: int, gram: Array, b: Array, ridge: Ar
     return iterate(solver, product, b, ridge, norm, iterations)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _solve_implicit(solver: Solver, iterations: int, gram: Array, b: Array, ridge: Array, norm: Array) -> Array:
-    """`solve_gram` with the implicit gradient of the exact solution (Gated KalmaNet, equations 6 and 22)."""
-    return solve_gram(solver, iterations, gram, b, ridge, norm)
+    """`solve_gram`, differentiated as the exact solution is (Gated KalmaNet, equations 6 and 22).
 
+    Tangents and gradients are solved for by the same method. The norm has none: it only bounds eigenvalues.
+    """
 
-def _solve_forward(solver, iterations, gram, b, ridge, norm):
-    x = solve_gram(solver, iterations, gram, b, ridge, norm)
-    return x, (gram, ridge, norm, x)
+    def matrix(x: Array) -> Array:
+        return (gram @ x[..., None])[..., 0] + ridge * x
 
+    def solve(_: Any, b: Array) -> Array:
+        return solve_gram(solver, iterations, gram, b, ridge, norm)
 
-def _solve_backward(solver, iterations, saved, d_x):
-    gram, ridge, norm, x = saved
-    d_b = solve_gram(solver, iterations, gram, d_x, ridge, norm)
-    d_gram = -d_b[..., :, None] * x[..., None, :]
-    d_ridge = -d_b * x
-    if ridge.shape[-1] == 1:
-        d_ridge = jnp.sum(d_ridge, axis=-1, keepdims=True)
-    # The norm only bounds eigenvalues: the exact solution does not depend on it.
-    return d_gram, d_b, d_ridge, jnp.zeros_like(norm)
-
-
-_solve_implicit.defvjp(_solve_forward, _solve_backward)
+    return jax.lax.custom_linear_solve(matrix, b, solve, symmetric=True)
 
 
 @functools.partial(jax.jit, static_argnames=("options",), inline=True)
