@@ -1,7 +1,6 @@
 """Which combinations of decay and solve are trained. PLAN.md says why, and what would refute what."""
 
-import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from experiments.harness.study import Mixer
 from experiments.language_modelling.study import LanguageStudy
@@ -33,10 +32,7 @@ def combinations() -> tuple[Mixer, ...]:
 def study(setting: AxesSetting) -> LanguageStudy:
     """The study at a setting: "real" has models of width 384 and 105M tokens a run."""
     base = language_study("small" if setting == "small" else "real")
-    shared: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    shared |= {"name": "axes", "mixers": combinations()}
+    study = LanguageStudy.of(base, name="axes", mixers=combinations())
     if setting == "small":
-        return LanguageStudy(**shared | {"mixers": shared["mixers"][:2]})
-    return LanguageStudy(
-        **shared | {"learning_rates": RATES, "seeds": (0,), "report_seeds": (1, 2, 3, 4), "seconds": 120.0}
-    )
+        return LanguageStudy.of(study, mixers=study.mixers[:2])
+    return LanguageStudy.of(study, learning_rates=RATES, seeds=(0,), report_seeds=(1, 2, 3, 4), seconds=120.0)

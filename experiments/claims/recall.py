@@ -1,5 +1,6 @@
 """Claims on synthetic tasks: recall, state tracking, stacks, needles, MAD and RegBench."""
 
+import functools
 import math
 
 from experiments.claims.claim import Claim, Part
@@ -9,10 +10,21 @@ from experiments.harness.verdicts import Region, above, below, equal
 LONG = "MQAR T=128, 32 pairs, width 64, 4000 steps"
 MIDDLE = "T=128, 32 pairs, width 64"
 HALF = "T=128, 32 pairs, width 32"
+SMALL = "MQAR T=32, 4 pairs, width 32"
 ALL = Region(-SHARE, math.inf)
 NOT_BELOW = Region(-ACCURACY, math.inf)
 BASELINES = ("Mamba-2", "GLA", "DeltaNet", "Gated DeltaNet")
 NEGATIVE = ("DeltaNet", "Gated DeltaNet", "KDA", "Gated DeltaNet-2", "KLA")
+
+# Accuracy in a study, or in one test of it: what is left to say is the cell and the test, and ours and theirs.
+_mqar = functools.partial(accuracy, "mqar", LONG, "128")
+_sizes = functools.partial(accuracy, "mqar_sizes")
+_half = functools.partial(_sizes, HALF, "128")
+_long = functools.partial(accuracy, "ablations", LONG, "128")
+_small = functools.partial(accuracy, "ablations", SMALL, "32", setting="small")
+_kla = functools.partial(accuracy, "kla_suite")
+_needle = functools.partial(accuracy, "s_niah")
+_mad = functools.partial(accuracy, "regbench_mad")
 
 
 def _more(study: str, cell: str, ours: str, theirs: str) -> Part:
@@ -49,7 +61,7 @@ CLAIMS = (
         "100 %",
         "99.7 ± 0.3 % with as many key channels as pairs",
         tuple(
-            Part(f"it is at 100 % in {cell}", accuracy("mqar_sizes", cell, test, "DeltaNet", 1.0), NOT_BELOW)
+            Part(f"it is at 100 % in {cell}", _sizes(cell, test, "DeltaNet", 1.0), NOT_BELOW)
             for cell, test in (
                 (MIDDLE, "128"),
                 ("T=256, 32 pairs, width 64", "256"),
@@ -68,7 +80,7 @@ CLAIMS = (
             Part("every seed solves 32 pairs, vocabulary 640", solves("mqar_sizes", MIDDLE, "DeltaNet, no conv"), ALL),
             Part(
                 "it is at 100 % with 8 pairs",
-                accuracy("mqar_sizes", "T=128, 8 pairs, width 64", "128", "DeltaNet, no conv", 1.0),
+                _sizes("T=128, 8 pairs, width 64", "128", "DeltaNet, no conv", 1.0),
                 NOT_BELOW,
             ),
         ),
@@ -80,25 +92,11 @@ CLAIMS = (
         "maintains or improves",
         "PDN and DeltaNet 100.0, PKDA 98.3 ± 1.3 and KDA 98.2 ± 1.8",
         (
+            Part("PDN is not below DeltaNet with 32 pairs", _mqar("PDN", "DeltaNet"), NOT_BELOW),
+            Part("PKDA is not below KDA with 32 pairs", _mqar("PKDA", "KDA"), NOT_BELOW),
+            Part("PDN is above DeltaNet with half the channels", _half("PDN", "DeltaNet"), above(ACCURACY)),
             Part(
-                "PDN is not below DeltaNet with 32 pairs",
-                accuracy("mqar", LONG, "128", "PDN", "DeltaNet"),
-                NOT_BELOW,
-            ),
-            Part(
-                "PKDA is not below KDA with 32 pairs",
-                accuracy("mqar", LONG, "128", "PKDA", "KDA"),
-                NOT_BELOW,
-            ),
-            Part(
-                "PDN is above DeltaNet with half the channels",
-                accuracy("mqar_sizes", HALF, "128", "PDN", "DeltaNet"),
-                above(ACCURACY),
-            ),
-            Part(
-                "PGDN is above Gated DeltaNet with half the channels",
-                accuracy("mqar_sizes", HALF, "128", "PGDN", "Gated DeltaNet"),
-                above(ACCURACY),
+                "PGDN is above Gated DeltaNet with half the channels", _half("PGDN", "Gated DeltaNet"), above(ACCURACY)
             ),
         ),
     ),
@@ -120,26 +118,12 @@ CLAIMS = (
         (
             Part(
                 "the adaptive ridge is above a constant one, small",
-                accuracy(
-                    "ablations",
-                    "MQAR T=32, 4 pairs, width 32",
-                    "32",
-                    "Gated KalmaNet",
-                    "Gated KalmaNet, constant ridge 0.25",
-                    "small",
-                ),
+                _small("Gated KalmaNet", "Gated KalmaNet, constant ridge 0.25"),
                 above(ACCURACY),
             ),
             Part(
                 "the alpha connection helps, small",
-                accuracy(
-                    "ablations",
-                    "MQAR T=32, 4 pairs, width 32",
-                    "32",
-                    "Gated KalmaNet",
-                    "Gated KalmaNet, no alpha",
-                    "small",
-                ),
+                _small("Gated KalmaNet", "Gated KalmaNet, no alpha"),
                 above(ACCURACY),
             ),
             *(
@@ -157,18 +141,7 @@ CLAIMS = (
         "32 pairs: 1 · 1 · 99 to 1 · 100 · 100 for all ridges",
         (
             _more("ablations", LONG, "Gated KalmaNet", "Gated KalmaNet, ridge 0.1"),
-            Part(
-                "0.02 is above 0.1, small",
-                accuracy(
-                    "ablations",
-                    "MQAR T=32, 4 pairs, width 32",
-                    "32",
-                    "Gated KalmaNet",
-                    "Gated KalmaNet, ridge 0.1",
-                    "small",
-                ),
-                above(ACCURACY),
-            ),
+            Part("0.02 is above 0.1, small", _small("Gated KalmaNet", "Gated KalmaNet, ridge 0.1"), above(ACCURACY)),
         ),
     ),
     Claim(
@@ -180,7 +153,7 @@ CLAIMS = (
         (
             Part(
                 "KLA is above Gated DeltaNet at 8 times the length",
-                accuracy("kla_suite", "MQAR", "2048", "KLA", "Gated DeltaNet"),
+                _kla("MQAR", "2048", "KLA", "Gated DeltaNet"),
                 above(ACCURACY),
             ),
         ),
@@ -193,12 +166,8 @@ CLAIMS = (
         "KLA 96.9 %, Gated DeltaNet 95.6 %",
         "97.2 ± 0.2, 97.7 ± 0.7",
         (
-            Part("KLA is near 96.9 %", accuracy("kla_suite", "Stack", "2048", "KLA", 0.9694), equal(ACCURACY)),
-            Part(
-                "KLA is above Gated DeltaNet",
-                accuracy("kla_suite", "Stack", "2048", "KLA", "Gated DeltaNet"),
-                above(0.0),
-            ),
+            Part("KLA is near 96.9 %", _kla("Stack", "2048", "KLA", 0.9694), equal(ACCURACY)),
+            Part("KLA is above Gated DeltaNet", _kla("Stack", "2048", "KLA", "Gated DeltaNet"), above(0.0)),
         ),
     ),
     Claim(
@@ -208,12 +177,8 @@ CLAIMS = (
         "KLA 80.0 %, Gated DeltaNet 80.7 %",
         "5 · 6 · 17, 3 · 5 · 35, with 6000 of 20,000 steps",
         (
-            Part("KLA is near 80 %", accuracy("kla_suite", "Palindrome", "2048", "KLA", 0.7996), equal(0.05)),
-            Part(
-                "Gated DeltaNet is not below KLA",
-                accuracy("kla_suite", "Palindrome", "512", "Gated DeltaNet", "KLA"),
-                NOT_BELOW,
-            ),
+            Part("KLA is near 80 %", _kla("Palindrome", "2048", "KLA", 0.7996), equal(0.05)),
+            Part("Gated DeltaNet is not below KLA", _kla("Palindrome", "512", "Gated DeltaNet", "KLA"), NOT_BELOW),
         ),
         "the paper's 20,000 steps",
     ),
@@ -224,13 +189,9 @@ CLAIMS = (
         "KLA 100 %, Gated DeltaNet 98 %, Mamba-2 0 %",
         "at 8K 19.7, 19.8 and 0 %",
         (
-            Part(
-                "Gated DeltaNet is near 98 % at 8K",
-                accuracy("s_niah", "S-NIAH-1", "8192", "Gated DeltaNet", 0.98),
-                equal(0.05),
-            ),
-            Part("KLA is near 100 % at 8K", accuracy("s_niah", "S-NIAH-1", "8192", "KLA", 1.0), equal(0.05)),
-            Part("Mamba-2 is near 0 %", accuracy("s_niah", "S-NIAH-1", "1024", "Mamba-2", 0.0), equal(0.05)),
+            Part("Gated DeltaNet is near 98 % at 8K", _needle("S-NIAH-1", "8192", "Gated DeltaNet", 0.98), equal(0.05)),
+            Part("KLA is near 100 % at 8K", _needle("S-NIAH-1", "8192", "KLA", 1.0), equal(0.05)),
+            Part("Mamba-2 is near 0 %", _needle("S-NIAH-1", "1024", "Mamba-2", 0.0), equal(0.05)),
         ),
         "a pretrained language model",
     ),
@@ -241,13 +202,9 @@ CLAIMS = (
         "DeltaNet 92 to 8 %, Gated DeltaNet 100 to 1 %",
         "94.5 to 0 %, 4.3 to 0.7 %",
         (
-            Part("DeltaNet is near 92 % at 1K", accuracy("s_niah", "S-NIAH-2", "1024", "DeltaNet", 0.92), equal(0.05)),
-            Part("DeltaNet has lost it at 8K", accuracy("s_niah", "S-NIAH-2", "8192", "DeltaNet", 0.0), equal(0.1)),
-            Part(
-                "Gated DeltaNet is near 100 % at 1K",
-                accuracy("s_niah", "S-NIAH-2", "1024", "Gated DeltaNet", 1.0),
-                equal(0.05),
-            ),
+            Part("DeltaNet is near 92 % at 1K", _needle("S-NIAH-2", "1024", "DeltaNet", 0.92), equal(0.05)),
+            Part("DeltaNet has lost it at 8K", _needle("S-NIAH-2", "8192", "DeltaNet", 0.0), equal(0.1)),
+            Part("Gated DeltaNet is near 100 % at 1K", _needle("S-NIAH-2", "1024", "Gated DeltaNet", 1.0), equal(0.05)),
         ),
         "a pretrained language model",
     ),
@@ -258,12 +215,8 @@ CLAIMS = (
         "DeltaNet 79 to 3 %, Gated DeltaNet 96 to 3 %",
         "99.1 ± 1.3 to 0 %, 0 %",
         (
-            Part("DeltaNet has lost it at 8K", accuracy("s_niah", "S-NIAH-3", "8192", "DeltaNet", 0.0), equal(0.1)),
-            Part(
-                "Gated DeltaNet is near 96 % at 512",
-                accuracy("s_niah", "S-NIAH-3", "512", "Gated DeltaNet", 0.96),
-                equal(0.05),
-            ),
+            Part("DeltaNet has lost it at 8K", _needle("S-NIAH-3", "8192", "DeltaNet", 0.0), equal(0.1)),
+            Part("Gated DeltaNet is near 96 % at 512", _needle("S-NIAH-3", "512", "Gated DeltaNet", 0.96), equal(0.05)),
         ),
         "a pretrained language model",
     ),
@@ -294,16 +247,12 @@ CLAIMS = (
         "100.0 in all three; fuzzy 50 · 55 · 73, attention 16 · 17 · 54",
         (
             *(
-                Part(
-                    f"DeltaNet is at 100 % in {cell}",
-                    accuracy("regbench_mad", cell, test, "DeltaNet", 1.0),
-                    NOT_BELOW,
-                )
+                Part(f"DeltaNet is at 100 % in {cell}", _mad(cell, test, "DeltaNet", 1.0), NOT_BELOW)
                 for cell, test in (("in-context recall", "128"), ("noisy recall", "128"), ("selective copying", "256"))
             ),
             Part(
                 "it is above attention in fuzzy recall",
-                accuracy("regbench_mad", "fuzzy recall", "128", "DeltaNet", "attention"),
+                _mad("fuzzy recall", "128", "DeltaNet", "attention"),
                 above(ACCURACY),
             ),
         ),
@@ -316,15 +265,9 @@ CLAIMS = (
         "DeltaNet 52.8 % in memorization, behind attention in compression",
         "100.0; 58.6 ± 1.8, attention 61.7 ± 0.8",
         (
+            Part("DeltaNet is near 52.8 % in memorization", _mad("memorization", "32", "DeltaNet", 0.528), equal(0.05)),
             Part(
-                "DeltaNet is near 52.8 % in memorization",
-                accuracy("regbench_mad", "memorization", "32", "DeltaNet", 0.528),
-                equal(0.05),
-            ),
-            Part(
-                "it is below attention in compression",
-                accuracy("regbench_mad", "compression", "32", "DeltaNet", "attention"),
-                below(0.0),
+                "it is below attention in compression", _mad("compression", "32", "DeltaNet", "attention"), below(0.0)
             ),
         ),
     ),
@@ -336,11 +279,7 @@ CLAIMS = (
         "82.4 ± 0.9, best 87.2 ± 0.1 (Gated DeltaNet)",
         (
             *(
-                Part(
-                    f"DeltaNet is not below {theirs}",
-                    accuracy("regbench_mad", "RegBench", "512", "DeltaNet", theirs),
-                    NOT_BELOW,
-                )
+                Part(f"DeltaNet is not below {theirs}", _mad("RegBench", "512", "DeltaNet", theirs), NOT_BELOW)
                 for theirs in ("Mamba-2", "GLA", "Gated DeltaNet")
             ),
         ),
@@ -354,12 +293,12 @@ CLAIMS = (
         (
             Part(
                 "a scalar erase gate costs more than a scalar write gate",
-                accuracy("ablations", LONG, "128", "Gated DeltaNet-2, scalar write", "Gated DeltaNet-2, scalar erase"),
+                _long("Gated DeltaNet-2, scalar write", "Gated DeltaNet-2, scalar erase"),
                 above(ACCURACY),
             ),
             Part(
                 "erase in [0, 2] is not above [0, 1]",
-                accuracy("ablations", LONG, "128", "Gated DeltaNet-2, erase in [0, 2]", "Gated DeltaNet-2"),
+                _long("Gated DeltaNet-2, erase in [0, 2]", "Gated DeltaNet-2"),
                 Region(-math.inf, ACCURACY),
             ),
         ),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.claims.claim import Claim, Part
-from experiments.claims.evidence import TIME, number, steps
+from experiments.claims.evidence import TIME, Measure, number, steps
 from experiments.harness.verdicts import Region, above, equal
 
 RIDGE = "ridge_benchmark/results/h200.json"
@@ -16,14 +16,19 @@ SPREAD = 0.05
 """Of a ratio of two medians of 15 calls."""
 
 
+def _times(content: Any, field: str, *names: str, **wanted: str) -> dict[tuple[str, ...], float]:
+    """A field of the records of forward and backward that are as wanted, by other fields of theirs."""
+    found = {}
+    for record in content["records"]:
+        if all(record.get(name) == value for name, value in {"pass": "forward_backward", **wanted}.items()):
+            found[tuple(str(record[name]) for name in names)] = record[field]
+    return found
+
+
 def _layers(ours: str, theirs: str) -> Callable[[Any], float]:
     def read(content: Any) -> float:
-        times = {
-            record["layer"]: record["device_ms"]
-            for record in content["records"]
-            if record["kind"] == "layer" and record["pass"] == "forward_backward"
-        }
-        return times[ours] / times[theirs] - 1
+        times = _times(content, "device_ms", "layer", kind="layer")
+        return times[(ours,)] / times[(theirs,)] - 1
 
     return read
 
@@ -32,13 +37,7 @@ def _kernels(ours: str, theirs: str) -> Callable[[Any], float]:
     """Mean over the shapes that both were timed at, forward and backward."""
 
     def read(content: Any) -> float:
-        times = {
-            (record["operator"], tuple(record["shape"])): record["device_ms"]
-            for record in content["records"]
-            if record["kind"] == "time"
-            and record["pass"] == "forward_backward"
-            and record["implementation"] == "triton"
-        }
+        times = _times(content, "device_ms", "operator", "shape", kind="time", implementation="triton")
         shapes = [shape for operator, shape in times if operator == ours and (theirs, shape) in times]
         return float(np.mean([times[ours, shape] / times[theirs, shape] for shape in shapes])) - 1
 
@@ -47,13 +46,14 @@ def _kernels(ours: str, theirs: str) -> Callable[[Any], float]:
 
 def _chunk_form(content: Any) -> float:
     """How much faster, at the shape where it gains least, forward and backward."""
-    times = {
-        (record["implementation"], tuple(record["shape"])): record["wall_ms"]
-        for record in content["records"]
-        if record["kind"] == "time" and record["pass"] == "forward_backward" and record["operator"] == "deltanet"
-    }
+    times = _times(content, "wall_ms", "implementation", "shape", kind="time", operator="deltanet")
     shapes = [shape for name, shape in times if name == "scan"]
     return min(times["scan", shape] / times["triton", shape] for shape in shapes) - 1
+
+
+def _at_4096(ours: str, theirs: str) -> Measure:
+    """Of training steps of 4096 tokens a row."""
+    return steps("real_4096", (ours, 4096), (theirs, 4096))
 
 
 def _residual(precision: str) -> Callable[[Any], float]:
@@ -74,14 +74,10 @@ CLAIMS = (
         (
             Part(
                 "PGDN trains 5 to 15 % slower than Gated DeltaNet",
-                steps("real_4096", ("PGDN", 4096), ("Gated DeltaNet", 4096)),
+                _at_4096("PGDN", "Gated DeltaNet"),
                 Region(-0.15, -0.05),
             ),
-            Part(
-                "PKDA trains 5 to 15 % slower than KDA",
-                steps("real_4096", ("PKDA", 4096), ("KDA", 4096)),
-                Region(-0.15, -0.05),
-            ),
+            Part("PKDA trains 5 to 15 % slower than KDA", _at_4096("PKDA", "KDA"), Region(-0.15, -0.05)),
         ),
     ),
     Claim(
@@ -90,13 +86,7 @@ CLAIMS = (
         "Preconditioned DeltaNet, 4.1",
         "more than 20 % faster",
         "2.5 times as fast; 55 % with MesaNet's products in bfloat16",
-        (
-            Part(
-                "PGDN trains more than 20 % faster",
-                steps("real_4096", ("PGDN", 4096), ("MesaNet", 4096)),
-                above(0.2),
-            ),
-        ),
+        (Part("PGDN trains more than 20 % faster", _at_4096("PGDN", "MesaNet"), above(0.2)),),
     ),
     Claim(
         "Throughput over lengths",
@@ -108,9 +98,7 @@ CLAIMS = (
             Part(
                 "the hybrid loses 5 % from 2K to 16K",
                 steps(
-                    "real",
-                    ("Gated DeltaNet-2 + sliding window", 16_384),
-                    ("Gated DeltaNet-2 + sliding window", 2048),
+                    "real", ("Gated DeltaNet-2 + sliding window", 16_384), ("Gated DeltaNet-2 + sliding window", 2048)
                 ),
                 Region(-0.05 - TIME, 0.0),
             ),
@@ -169,11 +157,7 @@ CLAIMS = (
         "10 to 21 % of the kernels, 3.0 to 3.5 % of a training step",
         (
             Part("kernels take as long", number(KERNELS, _kernels("write_key", "gated_deltanet"), 0.02), equal(TIME)),
-            Part(
-                "a training step takes as long",
-                steps("real_4096", ("PGDN, fixed B", 4096), ("Gated DeltaNet", 4096)),
-                equal(TIME),
-            ),
+            Part("a training step takes as long", _at_4096("PGDN, fixed B", "Gated DeltaNet"), equal(TIME)),
         ),
     ),
     Claim(

@@ -33,6 +33,12 @@ def kernel_milliseconds(call: Callable[[], Any], calls: int = 5) -> dict[str, fl
     return kernels or None
 
 
+def peak_mib(compiled: Any) -> float:
+    """Memory of a compiled call beside its arguments, by the compiler's plan."""
+    memory = compiled.memory_analysis()
+    return round((memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes) / 2**20, 1)
+
+
 def timed_record(call: Callable[[], Any], repeats: int, *, with_kernels: bool) -> Record:
     """Wall time, device time and the kernels' shares of it."""
     wall = wall_milliseconds(call, jax.block_until_ready, repeats, seconds=1.0)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.harness.records import Record, RecordWriter, describe
-from experiments.harness.timing import timed_record
+from experiments.harness.timing import peak_mib, timed_record
 from experiments.kernel_benchmarks.config import Measurement
 from experiments.kernel_benchmarks.inputs import (
     FLOAT32_ARRAYS,
@@ -29,14 +29,13 @@ from experiments.kernel_benchmarks.inputs import (
     draw,
     draw_all,
     draw_tile,
-    relative_errors,
     segment_ids,
     take_rows,
     tile_shape,
 )
-from experiments.kernel_benchmarks.operators import OPERATORS, Operator
+from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS, Call
-from experiments.kernel_benchmarks.work import Work, read_work, reference_path
+from experiments.kernel_benchmarks.work import Work, error_record, measure_all, read_work, reference_path
 
 Results = dict[str, Any]
 REFERENCE_BLOCK = 64
@@ -110,11 +109,6 @@ def reference(name: str, arrays: Results, ids: Any = None) -> Results:
     return {"out": out, "final_state": state, **gradients}
 
 
-def argument_names(operator: Operator) -> tuple[str, ...]:
-    """Arrays of an operator and cotangents of its results."""
-    return (*operator.arrays, "d_out", "d_state")
-
-
 def timing_inputs(names: tuple[str, ...], shape: Shape, dtype: str) -> Results:
     """Arguments on the device for timing: some tokens are drawn and the rest repeats them."""
     drawn = tile_shape(shape)
@@ -162,7 +156,7 @@ def compute_references(measurements: list[Measurement], work: Work, drawn: Drawn
     name, shape, case = measurements[0].operator, measurements[0].shape, measurements[0].case
     with jax.enable_x64(True):
         arrays = {}
-        for array in argument_names(OPERATORS[name]):
+        for array in OPERATORS[name].all_arrays:
             rows = [take_rows(array, drawn[array, shape, case, m.seed], shape) for m in measurements]
             arrays[array] = jnp.asarray(np.concatenate(rows)).astype(array_dtype(array, work.dtype)).astype(jnp.float64)
         ids = jnp.asarray(segment_ids((len(arrays["q"]), *shape[1:]))) if case == "packed" else None
@@ -204,7 +198,7 @@ def compile_unit(unit: Unit, work: Work) -> Callable[..., Any]:
     operator, shape = OPERATORS[unit.operator], unit.shape
     arguments = {
         name: jax.ShapeDtypeStruct(array_shape(name, shape), array_dtype(name, work.dtype))
-        for name in argument_names(operator)
+        for name in operator.all_arrays
     }
     inputs = {name: arguments[name] for name in operator.arrays}
     implementation = unit.implementation
@@ -248,7 +242,7 @@ class Session:
             (name, m.shape, m.case, m.seed)
             for each in references.values()
             for m in each.values()
-            for name in argument_names(OPERATORS[m.operator])
+            for name in OPERATORS[m.operator].all_arrays
         )
         mine = [m for m in self.work.measurements if m.implementation in self.work.in_jax]
         with (
@@ -274,7 +268,7 @@ class Session:
 
     def arrays(self, m: Measurement) -> Results:
         """Arguments of a measurement."""
-        names = argument_names(OPERATORS[m.operator])
+        names = OPERATORS[m.operator].all_arrays
         key = (m.shape, m.case, m.seed, m.kind == "error")
         if key != self._key:
             self._arrays, self._key = {}, key
@@ -304,20 +298,14 @@ class Session:
             given = inputs if name == "forward" else arrays
             # A scan's trace would hold ten kernels a token; its wall time is its device time.
             timing = timed_record(lambda: call(given), self.work.repeats, with_kernels=m.implementation != "scan")
-            memory = call.memory_analysis()
-            peak = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-            records.append({"kind": "time", "pass": name, **timing, "peak_mib": round(peak / 2**20, 1)})
+            records.append({"kind": "time", "pass": name, **timing, "peak_mib": peak_mib(call)})
         return records
 
     def _error_record(self, m: Measurement, call: Callable[..., Results], arrays: Results) -> Record:
         results, again = call(arrays), call(arrays)
         identical = all(bool(jnp.array_equal(results[name], again[name])) for name in results)
-        with np.load(reference_path(self.work, m)) as expected:
-            errors = relative_errors(
-                (name, np.asarray(take_rows(name, x, m.shape).astype(jnp.float32)), expected[name])
-                for name, x in results.items()
-            )
-        return {"kind": "error", "case": m.case, "seed": m.seed, "errors": errors, "identical": identical}
+        rows = {name: np.asarray(take_rows(name, x, m.shape).astype(jnp.float32)) for name, x in results.items()}
+        return error_record(self.work, m, rows, identical=identical)
 
     def _decode_record(self, m: Measurement, call: Callable[..., Any], inputs: Results) -> Record:
         state = [jnp.zeros(array_shape("d_state", m.shape), jnp.float32)]
@@ -369,20 +357,8 @@ def main(folder: pathlib.Path) -> None:
     session.work = work = read_work(folder)  # the deadline may have been put off
     if any(m.kind == "time" for m in work.measurements):
         write(ceilings(work.repeats))
-    for m in work.measurements:
-        if m.implementation not in work.in_jax:
-            continue
-        what: Record = {"operator": m.operator, "implementation": m.implementation, "shape": m.shape}
-        if m.beside:
-            what["beside"] = m.beside
-        if time.time() > work.deadline:
-            write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": "time limit"})
-            continue
-        try:
-            for record in session.measure(m):
-                write({**what, **record})
-        except Exception as error:
-            write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": describe(error)})
+    mine = (m for m in work.measurements if m.implementation in work.in_jax)
+    measure_all(mine, work.deadline, session.measure, write)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,11 @@ class Operator:
     allowance: float = 1.0
     prepare: Callable[..., dict[str, Array]] | None = None
 
+    @property
+    def all_arrays(self) -> tuple[str, ...]:
+        """Arrays of the operator and cotangents of its results."""
+        return (*self.arrays, "d_out", "d_state")
+
     def prepared(
         self, arrays: Arrays, implementation: str | None, segment_ids: Array | None = None
     ) -> dict[str, Array]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.harness.records import Record, RecordWriter, describe, installed_versions
+from experiments.harness.records import Record, RecordWriter, installed_versions
 from experiments.harness.torch_timing import short_trials, take_first, timed_record
 from experiments.kernel_benchmarks.config import Measurement
 from experiments.kernel_benchmarks.inputs import (
@@ -25,13 +25,12 @@ from experiments.kernel_benchmarks.inputs import (
     draw_all,
     draw_segments,
     draw_tile,
-    relative_errors,
     take_rows,
     tile_shape,
 )
 from experiments.kernel_benchmarks.operators import OPERATORS
 from experiments.kernel_benchmarks.peers import PEERS, Call
-from experiments.kernel_benchmarks.work import Work, read_work, reference_path
+from experiments.kernel_benchmarks.work import Work, error_record, measure_all, read_work, reference_path
 
 Tensors = dict[str, torch.Tensor]
 
@@ -90,6 +89,7 @@ class Session:
 
     def measure(self, m: Measurement) -> list[Record]:
         """Records of a measurement."""
+        torch.cuda.empty_cache()
         if m.kind == "error":
             return [self._error_record(m)]
         if m.kind == "decode":
@@ -115,7 +115,7 @@ class Session:
         names = OPERATORS[m.operator].arrays
         tensors = {
             name: to_device(name, self.drawn[name, m.shape, m.case, m.seed], self.work.dtype)
-            for name in (*names, "d_out", "d_state")
+            for name in OPERATORS[m.operator].all_arrays
         }
         bounds = torch.from_numpy(draw_segments(m.shape)).cuda() if m.case == "packed" else None
         differentiated = not self.described.forward_only
@@ -134,15 +134,12 @@ class Session:
 
         results, again = run(), run()
         identical = all(torch.equal(results[name], again[name]) for name in results)
-        path = reference_path(self.work, m)
-        while not path.exists() and time.time() < self.work.deadline:  # JAX may not have come to it
+        while (
+            not reference_path(self.work, m).exists() and time.time() < self.work.deadline
+        ):  # JAX may not have come to it
             time.sleep(0.1)
-        with np.load(path) as expected:
-            errors = relative_errors(
-                (name, take_rows(name, x.detach(), m.shape).float().cpu().numpy(), expected[name])
-                for name, x in results.items()
-            )
-        return {"kind": "error", "case": m.case, "seed": m.seed, "errors": errors, "identical": identical}
+        rows = {name: take_rows(name, x.detach(), m.shape).float().cpu().numpy() for name, x in results.items()}
+        return error_record(self.work, m, rows, identical=identical)
 
 
 def warm(session: Session, operator: str, shape: Shape) -> None:
@@ -166,21 +163,6 @@ def tune(session: Session, measurements: list[Measurement]) -> None:
                 call()
 
 
-def measure(session: Session, measurements: list[Measurement], write: RecordWriter) -> None:
-    """Measures in order, and records what fails."""
-    for m in measurements:
-        what = {"operator": m.operator, "implementation": session.peer, "shape": m.shape}
-        if time.time() > session.work.deadline:
-            write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": "time limit"})
-            continue
-        try:
-            for record in session.measure(m):
-                write({**what, **record})
-        except Exception as error:
-            write({**what, "kind": "failure", "of": m.kind, "case": m.case, "reason": describe(error)})
-        torch.cuda.empty_cache()
-
-
 def main(folder: pathlib.Path, peer: str, mode: str, *arguments: str) -> None:
     """Does a process's part."""
     work = read_work(folder)
@@ -197,15 +179,15 @@ def main(folder: pathlib.Path, peer: str, mode: str, *arguments: str) -> None:
         short_trials(once=False)
         tune(session, [m for m in mine if m.kind == "time"])
         write({"kind": "prepared", "worker": peer})
-        measure(session, [m for m in mine if m.kind != "error"], write)
+        measure_all((m for m in mine if m.kind != "error"), work.deadline, session.measure, write)
     else:
         (operator,) = arguments
         short_trials(once=True)
         take_first()
         mine = [m for m in mine if m.kind == "error" and m.operator == operator]
-        names = (*OPERATORS[operator].arrays, "d_out", "d_state")
+        names = OPERATORS[operator].all_arrays
         session.drawn = draw_all((name, m.shape, m.case, m.seed) for m in mine for name in names)
-        measure(session, mine, RecordWriter(folder / f"{peer}_errors_{operator}.jsonl"))
+        measure_all(mine, work.deadline, session.measure, RecordWriter(folder / f"{peer}_errors_{operator}.jsonl"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """KLA, Gated DeltaNet and Mamba-2 at the size of KLA's table 1. PLAN.md says why, and what would refute what."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from experiments.harness.study import Mixer
 from experiments.harness.tables import table_path
@@ -43,19 +43,18 @@ class PretrainingStudy(LanguageStudy):
 def study(setting: PretrainingSetting) -> LanguageStudy:
     """The study at a setting: "real" has 24 layers of width 1024 and 1B tokens; "rates", a tenth, chooses its rates."""
     base = language_study("small" if setting == "small" else "large")
-    shared: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    shared |= {"name": "kla_pretraining", "mixers": MIXERS}
     if setting == "small":
-        return LanguageStudy(**shared | {"mixers": MIXERS[:2]})
+        return LanguageStudy.of(base, name="kla_pretraining", mixers=MIXERS[:2])
     size = {"width": 1024, "num_layers": 24, "num_heads": 8, "initializer_std": 0.03, "remat": True}
     train = base.train
     model = model_preset("340m").replace(vocabulary_size=train.model.vocabulary_size, mixer_overrides={}, **size)
     tokens = train.data.sequence_length * train.data.batch_size
     steps = round((0.1e9 if setting == "rates" else 1e9) / tokens)
-    shared |= {"train": dataclasses.replace(train, model=model, steps=steps), "learning_rates": (1e-3, 2e-3)}
+    train = dataclasses.replace(train, model=model, steps=steps)
+    base = LanguageStudy.of(base, name="kla_pretraining", mixers=MIXERS, train=train, learning_rates=(1e-3, 2e-3))
     if setting == "rates":
-        return LanguageStudy(**shared | {"seconds": 1100.0})
+        return LanguageStudy.of(base, seconds=1100.0)
     choosing = study("rates")
     rates = {mixer.label: best_rate(choosing, [table_path("kla_pretraining", "rates")], mixer) for mixer in MIXERS}
     chosen = tuple((label, rate) for label, rate in rates.items() if rate is not None)
-    return PretrainingStudy(**shared | {"seeds": (1,), "seconds": 11_000.0, "chosen": chosen})
+    return PretrainingStudy.of(base, seeds=(1,), seconds=11_000.0, chosen=chosen)

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from experiments.harness.study import Mixer
 from experiments.language_modelling.lengths import LengthTests
@@ -90,6 +90,11 @@ class LanguageStudy:
     name: str = "language_modelling"
     seconds: float = 0.0
     report_seeds: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, base: "LanguageStudy", **changes: Any) -> Self:
+        """Another study's settings but for some, perhaps of a class that has more of them."""
+        return cls(**{field.name: getattr(base, field.name) for field in dataclasses.fields(LanguageStudy)} | changes)
 
     @property
     def runs(self) -> list[tuple[Mixer, float, int]]:

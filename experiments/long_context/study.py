@@ -65,16 +65,15 @@ class LongContextStudy(LanguageStudy):
 def study(setting: LongContextSetting) -> LongContextStudy:
     """The study at a setting: "real" has models of width 768 and 105M tokens a run."""
     base = language_study("small" if setting == "small" else "large")
-    shared: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    shared |= {"name": "long_context", "lengths": (), "seeds": (1,)}  # seed 0 chose the rates
+    plan = LongContextStudy.of(base, name="long_context", lengths=(), seeds=(1,))  # seed 0 chose the rates
     if setting == "small":
-        return LongContextStudy(
-            **shared,
+        return dataclasses.replace(
+            plan,
             chosen=tuple((mixer.label, base.learning_rates[0]) for mixer in base.mixers),
             documents=LongText(min_bytes=20_000),
             contexts=(64, 128, 256),
             block=64,
             blocks=16,
         )
-    shared |= {"test_tokens": 33_792, "seconds": 330.0, "mixers": pick(base.mixers, [label for label, _ in CHOSEN])}
-    return LongContextStudy(**shared, chosen=CHOSEN)
+    mixers = pick(base.mixers, [label for label, _ in CHOSEN])
+    return dataclasses.replace(plan, test_tokens=33_792, seconds=330.0, mixers=mixers, chosen=CHOSEN)

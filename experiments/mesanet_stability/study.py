@@ -1,7 +1,7 @@
 """MesaNet with its products in one part or two. PLAN.md says why, and what would refute what."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from experiments.harness.study import Mixer
 from experiments.language_modelling.study import LanguageStudy
@@ -17,10 +17,7 @@ STEPS = 8000
 def study(setting: StabilitySetting) -> LanguageStudy:
     """The study at a setting: "real" has models of width 768 and 8000 steps; steps that are not finite are counted."""
     base = language_study("small" if setting == "small" else "large")
-    shared: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
     steps = base.train.steps if setting == "small" else STEPS
     train = dataclasses.replace(base.train, steps=steps, max_skipped_steps=steps)
-    shared |= {"name": "mesanet_stability", "mixers": MIXERS, "train": train}
-    if setting == "real":
-        shared |= {"learning_rates": (1e-3, 2e-3), "seconds": 1650.0}
-    return LanguageStudy(**shared)
+    study = LanguageStudy.of(base, name="mesanet_stability", mixers=MIXERS, train=train)
+    return study if setting == "small" else LanguageStudy.of(study, learning_rates=(1e-3, 2e-3), seconds=1650.0)

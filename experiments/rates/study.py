@@ -1,7 +1,6 @@
 """Eight mixers at five learning rates. PLAN.md says why, and what would refute what."""
 
-import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from experiments.harness.study import Mixer, pick
 from experiments.language_modelling.study import LanguageStudy
@@ -19,14 +18,7 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 def study(setting: RatesSetting) -> LanguageStudy:
     """The study at a setting: "real" has models of width 384 and 105M tokens a run."""
     base = language_study("small" if setting == "small" else "real")
-    shared: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    shared["name"] = "rates"
     if setting == "small":
-        return LanguageStudy(**shared)
-    shared |= {
-        "mixers": (*pick(base.mixers, LABELS), ATTENTION),
-        "learning_rates": RATES,
-        "seeds": (0, 1),
-        "seconds": 120.0,
-    }
-    return LanguageStudy(**shared)
+        return LanguageStudy.of(base, name="rates")
+    mixers = (*pick(base.mixers, LABELS), ATTENTION)
+    return LanguageStudy.of(base, name="rates", mixers=mixers, learning_rates=RATES, seeds=(0, 1), seconds=120.0)

@@ -19,7 +19,7 @@ from jax import Array
 
 from experiments.harness.child import Child
 from experiments.harness.records import Record, describe, read_records
-from experiments.harness.timing import timed_record
+from experiments.harness.timing import peak_mib, timed_record
 from experiments.ridge_benchmark.config import METHODS, PRECISIONS, RIDGES, RidgeBenchmarkConfig
 from experiments.ridge_benchmark.inputs import draw
 from rnnlib import ops
@@ -98,9 +98,7 @@ def timed(config: RidgeBenchmarkConfig, what: Record, job: Compiled | str) -> Re
         return {**what, "kind": "failure", "of": what["kind"], "reason": job}
     call, arguments = job
     timing = timed_record(lambda: call(*arguments), config.repeats, with_kernels=jax.default_backend() == "gpu")
-    memory = call.memory_analysis()  # type: ignore[attr-defined]
-    peak = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return {**what, **timing, "peak_mib": round(peak / 2**20, 1)}
+    return {**what, **timing, "peak_mib": peak_mib(call)}
 
 
 Jobs = list[tuple[Record, Callable[[], Compiled]]]

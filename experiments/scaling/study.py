@@ -79,22 +79,21 @@ def _matched(base: ModelConfig, mixer: Mixer) -> ModelConfig:
 def study(setting: ScalingSetting) -> ScalingStudy:
     """The study at a setting: a size of the baseline, and tokens in proportion; "small" is for a CPU."""
     base = language_study({"small": "small", "135m": "large"}.get(setting, "real"))  # type: ignore[arg-type]
-    shared: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    shared |= {"name": "scaling", "mixers": MIXERS}
+    plan = ScalingStudy.of(base, name="scaling", mixers=MIXERS)
     if setting == "small":
-        return ScalingStudy(**shared, register=None)
+        return dataclasses.replace(plan, register=None)
     tokens, seconds = {"25m": (0.5e9, 600.0), "60m": (0.8e9, 2100.0), "135m": (1e9, 3300.0)}[setting]
     train = base.train
     model = train.model
     if setting == "60m":
         model = model.replace(width=640, num_layers=10, num_heads=5, attention_heads=10, initializer_std=0.04)
     steps = round(tokens / (train.data.sequence_length * train.data.batch_size))
-    shared |= {
-        "train": dataclasses.replace(train, model=model, steps=steps),
+    return dataclasses.replace(
+        plan,
+        train=dataclasses.replace(train, model=model, steps=steps),
         # The rates of width 384, scaled by 1 / width, until `rates` says better ones.
-        "learning_rates": tuple(round(rate * 384 / model.width, 6) for rate in RATES),
-        "seeds": (0,),
-        "report_seeds": (1,) if setting == "135m" else (1, 2, 3),
-        "seconds": seconds,
-    }
-    return ScalingStudy(**shared)
+        learning_rates=tuple(round(rate * 384 / model.width, 6) for rate in RATES),
+        seeds=(0,),
+        report_seeds=(1,) if setting == "135m" else (1, 2, 3),
+        seconds=seconds,
+    )

@@ -162,7 +162,7 @@ def test_cases_are_what_they_are_called():
 def test_reference_is_the_scan_at_rows_compared(name, is_packed):
     operator, shape = OPERATORS[name], (2, 8, 3, 16, 16)
     ids = jnp.asarray([[0, 0, 1, 1, 2, 2, 2, 2]] * 4) if is_packed else None
-    names = jax_worker.argument_names(operator)
+    names = operator.all_arrays
     whole = {key: jnp.asarray(draw(key, shape)) for key in names}
     rows = {key: take_rows(key, x, shape) for key, x in whole.items()}
     block, jax_worker.REFERENCE_BLOCK = jax_worker.REFERENCE_BLOCK, 4
