@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -183,3 +184,28 @@ def write_atomically(path: str | os.PathLike, content: bytes) -> None:
         except BaseException:
             os.unlink(temporary)
             raise
+
+
+@contextlib.contextmanager
+def new_folder(path: str | os.PathLike[str], *, or_other: bool = False) -> Iterator[Path]:
+    """A folder to fill, which gets its name when the block ends: it is there whole, or not at all.
+
+    Args:
+        path: the folder, which must not exist; those above it are made.
+        or_other: whether one that another process has made meanwhile stays in its place.
+
+    Raises:
+        OSError: it cannot be made; nothing of it is left.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-unfinished-"))
+    try:
+        yield staged
+        try:
+            staged.rename(path)
+        except OSError:
+            if not (or_other and path.is_dir()):
+                raise
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)

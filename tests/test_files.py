@@ -6,7 +6,16 @@ import socket
 
 import pytest
 
-from rnnlib.files import expect_shallow, expect_within, file_within, open_regular, parse_json, read_bytes, read_json
+from rnnlib.files import (
+    expect_shallow,
+    expect_within,
+    file_within,
+    new_folder,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_json,
+)
 
 
 def test_regular_files_are_read_up_to_their_bound(tmp_path):
@@ -103,3 +112,20 @@ def test_the_links_of_the_hubs_cache_are_followed(tmp_path):
     (revision / "other").symlink_to("../../blobs/out")
     with pytest.raises(ValueError, match=r"not a link"):
         expect_within(revision, revision / "other")
+
+
+def test_a_new_folder_is_there_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "above" / "made"
+    with pytest.raises(RuntimeError), new_folder(path) as staged:
+        (staged / "half").touch()
+        raise RuntimeError
+    assert list(path.parent.iterdir()) == []
+    with new_folder(path) as staged:
+        (staged / "whole").touch()
+        assert not path.exists()
+    assert [entry.name for entry in path.iterdir()] == ["whole"]
+    with pytest.raises(OSError, match="not empty"), new_folder(path) as staged:
+        (staged / "other").touch()
+    with new_folder(path, or_other=True) as staged:
+        (staged / "other").touch()
+    assert [entry.name for entry in path.iterdir()] == ["whole"] and list(path.parent.iterdir()) == [path]

@@ -6,8 +6,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from typing import IO
 
@@ -18,7 +16,7 @@ from rnnlib.data.config import DataConfig, Split, check_split
 from rnnlib.data.conversation import ConversationEncoder
 from rnnlib.data.mixture import mixture
 from rnnlib.data.sources import iterate_documents, resolved_split, source_fingerprint
-from rnnlib.files import naming, open_regular, read_json
+from rnnlib.files import naming, new_folder, open_regular, read_json
 from rnnlib.tokenizers import Tokenizer, without_surrogates
 
 _BATCH_CHARACTERS = 4_000_000  # documents are tokenized in batches of about so many characters
@@ -224,18 +222,8 @@ def load_corpus(
         raise ValueError(f"cache_folder: {config.cache_folder!r} is not a folder")
     folder = os.path.join(config.cache_folder, f"{split}-{cache_key(config, split, tokenizer, chat)}")
     if not os.path.isdir(folder):
-        os.makedirs(config.cache_folder, exist_ok=True)
-        temporary = tempfile.mkdtemp(dir=config.cache_folder, prefix=".writing-")
-        try:
-            with naming(config.cache_folder):
-                TokenCorpus.from_documents(_documents(config, split), tokenizer, temporary, chat=chat)
-            try:
-                os.rename(temporary, folder)
-            except OSError:
-                if not os.path.isdir(folder):  # otherwise another process has just written the same
-                    raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with naming(config.cache_folder), new_folder(folder, or_other=True) as staged:
+            TokenCorpus.from_documents(_documents(config, split), tokenizer, os.fspath(staged), chat=chat)
     return TokenCorpus.load(folder)
 
 

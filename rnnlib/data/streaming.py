@@ -2,9 +2,7 @@
 
 import hashlib
 import os
-import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -16,6 +14,7 @@ from rnnlib.data.conversation import ConversationEncoder
 from rnnlib.data.corpus import TokenCorpus, cache_key, in_batches
 from rnnlib.data.packing import PackedDocuments, Row
 from rnnlib.data.sources import iterate_documents, source_sizes
+from rnnlib.files import new_folder
 from rnnlib.tokenizers import Tokenizer
 
 BLOCK_CHARACTERS = 32_000_000
@@ -78,19 +77,11 @@ class StreamedRows(grain.MapDataset[Row]):
         key = cache_key(self._config, "train", self._tokenizer, self._chat)
         name = f"blocks-{self._block_characters}-{key}"
         folder = os.path.join(self._config.cache_folder, name)
-        os.makedirs(folder, exist_ok=True)
         for number, block in enumerate(blocks):
             path = os.path.join(folder, f"{number:06}")
             if not os.path.isdir(path):
-                temporary = tempfile.mkdtemp(dir=folder, prefix=".writing-")
-                try:
-                    TokenCorpus.from_documents(block, self._tokenizer, temporary, chat=self._chat)
-                    os.rename(temporary, path)
-                except OSError:
-                    if not os.path.isdir(path):  # otherwise another process has just written the same
-                        raise
-                finally:
-                    shutil.rmtree(temporary, ignore_errors=True)
+                with new_folder(path, or_other=True) as staged:
+                    TokenCorpus.from_documents(block, self._tokenizer, os.fspath(staged), chat=self._chat)
             yield TokenCorpus.load(path)
 
     def _wait_for(self, blocks: int) -> None:

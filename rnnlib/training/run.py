@@ -7,8 +7,6 @@ and, for any tokenizer but the bytes, `tokenizer.json`; one that trains adapters
 import dataclasses
 import fcntl
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -19,6 +17,7 @@ from flax import nnx
 from rnnlib.configuration import to_plain
 from rnnlib.data import FileTokenizer, Tokenizer, load_tokenizer
 from rnnlib.data.chat import ChatEncoder, ChatTemplate, chat_encoder
+from rnnlib.files import new_folder
 from rnnlib.hub.special_tokens import copy_tokenizer_files, end_token
 from rnnlib.models import DecoderLM
 from rnnlib.tokenizers import read_backend
@@ -108,25 +107,18 @@ def create_run(
         RunError: if it exists or cannot be made.
     """
     check_new_folder(folder)
-    parent = folder.absolute().parent
-    temporary = None
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=parent, prefix=f".{folder.name}-"))
-        save_config(config, temporary / CONFIG_FILE)
-        if isinstance(tokenizer, FileTokenizer):
-            tokenizer.save(temporary / TOKENIZER_FILE)
-        if origin is not None:
-            copy_tokenizer_files(origin, temporary)
-        if template is not None:
-            template.save(temporary)
-        temporary.chmod(0o755)
-        os.rename(temporary, folder)
+        with new_folder(folder.absolute()) as staged:
+            save_config(config, staged / CONFIG_FILE)
+            if isinstance(tokenizer, FileTokenizer):
+                tokenizer.save(staged / TOKENIZER_FILE)
+            if origin is not None:
+                copy_tokenizer_files(origin, staged)
+            if template is not None:
+                template.save(staged)
+            staged.chmod(0o755)
     except OSError as error:
         raise RunError(f"run folder {folder} cannot be made: {error.strerror}") from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_own_files(folder: Path) -> None:
