@@ -1,7 +1,7 @@
 """Models in bfloat16 and with float8 matmuls, from the same seeds. PLAN.md says why, and what would refute what."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from experiments.harness.study import Mixer
 from experiments.language_modelling.study import LanguageStudy
@@ -31,16 +31,15 @@ class Float8Study(LanguageStudy):
 def study(setting: Float8Setting) -> Float8Study:
     """The study at a setting: 135M parameters and 2000 steps of 65,536 tokens ("real") or 16,384 ("short")."""
     base = language_study("small" if setting == "small" else "large")
-    shared: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    shared |= {"name": "float8", "mixers": MIXERS[:2], "lengths": base.lengths[:1], "seeds": (0, 1)}
+    plan = Float8Study.of(base, name="float8", mixers=MIXERS[:2], lengths=base.lengths[:1], seeds=(0, 1))
     if setting == "small":  # narrower maps are not multiplied in float8
         model = base.train.model.replace(width=128, mlp_width=256)
-        return Float8Study(**shared | {"train": dataclasses.replace(base.train, model=model)})
+        return dataclasses.replace(plan, train=dataclasses.replace(base.train, model=model))
     train = dataclasses.replace(base.train, steps=2000, max_skipped_steps=2000)
-    shared |= {"lengths": (train.data.sequence_length,), "learning_rates": (2e-3,)}
+    plan = dataclasses.replace(plan, lengths=(train.data.sequence_length,), learning_rates=(2e-3,))
     if setting == "short":
         data = dataclasses.replace(
             train.data, batch_size=4, max_train_bytes=140_000_000, max_validation_bytes=4_000_000
         )
-        return Float8Study(**shared | {"train": dataclasses.replace(train, data=data), "seconds": 90.0})
-    return Float8Study(**shared | {"train": train, "mixers": MIXERS, "seeds": (0, 1, 2), "seconds": 340.0})
+        return dataclasses.replace(plan, train=dataclasses.replace(train, data=data), seconds=90.0)
+    return dataclasses.replace(plan, train=train, mixers=MIXERS, seeds=(0, 1, 2), seconds=340.0)
