@@ -15,8 +15,6 @@ from experiments.long_context.study import LongContextStudy
 
 MARGIN = 0.01
 """Of bits per byte: less counts as equal."""
-STABLE = 0.11
-"""Most that perplexity may rise from the trained length to 32K: what KLA's table 3 calls stable."""
 
 
 def finished(plan: LongContextStudy, results: pathlib.Path) -> dict[str, Row]:

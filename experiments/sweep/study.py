@@ -2,11 +2,10 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from experiments.harness.config_fingerprint import config_text
-from experiments.harness.study import Mixer, Setting, slug
+from experiments.harness.study import Mixer, slug
 from rnnlib.data.tasks import Task
 from rnnlib.models import ModelConfig
 from rnnlib.models.config import DtypeName
@@ -213,8 +212,6 @@ _FIRST_OPTIONS = frozenset(
     }.items()
     for name in names
 )
-
-StudyFactory = Callable[[Setting], Study]
 
 
 def fingerprint(mixer: Mixer, cell: Cell) -> str:
