@@ -113,6 +113,7 @@ def stages(begin: float, recorded: dict[str, Any], argv: list[str]) -> None:
             marks.append(time.time())
             trainer.add_hook(End())
             trainer.open(pathlib.Path(folder) / "run")
+        print(f"{trainer.size_description}, on {trainer.device_description}")
         marks.append(time.time())
         trainer.run()
 

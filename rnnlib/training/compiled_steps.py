@@ -63,7 +63,7 @@ class CompiledSteps:
         check_fits(config.model)
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         # Shapes alone: a model that does not fit its own sizes fails here, and in seconds.
-        model = self.abstract_model()
+        self._abstract_model = model = nnx.eval_shape(self._new_model)
         self.mesh: Mesh | None = None
         self.adaptation = self._adaptation(model)
         self.template: TrainState = self._abstract_state_of(model)
@@ -95,8 +95,8 @@ class CompiledSteps:
         jax.eval_shape(self.train_step, self.template, self._abstract_batch())
 
     def abstract_model(self) -> DecoderLM:
-        """The model with shapes in place of arrays."""
-        return nnx.eval_shape(self._new_model)
+        """The model with shapes in place of arrays; the caller's own."""
+        return nnx.merge(*nnx.split(self._abstract_model))  # building a deep one again would take seconds
 
     def remat_choice(self) -> RematChoice:
         """What `remat="auto"` chose; compiles the training step where that has not been done."""
@@ -132,7 +132,7 @@ class CompiledSteps:
     def _token_flops(self) -> float:
         """Operations of the model for a token; NaN where its mixer is one of the user's own."""
         try:
-            return step_flops(self.config.model, self.config.data.sequence_length).total
+            return step_flops(self._abstract_model, self.config.data.sequence_length).total
         except TypeError:
             return math.nan
 

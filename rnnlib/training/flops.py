@@ -14,7 +14,7 @@ from rnnlib.layers import (
     RidgeRegression,
     Trapezoidal,
 )
-from rnnlib.models import ModelConfig, abstract_model, count_parameters
+from rnnlib.models import DecoderLM, ModelConfig, abstract_model, count_parameters
 from rnnlib.training.tpu import TPUS
 
 PEAK = {
@@ -50,7 +50,7 @@ class StepFlops:
         return self.weights + self.mixing
 
 
-def step_flops(config: ModelConfig, length: int) -> StepFlops:
+def step_flops(model: DecoderLM | ModelConfig, length: int) -> StepFlops:
     """Operations for one token of a row of `length`.
 
     Forward, a head and token: causal attention `2 K T`, half of `q k^T` and of `p v`, and with a window W of the mean
@@ -61,16 +61,17 @@ def step_flops(config: ModelConfig, length: int) -> StepFlops:
     norms and gates are left out. What layers share counts in each. RWKV-7: `8 K V`. Gated slots: `4 M (K + V)`.
 
     Args:
-        config: the model.
+        model: the model, or its configuration; its shapes are enough.
         length: tokens a row.
 
     Raises:
         TypeError: a mixer of unknown kind.
     """
-    count = count_parameters(config, each_use=True)
-    weights = count.total if config.tie_embeddings else count.without_embedding
+    model = abstract_model(model) if isinstance(model, ModelConfig) else model
+    count = count_parameters(model, each_use=True)
+    weights = count.total if model.config.tie_embeddings else count.without_embedding
     mixing = 0.0
-    mixers: list[Any] = [mixer for block in abstract_model(config).blocks for mixer in block.mixers]
+    mixers: list[Any] = [mixer for block in model.blocks for mixer in block.mixers]
     for mixer in mixers:
         if isinstance(mixer, ChannelMix):
             continue
