@@ -5,9 +5,11 @@ from typing import Literal
 
 from experiments.harness.study import Mixer
 from experiments.harness.tables import table_path
+from experiments.language_modelling.needles import NeedleTests, TestsTogether
 from experiments.language_modelling.runs import best_rate
-from experiments.language_modelling.study import LanguageStudy
+from experiments.language_modelling.study import LanguageStudy, Tests
 from experiments.language_modelling.study import study as language_study
+from rnnlib.data import DataConfig, Tokenizer
 from rnnlib.layers import ConvolutionConfig, Initializer
 from rnnlib.models import model_preset
 
@@ -38,6 +40,10 @@ class PretrainingStudy(LanguageStudy):
     def runs(self) -> list[tuple[Mixer, float, int]]:
         """Each mixer at its own rate."""
         return [run for run in super().runs if run[1] == dict(self.chosen).get(run[0].label)]
+
+    def tests(self, text: DataConfig, tokenizer: Tokenizer) -> Tests:
+        """Bits per byte, and needles that the model was not taught to find (`experiments/s_niah/PLAN.md`)."""
+        return TestsTogether((super().tests(text, tokenizer), NeedleTests(text.tokenizer)))
 
 
 def study(setting: PretrainingSetting) -> LanguageStudy:

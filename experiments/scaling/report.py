@@ -4,6 +4,7 @@ import pathlib
 
 from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.verdicts import Interval, Region, Verdict, below, between_seeds, equal, of_one_run
+from experiments.language_modelling.needles import needles_table
 from experiments.language_modelling.report import chosen
 from experiments.language_modelling.report import write as write_size
 from experiments.language_modelling.study import LanguageStudy
@@ -88,4 +89,7 @@ def write(plan: LanguageStudy, results: pathlib.Path, folder: pathlib.Path, *, p
     if page:
         write_between_marks(folder / "README.md", "models", models_table())
         write_between_marks(folder / "README.md", "verdicts", verdicts_table(folder))
+        if results.stem in SIZES:  # no additive rule is among these models: shares alone
+            needles = needles_table(chosen(plan, results), (), (), plan.train.data.sequence_length)
+            write_between_marks(folder / "README.md", f"{results.stem}_needles", needles)
     return text

@@ -6,11 +6,12 @@ import pathlib
 from typing import Any, Literal
 
 from experiments.harness.study import Mixer
-from experiments.language_modelling.study import RATES, LanguageStudy, model_config
+from experiments.language_modelling.needles import NeedleTests, TestsTogether
+from experiments.language_modelling.study import RATES, LanguageStudy, Tests, model_config
 from experiments.language_modelling.study import study as language_study
 from experiments.long_context.text import LongText, write_long_text
 from experiments.scaling.matching import match_parameters, match_state, state_numbers
-from rnnlib.data import DataConfig
+from rnnlib.data import DataConfig, Tokenizer
 from rnnlib.layers import ConvolutionConfig
 from rnnlib.models import ModelConfig, count_parameters
 
@@ -66,6 +67,11 @@ class ScalingStudy(LanguageStudy):
         python = write_long_text(PYTHON, self.train.data, work).train
         train, held_out = ((str(python.with_name(path.name)), str(path)) for path in parts)
         return dataclasses.replace(self.train.data, source="jsonl", paths=train, validation_paths=held_out)
+
+    def tests(self, text: DataConfig, tokenizer: Tokenizer) -> Tests:
+        """Bits per byte and, of texts in both registers, needles (`experiments/s_niah/PLAN.md`)."""
+        own = super().tests(text, tokenizer)
+        return own if self.register is None else TestsTogether((own, NeedleTests(text.tokenizer)))
 
 
 @functools.cache

@@ -1,20 +1,27 @@
 """Controls of the language models: parameters, states, attention with a convolution; verdicts by their plans' rules."""
 
+import concurrent.futures
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 from experiments.float8.report import answers
 from experiments.float8.study import MIXERS as FLOAT8_MIXERS
 from experiments.float8.study import study as float8
 from experiments.harness.study import Mixer
 from experiments.harness.verdicts import Interval, Verdict
+from experiments.language_modelling.needles import NeedleTests, TestsTogether, comparisons, needles_table
 from experiments.language_modelling.study import model_config
 from experiments.mesanet_stability.report import verdicts as stability
 from experiments.mesanet_stability.study import ONE, TWO
 from experiments.scaling.matching import match_parameters, state_numbers
 from experiments.scaling.report import shrinking, verdicts
 from experiments.scaling.study import BASELINE, GATED_DELTANET, MIXERS, SMALLER_STATE, study
+from rnnlib.data import load_tokenizer
 from rnnlib.models import count_parameters
 
 
@@ -80,3 +87,42 @@ def test_float8_is_judged_by_the_spread_of_seeds_in_bfloat16():
     plan = float8("short")
     assert [plan.model(mixer).matmul_dtype for mixer in plan.mixers] == [None, "float8"]
     assert [plan.model(mixer).width for mixer in plan.mixers] == [768, 768] and plan.train.steps == 2000
+
+
+FIVE = load_tokenizer("byte").encode("5")[0]
+
+
+class ReadsAhead(nnx.Module):
+    """Knows every next token that it is given; after the last one it says the byte of a five."""
+
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, tokens, *, segment_ids, positions):
+        following, segment = (jnp.pad(x, ((0, 0), (0, 1)))[:, 1:] for x in (tokens, segment_ids))
+        return jax.nn.one_hot(jnp.where(segment == 0, FIVE, following), 257) * self.scale
+
+
+def test_needles_count_whole_answers_of_tasks_that_nobody_taught():
+    tests = NeedleTests("byte", lengths=(512,), examples=12, tokens=4096)
+    answers = [tests.task("s_niah_1", 512).example(i, split="test")["targets"] for i in range(12)]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        model = ReadsAhead()
+        found = TestsTogether((tests,)).prepare(model, pool)(model)["needles"]
+    last = [targets[np.flatnonzero(targets)[-1]] for targets in answers]
+    assert found["S-NIAH-1"] == {"512": [sum(token == FIVE for token in last), 12]}
+    assert list(found) == ["S-NIAH-1", "S-NIAH-2", "S-NIAH-3", "MK-NIAH-1"]
+
+
+def test_needles_are_compared_at_equal_loss():
+    def runs(bits, found):
+        return [{"test": {"4096": {"bits_per_byte": bits}}, "needles": {"S-NIAH-1": {"1024": [found, 500]}}}]
+
+    models = {"KLA": runs(0.700, 400), "Gated DeltaNet": runs(0.690, 20), "Mamba-2": runs(0.702, 10)}
+    ((erasing, additive, interval, verdict),) = comparisons(models, ("KLA", "Gated DeltaNet"), ("Mamba-2",), 4096)
+    assert (erasing, additive, verdict) == ("KLA", "Mamba-2", Verdict.AGREES) and interval.low > 0.7
+    models["KLA"] = runs(0.700, 15)
+    assert comparisons(models, ("KLA",), ("Mamba-2",), 4096)[0][3] is Verdict.DISAGREES
+    table = needles_table(models, ("KLA",), ("Mamba-2",), 4096)
+    assert "| KLA | 3.0 |" in table and "KLA finds more than Mamba-2" in table
+    assert needles_table({"KLA": [{"test": {}}]}, ("KLA",), (), 4096) == "No results yet.\n"
