@@ -12,10 +12,10 @@ import tyro
 from experiments.decoding.measure import time_model
 from experiments.decoding.peer import PEERS, time_peer
 from experiments.decoding.report import read_results, write_report
-from experiments.decoding.study import DecodingStudy, study
+from experiments.decoding.study import DecodingSetting, DecodingStudy, study
 from experiments.harness.command import errors_as_lines
 from experiments.harness.environment import command_line, environment
-from experiments.harness.study import Setting, slug
+from experiments.harness.study import slug
 from experiments.harness.tables import add_row, read_table
 
 
@@ -23,8 +23,8 @@ from experiments.harness.tables import add_row, read_table
 class Options:
     """Times `generate` for what has no result yet, then writes table and picture."""
 
-    setting: Setting = "small"
-    """"small" runs on a CPU in minutes, "real" on one GPU."""
+    setting: DecodingSetting = "small"
+    """"small" runs on a CPU in minutes, "real" on one GPU; "long_32k" and "long_131k" have such prompts."""
     card: str = ""
     """Set behind the setting in names of results and figures: for another card than the H200 of those committed."""
     models: tuple[str, ...] = ()

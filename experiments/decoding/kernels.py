@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.decoding.measure import token_blocks
-from experiments.decoding.study import DecodingStudy, configurations, study
+from experiments.decoding.study import DecodingSetting, DecodingStudy, configurations, study
 from experiments.harness.command import errors_as_lines
 from experiments.harness.environment import command_line, environment
-from experiments.harness.study import Setting
 from experiments.harness.tables import write_text
 from experiments.throughput.profiling import profile
 from rnnlib.models import ModelConfig
@@ -32,7 +31,7 @@ class Options:
 
     output: pathlib.Path
     """JSON file of the numbers."""
-    setting: Setting = "real"
+    setting: DecodingSetting = "real"
     """Models of the study at this setting."""
     models: tuple[str, ...] = ("KDA 340M",)
     """Labels of models."""

@@ -58,13 +58,27 @@ def token_blocks(config: ModelConfig, batch: int, plan: DecodingStudy) -> tuple[
     return model, stream(model, prompts, max_new_tokens=count, block_size=plan.block, temperature=0)
 
 
+def seconds_to_read(model: DecoderLM, batch: int, plan: DecodingStudy) -> list[float]:
+    """Seconds from prompts to their first new tokens, of each reading after one that compiles."""
+    prompts = (
+        np.random.default_rng(2).integers(model.config.vocabulary_size, size=(batch, plan.prompt)).astype(np.int32)
+    )
+    seconds = []
+    for _ in range(plan.readings + 1):
+        start = time.perf_counter()
+        np.asarray(next(stream(model, prompts, max_new_tokens=1, block_size=1, temperature=0)))
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
 def time_model(config: ModelConfig, batch: int, plan: DecodingStudy) -> dict[str, Any]:
     """Times greedy decoding of a model with random weights.
 
     Returns:
         Seconds of a token of every text, of each block after the first; tokens a second of all texts together, from
         the median block; bytes that a token moves, the seconds that this takes at the card's stated bandwidth, and the
-        share of them in what was measured, both None where that bandwidth is not known.
+        share of them in what was measured, both None where that bandwidth is not known; with `plan.readings`, the
+        seconds to the first new tokens of each.
     """
     model, blocks = token_blocks(config, batch, plan)
     np.asarray(next(blocks))
@@ -79,7 +93,8 @@ def time_model(config: ModelConfig, batch: int, plan: DecodingStudy) -> dict[str
     moved = bytes_of_a_token(model, batch, plan.prompt + plan.block * (1 + plan.blocks) // 2)
     bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)
     limit = None if bandwidth is None else sum(moved.values()) / bandwidth
-    return {
+    read = {"reading_seconds": [round(s, 6) for s in seconds_to_read(model, batch, plan)]} if plan.readings else {}
+    return read | {
         "batch": batch,
         "prompt": plan.prompt,
         "token_seconds": [round(s, 8) for s in seconds],

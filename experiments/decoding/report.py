@@ -4,12 +4,17 @@ import pathlib
 import statistics
 from typing import Any
 
-from experiments.decoding.study import DecodingStudy
+import numpy as np
+
+from experiments.decoding.study import BASELINE, KLA, DecodingStudy
 from experiments.harness.page import markdown_table, write_between_marks
 from experiments.harness.pictures import pyplot, save
 from experiments.harness.tables import read_table
+from experiments.harness.verdicts import Interval, Verdict, equal
 
 Record = dict[str, Any]
+MARGIN = 0.02
+"""Of time: less counts as equal."""
 
 
 def read_results(path: pathlib.Path) -> list[Record]:
@@ -37,14 +42,16 @@ def table(plan: DecodingStudy, records: list[Record]) -> str:
     """Markdown: a row for each model and batch."""
     if not records:
         return "No results yet.\n"
+    reading = ["prompt read, ms"] if any("reading_seconds" in r for r in records) else []
     header = ["model", "batch", "ms a token", "tokens/s", "weights + caches, GB a token", "of the bandwidth"]
-    header += ["peer's tokens/s", "times the peer's"]
+    header += ["peer's tokens/s", "times the peer's", *reading]
     rows = []
     for label, _ in plan.models:
         for batch in plan.batches:
             ours, theirs = (_find(records, label, batch, peer) for peer in (False, True))
             if ours is not None:
-                rows.append([label, str(batch), *_cells(ours, theirs)])
+                read = [f"{1000 * statistics.median(ours['reading_seconds']):.1f}"] if reading else []
+                rows.append([label, str(batch), *_cells(ours, theirs), *read])
     environment = records[0]["environment"]
     commits = ", ".join(sorted({r["environment"]["commit"][:7] for r in records}))
     versions: dict[str, str] = next((r["versions"] for r in records if "peer" in r), {})
@@ -56,7 +63,25 @@ def table(plan: DecodingStudy, records: list[Record]) -> str:
         f"{plan.prompt} tokens, {plan.block * plan.blocks} new ones.",
         "",
     ]
-    return "\n".join(lines)
+    lines += [f"- {says}: {interval}, {verdict.value}" for says, interval, verdict in answers(records)]
+    return "\n".join([*lines, ""] if lines[-1] else lines)
+
+
+def answers(records: list[Record]) -> list[tuple[str, Interval, Verdict]]:
+    """The plan's first hypothesis, where both models were timed with long prompts: KLA reads and writes as fast.
+
+    The interval is from the 5 % to the 95 % quantiles of single readings and blocks.
+    """
+    found = [_find(records, label, 1, peer=False) for label in (KLA, BASELINE)]
+    if None in found or any("reading_seconds" not in r for r in found if r is not None):
+        return []
+    told = []
+    for says, name in (("KLA reads as fast as Gated DeltaNet", "reading_seconds"), ("and writes", "token_seconds")):
+        ours, theirs = (np.asarray(record[name]) for record in found if record is not None)
+        low, high = (np.quantile(ours, q) / np.quantile(theirs, 1 - q) - 1 for q in (0.05, 0.95))
+        interval = Interval(float(np.median(ours) / np.median(theirs) - 1), float(low), float(high))
+        told.append((says, interval, equal(MARGIN).judge(interval)))
+    return told
 
 
 def figure(plan: DecodingStudy, records: list[Record], path: pathlib.Path) -> bool:

@@ -19,10 +19,9 @@ import tyro
 from jax import Array, lax
 
 from experiments.decoding.measure import time_model
-from experiments.decoding.study import configurations, study
+from experiments.decoding.study import DecodingSetting, configurations, study
 from experiments.harness.command import errors_as_lines
 from experiments.harness.environment import command_line, environment
-from experiments.harness.study import Setting
 from experiments.harness.tables import write_text
 from experiments.throughput.profiling import profile
 from pallas_kernels import operators
@@ -42,7 +41,7 @@ class Options:
 
     output: pathlib.Path
     """JSON file of the numbers."""
-    setting: Setting = "real"
+    setting: DecodingSetting = "real"
     """Models of the study at this setting."""
     models: tuple[str, ...] = ()
     """Labels of the models that are timed whole; none by default."""

@@ -11,10 +11,11 @@ from flax import nnx
 from experiments.decoding import __main__ as command
 from experiments.decoding import kernels, waiting
 from experiments.decoding.measure import bytes_of_a_token
-from experiments.decoding.report import read_results, table, write_report
-from experiments.decoding.study import study
+from experiments.decoding.report import answers, read_results, table, write_report
+from experiments.decoding.study import BASELINE, KLA, study
 from experiments.harness.page import marks
 from experiments.harness.tables import EXPERIMENTS, add_row, read_table
+from experiments.harness.verdicts import Verdict
 from rnnlib.models import DecoderLM, ModelConfig, count_parameters
 
 TINY = ModelConfig(
@@ -35,7 +36,8 @@ def test_a_token_reads_weights_and_keys_and_moves_states_twice():
 
 @pytest.fixture
 def small(monkeypatch):
-    plan = dataclasses.replace(study("small"), models=(("Tiny", TINY),), batches=(1, 2), prompt=3, block=2, blocks=3)
+    sizes = {"batches": (1, 2), "prompt": 3, "block": 2, "blocks": 3, "readings": 2}
+    plan = dataclasses.replace(study("small"), models=(("Tiny", TINY),), **sizes)
     monkeypatch.setattr(command, "study", lambda setting: plan)
     return plan
 
@@ -45,14 +47,26 @@ def test_finished_results_are_kept_and_reported(small, tmp_path, capsys):
     path = tmp_path / "results" / "small.jsonl"
     assert [row["id"] for row in read_table(path)] == ["tiny--1", "tiny--2"]
     record = read_table(path)[1]
-    assert len(record["token_seconds"]) == 2
+    assert len(record["token_seconds"]) == 2 and len(record["reading_seconds"]) == 2
     assert record["tokens_per_second"] == pytest.approx(2 / np.median(record["token_seconds"]), rel=1e-3)
     assert record["of_limit"] is None and record["environment"]["platform"] == "cpu"
     assert (tmp_path / "figures" / "small.png").stat().st_size > 1000
     before = path.read_text()
     assert command.main(["--output", str(tmp_path)]) == 0
     assert path.read_text() == before
-    assert "| Tiny | 2 |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| Tiny | 2 |" in shown and "prompt read, ms |" in shown
+
+
+def test_kla_s_time_behind_long_prompts_is_judged():
+    assert [len(study(setting).models) for setting in ("long_32k", "long_131k")] == [3, 3]
+
+    def record(label, reading, token):
+        return {"model": label, "batch": 1, "reading_seconds": [reading, 1.01 * reading], "token_seconds": [token] * 3}
+
+    records = [record(KLA, 0.500, 1.1e-3), record(BASELINE, 0.501, 1.0e-3)]
+    assert [verdict for *_, verdict in answers(records)] == [Verdict.AGREES, Verdict.DISAGREES]
+    assert not answers(records[:1])
 
 
 def test_the_table_sets_the_peer_beside_ours(small, tmp_path):
