@@ -64,6 +64,16 @@ def solved(study: str, cell: str, ours: str, theirs: str, setting: Setting = "re
     return measure
 
 
+def solved_at_all_rates(study: str, cell: str, ours: str, theirs: str, setting: Setting = "real") -> Measure:
+    """Share of runs at every rate that solve a cell's validation, of one mixer less another's: no rate is chosen."""
+
+    def measure() -> Interval | None:
+        found = [outcome(study, cell, label, setting) for label in (ours, theirs)]
+        return None if None in found else between_counts(*(one.tried for one in found if one is not None))
+
+    return measure
+
+
 def solves(study: str, cell: str, label: str, setting: Setting = "real") -> Measure:
     """Share of seeds that solve a cell, less all of them."""
 

@@ -4,7 +4,7 @@ import functools
 import math
 
 from experiments.claims.claim import Claim, Part
-from experiments.claims.evidence import ACCURACY, SHARE, accuracy, cells, solved, solves
+from experiments.claims.evidence import ACCURACY, SHARE, accuracy, cells, solved, solved_at_all_rates, solves
 from experiments.harness.verdicts import Region, above, below, equal
 
 LONG = "MQAR T=128, 32 pairs, width 64, 4000 steps"
@@ -312,6 +312,37 @@ CLAIMS = (
         tuple(
             _more("ablations", LONG, "PGDN", f"PGDN, {other}")
             for other in ("unstable ATK", "tied gates", "norm 1 / k.Bk")
+        ),
+        "language models",
+    ),
+    Claim(
+        "Maps and norms of DeltaNet's keys",
+        "ablations",
+        "DeltaNet, table 3",
+        "SiLU with unit length is best",
+        "small: SiLU 5, ReLU 6, 1 + ELU 0, with the L1 norm 1 of 6 runs",
+        tuple(
+            Part(
+                f"SiLU solves as many runs as {other} or more, small",
+                solved_at_all_rates("ablations", SMALL, "DeltaNet", f"DeltaNet, {other}", "small"),
+                ALL,
+            )
+            for other in ("ReLU", "1 + ELU", "1 + ELU, L1 norm")
+        ),
+        "language models",
+    ),
+    Claim(
+        "Longhorn with a preconditioner",
+        "ablations",
+        "Preconditioned DeltaNet, appendix G",
+        "P-Longhorn ahead",
+        "small: 12 · 58 · 64 and 38 · 56 · 64 (1 of 6 runs each)",
+        (
+            Part(
+                "P-Longhorn solves more runs than Longhorn, small",
+                solved_at_all_rates("ablations", SMALL, "P-Longhorn", "Longhorn", "small"),
+                above(SHARE),
+            ),
         ),
         "language models",
     ),
