@@ -5,7 +5,7 @@ from typing import Literal
 
 from experiments.harness.study import Mixer
 from experiments.harness.tables import table_path
-from experiments.language_modelling.needles import NeedleTests, TestsTogether
+from experiments.language_modelling.needles import NeedleTests, SeveralTests
 from experiments.language_modelling.runs import best_rate
 from experiments.language_modelling.study import LanguageStudy, Tests
 from experiments.language_modelling.study import study as language_study
@@ -43,7 +43,7 @@ class PretrainingStudy(LanguageStudy):
 
     def tests(self, text: DataConfig, tokenizer: Tokenizer) -> Tests:
         """Bits per byte, and needles that the model was not taught to find (`experiments/s_niah/PLAN.md`)."""
-        return TestsTogether((super().tests(text, tokenizer), NeedleTests(text.tokenizer)))
+        return SeveralTests((super().tests(text, tokenizer), NeedleTests(text.tokenizer)))
 
 
 def study(setting: PretrainingSetting) -> LanguageStudy:

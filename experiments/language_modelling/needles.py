@@ -91,7 +91,7 @@ def _compiled(shapes: DecoderLM, length: int, rows: int) -> Callable[..., jax.Ar
 
 
 @dataclasses.dataclass(frozen=True)
-class TestsTogether:
+class SeveralTests:
     """Several tests as one: their results in one row.
 
     Attributes:

@@ -6,7 +6,7 @@ import pathlib
 from typing import Any, Literal
 
 from experiments.harness.study import Mixer
-from experiments.language_modelling.needles import NeedleTests, TestsTogether
+from experiments.language_modelling.needles import NeedleTests, SeveralTests
 from experiments.language_modelling.study import RATES, LanguageStudy, Tests, model_config
 from experiments.language_modelling.study import study as language_study
 from experiments.long_context.text import LongText, write_long_text
@@ -71,7 +71,7 @@ class ScalingStudy(LanguageStudy):
     def tests(self, text: DataConfig, tokenizer: Tokenizer) -> Tests:
         """Bits per byte and, of texts in both registers, needles (`experiments/s_niah/PLAN.md`)."""
         own = super().tests(text, tokenizer)
-        return own if self.register is None else TestsTogether((own, NeedleTests(text.tokenizer)))
+        return own if self.register is None else SeveralTests((own, NeedleTests(text.tokenizer)))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from experiments.float8.study import MIXERS as FLOAT8_MIXERS
 from experiments.float8.study import study as float8
 from experiments.harness.study import Mixer
 from experiments.harness.verdicts import Interval, Verdict
-from experiments.language_modelling.needles import NeedleTests, TestsTogether, comparisons, needles_table
+from experiments.language_modelling.needles import NeedleTests, SeveralTests, comparisons, needles_table
 from experiments.language_modelling.study import model_config
 from experiments.mesanet_stability.report import verdicts as stability
 from experiments.mesanet_stability.study import ONE, TWO
@@ -104,13 +104,13 @@ class ReadsAhead(nnx.Module):
 
 
 def test_needles_count_whole_answers_of_tasks_that_nobody_taught():
-    tests = NeedleTests("byte", lengths=(512,), examples=12, tokens=4096)
-    answers = [tests.task("s_niah_1", 512).example(i, split="test")["targets"] for i in range(12)]
+    tests = NeedleTests("byte", lengths=(768,), examples=12, tokens=4096)
+    answers = [tests.task("s_niah_1", 768).example(i, split="test")["targets"] for i in range(12)]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         model = ReadsAhead()
-        found = TestsTogether((tests,)).prepare(model, pool)(model)["needles"]
+        found = SeveralTests((tests,)).prepare(model, pool)(model)["needles"]
     last = [targets[np.flatnonzero(targets)[-1]] for targets in answers]
-    assert found["S-NIAH-1"] == {"512": [sum(token == FIVE for token in last), 12]}
+    assert found["S-NIAH-1"] == {"768": [sum(token == FIVE for token in last), 12]}
     assert list(found) == ["S-NIAH-1", "S-NIAH-2", "S-NIAH-3", "MK-NIAH-1"]
 
 
